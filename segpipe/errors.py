@@ -1,0 +1,59 @@
+"""Every error a user can meet, on one page.
+
+A message says where and what was found, what was needed, and what to do. Each class carries the exit code with which
+the command line ends, so that a cluster script can tell a typing mistake from a diverged run.
+"""
+
+
+class SegpipeError(Exception):
+    """Root of all errors that segpipe raises on purpose; they are printed without a traceback."""
+
+    exit_code = 1
+
+
+class ConfigError(SegpipeError):
+    """A setting is misspelled, out of range, or contradicts another."""
+
+    exit_code = 2
+
+
+class DataError(SegpipeError):
+    """A file of the data set is missing, torn, or does not fit the class table."""
+
+    exit_code = 2
+
+
+class CheckpointError(SegpipeError):
+    """A checkpoint is missing, torn, foreign, or could not be written."""
+
+    exit_code = 2
+
+
+class NumericsError(SegpipeError):
+    """The loss or a gradient is not finite; the message says where the state was kept."""
+
+    exit_code = 6
+
+
+class DivergenceError(SegpipeError):
+    """Two ranks, or two runs, that must hold the same bits do not."""
+
+    exit_code = 5
+
+
+class ExportError(SegpipeError):
+    """The network could not be converted."""
+
+    exit_code = 3
+
+
+class ExportMismatch(ExportError):
+    """An exported file does not compute what the trained network computes; no file is left behind."""
+
+    exit_code = 4
+
+
+class Interrupted(SegpipeError):
+    """Ctrl-C or SIGTERM; the state was written before this was raised."""
+
+    exit_code = 130
