@@ -1,0 +1,1 @@
+"""From files, or from nothing, to batches: catalog, samples, synthetic, augment, order, loader."""

@@ -1,0 +1,189 @@
+"""Class tables: names, colours, and which raw mask id is which class.
+
+A `folder` data set brings its own table, a YAML file (`data.classes`, by default ROOT/classes.yaml):
+
+    name: warehouse                      # optional; the name of the folder otherwise
+    names: [floor, shelf, person]        # the classes; their place is the train id 0, 1, 2
+    palette: [[128, 64, 128], [70, 70, 70], [220, 20, 60]]   # RGB, one colour per class
+    ids: {7: floor, 8: floor, 11: shelf, 24: person}         # mask id: class; without it, ids are train ids
+    ignore: [0, 255]                     # mask ids of unlabelled pixels; 255 alone without it
+
+A mask id that is in neither `ids` nor `ignore` is an error, never quietly ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+from omegaconf import OmegaConf
+
+from segpipe.config import nearest
+from segpipe.errors import DataError
+
+IGNORE_INDEX = 255  # train id of pixels that neither loss nor metric counts
+
+
+@dataclass(frozen=True)
+class ClassTable:
+    """The classes of a data set, and the exact map from raw mask ids to train ids."""
+
+    name: str
+    names: tuple[str, ...]
+    palette: tuple[tuple[int, int, int], ...]  # RGB
+    train_ids: dict[int, int]  # raw id -> train id, 255 = ignore; every other raw id is an error
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes that are trained; ignored pixels are none of them."""
+        return len(self.names)
+
+    @cached_property
+    def lut(self) -> NDArray[np.uint8]:
+        """Train id per raw id, uint8 (256,); unknown ids map to ignore, so ask `known` first."""
+        lut = np.full(256, IGNORE_INDEX, np.uint8)
+        for raw, train in self.train_ids.items():
+            lut[raw] = train
+        return lut
+
+    @cached_property
+    def known(self) -> NDArray[np.bool_]:
+        """Whether the table has each raw id, bool (256,)."""
+        return np.isin(np.arange(256), list(self.train_ids))
+
+    def target(self, mask: NDArray[np.uint8], where: object) -> NDArray[np.uint8]:
+        """Train ids of raw ids, both uint8 (H, W).
+
+        Raises DataError that names `where`, the file, when the mask holds an id that the table does not know.
+        """
+        if cv2.countNonZero(cv2.LUT(mask, (~self.known).view(np.uint8))):
+            raise DataError(self._unknown(mask, where))
+        return np.asarray(cv2.LUT(mask, self.lut), np.uint8)
+
+    def _unknown(self, mask: NDArray[np.uint8], where: object) -> str:
+        counts = np.bincount(mask.ravel(), minlength=256) * ~self.known
+        found = [int(raw) for raw in np.flatnonzero(counts)]
+        ids = f"id {found[0]}" if len(found) == 1 else f"ids {', '.join(map(str, found[:8]))}"
+        row, column = np.argwhere(mask == found[0])[0]
+        known = _ranges(sorted(self.train_ids))
+        return (
+            f"{where} has {ids} ({counts.sum()} pixels, the first at row {row}, column {column}); the {self.name} "
+            f"table knows {known}. Correct the mask, or extend the table as segpipe/data/catalog.py shows."
+        )
+
+
+def _ranges(ids: list[int]) -> str:
+    """`0-11, 255` for sorted ids."""
+    parts: list[list[int]] = []
+    for value in ids:
+        if parts and value == parts[-1][1] + 1:
+            parts[-1][1] = value
+        else:
+            parts.append([value, value])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
+
+
+def load_table(path: Path) -> ClassTable:
+    """The table of a YAML file of the form shown above. Raises DataError naming file and key."""
+    try:
+        entries = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except FileNotFoundError:
+        raise DataError(
+            f"{path} does not exist. A folder data set needs a class table; set data.classes=FILE."
+        ) from None
+    except Exception as error:  # the YAML reader has many error types, all of them about this file
+        raise DataError(f"{path} cannot be read as YAML: {error}") from None
+    if not isinstance(entries, dict):
+        raise DataError(f"{path} holds no keys, but names and palette were needed.")
+    valid = ("name", "names", "palette", "ids", "ignore")
+    for key in map(str, entries):
+        if key not in valid:
+            raise DataError(f"{path}: {key} is not one of {', '.join(valid)}.{nearest(key, valid)}")
+    names = _names(path, entries.get("names"))
+    return ClassTable(
+        name=str(entries.get("name", path.resolve().parent.name)),
+        names=names,
+        palette=_palette(path, entries.get("palette"), len(names)),
+        train_ids=_train_ids(path, names, entries.get("ids"), entries.get("ignore", [IGNORE_INDEX])),
+    )
+
+
+def _names(path: Path, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not 1 <= len(value) <= IGNORE_INDEX:
+        raise DataError(f"{path}: names = {value!r}, but a list of 1 to {IGNORE_INDEX} class names was needed.")
+    names = tuple(str(name) for name in value)
+    if len(set(names)) < len(names):
+        raise DataError(f"{path}: names holds {next(n for n in names if names.count(n) > 1)} twice.")
+    return names
+
+
+def _palette(path: Path, value: Any, num_classes: int) -> tuple[tuple[int, int, int], ...]:
+    if not isinstance(value, list) or len(value) != num_classes:
+        found = f"{len(value)} colours" if isinstance(value, list) else repr(value)
+        raise DataError(f"{path}: palette = {found}, but {num_classes} colours [R, G, B] were needed, one per name.")
+    for place, colour in enumerate(value):
+        fits = isinstance(colour, list) and len(colour) == 3
+        if not fits or any(not isinstance(part, int) or not 0 <= part <= 255 for part in colour):
+            raise DataError(f"{path}: palette[{place}] = {colour!r}, but [R, G, B] from 0 to 255 was needed.")
+    return tuple((red, green, blue) for red, green, blue in value)
+
+
+def _train_ids(path: Path, names: tuple[str, ...], ids: Any, ignore: Any) -> dict[int, int]:
+    if ids is None:
+        ids = dict(enumerate(names))
+    if not isinstance(ids, Mapping):
+        raise DataError(f"{path}: ids = {ids!r}, but a map such as {{7: {names[0]}}} was needed.")
+    if not isinstance(ignore, list):
+        raise DataError(f"{path}: ignore = {ignore!r}, but a list of mask ids such as [255] was needed.")
+    table: dict[int, int] = {}
+    for raw, name in ids.items():
+        if name not in names:
+            raise DataError(f"{path}: ids[{raw}] = {name!r} is not one of names.{nearest(str(name), names)}")
+        table[_raw_id(path, "ids", raw)] = names.index(name)
+    for raw in ignore:
+        if raw in table:
+            raise DataError(f"{path}: id {raw} is in ids and in ignore. Take it out of one of them.")
+        table[_raw_id(path, "ignore", raw)] = IGNORE_INDEX
+    for train, name in enumerate(names):
+        if train not in table.values():
+            raise DataError(
+                f"{path}: no id in ids maps to {name}, so it could never be learnt. Add one or drop the name."
+            )
+    return table
+
+
+def _raw_id(path: Path, key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 255:
+        raise DataError(f"{path}: {key} holds {value!r}, but mask ids are whole numbers from 0 to 255.")
+    return value
+
+
+CAMVID = ClassTable(
+    name="camvid",
+    names=(
+        "sky", "building", "pole", "road", "pavement", "tree", "sign_symbol", "fence", "car", "pedestrian", "bicyclist",
+    ),
+    palette=(
+        (128, 128, 128), (128, 0, 0), (192, 192, 128), (128, 64, 128), (60, 40, 222), (128, 128, 0), (192, 128, 128),
+        (64, 64, 128), (64, 0, 128), (64, 64, 0), (0, 128, 192),
+    ),
+    train_ids={**{train: train for train in range(11)}, 11: IGNORE_INDEX},
+)  # fmt: skip
+
+STREET = ClassTable(
+    name="street",
+    names=(
+        "road", "lane_mark", "sidewalk", "building", "vegetation", "vehicle", "pedestrian", "pole", "sign", "sky",
+    ),
+    palette=(
+        (128, 64, 128), (240, 240, 200), (244, 35, 232), (90, 90, 100), (107, 142, 35), (0, 60, 160), (220, 20, 60),
+        (190, 153, 110), (250, 200, 0), (70, 160, 220),
+    ),
+    train_ids={train: train for train in range(10)},
+)  # fmt: skip

@@ -1,0 +1,319 @@
+"""Samples: the image and the train ids of a place in a split, read when asked for.
+
+Layouts on disk, below `data.root`:
+
+    camvid   {split}/*.png with {split}annot/*.png
+    folder   images/{split}/ with masks/{split}/, or images/ with masks/ and a list of stems in {split}.txt
+
+Images are PNG or JPEG, masks single-channel 8-bit PNG of raw ids; a pair has the same path but for the suffix. The
+class table of a folder is described in catalog.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from segpipe.config import DataConfig, nearest
+from segpipe.data.catalog import CAMVID, IGNORE_INDEX, ClassTable, load_table
+from segpipe.data.decode import check_mask, read_header, read_image, read_mask
+from segpipe.errors import DataError
+
+FULL_VERIFY_PIXELS = 300_000_000  # about 6 s of decoding on two cores
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Samples(Protocol):
+    """A split: small to pickle, read one sample at a time, the same for every reader."""
+
+    @property
+    def classes(self) -> ClassTable:
+        """The table of the train ids that `read` returns."""
+
+    def __len__(self) -> int: ...
+
+    def name(self, index: int) -> str:
+        """File stem or scene id, for messages and reports."""
+
+    def read(self, index: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """Image uint8 (H, W, 3) RGB and target uint8 (H, W) of train ids. Raises DataError naming the file."""
+
+
+class Pair(NamedTuple):
+    """Files of one sample."""
+
+    name: str
+    image: str
+    mask: str
+
+
+@dataclass(frozen=True)
+class FileSamples:
+    """Samples that lie in files."""
+
+    classes: ClassTable
+    pairs: tuple[Pair, ...]
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def name(self, index: int) -> str:
+        return self.pairs[index].name
+
+    def read(self, index: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        pair = self.pairs[index]
+        image, target = read_image(pair.image), self.target(index)
+        _check_sizes(pair, image.shape[:2], target.shape)
+        return image, target
+
+    def target(self, index: int) -> NDArray[np.uint8]:
+        """Train ids alone, for counts."""
+        path = self.pairs[index].mask
+        return self.classes.target(read_mask(path), path)
+
+
+@dataclass(frozen=True)
+class ForeignTargets:
+    """The control experiment: every image comes with the target of another one, half the split away."""
+
+    samples: Samples
+
+    @property
+    def classes(self) -> ClassTable:
+        return self.samples.classes
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def name(self, index: int) -> str:
+        return self.samples.name(index)
+
+    def read(self, index: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        other = (index + len(self) // 2) % len(self)
+        image, target = self.samples.read(index)[0], self.samples.read(other)[1]
+        if image.shape[:2] != target.shape:
+            raise DataError(
+                f"data.shuffle_labels = True, but {self.name(index)} is {_size(image.shape)} and {self.name(other)} is "
+                f"{_size(target.shape)}: the control needs images of one size."
+            )
+        return image, target
+
+
+def open_samples(data: DataConfig, split: str, seed: int) -> Samples:
+    """Samples of a split, in the order of their names. Raises DataError for the first thing missing.
+
+    With `data.shuffle_labels` the split "train" has the targets of other images; other splits keep their own.
+    """
+    samples = _open(data, split, seed)
+    if not (data.shuffle_labels and split == "train"):
+        return samples
+    if len(samples) < 2:
+        raise DataError("data.shuffle_labels = True needs at least two training images.")
+    return ForeignTargets(samples)
+
+
+def _open(data: DataConfig, split: str, seed: int) -> Samples:
+    if data.name == "synthetic":
+        from segpipe.data.synthetic import SyntheticSamples
+
+        num = data.num_train if split == "train" else data.num_val
+        return SyntheticSamples(seed=seed, split=split, num=num, size=(data.size[0], data.size[1]))
+    classes = class_table(data)
+    pairs, faults = _scan(data, split)
+    if faults:
+        raise DataError(faults[0])
+    return FileSamples(classes, tuple(pairs))
+
+
+def class_table(data: DataConfig) -> ClassTable:
+    """Class table of a data set that lies in files."""
+    if data.name == "camvid":
+        return CAMVID
+    if not Path(data.root).is_dir():
+        raise DataError(_missing(Path(data.root)))
+    return load_table(Path(data.classes) if data.classes else Path(data.root) / "classes.yaml")
+
+
+def class_pixels(samples: Samples) -> NDArray[np.int64]:
+    """Pixels of each train id over a split, int64 (C,); ignored pixels are not counted.
+
+    Reads every mask of a split that lies in files, and at most 64 scenes of any other.
+    """
+    inner = samples.samples if isinstance(samples, ForeignTargets) else samples
+    indices = range(len(inner) if isinstance(inner, FileSamples) else min(64, len(inner)))
+
+    def count(index: int) -> NDArray[np.int64]:
+        target = inner.target(index) if isinstance(inner, FileSamples) else inner.read(index)[1]
+        return np.bincount(target.ravel(), minlength=IGNORE_INDEX + 1)
+
+    total = np.zeros(IGNORE_INDEX + 1, np.int64)
+    for counts in _threaded(count, indices):
+        total += counts
+    return total[: samples.classes.num_classes]
+
+
+def verify(data: DataConfig, splits: Iterable[str]) -> None:
+    """Raise DataError for the first problem of the data, before the first step rather than hours into a run.
+
+    `data.verify`: "headers" sees pairs, sizes and the ends of files, "full" decodes everything, "auto" is full below
+    300 million pixels.
+    """
+    for problem in problems(data, splits):
+        raise DataError(problem)
+
+
+def problems(
+    data: DataConfig, splits: Iterable[str], *, progress: Callable[[int, int], None] = lambda done, total: None
+) -> Iterator[str]:
+    """Every problem of the data as a sentence; `progress(done, total)` is called after each step of the work."""
+    if data.name == "synthetic":
+        return
+    try:
+        classes = class_table(data)
+    except DataError as error:
+        yield str(error)
+        return
+    pairs: list[Pair] = []
+    for split in splits:
+        found, faults = _scan(data, split)
+        pairs += found
+        yield from faults
+    torn: set[str] = set()
+    num_pixels = 0
+    for done, (pixels, header_faults) in enumerate(_threaded(_check_headers, pairs)):
+        yield from header_faults.values()
+        torn |= header_faults.keys()
+        num_pixels += pixels
+        progress(done + 1, 2 * len(pairs))
+    if data.verify == "full" or (data.verify == "auto" and num_pixels < FULL_VERIFY_PIXELS):
+        for done, faults in enumerate(_threaded(lambda pair: _check_pixels(classes, pair, torn), pairs)):
+            yield from faults
+            progress(len(pairs) + done + 1, 2 * len(pairs))
+    progress(1, 1)
+
+
+def _check_headers(pair: Pair) -> tuple[int, dict[str, str]]:
+    """Pixels of a pair, and what its headers tell to be wrong by the path (both sizes: by the name) at fault."""
+    faults: dict[str, str] = {}
+    sizes: list[tuple[int, int]] = []
+    for path in (pair.image, pair.mask):
+        try:
+            header = read_header(path)
+            sizes.append((header.height, header.width))
+            if path == pair.mask:
+                check_mask(header, path)
+        except DataError as error:
+            faults[path] = str(error)
+    if len(sizes) == 2:
+        try:
+            _check_sizes(pair, *sizes)
+        except DataError as error:
+            faults[pair.name] = str(error)
+    return (sizes[0][0] * sizes[0][1] if sizes else 0), faults
+
+
+def _check_pixels(classes: ClassTable, pair: Pair, torn: set[str]) -> list[str]:
+    """What decoding tells to be wrong with the files of a pair that are not known to be `torn`."""
+    faults: list[str] = []
+    for path in {pair.image, pair.mask} - torn:
+        try:
+            if path == pair.mask:
+                classes.target(read_mask(path), path)
+            else:
+                read_image(path)
+        except DataError as error:
+            faults.append(str(error))
+    return sorted(faults)
+
+
+def _check_sizes(pair: Pair, image: Sequence[int], mask: Sequence[int]) -> None:
+    if tuple(image) != tuple(mask):
+        raise DataError(
+            f"{pair.image} is {_size(image)}, but its mask {pair.mask} is {_size(mask)} (height x width). "
+            "Take the mask of this image; do not resize one of them blindly."
+        )
+
+
+def _size(shape: Sequence[int]) -> str:
+    return f"{shape[0]}x{shape[1]}"
+
+
+def _scan(data: DataConfig, split: str) -> tuple[list[Pair], list[str]]:
+    """Pairs of a split, sorted by name, and what keeps files from being pairs."""
+    root = Path(data.root)
+    listing = root / f"{split}.txt"
+    if data.name == "camvid":
+        image_dir, mask_dir, listed = root / split, root / f"{split}annot", False
+    else:
+        listed = listing.is_file() and not (root / "images" / split).is_dir()
+        part = "" if listed else split
+        image_dir, mask_dir = root / "images" / part, root / "masks" / part
+    for folder in (image_dir, mask_dir):
+        if not folder.is_dir():
+            return [], [_missing(folder)]
+    images, faults = _stems(image_dir, IMAGE_SUFFIXES)
+    masks, mask_faults = _stems(mask_dir, (".png",))
+    faults += mask_faults
+    if listed:
+        wanted, list_faults = _listed(listing, images)
+        faults += list_faults
+        images, masks = ({stem: paths[stem] for stem in wanted if stem in paths} for paths in (images, masks))
+    faults += [f"{images[stem]} has no mask {mask_dir / stem}.png." for stem in sorted(images.keys() - masks.keys())]
+    faults += [f"{masks[stem]} has no image in {image_dir}." for stem in sorted(masks.keys() - images.keys())]
+    pairs = [Pair(stem, images[stem], masks[stem]) for stem in sorted(images.keys() & masks.keys())]
+    if not pairs:
+        faults.append(f"{listing if listed else image_dir} is empty: split {split} has no pair of image and mask.")
+    return pairs, faults
+
+
+def _stems(folder: Path, suffixes: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
+    """Files by path below `folder` without suffix, and the pairs of files that share one."""
+    found: dict[str, str] = {}
+    faults: list[str] = []
+    for path in sorted(folder.rglob("*")):
+        if path.suffix.lower() in suffixes and not path.name.startswith("."):
+            stem = path.relative_to(folder).with_suffix("").as_posix()
+            if stem in found:
+                faults.append(f"{found[stem]} and {path} have the same stem. Remove one of them.")
+            found[stem] = str(path)
+    return found, faults
+
+
+def _listed(listing: Path, images: dict[str, str]) -> tuple[list[str], list[str]]:
+    """Stems of a split file, and what is wrong with its lines."""
+    stems = [line.strip() for line in listing.read_text().splitlines() if line.strip()]
+    faults = [f"{listing} lists {stem} {times} times." for stem, times in Counter(stems).items() if times > 1]
+    for stem in stems:
+        if stem not in images:
+            faults.append(f"{listing} lists {stem}, but images has no such stem.{nearest(stem, list(images))}")
+    return stems, faults
+
+
+def _missing(folder: Path) -> str:
+    """A sentence about a folder that does not exist, with the nearest name that does."""
+    parent = folder
+    while not parent.is_dir():
+        parent, child = parent.parent, parent.name
+    siblings = sorted(path.name for path in parent.iterdir() if path.is_dir())
+    near = nearest(child, siblings)
+    hint = near or (f" {parent} holds {', '.join(siblings[:8]) if siblings else 'no folder'}.")
+    return f"{folder} does not exist.{hint} Set data.root and the split to existing folders."
+
+
+def _threaded(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """Results in the order of `items`; OpenCV decodes outside Python's lock."""
+    pool = ThreadPoolExecutor(min(16, os.cpu_count() or 1))
+    try:
+        yield from pool.map(work, items)
+    finally:  # a caller that stops at the first problem does not wait for the rest
+        pool.shutdown(cancel_futures=True)
