@@ -1,0 +1,297 @@
+"""Batches of uint8 in shared memory: the same bits for any number of workers and any way of starting them.
+
+A worker assembles one whole shard batch and sends it as one flat tensor. torch's sharing strategy stays
+`file_descriptor`: one descriptor per batch alive, about workers * prefetch and those that the caller keeps, far below
+the usual limit of 1024. The other strategy, `file_system`, leaves files in /dev/shm behind when a process is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+import warnings
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import cv2
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from segpipe.data.augment import Augmenter
+from segpipe.data.order import Order
+from segpipe.errors import ConfigError, DataError, SegpipeError
+from segpipe.keys import sample_key
+
+if TYPE_CHECKING:
+    from segpipe.data.samples import Samples
+
+SHARED_MEMORY = "/dev/shm"
+ID_BYTES = 16  # epoch and index of a sample, int64 each
+PIXEL_BYTES = 4  # RGB and class id
+
+
+class ShardBatch(NamedTuple):
+    """The samples of one logical shard in one step."""
+
+    step: int
+    shard: int
+    image: Tensor  # uint8 (b, H, W, 3), RGB
+    target: Tensor  # uint8 (b, H, W), train ids
+    epoch: Tensor  # int64 (b,)
+    index: Tensor  # type: ignore[assignment]  # int64 (b,); hides tuple.index, which nobody needs here
+
+
+def train_batches(
+    samples: Samples,
+    augmenter: Augmenter,
+    order: Order,
+    *,
+    seed: int,
+    shards: range,
+    steps: range,
+    workers: int,
+    start_method: str,
+    prefetch: int,
+    pin_memory: bool,
+) -> Iterator[ShardBatch]:
+    """Shard batches of `steps` and `shards`, step by step and inside a step shard by shard.
+
+    Workers start at the first `next` and end with the iterator; closing it half-way is safe. Raises ConfigError at the
+    call when shared memory is too small, and from `next` DataError when a sample cannot be read or a worker died.
+    """
+    height, width = augmenter.config.crop_size
+    item_bytes = order.samples_per_shard * (height * width * PIXEL_BYTES + ID_BYTES)
+    _check_shared_memory(workers, prefetch, item_bytes)
+    loader = _loader(
+        _Shards(samples, augmenter, order, seed), _Places(steps, shards), workers, start_method, prefetch, pin_memory
+    )
+    return _shard_batches(loader)
+
+
+def eval_images(
+    samples: Samples, indices: Sequence[int], *, workers: int, start_method: str
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Whole images of any size as (index, image uint8 (1, H, W, 3), target uint8 (1, H, W)), in the order of `indices`.
+
+    Raises DataError as `train_batches` does.
+    """
+    loader = _loader(_Frames(samples), _Places(indices, range(1)), workers, start_method, prefetch=2, pin_memory=False)
+    with closing(_stream(loader)) as stream:
+        for packed in stream:
+            image, target, _ = _views(packed)
+            yield packed.place[0], image, target
+
+
+class _Packed(NamedTuple):
+    """What a worker sends: `data` holds the ids of all samples, then their images, then their targets."""
+
+    place: tuple[int, int]  # (step, shard) of a shard batch, (index, 0) of a whole image
+    shape: tuple[int, int, int]  # samples, height, width
+    data: Tensor  # uint8, flat: one block of shared memory
+
+
+def _pack(place: tuple[int, int], num: int, height: int, width: int) -> _Packed:
+    return _Packed(
+        place, (num, height, width), torch.empty(num * (ID_BYTES + height * width * PIXEL_BYTES), dtype=torch.uint8)
+    )
+
+
+def _views(packed: _Packed) -> tuple[Tensor, Tensor, Tensor]:
+    """Image (b, H, W, 3), target (b, H, W) and ids int64 (2, b) in the memory of `packed`."""
+    num, height, width = packed.shape
+    first_pixel, first_label = num * ID_BYTES, num * (ID_BYTES + 3 * height * width)
+    ids, image = packed.data[:first_pixel], packed.data[first_pixel:first_label]
+    target = packed.data[first_label:]
+    return image.view(num, height, width, 3), target.view(num, height, width), ids.view(torch.int64).view(2, num)
+
+
+def _shard_batches(loader: DataLoader[Any]) -> Iterator[ShardBatch]:
+    with closing(_stream(loader)) as stream:
+        for packed in stream:
+            image, target, ids = _views(packed)
+            yield ShardBatch(*packed.place, image, target, ids[0], ids[1])
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An expected error of a worker, sent as an item: it reaches the caller in order and without a traceback."""
+
+    error: SegpipeError
+
+
+class _Items(Dataset[Any]):
+    def pack(self, place: tuple[int, int]) -> _Packed:
+        raise NotImplementedError
+
+    def __getitem__(self, place: tuple[int, int]) -> _Packed | _Failure:
+        try:
+            return self.pack(place)
+        except SegpipeError as error:
+            return _Failure(error)
+
+
+@dataclass(frozen=True)
+class _Shards(_Items):
+    samples: Samples
+    augmenter: Augmenter
+    order: Order
+    seed: int
+
+    def pack(self, place: tuple[int, int]) -> _Packed:
+        members = self.order.shard(*place)
+        height, width = self.augmenter.config.crop_size
+        packed = _pack(place, len(members), height, width)
+        image, target, ids = (part.numpy() for part in _views(packed))
+        for row, (epoch, index) in enumerate(members):
+            key = sample_key(self.seed, epoch, index, "augment")
+            image[row], target[row] = self.augmenter(*self.samples.read(index), key)
+            ids[:, row] = epoch, index
+        return packed
+
+
+@dataclass(frozen=True)
+class _Frames(_Items):
+    samples: Samples
+
+    def pack(self, place: tuple[int, int]) -> _Packed:
+        image, target = self.samples.read(place[0])
+        packed = _pack(place, 1, *target.shape)
+        views = _views(packed)
+        views[0].numpy()[0], views[1].numpy()[0] = image, target
+        return packed
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Every pair of an outer and an inner number, outer-major; may be iterated again, unlike itertools.product."""
+
+    outer: Sequence[int]
+    inner: Sequence[int]
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return ((first, second) for first in self.outer for second in self.inner)
+
+    def __len__(self) -> int:
+        return len(self.outer) * len(self.inner)
+
+
+def _loader(
+    items: _Items, places: _Places, workers: int, start_method: str, prefetch: int, pin_memory: bool
+) -> DataLoader[Any]:
+    context = get_context(start_method) if workers else None
+    if context is not None and start_method == "forkserver":
+        context.set_forkserver_preload([__name__])  # torch is imported once instead of once per worker
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
+        return DataLoader(
+            items,
+            sampler=places,
+            batch_size=None,
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            worker_init_fn=_isolate,
+            multiprocessing_context=context,
+            prefetch_factor=prefetch if workers else None,
+            pin_memory=pin_memory,
+            generator=torch.Generator(),  # its one draw would otherwise come from the trainer's global state
+        )
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _isolate(worker: int) -> None:
+    """Start of every worker: one thread, no shared random state, Ctrl-C left to the parent. Touches no CUDA."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    cv2.setNumThreads(0)  # OpenCV's threads do not survive a fork: a worker that uses them can hang
+    torch.set_num_threads(1)
+    random.seed(0)
+    np.random.seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed would also queue work for CUDA
+    cv2.setRNGSeed(0)
+
+
+def _stream(loader: DataLoader[Any]) -> Generator[_Packed, None, None]:
+    """Items of a loader in order; expected errors of workers, and their deaths, are raised here."""
+    source = _start(loader)
+    try:
+        while (item := _take(source)) is not None:
+            yield item
+    finally:
+        if loader.num_workers:
+            source._shutdown_workers()
+
+
+def _start(loader: DataLoader[Any]) -> Any:
+    # torch's own SIGCHLD handler raises RuntimeError wherever the trainer happens to be, even inside a write of a
+    # checkpoint. Without it a death is noticed when the next batch is asked for, within 5 s.
+    before = signal.getsignal(signal.SIGCHLD)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
+        # Python 3.12 and later warn of any thread; the workers take no lock that a thread of torch could hold.
+        warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+        source = iter(loader)
+    if signal.getsignal(signal.SIGCHLD) is not before:
+        signal.signal(signal.SIGCHLD, before)
+    return source
+
+
+def _take(source: Any) -> _Packed | None:
+    try:
+        item = next(source)
+    except StopIteration:
+        return None
+    except (RuntimeError, OSError, EOFError) as error:
+        found = _death(getattr(source, "_workers", []))
+        if found is None:
+            raise
+        raise DataError(found) from error
+    if isinstance(item, _Failure):
+        raise item.error
+    assert isinstance(item, _Packed)
+    return item
+
+
+def _death(workers: Sequence[Any], patience_s: float = 1.0) -> str | None:
+    """What to tell when a worker has died, or None; its socket may close shortly before its exit can be seen."""
+    deadline = time.monotonic() + patience_s
+    while workers:
+        for number, worker in enumerate(workers):
+            code = worker.exitcode
+            if code is not None and code < 0:
+                return f"loader worker {number} was killed by signal {-code}, {_reason(-code)}"
+            if code:
+                return f"loader worker {number} ended with exit code {code}. Set data.workers=0 to see its error."
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.02)
+    return None
+
+
+def _reason(number: int) -> str:
+    if number == signal.SIGBUS:
+        return f"often full shared memory: enlarge {SHARED_MEMORY} or lower data.workers or data.prefetch."
+    if number == signal.SIGKILL:
+        return "often memory: lower data.workers or data.prefetch, or give the job more memory."
+    return "a crash inside a library: set data.workers=0 to see where."
+
+
+def _check_shared_memory(workers: int, prefetch: int, item_bytes: int) -> None:
+    if not workers or not os.path.isdir(SHARED_MEMORY):
+        return
+    needed, free = workers * prefetch * item_bytes, shutil.disk_usage(SHARED_MEMORY).free
+    if needed > free:
+        raise ConfigError(
+            f"data.workers = {workers} and data.prefetch = {prefetch} need {needed / 2**20:.0f} MiB of shared memory, "
+            f"but {SHARED_MEMORY} has {free / 2**20:.0f} MiB free. Enlarge it (docker run --shm-size=...), or lower "
+            f"one of the two."
+        )
