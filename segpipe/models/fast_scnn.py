@@ -1,0 +1,154 @@
+"""Fast-SCNN, arXiv:1902.04502, as the published weights need it.
+
+That is: a 1x1 convolution after the pyramid, ReLU after both convolutions of a separable block, no padding in the
+first convolution, and align_corners True in every resize.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from segpipe.models.layers import SegmentationNet, conv_bn, init_weights
+from segpipe.resize import adaptive_avg_pool, bilinear
+
+_BINS = (1, 2, 3, 6)
+
+
+class FastSCNN(SegmentationNet):
+    """1,138,051 parameters for inference and, with the auxiliary head, 1,157,174 for training (19 classes).
+
+    Without the biases that the published network has in front of two BatchNorms of the fusion it would be 1,137,795
+    and 1,156,918. The first convolution is not padded, so sides that are no multiple of 8 give floor-like logit sizes.
+    """
+
+    align_corners = True
+
+    def __init__(self, num_classes: int, *, aux: bool = True) -> None:
+        super().__init__()
+        self.detail = nn.Sequential(
+            _conv_bn_relu(3, 32, 3, stride=2, padding=0),
+            _separable(32, 48, stride=2),
+            _separable(48, 64, stride=2),
+        )
+        self.context = nn.Sequential(
+            _bottlenecks(64, 64, stride=2), _bottlenecks(64, 96, stride=2), _bottlenecks(96, 128, stride=1)
+        )
+        self.ppm = PyramidPooling()
+        self.fusion = FeatureFusion()
+        self.classifier = nn.Sequential(
+            _separable(128, 128), _separable(128, 128), nn.Dropout(0.1), nn.Conv2d(128, num_classes, 1)
+        )
+        self.train_only = nn.ModuleDict()
+        if aux:
+            head = nn.Sequential(_conv_bn_relu(64, 32, 3), nn.Dropout(0.1), nn.Conv2d(32, num_classes, 1))
+            self.train_only["aux"] = head
+        self.aux_heads = tuple(self.train_only)
+        init_weights(self)
+
+    def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
+        """Logits per head at stride 8: "main" and, with `aux` and a network that has it, "aux"."""
+        high = self.detail(image)
+        fused = self.fusion(high, self.ppm(self.context(high)))
+        logits = {"main": self.classifier(fused)}
+        if aux:
+            logits |= {name: head(high) for name, head in self.train_only.items()}
+        return logits
+
+    def heads(self, image: Tensor) -> dict[str, Tensor]:
+        """All heads at the image's size. The published network has "main" only."""
+        size = (image.shape[-2], image.shape[-1])
+        logits = self.logits(image, aux=True)
+        return {name: bilinear(x, size, align_corners=True) for name, x in logits.items()}
+
+
+class InvertedResidual(nn.Module):
+    """1x1 to six times the width, depthwise 3x3, linear 1x1; with a shortcut where the shape stays."""
+
+    def __init__(self, num_in: int, num_out: int, *, stride: int) -> None:
+        super().__init__()
+        self.expand = _conv_bn_relu(num_in, 6 * num_in, 1)
+        self.depthwise = _conv_bn_relu(6 * num_in, 6 * num_in, 3, stride=stride, groups=6 * num_in)
+        self.project = conv_bn(6 * num_in, num_out, 1)
+        self.has_shortcut = stride == 1 and num_in == num_out
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.project(self.depthwise(self.expand(x)))
+        return x + out if self.has_shortcut else out
+
+
+class PyramidPooling(nn.Module):
+    """(B, 128, h, w) -> same shape: means over 1, 2, 3 and 6 bins a side, concatenated with the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(_conv_bn_relu(128, 32, 1) for _ in _BINS)
+        self.out = _conv_bn_relu(256, 128, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = (x.shape[-2], x.shape[-1])
+        pooled = (branch(adaptive_avg_pool(x, bins)) for branch, bins in zip(self.branches, _BINS, strict=True))
+        upsampled = (bilinear(scale, size, align_corners=True) for scale in pooled)
+        out: Tensor = self.out(torch.cat([x, *upsampled], dim=1))
+        return out
+
+
+class FeatureFusion(nn.Module):
+    """Sum of the detail (B, 64, h, w) and the upsampled context (B, 128, h/4, w/4) -> (B, 128, h, w)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depthwise = _conv_bn_relu(128, 128, 3, groups=128)
+        self.low = conv_bn(128, 128, 1, bias=True)
+        self.high = conv_bn(64, 128, 1, bias=True)
+
+    def forward(self, high: Tensor, low: Tensor) -> Tensor:
+        low = bilinear(low, (high.shape[-2], high.shape[-1]), align_corners=True)
+        return F.relu(self.high(high) + self.low(self.depthwise(low)), inplace=True)
+
+
+def _conv_bn_relu(
+    num_in: int, num_out: int, kernel: int, *, stride: int = 1, padding: int | None = None, groups: int = 1
+) -> nn.Sequential:
+    pad = kernel // 2 if padding is None else padding
+    conv = nn.Conv2d(num_in, num_out, kernel, stride, pad, groups=groups, bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(num_out), nn.ReLU(inplace=True))
+
+
+def _separable(num_in: int, num_out: int, *, stride: int = 1) -> nn.Sequential:
+    depthwise = _conv_bn_relu(num_in, num_in, 3, stride=stride, groups=num_in)
+    return nn.Sequential(*depthwise, *_conv_bn_relu(num_in, num_out, 1))
+
+
+def _bottlenecks(num_in: int, num_out: int, *, stride: int) -> nn.Sequential:
+    later = (InvertedResidual(num_out, num_out, stride=1) for _ in range(2))
+    return nn.Sequential(InvertedResidual(num_in, num_out, stride=stride), *later)
+
+
+def _context_keys() -> Iterator[tuple[str, str]]:
+    for stage in range(3):
+        for block in range(3):
+            ours = f"context.{stage}.{block}."
+            published = f"global_feature_extractor.bottleneck{stage + 1}.{block}.block."
+            yield ours + "expand.", published + "0.conv."
+            yield ours + "depthwise.", published + "1.conv."
+            yield ours + "project.0.", published + "2."
+            yield ours + "project.1.", published + "3."
+
+
+PUBLISHED_KEYS = {
+    "detail.0.": "learning_to_downsample.conv.conv.",
+    "detail.1.": "learning_to_downsample.dsconv1.conv.",
+    "detail.2.": "learning_to_downsample.dsconv2.conv.",
+    **dict(_context_keys()),
+    **{f"ppm.branches.{i}.": f"global_feature_extractor.ppm.conv{i + 1}.conv." for i in range(4)},
+    "ppm.out.": "global_feature_extractor.ppm.out.conv.",
+    "fusion.depthwise.": "feature_fusion.dwconv.conv.",
+    "fusion.low.": "feature_fusion.conv_lower_res.",
+    "fusion.high.": "feature_fusion.conv_higher_res.",
+    "classifier.0.": "classifier.dsconv1.conv.",
+    "classifier.1.": "classifier.dsconv2.conv.",
+    "classifier.3.": "classifier.conv.1.",
+}
+"""Prefix of a key here -> prefix in the published state dict."""

@@ -1,0 +1,182 @@
+"""Blocks that two or more networks share, and the interface all of them have."""
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from segpipe.resize import adaptive_avg_pool, bilinear
+
+
+class SegmentationNet(nn.Module):
+    """A network that gives logits at `output_stride`, and auxiliary ones for training.
+
+    `align_corners` says how the main logits are brought to the image's size. `aux_heads` names the heads that exist
+    for training only; their modules are in `train_only`, under the same names. The image is float (B, 3, H, W) of any
+    size from 32x32 on; the networks normalise nothing.
+    """
+
+    output_stride: int = 8
+    align_corners: bool = False
+    aux_heads: tuple[str, ...] = ()
+    train_only: nn.ModuleDict
+
+    def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
+        """Logits (B, channels, h, w) per head at `output_stride`: "main", and with `aux` those of `aux_heads`."""
+        raise NotImplementedError
+
+    def heads(self, image: Tensor) -> dict[str, Tensor]:
+        """All heads with the names, order and sizes of the published network."""
+        raise NotImplementedError
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Main logits (B, num_classes, h, w) at `output_stride`."""
+        return self.logits(image, aux=False)["main"]
+
+
+def init_weights(net: nn.Module) -> None:
+    """Kaiming normal (fan out, relu) for convolution weights; BatchNorm starts at weight 1, bias 0."""
+    for module in net.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        elif isinstance(module, nn.BatchNorm2d):
+            nn.init.ones_(module.weight)
+            nn.init.zeros_(module.bias)
+
+
+def upsample_like(x: Tensor, other: Tensor) -> Tensor:
+    """`x` resized to the height and width of `other`, bilinear, align_corners False."""
+    return bilinear(x, (other.shape[-2], other.shape[-1]))
+
+
+def conv_bn(
+    num_in: int, num_out: int, kernel: int, *, stride: int = 1, groups: int = 1, bias: bool = False
+) -> nn.Sequential:
+    """Convolution with "same" padding, then BatchNorm."""
+    conv = nn.Conv2d(num_in, num_out, kernel, stride, kernel // 2, groups=groups, bias=bias)
+    return nn.Sequential(conv, nn.BatchNorm2d(num_out))
+
+
+def bn_relu_conv(num_in: int, num_out: int, kernel: int, *, groups: int = 1) -> nn.Sequential:
+    """BatchNorm, ReLU, convolution without bias: the pre-activation order of the pyramids."""
+    conv = nn.Conv2d(num_in, num_out, kernel, padding=kernel // 2, groups=groups, bias=False)
+    return nn.Sequential(nn.BatchNorm2d(num_in), nn.ReLU(inplace=True), conv)
+
+
+def stem(planes: int) -> nn.Sequential:
+    """Two 3x3 stride-2 convolutions with bias: (B, 3, H, W) -> (B, planes, H/4, W/4)."""
+    first = conv_bn(3, planes, 3, stride=2, bias=True)
+    second = conv_bn(planes, planes, 3, stride=2, bias=True)
+    return nn.Sequential(*first, nn.ReLU(inplace=True), *second, nn.ReLU(inplace=True))
+
+
+def _shortcut(num_in: int, num_out: int, stride: int) -> nn.Sequential | None:
+    return conv_bn(num_in, num_out, 1, stride=stride) if stride != 1 or num_in != num_out else None
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut; the last ReLU only with `final_relu`."""
+
+    def __init__(self, num_in: int, num_out: int, *, stride: int = 1, final_relu: bool = False) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(num_in, num_out, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(num_out)
+        self.conv2 = nn.Conv2d(num_out, num_out, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(num_out)
+        self.downsample = _shortcut(num_in, num_out, stride)
+        self.final_relu = final_relu
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        out = self.bn2(self.conv2(out)) + (x if self.downsample is None else self.downsample(x))
+        return F.relu(out, inplace=True) if self.final_relu else out
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions from `num_in` over `planes` to 2 * planes, and a shortcut; no final ReLU."""
+
+    def __init__(self, num_in: int, planes: int, *, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(num_in, planes, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(planes)
+        self.conv2 = nn.Conv2d(planes, planes, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(planes)
+        self.conv3 = nn.Conv2d(planes, 2 * planes, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(2 * planes)
+        self.downsample = _shortcut(num_in, 2 * planes, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        out = F.relu(self.bn2(self.conv2(out)), inplace=True)
+        shortcut = x if self.downsample is None else self.downsample(x)
+        total: Tensor = shortcut + self.bn3(self.conv3(out))
+        return total
+
+
+def basic_stage(num_in: int, num_out: int, num_blocks: int, *, stride: int = 1) -> nn.Sequential:
+    """`num_blocks` basic blocks, the first with `stride`; the last ends before its ReLU, so a tap can see both."""
+    return nn.Sequential(
+        *(
+            BasicBlock(
+                num_out if i else num_in,
+                num_out,
+                stride=1 if i else stride,
+                final_relu=i < num_blocks - 1,
+            )
+            for i in range(num_blocks)
+        )
+    )
+
+
+class SegHead(nn.Module):
+    """BN, ReLU, 3x3 to `planes`, BN, ReLU, 1x1 to `num_out` logits; leaves its input as it was."""
+
+    def __init__(self, num_in: int, planes: int, num_out: int) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(num_in)
+        self.conv1 = nn.Conv2d(num_in, planes, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(planes)
+        self.conv2 = nn.Conv2d(planes, num_out, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv1(F.relu(self.bn1(x), inplace=True))
+        logits: Tensor = self.conv2(F.relu(self.bn2(x), inplace=True))
+        return logits
+
+
+class GlobalPool(nn.Module):
+    """Mean over height and width, kept as (B, C, 1, 1)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return adaptive_avg_pool(x, 1)
+
+
+class PyramidPool(nn.Module):
+    """Scales and frame that PIDNet's and DDRNet's pyramids share; subclasses say how the scales are mixed.
+
+    Shapes: (B, num_in, h, w) -> (B, num_out, h, w). In training, the global scale gives BatchNorm one value per
+    image, so a batch needs two images.
+    """
+
+    def __init__(self, num_in: int, planes: int, num_out: int) -> None:
+        super().__init__()
+        pools = [*(nn.AvgPool2d(2 * s + 1, s, s) for s in (2, 4, 8)), GlobalPool()]
+        pooled = (nn.Sequential(pool, *bn_relu_conv(num_in, planes, 1)) for pool in pools)
+        self.scales = nn.ModuleList([bn_relu_conv(num_in, planes, 1), *pooled])
+        self.compression = bn_relu_conv(5 * planes, num_out, 1)
+        self.shortcut = bn_relu_conv(num_in, num_out, 1)
+
+    def mix(self, finest: Tensor, coarser: list[Tensor]) -> Tensor:
+        """(B, 5 * planes, h, w) from the scale at full size and the four coarser ones, upsampled to it."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        finest, *coarser = (scale(x) for scale in self.scales)
+        mixed = self.mix(finest, [upsample_like(scale, finest) for scale in coarser])
+        out: Tensor = self.compression(mixed) + self.shortcut(x)
+        return out
+
+
+PYRAMID_KEYS = {
+    "ppm.": "spp.",
+    **{f"ppm.scales.{i}.": f"spp.scale{i}." for i in range(5)},
+}
+"""Prefixes of `PyramidPool` and the published ones."""

@@ -1,0 +1,170 @@
+"""PIDNet, arXiv:2206.02066: detail (P), context (I) and boundary (D) branches, fused where D sees no boundary."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from segpipe.models.layers import (
+    PYRAMID_KEYS,
+    BasicBlock,
+    Bottleneck,
+    PyramidPool,
+    SegHead,
+    SegmentationNet,
+    basic_stage,
+    bn_relu_conv,
+    conv_bn,
+    init_weights,
+    stem,
+    upsample_like,
+)
+
+
+def pidnet_s(num_classes: int) -> "PIDNet":
+    """PIDNet-S: 7,720,935 parameters in training, 7,625,715 in inference (19 classes)."""
+    return PIDNet(num_classes, planes=32)
+
+
+class PIDNet(SegmentationNet):
+    """PIDNet-S (`planes` 32) or PIDNet-M (64). "aux_p" reads branch P, "boundary" (1 channel) branch D.
+
+    Both auxiliary heads read their branch after its ReLU: the published figures draw them before it, but the
+    published in-place ReLU changes the tapped tensor, and its weights were trained so.
+    """
+
+    aux_heads = ("aux_p", "boundary")
+
+    def __init__(self, num_classes: int, *, planes: int) -> None:
+        super().__init__()
+        c = planes
+        self.stem = stem(c)
+        self.context1 = basic_stage(c, c, 2)
+        self.context2 = basic_stage(c, 2 * c, 2, stride=2)
+        self.context3 = basic_stage(2 * c, 4 * c, 3, stride=2)
+        self.context4 = basic_stage(4 * c, 8 * c, 3, stride=2)
+        self.context5 = nn.Sequential(Bottleneck(8 * c, 8 * c, stride=2), Bottleneck(16 * c, 8 * c))
+        self.ppm = PAPPM(16 * c, 96, 4 * c)
+        self.detail3 = basic_stage(2 * c, 2 * c, 2)
+        self.detail4 = basic_stage(2 * c, 2 * c, 2)
+        self.detail5 = Bottleneck(2 * c, 2 * c)
+        self.to_detail3 = conv_bn(4 * c, 2 * c, 1)
+        self.to_detail4 = conv_bn(8 * c, 2 * c, 1)
+        self.gate3 = PixelAttention(2 * c, c)
+        self.gate4 = PixelAttention(2 * c, c)
+        self.boundary3 = BasicBlock(2 * c, c)
+        self.boundary4 = Bottleneck(c, c)
+        self.boundary5 = Bottleneck(2 * c, 2 * c)
+        self.to_boundary3 = conv_bn(4 * c, c, 3)
+        self.to_boundary4 = conv_bn(8 * c, 2 * c, 3)
+        self.fusion = LightBag(4 * c)
+        self.head = SegHead(4 * c, 128, num_classes)
+        self.train_only = nn.ModuleDict({"aux_p": SegHead(2 * c, 128, num_classes), "boundary": SegHead(2 * c, c, 1)})
+        init_weights(self)
+
+    def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
+        """Logits at stride 8: "main" and, with `aux`, "aux_p" (both num_classes wide) and "boundary" (1 wide)."""
+        stride4 = F.relu(self.context1(self.stem(image)), inplace=True)
+        stride8 = F.relu(self.context2(stride4), inplace=True)
+        stride16 = F.relu(self.context3(stride8), inplace=True)
+        stride32 = F.relu(self.context4(stride16), inplace=True)
+        tap_p, detail = self._detail(stride8, stride16, stride32)
+        tap_d, boundary = self._boundary(stride8, stride16, stride32)
+        context = upsample_like(self.ppm(self.context5(stride32)), detail)
+        logits = {"main": self.head(self.fusion(detail, context, boundary))}
+        if aux:
+            logits["aux_p"] = self.train_only["aux_p"](tap_p)
+            logits["boundary"] = self.train_only["boundary"](tap_d)
+        return logits
+
+    def heads(self, image: Tensor) -> dict[str, Tensor]:
+        """Heads "aux_p", "main" and "boundary" at stride 8."""
+        logits = self.logits(image, aux=True)
+        return {name: logits[name] for name in ("aux_p", "main", "boundary")}
+
+    def _detail(self, stride8: Tensor, stride16: Tensor, stride32: Tensor) -> tuple[Tensor, Tensor]:
+        """Branch P: the tap of "aux_p" and the branch's end."""
+        gated = self.gate3(self.detail3(stride8), self.to_detail3(stride16))
+        tap = F.relu(gated, inplace=True)
+        gated = self.gate4(self.detail4(tap), self.to_detail4(stride32))
+        return tap, self.detail5(F.relu(gated, inplace=True))
+
+    def _boundary(self, stride8: Tensor, stride16: Tensor, stride32: Tensor) -> tuple[Tensor, Tensor]:
+        """Branch D: the tap of "boundary" and the branch's end."""
+        edges = self.boundary3(stride8)
+        edges = F.relu(edges + upsample_like(self.to_boundary3(stride16), edges), inplace=True)
+        edges = self.boundary4(edges)
+        tap = F.relu(edges + upsample_like(self.to_boundary4(stride32), edges), inplace=True)
+        return tap, self.boundary5(tap)
+
+
+class PixelAttention(nn.Module):
+    """Per pixel, as much of the context as it agrees with the detail: (1 - s) detail + s up(context).
+
+    Shapes: detail (B, num_in, h, w) and context (B, num_in, any size) -> (B, num_in, h, w).
+    """
+
+    def __init__(self, num_in: int, planes: int) -> None:
+        super().__init__()
+        self.key = conv_bn(num_in, planes, 1)
+        self.query = conv_bn(num_in, planes, 1)
+
+    def forward(self, detail: Tensor, context: Tensor) -> Tensor:
+        agreement = self.key(detail) * upsample_like(self.query(context), detail)
+        # Autocast sums in fp32; without the cast back the rest of the branch would stay in fp32.
+        share = torch.sigmoid(agreement.sum(dim=1, keepdim=True)).to(detail.dtype)
+        return (1 - share) * detail + share * upsample_like(context, detail)
+
+
+class LightBag(nn.Module):
+    """Fusion that takes detail at boundaries and context elsewhere; all tensors (B, num_in, h, w)."""
+
+    def __init__(self, num_in: int) -> None:
+        super().__init__()
+        self.detail = conv_bn(num_in, num_in, 1)
+        self.context = conv_bn(num_in, num_in, 1)
+
+    def forward(self, detail: Tensor, context: Tensor, boundary: Tensor) -> Tensor:
+        edge = torch.sigmoid(boundary)
+        out: Tensor = self.detail((1 - edge) * context + detail) + self.context(context + edge * detail)
+        return out
+
+
+class PAPPM(PyramidPool):
+    """Pyramid whose scales are processed side by side by one grouped convolution."""
+
+    def __init__(self, num_in: int, planes: int, num_out: int) -> None:
+        super().__init__(num_in, planes, num_out)
+        self.process = bn_relu_conv(4 * planes, 4 * planes, 3, groups=4)
+
+    def mix(self, finest: Tensor, coarser: list[Tensor]) -> Tensor:
+        """(B, 5 * planes, h, w), finest first."""
+        summed = torch.cat([scale + finest for scale in coarser], dim=1)
+        return torch.cat([finest, self.process(summed)], dim=1)
+
+
+PUBLISHED_KEYS = {
+    "stem.": "conv1.",
+    **{f"context{i}.": f"layer{i}." for i in range(1, 6)},
+    **PYRAMID_KEYS,
+    "ppm.process.": "spp.scale_process.",
+    "detail3.": "layer3_.",
+    "detail4.": "layer4_.",
+    "detail5.": "layer5_.0.",
+    "to_detail3.": "compression3.",
+    "to_detail4.": "compression4.",
+    "gate3.key.": "pag3.f_x.",
+    "gate3.query.": "pag3.f_y.",
+    "gate4.key.": "pag4.f_x.",
+    "gate4.query.": "pag4.f_y.",
+    "boundary3.": "layer3_d.",
+    "boundary4.": "layer4_d.0.",
+    "boundary5.": "layer5_d.0.",
+    "to_boundary3.": "diff3.",
+    "to_boundary4.": "diff4.",
+    "fusion.detail.": "dfm.conv_p.",
+    "fusion.context.": "dfm.conv_i.",
+    "head.": "final_layer.",
+    "train_only.aux_p.": "seghead_p.",
+    "train_only.boundary.": "seghead_d.",
+}
+"""Prefix of a key here -> prefix in the published state dict; the longest match counts."""
