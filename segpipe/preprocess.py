@@ -19,7 +19,8 @@ class Preprocess(nn.Module):
     numbers. Mean and std are per channel, RGB, in units of 0 to 1.
 
     Shapes: uint8 (B, H, W, 3) -> float32 (B, 3, H, W). The result keeps the memory order of its input: channels_last
-    comes for free, without a copy. Raises TypeError when the image is not uint8.
+    comes for free, without a copy. Raises TypeError when the image is not uint8 and ValueError when its last
+    axis is not RGB: both would otherwise broadcast to something that looks like an image.
     """
 
     scale: Tensor
@@ -36,4 +37,6 @@ class Preprocess(nn.Module):
     def forward(self, image: Tensor) -> Tensor:
         if image.dtype != torch.uint8:
             raise TypeError(f"image is {image.dtype}, but uint8 (B, H, W, 3) in RGB order was needed.")
+        if not torch.jit.is_tracing() and image.shape[-1] != 3:  # a tracer would only warn
+            raise ValueError(f"image has shape {tuple(image.shape)}, but (B, H, W, 3) was needed.")
         return image.permute(0, 3, 1, 2).to(torch.float32) * self.scale + self.bias
