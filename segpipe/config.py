@@ -126,6 +126,7 @@ class ExportConfig:
     enabled: bool = True  # export after training
     formats: list[str] = field(default_factory=lambda: ["onnx", "torchscript"])
     images: int = 16  # validation images on which the gates compare
+    dir: str = ""  # folder of the exported files; empty means <run folder>/export
 
 
 @dataclass
@@ -166,9 +167,12 @@ def known_keys(kind: type = Config, prefix: str = "") -> Iterator[str]:
 
 
 def nearest(word: str, choices: list[str] | tuple[str, ...]) -> str:
-    """`. Did you mean X?` when something in `choices` looks like `word`, else an empty string."""
-    found = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
-    return f" Did you mean {found[0]}?" if found else ""
+    """A sentence that names the choice nearest to `word`, led by a space; empty without choices."""
+    found = difflib.get_close_matches(word, choices, n=1, cutoff=0.0)
+    if not found:
+        return ""
+    alike = difflib.SequenceMatcher(None, word, found[0]).ratio() >= 0.5
+    return f" Did you mean {found[0]}?" if alike else f" The nearest is {found[0]}."
 
 
 def from_mapping(values: Mapping[str, Any]) -> Config:
@@ -218,6 +222,26 @@ def _convert(name: str, value: Any, default: Any) -> Any:
 def to_mapping(config: Config) -> dict[str, Any]:
     """Nested plain dictionaries: what is stored in a checkpoint and in config.json."""
     return asdict(config)
+
+
+# What may change between an interrupted run and its continuation: none of it reaches the numbers.
+FREE_KEYS = frozenset(
+    {
+        "run.root", "run.exists", "data.root", "data.classes", "data.verify", "data.workers", "data.start_method",
+        "data.prefetch", "train.log_every", "train.validate_every", "train.progress", "compute.nproc",
+        "compute.timeout_s", "checkpoint.every", "track.name", "track.project", "track.entity", "track.mode",
+        "export.enabled", "export.formats", "export.images",
+    }
+)  # fmt: skip
+
+
+def recipe(config: Config) -> dict[str, Any]:
+    """The settings that decide what is trained, as dotted names: all but FREE_KEYS."""
+    flat: dict[str, Any] = {}
+    for group, value in to_mapping(config).items():
+        entries = {f"{group}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {group: value}
+        flat.update({name: item for name, item in entries.items() if name not in FREE_KEYS})
+    return flat
 
 
 def config_hash(config: Config) -> str:

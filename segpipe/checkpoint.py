@@ -1,0 +1,136 @@
+"""Checkpoints that are whole or not there: written aside, synced, renamed; checked when they are read."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from segpipe.config import Config, from_mapping
+from segpipe.data.catalog import ClassTable
+from segpipe.determinism.digest import state_digest
+from segpipe.errors import CheckpointError
+from segpipe.models import build_model
+from segpipe.preprocess import Preprocess
+
+FORMAT = "segpipe-checkpoint"
+VERSION = 1
+KEYS = ("format", "version", "step", "config", "classes", "model", "ema", "optimizer", "scaler", "digests", "best_miou")
+
+
+@dataclass(frozen=True)
+class TrainedNetwork:
+    """A network as it was trained, with all that is needed to use it: nothing is asked for a second time."""
+
+    model: nn.Module  # the averaged weights, in eval mode, on the CPU
+    preprocess: Preprocess
+    config: Config
+    classes: ClassTable
+    weights_digest: str
+    step: int
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Put `content` at `path` so that a crash leaves either the old file or the new one, never a part.
+
+    Raises CheckpointError when it cannot be written (a full disk, say); what was at `path` is then still there.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with aside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the rename itself must survive a power cut
+        finally:
+            os.close(folder)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        kept = "the file that was there before is unharmed" if path.exists() else "no file was there before"
+        raise CheckpointError(
+            f"{path} ({len(content) / 2**20:.1f} MiB) could not be written: {error.strerror or error}; {kept}. "
+            f"Free some space, or choose another run.root, then continue with run.exists=resume."
+        ) from error
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Write a checkpoint with digests of its weights, which `load` compares."""
+    state = {"format": FORMAT, "version": VERSION, **state}
+    state["digests"] = {part: state_digest(state[part]) for part in ("model", "ema")}
+    assert set(state) == set(KEYS), sorted(set(state) ^ set(KEYS))
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    write_atomically(path, buffer.getvalue())
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The content of a checkpoint, on the CPU.
+
+    Raises CheckpointError, naming the file and what was expected, when it is missing, torn, foreign or altered.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist. A run writes last.pt and best.pt; check run=.")
+    expected = f"a checkpoint of format {FORMAT!r} version {VERSION}"
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises RuntimeError, EOFError, UnpicklingError, BadZipFile ...
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise CheckpointError(
+            f"{path} ({path.stat().st_size} bytes) cannot be read as {expected}: {reason}. "
+            f"It is torn or foreign; take another file of the run (last.pt, best.pt)."
+        ) from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        found = sorted(map(str, state))[:5] if isinstance(state, dict) else type(state).__name__
+        raise CheckpointError(f"{path} is a torch file, but not {expected}: it holds {found}.")
+    if state.get("version") != VERSION:
+        raise CheckpointError(f"{path} has version {state.get('version')}, but {expected} was needed.")
+    missing = sorted(set(KEYS) - set(state))
+    if missing:
+        raise CheckpointError(f"{path} lacks {', '.join(missing)} of {expected}.")
+    for part, digest in state["digests"].items():
+        if state_digest(state[part]) != digest:
+            raise CheckpointError(f"{path}: the {part} weights were altered after they were written. Restore the file.")
+    return state
+
+
+def load_network(run: Path, which: str = "best") -> TrainedNetwork:
+    """The averaged network of a run folder (or of one checkpoint file), in eval mode on the CPU.
+
+    `which` is "best" (highest validation mIoU) or "last"; a run without best.pt falls back to last.pt.
+    """
+    path = Path(run)
+    if path.is_dir():
+        best = path / "best.pt"
+        path = best if which == "best" and best.is_file() else path / "last.pt"
+    state = load(path)
+    config = from_mapping(state["config"])
+    classes = ClassTable.from_mapping(state["classes"])
+    model = build_model(config.model.name, classes.num_classes)
+    load_weights(model, state["ema"], path)
+    return TrainedNetwork(
+        model=model.eval().requires_grad_(False),
+        preprocess=Preprocess(),
+        config=config,
+        classes=classes,
+        weights_digest=state["digests"]["ema"],
+        step=int(state["step"]),
+    )
+
+
+def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], path: Path) -> None:
+    """Copy weights into the network; raise CheckpointError naming the keys and shapes that do not fit."""
+    try:
+        model.load_state_dict(weights, strict=True)
+    except RuntimeError as error:
+        raise CheckpointError(f"{path} does not fit {type(model).__name__}: {error}") from error

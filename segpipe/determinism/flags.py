@@ -1,0 +1,54 @@
+"""The switches that make torch's kernels deterministic: set in one place, asserted afterwards, written into the run."""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import Any
+
+CUBLAS_WORKSPACE = ":4096:8"
+
+
+def set_environment() -> None:
+    """Set what CUDA reads once, at its first call; so this runs before torch touches the device."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
+
+
+def apply(threads: int) -> None:
+    """Make kernels deterministic and fix the number of intra-op threads, which changes sums on a CPU."""
+    set_environment()
+    import cv2
+    import torch
+
+    cv2.setNumThreads(0)
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs bandwidth; tests turn it on
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    assert torch.are_deterministic_algorithms_enabled()
+    assert torch.get_num_threads() == threads
+
+
+def fingerprint() -> dict[str, Any]:
+    """Versions and hardware on which the bits depend, as plain JSON values."""
+    import albumentations
+    import cv2
+    import numpy
+    import torch
+
+    cuda = torch.cuda.is_available()
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "opencv": cv2.__version__,
+        "albumentations": albumentations.__version__,
+        "cuda": torch.version.cuda if cuda else None,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+    }

@@ -1,0 +1,30 @@
+"""What a launcher such as torchrun tells a process through its environment; imports nothing heavy."""
+
+from __future__ import annotations
+
+import os
+
+
+def world_size() -> int | None:
+    """WORLD_SIZE when a launcher started this process, else None."""
+    return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys() else None
+
+
+def under_launcher() -> bool:
+    """True when a launcher started this process."""
+    return world_size() is not None
+
+
+def rank() -> int:
+    """RANK, or 0."""
+    return int(os.environ.get("RANK", 0)) if under_launcher() else 0
+
+
+def local_rank() -> int:
+    """LOCAL_RANK, or 0."""
+    return int(os.environ.get("LOCAL_RANK", 0)) if under_launcher() else 0
+
+
+def local_world_size() -> int:
+    """LOCAL_WORLD_SIZE, or 1: processes of this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size() or 1)) if under_launcher() else 1
