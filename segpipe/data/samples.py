@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from segpipe.config import DataConfig, nearest
 from segpipe.data.catalog import CAMVID, IGNORE_INDEX, ClassTable, load_table
 from segpipe.data.decode import check_mask, read_header, read_image, read_mask
+from segpipe.data.synthetic import SyntheticSamples
 from segpipe.errors import DataError
 
 FULL_VERIFY_PIXELS = 300_000_000  # about 6 s of decoding on two cores
@@ -124,8 +125,6 @@ def open_samples(data: DataConfig, split: str, seed: int) -> Samples:
 
 def _open(data: DataConfig, split: str, seed: int) -> Samples:
     if data.name == "synthetic":
-        from segpipe.data.synthetic import SyntheticSamples
-
         num = data.num_train if split == "train" else data.num_val
         return SyntheticSamples(seed=seed, split=split, num=num, size=(data.size[0], data.size[1]))
     classes = class_table(data)
