@@ -8,7 +8,6 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Sequence
 
 import cv2
 import numpy as np
@@ -21,9 +20,10 @@ from segpipe.data.augment import Augmenter
 from segpipe.data.loader import eval_images, train_batches
 from segpipe.data.order import Order
 from segpipe.errors import ConfigError, DataError
+from segpipe.keys import sample_key
 
 CROP = AugmentConfig(crop_size=[32, 48])
-ORDER = Order(seed=0, num_samples=10, shards=2, samples_per_shard=3)
+ORDER = Order(seed=3, num_samples=10, shards=2, samples_per_shard=3)
 
 
 class OneImage:
@@ -115,6 +115,16 @@ def test_a_batch(expected):
     assert batch.epoch.dtype == batch.index.dtype == torch.int64
     assert list(zip(batch.epoch.tolist(), batch.index.tolist(), strict=True)) == ORDER.shard(1, 1)
     assert len(set(expected)) == 8
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_every_row_has_the_key_of_its_seed_epoch_and_index(workers):
+    augmenter, frame = Augmenter(CROP), OneImage().read(0)
+    for batch in batches(workers=workers):
+        for image, target, epoch, index in zip(*(part.numpy() for part in batch[2:]), strict=True):
+            alone = augmenter(*frame, sample_key(ORDER.seed, int(epoch), int(index), "augment"))
+            assert np.array_equal(image, alone[0])
+            assert np.array_equal(target, alone[1])
 
 
 @pytest.mark.parametrize(
@@ -268,6 +278,6 @@ def test_too_little_shared_memory_is_said_before_the_start(monkeypatch):
 
 
 def test_a_sequence_of_places_can_be_read_twice():
-    places: Sequence | loader._Places = loader._Places(range(2), range(3))
+    places = loader._Places(range(2), range(3))
     assert list(places) == list(places) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     assert len(places) == 6
