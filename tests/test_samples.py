@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import runpy
 import zlib
 from pathlib import Path
 
@@ -169,8 +170,8 @@ def break_jpeg(root: Path) -> None:
 
 
 FAULTS = {
-    "root": (break_root, ["does not exist", "Did you mean"]),
-    "split": (break_split, ["images/val does not exist", "Did you mean vall"]),
+    "root": (break_root, ["does not exist. Nearest: "]),
+    "split": (break_split, ["images/val does not exist. Nearest: ", "images/vall. Set data.root"]),
     "table": (lambda root: (root / "classes.yaml").unlink(), ["classes.yaml does not exist"]),
     "empty": (break_empty, ["images/val is empty"]),
     "no mask": (lambda root: (root / "masks/train/frame1.png").unlink(), ["images/train/frame1.png has no mask"]),
@@ -235,6 +236,26 @@ def test_problems_finds_all_in_one_pass(data: DataConfig) -> None:
     assert len(texts) == 4
     for part in ("frame3.png has no mask", "frame4.png is 24x32", "frame1.png is truncated", "has id 9"):
         assert sum(part in text for text in texts) == 1
+
+
+def doctor(data: DataConfig, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    main = runpy.run_path(str(Path(__file__).resolve().parents[1] / "scripts" / "doctor.py"))["main"]
+    code = main(["data=folder", f"data.root={data.root}"])
+    return code, capsys.readouterr().out
+
+
+def test_doctor_prints_all_problems_at_once(data: DataConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = doctor(data, capsys)
+    assert code == 0
+    assert "train: 3 images of 24x32 (3)" in text
+    share = 100 * float(np.mean([(m == 4)[m != 255].mean() for m in [np.stack([mask_of(n) for n in range(3)])]]))
+    assert f"{share:.2f}" in text
+    break_id(Path(data.root))
+    (Path(data.root) / "masks/val/frame3.png").unlink()
+    code, text = doctor(data, capsys)
+    assert code == 1
+    for part in ("frame1.png has id 9", "frame3.png has no mask", "2 problems"):
+        assert part in text
 
 
 def test_every_cut_of_a_file_is_seen(tmp_path: Path) -> None:

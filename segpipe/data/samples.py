@@ -17,19 +17,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from segpipe.config import DataConfig, nearest
+from segpipe.config import DataConfig
 from segpipe.data.catalog import CAMVID, IGNORE_INDEX, ClassTable, load_table
 from segpipe.data.decode import check_mask, read_header, read_image, read_mask
+from segpipe.data.pairs import Pair, missing, scan
 from segpipe.data.synthetic import SyntheticSamples
 from segpipe.errors import DataError
 
 FULL_VERIFY_PIXELS = 300_000_000  # about 6 s of decoding on two cores
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -48,14 +48,6 @@ class Samples(Protocol):
 
     def read(self, index: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """Image uint8 (H, W, 3) RGB and target uint8 (H, W) of train ids. Raises DataError naming the file."""
-
-
-class Pair(NamedTuple):
-    """Files of one sample."""
-
-    name: str
-    image: str
-    mask: str
 
 
 @dataclass(frozen=True)
@@ -128,7 +120,7 @@ def _open(data: DataConfig, split: str, seed: int) -> Samples:
         num = data.num_train if split == "train" else data.num_val
         return SyntheticSamples(seed=seed, split=split, num=num, size=(data.size[0], data.size[1]))
     classes = class_table(data)
-    pairs, faults = _scan(data, split)
+    pairs, faults = scan(data, split)
     if faults:
         raise DataError(faults[0])
     return FileSamples(classes, tuple(pairs))
@@ -136,11 +128,19 @@ def _open(data: DataConfig, split: str, seed: int) -> Samples:
 
 def class_table(data: DataConfig) -> ClassTable:
     """Class table of a data set that lies in files."""
+    if not Path(data.root).is_dir():
+        raise DataError(missing(Path(data.root)))
     if data.name == "camvid":
         return CAMVID
-    if not Path(data.root).is_dir():
-        raise DataError(_missing(Path(data.root)))
     return load_table(Path(data.classes) if data.classes else Path(data.root) / "classes.yaml")
+
+
+def image_sizes(samples: Samples) -> Counter[tuple[int, int]]:
+    """Number of images of each (height, width) in a split; files are asked by their headers."""
+    inner = samples.samples if isinstance(samples, ForeignTargets) else samples
+    if isinstance(inner, FileSamples):
+        return Counter(read_header(pair.image)[:2] for pair in inner.pairs)
+    return Counter({inner.read(0)[1].shape: len(inner)})
 
 
 def class_pixels(samples: Samples) -> NDArray[np.int64]:
@@ -184,7 +184,7 @@ def problems(
         return
     pairs: list[Pair] = []
     for split in splits:
-        found, faults = _scan(data, split)
+        found, faults = scan(data, split)
         pairs += found
         yield from faults
     torn: set[str] = set()
@@ -245,68 +245,6 @@ def _check_sizes(pair: Pair, image: Sequence[int], mask: Sequence[int]) -> None:
 
 def _size(shape: Sequence[int]) -> str:
     return f"{shape[0]}x{shape[1]}"
-
-
-def _scan(data: DataConfig, split: str) -> tuple[list[Pair], list[str]]:
-    """Pairs of a split, sorted by name, and what keeps files from being pairs."""
-    root = Path(data.root)
-    listing = root / f"{split}.txt"
-    if data.name == "camvid":
-        image_dir, mask_dir, listed = root / split, root / f"{split}annot", False
-    else:
-        listed = listing.is_file() and not (root / "images" / split).is_dir()
-        part = "" if listed else split
-        image_dir, mask_dir = root / "images" / part, root / "masks" / part
-    for folder in (image_dir, mask_dir):
-        if not folder.is_dir():
-            return [], [_missing(folder)]
-    images, faults = _stems(image_dir, IMAGE_SUFFIXES)
-    masks, mask_faults = _stems(mask_dir, (".png",))
-    faults += mask_faults
-    if listed:
-        wanted, list_faults = _listed(listing, images)
-        faults += list_faults
-        images, masks = ({stem: paths[stem] for stem in wanted if stem in paths} for paths in (images, masks))
-    faults += [f"{images[stem]} has no mask {mask_dir / stem}.png." for stem in sorted(images.keys() - masks.keys())]
-    faults += [f"{masks[stem]} has no image in {image_dir}." for stem in sorted(masks.keys() - images.keys())]
-    pairs = [Pair(stem, images[stem], masks[stem]) for stem in sorted(images.keys() & masks.keys())]
-    if not pairs:
-        faults.append(f"{listing if listed else image_dir} is empty: split {split} has no pair of image and mask.")
-    return pairs, faults
-
-
-def _stems(folder: Path, suffixes: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
-    """Files by path below `folder` without suffix, and the pairs of files that share one."""
-    found: dict[str, str] = {}
-    faults: list[str] = []
-    for path in sorted(folder.rglob("*")):
-        if path.suffix.lower() in suffixes and not path.name.startswith("."):
-            stem = path.relative_to(folder).with_suffix("").as_posix()
-            if stem in found:
-                faults.append(f"{found[stem]} and {path} have the same stem. Remove one of them.")
-            found[stem] = str(path)
-    return found, faults
-
-
-def _listed(listing: Path, images: dict[str, str]) -> tuple[list[str], list[str]]:
-    """Stems of a split file, and what is wrong with its lines."""
-    stems = [line.strip() for line in listing.read_text().splitlines() if line.strip()]
-    faults = [f"{listing} lists {stem} {times} times." for stem, times in Counter(stems).items() if times > 1]
-    for stem in stems:
-        if stem not in images:
-            faults.append(f"{listing} lists {stem}, but images has no such stem.{nearest(stem, list(images))}")
-    return stems, faults
-
-
-def _missing(folder: Path) -> str:
-    """A sentence about a folder that does not exist, with the nearest name that does."""
-    parent = folder
-    while not parent.is_dir():
-        parent, child = parent.parent, parent.name
-    siblings = sorted(path.name for path in parent.iterdir() if path.is_dir())
-    near = nearest(child, siblings)
-    hint = near or (f" {parent} holds {', '.join(siblings[:8]) if siblings else 'no folder'}.")
-    return f"{folder} does not exist.{hint} Set data.root and the split to existing folders."
 
 
 def _threaded(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:

@@ -1,0 +1,82 @@
+"""Which files of a split belong together, without opening any of them."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+from segpipe.config import DataConfig, nearest
+
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
+
+
+class Pair(NamedTuple):
+    """Files of one sample."""
+
+    name: str
+    image: str
+    mask: str
+
+
+def scan(data: DataConfig, split: str) -> tuple[list[Pair], list[str]]:
+    """Pairs of a split, sorted by name, and what keeps files from being pairs."""
+    root = Path(data.root)
+    listing = root / f"{split}.txt"
+    if data.name == "camvid":
+        image_dir, mask_dir, listed = root / split, root / f"{split}annot", False
+    else:
+        listed = listing.is_file() and not (root / "images" / split).is_dir()
+        part = "" if listed else split
+        image_dir, mask_dir = root / "images" / part, root / "masks" / part
+    for folder in (image_dir, mask_dir):
+        if not folder.is_dir():
+            return [], [missing(folder)]
+    images, faults = _stems(image_dir, IMAGE_SUFFIXES)
+    masks, mask_faults = _stems(mask_dir, (".png",))
+    faults += mask_faults
+    if listed:
+        wanted, list_faults = _listed(listing, images)
+        faults += list_faults
+        images, masks = ({stem: paths[stem] for stem in wanted if stem in paths} for paths in (images, masks))
+    faults += [f"{images[stem]} has no mask {mask_dir / stem}.png." for stem in sorted(images.keys() - masks.keys())]
+    faults += [f"{masks[stem]} has no image in {image_dir}." for stem in sorted(masks.keys() - images.keys())]
+    pairs = [Pair(stem, images[stem], masks[stem]) for stem in sorted(images.keys() & masks.keys())]
+    if not pairs:
+        faults.append(f"{listing if listed else image_dir} is empty: split {split} has no pair of image and mask.")
+    return pairs, faults
+
+
+def _stems(folder: Path, suffixes: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
+    """Files by path below `folder` without suffix, and the pairs of files that share one."""
+    found: dict[str, str] = {}
+    faults: list[str] = []
+    for path in sorted(folder.rglob("*")):
+        if path.suffix.lower() in suffixes and not path.name.startswith("."):
+            stem = path.relative_to(folder).with_suffix("").as_posix()
+            if stem in found:
+                faults.append(f"{found[stem]} and {path} have the same stem. Remove one of them.")
+            found[stem] = str(path)
+    return found, faults
+
+
+def _listed(listing: Path, images: dict[str, str]) -> tuple[list[str], list[str]]:
+    """Stems of a split file, and what is wrong with its lines."""
+    stems = [line.strip() for line in listing.read_text().splitlines() if line.strip()]
+    faults = [f"{listing} lists {stem} {times} times." for stem, times in Counter(stems).items() if times > 1]
+    for stem in stems:
+        if stem not in images:
+            faults.append(f"{listing} lists {stem}, but images has no such stem.{nearest(stem, list(images))}")
+    return stems, faults
+
+
+def missing(folder: Path) -> str:
+    """A sentence about a folder that does not exist, with the nearest one that does."""
+    parent, absent = folder, folder
+    while not parent.is_dir():
+        parent, absent = parent.parent, parent
+    siblings = sorted(path.name for path in parent.iterdir() if path.is_dir())
+    near = difflib.get_close_matches(absent.name, siblings, n=1, cutoff=0.5)
+    hint = f"Nearest: {parent / near[0]}" if near else f"{parent} holds {', '.join(siblings[:8]) or 'no folders'}"
+    return f"{absent} does not exist. {hint}. Set data.root and the split to existing folders."
