@@ -6,7 +6,6 @@ Exit codes: 0 sound, 1 problems found, 2 usage.
 """
 
 import sys
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console

@@ -266,7 +266,7 @@ def test_every_cut_of_a_file_is_seen(tmp_path: Path) -> None:
         content = path.read_bytes()
         for length in [*range(0, len(content) - end, 37), len(content) - 1]:
             path.write_bytes(content[:length])
-            with pytest.raises(DataError, match="whole"):
+            with pytest.raises(DataError, match="whole.* is truncated" if length > 8 else "whole"):
                 read_image(str(path))
 
 
