@@ -6,7 +6,6 @@ import hydra
 from omegaconf import DictConfig
 
 from segpipe.compose import check_overrides, compose, resolve
-from segpipe.config import check
 from segpipe.distributed.environment import under_launcher
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.launch import launch

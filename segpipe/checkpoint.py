@@ -17,6 +17,7 @@ from segpipe.data.catalog import ClassTable
 from segpipe.determinism.digest import state_digest
 from segpipe.errors import CheckpointError
 from segpipe.models import build_model
+from segpipe.models.layers import SegmentationNet
 from segpipe.preprocess import Preprocess
 
 FORMAT = "segpipe-checkpoint"
@@ -28,7 +29,7 @@ KEYS = ("format", "version", "step", "config", "classes", "model", "ema", "optim
 class TrainedNetwork:
     """A network as it was trained, with all that is needed to use it: nothing is asked for a second time."""
 
-    model: nn.Module  # the averaged weights, in eval mode, on the CPU
+    model: SegmentationNet  # the averaged weights, in eval mode, on the CPU
     preprocess: Preprocess
     config: Config
     classes: ClassTable
@@ -115,7 +116,7 @@ def load_network(run: Path, which: str = "best") -> TrainedNetwork:
         path = best if which == "best" and best.is_file() else path / "last.pt"
     state = load(path)
     config = from_mapping(state["config"])
-    classes = ClassTable.from_mapping(state["classes"])
+    classes = _class_table(state["classes"])
     model = build_model(config.model.name, classes.num_classes)
     load_weights(model, state["ema"], path)
     return TrainedNetwork(
@@ -125,6 +126,16 @@ def load_network(run: Path, which: str = "best") -> TrainedNetwork:
         classes=classes,
         weights_digest=state["digests"]["ema"],
         step=int(state["step"]),
+    )
+
+
+def _class_table(values: dict[str, Any]) -> ClassTable:
+    """The table as it was saved; lists and keys come back in the types of the dataclass."""
+    return ClassTable(
+        name=str(values["name"]),
+        names=tuple(values["names"]),
+        palette=tuple((red, green, blue) for red, green, blue in values["palette"]),
+        train_ids={int(raw): int(train) for raw, train in values["train_ids"].items()},
     )
 
 

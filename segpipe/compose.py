@@ -10,7 +10,7 @@ from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -82,7 +82,7 @@ def _check_choice(override: Override) -> None:
     group = override.key_or_group
     valid = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
     value = override.value()
-    chosen = [str(item) for item in value.list] if hasattr(value, "list") else [str(value)]
+    chosen = [str(item) for item in value.list] if isinstance(value, ChoiceSweep) else [str(value)]
     for name in chosen:
         if name not in valid and not (group == "experiment" and name in ("null", "None")):
             raise ConfigError(f"{group} = {name} is not one of {', '.join(valid)}.{nearest(name, valid)}")

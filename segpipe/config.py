@@ -45,6 +45,7 @@ class DataConfig:
     verify: str = "auto"  # auto | full | headers: how much is read before the first step
     workers: int = 2  # loader processes per rank; 0 loads in the training process
     start_method: str = "fork"  # fork | forkserver | spawn: how the loader processes start
+    cache_mib: int = 0  # decoded training samples that each loader process may keep in memory
     prefetch: int = 4  # shard batches that each loader process prepares ahead
 
 
@@ -65,6 +66,8 @@ class LossConfig:
     name: str = "cross_entropy"  # cross_entropy | ohem
     class_weights: str = "none"  # none | log: 1 / log(1.02 + frequency), mean 1 over the training pixels
     aux_weight: float = 0.4  # of each auxiliary class head
+    stride: int = 1  # the main head's loss takes every n-th row and column of the target, which costs n * n less
+    aux_stride: int = 1  # the same for the auxiliary class heads
     boundary_weight: float = 20.0  # of the boundary head, where the network has one
     ohem_threshold: float = 0.7  # pixels whose correct-class probability is above this are easy
     ohem_min_kept: float = 0.0625  # fraction of a shard's pixels that are always kept
@@ -180,7 +183,9 @@ def from_mapping(values: Mapping[str, Any]) -> Config:
 
     Raises ConfigError on a key that no dataclass has, with the nearest valid one, and on a value of another type.
     """
-    return _build(Config, values, "")
+    built = _build(Config, values, "")
+    assert isinstance(built, Config)
+    return built
 
 
 def _build(kind: type, values: Mapping[str, Any], prefix: str) -> Any:
@@ -193,7 +198,9 @@ def _build(kind: type, values: Mapping[str, Any], prefix: str) -> Any:
         default = entry.default_factory() if callable(entry.default_factory) else entry.default
         if is_dataclass(default):
             if not isinstance(value, Mapping):
-                raise ConfigError(f"{prefix}{key} = {value!r}, but it is a group of settings, such as {prefix}{key}.name.")
+                raise ConfigError(
+                    f"{prefix}{key} = {value!r}, but it is a group of settings, such as {prefix}{key}.name."
+                )
             built[key] = _build(type(default), value, f"{prefix}{key}.")
         else:
             built[key] = _convert(prefix + key, value, default)
@@ -228,7 +235,7 @@ def to_mapping(config: Config) -> dict[str, Any]:
 FREE_KEYS = frozenset(
     {
         "run.root", "run.exists", "data.root", "data.classes", "data.verify", "data.workers", "data.start_method",
-        "data.prefetch", "train.log_every", "train.validate_every", "train.progress", "compute.nproc",
+        "data.prefetch", "data.cache_mib", "train.log_every", "train.validate_every", "train.progress", "compute.nproc",
         "compute.timeout_s", "checkpoint.every", "track.name", "track.project", "track.entity", "track.mode",
         "export.enabled", "export.formats", "export.images",
     }
@@ -308,6 +315,7 @@ def _check_ranges(config: Config) -> None:
         ("compute.samples_per_shard", config.compute.samples_per_shard, 1, math.inf),
         ("compute.threads", config.compute.threads, 1, 1024),
         ("data.workers", config.data.workers, 0, 256),
+        ("data.cache_mib", config.data.cache_mib, 0, math.inf),
         ("data.prefetch", config.data.prefetch, 1, 1024),
         ("data.num_train", config.data.num_train, 1, math.inf),
         ("data.num_val", config.data.num_val, 1, math.inf),
@@ -320,6 +328,8 @@ def _check_ranges(config: Config) -> None:
         ("optim.warmup_steps", config.optim.warmup_steps, 0, math.inf),
         ("optim.clip_norm", config.optim.clip_norm, 0, math.inf),
         ("ema.decay", config.ema.decay, 0, 1),
+        ("loss.stride", config.loss.stride, 1, 8),
+        ("loss.aux_stride", config.loss.aux_stride, 1, 8),
         ("loss.ohem_min_kept", config.loss.ohem_min_kept, 0, 1),
         ("loss.ohem_threshold", config.loss.ohem_threshold, 0, 1),
         ("export.images", config.export.images, 1, math.inf),

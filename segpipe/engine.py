@@ -19,6 +19,7 @@ from segpipe.checkpoint import write_atomically
 from segpipe.config import Config, config_hash, to_mapping
 from segpipe.console import TrainView
 from segpipe.data.augment import Augmenter
+from segpipe.data.cache import CachedSamples
 from segpipe.data.loader import ShardBatch, train_batches
 from segpipe.data.order import Order
 from segpipe.data.samples import Samples, class_pixels, open_samples
@@ -154,7 +155,9 @@ def _agree(config: Config, group: Group) -> None:
     hashes = group.gather(config_hash(config))
     strangers = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
     if strangers:
-        raise ConfigError(f"ranks {strangers} have another configuration than rank 0. Give every node the same command.")
+        raise ConfigError(
+            f"ranks {strangers} have another configuration than rank 0. Give every node the same command."
+        )
 
 
 def _check_crop(config: Config, samples: Samples) -> None:
@@ -164,9 +167,10 @@ def _check_crop(config: Config, samples: Samples) -> None:
     for axis, (crop, size) in enumerate(zip(config.augment.crop_size, image.shape[:2], strict=True)):
         if crop > size * largest:
             fitting = [min(c, int(s * largest)) for c, s in zip(config.augment.crop_size, image.shape[:2], strict=True)]
+            side = ("height", "width")[axis]
             raise ConfigError(
-                f"augment.crop_size = {config.augment.crop_size}, but {samples.name(0)} has {('height', 'width')[axis]} "
-                f"{size} and augment.scale reaches {largest}. Set augment.crop_size={fitting} or smaller.".replace(", ", ",")
+                f"augment.crop_size = {config.augment.crop_size}, but {samples.name(0)} has {side} {size} and "
+                f"augment.scale reaches {largest}. Set 'augment.crop_size={fitting}' or smaller."
             )
 
 
@@ -205,7 +209,7 @@ def _batches(run: Run) -> Generator[list[ShardBatch], None, None]:
     compute, data = config.compute, config.data
     own = group.own_shards(compute.shards)
     stream = train_batches(
-        run.train_samples,
+        CachedSamples(run.train_samples, data.cache_mib) if data.cache_mib else run.train_samples,
         Augmenter(config.augment),
         Order(config.seed, len(run.train_samples), compute.shards, compute.samples_per_shard),
         seed=config.seed,
@@ -216,9 +220,11 @@ def _batches(run: Run) -> Generator[list[ShardBatch], None, None]:
         prefetch=data.prefetch,
         pin_memory=group.device.type == "cuda",
     )
-    with contextlib.closing(stream):
+    try:
         for _ in range(run.state.step, config.train.steps):
             yield [next(stream) for _ in own]
+    finally:
+        stream.close()
 
 
 def _train_once(run: Run, step: TrainStep, shards: list[ShardBatch], stop: StopRequest) -> None:
@@ -247,7 +253,9 @@ def _check_finite(run: Run, result: StepResult) -> None:
     if fine:
         return
     own = {shard: float(loss) for shard, loss in result.shard_losses.items()}
-    everywhere = [(rank, shard, loss) for rank, losses in enumerate(group.gather(own)) for shard, loss in losses.items()]
+    everywhere = [
+        (rank, shard, loss) for rank, losses in enumerate(group.gather(own)) for shard, loss in losses.items()
+    ]
     bad = [f"rank {rank} shard {shard} loss {loss}" for rank, shard, loss in everywhere if loss - loss != 0]
     _save(run, "diverged.pt")
     rate = current.optimizer.param_groups[0]["lr"]

@@ -1,3 +1,87 @@
-"""What rank 0 does when a run is trained."""
-def finish(run, validation, result, console): 
-    print(result)
+"""What rank 0 does when a run is trained: the table, the report, the export, and three lines to go on from."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from segpipe.checkpoint import load_network
+from segpipe.console import iou_table
+from segpipe.engine import Run
+from segpipe.metrics import miou
+from segpipe.preprocess import Preprocess
+from segpipe.report import Overlay, ReportData, pick_extremes, write_report
+from segpipe.tracking import FILE_NAME, read_metrics
+from segpipe.validate import Validation, predict
+
+
+def finish(run: Run, found: Validation, result: dict[str, Any], console: Console) -> None:
+    """Print and write what came out of the run. Raises ExportMismatch when an exported file computes something else.
+
+    The report is written before the export, so that a refused export does not cost it.
+    """
+    shares = found.total.sum(1).double() / found.total.sum().clamp_min(1)
+    console.print(iou_table(result, shares.tolist()))
+    page = write_report(run.folder, report_data(run, found, result))
+    if run.config.export.enabled:
+        _export(run, console)
+    console.print(f"mIoU {100 * result['miou']:.2f} % on {len(run.val_samples)} {run.config.data.split} images")
+    console.print(f"run {run.folder}  (open {page.name}; curves in {FILE_NAME})", highlight=False, soft_wrap=True)
+    console.print(f"next {_next_command(run)}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _next_command(run: Run) -> str:
+    if run.config.data.name == "synthetic":
+        return "python train.py experiment=camvid_cpu data.root=FOLDER"
+    return f"python scripts/evaluate.py run={run.folder}"
+
+
+def report_data(run: Run, found: Validation, result: dict[str, Any]) -> ReportData:
+    """Inputs of the report page, with the best and the worst validation images predicted once more."""
+    from segpipe.config import to_mapping
+
+    classes = run.val_samples.classes
+    scores = [(index, miou(counts)) for index, counts in found.per_image.items()]
+    best, worst = pick_extremes(scores)
+    by_index = dict(scores)
+    return ReportData(
+        config=to_mapping(run.config),
+        result={
+            **result,
+            "wall_time_s": result["train_seconds"],
+            "images_per_s": result["images_per_second"],
+            "device": str(run.group.device),
+        },
+        confusion=found.total.numpy(),
+        names=classes.names,
+        palette=classes.palette,
+        history=read_metrics(run.folder / FILE_NAME),
+        best=[_overlay(run, index, by_index[index]) for index in best],
+        worst=[_overlay(run, index, by_index[index]) for index in worst],
+        versions={name: str(value) for name, value in result["versions"].items()},
+    )
+
+
+def _overlay(run: Run, index: int, score: float) -> Overlay:
+    image, target = run.val_samples.read(index)
+    device = run.group.device
+    batch = torch.from_numpy(image).unsqueeze(0).to(device)
+    pred = predict(run.state.ema.model, Preprocess().to(device), batch)[0].cpu().numpy()
+    return Overlay(run.val_samples.name(index), score, image, target, pred)
+
+
+def _export(run: Run, console: Console) -> None:
+    """Export the checkpoint that was just written, through the same door as scripts/export.py."""
+    from segpipe.export import check_images, export_run
+    from segpipe.export.report import table
+
+    export = run.config.export
+    names, images = check_images(run.val_samples, export.images)
+    started = time.perf_counter()
+    console.print("exporting, and comparing the files with the trained network ...", highlight=False)
+    done = export_run(load_network(run.folder, "last"), images, run.folder / "export", export.formats, {}, names=names)
+    console.print(table(done))
+    console.print(f"exported to {done.folder} in {time.perf_counter() - started:.0f} s", highlight=False)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from segpipe.config import EmaConfig, OptimConfig
+from segpipe.models.layers import SegmentationNet
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
@@ -43,9 +44,9 @@ class Ema:
     The decay of update t is min(decay, (1 + t) / (10 + t)), so that a short run is not held at its start.
     """
 
-    def __init__(self, model: nn.Module, config: EmaConfig) -> None:
+    def __init__(self, model: SegmentationNet, config: EmaConfig) -> None:
         self.decay = config.decay
-        self.model = copy.deepcopy(model).eval().requires_grad_(False)
+        self.model: SegmentationNet = copy.deepcopy(model).eval().requires_grad_(False)
         self._pairs = self._match(model)
 
     def _match(self, model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -76,7 +76,9 @@ def restore(path: Path, state: TrainState, config: Config, classes: ClassTable) 
     saved = checkpoint.load(path)
     _same_recipe(path, saved["config"], config)
     if list(saved["classes"]["names"]) != list(classes.names):
-        raise CheckpointError(f"{path} knows the classes {saved['classes']['names']}, the data set has {classes.names}.")
+        raise CheckpointError(
+            f"{path} knows the classes {saved['classes']['names']}, the data set has {classes.names}."
+        )
     checkpoint.load_weights(state.model, saved["model"], path)
     checkpoint.load_weights(state.ema.model, saved["ema"], path)
     state.optimizer.load_state_dict(saved["optimizer"])

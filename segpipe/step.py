@@ -118,7 +118,7 @@ class TrainStep:
             global_valid=global_valid,
             align_corners=self.state.model.align_corners,
         )
-        self.state.scaler.scale(parts["total"]).backward()
+        self.state.scaler.scale(parts["total"]).backward()  # type: ignore[no-untyped-call]
         return {name: part.detach() for name, part in parts.items()}
 
     def _layout_for(self, parts: dict[str, Tensor], stacked: Tensor) -> FlatLayout:

@@ -4,7 +4,7 @@ import os
 import pickle
 import random
 
-import albumentations as A  # noqa: N812
+import albumentations as A
 import cv2
 import numpy as np
 import pytest

@@ -14,7 +14,7 @@ from typing import Any
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # importing it would ask the network for a newer release
 
-import albumentations as A  # noqa: N812
+import albumentations as A
 import cv2
 import numpy as np
 from numpy.typing import NDArray

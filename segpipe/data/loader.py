@@ -61,7 +61,7 @@ def train_batches(
     start_method: str,
     prefetch: int,
     pin_memory: bool,
-) -> Iterator[ShardBatch]:
+) -> Generator[ShardBatch, None, None]:
     """Shard batches of `steps` and `shards`, step by step and inside a step shard by shard.
 
     Workers start at the first `next` and end with the iterator; closing it half-way is safe. Raises ConfigError at the
@@ -113,7 +113,7 @@ def _views(packed: _Packed) -> tuple[Tensor, Tensor, Tensor]:
     return image.view(num, height, width, 3), target.view(num, height, width), ids.view(torch.int64).view(2, num)
 
 
-def _shard_batches(loader: DataLoader[Any]) -> Iterator[ShardBatch]:
+def _shard_batches(loader: DataLoader[Any]) -> Generator[ShardBatch, None, None]:
     with closing(_stream(loader)) as stream:
         for packed in stream:
             image, target, ids = _views(packed)

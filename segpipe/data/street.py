@@ -48,7 +48,7 @@ def wall(canvas: Canvas, chance: Chance, ends: tuple[Point, Point], height: floa
     (x0, _, z0), (x1, _, z1) = ends
     z0, near = max(z0, NEAR), max(min(z0, z1), NEAR)
     canvas.fill([(x0, 0.0, z0), (x1, 0.0, z1), (x1, height, z1), (x0, height, z0)], paint, BUILDING, gain)
-    if near > 38:
+    if near > 32:  # windows would be smaller than the grain
         return
     length = math.hypot(x1 - x0, z1 - z0)
     pitch = chance.uniform(2.2, 3.3)
@@ -66,14 +66,15 @@ def wall(canvas: Canvas, chance: Chance, ends: tuple[Point, Point], height: floa
 
     floors = np.arange(1, int(height / 3.0), dtype=np.float64) * 3.0 + 0.9
     whole = np.array([0.5])
-    rows(whole, 0.5, np.array([height - 0.5]), 0.5, frame, gain)
     if near < 22:
         rows(centres, half + 0.16 / length, floors - 0.16, 1.92, frame, gain)
     rows(centres, half, floors, 1.6, pane, 1.6 if lit else 1.0)
-    shop = chance.happens(0.6)
-    rows(centres, half * 1.2, np.array([0.6 if shop else 0.1]), 1.7, GLASS, 0.8)
-    if shop:
-        rows(whole, 0.5, np.array([2.45]), 0.6, chance.colour(CLOTHES, 20), gain)
+    if near < 26:
+        shop = chance.happens(0.6)
+        rows(whole, 0.5, np.array([height - 0.5]), 0.5, frame, gain)
+        rows(centres, half * 1.2, np.array([0.6 if shop else 0.1]), 1.7, GLASS, 0.8)
+        if shop:
+            rows(whole, 0.5, np.array([2.45]), 0.6, chance.colour(CLOTHES, 20), gain)
 
 
 def _wall_quads(
@@ -132,7 +133,7 @@ def tree(canvas: Canvas, chance: Chance, side: float, z: float, height: float) -
     middle = height - radius
     canvas.fill(_upright(x, z, 0.13 * radius, 0.09 * radius, 0.0, middle), (84, 62, 44), VEGETATION)
     leaf = chance.colour(LEAVES, 12)
-    blobs = [(chance.uniform(0, 6.2832), math.sqrt(chance.uniform(0, 1))) for _ in range(12)]
+    blobs = [(chance.uniform(0, 6.2832), math.sqrt(chance.uniform(0, 1))) for _ in range(12 if z < 24 else 7)]
     for angle, reach in sorted(blobs, key=lambda blob: blob[1] * math.sin(blob[0])):
         up = reach * math.sin(angle)
         centre = (x + radius * reach * math.cos(angle) * 0.85, middle + radius * up * 0.9, z)

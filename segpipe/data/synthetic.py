@@ -237,7 +237,7 @@ def _buildings(canvas: Canvas, chance: Chance, layout: Layout) -> list[Thing]:
     for sign, line in ((-1, layout.left), (1, layout.right)):
         gains = (0.94 - 0.24 * sign * layout.sun_side * max(canvas.light.sun, 0.15), 0.84)
         z = chance.uniform(-6, 5)
-        while z < 80:
+        while z < 70:
             if chance.happens(town):
                 far, side = z + chance.uniform(8, 18), sign * (line + chance.uniform(0, 0.8))
                 height = round(chance.uniform(2, 3.4 * tall)) * 3.0 + 0.8
@@ -287,7 +287,7 @@ def _traffic(canvas: Canvas, chance: Chance, layout: Layout) -> list[Thing]:
         lanes += [(layout.road - 1.0, False, 0.6, 4.5, 3.0), (1.0 - layout.road, True, 0.6, 4.5, 3.0)]
     for side, oncoming, odds, first, gap in lanes:
         z = first + chance.uniform(0, 9)
-        while z < 42:
+        while z < 38:
             draw = chance.uniform(0, 1)
             kind = "bus" if draw < 0.05 and z > 12 else "van" if draw < 0.22 else "car"
             if chance.happens(odds):

@@ -35,29 +35,42 @@ def shard_loss(
 
     Shapes: heads (B, C, h, w) or (B, 1, h, w) for `boundary`; target uint8 (B, H, W).
     """
-    valid = target != IGNORE_INDEX
-    height, width = target.shape[-2:]
     scale = global_valid.clamp_min(1).float().reciprocal()
     parts: dict[str, Tensor] = {}
-    full = {
-        name: bilinear(logits.float(), (height, width), align_corners=align_corners) for name, logits in heads.items()
-    }
-    for name, logits in full.items():
+    for name, logits in heads.items():
         if name == "boundary":
-            edge = boundary_target(target)
-            parts[name] = config.boundary_weight * scale * boundary_sum(logits, edge, valid)
+            edge_logits = _resized(logits, target, align_corners)
+            total = boundary_sum(edge_logits, boundary_target(target), target != IGNORE_INDEX)
+            parts[name] = config.boundary_weight * scale * total
             continue
-        losses = pixel_losses(logits, target, class_weights)
-        weight = scale * (1.0 if name == "main" else config.aux_weight)
-        parts[name] = weight * _class_sum(losses, valid, config)
-        if name == "main" and "boundary" in full:
-            sure = torch.sigmoid(full["boundary"].detach()).squeeze(1) > EDGE_CONFIDENCE
-            parts["edge"] = scale * torch.where(sure & valid, losses, 0.0).sum()
+        stride = config.stride if name == "main" else config.aux_stride
+        seen = _every(target, stride)
+        losses = pixel_losses(_resized(logits, seen, align_corners), seen, class_weights)
+        weight = stride * stride * (1.0 if name == "main" else config.aux_weight)
+        parts[name] = weight * scale * _class_sum(losses, seen != IGNORE_INDEX, config)
+        if name == "main" and "boundary" in heads:
+            parts["edge"] = weight * scale * _edge_sum(losses, heads["boundary"], seen, align_corners)
     parts["total"] = torch.stack(list(parts.values())).sum()
     return parts
+
+
+def _every(target: Tensor, stride: int) -> Tensor:
+    """Every `stride`-th row and column, from the middle of the first cell on."""
+    return target[:, stride // 2 :: stride, stride // 2 :: stride] if stride > 1 else target
+
+
+def _resized(logits: Tensor, target: Tensor, align_corners: bool) -> Tensor:
+    """Logits in fp32 at the size of the target."""
+    return bilinear(logits.float(), (target.shape[-2], target.shape[-1]), align_corners=align_corners)
 
 
 def _class_sum(losses: Tensor, valid: Tensor, config: LossConfig) -> Tensor:
     if config.name == "ohem":
         return ohem_sum(losses, valid, threshold=config.ohem_threshold, min_kept=config.ohem_min_kept)
     return losses.sum()
+
+
+def _edge_sum(losses: Tensor, edge_logits: Tensor, seen: Tensor, align_corners: bool) -> Tensor:
+    """Sum of the class losses where the boundary head is sure of an edge."""
+    probability = torch.sigmoid(_resized(edge_logits.detach(), seen, align_corners)).squeeze(1)
+    return torch.where((probability > EDGE_CONFIDENCE) & (seen != IGNORE_INDEX), losses, 0.0).sum()

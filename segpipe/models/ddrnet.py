@@ -64,8 +64,9 @@ class DDRNet(SegmentationNet):
         return logits
 
     def heads(self, image: Tensor) -> dict[str, Tensor]:
-        """Heads "main" and "aux" at stride 8."""
-        return self.logits(image, aux=True)
+        """Heads "main" and "aux" at stride 8; a network of `published.load` has them under the reference's names."""
+        logits = self.logits(image, aux=True)
+        return {self.reference_names.get(name, name): value for name, value in logits.items()}
 
     def _exchange3(self, stride8: Tensor) -> tuple[Tensor, Tensor]:
         """Context at stride 16 after its ReLU and detail at stride 8 before it: the auxiliary head wants the latter."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from segpipe.models.layers import SegmentationNet, conv_bn, init_weights
+from segpipe.models.layers import Classifier, SegmentationNet, conv_bn, init_weights
 from segpipe.resize import adaptive_avg_pool, bilinear
 
 _BINS = (1, 2, 3, 6)
@@ -38,11 +38,11 @@ class FastSCNN(SegmentationNet):
         self.ppm = PyramidPooling()
         self.fusion = FeatureFusion()
         self.classifier = nn.Sequential(
-            _separable(128, 128), _separable(128, 128), nn.Dropout(0.1), nn.Conv2d(128, num_classes, 1)
+            _separable(128, 128), _separable(128, 128), nn.Dropout(0.1), Classifier(128, num_classes)
         )
         self.train_only = nn.ModuleDict()
         if aux:
-            head = nn.Sequential(_conv_bn_relu(64, 32, 3), nn.Dropout(0.1), nn.Conv2d(32, num_classes, 1))
+            head = nn.Sequential(_conv_bn_relu(64, 32, 3), nn.Dropout(0.1), Classifier(32, num_classes))
             self.train_only["aux"] = head
         self.aux_heads = tuple(self.train_only)
         init_weights(self)

@@ -17,6 +17,9 @@ _BUILD: dict[str, Callable[[int], SegmentationNet]] = {
     **MODELS,
     "fast_scnn": lambda num_classes: fast_scnn.FastSCNN(num_classes, aux=False),
 }
+# The reference outputs of DDRNet bear each other's names: the published code returns the final layer first, and its
+# "aux" is what `final_layer` computes. `logits` and `forward` are not touched by this; `heads` of a loaded network is.
+_REFERENCE_NAMES = {"ddrnet23_slim": {"main": "aux", "aux": "main"}}
 _MAX_NAMED = 5
 
 
@@ -48,6 +51,7 @@ def load(name: str, state_dict: Mapping[str, Tensor], num_classes: int = 19) -> 
             "Check that model name and num_classes are those the weights were trained with."
         )
     net.load_state_dict({ours: given[key] for key, ours in published.items()})
+    net.reference_names = _REFERENCE_NAMES.get(name, {})
     return net
 
 

@@ -1,0 +1,34 @@
+# make setup | train | test | check. Everything runs in .venv, made from the locked requirements.txt.
+PYTHON ?= python3
+RUN := .venv/bin/python
+READY := .venv/.ready
+
+.PHONY: setup train test check lock clean
+
+setup: $(READY)
+
+$(READY): requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed; say make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv .venv
+	$(RUN) -m pip install --disable-pip-version-check --no-input --quiet --require-hashes -r requirements.txt
+	$(RUN) -c 'import torch, torchvision, albumentations, cv2; print("torch", torch.__version__, "torchvision", torchvision.__version__)'
+	@touch $@
+
+train: $(READY)
+	$(RUN) train.py run.name=street run.exists=replace
+
+check: $(READY)
+	$(RUN) -m ruff format --check .
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+
+test: check
+	OMP_NUM_THREADS=1 $(RUN) -m pytest
+
+# Needs uv. Writes the lock anew from the ranges in pyproject.toml.
+lock:
+	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header \
+	  --group dev pyproject.toml --constraints constraints.txt -o requirements.txt
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache
