@@ -133,6 +133,7 @@ def tree(canvas: Canvas, chance: Chance, side: float, z: float, height: float) -
     middle = height - radius
     canvas.fill(_upright(x, z, 0.13 * radius, 0.09 * radius, 0.0, middle), (84, 62, 44), VEGETATION)
     leaf = chance.colour(LEAVES, 12)
+    canvas.ball((x, middle, z), radius * 0.62, leaf, VEGETATION, 0.8)
     blobs = [(chance.uniform(0, 6.2832), math.sqrt(chance.uniform(0, 1))) for _ in range(12 if z < 24 else 7)]
     for angle, reach in sorted(blobs, key=lambda blob: blob[1] * math.sin(blob[0])):
         up = reach * math.sin(angle)
