@@ -1,0 +1,94 @@
+"""The verification report as JSON, Markdown, terminal table, and pictures of the worst images."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+from rich.table import Table
+
+from segpipe.export.formats import Image
+from segpipe.export.verify import Comparison
+
+if TYPE_CHECKING:
+    from segpipe.export.publish import ExportReport
+
+MARKDOWN = "verify_report.md"
+JSON = "verify_report.json"
+_WORST = 3
+_MARK = (255, 0, 255)
+
+
+def to_mapping(report: ExportReport, created: str) -> dict[str, Any]:
+    """Everything that was measured, as plain values; `created` is the only time stamp."""
+    return {
+        "status": "verified" if report.passed else "rejected",
+        "created": created,
+        "check_images": report.images,
+        "sigma": {name: value if np.isfinite(value) else None for name, value in asdict(report.sigma).items()},
+        "gates": {
+            name: {gate.name: {"passed": gate.passed, "message": gate.message, **gate.figures} for gate in gates}
+            for name, gates in report.gates.items()
+        },
+        "files": report.files,
+        "latency_ms": {"device": "cpu", "threads": 1, "statistic": "p50", **report.latency_ms},
+    }
+
+
+def write(report: ExportReport, folder: Path, created: str) -> None:
+    """Writes verify_report.json and verify_report.md into `folder`."""
+    (folder / JSON).write_text(json.dumps(to_mapping(report, created), indent=1, allow_nan=False) + "\n")
+    rows = [f"| {' | '.join(row)} |" for row in _rows(report)]
+    head = ["| file | gate | verdict | finding |", "|---|---|---|---|"]
+    status = "verified" if report.passed else "rejected; no model file was published"
+    model = f"{report.manifest['model']}, weights {report.manifest['source']['weights_digest']}"
+    text = [f"# Export of {model}: {status}", "", f"{len(report.images)} check images, {created}.", "", *head, *rows]
+    (folder / MARKDOWN).write_text("\n".join(text) + "\n")
+
+
+def table(report: ExportReport) -> Table:
+    """Gates, sizes and latencies for the terminal."""
+    shown = Table("file", "gate", "verdict", "finding", title=f"Export in {report.folder}")
+    for row in _rows(report):
+        shown.add_row(*row)
+    for name, latency in report.latency_ms.items():
+        size = f", {report.files[name]['bytes'] / 2**20:.1f} MiB" if name in report.files else ""
+        shown.add_row(name, "latency", "", f"{latency:.1f} ms, 1 CPU thread{size}")
+    return shown
+
+
+def write_triptychs(
+    report: ExportReport, folder: Path, comparisons: list[Comparison], images: dict[str, Image]
+) -> None:
+    """Writes a PNG of each of the worst three images: image | reference mask | exported mask, differences marked."""
+
+    def badness(entry: Comparison) -> tuple[float, ...]:
+        return entry.unexplained(report.sigma), entry.margins.size, entry.relative(report.sigma)
+
+    palette = np.array([entry["color"] for entry in report.manifest["classes"]], dtype=np.uint8)
+    for rank, entry in enumerate(sorted(comparisons, key=badness, reverse=True)[:_WORST], start=1):
+        picture = triptych(images[entry.name], entry, palette)
+        stem = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in entry.name)
+        cv2.imwrite(str(folder / f"worst_{rank}_{stem}.png"), picture[..., ::-1])
+
+
+def triptych(image: Image, entry: Comparison, palette: NDArray[np.uint8]) -> Image:
+    """uint8 (H, 3 W, 3) RGB; in the last third equal pixels are dark and differing ones magenta."""
+    colors = np.zeros((256, 3), dtype=np.uint8)
+    colors[: len(palette)] = palette
+    exported = colors[entry.mask] // 3
+    exported[entry.mask != entry.reference_mask] = _MARK
+    return np.concatenate([image, colors[entry.reference_mask], exported], axis=1)
+
+
+def _rows(report: ExportReport) -> list[tuple[str, str, str, str]]:
+    return [
+        (name, gate.name, "passed" if gate.passed else "FAILED", gate.message)
+        for name, gates in report.gates.items()
+        for gate in gates
+    ]
