@@ -227,7 +227,8 @@ def gate_mask(comparisons: Sequence[Comparison], sigma: Sigma, limits: Limits = 
     """G3: masks agree but for pixels at which the reference itself was close to a tie, and confidences to a level."""
     worst = max(comparisons, key=lambda entry: (entry.unexplained(sigma, limits), entry.margins.size))
     pixels = sum(entry.mask.size for entry in comparisons)
-    agreement = 1.0 - sum(entry.margins.size for entry in comparisons) / pixels
+    differing = sum(entry.margins.size for entry in comparisons)
+    agreement = 1.0 - differing / pixels
     lowest = min(entry.agreement for entry in comparisons)
     unexplained = sum(entry.unexplained(sigma, limits) for entry in comparisons)
     levels = max(entry.confidence_difference for entry in comparisons)
@@ -250,7 +251,7 @@ def gate_mask(comparisons: Sequence[Comparison], sigma: Sigma, limits: Limits = 
         )
         if failed
     ]
-    equal = "all pixels equal" if agreement == 1.0 else f"{agreement:.4%} of pixels equal, the others near a tie"
+    equal = f"{differing} of {pixels} pixels differ, each near a tie" if differing else "all pixels equal"
     message = f"G3 {failures[0]}" if failures else equal
     return GateResult("G3 mask", not failures, figures, message)
 
