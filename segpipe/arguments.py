@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from segpipe.config import Config, check, from_mapping, nearest, to_mapping
 from segpipe.errors import ConfigError
@@ -32,8 +34,20 @@ def parse(arguments: Sequence[str], settings: Sequence[str]) -> dict[str, str]:
 
 def with_settings(config: Config, given: dict[str, str]) -> Config:
     """`config` of the run with the settings of the command line in place of its own."""
-    settings = [f"{key}={value}" for key, value in given.items() if "." in key]
-    merged = OmegaConf.merge(to_mapping(config), OmegaConf.from_dotlist(settings))
-    changed = from_mapping(cast(dict[str, Any], OmegaConf.to_container(merged)))
+    values = to_mapping(config)
+    for key, text in given.items():
+        group, _, name = key.partition(".")
+        if name:
+            before = values[group][name]
+            values[group][name] = text if isinstance(before, str) else _read(text)
+    changed = from_mapping(values)
     check(changed, world_size=1)
     return changed
+
+
+def _read(text: str) -> Any:
+    """The number, switch or list that `text` stands for; the text itself when it is none."""
+    try:
+        return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index, call-overload]
+    except (YAMLError, OmegaConfBaseException):
+        return text

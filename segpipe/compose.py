@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 from hydra import compose as hydra_compose
@@ -38,19 +39,21 @@ def compose(overrides: list[str]) -> Config:
 
 def resolve(composed: DictConfig) -> Config:
     """Config of what Hydra composed. Raises ConfigError on keys and types that the dataclasses do not know."""
-    values = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
+    values = OmegaConf.to_container(composed, resolve=True, enum_to_str=True, throw_on_missing=True)
     assert isinstance(values, dict)
     values.pop("hydra", None)
     return from_mapping({str(key): value for key, value in values.items()})
 
 
 def _explain(error: Exception) -> str:
-    """Hydra's message on one line, with the nearest setting when it names one that does not exist."""
-    text = " ".join(str(error).split())
-    for word in text.replace("'", " ").split():
-        if "." in word and word not in known_keys():
-            return f"{text}{nearest(word, list(known_keys()))}"
-    return text
+    """Hydra's message and its cause on one line, with the nearest setting when it names one that does not exist."""
+    messages = [error, error.__cause__] if error.__cause__ else [error]
+    text = ": ".join(" ".join(str(message).split()) for message in messages)
+    named = re.search(r"full_key: (\S+)", text)
+    keys = list(known_keys())
+    if named is None or named[1] in keys or any(key.startswith(f"{named[1]}.") for key in keys):
+        return text
+    return f"{text}.{nearest(named[1], keys)}"
 
 
 def check_overrides(overrides: list[str]) -> None:

@@ -9,6 +9,7 @@ import difflib
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -193,7 +194,8 @@ def _build(kind: type, values: Mapping[str, Any], prefix: str) -> Any:
     valid = {entry.name: entry for entry in fields(kind)}
     for key, value in values.items():
         if key not in valid:
-            raise ConfigError(f"{prefix}{key} is not a setting of segpipe.{nearest(prefix + key, list(known_keys()))}")
+            found = nearest(f"{prefix}{key}", list(known_keys()))
+            raise ConfigError(f"{prefix}{key} is not a setting of segpipe.{found}")
         entry = valid[key]
         default = entry.default_factory() if callable(entry.default_factory) else entry.default
         if is_dataclass(default):
@@ -216,7 +218,7 @@ def _convert(name: str, value: Any, default: Any) -> Any:
     if isinstance(default, bool) or isinstance(value, bool):
         fits = isinstance(default, bool) and isinstance(value, bool)
     elif isinstance(default, float):
-        fits = isinstance(value, int | float) and math.isfinite(value)
+        fits = isinstance(value, int | float) and abs(value) <= sys.float_info.max
     elif isinstance(default, str):
         fits = isinstance(value, str | int | float)
     else:
@@ -237,7 +239,7 @@ FREE_KEYS = frozenset(
         "run.root", "run.exists", "data.root", "data.classes", "data.verify", "data.workers", "data.start_method",
         "data.prefetch", "data.cache_mib", "train.log_every", "train.validate_every", "train.progress", "compute.nproc",
         "compute.timeout_s", "checkpoint.every", "track.name", "track.project", "track.entity", "track.mode",
-        "export.enabled", "export.formats", "export.images",
+        "export.enabled", "export.formats", "export.images", "export.dir",
     }
 )  # fmt: skip
 
@@ -265,16 +267,18 @@ def check(config: Config, *, world_size: int) -> None:
     if compute.shards & (compute.shards - 1):
         raise ConfigError(f"compute.shards = {compute.shards}, but a power of two was needed: the reduction is a tree.")
     if compute.shards % world_size:
+        enough = "" if world_size & (world_size - 1) else f", or set compute.shards={world_size}"
         raise ConfigError(
             f"compute.shards = {compute.shards} cannot be divided among {world_size} processes. Take a number of "
-            f"processes that divides it, or set compute.shards={_next_power(max(world_size, compute.shards))}."
+            f"processes that divides it, a power of two{enough}."
+        )
+    if compute.samples_per_shard < 2:
+        raise ConfigError(
+            f"compute.samples_per_shard = {compute.samples_per_shard}, but at least 2 was needed: the networks pool "
+            f"whole images, which leaves BatchNorm one value per image."
         )
     if config.data.name in ("camvid", "folder") and not config.data.root:
         raise ConfigError(f"data.root is empty, but data={config.data.name} reads files. Set data.root=FOLDER.")
-
-
-def _next_power(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 def _check_choices(config: Config) -> None:
@@ -297,10 +301,10 @@ def _check_choices(config: Config) -> None:
     for name, value, valid in choices:
         if value not in valid:
             raise ConfigError(f"{name} = {value!r} is not one of {', '.join(valid)}.{nearest(value, valid)}")
-    if config.compute.nproc != "auto" and not config.compute.nproc.isdigit():
-        raise ConfigError(f"compute.nproc = {config.compute.nproc!r}, but auto or a number of processes was needed.")
+    if config.compute.nproc != "auto" and not (config.compute.nproc.isdecimal() and int(config.compute.nproc) > 0):
+        raise ConfigError(f"compute.nproc = {config.compute.nproc!r}, but auto or at least 1 was needed.")
     for part in (config.run.name, *Path(config.run.name).parts):
-        if not part or part in (".", "..") or part.startswith("/"):
+        if not part or part in (".", "..") or part.startswith("/") or not part.isprintable():
             raise ConfigError(f"run.name = {config.run.name!r} must name a folder below run.root = {config.run.root}.")
 
 
@@ -312,8 +316,8 @@ def _check_ranges(config: Config) -> None:
         ("train.validate_every", config.train.validate_every, 0, math.inf),
         ("checkpoint.every", config.checkpoint.every, 0, math.inf),
         ("compute.shards", config.compute.shards, 1, 65536),
-        ("compute.samples_per_shard", config.compute.samples_per_shard, 1, math.inf),
         ("compute.threads", config.compute.threads, 1, 1024),
+        ("compute.timeout_s", config.compute.timeout_s, 1, 10**9),
         ("data.workers", config.data.workers, 0, 256),
         ("data.cache_mib", config.data.cache_mib, 0, math.inf),
         ("data.prefetch", config.data.prefetch, 1, 1024),
@@ -325,9 +329,15 @@ def _check_ranges(config: Config) -> None:
         ("augment.saturation", config.augment.saturation, 0, 1),
         ("augment.hue", config.augment.hue, 0, 0.5),
         ("optim.lr", config.optim.lr, 0, math.inf),
+        ("optim.momentum", config.optim.momentum, 0, 1),
+        *(("optim.betas", beta, 0, 1 - 1e-9) for beta in config.optim.betas),
+        ("optim.weight_decay", config.optim.weight_decay, 0, math.inf),
+        ("optim.power", config.optim.power, 0, math.inf),
         ("optim.warmup_steps", config.optim.warmup_steps, 0, math.inf),
         ("optim.clip_norm", config.optim.clip_norm, 0, math.inf),
         ("ema.decay", config.ema.decay, 0, 1),
+        ("loss.aux_weight", config.loss.aux_weight, 0, math.inf),
+        ("loss.boundary_weight", config.loss.boundary_weight, 0, math.inf),
         ("loss.stride", config.loss.stride, 1, 8),
         ("loss.aux_stride", config.loss.aux_stride, 1, 8),
         ("loss.ohem_min_kept", config.loss.ohem_min_kept, 0, 1),
@@ -340,6 +350,8 @@ def _check_ranges(config: Config) -> None:
     for name, pair in (("augment.crop_size", config.augment.crop_size), ("data.size", config.data.size)):
         if len(pair) != 2 or min(pair) < 32:
             raise ConfigError(f"{name} = {pair}, but [height, width] of at least 32 pixels each was needed.")
+    if len(config.optim.betas) != 2:
+        raise ConfigError(f"optim.betas = {config.optim.betas}, but two numbers such as [0.9, 0.999] were needed.")
     scale = config.augment.scale
     if len(scale) != 2 or not 0.1 <= scale[0] <= scale[1] <= 10:
         raise ConfigError(f"augment.scale = {scale}, but [smallest, largest] within 0.1 to 10 was needed.")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from segpipe import checkpoint
-from segpipe.config import Config, recipe, to_mapping
+from segpipe.config import Config, from_mapping, recipe, to_mapping
 from segpipe.data.catalog import ClassTable
 from segpipe.errors import CheckpointError
 from segpipe.keys import sample_key
@@ -75,10 +75,10 @@ def restore(path: Path, state: TrainState, config: Config, classes: ClassTable) 
     """
     saved = checkpoint.load(path)
     _same_recipe(path, saved["config"], config)
-    if list(saved["classes"]["names"]) != list(classes.names):
-        raise CheckpointError(
-            f"{path} knows the classes {saved['classes']['names']}, the data set has {classes.names}."
-        )
+    for part in ("names", "train_ids"):
+        before, now = saved["classes"][part], asdict(classes)[part]
+        if before != now:
+            raise CheckpointError(f"{path} was trained with the class {part} {before}, the data set has {now}.")
     checkpoint.load_weights(state.model, saved["model"], path)
     checkpoint.load_weights(state.ema.model, saved["ema"], path)
     state.optimizer.load_state_dict(saved["optimizer"])
@@ -87,8 +87,6 @@ def restore(path: Path, state: TrainState, config: Config, classes: ClassTable) 
 
 
 def _same_recipe(path: Path, saved: dict[str, Any], config: Config) -> None:
-    from segpipe.config import from_mapping
-
     before, now = recipe(from_mapping(saved)), recipe(config)
     changed = [f"{name}: {before[name]} -> {now[name]}" for name in now if before[name] != now[name]]
     if changed:

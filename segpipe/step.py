@@ -37,8 +37,11 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
 
 def statistics(model: nn.Module) -> list[Tensor]:
     """Running means and variances of all BatchNorm layers, in module order."""
-    found = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    return [buffer for m in found for buffer in (m.running_mean, m.running_var) if buffer is not None]
+    return [b for m in _norms(model) for b in (m.running_mean, m.running_var) if b is not None]
+
+
+def _norms(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
+    return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
 
 
 class TrainStep:
@@ -52,10 +55,12 @@ class TrainStep:
         self.statistics = statistics(state.model)
         self._layout: FlatLayout | None = None
         self._part_names: list[str] = []
+        self._means: list[Tensor] = []  # BatchNorm statistics that `apply` puts into the network
 
     def __call__(self, shards: Sequence[ShardBatch], global_valid: Tensor) -> StepResult:
-        """Do update `state.step` on this rank's shards; ranks meet in the reduction.
+        """Gradients and figures of update `state.step`, from this rank's shards; ranks meet in the reduction.
 
+        The state stays as it was, but for `.grad`, until `apply`: what is saved in between can be trusted.
         `global_valid` is the number of valid pixels of all shards of all ranks, int64, 0-d, on the device.
         """
         shard_losses = self._accumulate(shards, global_valid)
@@ -68,28 +73,34 @@ class TrainStep:
         norm = torch.nn.utils.get_total_norm(grads, foreach=True)
         if optim.clip_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, optim.clip_norm, norm, foreach=True)
+        if state.scaler.is_enabled():  # it skips an update that overflowed; the statistics of it must go too
+            fine = torch.isfinite(norm)
+            self._means = [torch.where(fine, *pair) for pair in zip(self._means, self.statistics, strict=True)]
         parts = dict(zip(self._part_names, self._losses.unbind(), strict=True))
-        result = StepResult(parts.pop("total"), parts, norm, shard_losses)
-        return result
+        return StepResult(parts.pop("total"), parts, norm, shard_losses)
 
     def apply(self) -> None:
-        """Move the weights by the gradients that the call left, then the average; counts the update."""
+        """Move weights and statistics by what the call found, then the average; counts the update."""
         state = self.state
+        _copy(self.statistics, self._means)
         state.scaler.step(state.optimizer)
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
-        for module in state.model.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.num_batches_tracked is not None:
-                module.num_batches_tracked.fill_(state.step + 1)  # one update, however many shards
         state.ema.update(state.step)
         state.step += 1
+        self._count(state.step)
+
+    def _count(self, updates: int) -> None:
+        """BatchNorm counts forward passes; here it counts updates, however many shards."""
+        for module in _norms(self.state.model):
+            if module.num_batches_tracked is not None:
+                module.num_batches_tracked.fill_(updates)
 
     def _accumulate(self, shards: Sequence[ShardBatch], global_valid: Tensor) -> dict[int, Tensor]:
-        """Leave the reduced gradients in `.grad`, the mean BatchNorm statistics in the network, the summed losses."""
+        """Leave the reduced gradients in `.grad`, the mean statistics in `_means`; returns the own shards' losses."""
         tree, spare, losses = TreeSum(), None, {}
         before = [buffer.clone() for buffer in self.statistics]
         for batch in shards:
-            torch._foreach_copy_(self.statistics, before)
             parts = self._backward(batch, global_valid)
             losses[batch.shard] = parts["total"]
             stacked = torch.stack(list(parts.values()))
@@ -99,7 +110,9 @@ class TrainStep:
             grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters]
             torch._foreach_copy_(layout.views(flat), [*grads, *self.statistics, stacked])
             self.state.optimizer.zero_grad(set_to_none=True)
+            _copy(self.statistics, before)
             spare = tree.push(flat)
+        self._count(self.state.step)
         self._scatter(tree_over_ranks(tree.take(), self.group))
         return losses
 
@@ -133,7 +146,11 @@ class TrainStep:
         count = len(self.parameters)
         for parameter, grad in zip(self.parameters, views[:count], strict=True):
             parameter.grad = grad
-        means = torch._foreach_mul(views[count:-1], 1.0 / self.config.compute.shards)  # exact: a power of two
-        if means:
-            torch._foreach_copy_(self.statistics, means)
+        share = 1.0 / self.config.compute.shards  # exact: a power of two
+        self._means = list(torch._foreach_mul(views[count:-1], share)) if self.statistics else []
         self._losses = views[-1].clone()
+
+
+def _copy(into: list[Tensor], values: list[Tensor]) -> None:
+    if into:  # torch refuses empty lists
+        torch._foreach_copy_(into, values)

@@ -57,9 +57,9 @@ class Group:
         """Every rank's `item`, in rank order, on every rank; for small picklable things."""
         if self.world_size == 1:
             return [item]
-        items: list[T | None] = [None] * self.world_size
+        items = [item] * self.world_size
         dist.all_gather_object(items, item)
-        return [entry for entry in items if entry is not None]
+        return items
 
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -39,7 +39,8 @@ class FlatLayout:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The tensors inside `flat`, without a copy."""
-        return [flat.as_strided(shape, stride, offset) for shape, stride, offset in self._entries]
+        start = flat.storage_offset()
+        return [flat.as_strided(shape, stride, start + offset) for shape, stride, offset in self._entries]
 
 
 class TreeSum:

@@ -65,6 +65,6 @@ def ohem_sum(losses: Tensor, valid: Tensor, *, threshold: float, min_kept: float
     if fewest > 0:
         count = torch.tensor(fewest, device=losses.device)
         cut = torch.minimum(cut, kth_largest(detached, count))
-    kept = valid & (detached >= cut)
+    kept = valid & ~(detached < cut)  # a NaN counts as hard, so that it reaches the sum and is seen
     num_kept = kept.sum().clamp_min(1)
     return torch.where(kept, losses, 0.0).sum() * (valid.sum() / num_kept)

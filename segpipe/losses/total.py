@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cache
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from segpipe.config import LossConfig
 from segpipe.losses.boundary import boundary_sum, boundary_target
 from segpipe.losses.pixelwise import IGNORE_INDEX, ohem_sum, pixel_losses
-from segpipe.resize import bilinear
+from segpipe.resize import bilinear, bilinear_weights
 
 EDGE_CONFIDENCE = 0.8  # pixels that the boundary head calls an edge this surely get the extra class loss
 
@@ -39,17 +42,21 @@ def shard_loss(
     parts: dict[str, Tensor] = {}
     for name, logits in heads.items():
         if name == "boundary":
-            edge_logits = _resized(logits, target, align_corners)
+            edge_logits = _sampled(logits, target, 1, align_corners)
             total = boundary_sum(edge_logits, boundary_target(target), target != IGNORE_INDEX)
             parts[name] = config.boundary_weight * scale * total
             continue
         stride = config.stride if name == "main" else config.aux_stride
         seen = _every(target, stride)
-        losses = pixel_losses(_resized(logits, seen, align_corners), seen, class_weights)
-        weight = stride * stride * (1.0 if name == "main" else config.aux_weight)
+        losses = pixel_losses(_sampled(logits, target, stride, align_corners), seen, class_weights)
+        weight = target.numel() / max(seen.numel(), 1) * (1.0 if name == "main" else config.aux_weight)
         parts[name] = weight * scale * _class_sum(losses, seen != IGNORE_INDEX, config)
         if name == "main" and "boundary" in heads:
-            parts["edge"] = weight * scale * _edge_sum(losses, heads["boundary"], seen, align_corners)
+            parts["edge"] = (
+                weight
+                * scale
+                * _edge_sum(losses, _sampled(heads["boundary"].detach(), target, stride, align_corners), seen)
+            )
     parts["total"] = torch.stack(list(parts.values())).sum()
     return parts
 
@@ -59,9 +66,26 @@ def _every(target: Tensor, stride: int) -> Tensor:
     return target[:, stride // 2 :: stride, stride // 2 :: stride] if stride > 1 else target
 
 
-def _resized(logits: Tensor, target: Tensor, align_corners: bool) -> Tensor:
-    """Logits in fp32 at the size of the target."""
-    return bilinear(logits.float(), (target.shape[-2], target.shape[-1]), align_corners=align_corners)
+def _sampled(logits: Tensor, target: Tensor, stride: int, align_corners: bool) -> Tensor:
+    """Logits in fp32, as at the size of the target, at the pixels that `_every` takes.
+
+    Resizing to fewer pixels instead would compare them with their neighbours: by up to stride / 2 pixels with
+    align_corners, where the loss of a perfect network then fell from 0.43 to 0.35 at stride 2.
+    """
+    height, width = target.shape[-2:]
+    if stride == 1:
+        return bilinear(logits.float(), (height, width), align_corners=align_corners)
+    rows = _sampling(logits.shape[-2], height, stride, align_corners, logits.device)
+    columns = _sampling(logits.shape[-1], width, stride, align_corners, logits.device)
+    return rows @ (logits.float() @ columns.t())
+
+
+@cache
+def _sampling(num_in: int, num_out: int, stride: int, align_corners: bool, device: torch.device) -> Tensor:
+    """Every `stride`-th row of the matrix that resizes one axis."""
+    weights = bilinear_weights(num_in, num_out, np.float32, align_corners=align_corners)[stride // 2 :: stride]
+    with torch.inference_mode(False):  # a tensor made in inference mode could not take part in a later backward
+        return torch.from_numpy(np.ascontiguousarray(weights)).to(device)
 
 
 def _class_sum(losses: Tensor, valid: Tensor, config: LossConfig) -> Tensor:
@@ -70,7 +94,7 @@ def _class_sum(losses: Tensor, valid: Tensor, config: LossConfig) -> Tensor:
     return losses.sum()
 
 
-def _edge_sum(losses: Tensor, edge_logits: Tensor, seen: Tensor, align_corners: bool) -> Tensor:
+def _edge_sum(losses: Tensor, edge_logits: Tensor, seen: Tensor) -> Tensor:
     """Sum of the class losses where the boundary head is sure of an edge."""
-    probability = torch.sigmoid(_resized(edge_logits.detach(), seen, align_corners)).squeeze(1)
+    probability = torch.sigmoid(edge_logits).squeeze(1)
     return torch.where((probability > EDGE_CONFIDENCE) & (seen != IGNORE_INDEX), losses, 0.0).sum()
