@@ -37,6 +37,7 @@ class Preprocess(nn.Module):
     def forward(self, image: Tensor) -> Tensor:
         if image.dtype != torch.uint8:
             raise TypeError(f"image is {image.dtype}, but uint8 (B, H, W, 3) in RGB order was needed.")
-        if not torch.jit.is_tracing() and image.shape[-1] != 3:  # a tracer would only warn
+        tracing = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+        if not tracing and image.shape[-1] != 3:  # a tracer would only warn
             raise ValueError(f"image has shape {tuple(image.shape)}, but (B, H, W, 3) was needed.")
         return image.permute(0, 3, 1, 2).to(torch.float32) * self.scale + self.bias

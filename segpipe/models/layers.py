@@ -1,6 +1,7 @@
 """Blocks that two or more networks share, and the interface all of them have."""
 
 from collections.abc import Mapping
+from typing import cast
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -51,7 +52,7 @@ def init_weights(net: nn.Module) -> None:
     for module in net.modules():
         if isinstance(module, Classifier):
             nn.init.normal_(module.weight, std=0.01)
-            nn.init.zeros_(module.bias)
+            nn.init.zeros_(cast(Tensor, module.bias))
         elif isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         elif isinstance(module, nn.BatchNorm2d):

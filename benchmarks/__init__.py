@@ -1,0 +1,1 @@
+"""One command per claim; results with the hardware named lie in results/."""

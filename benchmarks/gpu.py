@@ -1,0 +1,222 @@
+"""Checks that need a GPU. Each takes a Bench and returns figures; it raises AssertionError when a promise is broken.
+
+They run on a CPU too, at small sizes, so that the code itself is tested where there is no GPU; nothing that was
+measured there is reported as a GPU's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from segpipe.config import Config, LossConfig
+from segpipe.data.catalog import STREET
+from segpipe.data.loader import ShardBatch
+from segpipe.data.samples import open_samples
+from segpipe.distributed.group import Group
+from segpipe.engine import train
+from segpipe.losses import shard_loss, valid_pixels
+from segpipe.models import MODELS, build_model
+from segpipe.preprocess import Preprocess
+from segpipe.state import build_state
+from segpipe.step import TrainStep
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where and how large: sizes in pixels, `deadline` in seconds of time.monotonic."""
+
+    device: torch.device
+    deadline: float
+    size: int = 1024
+    batch: int = 12
+    updates: int = 20
+    camvid: Path | None = None
+    folder: Path = Path("runs")
+
+    @property
+    def seconds_left(self) -> float:
+        return self.deadline - time.monotonic()
+
+
+def scenes(bench: Bench, count: int) -> tuple[Tensor, Tensor]:
+    """Procedural scenes of the bench's size: uint8 (B, S, S, 3) and uint8 (B, S, S), on the CPU."""
+    config = Config()
+    samples = open_samples(replace(config.data, size=[bench.size, bench.size]), "train", 0)
+    read = [samples.read(index) for index in range(min(count, 4))]
+    images, targets = zip(*(read[index % len(read)] for index in range(count)), strict=True)
+    return torch.stack([torch.from_numpy(i) for i in images]), torch.stack([torch.from_numpy(t) for t in targets])
+
+
+def preprocessing(bench: Bench) -> dict[str, Any]:
+    """The device's preprocessing against the CPU's."""
+    image, _ = scenes(bench, 2)
+    here, there = Preprocess()(image), Preprocess().to(bench.device)(image.to(bench.device)).cpu()
+    difference = float((here - there).abs().max())
+    assert difference <= 1e-6, f"preprocessing differs by {difference}"
+    return {"max_difference": difference, "bitwise_equal": torch.equal(here, there)}
+
+
+def loss_and_gradients(bench: Bench) -> dict[str, Any]:
+    """Loss and its gradient by the logits on the device against float64 on the CPU, OHEM and boundary included."""
+    _, target = scenes(bench, 2)
+    generator = torch.Generator().manual_seed(0)
+    small = bench.size // 8
+    heads = {
+        "main": torch.randn(2, STREET.num_classes, small, small, generator=generator),
+        "aux": torch.randn(2, STREET.num_classes, small, small, generator=generator),
+        "boundary": torch.randn(2, 1, small, small, generator=generator),
+    }
+    figures = {}
+    for name in ("cross_entropy", "ohem"):
+        config = LossConfig(name=name)
+        here, there = (_loss(heads, target, config, device) for device in (torch.device("cpu"), bench.device))
+        worst = max(
+            float((a.grad.cpu() - b.grad.cpu()).abs().max() / a.grad.abs().max())
+            for a, b in zip(here[1], there[1], strict=True)
+            if a.grad is not None and b.grad is not None
+        )
+        relative = abs(float(here[0]) - float(there[0])) / abs(float(here[0]))
+        assert relative <= 1e-5, f"{name}: loss differs by {relative} of itself"
+        assert worst <= 1e-4, f"{name}: a gradient differs by {worst} of the largest"
+        figures[name] = {"loss_relative": relative, "gradient_relative": worst}
+    return figures
+
+
+def _loss(
+    heads: dict[str, Tensor], target: Tensor, config: LossConfig, device: torch.device
+) -> tuple[Tensor, list[Tensor]]:
+    leaves = {name: value.to(device).requires_grad_() for name, value in heads.items()}
+    valid = torch.tensor(valid_pixels(target), device=device)
+    parts = shard_loss(leaves, target.to(device), config, class_weights=None, global_valid=valid, align_corners=False)
+    parts["total"].backward()  # type: ignore[no-untyped-call]
+    return parts["total"].detach(), list(leaves.values())
+
+
+def steps(bench: Bench) -> dict[str, Any]:
+    """A real update of every network in fp32, bf16 and fp16: finite, and the same bits twice."""
+    figures: dict[str, Any] = {}
+    for model in MODELS:
+        for precision in ("fp32", "bf16", "fp16"):
+            small = replace(bench, size=min(bench.size, 256))
+            first, second = (_updates(small, model, precision, updates=3) for _ in range(2))
+            assert torch.isfinite(first["loss"]), f"{model} {precision}: loss {first['loss']}"
+            same = torch.equal(first["weights"], second["weights"])
+            assert same, f"{model} {precision}: the same three updates gave different weights"
+            figures[f"{model}_{precision}"] = {"loss": float(first["loss"]), "same_bits": same}
+    return figures
+
+
+def speed(bench: Bench) -> dict[str, Any]:
+    """Images per second and peak memory of a full update of every network at the bench's size, without the loader."""
+    figures: dict[str, Any] = {}
+    for model in MODELS:
+        for precision in ("fp32", "bf16"):
+            if bench.seconds_left < 60 and bench.device.type == "cuda":
+                figures[f"{model}_{precision}"] = "left out: no time"
+                continue
+            done = _updates(bench, model, precision, updates=bench.updates)
+            figures[f"{model}_{precision}"] = {key: done[key] for key in ("images_per_second", "peak_memory_mib")}
+    return figures
+
+
+def _updates(bench: Bench, model: str, precision: str, *, updates: int) -> dict[str, Any]:
+    """Runs `updates` updates after two to warm up, on one shard of `bench.batch` scenes."""
+    cuda = bench.device.type == "cuda"
+    config = Config()
+    config.model.name, config.train.precision, config.train.steps = model, precision, updates + 2
+    config.compute.shards, config.compute.samples_per_shard = 1, bench.batch
+    config.loss.name, config.optim.clip_norm = "ohem", 5.0
+    state = build_state(config, STREET, bench.device)
+    step = TrainStep(state, config, Group(0, 0, 1, bench.device), None)
+    image, target = (part.to(bench.device) for part in scenes(bench, bench.batch))
+    numbers = torch.zeros(bench.batch, dtype=torch.int64)
+    valid = torch.tensor(valid_pixels(target), device=bench.device)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    started = 0.0
+    for number in range(updates + 2):
+        if number == 2:
+            _wait(bench.device)
+            started = time.perf_counter()
+        result = step([ShardBatch(number, 0, image, target, numbers, numbers)], valid)
+        step.apply()
+    _wait(bench.device)
+    seconds = time.perf_counter() - started
+    return {
+        "loss": result.loss.cpu(),
+        "weights": torch.cat([value.detach().float().flatten().cpu() for value in state.model.state_dict().values()]),
+        "images_per_second": round(updates * bench.batch / seconds, 1),
+        "peak_memory_mib": round(torch.cuda.max_memory_allocated() / 2**20) if cuda else None,
+    }
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def networks(bench: Bench) -> dict[str, Any]:
+    """Eval logits of every network on the device against the CPU, fp32."""
+    image, _ = scenes(replace(bench, size=min(bench.size, 256)), 2)
+    figures = {}
+    for name in MODELS:
+        torch.manual_seed(0)
+        model = build_model(name, STREET.num_classes).eval()
+        with torch.inference_mode():
+            here = model(Preprocess()(image))
+            there = model.to(bench.device)(Preprocess().to(bench.device)(image.to(bench.device))).cpu()
+        difference = float((here - there).abs().max() / here.std())
+        assert difference <= 1e-3, f"{name}: logits differ by {difference} of their standard deviation"
+        figures[name] = {"max_difference_sigma": difference}
+    return figures
+
+
+def camvid(bench: Bench) -> dict[str, Any]:
+    """CamVid from scratch in the time that is left: the schedule is cut to fit, the figure is of that many steps."""
+    if bench.camvid is None:
+        return {"left out": "give --camvid FOLDER"}
+    from segpipe.compose import compose
+
+    overrides = [f"data.root={bench.camvid}", "data=camvid", "model=ddrnet23_slim", "run.name=gpu_check_camvid"]
+    overrides += [f"run.root={bench.folder}", "run.exists=replace", "train.precision=bf16", "data.workers=8"]
+    overrides += ["data.cache_mib=400", "loss.class_weights=log", "ema.decay=0.998", "export.enabled=false"]
+    overrides += ["compute.shards=1", "compute.samples_per_shard=12", "optim.clip_norm=5", "train.progress=false"]
+    group = Group(0, 0, 1, bench.device)
+    probe = compose([*overrides, "train.steps=60", "train.log_every=60"])
+    _, _, warm = train(probe, group, Console(quiet=True))
+    rate = warm["images_per_second"] / probe.global_batch
+    count = max(int((bench.seconds_left - 45) * rate), 60)
+    config = compose([*overrides, f"train.steps={count}", f"train.validate_every={max(count // 8, 1)}"])
+    _, _, result = train(config, group, Console())
+    return {key: result[key] for key in ("miou", "iou", "steps", "images_per_second", "train_seconds", "ema_digest")}
+
+
+CHECKS: dict[str, Callable[[Bench], dict[str, Any]]] = {
+    "preprocessing": preprocessing,
+    "networks": networks,
+    "loss_and_gradients": loss_and_gradients,
+    "steps": steps,
+    "speed": speed,
+    "camvid": camvid,
+}
+
+
+def run(bench: Bench, chosen: list[str]) -> Iterator[tuple[str, bool, dict[str, Any]]]:
+    """Name, verdict and figures of each chosen check; one that breaks does not keep the others from running."""
+    for name in chosen:
+        started = time.monotonic()
+        try:
+            figures, passed = CHECKS[name](bench), True
+        except Exception as error:
+            figures, passed = {"error": f"{type(error).__name__}: {error}"}, False
+        if bench.device.type == "cuda":
+            torch.cuda.empty_cache()
+        yield name, passed, {**figures, "seconds": round(time.monotonic() - started, 1)}

@@ -1,0 +1,90 @@
+"""The GPU checks, run on a CPU at toy sizes: their code works, and a broken promise is reported as one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import gpu
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> gpu.Bench:
+    return gpu.Bench(torch.device("cpu"), time.monotonic() + 100, size=64, batch=2, updates=1, folder=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["preprocessing", "networks", "loss_and_gradients", "speed"])
+def test_checks_pass_on_a_sound_device(bench: gpu.Bench, name: str) -> None:
+    [(found, passed, figures)] = list(gpu.run(bench, [name]))
+    assert found == name
+    assert passed, figures
+    assert figures
+
+
+def test_the_same_updates_give_the_same_weights(bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "MODELS", {"fast_scnn": gpu.MODELS["fast_scnn"]})
+    [(_, passed, figures)] = list(gpu.run(bench, ["steps"]))
+    assert passed, figures
+    assert {"fast_scnn_fp32", "fast_scnn_bf16", "fast_scnn_fp16"} <= figures.keys()
+
+
+def test_control_a_wrong_loss_fails_and_the_next_check_still_runs(
+    bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, calls = gpu.shard_loss, []
+
+    def sometimes_wrong(*args: object, **kwargs: object) -> dict[str, torch.Tensor]:
+        calls.append(1)
+        parts = right(*args, **kwargs)  # type: ignore[arg-type]
+        return {name: part * (1.01 if len(calls) % 2 else 1.0) for name, part in parts.items()}
+
+    monkeypatch.setattr(gpu, "shard_loss", sometimes_wrong)
+    (_, failed, figures), (_, passed, _) = list(gpu.run(bench, ["loss_and_gradients", "preprocessing"]))
+    assert not failed
+    assert "differs by" in figures["error"]
+    assert passed
+
+
+def test_control_weights_that_differ_fail(bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "MODELS", {"fast_scnn": gpu.MODELS["fast_scnn"]})
+    right = gpu.build_state
+
+    def drifting(*args: object) -> object:
+        state = right(*args)  # type: ignore[arg-type]
+        with torch.no_grad():
+            next(state.model.parameters()).add_(torch.rand(()) * 1e-3)
+        return state
+
+    torch.seed()
+    monkeypatch.setattr(gpu, "build_state", drifting)
+    monkeypatch.setattr("segpipe.state.seed_torch", lambda *args: None)
+    [(_, passed, figures)] = list(gpu.run(bench, ["steps"]))
+    assert not passed, figures
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_script_says_so_without_a_gpu() -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/gpu_check.py"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no GPU here" in done.stdout
+
+
+def test_the_script_writes_what_it_found(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    command = [sys.executable, "scripts/gpu_check.py", "--device", "cpu", "--size", "64", "--batch", "2"]
+    command += ["--only", "preprocessing", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.read_text())
+    assert report["checks"]["preprocessing"]["passed"]
+    assert report["device"] == "cpu"
