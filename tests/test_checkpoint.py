@@ -1,6 +1,7 @@
 """Checkpoints are whole or not there: torn, foreign, altered, no room, killed in the middle."""
 
 import errno
+import itertools
 import os
 import random
 import signal
@@ -259,25 +260,28 @@ def test_really_full_disk(tiny_disk: Path) -> None:
 # --- a process that is killed while it writes
 
 
-def _write_for_ever(path: Path) -> None:
-    step = 0
-    while True:
-        step += 1
+def _write_for_ever(path: Path, first: int, ready: int) -> None:
+    os.write(ready, b".")
+    for step in itertools.count(first):
         write_atomically(path, bytes([step % 256]) * 3_000_000)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # the children never touch torch
 def test_sigkill_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
     path, rng, left_over, seen = tmp_path / "last.pt", random.Random(0), 0, set()
+    start = time.perf_counter()
     write_atomically(path, bytes(3_000_000))
-    for _ in range(20):
+    duration = time.perf_counter() - start
+    started, ready = os.pipe()
+    for number in range(20):
         child = os.fork()
         if child == 0:
             try:
-                _write_for_ever(path)
+                _write_for_ever(path, 10 * number, ready)
             finally:
                 os._exit(1)
-        time.sleep(0.002 + 0.03 * rng.random())
+        os.read(started, 1)
+        time.sleep(3 * duration * rng.random())
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         content = path.read_bytes()
