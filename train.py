@@ -5,8 +5,8 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from segpipe.compose import check_overrides, compose, resolve
-from segpipe.distributed.environment import under_launcher
+from segpipe.compose import CONF, check_overrides, compose
+from segpipe.distributed.environment import local_rank, under_launcher
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.launch import launch
 from segpipe.sweep import Sweep
@@ -14,10 +14,20 @@ from segpipe.sweep import Sweep
 SWEEP = Sweep()
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def _hydra(composed: DictConfig) -> None:
     """Called by Hydra for --help, --cfg and each job of a --multirun."""
-    SWEEP.job(resolve(composed))
+    SWEEP.job(composed)
+
+
+def _run_hydra() -> int:
+    try:
+        _hydra()
+    except SystemExit as end:  # Hydra has told what is wrong, by a code of its own
+        if end.code and not SWEEP.started:
+            return ConfigError.exit_code
+        raise
+    return SWEEP.finish()
 
 
 def main(arguments: list[str]) -> int:
@@ -31,12 +41,12 @@ def main(arguments: list[str]) -> int:
                 "compute.nproc=N key=1,2,3"
             )
         if any(argument.startswith("-") for argument in arguments):
-            _hydra()
-            return SWEEP.finish()
+            return _run_hydra()
         config = compose(arguments)
         return launch(config)
     except SegpipeError as error:
-        print(error, file=sys.stderr)
+        if local_rank() == 0:  # the others of this machine have the same command
+            print(error, file=sys.stderr)
         return error.exit_code
 
 

@@ -27,11 +27,12 @@ from segpipe.determinism import flags
 from segpipe.determinism.digest import state_digest
 from segpipe.distributed.group import Group
 from segpipe.errors import CheckpointError, ConfigError, Interrupted, NumericsError
+from segpipe.folder import clear_folder
 from segpipe.losses import class_weights, valid_pixels
 from segpipe.metrics import miou, summary
 from segpipe.preprocess import Preprocess
 from segpipe.step import StepResult, TrainStep
-from segpipe.tracking import Tracker, open_tracker
+from segpipe.tracking import FILE_NAME, Tracker, open_tracker, read_metrics
 from segpipe.validate import Validation, validate
 
 
@@ -86,19 +87,27 @@ class Run:
 
 
 class StopRequest:
-    """Remembers Ctrl-C and SIGTERM until the end of the step; a second Ctrl-C interrupts at once."""
+    """Remembers Ctrl-C and SIGTERM until the end of the step; a second Ctrl-C interrupts at once.
+
+    The terminal sends Ctrl-C to every process, and launchers send it on to theirs: what follows at once is its echo.
+    """
+
+    ECHO_S = 3.0
 
     def __init__(self) -> None:
         self.asked = False
+        self._first = 0.0
 
     def __enter__(self) -> StopRequest:
         self._before = {number: signal.signal(number, self._remember) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def _remember(self, number: int, frame: object) -> None:
-        if self.asked and number == signal.SIGINT:
+        now = time.monotonic()
+        if not self.asked:
+            self.asked, self._first = True, now
+        elif number == signal.SIGINT and now - self._first > self.ECHO_S:
             raise KeyboardInterrupt
-        self.asked = True
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
@@ -115,13 +124,15 @@ def train(config: Config, group: Group, console: Console) -> tuple[Run, Validati
     _agree(config, group)
     train_samples = open_samples(config.data, "train", config.seed)
     val_samples = open_samples(config.data, config.data.split, config.seed)
-    _check_crop(config, train_samples)
     current = state.build_state(config, train_samples.classes, group.device)
     last = config.run_dir / "last.pt"
     resuming = config.run.exists == "resume" and last.is_file()
     if resuming:
         state.restore(last, current, config, train_samples.classes)
+    _agree_on_step(last, current.step, group)
+    stream = _stream(config, group, train_samples, current.step)
     if group.is_main and not resuming:
+        clear_folder(config)
         write_atomically(config.run_dir / "config.json", _json(to_mapping(config)))
     tracker = open_tracker(config, config.run_dir, current.step if resuming else None, rank=group.rank)
     view = TrainView(
@@ -137,10 +148,11 @@ def train(config: Config, group: Group, console: Console) -> tuple[Run, Validati
         with view:
             if resuming:
                 view.say(f"resuming {run.folder} at step {current.step}")
-            images_per_second = _loop(run)
+            images_per_second = _loop(run, stream)
+            _save(run, "last.pt")  # before the validation, whose failure then costs nothing
             final = _validate(run, precision="fp32")
-            _keep_best(run, final)
-            _save(run, "last.pt")
+            if _keep_best(run, final):
+                _save(run, "last.pt")
         result = _result(run, final, images_per_second)
         if group.is_main:
             write_atomically(run.folder / "result.json", _json(result))
@@ -160,27 +172,24 @@ def _agree(config: Config, group: Group) -> None:
         )
 
 
-def _check_crop(config: Config, samples: Samples) -> None:
-    """A crop that no image can fill, even at the largest scale, is a mistake, not a wish for padding."""
-    image, _ = samples.read(0)
-    largest = config.augment.scale[1]
-    for axis, (crop, size) in enumerate(zip(config.augment.crop_size, image.shape[:2], strict=True)):
-        if crop > size * largest:
-            fitting = [min(c, int(s * largest)) for c, s in zip(config.augment.crop_size, image.shape[:2], strict=True)]
-            side = ("height", "width")[axis]
-            raise ConfigError(
-                f"augment.crop_size = {config.augment.crop_size}, but {samples.name(0)} has {side} {size} and "
-                f"augment.scale reaches {largest}. Set 'augment.crop_size={fitting}' or smaller."
-            )
+def _agree_on_step(last: Path, step: int, group: Group) -> None:
+    """All ranks must have found the same checkpoint, or all none."""
+    steps = group.gather(step)
+    if set(steps) != {step}:
+        raise CheckpointError(
+            f"{last} is not the same file on every machine: ranks 0, 1, ... would start at steps {steps}. "
+            f"Set run.root to a folder that all machines share."
+        )
 
 
-def _loop(run: Run) -> float:
+def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> float:
     """All updates that are left; returns images per second of the updates alone."""
     config, current, clock = run.config, run.state, run.clock
+    own = run.group.own_shards(config.compute.shards)
     step = TrainStep(current, config, run.group, _class_weights(run))
-    with StopRequest() as stop, contextlib.closing(_batches(run)) as batches:
-        for shards in batches:
-            _train_once(run, step, shards, stop)
+    with StopRequest() as stop, contextlib.closing(stream):
+        while current.step < config.train.steps:
+            _train_once(run, step, [next(stream) for _ in own], stop)
             clock.tick()
             run.view.advance(current.step)
             if current.step == config.train.steps:
@@ -203,36 +212,29 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _batches(run: Run) -> Generator[list[ShardBatch], None, None]:
-    """This rank's shard batches of each remaining step."""
-    config, group = run.config, run.group
+def _stream(config: Config, group: Group, samples: Samples, first: int) -> Generator[ShardBatch, None, None]:
+    """This rank's shard batches of all steps from `first` on; no worker starts before the first is asked for."""
     compute, data = config.compute, config.data
-    own = group.own_shards(compute.shards)
-    stream = train_batches(
-        CachedSamples(run.train_samples, data.cache_mib) if data.cache_mib else run.train_samples,
+    return train_batches(
+        CachedSamples(samples, data.cache_mib) if data.cache_mib else samples,
         Augmenter(config.augment),
-        Order(config.seed, len(run.train_samples), compute.shards, compute.samples_per_shard),
+        Order(config.seed, len(samples), compute.shards, compute.samples_per_shard),
         seed=config.seed,
-        shards=own,
-        steps=range(run.state.step, config.train.steps),
+        shards=group.own_shards(compute.shards),
+        steps=range(first, config.train.steps),
         workers=data.workers,
         start_method=data.start_method,
         prefetch=data.prefetch,
         pin_memory=group.device.type == "cuda",
     )
-    try:
-        for _ in range(run.state.step, config.train.steps):
-            yield [next(stream) for _ in own]
-    finally:
-        stream.close()
 
 
 def _train_once(run: Run, step: TrainStep, shards: list[ShardBatch], stop: StopRequest) -> None:
-    """One update; on a CPU every one is checked, on a GPU those that are logged, so that the host never waits."""
+    """One update, unless a stop was asked for."""
     group, number = run.group, run.state.step
     counts = torch.tensor([sum(valid_pixels(batch.target) for batch in shards), int(stop.asked)])
     counts = group.sum_tensor(counts.to(group.device))
-    looks = group.device.type == "cpu" or number % run.config.train.log_every == 0
+    looks = _looks(run)
     if looks and int(counts[1]):
         _save(run, "last.pt")
         raise Interrupted(
@@ -241,9 +243,20 @@ def _train_once(run: Run, step: TrainStep, shards: list[ShardBatch], stop: StopR
     result = step(shards, counts[0])
     if looks:
         _check_finite(run, result)
-    if number % run.config.train.log_every == 0:
-        _log(run, result)
     step.apply()
+    if _logs(run.config, number + 1):
+        _log(run, result)
+
+
+def _logs(config: Config, done: int) -> bool:
+    return done == 1 or _due(done, config.train.log_every)
+
+
+def _looks(run: Run) -> bool:
+    """Whether the host waits for the next update: always on a CPU; on a GPU where its outcome is logged or kept."""
+    config, done = run.config, run.state.step + 1
+    kept = _due(done, config.checkpoint.every) or _due(done, config.train.validate_every) or done == config.train.steps
+    return run.group.device.type == "cpu" or kept or _logs(config, done)
 
 
 def _check_finite(run: Run, result: StepResult) -> None:
@@ -259,11 +272,12 @@ def _check_finite(run: Run, result: StepResult) -> None:
     bad = [f"rank {rank} shard {shard} loss {loss}" for rank, shard, loss in everywhere if loss - loss != 0]
     _save(run, "diverged.pt")
     rate = current.optimizer.param_groups[0]["lr"]
+    or_fp32 = "" if config.train.precision == "fp32" else " or train.precision=fp32"
     raise NumericsError(
         f"step {current.step}: loss {float(result.loss)}, gradient norm {float(result.grad_norm)} "
         f"({'; '.join(bad[:4]) or 'every loss is finite, a gradient is not'}), lr {rate:.4g}, precision "
         f"{config.train.precision}. The state before this step is kept in {run.folder / 'diverged.pt'}. "
-        f"Lower optim.lr, set optim.clip_norm=5, or try train.precision=fp32."
+        f"Lower optim.lr, or set optim.clip_norm=5{or_fp32}."
     )
 
 
@@ -299,16 +313,26 @@ def _validate(run: Run, *, precision: str) -> Validation:
         progress=run.view.validating,
     )
     figures = summary(found.total, run.val_samples.classes.names)
-    run.tracker.log(current.step, "validation", {"precision": precision, **figures})
+    if not _logged(run):
+        run.tracker.log(current.step, "validation", {"precision": precision, **figures})
     run.view.say(f"step {current.step}: validation mIoU {100 * figures['miou']:.2f} %")
     return found
 
 
-def _keep_best(run: Run, found: Validation) -> None:
+def _logged(run: Run) -> bool:
+    """Whether this validation was logged before the run was ended and resumed."""
+    lines = read_metrics(run.folder / FILE_NAME) if run.group.is_main else []
+    return any(line["kind"] == "validation" and line["step"] == run.state.step for line in lines)
+
+
+def _keep_best(run: Run, found: Validation) -> bool:
+    """Whether this validation is the best so far; its weights are then in best.pt."""
     score = miou(found.total)
-    if score > run.state.best_miou:
-        run.state.best_miou = score
-        _save(run, "best.pt")
+    if not score > run.state.best_miou:
+        return False
+    run.state.best_miou = score
+    _save(run, "best.pt")
+    return True
 
 
 def _save(run: Run, name: str) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
-import shutil
 import sys
 import time
+import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -15,13 +16,16 @@ from rich.console import Console
 from segpipe.config import Config, check
 from segpipe.distributed import environment
 from segpipe.errors import CheckpointError, ConfigError, Interrupted, NumericsError, SegpipeError
+from segpipe.folder import claim_folder
 from segpipe.tracking import check_tracking
 
 if TYPE_CHECKING:
+    from segpipe.data.samples import Samples
     from segpipe.distributed.group import Group
 
 # Raised on all ranks at once, so that one rank's word is enough.
 COMMON_ERRORS = (ConfigError, CheckpointError, NumericsError, Interrupted)
+LAST_WORDS_S = 5.0  # a launcher looks at its processes every 0.1 s
 
 
 def launch(config: Config, *, isolated: bool = False) -> int:
@@ -43,53 +47,44 @@ def launch(config: Config, *, isolated: bool = False) -> int:
 
 def _world_size(config: Config) -> int:
     """Processes to start: `compute.nproc`, or one per GPU, or one."""
-    if config.compute.nproc != "auto":
-        number = int(config.compute.nproc)
-        if number < 1:
-            raise ConfigError(f"compute.nproc = {number}, but auto or at least 1 was needed.")
-        return number
-    if config.compute.device == "cpu":
-        return 1
+    number, device = config.compute.nproc, config.compute.device
+    if number != "auto" and (not number.isdecimal() or int(number) < 1):
+        raise ConfigError(f"compute.nproc = {number}, but auto or a number of processes from 1 was needed.")
+    if device == "cpu" or (device == "auto" and number != "auto"):
+        return 1 if number == "auto" else int(number)
     import torch
 
-    return max(torch.cuda.device_count(), 1)  # counts through NVML: makes no CUDA context in the parent
+    gpus = torch.cuda.device_count()  # counts through NVML: makes no CUDA context in the parent
+    if device == "cuda" and gpus == 0:
+        raise ConfigError("compute.device = cuda, but torch sees no GPU. Set compute.device=cpu, or check the driver.")
+    return max(gpus, 1) if number == "auto" else int(number)
 
 
 def _prepare(config: Config, world_size: int) -> None:
     """Everything that can be checked before the first process starts; then the run's folder."""
-    from segpipe.data.samples import verify
+    from segpipe.data.samples import open_samples, verify
 
     check(config, world_size=world_size)
     check_tracking(config)
     verify(config.data, ["train", config.data.split])
+    open_samples(config.data, config.data.split, config.seed)
+    _check_crop(config, open_samples(config.data, "train", config.seed))
     claim_folder(config)
 
 
-def claim_folder(config: Config) -> None:
-    """Make the run's folder, as `run.exists` says. Raises ConfigError when it already holds a run."""
-    folder = config.run_dir
-    held = [name for name in ("last.pt", "config.json", "result.json") if (folder / name).exists()]
-    if held and config.run.exists == "error":
-        what = _progress(folder)
+def _check_crop(config: Config, samples: Samples) -> None:
+    """A crop that no image can fill, even at the largest scale, is a mistake, not a wish for padding."""
+    from segpipe.data.samples import image_sizes
+
+    sizes, largest = image_sizes(samples), config.augment.scale[1]
+    height, width = max(size[0] for size in sizes), max(size[1] for size in sizes)
+    crop = config.augment.crop_size
+    fitting = [min(crop[0], int(height * largest)), min(crop[1], int(width * largest))]
+    if crop != fitting:
         raise ConfigError(
-            f"{folder} already holds {what}. Set run.exists=resume to continue it, run.exists=replace to delete it, or "
-            f"choose another run.name."
+            f"augment.crop_size = {crop}, but the training images have at most {height}x{width} pixels (height x width)"
+            f" and augment.scale reaches {largest}. Set 'augment.crop_size={fitting}' or smaller."
         )
-    if held and config.run.exists == "replace":
-        shutil.rmtree(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"run.root = {config.run.root}: {folder} cannot be made: {error.strerror}.") from error
-
-
-def _progress(folder: Path) -> str:
-    from segpipe.checkpoint import load
-
-    try:
-        return f"step {load(folder / 'last.pt')['step']}"
-    except SegpipeError:
-        return "a run without a readable checkpoint"
 
 
 def _spawn(config: Config, world_size: int) -> int:
@@ -109,21 +104,28 @@ def _spawn(config: Config, world_size: int) -> int:
         monitor_interval=0.1,
         start_method="spawn",
     )
+    logging.disable(logging.CRITICAL)  # the ranks say what happened; the launcher would add two tracebacks of its own
     try:
         elastic_launch(settings, _child)(config)
     except ChildFailedError as error:
-        codes = [failure.exitcode for failure in error.failures.values()]
-        known = [code for code in codes if code > 0]  # a negative one is a rank that was ended because of another
-        if not known:
-            print(f"a training process ended by signal {-codes[0]}; its memory may have run out.", file=sys.stderr)
-        return known[0] if known else 1
+        code = int(error.get_first_failure()[1].exitcode)
+        if code < 0:
+            print(f"a training process was ended by signal {-code}; its memory may have run out.", file=sys.stderr)
+        return max(code, 1)
     except (SignalException, KeyboardInterrupt):
         return Interrupted.exit_code
+    finally:
+        logging.disable(logging.NOTSET)
     return 0
 
 
 def _child(config: Config) -> None:
-    sys.exit(work(config, prepared=True))
+    try:
+        code = work(config, prepared=True)
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.exit(code)
 
 
 def work(config: Config, *, prepared: bool = False) -> int:
@@ -137,6 +139,7 @@ def work(config: Config, *, prepared: bool = False) -> int:
         group = processes.join(config.compute)
         try:
             if not prepared:
+                _check_launcher(config)
                 _together(group, lambda: _prepare(config, group.world_size))
             return _train(config, group)
         finally:
@@ -145,6 +148,40 @@ def work(config: Config, *, prepared: bool = False) -> int:
         return _tell(error, rank=environment.rank())
     except KeyboardInterrupt:
         return Interrupted.exit_code
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return _tell(CheckpointError(f"{error.filename or config.run_dir} could not be written: {error.strerror}."))
+    except RuntimeError as error:
+        if not _lost_another_rank(error):
+            raise
+        return _outlive(error)
+
+
+def _check_launcher(config: Config) -> None:
+    """The launcher decides how many processes there are; another number in the command would be ignored."""
+    started = environment.local_world_size()
+    if config.compute.nproc not in ("auto", str(started)):
+        raise ConfigError(
+            f"compute.nproc = {config.compute.nproc}, but the launcher started {started} processes on this machine. "
+            f"Leave compute.nproc out, or start without the launcher."
+        )
+
+
+def _lost_another_rank(error: RuntimeError) -> bool:
+    """Whether a collective failed because another process is gone; gloo says so in plain RuntimeErrors."""
+    from torch.distributed import DistError
+
+    text = str(error)
+    return isinstance(error, DistError) or "gloo/transport" in text or "Connection closed by peer" in text
+
+
+def _outlive(error: RuntimeError) -> int:
+    """Say one line, then wait to be ended, so that the launcher reports the rank that failed first and not this one."""
+    reason = str(error).strip().splitlines()[0]
+    print(f"rank {environment.rank()}: a collective failed, because another rank ended: {reason}", file=sys.stderr)
+    time.sleep(LAST_WORDS_S)
+    return 1
 
 
 def _together(group: Group, action: Callable[[], None]) -> None:

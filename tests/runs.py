@@ -1,0 +1,119 @@
+"""Tiny runs for the tests of training: their settings, in this process or by the command line, and their results."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import torch
+
+import train
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = (
+    "model=fast_scnn", "data=synthetic", "data.size=[64,96]", "data.num_train=16", "data.num_val=4", "data.workers=0",
+    "augment.crop_size=[64,64]", "train.steps=3", "train.progress=false", "compute.device=cpu",
+    "compute.samples_per_shard=2", "compute.threads=1", "export.enabled=false",
+)  # fmt: skip
+DIGESTS = ("weights_digest", "ema_digest", "miou")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+def settings(folder: Path, *changes: str) -> list[str]:
+    """Command-line settings of a tiny run in `folder`; a change wins over what it changes."""
+    parts = (*TINY, f"run.root={folder.parent}", f"run.name={folder.name}", *changes)
+    return [f"{key}={value}" for key, value in dict(part.split("=", 1) for part in parts).items()]
+
+
+def run(folder: Path, *changes: str) -> int:
+    """Exit code of a run inside this process, which is left as it was."""
+    with _torch_restored():
+        return train.main(settings(folder, *changes))
+
+
+@contextmanager
+def _torch_restored() -> Iterator[None]:
+    threads, cv2_threads = torch.get_num_threads(), cv2.getNumThreads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+        torch.set_num_threads(threads)
+        cv2.setNumThreads(cv2_threads)
+
+
+def start(*command: str) -> subprocess.Popen[str]:
+    """A Python process with a process group of its own, as a shell would start it."""
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finished(process: subprocess.Popen[str], timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    """Output and exit code of a process; one that hangs is ended with all its children, and fails the test."""
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        raise AssertionError(f"not done after {timeout_s} s:\n{out}\n{err}") from None
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Output and exit code of `python ARGUMENTS`."""
+    return finished(start(*arguments))
+
+
+def wait_for(happened: Callable[[], bool], process: subprocess.Popen[str], timeout_s: float = 90) -> None:
+    """Return once `happened`; fail when the process ends before."""
+    deadline = time.monotonic() + timeout_s
+    while not happened():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def result(folder: Path) -> dict[str, Any]:
+    """Content of result.json."""
+    return dict(json.loads((folder / "result.json").read_text()))
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """What must not depend on how a run was started, interrupted or divided among processes."""
+    found = result(folder)
+    return {key: found[key] for key in DIGESTS}
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl; empty before there is one."""
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def write_camvid(root: Path, *, num_train: int = 8, num_val: int = 2, size: Sequence[int] = (72, 96)) -> Path:
+    """A sound data set in the layout of CamVid, of noise."""
+    noise = np.random.Generator(np.random.Philox(1))
+    for split, num in (("train", num_train), ("val", num_val)):
+        for folder, high, shape in ((split, 256, (*size, 3)), (f"{split}annot", 12, tuple(size))):
+            (root / folder).mkdir(parents=True)
+            for number in range(num):
+                cv2.imwrite(str(root / folder / f"frame{number:02d}.png"), noise.integers(0, high, shape, np.uint8))
+    return root

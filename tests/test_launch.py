@@ -1,0 +1,173 @@
+"""Ways to start a run: any number of processes and any launcher compute the same bits; an error ends them all."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from runs import TORCHRUN, command, metrics, outcome, result, run, settings, write_camvid
+
+import train
+from segpipe.config import Config
+from segpipe.data.order import Order
+from segpipe.sweep import Sweep
+
+# All that could depend on the division of the shards: OHEM, auxiliary heads, class weights, clipping, validation.
+RECIPE = (
+    "train.steps=2", "compute.shards=16", "loss.name=ohem", "loss.ohem_threshold=0.2", "loss.class_weights=log",
+    "optim.clip_norm=1", "optim.warmup_steps=0",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run in one process, with which all others are compared."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    assert run(folder, *RECIPE) == 0
+    return folder
+
+
+def test_sixteen_processes_compute_the_same_bits(alone: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "sixteen"
+    done = command("train.py", *settings(folder, *RECIPE, "compute.nproc=16"))
+    assert done.returncode == 0, done.stderr
+    assert result(folder)["world_size"] == 16
+    assert outcome(folder) == outcome(alone)
+
+
+def test_four_processes_compute_the_same_bits(alone: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "four"
+    done = command("train.py", *settings(folder, *RECIPE, "compute.nproc=4", "data.workers=1"))
+    assert done.returncode == 0, done.stderr
+    assert result(folder)["world_size"] == 4
+    assert outcome(folder) == outcome(alone)
+
+
+def test_torchrun_computes_the_same_bits(alone: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "torchrun"
+    done = command(*TORCHRUN, "train.py", *settings(folder, *RECIPE))
+    assert done.returncode == 0, done.stderr
+    assert result(folder)["world_size"] == 2
+    assert outcome(folder) == outcome(alone)
+
+
+def test_multirun_makes_two_runs_and_a_table(alone: Path, tmp_path: Path) -> None:
+    """fp32 and bf16, each in two processes, and the bits of one process."""
+    changes = (*RECIPE, "compute.nproc=2", "train.precision=fp32,bf16", "run.name=${train.precision}")
+    done = command("train.py", "--multirun", *settings(tmp_path / "unused", *changes))
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    table = done.stdout[done.stdout.index("sweep") :]
+    for name in ("fp32", "bf16"):
+        assert f"{100 * result(tmp_path / name)['miou']:.2f}" in next(x for x in table.splitlines() if name in x)
+    assert "mean, range" in table
+    assert run(tmp_path / "alone", *RECIPE, "train.precision=bf16") == 0
+    assert outcome(tmp_path / "fp32") == outcome(alone)
+    assert outcome(tmp_path / "bf16") == outcome(tmp_path / "alone")
+    assert outcome(tmp_path / "bf16")["weights_digest"] != outcome(alone)["weights_digest"]
+
+
+@pytest.mark.parametrize("change", ["seed=1", "loss.class_weights=none", "optim.clip_norm=2"])
+def test_another_recipe_computes_other_bits(alone: Path, tmp_path: Path, change: str) -> None:
+    """The control: the digests see what changes the weights, so their equality means something."""
+    assert run(tmp_path / "other", *RECIPE, change) == 0
+    assert outcome(tmp_path / "other")["weights_digest"] != outcome(alone)["weights_digest"]
+
+
+def test_multirun_under_torchrun_is_refused_with_the_form_to_use(tmp_path: Path) -> None:
+    done = command(*TORCHRUN, "train.py", "--multirun", *settings(tmp_path / "run", "seed=1,2"))
+    assert done.returncode != 0
+    assert done.stderr.count("python train.py --multirun compute.nproc=N") == 1  # said once, not by every rank
+    assert "exitcode  : 2 " in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def as_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment that torchrun gives to the only process of a run."""
+    for key, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "-"}.items():
+        monkeypatch.setenv(key, str(value))
+
+
+@pytest.mark.usefixtures("as_torchrun")
+def test_number_of_processes_is_not_ignored_under_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path / "run", "compute.nproc=2") == 2
+    assert "compute.nproc = 2, but the launcher started 1" in capsys.readouterr().err
+    assert run(tmp_path / "run", "compute.nproc=1", "train.steps=1") == 0
+
+
+@pytest.mark.usefixtures("as_torchrun")
+def test_multirun_under_a_launcher_ends_with_the_usage_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(["--multirun", "seed=1,2"]) == 2
+    assert "--multirun compute.nproc=N" in capsys.readouterr().err
+
+
+@pytest.fixture
+def swept(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, list[str]]]:
+    """A function of `--multirun` settings: exit code, and the names of the runs that were started but not trained."""
+
+    def sweep(*changes: str, codes: tuple[int, ...] = ()) -> tuple[int, list[str]]:
+        started: list[str] = []
+
+        def launch(config: Config, *, isolated: bool) -> int:
+            assert isolated
+            started.append(config.run.name)
+            return codes[len(started) - 1] if codes else 0
+
+        monkeypatch.setattr("segpipe.sweep.launch", launch)
+        monkeypatch.setattr(train, "SWEEP", Sweep())
+        monkeypatch.setattr(sys, "argv", ["train.py", "--multirun", *changes])
+        return train.main(sys.argv[1:]), started
+
+    return sweep
+
+
+Swept = Callable[..., tuple[int, list[str]]]
+
+
+def test_a_failed_job_does_not_cost_the_others(swept: Swept, capsys: pytest.CaptureFixture[str]) -> None:
+    assert swept("seed=1,2,3", codes=(0, 6, 0)) == (6, [f"synthetic-fast_scnn-seed{seed}" for seed in (1, 2, 3)])
+    assert "│ 6 " in capsys.readouterr().out
+
+
+def test_jobs_of_one_folder_are_refused(swept: Swept, capsys: pytest.CaptureFixture[str]) -> None:
+    assert swept("seed=1,2", "run.name=same", "run.exists=replace") == (2, ["same"])
+    assert "run.name = same is that of another job" in capsys.readouterr().err
+    assert swept("seed=1,2", "run.name=name${seed}") == (0, ["name1", "name2"])
+
+
+def test_ctrl_c_ends_the_sweep(swept: Swept, capsys: pytest.CaptureFixture[str]) -> None:
+    assert swept("seed=1,2,3", codes=(0, 130, 0)) == (130, [f"synthetic-fast_scnn-seed{seed}" for seed in (1, 2)])
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_bad_value_in_a_sweep_starts_no_job(swept: Swept, capsys: pytest.CaptureFixture[str]) -> None:
+    assert swept("train.steps=1,abc") == (2, [])
+    assert "train.steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["python", "torchrun"])
+def test_an_error_on_one_rank_ends_all_and_is_named(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    """The last sample of the second step, which rank 1 reads, is damaged inside, where headers do not show it."""
+    data = write_camvid(tmp_path / "data", num_train=32)
+    _, index = Order(0, 32, 4, 2).shard(1, 3)[-1]
+    torn = data / "train" / f"frame{index:02d}.png"
+    content = bytearray(torn.read_bytes())
+    content[len(content) // 2] ^= 255
+    torn.write_bytes(content)
+    changes = ("data=camvid", f"data.root={data}", "data.verify=headers", "train.steps=9", "train.log_every=1")
+    nproc = () if launcher else ("compute.nproc=2",)
+    started = time.monotonic()
+    done = command(*launcher, "train.py", *settings(tmp_path / "run", *changes, *nproc))
+    assert time.monotonic() - started < 60  # 30 s on a machine that does nothing else, of which 10 s are the start
+    assert done.returncode == (1 if launcher else 2)  # torchrun has one code for everything
+    assert f"rank 1: {torn} is damaged" in done.stderr
+    if launcher:
+        assert "exitcode  : 2 " in done.stderr[done.stderr.index("Root Cause") :]
+    else:
+        assert "Traceback" not in done.stderr
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1]
+    assert not (tmp_path / "run" / "result.json").exists()
