@@ -15,6 +15,7 @@ from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from segpipe.config import Config, from_mapping, known_keys, nearest
 from segpipe.errors import ConfigError
@@ -33,7 +34,7 @@ def compose(overrides: list[str]) -> Config:
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
             return resolve(hydra_compose("config", overrides))
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(_explain(error)) from error
 
 
@@ -49,11 +50,10 @@ def _explain(error: Exception) -> str:
     """Hydra's message and its cause on one line, with the nearest setting when it names one that does not exist."""
     messages = [error, error.__cause__] if error.__cause__ else [error]
     text = ": ".join(" ".join(str(message).split()) for message in messages)
-    named = re.search(r"full_key: (\S+)", text)
+    named = re.search(r"full_key: ([\w.]+)(?!\S)", text)
     keys = list(known_keys())
-    if named is None or named[1] in keys or any(key.startswith(f"{named[1]}.") for key in keys):
-        return text
-    return f"{text}.{nearest(named[1], keys)}"
+    valid = [*dict.fromkeys(key.partition(".")[0] for key in keys), *keys]
+    return f"{text}.{nearest(named[1], valid)}" if named and named[1] not in valid else text
 
 
 def check_overrides(overrides: list[str]) -> None:
