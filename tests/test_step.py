@@ -189,6 +189,23 @@ def test_update_is_the_optimizers_at_the_scheduled_rate() -> None:
         torch.testing.assert_close(p.detach(), moved[name])
 
 
+def test_average_follows_every_update() -> None:
+    settings = config(ema={"decay": 0.0})
+    state, _ = run(settings, 2)
+    live = state.model.state_dict()
+    averaged = {k: v for k, v in state.ema.model.state_dict().items() if v.is_floating_point()}
+    assert all(torch.equal(value, live[key]) for key, value in averaged.items())
+
+
+def test_class_weights_reach_the_loss() -> None:
+    settings, shards = config(), batches()
+    plain, heavy = (
+        TrainStep(fresh(settings), settings, ALONE, weights)(shards, valid(shards)).loss
+        for weights in (None, torch.full((C,), 3.0))
+    )
+    assert float(heavy) == pytest.approx(3 * float(plain), rel=1e-5)
+
+
 def named(state: TrainState) -> list[tuple[str, nn.Parameter]]:
     return list(state.model.named_parameters())
 

@@ -22,7 +22,7 @@ def boundary_target(target: Tensor, *, width: int = 2) -> Tensor:
     ignored = labels == IGNORE_INDEX
     window = 2 * width + 1
     highest = F.max_pool2d(labels.masked_fill(ignored, -1.0), window, stride=1, padding=width)
-    lowest = -F.max_pool2d((-labels).masked_fill(ignored, -float(IGNORE_INDEX)), window, stride=1, padding=width)
+    lowest = -F.max_pool2d(-labels, window, stride=1, padding=width)  # IGNORE_INDEX is above all classes
     return ((highest > lowest) & ~ignored).float()
 
 
