@@ -66,7 +66,7 @@ def start(*command: str) -> subprocess.Popen[str]:
     )
 
 
-def finished(process: subprocess.Popen[str], timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+def finished(process: subprocess.Popen[str], timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
     """Output and exit code of a process; one that hangs is ended with all its children, and fails the test."""
     try:
         out, err = process.communicate(timeout=timeout_s)
@@ -82,7 +82,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return finished(start(*arguments))
 
 
-def wait_for(happened: Callable[[], bool], process: subprocess.Popen[str], timeout_s: float = 90) -> None:
+def wait_for(happened: Callable[[], bool], process: subprocess.Popen[str], timeout_s: float = 300) -> None:
     """Return once `happened`; fail when the process ends before."""
     deadline = time.monotonic() + timeout_s
     while not happened():

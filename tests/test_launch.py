@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import TORCHRUN, command, metrics, outcome, result, run, settings, write_camvid
 
 import train
+from runs import TORCHRUN, command, finished, metrics, outcome, result, run, settings, start, wait_for, write_camvid
+from segpipe import launch
 from segpipe.config import Config
 from segpipe.data.order import Order
 from segpipe.sweep import Sweep
@@ -112,12 +113,12 @@ def swept(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, list[str]
     def sweep(*changes: str, codes: tuple[int, ...] = ()) -> tuple[int, list[str]]:
         started: list[str] = []
 
-        def launch(config: Config, *, isolated: bool) -> int:
+        def pretend(config: Config, *, isolated: bool) -> int:
             assert isolated
             started.append(config.run.name)
             return codes[len(started) - 1] if codes else 0
 
-        monkeypatch.setattr("segpipe.sweep.launch", launch)
+        monkeypatch.setattr("segpipe.sweep.launch", pretend)
         monkeypatch.setattr(train, "SWEEP", Sweep())
         monkeypatch.setattr(sys, "argv", ["train.py", "--multirun", *changes])
         return train.main(sys.argv[1:]), started
@@ -149,6 +150,26 @@ def test_bad_value_in_a_sweep_starts_no_job(swept: Swept, capsys: pytest.Capture
     assert "train.steps" in capsys.readouterr().err
 
 
+def test_a_rank_that_lost_another_leaves_the_exit_code_to_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits to be ended, because the launcher reports whichever process it sees ending first."""
+    said = "[gloo/transport/tcp/pair.cc:561] Connection closed by peer"
+
+    def lost(*_: object) -> int:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(launch, "_train", lost)
+    monkeypatch.setattr(launch, "LAST_WORDS_S", 0.5)
+    started = time.monotonic()
+    assert run(tmp_path / "run") == 1
+    assert time.monotonic() - started > 0.5
+    assert f"rank 0: a collective failed, because another rank ended: {said}\n" in capsys.readouterr().err
+    said = "mat1 and mat2 shapes cannot be multiplied"
+    with pytest.raises(RuntimeError, match="mat1"):  # any other error keeps its traceback
+        run(tmp_path / "run")
+
+
 @pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["python", "torchrun"])
 def test_an_error_on_one_rank_ends_all_and_is_named(tmp_path: Path, launcher: tuple[str, ...]) -> None:
     """The last sample of the second step, which rank 1 reads, is damaged inside, where headers do not show it."""
@@ -160,9 +181,9 @@ def test_an_error_on_one_rank_ends_all_and_is_named(tmp_path: Path, launcher: tu
     torn.write_bytes(content)
     changes = ("data=camvid", f"data.root={data}", "data.verify=headers", "train.steps=9", "train.log_every=1")
     nproc = () if launcher else ("compute.nproc=2",)
-    started = time.monotonic()
-    done = command(*launcher, "train.py", *settings(tmp_path / "run", *changes, *nproc))
-    assert time.monotonic() - started < 60  # 30 s on a machine that does nothing else, of which 10 s are the start
+    process = start(*launcher, "train.py", *settings(tmp_path / "run", *changes, *nproc))
+    wait_for(lambda: len(metrics(tmp_path / "run")) == 1, process)
+    done = finished(process, timeout_s=30)
     assert done.returncode == (1 if launcher else 2)  # torchrun has one code for everything
     assert f"rank 1: {torn} is damaged" in done.stderr
     if launcher:
