@@ -236,9 +236,9 @@ def to_mapping(config: Config) -> dict[str, Any]:
 # What may change between an interrupted run and its continuation: none of it reaches the numbers.
 FREE_KEYS = frozenset(
     {
-        "run.root", "run.exists", "data.root", "data.classes", "data.verify", "data.workers", "data.start_method",
-        "data.prefetch", "data.cache_mib", "train.log_every", "train.validate_every", "train.progress", "compute.nproc",
-        "compute.timeout_s", "checkpoint.every", "track.name", "track.project", "track.entity", "track.mode",
+        "run.name", "run.root", "run.exists", "data.root", "data.classes", "data.verify", "data.workers",
+        "data.start_method", "data.prefetch", "data.cache_mib", "train.log_every", "train.validate_every",
+        "train.progress", "compute.nproc", "compute.timeout_s", "checkpoint.every", "track.name", "track.project", "track.entity", "track.mode",
         "export.enabled", "export.formats", "export.images", "export.dir",
     }
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,8 +81,9 @@ def _export(run: Run, console: Console) -> None:
 
     export = run.config.export
     names, images = check_images(run.val_samples, export.images)
+    folder = Path(export.dir) if export.dir else run.folder / "export"
     started = time.perf_counter()
     console.print("exporting, and comparing the files with the trained network ...", highlight=False)
-    done = export_run(load_network(run.folder, "last"), images, run.folder / "export", export.formats, {}, names=names)
+    done = export_run(load_network(run.folder, "last"), images, folder, export.formats, {}, names=names)
     console.print(table(done))
     console.print(f"exported to {done.folder} in {time.perf_counter() - started:.0f} s", highlight=False)

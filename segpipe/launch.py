@@ -132,7 +132,7 @@ def work(config: Config, *, prepared: bool = False) -> int:
     """Train as one process of the run, and on rank 0 write report and export; returns the exit code."""
     from segpipe.determinism import flags
 
-    flags.set_environment()
+    flags.set_environment(environment.local_world_size() * config.compute.threads)
     from segpipe.distributed import group as processes
 
     try:

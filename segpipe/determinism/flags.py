@@ -9,14 +9,16 @@ from typing import Any
 CUBLAS_WORKSPACE = ":4096:8"
 
 
-def set_environment() -> None:
+def set_environment(threads: int = 1) -> None:
     """Set what CUDA and OpenMP read once, at their start; so this runs before torch is imported.
 
-    OpenMP threads that spin while they wait starve loader workers and other ranks when cores are few: with one other
-    process busy on 2 cores, an update took 5 to 12 times as long. It changes no numbers.
+    OpenMP threads spin while they wait for each other, which is fastest as long as each has a core. When `threads`, of
+    all processes of this machine together, are more than the cores, those that spin starve those that work, and an
+    update takes 5 to 12 times as long; then they sleep instead. Neither changes a number.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if threads > len(os.sched_getaffinity(0)):
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def apply(threads: int) -> None:
