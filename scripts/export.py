@@ -1,6 +1,7 @@
 """Exports a finished run: model files that provably compute what the trained network computes, or none.
 
-    python scripts/export.py run=runs/NAME [which=last|best] [export.dir=FOLDER] ['export.formats=[onnx]'] [data.root=FOLDER]
+    python scripts/export.py run=runs/NAME [which=last|best] [export.dir=FOLDER] ['export.formats=[onnx]']
+                             [export.images=16] [data.root=FOLDER] [data.split=val]
 
 Exit codes: 0 published, 2 usage, 3 not convertible, 4 the exported file differs.
 """

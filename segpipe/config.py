@@ -238,8 +238,8 @@ FREE_KEYS = frozenset(
     {
         "run.name", "run.root", "run.exists", "data.root", "data.classes", "data.verify", "data.workers",
         "data.start_method", "data.prefetch", "data.cache_mib", "train.log_every", "train.validate_every",
-        "train.progress", "compute.nproc", "compute.timeout_s", "checkpoint.every", "track.name", "track.project", "track.entity", "track.mode",
-        "export.enabled", "export.formats", "export.images", "export.dir",
+        "train.progress", "compute.nproc", "compute.timeout_s", "checkpoint.every", "track.name", "track.project",
+        "track.entity", "track.mode", "export.enabled", "export.formats", "export.images", "export.dir",
     }
 )  # fmt: skip
 
