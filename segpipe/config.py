@@ -69,6 +69,7 @@ class LossConfig:
     aux_weight: float = 0.4  # of each auxiliary class head
     stride: int = 1  # the main head's loss takes every n-th row and column of the target, which costs n * n less
     aux_stride: int = 1  # the same for the auxiliary class heads
+    dice_weight: float = 0.0  # of a soft Dice loss on the main head, in which all classes weigh the same
     boundary_weight: float = 20.0  # of the boundary head, where the network has one
     ohem_threshold: float = 0.7  # pixels whose correct-class probability is above this are easy
     ohem_min_kept: float = 0.0625  # fraction of a shard's pixels that are always kept
@@ -337,6 +338,7 @@ def _check_ranges(config: Config) -> None:
         ("optim.clip_norm", config.optim.clip_norm, 0, math.inf),
         ("ema.decay", config.ema.decay, 0, 1),
         ("loss.aux_weight", config.loss.aux_weight, 0, math.inf),
+        ("loss.dice_weight", config.loss.dice_weight, 0, math.inf),
         ("loss.boundary_weight", config.loss.boundary_weight, 0, math.inf),
         ("loss.stride", config.loss.stride, 1, 8),
         ("loss.aux_stride", config.loss.aux_stride, 1, 8),

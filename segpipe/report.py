@@ -314,13 +314,8 @@ dd { margin: 0; font-size: 1.25rem; font-weight: 600; }
 figure { margin: 0; min-width: 0; }
 figcaption { display: flex; justify-content: space-between; gap: 12px; font-weight: 600; overflow-wrap: anywhere; }
 figcaption span { color: var(--soft); font-weight: 400; white-space: nowrap; }
-.curve { display: block; width: 100%; }
-.curve text { fill: var(--soft); font-size: 11px; }
-.grid { stroke: var(--rule); }
-.line { fill: none; stroke: var(--accent); stroke-width: 2; stroke-linejoin: round; }
-.band { fill: var(--accent); opacity: .2; }
-.dot { fill: var(--accent); }
-.best { fill: var(--warn); }
+.curve { display: block; width: 100%; height: auto; }
+.curve text { fill: var(--soft) !important; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th { text-align: left; font-weight: 400; }

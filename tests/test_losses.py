@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from segpipe.config import LossConfig
 from segpipe.losses import class_weights, shard_loss, valid_pixels
 from segpipe.losses.boundary import boundary_sum, boundary_target
+from segpipe.losses.dice import dice_sum
 from segpipe.losses.pixelwise import kth_largest, ohem_sum, pixel_losses
 from segpipe.resize import bilinear
 
@@ -120,9 +121,10 @@ def test_nothing_labelled_is_loss_0_and_gradient_0(name: str, stride: int, elsew
     target = torch.full((2, 12, 16), 255, dtype=torch.uint8)
     heads = {head: noise(2, channels, 3, 4) for head, channels in (("main", C), ("aux", C), ("boundary", 1))}
     heads = {head: logits.requires_grad_() for head, logits in heads.items()}
-    parts = loss(heads, target, LossConfig(name=name, stride=stride, aux_stride=stride), valid=elsewhere)
+    config = LossConfig(name=name, stride=stride, aux_stride=stride, dice_weight=1.0)
+    parts = loss(heads, target, config, valid=elsewhere)
     parts["total"].backward()
-    assert set(parts) == {"main", "aux", "boundary", "edge", "total"}
+    assert set(parts) == {"main", "dice", "aux", "boundary", "edge", "total"}
     assert all(float(part.detach()) == 0 for part in parts.values())
     assert all(logits.grad is not None and not logits.grad.any() for logits in heads.values())
 
@@ -282,3 +284,31 @@ def test_boundary_sum_balances_edges_against_the_rest() -> None:
     pull = flat.grad[edge > 0.5].sum().abs(), flat.grad[(edge < 0.5) & valid.unsqueeze(1)].sum()
     assert float(pull[0]) == pytest.approx(float(pull[1]), rel=1e-4)
     assert not flat.grad[~valid.unsqueeze(1)].any()
+
+
+def test_dice_is_that_of_float64_over_the_classes_that_occur() -> None:
+    target, logits = batch(9), noise(2, C, 12, 16)
+    target[target == 3] = 255  # class 3 has no pixel
+    x = logits.double().numpy()
+    p = np.exp(x - x.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    ids = target.numpy()
+    losses = [
+        1 - 2 * p[:, c][ids == c].sum() / (p[:, c][ids != 255].sum() + (ids == c).sum()) for c in range(C) if c != 3
+    ]
+    found = float(dice_sum(logits, target))
+    assert found == pytest.approx(np.mean(losses) * valid_pixels(target), rel=1e-5)
+    with_absent = (sum(losses) + 1) / C  # the control: a class that does not occur would count as missed
+    assert found != pytest.approx(with_absent * valid_pixels(target), rel=1e-3)
+
+
+def test_dice_of_a_perfect_prediction_is_0_and_lifts_the_rare_class_most() -> None:
+    target = torch.zeros(1, 20, 20, dtype=torch.uint8)
+    target[:, :2, :2] = 1
+    perfect = F.one_hot(target.long(), 2).permute(0, 3, 1, 2).float() * 50
+    assert float(dice_sum(perfect, target)) == pytest.approx(0, abs=1e-4)
+    logits = torch.zeros(1, 2, 20, 20, requires_grad=True)
+    dice_sum(logits, target).backward()
+    assert logits.grad is not None
+    rare, common = logits.grad[0, 1, 0, 0].abs(), logits.grad[0, 1, 10, 10].abs()
+    assert rare > 4 * common  # cross-entropy gives both the same

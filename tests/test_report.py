@@ -81,7 +81,7 @@ def assert_self_contained(text: str) -> None:
     for _, attributes in page.tags:
         assert not [name for name in attributes if name.startswith("on")]
         for name in ("src", "href", "xlink:href", "srcset", "action", "data"):
-            assert (attributes.get(name) or "data:").startswith("data:")
+            assert (attributes.get(name) or "data:").startswith(("data:", "#"))
     assert not re.search(r"https?:|url\(|@import|//\w", re.sub(r'"data:[^"]*"', "", text))
 
 

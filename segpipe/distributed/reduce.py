@@ -17,6 +17,9 @@ from torch import Tensor
 
 from segpipe.distributed.group import Group
 
+# torch 2.14 warns at each use of the old name; torch 2.11 has only that.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class FlatLayout:
     """Places for a list of tensors in one flat fp32 vector, in list order, each with its own strides.
@@ -89,5 +92,5 @@ def tree_over_ranks(vector: Tensor, group: Group) -> Tensor:
     for chunk in received.view(ranks, -1).unbind():
         tree.push(chunk)
     root = tree.take()
-    dist.all_gather_into_tensor(vector, root.contiguous())
+    _all_gather(vector, root.contiguous())
     return vector

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from segpipe.config import LossConfig
 from segpipe.losses.boundary import boundary_sum, boundary_target
+from segpipe.losses.dice import dice_sum
 from segpipe.losses.pixelwise import IGNORE_INDEX, ohem_sum, pixel_losses
 from segpipe.resize import bilinear, bilinear_weights
 
@@ -48,9 +49,12 @@ def shard_loss(
             continue
         stride = config.stride if name == "main" else config.aux_stride
         seen = _every(target, stride)
-        losses = pixel_losses(_sampled(logits, target, stride, align_corners), seen, class_weights)
+        sampled = _sampled(logits, target, stride, align_corners)
+        losses = pixel_losses(sampled, seen, class_weights)
         weight = target.numel() / max(seen.numel(), 1) * (1.0 if name == "main" else config.aux_weight)
         parts[name] = weight * scale * _class_sum(losses, seen != IGNORE_INDEX, config)
+        if name == "main" and config.dice_weight:
+            parts["dice"] = config.dice_weight * weight * scale * dice_sum(sampled, seen)
         if name == "main" and "boundary" in heads:
             parts["edge"] = (
                 weight
