@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -69,20 +70,21 @@ def curve_svg(points: Sequence[tuple[float, float]], *, label: str, dots: bool =
         figure = Figure(figsize=(4.4, 2.4), layout="constrained")
         axes = figure.subplots()
         if len(thin) < len(points):
-            axes.fill_between(x, low, high, color=_LINE, alpha=0.25, linewidth=0, gid="band")
-        axes.plot(x, y, color=_LINE, linewidth=1.6, marker="o" if dots or len(points) == 1 else None, markersize=4)
+            axes.fill_between(x, low, high, color=_LINE, alpha=0.25, linewidth=0, gid="band", clip_on=False)
+        marker = "o" if dots or len(points) == 1 else None
+        axes.plot(x, y, color=_LINE, linewidth=1.6, marker=marker, markersize=4, clip_on=False)
         if dots:
-            axes.plot(*max(points, key=lambda point: point[1]), "o", color=_BEST, markersize=7)
+            axes.plot(*max(points, key=lambda point: point[1]), "o", color=_BEST, markersize=7, clip_on=False)
         if floor is not None:
             axes.set_ylim(bottom=min(floor, axes.get_ylim()[0]) if min(low) < floor else floor)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(5))
-        axes.grid(axis="y", color="#888888", alpha=0.3, linewidth=0.6)
+        axes.grid(axis="y", color="#888888", alpha=0.3, linewidth=0.6, clip_on=False)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(length=0)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata=dict.fromkeys(_METADATA))
-    drawn = buffer.getvalue()
+    drawn = re.sub(r'\s+xmlns(:\w+)?="[^"]*"', "", buffer.getvalue())  # HTML knows them; a page names no address
     opening = f'<svg class="curve" role="img" aria-label="{label}" '
     return opening + drawn[drawn.index("<svg ") + len("<svg ") :]  # without the XML head: it stands inside a page
 
