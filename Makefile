@@ -15,7 +15,7 @@ $(READY): requirements.txt
 	@touch $@
 
 train: $(READY)
-	$(RUN) train.py run.name=street run.exists=replace
+	$(RUN) train.py experiment=street_cpu run.exists=replace
 
 check: $(READY)
 	$(RUN) -m ruff format --check .

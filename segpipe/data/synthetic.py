@@ -273,9 +273,9 @@ def _furniture(canvas: Canvas, chance: Chance, layout: Layout) -> list[Thing]:
             paint = traffic_light if chance.happens(0.3) else traffic_sign
             add(paint, sign * (kerb + chance.uniform(0, 0.5)), chance.uniform(7.5, 20))
         for _ in range(chance.integer(1, 3)):
-            add(pedestrian, sign * chance.uniform(kerb + 0.2, line - 0.3), chance.uniform(6.5, 20))
+            add(pedestrian, sign * chance.uniform(kerb + 0.2, line - 0.3), chance.uniform(5.5, 14))
     for _ in range(chance.integer(0, 2) if chance.happens(0.35) else 0):
-        add(pedestrian, chance.uniform(-layout.road, layout.road), chance.uniform(9, 18))
+        add(pedestrian, chance.uniform(-layout.road, layout.road), chance.uniform(7.5, 14))
     return things
 
 
