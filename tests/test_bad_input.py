@@ -10,6 +10,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+
 from runs import command, metrics, run, settings, write_camvid
 
 EARLIER = b"the only copy of an earlier run"
