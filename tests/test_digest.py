@@ -1,6 +1,7 @@
 """The digest against integers in numpy, and what it must see."""
 
 import itertools
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from segpipe.determinism import digest as module
-from segpipe.determinism.digest import digest, state_digest
+from segpipe.determinism.digest import digest, digest_each, digest_many, float_bits, state_digest
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
 DTYPES = (
@@ -76,7 +77,7 @@ def test_chunks_add_up_by_offset(monkeypatch: pytest.MonkeyPatch) -> None:
         parts = [number(tensor[a:b], a) for a, b in itertools.pairwise(edges)]
         assert sum(parts) % 2**64 == whole
     assert (number(tensor[:500]) + number(tensor[500:])) % 2**64 != whole  # the control: without the offset
-    monkeypatch.setattr(module, "CHUNK", 7)
+    monkeypatch.setattr(module, "BLOCK", 7)
     assert number(tensor) == whole
 
 
@@ -88,6 +89,100 @@ def test_strides_do_not_matter(dtype: torch.dtype) -> None:
     assert number(tensor[:, ::2, 1:, ::3]) == number(tensor[:, ::2, 1:, ::3].contiguous())
     assert number(tensor.flatten()[5:]) == reference(tensor.flatten()[5:])
     assert number(tensor.transpose(1, 3)) != number(tensor)
+
+
+def test_device_and_host_mix_alike() -> None:
+    x = example(torch.int64, 1000) * 0x0123456789ABCDEF - 2**61
+    on_device, on_host = x.clone(), x.clone()
+    module._mix64_on_device(on_device, torch.empty_like(x))
+    module._mix64_on_host(on_host.numpy().view(U), np.empty(1000, U))
+    assert torch.equal(on_device, on_host)
+    assert (on_host.numpy().view(U) == mix64(x.numpy().view(U))).all()
+
+
+def words(*tensors: Tensor) -> int:
+    """H over H of every block of the bytes of tensors, each filled up to whole words."""
+    octets = [bytes(tensor.contiguous().view(torch.uint8).flatten().tolist()) for tensor in tensors]
+    whole = np.frombuffer(b"".join(part + bytes(-len(part) % 8) for part in octets), np.int64)
+    starts = range(0, len(whole), module.BLOCK)
+    sums = [each(whole[start : start + module.BLOCK]).sum(dtype=U) for start in starts]
+    return int(each(np.array(sums, U).view(np.int64)).sum(dtype=U))
+
+
+@pytest.fixture(params=[1 << 15, 3, 10])
+def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Block sizes, so that small tensors fill several."""
+    monkeypatch.setattr(module, "BLOCK", request.param)
+    monkeypatch.setattr(module, "DEVICE_CHUNK", 4 * request.param)
+    module._block_indices.cache_clear()
+    yield request.param
+    module._block_indices.cache_clear()
+
+
+def on_device(*rows: Tensor) -> list[int]:
+    """What a GPU computes, on the CPU; the rows are as long as each other."""
+    return [int(value) % 2**64 for value in module._on_device(torch.cat([module._words(row, 1) for row in rows]))]
+
+
+def many(*tensors: Tensor, channels_last: bool = False) -> int:
+    return int(digest_many(tensors, channels_last=channels_last)) % 2**64
+
+
+def test_words_of_many_tensors_are_the_formula(block: int) -> None:
+    shapes = itertools.cycle(((3,), (2, 4), (5, 7), (1, 9, 2)))
+    tensors = [example(dtype, *shape) for dtype, shape in zip(DTYPES, shapes, strict=False)]
+    tensors += [example(torch.float32, 9)[1:], example(torch.float32, 4, 6).t(), example(torch.float32, 0)]
+    assert many(*tensors) == words(*tensors)
+    for length in (1, 2, block - 1, block, block + 1, 2 * block, 9 * block + 2):
+        tensor = example(torch.float64, length)
+        assert many(tensor) == words(tensor) == many(tensor[:1], tensor[1:])
+        assert on_device(tensor, tensor + 1) == [words(tensor), words(tensor + 1)]
+
+
+def test_words_see_the_order_of_tensors() -> None:
+    one, two = example(torch.float32, 3), example(torch.float32, 4, seed=1)
+    assert len({many(one, two), many(two, one), many(torch.cat([one, two])), many(one, -two), many(one)}) == 5
+    assert [many()] == [many(one[:0])] == on_device(one[:0]) == [0]
+
+
+def test_swapped_words_and_blocks_are_seen(block: int) -> None:
+    x = example(torch.float64, 6 * block).unflatten(0, (6, block))
+    swaps = [x[[1, 0, 2, 3, 4, 5]], x[[0, 1, 2, 3, 5, 4]], x.roll(1, 1), x.flip(1), x.flip(0), -x]
+    assert len({many(x), *map(many, swaps)}) == 7
+
+
+def test_words_see_a_change_in_any_byte() -> None:
+    x = example(torch.float32, 5)
+    found = {many(x)}
+    for place in range(20):
+        y = x.clone()
+        y.view(torch.uint8)[place] ^= 1 << place % 8
+        found.add(many(y))
+    assert len(found) == 21
+
+
+def test_order_of_channels_is_a_choice_and_memory_format_is_not() -> None:
+    x = example(torch.float32, 2, 3, 4, 5)
+    other = x.to(memory_format=torch.channels_last)
+    assert many(x) == many(other) == words(x)
+    assert many(x, channels_last=True) == many(other, channels_last=True) == words(x.permute(0, 2, 3, 1))
+    assert many(x) != many(x, channels_last=True)
+
+
+@pytest.mark.usefixtures("block")
+def test_each_of_a_batch_is_digested_as_if_alone() -> None:
+    for batch in (example(torch.uint8, 3, 4, 5, 3), example(torch.uint8, 4, 7, 9), example(torch.float32, 2, 6)):
+        assert [int(value) % 2**64 for value in digest_each(batch)] == [words(sample) for sample in batch]
+        assert on_device(*batch) == [words(sample) for sample in batch]
+    assert digest_each(batch.flip(0)).tolist() == digest_each(batch).tolist()[::-1]
+
+
+def test_numbers_are_kept_with_all_their_bits() -> None:
+    for value in (0.1, -0.0, 1e300, float("inf")):
+        assert float_bits(value).view(torch.float64).item().hex() == value.hex()
+    loss = torch.tensor(0.1, requires_grad=True)
+    assert float_bits(loss).view(torch.float64).item() == loss.item()
+    assert int(float_bits(0.0)) != int(float_bits(-0.0))
 
 
 def variants(x: Tensor, random: np.random.Generator) -> dict[str, Tensor]:
@@ -116,10 +211,10 @@ def test_every_damage_changes_the_digest() -> None:
         assert number(x.clone()) == number(x)
 
 
-def test_twenty_thousand_random_pairs_never_collide() -> None:
+def test_a_million_damages_never_collide() -> None:
     """The summands in numpy, so that many cases are cheap; numpy and torch agree by the tests above."""
     random = np.random.default_rng(1)
-    x = random.standard_normal((20_000, 16), dtype=np.float32)
+    x = random.standard_normal((125_000, 16), dtype=np.float32)
     bits = x.view(np.int32)
     rows, i = np.arange(len(x)), random.integers(0, 16, len(x))
     j = (i + random.integers(1, 16, len(x))) % 16
@@ -127,10 +222,16 @@ def test_twenty_thousand_random_pairs_never_collide() -> None:
     swapped[rows, i], swapped[rows, j] = bits[rows, j], bits[rows, i]
     doubled[rows, i] = bits[rows, j]
     one[rows, i] ^= np.left_shift(np.int64(1), random.integers(0, 32, len(x))).astype(np.uint32).view(np.int32)
-    found = np.stack(
-        [each(v).sum(-1, dtype=U) for v in (bits, swapped, flipped, doubled, one, np.hstack([bits, bits]))]
-    )
-    assert np.unique(found).size == found.size
+    sign, zero, minus = bits.copy(), bits.copy(), bits.copy()
+    sign[rows, i] ^= np.int32(-(2**31))
+    zero[rows, i], minus[rows, i] = 0, np.int32(-(2**31))
+    made = (bits, swapped, flipped, doubled, one, sign, zero, minus, np.hstack([bits, bits]))
+    # One bit may be that of the sign: then both are the same damage, and one of them is enough.
+    different = np.ones((len(made), len(x)), bool)
+    different[4] = (one != sign).any(-1)
+    found = np.stack([each(value).sum(-1, dtype=U) for value in made])
+    assert different.sum() > 1_000_000
+    assert np.unique(found).size == different.sum()
     assert number(torch.from_numpy(x[77])) == found[0, 77]
 
 
@@ -142,6 +243,14 @@ def test_the_control_torch_hash_tensor_sees_neither_swap_nor_double() -> None:
     assert torch.hash_tensor(torch.cat([x, x])) == 0
     assert number(swapped) != number(x)
     assert number(torch.cat([x, x])) not in (0, number(x))
+
+
+def test_the_control_an_l1_norm_sees_neither_sign_nor_order() -> None:
+    x = example(torch.float32, 8)
+    signed, swapped = x * torch.tensor([-1.0] + [1.0] * 7), x[[1, 0, 2, 3, 4, 5, 6, 7]]
+    assert signed.norm(1) == x.norm(1)
+    assert torch.allclose(swapped.norm(1), x.norm(1))
+    assert len({number(value) for value in (x, signed, swapped)}) == 3
 
 
 def test_state_digest_sees_names_shapes_dtypes_and_bits_but_no_order() -> None:

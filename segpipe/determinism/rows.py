@@ -1,0 +1,242 @@
+"""The format of a ledger file: sessions, each a header and rows of one size that carry checksums.
+
+A header is a fixed head (magic, version, length, CRC-32 of these), JSON, and the CRC-32 of the JSON. A row ends in the
+CRC-32 of what is before it. Rows that a crash left torn at the end of a file are cut; a damaged row with a sound one
+behind it was altered after it was written, and is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from struct import Struct
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from segpipe.errors import CheckpointError
+
+MAGIC = b"SEGLEDGR"  # its first byte is no kind of row
+VERSION = 1
+SHARD, STEP, PART = 1, 2, 3  # kinds of rows: of (step, shard), of a step, and the parts of one field in an audit
+
+SAMPLE_FIELDS = ("image", "target")  # one digest per sample, after augmentation
+SHARD_FIELDS = (*SAMPLE_FIELDS, "batch", "logits", "statistics", "loss", "gradient")
+AUDIT_FIELDS = ("decoded_image", "decoded_target")  # one digest per sample, in part rows only
+STEP_FIELDS = ("valid", "gradient", "lr", "scale", "optimizer", "weights", "statistics", "ema")
+
+Rows: TypeAlias = NDArray[Any]  # structured, of `row_type`
+_HEAD, _CRC = Struct("<8sIII"), Struct("<I")
+_HEAD_START = Struct("<8sII")
+
+
+def row_type(samples: int) -> np.dtype[Any]:
+    """Layout of a row for shards of `samples` samples, little-endian and packed."""
+    return np.dtype(
+        [
+            ("kind", "u1"),
+            ("field", "u1"),  # part rows: number in `part_fields`
+            ("present", "<u2"),  # shard and step rows: a bit for each field given; part rows: number of digests
+            ("shard", "<i4"),  # -1 where the row belongs to no shard
+            ("step", "<i8"),  # the step before the first stands for the state with which a session starts
+            ("part", "<i4"),  # part rows: place among the rows of its field
+            ("epoch", "<i4", (samples,)),
+            ("sample", "<i4", (samples,)),
+            ("digest", "<u8", (max(2 * samples + 5, len(STEP_FIELDS)),)),
+            ("crc", "<u4"),
+        ]
+    )
+
+
+def fields_of(kind: int) -> tuple[str, ...]:
+    """Names of the fields of a shard or step row."""
+    return SHARD_FIELDS if kind == SHARD else STEP_FIELDS
+
+
+def part_fields(shard: int) -> tuple[str, ...]:
+    """Fields that part rows of a shard, or of a step (shard -1), may give."""
+    return (*SHARD_FIELDS, *AUDIT_FIELDS) if shard >= 0 else STEP_FIELDS
+
+
+def slots(kind: int, samples: int) -> dict[str, slice]:
+    """Where the digests of each field of a shard or step row are."""
+    found, place = {}, 0
+    for name in fields_of(kind):
+        width = samples if kind == SHARD and name in SAMPLE_FIELDS else 1
+        found[name] = slice(place, place + width)
+        place += width
+    return found
+
+
+def row_keys(rows: Rows) -> NDArray[np.int64]:
+    """Keys of rows of one kind, int64: they sort by step, then shard, field and part.
+
+    Room for 2^27 steps, 2^17 shards and 2^14 rows of parts, which is 150,000 tensors at least.
+    """
+    step, shard = rows["step"].astype(np.int64), rows["shard"].astype(np.int64)
+    field_number = np.where(rows["kind"] == PART, rows["field"], 0).astype(np.int64)
+    keys: NDArray[np.int64] = (step + 1) << 36 | (shard + 1) << 19 | field_number << 14 | rows["part"]
+    return keys
+
+
+def differing(a: Rows, b: Rows, kind: int) -> dict[str, NDArray[np.bool_]]:
+    """For each field, which rows of `a` and `b`, of equal keys, differ; only fields that both give are compared.
+
+    Shard rows have the field "order" besides: the samples and their epochs. Part rows have the one field "part".
+    """
+    if kind == PART:
+        return {"part": (a["digest"] != b["digest"]).any(axis=1)}
+    found = {}
+    if kind == SHARD:
+        found["order"] = ((a["sample"] != b["sample"]) | (a["epoch"] != b["epoch"])).any(axis=1)
+    both = a["present"] & b["present"]
+    for number, (name, slot) in enumerate(slots(kind, a["sample"].shape[1]).items()):
+        unequal = (a["digest"][:, slot] != b["digest"][:, slot]).any(axis=1)
+        found[name] = unequal & ((both >> number) & 1).astype(bool)
+    return found
+
+
+@dataclass(frozen=True)
+class Header:
+    """Start of a session: what was trained, where, and from which step on."""
+
+    session: int  # the same on all ranks, counted from 0
+    first_step: int  # rows of earlier sessions from this step on are void
+    rank: int
+    world_size: int
+    recipe: dict[str, Any]
+    config_hash: str
+    fingerprint: dict[str, Any]
+    level: int = 0  # 1: with part rows
+    parts: dict[str, list[str]] = field(default_factory=dict)  # field -> names of the tensors behind its part rows
+    sample_names: list[str] = field(default_factory=list)  # by sample index; empty where unknown
+    inputs: str = ""  # SHA-256 of inputs.json: the files of the data set and the sources
+
+    @property
+    def samples_per_shard(self) -> int:
+        """b."""
+        return int(self.recipe["compute.samples_per_shard"])
+
+    @property
+    def shards(self) -> int:
+        """V."""
+        return int(self.recipe["compute.shards"])
+
+
+def seal(rows: Rows) -> bytes:
+    """The rows as bytes, each with its checksum, which is written into `rows` too."""
+    rows["crc"] = _checksums(rows.tobytes(), 0, len(rows), rows.itemsize)
+    return rows.tobytes()
+
+
+def _checksums(raw: bytes, start: int, count: int, size: int) -> list[int]:
+    """CRC-32 of `count` rows, without their own last four bytes."""
+    view = memoryview(raw)
+    return [zlib.crc32(view[place : place + size - 4]) for place in range(start, start + count * size, size)]
+
+
+def encode(header: Header) -> bytes:
+    """The header as bytes."""
+    text = json.dumps(asdict(header)).encode()
+    start = _HEAD_START.pack(MAGIC, VERSION, len(text))
+    return start + _CRC.pack(zlib.crc32(start)) + text + _CRC.pack(zlib.crc32(text))
+
+
+class Session(NamedTuple):
+    """A header and the rows under it, which begin at byte `start` of the file."""
+
+    header: Header
+    rows: Rows
+    start: int
+
+
+class LedgerFile(NamedTuple):
+    """What a file holds, and the number of bytes up to which it is sound; the rest is a torn tail."""
+
+    sessions: list[Session]
+    sound: int
+    size: int
+
+
+def read_file(path: Path) -> LedgerFile:
+    """Sessions of one file. Raises CheckpointError when it is no ledger, of another version, or was altered."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}. Check its permissions.") from error
+    return parse(raw, path)
+
+
+def parse(raw: bytes, path: Path) -> LedgerFile:
+    """Sessions in the bytes of a file; errors name it `path`."""
+    sessions: list[Session] = []
+    place = 0
+    while (found := _decode(path, raw, place)) is not None:
+        header, start = found
+        rows, place = _rows(path, raw, start, header)
+        sessions.append(Session(header, rows, start))
+        if not raw.startswith(MAGIC, place):
+            break
+    return LedgerFile(sessions, place, len(raw))
+
+
+def _decode(path: Path, raw: bytes, place: int) -> tuple[Header, int] | None:
+    """The header at `place` and where it ends; None when it is torn."""
+    head = raw[place : place + _HEAD.size]
+    if not any(head) and not raw[place:].strip(b"\0"):  # nothing, or a power cut before the content reached the disk
+        return None
+    if not head.startswith(MAGIC[: len(head)]):
+        raise CheckpointError(f"{path} is no ledger: it starts with {head[:8]!r}. Take a folder that train.py wrote.")
+    if len(head) < _HEAD.size:
+        return None
+    _, version, length, checksum = _HEAD.unpack(head)
+    altered = CheckpointError(f"{path}: the header at byte {place} was altered after it was written. Restore the file.")
+    if checksum != zlib.crc32(head[: _HEAD_START.size]):
+        raise altered
+    if version != VERSION:
+        raise CheckpointError(f"{path} has version {version}, but version {VERSION} was needed. Use that segpipe.")
+    end = place + _HEAD.size + length
+    if end + _CRC.size > len(raw):
+        return None
+    text = raw[place + _HEAD.size : end]
+    if _CRC.unpack_from(raw, end)[0] != zlib.crc32(text):
+        if end + _CRC.size == len(raw):
+            return None
+        raise altered
+    return Header(**json.loads(text)), end + _CRC.size
+
+
+def _rows(path: Path, raw: bytes, start: int, header: Header) -> tuple[Rows, int]:
+    """The sound rows from `start` to the next header, and where they end."""
+    layout = row_type(header.samples_per_shard)
+    size = layout.itemsize
+    count = (len(raw) - start) // size
+    first_bytes = np.frombuffer(raw, np.uint8, count * size, start).reshape(count, size)[:, 0]
+    starts = [int(number) for number in np.flatnonzero(first_bytes == MAGIC[0])] + [count]
+    num = next((number for number in starts if raw.startswith(MAGIC, start + number * size)), count)
+    rows = np.frombuffer(raw, layout, num, start)
+    bad = np.flatnonzero(rows["crc"] != np.array(_checksums(raw, start, num, size), np.uint32))
+    sound = int(bad[0]) if len(bad) else num
+    end = start + sound * size
+    followed = len(bad) > 0 and raw.startswith(MAGIC, start + num * size)  # a session cuts what is torn before it
+    if not raw.startswith(MAGIC, end) and (followed or _holds_row(raw, end, size)):
+        last = f"after step {rows['step'][sound - 1]}, shard {rows['shard'][sound - 1]}" if sound else "the first"
+        raise CheckpointError(
+            f"{path}: row {sound} of session {header.session} ({last}) was altered after it was written: its checksum "
+            f"is wrong. Restore the file; the files of other ranks are not affected."
+        )
+    return rows[:sound], end
+
+
+def _holds_row(raw: bytes, start: int, size: int) -> bool:
+    """Whether a sound row begins anywhere from `start` on, also out of step with the rows before."""
+    tail = np.frombuffer(raw, np.uint8, offset=start)[: max(len(raw) - start - size + 1, 0)]
+    view = memoryview(raw)
+    kinds = np.flatnonzero((tail >= SHARD) & (tail <= PART))
+    return any(
+        zlib.crc32(view[place : place + size - 4]) == _CRC.unpack_from(raw, place + size - 4)[0]
+        for place in (start + int(number) for number in kinds)
+    )
