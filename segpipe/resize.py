@@ -5,8 +5,8 @@ maps are linear and separable, so they equal two products with small constant ma
 """
 
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 _Real = TypeVar("_Real", np.float32, np.float64)
 
 _MATRICES: dict[tuple[str, int, int, torch.device, torch.dtype], Tensor] = {}
+_as_on_cuda = False
 
 
 def bilinear(x: Tensor, size: tuple[int, int], *, align_corners: bool = False) -> Tensor:
@@ -28,9 +29,21 @@ def bilinear(x: Tensor, size: tuple[int, int], *, align_corners: bool = False) -
     under deterministic algorithms it is `bilinear_matmul`, because torch's backward is slow there. The two agree to
     5e-7 of the largest value in fp32, unless TF32 is allowed for matrix products.
     """
-    if x.is_cuda and torch.are_deterministic_algorithms_enabled() and not _exporting():
+    on_cuda = _as_on_cuda or (x.is_cuda and torch.are_deterministic_algorithms_enabled())
+    if on_cuda and not _exporting():
         return bilinear_matmul(x, size, align_corners=align_corners)
     return F.interpolate(x, size=size, mode="bilinear", align_corners=align_corners)
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """A context in which `bilinear` goes the way of CUDA on a CPU too, so that a test there sees the same ops."""
+    global _as_on_cuda
+    before, _as_on_cuda = _as_on_cuda, True
+    try:
+        yield
+    finally:
+        _as_on_cuda = before
 
 
 def bilinear_matmul(x: Tensor, size: tuple[int, int], *, align_corners: bool = False) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from segpipe.models.layers import Classifier, SegmentationNet, conv_bn, init_weights
+from segpipe.models.layers import Classifier, SegmentationNet, StridedDepthwise, conv_bn, init_weights
 from segpipe.resize import adaptive_avg_pool, bilinear
 
 _BINS = (1, 2, 3, 6)
@@ -112,7 +112,8 @@ def _conv_bn_relu(
     num_in: int, num_out: int, kernel: int, *, stride: int = 1, padding: int | None = None, groups: int = 1
 ) -> nn.Sequential:
     pad = kernel // 2 if padding is None else padding
-    conv = nn.Conv2d(num_in, num_out, kernel, stride, pad, groups=groups, bias=False)
+    kind = StridedDepthwise if groups > 1 and stride > 1 else nn.Conv2d
+    conv = kind(num_in, num_out, kernel, stride, pad, groups=groups, bias=False)
     return nn.Sequential(conv, nn.BatchNorm2d(num_out), nn.ReLU(inplace=True))
 
 
