@@ -12,6 +12,7 @@ import pytest
 from segpipe.config import AugmentConfig
 from segpipe.data import augment
 from segpipe.data.augment import PAD_COLOUR, Augmenter, colour_matrix
+from segpipe.data.transforms import TRANSFORMS
 from segpipe.keys import generator, sample_key
 
 NO_COLOUR = {"brightness": 0.0, "contrast": 0.0, "saturation": 0.0, "hue": 0.0}
@@ -43,6 +44,42 @@ def test_the_sample_is_left_alone(frame):
     before = [part.copy() for part in frame]
     Augmenter(config(scale=[1.0, 1.0], crop_size=[60, 80]))(*frame, 1)
     assert all(np.array_equal(now, then) for now, then in zip(frame, before, strict=True))
+
+
+@pytest.mark.parametrize("crop_size", [[60, 80], [32, 48]])
+def test_the_output_is_never_memory_of_the_sample(frame, crop_size):
+    """A cache may hold the sample; whoever writes into the crop must not change it."""
+    augmenter = Augmenter(config(crop_size=crop_size, scale=[1.0, 1.0], flip=0.0, **NO_COLOUR))
+    for output in augmenter(*frame, 1):
+        assert not any(np.may_share_memory(output, part) for part in frame)
+
+
+def test_parts_are_the_transforms_alone_and_always(frame):
+    whole = Augmenter(config(flip=0.001, extra=["noise"], keyed=False))
+    parts = whole.parts()
+    assert [part.name for part in parts] == ["ScaleCrop", "HorizontalFlip", "ColourMatrix", "noise (SensorNoise)"]
+    assert [part.certain for part in parts] == [True, False, True, False]
+    flipped = parts[1](*frame, 1)
+    assert all(np.array_equal(now, then[:, ::-1]) for now, then in zip(flipped, frame, strict=True))
+    assert digest(parts[0], frame, 1) == digest(parts[0].fresh(), frame, 1) != digest(parts[0], frame, 2)
+
+
+def test_parts_of_nested_transforms(monkeypatch, frame):
+    def nested() -> A.OneOf:
+        return A.OneOf([A.VerticalFlip(p=0.1), A.Sequential([A.Solarize(p=0.2), A.ToGray(p=0.2)], p=0.3)], p=0.5)
+
+    monkeypatch.setitem(TRANSFORMS, "nested", nested)
+    parts = Augmenter(config(extra=["nested"])).parts()[3:]
+    assert [part.name for part in parts] == ["nested (VerticalFlip)", "nested (Solarize)", "nested (ToGray)"]
+    assert not any(part.certain for part in parts)
+    assert np.array_equal(parts[0](*frame, 1)[0], frame[0][::-1])
+
+
+def test_a_fresh_augmenter_starts_anew(frame):
+    control = Augmenter(config(keyed=False))
+    first = digest(control, frame, 1)
+    assert digest(control, frame, 1) != first
+    assert digest(control.fresh(), frame, 1) == first
 
 
 def test_equal_keys_give_equal_bytes_in_any_order(frame):

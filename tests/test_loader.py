@@ -22,7 +22,7 @@ from segpipe.data.order import Order
 from segpipe.errors import ConfigError, DataError
 from segpipe.keys import sample_key
 
-CROP = AugmentConfig(crop_size=[32, 48])
+CROP = AugmentConfig(crop_size=[32, 48], canary=5)  # so that every layout here makes samples again
 ORDER = Order(seed=3, num_samples=10, shards=2, samples_per_shard=3)
 
 

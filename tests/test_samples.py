@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from segpipe.config import DataConfig
+from segpipe.data import samples
 from segpipe.data.decode import read_image, read_mask
 from segpipe.data.samples import class_pixels, open_samples, problems, verify
 from segpipe.errors import DataError
@@ -306,3 +307,15 @@ def test_camvid_has_the_published_counts() -> None:
     assert image.shape == (360, 480, 3)
     assert target.shape == (360, 480)
     assert found(data) == []
+
+
+def test_no_thread_outlives_a_read_of_many_files() -> None:
+    """One that the system has not ended yet may hold OpenCV's lock when a loader process is forked."""
+    tasks = Path("/proc/self/task")
+    before = set(tasks.iterdir())
+    for _ in range(50):
+        assert len(list(samples._threaded(lambda number: cv2.flip(NOISE, number % 2), range(32)))) == 32
+        assert set(tasks.iterdir()) == before
+
+
+NOISE = np.zeros((8, 8, 3), np.uint8)

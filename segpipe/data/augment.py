@@ -7,9 +7,12 @@ own pipeline.
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import random
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # importing it would ask the network for a newer release
@@ -20,11 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe.config import AugmentConfig
+from segpipe.data.catalog import IGNORE_INDEX
+from segpipe.data.transforms import PAD_COLOUR, Builder, builder
+from segpipe.errors import ConfigError
 from segpipe.keys import generator
 
 Uint8 = NDArray[np.uint8]
-IGNORE_INDEX = 255
-PAD_COLOUR = (124, 116, 104)  # mean colour of ImageNet: about 0 after normalisation
 GREY = np.array([0.299, 0.587, 0.114])
 RGB_TO_YIQ = np.array([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
 
@@ -62,10 +66,11 @@ class ScaleCrop(A.DualTransform):  # type: ignore[misc]
     ) -> Uint8:
         part, (rows, columns) = array[source], place
         size = (rows.stop - rows.start, columns.stop - columns.start)
-        if part.shape[:2] != size:
+        resized = part.shape[:2] != size
+        if resized:
             part = cv2.resize(part, size[::-1], interpolation=how)
         if size == self.crop_size:
-            return np.ascontiguousarray(part)
+            return np.asarray(part) if resized else part.copy()  # never the memory of a sample that a cache may hold
         canvas = np.empty((*self.crop_size, *array.shape[2:]), np.uint8)
         canvas[:] = fill
         canvas[place] = part
@@ -111,38 +116,60 @@ def colour_matrix(brightness: float, contrast: float, saturation: float, hue: fl
     return np.column_stack([(1 + contrast) * linear, offset])
 
 
-def build(config: AugmentConfig, seed: int | None = None) -> A.Compose:
-    """New pipeline; a step whose strength is zero is left out, so that it changes nothing and costs nothing."""
+def steps(config: AugmentConfig, extra: tuple[Builder, ...]) -> list[tuple[str, Builder]]:
+    """What builds each transform, with its name, in the order in which they are applied; the first three have no name.
+
+    One whose strength is zero is left out, so that it changes nothing and costs nothing.
+    """
     height, width = config.crop_size
-    steps: list[A.BasicTransform] = [ScaleCrop((height, width), (config.scale[0], config.scale[1]))]
+    found: list[tuple[str, Builder]] = [
+        ("", partial(ScaleCrop, (height, width), (config.scale[0], config.scale[1]))),
+    ]
     if config.flip:
-        steps.append(A.HorizontalFlip(p=config.flip))
-    if config.brightness or config.contrast or config.saturation or config.hue:
-        steps.append(
-            ColourMatrix(
-                brightness=config.brightness,
-                contrast=config.contrast,
-                saturation=config.saturation,
-                hue=config.hue,
-            )
+        found.append(("", partial(A.HorizontalFlip, p=config.flip)))
+    strengths = {name: getattr(config, name) for name in ("brightness", "contrast", "saturation", "hue")}
+    if any(strengths.values()):
+        found.append(("", partial(ColourMatrix, **strengths)))
+    return [*found, *zip(config.extra, extra, strict=True)]
+
+
+def _made(name: str, make: Builder) -> A.BasicTransform | A.BaseCompose:
+    step = make()
+    if not isinstance(step, A.BasicTransform | A.BaseCompose):
+        raise ConfigError(
+            f"augment.extra = {name!r} builds {step!r}, but a transform of albumentations was needed: an instance of "
+            f"A.BasicTransform or A.BaseCompose."
         )
-    return A.Compose(steps, seed=seed)
+    return step
+
+
+def _leaves(step: A.BasicTransform | A.BaseCompose, certain: bool = True) -> list[tuple[A.BasicTransform, bool]]:
+    """A transform, or those inside of OneOf and the like; and whether each is applied to every sample."""
+    if isinstance(step, A.BaseCompose):
+        return [leaf for inner in step.transforms for leaf in _leaves(inner, False)]
+    return [(step, certain and step.p >= 1)]
 
 
 class Augmenter:
     """Crop of a sample, as `augmenter(image, target, key)`; equal bytes and keys give equal bytes.
 
     Cheap to make and to pickle: the pipeline is built where it is first used, once per process, also after a fork.
+    The functions behind `config.extra` are looked up here and travel along, so that a worker which has never seen the
+    program that added them can use them. Raises ConfigError on a name that TRANSFORMS does not have.
+
     With `config.keyed=False` the key is ignored and the pipeline keeps the random state it got from `seed` when it was
     built, as other trainers do: forked workers then repeat each other. That is the control, not a way to train.
 
     Shapes: image uint8 (H, W, 3), target uint8 (H, W) -> the same of `config.crop_size`, C-contiguous.
     """
 
+    name = "whole pipeline"
+
     def __init__(self, config: AugmentConfig, seed: int = 0) -> None:
         self.config = config
         self.seed = seed
-        self._pipeline: A.Compose | None = None if config.keyed else build(config, seed)
+        self.extra = tuple(builder(name) for name in config.extra)
+        self._pipeline: A.Compose | None = None if config.keyed else self._build()
         self._owner = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -155,9 +182,48 @@ class Augmenter:
         augmented = pipeline(image=image, mask=target)
         return np.ascontiguousarray(augmented["image"]), np.ascontiguousarray(augmented["mask"])
 
+    def fresh(self) -> Augmenter:
+        """The same function, which has never been called."""
+        return copy.copy(self)
+
+    def parts(self) -> list[Part]:
+        """Every transform of the pipeline alone, in the order in which they are applied.
+
+        The first takes a sample; the others take what the first gives.
+        """
+        numbers = [len(_leaves(_made(*step))) for step in steps(self.config, self.extra)]
+        return [Part(self, step, leaf) for step, number in enumerate(numbers) for leaf in range(number)]
+
+    def _build(self) -> A.Compose:
+        transforms = [_made(*step) for step in steps(self.config, self.extra)]
+        return A.Compose(transforms, seed=None if self.config.keyed else self.seed)
+
     def _own_pipeline(self) -> A.Compose:
         """The pipeline of this very process; one that came through a fork is dropped."""
         inherited = self.config.keyed and self._owner != os.getpid()
         if self._pipeline is None or inherited:
-            self._pipeline, self._owner = build(self.config, None if self.config.keyed else self.seed), os.getpid()
+            self._pipeline, self._owner = self._build(), os.getpid()
         return self._pipeline
+
+
+class Part(Augmenter):
+    """One transform of a pipeline, applied always and keyed always: what the purity checker asks about.
+
+    `certain` tells whether the pipeline applies it to every sample.
+    """
+
+    def __init__(self, whole: Augmenter, step: int, leaf: int) -> None:
+        super().__init__(replace(whole.config, keyed=True))
+        self.extra, self.place = whole.extra, (step, leaf)
+        transform, self.certain = self._leaf()
+        name, kind = steps(self.config, self.extra)[step][0], type(transform).__name__
+        self.name = f"{name} ({kind})" if name else kind
+
+    def _build(self) -> A.Compose:
+        transform, _ = self._leaf()
+        transform.p = 1.0
+        return A.Compose([transform])
+
+    def _leaf(self) -> tuple[A.BasicTransform, bool]:
+        step, leaf = self.place
+        return _leaves(_made(*steps(self.config, self.extra)[step]))[leaf]

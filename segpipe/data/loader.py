@@ -1,6 +1,7 @@
 """Batches of uint8 in shared memory: the same bits for any number of workers and any way of starting them.
 
-A worker assembles one whole shard batch and sends it as one flat tensor. torch's sharing strategy stays
+A worker assembles one whole shard batch and sends it as one flat tensor; now and then it makes samples again that
+another one has delivered, which canary.py compares. torch's sharing strategy stays
 `file_descriptor`: one descriptor per batch alive, about workers * prefetch and those that the caller keeps, far below
 the usual limit of 1024. The other strategy, `file_system`, leaves files in /dev/shm behind when a process is killed.
 """
@@ -13,9 +14,11 @@ import shutil
 import signal
 import time
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +29,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from segpipe.data.augment import Augmenter
+from segpipe.data.canary import Canary, Task, Witness, tasks, witness
 from segpipe.data.order import Order
 from segpipe.errors import ConfigError, DataError, SegpipeError
 from segpipe.keys import sample_key
@@ -65,15 +69,29 @@ def train_batches(
     """Shard batches of `steps` and `shards`, step by step and inside a step shard by shard.
 
     Workers start at the first `next` and end with the iterator; closing it half-way is safe. Raises ConfigError at the
-    call when shared memory is too small, and from `next` DataError when a sample cannot be read or a worker died.
+    call when shared memory is too small, and from `next` DataError when a sample cannot be read or a worker died, and
+    ImpureAugmentError when a sample that was delivered has other bytes when it is made again (`augment.canary`).
+
+    A single worker is joined by a process that does nothing but make samples again; without workers the caller's own
+    does it, some samples later.
     """
+    every = augmenter.config.canary
     height, width = augmenter.config.crop_size
     item_bytes = order.samples_per_shard * (height * width * PIXEL_BYTES + ID_BYTES)
     _check_shared_memory(workers, prefetch, item_bytes)
-    loader = _loader(
-        _Shards(samples, augmenter, order, seed), _Places(steps, shards), workers, start_method, prefetch, pin_memory
-    )
-    return _shard_batches(loader)
+    items = _Shards(samples, augmenter, seed)
+    plan = partial(tasks, _Places(steps, shards), order, seed=seed, every=every, workers=workers)
+    if workers == 1 and every:
+        deliveries = (task for task in plan() if task.place is not None)
+        repeats = (task for task in plan() if task.place is None)
+        loaders = [
+            _loader(items, deliveries, workers, start_method, prefetch, pin_memory),
+            _loader(items, repeats, 1, start_method, prefetch=1, pin_memory=False),
+        ]
+        stream = _stream(loaders, (int(task.place is None) for task in plan()))
+    else:
+        stream = _stream([_loader(items, plan(), workers, start_method, prefetch, pin_memory)])
+    return _shard_batches(stream, Canary(samples))
 
 
 def eval_images(
@@ -84,8 +102,9 @@ def eval_images(
     Raises DataError as `train_batches` does.
     """
     loader = _loader(_Frames(samples), _Places(indices, range(1)), workers, start_method, prefetch=2, pin_memory=False)
-    with closing(_stream(loader)) as stream:
+    with closing(_stream([loader])) as stream:
         for packed in stream:
+            assert packed.place is not None
             image, target, _ = _views(packed)
             yield packed.place[0], image, target
 
@@ -93,12 +112,13 @@ def eval_images(
 class _Packed(NamedTuple):
     """What a worker sends: `data` holds the ids of all samples, then their images, then their targets."""
 
-    place: tuple[int, int]  # (step, shard) of a shard batch, (index, 0) of a whole image
+    place: tuple[int, int] | None  # (step, shard) of a shard batch, (index, 0) of a whole image, or None; see Task
     shape: tuple[int, int, int]  # samples, height, width
     data: Tensor  # uint8, flat: one block of shared memory
+    witnesses: tuple[Witness, ...] = ()  # of watched samples
 
 
-def _pack(place: tuple[int, int], num: int, height: int, width: int) -> _Packed:
+def _pack(place: tuple[int, int] | None, num: int, height: int, width: int) -> _Packed:
     return _Packed(
         place, (num, height, width), torch.empty(num * (ID_BYTES + height * width * PIXEL_BYTES), dtype=torch.uint8)
     )
@@ -113,11 +133,16 @@ def _views(packed: _Packed) -> tuple[Tensor, Tensor, Tensor]:
     return image.view(num, height, width, 3), target.view(num, height, width), ids.view(torch.int64).view(2, num)
 
 
-def _shard_batches(loader: DataLoader[Any]) -> Generator[ShardBatch, None, None]:
-    with closing(_stream(loader)) as stream:
+def _shard_batches(stream: Generator[_Packed, None, None], canary: Canary) -> Generator[ShardBatch, None, None]:
+    with closing(stream):
         for packed in stream:
             image, target, ids = _views(packed)
-            yield ShardBatch(*packed.place, image, target, ids[0], ids[1])
+            see = canary.compare if packed.place is None else canary.hold
+            for made in packed.witnesses:
+                epoch, index = ids[:, made.row].tolist()
+                see((epoch, index), (image[made.row].numpy(), target[made.row].numpy()), made)
+            if packed.place is not None:
+                yield ShardBatch(*packed.place, image, target, ids[0], ids[1])
 
 
 @dataclass(frozen=True)
@@ -128,12 +153,12 @@ class _Failure:
 
 
 class _Items(Dataset[Any]):
-    def pack(self, place: tuple[int, int]) -> _Packed:
+    def pack(self, request: Any) -> _Packed:
         raise NotImplementedError
 
-    def __getitem__(self, place: tuple[int, int]) -> _Packed | _Failure:
+    def __getitem__(self, request: Any) -> _Packed | _Failure:
         try:
-            return self.pack(place)
+            return self.pack(request)
         except SegpipeError as error:
             return _Failure(error)
 
@@ -142,28 +167,26 @@ class _Items(Dataset[Any]):
 class _Shards(_Items):
     samples: Samples
     augmenter: Augmenter
-    order: Order
     seed: int
 
-    def pack(self, place: tuple[int, int]) -> _Packed:
-        members = self.order.shard(*place)
+    def pack(self, request: Task) -> _Packed:
         height, width = self.augmenter.config.crop_size
-        packed = _pack(place, len(members), height, width)
+        packed = _pack(request.place, len(request.members), height, width)
         image, target, ids = (part.numpy() for part in _views(packed))
-        for row, (epoch, index) in enumerate(members):
+        for row, (epoch, index) in enumerate(request.members):
             key = sample_key(self.seed, epoch, index, "augment")
             image[row], target[row] = self.augmenter(*self.samples.read(index), key)
             ids[:, row] = epoch, index
-        return packed
+        return packed._replace(witnesses=tuple(witness(row, image[row], target[row]) for row in request.watched))
 
 
 @dataclass(frozen=True)
 class _Frames(_Items):
     samples: Samples
 
-    def pack(self, place: tuple[int, int]) -> _Packed:
-        image, target = self.samples.read(place[0])
-        packed = _pack(place, 1, *target.shape)
+    def pack(self, request: tuple[int, int]) -> _Packed:
+        image, target = self.samples.read(request[0])
+        packed = _pack(request, 1, *target.shape)
         views = _views(packed)
         views[0].numpy()[0], views[1].numpy()[0] = image, target
         return packed
@@ -184,7 +207,7 @@ class _Places:
 
 
 def _loader(
-    items: _Items, places: _Places, workers: int, start_method: str, prefetch: int, pin_memory: bool
+    items: _Items, requests: Iterable[Any], workers: int, start_method: str, prefetch: int, pin_memory: bool
 ) -> DataLoader[Any]:
     context = get_context(start_method) if workers else None
     if context is not None and start_method == "forkserver":
@@ -193,7 +216,7 @@ def _loader(
         warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
         return DataLoader(
             items,
-            sampler=places,
+            sampler=requests,
             batch_size=None,
             num_workers=workers,
             collate_fn=_as_it_is,
@@ -220,15 +243,21 @@ def _isolate(worker: int) -> None:
     cv2.setRNGSeed(0)
 
 
-def _stream(loader: DataLoader[Any]) -> Generator[_Packed, None, None]:
-    """Items of a loader in order; expected errors of workers, and their deaths, are raised here."""
-    source = _start(loader)
+def _stream(loaders: Sequence[DataLoader[Any]], turns: Iterable[int] = repeat(0)) -> Generator[_Packed, None, None]:
+    """Items of loaders that take `turns`, until one ends; expected errors of workers, and their deaths, come here."""
+    sources: list[Any] = []
     try:
-        while (item := _take(source)) is not None:
+        for loader in loaders:
+            sources.append(_start(loader))
+        for turn in turns:
+            item = _take(sources[turn])
+            if item is None:
+                return
             yield item
     finally:
-        if loader.num_workers:
-            source._shutdown_workers()
+        for loader, source in zip(loaders, sources, strict=False):
+            if loader.num_workers:
+                source._shutdown_workers()
 
 
 def _start(loader: DataLoader[Any]) -> Any:

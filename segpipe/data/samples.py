@@ -12,11 +12,13 @@ class table of a folder is described in catalog.py.
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import get_native_id
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -249,8 +251,22 @@ def _size(shape: Sequence[int]) -> str:
 
 def _threaded(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """Results in the order of `items`; OpenCV decodes outside Python's lock."""
-    pool = ThreadPoolExecutor(min(16, os.cpu_count() or 1))
+    threads: list[int] = []
+    pool = ThreadPoolExecutor(min(16, os.cpu_count() or 1), initializer=lambda: threads.append(get_native_id()))
     try:
         yield from pool.map(work, items)
     finally:  # a caller that stops at the first problem does not wait for the rest
         pool.shutdown(cancel_futures=True)
+        _await_end(threads)
+
+
+def _await_end(threads: Iterable[int], patience_s: float = 5.0) -> None:
+    """Return once the system has ended threads that Python has ended.
+
+    In between they give back what OpenCV keeps for each thread, under a lock. A loader process that is forked in that
+    moment gets the lock in its locked state and waits for ever.
+    """
+    tasks = [Path(f"/proc/self/task/{number}") for number in threads]
+    deadline = time.monotonic() + patience_s
+    while any(task.exists() for task in tasks) and time.monotonic() < deadline:
+        time.sleep(0.0005)

@@ -1,0 +1,151 @@
+"""Further transforms by name: `augment.extra=[noise, jpeg]` applies them after scale, crop, flip and colour.
+
+To add one, put a function that builds it into TRANSFORMS before training starts, and start training from there:
+
+    def rain() -> A.BasicTransform:
+        return A.RandomRain(p=0.1)
+
+    TRANSFORMS["rain"] = rain
+
+The function and the line that adds it stand at the top level of a module or of your program: processes that are
+spawned import it again, and find the function by its module and name. A transform draws from `self.py_random` and
+`self.random_generator` alone, which are set from the sample's key before every call, and keeps nothing from one call to
+the next; scripts/check_augment.py tells whether it does. albumentations' GaussNoise, AdditiveNoise and RGBShift do not:
+they write OpenCV's global generator and know only 65,536 seeds.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # importing it would ask the network for a newer release
+
+import albumentations as A
+import numpy as np
+from numpy.typing import NDArray
+
+from segpipe.config import nearest
+from segpipe.data.catalog import IGNORE_INDEX
+from segpipe.errors import ConfigError
+
+Uint8 = NDArray[np.uint8]
+Builder = Callable[[], "A.BasicTransform | A.BaseCompose"]
+PAD_COLOUR = (124, 116, 104)  # mean colour of ImageNet: about 0 after normalisation
+BYTE_SUM_STD = math.sqrt(4 * (256**2 - 1) / 12)  # of the sum of four uniform bytes
+
+
+class SensorNoise(A.ImageOnlyTransform):  # type: ignore[misc]
+    """Noise of a camera, new for every pixel and channel: variance = read**2 + shot * value, in 8-bit levels.
+
+    All bits come from the raw stream of the sample's own generator, and the rest is integer arithmetic, so that every
+    release of numpy and every CPU gives the same bytes. A sum of four uniform bytes stands for the normal
+    distribution; it ends at 3.45 standard deviations.
+    """
+
+    def __init__(
+        self, read: tuple[float, float] = (0.5, 4.0), shot: tuple[float, float] = (0.0, 0.1), p: float = 0.5
+    ) -> None:
+        super().__init__(p=p)
+        self.read, self.shot = read, shot
+
+    def get_params_dependent_on_data(self, params: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+        read, shot = self.py_random.uniform(*self.read), self.py_random.uniform(*self.shot)
+        shape = data["image"].shape
+        num_bytes = 4 * math.prod(shape)
+        raw = self.random_generator.bit_generator.random_raw(-(-num_bytes // 8)).view(np.uint8)[:num_bytes]
+        std = np.sqrt(read**2 + shot * np.arange(256))
+        return {
+            "noise": raw.reshape(4, *shape).sum(axis=0, dtype=np.int32) - 510,
+            "factor": np.rint(std * 2**16 / BYTE_SUM_STD).astype(np.int32),
+        }
+
+    def apply(self, img: Uint8, noise: NDArray[np.int32], factor: NDArray[np.int32], **_: Any) -> Uint8:
+        levels = (noise * factor[img] + 2**15) >> 16
+        return np.clip(img + levels, 0, 255).astype(np.uint8)
+
+
+class Fog(A.ImageOnlyTransform):  # type: ignore[misc]
+    """Light that is scattered into the camera, denser towards the top of the image, where things are further away."""
+
+    def __init__(self, density: tuple[float, float] = (0.1, 0.6), light: tuple[int, int] = (180, 235), p: float = 0.5):
+        super().__init__(p=p)
+        self.density, self.light = density, light
+
+    def get_params(self) -> dict[str, Any]:
+        return {"density": self.py_random.uniform(*self.density), "light": self.py_random.randint(*self.light)}
+
+    def apply(self, img: Uint8, density: float, light: int, **_: Any) -> Uint8:
+        share = np.rint(256 * density * np.linspace(1.0, 0.4, img.shape[0])).astype(np.uint16)[:, None, None]
+        # At most 255 * 256 + 128, which uint16 holds.
+        mixed = img * (np.uint16(256) - share) + np.uint16(light) * share
+        return np.asarray((mixed + np.uint16(128)) >> 8, np.uint8)
+
+
+def shadow() -> A.BasicTransform:
+    """One or two dark polygons in the lower half."""
+    return A.RandomShadow(num_shadows_limit=(1, 2), shadow_intensity_range=(0.3, 0.6), p=0.2)
+
+
+def fog() -> A.BasicTransform:
+    """Scattered light."""
+    return Fog(p=0.15)
+
+
+def gaussian_blur() -> A.BasicTransform:
+    """Lens out of focus."""
+    return A.GaussianBlur(sigma_limit=(0.3, 1.5), p=0.15)
+
+
+def motion_blur() -> A.BasicTransform:
+    """Camera that moves while it exposes; the image stays where its target is."""
+    return A.MotionBlur(blur_limit=(3, 9), allow_shifted=False, direction_range=(0.0, 0.0), p=0.15)
+
+
+def gamma() -> A.BasicTransform:
+    """Exposure and tone curve."""
+    return A.RandomGamma(gamma_limit=(65, 150), p=0.3)
+
+
+def noise() -> A.BasicTransform:
+    """Read and shot noise."""
+    return SensorNoise(p=0.3)
+
+
+def jpeg() -> A.BasicTransform:
+    """Blocks and ringing of a compressed stream."""
+    return A.ImageCompression(quality_range=(30, 90), p=0.2)
+
+
+def cutout() -> A.BasicTransform:
+    """Rectangles without content; nothing is learnt there."""
+    return A.CoarseDropout(
+        num_holes_range=(1, 4),
+        hole_height_range=(0.05, 0.2),
+        hole_width_range=(0.05, 0.2),
+        fill=PAD_COLOUR,
+        fill_mask=IGNORE_INDEX,
+        p=0.2,
+    )
+
+
+TRANSFORMS: dict[str, Builder] = {
+    "shadow": shadow,
+    "fog": fog,
+    "gaussian_blur": gaussian_blur,
+    "motion_blur": motion_blur,
+    "gamma": gamma,
+    "noise": noise,
+    "jpeg": jpeg,
+    "cutout": cutout,
+}
+
+
+def builder(name: str) -> Builder:
+    """The function that builds the transform of this name. Raises ConfigError with the nearest one."""
+    if name not in TRANSFORMS:
+        valid = list(TRANSFORMS)
+        raise ConfigError(f"augment.extra = {name!r} is not one of {', '.join(valid)}.{nearest(name, valid)}")
+    return TRANSFORMS[name]
