@@ -41,6 +41,23 @@ class DivergenceError(SegpipeError):
     exit_code = 5
 
 
+class CollectiveError(SegpipeError):
+    """Ranks called different collectives, or one did not come, or they could not meet; the message names both sides."""
+
+    exit_code = 9
+    told = False  # whether it was printed already, by whichever rank found it
+
+
+class OutOfMemory(SegpipeError):
+    """The memory of a device or of the machine ran out; names the rank, the step, the shapes and what holds most."""
+
+    exit_code = 10
+
+
+class UnsafeOpError(SegpipeError):
+    """A network or a loss calls an op that CUDA does not compute the same way twice; each is named with its line."""
+
+
 class ExportError(SegpipeError):
     """The network could not be converted."""
 
@@ -51,6 +68,30 @@ class ExportMismatch(ExportError):
     """An exported file does not compute what the trained network computes; no file is left behind."""
 
     exit_code = 4
+
+
+class QualityError(ExportMismatch):
+    """An exported file segments labelled images worse than the trained network; no file is left behind."""
+
+    exit_code = 5
+
+
+class LatencyError(ExportMismatch):
+    """An exported file is slower than it may be; no file is left behind."""
+
+    exit_code = 6
+
+
+class IntegrityError(ExportMismatch):
+    """An exported file is not whole, not loadable, or not what the manifest says; no file is left behind."""
+
+    exit_code = 7
+
+
+class ImpureAugmentError(SegpipeError):
+    """An augmentation depends on more than its sample and its key, or changes more than its output."""
+
+    exit_code = 8
 
 
 class Interrupted(SegpipeError):

@@ -13,9 +13,16 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from segpipe.config import Config, check
+from segpipe.config import Config, check, config_hash
 from segpipe.distributed import environment
-from segpipe.errors import CheckpointError, ConfigError, Interrupted, NumericsError, SegpipeError
+from segpipe.errors import (
+    CheckpointError,
+    ConfigError,
+    DivergenceError,
+    Interrupted,
+    NumericsError,
+    SegpipeError,
+)
 from segpipe.folder import claim_folder
 from segpipe.tracking import check_tracking
 
@@ -24,8 +31,7 @@ if TYPE_CHECKING:
     from segpipe.distributed.group import Group
 
 # Raised on all ranks at once, so that one rank's word is enough.
-COMMON_ERRORS = (ConfigError, CheckpointError, NumericsError, Interrupted)
-LAST_WORDS_S = 5.0  # a launcher looks at its processes every 0.1 s
+COMMON_ERRORS = (ConfigError, CheckpointError, NumericsError, DivergenceError, Interrupted)
 
 
 def launch(config: Config, *, isolated: bool = False) -> int:
@@ -37,7 +43,7 @@ def launch(config: Config, *, isolated: bool = False) -> int:
         return work(config)
     try:
         world_size = _world_size(config)
-        _prepare(config, world_size)
+        prepare(config, world_size)
     except SegpipeError as error:
         return _tell(error)
     if world_size == 1 and not isolated:
@@ -60,15 +66,20 @@ def _world_size(config: Config) -> int:
     return max(gpus, 1) if number == "auto" else int(number)
 
 
-def _prepare(config: Config, world_size: int) -> None:
+def prepare(config: Config, world_size: int) -> None:
     """Everything that can be checked before the first process starts; then the run's folder."""
+    from segpipe.data.augment import Augmenter
     from segpipe.data.samples import open_samples, verify
+    from segpipe.determinism import purity
 
     check(config, world_size=world_size)
     check_tracking(config)
     verify(config.data, ["train", config.data.split])
     open_samples(config.data, config.data.split, config.seed)
-    _check_crop(config, open_samples(config.data, "train", config.seed))
+    samples = open_samples(config.data, "train", config.seed)
+    _check_crop(config, samples)
+    if config.compute.mode != "off":
+        purity.quick(Augmenter(config.augment), samples)
     claim_folder(config)
 
 
@@ -132,18 +143,23 @@ def work(config: Config, *, prepared: bool = False) -> int:
     """Train as one process of the run, and on rank 0 write report and export; returns the exit code."""
     from segpipe.determinism import flags
 
-    flags.set_environment(environment.local_world_size() * config.compute.threads)
+    flags.set_environment(environment.local_world_size() * config.compute.threads, config.compute.mode)
     from segpipe.distributed import group as processes
 
+    flags.apply(config.compute.threads, config.compute.mode)  # before the group: NCCL reads switches when it is made
     try:
-        group = processes.join(config.compute)
+        group = processes.join(config.compute, {"configuration": config_hash(config)})
         try:
             if not prepared:
                 _check_launcher(config)
-                _together(group, lambda: _prepare(config, group.world_size))
+                _together(group, lambda: prepare(config, group.world_size))
             return _train(config, group)
+        except Exception as error:
+            if not isinstance(error, COMMON_ERRORS):
+                group.contract.fail(error, lost=isinstance(error, RuntimeError) and _lost_another_rank(error))
+            raise
         finally:
-            processes.leave()
+            processes.leave(group)
     except SegpipeError as error:
         return _tell(error, rank=environment.rank())
     except KeyboardInterrupt:
@@ -180,7 +196,7 @@ def _outlive(error: RuntimeError) -> int:
     """Say one line, then wait to be ended, so that the launcher reports the rank that failed first and not this one."""
     reason = str(error).strip().splitlines()[0]
     print(f"rank {environment.rank()}: a collective failed, because another rank ended: {reason}", file=sys.stderr)
-    time.sleep(LAST_WORDS_S)
+    environment.wait_to_be_ended()
     return 1
 
 
@@ -204,14 +220,18 @@ def _train(config: Config, group: Group) -> int:
 
     console = Console()
     run, validation, result = train(config, group, console)
-    processes.leave()  # the rest is rank 0's alone; the others need not wait for it
+    processes.leave(group)  # the rest is rank 0's alone; the others need not wait for it
     if group.is_main:
         finish(run, validation, result, console)
     return 0
 
 
 def _tell(error: SegpipeError, *, rank: int = 0) -> int:
-    if rank == 0 or not isinstance(error, COMMON_ERRORS):
+    if getattr(error, "told", False):
+        environment.wait_to_be_ended()  # another rank told it, and its launcher is to name that one
+    elif rank == 0 or not isinstance(error, COMMON_ERRORS):
         where = f"rank {rank}: " if rank else ""
         Console(stderr=True).print(f"{where}{error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+    else:
+        environment.wait_to_be_ended()
     return error.exit_code

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -10,10 +12,12 @@ from pathlib import Path
 import pytest
 
 import train
-from runs import TORCHRUN, command, finished, metrics, outcome, result, run, settings, start, wait_for, write_camvid
+from runs import TORCHRUN, command, finished, outcome, result, run, settings, start, updates, wait_for, write_camvid
 from segpipe import launch
 from segpipe.config import Config
 from segpipe.data.order import Order
+from segpipe.distributed import environment
+from segpipe.errors import CheckpointError, ConfigError, ImpureAugmentError
 from segpipe.sweep import Sweep
 
 # All that could depend on the division of the shards: OHEM, auxiliary heads, class weights, clipping, validation.
@@ -64,7 +68,7 @@ def test_multirun_makes_two_runs_and_a_table(alone: Path, tmp_path: Path) -> Non
     table = done.stdout[done.stdout.index("sweep") :]
     for name in ("fp32", "bf16"):
         assert f"{100 * result(tmp_path / name)['miou']:.2f}" in next(x for x in table.splitlines() if name in x)
-    assert "mean, range" in table
+    assert "seeds" not in table  # there is one seed only
     assert run(tmp_path / "alone", *RECIPE, "train.precision=bf16") == 0
     assert outcome(tmp_path / "fp32") == outcome(alone)
     assert outcome(tmp_path / "bf16") == outcome(tmp_path / "alone")
@@ -76,6 +80,37 @@ def test_another_recipe_computes_other_bits(alone: Path, tmp_path: Path, change:
     """The control: the digests see what changes the weights, so their equality means something."""
     assert run(tmp_path / "other", *RECIPE, change) == 0
     assert outcome(tmp_path / "other")["weights_digest"] != outcome(alone)["weights_digest"]
+
+
+def test_mode_run_keeps_its_promise_and_says_its_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same processes give the same bits across a resume; other processes are refused by name."""
+    changes = (*RECIPE, "compute.mode=run", "compute.shards=4", "train.steps=4", "checkpoint.every=2")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert command("train.py", *settings(whole, *changes, "compute.nproc=2")).returncode == 0
+    process = start("train.py", *settings(parts, *changes, "compute.nproc=2", "train.log_every=1"))
+    wait_for((parts / "last.pt").is_file, process)
+    process.send_signal(signal.SIGTERM)
+    assert finished(process).returncode in (0, 130)
+    assert run(parts, *changes, "compute.nproc=1", "run.exists=resume") == CheckpointError.exit_code
+    assert "world_size: 2 -> 1" in capsys.readouterr().err
+    assert command("train.py", *settings(parts, *changes, "compute.nproc=2", "run.exists=resume")).returncode == 0
+    assert outcome(parts) == outcome(whole)
+    assert result(whole)["switches"]["deterministic_algorithms"] is True
+
+
+def test_augmentation_that_is_not_keyed_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    unkeyed = ("augment.keyed=false", "train.steps=1")
+    assert run(tmp_path / "run", *unkeyed, "augment.check=true") == ImpureAugmentError.exit_code
+    assert "not a pure function of sample and key" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert run(tmp_path / "run", *unkeyed) == 0  # the control: nobody asked
+    assert run(tmp_path / "keyed", "augment.check=true", "train.steps=1") == 0
+
+
+def test_mode_off_promises_nothing_and_says_so(tmp_path: Path) -> None:
+    assert run(tmp_path / "off", *RECIPE, "compute.mode=off") == 0
+    assert result(tmp_path / "off")["mode"] == "off"
+    assert result(tmp_path / "off")["switches"]["deterministic_algorithms"] is False
 
 
 def test_multirun_under_torchrun_is_refused_with_the_form_to_use(tmp_path: Path) -> None:
@@ -129,6 +164,23 @@ def swept(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, list[str]
 Swept = Callable[..., tuple[int, list[str]]]
 
 
+def test_a_silent_rank_leaves_the_word_to_the_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Were it to end first, the launcher would end the rank that says what is wrong."""
+    for key, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "-"}.items():
+        monkeypatch.setenv(key, str(value))
+    monkeypatch.setattr(environment, "LAST_WORDS_S", 0.5)
+    for refused in (["--multirun", "seed=1,2"], ["sead=1"]):
+        started = time.monotonic()
+        assert train.main(refused) == 2
+        assert time.monotonic() - started > 0.5
+    started = time.monotonic()
+    assert launch._tell(ConfigError("said by rank 0"), rank=1) == 2
+    assert time.monotonic() - started > 0.5
+    assert capsys.readouterr().err == ""
+
+
 def test_a_failed_job_does_not_cost_the_others(swept: Swept, capsys: pytest.CaptureFixture[str]) -> None:
     assert swept("seed=1,2,3", codes=(0, 6, 0)) == (6, [f"synthetic-fast_scnn-seed{seed}" for seed in (1, 2, 3)])
     assert "│ 6 " in capsys.readouterr().out
@@ -143,6 +195,29 @@ def test_jobs_of_one_folder_are_refused(swept: Swept, capsys: pytest.CaptureFixt
 def test_ctrl_c_ends_the_sweep(swept: Swept, capsys: pytest.CaptureFixture[str]) -> None:
     assert swept("seed=1,2,3", codes=(0, 130, 0)) == (130, [f"synthetic-fast_scnn-seed{seed}" for seed in (1, 2)])
     assert "interrupted" in capsys.readouterr().err
+
+
+def test_seeds_of_one_recipe_are_summed_up_by_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def pretend(config: Config, *, isolated: bool) -> int:
+        score = config.optim.lr + 0.01 * config.seed
+        config.run_dir.mkdir(parents=True)
+        found = {"miou": score, "iou": {"road": score + 0.1, "sky": score - 0.1 * config.seed, "lane": None}}
+        (config.run_dir / "result.json").write_text(json.dumps(found))
+        return 0 if config.seed < 4 else 6
+
+    monkeypatch.setattr("segpipe.sweep.launch", pretend)
+    monkeypatch.setattr(train, "SWEEP", Sweep())
+    swept = ["--multirun", "seed=1,2,4", "optim.lr=0.4,0.5", f"run.root={tmp_path}", "run.name=s${seed}-${optim.lr}"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *swept])
+    assert train.main(swept) == 6
+    said = capsys.readouterr().out
+    assert "lane" not in said  # no seed knows it
+    for rate, rows in (("0.4", ("51.50 │ 51.00  │ 52.00", "26.50 │ 22.00  │ 31.00")), ("0.5", ("61.50 │ 61.00",))):
+        table = said[said.index(f"2 seeds of optim.lr={rate}") :]
+        assert all(row in table for row in rows), table
+    assert f"{41.5:.2f} │ 41.00  │ 42.00   │ 1.00" in next(x for x in said.splitlines() if "mean of classes" in x)
 
 
 def test_bad_value_in_a_sweep_starts_no_job(swept: Swept, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,7 +235,7 @@ def test_a_rank_that_lost_another_leaves_the_exit_code_to_it(
         raise RuntimeError(said)
 
     monkeypatch.setattr(launch, "_train", lost)
-    monkeypatch.setattr(launch, "LAST_WORDS_S", 0.5)
+    monkeypatch.setattr(environment, "LAST_WORDS_S", 0.5)
     started = time.monotonic()
     assert run(tmp_path / "run") == 1
     assert time.monotonic() - started > 0.5
@@ -182,7 +257,7 @@ def test_an_error_on_one_rank_ends_all_and_is_named(tmp_path: Path, launcher: tu
     changes = ("data=camvid", f"data.root={data}", "data.verify=headers", "train.steps=9", "train.log_every=1")
     nproc = () if launcher else ("compute.nproc=2",)
     process = start(*launcher, "train.py", *settings(tmp_path / "run", *changes, *nproc))
-    wait_for(lambda: len(metrics(tmp_path / "run")) == 1, process)
+    wait_for(lambda: len(updates(tmp_path / "run")) == 1, process)
     done = finished(process, timeout_s=30)
     assert done.returncode == (1 if launcher else 2)  # torchrun has one code for everything
     assert f"rank 1: {torn} is damaged" in done.stderr
@@ -190,5 +265,5 @@ def test_an_error_on_one_rank_ends_all_and_is_named(tmp_path: Path, launcher: tu
         assert "exitcode  : 2 " in done.stderr[done.stderr.index("Root Cause") :]
     else:
         assert "Traceback" not in done.stderr
-    assert [line["step"] for line in metrics(tmp_path / "run")] == [1]
+    assert [line["step"] for line in updates(tmp_path / "run")] == [1]
     assert not (tmp_path / "run" / "result.json").exists()

@@ -1,24 +1,23 @@
 """The tree sum: the same bits for any number of processes, and the control that is not."""
 
-import os
-import socket
 import weakref
-from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
-from segpipe.distributed.group import Group
+from ranks import gloo
+from segpipe.distributed.group import Group, Level
 from segpipe.distributed.reduce import FlatLayout, TreeSum, tree_over_ranks
 
 CPU = torch.device("cpu")
 RANKS, SHARDS, LENGTH = 8, 16, 24
 Job = tuple[int, int, int]  # ranks, length, seed
+MACHINES = 3  # seed of the job whose ranks sit on several machines
 JOBS: list[Job] = [(ranks, length, seed) for ranks in (1, 2, 4, 8) for length, seed in ((LENGTH, 0), (8, 1), (4000, 2))]
+JOBS += [(RANKS, 4000, MACHINES)]
 
 
 def vectors(count: int, length: int = LENGTH, seed: int = 0) -> list[Tensor]:
@@ -104,69 +103,71 @@ def test_layout_keeps_values_strides_and_padding() -> None:
     assert all(torch.equal(view, tensor) for view, tensor in zip(layout.views(part), tensors, strict=True))
 
 
+def test_buckets_end_with_the_tensor_that_fills_them_and_are_padded() -> None:
+    layout = FlatLayout([torch.zeros(n) for n in (3, 6, 1, 9, 2)], pad_to=4, bucket_size=7)
+    assert layout.buckets == [slice(0, 12), slice(12, 24), slice(24, 28)]
+    assert layout.members == [range(0, 2), range(2, 4), range(4, 5)]
+    assert layout.bucket_of == [0, 0, 1, 1, 2]
+    flat = layout.new()
+    for place, view in enumerate(layout.views(flat)):
+        view.fill_(place + 1)
+    assert flat.tolist() == [1] * 3 + [2] * 6 + [0] * 3 + [3] + [4] * 9 + [0] * 2 + [5] * 2 + [0] * 2
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_a_tree_closed_part_by_part_is_the_tree(count: int) -> None:
+    parts = vectors(count, length=30)
+    tree, last = TreeSum(), parts[-1].clone()
+    for part in parts[:-1]:
+        tree.push(part.clone())
+    for part in (slice(20, 30), slice(7, 20), slice(0, 7)):
+        assert same_bits(tree.close(last, part), by_recursion(parts)[part])
+    assert same_bits(tree.root(last), by_recursion(parts))
+    tree.push(parts[0].clone())  # empty again
+    assert same_bits(tree.take(), parts[0])
+    if count == 8:
+        for part in parts[:-2]:
+            tree.push(part.clone())
+        with pytest.raises(AssertionError, match="power of two"):
+            tree.close(last, slice(None))
+
+
 # --- across processes
 
 
-def _serve(rank: int, port: int, jobs: list[Job], pipe: Connection) -> None:
-    """A rank: sends its answers to all jobs."""
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    groups = {size: dist.new_group(list(range(size))) for size in {size for size, _, _ in jobs}}
-    pipe.send([_sums(rank, groups, job) if rank < job[0] else None for job in jobs])
-    dist.destroy_process_group()
+def _serve(rank: int, jobs: list[Job]) -> list[Any]:
+    """A rank's answers to all jobs."""
+    sizes = sorted({size for size, *_ in jobs})
+    groups = {size: dist.new_group(list(range(size))) for size in sizes}
+    machines = [dist.new_subgroups_by_enumeration([[0, 1], [2, 3], [4, 5], [6, 7]])[0]]
+    machines.append(dist.new_subgroups_by_enumeration([[0, 2, 4, 6], [1, 3, 5, 7]])[0])
+    levels = (Level(2, machines[0]), Level(4, machines[1]))
+    return [_sums(rank, groups, levels, job) if rank < job[0] else None for job in jobs]
 
 
-def _sums(rank: int, groups: dict[int, Any], job: Job) -> tuple[list[int], list[int]]:
+def _sums(rank: int, groups: dict[int, Any], levels: tuple[Level, ...], job: Job) -> tuple[list[int], list[int]]:
     """Bits of the tree's and of the usual sum over SHARDS shards on the first ranks."""
     world_size, length, seed = job
-    group = Group(rank, rank, world_size, CPU)
+    group = Group(rank, rank, world_size, CPU, levels if seed == MACHINES else (Level(world_size, groups[world_size]),))
     own = [vectors(SHARDS, length, seed)[shard] for shard in group.own_shards(SHARDS)]
-    everyone, dist.group.WORLD = dist.group.WORLD, groups[world_size]
-    try:
-        found = tree_over_ranks(tree_sum(own), group)
-        usual = own[0].clone()
-        for part in own[1:]:
-            usual += part
-        dist.all_reduce(usual)
-    finally:
-        dist.group.WORLD = everyone
+    found = tree_over_ranks(tree_sum(own), group)
+    usual = own[0].clone()
+    for part in own[1:]:
+        usual += part
+    dist.all_reduce(usual, group=groups[world_size])
     return found.view(torch.int32).tolist(), usual.view(torch.int32).tolist()
-
-
-def _drive(jobs: list[Job], pipe: Connection) -> None:
-    """Forks the ranks from one fresh process: torch is imported once, not once per rank."""
-    torch.set_num_threads(1)
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    context = mp.get_context("fork")
-    pairs = [context.Pipe() for _ in range(RANKS)]
-    ranks = [context.Process(target=_serve, args=(rank, port, jobs, pairs[rank][1])) for rank in range(RANKS)]
-    for process in ranks:
-        process.start()
-    answers = [mine.recv() if mine.poll(60) else None for mine, _ in pairs]
-    for process in ranks:
-        process.join(10)
-        process.kill()
-    pipe.send(answers)
 
 
 @pytest.fixture(scope="module")
 def answers() -> dict[Job, list[Any]]:
     """Of every job, what each of its ranks found; all jobs by one pool of gloo processes."""
-    context = mp.get_context("spawn")
-    mine, theirs = context.Pipe()
-    driver = context.Process(target=_drive, args=(JOBS, theirs))
-    driver.start()
-    assert mine.poll(120), "the ranks do not answer"
-    by_rank = mine.recv()
-    driver.join()
-    assert all(by_rank), "a rank failed"
+    by_rank = gloo(RANKS, _serve, JOBS)
     return {job: [by_rank[rank][place] for rank in range(job[0])] for place, job in enumerate(JOBS)}
 
 
 @pytest.mark.parametrize("job", JOBS)
 def test_ranks_give_the_bits_of_one_process(answers: dict[Job, list[Any]], job: Job) -> None:
+    """The last job is of four machines with two ranks each, which climb the tree in two levels."""
     expected = by_recursion(vectors(SHARDS, *job[1:])).view(torch.int32).tolist()
     assert [found == expected for found, _ in answers[job]] == [True] * job[0]
 

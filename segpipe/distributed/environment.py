@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
+
+LAST_WORDS_S = 5.0  # a launcher looks at its processes every 0.1 s
 
 
 def world_size() -> int | None:
@@ -28,3 +31,8 @@ def local_rank() -> int:
 def local_world_size() -> int:
     """LOCAL_WORLD_SIZE, or 1: processes of this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size() or 1)) if under_launcher() else 1
+
+
+def wait_to_be_ended() -> None:
+    """Leave the word to another rank: a launcher ends all processes as soon as it sees one of them ended."""
+    time.sleep(LAST_WORDS_S)

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TypeVar
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from segpipe.config import ComputeConfig
-from segpipe.distributed import environment
+from segpipe.distributed import environment, meeting, watch
+from segpipe.distributed.contract import MARGIN_S, Contract
 from segpipe.errors import ConfigError
 
 T = TypeVar("T")
+
+
+class Level(NamedTuple):
+    """Ranks among which the reduction sums on its way up the tree; neighbours in the order of the shards."""
+
+    size: int
+    ranks: dist.ProcessGroup | None  # None: all of them
 
 
 @dataclass(frozen=True)
@@ -26,6 +36,13 @@ class Group:
     local_rank: int
     world_size: int
     device: torch.device
+    subgroups: tuple[Level, ...] = ()  # of several machines: the ranks of one, then those of equal place on all
+    contract: Contract = field(default_factory=Contract, compare=False)  # every collective is announced to it
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """From the shards to the root: one level on one machine, two on several."""
+        return self.subgroups or (Level(self.world_size, None),)
 
     @property
     def is_main(self) -> bool:
@@ -42,6 +59,7 @@ class Group:
         if self.world_size == 1:
             return list(numbers)
         total = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        self.contract.enter("all_reduce", total)
         dist.all_reduce(total)
         return [int(number) for number in total.tolist()]
 
@@ -50,6 +68,7 @@ class Group:
         assert not counts.is_floating_point()
         if self.world_size > 1:
             counts = counts.to(self.device)
+            self.contract.enter("all_reduce", counts)
             dist.all_reduce(counts)
         return counts
 
@@ -58,13 +77,20 @@ class Group:
         if self.world_size == 1:
             return [item]
         items = [item] * self.world_size
+        self.contract.enter("all_gather_object")
         dist.all_gather_object(items, item)
         return items
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.world_size > 1:
+            self.contract.enter("barrier")
             dist.barrier()
+
+    def keep_stacks(self, folder: Path) -> None:
+        """From now on `folder`/stacks receives every rank's stacks on a failure; rank 0 has made the folder."""
+        self.barrier()
+        self.contract.keep_stacks(folder)
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
@@ -76,26 +102,59 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-def join(config: ComputeConfig) -> Group:
+def join(config: ComputeConfig, same: Mapping[str, str]) -> Group:
     """Group of this process; meets the other ranks when a launcher set RANK and WORLD_SIZE.
 
-    NCCL carries one GPU per rank; gloo carries CPU ranks and several ranks that share a GPU.
+    `same`: what all ranks must have been given alike, by name. Raises CollectiveError where they were not, or do not
+    come. NCCL carries one GPU per rank; gloo carries CPU ranks and several ranks that share a GPU.
     """
     rank, local_rank, world_size = environment.rank(), environment.local_rank(), environment.world_size() or 1
     device = choose_device(config.device, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    contract = Contract()
     if world_size > 1:
+        store = meeting.meet(timeout_s=config.timeout_s, same=same)
         alone = device.type == "cuda" and environment.local_world_size() <= torch.cuda.device_count()
+        if alone:
+            _have_nccl_tell()
         dist.init_process_group(
             "nccl" if alone else "gloo",
-            timeout=timedelta(seconds=config.timeout_s),
+            store=dist.PrefixStore("torch", store),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=config.timeout_s + MARGIN_S),
             device_id=device if alone else None,
         )
-    return Group(rank, local_rank, world_size, device)
+        eager = config.mode == "audit" or os.environ.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL"
+        contract = watch.watch(store, rank, world_size, timeout_s=config.timeout_s, eager=eager)
+    group = Group(rank, local_rank, world_size, device, contract=contract)
+    return replace(group, subgroups=_subgroups(group, environment.local_world_size()))
 
 
-def leave() -> None:
+def _subgroups(group: Group, local: int) -> tuple[Level, ...]:
+    """The two levels of several machines; none on one, or where the machines have different numbers of ranks."""
+    world = group.world_size
+    if set(group.gather(local)) != {local} or local in (1, world):
+        return ()
+    machines = [list(range(first, first + local)) for first in range(0, world, local)]
+    within, _ = dist.new_subgroups_by_enumeration(machines)
+    across, _ = dist.new_subgroups_by_enumeration([list(places) for places in zip(*machines, strict=True)])
+    assert isinstance(within, dist.ProcessGroup)
+    assert isinstance(across, dist.ProcessGroup)
+    return (Level(local, within), Level(world // local, across))
+
+
+def _have_nccl_tell() -> None:
+    """Errors of NCCL end the process instead of hanging it, and what its last collectives were is recorded."""
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # the second until torch 2.10
+        os.environ.setdefault(name, "2000")
+
+
+def leave(group: Group) -> None:
     """Take the process group down, if there is one."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+    group.contract.close()

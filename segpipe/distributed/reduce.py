@@ -3,8 +3,9 @@
 Floating-point addition is not associative, so a sum's bits are a function of its order. The order here is that of the
 shards: neighbours are added, then neighbours of the results, up to the root. A rank holds a power-of-two run of
 neighbouring shards, hence a whole subtree; the top of the tree is summed across ranks on chunks, after an all-to-all,
-and an all-gather brings the root back: the traffic of a ring all-reduce. Collectives only move bytes here, so the
-backend's algorithm, its protocol and its topology cannot reach the numbers.
+and an all-gather brings the root back: the traffic of a ring all-reduce. Several machines climb the tree in two levels,
+within each and then across them, which is the same tree and sends less between them. Collectives only move bytes here,
+so the backend's algorithm, its protocol and its topology cannot reach the numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from segpipe.distributed.group import Group
+from segpipe.distributed.contract import Contract
+from segpipe.distributed.group import Group, Level
 
 # torch 2.14 warns at each use of the old name; torch 2.11 has only that.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,15 +27,26 @@ class FlatLayout:
     """Places for a list of tensors in one flat fp32 vector, in list order, each with its own strides.
 
     Views share the tensors' memory format, so that a channels_last gradient is copied and used without a reorder.
+    `buckets` are the consecutive parts in which the vector travels: each ends with the tensor that brings it to
+    `bucket_size` elements, and is padded to a multiple of `pad_to`.
     """
 
-    def __init__(self, like: Sequence[Tensor], *, pad_to: int) -> None:
+    def __init__(self, like: Sequence[Tensor], *, pad_to: int, bucket_size: int | None = None) -> None:
         self._entries: list[tuple[torch.Size, tuple[int, ...], int]] = []
-        offset = 0
-        for tensor in like:
+        self.buckets: list[slice] = []
+        self.members: list[range] = []  # of each bucket: its places in `like`
+        self.bucket_of: list[int] = []  # of each place
+        start = offset = first = 0
+        for place, tensor in enumerate(like):
             self._entries.append((tensor.shape, torch.empty_like(tensor).stride(), offset))
+            self.bucket_of.append(len(self.buckets))
             offset += tensor.numel()
-        self.size = -(-offset // pad_to) * pad_to
+            if place == len(like) - 1 or (bucket_size is not None and offset - start >= bucket_size):
+                offset = -(-offset // pad_to) * pad_to
+                self.buckets.append(slice(start, offset))
+                self.members.append(range(first, place + 1))
+                start, first = offset, place + 1
+        self.size = offset
         self.device = like[0].device
 
     def new(self) -> Tensor:
@@ -76,21 +89,72 @@ class TreeSum:
         self._levels.clear()
         return held[0]
 
+    def close(self, last: Tensor, part: slice) -> Tensor:
+        """`part` of the sum of all that was pushed and of `last`, in place of pushing it: part after part, as they
+        become known. With `last` the number of vectors must be a power of two, and every part is closed once."""
+        for left in self._levels:
+            assert left is not None, "the number of shards of a rank is a power of two"
+            left[part].add_(last[part])
+            last = left
+        return last[part]
 
-def tree_over_ranks(vector: Tensor, group: Group) -> Tensor:
-    """The sum over ranks of equally long vectors, by the same tree continued above the ranks; equal on every rank.
+    def root(self, last: Tensor) -> Tensor:
+        """The vector whose parts `close` returned; leaves the tree empty."""
+        held = self._levels[-1] if self._levels else last
+        assert held is not None
+        self._levels.clear()
+        return held
 
-    The length must be a multiple of the world size. Raises nothing of its own; a missing rank ends in the group's
-    timeout.
+
+class RankSum:
+    """Sums over the ranks of parts of a vector, in place, by the tree continued above the ranks.
+
+    A part that is started travels while the next is computed. Every rank must start parts of the same lengths in the
+    same order; lengths are multiples of the world size. A missing rank ends in the group's timeout.
     """
-    ranks = group.world_size
-    if ranks == 1:
-        return vector
-    received = torch.empty_like(vector)
-    dist.all_to_all_single(received, vector)
+
+    def __init__(self, group: Group) -> None:
+        self._levels, self._contract = group.levels, group.contract
+        self._started: list[tuple[Tensor, Tensor, dist.Work]] = []
+
+    def start(self, part: Tensor) -> None:
+        """Send the chunks of a contiguous `part`, which must not be touched until `finish`."""
+        received = torch.empty_like(part)
+        self._contract.enter("all_to_all", part)
+        work = dist.all_to_all_single(received, part, group=self._levels[0].ranks, async_op=True)
+        assert work is not None
+        self._started.append((part, received, work))
+
+    def finish(self) -> None:
+        """Leave the sums in all parts that were started; equal on every rank."""
+        for part, received, work in self._started:
+            work.wait()
+            _climb(part, received, self._levels, self._contract)
+        self._started.clear()
+
+
+def _climb(vector: Tensor, received: Tensor, levels: Sequence[Level], contract: Contract, level: int = 0) -> None:
+    """Sum the chunks received from the ranks of the lowest level, go on above it, and gather the result."""
     tree = TreeSum()
-    for chunk in received.view(ranks, -1).unbind():
+    for chunk in received.view(levels[0].size, -1).unbind():
         tree.push(chunk)
     root = tree.take()
-    _all_gather(vector, root.contiguous())
+    if len(levels) > 1:
+        above = torch.empty_like(root)
+        contract.enter("all_to_all", root, level=level + 1)
+        dist.all_to_all_single(above, root, group=levels[1].ranks)
+        _climb(root, above, levels[1:], contract, level + 1)
+    contract.enter("all_gather", vector, level=level)
+    _all_gather(vector, root.contiguous(), group=levels[0].ranks)
+
+
+def tree_over_ranks(vector: Tensor, group: Group) -> Tensor:
+    """`vector`, which now is the sum over ranks of these equally long vectors; equal on every rank.
+
+    The length must be a multiple of the world size.
+    """
+    if group.world_size > 1:
+        across = RankSum(group)
+        across.start(vector)
+        across.finish()
     return vector

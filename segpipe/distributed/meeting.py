@@ -1,0 +1,129 @@
+"""How the ranks of a run find each other: before any process group is made, each says who it thinks it is.
+
+torch waits for `WORLD_SIZE` ranks and says nothing until its timeout, also when two processes bear the same RANK or
+count differently. Here every rank leaves a card in the store, and what does not fit is named within a second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from segpipe.distributed import environment
+from segpipe.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+POLL_S = 0.05
+LINGER_S = 1.0  # that the rank which keeps the store stays after a failure, so that the others read why
+SAME = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what all ranks must have been given alike
+
+
+def meet(*, timeout_s: float, same: Mapping[str, str] | None = None) -> Store:
+    """The store of this run, when all ranks of WORLD_SIZE have come to MASTER_ADDR:MASTER_PORT.
+
+    `same` is more that must be equal on all ranks, by name. Raises CollectiveError, on every rank, when ranks were
+    given different values, when two have one RANK, and after `timeout_s` when some are missing: it names them.
+    """
+    rank, world_size = environment.rank(), environment.world_size() or 1
+    card = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), **{name: os.environ[name] for name in SAME}}
+    store, keeps = _open(rank, timeout_s)
+    try:
+        _gather(store, {**card, **(same or {})}, [*SAME, *(same or ())], world_size, timeout_s)
+    except CollectiveError:
+        time.sleep(LINGER_S if keeps else 0.0)
+        raise
+    except RuntimeError as error:  # torch.distributed.DistError
+        raise CollectiveError(
+            f"rank {rank} lost the store at {_address()}, which another process keeps, before all ranks had come: "
+            f"that process ended."
+        ) from error
+    return store
+
+
+def _address() -> str:
+    return f"MASTER_ADDR:MASTER_PORT = {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
+def _open(rank: int, timeout_s: float) -> tuple[Store, bool]:
+    """The store, and whether this process keeps it: a launcher's agent does, or else rank 0."""
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    keeps = rank == 0 and not agent
+    try:
+        store = TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            None,
+            keeps,
+            timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        needed = "a free port of this machine" if keeps else "the address and port of a running rank 0"
+        raise CollectiveError(
+            f"{_address()} on rank {rank}, but {needed} was needed: {reason}. Give all ranks the same values."
+        ) from error
+    return PrefixStore(f"segpipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store), keeps
+
+
+def _gather(store: Store, card: dict[str, Any], same: list[str], world_size: int, timeout_s: float) -> None:
+    """Leave `card`, and wait until all ranks have left theirs."""
+    store.set(f"card/{store.add('cards', 1)}", json.dumps(card))
+    cards: list[dict[str, Any]] = []
+    end = time.monotonic() + timeout_s
+    while True:
+        while len(cards) < store.add("cards", 0):
+            cards.append(json.loads(store.get(f"card/{len(cards) + 1}")))
+        if problem := conflict(cards, same):
+            raise CollectiveError(problem)
+        if len(cards) == world_size:
+            return
+        if time.monotonic() > end:
+            raise CollectiveError(_missing(cards, world_size, timeout_s))
+        time.sleep(POLL_S)
+
+
+def conflict(cards: list[dict[str, Any]], same: list[str]) -> str:
+    """What keeps these ranks from being one run, of both sides; empty when nothing does."""
+    by_rank: dict[int, dict[str, Any]] = {}
+    for card in cards:
+        first = cards[0]
+        for name in same:
+            if card.get(name) != first.get(name):
+                return (
+                    f"{name} = {card.get(name)} on {_who(card)}, but {first.get(name)} on {_who(first)}. "
+                    f"Start all processes of a run with the same values."
+                )
+        if not 0 <= card["rank"] < int(card["WORLD_SIZE"]):
+            return f"RANK = {card['rank']} on {_who(card)}, but 0 to {int(card['WORLD_SIZE']) - 1} was needed."
+        other = by_rank.setdefault(card["rank"], card)
+        if other is not card:
+            return (
+                f"RANK = {card['rank']} was given twice: to {_who(other)} and to {_who(card)}. Give every process a "
+                f"rank of its own, and every run a MASTER_PORT of its own."
+            )
+    return ""
+
+
+def _who(card: dict[str, Any]) -> str:
+    return f"rank {card['rank']} (host {card['host']}, process {card['pid']})"
+
+
+def _missing(cards: list[dict[str, Any]], world_size: int, timeout_s: float) -> str:
+    came = {card["rank"]: card["host"] for card in cards}
+    missing = [rank for rank in range(world_size) if rank not in came]
+    return (
+        f"ranks {missing[:16]} of WORLD_SIZE = {world_size} did not come to {_address()} within {timeout_s:.0f} s; "
+        f"there were {', '.join(f'{rank} (host {host})' for rank, host in sorted(came.items())[:16])}. Look at how "
+        f"they were started; if they only needed longer, raise compute.timeout_s."
+    )

@@ -1,0 +1,73 @@
+"""Where every thread of this rank stands, written to a file: on SIGUSR1, and when a run is about to be given up."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+RECORDER_S = 2.0  # that torch may take to write what it recorded of its collectives; on a hung GPU it may never end
+
+
+class Stacks:
+    """The file of this rank; removed at the end when nothing was written.
+
+    SIGUSR1 is answered below the interpreter, so also by a rank whose main thread never comes back from a call:
+    `kill -USR1 PID`. A scheduler that sends it as a warning does not end the run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._file = path.open("a", encoding="utf-8")
+        faulthandler.register(signal.SIGUSR1, file=self._file, all_threads=True)
+
+    def dump(self, why: str) -> None:
+        """Append the stacks of all threads, led by a line with the time and `why`."""
+        self._file.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} {why}\n")
+        self._file.flush()
+        faulthandler.dump_traceback(self._file, all_threads=True)
+
+    def dump_recorder(self) -> None:
+        """Write what torch recorded of its last collectives, DDP's included, beside it, as `torchfrtrace` reads it."""
+        recorder = threading.Thread(target=self._dump_recorder, daemon=True)
+        recorder.start()
+        recorder.join(RECORDER_S)
+
+    def _dump_recorder(self) -> None:
+        if (recorded := _recorded()) is not None:
+            self.path.with_name(f"recorder_{self.path.stem}.pickle").write_bytes(recorded)
+
+    def close(self) -> None:
+        """Stop answering."""
+        if self._file.closed:
+            return
+        faulthandler.unregister(signal.SIGUSR1)
+        self._file.close()
+        if self.path.exists() and self.path.stat().st_size == 0:
+            self.path.unlink()
+            with contextlib.suppress(OSError):  # another rank's is in it
+                self.path.parent.rmdir()
+
+
+def _recorded() -> bytes | None:
+    """torch's flight recorder, pickled; None where this torch has none."""
+    import torch.distributed as dist
+    from torch._C import _distributed_c10d
+
+    if not dist.is_initialized():
+        return None
+    name = "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace"
+    dump = getattr(_distributed_c10d, name, None)
+    # Without its stacks: to look up their lines takes seconds, and ours are there.
+    return bytes(dump(includeStackTraces=False)) if dump is not None else None
+
+
+def main_frame() -> FrameType | None:
+    """The innermost frame of the main thread, as another thread sees it."""
+    return sys._current_frames().get(threading.main_thread().ident or 0)
