@@ -6,7 +6,7 @@ import hydra
 from omegaconf import DictConfig
 
 from segpipe.compose import CONF, check_overrides, compose
-from segpipe.distributed.environment import local_rank, under_launcher
+from segpipe.distributed.environment import local_rank, under_launcher, wait_to_be_ended
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.launch import launch
 from segpipe.sweep import Sweep
@@ -47,6 +47,8 @@ def main(arguments: list[str]) -> int:
     except SegpipeError as error:
         if local_rank() == 0:  # the others of this machine have the same command
             print(error, file=sys.stderr)
+        else:
+            wait_to_be_ended()
         return error.exit_code
 
 

@@ -24,8 +24,12 @@ from segpipe.models.layers import SegmentationNet
 from segpipe.preprocess import Preprocess
 
 FORMAT = "segpipe-checkpoint"
-VERSION = 1
-KEYS = ("format", "version", "step", "config", "classes", "model", "ema", "optimizer", "scaler", "digests", "best_miou")
+VERSION = 2
+HASHES = "checkpoints.sha256"  # SHA-256, name and step of every checkpoint that was written to a folder
+KEYS = (
+    "format", "version", "step", "config", "classes", "fingerprint", "model", "ema", "optimizer", "scaler", "digests",
+    "best_miou",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -70,14 +74,32 @@ def write_atomically(path: Path, content: bytes) -> None:
         ) from error
 
 
-def save(path: Path, state: dict[str, Any]) -> None:
-    """Write a checkpoint with digests of its content, which `load` compares."""
+def save(path: Path, state: dict[str, Any], *, listed: bool = False) -> None:
+    """Write a checkpoint with digests of its content, which `load` compares.
+
+    When `listed`, its SHA-256 is appended to the list beside it. Raises CheckpointError, and what was at `path` is then
+    still there.
+    """
     state = {"format": FORMAT, "version": VERSION, **state}
     state["digests"] = _digests(state)
     assert set(state) == set(KEYS), sorted(set(state) ^ set(KEYS))
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    write_atomically(path, buffer.getvalue())
+    content = buffer.getvalue()
+    if listed:  # the line first: whatever ends the process, a file that is there is listed
+        _list_hash(path, hashlib.sha256(content).hexdigest(), state["step"])
+    write_atomically(path, content)
+
+
+def _list_hash(path: Path, digest: str, step: int) -> None:
+    try:
+        with (path.parent / HASHES).open("a", encoding="utf-8") as file:
+            file.write(f"{digest}  {path.name}  {step}\n")
+    except OSError as error:
+        raise CheckpointError(
+            f"{path.parent / HASHES} could not be written: {error.strerror or error}; {path.name} is as it was. "
+            f"Free some space, or choose another run.root, then continue with run.exists=resume."
+        ) from error
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from segpipe.config import Config, from_mapping, known_keys, nearest
 from segpipe.errors import ConfigError
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
-GROUPS = ("model", "data", "track", "experiment")
+GROUPS = ("model", "data", "augment", "track", "experiment")
 
 ConfigStore.instance().store(name="schema", node=Config)
 

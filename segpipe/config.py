@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from segpipe.errors import ConfigError
+from segpipe.export_settings import EXPORT_KEYS, ExportConfig, export_choices, export_problems, export_ranges
 
 MODEL_NAMES = ("fast_scnn", "ddrnet23_slim", "pidnet_s")
 DATA_NAMES = ("synthetic", "camvid", "folder")
@@ -26,11 +27,13 @@ class RunConfig:
     name: str = "run"  # the folder below `root`; a pure function of the configuration
     root: str = "runs"
     exists: str = "error"  # error | resume | replace: what to do when the folder already holds a run
+    allow_fingerprint_change: bool = False  # resume under other versions or hardware, where bits may differ
 
 
 @dataclass
 class ModelConfig:
     name: str = "fast_scnn"  # a key of segpipe.models.MODELS
+    norm: str = "batch"  # batch | sync: statistics of a shard, or of all ranks (compute.mode run or off, GPUs)
 
 
 @dataclass
@@ -44,6 +47,7 @@ class DataConfig:
     num_val: int = 64  # synthetic: number of validation scenes
     shuffle_labels: bool = False  # control experiment: targets of other images; a network must not learn
     verify: str = "auto"  # auto | full | headers: how much is read before the first step
+    hash: bool = True  # write a SHA-256 of every file into the run's inputs.json, for audits; reads all files once
     workers: int = 2  # loader processes per rank; 0 loads in the training process
     start_method: str = "fork"  # fork | forkserver | spawn: how the loader processes start
     cache_mib: int = 0  # decoded training samples that each loader process may keep in memory
@@ -59,6 +63,9 @@ class AugmentConfig:
     contrast: float = 0.2
     saturation: float = 0.2
     hue: float = 0.02  # largest shift, in turns
+    extra: list[str] = field(default_factory=list)  # further transforms: keys of segpipe.data.transforms.TRANSFORMS
+    check: bool = True  # probe at the start of training that augmentation is a pure function of sample and key
+    canary: int = 1000  # one sample in so many is augmented again by other processes and compared; 0 means none
     keyed: bool = True  # False is the control: albumentations' own random state, as other trainers use it
 
 
@@ -84,6 +91,7 @@ class OptimConfig:
     weight_decay: float = 5e-4  # not applied to norms and biases
     schedule: str = "poly"  # poly | cosine
     power: float = 0.9  # of poly
+    schedule_steps: int = 0  # updates after which the rate would be 0; 0 means train.steps, which may end earlier
     warmup_steps: int = 20
     clip_norm: float = 0.0  # largest gradient norm; 0 means no clipping
 
@@ -105,17 +113,20 @@ class TrainConfig:
 
 @dataclass
 class ComputeConfig:
+    mode: str = "elastic"  # off | run | elastic | audit: which runs give the same bits; see docs/determinism.md
     nproc: str = "auto"  # processes of this machine; auto: the number of GPUs, or 1
     device: str = "auto"  # auto | cpu | cuda
     shards: int = 4  # logical shards, a power of two: the global batch is shards * samples_per_shard
     samples_per_shard: int = 4
     threads: int = 2  # intra-op threads per process; part of the numerics on a CPU
+    ledger: bool = True  # write digests of every step, and compare those of the state across the ranks
     timeout_s: float = 600.0  # of a collective
 
 
 @dataclass
 class CheckpointConfig:
     every: int = 100  # steps between writes of last.pt; 0 means at the end only
+    keep_every: int = 0  # steps between checkpoints that stay, step_NNNNNN.pt, for audits; 0 means none
 
 
 @dataclass
@@ -124,14 +135,6 @@ class TrackConfig:
     project: str = "segpipe"
     entity: str = ""
     mode: str = "online"  # wandb: online | offline
-
-
-@dataclass
-class ExportConfig:
-    enabled: bool = True  # export after training
-    formats: list[str] = field(default_factory=lambda: ["onnx", "torchscript"])
-    images: int = 16  # validation images on which the gates compare
-    dir: str = ""  # folder of the exported files; empty means <run folder>/export
 
 
 @dataclass
@@ -213,9 +216,10 @@ def _build(kind: type, values: Mapping[str, Any], prefix: str) -> Any:
 def _convert(name: str, value: Any, default: Any) -> Any:
     """`value` as the type of `default`; a number given for text (`compute.nproc=4`) is taken as text."""
     if isinstance(default, list):
-        if not isinstance(value, list | tuple) or len(value) == 0:
-            raise ConfigError(f"{name} = {value!r}, but a list such as {default} was needed.")
-        return [_convert(f"{name}[{place}]", item, default[0]) for place, item in enumerate(value)]
+        if not isinstance(value, list | tuple) or (default and not value):
+            raise ConfigError(f"{name} = {value!r}, but a list such as {default or ['name']} was needed.")
+        kind = default[0] if default else ""  # a list that may be empty is one of names
+        return [_convert(f"{name}[{place}]", item, kind) for place, item in enumerate(value)]
     if isinstance(default, bool) or isinstance(value, bool):
         fits = isinstance(default, bool) and isinstance(value, bool)
     elif isinstance(default, float):
@@ -237,10 +241,13 @@ def to_mapping(config: Config) -> dict[str, Any]:
 # What may change between an interrupted run and its continuation: none of it reaches the numbers.
 FREE_KEYS = frozenset(
     {
-        "run.name", "run.root", "run.exists", "data.root", "data.classes", "data.verify", "data.workers",
+        "run.name", "run.root", "run.exists", "run.allow_fingerprint_change", "data.root", "data.classes",
+        "data.verify", "data.hash", "data.workers",
         "data.start_method", "data.prefetch", "data.cache_mib", "train.log_every", "train.validate_every",
-        "train.progress", "compute.nproc", "compute.timeout_s", "checkpoint.every", "track.name", "track.project",
-        "track.entity", "track.mode", "export.enabled", "export.formats", "export.images", "export.dir",
+        "train.progress", "compute.nproc", "compute.timeout_s", "compute.ledger",
+        "checkpoint.every", "checkpoint.keep_every", "track.name", "track.project",
+        "track.entity", "track.mode",
+        "augment.check", "augment.canary", *EXPORT_KEYS,
     }
 )  # fmt: skip
 
@@ -251,6 +258,8 @@ def recipe(config: Config) -> dict[str, Any]:
     for group, value in to_mapping(config).items():
         entries = {f"{group}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {group: value}
         flat.update({name: item for name, item in entries.items() if name not in FREE_KEYS})
+    if config.compute.mode == "audit":
+        flat["compute.mode"] = "elastic"  # the same numbers, with more of them written down
     return flat
 
 
@@ -278,6 +287,18 @@ def check(config: Config, *, world_size: int) -> None:
             f"compute.samples_per_shard = {compute.samples_per_shard}, but at least 2 was needed: the networks pool "
             f"whole images, which leaves BatchNorm one value per image."
         )
+    if config.model.norm == "sync" and compute.mode in ("elastic", "audit"):
+        raise ConfigError(
+            f"model.norm = sync, but compute.mode = {compute.mode} promises the same bits for any number of processes, "
+            f"which statistics over all ranks cannot keep. Set compute.mode=run, or model.norm=batch."
+        )
+    if 0 < config.optim.schedule_steps < config.train.steps:
+        raise ConfigError(
+            f"optim.schedule_steps = {config.optim.schedule_steps}, but the run has train.steps = {config.train.steps} "
+            f"updates: the last would have no learning rate. Set optim.schedule_steps=0, or at least train.steps."
+        )
+    for problem in export_problems(config.export):
+        raise ConfigError(problem)
     if config.data.name in ("camvid", "folder") and not config.data.root:
         raise ConfigError(f"data.root is empty, but data={config.data.name} reads files. Set data.root=FOLDER.")
 
@@ -294,10 +315,12 @@ def _check_choices(config: Config) -> None:
         ("optim.name", config.optim.name, ("sgd", "adamw")),
         ("optim.schedule", config.optim.schedule, ("poly", "cosine")),
         ("train.precision", config.train.precision, ("fp32", "bf16", "fp16")),
+        ("model.norm", config.model.norm, ("batch", "sync")),
+        ("compute.mode", config.compute.mode, ("off", "run", "elastic", "audit")),
         ("compute.device", config.compute.device, ("auto", "cpu", "cuda")),
         ("track.name", config.track.name, ("none", "wandb")),
         ("track.mode", config.track.mode, ("online", "offline")),
-        *(("export.formats", name, ("onnx", "torchscript")) for name in config.export.formats),
+        *export_choices(config.export),
     ]
     for name, value, valid in choices:
         if value not in valid:
@@ -313,9 +336,11 @@ def _check_ranges(config: Config) -> None:
     ranges: list[tuple[str, float, float, float]] = [
         ("seed", config.seed, 0, 2**63 - 1),
         ("train.steps", config.train.steps, 1, math.inf),
+        ("optim.schedule_steps", config.optim.schedule_steps, 0, math.inf),
         ("train.log_every", config.train.log_every, 1, math.inf),
         ("train.validate_every", config.train.validate_every, 0, math.inf),
         ("checkpoint.every", config.checkpoint.every, 0, math.inf),
+        ("checkpoint.keep_every", config.checkpoint.keep_every, 0, math.inf),
         ("compute.shards", config.compute.shards, 1, 65536),
         ("compute.threads", config.compute.threads, 1, 1024),
         ("compute.timeout_s", config.compute.timeout_s, 1, 10**9),
@@ -329,6 +354,7 @@ def _check_ranges(config: Config) -> None:
         ("augment.contrast", config.augment.contrast, 0, 1),
         ("augment.saturation", config.augment.saturation, 0, 1),
         ("augment.hue", config.augment.hue, 0, 0.5),
+        ("augment.canary", config.augment.canary, 0, 10**6),
         ("optim.lr", config.optim.lr, 0, math.inf),
         ("optim.momentum", config.optim.momentum, 0, 1),
         *(("optim.betas", beta, 0, 1 - 1e-9) for beta in config.optim.betas),
@@ -344,7 +370,7 @@ def _check_ranges(config: Config) -> None:
         ("loss.aux_stride", config.loss.aux_stride, 1, 8),
         ("loss.ohem_min_kept", config.loss.ohem_min_kept, 0, 1),
         ("loss.ohem_threshold", config.loss.ohem_threshold, 0, 1),
-        ("export.images", config.export.images, 1, math.inf),
+        *export_ranges(config.export),
     ]
     for name, value, low, high in ranges:
         if not low <= value <= high:
@@ -354,6 +380,9 @@ def _check_ranges(config: Config) -> None:
             raise ConfigError(f"{name} = {pair}, but [height, width] of at least 32 pixels each was needed.")
     if len(config.optim.betas) != 2:
         raise ConfigError(f"optim.betas = {config.optim.betas}, but two numbers such as [0.9, 0.999] were needed.")
+    extra = config.augment.extra
+    if len(set(extra)) < len(extra):
+        raise ConfigError(f"augment.extra = {extra} names a transform twice; each may be given once.")
     scale = config.augment.scale
     if len(scale) != 2 or not 0.1 <= scale[0] <= scale[1] <= 10:
         raise ConfigError(f"augment.scale = {scale}, but [smallest, largest] within 0.1 to 10 was needed.")

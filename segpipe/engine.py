@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
-import time
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,10 @@ import torch
 from rich.console import Console
 
 from segpipe import __version__, state
+from segpipe.agreement import Agreement, agree_on_step, common_fingerprint
+from segpipe.audit import inputs
 from segpipe.checkpoint import write_atomically
+from segpipe.clock import Clock
 from segpipe.config import Config, config_hash, to_mapping
 from segpipe.console import TrainView
 from segpipe.data.augment import Augmenter
@@ -25,47 +26,19 @@ from segpipe.data.order import Order
 from segpipe.data.samples import Samples, class_pixels, open_samples
 from segpipe.determinism import flags
 from segpipe.determinism.digest import state_digest
+from segpipe.determinism.ledger import last_seals
 from segpipe.distributed.group import Group
-from segpipe.errors import CheckpointError, ConfigError, Interrupted, NumericsError
+from segpipe.distributed.health import Health, out_of_memory_told
+from segpipe.errors import CheckpointError, Interrupted, NumericsError
 from segpipe.folder import clear_folder
 from segpipe.losses import class_weights, valid_pixels
 from segpipe.metrics import miou, summary
 from segpipe.preprocess import Preprocess
+from segpipe.recorder import Recorder
 from segpipe.step import StepResult, TrainStep
+from segpipe.stop import StopRequest
 from segpipe.tracking import FILE_NAME, Tracker, open_tracker, read_metrics
 from segpipe.validate import Validation, validate
-
-
-class Clock:
-    """Seconds spent on updates, without validations and checkpoints."""
-
-    def __init__(self) -> None:
-        self.seconds, self.updates = 0.0, 0
-        self._mark = time.perf_counter()
-        self._recent = (0.0, 0)
-
-    def tick(self) -> None:
-        """An update is done. The first is left out of the figures: it starts workers and picks kernels."""
-        now = time.perf_counter()
-        self.seconds += now - self._mark if self.updates else 0.0
-        self.updates, self._mark = self.updates + 1, now
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Time in which no update is done."""
-        before = time.perf_counter()
-        yield
-        self._mark += time.perf_counter() - before
-
-    def rate(self) -> float:
-        """Updates per second so far; 0 before the second."""
-        return (self.updates - 1) / self.seconds if self.seconds > 0 else 0.0
-
-    def recent_rate(self) -> float:
-        """Updates per second since the last call."""
-        seconds, updates = self._recent
-        self._recent = (self.seconds, self.updates)
-        return (self.updates - updates) / (self.seconds - seconds) if self.seconds > seconds else 0.0
 
 
 @dataclass
@@ -80,38 +53,14 @@ class Run:
     tracker: Tracker
     view: TrainView
     clock: Clock
+    fingerprint: dict[str, Any]  # of rank 0
+    health: Health
+    agreement: Agreement
+    recorder: Recorder | None = None  # of compute.ledger
 
     @property
     def folder(self) -> Path:
         return self.config.run_dir
-
-
-class StopRequest:
-    """Remembers Ctrl-C and SIGTERM until the end of the step; a second Ctrl-C interrupts at once.
-
-    The terminal sends Ctrl-C to every process, and launchers send it on to theirs: what follows at once is its echo.
-    """
-
-    ECHO_S = 3.0
-
-    def __init__(self) -> None:
-        self.asked = False
-        self._first = 0.0
-
-    def __enter__(self) -> StopRequest:
-        self._before = {number: signal.signal(number, self._remember) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def _remember(self, number: int, frame: object) -> None:
-        now = time.monotonic()
-        if not self.asked:
-            self.asked, self._first = True, now
-        elif number == signal.SIGINT and now - self._first > self.ECHO_S:
-            raise KeyboardInterrupt
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
 
 def train(config: Config, group: Group, console: Console) -> tuple[Run, Validation, dict[str, Any]]:
@@ -120,34 +69,12 @@ def train(config: Config, group: Group, console: Console) -> tuple[Run, Validati
     Raises ConfigError and DataError before the first step, NumericsError on a loss that is not finite, Interrupted
     after Ctrl-C, when last.pt has been written.
     """
-    flags.apply(config.compute.threads)
-    _agree(config, group)
-    train_samples = open_samples(config.data, "train", config.seed)
-    val_samples = open_samples(config.data, config.data.split, config.seed)
-    current = state.build_state(config, train_samples.classes, group.device)
-    last = config.run_dir / "last.pt"
-    resuming = config.run.exists == "resume" and last.is_file()
-    if resuming:
-        state.restore(last, current, config, train_samples.classes)
-    _agree_on_step(last, current.step, group)
-    stream = _stream(config, group, train_samples, current.step)
-    if group.is_main and not resuming:
-        clear_folder(config)
-        write_atomically(config.run_dir / "config.json", _json(to_mapping(config)))
-    tracker = open_tracker(config, config.run_dir, current.step if resuming else None, rank=group.rank)
-    view = TrainView(
-        console,
-        name=config.run.name,
-        done=current.step,
-        total=config.train.steps,
-        enabled=group.is_main and config.train.progress,
-    )
-    run = Run(config, group, train_samples, val_samples, current, tracker, view, Clock())
+    run, stream, notes = _open(config, group, console)
     exit_code = 1
     try:
-        with view:
-            if resuming:
-                view.say(f"resuming {run.folder} at step {current.step}")
+        with run.view:
+            for note in notes:
+                run.view.say(note)
             images_per_second = _loop(run, stream)
             _save(run, "last.pt")  # before the validation, whose failure then costs nothing
             final = _validate(run, precision="fp32")
@@ -158,36 +85,64 @@ def train(config: Config, group: Group, console: Console) -> tuple[Run, Validati
             write_atomically(run.folder / "result.json", _json(result))
         exit_code = 0
     finally:
-        tracker.close(exit_code)
+        if run.recorder is not None:
+            with contextlib.suppress(CheckpointError):  # what fails here failed before, and was told
+                run.recorder.close()
+        run.tracker.close(exit_code)
     return run, final, result
 
 
-def _agree(config: Config, group: Group) -> None:
-    """All ranks must have composed the same configuration."""
-    hashes = group.gather(config_hash(config))
-    strangers = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
-    if strangers:
-        raise ConfigError(
-            f"ranks {strangers} have another configuration than rank 0. Give every node the same command."
-        )
+def _open(config: Config, group: Group, console: Console) -> tuple[Run, Generator[ShardBatch, None, None], list[str]]:
+    """The run at the step at which it starts or goes on, with its batches, and what is to be said of it."""
+    flags.apply(config.compute.threads, config.compute.mode)
+    train_samples = open_samples(config.data, "train", config.seed)
+    val_samples = open_samples(config.data, config.data.split, config.seed)
+    current = state.build_state(config, train_samples.classes, group.device)
+    fingerprint, strangers = common_fingerprint(config, group)
+    last = config.run_dir / "last.pt"
+    resuming = config.run.exists == "resume" and last.is_file()
+    if resuming:
+        state.restore(last, current, config, train_samples.classes, fingerprint)
+    agree_on_step(last, current.step, group)
+    stream = shard_stream(config, group, train_samples, range(current.step, config.train.steps))
+    if group.is_main and not resuming:
+        clear_folder(config)
+        write_atomically(config.run_dir / "config.json", _json(to_mapping(config)))
+    if group.is_main and _records(config):
+        inputs.record(config, {"train": train_samples, config.data.split: val_samples})
+    group.keep_stacks(config.run_dir)
+    tracker = open_tracker(config, config.run_dir, current.step if resuming else None, rank=group.rank)
+    view = TrainView(
+        console,
+        name=config.run.name,
+        done=current.step,
+        total=config.train.steps,
+        enabled=group.is_main and config.train.progress,
+    )
+    notes = [f"resuming {config.run_dir} at step {current.step}"] if resuming else []
+    if strangers and config.compute.mode != "off":
+        listed = "; ".join(strangers[:4])
+        notes.insert(0, f"ranks differ, so another division of the shards may give other bits: {listed}")
+    health = Health(group, allowance_mib=0.0 if config.data.workers else config.data.cache_mib)
+    recorder = Recorder(config, group, current, train_samples, fingerprint) if _records(config) else None
+    agreement = Agreement(group, recorder, config.run_dir)
+    run = Run(
+        config, group, train_samples, val_samples, current, tracker, view, Clock(), fingerprint, health, agreement,
+        recorder,
+    )  # fmt: skip
+    return run, stream, notes
 
 
-def _agree_on_step(last: Path, step: int, group: Group) -> None:
-    """All ranks must have found the same checkpoint, or all none."""
-    steps = group.gather(step)
-    if set(steps) != {step}:
-        raise CheckpointError(
-            f"{last} is not the same file on every machine: ranks 0, 1, ... would start at steps {steps}. "
-            f"Set run.root to a folder that all machines share."
-        )
+def _records(config: Config) -> bool:
+    return config.compute.ledger and config.compute.mode != "off"
 
 
 def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> float:
     """All updates that are left; returns images per second of the updates alone."""
     config, current, clock = run.config, run.state, run.clock
     own = run.group.own_shards(config.compute.shards)
-    step = TrainStep(current, config, run.group, _class_weights(run))
-    with StopRequest() as stop, contextlib.closing(stream):
+    step = TrainStep(current, config, run.group, loss_weights(config, run.train_samples), run.recorder)
+    with StopRequest(last_words=run.group.world_size > 1) as stop, contextlib.closing(stream):
         while current.step < config.train.steps:
             _train_once(run, step, [next(stream) for _ in own], stop)
             clock.tick()
@@ -199,29 +154,33 @@ def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> float:
                     _keep_best(run, _validate(run, precision=config.train.precision))
                 if _due(current.step, config.checkpoint.every):
                     _save(run, "last.pt")
+                if _due(current.step, config.checkpoint.keep_every):
+                    _save(run, f"step_{current.step:06d}.pt")
     return clock.rate() * config.global_batch
 
 
-def _class_weights(run: Run) -> torch.Tensor | None:
-    if run.config.loss.class_weights == "none":
+def loss_weights(config: Config, samples: Samples) -> torch.Tensor | None:
+    """Weight of every class in the loss, (C,), from how often `samples` show it; None when all weigh the same."""
+    if config.loss.class_weights == "none":
         return None
-    return class_weights(torch.from_numpy(class_pixels(run.train_samples)), run.config.loss.class_weights)
+    return class_weights(torch.from_numpy(class_pixels(samples)), config.loss.class_weights)
 
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _stream(config: Config, group: Group, samples: Samples, first: int) -> Generator[ShardBatch, None, None]:
-    """This rank's shard batches of all steps from `first` on; no worker starts before the first is asked for."""
+def shard_stream(config: Config, group: Group, samples: Samples, steps: range) -> Generator[ShardBatch, None, None]:
+    """This rank's shard batches of `steps`; no worker starts before the first is asked for."""
     compute, data = config.compute, config.data
+    augment = replace(config.augment, canary=0) if compute.mode == "off" else config.augment
     return train_batches(
         CachedSamples(samples, data.cache_mib) if data.cache_mib else samples,
-        Augmenter(config.augment),
+        Augmenter(augment),
         Order(config.seed, len(samples), compute.shards, compute.samples_per_shard),
         seed=config.seed,
         shards=group.own_shards(compute.shards),
-        steps=range(first, config.train.steps),
+        steps=steps,
         workers=data.workers,
         start_method=data.start_method,
         prefetch=data.prefetch,
@@ -231,19 +190,23 @@ def _stream(config: Config, group: Group, samples: Samples, first: int) -> Gener
 
 def _train_once(run: Run, step: TrainStep, shards: list[ShardBatch], stop: StopRequest) -> None:
     """One update, unless a stop was asked for."""
-    group, number = run.group, run.state.step
-    counts = torch.tensor([sum(valid_pixels(batch.target) for batch in shards), int(stop.asked)])
-    counts = group.sum_tensor(counts.to(group.device))
+    number = run.state.step
     looks = _looks(run)
+    pixels = sum(valid_pixels(batch.target) for batch in shards)
+    counts = run.agreement.sum([pixels, int(stop.asked)], wait=looks)
     if looks and int(counts[1]):
         _save(run, "last.pt")
         raise Interrupted(
             f"stopped at step {number}; {run.folder / 'last.pt'} is written. Continue with run.exists=resume."
         )
-    result = step(shards, counts[0])
-    if looks:
-        _check_finite(run, result)
-    step.apply()
+    with out_of_memory_told(run.state, [batch.image.shape for batch in shards], run.group, run.folder):
+        result = step(shards, counts[0])
+        if looks:
+            _check_finite(run, result)
+        step.apply()
+    run.health.after_step(run.state.step)
+    if run.recorder is not None and _due(number + 1, run.recorder.steps_held):
+        _together(run, run.recorder.flush)
     if _logs(run.config, number + 1):
         _log(run, result)
 
@@ -295,6 +258,10 @@ def _log(run: Run, result: StepResult) -> None:
     if run.config.train.precision == "fp16":
         values["loss_scale"] = current.scaler.get_scale()
     run.tracker.log(current.step, "train", values)
+    memory, warnings = run.health.report(current.step)
+    run.tracker.log(current.step, "memory", memory)
+    for warning in warnings:
+        run.view.say(warning)
     shown = {"loss": f"{values['loss']:.3f}", "lr": f"{rate:.2g}", "img/s": f"{speed:.1f}" if speed else "-"}
     run.view.advance(current.step, shown)
 
@@ -336,14 +303,26 @@ def _keep_best(run: Run, found: Validation) -> bool:
 
 
 def _save(run: Run, name: str) -> None:
-    """Write a checkpoint from rank 0; a full disk ends all ranks, not rank 0 alone."""
+    """Write a checkpoint from rank 0, and what every rank has to say about the steps before it."""
+    run.agreement.sum([])  # nothing is kept that one rank alone holds
+
+    def write() -> None:
+        if run.recorder is not None:
+            run.recorder.flush(sync=True)
+        if run.group.is_main:
+            state.save(run.folder / name, run.state, run.config, run.train_samples.classes, run.fingerprint)
+
+    _together(run, write)
+
+
+def _together(run: Run, write: Callable[[], None]) -> None:
+    """Do `write` on every rank; a full disk ends all of them, not one alone."""
     problem = ""
-    if run.group.is_main:
-        try:
-            state.save(run.folder / name, run.state, run.config, run.train_samples.classes)
-        except CheckpointError as error:
-            problem = str(error)
-    problem = run.group.gather(problem)[0]
+    try:
+        write()
+    except CheckpointError as error:
+        problem = str(error)
+    problem = next(filter(None, run.group.gather(problem)), "")
     if problem:
         raise CheckpointError(problem)
 
@@ -365,7 +344,10 @@ def _result(run: Run, found: Validation, images_per_second: float) -> dict[str, 
         "ema_digest": state_digest(current.ema.model.state_dict()),
         "config_hash": config_hash(config),
         "segpipe": __version__,
-        "versions": flags.fingerprint(),
+        "mode": config.compute.mode,
+        "versions": run.fingerprint,
+        "switches": flags.switches(),
+        "ledger": last_seals(run.folder),
     }
 
 

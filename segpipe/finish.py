@@ -76,14 +76,26 @@ def _overlay(run: Run, index: int, score: float) -> Overlay:
 
 def _export(run: Run, console: Console) -> None:
     """Export the checkpoint that was just written, through the same door as scripts/export.py."""
-    from segpipe.export import check_images, export_run
+    from segpipe.export import export_run, gather, origin_of, spread
     from segpipe.export.report import table
 
     export = run.config.export
-    names, images = check_images(run.val_samples, export.images)
+    found = gather(run.val_samples, run.config)
     folder = Path(export.dir) if export.dir else run.folder / "export"
     started = time.perf_counter()
     console.print("exporting, and comparing the files with the trained network ...", highlight=False)
-    done = export_run(load_network(run.folder, "last"), images, folder, export.formats, {}, names=names)
+    trained = load_network(run.folder, "last")
+    done = export_run(
+        trained,
+        found.images,
+        folder,
+        export.formats,
+        {},
+        names=found.names,
+        origin=origin_of(run.folder, "last", trained),
+        train_images=spread(run.train_samples),
+        labelled=found.labelled,
+        settings=export,
+    )
     console.print(table(done))
     console.print(f"exported to {done.folder} in {time.perf_counter() - started:.0f} s", highlight=False)

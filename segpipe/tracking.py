@@ -142,7 +142,7 @@ class Tracker:
         self._file.write(json.dumps(entry, allow_nan=False) + "\n")
         self._file.flush()
         if self._mirror:
-            self._mirror.log(step, {f"{kind}/{name}": value for name, value in plain.items()})
+            self._mirror.log(step, {f"{kind}/{name}": value for name, value in _scalars(plain)})
 
     def close(self, exit_code: int = 0) -> None:
         """Finish; wandb shows the run as failed when `exit_code` is not 0. Closing twice does nothing."""
@@ -189,6 +189,15 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Names and values, those of a list under its name and their place: a curve for each rank."""
+    for name, value in values.items():
+        if isinstance(value, list):
+            yield from ((f"{name}/{place}", item) for place, item in enumerate(value))
+        else:
+            yield name, value
 
 
 class _Wandb:

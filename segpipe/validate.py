@@ -11,11 +11,11 @@ from torch import Tensor
 from segpipe.data.loader import eval_images
 from segpipe.data.samples import Samples
 from segpipe.distributed.group import Group
+from segpipe.gradients import autocast
 from segpipe.metrics import confusion
 from segpipe.models.layers import SegmentationNet
 from segpipe.preprocess import Preprocess
 from segpipe.resize import bilinear
-from segpipe.step import autocast
 
 
 @dataclass(frozen=True)

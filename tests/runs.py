@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TINY = (
     "model=fast_scnn", "data=synthetic", "data.size=[64,96]", "data.num_train=16", "data.num_val=4", "data.workers=0",
     "augment.crop_size=[64,64]", "train.steps=3", "train.progress=false", "compute.device=cpu",
-    "compute.samples_per_shard=2", "compute.threads=1", "export.enabled=false",
+    "compute.samples_per_shard=2", "compute.threads=1", "export.enabled=false", "augment.check=false",
 )  # fmt: skip
 DIGESTS = ("weights_digest", "ema_digest", "miou")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -37,12 +37,13 @@ def settings(folder: Path, *changes: str) -> list[str]:
 
 def run(folder: Path, *changes: str) -> int:
     """Exit code of a run inside this process, which is left as it was."""
-    with _torch_restored():
+    with torch_restored():
         return train.main(settings(folder, *changes))
 
 
 @contextmanager
-def _torch_restored() -> Iterator[None]:
+def torch_restored() -> Iterator[None]:
+    """Leave torch's and OpenCV's switches as they were."""
     threads, cv2_threads = torch.get_num_threads(), cv2.getNumThreads()
     deterministic = torch.are_deterministic_algorithms_enabled()
     try:
@@ -106,6 +107,11 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     """Lines of metrics.jsonl; empty before there is one."""
     path = folder / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def updates(folder: Path) -> list[dict[str, Any]]:
+    """The lines of updates in metrics.jsonl."""
+    return [line for line in metrics(folder) if line["kind"] == "train"]
 
 
 def write_camvid(root: Path, *, num_train: int = 8, num_val: int = 2, size: Sequence[int] = (72, 96)) -> Path:

@@ -14,6 +14,7 @@ from segpipe.state import TrainState, build_state, restore, save, seed_torch
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
 CPU = torch.device("cpu")
+HERE = {"torch": "2.14.1", "device": "A"}
 
 
 def config(**groups: dict[str, Any]) -> Config:
@@ -43,12 +44,12 @@ def test_a_restored_state_goes_on_with_the_same_bits(tmp_path: Path, name: str, 
     for number in range(2):
         update(state, number)
     state.best_miou = 0.375
-    save(tmp_path / "last.pt", state, settings, CAMVID)
+    save(tmp_path / "last.pt", state, settings, CAMVID, HERE)
     update(state, 2)
     torch.rand(3)  # what else the process did must not matter
     other = build_state(settings, CAMVID, CPU)
     assert digests(other) != digests(state)
-    restore(tmp_path / "last.pt", other, settings, CAMVID)
+    restore(tmp_path / "last.pt", other, settings, CAMVID, HERE)
     assert (other.step, other.best_miou) == (2, 0.375)
     update(other, 2)
     assert digests(other) == digests(state)
@@ -56,7 +57,7 @@ def test_a_restored_state_goes_on_with_the_same_bits(tmp_path: Path, name: str, 
     # The control: without the optimizer's state the bits differ.
     forgetful = build_state(settings, CAMVID, CPU)
     empty = forgetful.optimizer.state_dict()
-    restore(tmp_path / "last.pt", forgetful, settings, CAMVID)
+    restore(tmp_path / "last.pt", forgetful, settings, CAMVID, HERE)
     forgetful.optimizer.load_state_dict(empty)
     update(forgetful, 2)
     assert digests(forgetful) != digests(state)
@@ -79,7 +80,7 @@ def test_memory_format_is_the_configured_one() -> None:
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     path = tmp_path / "last.pt"
-    save(path, build_state(config(), CAMVID, CPU), config(), CAMVID)
+    save(path, build_state(config(), CAMVID, CPU), config(), CAMVID, HERE)
     return path
 
 
@@ -96,13 +97,13 @@ def saved(tmp_path: Path) -> Path:
 def test_another_recipe_is_refused_by_name(saved: Path, changed: dict[str, Any], named: str) -> None:
     other = from_mapping(changed)
     with pytest.raises(CheckpointError, match=r"last\.pt was trained with another recipe") as caught:
-        restore(saved, build_state(config(), CAMVID, CPU), other, CAMVID)
+        restore(saved, build_state(config(), CAMVID, CPU), other, CAMVID, HERE)
     assert named in str(caught.value)
 
 
 def test_settings_that_reach_no_number_may_change(saved: Path) -> None:
     free = {"data": {"workers": 0, "root": "elsewhere"}, "compute": {"nproc": "2"}, "export": {"dir": "out"}}
-    restore(saved, build_state(config(), CAMVID, CPU), from_mapping(free), CAMVID)
+    restore(saved, build_state(config(), CAMVID, CPU), from_mapping(free), CAMVID, HERE)
 
 
 def test_other_classes_are_refused(saved: Path) -> None:
@@ -113,7 +114,16 @@ def test_other_classes_are_refused(saved: Path) -> None:
         (ClassTable("camvid", CAMVID.names, CAMVID.palette, swapped), "train_ids"),
     ):
         with pytest.raises(CheckpointError, match=f"class {part}"):
-            restore(saved, build_state(config(), CAMVID, CPU), config(), table)
+            restore(saved, build_state(config(), CAMVID, CPU), config(), table, HERE)
+
+
+def test_another_environment_is_refused_by_name_unless_it_is_allowed(saved: Path) -> None:
+    other = {"torch": "2.15.0", "device": "A", "cudnn": 9}
+    with pytest.raises(CheckpointError, match=r"torch: 2\.14\.1 -> 2\.15\.0; cudnn: None -> 9\)") as caught:
+        restore(saved, build_state(config(), CAMVID, CPU), config(), CAMVID, other)
+    assert "run.allow_fingerprint_change=true" in str(caught.value)
+    allowed = config(run={"allow_fingerprint_change": True})
+    restore(saved, build_state(config(), CAMVID, CPU), allowed, CAMVID, other)
 
 
 def test_the_whole_configuration_is_kept(saved: Path) -> None:

@@ -12,12 +12,13 @@ from torch.nn import functional as F
 from segpipe.config import Config, from_mapping
 from segpipe.data.loader import ShardBatch
 from segpipe.distributed.group import Group
+from segpipe.gradients import statistics
 from segpipe.losses import valid_pixels
 from segpipe.models.layers import SegmentationNet
 from segpipe.optim import Ema, build_optimizer, learning_rate
 from segpipe.preprocess import Preprocess
 from segpipe.state import TrainState
-from segpipe.step import TrainStep, statistics
+from segpipe.step import TrainStep
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
 ALONE = Group(0, 0, 1, torch.device("cpu"))

@@ -16,14 +16,29 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from runs import ROOT, command, finished, metrics, outcome, result, run, settings, start, wait_for, write_camvid
+from runs import (
+    ROOT,
+    command,
+    finished,
+    metrics,
+    outcome,
+    result,
+    run,
+    settings,
+    start,
+    updates,
+    wait_for,
+    write_camvid,
+)
 from segpipe import checkpoint, engine, tracking
+from segpipe.agreement import agree_on_step
 from segpipe.compose import compose
 from segpipe.data.catalog import STREET, ClassTable
 from segpipe.data.samples import Samples, open_samples
 from segpipe.errors import CheckpointError
 from segpipe.models import build_model
 from segpipe.preprocess import Preprocess
+from segpipe.stop import StopRequest
 from segpipe.validate import Validation, validate
 
 STEPS = 24  # enough that a signal sent after the first lines of metrics.jsonl comes long before the end
@@ -47,14 +62,17 @@ def told(capsys: pytest.CaptureFixture[str]) -> str:
 
 def is_complete(folder: Path) -> bool:
     """Whether every step has its line once, in order, and the last one its validation."""
-    lines = [(line["step"], line["kind"]) for line in metrics(folder) if line["step"] != 12 or line["kind"] == "train"]
-    return lines == [*((step, "train") for step in range(1, STEPS + 1)), (STEPS, "validation")]
+    lines = [
+        (line["step"], line["kind"]) for line in metrics(folder) if (line["step"], line["kind"]) != (12, "validation")
+    ]
+    each = [(step, kind) for step in range(1, STEPS + 1) for kind in ("train", "memory")]
+    return lines == [*each, (STEPS, "validation")]
 
 
 def test_whole_run_logs_every_step_once(whole: Path) -> None:
     assert is_complete(whole)
     assert [line["step"] for line in metrics(whole) if line["kind"] == "validation"] == [12, STEPS]
-    losses = [line["loss"] for line in metrics(whole) if line["kind"] == "train"]
+    losses = [line["loss"] for line in updates(whole)]
     assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
 
 
@@ -64,7 +82,7 @@ def test_ctrl_c_of_two_processes_then_resume_in_one(
     """Ctrl-C reaches parent and children, as in a terminal, and the parent sends it on: children see it twice."""
     folder = tmp_path / "run"
     process = start("train.py", *settings(folder, *LONG, "checkpoint.every=0", "compute.nproc=2"))
-    wait_for(lambda: len(metrics(folder)) >= 3, process)
+    wait_for(lambda: len(updates(folder)) >= 3, process)
     os.killpg(process.pid, signal.SIGINT)
     done = finished(process, timeout_s=30)
     assert done.returncode == 130
@@ -88,7 +106,7 @@ def test_sigkill_then_resume_in_two_processes(whole: Path, tmp_path: Path) -> No
     """The lines of the steps after the last checkpoint are there when the process dies, and must not come twice."""
     folder = tmp_path / "run"
     process = start("train.py", *settings(folder, *LONG, "checkpoint.every=4", "data.workers=1"))
-    wait_for(lambda: len(metrics(folder)) >= 7, process)
+    wait_for(lambda: len(updates(folder)) >= 7, process)
     os.killpg(process.pid, signal.SIGKILL)
     assert finished(process).returncode == -signal.SIGKILL
     assert checkpoint.load(folder / "last.pt")["step"] % 4 == 0
@@ -126,13 +144,28 @@ def _terminate() -> None:
 
 
 def test_second_ctrl_c_interrupts_at_once_but_an_echo_does_not() -> None:
-    with engine.StopRequest() as stop:
+    with StopRequest() as stop:
         assert not _interrupts(signal.SIGINT)
         assert stop.asked
         assert not _interrupts(signal.SIGINT)
         stop._first -= stop.ECHO_S
         assert not _interrupts(signal.SIGTERM)
         assert _interrupts(signal.SIGINT)
+
+
+@pytest.mark.parametrize("last_words", [True, False])
+def test_a_rank_that_failed_outlives_the_launchers_sigterm(last_words: bool) -> None:
+    """Otherwise it would be ended before it could say which rank broke the contract."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(ValueError, match="lost"), StopRequest(last_words=last_words):
+            raise ValueError("lost")
+        assert (signal.getsignal(signal.SIGTERM) == signal.SIG_IGN) is last_words
+        with StopRequest(last_words=True):
+            pass
+        assert (signal.getsignal(signal.SIGTERM) == signal.SIG_IGN) is last_words  # as it was found
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _interrupts(number: signal.Signals) -> bool:
@@ -151,7 +184,7 @@ def test_replace_deletes_the_earlier_run(tmp_path: Path) -> None:
     assert run(folder, "run.exists=replace", "seed=1") == 0
     assert outcome(folder) != first
     assert not (folder / "validation").exists()
-    assert [line["kind"] for line in metrics(folder)] == ["train", "validation"]
+    assert [line["kind"] for line in metrics(folder)] == ["train", "memory", "validation"]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -188,7 +221,8 @@ def test_full_disk_leaves_the_last_good_checkpoint(
     for part in (str(folder / "last.pt"), "No space left", "unharmed", "run.exists=resume"):
         assert part in text
     assert checkpoint.load(folder / "last.pt")["step"] == 2
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "last.pt", "metrics.jsonl"]
+    kept = ["checkpoints.sha256", "config.json", "inputs.json", "last.pt", "ledger", "metrics.jsonl"]
+    assert sorted(path.name for path in folder.iterdir()) == kept
     monkeypatch.undo()
     assert run(folder, *LONG, "run.exists=resume") == 0
     assert outcome(folder) == outcome(whole)
@@ -323,10 +357,10 @@ def test_ranks_that_see_different_checkpoints_are_told_apart() -> None:
     """As on machines without a common disk: one would resume, the other start anew."""
     rank = Rank(0, 2)
     rank.others = [20, 20]
-    engine._agree_on_step(Path("last.pt"), 20, rank)  # type: ignore[arg-type]
+    agree_on_step(Path("last.pt"), 20, rank)  # type: ignore[arg-type]
     rank.others = [20, 0]
     with pytest.raises(CheckpointError, match=r"not the same file on every machine.*\[20, 0\].*run\.root"):
-        engine._agree_on_step(Path("last.pt"), 20, rank)  # type: ignore[arg-type]
+        agree_on_step(Path("last.pt"), 20, rank)  # type: ignore[arg-type]
 
 
 def test_shuffled_labels_reach_training_and_not_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
