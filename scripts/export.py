@@ -1,9 +1,13 @@
 """Exports a finished run: model files that provably compute what the trained network computes, or none.
 
-    python scripts/export.py run=runs/NAME [which=last|best] [export.dir=FOLDER] ['export.formats=[onnx]']
-                             [export.images=16] [data.root=FOLDER] [data.split=val]
+    python scripts/export.py run=runs/NAME [which=last|best] [export.dir=FOLDER] ['export.formats=[onnx,torchscript]']
+                             ['export.precision=[fp32,int8]'] [export.profile=robot|isaac|logits]
+                             [export.latency_budget_ms=33] [export.images=16] [export.quality_images=100]
+                             ['export.critical_classes=[person]'] [data.root=FOLDER] [data.split=val]
+                             [export.allow_unverified=true export.height=H export.width=W]
 
-Exit codes: 0 published, 2 usage, 3 not convertible, 4 the exported file differs.
+Exit codes: 0 published, 2 usage, 3 not convertible, 4 other answers (G2, G3, G4) or blind gates (G6), 5 worse on
+labelled images (G5), 6 too slow, 7 not whole (G1).
 """
 
 import sys
@@ -15,23 +19,34 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from segpipe.arguments import parse, with_settings
 from segpipe.checkpoint import load_network
-from segpipe.data.samples import open_samples
 from segpipe.errors import SegpipeError
-from segpipe.export import check_images, export_run
+from segpipe.export import export_run, gather, origin_of, training_images, validation_samples
 from segpipe.export.report import table
+from segpipe.export_settings import EXPORT_KEYS
 
-SETTINGS = ("run", "which", "export.dir", "export.formats", "export.images", "data.root", "data.split")
+SETTINGS = ("run", "which", *EXPORT_KEYS[1:], "data.root", "data.split")  # without export.enabled
 
 
 def main(arguments: list[str]) -> int:
     """Exit code."""
     try:
         given = parse(arguments, SETTINGS)
-        trained = load_network(Path(given["run"]), given["which"])
+        run = Path(given["run"])
+        trained = load_network(run, given["which"])
         config = with_settings(trained.config, given)
-        names, images = check_images(open_samples(config.data, config.data.split, config.seed), config.export.images)
-        out_dir = Path(config.export.dir or Path(given["run"]) / "export")
-        report = export_run(trained, images, out_dir, config.export.formats, {}, names=names)
+        found = gather(validation_samples(config, trained.classes), config)
+        report = export_run(
+            trained,
+            found.images,
+            Path(config.export.dir or run / "export"),
+            config.export.formats,
+            {},
+            names=found.names,
+            origin=origin_of(run, given["which"], trained),
+            train_images=training_images(config),
+            labelled=found.labelled,
+            settings=config.export,
+        )
     except SegpipeError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -1,7 +1,29 @@
 """From a trained network to files that provably compute what it computes, or to no file at all."""
 
+from segpipe.export.checks import Labelled, check_images
 from segpipe.export.deploy import DeployModel, deploy_model
-from segpipe.export.publish import ExportReport, export_run
-from segpipe.export.verify import check_images
+from segpipe.export.evidence import Material, gather, training_images, validation_samples
+from segpipe.export.origin import Origin, origin_of
+from segpipe.export.outcome import ExportReport
+from segpipe.export.publish import export_run
+from segpipe.export.statistics import spread
+from segpipe.export.verify import image_size, read_manifest, verify_folder
 
-__all__ = ["DeployModel", "ExportReport", "check_images", "deploy_model", "export_run"]
+__all__ = [
+    "DeployModel",
+    "ExportReport",
+    "Labelled",
+    "Material",
+    "Origin",
+    "check_images",
+    "deploy_model",
+    "export_run",
+    "gather",
+    "image_size",
+    "origin_of",
+    "read_manifest",
+    "spread",
+    "training_images",
+    "validation_samples",
+    "verify_folder",
+]

@@ -1,6 +1,6 @@
-"""The deploy model as files: ONNX and TorchScript, each in the shipped form and as a probe with logits.
+"""The deploy model as files: ONNX, TorchScript and torch.export, each in the shipped form and as a probe.
 
-A probe is the same graph with `logits` as third output; the gates compare it and it is thrown away.
+A probe is the same graph with `logits` and `normalised` as further outputs; the gates compare it and it is thrown away.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import onnx
 import torch
 
 from segpipe.errors import ExportError
-from segpipe.export.deploy import INPUT, LOGITS, OUTPUTS, DeployModel
+from segpipe.export.archive import write_archive
+from segpipe.export.deploy import DeployModel
+from segpipe.export.probes import keep_outputs, write_probe
+from segpipe.export.profiles import INPUT
+from segpipe.runtime.session import MANIFEST_KEY
 
 OPSET = 18
-MANIFEST_KEY = "segpipe"  # of ONNX metadata_props
-MANIFEST_FILE = "manifest.json"  # TorchScript extra file
+MANIFEST_FILE = "manifest.json"  # extra file of TorchScript and torch.export
 Manifest = dict[str, Any]
 jit: Any = torch.jit  # has no annotations
 
@@ -30,27 +33,25 @@ def to_onnx(model: DeployModel, size: tuple[int, int], manifest: Manifest, shipp
 
     Raises ExportError when torch cannot convert the network.
     """
-    # One export for both: the shipped graph is the probe's less an output, node for node.
+    # One export for both: the shipped graph is the probe's less the outputs, node for node.
     with _conversion("onnx"), contextlib.redirect_stdout(None):
         torch.onnx.export(
             model.probe(),
-            (_example(size),),
+            (model.profile.example(size),),
             probe,
             dynamo=True,
             external_data=False,
             opset_version=OPSET,
             input_names=[INPUT],
-            output_names=[*OUTPUTS, LOGITS],
+            output_names=list(model.profile.probe_outputs),
             verbose=False,
         )
     graph_file = onnx.load(probe)
     _drop_debug_info(graph_file)
     onnx.helper.set_model_props(graph_file, {MANIFEST_KEY: manifest_text(manifest)})
-    onnx.save(graph_file, probe)
-    kept = [output for output in graph_file.graph.output if output.name != LOGITS]
-    del graph_file.graph.output[:]
-    graph_file.graph.output.extend(kept)
+    keep_outputs(graph_file, model.profile.outputs)
     onnx.save(graph_file, shipped)
+    write_probe(shipped, probe)
 
 
 def to_torchscript(model: DeployModel, size: tuple[int, int], manifest: Manifest, shipped: Path, probe: Path) -> None:
@@ -59,11 +60,27 @@ def to_torchscript(model: DeployModel, size: tuple[int, int], manifest: Manifest
     Not frozen: freezing folds BatchNorm into other weights than the trained ones. Raises ExportError as `to_onnx`.
     """
     extra = {MANIFEST_FILE: manifest_text(manifest)}
-    with _conversion("torchscript"), torch.no_grad():
-        for variant, path in ((model, shipped), (model.probe(), probe)):
+    with _conversion("torchscript"), torch.no_grad(), _fixed_switches():
+        # The probe first: it takes the names of all classes, so those of the shipped file are numbered from the first
+        # one on, whatever this process has traced before.
+        for variant, path in ((model.probe(), probe), (model, shipped)):
             # check_trace would run the model again on the example; the gates do so on real images.
-            traced = jit.trace(variant, (_example(size),), check_trace=False)
-            jit.save(traced, str(path), _extra_files=extra)
+            traced = jit.trace(variant, (model.profile.example(size),), check_trace=False)
+            write_archive(traced, path, extra)
+
+
+def to_pt2(model: DeployModel, size: tuple[int, int], manifest: Manifest, shipped: Path, probe: Path) -> None:
+    """Writes the torch.export files, manifest inside as extra file; `size` = (height, width) of every image to come.
+
+    Raises ExportError as `to_onnx`.
+    """
+    extra = {MANIFEST_FILE: manifest_text(manifest)}
+    with _conversion("pt2"), torch.no_grad():
+        for variant, path in ((model.probe(), probe), (model, shipped)):
+            program = torch.export.export(variant, (model.profile.example(size),))
+            for node in program.graph.nodes:
+                node.meta.pop("stack_trace", None)  # paths of this machine
+            torch.export.save(program, path, extra_files=dict(extra))
 
 
 def manifest_text(manifest: Manifest) -> str:
@@ -83,6 +100,21 @@ def quiet_torchscript() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _fixed_switches() -> Iterator[None]:
+    """Every traced convolution records these switches of the process, and on a GPU obeys them for ever."""
+    cudnn: Any = torch.backends.cudnn
+    wanted = {"enabled": True, "benchmark": False, "deterministic": True, "allow_tf32": False}
+    before = {name: getattr(cudnn, name) for name in wanted}
+    try:
+        for name, value in wanted.items():
+            setattr(cudnn, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(cudnn, name, value)
+
+
+@contextlib.contextmanager
 def _conversion(name: str) -> Iterator[None]:
     with warnings.catch_warnings(), quiet_torchscript():
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|onnxscript|onnx_ir|copyreg)\b")
@@ -94,10 +126,6 @@ def _conversion(name: str) -> Iterator[None]:
                 f"export.formats = {name}: torch {torch.__version__} could not convert the network "
                 f"({type(error).__name__}: {error}). Leave {name} out of export.formats, or change the named operation."
             ) from error
-
-
-def _example(size: tuple[int, int]) -> torch.Tensor:
-    return torch.zeros((1, *size, 3), dtype=torch.uint8)
 
 
 def _drop_debug_info(model: onnx.ModelProto) -> None:

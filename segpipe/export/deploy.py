@@ -8,54 +8,88 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from segpipe.export.profiles import CONFIDENCE, LOGITS, MASK, NORMALISED, ROBOT, Profile
 from segpipe.resize import bilinear
 
 if TYPE_CHECKING:
     from segpipe.checkpoint import TrainedNetwork
 
-INPUT = "image"
-OUTPUTS = ("mask", "confidence")
-LOGITS = "logits"  # the extra output on which G2 compares; never shipped
-
 
 class DeployModel(nn.Module):
     """A camera image to class ids and confidence: preprocessing, network, upsampling and argmax in one graph.
 
-    `preprocess` is the training module itself, so the graph cannot normalise differently from the training.
+    `preprocess` is the training module itself, so the graph cannot normalise differently from the training. A planar
+    profile takes its buffers in the same two operations, since the module takes bytes.
     """
 
     def __init__(
-        self, network: nn.Module, preprocess: nn.Module, *, align_corners: bool, with_logits: bool = False
+        self,
+        network: nn.Module,
+        preprocess: nn.Module,
+        *,
+        align_corners: bool,
+        profile: Profile = ROBOT,
+        temperature: float = 1.0,
+        is_probe: bool = False,
     ) -> None:
         super().__init__()
         self.network = network
         self.preprocess = preprocess
         self.align_corners = align_corners
-        self.with_logits = with_logits
+        self.profile = profile
+        self.temperature = temperature
+        self.is_probe = is_probe
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
-        """(`mask`, `confidence`), and the full-resolution `logits` in the variant that has them.
+        """The outputs of the profile, and those on which the gates look in the variant that has them.
 
-        Shapes: image uint8 (1, H, W, 3) RGB -> mask uint8 (1, H, W), class ids, never 255; confidence uint8
-        (1, h, w) at the output stride, 255 * largest softmax probability; logits float32 (1, C, H, W).
+        Shapes: image as the profile has it -> mask (1, H, W), class ids, never 255; confidence uint8 (1, h, w) at the
+        output stride, 255 * largest probability of softmax(logits / temperature); logits float32 (1, C, H, W);
+        normalised float32 (1, 3, H, W).
         """
-        logits = self.network(self.preprocess(image))
-        confidence = logits.softmax(1).amax(1).mul(255.0).round().to(torch.uint8)
-        full = bilinear(logits, (image.shape[1], image.shape[2]), align_corners=self.align_corners)
-        mask = full.argmax(1).to(torch.uint8)
-        return (mask, confidence, full) if self.with_logits else (mask, confidence)
+        normalised = self._normalise(image)
+        logits = self.network(normalised)
+        full = bilinear(logits, (normalised.shape[2], normalised.shape[3]), align_corners=self.align_corners)
+        tensors = {LOGITS: full, NORMALISED: normalised, MASK: full.argmax(1).to(self.profile.mask_dtype)}
+        if CONFIDENCE in self.profile.outputs:
+            scaled = logits if self.temperature == 1.0 else logits / self.temperature
+            tensors[CONFIDENCE] = scaled.softmax(1).amax(1).mul(255.0).round().to(torch.uint8)
+        names = self.profile.probe_outputs if self.is_probe else self.profile.outputs
+        return tuple(tensors[name] for name in names)
+
+    def _normalise(self, image: Tensor) -> Tensor:
+        if self.profile.planar:
+            return image * self.preprocess.get_buffer("scale") + self.preprocess.get_buffer("bias")
+        packed: Tensor = self.preprocess(image)
+        return packed
 
     def probe(self) -> DeployModel:
-        """The same modules and weights with `logits` as third output."""
-        variant = DeployModel(self.network, self.preprocess, align_corners=self.align_corners, with_logits=True)
+        """The same modules and weights with `logits` and `normalised` as further outputs."""
+        return self._variant(self.profile, is_probe=True)
+
+    def as_robot(self) -> DeployModel:
+        """The same modules and weights under the profile `robot`."""
+        return self._variant(ROBOT, is_probe=False)
+
+    def _variant(self, profile: Profile, *, is_probe: bool) -> DeployModel:
+        variant = DeployModel(
+            self.network,
+            self.preprocess,
+            align_corners=self.align_corners,
+            profile=profile,
+            temperature=self.temperature,
+            is_probe=is_probe,
+        )
         variant.training = self.training  # of this module alone: train() would set the shared ones too
         return variant
 
 
-def deploy_model(trained: TrainedNetwork) -> DeployModel:
+def deploy_model(trained: TrainedNetwork, *, profile: Profile = ROBOT, temperature: float = 1.0) -> DeployModel:
     """DeployModel of a trained network: a copy on the CPU, fp32, in eval mode, without the training-only heads."""
     network = copy.deepcopy(trained.model)
     del network.train_only
     preprocess = copy.deepcopy(trained.preprocess)
-    model = DeployModel(network, preprocess, align_corners=network.align_corners)
+    model = DeployModel(
+        network, preprocess, align_corners=network.align_corners, profile=profile, temperature=temperature
+    )
     return model.cpu().float().eval().requires_grad_(False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -9,62 +10,121 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from segpipe import __version__
 from segpipe.config import config_hash
-from segpipe.export.deploy import INPUT, OUTPUTS, DeployModel
+from segpipe.errors import IntegrityError
+from segpipe.export.deploy import DeployModel
+from segpipe.export.origin import Origin
+from segpipe.export.profiles import CONFIDENCE, INPUT, LOGITS, MASK
+from segpipe.export.schema import violations
+from segpipe.runtime import NO_ANSWER
+from segpipe.runtime.artifact import FORMAT
 
 if TYPE_CHECKING:
     from segpipe.checkpoint import TrainedNetwork
 
-FORMAT = "segpipe-export/1"
+FIGURES = ("status", "created", "check_images", "sigma", "gates", "files", "latency")  # known once there are files
+_OF_THE_NETWORK = ("model", "class_table", "classes", "preprocess", "align_corners", "stored_values", "io")
+_OF_THE_WEIGHTS = ("config_hash", "weights_digest", "seed", "step")
 _PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnxruntime")
 
 
 def describe(
-    trained: TrainedNetwork, model: DeployModel, size: tuple[int, int], extra: Mapping[str, Any]
+    trained: TrainedNetwork,
+    model: DeployModel,
+    size: tuple[int, int],
+    origin: Origin,
+    extra: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The manifest without figures of the gates and without time stamps, so that equal exports have equal files.
 
-    `extra` adds entries of the caller, such as the commit; it may not replace one of these.
+    `extra` adds entries: those of calibration, frames and golden answers, and any of the caller; it may replace none.
     """
-    config = trained.config
     manifest = {
         "format": FORMAT,
-        "model": config.model.name,
-        "profile": "robot",
+        "model": trained.config.model.name,
+        "profile": model.profile.name,
         "precision": "fp32",
+        "class_table": trained.classes.name,
         "classes": [
             {"id": index, "name": name, "color": list(color)}
             for index, (name, color) in enumerate(zip(trained.classes.names, trained.classes.palette, strict=True))
         ],
-        "source": {
-            "config_hash": config_hash(config),
-            "weights_digest": trained.weights_digest,
-            "seed": config.seed,
-            "step": trained.step,
-        },
+        "source": _source(trained, origin),
+        "metrics": _finite(origin.metrics),
         "preprocess": {name: buffer.flatten().tolist() for name, buffer in model.preprocess.named_buffers()},
         "align_corners": model.align_corners,
         "stored_values": sum(tensor.numel() for tensor in model.state_dict().values()),
         "io": _io(model, size),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
-        "unverified": ["tensorrt", "jetson", "isaac"],
+        "versions": {
+            "segpipe": __version__,
+            "python": platform.python_version(),
+            **{name: version(name) for name in _PACKAGES},
+        },
+        "unverified": ["tensorrt", "jetson", "isaac", "triton"],
     }
     assert not manifest.keys() & extra.keys(), sorted(manifest.keys() & extra.keys())
     return {**manifest, **extra}
 
 
-def _io(model: DeployModel, size: tuple[int, int]) -> dict[str, list[dict[str, Any]]]:
-    height, width = size
-    with torch.no_grad():
-        confidence = model(torch.zeros((1, height, width, 3), dtype=torch.uint8))[1]
-    mask_name, confidence_name = OUTPUTS
-    image = {"name": INPUT, "dtype": "uint8", "shape": [1, height, width, 3]}
-    mask = {"name": mask_name, "dtype": "uint8", "shape": [1, height, width]}
-    levels = {"name": confidence_name, "dtype": "uint8", "shape": list(confidence.shape)}
+def require_schema(manifest: Mapping[str, Any]) -> None:
+    """Raises IntegrityError that names the first places at which the manifest breaks its own contract."""
+    found = violations(dict(manifest))
+    if found:
+        raise IntegrityError(f"EXPORT REJECTED: G1 integrity: {'; '.join(found[:3])} - see docs/manifest.md")
+
+
+def in_file(manifest: Mapping[str, Any], precision: str) -> dict[str, Any]:
+    """The part of manifest.json that stands in a file of this precision: all but what is known once files are there."""
+    inside = {name: value for name, value in manifest.items() if name not in FIGURES}
+    return {**inside, "precision": precision}
+
+
+def strangers(manifest: Mapping[str, Any], described: Mapping[str, Any]) -> list[str]:
+    """Entries in which a manifest says something else than the trained network, as `describe` has it, does."""
+    found = [name for name in _OF_THE_NETWORK if manifest[name] != described[name]]
+    source, needed = manifest["source"], described["source"]
+    return found + [f"source.{name}" for name in _OF_THE_WEIGHTS if source[name] != needed[name]]
+
+
+def _source(trained: TrainedNetwork, origin: Origin) -> dict[str, Any]:
     return {
-        "inputs": [{**image, "layout": "NHWC", "color_order": "RGB", "range": [0, 255], "normalised": "in the graph"}],
+        "git": origin.git,
+        "config_hash": config_hash(trained.config),
+        "checkpoint": origin.checkpoint,
+        "weights_digest": trained.weights_digest,
+        "seed": trained.config.seed,
+        "step": trained.step,
+    }
+
+
+def _io(model: DeployModel, size: tuple[int, int]) -> dict[str, list[dict[str, Any]]]:
+    profile = model.profile
+    image = {"name": INPUT, "dtype": profile.input_dtype, "shape": profile.input_shape(size)}
+    layout = {"layout": "NCHW" if profile.planar else "NHWC", "color_order": "RGB", "range": [0, 255]}
+    meanings: dict[str, dict[str, Any]] = {
+        MASK: {"meaning": "class id", "stride": 1, "invalid": NO_ANSWER},
+        CONFIDENCE: {"meaning": "largest probability * 255", "stride": model.network.output_stride},
+        LOGITS: {"meaning": "logits of the classes at the image's size", "stride": 1},
+    }
+    with torch.no_grad():
+        outputs = model(profile.example(size))
+    return {
+        "inputs": [{**image, **layout, "normalised": "in the graph"}],
         "outputs": [
-            {**mask, "meaning": "class id", "stride": 1, "invalid": 255},
-            {**levels, "meaning": "largest probability * 255", "stride": model.network.output_stride},
+            {
+                "name": name,
+                "dtype": str(output.dtype).removeprefix("torch."),
+                "shape": list(output.shape),
+                **meanings[name],
+            }
+            for name, output in zip(profile.outputs, outputs, strict=True)
         ],
     }
+
+
+def _finite(value: Any) -> Any:
+    """`value` with None for NaN, which JSON has no word for."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,62 +2,41 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from segpipe.errors import ConfigError, ExportMismatch
+from segpipe.errors import ConfigError
 from segpipe.export import report
-from segpipe.export.convert import Manifest, manifest_text
+from segpipe.export.card import model_card
+from segpipe.export.checks import Check, Labelled, check_set
+from segpipe.export.comparison import Comparison
+from segpipe.export.confidence import calibration_entry
+from segpipe.export.convert import manifest_text
 from segpipe.export.deploy import DeployModel, deploy_model
-from segpipe.export.formats import FORMATS, Image, Run, one_thread, run_eager
-from segpipe.export.manifest import describe
-from segpipe.export.verify import (
-    MAX_CLASSES,
-    Candidate,
-    Check,
-    Comparison,
-    GateResult,
-    Sigma,
-    check_set,
-    compare,
-    gate_integrity,
-    gate_logits,
-    gate_mask,
-)
+from segpipe.export.formats import FORMATS, one_thread
+from segpipe.export.gates import MAX_CLASSES
+from segpipe.export.golden import golden_entry, golden_figures, write_golden
+from segpipe.export.judge import Evidence, judge
+from segpipe.export.manifest import describe, require_schema
+from segpipe.export.origin import Origin
+from segpipe.export.outcome import ExportReport
+from segpipe.export.place import beside, put_in_place, recover, write_sums
+from segpipe.export.produce import produce
+from segpipe.export.profiles import CONFIDENCE, PROFILES, Image
+from segpipe.export.robot import load_as_robot
+from segpipe.export.sidecars import write_sidecars
+from segpipe.export.statistics import frame_entries, unknown_frames
+from segpipe.export_settings import ExportConfig
+from segpipe.runtime.artifact import MANIFEST
 
 if TYPE_CHECKING:
     from segpipe.checkpoint import TrainedNetwork
 
-EAGER = "eager"
-_MANIFEST = "manifest.json"
-_RUNS, _WARMUP = 10, 2
-
-
-@dataclass
-class ExportReport:
-    """Figures of an export: `gates` and `files` by file name, `latency_ms` by file name and "eager" (p50, 1 thread)."""
-
-    folder: Path
-    manifest: Manifest
-    sigma: Sigma = field(default_factory=lambda: Sigma(math.nan, math.nan))
-    images: list[str] = field(default_factory=list)
-    gates: dict[str, list[GateResult]] = field(default_factory=dict)
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    latency_ms: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def passed(self) -> bool:
-        """Whether every gate of every file passed."""
-        return all(gate.passed for gates in self.gates.values() for gate in gates)
+_CALIBRATION_IMAGES = 32  # on which int8 finds its ranges
 
 
 def export_run(
@@ -68,29 +47,52 @@ def export_run(
     extra_manifest: Mapping[str, Any],
     *,
     names: Sequence[str] | None = None,
+    origin: Origin | None = None,
+    train_images: Iterable[Image] | None = None,
+    labelled: Labelled | None = None,
+    settings: ExportConfig | None = None,
 ) -> ExportReport:
-    """Report of the export that now lies in `out_dir`, model files, manifest, checksums and verify_report included.
+    """Report of the export that now lies in `out_dir`: model files and all that explains and checks them.
 
-    images: uint8 (H, W, 3) RGB of the validation split, all of one size, which becomes the size of the files. An
-    earlier export in `out_dir` is replaced in one rename. When a gate fails, the report and the worst images go to
-    `out_dir` + ".rejected", no model file is left, an earlier export stays, and ExportMismatch is raised. Raises
-    ExportError when torch cannot convert, ConfigError for unusable images, formats or folder.
+    images: uint8 (H, W, 3) RGB of the validation split, all of one size, which becomes the size of the files; none
+    with `settings.allow_unverified`, `height` and `width`. origin: what `origin_of` found. train_images: any sizes; the
+    limits of dark and bright frames come from them, or else from `images`, and int8 is calibrated on those that fit.
+    labelled: for G5 and the temperature; without it neither is. settings: profile, precisions, budget; not formats.
+
+    An earlier export in `out_dir` is replaced in one rename. When a gate fails, the report and the worst images go to
+    `out_dir` + ".rejected", no model file is left, an earlier export stays, and ExportMismatch is raised, or one of its
+    kinds: IntegrityError, QualityError, LatencyError. Raises ExportError when torch cannot convert, ConfigError for
+    unusable images, formats, settings or folder.
     """
     out_dir = Path(out_dir)
+    settings = settings if settings is not None else ExportConfig()
     names = names if names is not None else [f"image_{index:06d}" for index in range(len(images))]
-    checks = check_set(images, names)
-    _check_request(trained, out_dir, formats)
-    _recover(out_dir)
-    partial = _beside(out_dir, "partial")
+    checks = check_set(images, names, _size_without_images(settings))
+    evidence = Evidence(checks, labelled, settings)
+    _check_request(trained, out_dir, formats, settings)
+    recover(out_dir)
+    partial = beside(out_dir, "partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         for folder in ("files", "probes", "report"):
             (partial / folder).mkdir(parents=True)
-        model = deploy_model(trained)
-        manifest = describe(trained, model, images[0].shape[:2], extra_manifest)
-        result = ExportReport(out_dir, manifest)
         with one_thread():
-            comparisons = _convert_and_compare(model, result, partial, formats, checks)
+            frames, kept = _frames(images, train_images, checks[0].image.shape)
+            profile = PROFILES[settings.profile]
+            calibration = calibration_entry(trained, labelled if CONFIDENCE in profile.outputs else None)
+            model = deploy_model(trained, profile=profile, temperature=calibration["temperature"])
+            entries = {
+                **frames,
+                "calibration": calibration,
+                "allow_unverified": settings.allow_unverified,
+                "golden": golden_entry(checks),
+                **extra_manifest,
+            }
+            result = ExportReport(out_dir, describe(trained, model, _size(checks), origin or Origin(), entries))
+            require_schema(result.manifest)
+            comparisons = _produce_and_judge(trained, model, result, partial, formats, kept, evidence)
+        if result.passed:
+            _complete(result, model, checks, partial / "files")
         if not result.passed:
             _reject(result, partial, comparisons, {check.name: check.image for check in checks})
         _publish(result, partial)
@@ -99,7 +101,13 @@ def export_run(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _check_request(trained: TrainedNetwork, out_dir: Path, formats: Sequence[str]) -> None:
+def _size_without_images(settings: ExportConfig) -> tuple[int, int] | None:
+    if not settings.allow_unverified or not settings.height:
+        return None
+    return settings.height, settings.width
+
+
+def _check_request(trained: TrainedNetwork, out_dir: Path, formats: Sequence[str], settings: ExportConfig) -> None:
     unknown = [name for name in formats if name not in FORMATS]
     if unknown or not formats:
         raise ConfigError(f"export.formats = {list(formats)}, but one or more of {', '.join(FORMATS)} was needed.")
@@ -108,120 +116,94 @@ def _check_request(trained: TrainedNetwork, out_dir: Path, formats: Sequence[str
             f"classes {trained.classes.name} has {trained.classes.num_classes} classes; a uint8 mask holds "
             f"{MAX_CLASSES}, since 255 means no answer. Merge classes in the class table."
         )
+    strangers = [name for name in settings.critical_classes if name not in trained.classes.names]
+    if strangers:
+        raise ConfigError(
+            f"export.critical_classes = {settings.critical_classes}, but {strangers[0]} is no class of "
+            f"{trained.classes.name}: {', '.join(trained.classes.names)}."
+        )
     # The folder is going to be replaced: never one that is not ours.
-    if out_dir.exists() and not (out_dir / _MANIFEST).is_file() and (out_dir.is_file() or any(out_dir.iterdir())):
+    if out_dir.exists() and not (out_dir / MANIFEST).is_file() and (out_dir.is_file() or any(out_dir.iterdir())):
         raise ConfigError(f"export.dir = {out_dir} holds other files, and an export replaces it. Choose a new folder.")
 
 
-def _convert_and_compare(
+def _size(checks: Sequence[Check]) -> tuple[int, int]:
+    height, width, _ = checks[0].image.shape
+    return height, width
+
+
+def _frames(
+    images: Sequence[Image], train_images: Iterable[Image] | None, shape: tuple[int, ...]
+) -> tuple[dict[str, Any], list[Image]]:
+    """Entries of the manifest about frames, and the frames of this shape on which int8 finds its ranges."""
+    if train_images is None:
+        return frame_entries(images, "check") if images else unknown_frames(), list(images)
+    kept: list[Image] = []
+
+    def watched() -> Iterator[Image]:
+        for image in train_images:
+            if image.shape == shape and len(kept) < _CALIBRATION_IMAGES:
+                kept.append(image)
+            yield image
+
+    return frame_entries(watched(), "train"), kept or list(images)
+
+
+def _produce_and_judge(
+    trained: TrainedNetwork,
     model: DeployModel,
     result: ExportReport,
     partial: Path,
     formats: Sequence[str],
-    checks: list[Check],
+    frames: Sequence[Image],
+    evidence: Evidence,
 ) -> list[Comparison]:
-    """All comparisons, after filling gates, files and latency of `result`."""
-    height, width = checks[0].image.shape[:2]
-    candidates: dict[str, Candidate] = {}
-    for name in formats:
-        kind = FORMATS[name]
-        shipped, probe = partial / "files" / kind.file_name, partial / "probes" / kind.file_name
-        kind.convert(model, (height, width), result.manifest, shipped, probe)
-        result.files[kind.file_name] = {"bytes": shipped.stat().st_size, "sha256": _sha256(shipped)}
-        integrity = gate_integrity(_problems(name, shipped, result.manifest))
-        result.gates[kind.file_name] = [integrity]
-        if integrity.passed:
-            candidates[kind.file_name] = Candidate(kind.open(probe), kind.open(shipped))
-    eager = run_eager(model)
-    result.images = [check.name for check in checks]
-    result.sigma = compare(eager, list(candidates.values()), checks)
-    for file_name, candidate in candidates.items():
-        found = candidate.comparisons
-        result.gates[file_name] += [gate_logits(found, result.sigma), gate_mask(found, result.sigma)]
-    if result.passed:
-        runs = {EAGER: eager, **{name: candidate.shipped for name, candidate in candidates.items()}}
-        result.latency_ms = {name: _latency_ms(run, checks[0].image) for name, run in runs.items()}
-    return [entry for candidate in candidates.values() for entry in candidate.comparisons]
+    """All comparisons, after filling the figures of `result`."""
+    folders = (partial / "files", partial / "probes")
+    kinds = _kinds(formats, evidence.settings.precision)
+    subjects = produce(result, model, _size(evidence.checks), folders, kinds, frames)
+    comparisons = judge(result, model, trained.preprocess, subjects, evidence)
+    for name, entry in result.files.items():
+        if entry["precision"] != "fp32" and comparisons.get(name):
+            entry |= golden_figures(evidence.checks, comparisons[name])
+    return [entry for found in comparisons.values() for entry in found]
 
 
-def _problems(name: str, shipped: Path, manifest: Manifest) -> list[str]:
-    beside = sorted(path.name for path in shipped.parent.iterdir() if path.name.startswith(shipped.name))
-    if beside != [shipped.name]:
-        return [f"needs more than one file: {', '.join(beside)}"]
-    try:
-        return FORMATS[name].problems(shipped, manifest)
-    except Exception as error:  # whatever checker or loader raise: a file that cannot be read is refused
-        return [f"{type(error).__name__}: {error}"]
+def _kinds(formats: Sequence[str], precisions: Sequence[str]) -> list[tuple[str, str]]:
+    """(format, precision) of every file; fp32 comes first, since the others are made from it."""
+    order = [precision for precision in ("fp32", "fp16", "int8") if precision in precisions]
+    return [(name, precision) for name in formats for precision in (order if name == "onnx" else ("fp32",))]
 
 
-def _latency_ms(run: Run, image: Image) -> float:
-    """Median of a few single runs; a first impression, not a benchmark."""
-    times = []
-    for _ in range(_WARMUP + _RUNS):
-        start = time.perf_counter()
-        run(image)
-        times.append((time.perf_counter() - start) * 1e3)
-    return float(np.median(times[_WARMUP:]))
+def _complete(result: ExportReport, model: DeployModel, checks: Sequence[Check], files: Path) -> None:
+    """Writes everything beside the model files, then loads the folder as a robot would; that is part of G1."""
+    created = _now()
+    manifest = {**result.manifest, **report.to_mapping(result, created)}
+    require_schema(manifest)
+    (files / MANIFEST).write_text(manifest_text(manifest) + "\n")
+    (files / "model_card.md").write_text(model_card(manifest), encoding="utf-8")
+    report.write(result, files, created)
+    write_golden(model, checks, files)
+    write_sidecars(manifest, files)
+    write_sums(files)
+    load_as_robot(result, files)
 
 
 def _publish(result: ExportReport, partial: Path) -> None:
-    """Moves the finished folder into place; an earlier export is out of the way for two renames at most."""
-    files, out_dir = partial / "files", result.folder
-    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    figures = report.to_mapping(result, created)
-    (files / _MANIFEST).write_text(manifest_text({**result.manifest, **figures}) + "\n")
-    report.write(result, files, created)
-    listed = sorted(path for path in files.iterdir())
-    (files / "SHA256SUMS").write_text("".join(f"{_sha256(path)}  {path.name}\n" for path in listed))
-    for path in files.iterdir():
-        _to_disk(path)
-    _to_disk(files)
-    old = _beside(out_dir, "old")
-    try:
-        if out_dir.exists():
-            os.rename(out_dir, old)
-        os.rename(files, out_dir)
-    except BaseException:
-        _recover(out_dir)
-        raise
-    _to_disk(out_dir.parent)
-    shutil.rmtree(old, ignore_errors=True)
-    shutil.rmtree(_beside(out_dir, "rejected"), ignore_errors=True)
+    put_in_place(partial / "files", result.folder)
+    shutil.rmtree(beside(result.folder, "rejected"), ignore_errors=True)
 
 
 def _reject(result: ExportReport, partial: Path, comparisons: list[Comparison], images: dict[str, Image]) -> None:
-    """Leaves report and worst images in the rejected folder and raises ExportMismatch."""
-    result.folder = rejected = _beside(result.folder, "rejected")
+    """Leaves report and worst images in the rejected folder and raises the error of the gravest failure."""
+    result.folder = rejected = beside(result.folder, "rejected")
     folder = partial / "report"
-    report.write(result, folder, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
+    report.write(result, folder, _now())
     report.write_triptychs(result, folder, comparisons, images)
     shutil.rmtree(rejected, ignore_errors=True)
     os.rename(folder, rejected)
-    failed = [f"{gate.message} in {name}" for name, gates in result.gates.items() for gate in gates if not gate.passed]
-    raise ExportMismatch(f"EXPORT REJECTED: {'; '.join(failed)} - see {rejected / report.MARKDOWN}")
+    raise result.error("EXPORT REJECTED", str(rejected / report.MARKDOWN))
 
 
-def _recover(out_dir: Path) -> None:
-    """Puts back an export that a crash between the two renames of `_publish` left aside."""
-    old = _beside(out_dir, "old")
-    if old.exists() and not out_dir.exists():
-        os.rename(old, out_dir)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _beside(out_dir: Path, suffix: str) -> Path:
-    return out_dir.with_name(f"{out_dir.name}.{suffix}")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _to_disk(path: Path) -> None:
-    """Without it a power cut can leave the new name in place and the content not."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

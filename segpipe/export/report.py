@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-from segpipe.export.formats import Image
-from segpipe.export.verify import Comparison
-
-if TYPE_CHECKING:
-    from segpipe.export.publish import ExportReport
+from segpipe.export import latency
+from segpipe.export.comparison import Comparison
+from segpipe.export.gates import FP32
+from segpipe.export.outcome import REJECTED, UNVERIFIED, ExportReport
+from segpipe.export.profiles import Image
 
 MARKDOWN = "verify_report.md"
 JSON = "verify_report.json"
@@ -25,9 +25,9 @@ _MARK = (255, 0, 255)
 
 
 def to_mapping(report: ExportReport, created: str) -> dict[str, Any]:
-    """Everything that was measured, as plain values; `created` is the only time stamp."""
+    """Everything that was measured, as plain values; only `created` and `latency` change from time to time."""
     return {
-        "status": "verified" if report.passed else "rejected",
+        "status": report.status,
         "created": created,
         "check_images": report.images,
         "sigma": {name: value if np.isfinite(value) else None for name, value in asdict(report.sigma).items()},
@@ -36,7 +36,7 @@ def to_mapping(report: ExportReport, created: str) -> dict[str, Any]:
             for name, gates in report.gates.items()
         },
         "files": report.files,
-        "latency_ms": {"device": "cpu", "threads": 1, "statistic": "p50", **report.latency_ms},
+        "latency": latency.entry(report.latency),
     }
 
 
@@ -45,20 +45,24 @@ def write(report: ExportReport, folder: Path, created: str) -> None:
     (folder / JSON).write_text(json.dumps(to_mapping(report, created), indent=1, allow_nan=False) + "\n")
     rows = [f"| {' | '.join(row)} |" for row in _rows(report)]
     head = ["| file | gate | verdict | finding |", "|---|---|---|---|"]
-    status = "verified" if report.passed else "rejected; no model file was published"
+    status = {
+        REJECTED: "rejected; no model file was published",
+        UNVERIFIED: f"{UNVERIFIED}, compared on made images alone",
+    }.get(report.status, report.status)
     model = f"{report.manifest['model']}, weights {report.manifest['source']['weights_digest']}"
-    text = [f"# Export of {model}: {status}", "", f"{len(report.images)} check images, {created}.", "", *head, *rows]
+    count = f"{len(report.images)} check images, the made ones included."
+    text = [f"# Export of {model}: {status}", "", count, f"Created {created}.", "", *head, *rows]
     (folder / MARKDOWN).write_text("\n".join(text) + "\n")
 
 
 def table(report: ExportReport) -> Table:
     """Gates, sizes and latencies for the terminal."""
-    shown = Table("file", "gate", "verdict", "finding", title=f"Export in {report.folder}")
+    shown = Table("file", "gate", "verdict", "finding", title=f"Export in {report.folder}: {report.status}")
     for row in _rows(report):
         shown.add_row(*row)
-    for name, latency in report.latency_ms.items():
+    for name, found in report.latency.items():
         size = f", {report.files[name]['bytes'] / 2**20:.1f} MiB" if name in report.files else ""
-        shown.add_row(name, "latency", "", f"{latency:.1f} ms, 1 CPU thread{size}")
+        shown.add_row(name, "latency", "", f"{found['p50_ms']:.1f} ms, 1 CPU thread{size}")
     return shown
 
 
@@ -68,7 +72,11 @@ def write_triptychs(
     """Writes a PNG of each of the worst three images: image | reference mask | exported mask, differences marked."""
 
     def badness(entry: Comparison) -> tuple[float, ...]:
-        return entry.unexplained(report.sigma), entry.margins.size, entry.relative(report.sigma)
+        return (
+            entry.unexplained(report.sigma, FP32.margin_sigma or 0.0),
+            entry.margins.size,
+            entry.relative(report.sigma),
+        )
 
     palette = np.array([entry["color"] for entry in report.manifest["classes"]], dtype=np.uint8)
     for rank, entry in enumerate(sorted(comparisons, key=badness, reverse=True)[:_WORST], start=1):
@@ -81,7 +89,7 @@ def triptych(image: Image, entry: Comparison, palette: NDArray[np.uint8]) -> Ima
     """uint8 (H, 3 W, 3) RGB; in the last third equal pixels are dark and differing ones magenta."""
     colors = np.zeros((256, 3), dtype=np.uint8)
     colors[: len(palette)] = palette
-    exported = colors[entry.mask] // 3
+    exported = colors[np.clip(entry.mask, 0, 255)] // 3
     exported[entry.mask != entry.reference_mask] = _MARK
     return np.concatenate([image, colors[entry.reference_mask], exported], axis=1)
 

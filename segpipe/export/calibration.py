@@ -1,0 +1,123 @@
+"""A temperature for the confidence: softmax of logits / temperature is right as often as it says.
+
+Source: Guo et al., On Calibration of Modern Neural Networks, arXiv:1706.04599.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from segpipe.errors import DataError
+from segpipe.keys import generator, sample_key
+
+PIXELS = 2048  # of every image, so that a large data set fits into memory
+BINS = 15
+LOWEST, HIGHEST = 0.02, 50.0  # of the temperature
+_STEPS = 60
+_TOLERANCE = 1e-9
+
+Logits = NDArray[np.float32]
+Target = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The fitted temperature; ece: expected calibration error, 0 to 1, at temperature 1 and at the fitted one."""
+
+    temperature: float
+    ece_before: float
+    ece_after: float
+    images: int
+
+
+def fit_temperature(logits_and_targets: Iterable[tuple[Logits, Target]], *, ignore_index: int) -> Calibration:
+    """The temperature, 0.02 to 50, with the least negative log-likelihood of the targets, and the error it leaves.
+
+    Logits are at the output stride, where the exported file computes its confidence: float32 (C, h, w). The target,
+    uint8 (H, W), is brought to h x w by taking the pixel at each cell's centre; a target of h x w is taken as it is.
+    At most 2048 labelled pixels of an image count, drawn by the place of the image alone: the same every time.
+    Raises DataError when no pixel is labelled, a target is no class, or logits are not finite.
+    """
+    scores: list[NDArray[np.float64]] = []
+    labels: list[NDArray[np.int64]] = []
+    for index, (logits, target) in enumerate(logits_and_targets):
+        score, label = _pixels(index, logits, target, ignore_index)
+        scores.append(score)
+        labels.append(label)
+    if not sum(map(len, labels)):
+        raise DataError(
+            f"{len(labels)} images hold no labelled pixel, but the confidence is calibrated on labels. Choose a "
+            "data.split that has them."
+        )
+    score, label = np.concatenate(scores), np.concatenate(labels)
+    temperature = _most_likely(score, label)
+    before, after = (calibration_error(score / value, label) for value in (1.0, temperature))
+    return Calibration(temperature, before, after, len(labels))
+
+
+def calibration_error(score: NDArray[np.float64], label: NDArray[np.int64]) -> float:
+    """Expected calibration error: mean distance of confidence and accuracy over 15 equal bins of confidence.
+
+    Shapes: score float64 (n, C), logits; label (n,). Confidence is the largest softmax probability.
+    """
+    confidence = _softmax(score).max(1)
+    right = score.argmax(1) == label
+    bins = np.minimum((confidence * BINS).astype(np.int64), BINS - 1)
+    sums = np.bincount(bins, confidence, BINS) - np.bincount(bins, right.astype(np.float64), BINS)
+    return float(np.abs(sums).sum() / len(label))
+
+
+def _pixels(
+    index: int, logits: Logits, target: Target, ignore_index: int
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Logits (n, C) and classes (n,) of labelled pixels of an image."""
+    classes, height, width = logits.shape
+    rows, columns = (
+        (2 * np.arange(small) + 1) * large // (2 * small)
+        for small, large in zip((height, width), target.shape, strict=True)
+    )
+    label = target[np.ix_(rows, columns)].astype(np.int64).ravel()
+    place = np.flatnonzero(label != ignore_index)
+    if len(place) > PIXELS:
+        place = np.sort(generator(sample_key(0, 0, index, "calibration")).choice(place, PIXELS, replace=False))
+    label = label[place]
+    score = logits.reshape(classes, -1)[:, place].T.astype(np.float64)
+    if label.max(initial=0) >= classes:
+        raise DataError(f"target {index} holds class {label.max()}, but the logits have {classes} classes.")
+    if not np.isfinite(score).all():
+        raise DataError(f"logits of image {index} are NaN or infinite, which no temperature mends.")
+    return score, label
+
+
+def _most_likely(score: NDArray[np.float64], label: NDArray[np.int64]) -> float:
+    """Newton's method for 1 / temperature, in which the likelihood is convex; bisection where it would leave the
+    interval."""
+    own = score[np.arange(len(label)), label].mean()
+    low, high = 1 / HIGHEST, 1 / LOWEST
+    sharpness = 1.0
+    for _ in range(_STEPS):
+        probability = _softmax(score * sharpness)
+        mean = (probability * score).sum(1)
+        slope = mean.mean() - own
+        if slope == 0:
+            break
+        curvature = ((probability * score**2).sum(1) - mean**2).mean()
+        low, high = (low, sharpness) if slope > 0 else (sharpness, high)
+        step = slope / curvature if curvature > 0 else np.inf
+        following = sharpness - step
+        if not low < following < high:
+            following = float(np.sqrt(low * high))
+        if abs(following - sharpness) < _TOLERANCE * sharpness:
+            break
+        sharpness = following
+    return float(1 / sharpness)
+
+
+def _softmax(score: NDArray[np.float64]) -> NDArray[np.float64]:
+    grown = np.exp(score - score.max(1, keepdims=True))
+    result: NDArray[np.float64] = grown / grown.sum(1, keepdims=True)
+    return result

@@ -1,0 +1,82 @@
+"""Frames with the answers of the trained network, so that any machine and any language can check itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from segpipe.export.checks import Check
+from segpipe.export.comparison import Comparison
+from segpipe.export.deploy import DeployModel
+from segpipe.export.formats import one_thread, run_eager
+from segpipe.export.gates import FP32
+
+FOLDER = "golden"
+_IMAGES = 2
+_LOGITS = 64
+_PATCH = 16
+
+
+def golden_entry(checks: Sequence[Check]) -> dict[str, Any]:
+    """`golden` of the manifest: names of the frames, and how far another machine may be from the answers."""
+    return {
+        "images": [check.name for check in _chosen(checks)],
+        "image_agreement": FP32.image_agreement,
+        "confidence_levels": FP32.confidence_levels,
+    }
+
+
+def write_golden(model: DeployModel, checks: Sequence[Check], files: Path) -> None:
+    """Writes golden/*.npy, the answers being those of the eager reference.
+
+    image (n, H, W, 3), mask (n, H, W) and, where the profile has it, confidence (n, h, w) uint8; logits float32 (64,)
+    at logits_index int64 (64, 4), rows of (image, class, row, column); preprocess_input uint8 (1, 16, 16, 3) from the
+    middle of the first image, and preprocess_output float32 (1, 3, 16, 16). Images are frames under every profile.
+    """
+    images = np.stack([check.image for check in _chosen(checks)])
+    with one_thread(), torch.no_grad():
+        run = run_eager(model)
+        answers = [run(image) for image in images]
+        patch = _middle(images[:1])
+        normalised = model.preprocess(torch.from_numpy(patch)).numpy()
+    confidence = [answer.confidence for answer in answers if answer.confidence is not None]
+    logits = np.stack([answer.logits for answer in answers if answer.logits is not None])
+    generator = np.random.Generator(np.random.Philox(key=1))
+    index = np.stack([generator.integers(0, size, _LOGITS) for size in logits.shape], axis=1)
+    arrays = {
+        "image": images,
+        "mask": np.stack([answer.mask for answer in answers]).astype(np.uint8),
+        **({"confidence": np.stack(confidence)} if confidence else {}),
+        "logits": logits[tuple(index.T)],
+        "logits_index": index,
+        "preprocess_input": patch,
+        "preprocess_output": normalised,
+    }
+    (files / FOLDER).mkdir()
+    for name, array in arrays.items():
+        np.save(files / FOLDER / f"{name}.npy", np.ascontiguousarray(array), allow_pickle=False)
+
+
+def golden_figures(checks: Sequence[Check], comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    """How far a file of reduced precision was from the golden answers on this machine: another may be no further."""
+    names = {check.name for check in _chosen(checks)}
+    found = [entry for entry in comparisons if entry.name in names]
+    return {
+        "golden_agreement": min(entry.agreement for entry in found),
+        "golden_confidence_levels": max(entry.confidence_difference for entry in found),
+    }
+
+
+def _chosen(checks: Sequence[Check]) -> list[Check]:
+    """Real frames; without any, the made ones that are no constants."""
+    real = [check for check in checks if check.is_real]
+    return (real or [check for check in checks if not check.name.startswith("constant")])[:_IMAGES]
+
+
+def _middle(images: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    row, column = (max(0, (size - _PATCH) // 2) for size in images.shape[1:3])
+    return images[:, row : row + _PATCH, column : column + _PATCH].copy()
