@@ -1,0 +1,1 @@
+"""An exported network as a ROS 2 node."""

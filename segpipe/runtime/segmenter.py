@@ -1,0 +1,149 @@
+"""Frame by frame: checks, the network within its deadline, and never an answer that is not of this frame."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from segpipe.runtime.artifact import Artifact, ArtifactError, read_artifact
+from segpipe.runtime.frames import FrameLimits, Repetition, levels
+from segpipe.runtime.session import DeadlineError, Session
+from segpipe.runtime.status import NO_ANSWER, Result, Status
+
+_WARMUP = 3  # onnxruntime plans its memory in the first runs
+Masks = tuple[NDArray[np.uint8], NDArray[np.uint8]]
+
+
+class Segmenter:
+    """Answers frames with an exported network; made by `Segmenter.load`. Calls from several threads wait in line."""
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        session: Session,
+        *,
+        deadline_ms: float | None = None,
+        max_age_s: float = 0.5,
+        frozen_after: int = 5,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.artifact = artifact
+        self.session = session
+        self.deadline_ms = deadline_ms
+        self.max_age_s = max_age_s
+        self.frozen_after = frozen_after
+        self.clock = clock
+        self.last_error = ""  # what the last ERROR was
+        entries = artifact.manifest["io"]
+        self._image_shape = tuple(entries["inputs"][0]["shape"][1:])
+        self._mask_shape, self._confidence_shape = (tuple(entry["shape"][1:]) for entry in entries["outputs"])
+        self._num_classes = len(artifact.manifest["classes"])
+        self._limits = FrameLimits.from_manifest(artifact.manifest["frame_limits"])
+        self._repetition = Repetition()
+        self._lock = threading.Lock()
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path | str,
+        *,
+        deadline_ms: float | None = None,
+        threads: int = 1,
+        precision: str = "fp32",
+        max_age_s: float = 0.5,
+        frozen_after: int = 5,
+        clock: Callable[[], float] = time.time,
+        providers: Sequence[str] = ("CPUExecutionProvider",),
+    ) -> Segmenter:
+        """A segmenter whose files were compared with their checksums and whose golden answers were repeated here.
+
+        deadline_ms: time from the call of `infer` to its answer, None for none. threads: of one run. max_age_s: how
+        far a stamp may be from `clock()`. frozen_after: how many repetitions of a frame make it FROZEN, 0 for never.
+        Raises ArtifactError (altered or foreign files), SelfTestError (other answers on this machine), ValueError.
+        """
+        for name, value, fits in (
+            ("deadline_ms", deadline_ms, deadline_ms is None or 0 < deadline_ms < math.inf),
+            ("threads", threads, threads >= 1),
+            ("max_age_s", max_age_s, max_age_s > 0),
+            ("frozen_after", frozen_after, frozen_after >= 0),
+        ):
+            if not fits:
+                raise ValueError(f"{name} = {value}, but a number above 0 was needed (0 for frozen_after: never).")
+        artifact = read_artifact(folder, precision=precision)
+        session = Session(artifact, threads=threads, providers=providers)
+        session.self_test()
+        for _ in range(_WARMUP):
+            session.run(artifact.golden.image[0])
+        try:
+            return cls(
+                artifact,
+                session,
+                deadline_ms=deadline_ms,
+                max_age_s=max_age_s,
+                frozen_after=frozen_after,
+                clock=clock,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArtifactError(f"the manifest in {artifact.folder} lacks what was needed: {error!r}.") from error
+
+    def infer(self, image: NDArray[np.uint8], stamp: float | None = None) -> Result:
+        """Answer to a frame uint8 (H, W, 3) RGB; never raises for a frame, whatever it is.
+
+        stamp: when the frame was taken, in seconds of `clock`; None turns the check for STALE off. latency_ms counts
+        from the call, waiting for another thread's frame included.
+        """
+        start = time.perf_counter()
+        due = math.inf if self.deadline_ms is None else start + self.deadline_ms / 1e3
+        with self._lock:
+            try:
+                status, masks = self._answer(image, stamp, due)
+            except DeadlineError:
+                status, masks = Status.DEADLINE, None
+            except Exception as error:  # a robot needs the next frame more than the traceback of this one
+                self.last_error = f"{type(error).__name__}: {error}"
+                status, masks = Status.ERROR, None
+        if masks is not None and time.perf_counter() > due:
+            status, masks = Status.DEADLINE, None
+        mask, confidence = masks if masks is not None else self._no_answer()
+        return Result(status, mask, confidence, (time.perf_counter() - start) * 1e3, self.artifact.model_id)
+
+    def refuse(self, status: Status) -> Result:
+        """A result without an answer, for a frame that could not even be read. Raises ValueError for OK."""
+        if status is Status.OK:
+            raise ValueError("status = OK, but a reason for having no answer was needed.")
+        return Result(status, *self._no_answer(), 0.0, self.artifact.model_id)
+
+    def _answer(self, image: NDArray[np.uint8], stamp: float | None, due: float) -> tuple[Status, Masks | None]:
+        status = self._look(image, stamp)
+        if status is not Status.OK:
+            return status, None
+        mask, confidence = self.session.run(image, due)
+        highest = int(mask.max())
+        if highest >= self._num_classes:
+            raise ValueError(f"mask holds id {highest}, but there are {self._num_classes} classes")
+        return Status.OK, (mask, confidence)
+
+    def _look(self, image: NDArray[np.uint8], stamp: float | None) -> Status:
+        """What is wrong with a frame before the network has seen it."""
+        if not isinstance(image, np.ndarray):
+            return Status.BAD_DTYPE
+        if image.shape != self._image_shape:
+            return Status.BAD_SHAPE
+        if image.dtype != np.uint8:
+            return Status.BAD_DTYPE
+        repeated = self._repetition.count(image) if self.frozen_after else 0
+        if stamp is not None and not abs(self.clock() - stamp) <= self.max_age_s:  # so written, NaN is stale
+            return Status.STALE
+        status = self._limits.status(levels(image))
+        if status is Status.OK and self.frozen_after and repeated >= self.frozen_after:
+            return Status.FROZEN
+        return status
+
+    def _no_answer(self) -> Masks:
+        return np.full(self._mask_shape, NO_ANSWER, np.uint8), np.zeros(self._confidence_shape, np.uint8)
