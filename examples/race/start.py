@@ -1,0 +1,15 @@
+"""train.py with the two transforms of this folder: `python examples/race/start.py augment.extra=[racy] ...`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from examples.race.augment import Racy, Repaired
+from segpipe.data.transforms import TRANSFORMS
+from train import main
+
+TRANSFORMS.update(racy=Racy, repaired=Repaired)
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
