@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from benchmarks import gpu_bits
 from segpipe.config import Config, LossConfig
 from segpipe.data.catalog import STREET
 from segpipe.data.loader import ShardBatch
@@ -185,10 +186,9 @@ def camvid(bench: Bench) -> dict[str, Any]:
         return {"left out": "give --camvid FOLDER"}
     from segpipe.compose import compose
 
-    overrides = [f"data.root={bench.camvid}", "data=camvid", "model=ddrnet23_slim", "run.name=gpu_check_camvid"]
-    overrides += [f"run.root={bench.folder}", "run.exists=replace", "train.precision=bf16", "data.workers=8"]
-    overrides += ["data.cache_mib=400", "loss.class_weights=log", "ema.decay=0.998", "export.enabled=false"]
-    overrides += ["compute.shards=1", "compute.samples_per_shard=12", "optim.clip_norm=5", "train.progress=false"]
+    overrides = ["experiment=camvid_cpu", f"data.root={bench.camvid}", "model=ddrnet23_slim"]
+    overrides += ["run.name=gpu_check_camvid", f"run.root={bench.folder}", "run.exists=replace", "data.workers=8"]
+    overrides += ["compute.samples_per_shard=12", "export.enabled=false", "train.progress=false"]
     group = Group(0, 0, 1, bench.device)
     probe = compose([*overrides, "train.steps=60", "train.log_every=60"])
     _, _, warm = train(probe, group, Console(quiet=True))
@@ -205,6 +205,11 @@ CHECKS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "loss_and_gradients": loss_and_gradients,
     "steps": steps,
     "speed": speed,
+    "digest": gpu_bits.digest,
+    "ops": gpu_bits.ops,
+    "repeats": gpu_bits.repeats,
+    "processes": gpu_bits.processes,
+    "cost": gpu_bits.cost,
     "camvid": camvid,
 }
 

@@ -1,0 +1,94 @@
+"""Runs of one recipe by the real command line, started in every way that must not matter, and their digests."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks import measure as measuring
+
+ROOT = Path(__file__).resolve().parents[1]
+DIGESTS = ("weights_digest", "ema_digest", "miou")
+# Real augmentation, BatchNorm, auxiliary and boundary heads, OHEM, class weights, clipping, EMA and bf16.
+RECIPE = (
+    "model=pidnet_s", "train.steps=3", "train.precision=bf16", "compute.shards=16", "compute.samples_per_shard=2",
+    "compute.threads=1", "compute.device=cpu", "augment.crop_size=[64,96]", "loss.name=ohem", "loss.class_weights=log",
+    "optim.clip_norm=1", "optim.warmup_steps=0", "export.enabled=false", "train.progress=false", "data.num_val=4",
+    "data.num_train=64", "data.size=[96,128]",
+)  # fmt: skip
+PROCESSES = (1, 2, 4, 8, 16)
+LAYOUTS = [(0, "fork"), *((workers, how) for workers in (1, 3) for how in ("fork", "forkserver", "spawn"))]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to start the run."""
+
+    data: str
+    processes: int = 1
+    workers: int = 0
+    start_method: str = "fork"
+    mode: str = "elastic"
+
+    @property
+    def changes(self) -> list[str]:
+        return [f"data.workers={self.workers}", f"data.start_method={self.start_method}", f"compute.mode={self.mode}"]
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Digests of all cases; passed when those of one data set are equal, and those of the control are not."""
+    sets = ["synthetic", *(["camvid"] if given.camvid else [])]
+    cases = [Case(data, processes=number) for data in sets for number in PROCESSES]
+    cases += [Case(data, workers=workers, start_method=how) for data in sets for workers, how in LAYOUTS[1:]]
+    cases += [Case("synthetic", processes=2, workers=3, start_method="spawn")]
+    controls = [Case("synthetic", processes=number, mode="run") for number in (1, 2, 4)]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, case in enumerate([*cases, *controls]):
+            found = digests(case, Path(folder) / f"run{number:03d}", given.camvid)
+            rows.append({**case.__dict__, **found})
+            Console(stderr=True).print(rows[-1], soft_wrap=True)
+    equal = {data: _equal([row for row in rows if row["data"] == data and row["mode"] == "elastic"]) for data in sets}
+    control = _equal([row for row in rows if row["mode"] == "run"])
+    return {
+        "what": f"{' '.join(RECIPE)}; torchrun --nproc-per-node=processes",
+        "machine": measuring.machine(),
+        "rows": rows,
+        "equal": equal,
+        "control_is_equal": control,
+        "passed": all(equal.values()) and not control,
+    }
+
+
+def _equal(rows: list[dict[str, Any]]) -> bool:
+    return len({tuple(row[name] for name in DIGESTS) for row in rows}) == 1
+
+
+def digests(case: Case, folder: Path, camvid: Path | None) -> dict[str, Any]:
+    """What result.json of the case's run says."""
+    data = [f"data={case.data}", *([f"data.root={camvid.resolve()}"] if case.data == "camvid" and camvid else [])]
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.processes}"]
+    command = [
+        *start,
+        "train.py",
+        *RECIPE,
+        *data,
+        *case.changes,
+        f"run.root={folder.parent}",
+        f"run.name={folder.name}",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    result = json.loads((folder / "result.json").read_text())
+    return {name: result[name] for name in DIGESTS}

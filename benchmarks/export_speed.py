@@ -1,0 +1,141 @@
+"""C8: what an exported file costs and keeps: latency, mIoU and size of eager, TorchScript and ONNX in fp32, fp16, int8.
+
+One CPU thread, batch 1, in turns. The networks that the run is not of are timed with fresh weights, for speed alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks import measure as measuring
+from segpipe.arguments import parse, with_settings
+from segpipe.checkpoint import TrainedNetwork, load_network
+from segpipe.config import Config
+from segpipe.data.catalog import ClassTable
+from segpipe.data.samples import Samples, open_samples
+from segpipe.errors import ConfigError
+from segpipe.export import deploy_model, spread
+from segpipe.export.convert import to_onnx, to_torchscript
+from segpipe.export.formats import Run, one_thread, open_onnx, open_torchscript, run_eager
+from segpipe.export.half import to_fp16
+from segpipe.export.quantize import SCHEMES, to_int8
+from segpipe.metrics import confusion, miou
+from segpipe.models import MODELS, build_model
+from segpipe.preprocess import Preprocess
+
+SETTINGS = ("run", "which", "data.root", "data.split")
+EAGER, FP32, FP16 = "eager fp32", "onnx fp32", "onnx fp16"
+INT8 = tuple(f"onnx int8 {scheme}" for scheme in SCHEMES)
+FP32_LIMIT, INT8_LIMIT = 1.25, 3.0  # times as fast as eager, at least
+POINTS = 1.0  # of mIoU that int8 may lose
+FASTER = 0.9  # int8 must take at most this share of what fp32 takes, else an export refuses it
+FRAMES = 32  # for calibration
+
+Image = NDArray[np.uint8]
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Latency, mIoU and size of every form of the run's network; latency of the other networks."""
+    settings = parse(given.settings, SETTINGS)
+    trained = load_network(Path(settings["run"]), settings["which"])
+    config = with_settings(trained.config, settings)
+    samples = open_samples(config.data, config.data.split, config.seed)
+    size = samples.read(0)[0].shape[:2]
+    spread_frames = spread(open_samples(config.data, "train", config.seed), FRAMES)
+    frames = [image for image in spread_frames if image.shape[:2] == size]
+    if not frames:
+        raise ConfigError(f"data.root = {config.data.root} has no training image of {size}, but int8 needs frames.")
+    load = [os.getloadavg()[0]]
+    found = compare(trained, samples, frames, given.repeats or 40)
+    load.append(os.getloadavg()[0])
+    others = [name for name in MODELS if name != trained.config.model.name]
+    return {
+        "what": f"{trained.config.model.name}, {size[0]}x{size[1]}, batch 1, one CPU thread",
+        "machine": measuring.machine(),
+        "load_average": [round(value, 1) for value in load],  # before and after; an idle machine begins near 0
+        **found,
+        "untrained": {name: speed(name, samples.classes, frames, given.repeats or 20) for name in others},
+        "limits": {"fp32_over_eager": FP32_LIMIT, "int8_over_eager": INT8_LIMIT, "int8_points": POINTS},
+    }
+
+
+def compare(trained: TrainedNetwork, samples: Samples, frames: Sequence[Image], repeats: int) -> dict[str, Any]:
+    """`speed`, and what each form keeps of the mIoU; whether C8 holds for this network."""
+    with TemporaryDirectory() as folder, one_thread():
+        runs, sizes = forms(trained, frames, Path(folder))
+        found = timed(runs, frames[0], repeats)
+        quality = {name: quality_of(run, samples, frames[0].shape) for name, run in runs.items()}
+    lost = {name: round(100 * (quality[EAGER] - value), 3) for name, value in quality.items()}
+    best = min(INT8, key=lambda name: found["latency"][name]["median_ms"])
+    reached = found["times_as_fast_as_eager"]
+    return {
+        **found,
+        "size_mib": sizes,
+        "miou": {name: round(value, 5) for name, value in quality.items()},
+        "points_lost": lost,
+        "int8": best,
+        "passed": reached[FP32]["low"] >= FP32_LIMIT and reached[best]["low"] >= INT8_LIMIT and lost[best] <= POINTS,
+    }
+
+
+def speed(name: str, classes: ClassTable, frames: Sequence[Image], repeats: int) -> dict[str, Any]:
+    """Latency of a network with fresh weights: nothing is said about what it would lose."""
+    torch.manual_seed(0)
+    model = build_model(name, classes.num_classes).eval()
+    network = TrainedNetwork(model, Preprocess(), Config(), classes, weights_digest="untrained", step=0)
+    with TemporaryDirectory() as folder, one_thread():
+        runs, sizes = forms(network, frames, Path(folder))
+        return {**timed(runs, frames[0], repeats), "size_mib": sizes}
+
+
+def forms(trained: TrainedNetwork, frames: Sequence[Image], folder: Path) -> tuple[dict[str, Run], dict[str, float]]:
+    """The network in every form, ready to run, and the size of each file in MiB. Call it inside `one_thread`."""
+    model = deploy_model(trained)
+    size = (frames[0].shape[0], frames[0].shape[1])
+    paths = {name: folder / f"{name.replace(' ', '_')}.onnx" for name in (FP32, FP16, *INT8)}
+    script = folder / "model.torchscript.pt"
+    to_onnx(model, size, {}, paths[FP32], folder / "probe.onnx")
+    to_torchscript(model, size, {}, script, folder / "probe.pt")
+    to_fp16(paths[FP32], paths[FP16])
+    for scheme in SCHEMES:
+        to_int8(paths[FP32], paths[f"onnx int8 {scheme}"], frames, scheme=scheme)
+    runs = {EAGER: run_eager(model), "torchscript": open_torchscript(script)}
+    runs |= {name: open_onnx(path) for name, path in paths.items()}
+    files = {"torchscript": script, **paths}
+    return runs, {name: round(path.stat().st_size / 2**20, 2) for name, path in files.items()}
+
+
+def timed(runs: dict[str, Run], image: Image, repeats: int) -> dict[str, Any]:
+    """Latency of every form, ratios to eager and of int8 to fp32, and what follows for int8."""
+    seconds = measuring.interleaved({name: (lambda run=run: run(image)) for name, run in runs.items()}, repeats=repeats)
+    best = min(INT8, key=lambda name: float(np.median(seconds[name])))
+    over_fp32 = measuring.ratio(seconds[best], seconds[FP32])
+    return {
+        "latency": {name: measuring.summary(values) for name, values in seconds.items()},
+        "times_as_fast_as_eager": {
+            name: measuring.ratio(seconds[EAGER], values) for name, values in seconds.items() if name != EAGER
+        },
+        "int8_over_fp32": over_fp32,
+        "verdict": f"{best} takes {over_fp32['ratio']:.2f} of fp32's time: "
+        + ("a win" if over_fp32["ratio"] <= FASTER else f"more than {FASTER}, an export refuses it"),
+    }
+
+
+def quality_of(run: Run, samples: Samples, shape: tuple[int, ...]) -> float:
+    """mIoU, 0 to 1, over the samples of `shape`."""
+    classes = samples.classes.num_classes
+    total = torch.zeros(classes, classes, dtype=torch.int64)
+    for index in range(len(samples)):
+        image, target = samples.read(index)
+        if image.shape == shape:
+            total += confusion(torch.from_numpy(run(image).mask.copy()), torch.from_numpy(target), classes)
+    return miou(total)
