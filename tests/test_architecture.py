@@ -26,6 +26,7 @@ FORBIDDEN = {
     "segpipe.determinism": ("segpipe.models", "segpipe.data", "segpipe.engine", "segpipe.distributed"),
     "segpipe.distributed": ("segpipe.models", "segpipe.data", "segpipe.engine", "segpipe.losses"),
     "segpipe.engine": ("segpipe.export", "hydra", "omegaconf", "segpipe.models"),
+    "segpipe.audit": ("segpipe.export", "segpipe.launch", "hydra"),
     "segpipe.export": ("segpipe.engine", "segpipe.launch", "hydra"),
     "segpipe.runtime": ("segpipe.config", "segpipe.models", "segpipe.data", "segpipe.export", "torch", "hydra"),
 }
