@@ -2,6 +2,7 @@
 
     python scripts/export.py run=runs/NAME [which=last|best] [export.dir=FOLDER] ['export.formats=[onnx,torchscript]']
                              ['export.precision=[fp32,int8]'] [export.profile=robot|isaac|logits]
+                             [export.dynamic=none|batch|hw]
                              [export.latency_budget_ms=33] [export.images=16] [export.quality_images=100]
                              ['export.critical_classes=[person]'] [data.root=FOLDER] [data.split=val]
                              [export.allow_unverified=true export.height=H export.width=W]
@@ -20,7 +21,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from segpipe.arguments import parse, with_settings
 from segpipe.checkpoint import load_network
 from segpipe.errors import SegpipeError
-from segpipe.export import export_run, gather, origin_of, training_images, validation_samples
+from segpipe.export import (
+    NOT_EXPORTED,
+    every_tensor_used,
+    export_run,
+    gather,
+    origin_of,
+    training_images,
+    validation_samples,
+)
 from segpipe.export.report import table
 from segpipe.export_settings import EXPORT_KEYS
 
@@ -32,7 +41,8 @@ def main(arguments: list[str]) -> int:
     try:
         given = parse(arguments, SETTINGS)
         run = Path(given["run"])
-        trained = load_network(run, given["which"])
+        with every_tensor_used(NOT_EXPORTED):
+            trained = load_network(run, given["which"])
         config = with_settings(trained.config, given)
         found = gather(validation_samples(config, trained.classes), config)
         report = export_run(
@@ -51,6 +61,7 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     Console().print(table(report))
+    print(report.line("EXPORT"))
     return 0
 
 

@@ -18,7 +18,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from segpipe.arguments import parse, with_settings
 from segpipe.checkpoint import load_network
 from segpipe.errors import ConfigError, SegpipeError
-from segpipe.export import gather, image_size, read_manifest, validation_samples, verify_folder
+from segpipe.export import (
+    NOT_VERIFIED,
+    every_tensor_used,
+    gather,
+    image_size,
+    origin_of,
+    read_manifest,
+    training_images,
+    validation_samples,
+    verify_folder,
+)
 from segpipe.export.report import table
 
 SETTINGS = (
@@ -34,18 +44,26 @@ def main(arguments: list[str]) -> int:
         if not given.get("artifact"):
             raise ConfigError(f"{' '.join(arguments)!r} names no artefact. Set artifact=runs/NAME/export.")
         folder = Path(given["artifact"])
-        trained = load_network(Path(given["run"]), given["which"])
+        with every_tensor_used(NOT_VERIFIED):
+            trained = load_network(Path(given["run"]), given["which"])
         config = with_settings(trained.config, given)
         size = image_size(read_manifest(folder))
         found = gather(validation_samples(config, trained.classes), config, size)
         report = verify_folder(
-            trained, folder, found.images, names=found.names, labelled=found.labelled, settings=config.export
+            trained,
+            folder,
+            found.images,
+            names=found.names,
+            labelled=found.labelled,
+            settings=config.export,
+            origin=origin_of(Path(given["run"]), given["which"], trained),
+            train_images=training_images(config),
         )
     except SegpipeError as error:
         print(error, file=sys.stderr)
         return error.exit_code
     Console().print(table(report))
-    print(f"ARTEFACT {report.status}: {', '.join(report.files)} in {folder}")
+    print(report.line("ARTEFACT"))
     return 0
 
 

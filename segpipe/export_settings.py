@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
 
+ENOUGH_IMAGES = 16  # real ones that a file was compared on, for it to be called verified
+
 
 @dataclass
 class ExportConfig:
@@ -12,7 +14,8 @@ class ExportConfig:
     formats: list[str] = field(default_factory=lambda: ["onnx", "torchscript"])  # onnx | torchscript | pt2
     profile: str = "robot"  # robot | isaac | logits: what goes in and comes out; see docs/export.md
     precision: list[str] = field(default_factory=lambda: ["fp32"])  # fp32 | fp16 | int8: of the ONNX files
-    images: int = 16  # validation images on which the gates compare
+    dynamic: str = "none"  # none | batch | hw: lengths that a file leaves open; see docs/export.md
+    images: int = ENOUGH_IMAGES  # validation images on which the gates compare
     quality_images: int = 100  # validation images on which mIoU is compared, and the temperature fitted
     critical_classes: list[str] = field(default_factory=list)  # whose IoU an int8 file may not lower by 2 points
     latency_budget_ms: float = 0.0  # that a file may take per image on one CPU thread of this machine; 0: any
@@ -30,6 +33,7 @@ def export_choices(export: ExportConfig) -> list[tuple[str, str, tuple[str, ...]
     """Name, value and valid values of each setting that names one of several things."""
     return [
         ("export.profile", export.profile, ("robot", "isaac", "logits")),
+        ("export.dynamic", export.dynamic, ("none", "batch", "hw")),
         *(("export.formats", name, ("onnx", "torchscript", "pt2")) for name in export.formats),
         *(("export.precision", name, ("fp32", "fp16", "int8")) for name in export.precision),
     ]
@@ -66,8 +70,31 @@ def export_problems(export: ExportConfig) -> list[str]:
             "export.profile = isaac, but int8 is calibrated on a graph that takes bytes. Set export.profile=robot, or "
             "leave int8 out of export.precision: TensorRT makes its own."
         )
+    if export.dynamic != "none":
+        found += _dynamic_problems(export)
     if bool(export.height) != bool(export.width):
         found.append(
             f"export.height = {export.height} and export.width = {export.width}, but both were needed, or neither."
+        )
+    return found
+
+
+def _dynamic_problems(export: ExportConfig) -> list[str]:
+    wanted = f"export.dynamic = {export.dynamic}"
+    found: list[str] = []
+    if export.dynamic == "hw" and "torchscript" in export.formats:
+        found.append(
+            f"{wanted}, but export.formats = {export.formats} has torchscript, whose trace keeps the size of its "
+            "example. Leave torchscript out."
+        )
+    if "int8" in export.precision:
+        found.append(
+            f"{wanted}, but int8 is arranged for the shape on which it was calibrated. Leave int8 out of "
+            "export.precision, or set export.dynamic=none."
+        )
+    if export.profile == "isaac":
+        found.append(
+            f"{wanted}, but export.profile = isaac: the nodes of Isaac ROS take one shape. Set export.dynamic=none, or "
+            "export.profile=robot."
         )
     return found

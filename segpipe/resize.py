@@ -58,7 +58,7 @@ def adaptive_avg_pool(x: Tensor, bins: int) -> Tensor:
     """`F.adaptive_avg_pool2d(x, bins)` to 1e-6, also where the bins do not divide the feature map.
 
     Shapes: float (B, C, h, w) -> same dtype (B, C, bins, bins). The spatial size becomes a constant of an exported
-    graph. Half precision is computed in fp32.
+    graph, unless the graph leaves it open. Half precision is computed in fp32.
     """
     if bins == 1:
         return x.mean((-2, -1), keepdim=True)
@@ -94,6 +94,17 @@ def pool_weights(num_in: int, bins: int, real: type[_Real]) -> NDArray[_Real]:
     return matrix
 
 
+def traced_pool_weights(num_in: int | torch.SymInt, bins: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """`pool_weights` bit by bit, computed by the graph itself, for an exported one whose size is open."""
+    cell = torch.arange(num_in, device=device)
+    row = torch.arange(bins, device=device)[:, None]
+    # start <= cell < stop, multiplied out: whole numbers need no rounding.
+    inside = ((cell + 1) * bins > row * num_in) & (cell * bins < (row + 1) * num_in)
+    ones = inside.to(dtype)
+    weights: Tensor = ones / ones.sum(1, keepdim=True)
+    return weights
+
+
 _WEIGHTS: dict[str, Callable[[int, int, type[Any]], NDArray[Any]]] = {
     "bilinear": partial(bilinear_weights, align_corners=False),
     "bilinear_corners": partial(bilinear_weights, align_corners=True),
@@ -109,13 +120,19 @@ def _separable(x: Tensor, size: tuple[int, int], kind: str) -> Tensor:
     # A fake tensor of torch.export must not outlive its trace, and torch.jit.trace checks that two traces are equal.
     cached = type(x) is Tensor and not _tracing()
     with _static_shapes():
-        rows = _matrix(kind, int(x.shape[-2]), int(size[0]), wide.device, wide.dtype, cached)
-        columns = _matrix(kind, int(x.shape[-1]), int(size[1]), wide.device, wide.dtype, cached)
+        rows = _weights(kind, x.shape[-2], size[0], wide, cached)
+        columns = _weights(kind, x.shape[-1], size[1], wide, cached)
     out = torch.matmul(rows, torch.matmul(wide, columns.t()))
     return out if wide is x else out.to(x.dtype)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _weights(kind: str, num_in: int | torch.SymInt, num_out: int, like: Tensor, cached: bool) -> Tensor:
+    if kind == "pool" and isinstance(num_in, torch.SymInt):  # of torch.export, where a size is left open
+        return traced_pool_weights(num_in, num_out, like.device, like.dtype)
+    constant: Tensor = _matrix(kind, int(num_in), int(num_out), like.device, like.dtype, cached)
+    return constant
+
+
 def _matrix(kind: str, num_in: int, num_out: int, device: torch.device, dtype: torch.dtype, cached: bool) -> Tensor:
     """The weights as a tensor (num_out, num_in); made once per process if `cached`."""
     key = (kind, num_in, num_out, device, dtype)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import errno
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,17 @@ import scripts.export as command
 from exports import CLASSES, IMAGES, NAMES, SIZE, structured, tiny_network, trained_network
 from segpipe.checkpoint import TrainedNetwork
 from segpipe.errors import ConfigError, DataError, ExportError, ExportMismatch, IntegrityError
-from segpipe.export import DeployModel, check_images, deploy_model, evidence, export_run, latency, place, publish
+from segpipe.export import (
+    DeployModel,
+    check_images,
+    convert,
+    deploy_model,
+    evidence,
+    export_run,
+    latency,
+    place,
+    publish,
+)
 from segpipe.export.checks import Check
 from segpipe.export.comparison import Candidate, as_trained, compare
 from segpipe.export.controls import CONTROLS
@@ -86,7 +98,10 @@ def test_the_manifest_explains_a_lone_file(exported: publish.ExportReport) -> No
     assert inside["source"]["weights_digest"] == "0123abcd"
     assert [entry["name"] for entry in inside["classes"]] == list(CLASSES.names)
     assert inside["io"]["inputs"][0]["shape"] == [1, 64, 96, 3]
-    assert manifest["status"] == "verified"
+    assert (manifest["status"], manifest["real_images"]) == ("VERIFIED_FEW_IMAGES", len(IMAGES))
+    card = (exported.folder / "model_card.md").read_text()
+    assert "Status: VERIFIED_FEW_IMAGES" in card
+    assert "compared on 4 real images, and verified needs 16" in card
     assert manifest["gates"]["model.onnx"]["G2 logits"]["max_sigma"] <= 1e-3
 
 
@@ -118,12 +133,12 @@ def test_auxiliary_heads_are_not_in_the_files(trained: TrainedNetwork, exported:
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "fast_scnn"])  # which `exported` is
-def test_every_model_is_accepted_in_every_format(name: str, tmp_path: Path) -> None:
-    size = (64, 128)
-    report = export_run(trained_network(name, size), structured(2, size), tmp_path / "export", list(FORMATS), {})
+def test_every_model_is_accepted_by_torch_export(name: str, tmp_path: Path) -> None:
+    """The other formats: test_every_network.py."""
+    size = (64, 96)
+    report = export_run(trained_network(name, size), structured(2, size), tmp_path / "export", ["pt2"], {})
     assert report.passed
-    files = ("model.onnx", "model.pt2", "model.torchscript.pt")
-    assert model_files(tmp_path) == [str(tmp_path / "export" / file) for file in files]
+    assert model_files(tmp_path) == [str(tmp_path / "export" / "model.pt2")]
 
 
 FRAMES = Path(__file__).resolve().parents[2] / "shared" / "data" / "cityscapes_frames"
@@ -192,6 +207,20 @@ def test_a_planted_fault_is_refused(
     wrong_input = name in ("bgr", "no_normalisation", "half_mean_and_std")
     assert failed_gates(tmp_path) == ({"G2", "G3", "G4"} if wrong_input else {"G2", "G3"})
     assert len(list((tmp_path / "export.rejected").glob("worst_*.png"))) == 3
+
+
+def test_a_network_with_synchronised_norms_is_the_same_one(tiny: TrainedNetwork, tmp_path: Path) -> None:
+    synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(tiny.model))  # type: ignore[no-untyped-call]
+    assert any(isinstance(module, nn.SyncBatchNorm) for module in synchronised.modules()), "the control"
+    network = dataclasses.replace(tiny, model=synchronised)
+    model = deploy_model(network)
+    assert not any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+    expected, found = deploy_model(tiny).state_dict(), model.state_dict()
+    assert list(expected) == list(found)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    for image in IMAGES:
+        assert np.array_equal(run_eager(model)(image).mask, run_eager(deploy_model(tiny))(image).mask)
+    assert export_run(network, IMAGES[:1], tmp_path / "export", ["torchscript"], {}).passed
 
 
 @pytest.mark.parametrize("name", ["onnx", "pt2"])
@@ -320,7 +349,7 @@ def test_the_older_export_survives_a_failing_rename(
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", failing)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(ConfigError, match=r"^export\.dir = .* cannot be written \(disk full\)\. Choose another"):
         export_run(tiny, IMAGES[:1], out_dir, ["torchscript"], {"label": "second"})
     assert json.loads((out_dir / "manifest.json").read_text())["label"] == "first"
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
@@ -395,6 +424,13 @@ def test_check_images_are_spread_over_the_split() -> None:
     assert check_images(FakeSamples(IMAGES * 5), 4)[0] == ["scene_0", "scene_5", "scene_10", "scene_15"]
     assert len(check_images(FakeSamples(IMAGES), 100)[1]) == 4
     assert check_images(FakeSamples([IMAGES[0][:32], *IMAGES]), 5)[0] == [f"scene_{index}" for index in range(1, 5)]
+    mixed = FakeSamples([IMAGES[0][:32], *IMAGES] * 4)
+    names, images = check_images(mixed, 4, SIZE)
+    assert names == ["scene_2", "scene_7", "scene_12", "scene_17"], "the usual places, 0, 5, 10 and 15, do not fit"
+    assert {image.shape[:2] for image in images} == {SIZE}
+    assert len(check_images(mixed, 100, SIZE)[0]) == 16
+    with pytest.raises(DataError, match=r"holds no image of 9x9 pixels .* among 20"):
+        check_images(mixed, 4, (9, 9))
     with pytest.raises(DataError, match="holds no image"):
         check_images(FakeSamples([]), 4)
 
@@ -409,12 +445,54 @@ def _run_exists(tiny: TrainedNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [f"run={tmp_path}", "export.formats=[torchscript]", "export.images=2"]
     assert command.main(arguments) == 0
-    assert "verified" in (tmp_path / "export" / "verify_report.md").read_text()
-    assert "G3 mask" in capsys.readouterr().out
+    report = (tmp_path / "export" / "verify_report.md").read_text()
+    assert report.splitlines()[0].endswith(": VERIFIED_FEW_IMAGES, compared on 2 real images, and verified needs 16")
+    assert "| model.torchscript.pt | " in report.partition("## Latency")[2]
+    assert "Prefer model.torchscript.pt: " in report
+    captured = capsys.readouterr().out
+    assert "G3 mask" in captured
+    assert captured.splitlines()[-1].startswith("EXPORT VERIFIED_FEW_IMAGES: model.torchscript.pt in ")
     plant(monkeypatch, "torchscript", bgr)
     assert command.main([*arguments, f"export.dir={tmp_path}/else/export"]) == 4
     assert failed_gates(tmp_path / "else") == {"G2", "G3", "G4"}
     assert capsys.readouterr().err.startswith("EXPORT REJECTED: ")
+
+
+@pytest.mark.usefixtures("_run_exists")
+def test_a_folder_that_cannot_be_written_is_a_usage_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "file").touch()
+    arguments = [f"run={tmp_path}", "export.formats=[torchscript]", "export.images=2"]
+    assert command.main([*arguments, f"export.dir={tmp_path}/file/export"]) == 2
+    line = f"export.dir = {tmp_path}/file/export cannot be written (Not a directory). Choose another folder.\n"
+    assert capsys.readouterr().err == line
+    monkeypatch.setattr(convert, "write_archive", full)
+    assert command.main([*arguments, f"export.dir={tmp_path}/export"]) == 2
+    assert "cannot be written (No space left on device)" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("p50_ms", "told"),
+    [
+        ({"onnx": 3.0, "ts": 5.0, "int8": 1.0}, "Prefer onnx: .*; 2.00 times as fast as eager. int8 takes 0.33 of"),
+        ({"onnx": 5.0, "ts": 4.8, "int8": 4.9}, "Prefer onnx: the gates saw .*; 1.20 times as fast as eager.$"),
+        ({"onnx": 5.0, "ts": 3.0, "int8": 4.9}, "Prefer ts: in fp32 it is clearly the fastest; 2.00 times"),
+        ({"ts": 12.0}, "Prefer ts: .*; 0.50 times as fast as eager.$"),
+    ],
+)
+def test_the_report_says_which_file_to_prefer(p50_ms: dict[str, float], told: str) -> None:
+    files = {
+        "onnx": {"format": "onnx", "precision": "fp32"},
+        "ts": {"format": "torchscript", "precision": "fp32"},
+        "int8": {"format": "onnx", "precision": "int8"},
+    }
+    measured = {name: {"p50_ms": value} for name, value in {"eager": 6.0, **p50_ms}.items()}
+    assert re.match(told, latency.preference(measured, {name: files[name] for name in p50_ms}))
 
 
 @pytest.mark.usefixtures("_run_exists")

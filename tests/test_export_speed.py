@@ -13,7 +13,7 @@ import torch
 from benchmarks import export_speed, run
 from exports import CLASSES, IMAGES, SIZE, tiny_network
 
-FORMS = {"eager fp32", "torchscript", "onnx fp32", "onnx fp16", "onnx int8 U8S8", "onnx int8 S8S8"}
+FORMS = {"eager fp32", "torchscript", "onnx fp32", "onnx fp16", "onnx int8 U8S8", "onnx int8 S8S8", "onnx int8 U8S7"}
 
 
 class Labelled:
@@ -57,12 +57,41 @@ def test_every_form_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < found["points_lost"]["onnx int8 U8S8"] < 20
     assert found["int8"] in FORMS
     assert found["passed"]
+    assert "of fp32's time" in found["verdict"]
     assert json.loads(json.dumps(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("limit", "value"), [("FP32_LIMIT", 1e9), ("INT8_LIMIT", 1e9), ("POINTS", -100.0), ("FRAMES", 32)]
+)
+def test_each_limit_is_one(limit: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed(runs: dict[str, object], *_: object) -> dict[str, object]:
+        return {
+            "latency": {name: {"median_ms": 1.0} for name in runs},
+            "times_as_fast_as_eager": {name: {"low": 1.0} for name in runs},
+            "int8": "onnx int8 U8S8",
+            "verdict": "a win",
+        }
+
+    forms = dict.fromkeys(sorted(FORMS))
+    monkeypatch.setattr(export_speed, "forms", lambda *_: (forms, {}))
+    monkeypatch.setattr(export_speed, "timed", timed)
+    monkeypatch.setattr(export_speed, "quality_of", lambda *_: 0.5)
+    for name, reached in {"FP32_LIMIT": 0.0, "INT8_LIMIT": 0.0, "POINTS": 100.0, limit: value}.items():
+        monkeypatch.setattr(export_speed, name, reached)
+    found = export_speed.compare(tiny_network(), Labelled(), IMAGES, repeats=1)
+    assert found["passed"] is (limit == "FRAMES"), "the control: no limit at all"
+    assert found["verdict"].endswith("an export refuses it" if limit == "POINTS" else "a win")
 
 
 def test_the_verdict_follows_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     def timed(int8: float) -> dict[str, object]:
-        times = {"eager fp32": 4.0, "onnx fp32": 2.0, "onnx int8 U8S8": int8, "onnx int8 S8S8": 2 * int8}
+        times = {
+            "eager fp32": 4.0,
+            "onnx fp32": 2.0,
+            **dict.fromkeys(export_speed.INT8, 2 * int8),
+            "onnx int8 U8S8": int8,
+        }
         monkeypatch.setattr(
             export_speed.measuring, "interleaved", lambda *_, **__: {name: [time] * 5 for name, time in times.items()}
         )

@@ -251,6 +251,8 @@ def test_scores_are_counted_on_images_of_the_files_size() -> None:
     assert found["right"].images == found["eager"].images == 3
     assert found["right"].counts[:, 0].tolist() == [6144, 0, 6144, 6144, 0]
     assert len(list(Labelled(Split(IMAGES), (64, 96), 2))) == 2
+    mixed = Labelled(Split([IMAGES[0][:32], *IMAGES] * 4), (64, 96), 4)
+    assert len(list(mixed)) == 4, "places 0, 5, 10 and 15 do not fit, and others are taken"
 
 
 # G6
@@ -338,7 +340,9 @@ def test_the_gravest_failure_decides(failing: list[str], kind: type[ExportMismat
 
 
 def test_status_without_real_images(tmp_path: Any) -> None:
-    assert ExportReport(tmp_path, {}, real_images=1).status == "verified"
+    assert ExportReport(tmp_path, {}, real_images=16).status == "verified"
+    assert ExportReport(tmp_path, {}, real_images=15).status == "VERIFIED_FEW_IMAGES"
+    assert ExportReport(tmp_path, {}, real_images=1).status == "VERIFIED_FEW_IMAGES"
     assert ExportReport(tmp_path, {}).status == "UNVERIFIED_REAL_DATA"
 
 

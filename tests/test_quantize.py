@@ -54,7 +54,7 @@ def test_convolutions_are_int8_and_what_decides_is_not(scheme: str, folder: Path
     weights = {tensor.name: tensor for tensor in graph.initializer}
     makers = {name: node for node in graph.node for name in node.output}
     readers = {name: node for node in graph.node for name in node.input}
-    kinds = {"U8S8": TensorProto.UINT8, "S8S8": TensorProto.INT8}
+    kinds = {"U8S8": TensorProto.UINT8, "S8S8": TensorProto.INT8, "U8S7": TensorProto.UINT8}
     found = []
     for node in graph.node:
         if node.op_type != "Conv":
@@ -68,6 +68,8 @@ def test_convolutions_are_int8_and_what_decides_is_not(scheme: str, folder: Path
         assert data.op_type == kernel.op_type == "DequantizeLinear", node.name
         assert weights[data.input[2]].data_type == kinds[scheme]
         assert weights[kernel.input[0]].data_type == TensorProto.INT8
+        largest = int(np.abs(numpy_helper.to_array(weights[kernel.input[0]]).astype(int)).max())
+        assert (largest <= 64) is (scheme == "U8S7"), "7 bits, so that no sum overflows on a CPU with AVX2 alone"
         assert weights[kernel.input[1]].dims == [PLANES], "a scale per channel"
         assert readers[node.output[0]].op_type == "QuantizeLinear", "the ReLU is in the range"
         found.append(node.name)
@@ -138,16 +140,44 @@ class FakeSession:
 
 @pytest.mark.parametrize(
     ("seconds", "chosen"),
-    [((1.0, 2.0), "U8S8"), ((2.0, 1.0), "S8S8"), ((1.0, 0.97), "U8S8")],  # the last one is noise
+    [((1.0, 2.0, 1.0), "U8S8"), ((2.0, 1.0, 1.5), "S8S8"), ((1.0, 0.97, 0.96), "U8S8")],  # the last one is noise
 )
 def test_the_faster_scheme_is_kept(
-    seconds: tuple[float, float], chosen: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seconds: tuple[float, ...], chosen: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting = list(seconds)
+    monkeypatch.setattr(quantize, "_agreement", lambda made, *_: dict.fromkeys(made, AGREEMENT))
     monkeypatch.setattr(quantize, "one_thread_session", lambda _: FakeSession(waiting.pop(0)))
     monkeypatch.setattr(quantize.time, "perf_counter", lambda: FakeSession.clock)
     assert to_int8(folder / "fp32.onnx", tmp_path / "int8.onnx", FRAMES) == chosen
     assert (tmp_path / "int8.onnx").read_bytes() == (folder / f"{chosen}.onnx").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("agreement", "chosen"),
+    [
+        ((0.969, 0.971, 0.5), "S8S8"),
+        ((0.971, 0.969, 0.5), "U8S8"),
+        ((0.9, 0.9, 0.99), "U8S7"),  # as on a CPU with AVX2 alone
+        ((0.9, 0.8, 0.7), "U8S8"),
+        ((0.8, 0.9, 0.7), "S8S8"),
+    ],
+)
+def test_a_scheme_that_a_gate_would_refuse_is_not_kept_for_its_speed(
+    agreement: tuple[float, ...], chosen: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fastest(made: dict[str, onnx.ModelProto], _: np.ndarray) -> str:
+        return next((name for name in made if name != chosen), chosen)
+
+    monkeypatch.setattr(quantize, "_agreement", lambda *_: dict(zip(SCHEMES, agreement, strict=True)))
+    monkeypatch.setattr(quantize, "_fastest", fastest)  # the other one is faster, if it may run at all
+    assert to_int8(folder / "fp32.onnx", tmp_path / "int8.onnx", FRAMES) == chosen
+
+
+def test_agreement_is_measured_on_masks(folder: Path) -> None:
+    made = {scheme: onnx.load(folder / f"{scheme}.onnx") for scheme in SCHEMES}
+    found = quantize._agreement(made, onnx.load(folder / "fp32.onnx"), IMAGES)
+    assert found == {scheme: agreement(folder / "fp32.onnx", folder / f"{scheme}.onnx") for scheme in SCHEMES}
 
 
 def test_unusable_requests(folder: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from exports import SCENES, SIZE, Tiny, scenes, tiny_network, trained_network, w
 from segpipe import checkpoint
 from segpipe.data.samples import open_samples
 from segpipe.errors import DataError
-from segpipe.export import evidence, latency
+from segpipe.export import evidence, latency, quantize
 from segpipe.export.archive import write_archive
 from segpipe.export.convert import MANIFEST_FILE, jit, manifest_text, quiet_torchscript
 from segpipe.export.formats import FORMATS, open_onnx
@@ -34,10 +34,12 @@ from segpipe.export.manifest import in_file
 from segpipe.export.place import write_sums
 from segpipe.export.probes import write_probe
 from segpipe.export.quantize import to_int8
+from segpipe.export.sidecars import write_sidecars
 from segpipe.runtime import Segmenter
 
 ROOT = Path(__file__).resolve().parents[1]
 FEW = ("export.images=2", "export.quality_images=4")
+METRICS = {"split": "val", "miou": 0.25, "pixel_accuracy": 0.5, "iou": {}, "absent": [], "pixels": 1000}
 MANY = f"export.images={SCENES}"  # so that ties on the made images weigh as little as they do beside photographs
 
 
@@ -53,7 +55,11 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("runs") / "scenes", partial(trained_network, "fast_scnn", SIZE))
+    folder = write_run(tmp_path_factory.mktemp("runs") / "scenes", partial(trained_network, "fast_scnn", SIZE))
+    path = folder / "result.json"
+    digest = checkpoint.load_network(folder, "last").weights_digest
+    path.write_text(json.dumps({**json.loads(path.read_text()), **METRICS, "ema_digest": digest}))
+    return folder
 
 
 @pytest.fixture
@@ -247,7 +253,7 @@ def test_a_fault_in_the_graph_is_refused_by_verify(
     before = contents(folder)
     assert verify(run, folder) == code
     line = last_line(capsys)
-    assert line.startswith("ARTEFACT REFUSED: " if code else "ARTEFACT verified: model.onnx")
+    assert line.startswith("ARTEFACT REFUSED: " if code else "ARTEFACT VERIFIED_FEW_IMAGES: model.onnx")
     assert gate in line
     assert contents(folder) == before, "nothing is written there"
 
@@ -344,6 +350,67 @@ def other_weights_claimed(folder: Path) -> None:
     manifest_changed(folder, lambda manifest: manifest["source"].update(weights_digest="00"))
 
 
+def rewrite(folder: Path, name: str, old: str, new: str) -> None:
+    path = folder / name
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new, 1))
+    sign(folder)
+
+
+def labels_swapped(folder: Path) -> None:
+    rewrite(folder, "ros/labels.yaml", "class_id: 1,", "class_id: 2,")
+
+
+def triton_type_changed(folder: Path) -> None:
+    rewrite(folder, "triton/config.pbtxt", "TYPE_UINT8", "TYPE_FP32")
+
+
+def isaac_missing(folder: Path) -> None:
+    (folder / "ros" / "isaac_params.yaml").unlink()
+    sign(folder)
+
+
+def another_miou_on_the_card(folder: Path) -> None:
+    rewrite(folder, "model_card.md", "mIoU 25.00 %", "mIoU 99.00 %")
+
+
+def golden_logits_changed(folder: Path) -> None:
+    path = folder / "golden" / "logits.npy"
+    np.save(path, np.load(path) * np.float32(1.01))
+    sign(folder)
+
+
+def golden_index_changed(folder: Path) -> None:
+    path = folder / "golden" / "logits_index.npy"
+    np.save(path, np.load(path)[::-1])
+    sign(folder)
+
+
+def golden_preprocessing_changed(folder: Path) -> None:
+    path = folder / "golden" / "preprocess_output.npy"
+    np.save(path, np.load(path) + np.float32(1e-4))
+    sign(folder)
+
+
+def golden_limit_taken_away(folder: Path) -> None:
+    manifest_changed(folder, lambda manifest: manifest["golden"].update(image_agreement=0.0))
+
+
+def retold(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """The change in the manifest, and the files that repeat it in their words."""
+    manifest_changed(folder, change)
+    write_sidecars(json.loads((folder / "manifest.json").read_text()), folder)
+    sign(folder)
+
+
+def frame_limits_taken_away(folder: Path) -> None:
+    retold(folder, lambda manifest: manifest["frame_limits"].update(min_mean=0.0, max_dark_share=0.99))
+
+
+def miou_claimed(folder: Path) -> None:
+    retold(folder, lambda manifest: manifest.update(metrics={**METRICS, "miou": 0.99}))
+
+
 @pytest.mark.parametrize(
     ("fault", "code", "gate"),
     [
@@ -377,6 +444,41 @@ def test_a_fault_of_the_folder_is_refused(
     assert gate in line
 
 
+BESIDE: dict[Callable[[Path], None], str] = {
+    labels_swapped: "ros/labels.yaml is not what segpipe",
+    triton_type_changed: "triton/config.pbtxt is not what segpipe",
+    isaac_missing: "ros/isaac_params.yaml is not what segpipe",
+    another_miou_on_the_card: "model_card.md is not what segpipe",
+    golden_logits_changed: "golden/logits.npy is not what the trained network gives",
+    golden_index_changed: "golden/logits_index.npy is not what the trained network gives",
+    golden_preprocessing_changed: "golden/preprocess_output.npy is not what the trained network gives",
+}
+TOLD: dict[Callable[[Path], None], str] = {
+    golden_limit_taken_away: "golden.image_agreement is not 0.999",
+    frame_limits_taken_away: "frame_limits are not those of the train images",
+    miou_claimed: "metrics are not those of the run",
+}
+
+
+@pytest.mark.parametrize("faults", [BESIDE, TOLD], ids=["beside", "told"])
+def test_what_lies_beside_the_models_is_compared_one_by_one(
+    faults: dict[Callable[[Path], None], str],
+    artefact: Path,
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "export"
+    shutil.copytree(artefact, folder)
+    for fault in faults:
+        fault(folder)
+    assert verify(run, folder) == 7
+    line = last_line(capsys)
+    assert line.startswith("ARTEFACT REFUSED: G1 integrity: ")
+    assert [told for told in faults.values() if told not in line] == []
+    assert line.count(" is not what ") + line.count(" are not those ") + line.count("is not 0.999") == len(faults)
+
+
 def test_the_exit_code_reaches_the_shell(artefact: Path, run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "export"
     shutil.copytree(artefact, folder)
@@ -407,18 +509,36 @@ def test_another_run_is_refused(artefact: Path, run: Path, tmp_path: Path, capsy
     assert "differ in source.weights_digest" in last_line(capsys)
 
 
-def test_a_checkpoint_that_lacks_a_tensor_exports_nothing(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("missing", 'Missing key(s) in state_dict: "classifier.3.bias"'),
+        ("too many", 'Unexpected key(s) in state_dict: "classifier.4.bias"'),
+        ("another shape", "size mismatch for classifier.3.bias"),
+    ],
+)
+def test_a_checkpoint_of_other_tensors_exports_nothing(
+    fault: str, told: str, artefact: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = tmp_path / "other"
     shutil.copytree(run, other)
     state = copy.copy(checkpoint.load(other / "last.pt"))
     state["ema"] = dict(state["ema"])
-    del state["ema"]["classifier.3.bias"]
+    if fault == "missing":
+        del state["ema"]["classifier.3.bias"]
+    elif fault == "too many":
+        state["ema"]["classifier.4.bias"] = torch.zeros(3)
+    else:
+        state["ema"]["classifier.3.bias"] = torch.zeros(3)
     checkpoint.save(other / "last.pt", {key: state[key] for key in state if key not in ("format", "version")})
-    assert export(other, tmp_path / "export") == 2
-    assert 'Missing key(s) in state_dict: "classifier.3.bias"' in capsys.readouterr().err
+    assert export(other, tmp_path / "export") == 7
+    line = capsys.readouterr().err
+    assert line.startswith("EXPORT REJECTED: G1 integrity: ")
+    assert line.count("\n") == 1
+    assert told in line
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other"]
+    assert verify(other, artefact) == 7
+    assert last_line(capsys).startswith("ARTEFACT REFUSED: G1 integrity: ")
 
 
 def test_latency_over_the_budget(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -437,7 +557,7 @@ def test_another_bias_in_torchscript_is_refused(
     folder, files = tmp_path / "export", {MANIFEST_FILE: ""}
     assert export(tiny_run, folder, "export.formats=[torchscript,pt2]") == 0
     assert verify(tiny_run, folder) == 0
-    assert last_line(capsys).startswith("ARTEFACT verified: model.pt2, model.torchscript.pt")
+    assert last_line(capsys).startswith("ARTEFACT VERIFIED_FEW_IMAGES: model.pt2, model.torchscript.pt")
     path = folder / "model.torchscript.pt"
     with quiet_torchscript():
         module = jit.load(str(path), _extra_files=files)
@@ -448,6 +568,18 @@ def test_another_bias_in_torchscript_is_refused(
     sign(folder)
     assert verify(tiny_run, folder) == 4
     assert "G2 logits come from other weights: network.classifier.bias" in last_line(capsys)
+
+
+def test_golden_answers_are_repeated_without_onnx(
+    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "export"
+    assert export(tiny_run, folder, "export.formats=[torchscript]") == 0
+    assert verify(tiny_run, folder) == 0
+    golden_changed(folder)
+    capsys.readouterr()
+    assert verify(tiny_run, folder) == 7
+    assert "G1 integrity: golden/mask.npy is not what the trained network gives" in last_line(capsys)
 
 
 # Reduced precision
@@ -477,22 +609,27 @@ def int8_scale(model: onnx.ModelProto) -> None:
 def test_int8_is_held_to_its_own_limits(
     tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, wanted = tmp_path / "export", ("export.formats=[onnx]", "export.precision=[fp32,int8]", MANY)
+    folder, wanted = tmp_path / "export", ("export.formats=[onnx]", "export.precision=[fp32,fp16,int8]", MANY)
+    monkeypatch.setattr(quantize, "_fastest", lambda *_: "U8S7")  # else machine and load would choose
     with monkeypatch.context() as patch:
         int8_takes(patch, 0.91)
         assert export(tiny_run, folder, *wanted) == 6
         assert "> 0.9 of the fp32 file's: no win, so no file in model.int8.onnx" in last_line(capsys)
         assert [path.name for path in tmp_path.iterdir()] == ["export.rejected"]
     int8_takes(monkeypatch, 0.89)
-    assert export(tiny_run, folder, *wanted) == 0
+    for place in (folder, tmp_path / "again"):
+        assert export(tiny_run, place, *wanted) == 0
+        assert last_line(capsys) == f"EXPORT verified: model.onnx, model.fp16.onnx, model.int8.onnx in {place}"
+    for name in ("model.onnx", "model.fp16.onnx", "model.int8.onnx"):
+        assert (folder / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), "the same every time"
     entry = json.loads((folder / "manifest.json").read_text())["files"]["model.int8.onnx"]
     assert entry["precision"] == "int8"
-    assert entry["scheme"] in ("U8S8", "S8S8")
+    assert entry["scheme"] == "U8S7"
     assert entry["golden_agreement"] >= 0.9
     inside = json.loads(onnx.load(folder / "model.int8.onnx").metadata_props[0].value)
     assert inside["precision"] == "int8"
-    capsys.readouterr()
     assert verify(tiny_run, folder, MANY) == 0
+    assert last_line(capsys).startswith("ARTEFACT verified: ")
     edited(folder / "model.int8.onnx", folder / "model.int8.onnx", int8_scale)
     sign(folder)
     capsys.readouterr()
@@ -533,14 +670,18 @@ def test_without_data_a_file_is_published_only_on_request(
         assert verify(tiny_run, folder) == 2
         capsys.readouterr()
         assert verify(tiny_run, folder, "export.allow_unverified=true") == 0
-        assert last_line(capsys).startswith("ARTEFACT UNVERIFIED_REAL_DATA: model.onnx")
+        line = last_line(capsys)
+        assert line.startswith("ARTEFACT UNVERIFIED_REAL_DATA: model.onnx")
+        assert line.endswith("; compared on made images alone")
     manifest = json.loads((folder / "manifest.json").read_text())
     assert (manifest["status"], manifest["allow_unverified"]) == ("UNVERIFIED_REAL_DATA", True)
     assert manifest["calibration"]["method"] == "none"
     assert "made images alone" in (folder / "model_card.md").read_text()
     Segmenter.load(folder)
     assert verify(tiny_run, folder) == 0
-    assert last_line(capsys).startswith("ARTEFACT verified: ")
+    line = last_line(capsys)
+    assert line.startswith("ARTEFACT VERIFIED_FEW_IMAGES: ")
+    assert line.endswith("; compared on 2 real images, and verified needs 16")
 
 
 # Other profiles
@@ -557,12 +698,17 @@ def test_other_profiles_pass_the_same_gates(
     )
     capsys.readouterr()
     assert verify(tiny_run, folder) == 0
-    assert last_line(capsys).startswith("ARTEFACT verified: model.fp16.onnx, model.onnx")
+    assert last_line(capsys).startswith("ARTEFACT VERIFIED_FEW_IMAGES: model.fp16.onnx, model.onnx")
     manifest = json.loads((folder / "manifest.json").read_text())
     image, outputs = manifest["io"]["inputs"][0], manifest["io"]["outputs"]
     needed = {"isaac": ("float32", "NCHW", ["mask"]), "logits": ("uint8", "NHWC", ["logits"])}[profile]
     assert (image["dtype"], image["layout"], [entry["name"] for entry in outputs]) == needed
     assert (folder / "ros" / "isaac_params.yaml").exists() is (profile == "isaac")
+    altered = tmp_path / "altered"
+    shutil.copytree(folder, altered)
+    golden_changed(altered)
+    assert verify(tiny_run, altered) == 7
+    assert "golden/mask.npy is not what" in last_line(capsys)
     edited(folder / "model.fp16.onnx", folder / "model.fp16.onnx", std)
     sign(folder)
     assert verify(tiny_run, folder) == 4

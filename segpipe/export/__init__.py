@@ -3,13 +3,15 @@
 from segpipe.export.checks import Labelled, check_images
 from segpipe.export.deploy import DeployModel, deploy_model
 from segpipe.export.evidence import Material, gather, training_images, validation_samples
-from segpipe.export.origin import Origin, origin_of
-from segpipe.export.outcome import ExportReport
+from segpipe.export.origin import Origin, every_tensor_used, origin_of
+from segpipe.export.outcome import NOT_EXPORTED, NOT_VERIFIED, ExportReport
 from segpipe.export.publish import export_run
 from segpipe.export.statistics import spread
 from segpipe.export.verify import image_size, read_manifest, verify_folder
 
 __all__ = [
+    "NOT_EXPORTED",
+    "NOT_VERIFIED",
     "DeployModel",
     "ExportReport",
     "Labelled",
@@ -17,6 +19,7 @@ __all__ = [
     "Origin",
     "check_images",
     "deploy_model",
+    "every_tensor_used",
     "export_run",
     "gather",
     "image_size",

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from segpipe.export.convert import Manifest
-from segpipe.export.outcome import UNVERIFIED
+from segpipe.export.outcome import FEW_IMAGES, UNVERIFIED, caveat
 
 
 def model_card(manifest: Manifest) -> str:
     """Markdown made of the manifest, without time stamps and latencies: equal exports have equal cards."""
     blocks = [
         f"# {manifest['model']}: semantic segmentation into {len(manifest['classes'])} classes",
-        _status(manifest["status"]),
+        _status(manifest["status"], manifest["real_images"]),
         _files(manifest["files"]),
         _interface(manifest),
         _calibration(manifest["calibration"]),
@@ -25,11 +25,16 @@ def model_card(manifest: Manifest) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def _status(status: str) -> str:
+def _status(status: str, real_images: int) -> str:
     if status == UNVERIFIED:
         return (
             f"Status: {status}. The files were compared with the trained network on made images alone; nobody has\n"
             "seen them segment a photograph. Run scripts/verify.py with the data set before use."
+        )
+    if status == FEW_IMAGES:
+        return (
+            f"Status: {status}. The files compute what the trained network computes, but were\n"
+            f"{caveat(status, real_images)}. Run scripts/verify.py with more before use."
         )
     return (
         f"Status: {status}. The files compute what the trained network computes; verify_report.md has the\n"
@@ -54,6 +59,10 @@ def _interface(manifest: Manifest) -> str:
     for output in manifest["io"]["outputs"]:
         invalid = f"; {output['invalid']} means no answer" if "invalid" in output else ""
         lines.append(f"- Out: `{output['name']}`, {output['dtype']} {output['shape']}, {output['meaning']}{invalid}.")
+    for axis, entry in manifest["io"].get("free", {}).items():
+        end = f"to {entry['max']}" if "max" in entry else "on"
+        tried = ", ".join(map(str, entry["tried"]))
+        lines.append(f"- `{axis}`: multiples of {entry['multiple']} from {entry['min']} {end}; checked with {tried}.")
     return "\n".join(lines)
 
 

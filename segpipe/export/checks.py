@@ -35,9 +35,9 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class Labelled:
-    """Images with targets, read anew whenever it is gone through: at most `count`, evenly spaced through the split.
+    """Images with targets, read anew whenever it is gone through: at most `count`, spread over the split.
 
-    Those of another size than `size` = (height, width) are left out, since an exported graph has one image size.
+    Those of another size than `size` = (height, width) are passed over, since an exported graph has one image size.
     """
 
     samples: Samples
@@ -45,10 +45,14 @@ class Labelled:
     count: int
 
     def __iter__(self) -> Iterator[tuple[Image, Target]]:
-        for index in spread_indices(len(self.samples), self.count):
+        found = 0
+        for index in spread_order(len(self.samples), self.count):
             image, target = self.samples.read(index)
             if image.shape[:2] == self.size:
                 yield image, target
+                found += 1
+                if found == self.count:
+                    return
 
 
 def spread_indices(length: int, count: int) -> list[int]:
@@ -57,21 +61,37 @@ def spread_indices(length: int, count: int) -> list[int]:
     return [place * length // count for place in range(count)]
 
 
-def check_images(samples: Samples, count: int, size: tuple[int, int] | None = None) -> tuple[list[str], list[Image]]:
-    """Names and images of `count` samples evenly spaced through the split, or of all when there are fewer.
+def spread_order(length: int, count: int) -> list[int]:
+    """All places: first `count` evenly spaced ones, then others between them, for when some of these do not do."""
+    order: dict[int, None] = {}
+    while len(order) < length:
+        order |= dict.fromkeys(spread_indices(length, count))
+        count *= 2
+    return list(order)
 
-    An exported graph has one image size: of a mixed split, those of `size` = (height, width) among them are returned,
-    or without it those of the commonest size. Raises DataError when there is none.
+
+def check_images(samples: Samples, count: int, size: tuple[int, int] | None = None) -> tuple[list[str], list[Image]]:
+    """Names and images of `count` samples spread over the split, or of all that fit when there are fewer.
+
+    An exported graph has one image size: of a mixed split, samples of `size` = (height, width) are taken, or without it
+    those of the commonest size among the first `count`. Raises DataError when there is none.
     """
-    read = [(samples.name(index), samples.read(index)[0]) for index in spread_indices(len(samples), count)]
+    order = spread_order(len(samples), count)
+    read = [(samples.name(index), samples.read(index)[0]) for index in order[:count]]
     if not read:
         raise DataError("data.split holds no image, but the export is checked on real ones. Choose another data.split.")
     wanted = size or Counter(image.shape[:2] for _, image in read).most_common(1)[0][0]
     kept = [(name, image) for name, image in read if image.shape[:2] == wanted]
+    for index in order[count:]:
+        if len(kept) == count:
+            break
+        image = samples.read(index)[0]
+        if image.shape[:2] == wanted:
+            kept.append((samples.name(index), image))
     if not kept:
         raise DataError(
-            f"data.split holds no image of {wanted[0]}x{wanted[1]} pixels (height x width) among {len(read)}, which is "
-            f"the size of the files; {read[0][0]} is {read[0][1].shape[0]}x{read[0][1].shape[1]}. Choose another "
+            f"data.split holds no image of {wanted[0]}x{wanted[1]} pixels (height x width) among {len(order)}, which "
+            f"is the size of the files; {read[0][0]} is {read[0][1].shape[0]}x{read[0][1].shape[1]}. Choose another "
             "data.root or data.split."
         )
     return [name for name, _ in kept], [image for _, image in kept]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from segpipe.export.checks import Check
-from segpipe.export.profiles import Answer, Image, Run
+from segpipe.export.profiles import Answer, Image, Run, Runner
 
 
 @dataclass(frozen=True)
@@ -109,32 +109,52 @@ def as_trained(reference: Run, preprocess: nn.Module) -> Run:
     return run
 
 
-def compare(reference: Run, candidates: Sequence[Candidate], checks: Sequence[Check]) -> Sigma:
-    """Sigma; fills each candidate's comparisons. Image by image, since full-resolution logits are large."""
+def compare(reference: Run, candidates: Sequence[Candidate], checks: Sequence[Check], batch_size: int = 1) -> Sigma:
+    """Sigma; fills each candidate's comparisons. Batch by batch, since full-resolution logits are large.
+
+    The reference sees every image alone, whatever `batch_size` is; candidates see that many at a time, the last few
+    perhaps fewer.
+    """
     everything, real = Moments(), Moments()
-    for check in checks:
-        expected = reference(check.image)
-        assert expected.logits is not None
-        everything.add(expected.logits)
-        if check.is_real:
-            real.add(expected.logits)
+    for start in range(0, len(checks), batch_size):
+        batch = checks[start : start + batch_size]
+        expected = [reference(check.image) for check in batch]
+        for check, answer in zip(batch, expected, strict=True):
+            assert answer.logits is not None
+            everything.add(answer.logits)
+            if check.is_real:
+                real.add(answer.logits)
         for candidate in candidates:
             if not candidate.broken:
-                _compare_one(check, expected, candidate)
+                _compare_batch(batch, expected, candidate)
     return Sigma(everything.sigma, real.sigma if real.count else everything.sigma)
 
 
-def _compare_one(check: Check, expected: Answer, candidate: Candidate) -> None:
+def _compare_batch(batch: Sequence[Check], expected: Sequence[Answer], candidate: Candidate) -> None:
+    images = [check.image for check in batch]
     try:
-        found = compare_answers(check, expected, candidate.probe(check.image), candidate.shipped(check.image))
+        probed, shipped = _answers(candidate.probe, images), _answers(candidate.shipped, images)
+        found = [compare_answers(*entry) for entry in zip(batch, expected, probed, shipped, strict=True)]
     except Exception as error:  # whatever the libraries raise: a file that does not run is refused
-        candidate.broken = f"{type(error).__name__}: {error} (on {check.name})"
+        candidate.broken = f"{type(error).__name__}: {error} (on {', '.join(check.name for check in batch)})"
     else:
-        candidate.comparisons.append(found)
+        candidate.comparisons += found
+
+
+def _answers(run: Run, images: Sequence[Image]) -> list[Answer]:
+    if len(images) == 1:
+        return [run(images[0])]
+    assert isinstance(run, Runner), "a run of one image at a time has no batches"
+    return run.batch(images)
 
 
 def compare_answers(check: Check, expected: Answer, probe: Answer, shipped: Answer) -> Comparison:
-    """Comparison of one image: logits and normalised image of the probe, mask and confidence of the shipped file."""
+    """Comparison of one image: logits and normalised image of the probe, mask and confidence of the shipped file.
+
+    Raises ValueError when an answer has another shape than the reference's.
+    """
+    _require_shapes(expected, probe)
+    _require_shapes(expected, shipped)
     assert expected.logits is not None
     # The reference's logits at the differing pixels, (C, n), ascending along the classes.
     ranked = np.sort(expected.logits[:, expected.mask != shipped.mask], axis=0)
@@ -152,6 +172,13 @@ def compare_answers(check: Check, expected: Answer, probe: Answer, shipped: Answ
         mask=shipped.mask,
         normalised_difference=_difference(expected.normalised, probe.normalised),
     )
+
+
+def _require_shapes(expected: Answer, found: Answer) -> None:
+    # Without it numpy would repeat a mask of one row or column to the size of the other.
+    for name, wanted, given in zip(Answer._fields, expected, found, strict=True):
+        if wanted is not None and given is not None and wanted.shape != given.shape:
+            raise ValueError(f"{name} is {given.shape}, but {wanted.shape} was needed")
 
 
 def _difference(expected: NDArray[np.float32] | None, found: NDArray[np.float32] | None) -> float:

@@ -61,9 +61,11 @@ def _align_corners_flipped(model: DeployModel) -> None:
 
 
 def _one_weight_scaled(model: DeployModel) -> None:
+    # The largest: the first or the last would be seen too easily, and one picked by its place may lie in a branch that
+    # the network has hardly learned to use.
     convolutions = [module for module in model.network.modules() if isinstance(module, nn.Conv2d)]
     with torch.no_grad():
-        convolutions[len(convolutions) // 2].weight.mul_(1.01)
+        max(convolutions, key=lambda module: module.weight.numel()).weight.mul_(1.01)
 
 
 def _classes_permuted(model: DeployModel) -> None:

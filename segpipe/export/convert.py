@@ -14,13 +14,14 @@ from typing import Any
 
 import onnx
 import torch
+from torch.fx.experimental import _config as fx_config
 
 from segpipe.errors import ExportError
 from segpipe.export.archive import write_archive
 from segpipe.export.deploy import DeployModel
 from segpipe.export.probes import keep_outputs, write_probe
 from segpipe.export.profiles import INPUT
-from segpipe.runtime.session import MANIFEST_KEY
+from segpipe.runtime.artifact import MANIFEST_KEY
 
 OPSET = 18
 MANIFEST_FILE = "manifest.json"  # extra file of TorchScript and torch.export
@@ -29,7 +30,7 @@ jit: Any = torch.jit  # has no annotations
 
 
 def to_onnx(model: DeployModel, size: tuple[int, int], manifest: Manifest, shipped: Path, probe: Path) -> None:
-    """Writes the ONNX files, weights and manifest inside; `size` = (height, width) of every image to come.
+    """Writes the ONNX files, weights and manifest inside; `size` = (height, width) of the example.
 
     Raises ExportError when torch cannot convert the network.
     """
@@ -39,6 +40,7 @@ def to_onnx(model: DeployModel, size: tuple[int, int], manifest: Manifest, shipp
             model.probe(),
             (model.profile.example(size),),
             probe,
+            dynamic_shapes=_dynamic_shapes(model, manifest),
             dynamo=True,
             external_data=False,
             opset_version=OPSET,
@@ -48,6 +50,7 @@ def to_onnx(model: DeployModel, size: tuple[int, int], manifest: Manifest, shipp
         )
     graph_file = onnx.load(probe)
     _drop_debug_info(graph_file)
+    _name_free_axes(graph_file.graph, manifest)
     onnx.helper.set_model_props(graph_file, {MANIFEST_KEY: manifest_text(manifest)})
     keep_outputs(graph_file, model.profile.outputs)
     onnx.save(graph_file, shipped)
@@ -55,7 +58,7 @@ def to_onnx(model: DeployModel, size: tuple[int, int], manifest: Manifest, shipp
 
 
 def to_torchscript(model: DeployModel, size: tuple[int, int], manifest: Manifest, shipped: Path, probe: Path) -> None:
-    """Writes the TorchScript files, manifest inside as extra file; `size` = (height, width) of every image to come.
+    """Writes the TorchScript files, manifest inside as extra file; `size` = (height, width) of the example.
 
     Not frozen: freezing folds BatchNorm into other weights than the trained ones. Raises ExportError as `to_onnx`.
     """
@@ -70,14 +73,16 @@ def to_torchscript(model: DeployModel, size: tuple[int, int], manifest: Manifest
 
 
 def to_pt2(model: DeployModel, size: tuple[int, int], manifest: Manifest, shipped: Path, probe: Path) -> None:
-    """Writes the torch.export files, manifest inside as extra file; `size` = (height, width) of every image to come.
+    """Writes the torch.export files, manifest inside as extra file; `size` = (height, width) of the example.
 
     Raises ExportError as `to_onnx`.
     """
     extra = {MANIFEST_FILE: manifest_text(manifest)}
-    with _conversion("pt2"), torch.no_grad():
+    with _conversion("pt2"), torch.no_grad(), _no_length_is_one():
         for variant, path in ((model.probe(), probe), (model, shipped)):
-            program = torch.export.export(variant, (model.profile.example(size),))
+            program = torch.export.export(
+                variant, (model.profile.example(size),), dynamic_shapes=_dynamic_shapes(model, manifest)
+            )
             for node in program.graph.nodes:
                 node.meta.pop("stack_trace", None)  # paths of this machine
             torch.export.save(program, path, extra_files=dict(extra))
@@ -94,8 +99,28 @@ def quiet_torchscript() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is", FutureWarning)
         warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is", DeprecationWarning)
-        # Sizes become constants of the trace, which is meant: the exported shapes are static.
+        # Sizes become constants of the trace, which is meant: height and width of a trace are never free.
         warnings.filterwarnings("ignore", category=jit.TracerWarning)
+        yield
+
+
+def _dynamic_shapes(model: DeployModel, manifest: Manifest) -> tuple[dict[int, Any]] | None:
+    """Free axes of the input as torch.export wants them; None where there are none."""
+    free = manifest["io"].get("free")
+    if not free:
+        return None
+    dims = {axis: torch.export.Dim(axis, min=entry["min"]) for axis, entry in free.items()}
+    return ({place: dims[axis] for place, axis in model.profile.free_axes.items()},)
+
+
+@contextlib.contextmanager
+def _no_length_is_one() -> Iterator[None]:
+    """torch.export would tie a free length to whether it, or a map's that depends on it, is 1 in the example.
+
+    Broadcasting alone needs to know, and nothing is broadcast here. torch.onnx.export sets the same by itself.
+    """
+    config: Any = fx_config
+    with config.patch(backed_size_oblivious=True):
         yield
 
 
@@ -122,10 +147,21 @@ def _conversion(name: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
+            if isinstance(error, OSError) and error.errno:  # of the folder, not of the network
+                raise
             raise ExportError(
                 f"export.formats = {name}: torch {torch.__version__} could not convert the network "
                 f"({type(error).__name__}: {error}). Leave {name} out of export.formats, or change the named operation."
             ) from error
+
+
+def _name_free_axes(graph: onnx.GraphProto, manifest: Manifest) -> None:
+    """Lengths that the converter left open, by the names of the manifest; one that it fixed stays and fails G1."""
+    axes = {entry["name"]: entry["shape"] for kind in ("inputs", "outputs") for entry in manifest["io"][kind]}
+    for value in (*graph.input, *graph.output):
+        for length, axis in zip(value.type.tensor_type.shape.dim, axes.get(value.name, ()), strict=False):
+            if length.HasField("dim_param") and isinstance(axis, str):
+                length.dim_param = axis
 
 
 def _drop_debug_info(model: onnx.ModelProto) -> None:

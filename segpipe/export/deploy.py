@@ -43,9 +43,9 @@ class DeployModel(nn.Module):
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
         """The outputs of the profile, and those on which the gates look in the variant that has them.
 
-        Shapes: image as the profile has it -> mask (1, H, W), class ids, never 255; confidence uint8 (1, h, w) at the
-        output stride, 255 * largest probability of softmax(logits / temperature); logits float32 (1, C, H, W);
-        normalised float32 (1, 3, H, W).
+        Shapes: image as the profile has it -> mask (B, H, W), class ids, never 255; confidence uint8 (B, h, w) at the
+        output stride, 255 * largest probability of softmax(logits / temperature); logits float32 (B, C, H, W);
+        normalised float32 (B, 3, H, W).
         """
         normalised = self._normalise(image)
         logits = self.network(normalised)
@@ -84,10 +84,25 @@ class DeployModel(nn.Module):
         return variant
 
 
+def _unsynchronise(network: nn.Module) -> None:
+    for parent in list(network.modules()):
+        for name, norm in parent.named_children():
+            if isinstance(norm, nn.SyncBatchNorm):
+                plain = nn.BatchNorm2d(
+                    norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats
+                )
+                plain.load_state_dict(norm.state_dict())
+                setattr(parent, name, plain)
+
+
 def deploy_model(trained: TrainedNetwork, *, profile: Profile = ROBOT, temperature: float = 1.0) -> DeployModel:
-    """DeployModel of a trained network: a copy on the CPU, fp32, in eval mode, without the training-only heads."""
+    """DeployModel of a trained network: a copy on the CPU, fp32, in eval mode, without the training-only heads.
+
+    SyncBatchNorm, which no CPU and no format has, becomes the BatchNorm that it is in eval mode.
+    """
     network = copy.deepcopy(trained.model)
     del network.train_only
+    _unsynchronise(network)
     preprocess = copy.deepcopy(trained.preprocess)
     model = DeployModel(
         network, preprocess, align_corners=network.align_corners, profile=profile, temperature=temperature

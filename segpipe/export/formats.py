@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from segpipe.export.integrity import (
     tensors_of_pt2,
     tensors_of_torchscript,
 )
-from segpipe.export.profiles import INPUT, ROBOT, Answer, Image, Profile, Run, answer_of
+from segpipe.export.profiles import INPUT, ROBOT, Answer, Image, Profile, Run, Runner, answers_of
 from segpipe.export.sessions import open_session
 
 
@@ -35,32 +35,32 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def run_eager(model: DeployModel) -> Run:
+def run_eager(model: DeployModel) -> Runner:
     """The reference: torch's eager mode, fp32, with all that the gates look at. Call it inside `one_thread`."""
     return _run_torch(model.probe(), model.profile)
 
 
-def open_torchscript(path: Path, profile: Profile = ROBOT) -> Run:
+def open_torchscript(path: Path, profile: Profile = ROBOT) -> Runner:
     """A TorchScript file on the CPU. Call it inside `one_thread`."""
     with quiet_torchscript():
         module = jit.load(str(path), map_location="cpu")
     return _run_torch(module, profile)
 
 
-def open_pt2(path: Path, profile: Profile = ROBOT) -> Run:
+def open_pt2(path: Path, profile: Profile = ROBOT) -> Runner:
     """A file of torch.export on the CPU. Call it inside `one_thread`."""
     return _run_torch(torch.export.load(path).module(), profile)
 
 
-def open_onnx(path: Path, profile: Profile = ROBOT, *, optimise: bool = True) -> Run:
+def open_onnx(path: Path, profile: Profile = ROBOT, *, optimise: bool = True) -> Runner:
     """An ONNX file in onnxruntime, one CPU thread, not spinning."""
     session = open_session(path, optimise=optimise)
     names = [output.name for output in session.get_outputs()]
 
-    def run(image: Image) -> Answer:
-        return answer_of(names, session.run(None, {INPUT: profile.encode(image)}))
+    def batch(images: Sequence[Image]) -> list[Answer]:
+        return answers_of(names, session.run(None, {INPUT: profile.encode(*images)}))
 
-    return run
+    return Runner(batch)
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,10 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def _run_torch(module: Any, profile: Profile) -> Run:
-    def run(image: Image) -> Answer:
+def _run_torch(module: Any, profile: Profile) -> Runner:
+    def batch(images: Sequence[Image]) -> list[Answer]:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            outputs = module(torch.from_numpy(profile.encode(image)))
-        return profile.answer([output.numpy() for output in outputs])
+            outputs = module(torch.from_numpy(profile.encode(*images)))
+        return profile.answers([output.numpy() for output in outputs])
 
-    return run
+    return Runner(batch)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from segpipe.export.checks import Check
-from segpipe.export.comparison import Comparison
+from segpipe.export.comparison import Comparison, Sigma
 from segpipe.export.deploy import DeployModel
 from segpipe.export.formats import one_thread, run_eager
 from segpipe.export.gates import FP32
 
 FOLDER = "golden"
+ROOM = {"image_agreement": FP32.image_agreement, "confidence_levels": FP32.confidence_levels}  # between two machines
 _IMAGES = 2
 _LOGITS = 64
 _PATCH = 16
@@ -23,21 +25,23 @@ _PATCH = 16
 
 def golden_entry(checks: Sequence[Check]) -> dict[str, Any]:
     """`golden` of the manifest: names of the frames, and how far another machine may be from the answers."""
-    return {
-        "images": [check.name for check in _chosen(checks)],
-        "image_agreement": FP32.image_agreement,
-        "confidence_levels": FP32.confidence_levels,
-    }
+    return {"images": [check.name for check in _chosen(checks)], **ROOM}
 
 
 def write_golden(model: DeployModel, checks: Sequence[Check], files: Path) -> None:
-    """Writes golden/*.npy, the answers being those of the eager reference.
+    """Writes golden/*.npy: frames and the answers of the eager reference, as `golden_arrays` has them."""
+    (files / FOLDER).mkdir()
+    for name, array in golden_arrays(model, np.stack([check.image for check in _chosen(checks)])).items():
+        np.save(files / FOLDER / f"{name}.npy", array, allow_pickle=False)
+
+
+def golden_arrays(model: DeployModel, images: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
+    """By name, for frames uint8 (n, H, W, 3), which they are under every profile.
 
     image (n, H, W, 3), mask (n, H, W) and, where the profile has it, confidence (n, h, w) uint8; logits float32 (64,)
     at logits_index int64 (64, 4), rows of (image, class, row, column); preprocess_input uint8 (1, 16, 16, 3) from the
-    middle of the first image, and preprocess_output float32 (1, 3, 16, 16). Images are frames under every profile.
+    middle of the first image, and preprocess_output float32 (1, 3, 16, 16).
     """
-    images = np.stack([check.image for check in _chosen(checks)])
     with one_thread(), torch.no_grad():
         run = run_eager(model)
         answers = [run(image) for image in images]
@@ -56,9 +60,40 @@ def write_golden(model: DeployModel, checks: Sequence[Check], files: Path) -> No
         "preprocess_input": patch,
         "preprocess_output": normalised,
     }
-    (files / FOLDER).mkdir()
-    for name, array in arrays.items():
-        np.save(files / FOLDER / f"{name}.npy", np.ascontiguousarray(array), allow_pickle=False)
+    return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+
+
+def unlike_golden(model: DeployModel, files: Path, entry: Mapping[str, Any], sigma: Sigma) -> list[str]:
+    """What in golden/ is not what the trained network answers to its frames; `entry` is `golden` of the manifest.
+
+    Answers may be as far off as those of a file in fp32 on another machine.
+    """
+    wrong = [f"golden.{name} is not {room}" for name, room in ROOM.items() if entry[name] != room]
+    try:
+        found = {path.stem: np.load(path, allow_pickle=False) for path in sorted((files / FOLDER).iterdir())}
+        expected = golden_arrays(model, found["image"])
+    except Exception as error:  # whatever numpy or torch make of foreign arrays
+        return [*wrong, f"{FOLDER}/ cannot be repeated ({type(error).__name__}: {error})"]
+    if len(found["image"]) != len(entry["images"]):
+        wrong.append(f"{FOLDER}/image.npy holds {len(found['image'])} frames, not {len(entry['images'])}")
+    return wrong + [
+        f"{FOLDER}/{name}.npy is not what the trained network gives"
+        for name in sorted(expected.keys() | found.keys())
+        if name not in found or name not in expected or not _agree(name, expected[name], found[name], sigma)
+    ]
+
+
+def _agree(name: str, expected: NDArray[Any], found: NDArray[Any], sigma: Sigma) -> bool:
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    if name == "mask":
+        return bool((found == expected).mean((1, 2)).min() >= (FP32.image_agreement or 0.0))
+    limits = {
+        "confidence": FP32.confidence_levels or 0,
+        "logits": (FP32.logits_sigma or 0.0) * sigma.everything,
+        "preprocess_output": FP32.normalised,
+    }
+    return bool(np.abs(found.astype(np.float64) - expected).max() <= limits.get(name, 0.0))
 
 
 def golden_figures(checks: Sequence[Check], comparisons: Sequence[Comparison]) -> dict[str, Any]:

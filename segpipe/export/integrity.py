@@ -11,7 +11,8 @@ import torch
 
 from segpipe.export.convert import MANIFEST_FILE, OPSET, Manifest, jit, manifest_text, quiet_torchscript
 from segpipe.export.sessions import open_session
-from segpipe.runtime.session import MANIFEST_KEY
+from segpipe.runtime.artifact import MANIFEST_KEY
+from segpipe.runtime.shapes import exported_lengths, resolved
 
 Tensors = Mapping[str, torch.Tensor]
 _NUMPY_NAMES = {"tensor(uint8)": "uint8", "tensor(float)": "float32", "tensor(int32)": "int32"}
@@ -31,12 +32,12 @@ def problems_of_onnx(path: Path, manifest: Manifest) -> list[str]:
         found.append("metadata_props do not hold the manifest")
     session = open_session(path)
     described = {"inputs": session.get_inputs(), "outputs": session.get_outputs()}
-    for kind, expected in manifest["io"].items():
+    for kind, entries in described.items():
         got = [
             {"name": entry.name, "dtype": _NUMPY_NAMES.get(entry.type, entry.type), "shape": entry.shape}
-            for entry in described[kind]
+            for entry in entries
         ]
-        found += _unlike(kind, got, expected)
+        found += _unlike(kind, got, manifest["io"][kind])
     return found
 
 
@@ -82,17 +83,21 @@ def _problems_of_torch(module: Any, stored: Tensors, files: Mapping[str, Any], m
     number = sum(tensor.numel() for tensor in stored.values())
     if number != manifest["stored_values"]:
         found.append(f"{number} stored values, needed {manifest['stored_values']}")
-    declared = manifest["io"]["inputs"][0]
+    lengths = exported_lengths(manifest["io"])  # such a file names no axes: what it does at others, G2 and G3 tell
+    declared, *needed = (
+        {**entry, "shape": list(resolved(entry["shape"], lengths))}
+        for entry in (*manifest["io"]["inputs"], *manifest["io"]["outputs"])
+    )
     with torch.no_grad():
         outputs = module(torch.zeros(declared["shape"], dtype=getattr(torch, declared["dtype"])))
-    names = [entry["name"] for entry in manifest["io"]["outputs"]]
+    names = [entry["name"] for entry in needed]
     if len(outputs) != len(names):
         return [*found, f"{len(outputs)} outputs, needed {len(names)}"]
     got = [
         {"name": name, "dtype": str(output.dtype).removeprefix("torch."), "shape": list(output.shape)}
         for name, output in zip(names, outputs, strict=True)
     ]
-    return found + _unlike("outputs", got, manifest["io"]["outputs"])
+    return found + _unlike("outputs", got, needed)
 
 
 def _text(content: str | bytes) -> str:

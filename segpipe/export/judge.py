@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
 
 from segpipe.export import latency
 from segpipe.export.checks import Check, Labelled
-from segpipe.export.comparison import Candidate, Comparison, as_trained, compare
+from segpipe.export.comparison import Candidate, Comparison, Sigma, as_trained, compare
 from segpipe.export.controls import gate_power
 from segpipe.export.convert import Manifest
 from segpipe.export.deploy import DeployModel
@@ -28,6 +28,7 @@ from segpipe.export.integrity import foreign_tensors
 from segpipe.export.outcome import EAGER, ExportReport
 from segpipe.export.profiles import Profile, Run
 from segpipe.export.quality import gate_quality, scores
+from segpipe.export.shapes import Trial, trials
 from segpipe.export_settings import ExportConfig
 
 
@@ -67,24 +68,33 @@ def judge(
 ) -> dict[str, list[Comparison]]:
     """Comparisons by file name, after filling gates, sigma, images and latency of `result`.
 
-    Call it inside `one_thread`. `model` is the reference, `preprocess` what training applies to a decoded image.
-    Quality is measured when the gates before it passed, latency when all others did.
+    Call it inside `one_thread`. `model` is the reference, `preprocess` what training applies to a decoded image. A file
+    that leaves lengths open is compared at several; sigma is that of the exported shape. Quality is measured when the
+    gates before it passed, latency when all others did, both in that shape.
     """
     reference = as_trained(run_eager(model), preprocess)
     result.images = [check.name for check in evidence.checks]
     result.real_images = sum(check.is_real for check in evidence.checks)
     candidates = _open(result, model, subjects)
-    result.sigma = compare(reference, list(candidates.values()), evidence.checks)
     by_name = {subject.path.name: subject for subject in subjects}
-    for name, candidate in candidates.items():
-        result.gates[name] += _gates_of_answers(model, by_name[name], candidate, result)
+    comparisons: dict[str, list[Comparison]] = {name: [] for name in candidates}
+    for trial in trials(result.free, evidence.checks):
+        tried = {name: Candidate(opened.probe, opened.shipped) for name, opened in candidates.items()}
+        sigma = compare(reference, list(tried.values()), trial.checks, trial.batch)
+        result.sigma = sigma if not trial.name else result.sigma
+        for name, candidate in tried.items():
+            result.gates[name] += _gates_of_answers(model, by_name[name], candidate, sigma, trial)
+            comparisons[name] += candidate.comparisons
     result.gates[EAGER] = [gate_power(model, reference, evidence.checks, result.sigma)]
-    runs = {EAGER: run_eager(model), **{name: candidate.shipped for name, candidate in candidates.items()}}
+    runs: dict[str, Run] = {
+        EAGER: run_eager(model),
+        **{name: candidate.shipped for name, candidate in candidates.items()},
+    }
     if result.passed and evidence.labelled is not None:
         _judge_quality(result, runs, by_name, evidence)
     if result.passed:
         _judge_latency(result, runs, by_name, evidence)
-    return {name: candidate.comparisons for name, candidate in candidates.items()}
+    return comparisons
 
 
 def _open(result: ExportReport, model: DeployModel, subjects: Sequence[Subject]) -> dict[str, Candidate]:
@@ -110,18 +120,22 @@ def _open_probe(subject: Subject, profile: Profile) -> Run:
 
 
 def _gates_of_answers(
-    model: DeployModel, subject: Subject, candidate: Candidate, result: ExportReport
+    model: DeployModel, subject: Subject, candidate: Candidate, sigma: Sigma, trial: Trial
 ) -> list[GateResult]:
     if candidate.broken:
-        return [gate_integrity([candidate.broken])]
-    found, sigma, limits = candidate.comparisons, result.sigma, LIMITS[subject.precision]
-    tensors = FORMATS[subject.format].tensors
+        return [_in_shape(trial, gate_integrity([candidate.broken]))]
+    found, limits = candidate.comparisons, LIMITS[subject.precision]
+    tensors = FORMATS[subject.format].tensors if not trial.name else None  # which are the same in every shape
     foreign = foreign_tensors(tensors(subject.path), model.state_dict()) if tensors else []
-    return [
-        gate_logits(found, sigma, limits, foreign),
-        gate_mask(found, sigma, limits),
-        gate_preprocessing(found, limits),
-    ]
+    gates = (gate_logits(found, sigma, limits, foreign), gate_mask(found, sigma, limits))
+    return [_in_shape(trial, gate) for gate in (*gates, gate_preprocessing(found, limits))]
+
+
+def _in_shape(trial: Trial, gate: GateResult) -> GateResult:
+    """The verdict under a name that tells the shape, where it is not the exported one."""
+    if not trial.name:
+        return gate
+    return replace(gate, name=f"{gate.name}, {trial.name}", figures={**gate.figures, "shape": trial.name})
 
 
 def _judge_quality(

@@ -17,13 +17,15 @@ from segpipe.export.deploy import DeployModel
 from segpipe.export.origin import Origin
 from segpipe.export.profiles import CONFIDENCE, INPUT, LOGITS, MASK
 from segpipe.export.schema import violations
+from segpipe.export.shapes import free_lengths
 from segpipe.runtime import NO_ANSWER
 from segpipe.runtime.artifact import FORMAT
 
 if TYPE_CHECKING:
     from segpipe.checkpoint import TrainedNetwork
 
-FIGURES = ("status", "created", "check_images", "sigma", "gates", "files", "latency")  # known once there are files
+# Known once there are files.
+FIGURES = ("status", "created", "check_images", "real_images", "sigma", "gates", "files", "latency")
 _OF_THE_NETWORK = ("model", "class_table", "classes", "preprocess", "align_corners", "stored_values", "io")
 _OF_THE_WEIGHTS = ("config_hash", "weights_digest", "seed", "step")
 _PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnxruntime")
@@ -98,28 +100,31 @@ def _source(trained: TrainedNetwork, origin: Origin) -> dict[str, Any]:
     }
 
 
-def _io(model: DeployModel, size: tuple[int, int]) -> dict[str, list[dict[str, Any]]]:
+def _io(model: DeployModel, size: tuple[int, int]) -> dict[str, Any]:
     profile = model.profile
-    image = {"name": INPUT, "dtype": profile.input_dtype, "shape": profile.input_shape(size)}
+    network: Any = model.network
+    free = free_lengths(profile.dynamic, size, network.output_stride)
+    image = {"name": INPUT, "dtype": profile.input_dtype, "shape": profile.input_axes(size)}
     layout = {"layout": "NCHW" if profile.planar else "NHWC", "color_order": "RGB", "range": [0, 255]}
     meanings: dict[str, dict[str, Any]] = {
         MASK: {"meaning": "class id", "stride": 1, "invalid": NO_ANSWER},
-        CONFIDENCE: {"meaning": "largest probability * 255", "stride": model.network.output_stride},
+        CONFIDENCE: {"meaning": "largest probability * 255", "stride": network.output_stride},
         LOGITS: {"meaning": "logits of the classes at the image's size", "stride": 1},
     }
     with torch.no_grad():
-        outputs = model(profile.example(size))
+        outputs = model(torch.zeros(profile.input_shape(size), dtype=getattr(torch, profile.input_dtype)))
     return {
         "inputs": [{**image, **layout, "normalised": "in the graph"}],
         "outputs": [
             {
                 "name": name,
                 "dtype": str(output.dtype).removeprefix("torch."),
-                "shape": list(output.shape),
+                "shape": profile.output_axes(list(output.shape), meanings[name]["stride"]),
                 **meanings[name],
             }
             for name, output in zip(profile.outputs, outputs, strict=True)
         ],
+        **({"free": free} if free else {}),
     }
 
 

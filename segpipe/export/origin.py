@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from segpipe.errors import DataError
+from segpipe.errors import DataError, IntegrityError, WeightsError
 
 if TYPE_CHECKING:
     from segpipe.checkpoint import TrainedNetwork
@@ -45,6 +47,18 @@ def origin_of(run: Path, which: str, trained: TrainedNetwork) -> Origin:
         checkpoint=checkpoint,
         metrics=metrics if measured else None,
     )
+
+
+@contextlib.contextmanager
+def every_tensor_used(verdict: str) -> Iterator[None]:
+    """Around `load_network`, for those who export or verify.
+
+    Raises IntegrityError (G1), headed by `verdict`, that names tensors which are missing, too many or of another shape.
+    """
+    try:
+        yield
+    except WeightsError as error:
+        raise IntegrityError(f"{verdict}: G1 integrity: {' '.join(str(error).split())}") from error
 
 
 def git_state(root: Path) -> dict[str, Any] | None:

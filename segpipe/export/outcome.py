@@ -11,9 +11,12 @@ from segpipe.errors import ExportMismatch, IntegrityError, LatencyError, Quality
 from segpipe.export.comparison import Sigma
 from segpipe.export.convert import Manifest
 from segpipe.export.gates import GateResult
+from segpipe.export_settings import ENOUGH_IMAGES
 
 EAGER = "eager"
-VERIFIED, UNVERIFIED, REJECTED = "verified", "UNVERIFIED_REAL_DATA", "rejected"
+NOT_EXPORTED, NOT_VERIFIED = "EXPORT REJECTED", "ARTEFACT REFUSED"  # how the last line of a refusal begins
+VERIFIED, FEW_IMAGES = "verified", "VERIFIED_FEW_IMAGES"
+UNVERIFIED, REJECTED = "UNVERIFIED_REAL_DATA", "rejected"
 # By the first word of a gate's name; the first of these that failed decides.
 _ERRORS: dict[str, type[ExportMismatch]] = {
     "G1": IntegrityError,
@@ -24,6 +27,15 @@ _ERRORS: dict[str, type[ExportMismatch]] = {
     "G5": QualityError,
     "latency": LatencyError,
 }
+
+
+def caveat(status: str, real_images: int) -> str:
+    """What a status leaves to be wished, as half a sentence; empty for verified."""
+    if status == UNVERIFIED:
+        return "compared on made images alone"
+    if status == FEW_IMAGES:
+        return f"compared on {real_images} real images, and verified needs {ENOUGH_IMAGES}"
+    return ""
 
 
 @dataclass
@@ -40,16 +52,29 @@ class ExportReport:
     latency: dict[str, dict[str, float | int]] = field(default_factory=dict)
 
     @property
+    def free(self) -> dict[str, dict[str, Any]]:
+        """Lengths that the files leave open, by axis; empty for files of one shape."""
+        found: dict[str, dict[str, Any]] = self.manifest["io"].get("free", {})
+        return found
+
+    @property
     def passed(self) -> bool:
         """Whether every gate of every file passed."""
         return all(gate.passed for gates in self.gates.values() for gate in gates)
 
     @property
     def status(self) -> str:
-        """verified; UNVERIFIED_REAL_DATA when no image of a data set was at hand; rejected."""
+        """verified; VERIFIED_FEW_IMAGES below 16 real ones; UNVERIFIED_REAL_DATA without any; rejected."""
         if not self.passed:
             return REJECTED
-        return VERIFIED if self.real_images else UNVERIFIED
+        if not self.real_images:
+            return UNVERIFIED
+        return VERIFIED if self.real_images >= ENOUGH_IMAGES else FEW_IMAGES
+
+    def line(self, subject: str) -> str:
+        """The last line of a command that ends well, such as `EXPORT verified: model.onnx in runs/NAME/export`."""
+        few = caveat(self.status, self.real_images)
+        return f"{subject} {self.status}: {', '.join(self.files)} in {self.folder}{f'; {few}' if few else ''}"
 
     def failed(self) -> list[tuple[str, GateResult]]:
         """Gates that failed, with the names of their files."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+from segpipe.errors import ConfigError
 from segpipe.export.origin import sha256
 from segpipe.runtime.artifact import SUMS
 
@@ -13,6 +16,16 @@ from segpipe.runtime.artifact import SUMS
 def beside(out_dir: Path, suffix: str) -> Path:
     """Path next to `out_dir`, on the same file system, so that a rename is one step."""
     return out_dir.with_name(f"{out_dir.name}.{suffix}")
+
+
+@contextlib.contextmanager
+def writing(out_dir: Path) -> Iterator[None]:
+    """Raises ConfigError for what the system says against writing to `out_dir`: no folder, no right, no space."""
+    try:
+        yield
+    except OSError as error:
+        told = error.strerror or str(error)
+        raise ConfigError(f"export.dir = {out_dir} cannot be written ({told}). Choose another folder.") from error
 
 
 def write_sums(folder: Path) -> None:

@@ -19,7 +19,7 @@ from segpipe.export.outcome import ExportReport
 from segpipe.export.probes import write_probe
 from segpipe.export.profiles import Image
 from segpipe.export.quantize import to_int8
-from segpipe.runtime.session import MANIFEST_KEY
+from segpipe.runtime.artifact import MANIFEST_KEY
 
 
 def produce(
@@ -65,6 +65,8 @@ def _lower(precision: str, source: Path, out: Path, manifest: Manifest, frames: 
         else:
             scheme = to_int8(source, out, frames)
         lowered = onnx.load(out)
+    except OSError:  # of the folder, not of the network
+        raise
     except Exception as error:
         raise ExportError(
             f"export.precision = {precision}: {source.name} could not be converted ({type(error).__name__}: {error}). "

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from segpipe.errors import ConfigError
 from segpipe.export import report
-from segpipe.export.card import model_card
 from segpipe.export.checks import Check, Labelled, check_set
 from segpipe.export.comparison import Comparison
 from segpipe.export.confidence import calibration_entry
@@ -23,14 +24,15 @@ from segpipe.export.golden import golden_entry, golden_figures, write_golden
 from segpipe.export.judge import Evidence, judge
 from segpipe.export.manifest import describe, require_schema
 from segpipe.export.origin import Origin
-from segpipe.export.outcome import ExportReport
-from segpipe.export.place import beside, put_in_place, recover, write_sums
+from segpipe.export.outcome import NOT_EXPORTED, ExportReport
+from segpipe.export.place import beside, put_in_place, recover, write_sums, writing
 from segpipe.export.produce import produce
 from segpipe.export.profiles import CONFIDENCE, PROFILES, Image
 from segpipe.export.robot import load_as_robot
+from segpipe.export.shapes import free_lengths, trials
 from segpipe.export.sidecars import write_sidecars
 from segpipe.export.statistics import frame_entries, unknown_frames
-from segpipe.export_settings import ExportConfig
+from segpipe.export_settings import ExportConfig, export_problems
 from segpipe.runtime.artifact import MANIFEST
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ def export_run(
     images: uint8 (H, W, 3) RGB of the validation split, all of one size, which becomes the size of the files; none
     with `settings.allow_unverified`, `height` and `width`. origin: what `origin_of` found. train_images: any sizes; the
     limits of dark and bright frames come from them, or else from `images`, and int8 is calibrated on those that fit.
-    labelled: for G5 and the temperature; without it neither is. settings: profile, precisions, budget; not formats.
+    labelled: for G5 and the temperature; without it neither is. settings: what else is asked for; not the formats.
 
     An earlier export in `out_dir` is replaced in one rename. When a gate fails, the report and the worst images go to
     `out_dir` + ".rejected", no model file is left, an earlier export stays, and ExportMismatch is raised, or one of its
@@ -69,16 +71,13 @@ def export_run(
     names = names if names is not None else [f"image_{index:06d}" for index in range(len(images))]
     checks = check_set(images, names, _size_without_images(settings))
     evidence = Evidence(checks, labelled, settings)
-    _check_request(trained, out_dir, formats, settings)
-    recover(out_dir)
+    _check_request(trained, out_dir, formats, settings, _size(checks))
     partial = beside(out_dir, "partial")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        for folder in ("files", "probes", "report"):
-            (partial / folder).mkdir(parents=True)
+        _make_room(out_dir, partial)
         with one_thread():
             frames, kept = _frames(images, train_images, checks[0].image.shape)
-            profile = PROFILES[settings.profile]
+            profile = replace(PROFILES[settings.profile], dynamic=settings.dynamic)
             calibration = calibration_entry(trained, labelled if CONFIDENCE in profile.outputs else None)
             model = deploy_model(trained, profile=profile, temperature=calibration["temperature"])
             entries = {
@@ -91,11 +90,12 @@ def export_run(
             result = ExportReport(out_dir, describe(trained, model, _size(checks), origin or Origin(), entries))
             require_schema(result.manifest)
             comparisons = _produce_and_judge(trained, model, result, partial, formats, kept, evidence)
-        if result.passed:
-            _complete(result, model, checks, partial / "files")
-        if not result.passed:
-            _reject(result, partial, comparisons, {check.name: check.image for check in checks})
-        _publish(result, partial)
+        with writing(out_dir):
+            if result.passed:
+                _complete(result, model, checks, partial / "files")
+            if not result.passed:
+                _reject(result, partial, comparisons, checks)
+            _publish(result, partial)
         return result
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -107,10 +107,15 @@ def _size_without_images(settings: ExportConfig) -> tuple[int, int] | None:
     return settings.height, settings.width
 
 
-def _check_request(trained: TrainedNetwork, out_dir: Path, formats: Sequence[str], settings: ExportConfig) -> None:
+def _check_request(
+    trained: TrainedNetwork, out_dir: Path, formats: Sequence[str], settings: ExportConfig, size: tuple[int, int]
+) -> None:
     unknown = [name for name in formats if name not in FORMATS]
     if unknown or not formats:
         raise ConfigError(f"export.formats = {list(formats)}, but one or more of {', '.join(FORMATS)} was needed.")
+    for problem in export_problems(replace(settings, formats=list(formats))):
+        raise ConfigError(problem)
+    free_lengths(settings.dynamic, size, trained.model.output_stride)
     if trained.classes.num_classes > MAX_CLASSES:
         raise ConfigError(
             f"classes {trained.classes.name} has {trained.classes.num_classes} classes; a uint8 mask holds "
@@ -123,8 +128,20 @@ def _check_request(trained: TrainedNetwork, out_dir: Path, formats: Sequence[str
             f"{trained.classes.name}: {', '.join(trained.classes.names)}."
         )
     # The folder is going to be replaced: never one that is not ours.
-    if out_dir.exists() and not (out_dir / MANIFEST).is_file() and (out_dir.is_file() or any(out_dir.iterdir())):
+    with writing(out_dir):
+        is_export = not out_dir.exists() or (out_dir / MANIFEST).is_file()
+        is_foreign = not is_export and (out_dir.is_file() or any(out_dir.iterdir()))
+    if is_foreign:
         raise ConfigError(f"export.dir = {out_dir} holds other files, and an export replaces it. Choose a new folder.")
+
+
+def _make_room(out_dir: Path, partial: Path) -> None:
+    """Empty folders in `partial`, after tidying up what a crash left."""
+    with writing(out_dir):
+        recover(out_dir)
+        shutil.rmtree(partial, ignore_errors=True)
+        for folder in ("files", "probes", "report"):
+            (partial / folder).mkdir(parents=True)
 
 
 def _size(checks: Sequence[Check]) -> tuple[int, int]:
@@ -161,7 +178,8 @@ def _produce_and_judge(
     """All comparisons, after filling the figures of `result`."""
     folders = (partial / "files", partial / "probes")
     kinds = _kinds(formats, evidence.settings.precision)
-    subjects = produce(result, model, _size(evidence.checks), folders, kinds, frames)
+    with writing(result.folder):
+        subjects = produce(result, model, _size(evidence.checks), folders, kinds, frames)
     comparisons = judge(result, model, trained.preprocess, subjects, evidence)
     for name, entry in result.files.items():
         if entry["precision"] != "fp32" and comparisons.get(name):
@@ -180,11 +198,11 @@ def _complete(result: ExportReport, model: DeployModel, checks: Sequence[Check],
     created = _now()
     manifest = {**result.manifest, **report.to_mapping(result, created)}
     require_schema(manifest)
-    (files / MANIFEST).write_text(manifest_text(manifest) + "\n")
-    (files / "model_card.md").write_text(model_card(manifest), encoding="utf-8")
+    text = manifest_text(manifest)
+    (files / MANIFEST).write_text(text + "\n")
     report.write(result, files, created)
     write_golden(model, checks, files)
-    write_sidecars(manifest, files)
+    write_sidecars(json.loads(text), files)  # in the order of manifest.json, in which verify repeats it
     write_sums(files)
     load_as_robot(result, files)
 
@@ -194,15 +212,16 @@ def _publish(result: ExportReport, partial: Path) -> None:
     shutil.rmtree(beside(result.folder, "rejected"), ignore_errors=True)
 
 
-def _reject(result: ExportReport, partial: Path, comparisons: list[Comparison], images: dict[str, Image]) -> None:
+def _reject(result: ExportReport, partial: Path, comparisons: list[Comparison], checks: Sequence[Check]) -> None:
     """Leaves report and worst images in the rejected folder and raises the error of the gravest failure."""
     result.folder = rejected = beside(result.folder, "rejected")
     folder = partial / "report"
     report.write(result, folder, _now())
+    images = {check.name: check.image for trial in trials(result.free, checks) for check in trial.checks}
     report.write_triptychs(result, folder, comparisons, images)
     shutil.rmtree(rejected, ignore_errors=True)
     os.rename(folder, rejected)
-    raise result.error("EXPORT REJECTED", str(rejected / report.MARKDOWN))
+    raise result.error(NOT_EXPORTED, str(rejected / report.MARKDOWN))
 
 
 def _now() -> str:

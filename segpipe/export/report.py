@@ -15,7 +15,7 @@ from rich.table import Table
 from segpipe.export import latency
 from segpipe.export.comparison import Comparison
 from segpipe.export.gates import FP32
-from segpipe.export.outcome import REJECTED, UNVERIFIED, ExportReport
+from segpipe.export.outcome import EAGER, REJECTED, ExportReport, caveat
 from segpipe.export.profiles import Image
 
 MARKDOWN = "verify_report.md"
@@ -30,6 +30,7 @@ def to_mapping(report: ExportReport, created: str) -> dict[str, Any]:
         "status": report.status,
         "created": created,
         "check_images": report.images,
+        "real_images": report.real_images,
         "sigma": {name: value if np.isfinite(value) else None for name, value in asdict(report.sigma).items()},
         "gates": {
             name: {gate.name: {"passed": gate.passed, "message": gate.message, **gate.figures} for gate in gates}
@@ -45,14 +46,27 @@ def write(report: ExportReport, folder: Path, created: str) -> None:
     (folder / JSON).write_text(json.dumps(to_mapping(report, created), indent=1, allow_nan=False) + "\n")
     rows = [f"| {' | '.join(row)} |" for row in _rows(report)]
     head = ["| file | gate | verdict | finding |", "|---|---|---|---|"]
-    status = {
-        REJECTED: "rejected; no model file was published",
-        UNVERIFIED: f"{UNVERIFIED}, compared on made images alone",
-    }.get(report.status, report.status)
+    few = "no model file was published" if report.status == REJECTED else caveat(report.status, report.real_images)
+    status = report.status + (f", {few}" if few else "")
     model = f"{report.manifest['model']}, weights {report.manifest['source']['weights_digest']}"
-    count = f"{len(report.images)} check images, the made ones included."
-    text = [f"# Export of {model}: {status}", "", count, f"Created {created}.", "", *head, *rows]
+    count = f"{len(report.images)} check images, the made ones included.{_shapes(report)}"
+    text = [f"# Export of {model}: {status}", "", count, f"Created {created}.", "", *head, *rows, *_latencies(report)]
     (folder / MARKDOWN).write_text("\n".join(text) + "\n")
+
+
+def _latencies(report: ExportReport) -> list[str]:
+    """The last section: files side by side, and which to prefer; nothing where none was timed."""
+    if not report.latency:
+        return []
+    eager_ms = report.latency[EAGER]["p50_ms"]
+    rows = [
+        f"| {name} | {found['p50_ms']:.1f} | {found['p90_ms']:.1f} | {found['p99_ms']:.1f} | "
+        f"{eager_ms / found['p50_ms']:.2f} |"
+        for name, found in report.latency.items()
+    ]
+    head = ["| file | p50, ms | p90, ms | p99, ms | times eager |", "|---|---|---|---|---|"]
+    told = [latency.preference(report.latency, report.files)] if report.passed else []
+    return ["", "## Latency", "", "On one CPU thread of this machine, in turns.", *told, "", *head, *rows]
 
 
 def table(report: ExportReport) -> Table:
@@ -92,6 +106,12 @@ def triptych(image: Image, entry: Comparison, palette: NDArray[np.uint8]) -> Ima
     exported = colors[np.clip(entry.mask, 0, 255)] // 3
     exported[entry.mask != entry.reference_mask] = _MARK
     return np.concatenate([image, colors[entry.reference_mask], exported], axis=1)
+
+
+def _shapes(report: ExportReport) -> str:
+    """Sentence about the shapes in which files were run, where lengths are free."""
+    tried = [f"{axis} {', '.join(map(str, entry['tried']))}" for axis, entry in report.free.items()]
+    return f" Run with {' and '.join(tried)}, in this order." if tried else ""
 
 
 def _rows(report: ExportReport) -> list[tuple[str, str, str, str]]:

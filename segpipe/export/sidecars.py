@@ -1,27 +1,45 @@
-"""Files beside the model that other programs read; they say what the manifest says, in the words of those programs."""
+"""Files beside the model that people and other programs read; they say what the manifest says, in their words."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+from segpipe import __version__
+from segpipe.export.card import model_card
 from segpipe.export.convert import Manifest
 from segpipe.runtime import NO_ANSWER
+from segpipe.runtime.artifact import MANIFEST
 
 _TRITON_TYPES = {"uint8": "TYPE_UINT8", "int32": "TYPE_INT32", "float32": "TYPE_FP32"}
 
 
 def write_sidecars(manifest: Manifest, files: Path) -> None:
-    """Writes ros/labels.yaml, and for an ONNX file ros/isaac_params.yaml and triton/config.pbtxt."""
-    texts = {"ros/labels.yaml": label_info(manifest)}
-    if "model.onnx" in manifest["files"]:
-        texts["triton/config.pbtxt"] = triton_config(manifest)
-        if manifest["profile"] != "logits":  # nothing of Isaac ROS reads logits
-            texts["ros/isaac_params.yaml"] = isaac_params(manifest)
-    for name, text in texts.items():
+    """Writes the files of `sidecars`."""
+    for name, text in sidecars(manifest).items():
         path = files / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
+
+
+def unlike_sidecars(manifest: Manifest, files: Path) -> list[str]:
+    """What is wrong with those files below `files`: each is the manifest in other words, byte by byte."""
+    return [
+        f"{name} is not what segpipe {__version__} writes for {MANIFEST}"
+        for name, text in sidecars(manifest).items()
+        if not (files / name).is_file() or (files / name).read_bytes() != text.encode()
+    ]
+
+
+def sidecars(manifest: Manifest) -> dict[str, str]:
+    """By name: model_card.md, ros/labels.yaml, and for an ONNX file ros/isaac_params.yaml and triton/config.pbtxt."""
+    texts = {"model_card.md": model_card(manifest), "ros/labels.yaml": label_info(manifest)}
+    if "model.onnx" in manifest["files"]:
+        texts["triton/config.pbtxt"] = triton_config(manifest)
+        # Nothing of Isaac ROS reads logits, and its nodes take one shape.
+        if manifest["profile"] != "logits" and "free" not in manifest["io"]:
+            texts["ros/isaac_params.yaml"] = isaac_params(manifest)
+    return texts
 
 
 def label_info(manifest: Manifest) -> str:
@@ -95,10 +113,10 @@ def triton_config(manifest: Manifest) -> str:
         "max_batch_size: 0  # the shapes below are whole",
     ]
     for kind in ("input", "output"):
-        tensors = [
-            f'  {{ name: "{entry["name"]}" data_type: {_TRITON_TYPES[entry["dtype"]]} dims: {entry["shape"]} }}'
-            for entry in manifest["io"][f"{kind}s"]
-        ]
+        tensors = []
+        for entry in manifest["io"][f"{kind}s"]:
+            dims = [axis if isinstance(axis, int) else -1 for axis in entry["shape"]]  # -1: of any length
+            tensors.append(f'  {{ name: "{entry["name"]}" data_type: {_TRITON_TYPES[entry["dtype"]]} dims: {dims} }}')
         lines += [f"{kind} [", ",\n".join(tensors), "]"]
     lines += ["instance_group [ { kind: KIND_AUTO count: 1 } ]", ""]
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from segpipe.export.profiles import Image
 from segpipe.runtime.frames import BRIGHT_LEVEL, DARK_LEVEL, FrameLimits, Levels, levels
 
 _USUAL = 0.05  # one image in twenty at either end may be odd without moving a limit
+_LEVEL_ROOM, _SHARE_ROOM = 0.5, 0.01
 _NEARLY_ALL = 0.99  # a frame that is dark or bright throughout is refused whatever the training images were
 
 
@@ -48,6 +49,21 @@ def frame_entries(images: Iterable[Image], source: str) -> dict[str, Any]:
         },
         "frame_limits": frame_limits(found)._asdict(),
     }
+
+
+def unlike_frames(told: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """Which entries about frames are not those that were found, with room for other decoders of the same pictures."""
+    return [
+        f"{name} are not those of the {found['frame_statistics']['source']} images"
+        for name, entry in found.items()
+        if told[name].keys() != entry.keys()
+        or any(not _is_near(key, told[name][key], value) for key, value in entry.items() if key != "source")
+    ]
+
+
+def _is_near(name: str, told: Any, found: Any) -> bool:
+    room = _SHARE_ROOM if name.endswith("share") else _LEVEL_ROOM
+    return bool(np.allclose(told, found, rtol=0.0, atol=room))
 
 
 def unknown_frames() -> dict[str, Any]:

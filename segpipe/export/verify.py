@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,22 +15,25 @@ from segpipe.export.convert import Manifest
 from segpipe.export.deploy import DeployModel, deploy_model
 from segpipe.export.formats import FORMATS, one_thread
 from segpipe.export.gates import gate_integrity
+from segpipe.export.golden import unlike_golden
 from segpipe.export.judge import Evidence, Subject, judge
 from segpipe.export.manifest import describe, in_file, strangers
 from segpipe.export.origin import Origin, sha256
-from segpipe.export.outcome import ExportReport
+from segpipe.export.outcome import NOT_VERIFIED, ExportReport
 from segpipe.export.place import wrong_sums
 from segpipe.export.probes import write_probe
 from segpipe.export.profiles import PROFILES, Image
 from segpipe.export.robot import load_as_robot
 from segpipe.export.schema import violations
+from segpipe.export.shapes import dynamic_of
+from segpipe.export.sidecars import unlike_sidecars
+from segpipe.export.statistics import frame_entries, unknown_frames, unlike_frames
 from segpipe.export_settings import ExportConfig
 from segpipe.runtime.artifact import MANIFEST
+from segpipe.runtime.shapes import exported_lengths, resolved
 
 if TYPE_CHECKING:
     from segpipe.checkpoint import TrainedNetwork
-
-REFUSED = "ARTEFACT REFUSED"
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -51,14 +55,15 @@ def read_manifest(folder: Path) -> Manifest:
             if not found and "status" not in manifest:
                 found = [f"{MANIFEST} has no status"]
     if found:
-        raise IntegrityError(f"{REFUSED}: G1 integrity: {'; '.join(found[:3])} - see {folder}")
+        raise IntegrityError(f"{NOT_VERIFIED}: G1 integrity: {'; '.join(found[:3])} - see {folder}")
     return dict(manifest)
 
 
 def image_size(manifest: Manifest) -> tuple[int, int]:
-    """(height, width) of the images that the files take."""
+    """(height, width) of the images that the files take, or of those with which they were exported."""
     entry = manifest["io"]["inputs"][0]
-    height, width = entry["shape"][2:] if entry["layout"] == "NCHW" else entry["shape"][1:3]
+    shape = resolved(entry["shape"], exported_lengths(manifest["io"]))
+    height, width = shape[2:] if entry["layout"] == "NCHW" else shape[1:3]
     return height, width
 
 
@@ -70,28 +75,41 @@ def verify_folder(
     names: Sequence[str],
     labelled: Labelled | None,
     settings: ExportConfig,
+    origin: Origin | None = None,
+    train_images: Iterable[Image] | None = None,
 ) -> ExportReport:
     """Report of all gates on the files of `folder`, against a trained network; nothing is written there.
 
-    images: uint8 (H, W, 3) RGB of `image_size`; none with `settings.allow_unverified`. Raises ExportMismatch or one of
-    its kinds, as `export_run` does, when a gate fails, the manifest tells of another network, or a file was altered.
+    images: uint8 (H, W, 3) RGB of `image_size`; none with `settings.allow_unverified`. origin, train_images: as
+    `export_run` takes them; without them what the manifest says of the run's mIoU, or of frames, is not repeated.
+    Raises ExportMismatch or one of its kinds, as `export_run` does, when a gate fails, the manifest tells of another
+    network, or a file was altered.
     """
     manifest = read_manifest(folder)
     size = image_size(manifest)
-    profile, temperature = PROFILES[manifest["profile"]], manifest["calibration"]["temperature"]
+    profile = replace(PROFILES[manifest["profile"]], dynamic=dynamic_of(manifest["io"].get("free", {})))
+    temperature = manifest["calibration"]["temperature"]
     result = ExportReport(folder, manifest, files=manifest["files"])
     checks = check_set(images, names, size if settings.allow_unverified else None)
     with one_thread(), tempfile.TemporaryDirectory() as scratch:
         model = deploy_model(trained, profile=profile, temperature=temperature)
-        _check_claims(manifest, describe(trained, model, size, Origin(), {}), folder)
+        described = describe(trained, model, size, origin or Origin(), {})
+        _check_claims(manifest, described, folder)
         subjects = _subjects(result, model, size, Path(scratch))
         wrong = {name: gates for name, gates in result.gates.items() if not all(gate.passed for gate in gates)}
         if not wrong:
             judge(result, model, trained.preprocess, subjects, Evidence(checks, labelled, settings))
+        if result.passed:
+            found = [
+                *unlike_sidecars(manifest, folder),
+                *unlike_golden(model, folder, manifest["golden"], result.sigma),
+                *_unlike_run(manifest, described, train_images, dict(zip(names, images, strict=True))),
+            ]
+            result.gates["the folder"] = [gate_integrity(found)]
     if result.passed:
         load_as_robot(result, folder)
     if not result.passed:
-        raise result.error(REFUSED, str(folder))
+        raise result.error(NOT_VERIFIED, str(folder))
     return result
 
 
@@ -99,8 +117,26 @@ def _check_claims(manifest: Manifest, described: Manifest, folder: Path) -> None
     """Raises IntegrityError when the manifest says something else than the checkpoint."""
     found = strangers(manifest, described)
     if found:
-        told = ", ".join(found)
-        raise IntegrityError(f"{REFUSED}: G1 integrity: {MANIFEST} and the checkpoint differ in {told} - see {folder}")
+        told = f"{MANIFEST} and the checkpoint differ in {', '.join(found)}"
+        raise IntegrityError(f"{NOT_VERIFIED}: G1 integrity: {told} - see {folder}")
+
+
+def _unlike_run(
+    manifest: Manifest, described: Manifest, train_images: Iterable[Image] | None, checks: Mapping[str, Image]
+) -> list[str]:
+    """What the manifest says of the run's last validation and of frames, and is not so, as far as both are at hand."""
+    found = []
+    if described["metrics"] is not None and manifest["metrics"] not in (None, described["metrics"]):
+        found.append("metrics are not those of the run")
+    source = manifest["frame_statistics"]["source"]
+    seen = [name for name in manifest["check_images"] if name in checks]
+    if source == "none":
+        return found + unlike_frames(manifest, unknown_frames())
+    if source == "train" and train_images is not None:
+        return found + unlike_frames(manifest, frame_entries(train_images, source))
+    if source == "check" and len(seen) == manifest["real_images"]:
+        return found + unlike_frames(manifest, frame_entries([checks[name] for name in seen], source))
+    return found
 
 
 def _subjects(result: ExportReport, model: DeployModel, size: tuple[int, int], scratch: Path) -> list[Subject]:

@@ -4,8 +4,8 @@
     python -m segpipe.runtime run DIR IMAGE... --out DIR
     python -m segpipe.runtime bench DIR [--frames N]
 
-Exit codes: 0 done, 1 a frame got no answer or memory grew, 2 usage, 4 other answers than where it was exported, 7
-altered files.
+Exit codes: 0 done, 1 a frame got no answer (a file that cannot be read is one, and the next goes on) or memory grew, 2
+usage, 4 other answers than where it was exported, 7 altered files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from segpipe.runtime.artifact import ArtifactError
 from segpipe.runtime.bench import FLAT_MIB, bench
-from segpipe.runtime.images import overlay, read_image, write_picture
+from segpipe.runtime.images import overlay, read_image, require_readable, write_picture
 from segpipe.runtime.segmenter import Segmenter
 from segpipe.runtime.status import Status
 
@@ -28,6 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     given = _parser().parse_args(arguments)
     try:
         if given.command == "run":
+            _check_images([Path(image) for image in given.images])
             Path(given.out).mkdir(parents=True, exist_ok=True)
         # Files are not a camera: the same one twice is no fault.
         segmenter = Segmenter.load(
@@ -57,15 +58,30 @@ def _selftest(segmenter: Segmenter, given: argparse.Namespace) -> int:
     return 0
 
 
+def _check_images(paths: Sequence[Path]) -> None:
+    """Raises ValueError for a file that nobody could read, and for two whose masks would have one name."""
+    stems: dict[str, Path] = {}
+    for path in paths:
+        require_readable(path)
+        other = stems.setdefault(path.stem, path)
+        if other != path:
+            raise ValueError(f"{other} and {path} would both be answered in {path.stem}_mask. Run them one by one.")
+
+
 def _run(segmenter: Segmenter, given: argparse.Namespace) -> int:
     answered = True
     for path in map(Path, given.images):
-        image = read_image(path)
-        result = segmenter.infer(image)
+        image = None
+        try:
+            image = read_image(path)
+            result = segmenter.infer(image)
+        except ValueError as error:  # of the file; `infer` has none
+            print(error, file=sys.stderr)
+            result = segmenter.refuse(Status.ERROR)
         print(f"{path} {result.status} {result.latency_ms:.1f} ms")
         answered = answered and result.status is Status.OK
         write_picture(Path(given.out) / f"{path.stem}_mask", result.mask)
-        if result.status is Status.OK:
+        if image is not None and result.status is Status.OK:
             picture = overlay(image, result.mask, segmenter.artifact.palette)
             write_picture(Path(given.out) / f"{path.stem}_overlay", picture)
     return 0 if answered else 1

@@ -12,10 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from segpipe.runtime.shapes import Shapes
+
 FORMAT = "segpipe-export/2"
 PROFILE = "robot"
 SUMS = "SHA256SUMS"
 MANIFEST = "manifest.json"
+MANIFEST_KEY = "segpipe"  # of ONNX metadata_props: where a file holds the same
 EXPORT_AGAIN = "Copy the whole folder again, or export again with scripts/export.py."
 
 
@@ -49,6 +52,7 @@ class Artifact:
     folder: Path
     manifest: dict[str, Any]
     model: bytes
+    shapes: Shapes
     golden: Golden
     model_id: str
     num_files: int
@@ -78,16 +82,17 @@ def read_artifact(folder: Path | str, *, precision: str = "fp32") -> Artifact:
             f"Export with export.profile={PROFILE}."
         )
     try:
-        name = _model_file(folder, manifest, precision)
+        name, shapes = _model_file(folder, manifest, precision), Shapes(manifest["io"])
         return Artifact(
             folder=folder,
             manifest=manifest,
             model=_read(folder, name, sums),
-            golden=_golden(folder, manifest, sums, manifest["files"][name]),
+            shapes=shapes,
+            golden=_golden(folder, manifest, shapes, sums, manifest["files"][name]),
             model_id=f"{manifest['model']}-{precision}-{sums[name][:12]}",
             num_files=len(sums),
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise ArtifactError(
             f"{folder / MANIFEST} is not as {FORMAT} has it ({type(error).__name__}: {error}). {EXPORT_AGAIN}"
         ) from error
@@ -152,7 +157,9 @@ def _model_file(folder: Path, manifest: dict[str, Any], precision: str) -> str:
     )
 
 
-def _golden(folder: Path, manifest: dict[str, Any], sums: dict[str, str], model: dict[str, Any]) -> Golden:
+def _golden(
+    folder: Path, manifest: dict[str, Any], shapes: Shapes, sums: dict[str, str], model: dict[str, Any]
+) -> Golden:
     arrays = {}
     for part in ("image", "mask", "confidence"):
         content = _read(folder, f"golden/{part}.npy", sums)
@@ -168,9 +175,9 @@ def _golden(folder: Path, manifest: dict[str, Any], sums: dict[str, str], model:
         image_agreement=limits["image_agreement"] - 1 + model.get("golden_agreement", 1),
         confidence_levels=limits["confidence_levels"] + model.get("golden_confidence_levels", 0),
     )
-    shapes = {part: array.shape[1:] for part, array in arrays.items()}
-    io_entries = [*manifest["io"]["inputs"], *manifest["io"]["outputs"]]
-    needed = {entry["name"]: tuple(entry["shape"][1:]) for entry in io_entries}
-    if shapes != needed or not len(golden.image) == len(golden.mask) == len(golden.confidence) > 0:
-        raise ArtifactError(f"{folder}/golden holds {shapes}, but {needed} was needed. {EXPORT_AGAIN}")
+    found = {part: array.shape[1:] for part, array in arrays.items()}
+    names = [entry["name"] for entry in (*manifest["io"]["inputs"], *manifest["io"]["outputs"])]
+    needed = dict(zip(names, (shapes.exported, *shapes.answers(shapes.exported)), strict=True))
+    if found != needed or not len(golden.image) == len(golden.mask) == len(golden.confidence) > 0:
+        raise ArtifactError(f"{folder}/golden holds {found}, but {needed} was needed. {EXPORT_AGAIN}")
     return golden

@@ -73,7 +73,7 @@ class Repetition:
             self._count += 1
             return self._count
         self._count = 0
-        if last is None:
+        if last is None or last.shape != image.shape:
             self._last = image.copy()
         else:  # drivers reuse their buffers, so a reference would always be equal
             np.copyto(last, image)

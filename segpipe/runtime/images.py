@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+_ARRAY, _PLAIN = ".npy", ".ppm"  # suffixes that numpy alone reads
 _PPM = re.compile(rb"P6\s+(?:#.*\n\s*)*(\d+)\s+(\d+)\s+255\s")
+
+
+def require_readable(path: Path) -> None:
+    """Raises ValueError where reading need not be tried: no such file, or a picture for Pillow, which is not there."""
+    if path.suffix not in (_ARRAY, _PLAIN):
+        _pillow(path)
+    if not path.is_file():
+        raise ValueError(f"{path} cannot be read: there is no such file.")
 
 
 def read_image(path: Path) -> NDArray[np.uint8]:
@@ -17,12 +27,13 @@ def read_image(path: Path) -> NDArray[np.uint8]:
     Raises ValueError that names the file when it cannot be read.
     """
     try:
-        if path.suffix == ".npy":
+        if path.suffix == _ARRAY:
             return np.asarray(np.load(path, allow_pickle=False))
-        if path.suffix == ".ppm":
+        if path.suffix == _PLAIN:
             return _read_ppm(path)
-        return _read_with_pillow(path)
-    except (OSError, EOFError, ValueError) as error:
+        with _pillow(path).open(path) as picture:
+            return np.asarray(picture.convert("RGB"))
+    except Exception as error:  # for torn files Pillow raises SyntaxError, struct.error and errors of its own
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error}).") from None
 
 
@@ -38,13 +49,13 @@ def _read_ppm(path: Path) -> NDArray[np.uint8]:
     return pixels[: height * width * 3].reshape(height, width, 3)
 
 
-def _read_with_pillow(path: Path) -> NDArray[np.uint8]:
+def _pillow(path: Path) -> Any:
+    """The module PIL.Image, with which to read `path`."""
     try:
         from PIL import Image
     except ImportError:
-        raise ValueError("without Pillow only .npy and .ppm are read; pip install pillow") from None
-    with Image.open(path) as picture:
-        return np.asarray(picture.convert("RGB"))
+        raise ValueError(f"{path}: without Pillow only {_ARRAY} and {_PLAIN} are read; pip install pillow.") from None
+    return Image
 
 
 def write_picture(stem: Path, picture: NDArray[np.uint8]) -> Path:

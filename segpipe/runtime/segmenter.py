@@ -40,9 +40,6 @@ class Segmenter:
         self.frozen_after = frozen_after
         self.clock = clock
         self.last_error = ""  # what the last ERROR was
-        entries = artifact.manifest["io"]
-        self._image_shape = tuple(entries["inputs"][0]["shape"][1:])
-        self._mask_shape, self._confidence_shape = (tuple(entry["shape"][1:]) for entry in entries["outputs"])
         self._num_classes = len(artifact.manifest["classes"])
         self._limits = FrameLimits.from_manifest(artifact.manifest["frame_limits"])
         self._repetition = Repetition()
@@ -110,14 +107,14 @@ class Segmenter:
                 status, masks = Status.ERROR, None
         if masks is not None and time.perf_counter() > due:
             status, masks = Status.DEADLINE, None
-        mask, confidence = masks if masks is not None else self._no_answer()
+        mask, confidence = masks if masks is not None else self._no_answer(image)
         return Result(status, mask, confidence, (time.perf_counter() - start) * 1e3, self.artifact.model_id)
 
     def refuse(self, status: Status) -> Result:
         """A result without an answer, for a frame that could not even be read. Raises ValueError for OK."""
         if status is Status.OK:
             raise ValueError("status = OK, but a reason for having no answer was needed.")
-        return Result(status, *self._no_answer(), 0.0, self.artifact.model_id)
+        return Result(status, *self._no_answer(None), 0.0, self.artifact.model_id)
 
     def _answer(self, image: NDArray[np.uint8], stamp: float | None, due: float) -> tuple[Status, Masks | None]:
         status = self._look(image, stamp)
@@ -133,7 +130,7 @@ class Segmenter:
         """What is wrong with a frame before the network has seen it."""
         if not isinstance(image, np.ndarray):
             return Status.BAD_DTYPE
-        if image.shape != self._image_shape:
+        if not self.artifact.shapes.fits(image.shape):
             return Status.BAD_SHAPE
         if image.dtype != np.uint8:
             return Status.BAD_DTYPE
@@ -145,5 +142,9 @@ class Segmenter:
             return Status.FROZEN
         return status
 
-    def _no_answer(self) -> Masks:
-        return np.full(self._mask_shape, NO_ANSWER, np.uint8), np.zeros(self._confidence_shape, np.uint8)
+    def _no_answer(self, image: NDArray[np.uint8] | None) -> Masks:
+        """Of the size of the frame, or of the exported one when the frame does not fit."""
+        shapes = self.artifact.shapes
+        fits = isinstance(image, np.ndarray) and shapes.fits(image.shape)
+        mask, confidence = shapes.answers(image.shape if image is not None and fits else shapes.exported)
+        return np.full(mask, NO_ANSWER, np.uint8), np.zeros(confidence, np.uint8)

@@ -15,9 +15,8 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from segpipe.runtime.artifact import EXPORT_AGAIN, Artifact, ArtifactError, SelfTestError
+from segpipe.runtime.artifact import EXPORT_AGAIN, MANIFEST_KEY, Artifact, ArtifactError, SelfTestError
 
-MANIFEST_KEY = "segpipe"  # of ONNX metadata_props
 _FATAL = 4  # onnxruntime would print every aborted run as an error
 Bytes = NDArray[np.uint8]
 
@@ -80,7 +79,7 @@ class Session:
         self._inner = _open(artifact, threads, providers)
         entries = artifact.manifest["io"]
         self._input = str(entries["inputs"][0]["name"])
-        self._outputs = [(str(entry["name"]), tuple(entry["shape"])) for entry in entries["outputs"]]
+        self._outputs = [str(entry["name"]) for entry in entries["outputs"]]
         _check_identity(artifact, self._inner)
         self._watchdog: Watchdog | None = None
 
@@ -92,15 +91,14 @@ class Session:
         """
         options = onnxruntime.RunOptions()
         options.log_severity_level = _FATAL
-        names = [name for name, _ in self._outputs]
         try:
             with self._guard(options, due):
-                outputs = self._inner.run(names, {self._input: image[None]}, options)
+                outputs = self._inner.run(self._outputs, {self._input: image[None]}, options)
         except Exception as error:
             if time.perf_counter() >= due:
                 raise DeadlineError("the run was ended at its deadline") from error
             raise
-        for output, (name, shape) in zip(outputs, self._outputs, strict=True):
+        for output, (name, shape) in zip(outputs, self._shapes(image), strict=True):
             if output.shape != shape or output.dtype != np.uint8:
                 raise ValueError(f"{name} is {output.dtype} {output.shape}, but uint8 {shape} was needed")
         return outputs[0][0], outputs[1][0]
@@ -111,7 +109,7 @@ class Session:
         # The values are views of the arrays, and the binding one of the values: all must live as long as the run.
         held = [onnxruntime.OrtValue.ortvalue_from_numpy(image[None].copy())]
         binding.bind_ortvalue_input(self._input, held[0])
-        for name, shape in self._outputs:
+        for name, shape in self._shapes(image):
             held.append(onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(shape, dtype=np.uint8)))
             binding.bind_ortvalue_output(name, held[-1])
 
@@ -148,6 +146,11 @@ class Session:
                 f"{self._artifact.folder}: on this machine a golden frame cannot be run ({type(error).__name__}: "
                 f"{error}). Try another onnxruntime or another provider."
             ) from error
+
+    def _shapes(self, image: Bytes) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of the outputs for a frame."""
+        shapes = self._artifact.shapes.answers(image.shape)
+        return [(name, (1, *shape)) for name, shape in zip(self._outputs, shapes, strict=True)]
 
     def _guard(self, options: Any, due: float) -> contextlib.AbstractContextManager[None]:
         if math.isinf(due):

@@ -15,7 +15,7 @@ class Status(StrEnum):
     """Why there is an answer or none; other programs read these names, so they never change."""
 
     OK = "OK"
-    BAD_SHAPE = "BAD_SHAPE"  # not (height, width, 3) of the exported file
+    BAD_SHAPE = "BAD_SHAPE"  # not (height, width, 3) as the exported file takes it
     BAD_DTYPE = "BAD_DTYPE"  # not a uint8 array
     STALE = "STALE"  # the stamp is too old, too far ahead, or no number
     TOO_DARK = "TOO_DARK"  # darker than anything the network has seen
@@ -28,7 +28,8 @@ class Status(StrEnum):
 class Result(NamedTuple):
     """Answer to one frame. Unless `status` is OK, `mask` is 255 and `confidence` 0 everywhere.
 
-    Shapes: mask uint8 (H, W) of class ids, confidence uint8 (h, w) at the output stride, 255 * probability.
+    Shapes: mask uint8 (H, W) of class ids, confidence uint8 (h, w) at the output stride, 255 * probability; those of
+    the exported size for a frame that does not fit.
     """
 
     status: Status
