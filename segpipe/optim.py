@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,9 +25,24 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """SGD with Nesterov-free momentum, or AdamW, over `parameter_groups`."""
     groups = parameter_groups(model, config.weight_decay)
+    built: torch.optim.Optimizer
     if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, foreach=True)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), foreach=True)
+        built = _SGD(groups, lr=config.lr, momentum=config.momentum, foreach=True)
+    else:
+        built = _ADAMW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), foreach=True)
+    return built
+
+
+def _light(kind: type[torch.optim.Optimizer]) -> Any:
+    """`kind` without the wrappers that keep torch's compiler away from it: they load the compiler, 2 s per process.
+
+    What they wrap is called as it is, without gradients. segpipe does not compile.
+    """
+    names = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")
+    return type(kind.__name__, (kind,), {name: torch.no_grad()(inspect.unwrap(getattr(kind, name))) for name in names})
+
+
+_SGD, _ADAMW = _light(torch.optim.SGD), _light(torch.optim.AdamW)
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:

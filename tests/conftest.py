@@ -1,9 +1,19 @@
-"""What every test runs under: one thread, deterministic kernels, and NaN in memory that nobody has written."""
+"""What tests run under: random numbers that do not depend on the tests before; where asked for, a strict torch."""
 
+import random
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Seed the global generators before any fixture: tests of a process share them, and come in an order of chance."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture
@@ -12,9 +22,9 @@ def strict_torch() -> Iterator[None]:
     threads = torch.get_num_threads()
     fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.utils.deterministic.fill_uninitialized_memory = fill
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
     torch.set_num_threads(threads)

@@ -41,17 +41,31 @@ def run(folder: Path, *changes: str) -> int:
         return train.main(settings(folder, *changes))
 
 
+SWITCHES: tuple[tuple[Any, str], ...] = (
+    (torch.backends.cudnn, "benchmark"),
+    (torch.backends.cudnn, "deterministic"),
+    (torch.backends.cudnn, "allow_tf32"),
+    (torch.backends.cuda.matmul, "allow_tf32"),
+    (torch.utils.deterministic, "fill_uninitialized_memory"),
+)
+
+
 @contextmanager
 def torch_restored() -> Iterator[None]:
-    """Leave torch's and OpenCV's switches as they were."""
+    """Leave torch's and OpenCV's switches, and the environment, as they were."""
     threads, cv2_threads = torch.get_num_threads(), cv2.getNumThreads()
-    deterministic = torch.are_deterministic_algorithms_enabled()
+    deterministic = torch.get_deterministic_debug_mode()
+    switches, environment = [getattr(where, name) for where, name in SWITCHES], dict(os.environ)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(deterministic)
+        torch.set_deterministic_debug_mode(deterministic)
         torch.set_num_threads(threads)
         cv2.setNumThreads(cv2_threads)
+        for (where, name), value in zip(SWITCHES, switches, strict=True):
+            setattr(where, name, value)
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 def start(*command: str) -> subprocess.Popen[str]:
@@ -67,7 +81,7 @@ def start(*command: str) -> subprocess.Popen[str]:
     )
 
 
-def finished(process: subprocess.Popen[str], timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
+def finished(process: subprocess.Popen[str], timeout_s: float = 900) -> subprocess.CompletedProcess[str]:
     """Output and exit code of a process; one that hangs is ended with all its children, and fails the test."""
     try:
         out, err = process.communicate(timeout=timeout_s)
@@ -83,7 +97,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return finished(start(*arguments))
 
 
-def wait_for(happened: Callable[[], bool], process: subprocess.Popen[str], timeout_s: float = 300) -> None:
+def wait_for(happened: Callable[[], bool], process: subprocess.Popen[str], timeout_s: float = 900) -> None:
     """Return once `happened`; fail when the process ends before."""
     deadline = time.monotonic() + timeout_s
     while not happened():
@@ -104,9 +118,10 @@ def outcome(folder: Path) -> dict[str, Any]:
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl; empty before there is one."""
+    """Whole lines of metrics.jsonl, which may be written at this moment; empty before there is one."""
     path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def updates(folder: Path) -> list[dict[str, Any]]:

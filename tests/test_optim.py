@@ -2,6 +2,9 @@
 
 import itertools
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from segpipe.models import build_model
 from segpipe.models.layers import SegmentationNet
 from segpipe.optim import Ema, build_optimizer, learning_rate, parameter_groups
 
+ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.usefixtures("strict_torch")
 
 
@@ -140,3 +144,57 @@ def test_average_follows_weights_that_are_loaded_later() -> None:
     ema.model.load_state_dict({key: torch.full_like(value, 9) for key, value in net.state_dict().items()})
     ema.update(5)
     assert all((value == 3).all() for value in ema.model.state_dict().values() if value.is_floating_point())
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_updates_are_those_of_torch_bit_by_bit(name: str) -> None:
+    config = OptimConfig(name=name, lr=0.1, weight_decay=0.01)
+    ours, theirs = (build_model("fast_scnn", 3) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    groups = parameter_groups(theirs, config.weight_decay)
+    other: torch.optim.Optimizer = torch.optim.SGD(groups, lr=0.1, momentum=config.momentum, foreach=True)
+    if name == "adamw":
+        other = torch.optim.AdamW(groups, lr=0.1, betas=(config.betas[0], config.betas[1]), foreach=True)
+    optimizer = build_optimizer(ours, config)
+    for _ in range(3):
+        for one, two in zip(ours.parameters(), theirs.parameters(), strict=True):
+            one.grad = torch.randn_like(one)
+            two.grad = one.grad.clone()
+        optimizer.step()
+        other.step()
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+    optimizer.zero_grad(set_to_none=True)
+    assert all(parameter.grad is None for parameter in ours.parameters())
+    optimizer.load_state_dict(other.state_dict())
+    assert str(optimizer.state_dict()) == str(other.state_dict())
+
+
+CODE = """
+import sys, torch
+from segpipe.config import OptimConfig
+from segpipe.models import build_model
+from segpipe.optim import build_optimizer
+{change}
+model = build_model("fast_scnn", 3)
+for name in ("sgd", "adamw"):
+    optimizer = build_optimizer(model, OptimConfig(name=name))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.zero_grad(set_to_none=True)
+print("torch._dynamo" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "loaded"),
+    [("", "False"), ("from segpipe import optim; optim._SGD = torch.optim.SGD", "True")],
+    ids=["as_it_is", "control"],
+)
+def test_no_process_loads_the_compiler(change: str, loaded: str) -> None:
+    """It takes 2 s, in each of 16 processes."""
+    done = subprocess.run(
+        [sys.executable, "-c", CODE.format(change=change)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == loaded
