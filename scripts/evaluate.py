@@ -18,6 +18,7 @@ from segpipe.determinism import flags
 from segpipe.distributed.group import Group, choose_device
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.metrics import summary
+from segpipe.tracking import plain
 from segpipe.validate import validate
 
 SETTINGS = ("run", "which", "data.root", "data.split", "data.workers", "compute.device", "compute.threads")
@@ -45,7 +46,7 @@ def evaluate(arguments: list[str]) -> dict[str, object]:
 def main(arguments: list[str]) -> int:
     """Exit code."""
     try:
-        print(json.dumps(evaluate(arguments)))
+        print(json.dumps(plain(evaluate(arguments)), allow_nan=False))
     except SegpipeError as error:
         print(error, file=sys.stderr)
         return error.exit_code
