@@ -26,6 +26,8 @@ RUN python3 -m venv .venv \
  && touch .venv/.ready
 
 COPY --chown=10001:10001 . .
+# A named volume on runs/ starts as a copy of this folder, owner included; without one it would be root's.
+RUN mkdir -p runs
 ENV PATH=/opt/segpipe/.venv/bin:$PATH
 
 # docker run --gpus all --shm-size=8g -v DATA:/data:ro -v RUNS:/opt/segpipe/runs IMAGE train.py data=camvid data.root=/data

@@ -18,7 +18,7 @@ from torch import nn
 from segpipe.config import Config, from_mapping
 from segpipe.data.catalog import ClassTable
 from segpipe.determinism.digest import state_digest
-from segpipe.errors import CheckpointError
+from segpipe.errors import CheckpointError, WeightsError
 from segpipe.models import build_model
 from segpipe.models.layers import SegmentationNet
 from segpipe.preprocess import Preprocess
@@ -201,8 +201,8 @@ def _class_table(values: dict[str, Any]) -> ClassTable:
 
 
 def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], path: Path) -> None:
-    """Copy weights into the network; raise CheckpointError naming the keys and shapes that do not fit."""
+    """Copy weights into the network; raise WeightsError naming the keys and shapes that do not fit."""
     try:
         model.load_state_dict(weights, strict=True)
     except RuntimeError as error:
-        raise CheckpointError(f"{path} does not fit {type(model).__name__}: {error}") from error
+        raise WeightsError(f"{path} does not fit {type(model).__name__}: {error}") from error

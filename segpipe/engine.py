@@ -37,7 +37,7 @@ from segpipe.preprocess import Preprocess
 from segpipe.recorder import Recorder
 from segpipe.step import StepResult, TrainStep
 from segpipe.stop import StopRequest
-from segpipe.tracking import FILE_NAME, Tracker, open_tracker, read_metrics
+from segpipe.tracking import FILE_NAME, Tracker, open_tracker, plain, read_metrics
 from segpipe.validate import Validation, validate
 
 
@@ -57,14 +57,19 @@ class Run:
     health: Health
     agreement: Agreement
     recorder: Recorder | None = None  # of compute.ledger
+    saved: int | None = None  # step of last.pt, where there is one
 
     @property
     def folder(self) -> Path:
         return self.config.run_dir
 
 
-def train(config: Config, group: Group, console: Console) -> tuple[Run, Validation, dict[str, Any]]:
+def train(
+    config: Config, group: Group, console: Console, *, git: dict[str, Any] | None = None
+) -> tuple[Run, Validation, dict[str, Any]]:
     """Train, validate and write the run's files; returns the run, its last validation and the content of result.json.
+
+    git: commit, and whether files differ from it, for result.json; None where nobody knows.
 
     Raises ConfigError and DataError before the first step, NumericsError on a loss that is not finite, Interrupted
     after Ctrl-C, when last.pt has been written.
@@ -80,7 +85,7 @@ def train(config: Config, group: Group, console: Console) -> tuple[Run, Validati
             final = _validate(run, precision="fp32")
             if _keep_best(run, final):
                 _save(run, "last.pt")
-        result = _result(run, final, images_per_second)
+        result = {**_result(run, final, images_per_second), "git": git}
         if group.is_main:
             write_atomically(run.folder / "result.json", _json(result))
         exit_code = 0
@@ -123,12 +128,18 @@ def _open(config: Config, group: Group, console: Console) -> tuple[Run, Generato
     if strangers and config.compute.mode != "off":
         listed = "; ".join(strangers[:4])
         notes.insert(0, f"ranks differ, so another division of the shards may give other bits: {listed}")
+    if group.device.type == "cpu" and flags.emulated(config.train.precision):
+        notes.insert(
+            0,
+            f"train.precision = {config.train.precision}, for which this CPU has no instructions: updates take many "
+            f"times as long as with train.precision=fp32.",
+        )
     health = Health(group, allowance_mib=0.0 if config.data.workers else config.data.cache_mib)
     recorder = Recorder(config, group, current, train_samples, fingerprint) if _records(config) else None
     agreement = Agreement(group, recorder, config.run_dir)
     run = Run(
         config, group, train_samples, val_samples, current, tracker, view, Clock(), fingerprint, health, agreement,
-        recorder,
+        recorder, current.step if resuming else None,
     )  # fmt: skip
     return run, stream, notes
 
@@ -194,7 +205,7 @@ def _train_once(run: Run, step: TrainStep, shards: list[ShardBatch], stop: StopR
     looks = _looks(run)
     pixels = sum(valid_pixels(batch.target) for batch in shards)
     counts = run.agreement.sum([pixels, int(stop.asked)], wait=looks)
-    if looks and int(counts[1]):
+    if looks and int(counts[1]) and int(step.first_bad) > number:  # else nothing is kept, and the update says why
         _save(run, "last.pt")
         raise Interrupted(
             f"stopped at step {number}; {run.folder / 'last.pt'} is written. Continue with run.exists=resume."
@@ -202,7 +213,7 @@ def _train_once(run: Run, step: TrainStep, shards: list[ShardBatch], stop: StopR
     with out_of_memory_told(run.state, [batch.image.shape for batch in shards], run.group, run.folder):
         result = step(shards, counts[0])
         if looks:
-            _check_finite(run, result)
+            _check_finite(run, result, int(step.first_bad))
         step.apply()
     run.health.after_step(run.state.step)
     if run.recorder is not None and _due(number + 1, run.recorder.steps_held):
@@ -218,30 +229,40 @@ def _logs(config: Config, done: int) -> bool:
 def _looks(run: Run) -> bool:
     """Whether the host waits for the next update: always on a CPU; on a GPU where its outcome is logged or kept."""
     config, done = run.config, run.state.step + 1
-    kept = _due(done, config.checkpoint.every) or _due(done, config.train.validate_every) or done == config.train.steps
+    kept_at = (config.checkpoint.every, config.checkpoint.keep_every, config.train.validate_every, config.train.steps)
+    kept = any(_due(done, every) for every in kept_at)
     return run.group.device.type == "cpu" or kept or _logs(config, done)
 
 
-def _check_finite(run: Run, result: StepResult) -> None:
+def _check_finite(run: Run, result: StepResult, first: int) -> None:
+    """Raises NumericsError when this update is not finite; `first` is the first that was not, seen or not."""
     config, current, group = run.config, run.state, run.group
-    overflow_is_normal = config.train.precision == "fp16"  # the scaler skips the update and lowers its scale
-    fine = bool(torch.isfinite(result.loss)) and (overflow_is_normal or bool(torch.isfinite(result.grad_norm)))
-    if fine:
+    overflow = current.scaler.is_enabled() and not bool(torch.isfinite(result.grad_norm))
+    # The scaler skips such an update and halves its scale. Below 1 the gradients themselves are not finite.
+    if first > current.step and not (overflow and current.scaler.get_scale() < 1.0):
         return
     own = {shard: float(loss) for shard, loss in result.shard_losses.items()}
     everywhere = [
         (rank, shard, loss) for rank, losses in enumerate(group.gather(own)) for shard, loss in losses.items()
     ]
     bad = [f"rank {rank} shard {shard} loss {loss}" for rank, shard, loss in everywhere if loss - loss != 0]
-    _save(run, "diverged.pt")
     rate = current.optimizer.param_groups[0]["lr"]
+    scale = f" at loss scale {current.scaler.get_scale():g}" if current.scaler.is_enabled() else ""
     or_fp32 = "" if config.train.precision == "fp32" else " or train.precision=fp32"
     raise NumericsError(
         f"step {current.step}: loss {float(result.loss)}, gradient norm {float(result.grad_norm)} "
         f"({'; '.join(bad[:4]) or 'every loss is finite, a gradient is not'}), lr {rate:.4g}, precision "
-        f"{config.train.precision}. The state before this step is kept in {run.folder / 'diverged.pt'}. "
-        f"Lower optim.lr, or set optim.clip_norm=5{or_fp32}."
+        f"{config.train.precision}{scale}. {_kept_of(run, first)} Lower optim.lr, or set optim.clip_norm=5{or_fp32}."
     )
+
+
+def _kept_of(run: Run, first: int) -> str:
+    """Which state is left of a run that diverged: that before this update, unless an earlier one spoiled it unseen."""
+    if first >= run.state.step:
+        _save(run, "diverged.pt")
+        return f"The state before this step is kept in {run.folder / 'diverged.pt'}."
+    good = f"last.pt of step {run.saved} is the last good state" if run.saved is not None else "no last.pt was written"
+    return f"Step {first} was the first that was not finite, {run.state.step} the first that was looked at; {good}."
 
 
 def _log(run: Run, result: StepResult) -> None:
@@ -269,16 +290,18 @@ def _log(run: Run, result: StepResult) -> None:
 def _validate(run: Run, *, precision: str) -> Validation:
     """Confusion of the averaged weights on the validation split, logged."""
     config, current = run.config, run.state
-    found = validate(
-        current.ema.model,
-        Preprocess().to(run.group.device),
-        run.val_samples,
-        run.group,
-        precision=precision,
-        workers=min(config.data.workers, 1),
-        start_method=config.data.start_method,
-        progress=run.view.validating,
-    )
+    image, _ = run.val_samples.read(run.group.rank % len(run.val_samples))
+    with out_of_memory_told(current, [(1, *image.shape)], run.group, run.folder):
+        found = validate(
+            current.ema.model,
+            Preprocess().to(run.group.device),
+            run.val_samples,
+            run.group,
+            precision=precision,
+            workers=min(config.data.workers, 1),
+            start_method=config.data.start_method,
+            progress=run.view.validating,
+        )
     figures = summary(found.total, run.val_samples.classes.names)
     if not _logged(run):
         run.tracker.log(current.step, "validation", {"precision": precision, **figures})
@@ -313,6 +336,8 @@ def _save(run: Run, name: str) -> None:
             state.save(run.folder / name, run.state, run.config, run.train_samples.classes, run.fingerprint)
 
     _together(run, write)
+    if name == "last.pt":
+        run.saved = run.state.step
 
 
 def _together(run: Run, write: Callable[[], None]) -> None:
@@ -335,8 +360,7 @@ def _result(run: Run, found: Validation, images_per_second: float) -> dict[str, 
         **summary(found.total, run.val_samples.classes.names),
         "best_miou": current.best_miou,
         "steps": current.step,
-        "images_per_second": round(images_per_second, 3),
-        "train_seconds": round(run.clock.seconds, 3),
+        **_speed(run, images_per_second),
         "world_size": run.group.world_size,
         "shards": config.compute.shards,
         "global_batch": config.global_batch,
@@ -351,5 +375,18 @@ def _result(run: Run, found: Validation, images_per_second: float) -> dict[str, 
     }
 
 
+def _speed(run: Run, images_per_second: float) -> dict[str, float]:
+    """How fast the updates of this session were; where none was left to do, what result.json said before."""
+    found = {"images_per_second": round(images_per_second, 3), "train_seconds": round(run.clock.seconds, 3)}
+    path = run.folder / "result.json"
+    if run.clock.updates or not path.is_file():
+        return found
+    try:
+        earlier = dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError):  # altered by hand
+        return found
+    return {name: earlier.get(name, value) for name, value in found.items()}
+
+
 def _json(content: dict[str, Any]) -> bytes:
-    return (json.dumps(content, indent=2) + "\n").encode()
+    return (json.dumps(plain(content), indent=2, allow_nan=False) + "\n").encode()

@@ -29,6 +29,10 @@ class CheckpointError(SegpipeError):
     exit_code = 2
 
 
+class WeightsError(CheckpointError):
+    """The weights of a checkpoint are not those of its network: one is missing, of another shape, or of no use."""
+
+
 class NumericsError(SegpipeError):
     """The loss or a gradient is not finite; the message says where the state was kept."""
 

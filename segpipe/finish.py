@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from segpipe.report import Overlay, ReportData, pick_extremes, write_report
 from segpipe.tracking import FILE_NAME, read_metrics
 from segpipe.validate import Validation, predict
 
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+
 
 def finish(run: Run, found: Validation, result: dict[str, Any], console: Console) -> None:
     """Print and write what came out of the run. Raises ExportMismatch when an exported file computes something else.
@@ -31,13 +35,18 @@ def finish(run: Run, found: Validation, result: dict[str, Any], console: Console
         _export(run, console)
     console.print(f"mIoU {100 * result['miou']:.2f} % on {len(run.val_samples)} {run.config.data.split} images")
     console.print(f"run {run.folder}  (open {page.name}; curves in {FILE_NAME})", highlight=False, soft_wrap=True)
-    console.print(f"next {_next_command(run)}", highlight=False, soft_wrap=True, markup=False)
+    console.print(f"next {_next_command(run.folder)}", highlight=False, soft_wrap=True, markup=False)
 
 
-def _next_command(run: Run) -> str:
-    if run.config.data.name == "synthetic":
-        return "python train.py experiment=camvid_cpu data.root=FOLDER"
-    return f"python scripts/evaluate.py run={run.folder}"
+def _next_command(folder: Path) -> str:
+    """Judges the checkpoint once more. Runs as it is: by this interpreter, with nothing to be filled in."""
+    return shlex.join([_typed(Path(sys.executable)), _typed(SCRIPTS / "evaluate.py"), f"run={folder}"])
+
+
+def _typed(path: Path) -> str:
+    """As one would type it here. Links stay: the interpreter of a virtual environment is one."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def report_data(run: Run, found: Validation, result: dict[str, Any]) -> ReportData:
@@ -98,4 +107,5 @@ def _export(run: Run, console: Console) -> None:
         settings=export,
     )
     console.print(table(done))
-    console.print(f"exported to {done.folder} in {time.perf_counter() - started:.0f} s", highlight=False)
+    seconds = time.perf_counter() - started
+    console.print(f"{done.line('EXPORT')} ({seconds:.0f} s)", highlight=False, soft_wrap=True, markup=False)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
+import math
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from segpipe.config import Config, check, config_hash
+from segpipe.determinism import flags
 from segpipe.distributed import environment
 from segpipe.errors import (
     CheckpointError,
@@ -24,6 +27,7 @@ from segpipe.errors import (
     SegpipeError,
 )
 from segpipe.folder import claim_folder
+from segpipe.stop import handlers_kept
 from segpipe.tracking import check_tracking
 
 if TYPE_CHECKING:
@@ -42,10 +46,15 @@ def launch(config: Config, *, isolated: bool = False) -> int:
     if environment.under_launcher():
         return work(config)
     try:
+        if not isolated:  # of a sweep, this process computes nothing
+            flags.set_environment(config.compute.threads, config.compute.mode)  # before anything imports torch
         world_size = _world_size(config)
         prepare(config, world_size)
     except SegpipeError as error:
         return _tell(error)
+    except KeyboardInterrupt:
+        print("stopped before the first step; nothing was written.", file=sys.stderr)
+        return Interrupted.exit_code
     if world_size == 1 and not isolated:
         return work(config, prepared=True)
     return _spawn(config, world_size)
@@ -78,8 +87,8 @@ def prepare(config: Config, world_size: int) -> None:
     open_samples(config.data, config.data.split, config.seed)
     samples = open_samples(config.data, "train", config.seed)
     _check_crop(config, samples)
-    if config.compute.mode != "off":
-        purity.quick(Augmenter(config.augment), samples)
+    if config.compute.mode != "off" and (left_out := purity.quick(Augmenter(config.augment), samples)):
+        Console(stderr=True).print(left_out, markup=False, highlight=False, soft_wrap=True)
     claim_folder(config)
 
 
@@ -104,20 +113,23 @@ def _spawn(config: Config, world_size: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    settings = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=world_size,
-        run_id=f"segpipe-{os.getpid()}-{time.monotonic_ns()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="spawn",
-    )
     logging.disable(logging.CRITICAL)  # the ranks say what happened; the launcher would add two tracebacks of its own
     try:
-        elastic_launch(settings, _child)(config)
+        with handlers_kept(), _environment_of_children(config, world_size):
+            settings = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=world_size,
+                run_id=f"segpipe-{os.getpid()}-{time.monotonic_ns()}",
+                rdzv_backend="c10d",
+                rdzv_endpoint="localhost:0",
+                max_restarts=0,
+                monitor_interval=0.1,
+                start_method="spawn",
+            )
+            elastic_launch(settings, _child)(config)
+    except ConfigError as error:
+        return _tell(error)
     except ChildFailedError as error:
         code = int(error.get_first_failure()[1].exitcode)
         if code < 0:
@@ -128,6 +140,22 @@ def _spawn(config: Config, world_size: int) -> int:
     finally:
         logging.disable(logging.NOTSET)
     return 0
+
+
+@contextlib.contextmanager
+def _environment_of_children(config: Config, world_size: int) -> Iterator[None]:
+    """Set what the children must find when they start, which is before they can set it; the next job of a sweep may
+    need something else."""
+    before = set(os.environ)
+    flags.set_environment(world_size * config.compute.threads, config.compute.mode)
+    # After Ctrl-C they end a step or a validation first; whoever takes longer than this is killed without a checkpoint.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(config.compute.timeout_s)))
+    added = os.environ.keys() - before
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def _child(config: Config) -> None:
@@ -141,13 +169,11 @@ def _child(config: Config) -> None:
 
 def work(config: Config, *, prepared: bool = False) -> int:
     """Train as one process of the run, and on rank 0 write report and export; returns the exit code."""
-    from segpipe.determinism import flags
-
-    flags.set_environment(environment.local_world_size() * config.compute.threads, config.compute.mode)
-    from segpipe.distributed import group as processes
-
-    flags.apply(config.compute.threads, config.compute.mode)  # before the group: NCCL reads switches when it is made
     try:
+        flags.set_environment(environment.local_world_size() * config.compute.threads, config.compute.mode)
+        from segpipe.distributed import group as processes
+
+        flags.apply(config.compute.threads, config.compute.mode)  # before the group: NCCL reads switches then
         group = processes.join(config.compute, {"configuration": config_hash(config)})
         try:
             if not prepared:
@@ -219,11 +245,19 @@ def _train(config: Config, group: Group) -> int:
     from segpipe.finish import finish
 
     console = Console()
-    run, validation, result = train(config, group, console)
+    run, validation, result = train(config, group, console, git=_commit() if group.is_main else None)
     processes.leave(group)  # the rest is rank 0's alone; the others need not wait for it
     if group.is_main:
         finish(run, validation, result, console)
     return 0
+
+
+def _commit() -> dict[str, object] | None:
+    """What is trained with, as result.json keeps it; asked at the start, since the checkout may move on meanwhile."""
+    from segpipe.export.origin import ROOT, git_state
+
+    state = git_state(ROOT)
+    return state and {"commit": state["commit"], "dirty": state["dirty"]}
 
 
 def _tell(error: SegpipeError, *, rank: int = 0) -> int:

@@ -46,6 +46,9 @@ class TrainStep:
         self.statistics = statistics(state.model)
         self.gradients = _gradients(state, config, group, BatchLoss(state, config, group, class_weights, recorder))
         self._means: list[Tensor] = []  # BatchNorm statistics that `apply` puts into the network
+        # The first update that was not finite, or a number that none reaches; int64, 0-d, on the device: where the host
+        # does not look at every update, this remembers. An overflow that the scaler skips does not count.
+        self.first_bad = torch.full((), torch.iinfo(torch.int64).max, device=group.device)
 
     def __call__(self, shards: Sequence[ShardBatch], global_valid: Tensor) -> StepResult:
         """Gradients and figures of update `state.step`, from this rank's shards; ranks meet in the reduction.
@@ -71,7 +74,10 @@ class TrainStep:
             fine = torch.isfinite(norm)
             self._means = [torch.where(fine, *pair) for pair in zip(self._means, self.statistics, strict=True)]
         parts = dict(reduced.parts)
-        return StepResult(parts.pop("total"), parts, norm, reduced.shard_losses)
+        total = parts.pop("total")
+        fine = torch.isfinite(total if state.scaler.is_enabled() else total + norm)
+        self.first_bad = torch.where(fine, self.first_bad, self.first_bad.clamp(max=state.step))
+        return StepResult(total, parts, norm, reduced.shard_losses)
 
     def apply(self) -> None:
         """Move weights and statistics by what the call found, then the average; counts the update."""

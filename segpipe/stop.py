@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import threading
 import time
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Put back, at the end, how this process answers Ctrl-C and its like: torch's launcher leaves its own answers."""
+    heard = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in heard}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():  # no other may set one, and torch does not either
+            for number, handler in before.items():
+                if handler is not None:  # None: not one of Python's
+                    signal.signal(number, handler)
 
 
 class StopRequest:

@@ -81,8 +81,8 @@ class Sweep:
             print("the sweep was interrupted; jobs that are not in the table did not start.", file=sys.stderr)
         table = Table("run", "exit code", "mIoU %", title="sweep", title_justify="left")
         for outcome in self._outcomes:
-            score = f"{100 * outcome.result['miou']:.2f}" if outcome.result else "-"
-            table.add_row(outcome.name, str(outcome.code), score)
+            score = outcome.result["miou"] if outcome.result else None  # None, too, where no pixel has a label
+            table.add_row(outcome.name, str(outcome.code), "-" if score is None else f"{100 * score:.2f}")
         console = Console()
         console.print(table)
         for title, results in _by_recipe(self._outcomes):

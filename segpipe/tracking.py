@@ -15,14 +15,13 @@ import netrc
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from segpipe.config import Config, config_hash, to_mapping
+from segpipe.config import Config, recipe, to_mapping
 from segpipe.errors import ConfigError
 
 FILE_NAME = "metrics.jsonl"
@@ -83,18 +82,11 @@ def _netrc_knows(hosts: tuple[str, ...]) -> bool:
 def run_id(config: Config, run_dir: Path) -> str:
     """16 hex digits by which wandb knows the run: a function of the folder's name and the recipe only.
 
-    What may differ when the same run goes on (run.exists, the number of processes and loader workers, the place of the
-    data) does not enter, so a resumed run continues its curve instead of starting another.
+    What may differ when the same run goes on, `FREE_KEYS`, does not enter, so a resumed run continues its curve instead
+    of starting another.
     """
-    recipe = replace(
-        config,
-        run=replace(config.run, exists="", root=""),
-        compute=replace(config.compute, nproc="", timeout_s=0.0),
-        data=replace(config.data, root="", classes="", verify="", workers=0, start_method="", prefetch=0),
-        train=replace(config.train, progress=False),
-        track=replace(config.track, mode=""),
-    )
-    return hashlib.blake2b(f"{run_dir.name}\n{config_hash(recipe)}".encode(), digest_size=8).hexdigest()
+    text = json.dumps([run_dir.name, recipe(config)], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -136,13 +128,13 @@ class Tracker:
             raise ValueError(f"log() was given {', '.join(sorted(clash))} among its values; the line has its own.")
         if self._file is None:
             return
-        plain = _plain(values)
+        found = plain(values)
         elapsed = round(time.monotonic() - self._start, 3)
-        entry = {"step": step, "kind": kind, "time_s": elapsed, **plain}
+        entry = {"step": step, "kind": kind, "time_s": elapsed, **found}
         self._file.write(json.dumps(entry, allow_nan=False) + "\n")
         self._file.flush()
         if self._mirror:
-            self._mirror.log(step, {f"{kind}/{name}": value for name, value in _scalars(plain)})
+            self._mirror.log(step, {f"{kind}/{name}": value for name, value in _scalars(found)})
 
     def close(self, exit_code: int = 0) -> None:
         """Finish; wandb shows the run as failed when `exit_code` is not 0. Closing twice does nothing."""
@@ -178,14 +170,14 @@ def _rewrite(path: Path, entries: list[dict[str, Any]]) -> None:
     os.replace(draft, path)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """`value` in JSON's types; arrays and tensors become lists, what is not finite becomes None."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

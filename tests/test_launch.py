@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
@@ -10,10 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.launcher.api import LaunchConfig
 
 import train
 from runs import TORCHRUN, command, finished, outcome, result, run, settings, start, updates, wait_for, write_camvid
 from segpipe import launch
+from segpipe.compose import compose
 from segpipe.config import Config
 from segpipe.data.order import Order
 from segpipe.distributed import environment
@@ -84,7 +88,7 @@ def test_another_recipe_computes_other_bits(alone: Path, tmp_path: Path, change:
 
 def test_mode_run_keeps_its_promise_and_says_its_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same processes give the same bits across a resume; other processes are refused by name."""
-    changes = (*RECIPE, "compute.mode=run", "compute.shards=4", "train.steps=4", "checkpoint.every=2")
+    changes = (*RECIPE, "compute.mode=run", "compute.shards=4", "train.steps=12", "checkpoint.every=2")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert command("train.py", *settings(whole, *changes, "compute.nproc=2")).returncode == 0
     process = start("train.py", *settings(parts, *changes, "compute.nproc=2", "train.log_every=1"))
@@ -96,6 +100,69 @@ def test_mode_run_keeps_its_promise_and_says_its_limit(tmp_path: Path, capsys: p
     assert command("train.py", *settings(parts, *changes, "compute.nproc=2", "run.exists=resume")).returncode == 0
     assert outcome(parts) == outcome(whole)
     assert result(whole)["switches"]["deterministic_algorithms"] is True
+
+
+def test_recipes_for_a_cpu_start_one_process_beside_eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    for name in ("street_cpu", "camvid_cpu"):
+        assert launch._world_size(compose([f"experiment={name}"])) == 1
+    assert launch._world_size(compose([])) == 8  # the control
+
+
+def test_children_find_their_environment_and_nothing_of_it_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have imported torch before they could set a variable; the next job of a sweep may need another one."""
+    found: list[tuple[dict[str, str], int | None]] = []
+
+    def pretend(settings: LaunchConfig, entry: object) -> Callable[[Config], None]:
+        found.append((dict(os.environ), settings.shutdown_timeout))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return lambda config: None
+
+    own = ("OMP_WAIT_POLICY", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    for name in own:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", pretend)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        for nproc in (4, 1):
+            changes = (f"compute.nproc={nproc}", "compute.timeout_s=77.5")
+            config = compose(settings(tmp_path / f"of{nproc}", *changes))
+            assert launch.launch(config, isolated=True) == 0
+            assert signal.getsignal(signal.SIGTERM) == before
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    (four, patience), (one, _) = found
+    assert four["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert patience == 78  # seconds after Ctrl-C, in which a step or a validation may end
+    assert "OMP_WAIT_POLICY" not in one  # the control: one thread on two cores
+    assert not os.environ.keys() & own
+
+
+def test_one_process_sets_its_environment_before_anything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting GPUs and opening the data import torch, and with it OpenMP, which reads the variable once."""
+    seen = []
+    monkeypatch.setenv("OMP_WAIT_POLICY", "unset")
+    monkeypatch.delenv("OMP_WAIT_POLICY")  # what the launch sets is taken back at the end
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(launch, "_world_size", lambda config: seen.append(os.environ.get("OMP_WAIT_POLICY")) or 1)
+    monkeypatch.setattr(launch, "prepare", lambda *_: None)
+    monkeypatch.setattr(launch, "work", lambda *_, **__: 0)
+    assert launch.launch(compose(settings(tmp_path / "run", "compute.threads=2"))) == 0
+    assert seen == ["PASSIVE"]
+
+
+def test_ctrl_c_while_files_are_checked_ends_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "prepare", interrupted)
+    assert run(tmp_path / "run") == 130
+    assert capsys.readouterr().err == "stopped before the first step; nothing was written.\n"
 
 
 def test_augmentation_that_is_not_keyed_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,7 +325,7 @@ def test_an_error_on_one_rank_ends_all_and_is_named(tmp_path: Path, launcher: tu
     nproc = () if launcher else ("compute.nproc=2",)
     process = start(*launcher, "train.py", *settings(tmp_path / "run", *changes, *nproc))
     wait_for(lambda: len(updates(tmp_path / "run")) == 1, process)
-    done = finished(process, timeout_s=30)
+    done = finished(process)
     assert done.returncode == (1 if launcher else 2)  # torchrun has one code for everything
     assert f"rank 1: {torn} is damaged" in done.stderr
     if launcher:

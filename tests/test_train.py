@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import errno
 import json
 import os
 import runpy
+import shlex
+import shutil
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
+from exports import trained_network
 from runs import (
     ROOT,
     command,
@@ -36,6 +43,9 @@ from segpipe.compose import compose
 from segpipe.data.catalog import STREET, ClassTable
 from segpipe.data.samples import Samples, open_samples
 from segpipe.errors import CheckpointError
+from segpipe.export import latency, origin
+from segpipe.export.controls import CONTROLS
+from segpipe.export.formats import FORMATS
 from segpipe.models import build_model
 from segpipe.preprocess import Preprocess
 from segpipe.stop import StopRequest
@@ -74,6 +84,74 @@ def test_whole_run_logs_every_step_once(whole: Path) -> None:
     assert [line["step"] for line in metrics(whole) if line["kind"] == "validation"] == [12, STEPS]
     losses = [line["loss"] for line in updates(whole)]
     assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
+    assert all(line["rss_mib"][0] > 0 for line in metrics(whole) if line["kind"] == "memory")
+
+
+@pytest.fixture
+def ending(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run whose updates are done, to be resumed with `ENDING`.
+
+    Its network is one in which every changed weight shows: of another, the gates say that they prove nothing.
+    """
+    monkeypatch.setattr(latency, "SECONDS", 0.0)
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    weights = trained_network("fast_scnn", (64, 96), STREET).model.state_dict()
+    checkpoint.save(folder / "last.pt", {**checkpoint.load(folder / "last.pt"), "model": weights, "ema": weights})
+    return folder
+
+
+ENDING = (*LONG, "run.exists=resume", "export.enabled=true", "export.formats=[torchscript]", "export.images=1")
+
+
+def test_a_run_ends_with_a_checked_export_and_three_lines(
+    ending: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, git = ending, {"commit": "0" * 40, "dirty": True}
+    speed = {name: result(folder)[name] for name in ("images_per_second", "train_seconds")}
+    monkeypatch.setattr(origin, "git_state", lambda root: {**git, "known_at": "export"})
+    assert run(folder, *ENDING) == 0
+    *above, score, place, following = capsys.readouterr().out.splitlines()
+    assert score == f"mIoU {100 * result(folder)['miou']:.2f} % on 4 val images"
+    assert place.startswith(f"run {folder} ")
+    table = next(number for number, line in enumerate(above) if "IoU per class" in line)
+    assert any("EXPORT" in line for line in above[table:])
+    assert (folder / "report.html").is_file()
+    manifest = json.loads((folder / "export" / "manifest.json").read_text())
+    assert manifest["source"]["weights_digest"] == result(folder)["ema_digest"]
+    assert result(folder)["git"] == git
+    assert manifest["source"]["git"] == {**git, "known_at": "train"}
+    _runs_as_it_is(following, folder)
+    # There was no update left to measure.
+    assert all(result(folder)[name] == value > 0 for name, value in speed.items())
+
+
+def _runs_as_it_is(line: str, folder: Path) -> None:
+    """The command to try next: this interpreter, a script that is there, and settings with which it works."""
+    word, interpreter, script, *settings_of_it = shlex.split(line)
+    assert (word, settings_of_it) == ("next", [f"run={folder}"])
+    assert Path.cwd() / interpreter == Path(sys.executable)
+    assert (Path.cwd() / script).samefile(ROOT / "scripts" / "evaluate.py")
+    assert evaluate(settings_of_it) == 0
+
+
+def test_an_export_that_differs_ends_the_command_with_its_code(
+    ending: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training is not lost by it: all that it left is there, but no file for a robot."""
+    folder, right = ending, FORMATS["torchscript"]
+    for name in ("report.html", "result.json"):
+        (folder / name).unlink()
+
+    def swapped(model: Any, *rest: Any) -> None:
+        faulty = copy.deepcopy(model)
+        CONTROLS["bgr"](faulty)
+        right.convert(faulty, *rest)
+
+    monkeypatch.setitem(FORMATS, "torchscript", dataclasses.replace(right, convert=swapped))
+    assert run(folder, *ENDING) == 4
+    assert "EXPORT REJECTED: G2 logits differ" in told(capsys)
+    assert not (folder / "export").exists()
+    assert all((folder / name).is_file() for name in ("report.html", "result.json", "last.pt"))
 
 
 def test_ctrl_c_of_two_processes_then_resume_in_one(
@@ -84,11 +162,12 @@ def test_ctrl_c_of_two_processes_then_resume_in_one(
     process = start("train.py", *settings(folder, *LONG, "checkpoint.every=0", "compute.nproc=2"))
     wait_for(lambda: len(updates(folder)) >= 3, process)
     os.killpg(process.pid, signal.SIGINT)
-    done = finished(process, timeout_s=30)
+    done = finished(process)
     assert done.returncode == 130
     step = checkpoint.load(folder / "last.pt")["step"]
     assert 3 <= step < STEPS
-    assert done.stderr.splitlines()[-1].startswith(f"stopped at step {step}; {folder / 'last.pt'} is written.")
+    said = f"stopped at step {step}; {folder / 'last.pt'} is written."
+    assert [line.startswith(said) for line in done.stderr.splitlines()].count(True) == 1
     assert "Traceback" not in done.stderr
     assert not (folder / "result.json").exists()
 
@@ -204,6 +283,82 @@ def test_diverged_run_names_step_rank_and_rate_and_keeps_its_state(
     assert not (folder / "result.json").exists()
 
 
+@pytest.mark.parametrize("stopped", [False, True], ids=["", "stopped meanwhile"])
+def test_a_loss_that_nobody_looked_at_is_dated_and_not_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    """As on a GPU, where the host waits for some updates only: it sees the second that is spoiled."""
+    folder, apply = tmp_path / "run", engine.TrainStep.apply
+
+    def spoiled(step: engine.TrainStep) -> None:
+        apply(step)
+        if step.state.step == 4:
+            with torch.no_grad():
+                step.parameters[0].fill_(float("nan"))
+        if stopped and step.state.step == 5:
+            _terminate()
+
+    monkeypatch.setattr(engine, "_looks", lambda run: (run.state.step + 1) % 3 == 0)
+    monkeypatch.setattr(engine.TrainStep, "apply", spoiled)
+    assert run(folder, "train.steps=9", "checkpoint.every=3", "compute.shards=1") == 6
+    text = told(capsys)
+    assert "step 5: loss nan" in text
+    assert "Step 4 was the first that was not finite, 5 the first that was looked at; last.pt of step 3 is" in text
+    assert all(value.isfinite().all() for value in checkpoint.load(folder / "last.pt")["model"].values())
+    assert checkpoint.load(folder / "last.pt")["step"] == 3
+    assert not (folder / "diverged.pt").exists()
+
+
+def test_fp16_that_overflows_at_any_scale_has_diverged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scaler skips every such update, so the run would end well with the weights that it began with."""
+    build = engine.state.build_state
+
+    def overflowing(*args: Any) -> Any:
+        state = build(*args)
+        state.scaler = torch.amp.GradScaler("cpu", init_scale=1.0)  # as after 16 overflows
+        next(state.model.parameters()).register_hook(lambda grad: grad * float("nan"))
+        return state
+
+    monkeypatch.setattr(engine.state, "build_state", overflowing)
+    small = ("train.steps=2", "compute.shards=1", "augment.crop_size=[32,32]")
+    assert run(tmp_path / "run", "train.precision=fp16", *small) == 6
+    text = told(capsys)
+    assert "step 1: " in text  # and not step 0, whose overflow is one that a lower scale may mend
+    assert "precision fp16 at loss scale 0.5" in text
+    assert checkpoint.load(tmp_path / "run" / "diverged.pt")["step"] == 1
+
+
+@pytest.mark.parametrize(("owner", "name"), [(engine.TrainStep, "__call__"), (engine, "validate")])
+def test_memory_that_runs_out_is_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    def short(*_: object, **__: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 80 bytes")
+
+    monkeypatch.setattr(owner, name, short)
+    assert run(tmp_path / "run", "train.steps=1") == 10
+    shape = "[2, 64, 64, 3]" if name == "__call__" else "[1, 64, 96, 3]"
+    text = told(capsys)
+    assert "ran out on rank 0" in text
+    assert shape in text
+    assert (tmp_path / "run" / "oom_rank00.txt").is_file()
+
+
+def test_without_a_label_there_is_no_score(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write_camvid(tmp_path / "data")
+    for path in (data / "valannot").iterdir():
+        cv2.imwrite(str(path), np.full((72, 96), 11, np.uint8))  # void
+    folder = tmp_path / "run"
+    assert run(folder, "data=camvid", f"data.root={data}", "train.steps=1") == 0
+    assert result(folder)["miou"] is None
+    assert "NaN" not in (folder / "result.json").read_text()
+    capsys.readouterr()
+    assert evaluate([f"run={folder}"]) == 0
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["miou"] is None
+
+
 def test_full_disk_leaves_the_last_good_checkpoint(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,7 +445,7 @@ def evaluate(arguments: list[str]) -> int:
     try:
         return int(runpy.run_path(str(ROOT / "scripts" / "evaluate.py"))["main"](arguments))
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode("default")
         torch.set_num_threads(threads)
 
 
