@@ -40,8 +40,10 @@ def examine(config: Config) -> tuple[dict[str, dict[str, bool]], list[Finding]]:
             bar.update(task, advance=1, description=f"{transform}, {probe}")
 
         findings = purity.check(augmenter, samples, report=note)
-        findings += check_layouts(augmenter, samples, report=lambda layout, one: note(augmenter.name, layout, one))
-        uniform = check_diversity(augmenter, samples)
+        findings += check_layouts(
+            augmenter, samples, LAYOUTS, report=lambda layout, one: note(augmenter.name, layout, one)
+        )
+        uniform = check_diversity(augmenter, samples, ranks=RANKS)
         note(augmenter.name, "diversity", next(iter(uniform), None))
     return passed, findings + uniform
 

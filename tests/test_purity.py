@@ -14,6 +14,9 @@ import torch
 
 import impure
 from impure import Noise, config
+from runs import settings
+from segpipe import launch
+from segpipe.compose import compose
 from segpipe.data import augment
 from segpipe.data.augment import Augmenter
 from segpipe.data.transforms import TRANSFORMS
@@ -188,28 +191,59 @@ def test_shipped_pipelines_raise_no_alarm(name):
     assert purity.check(augmenter, Noise(), report=lambda *result: passed.append(result)) == []
     assert len(passed) == (len(augmenter.parts()) + 1) * (len(PROBES) + 1)
     assert all(finding is None for _, _, finding in passed)
-    purity.quick(augmenter, Noise(), budget_s=60)
-    purity.quick(augmenter, Noise(num=1), budget_s=60)
+    assert purity.quick(augmenter, Noise(), budget_s=600) == ""
+    assert purity.quick(augmenter, Noise(num=1), budget_s=600) == ""
 
 
 def test_quick_is_quick():
-    """At a real crop size, with every shipped transform, all probes take less than 2 s of a processor."""
+    """At a real crop size, with every shipped transform, all probes take less than 2 s of a processor.
+
+    Other work on the machine makes processor time longer, never shorter: one measurement of three is enough.
+    """
     samples, augmenter = Noise((360, 480)), Augmenter(config(crop_size=[320, 416], extra=list(TRANSFORMS)))
-    before = os.times()
-    purity.quick(augmenter, samples, budget_s=60)
-    assert sum(os.times()[:4]) - sum(before[:4]) < 2
+
+    def seconds() -> float:
+        before = os.times()
+        assert purity.quick(augmenter, samples, budget_s=600) == ""
+        return sum(os.times()[:4]) - sum(before[:4])
+
+    assert any(seconds() < 2 for _ in range(3))
 
 
 @pytest.mark.parametrize("fits", [0, 1, 5, 7, 1000])
-def test_no_probe_starts_after_the_deadline(fits):
+@pytest.mark.parametrize("always", [0, 4])
+def test_no_probe_starts_after_the_deadline_but_those_that_always_do(fits, always):
     cases = purity._cases(Augmenter(config()), Noise(), 2)
-    asked = []
-    purity._ask(cases, PROBES[:2], deadline=fits, report=lambda *r: asked.append(r), clock=lambda: len(asked))
-    assert len(asked) == min(fits, 2 * len(cases))
+    asked, questions = [], purity._each_case(cases, PROBES[:2])
+    answer = purity._ask(
+        questions, deadline=fits, always=always, report=lambda *r: asked.append(r), clock=lambda: len(asked)
+    )
+    assert len(asked) == answer.asked == min(max(fits, always), 2 * len(cases))
 
 
-def test_without_time_nothing_is_asked(plant):
-    purity.quick(plant(impure.Clock), Noise(), budget_s=0)
+@pytest.mark.parametrize(
+    "kind", [impure.StaleParameters, impure.SelfCounter, impure.Clock], ids=lambda kind: kind.__name__
+)
+def test_without_time_they_are_refused_all_the_same(plant, monkeypatch, kind):
+    with pytest.raises(ImpureAugmentError, match=rf"\({kind.__name__}\), probe 'same key twice'"):
+        purity.quick(plant(A.ToSepia, kind), Noise(), budget_s=0)
+    monkeypatch.setattr(purity, "ALWAYS", 0)  # the control: it passes when nothing is asked
+    assert ": 0 of " in purity.quick(plant(A.ToSepia, kind), Noise(), budget_s=0)
+
+
+def test_what_was_left_out_is_told_before_training(tmp_path, monkeypatch, capsys):
+    def told(budget_s: float) -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(purity, "quick", partial(purity.quick, budget_s=budget_s))
+            launch.prepare(compose(settings(tmp_path / "run", "augment.check=true", "run.exists=replace")), 1)
+        return capsys.readouterr().err
+
+    cases = len(Augmenter(compose(settings(tmp_path / "run")).augment).parts()) + 1
+    assert told(0.0) == (
+        f"purity of the augmentation: {2 * cases} of {len(purity.QUICK) * cases} probes asked in 0 s; "
+        "scripts/check_augment.py asks all.\n"
+    )
+    assert told(600.0) == ""
 
 
 def test_quick_leaves_this_process_as_it_was(plant):

@@ -11,6 +11,7 @@ import copy
 import math
 import os
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ from segpipe.errors import ConfigError
 from segpipe.keys import generator
 
 Uint8 = NDArray[np.uint8]
+Look = Callable[[str, Uint8, Uint8], None]  # is given the name of a transform, and its image and target
 GREY = np.array([0.299, 0.587, 0.114])
 RGB_TO_YIQ = np.array([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
 
@@ -176,11 +178,18 @@ class Augmenter:
         return {**self.__dict__, "_pipeline": None}
 
     def __call__(self, image: Uint8, target: Uint8, key: int) -> tuple[Uint8, Uint8]:
-        pipeline = self._own_pipeline()
-        if self.config.keyed:
-            pipeline.set_random_state(generator(key), random.Random(key))
-        augmented = pipeline(image=image, mask=target)
-        return np.ascontiguousarray(augmented["image"]), np.ascontiguousarray(augmented["mask"])
+        return _applied(self._at(key), image, target)
+
+    def looked_at(self, image: Uint8, target: Uint8, key: int, look: Look) -> tuple[Uint8, Uint8]:
+        """The same crop, by the same pipeline; `look` is told what each of its transforms is given."""
+        pipeline = self._at(key)
+        inner = pipeline.transforms
+        names = [name for name, _ in steps(self.config, self.extra)]
+        pipeline.transforms = [partial(_shown, *step, look) for step in zip(names, inner, strict=True)]
+        try:
+            return _applied(pipeline, image, target)
+        finally:
+            pipeline.transforms = inner
 
     def fresh(self) -> Augmenter:
         """The same function, which has never been called."""
@@ -194,6 +203,13 @@ class Augmenter:
         numbers = [len(_leaves(_made(*step))) for step in steps(self.config, self.extra)]
         return [Part(self, step, leaf) for step, number in enumerate(numbers) for leaf in range(number)]
 
+    def _at(self, key: int) -> A.Compose:
+        """The pipeline, ready for the sample of this key."""
+        pipeline = self._own_pipeline()
+        if self.config.keyed:
+            pipeline.set_random_state(generator(key), random.Random(key))
+        return pipeline
+
     def _build(self) -> A.Compose:
         transforms = [_made(*step) for step in steps(self.config, self.extra)]
         return A.Compose(transforms, seed=None if self.config.keyed else self.seed)
@@ -206,6 +222,24 @@ class Augmenter:
         return self._pipeline
 
 
+def _applied(pipeline: A.Compose, image: Uint8, target: Uint8) -> tuple[Uint8, Uint8]:
+    augmented = pipeline(image=image, mask=target)
+    return np.ascontiguousarray(augmented["image"]), np.ascontiguousarray(augmented["mask"])
+
+
+def _shown(name: str, step: A.BasicTransform | A.BaseCompose, look: Look, **data: Any) -> dict[str, Any]:
+    """A step of a pipeline, after a look at what it is given."""
+    look(_title(name, step), data["image"], data["mask"])
+    gives: dict[str, Any] = step(**data)
+    return gives
+
+
+def _title(name: str, step: A.BasicTransform | A.BaseCompose) -> str:
+    """How a transform is called in messages: by its name in the configuration, if it has one, and its class."""
+    kind = type(step).__name__
+    return f"{name} ({kind})" if name else kind
+
+
 class Part(Augmenter):
     """One transform of a pipeline, applied always and keyed always: what the purity checker asks about.
 
@@ -216,8 +250,7 @@ class Part(Augmenter):
         super().__init__(replace(whole.config, keyed=True))
         self.extra, self.place = whole.extra, (step, leaf)
         transform, self.certain = self._leaf()
-        name, kind = steps(self.config, self.extra)[step][0], type(transform).__name__
-        self.name = f"{name} ({kind})" if name else kind
+        self.name = _title(steps(self.config, self.extra)[step][0], transform)
 
     def _build(self) -> A.Compose:
         transform, _ = self._leaf()

@@ -4,7 +4,8 @@ The purity checker asks before the first step, a few samples, in peace. What it 
 of a worker that share data, a module that keeps the parameters of one call for the next, a cache that somebody writes
 into. So one sample in `augment.canary` is read and augmented RECOMPUTATIONS more times, by a process whose last samples
 were others than those of the process that delivered it. Which samples these are is a function of (seed, epoch, index),
-the same under any layout. docs/race.md has the arithmetic.
+the same under any layout. Of these samples each transform leaves a digest as well, so that the one which made the
+difference has a name. docs/race.md has the arithmetic.
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ import torch
 from numpy.typing import NDArray
 
 from segpipe.data.order import Order
+from segpipe.determinism import native
 from segpipe.determinism.digest import digest_groups
 from segpipe.determinism.probes import Frame, first_difference
 from segpipe.errors import ImpureAugmentError
 from segpipe.keys import generator, sample_key
 
 if TYPE_CHECKING:
+    from segpipe.data.augment import Augmenter
     from segpipe.data.samples import Samples
 
 # One would find a transform that is impure in 1 % of its calls within 200,000 samples with p = 0.98; two, with 0.997.
 RECOMPUTATIONS = 2
 Member = tuple[int, int]  # epoch and index of a sample
+Trail = tuple[tuple[str, int], ...]  # of each transform its name, and 8 bytes of what it was given
 
 
 class Task(NamedTuple):
@@ -42,18 +46,47 @@ class Task(NamedTuple):
 
 
 class Witness(NamedTuple):
-    """What a process tells about a sample that it made: 8 bytes of each array."""
+    """What a process tells about a sample that it made: 8 bytes of each array, and how it came to them."""
 
     row: int
     process: int  # its id
     image: int
     target: int
+    trail: Trail = ()
 
 
-def witness(row: int, image: NDArray[np.uint8], target: NDArray[np.uint8]) -> Witness:
+def witness(row: int, image: NDArray[np.uint8], target: NDArray[np.uint8], trail: Trail = ()) -> Witness:
     """The digests of a sample, made in this process; those that the ledger of an audit holds."""
     of_image, of_target = digest_groups([[torch.from_numpy(image)], [torch.from_numpy(target)]]).tolist()
-    return Witness(row, os.getpid(), of_image % 2**64, of_target % 2**64)
+    return Witness(row, os.getpid(), of_image % 2**64, of_target % 2**64, trail)
+
+
+def augment_watched(augmenter: Augmenter, frame: Frame, key: int) -> tuple[Frame, Trail]:
+    """The augmented sample and its trail, which is empty where digests are not compiled: it would cost too much."""
+    if native.kernels() is None:
+        return augmenter(*frame, key), ()
+    trail: list[tuple[str, int]] = []
+
+    def look(name: str, *arrays: NDArray[np.uint8]) -> None:
+        trail.append((name, int(digest_groups([[_tensor(array) for array in arrays]]))))
+
+    return augmenter.looked_at(*frame, key, look), tuple(trail)
+
+
+def _tensor(array: NDArray[np.uint8]) -> torch.Tensor:
+    """The array as torch sees it, to be read only."""
+    array = np.ascontiguousarray(array)
+    if not array.flags.writeable:  # of a cache: torch warns of such memory, and a copy costs more than the digest
+        array = np.asarray(_Unlocked(array))
+    return torch.from_numpy(array)
+
+
+class _Unlocked:
+    """The memory of an array, in order, without its lock."""
+
+    def __init__(self, array: NDArray[np.uint8]) -> None:
+        self._array = array  # lives as long as the memory is looked at
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
 
 
 @lru_cache(maxsize=4)
@@ -162,11 +195,31 @@ class Canary:
                 )
         return (
             f"sample {index} ({self._samples.name(index)}) of epoch {epoch}, augmented again under the same key: "
-            f"{'; '.join(found)}{_pixel(held, frame)}. So augmentation is not a pure function of sample and key: it "
-            f"depends on the samples before, on other threads, or on a generator that the key does not set (or the "
-            f"file was changed meanwhile). Name the transform with python scripts/check_augment.py, and keep its "
-            f"parameters inside the call; augment.canary=0 trains all the same."
+            f"{'; '.join(found)}{_pixel(held, frame)}. {_cause(held.witness.trail, made.trail)}; augment.canary=0 "
+            f"trains all the same."
         )
+
+
+def _cause(before: Trail, now: Trail) -> str:
+    """Which transform it was, as far as two trails tell; without an end."""
+    unlike = [one[1] != two[1] for one, two in zip(before, now, strict=False)]
+    if any(unlike[:1]):
+        return (
+            "What was read differs already: the file was changed meanwhile, or a transform wrote into a sample that "
+            "data.cache_mib keeps"
+        )
+    impure = "So augmentation is not a pure function of sample and key"
+    depends = "depends on the samples before, on other threads, or on a generator that the key does not set"
+    if not unlike:
+        return (
+            f"{impure}: it {depends} (or the file was changed meanwhile). Name the transform with python "
+            f"scripts/check_augment.py, and keep its parameters inside the call"
+        )
+    first = before[unlike.index(True) - 1 if any(unlike) else -1][0]
+    return (
+        f"{impure}: the first transform whose output differs is {first}. It {depends}. Keep its parameters inside the "
+        f"call, and look at it with python scripts/check_augment.py"
+    )
 
 
 def _pixel(held: _Held, frame: Frame) -> str:

@@ -146,10 +146,11 @@ def _train_ids(path: Path, names: tuple[str, ...], ids: Any, ignore: Any) -> dic
         if name not in names:
             raise DataError(f"{path}: ids[{raw}] = {name!r} is not one of names.{nearest(str(name), names)}")
         table[_raw_id(path, "ids", raw)] = names.index(name)
-    for raw in ignore:
+    for value in ignore:
+        raw = _raw_id(path, "ignore", value)
         if raw in table:
             raise DataError(f"{path}: id {raw} is in ids and in ignore. Take it out of one of them.")
-        table[_raw_id(path, "ignore", raw)] = IGNORE_INDEX
+        table[raw] = IGNORE_INDEX
     for train, name in enumerate(names):
         if train not in table.values():
             raise DataError(

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from segpipe.data.augment import Augmenter
-from segpipe.data.canary import Canary, Task, Witness, tasks, witness
+from segpipe.data.canary import Canary, Task, Trail, Witness, augment_watched, tasks, witness
 from segpipe.data.order import Order
 from segpipe.errors import ConfigError, DataError, SegpipeError
 from segpipe.keys import sample_key
@@ -173,11 +173,15 @@ class _Shards(_Items):
         height, width = self.augmenter.config.crop_size
         packed = _pack(request.place, len(request.members), height, width)
         image, target, ids = (part.numpy() for part in _views(packed))
+        trails: dict[int, Trail] = {}
         for row, (epoch, index) in enumerate(request.members):
-            key = sample_key(self.seed, epoch, index, "augment")
-            image[row], target[row] = self.augmenter(*self.samples.read(index), key)
+            key, frame = sample_key(self.seed, epoch, index, "augment"), self.samples.read(index)
+            if row in request.watched:
+                (image[row], target[row]), trails[row] = augment_watched(self.augmenter, frame, key)
+            else:
+                image[row], target[row] = self.augmenter(*frame, key)
             ids[:, row] = epoch, index
-        return packed._replace(witnesses=tuple(witness(row, image[row], target[row]) for row in request.watched))
+        return packed._replace(witnesses=tuple(witness(row, image[row], target[row], trails[row]) for row in trails))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Street scenes painted from nothing, so that training works before any data set is downloaded.
 
-Scene i of a split is a pure function of (seed, split, i) and the size: layout, weather and noise come from one counter
--based generator per scene, and OpenCV only paints. See atmosphere.py for light and
-lens, street.py for the things.
+Scene i of a split is a pure function of (seed, split, i) and the size: layout, weather and noise come from one
+counter-based generator per scene, and OpenCV only paints. See atmosphere.py for light and lens, street.py for the
+things.
 """
 
 from __future__ import annotations

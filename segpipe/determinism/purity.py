@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing import get_context
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cv2
 
@@ -62,9 +62,18 @@ QUICK = (
         if probe.name != "pickled pipeline"
     ),
 )
+ALWAYS = 2  # of these, two calls each: `quick` asks them of every transform, however slow the machine is
 METHODS = {"fork": FORKED, "spawn": SPAWNED}
 NAMES = tuple(probe.name for probe in (*PROBES, *METHODS.values()))
 Report = Callable[[str, str, Finding | None], None]
+Question = tuple[Case, Probe]
+
+
+class Answer(NamedTuple):
+    """What was found, and how many questions were asked."""
+
+    findings: list[Finding]
+    asked: int
 
 
 def check(
@@ -82,34 +91,43 @@ def check(
     """
     deadline = time.monotonic() + budget_s
     cases = _cases(augmenter, samples, len(KEYS))
-    findings = _ask(cases, PROBES, deadline, report)
+    findings = _ask(_each_case(cases, PROBES), deadline, report=report).findings
     for method, probe in METHODS.items():
         if time.monotonic() < deadline:
-            found = _in_process(method, cases, (probe,), deadline)
+            found = _in_process(method, _each_case(cases, (probe,)), deadline).findings
             findings += found
             for case in cases:
                 report(case.name, probe.name, next((one for one in found if one.transform == case.name), None))
     return _blame(findings, augmenter.name)
 
 
-def quick(augmenter: Augmenter, samples: Samples, *, budget_s: float = 2.0) -> None:
-    """Nothing for a pure pipeline, in less than `budget_s` seconds: what every training asks before its first step.
+def quick(augmenter: Augmenter, samples: Samples, *, budget_s: float = 2.0) -> str:
+    """What every training asks before its first step; empty, or how many probes were left out for want of time.
 
     A forked process does the work, so that nothing in this one is touched. Single transforms are asked at up to
-    256x256 pixels, the whole pipeline at its own size and last; on a slow machine some of its probes may be left out.
+    256x256 pixels, the whole pipeline at its own size. The first `ALWAYS` probes are asked of every transform and of
+    the whole; then, probe by probe, the others, none of which starts after `budget_s` seconds.
     Does nothing with `augment.check=false`. Raises ImpureAugmentError naming transform, probe, pixel and what to do.
     """
     if not augmenter.config.check:
-        return
+        return ""
     deadline = time.monotonic() + budget_s
     cases = _cases(augmenter, samples, 2, largest=QUICK_SIZE)
-    findings = _blame(_in_process("fork", cases, QUICK, deadline), augmenter.name)
+    questions = [(case, probe) for probe in QUICK for case in cases]
+    answer = _in_process("fork", questions, deadline, always=ALWAYS * len(cases))
+    findings = _blame(answer.findings, augmenter.name)
     if findings:
         others = f" ({len(findings) - 1} more)" if len(findings) > 1 else ""
         raise ImpureAugmentError(
             f"augmentation is not a pure function of sample and key. {findings[0]}{others} See all with "
             f"scripts/check_augment.py; augment.check=false trains all the same."
         )
+    if answer.asked == len(questions):
+        return ""
+    return (
+        f"purity of the augmentation: {answer.asked} of {len(questions)} probes asked in {budget_s:g} s; "
+        f"scripts/check_augment.py asks all."
+    )
 
 
 def _cases(augmenter: Augmenter, samples: Samples, num_keys: int, *, largest: int | None = None) -> list[Case]:
@@ -143,25 +161,30 @@ def _two_frames(samples: Samples) -> tuple[Frame, Frame]:
     return first, (first[0][:, ::-1].copy(), first[1][:, ::-1].copy())
 
 
+def _each_case(cases: Sequence[Case], probes: Sequence[Probe]) -> list[Question]:
+    """All probes of the first case, then those of the next."""
+    return [(case, probe) for case in cases for probe in probes]
+
+
 def _ask(
-    cases: Sequence[Case],
-    probes: Sequence[Probe],
+    questions: Sequence[Question],
     deadline: float,
+    *,
+    always: int = 0,
     report: Report = lambda transform, probe, finding: None,
     clock: Callable[[], float] = time.monotonic,
-) -> list[Finding]:
-    """Findings of every probe of every case, until the deadline."""
+) -> Answer:
+    """The answer to the first `always` questions, and to more until the deadline."""
     findings: list[Finding] = []
-    for case in cases:
-        for probe in probes:
-            if clock() >= deadline:
-                return findings
-            with tripwire.preserved():
-                finding = _one(case, probe)
-            report(case.name, probe.name, finding)
-            if finding is not None:
-                findings.append(finding)
-    return findings
+    for number, (case, probe) in enumerate(questions):
+        if number >= always and clock() >= deadline:
+            return Answer(findings, number)
+        with tripwire.preserved():
+            finding = _one(case, probe)
+        report(case.name, probe.name, finding)
+        if finding is not None:
+            findings.append(finding)
+    return Answer(findings, len(questions))
 
 
 def _one(case: Case, probe: Probe) -> Finding | None:
@@ -184,12 +207,12 @@ def _blame(findings: list[Finding], whole: str) -> list[Finding]:
     return [*parts, *(own if parts else alone)]
 
 
-def _in_process(method: str, cases: Sequence[Case], probes: Sequence[Probe], deadline: float) -> list[Finding]:
-    """What the probes find in another process."""
+def _in_process(method: str, questions: Sequence[Question], deadline: float, *, always: int = 0) -> Answer:
+    """What `_ask` finds in another process."""
     tripwire.set_opencv_threads(cv2.getNumThreads())
     context = get_context(method)
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(sender, cases, probes, deadline), daemon=True)  # type: ignore[attr-defined]
+    process = context.Process(target=_answer, args=(sender, questions, deadline, always), daemon=True)  # type: ignore[attr-defined]
     try:
         with warnings.catch_warnings():
             # Python 3.12 and later warn of any thread; no lock that a thread could hold is taken here.
@@ -197,7 +220,7 @@ def _in_process(method: str, cases: Sequence[Case], probes: Sequence[Probe], dea
             process.start()
         sender.close()
         if receiver.poll(PATIENCE_S):
-            return list(receiver.recv())
+            return Answer(*receiver.recv())
         problem = f"no answer in {PATIENCE_S:.0f} s"
     except EOFError:
         problem = "the process ended without an answer"
@@ -209,9 +232,10 @@ def _in_process(method: str, cases: Sequence[Case], probes: Sequence[Probe], dea
         if process.pid is not None:
             process.kill()
             process.join()
-    return [Finding(cases[-1].name, probes[0].name, problem, UNREACHED[method])]
+    case, probe = questions[-1][0], questions[0][1]
+    return Answer([Finding(case.name, probe.name, problem, UNREACHED[method])], len(questions))
 
 
-def _answer(sender: Any, cases: Sequence[Case], probes: Sequence[Probe], deadline: float) -> None:
-    sender.send(_ask(cases, probes, deadline))
+def _answer(sender: Any, questions: Sequence[Question], deadline: float, always: int) -> None:
+    sender.send(tuple(_ask(questions, deadline, always=always)))
     sender.close()
