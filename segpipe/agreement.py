@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,13 +91,15 @@ class Agreement:
         verdict, odd = first_disagreement(everyone, recorder.part_names())
         kept = self._folder / FOLDER / f"rank{self._group.rank:02d}.pt"
         if self._group.rank in (odd[0], min(set(range(len(everyone))) - set(odd), default=odd[-1])):
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(recorder.state.model.state_dict(), kept)
+            with contextlib.suppress(OSError, RuntimeError):  # a full disk: what was found counts more than its traces
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                torch.save(recorder.state.model.state_dict(), kept)
         self._group.barrier()
         raise DivergenceError(
             f"step {recorder.state.step}: ranks that must hold the same bits do not. {verdict} The weights of one rank "
-            f"of either side are in {kept.parent}; nothing was saved since. If it is always the same rank, test its "
-            f"memory and its GPU; if not, look for code that depends on the rank. Continue with run.exists=resume."
+            f"of either side are in {kept.parent}, if the disk took them; nothing was saved since. If it is always the "
+            f"same rank, test its memory and its GPU; if not, look for code that depends on the rank. Continue with "
+            f"run.exists=resume."
         )
 
 

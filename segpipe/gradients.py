@@ -226,6 +226,8 @@ class DdpGradients:
     """torch's DistributedDataParallel over one batch of all shards of a rank.
 
     Running statistics and losses are summed over the ranks by the tree, where DDP alone would keep those of rank 0.
+    DDP's own collectives lie inside of torch and are not announced one by one. So each place that makes some is: a rank
+    that does not come there has made fewer calls than the others, and is named.
     """
 
     def __init__(self, state: TrainState, group: Group, loss: BatchLoss, *, warm_up: bool, batch: Tensor) -> None:
@@ -233,8 +235,10 @@ class DdpGradients:
         self.network: nn.Module = AllHeads(state.model)
         self.statistics = statistics(state.model)
         if group.world_size > 1:
+            group.contract.enter("wrap of DDP")
             wrapped = ddp.wrap(self.network, group.device)
             if warm_up:
+                group.contract.enter("warm-up of DDP")
                 with autocast(group.device, loss.config.train.precision):
                     ddp.warm_up(wrapped, batch)
             self.network = wrapped
@@ -250,6 +254,8 @@ class DdpGradients:
         target = torch.cat([batch.target.to(device, non_blocking=True) for batch in shards])
         parts = self.loss(self.network, image, target, global_valid, shard=shards[0].shard)
         world = self.group.world_size
+        if world > 1:
+            self.group.contract.enter("backward of DDP")
         self.state.scaler.scale(parts["total"] * world).backward()  # type: ignore[no-untyped-call]  # DDP divides
         figures = torch.stack([part.detach() for part in parts.values()])
         tensors = [*self.statistics, figures]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from benchmarks.measure import held_port
+
+PATIENCE_S = 300.0  # for all the work of a pool, on a machine that others load
 Work = Callable[..., Any]
 
 
@@ -24,7 +27,10 @@ def gloo(num_ranks: int, work: Work, *arguments: Any) -> list[Any]:
     mine, theirs = context.Pipe()
     driver = context.Process(target=_drive, args=(num_ranks, work, arguments, theirs))
     driver.start()
-    assert mine.poll(120), "the ranks do not answer"
+    theirs.close()  # so that the end of the driver is seen, should it die
+    if not mine.poll(2 * PATIENCE_S):
+        driver.kill()
+        raise AssertionError("the ranks do not answer")
     by_rank: list[Any] = mine.recv()
     driver.join()
     failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(by_rank) if error]
@@ -34,21 +40,23 @@ def gloo(num_ranks: int, work: Work, *arguments: Any) -> list[Any]:
 
 def _drive(num_ranks: int, work: Work, arguments: tuple[Any, ...], pipe: Connection) -> None:
     torch.set_num_threads(1)
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
     context = mp.get_context("fork")
     pairs = [context.Pipe() for _ in range(num_ranks)]
-    ranks = [
-        context.Process(target=_serve, args=(rank, num_ranks, port, work, arguments, pairs[rank][1]))
-        for rank in range(num_ranks)
-    ]
-    for process in ranks:
-        process.start()
-    answers = [mine.recv() if mine.poll(90) else (None, "no answer") for mine, _ in pairs]
-    for process in ranks:
-        process.join(10)
-        process.kill()
+    with held_port() as port:
+        ranks = [
+            context.Process(target=_serve, args=(rank, num_ranks, port, work, arguments, pairs[rank][1]))
+            for rank in range(num_ranks)
+        ]
+        for process in ranks:
+            process.start()
+        deadline = time.monotonic() + PATIENCE_S
+        answers = [
+            mine.recv() if mine.poll(max(0.0, deadline - time.monotonic())) else (None, "no answer")
+            for mine, _ in pairs
+        ]
+        for process in ranks:
+            process.join(10)
+            process.kill()
     pipe.send(answers)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor
 
 from benchmarks import plants
+from runs import torch_restored
 from segpipe.agreement import Agreement, first_disagreement
 from segpipe.checkpoint import load
+from segpipe.determinism.divergence import Comparison
 from segpipe.distributed.contract import Contract
 from segpipe.errors import CollectiveError, DivergenceError
 
@@ -80,6 +83,21 @@ def test_a_digest_that_differs_stops_in_the_same_step(tmp_path: Path, world_size
     assert DivergenceError.exit_code == 5
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("file write failed")])
+def test_a_full_disk_does_not_hide_what_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def save(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(torch, "save", save)
+    ranks = Ranks(2)
+    found, _ = agreement(ranks, tmp_path)
+    ranks.other_digest = 5
+    with pytest.raises(DivergenceError, match=r"step 7: .*if the disk took them"):
+        found.sum([3])
+
+
 def test_calls_that_differ_stop_too(tmp_path: Path) -> None:
     ranks = Ranks(2)
     found, _ = agreement(ranks, tmp_path)
@@ -98,10 +116,11 @@ def test_without_digests_and_alone_nothing_is_compared(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """Runs of two processes: without a fault, and with faults on rank 1 alone."""
+    """Runs of two processes: without a fault, with faults on rank 1 alone, and inside the network in shard 1."""
     folder = tmp_path_factory.mktemp("two")
     fewer = tuple(part.replace("compute.shards=16", "compute.shards=2") for part in plants.RECIPE)
-    return folder, plants.run_all(2, folder, ["", "reduced", "weight"], rank=1, recipe=fewer)
+    names = ["", "reduced", "weight", "forward"]
+    return folder, plants.run_all(2, folder, names, rank=1, shard=1, recipe=fewer)
 
 
 @pytest.mark.parametrize("plant", ["reduced", "weight"])
@@ -117,3 +136,55 @@ def test_one_rank_that_drifts_away_ends_the_run(said: tuple[Path, dict[str, str]
     )
     assert not (folder / plant / "last.pt").exists()
     assert load(folder / "baseline" / "last.pt")["step"] == 3
+
+
+SAMPLE = plants.Order(0, 64, 16, 2).shard(plants.STEP, plants.SHARD)[plants.ROW][1]
+AGAIN = Comparison("diverged", "", stage="forward", layer=plants.MODULE)
+SAID = f"The first tensor that differs is {plants.LAYER}: but rank {plants.RANK} 00."
+
+
+@pytest.mark.parametrize(
+    ("plant", "found", "stopped", "again"),
+    [
+        ("pixel", {"stage": "augment", "shard": plants.SHARD, "sample": SAMPLE}, "", None),
+        ("lr", {"stage": "optimizer"}, "", None),
+        ("ema", {"stage": "bn_ema", "layer": plants.LAYER}, "", None),
+        ("weight", {"stage": "weights", "layer": plants.LAYER}, SAID, None),
+        ("forward", {"stage": "forward", "shard": plants.SHARD, "layer": plants.NORM}, "", AGAIN),
+    ],
+)
+def test_a_plant_is_named_only_when_all_of_it_is_right(
+    plant: str, found: dict[str, Any], stopped: str, again: Comparison | None
+) -> None:
+    """The judgement of `benchmarks/run.py plants`: whatever is changed in what was said is a problem."""
+    one = plants.PLANTS[plant]
+    right = Comparison("diverged", "", step=plants.STEP, **found)
+    assert plants.problems(one, right, stopped, again) == []
+    changes = {"verdict": "identical", "step": 2, "stage": "decode", "shard": 3, "sample": 63}
+    for name, value in {**changes, **({"layer": "head"} if one.layer else {})}.items():
+        assert plants.problems(one, replace(right, **{name: value}), stopped, again), name
+    for other in ("", f"{plants.LAYER} on rank 1 00", f"head.weight, rank {plants.RANK} 00"):
+        assert bool(plants.problems(one, right, other, again)) == (other != stopped), other
+    if again is not None:
+        for wrong in (None, replace(again, layer="ppm.out.1"), replace(again, stage="backward")):
+            assert plants.problems(one, right, stopped, wrong)
+
+
+def test_another_environment_is_named_only_as_what_it_is() -> None:
+    package = plants.PLANTS["package"]
+    right = Comparison("identical", "", fingerprint={"albumentations": ("2.0.8", "2.0.9")})
+    assert plants.problems(package, right, "") == []
+    for wrong in (replace(right, fingerprint={}), replace(right, verdict="diverged")):
+        assert plants.problems(package, wrong, "")
+
+
+def test_a_plant_inside_the_network_is_named_when_both_runs_are_trained_again(
+    said: tuple[Path, dict[str, str]],
+) -> None:
+    folder, plant = said[0], "forward"
+    with torch_restored(), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(plants, "SHARD", 1)
+        again = plants.trained_again(folder / "baseline", folder / plant, plant)
+    assert (again.step, again.stage, again.shard) == (plants.STEP, plant, 1), again.replay
+    assert again.layer == plants.MODULE
+    assert "both came out as recorded" in again.replay

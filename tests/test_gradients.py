@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import random
 import time
+from collections.abc import Callable
+from typing import ClassVar
 
 import pytest
 import torch
@@ -31,6 +33,12 @@ pytestmark = pytest.mark.usefixtures("strict_torch")
 CPU = torch.device("cpu")
 ALONE = Group(0, 0, 1, CPU)
 RANKS, V, B, C, SIZE = 4, 4, 2, 5, 16
+SCALE = 2.0**24  # too large for the first updates in fp16
+DAWDLING: dict[str, Callable[[int], float]] = {  # seconds by rank, before each update
+    "dawdling ranks": lambda rank: 0.1 * random.SystemRandom().random(),
+    "rank 0 first": lambda rank: 0.03 * rank,
+    "rank 0 last": lambda rank: 0.03 * (RANKS - 1 - rank),
+}
 
 
 class Net(SegmentationNet):
@@ -50,16 +58,17 @@ class Net(SegmentationNet):
         return {"main": self.main(x), "aux": self.aux(x)} if aux else {"main": self.main(x)}
 
 
-def settings(mode: str, shards: int = V) -> Config:
+def settings(mode: str, shards: int = V, precision: str = "fp32") -> Config:
     compute = {"mode": mode, "shards": shards, "samples_per_shard": B}
     optim = {"lr": 0.1, "warmup_steps": 0, "clip_norm": 1.0}
-    return from_mapping({"compute": compute, "optim": optim, "augment": {"crop_size": [SIZE, SIZE]}})
+    augment, train = {"crop_size": [SIZE, SIZE]}, {"precision": precision}
+    return from_mapping({"compute": compute, "optim": optim, "augment": augment, "train": train})
 
 
 def fresh(config: Config, *, unused: bool = False) -> TrainState:
     torch.manual_seed(0)
     model = Net(unused=unused).train()
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    scaler = torch.amp.GradScaler("cpu", enabled=config.train.precision == "fp16", init_scale=SCALE)
     return TrainState(model, Ema(model, config.ema), build_optimizer(model, config.optim), scaler)
 
 
@@ -71,12 +80,14 @@ def batches(step: int) -> list[ShardBatch]:
     return [ShardBatch(step, shard, image[shard], target[shard], ids, ids) for shard in range(V)]
 
 
-def updates(state: TrainState, config: Config, group: Group, count: int, *, jitter_s: float = 0) -> str:
-    """Digest of weights, statistics and average after `count` more updates; ranks dawdle by up to `jitter_s`."""
+def updates(
+    state: TrainState, config: Config, group: Group, count: int, *, dawdle: Callable[[], None] = lambda: None
+) -> str:
+    """Digest of weights, statistics and average after `count` more updates; before each this rank dawdles."""
     step, own = TrainStep(state, config, group, None), group.own_shards(V)
     for _ in range(count):
         shards = batches(state.step)
-        time.sleep(jitter_s * random.SystemRandom().random())
+        dawdle()
         step([shards[shard] for shard in own], torch.tensor(sum(valid_pixels(batch.target) for batch in shards)))
         step.apply()
     return state_digest(state.model.state_dict()) + state_digest(state.ema.model.state_dict())
@@ -94,20 +105,68 @@ def resumed(config: Config, group: Group) -> str:
     return updates(other, config, group, 2)
 
 
+class CountedTravel(gradients._Travel):
+    """Counts the buckets that left while the backward still ran."""
+
+    early: ClassVar[list[int]] = []
+
+    def send_rest(self) -> None:
+        self.early.append(len(self._layout.buckets) - 1 - self._next)
+        super().send_rest()
+
+
+class ByArrival:
+    """The control in place of RankSum: what the ranks send is added in the order in which it comes."""
+
+    order: ClassVar[tuple[int, ...]] = ()
+
+    def __init__(self, group: Group) -> None:
+        self.world_size = group.world_size
+
+    def start(self, part: Tensor) -> None:
+        everyone = [torch.empty_like(part) for _ in range(self.world_size)]
+        dist.all_gather(everyone, part.clone())
+        first, *others = (everyone[rank] for rank in self.order)
+        part.copy_(first)
+        for other in others:
+            part.add_(other)
+
+    def finish(self) -> None:
+        """Nothing is under way."""
+
+
+def _by_arrival(config: Config, group: Group, order: tuple[int, ...]) -> str:
+    usual, ByArrival.order = gradients.RankSum, order
+    gradients.RankSum = ByArrival  # type: ignore[assignment, misc]
+    try:
+        return updates(fresh(config, unused=True), config, group, 4)
+    finally:
+        gradients.RankSum = usual  # type: ignore[misc]
+
+
 def _work(rank: int) -> dict[str, str]:
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     group = Group(rank, rank, RANKS, CPU)
     within = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])[0]
     across = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0]
     machines = Group(rank, rank, RANKS, CPU, (Level(2, within), Level(2, across)))
     elastic, run, off = (settings(mode) for mode in ("elastic", "run", "off"))
+    half = settings("elastic", precision="fp16")
+    gradients._Travel = CountedTravel  # type: ignore[misc]
     found = {"one bucket": updates(fresh(elastic, unused=True), elastic, group, 4)}
     gradients.BUCKET_SIZE = 100
+    CountedTravel.early.clear()
     found["many buckets"] = updates(fresh(elastic, unused=True), elastic, group, 4)
+    found["sent early"] = " ".join(map(str, CountedTravel.early))
     gradients.BUCKET_SIZE = 20  # less than the statistics, which are known after the backward only
     found["tiny buckets"] = updates(fresh(elastic, unused=True), elastic, group, 4)
     found["two machines"] = updates(fresh(elastic, unused=True), elastic, machines, 4)
-    found["dawdling ranks"] = updates(fresh(elastic, unused=True), elastic, group, 4, jitter_s=0.1)
+    for name, seconds in DAWDLING.items():
+        late = updates(fresh(elastic, unused=True), elastic, group, 4, dawdle=lambda s=seconds: time.sleep(s(rank)))
+        found[name] = late
+    found["fp16"] = updates(fresh(half, unused=True), half, group, 4)
+    found["by arrival"] = _by_arrival(elastic, group, (0, 1, 2, 3))
+    found["by arrival, the other way"] = _by_arrival(elastic, group, (3, 2, 1, 0))
     found["run"] = updates(fresh(run), run, group, 4)
     found["run again"] = updates(fresh(run), run, group, 4)
     found["run resumed"] = resumed(run, group)
@@ -125,10 +184,33 @@ def test_all_ranks_hold_the_same_weights(answers: list[dict[str, str]]) -> None:
     assert all(answer == answers[0] for answer in answers)
 
 
-@pytest.mark.parametrize("how", ["one bucket", "many buckets", "tiny buckets", "two machines", "dawdling ranks"])
+@pytest.mark.parametrize("how", ["one bucket", "many buckets", "tiny buckets", "two machines", *DAWDLING])
 def test_elastic_gives_the_bits_of_one_process(answers: list[dict[str, str]], how: str) -> None:
     elastic = settings("elastic")
     assert answers[0][how] == updates(fresh(elastic, unused=True), elastic, ALONE, 4)
+
+
+def test_the_control_a_sum_in_order_of_arrival_depends_on_it(answers: list[dict[str, str]]) -> None:
+    assert len({answers[0][how] for how in ("by arrival", "by arrival, the other way", "rank 0 first")}) == 3
+    assert answers[0]["rank 0 first"] == answers[0]["rank 0 last"]
+
+
+def test_buckets_leave_while_the_backward_runs(answers: list[dict[str, str]]) -> None:
+    assert [int(count) > 0 for count in answers[0]["sent early"].split()] == [True] * 4
+
+
+def test_the_loss_scale_of_fp16_moves_alike_on_any_number_of_processes(answers: list[dict[str, str]]) -> None:
+    """Over four updates of which the first overflow and are left out, and the last is not."""
+    config = settings("elastic", precision="fp16")
+    state, seen = fresh(config, unused=True), []
+    for _ in range(4):
+        before = state_digest(dict(state.model.named_parameters()))
+        alone = updates(state, config, ALONE, 1)
+        seen.append((state.scaler.get_scale(), state_digest(dict(state.model.named_parameters())) != before))
+    assert answers[0]["fp16"] == alone
+    assert not seen[0][1]
+    assert seen[-1][1]
+    assert seen[-1][0] < SCALE
 
 
 def test_no_bucket_leaves_before_statistics_and_figures_are_in_it() -> None:

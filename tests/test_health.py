@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import math
+import multiprocessing
 import resource
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,31 @@ def test_host_figures_are_those_of_the_system() -> None:
     assert health.sample(CPU)["shm_mib"] - figures["shm_mib"] == pytest.approx(16, abs=1)
 
 
+def test_loader_processes_are_counted() -> None:
+    before = health.sample(CPU)["workers_rss_mib"]
+    context = multiprocessing.get_context("fork")
+    ready, asked = context.Barrier(3), context.Event()
+    children = [context.Process(target=_hold, args=(ready, asked)) for _ in range(2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any thread
+        for child in children:
+            child.start()
+    try:
+        ready.wait(60)
+        held = sum(psutil.Process(child.pid).memory_info().rss for child in children) / 2**20
+        assert health.sample(CPU)["workers_rss_mib"] - before == pytest.approx(held, rel=0.1)
+    finally:
+        asked.set()
+        for child in children:
+            child.join()
+    assert health.sample(CPU)["workers_rss_mib"] == before, "those that have ended hold nothing"
+
+
+def _hold(ready: Any, asked: Any) -> None:
+    ready.wait(60)
+    asked.wait(60)
+
+
 def test_a_rank_that_holds_more_than_the_others_is_named() -> None:
     usual = {"rss_mib": 3000.0, "reserved_mib": 8000.0}
     ranks = [usual, usual, {**usual, "reserved_mib": 9700.0}, usual]
@@ -40,6 +67,8 @@ def test_a_rank_that_holds_more_than_the_others_is_named() -> None:
     ]
     assert health.outliers([usual, {**usual, "reserved_mib": 9500.0}, usual]) == {}, "19 %"
     assert health.outliers([{"rss_mib": 100.0}, {"rss_mib": 300.0}, {"rss_mib": 100.0}]) == {}, "small"
+    assert list(health.outliers([usual, {**usual, "rss_mib": 3700.0}])) == [(1, "rss_mib")], "their mean hides it"
+    assert health.outliers([usual, {**usual, "rss_mib": 3500.0}]) == {}
     assert health.outliers([usual]) == {}
 
 
@@ -55,7 +84,7 @@ def test_report_lists_ranks_in_order_and_warns_once_of_a_rank() -> None:
     watched = Health(TwoRanks(0, 0, 2, CPU))
     figures, warnings = watched.report(10)
     assert figures["rss_mib"][1] > figures["rss_mib"][0] > 0
-    assert figures.keys() == {"rss_mib", "shm_mib"}
+    assert figures.keys() == {"rss_mib", "workers_rss_mib", "shm_mib"}
     assert warnings[0] == "rank 1: grows"
     assert warnings[1].startswith("step 10: rank 1 uses rss ")
     assert watched.report(20)[1] == ["rank 1: grows"]

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from segpipe.distributed.stacks import Stacks
-from segpipe.errors import CollectiveError
+from segpipe.errors import CollectiveError, SegpipeError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -199,15 +199,21 @@ class Contract:
         """Tell the other ranks that this one ends with `error`, so that they end with the same exit code.
 
         Raises what was told before instead, if there is such; with `lost`, when `error` is only the echo of another
-        rank's end, waits a moment for that and tells nothing.
+        rank's end, waits a moment for that, and then has all ranks asked: one that does not answer is named. An error
+        that is not of segpipe comes with a traceback that may name no rank, so a line before it does.
         """
         if self._watcher is None or isinstance(error, CollectiveError):
             return
-        if verdict := self._watcher.wait(2.0 if lost else 0.0):
+        verdict = self._watcher.wait(2.0 if lost else 0.0)
+        if verdict is None and lost:
+            verdict = self._watcher.ask(ANSWER_S)
+        if verdict is not None:
             raise verdict from None
         if not lost:
-            code = getattr(error, "exit_code", 1)
-            self._watcher.publish(f"rank {self._rank}: {type(error).__name__}: {error}", code)
+            code, text = getattr(error, "exit_code", 1), f"rank {self._rank}: {type(error).__name__}: {error}"
+            if not isinstance(error, SegpipeError):
+                self._watcher.say(text)
+            self._watcher.publish(text, code)
 
     def keep_stacks(self, folder: Path) -> None:
         """From now on `folder`/stacks/rankNN.txt receives the stacks of all threads: on SIGUSR1, and on a failure."""
@@ -234,11 +240,11 @@ class Ranks(NamedTuple):
 def diagnose(ranks: Ranks, waited_s: float | None) -> str:
     """One paragraph that names the first difference between the ranks' calls, of both sides.
 
-    When there is none, and some were waited for in vain during `waited_s`, it names those.
+    When there is none, it names those that were waited for in vain during `waited_s`, or those that do not answer.
     """
     silent = [rank for rank in range(len(ranks.counts)) if rank not in ranks.rings]
     missing = _missing(ranks, waited_s) if waited_s is not None else ""
-    found = _first_difference(ranks.rings) or missing or _no_difference(ranks)
+    found = _first_difference(ranks.rings) or missing or _no_difference(ranks, silent)
     if silent:
         found += f" No answer from {_those(silent)}: ended, stopped, or inside a call that holds the interpreter."
     return found
@@ -278,12 +284,19 @@ def _missing(ranks: Ranks, waited_s: float) -> str:
     )
 
 
-def _no_difference(ranks: Ranks) -> str:
-    counts = [ring[-1] for ring in ranks.rings.values() if ring]
-    last = f"{counts[0][0]}, {counts[0][1]}" if counts else "none"
+def _no_difference(ranks: Ranks, silent: list[int]) -> str:
+    known = {number: call for ring in ranks.rings.values() for number, call in ring}
+    if silent:
+        lost = "; ".join(
+            f"rank {rank} was lost after call {ranks.counts[rank]}, as far as is known, which on the others is "
+            f"{known.get(ranks.counts[rank], 'not remembered')}"
+            for rank in silent[:4]
+        )
+        return f"{lost}. The last {RING} calls of the ranks that answered are the same."
+    last = f"{max(known)}, {known[max(known)]}" if known else "none"
     return (
-        f"the last {RING} collectives are the same on all ranks that answered, up to {last}, but what they carried is "
-        f"not: a difference longer ago, or data that changed on their way."
+        f"the last {RING} collectives are the same on all ranks, up to {last}: they part longer ago, data changed on "
+        f"their way, or a connection broke."
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing
 import statistics
 import time
 from collections import Counter
@@ -26,7 +27,7 @@ MIB = 2**20
 EXCESS = 1.2  # times the median of the ranks, from which on a rank is named
 EXCESS_MIB = 256.0  # and at least this much more, below which nobody runs out of anything
 LOOK_SHARE = 0.005  # of the time, that looking for graphs may take
-COMPARED = ("rss_mib", "shm_mib", "peak_mib", "reserved_mib")
+COMPARED = ("rss_mib", "workers_rss_mib", "shm_mib", "peak_mib", "reserved_mib")
 
 # What torch and the system say when memory is short. CUDA has a class of its own.
 SHORT_OF_MEMORY = (
@@ -39,14 +40,16 @@ SHORT_OF_MEMORY = (
 
 
 def sample(device: torch.device) -> dict[str, float]:
-    """This process's memory in MiB, and the allocator's retries; 0.1 ms on a CPU.
+    """This process's memory in MiB, and the allocator's retries; 0.1 ms on a CPU, and as much for each worker.
 
-    rss: host memory in use; shm: the part of it in /dev/shm, batches from the workers above all. On a GPU also
-    allocated: in tensors now; peak: at most since the last call; reserved: kept by the allocator; fragmented: parts of
-    reserved blocks that are free, and of no use for larger tensors; retries: times that the allocator had to give
-    all free blocks back first, after which cuDNN may choose other kernels.
+    rss: host memory in use; workers_rss: that of its loader processes, where pages that they share with this one count
+    for each; shm: the part of rss in /dev/shm, batches from the workers above all. On a GPU also allocated: in tensors
+    now; peak: at most since the last call; reserved: kept by the allocator; fragmented: parts of reserved blocks that
+    are free, and of no use for larger tensors; retries: times that the allocator had to give all free blocks back
+    first, after which cuDNN may choose other kernels.
     """
-    figures = {"rss_mib": _status("VmRSS"), "shm_mib": _status("RssShmem")}
+    workers = sum(_status("VmRSS", child.pid) for child in multiprocessing.active_children())
+    figures = {"rss_mib": _status("VmRSS"), "workers_rss_mib": workers, "shm_mib": _status("RssShmem")}
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         figures |= {
@@ -60,21 +63,26 @@ def sample(device: torch.device) -> dict[str, float]:
     return {name: round(value, 1) for name, value in figures.items()}
 
 
-def _status(name: str) -> float:
-    """A line of /proc/self/status in MiB; 0 where the system has none."""
+def _status(name: str, process: int | str | None = "self") -> float:
+    """A line of the system's account of a process in MiB; 0 where there is none."""
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
         return 0.0
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:")), 0.0)
 
 
 def outliers(ranks: Sequence[Mapping[str, float]]) -> dict[tuple[int, str], str]:
-    """A warning for each (rank, figure) that is more than 20 % and 256 MiB above the median of the ranks."""
+    """A warning for each (rank, figure) that is more than 20 % and 256 MiB above the median of the ranks.
+
+    Of an even number of ranks the median is the lower one of the two in the middle: of two ranks the smaller, where
+    their mean would hide an excess of 40 %. An excess below 256 MiB is not told, however large a share of a small
+    process it is: nobody runs out of memory by so little.
+    """
     found = {}
     for name in COMPARED:
         values = [figures.get(name, 0.0) for figures in ranks]
-        median = statistics.median(values)
+        median = statistics.median_low(values)
         for rank, value in enumerate(values):
             if value > EXCESS * median and value - median > EXCESS_MIB:
                 found[rank, name] = (

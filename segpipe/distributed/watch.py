@@ -35,7 +35,8 @@ ANSWERS_S = 0.6  # that ranks have to say what they called
 ABSENT_S = 3.0  # after which a silent rank 0 is replaced as the one who compares
 GRACE_S = 3.0  # for the training thread to notice a verdict
 CLOSING_S = 60.0  # for the training thread to end after that
-PARTING_S = 1.0  # for the others to close before rank 0
+PARTING_S = 10.0  # for the others to close before rank 0
+LOST_S = 1.0  # the same after a verdict, when some may never close
 
 
 class State(NamedTuple):
@@ -98,7 +99,7 @@ class Watcher:
         self.log = CallLog()
         self.stacks: Stacks | None = None
         self._store, self._rank, self._world_size, self._timeout_s = store, rank, world_size, timeout_s
-        self._end, self._say = end, say
+        self._end, self.say = end, say
         self._states = [f"state/{other}" for other in range(world_size)]
         self._verdict: CollectiveError | None = None
         self._own: str | None = None
@@ -157,7 +158,8 @@ class Watcher:
     def _see_off(self) -> None:
         """Rank 0, whose process may keep the store, goes last: a thread that loses the store prints a stack."""
         with contextlib.suppress(RuntimeError):
-            gone, end = self._store.add("closed", 1), time.monotonic() + PARTING_S
+            patience = PARTING_S if self._verdict is None else LOST_S
+            gone, end = self._store.add("closed", 1), time.monotonic() + patience
             while self._rank == 0 and gone < self._world_size and time.monotonic() < end:
                 time.sleep(0.02)
                 gone = self._store.add("closed", 0)
@@ -171,6 +173,7 @@ class Watcher:
                 self._wake.wait(HURRY_S if self._answered or self._verdict else PERIOD_S)
                 self._wake.clear()
         except RuntimeError:  # the store went with the process that kept it: the backend will say the rest
+            self._decided.set()  # nobody needs to wait for a verdict
             return
         if self._answered and self.stacks is not None:
             self.stacks.dump_recorder()
@@ -248,7 +251,7 @@ class Watcher:
         text = diagnose(Ranks(rings, stands, counts), self._timeout_s if late else None)
         if self.stacks is not None:
             text += f" The stacks of all ranks are in {self.stacks.path.parent}."
-        self._say(text)
+        self.say(text)
         self._store.compare_set("verdict", "", json.dumps({"text": text, "exit_code": CollectiveError.exit_code}))
 
     def _rouse(self, silent: list[int]) -> None:
