@@ -4,7 +4,8 @@
         [data.workers=N] [compute.device=cpu|cuda] [any_environment=true] [out=FOLDER]
 
 The spans between kept checkpoints are chosen at random, unless a seed is given. report.json and report.md go to
-runs/NAME/audit. Exit codes: 0 passed, 1 failed (something is not what it was), 2 cannot audit, or usage.
+runs/NAME/audit, or to `out`. Exit codes: 0 passed, 1 failed (something is not what it was), 2 cannot audit, cannot
+write the report, or usage.
 """
 
 import secrets
@@ -19,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from segpipe.arguments import parse
 from segpipe.audit.examine import Request, examine
-from segpipe.audit.report import Audit, write_audit
+from segpipe.audit.report import Audit, check_folder, write_audit
 from segpipe.errors import ConfigError, SegpipeError
 
 NUMBERS = ("spans", "span_steps", "seed", "compute.nproc")
@@ -37,8 +38,12 @@ def requested(arguments: list[str]) -> tuple[Request, Path]:
     numbers = {name.rpartition(".")[2]: int(given[name]) for name in NUMBERS if name in given}
     numbers.setdefault("seed", secrets.randbelow(2**32))
     settings = {name: given[name] for name in SETTINGS if name in given}
-    run, anywhere = Path(given["run"]), given.get("any_environment") == "true"
-    return Request(run, **numbers, any_environment=anywhere, settings=settings), Path(given.get("out", run / "audit"))
+    if (anywhere := given.get("any_environment", "false")) not in ("true", "false"):
+        raise ConfigError(f"any_environment = {anywhere!r}, but true or false was needed.")
+    run = Path(given["run"])
+    out = Path(given.get("out", run / "audit"))
+    check_folder(out)
+    return Request(run, **numbers, any_environment=anywhere == "true", settings=settings), out
 
 
 def table(audit: Audit) -> Table:
@@ -60,12 +65,16 @@ def main(arguments: list[str]) -> int:
                 request,
                 lambda what, done, total: bar.update(task, description=what, completed=done, total=total or None),
             )
-        page = write_audit(audit, out)
     except SegpipeError as error:
         print(error, file=sys.stderr)
         return 2
     console.print(table(audit))
-    console.print(f"{audit.sentence}. Report: {page}", markup=False)
+    console.print(f"{audit.sentence}.", markup=False)
+    try:
+        console.print(f"Report: {write_audit(audit, out)}", markup=False)
+    except SegpipeError as error:
+        print(f"{error} Set out=FOLDER for the report.", file=sys.stderr)
+        return audit.exit_code or 2
     return audit.exit_code
 
 

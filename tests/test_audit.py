@@ -18,8 +18,9 @@ from segpipe import checkpoint
 from segpipe.audit import examine as examination
 from segpipe.audit import inputs
 from segpipe.audit.examine import Request, examine
-from segpipe.audit.report import FAILED, Audit
+from segpipe.audit.report import FAILED, Audit, Line
 from segpipe.compose import compose
+from segpipe.config import Config, config_hash, from_mapping
 from segpipe.determinism import flags
 from segpipe.determinism.ledger import ledger_path
 from segpipe.determinism.rows import STEP, read_file, seal, slots
@@ -47,6 +48,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "run" / "best.pt").unlink()  # the same state as last.pt, and as slow to look at
     write_export(folder / "run")
     return folder
+
+
+def compose_of(folder: Path) -> Config:
+    """The run's configuration."""
+    return from_mapping(json.loads((folder / "run" / "config.json").read_text()))
 
 
 def write_export(run_folder: Path) -> None:
@@ -98,6 +104,15 @@ def test_a_sound_run_passes_from_the_first_image_to_the_final_file(
     assert page.startswith(f"# Audit of {whole / 'run'}: passed")
     assert report["evidence"] in page
     assert "passed: 4 of 4 updates trained again gave the same bits" in capsys.readouterr().out
+    texts = {line["part"]: line["text"] for line in report["lines"]}
+    recorded, last = inputs.read(whole / "run" / "inputs.json"), checkpoint.load(whole / "run" / "last.pt")
+    named = {
+        "data": [recorded["data"]["sha256"]],
+        "code": [recorded["code"]["sha256"]],
+        "config": [config_hash(compose_of(whole))],
+        "last.pt": [f"weights {last['digests']['model']}", f"averaged weights {last['digests']['ema']}"],
+    }
+    assert all(value in texts[part] for part, values in named.items() for value in values), texts
 
 
 def test_another_number_of_processes_gives_the_same_rows(whole: Path) -> None:
@@ -214,7 +229,10 @@ ALTERATIONS: dict[str, tuple[Callable[[Path], object], dict[str, str]]] = {
     "a byte of a checkpoint": (in_weights, {"step_000002.pt": "step_000002.pt"}),
     "a byte between the weights, and a setting that reaches no number": (
         lambda folder: (in_padding(folder), in_free_setting(folder)),
-        {"last.pt": "other bytes", "config": "reaches no number"},
+        {
+            "last.pt": "other bytes",
+            "config": "reaches no number was changed (data.workers is 0 in a checkpoint and 1 in config.json)",
+        },
     ),
     "a checkpoint of another training": (
         other_weights, {"step_000002.pt": "weights are not those of the ledger's row of step 1"}
@@ -318,10 +336,64 @@ def test_modes_that_promise_less_cannot_be_audited(whole: Path, mode: str) -> No
     assert f"compute.mode = {mode} does not promise" in words
 
 
-@pytest.mark.parametrize("argument", ["spans=0", "compute.nproc=0", "seed=x", "optim.lr=1"])
+@pytest.mark.parametrize("argument", ["spans=0", "compute.nproc=0", "seed=x", "optim.lr=1", "any_environment=yes"])
 def test_wishes_that_make_no_sense_are_refused(whole: Path, argument: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert audit_run.main([f"run={whole / 'run'}", argument]) == 2
     assert argument.partition("=")[0] in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_is_told_before_the_work(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(audit_run, "examine", lambda *_: pytest.fail("the work was begun"))
+    (tmp_path / "file").touch()
+    assert audit_run.main([f"run={whole / 'run'}", f"out={tmp_path / 'file' / 'audit'}"]) == 2
+    assert f"nothing can be written to {tmp_path / 'file'}. Set out=FOLDER" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("status", "code"), [("passed", 2), (FAILED, 1)])
+def test_a_verdict_is_told_though_its_report_cannot_be_written(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    status: str,
+    code: int,
+) -> None:
+    found = Audit(str(tmp_path), (Line("config", status, "what it is"),), "", 0, 1, 1, 1, "", 0.0)
+    monkeypatch.setattr(audit_run, "examine", lambda *_: (tmp_path / "audit").touch() or found)  # no folder any more
+    assert audit_run.main([f"run={tmp_path}"]) == code
+    told = capsys.readouterr()
+    assert "what it is" in told.out
+    assert f"{found.sentence}." in told.out
+    assert "report.json" in told.err
+    assert "Set out=FOLDER" in told.err
+
+
+def forged(folder: Path, change: Callable[[dict], object]) -> None:  # type: ignore[type-arg]
+    """Change what a checkpoint holds together with all that vouches for it."""
+    path = folder / "run" / "step_000002.pt"
+    state = checkpoint.load(path)
+    change(state)
+    checkpoint.save(path, state, listed=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: state["config"].update(surprise=1), "surprise is not a setting"),
+        (lambda state: state.update(config=7), "its step or its configuration is none"),
+        (lambda state: state["optimizer"].update(param_groups=[]), "none of the run's network and optimizer"),
+    ],
+)
+def test_a_checkpoint_that_no_run_writes_fails_and_ends_nothing(
+    copy: Path,
+    change: Callable[[dict], object],
+    words: str,  # type: ignore[type-arg]
+) -> None:
+    forged(copy, change)
+    audit = audited(copy)
+    assert words in failures(audit)["step_000002.pt"]
+    assert audit.exit_code == 1
 
 
 def test_a_resumed_run_refuses_data_that_changed(copy: Path) -> None:

@@ -139,7 +139,9 @@ def test_an_audit_names_the_layer(tmp_path: Path, change: Any, stage: str, layer
     assert found.layer == (None if layer is None else f"block{layer}.weight")
     assert ("compute.mode=audit" in found.advice) == (layer is None)
     if layer is not None:
-        assert found.sentence.endswith(f", first in block{layer}.weight")
+        words = "first seen in" if stage == "forward" else "first in"  # statistics come after the layer
+        assert found.sentence.endswith(f", {words} block{layer}.weight")
+        assert ("--replay names it" in found.advice) == (stage == "forward")
 
 
 def test_without_an_audit_the_layer_is_unknown_and_the_advice_says_how(tmp_path: Path) -> None:
@@ -198,6 +200,17 @@ def test_only_what_both_have_is_compared_and_that_is_said(tmp_path: Path) -> Non
     found = compare(read_run(a), read_run(b))
     assert (found.verdict, found.steps) == ("identical", 5)
     assert found.notes == ("A has steps 0 to 8, B has steps 0 to 4: only what both have was compared",)
+    limits = "A has steps 0 to 8, B has steps 0 to 4"
+    assert found.sentence == f"identical in all 5 steps that both have, but not all could be compared: {limits}"
+
+
+def test_the_file_of_a_rank_that_is_missing_is_said_in_the_first_line(tmp_path: Path) -> None:
+    a = ledgers.write_session(tmp_path / "a", ledgers.header(), STEPS, ranks=2)
+    b = ledgers.write_session(tmp_path / "b", ledgers.header(), STEPS, ranks=4)
+    ledger_path(b, 2).unlink()
+    found = compare(read_run(a), read_run(b))
+    assert found.verdict == "identical"
+    assert found.sentence.endswith("compared: B: shards are missing in step 0 (steps like this: 4)")
 
 
 def test_fields_that_one_run_lacks_are_not_compared(tmp_path: Path) -> None:

@@ -105,6 +105,8 @@ def test_a_setting_that_reaches_the_first_layer(
     found = json.loads(capsys.readouterr().out)
     assert (found["step"], found["stage"], found["layer"]) == (0, "forward", "detail.0.0"), found["replay"]
     assert "trained again from the seed up to step 0" in found["replay"]
+    assert main([str(alone), str(tmp_path / "other"), "--replay", "--nproc", "3"]) == 2
+    assert "compute.shards = 2" in capsys.readouterr().out, "processes that cannot share the shards"
 
 
 def test_a_setting_of_the_optimizer_is_no_layer_of_the_network(alone: Path, tmp_path: Path) -> None:
@@ -126,3 +128,8 @@ def test_the_last_common_checkpoint_has_equal_weights(alone: Path, tmp_path: Pat
     next(iter(other["model"].values()))[0, 0, 0, 0] += 1
     save(tmp_path / "step_000002.pt", other)
     assert last_common(alone, tmp_path, 4) == (0, (None, None))
+
+
+def test_processes_that_are_none_are_refused(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(alone), str(alone), "--replay", "--nproc", "0"]) == 2
+    assert "--nproc = 0, but 1 or more was needed" in capsys.readouterr().out

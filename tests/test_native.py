@@ -84,7 +84,7 @@ def test_a_forked_process_computes_it_too() -> None:
         queue = mp.get_context("fork").SimpleQueue()
         child = mp.get_context("fork").Process(target=lambda: queue.put(int(digest_many([large]))))
         child.start()
-        child.join(20)
+        child.join(120)
         ended = child.exitcode
         child.kill()
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from segpipe import checkpoint
 from segpipe.audit import inputs
 from segpipe.audit.report import FAILED, NOTED, PASSED, UNCHECKED, Line
-from segpipe.config import Config, check, config_hash, from_mapping, recipe
+from segpipe.config import Config, check, config_hash, from_mapping, recipe, to_mapping
 from segpipe.determinism.ledger import INPUTS, ledger_files
 from segpipe.determinism.rows import STEP, read_file
 from segpipe.determinism.run_ledger import RunLedger, mapping_differences, read_run
@@ -38,7 +40,7 @@ def check_config(run: Path) -> tuple[Config | None, list[Line]]:
         return None, [Line("config", FAILED, f"{path} is no configuration of a run: {error}")]
 
 
-def compare_config(config: Config, ledger: RunLedger) -> list[Line]:
+def compare_config(run: Path, config: Config, ledger: RunLedger) -> list[Line]:
     """config.json against what the ledger was started with."""
     now, lines = recipe(config), []
     for header in ledger.headers:
@@ -49,9 +51,27 @@ def compare_config(config: Config, ledger: RunLedger) -> list[Line]:
             break
     if not lines and config_hash(config) != ledger.first.config_hash:
         text = "config.json is not the configuration that the ledger was started with: a setting that reaches no number"
-        lines.append(Line("config", FAILED, f"{text} was changed (run.*, data.workers, track.* or the like)"))
+        changed = mapping_differences(_first_settings(run, ledger), _flat(config))
+        named = differences(changed, "a checkpoint", "config.json") if changed else "run.*, data.workers or the like"
+        lines.append(Line("config", FAILED, f"{text} was changed ({named})"))
     hashed = f"hash {config_hash(config)}"
     return lines or [Line("config", PASSED, f"config.json is that of the ledger: {len(now)} settings, {hashed}")]
+
+
+def _first_settings(run: Path, ledger: RunLedger) -> dict[str, Any]:
+    """All settings of the session that started the run, from one of its checkpoints; none where it left none."""
+    for path in sorted(run.glob("*.pt")):
+        with contextlib.suppress(SegpipeError, AttributeError, TypeError):
+            config = from_mapping(checkpoint.load(path)["config"])
+            if config_hash(config) == ledger.first.config_hash:
+                return _flat(config)
+    return {}
+
+
+def _flat(config: Config) -> dict[str, Any]:
+    """All settings by dotted name."""
+    groups = {name: value if isinstance(value, dict) else {"": value} for name, value in to_mapping(config).items()}
+    return {f"{name}.{key}".rstrip("."): value for name, group in groups.items() for key, value in group.items()}
 
 
 def differences(changed: dict[str, tuple[Any, Any]], here: str, there: str) -> str:
@@ -96,11 +116,10 @@ def _data(config: Config, recorded: dict[str, Any]) -> Line:
 
 def _code(recorded: dict[str, Any]) -> Line:
     changed = inputs.changes(recorded["files"], inputs.source_hashes())
+    its = f"segpipe {recorded.get('segpipe')}, {inputs.combined(recorded['files'])}"
     if changed:
-        return Line(
-            "code", NOTED, f"this is another segpipe than the run's ({recorded.get('segpipe')}): {some(changed)}"
-        )
-    return Line("code", PASSED, f"segpipe {recorded.get('segpipe')}, {len(recorded['files'])} sources as they were")
+        return Line("code", NOTED, f"this is another segpipe than the run's ({its}): {some(changed)}")
+    return Line("code", PASSED, f"{len(recorded['files'])} sources as they were: {its}")
 
 
 def check_ledger(run: Path) -> tuple[RunLedger | None, list[Line]]:

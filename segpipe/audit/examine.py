@@ -57,7 +57,7 @@ def examine(request: Request, progress: Progress) -> Audit:
     ledger, ledger_lines = evidence.check_ledger(run)
     config = with_settings(original, request.settings) if original else None
     if original and ledger:
-        lines += evidence.compare_config(original, ledger)
+        lines += evidence.compare_config(run, original, ledger)
     if config:
         lines = [*evidence.check_inputs(run, config, ledger), *lines]
     obstacle = _obstacle(config, ledger, request)

@@ -17,8 +17,11 @@ from segpipe.config import Config, from_mapping, recipe
 from segpipe.determinism.rows import STEP, differing
 from segpipe.determinism.run_ledger import RunLedger, mapping_differences, read_run
 from segpipe.determinism.seals import read_seals
-from segpipe.errors import CheckpointError, DataError, SegpipeError
+from segpipe.errors import DataError, SegpipeError
 from segpipe.runtime.artifact import MANIFEST, SUMS
+
+# What content raises that is whole by its own digests, and still is not what a run writes.
+MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RuntimeError)
 
 
 class Kept(NamedTuple):
@@ -43,13 +46,16 @@ def check_checkpoints(
     for path in paths:
         try:
             saved = checkpoint.load(path)
+            found, settings = Kept(path, int(saved["step"]), saved["digests"]), recipe(from_mapping(saved["config"]))
         except SegpipeError as error:
             lines.append(Line(path.name, FAILED, str(error)))
             continue
-        found = Kept(path, int(saved["step"]), saved["digests"])
+        except MALFORMED as error:
+            lines.append(Line(path.name, FAILED, f"its step or its configuration is none: {error}"))
+            continue
         faults = _sum_faults(path, recorded)
         if ledger is not None:
-            changed = mapping_differences(ledger.first.recipe, recipe(from_mapping(saved["config"])))
+            changed = mapping_differences(ledger.first.recipe, settings)
             faults += [differences(changed, "the ledger", path.name)] if changed else []
         compared = False
         if config is not None and ledger is not None and not faults:
@@ -66,7 +72,8 @@ def check_checkpoints(
 def _said(kept: Kept, recorded: Mapping[str, list[str]], compared: bool) -> str:
     whole = "every byte is as it was written" if kept.path.name in recorded else "its content is as it was written"
     state = "; weights, statistics, average and optimizer are those of its ledger row" if compared else ""
-    return f"after {kept.step} updates; {whole}{state}"
+    digests = f"weights {kept.digests['model']}, averaged weights {kept.digests['ema']}"
+    return f"after {kept.step} updates; {whole}{state}; {digests}"
 
 
 def _recorded_sums(run: Path) -> dict[str, list[str]]:
@@ -97,8 +104,12 @@ def _state_faults(kept: Kept, config: Config, ledger: RunLedger, scratch: Path) 
     try:
         task = Task(in_folder(config, folder, any_environment=True), str(kept.path), kept.step, kept.step)
         run_tasks([task], nproc=1)
-    except CheckpointError as error:
+    except DataError:
+        raise
+    except SegpipeError as error:
         return [str(error)]
+    except MALFORMED as error:  # of torch, for a state of another optimizer or scaler
+        return [f"its state is none of the run's network and optimizer: {error}"]
     one, two = (run.rows[STEP][run.rows[STEP]["step"] == kept.step - 1] for run in (ledger, read_run(folder)))
     if not len(one):
         return [

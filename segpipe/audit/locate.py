@@ -12,10 +12,10 @@ from segpipe import checkpoint
 from segpipe.audit.evidence import check_config
 from segpipe.audit.task import Task, in_folder, run_tasks
 from segpipe.audit.trace import first_culprit, read_traces
-from segpipe.config import Config
+from segpipe.config import Config, check
 from segpipe.determinism.divergence import Comparison, compare
 from segpipe.determinism.run_ledger import RunLedger, read_run
-from segpipe.errors import CheckpointError
+from segpipe.errors import CheckpointError, ConfigError
 
 Progress = Callable[[int, int], None]  # updates done, updates in all
 TRACED = ("forward", "backward")  # stages that happen inside modules
@@ -58,6 +58,8 @@ def compare_again(a: Path, b: Path, *, nproc: int, progress: Progress) -> Compar
 
     Raises CheckpointError, ConfigError or DataError when the files of a run, or its data, cannot be read.
     """
+    if nproc < 1:
+        raise ConfigError(f"--nproc = {nproc}, but 1 or more was needed.")
     runs = read_run(a), read_run(b)
     with tempfile.TemporaryDirectory(prefix="segpipe-replay-") as scratch:
         return locate(compare(*runs), *runs, Path(scratch), nproc=nproc, progress=progress)
@@ -82,8 +84,9 @@ def _train_both(
     step: int, common: Common, runs: Sequence[RunLedger], scratch: Path, nproc: int, progress: Progress
 ) -> list[RunLedger]:
     updates = step + 1 - common.step
-    for number, (name, run, file) in enumerate(zip("ab", runs, common.files, strict=True)):
-        copy = in_folder(_config(run.folder), scratch / name, mode="audit", any_environment=True)
+    configs = [_config(run.folder, nproc) for run in runs]
+    for number, (name, config, file) in enumerate(zip("ab", configs, common.files, strict=True)):
+        copy = in_folder(config, scratch / name, mode="audit", any_environment=True)
         task = Task(copy, str(file or ""), common.step, step + 1, traced=step)
 
         def report(_: int, done: int, *, base: int = number * updates - common.step) -> None:
@@ -93,7 +96,7 @@ def _train_both(
     return [read_run(scratch / name) for name in "ab"]
 
 
-def _config(run: Path) -> Config:
+def _config(run: Path, nproc: int) -> Config:
     config, faults = check_config(run)
     if config is None:
         raise CheckpointError(faults[0].text)
@@ -102,6 +105,7 @@ def _config(run: Path) -> Config:
             f"{run} was trained with compute.mode={config.compute.mode}, which gives the same bits for one number of "
             f"processes at most. Compare runs of compute.mode=elastic."
         )
+    check(config, world_size=nproc)
     return config
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from segpipe.checkpoint import write_atomically
+from segpipe.errors import ConfigError
 
 PASSED, FAILED, NOTED, UNCHECKED = "passed", "failed", "noted", "not checked"
 VERDICTS = {"passed": 0, "failed": 1, "cannot audit": 2}
@@ -61,6 +63,13 @@ class Audit:
         """Everything as plain JSON values."""
         lines = [line._asdict() for line in self.lines]
         return {"verdict": self.verdict, "sentence": self.sentence, **asdict(self), "lines": lines}
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ConfigError where no report can be written, before minutes are spent on one."""
+    above = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise ConfigError(f"out = {folder}, but nothing can be written to {above}. Set out=FOLDER for the report.")
 
 
 def write_audit(audit: Audit, folder: Path) -> Path:

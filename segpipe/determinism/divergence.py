@@ -75,7 +75,15 @@ def compare(a: RunLedger, b: RunLedger) -> Comparison:
         return incomparable(f"no step is in both ledgers: A has {_span(a)}, B has {_span(b)}.", **facts)
     last = evidence(int(steps[-1]), pairs)
     fields = [_cell(entry, last.shards(entry)) for entry in FIELDS]
-    return Comparison("identical", f"identical in all {facts['steps']} steps that both have", fields=fields, **facts)
+    words = f"identical in all {facts['steps']} steps that both have{_limits(a, b)}"
+    return Comparison("identical", words, fields=fields, **facts)
+
+
+def _limits(a: RunLedger, b: RunLedger) -> str:
+    """What keeps two runs that agree from being the same whole run; empty when nothing does."""
+    unlike = [f"A has {_span(a)}, B has {_span(b)}"] if _span(a) != _span(b) else []
+    faults = [f"{name}: {fault}" for name, run in (("A", a), ("B", b)) for fault in run.faults]
+    return f", but not all could be compared: {'; '.join([*unlike, *faults])}" if unlike or faults else ""
 
 
 def _obstacle(a: RunLedger, b: RunLedger) -> str:
@@ -144,7 +152,7 @@ def _explain(step: int, found: Evidence, a: RunLedger, b: RunLedger, facts: dict
     also = f"; also {rest}" if len(shards) > 1 else ""
     return Comparison(
         "diverged",
-        f"{_where(step, shard, sample, a)}: {what}{f', first in {layer}' if layer else ''}{also}",
+        f"{_where(step, shard, sample, a)}: {what}{_first_in(wrong, layer)}{also}",
         step=step,
         stage=wrong.stage,
         shard=shard if shard >= 0 else None,
@@ -223,12 +231,20 @@ def _layer(found: Evidence, entry: Field, shard: int, run: RunLedger) -> str | N
     return names[wrong[-1] if entry.stage == "backward" else wrong[0]]
 
 
+def _first_in(entry: Field, layer: str | None) -> str:
+    if layer is None:
+        return ""
+    return f", first seen in {layer}" if entry.stage == "forward" else f", first in {layer}"
+
+
 def _advice(entry: Field, layer: str | None, facts: dict[str, Any]) -> str:
     advice = []
     if facts["recipe"]:
         advice.append("The settings differ, which alone can explain it: repeat with equal ones.")
     if facts["fingerprint"]:
         advice.append("The environments differ: the same bits are promised within one environment only.")
+    if layer is not None and entry.stage == "forward":
+        advice.append(f"The layer that made the difference comes before {layer}: --replay names it.")
     if layer is None and STAGES.index(entry.stage) > STAGES.index("augment"):
         advice.append("Train both again with compute.mode=audit: their ledgers then name the layer.")
     return " ".join(advice)

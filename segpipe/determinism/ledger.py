@@ -2,8 +2,9 @@
 
 `ledger/rank00.bin` is a sequence of sessions, one for each time the run was started or resumed: a header (JSON: recipe,
 fingerprint, process), then rows of one size. A row is keyed (step, shard), never by process, so runs with different
-numbers of processes compare row by row. Rows of b samples take 64 + 24 b bytes, and a step makes V of them and one more
-in each process: with V = 16 and b = 4, 100,000 steps take 272 MB from one process and 512 MB from 16 (32 MB each).
+numbers of processes compare row by row. Rows of b samples take 64 + 24 b bytes (96 for b = 1), and a step makes V of
+them and one more in each process: with V = 16 and b = 4, 100,000 steps take 272 MB from one process and 512 MB from 16
+(32 MB each).
 
 Digests are int64 tensors and stay on their device until `flush`; numbers (lr, loss) are kept as the bits of a float64.
 `rank00.seal` beside it has running hashes of the file (seals.py), and a header the hash of what the run was made from.

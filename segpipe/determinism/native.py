@@ -20,7 +20,7 @@ from typing import Any
 
 SOURCE = Path(__file__).with_name("digest.c")
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
-COMPILE_S = 60
+COMPILE_S = 300
 
 
 @lru_cache(maxsize=1)
