@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from rich.console import Console
 
 from benchmarks import measure as measuring
 from benchmarks.bits import DIGESTS, ROOT
+from segpipe.checkpoint import load
 
 RECIPE = (
     "model=fast_scnn", "data.size=[96,128]", "data.num_train=64", "data.num_val=2", "augment.crop_size=[64,96]",
@@ -28,89 +30,116 @@ RECIPE = (
     "export.enabled=false", "train.log_every=1",
 )  # fmt: skip
 KILLS_OF_A_RUN = 5  # then it may come to its end
-PROCESSES = (1, 2, 4)
+PROCESSES, WORKERS = (1, 2, 4), (0, 1, 2)
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """Kills `--repeats` ranks (20) in all; passed when every run ends with the digests of one that was left alone."""
+    """Kills `--repeats` ranks (20) in all. Passed when what each kill left behind has the digests that a run which was
+    left alone had at that step, and every run ends with those of its end."""
     kills, chance, done = given.repeats or 20, random.Random(0), 0
     console, rows = Console(stderr=True), []
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
-        finish(start(root / "alone", 1))
-        wanted = digests(root / "alone")
+        alone = root / "alone"
+        finish(start(alone, 1, "checkpoint.keep_every=2"))
+        wanted = digests(alone)
         while done < kills:
             folder = root / f"run{len(rows)}"
-            row = torment(folder, min(KILLS_OF_A_RUN, kills - done), chance)
+            row = torment(folder, min(KILLS_OF_A_RUN, kills - done), chance, alone)
             row["equal"] = digests(folder) == wanted
             done += len(row["kills"])
             rows.append(row)
             console.print(row, soft_wrap=True)
-    writes = sum(kill["during"] == "checkpoint" for row in rows for kill in row["kills"])
+    return {"what": " ".join(RECIPE), "machine": measuring.machine(), **verdict(rows), "runs": rows}
+
+
+def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What was killed and compared, and whether all that was compared is equal."""
+    kills = [kill for row in rows for kill in row["kills"]]
+    compared = [kill["equal"] for kill in kills if kill["equal"] is not None]
+    writes = sum(kill["during"] == "checkpoint" for kill in kills)
     return {
-        "what": " ".join(RECIPE),
-        "machine": measuring.machine(),
-        "kills": done,
+        "kills": len(kills),
+        "kills_by_rank": dict(sorted(Counter(kill["rank"] for kill in kills).items())),
         "kills_while_a_checkpoint_was_written": writes,
-        "runs": rows,
-        "passed": all(row["equal"] for row in rows) and writes > 0,
+        "checkpoints_compared": len(compared),
+        "checkpoints_equal": sum(compared),
+        "passed": writes > 0 and len(compared) > 0 and all(compared) and all(row["equal"] for row in rows),
     }
 
 
-def torment(folder: Path, kills: int, chance: random.Random) -> dict[str, Any]:
-    """Start the run, kill a rank, resume with another number of processes, and so on, then let it end."""
+def torment(folder: Path, kills: int, chance: random.Random, alone: Path) -> dict[str, Any]:
+    """Start the run, kill a rank, resume with other numbers of processes and workers, and so on, then let it end."""
     row: dict[str, Any] = {"kills": []}
     for _ in range(kills):
-        processes = chance.choice(PROCESSES)
-        launcher = start(folder, processes)
-        found = kill_one(folder, launcher, chance)
+        processes, workers = chance.choice(PROCESSES), chance.choice(WORKERS)
+        launcher = start(folder, processes, f"data.workers={workers}")
+        found = kill_one(folder, launcher, *victim(processes, chance), chance.uniform(0, 3))
+        if found is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.wait(60)
+        end(launcher)
         if found is None:  # it came to its end before
             break
-        row["kills"].append({"processes": processes, **found})
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            launcher.wait(60)
-        end(launcher)
-    last = chance.choice(PROCESSES)
-    finish(start(folder, last))
-    return {**row, "ended_with_processes": last}
+        row["kills"].append({"processes": processes, "workers": workers, **found, **kept(folder, alone)})
+    processes, workers = chance.choice(PROCESSES), chance.choice(WORKERS)
+    finish(start(folder, processes, f"data.workers={workers}"))
+    return {**row, "ended_with_processes": processes, "ended_with_workers": workers}
 
 
-def start(folder: Path, processes: int) -> subprocess.Popen[bytes]:
+def start(folder: Path, processes: int, *changes: str) -> subprocess.Popen[bytes]:
     """The run under torchrun, from its last checkpoint if it has one."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command += ["train.py", *RECIPE, f"run.root={folder.parent}", f"run.name={folder.name}", "run.exists=resume"]
+    settings = dict(part.split("=", 1) for part in (*RECIPE, *changes))
+    command += ["train.py", *(f"{key}={value}" for key, value in settings.items())]
+    command += [f"run.root={folder.parent}", f"run.name={folder.name}", "run.exists=resume"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     log = (folder.parent / f"{folder.name}.log").open("ab")
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
 
 
-def kill_one(folder: Path, launcher: subprocess.Popen[bytes], chance: random.Random) -> dict[str, Any] | None:
-    """SIGKILL for a random rank, at a random time after it is set up, or while last.pt is being written."""
-    during, log, started = chance.choice(("training", "checkpoint")), folder / "metrics.jsonl", time.time()
+def victim(processes: int, chance: random.Random) -> tuple[int, str]:
+    """Rank that will be killed, and during what. Rank 0 writes: half of the kills during a write hit it."""
+    during = chance.choice(("training", "checkpoint"))
+    if during == "checkpoint" and processes > 1:
+        return chance.choice((0, chance.randrange(1, processes))), during
+    return chance.randrange(processes), during
+
+
+def kill_one(
+    folder: Path, launcher: subprocess.Popen[bytes], rank: int, during: str, delay_s: float
+) -> dict[str, Any] | None:
+    """SIGKILL for the rank, `delay_s` after the run is set up, or then while last.pt is being written."""
+    log, started = folder / "metrics.jsonl", time.time()
     while not log.exists() or log.stat().st_mtime < started:  # until it opens its log, right before the first step
         if launcher.poll() is not None:
             return None
         time.sleep(0.005)
-    until = time.monotonic() + chance.uniform(0, 3)
+    process, until = _ranks(launcher).get(rank), time.monotonic() + delay_s
     while time.monotonic() < until or (during == "checkpoint" and not list(folder.glob(".last.pt.*.tmp"))):
         if launcher.poll() is not None:
             return None
         time.sleep(0.0005)
     writing = bool(list(folder.glob(".last.pt.*.tmp")))
-    ranks = _ranks(launcher)
-    # Rank 0 writes; a kill in the middle of a write is one of rank 0.
-    victims = [process for rank, process in ranks.items() if rank == 0 or during == "training"]
-    if not victims:
+    if process is None:
         return None
-    victim = chance.choice(victims)
-    rank = next(rank for rank, process in ranks.items() if process == victim)
-    with contextlib.suppress(psutil.NoSuchProcess):
-        victim.send_signal(signal.SIGKILL)
-    return {
-        "rank": rank,
-        "logged_steps": len(log.read_bytes().splitlines()),
-        "during": "checkpoint" if writing else "training",
-    }
+    try:
+        process.send_signal(signal.SIGKILL)
+    except psutil.NoSuchProcess:
+        return None
+    return {"rank": rank, "during": "checkpoint" if writing else "training"}
+
+
+def kept(folder: Path, alone: Path) -> dict[str, Any]:
+    """Step of the checkpoint that a killed run left, and whether it has the digests that the other run had then; None
+    where nothing had been written yet."""
+    if not (folder / "last.pt").is_file():
+        return {"checkpoint_step": 0, "equal": None}
+    left = load(folder / "last.pt")
+    then = alone / f"step_{left['step']:06d}.pt"  # none is kept of the last step, which last.pt is of
+    other = load(then if then.is_file() else alone / "last.pt")
+    same = all(left["digests"][part] == other["digests"][part] for part in ("model", "ema"))
+    return {"checkpoint_step": left["step"], "equal": same and left["step"] == other["step"]}
 
 
 def _ranks(launcher: subprocess.Popen[bytes]) -> dict[int, psutil.Process]:
@@ -130,8 +159,7 @@ def finish(launcher: subprocess.Popen[bytes]) -> None:
 
 def end(launcher: subprocess.Popen[bytes]) -> None:
     """Nothing of a killed run may go on beside its successor."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(launcher.pid, signal.SIGKILL)
+    measuring.kill_with_children(launcher)
     launcher.wait()
     time.sleep(0.2)
 

@@ -6,12 +6,13 @@ import argparse
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,9 @@ class Fault:
 
     what: str
     do: Callable[[Any], None]  # given the process group
-    said: str  # pattern
+    said: str  # pattern of one line
     limit_s: float = MISMATCH_S
+    settings: tuple[str, ...] = ()  # besides RECIPE
 
 
 def _wrong_shape(group: Any) -> None:
@@ -61,13 +63,19 @@ def _killed(group: Any) -> None:
 
 
 def _raises(group: Any) -> None:
-    raise ValueError("a mistake of rank 3")
+    raise ValueError("a planted mistake")
 
 
 def _skips(group: Any) -> None:
     from segpipe.distributed.reduce import RankSum
 
     RankSum.start = lambda *_: None  # type: ignore[method-assign]
+
+
+def _sleeps_in_forward(group: Any) -> None:
+    from segpipe.gradients import AllHeads
+
+    AllHeads.forward = lambda *_: time.sleep(1000)  # type: ignore[method-assign, assignment, return-value]
 
 
 BOTH = rf"collective \d+ is not the same on all ranks.*ranks? 0, 1[, 2]*: \S+.* at {CALL}.*rank 3: \S+.* at {CALL}"
@@ -77,37 +85,82 @@ FAULTS = {
     "order": Fault("a gather before the sum", _swapped, BOTH),
     "skipped": Fault("no part in the reduction of the gradients", _skips, BOTH),
     "asleep": Fault("does not come", _asleep, r"not reached by rank 3 .*Rank 3 stands in \S+", TIMEOUT_S + 4.0),
-    "killed": Fault("ended by SIGKILL", _killed, r"another rank ended|Signal 9", 60.0),
-    "raises": Fault("an exception on one rank", _raises, r"ValueError: a mistake of rank 3"),
+    "forward": Fault(
+        "sleeps in its forward pass, and the others wait inside of torch's DDP", _sleeps_in_forward,
+        rf"backward of DDP at {CALL} __call__, was not reached by rank 3 .*Rank 3 stands in gradients\.py:\d+",
+        TIMEOUT_S + 4.0, ("compute.mode=run",),
+    ),
+    "killed": Fault(
+        "ended by SIGKILL", _killed,
+        rf"^rank 3 was lost after call \d+, .* at {CALL} .*No answer from rank 3: ended", TIMEOUT_S + 4.0,
+    ),
+    "raises": Fault("an exception on one rank", _raises, r"^rank 3: ValueError: a planted mistake"),
     "config": Fault("another configuration", lambda group: None, r"configuration = \w+ on rank 3 .* but \w+ on rank"),
-}
+}  # fmt: skip
 
 
 def child(name: str, folder: str) -> int:
     """A rank of the run with the fault `name`."""
     from segpipe import agreement, launch
     from segpipe.compose import compose
-    from segpipe.distributed import environment
+    from segpipe.distributed import environment, meeting
 
     rank = environment.rank()
     seed = 1 if name == "config" and rank == RANK else 0
-    config = compose([*RECIPE, f"run.root={folder}", "run.name=run", f"seed={seed}"])
-    right, calls = agreement.Agreement.sum, [0]
+    config = compose([*RECIPE, *FAULTS[name].settings, f"run.root={folder}", "run.name=run", f"seed={seed}"])
+    right, meet, calls = agreement.Agreement.sum, meeting.meet, [0]
 
     def sums(own: Any, *given: Any, **named: Any) -> Any:
         calls[0] += 1
         if calls[0] == STEP + 1 and rank == RANK:
-            Path(folder, "fault").write_text(str(time.time()))
+            _mark(folder)
             FAULTS[name].do(own._group)
         return right(own, *given, **named)
 
+    def meets(**given: Any) -> Any:
+        _all_here(folder, rank)
+        if name == "config" and rank == RANK:
+            _mark(folder)
+        return meet(**given)
+
     agreement.Agreement.sum = sums  # type: ignore[method-assign]
+    meeting.meet = meets
     return launch.work(config)
+
+
+def _mark(folder: str) -> None:
+    """From now on the fault is there."""
+    Path(folder, "fault").write_text(str(time.time()))
+
+
+def _all_here(folder: str, rank: int) -> None:
+    """Wait until all ranks have imported torch, so that the seconds to a verdict are those of the verdict."""
+    Path(folder, f"here{rank}").touch()
+    while len([*Path(folder).glob("here*")]) < 4:
+        time.sleep(0.01)
+
+
+def judge(name: str, said: Sequence[tuple[float, str]], begun: float | None, exit_code: int | None) -> dict[str, Any]:
+    """Whether lines, each with its time, name the fault that began at `begun`, in time; exit code None: it hangs."""
+    fault = FAULTS[name]
+    heard = next(((when, line.strip()) for when, line in said if re.search(fault.said, line)), None)
+    took = round(heard[0] - begun, 2) if heard and begun else None
+    words = heard[1] if heard else "".join(line for _, line in said)[-1500:]
+    late = took is None or took > fault.limit_s
+    return {
+        "fault": name, "what": fault.what, "said": words, "seconds": took, "limit_s": fault.limit_s, "late": late,
+        "exit_code": exit_code, "passed": bool(heard) and bool(exit_code),
+    }  # fmt: skip
+
+
+def _without_names(line: str, folder: str) -> str:
+    """A line as any machine would say it."""
+    return line.replace(folder, "FOLDER").replace(f"(host {socket.gethostname()},", "(host HOST,")
 
 
 def provoke(name: str) -> dict[str, Any]:
     """What a run with the fault said, how long after the fault, and how it ended."""
-    fault, said, heard = FAULTS[name], [], []
+    said: list[tuple[float, str]] = []
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
         process = subprocess.Popen(
@@ -118,28 +171,19 @@ def provoke(name: str) -> dict[str, Any]:
         def listen() -> None:
             assert process.stderr is not None
             for line in process.stderr:
-                said.append(line)
-                if not heard and re.search(fault.said, line):
-                    heard.append(time.time())
+                said.append((time.time(), _without_names(line, folder)))
 
         listener = threading.Thread(target=listen)
         listener.start()
         try:
-            process.wait(180)
-            hangs = False
+            exit_code: int | None = process.wait(180)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            hangs = True
+            exit_code = None
         listener.join()
         mark = Path(folder, "fault")
         begun = float(mark.read_text()) if mark.exists() else None
-    took = round(heard[0] - begun, 2) if heard and begun else None
-    words = next((line.strip() for line in said if re.search(fault.said, line)), "".join(said)[-1500:])
-    late = took is not None and took > fault.limit_s
-    return {
-        "fault": name, "what": fault.what, "said": words, "seconds": took, "limit_s": fault.limit_s, "late": late,
-        "exit_code": process.returncode, "passed": bool(heard) and not hangs and process.returncode != 0,
-    }  # fmt: skip
+    return judge(name, said, begun, exit_code)
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:

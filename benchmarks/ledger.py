@@ -24,7 +24,9 @@ from segpipe.state import build_state
 from segpipe.step import TrainStep
 
 LIMITS = {0: 0.01, 1: 0.03}  # share of an update, by level of the ledger
-SIZE, BATCH, THREADS, SHARDS = 512, 4, 2, 16
+SIZE, BATCH, THREADS = 512, 4, 2
+SHOWN = (1, 4, 16)  # shards in one process
+JUDGED = (4, 16)  # the default configuration, and the most; one shard in a process is told, and is dearer
 
 
 class Frames:
@@ -48,34 +50,38 @@ class Frames:
 
 
 class Timed:
-    """Recorders of both levels in place of one, and the seconds that each spent in every call."""
+    """Recorders of both levels in place of one, and the seconds that each spent in every call in which it was first.
+
+    They take turns at it: the second finds in the caches what the first has read.
+    """
 
     def __init__(self, recorders: dict[int, Recorder]) -> None:
-        self.recorders = recorders
+        self.recorders, self.first = recorders, 0
         self.seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
         self.total = 0.0
 
     def __getattr__(self, name: str) -> Any:
         def call(*given: Any) -> None:
-            for level, recorder in self.recorders.items():
+            for level in sorted(self.recorders, key=lambda level: level != self.first):
                 before = time.perf_counter()
-                getattr(recorder, name)(*given)
+                getattr(self.recorders[level], name)(*given)
                 spent = time.perf_counter() - before
-                self.seconds[level, name].append(spent)
+                if level == self.first:
+                    self.seconds[level, name].append(spent)
                 self.total += spent
 
         return call
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """Shares of an update at 1, 4 and 16 shards in one process; passed when those of 16, the default of a cluster, are
-    within the limits."""
-    rounds = given.repeats or 20
+    """Shares of an update at 1, 4 and 16 shards in one process; passed when those of 4 and 16 are within the limits."""
+    rounds = given.repeats or 20  # of each level
     with tempfile.TemporaryDirectory() as folder:
         step, batch, timed = _set_up(Path(folder))
         valid = torch.tensor(valid_pixels(batch.target))
         spent: dict[str, list[float]] = {"shard": [], "apply": []}
-        for number in range(rounds + 1):
+        for number in range(2 * rounds + 1):
+            timed.first = number % 2
             for name, action in (("shard", lambda: step([batch], valid)), ("apply", step.apply)):
                 before, inside = time.perf_counter(), timed.total
                 action()
@@ -86,15 +92,16 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
                 spent = {"shard": [], "apply": []}
     parts = {name: float(np.median(values)) for name, values in timed.seconds.items()}
     base = {name: float(np.median(values)) for name, values in spent.items()}
-    shares = {level: {shards: share(level, shards, parts, base) for shards in (1, 4, SHARDS)} for level in LIMITS}
+    shares = {level: {shards: share(level, shards, parts, base) for shards in SHOWN} for level in LIMITS}
     return {
-        "what": f"pidnet_s, {SIZE}x{SIZE}, {BATCH} per shard, fp32, 1 process, {THREADS} threads, {rounds} updates",
+        "what": f"pidnet_s, {SIZE}x{SIZE}, {BATCH} per shard, fp32, 1 process, {THREADS} threads, {2 * rounds} updates",
         "machine": measuring.machine(),
         "update_ms": {name: round(1000 * value, 2) for name, value in base.items()},
         "ledger_ms": {f"level {level}, {name}": round(1000 * value, 2) for (level, name), value in parts.items()},
         "share_by_shards": shares,
         "limits": LIMITS,
-        "passed": all(shares[level][SHARDS] <= limit for level, limit in LIMITS.items()),
+        "judged_at_shards": JUDGED,
+        "passed": all(shares[level][shards] <= limit for level, limit in LIMITS.items() for shards in JUDGED),
     }
 
 

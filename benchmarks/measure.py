@@ -3,40 +3,70 @@
 from __future__ import annotations
 
 import os
-import platform
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 Arm = Callable[[], Any]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def machine() -> dict[str, Any]:
-    """Versions and hardware that a figure belongs to, as plain JSON values."""
+    """Versions, hardware and code that a figure belongs to, as plain JSON values."""
     from segpipe.determinism import flags
 
-    sha = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent
-    ).stdout.strip()
-    return {**flags.fingerprint(), "cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "git": sha or None}
+    return {**flags.fingerprint(), "cores": len(os.sched_getaffinity(0)), **code(ROOT)}
 
 
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+def code(root: Path) -> dict[str, Any]:
+    """What was measured: git's id of the folder segpipe, which outlives a rewritten history, and whether all of segpipe
+    and benchmarks was committed as it ran; results do not count. None where git does not tell."""
+    tree = _git(root, "rev-parse", "HEAD:./segpipe")
+    changed = _git(root, "status", "--porcelain", "--", "segpipe", "benchmarks", ":!benchmarks/results")
+    return {"code": tree, "clean": None if changed is None else not changed}
 
 
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=True, cwd=root)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def peak_resident_mib() -> int:
+    """Most resident memory of this process so far. `ru_maxrss` would be the parent's where the parent held more."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith("VmHWM:")) >> 10
+
+
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A port of this machine that is nobody else's until the block ends: bound, but nobody listens on it yet.
+
+    Only a server that sets SO_REUSEADDR may still take it, as torch's store does.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("localhost", 0))
+        yield int(holder.getsockname()[1])
+
+
+def kill_with_children(process: subprocess.Popen[Any]) -> None:
+    """SIGKILL for a process and all that it started. The ranks of torchrun have sessions of their own: a signal to the
+    launcher's group would not reach them."""
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+    process.kill()
 
 
 def interleaved(

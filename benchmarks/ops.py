@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from segpipe.determinism.opgate import RULES, Rule
+from segpipe.determinism.opgate import RAISES, RULES, SILENT, Rule
 from segpipe.losses.pixelwise import kth_largest
 from segpipe.resize import adaptive_avg_pool, bilinear_matmul
 
@@ -84,8 +84,9 @@ def measure(
     """One row per case; `size` is a multiple of 32, and small ones give atomics little to collide in.
 
     bitwise_equal: the same bits `runs` times with deterministic algorithms off. raises: it does with them on.
-    replacement_equal: the replacement gave the same bits `runs` times with them on. ms_*: median over the runs, of the
-    call and its backward, None where there is nothing to measure. table: what the table says.
+    deterministic_equal, replacement_equal: the call, and its replacement, gave the same bits `runs` times with them on.
+    ms_*: median over the runs, of the call and its backward. None where there is nothing to measure. table: what the
+    table says.
     """
     inputs = make_inputs(device, size, batch)
     return [_row(case, inputs, device, runs) for case in (CASES if cases is None else cases)]
@@ -94,10 +95,10 @@ def measure(
 def _row(case: Case, inputs: Inputs, device: torch.device, runs: int) -> dict[str, Any]:
     with _deterministic(False):
         equal, ms_plain = _repeat(case, case.plain, inputs, device, runs)
-    ms_deterministic = ms_replacement = replacement_equal = None
+    ms_deterministic = ms_replacement = deterministic_equal = replacement_equal = None
     with _deterministic(True):
         try:
-            _, ms_deterministic = _repeat(case, case.plain, inputs, device, runs)
+            deterministic_equal, ms_deterministic = _repeat(case, case.plain, inputs, device, runs)
         except RuntimeError as error:
             if "does not have a deterministic implementation" not in str(error):
                 raise
@@ -108,12 +109,27 @@ def _row(case: Case, inputs: Inputs, device: torch.device, runs: int) -> dict[st
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "raises": ms_deterministic is None,
         "bitwise_equal": equal,
+        "deterministic_equal": deterministic_equal,
         "replacement_equal": replacement_equal,
         "ms_plain": ms_plain,
         "ms_deterministic": ms_deterministic,
         "ms_replacement": ms_replacement,
         "table": case.rule.state,
     }
+
+
+def misjudged(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Rows of a GPU that contradict the table, in words. That an op happened to repeat its bits contradicts nothing,
+    and what a variant does (`op, direct`) the table tells in `why`."""
+    found = []
+    for row in rows:
+        if row["device"] == "cpu" or "," in row["op"]:
+            continue
+        if row["raises"] != (row["table"] == RAISES):
+            found.append(f"{row['op']} {'raises' if row['raises'] else 'does not raise'}, the table: {row['table']}")
+        elif row["deterministic_equal"] is False and row["table"] != SILENT:
+            found.append(f"{row['op']} changes all the same, the table: {row['table']}")
+    return found
 
 
 def _repeat(

@@ -1,7 +1,8 @@
 """Faults planted into a run of 16 processes, each of which must be named when it is compared with a run of 4.
 
 Every fault is one bit, one unit in the last place, or one id, in one place of one step, and goes in underneath the code
-that records: the ledger knows nothing of it.
+that records: the ledger knows nothing of it. A fault inside the network is named by the ledger as far as the first
+statistics or gradient that it reached; its layer is named when both runs are trained again.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import argparse
 import os
 import queue
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 
 from benchmarks import measure as measuring
 from segpipe import engine, gradients, launch, optim, step
+from segpipe.audit.locate import compare_again
 from segpipe.compose import compose
 from segpipe.config import Config
 from segpipe.data.loader import ShardBatch
@@ -36,7 +39,7 @@ from segpipe.errors import DivergenceError
 from segpipe.preprocess import Preprocess
 from segpipe.state import TrainState
 
-LAYER, NORM = "ppm.out.0.weight", "ppm.out.1.running_mean"
+MODULE, LAYER, NORM = "ppm.out.0", "ppm.out.0.weight", "ppm.out.1.running_mean"
 STEP, SHARD, ROW, RANK = 1, 11, 1, 11  # where the faults are; rank 11 of 16 has shard 11
 RECIPE = (
     "model=fast_scnn", "data=synthetic", "data.size=[64,96]", "data.num_train=64", "data.num_val=4", "data.workers=0",
@@ -57,18 +60,20 @@ class Plant:
     put: Callable[[Enter, int], None]  # (enter a context, rank of this process)
     shard: int | None = None
     row: int | None = None  # of the shard's samples
-    layer: str | None = None
+    layer: str | None = None  # tensor that the ledgers name
+    module: str | None = None  # layer that is named when both are trained again
     stops: bool = False  # whether the ranks find it themselves
 
 
 class Here:
-    """Step and shard whose forward and backward are being computed."""
+    """Step and shard whose forward and backward are being computed, and whether the run is to have the fault."""
 
     step = shard = -1
+    faulty = True
 
     @classmethod
     def is_place(cls) -> bool:
-        return (cls.step, cls.shard) == (STEP, SHARD)
+        return cls.faulty and (cls.step, cls.shard) == (STEP, SHARD)
 
 
 def nudge(tensor: Tensor) -> None:
@@ -156,7 +161,7 @@ def in_forward(enter: Enter, rank: int) -> None:
         if module.training and Here.is_place():
             nudge(output)
 
-    _with_model(enter, lambda model: model.get_submodule(LAYER.rpartition(".")[0]).register_forward_hook(hook))
+    _with_model(enter, lambda model: model.get_submodule(MODULE).register_forward_hook(hook))
 
 
 def in_backward(enter: Enter, rank: int) -> None:
@@ -263,8 +268,10 @@ PLANTS: dict[str, Plant] = {
     "swap": Plant("two samples of a shard swapped", "order", other_order(lambda x: x[::-1]), SHARD, 0),
     "duplicate": Plant("a sample given twice", "order", other_order(lambda x: [x[0], x[0]]), SHARD, ROW),
     "preprocess": Plant("1 ulp in the normalised batch", "preprocess", preprocessed, SHARD),
-    "forward": Plant("1 ulp in the output of a layer", "forward", in_forward, SHARD),
-    "backward": Plant("1 ulp in the gradient of a layer", "backward", in_backward, SHARD, layer=LAYER),
+    "forward": Plant("1 ulp in the output of a layer", "forward", in_forward, SHARD, layer=NORM, module=MODULE),
+    "backward": Plant(
+        "1 ulp in the gradient of a layer", "backward", in_backward, SHARD, layer=LAYER, module=MODULE
+    ),
     "reduced": Plant("1 ulp in one rank's reduced gradient", "reduction", reduced_on_one_rank, layer=LAYER, stops=True),
     "lr": Plant("learning rate of one step", "optimizer", rate),
     "scaler": Plant("loss scale of one step", "optimizer", scale),
@@ -284,8 +291,8 @@ PLANTS: dict[str, Plant] = {
 }  # fmt: skip
 
 
-def problems(plant: Plant, found: Comparison, stopped: str) -> list[str]:
-    """What was not said of a plant as it should have been; empty when all was."""
+def problems(plant: Plant, found: Comparison, stopped: str, again: Comparison | None = None) -> list[str]:
+    """What was not said of a plant as it should have been; empty when all was. `again`: after training both again."""
     if plant.stage is None:
         named = found.verdict == "identical" and list(found.fingerprint) == ["albumentations"]
         return [] if named else [f"{found.verdict}, fingerprint {found.fingerprint}"]
@@ -299,6 +306,8 @@ def problems(plant: Plant, found: Comparison, stopped: str) -> list[str]:
     ]
     if plant.stops != bool(stopped) or (stopped and not (plant.layer in stopped and f"rank {RANK} " in stopped)):
         wrong.append(f"in the run: {stopped or 'not stopped'}")
+    if plant.module is not None and (again is None or (again.stage, again.layer) != (plant.stage, plant.module)):
+        wrong.append(f"trained again: {again.replay if again else 'not'}, not {plant.module}")
     return wrong
 
 
@@ -332,6 +341,7 @@ class Job:
     folder: Path
     names: list[str]  # "" is a run without a fault
     rank: int  # the faulty one
+    shard: int  # the faulty one
     recipe: tuple[str, ...]
 
 
@@ -351,24 +361,31 @@ def _rank(rank: int, job: Job, port: int, said: Any) -> None:
 
 def _drive(job: Job, said: Any) -> None:
     """The ranks, forked from this fresh process, which has imported torch for all of them and has no threads."""
-    global RANK, RECIPE
-    RANK, RECIPE = job.rank, job.recipe
+    global RANK, SHARD, RECIPE
+    RANK, SHARD, RECIPE = job.rank, job.shard, job.recipe
     torch.set_num_threads(1)
-    context, port = mp.get_context("fork"), measuring.free_port()
-    ranks = [context.Process(target=_rank, args=(rank, job, port, said)) for rank in range(job.world_size)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
+    context = mp.get_context("fork")
+    with measuring.held_port() as port:
+        ranks = [context.Process(target=_rank, args=(rank, job, port, said)) for rank in range(job.world_size)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
 
 
 def run_all(
-    world_size: int, folder: Path, names: list[str], *, rank: int = RANK, recipe: tuple[str, ...] = RECIPE
+    world_size: int,
+    folder: Path,
+    names: list[str],
+    *,
+    rank: int = RANK,
+    shard: int = SHARD,
+    recipe: tuple[str, ...] = RECIPE,
 ) -> dict[str, str]:
     """Runs of `names` by one group of processes; what each said when it stopped."""
     context = mp.get_context("spawn")
     said = context.Queue()
-    driver = context.Process(target=_drive, args=(Job(world_size, folder, names, rank, recipe), said))
+    driver = context.Process(target=_drive, args=(Job(world_size, folder, names, rank, shard, recipe), said))
     driver.start()
     found: dict[str, str] = {}
     while len(found) < len(names):
@@ -384,6 +401,32 @@ def run_all(
     return found
 
 
+def trained_again(baseline: Path, planted: Path, name: str) -> Comparison:
+    """The comparison of two runs that are both trained again, by one process and with the fault in the second alone."""
+    with ExitStack() as stack:
+        watch_place(stack.enter_context)
+        PLANTS[name].put(stack.enter_context, 0)
+        _choose_run(stack.enter_context)
+        return compare_again(baseline, planted, nproc=1, progress=lambda done, total: None)
+
+
+def _choose_run(enter: Enter) -> None:
+    """Have the fault only in the second of the runs that are trained again, which compare_again calls b."""
+    build = engine.state.build_state
+
+    def around(config: Config, *given: Any) -> TrainState:
+        Here.faulty = config.run.name == "b"
+        return build(config, *given)
+
+    enter(mock.patch.object(engine.state, "build_state", around))
+
+
+def trained_again_apart(baseline: Path, folder: Path, names: Sequence[str]) -> dict[str, Comparison]:
+    """`trained_again` of runs below `folder`, in a process of their own, whose switches of torch a replay sets."""
+    with ProcessPoolExecutor(1, mp_context=mp.get_context("spawn")) as pool:
+        return {name: pool.submit(trained_again, baseline, folder / name, name).result() for name in names}
+
+
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """What was said of every plant; passed when step, stage, shard or sample, and layer are right for all of them, and
     the run without a fault is identical."""
@@ -393,13 +436,21 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         run_all(4, folder / "four", [""])
         said = run_all(16, folder / "sixteen", ["", *PLANTS])
         baseline = read_run(folder / "four" / "baseline")
+        inside = [name for name, plant in PLANTS.items() if plant.module]
+        again = trained_again_apart(baseline.folder, folder / "sixteen", inside)
         control = compare(baseline, read_run(folder / "sixteen" / "baseline"))
         for name, plant in PLANTS.items():
             found = compare(baseline, read_run(folder / "sixteen" / name))
-            wrong = problems(plant, found, said[name])
-            rows.append(
-                {"plant": name, "what": plant.what, "said": found.sentence, "stopped": said[name], "wrong": wrong}
-            )
+            row = {
+                "plant": name,
+                "what": plant.what,
+                "said": found.sentence,
+                "stopped": said[name].replace(text, "FOLDER"),
+                "wrong": problems(plant, found, said[name], again.get(name)),
+            }
+            if name in again:
+                row["trained_again"] = {"layer": again[name].layer, "said": again[name].replay}
+            rows.append(row)
             Console(stderr=True).print(rows[-1], soft_wrap=True)
     return {
         "what": f"{' '.join(RECIPE)}; 16 processes with a fault against 4 without",

@@ -1,6 +1,7 @@
 """One command per claim: python benchmarks/run.py C9 [--out FILE]; without an id, what there is.
 
 C8 takes a finished run: python benchmarks/run.py C8 run=runs/NAME [which=best] [data.root=FOLDER] [--out FILE].
+runtime takes an export: python benchmarks/run.py runtime artefact=FOLDER [--out FILE].
 Prints JSON with the machine it ran on. Most take minutes; nothing else should run meanwhile.
 """
 
@@ -18,28 +19,32 @@ from segpipe.errors import SegpipeError
 
 CLAIMS = {  # id: what is measured, and the module whose `measure` does it
     "C8": ("latency and mIoU of the exported files: eager, TorchScript, fp32, fp16, int8", "export_speed"),
+    "runtime": ("latency, its spread and growth of memory of an exported folder, without torch", "runtime"),
     "C9": ("cost of compute.mode: step time and peak memory on one batch", "modes"),
     "ledger": ("cost of the digests that every run, and an audit, writes down", "ledger"),
+    "augment": ("augmentation is pure: every transform, 13 layouts of workers, 16 ranks", "augment"),
     "bits": ("equal digests for any number of processes, workers and start method", "bits"),
     "plants": ("faults planted into 16 processes are named in a comparison with 4", "plants"),
     "desync": ("ways to deadlock or desync 4 ranks end, with the cause named", "desync"),
     "crash": ("equal digests after a rank was killed at random moments", "crash"),
 }
-OF_A_RUN = ("C8",)  # those that take run=runs/NAME
+WITH_SETTINGS = {"C8": "run=runs/NAME and more", "runtime": "artefact=FOLDER"}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("claim", nargs="?", choices=CLAIMS)
-    parser.add_argument("settings", nargs="*", help=f"run=runs/NAME and more, for {', '.join(OF_A_RUN)}")
+    parser.add_argument(
+        "settings", nargs="*", help="; ".join(f"{name}: {what}" for name, what in WITH_SETTINGS.items())
+    )
     parser.add_argument("--camvid", type=Path, help="folder of CamVid, for the claims that use real frames")
     parser.add_argument("--repeats", type=int, help="rounds of a measurement, or number of kills")
     parser.add_argument("--out", type=Path, help="file for the JSON as well")
     given = parser.parse_args()
     if given.claim is None:
-        print("\n".join(f"{name:6} {text}" for name, (text, _) in CLAIMS.items()))
+        print("\n".join(f"{name:8} {text}" for name, (text, _) in CLAIMS.items()))
         return 0
-    if given.settings and given.claim not in OF_A_RUN:
+    if given.settings and given.claim not in WITH_SETTINGS:
         parser.error(f"{given.claim} takes no {given.settings[0]}")
     try:
         found = import_module(f"benchmarks.{CLAIMS[given.claim][1]}").measure(given)

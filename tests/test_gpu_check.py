@@ -6,12 +6,14 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import gpu
+from segpipe.config import Config, check
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -21,7 +23,7 @@ def bench(tmp_path: Path) -> gpu.Bench:
     return gpu.Bench(torch.device("cpu"), time.monotonic() + 100, size=64, batch=2, updates=1, folder=tmp_path)
 
 
-@pytest.mark.parametrize("name", ["preprocessing", "networks", "loss_and_gradients", "speed", "digest"])
+@pytest.mark.parametrize("name", ["preprocessing", "networks", "loss_and_gradients", "gradients", "speed", "digest"])
 def test_checks_pass_on_a_sound_device(bench: gpu.Bench, name: str) -> None:
     [(found, passed, figures)] = list(gpu.run(bench, [name]))
     assert found == name
@@ -53,6 +55,37 @@ def test_control_a_wrong_loss_fails_and_the_next_check_still_runs(
     assert passed
 
 
+def test_control_a_wrong_gradient_of_one_parameter_fails(bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "MODELS", {"fast_scnn": gpu.MODELS["fast_scnn"]})
+    right, calls = gpu._gradients, []
+
+    def third_wrong(*args: object) -> list[torch.Tensor]:
+        calls.append(1)
+        found = right(*args)  # type: ignore[arg-type]
+        return [*found[:-1], found[-1] * 1.1] if len(calls) == 3 else found
+
+    monkeypatch.setattr(gpu, "_gradients", third_wrong)
+    [(_, passed, figures)] = list(gpu.run(bench, ["gradients"]))
+    assert not passed
+    assert "fast_scnn: a gradient differs by" in figures["error"]
+
+
+def test_camvid_ends_its_schedule_with_its_steps(bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = []
+
+    def pretend(config: Config, *_: object) -> tuple[None, None, dict[str, float]]:
+        trained.append(config)
+        keys = ("miou", "iou", "steps", "images_per_second", "train_seconds", "ema_digest")
+        return None, None, dict.fromkeys(keys, 120.0)
+
+    monkeypatch.setattr(gpu, "train", pretend)
+    [(_, passed, figures)] = list(gpu.run(replace(bench, camvid=Path("camvid")), ["camvid"]))
+    assert passed, figures
+    assert trained[1].train.steps > 60
+    assert all(config.optim.schedule_steps == 0 and config.compute.device == "cpu" for config in trained)
+    check(trained[1], world_size=1)
+
+
 def test_control_weights_that_differ_fail(bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "MODELS", {"fast_scnn": gpu.MODELS["fast_scnn"]})
     right = gpu.build_state
@@ -73,7 +106,7 @@ def test_control_weights_that_differ_fail(bench: gpu.Bench, monkeypatch: pytest.
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_script_says_so_without_a_gpu() -> None:
     done = subprocess.run(
-        [sys.executable, "scripts/gpu_check.py"], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "scripts/gpu_check.py"], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert "no GPU here" in done.stdout
@@ -82,9 +115,11 @@ def test_the_script_says_so_without_a_gpu() -> None:
 def test_the_script_writes_what_it_found(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     command = [sys.executable, "scripts/gpu_check.py", "--device", "cpu", "--size", "64", "--batch", "2"]
-    command += ["--only", "preprocessing", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    command += ["--only", "preprocessing", "camvid", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     report = json.loads(out.read_text())
     assert report["checks"]["preprocessing"]["passed"]
+    assert not report["checks"]["camvid"]["passed"]  # nor has it failed: there is no data
+    assert [line.split("  ")[0] for line in done.stdout.splitlines()] == ["passed", "left out"]
     assert report["device"] == "cpu"
