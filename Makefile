@@ -27,7 +27,7 @@ check: $(READY)
 	$(RUN) -m mypy
 
 test: check
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile
 
 # Needs uv. Writes the lock anew from the ranges in pyproject.toml.
 lock:

@@ -7,17 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-LONGEST = (  # files, in seconds from 400 to 40; two processes share all of them
-    "test_launch", "test_train", "test_verify", "test_every_network", "test_export", "test_audit", "test_dynamic",
-    "test_contract", "test_locate", "test_canary", "test_agreement", "test_gradients", "test_gpu_check",
-)  # fmt: skip
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, so that no process is left with one of them when the other has done."""
-    places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
-
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
