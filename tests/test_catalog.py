@@ -89,6 +89,7 @@ def test_ids_and_ignore_have_defaults(tmp_path: Path) -> None:
         ("24: person", "24: floor", "no id in ids maps to person"),
         ("ignore: [0, 255]", "ignore: [7]", "id 7 is in ids and in ignore"),
         ("ignore: [0, 255]", "ignore: [-1]", "ignore holds -1"),
+        ("ignore: [0, 255]", "ignore: [[0]]", r"ignore holds \[0\]"),
         ("ignore: [0, 255]", "ignore: 255", "ignore = 255"),
         ("names: [", "names: [[", "cannot be read as YAML"),
     ],
