@@ -376,7 +376,7 @@ def _result(run: Run, found: Validation, images_per_second: float) -> dict[str, 
 
 
 def _speed(run: Run, images_per_second: float) -> dict[str, float]:
-    """How fast the updates of this session were; where none was left to do, what result.json said before."""
+    """How fast the updates since the start were; where none was left to do, what result.json said before."""
     found = {"images_per_second": round(images_per_second, 3), "train_seconds": round(run.clock.seconds, 3)}
     path = run.folder / "result.json"
     if run.clock.updates or not path.is_file():

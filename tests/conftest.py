@@ -28,3 +28,16 @@ def strict_torch() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = fill
     torch.set_deterministic_debug_mode("default")
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def quick_exports() -> Iterator[None]:
+    """One thread, and no waiting for steady latencies: what a test of exports does not measure."""
+    from segpipe.export import latency
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(latency, "SECONDS", 0.0)
+        yield
+    torch.set_num_threads(threads)

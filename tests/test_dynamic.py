@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from segpipe import checkpoint
 from segpipe.checkpoint import TrainedNetwork
 from segpipe.config import Config, check
 from segpipe.errors import ConfigError, ExportMismatch, IntegrityError
-from segpipe.export import DeployModel, deploy_model, export_run, judge, latency, profiles, publish
+from segpipe.export import DeployModel, deploy_model, export_run, judge, profiles, publish
 from segpipe.export.checks import Check
 from segpipe.export.convert import manifest_text
 from segpipe.export.formats import FORMATS
@@ -45,14 +45,7 @@ SHAPES = ("", ", 32x144", ", 96x48")  # as the names of gates tell them
 BATCHES = ("", ", batches of 2", ", batches of 3")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(latency, "SECONDS", 0.0)
-        yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("quick_exports")
 
 
 class Pooled(Tiny):

@@ -8,7 +8,7 @@ import errno
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +44,7 @@ from segpipe.export.manifest import describe
 from segpipe.export.origin import Origin
 from segpipe.models import MODELS
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(latency, "SECONDS", 0.0)
-        yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("quick_exports")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,14 +43,7 @@ METRICS = {"split": "val", "miou": 0.25, "pixel_accuracy": 0.5, "iou": {}, "abse
 MANY = f"export.images={SCENES}"  # so that ties on the made images weigh as little as they do beside photographs
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(latency, "SECONDS", 0.0)
-        yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("quick_exports")
 
 
 @pytest.fixture(scope="module")
