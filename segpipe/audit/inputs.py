@@ -59,10 +59,10 @@ def record(config: Config, splits: Iterable[str]) -> None:
 
 def describe(config: Config, splits: Iterable[str]) -> dict[str, Any]:
     """Content of inputs.json."""
-    files = data_hashes(config.data, splits) if config.data.hash else {}
+    files, sources = data_hashes(config.data, splits) if config.data.hash else {}, source_hashes()
     return {
         "data": {"name": config.data.name, "hashed": config.data.hash, "sha256": combined(files), "files": files},
-        "code": {"segpipe": segpipe.__version__, "sha256": combined(source_hashes()), "files": source_hashes()},
+        "code": {"segpipe": segpipe.__version__, "sha256": combined(sources), "files": sources},
     }
 
 
@@ -98,8 +98,9 @@ def _files(data: DataConfig, split: str) -> Iterable[str]:
 
 
 def source_hashes() -> Hashes:
-    """SHA-256 of every Python file of segpipe, by path."""
-    return _hashed({path.relative_to(SOURCES).as_posix(): path for path in SOURCES.rglob("*.py")})
+    """SHA-256 of every source of segpipe by path: Python, the C of the digests, the manifest's schema."""
+    paths = [path for path in SOURCES.rglob("*") if path.suffix in (".py", ".c", ".json")]
+    return _hashed({path.relative_to(SOURCES).as_posix(): path for path in paths})
 
 
 def _hashed(paths: Mapping[str, Path]) -> Hashes:
