@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from segpipe.errors import DataError
-
-IGNORE_INDEX = 255
+from segpipe.targets import IGNORE_INDEX
 
 
 class Counts(Protocol):

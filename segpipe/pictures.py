@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-IGNORE_INDEX = 255
 _LINE, _BEST = "#3b82f6", "#f59e0b"  # readable on white and on black
 _METADATA = ("Creator", "Date", "Format", "Type")  # left out: equal data gives equal bytes
 _BUCKETS = 240  # points a curve is thinned to; more than the screen shows would only cost bytes

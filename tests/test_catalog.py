@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from segpipe.data.catalog import CAMVID, IGNORE_INDEX, STREET, ClassTable, load_table
+from segpipe.data.catalog import CAMVID, STREET, ClassTable, load_table
 from segpipe.errors import DataError
+from segpipe.targets import IGNORE_INDEX
 
 YAML = """
 name: warehouse

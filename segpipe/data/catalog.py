@@ -26,8 +26,7 @@ from omegaconf import OmegaConf
 
 from segpipe.config import nearest
 from segpipe.errors import DataError
-
-IGNORE_INDEX = 255  # train id of pixels that neither loss nor metric counts
+from segpipe.targets import IGNORE_INDEX
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe.config import nearest
-from segpipe.data.catalog import IGNORE_INDEX
 from segpipe.errors import ConfigError
+from segpipe.targets import IGNORE_INDEX
 
 Uint8 = NDArray[np.uint8]
 Builder = Callable[[], "A.BasicTransform | A.BaseCompose"]

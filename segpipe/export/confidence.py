@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from segpipe.export.calibration import fit_temperature
 from segpipe.export.checks import Target
 from segpipe.export.profiles import Image
-from segpipe.metrics import IGNORE_INDEX
+from segpipe.targets import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from segpipe.checkpoint import TrainedNetwork

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORE_INDEX = 255
+from segpipe.targets import IGNORE_INDEX
 
 
 def pixel_losses(logits: Tensor, target: Tensor, class_weights: Tensor | None = None) -> Tensor:
