@@ -52,6 +52,7 @@ class DataConfig:
     start_method: str = "fork"  # fork | forkserver | spawn: how the loader processes start
     cache_mib: int = 0  # decoded training samples that each loader process may keep in memory
     prefetch: int = 4  # shard batches that each loader process prepares ahead
+    timeout_s: float = 300.0  # without a word from a loader process after which the run ends and says where it stands
 
 
 @dataclass
@@ -243,9 +244,9 @@ FREE_KEYS = frozenset(
     {
         "run.name", "run.root", "run.exists", "run.allow_fingerprint_change", "data.root", "data.classes",
         "data.verify", "data.hash", "data.workers",
-        "data.start_method", "data.prefetch", "data.cache_mib", "train.log_every", "train.validate_every",
-        "train.progress", "compute.nproc", "compute.timeout_s", "compute.ledger",
-        "checkpoint.every", "checkpoint.keep_every", "track.name", "track.project",
+        "data.start_method", "data.prefetch", "data.timeout_s", "data.cache_mib",
+        "train.log_every", "train.validate_every", "train.progress", "compute.nproc", "compute.timeout_s",
+        "compute.ledger", "checkpoint.every", "checkpoint.keep_every", "track.name", "track.project",
         "track.entity", "track.mode",
         "augment.check", "augment.canary", *EXPORT_KEYS,
     }
@@ -347,6 +348,7 @@ def _check_ranges(config: Config) -> None:
         ("data.workers", config.data.workers, 0, 256),
         ("data.cache_mib", config.data.cache_mib, 0, math.inf),
         ("data.prefetch", config.data.prefetch, 1, 1024),
+        ("data.timeout_s", config.data.timeout_s, 1, 10**9),
         ("data.num_train", config.data.num_train, 1, math.inf),
         ("data.num_val", config.data.num_val, 1, math.inf),
         ("augment.flip", config.augment.flip, 0, 1),

@@ -196,6 +196,7 @@ def shard_stream(config: Config, group: Group, samples: Samples, steps: range) -
         start_method=data.start_method,
         prefetch=data.prefetch,
         pin_memory=group.device.type == "cuda",
+        timeout_s=data.timeout_s,
     )
 
 
@@ -300,6 +301,7 @@ def _validate(run: Run, *, precision: str) -> Validation:
             precision=precision,
             workers=min(config.data.workers, 1),
             start_method=config.data.start_method,
+            timeout_s=config.data.timeout_s,
             progress=run.view.validating,
         )
     figures = summary(found.total, run.val_samples.classes.names)

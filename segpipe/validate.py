@@ -47,6 +47,7 @@ def validate(
     precision: str,
     workers: int,
     start_method: str,
+    timeout_s: float = 300.0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Validation:
     """Confusion of `model`, which must be in eval mode, over all samples, equal on every rank.
@@ -57,7 +58,8 @@ def validate(
     num_classes = samples.classes.num_classes
     own = range(group.rank, len(samples), group.world_size)
     per_image: dict[int, Tensor] = {}
-    for index, image, target in eval_images(samples, own, workers=workers, start_method=start_method):
+    images = eval_images(samples, own, workers=workers, start_method=start_method, timeout_s=timeout_s)
+    for index, image, target in images:
         pred = predict(model, preprocess, image.to(group.device), precision=precision)
         per_image[index] = confusion(pred, target.to(group.device), num_classes).cpu()
         progress(len(per_image), len(own))

@@ -6,8 +6,10 @@ import os
 import random
 import shutil
 import signal
+import sys
 import threading
 import time
+from contextlib import nullcontext
 
 import cv2
 import numpy as np
@@ -67,6 +69,28 @@ class Sizes(OneImage):
         return np.full((5 + index, 7, 3), index, np.uint8), np.full((5 + index, 7), index + 1, np.uint8)
 
 
+class Selfish(OneImage):
+    """Its second worker dies with the lock that torch's own event takes when workers are ended."""
+
+    def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        if torch.utils.data.get_worker_info().id == 1:
+            frame = sys._getframe()
+            while "done_event" not in frame.f_locals:
+                frame = frame.f_back
+            with getattr(frame.f_locals["done_event"], "_cond", nullcontext()):
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().read(index)
+
+
+class Stuck(OneImage):
+    """A disk that does not answer any more."""
+
+    def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        if index == 4:
+            time.sleep(600)
+        return super().read(index)
+
+
 class Worker(OneImage):
     """Reports the state of the process that reads."""
 
@@ -77,7 +101,9 @@ class Worker(OneImage):
         return np.zeros((1, len(state), 3), np.uint8), np.array([state], np.uint8)
 
 
-def batches(samples=None, config=CROP, order=ORDER, shards=range(2), steps=range(4), workers=0, how="fork", prefetch=2):
+def batches(
+    samples=None, config=CROP, order=ORDER, shards=range(2), steps=range(4), workers=0, how="fork", prefetch=2, **more
+):
     return train_batches(
         samples or OneImage(),
         Augmenter(config),
@@ -89,6 +115,7 @@ def batches(samples=None, config=CROP, order=ORDER, shards=range(2), steps=range
         start_method=how,
         prefetch=prefetch,
         pin_memory=False,
+        **more,
     )
 
 
@@ -236,6 +263,25 @@ def test_a_killed_worker_is_named():
     with pytest.raises(DataError, match=r"loader worker [01] was killed by signal 9, often memory"):
         list(items)
     assert time.monotonic() - start < 20
+    assert not multiprocessing.active_children()
+
+
+def test_a_worker_that_dies_with_a_lock_does_not_hold_up_the_end():
+    start = time.monotonic()
+    with pytest.raises(DataError, match="loader worker 1 was killed by signal 9"):
+        list(batches(Selfish(), workers=2))
+    assert time.monotonic() - start < 30
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_that_hangs_is_named_with_its_stack(workers, monkeypatch, capfd):
+    monkeypatch.setattr("segpipe.data.loader.LOOK_S", 0.1)
+    with pytest.raises(DataError, match=r"loader worker [01] \(process \d+\) has sent nothing for 1 s"):
+        list(batches(Stuck(), workers=workers, timeout_s=1.0))
+    stack = capfd.readouterr().err
+    assert "test_loader.py" in stack
+    assert " in read" in stack
     assert not multiprocessing.active_children()
 
 

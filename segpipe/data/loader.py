@@ -9,21 +9,16 @@ the usual limit of 1024. The other strategy, `file_system`, leaves files in /dev
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import signal
-import time
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import cv2
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -31,7 +26,8 @@ from torch.utils.data import DataLoader, Dataset
 from segpipe.data.augment import Augmenter
 from segpipe.data.canary import Canary, Task, Trail, Witness, augment_watched, tasks, witness
 from segpipe.data.order import Order
-from segpipe.errors import ConfigError, DataError, SegpipeError
+from segpipe.data.workers import LOOK_S, end, isolate, take, workers_context
+from segpipe.errors import ConfigError, SegpipeError
 from segpipe.keys import sample_key
 
 if TYPE_CHECKING:
@@ -65,12 +61,14 @@ def train_batches(
     start_method: str,
     prefetch: int,
     pin_memory: bool,
+    timeout_s: float = 300.0,
 ) -> Generator[ShardBatch, None, None]:
     """Shard batches of `steps` and `shards`, step by step and inside a step shard by shard.
 
     Workers start at the first `next` and end with the iterator; closing it half-way is safe. Raises ConfigError at the
-    call when shared memory is too small, and from `next` DataError when a sample cannot be read or a worker died, and
-    ImpureAugmentError when a sample that was delivered has other bytes when it is made again (`augment.canary`).
+    call when shared memory is too small, and from `next` DataError when a sample cannot be read, or when a worker died
+    or sent nothing for `timeout_s`, and ImpureAugmentError when a sample that was delivered has other bytes when it is
+    made again (`augment.canary`).
 
     A single worker is joined by a process that does nothing but make samples again; without workers the caller's own
     does it, some samples later.
@@ -88,21 +86,21 @@ def train_batches(
             _loader(items, deliveries, workers, start_method, prefetch, pin_memory),
             _loader(items, repeats, 1, start_method, prefetch=1, pin_memory=False),
         ]
-        stream = _stream(loaders, (int(task.place is None) for task in plan()))
+        stream = _stream(loaders, timeout_s, (int(task.place is None) for task in plan()))
     else:
-        stream = _stream([_loader(items, plan(), workers, start_method, prefetch, pin_memory)])
+        stream = _stream([_loader(items, plan(), workers, start_method, prefetch, pin_memory)], timeout_s)
     return _shard_batches(stream, Canary(samples))
 
 
 def eval_images(
-    samples: Samples, indices: Sequence[int], *, workers: int, start_method: str
+    samples: Samples, indices: Sequence[int], *, workers: int, start_method: str, timeout_s: float = 300.0
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Whole images of any size as (index, image uint8 (1, H, W, 3), target uint8 (1, H, W)), in the order of `indices`.
 
     Raises DataError as `train_batches` does.
     """
     loader = _loader(_Frames(samples), _Places(indices, range(1)), workers, start_method, prefetch=2, pin_memory=False)
-    with closing(_stream([loader])) as stream:
+    with closing(_stream([loader], timeout_s)) as stream:
         for packed in stream:
             assert packed.place is not None
             image, target, _ = _views(packed)
@@ -213,9 +211,6 @@ class _Places:
 def _loader(
     items: _Items, requests: Iterable[Any], workers: int, start_method: str, prefetch: int, pin_memory: bool
 ) -> DataLoader[Any]:
-    context = get_context(start_method) if workers else None
-    if context is not None and start_method == "forkserver":
-        context.set_forkserver_preload([__name__])  # torch is imported once instead of once per worker
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
         return DataLoader(
@@ -224,8 +219,9 @@ def _loader(
             batch_size=None,
             num_workers=workers,
             collate_fn=_as_it_is,
-            worker_init_fn=_isolate,
-            multiprocessing_context=context,
+            worker_init_fn=isolate,
+            timeout=LOOK_S if workers else 0,
+            multiprocessing_context=workers_context(start_method) if workers else None,
             prefetch_factor=prefetch if workers else None,
             pin_memory=pin_memory,
             generator=torch.Generator(),  # its one draw would otherwise come from the trainer's global state
@@ -236,32 +232,21 @@ def _as_it_is(item: Any) -> Any:
     return item
 
 
-def _isolate(worker: int) -> None:
-    """Start of every worker: one thread, no shared random state, Ctrl-C left to the parent. Touches no CUDA."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    cv2.setNumThreads(0)  # OpenCV's threads do not survive a fork: a worker that uses them can hang
-    torch.set_num_threads(1)
-    random.seed(0)
-    np.random.seed(0)
-    torch.default_generator.manual_seed(0)  # torch.manual_seed would also queue work for CUDA
-    cv2.setRNGSeed(0)
-
-
-def _stream(loaders: Sequence[DataLoader[Any]], turns: Iterable[int] = repeat(0)) -> Generator[_Packed, None, None]:
+def _stream(
+    loaders: Sequence[DataLoader[Any]], timeout_s: float, turns: Iterable[int] = repeat(0)
+) -> Generator[_Packed, None, None]:
     """Items of loaders that take `turns`, until one ends; expected errors of workers, and their deaths, come here."""
     sources: list[Any] = []
     try:
         for loader in loaders:
             sources.append(_start(loader))
         for turn in turns:
-            item = _take(sources[turn])
+            item = _take(sources[turn], timeout_s)
             if item is None:
                 return
             yield item
     finally:
-        for loader, source in zip(loaders, sources, strict=False):
-            if loader.num_workers:
-                source._shutdown_workers()
+        end([source for source in sources if hasattr(source, "_workers")])
 
 
 def _start(loader: DataLoader[Any]) -> Any:
@@ -278,44 +263,15 @@ def _start(loader: DataLoader[Any]) -> Any:
     return source
 
 
-def _take(source: Any) -> _Packed | None:
+def _take(source: Any, timeout_s: float) -> _Packed | None:
     try:
-        item = next(source)
+        item = take(source, timeout_s)
     except StopIteration:
         return None
-    except (RuntimeError, OSError, EOFError) as error:
-        found = _death(getattr(source, "_workers", []))
-        if found is None:
-            raise
-        raise DataError(found) from error
     if isinstance(item, _Failure):
         raise item.error
     assert isinstance(item, _Packed)
     return item
-
-
-def _death(workers: Sequence[Any], patience_s: float = 1.0) -> str | None:
-    """What to tell when a worker has died, or None; its socket may close shortly before its exit can be seen."""
-    deadline = time.monotonic() + patience_s
-    while workers:
-        for number, worker in enumerate(workers):
-            code = worker.exitcode
-            if code is not None and code < 0:
-                return f"loader worker {number} was killed by signal {-code}, {_reason(-code)}"
-            if code:
-                return f"loader worker {number} ended with exit code {code}. Set data.workers=0 to see its error."
-        if time.monotonic() > deadline:
-            return None
-        time.sleep(0.02)
-    return None
-
-
-def _reason(number: int) -> str:
-    if number == signal.SIGBUS:
-        return f"often full shared memory: enlarge {SHARED_MEMORY} or lower data.workers or data.prefetch."
-    if number == signal.SIGKILL:
-        return "often memory: lower data.workers or data.prefetch, or give the job more memory."
-    return "a crash inside a library: set data.workers=0 to see where."
 
 
 def _check_shared_memory(workers: int, prefetch: int, item_bytes: int) -> None:
