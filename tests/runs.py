@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 
 import train
+from benchmarks.measure import kill_with_children
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = (
@@ -26,6 +26,7 @@ TINY = (
     "compute.samples_per_shard=2", "compute.threads=1", "export.enabled=false", "augment.check=false",
 )  # fmt: skip
 DIGESTS = ("weights_digest", "ema_digest", "miou")
+PATIENCE_S = 480.0  # with a process that others slow down; shorter than that of pytest with a test
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
@@ -81,13 +82,13 @@ def start(*command: str) -> subprocess.Popen[str]:
     )
 
 
-def finished(process: subprocess.Popen[str], timeout_s: float = 900) -> subprocess.CompletedProcess[str]:
+def finished(process: subprocess.Popen[str], timeout_s: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
     """Output and exit code of a process; one that hangs is ended with all its children, and fails the test."""
     try:
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
+        kill_with_children(process)
+        out, err = process.communicate(timeout=60)
         raise AssertionError(f"not done after {timeout_s} s:\n{out}\n{err}") from None
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
@@ -97,7 +98,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return finished(start(*arguments))
 
 
-def wait_for(happened: Callable[[], bool], process: subprocess.Popen[str], timeout_s: float = 900) -> None:
+def wait_for(happened: Callable[[], bool], process: subprocess.Popen[str], timeout_s: float = PATIENCE_S) -> None:
     """Return once `happened`; fail when the process ends before."""
     deadline = time.monotonic() + timeout_s
     while not happened():
