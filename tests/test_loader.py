@@ -6,10 +6,12 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
 from contextlib import nullcontext
+from pathlib import Path
 
 import cv2
 import numpy as np
@@ -24,6 +26,7 @@ from segpipe.data.order import Order
 from segpipe.errors import ConfigError, DataError
 from segpipe.keys import sample_key
 
+ROOT = Path(__file__).resolve().parents[1]
 CROP = AugmentConfig(crop_size=[32, 48], canary=5)  # so that every layout here makes samples again
 ORDER = Order(seed=3, num_samples=10, shards=2, samples_per_shard=3)
 
@@ -272,6 +275,31 @@ def test_a_worker_that_dies_with_a_lock_does_not_hold_up_the_end():
         list(batches(Selfish(), workers=2))
     assert time.monotonic() - start < 30
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("how", ["fork", "forkserver"])
+def test_workers_leave_a_sigterm_of_the_whole_job_to_the_trainer(expected, how):
+    """Schedulers send it to every process; the trainer finishes its step with what the workers still bring."""
+    items = batches(workers=2, how=how)
+    first = [next(items), next(items)]
+    for child in multiprocessing.active_children():
+        os.kill(child.pid, signal.SIGTERM)
+    time.sleep(0.05)
+    assert digests([*first, *items]) == expected
+    assert not multiprocessing.active_children()
+
+
+def test_workers_that_nobody_ends_do_not_hold_up_the_exit():
+    without = next(step for step in range(9) if 4 not in [index for _, index in ORDER.shard(step, 0)])
+    code = f"""
+import test_loader
+items = test_loader.batches(test_loader.Stuck(), workers=2, steps=range({without}, 9))
+next(items)
+"""
+    folders = os.pathsep.join(str(folder) for folder in (ROOT, ROOT / "tests"))
+    environment = os.environ | {"PYTHONPATH": folders, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=120, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from segpipe.data.augment import Augmenter
 from segpipe.data.canary import Canary, Task, Trail, Witness, augment_watched, tasks, witness
 from segpipe.data.order import Order
-from segpipe.data.workers import LOOK_S, end, isolate, take, workers_context
+from segpipe.data.workers import LOOK_S, end, isolate, take, watch_over, workers_context
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.keys import sample_key
 
@@ -258,6 +258,7 @@ def _start(loader: DataLoader[Any]) -> Any:
         # Python 3.12 and later warn of any thread; the workers take no lock that a thread of torch could hold.
         warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
         source = iter(loader)
+    watch_over(source)
     if signal.getsignal(signal.SIGCHLD) is not before:
         signal.signal(signal.SIGCHLD, before)
     return source

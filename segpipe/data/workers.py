@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import os
 import random
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
 from typing import Any
+from weakref import WeakSet
 
 import cv2
 import numpy as np
@@ -27,8 +29,13 @@ _LAST_WORDS_S = 1.0  # a process closes its socket shortly before its exit can b
 
 
 def isolate(worker: int) -> None:
-    """Start of every worker: one thread, no shared random state, Ctrl-C left to the parent. Touches no CUDA."""
+    """Start of every worker: one thread, no shared random state. Touches no CUDA.
+
+    Ctrl-C and SIGTERM reach all processes of a job at once: they are left to the training process, which ends its step
+    first, writes a checkpoint, and needs its workers for neither more nor less than that.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.__stderr__ is not None:
         faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
     cv2.setNumThreads(0)  # OpenCV's threads do not survive a fork: a worker that uses them can hang
@@ -89,10 +96,28 @@ def end(sources: Sequence[Any]) -> None:
     """End the workers of DataLoaders' iterators, at once if one of them was killed or ended by itself."""
     workers = [worker for source in sources for worker in source._workers]
     if any(worker.exitcode for worker in workers):
-        for worker in workers:
-            worker.kill()  # it may wait for a lock that the dead one held
+        _kill(workers)  # one may wait for a lock that the dead one held
     for source in sources:
         source._shutdown_workers()
+    _kill(workers)
+
+
+def _kill(workers: Iterable[Any]) -> None:
+    """End those that still live; SIGTERM, which torch sends, does not reach them."""
+    for worker in list(workers):
+        if worker.is_alive():
+            worker.kill()
+            worker.join(_LAST_WORDS_S)
+
+
+_started: WeakSet[Any] = WeakSet()
+atexit.register(_kill, _started)  # registered later than multiprocessing's, so called earlier
+
+
+def watch_over(source: Any) -> None:
+    """Have the workers of a DataLoader's iterator ended at the exit of this process, should nobody end them before:
+    multiprocessing would send them SIGTERM, and wait."""
+    _started.update(getattr(source, "_workers", ()))
 
 
 def _death(workers: Sequence[Any]) -> str | None:
@@ -126,9 +151,7 @@ def _stalled(source: Any, timeout_s: float) -> str:
         if worker.is_alive():
             os.kill(worker.pid, signal.SIGUSR1)
     time.sleep(STACKS_S)
-    for worker in source._workers:
-        worker.kill()
-        worker.join(_LAST_WORDS_S)
+    _kill(source._workers)
     return (
         f"loader worker {number} (process {source._workers[number].pid}) has sent nothing for {timeout_s:g} s; where "
         f"the workers stood is written to stderr. A disk that does not answer, or a library that does not survive a "
