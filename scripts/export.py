@@ -21,15 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from segpipe.arguments import parse, with_settings
 from segpipe.checkpoint import load_network
 from segpipe.errors import SegpipeError
-from segpipe.export import (
-    NOT_EXPORTED,
-    every_tensor_used,
-    export_run,
-    gather,
-    origin_of,
-    training_images,
-    validation_samples,
-)
+from segpipe.export import NOT_EXPORTED, every_tensor_used, export_checkpoint, training_images, validation_samples
 from segpipe.export.report import table
 from segpipe.export_settings import EXPORT_KEYS
 
@@ -44,19 +36,8 @@ def main(arguments: list[str]) -> int:
         with every_tensor_used(NOT_EXPORTED):
             trained = load_network(run, given["which"])
         config = with_settings(trained.config, given)
-        found = gather(validation_samples(config, trained.classes), config)
-        report = export_run(
-            trained,
-            found.images,
-            Path(config.export.dir or run / "export"),
-            config.export.formats,
-            {},
-            names=found.names,
-            origin=origin_of(run, given["which"], trained),
-            train_images=training_images(config),
-            labelled=found.labelled,
-            settings=config.export,
-        )
+        validation, training = validation_samples(config, trained.classes), training_images(config)
+        report = export_checkpoint(run, given["which"], trained, config, validation=validation, training=training)
     except SegpipeError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -85,27 +85,14 @@ def _overlay(run: Run, index: int, score: float) -> Overlay:
 
 def _export(run: Run, console: Console) -> None:
     """Export the checkpoint that was just written, through the same door as scripts/export.py."""
-    from segpipe.export import export_run, gather, origin_of, spread
+    from segpipe.export import export_checkpoint, spread
     from segpipe.export.report import table
 
-    export = run.config.export
-    found = gather(run.val_samples, run.config)
-    folder = Path(export.dir) if export.dir else run.folder / "export"
     started = time.perf_counter()
     console.print("exporting, and comparing the files with the trained network ...", highlight=False)
     trained = load_network(run.folder, "last")
-    done = export_run(
-        trained,
-        found.images,
-        folder,
-        export.formats,
-        {},
-        names=found.names,
-        origin=origin_of(run.folder, "last", trained),
-        train_images=spread(run.train_samples),
-        labelled=found.labelled,
-        settings=export,
-    )
+    training = spread(run.train_samples)
+    done = export_checkpoint(run.folder, "last", trained, run.config, validation=run.val_samples, training=training)
     console.print(table(done))
     seconds = time.perf_counter() - started
     console.print(f"{done.line('EXPORT')} ({seconds:.0f} s)", highlight=False, soft_wrap=True, markup=False)

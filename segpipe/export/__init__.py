@@ -5,7 +5,7 @@ from segpipe.export.deploy import DeployModel, deploy_model
 from segpipe.export.evidence import Material, gather, training_images, validation_samples
 from segpipe.export.origin import Origin, every_tensor_used, origin_of
 from segpipe.export.outcome import NOT_EXPORTED, NOT_VERIFIED, ExportReport
-from segpipe.export.publish import export_run
+from segpipe.export.publish import export_checkpoint, export_run
 from segpipe.export.statistics import spread
 from segpipe.export.verify import image_size, read_manifest, verify_folder
 
@@ -20,6 +20,7 @@ __all__ = [
     "check_images",
     "deploy_model",
     "every_tensor_used",
+    "export_checkpoint",
     "export_run",
     "gather",
     "image_size",

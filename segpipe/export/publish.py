@@ -18,12 +18,13 @@ from segpipe.export.comparison import Comparison
 from segpipe.export.confidence import calibration_entry
 from segpipe.export.convert import manifest_text
 from segpipe.export.deploy import DeployModel, deploy_model
+from segpipe.export.evidence import gather
 from segpipe.export.formats import FORMATS, one_thread
 from segpipe.export.gates import MAX_CLASSES
 from segpipe.export.golden import golden_entry, golden_figures, write_golden
 from segpipe.export.judge import Evidence, judge
 from segpipe.export.manifest import describe, require_schema
-from segpipe.export.origin import Origin
+from segpipe.export.origin import Origin, origin_of
 from segpipe.export.outcome import NOT_EXPORTED, ExportReport
 from segpipe.export.place import beside, put_in_place, recover, write_sums, writing
 from segpipe.export.produce import produce
@@ -37,8 +38,39 @@ from segpipe.runtime.artifact import MANIFEST
 
 if TYPE_CHECKING:
     from segpipe.checkpoint import TrainedNetwork
+    from segpipe.config import Config
+    from segpipe.data.samples import Samples
 
 _CALIBRATION_IMAGES = 32  # on which int8 finds its ranges
+
+
+def export_checkpoint(
+    run: Path,
+    which: str,
+    trained: TrainedNetwork,
+    config: Config,
+    *,
+    validation: Samples | None,
+    training: Iterable[Image] | None,
+) -> ExportReport:
+    """Export `trained`, which is `which` of the folder `run`, as `config.export` says, to `export.dir` or RUN/export.
+
+    validation: the split to check on, or None with `export.allow_unverified`. training: images of the training split,
+    for the limits of frames and int8. Raises what `export_run` and `gather` raise.
+    """
+    export, found = config.export, gather(validation, config)
+    return export_run(
+        trained,
+        found.images,
+        Path(export.dir or run / "export"),
+        export.formats,
+        {},
+        names=found.names,
+        origin=origin_of(run, which, trained),
+        train_images=training,
+        labelled=found.labelled,
+        settings=export,
+    )
 
 
 def export_run(
