@@ -10,8 +10,15 @@ static inline uint64_t mix64(uint64_t x) {
     return x ^ (x >> 31);
 }
 
+/* The sum over some words of a block, of which `indices` holds mix64(i * phi). */
+static inline uint64_t part_sum(const word *words, const uint64_t *indices, int64_t count) {
+    uint64_t sum = 0;
+    for (int64_t i = 0; i < count; i++) sum += mix64(words[i] ^ indices[i]);
+    return sum;
+}
+
 /* The words of `parts` continue each other. Those from `first`, a multiple of `block`, up to `last` are taken: a sum
-   for each block, the last of which may be short. `indices` holds mix64(i * phi) for the words of a block. */
+   for each block, the last of which may be short. */
 void segpipe_block_sums(const word *const *parts, const int64_t *lengths, int64_t num_parts, int64_t first,
                         int64_t last, const uint64_t *indices, int64_t block, uint64_t *sums) {
     int64_t place = 0, filled = 0;
@@ -22,9 +29,7 @@ void segpipe_block_sums(const word *const *parts, const int64_t *lengths, int64_
         const word *words = parts[part];
         while (begin < end) {
             int64_t count = end - begin < block - filled ? end - begin : block - filled;
-            uint64_t sum = 0;
-            for (int64_t i = 0; i < count; i++) sum += mix64(words[begin + i] ^ indices[filled + i]);
-            total += sum;
+            total += part_sum(words + begin, indices + filled, count);
             begin += count;
             filled += count;
             if (filled == block) {
@@ -49,9 +54,7 @@ void segpipe_group_digests(const word *const *parts, const int64_t *lengths, con
             const word *words = parts[part];
             for (int64_t begin = 0; begin < lengths[part];) {
                 int64_t left = lengths[part] - begin, count = left < block - filled ? left : block - filled;
-                uint64_t sum = 0;
-                for (int64_t i = 0; i < count; i++) sum += mix64(words[begin + i] ^ indices[filled + i]);
-                total += sum;
+                total += part_sum(words + begin, indices + filled, count);
                 begin += count;
                 filled += count;
                 if (filled == block) {
