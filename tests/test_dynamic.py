@@ -222,6 +222,7 @@ def test_a_free_size_is_judged_in_three_shapes(free_size: publish.ExportReport) 
 def test_a_manifest_that_tells_too_little_is_refused(change: Callable[[Any], Any], free_size: Any) -> None:
     io = copy.deepcopy(free_size.manifest["io"])
     assert Shapes(io).exported == (*SIZE, 3)
+    assert Shapes(io).words() == "32 to 96 in steps of 4 x 48 to 144 in steps of 4"
     change(io)
     with pytest.raises((KeyError, ValueError, ArithmeticError)):
         Shapes(io)

@@ -543,6 +543,11 @@ def test_run(shared_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main([*arguments, str(tmp_path / "good.npy"), str(tmp_path / "black.npy")]) == 1
     assert "black.npy TOO_DARK" in capsys.readouterr().out
     assert not (out / "black_overlay.png").exists()
+    np.save(tmp_path / "small.npy", np.zeros((8, 9, 3), np.uint8))
+    assert main([*arguments, str(tmp_path / "small.npy")]) == 1
+    told = capsys.readouterr()
+    assert "small.npy BAD_SHAPE" in told.out
+    assert f"small.npy: 8x9, but {SIZE[0]}x{SIZE[1]} was needed (height x width)" in told.err
     assert main([*arguments, str(tmp_path / "missing.npy")]) == 2
     assert "missing.npy" in capsys.readouterr().err
 

@@ -79,6 +79,12 @@ def _run(segmenter: Segmenter, given: argparse.Namespace) -> int:
             print(error, file=sys.stderr)
             result = segmenter.refuse(Status.ERROR)
         print(f"{path} {result.status} {result.latency_ms:.1f} ms")
+        if image is not None and result.status is Status.BAD_SHAPE:
+            needed = segmenter.artifact.shapes.words()
+            print(
+                f"{path}: {'x'.join(map(str, image.shape[:2]))}, but {needed} was needed (height x width)",
+                file=sys.stderr,
+            )
         answered = answered and result.status is Status.OK
         write_picture(Path(given.out) / f"{path.stem}_mask", result.mask)
         if image is not None and result.status is Status.OK:

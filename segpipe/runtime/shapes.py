@@ -34,6 +34,16 @@ class Shapes:
         """Whether a frame of this shape can be answered."""
         return len(shape) == len(self._frame) and all(map(self._is_within, shape, self._frame))
 
+    def words(self) -> str:
+        """Height x width of the frames that fit, such as `360x480`, or `64 to 96 in steps of 4 x 480`."""
+        lengths = [str(axis) if isinstance(axis, int) else self._range(axis) for axis in self._frame[:2]]
+        return ("x" if all(isinstance(axis, int) for axis in self._frame[:2]) else " x ").join(lengths)
+
+    def _range(self, axis: str) -> str:
+        entry = self._free[axis]
+        last = f" to {entry['max']}" if "max" in entry else " or more"
+        return f"{entry['min']}{last} in steps of {entry['multiple']}"
+
     def answers(self, shape: Shape) -> list[Shape]:
         """Shapes of the answers to a frame that fits."""
         lengths = {axis: length for axis, length in zip(self._frame, shape, strict=True) if isinstance(axis, str)}

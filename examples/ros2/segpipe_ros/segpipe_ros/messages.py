@@ -85,8 +85,8 @@ def answer(segmenter: Segmenter, message: ImageMessage) -> tuple[Result, str]:
         return segmenter.refuse(frame.status), frame.reason
     result = segmenter.infer(frame.image, to_seconds(message.header.stamp))
     if result.status is Status.BAD_SHAPE:
-        needed = segmenter.artifact.manifest["io"]["inputs"][0]["shape"][1:3]
-        return result, f"{message.height}x{message.width}, but {needed[0]}x{needed[1]} was needed: resize before"
+        needed = segmenter.artifact.shapes.words()
+        return result, f"{message.height}x{message.width}, but {needed} was needed: resize before"
     return result, segmenter.last_error if result.status is Status.ERROR else ""
 
 
