@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -89,6 +90,10 @@ def prepare(config: Config, world_size: int) -> None:
     _check_crop(config, samples)
     if config.compute.mode != "off" and (left_out := purity.quick(Augmenter(config.augment), samples)):
         Console(stderr=True).print(left_out, markup=False, highlight=False, soft_wrap=True)
+    if config.export.enabled and config.export.dir:
+        from segpipe.export.place import check_place
+
+        check_place(Path(config.export.dir))  # now, and not when hours of training are done
     claim_folder(config)
 
 

@@ -127,7 +127,7 @@ def _headline(name: str, data: ReportData) -> str:
 
 _TILES = (
     ("steps", "steps", lambda value: f"{value:,}"),
-    ("wall_time_s", "wall time", _duration),
+    ("wall_time_s", "training", _duration),
     ("images_per_s", "images / s", lambda value: f"{value:,.1f}"),
     ("device", "device", str),
     ("world_size", "processes", str),

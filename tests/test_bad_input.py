@@ -124,6 +124,7 @@ BAD_SETTINGS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("compute.samples_per_shard=1",), ("compute.samples_per_shard = 1", "at least 2")),
     (("data.split=test",), ("/test does not exist", "holds train, trainannot")),
     (("data.root=",), ("data.root is empty", "Set data.root=FOLDER")),
+    (("export.dir=/dev/null/export", "export.enabled=true"), ("export.dir = /dev/null/export", "Not a directory")),
     (("run.exists=keep",), ("run.exists = 'keep' is not one of error, resume, replace",)),
     (("run.exists=error",), ("already holds", "run.exists=resume", "run.exists=replace")),
     (("run.exists=resume",), ("last.pt (31 bytes) cannot be read", "torn or foreign")),

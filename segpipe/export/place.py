@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from segpipe.errors import ConfigError
 from segpipe.export.origin import sha256
-from segpipe.runtime.artifact import SUMS
+from segpipe.runtime.artifact import MANIFEST, SUMS
 
 
 def beside(out_dir: Path, suffix: str) -> Path:
@@ -26,6 +27,20 @@ def writing(out_dir: Path) -> Iterator[None]:
     except OSError as error:
         told = error.strerror or str(error)
         raise ConfigError(f"export.dir = {out_dir} cannot be written ({told}). Choose another folder.") from error
+
+
+def check_place(out_dir: Path) -> None:
+    """Raises ConfigError when `out_dir` cannot be written, or holds what no export would be allowed to replace."""
+    with writing(out_dir):
+        nearest = next(path for path in out_dir.absolute().parents if path.exists())
+        if not nearest.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(nearest, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        is_export = not out_dir.exists() or (out_dir / MANIFEST).is_file()
+        is_foreign = not is_export and (out_dir.is_file() or any(out_dir.iterdir()))
+    if is_foreign:
+        raise ConfigError(f"export.dir = {out_dir} holds other files, and an export replaces it. Choose a new folder.")
 
 
 def write_sums(folder: Path) -> None:

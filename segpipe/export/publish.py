@@ -26,7 +26,7 @@ from segpipe.export.judge import Evidence, judge
 from segpipe.export.manifest import describe, require_schema
 from segpipe.export.origin import Origin, origin_of
 from segpipe.export.outcome import NOT_EXPORTED, ExportReport
-from segpipe.export.place import beside, put_in_place, recover, write_sums, writing
+from segpipe.export.place import beside, check_place, put_in_place, recover, write_sums, writing
 from segpipe.export.produce import produce
 from segpipe.export.profiles import CONFIDENCE, PROFILES, Image
 from segpipe.export.robot import load_as_robot
@@ -159,12 +159,7 @@ def _check_request(
             f"export.critical_classes = {settings.critical_classes}, but {strangers[0]} is no class of "
             f"{trained.classes.name}: {', '.join(trained.classes.names)}."
         )
-    # The folder is going to be replaced: never one that is not ours.
-    with writing(out_dir):
-        is_export = not out_dir.exists() or (out_dir / MANIFEST).is_file()
-        is_foreign = not is_export and (out_dir.is_file() or any(out_dir.iterdir()))
-    if is_foreign:
-        raise ConfigError(f"export.dir = {out_dir} holds other files, and an export replaces it. Choose a new folder.")
+    check_place(out_dir)
 
 
 def _make_room(out_dir: Path, partial: Path) -> None:
