@@ -305,8 +305,8 @@ next(items)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_worker_that_hangs_is_named_with_its_stack(workers, monkeypatch, capfd):
     monkeypatch.setattr("segpipe.data.loader.LOOK_S", 0.1)
-    with pytest.raises(DataError, match=r"loader worker [01] \(process \d+\) has sent nothing for 1 s"):
-        list(batches(Stuck(), workers=workers, timeout_s=1.0))
+    with pytest.raises(DataError, match=r"loader worker [01] \(process \d+\) has sent nothing for 4 s"):
+        list(batches(Stuck(), workers=workers, timeout_s=4.0))
     stack = capfd.readouterr().err
     assert "test_loader.py" in stack
     assert " in read" in stack
