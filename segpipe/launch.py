@@ -266,10 +266,11 @@ def _commit() -> dict[str, object] | None:
 
 
 def _tell(error: SegpipeError, *, rank: int = 0) -> int:
-    told = getattr(error, "told", False)
-    if told or (rank and isinstance(error, COMMON_ERRORS)):
-        environment.wait_to_be_ended()  # another rank tells it, and its launcher is to name that one
-    if not told:  # nor has anyone ended this one: the error is its own
+    if getattr(error, "told", False):
+        environment.wait_to_be_ended()  # another rank told it, and its launcher is to name that one
+    elif rank == 0 or not isinstance(error, COMMON_ERRORS):
         where = f"rank {rank}: " if rank else ""
         Console(stderr=True).print(f"{where}{error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+    else:
+        environment.wait_to_be_ended()
     return error.exit_code

@@ -242,19 +242,10 @@ def test_a_silent_rank_leaves_the_word_to_the_first(
         started = time.monotonic()
         assert train.main(refused) == 2
         assert time.monotonic() - started > 0.5
+    started = time.monotonic()
+    assert launch._tell(ConfigError("said by rank 0"), rank=1) == 2
+    assert time.monotonic() - started > 0.5
     assert capsys.readouterr().err == ""
-
-
-def test_an_error_of_all_ranks_that_one_has_alone_is_told_when_nobody_else_did(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = []
-    monkeypatch.setattr(environment, "wait_to_be_ended", lambda: before.append(capsys.readouterr().err))
-    assert launch._tell(ConfigError("only here"), rank=1) == 2
-    assert before == [""]
-    assert capsys.readouterr().err == "rank 1: only here\n"
-    assert launch._tell(ConfigError("the first has the word"), rank=0) == 2
-    assert before == [""], "it does not wait"
 
 
 def test_a_failed_job_does_not_cost_the_others(swept: Swept, capsys: pytest.CaptureFixture[str]) -> None:
