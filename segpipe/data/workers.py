@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import os
 import random
@@ -14,8 +13,8 @@ from copy import copy
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
+from multiprocessing.util import Finalize
 from typing import Any
-from weakref import WeakSet
 
 import cv2
 import numpy as np
@@ -110,14 +109,11 @@ def _kill(workers: Iterable[Any]) -> None:
             worker.join(_LAST_WORDS_S)
 
 
-_started: WeakSet[Any] = WeakSet()
-atexit.register(_kill, _started)  # registered later than multiprocessing's, so called earlier
-
-
 def watch_over(source: Any) -> None:
     """Have the workers of a DataLoader's iterator ended at the exit of this process, should nobody end them before:
-    multiprocessing would send them SIGTERM, and wait."""
-    _started.update(getattr(source, "_workers", ()))
+    multiprocessing would send them SIGTERM, and wait; in a spawned rank that comes before atexit."""
+    if hasattr(source, "_workers"):
+        Finalize(source, _kill, args=(source._workers,), exitpriority=10)
 
 
 def _death(workers: Sequence[Any]) -> str | None:
