@@ -5,11 +5,11 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from segpipe.compose import CONF, check_overrides, compose
 from segpipe.distributed.environment import local_rank, under_launcher, wait_to_be_ended
 from segpipe.errors import ConfigError, SegpipeError
-from segpipe.launch import launch
-from segpipe.sweep import Sweep
+from segpipe.run.launch import launch
+from segpipe.run.sweep import Sweep
+from segpipe.settings.compose import CONF, check_overrides, compose
 
 SWEEP = Sweep()
 

@@ -9,14 +9,15 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import measure as measuring
-from segpipe.compose import compose
-from segpipe.config import check
 from segpipe.data.augment import Augmenter
 from segpipe.data.cache import CachedSamples
-from segpipe.data.layouts import LAYOUTS, RANKS, Layout, check_diversity, check_layouts
 from segpipe.data.samples import open_samples
-from segpipe.determinism import flags, purity
-from segpipe.determinism.probes import Finding
+from segpipe.determinism import flags
+from segpipe.purity import checker as purity
+from segpipe.purity.layouts import LAYOUTS, RANKS, Layout, check_diversity, check_layouts
+from segpipe.purity.probes import Finding
+from segpipe.settings.compose import compose
+from segpipe.settings.config import check
 
 PIPELINES = ("standard", "robust")
 ROW = dict[str, Any]

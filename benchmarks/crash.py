@@ -21,7 +21,7 @@ from rich.console import Console
 
 from benchmarks import measure as measuring
 from benchmarks.bits import DIGESTS, ROOT
-from segpipe.checkpoint import load
+from segpipe.train.checkpoint import load
 
 RECIPE = (
     "model=fast_scnn", "data.size=[96,128]", "data.num_train=64", "data.num_val=2", "augment.crop_size=[64,96]",

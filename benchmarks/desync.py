@@ -73,7 +73,7 @@ def _skips(group: Any) -> None:
 
 
 def _sleeps_in_forward(group: Any) -> None:
-    from segpipe.gradients import AllHeads
+    from segpipe.train.gradients import AllHeads
 
     AllHeads.forward = lambda *_: time.sleep(1000)  # type: ignore[method-assign, assignment, return-value]
 
@@ -101,9 +101,10 @@ FAULTS = {
 
 def child(name: str, folder: str) -> int:
     """A rank of the run with the fault `name`."""
-    from segpipe import agreement, launch
-    from segpipe.compose import compose
     from segpipe.distributed import environment, meeting
+    from segpipe.distributed.watch import agreement
+    from segpipe.run import launch
+    from segpipe.settings.compose import compose
 
     rank = environment.rank()
     seed = 1 if name == "config" and rank == RANK else 0

@@ -17,22 +17,22 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks import measure as measuring
-from segpipe.arguments import parse, with_settings
-from segpipe.checkpoint import TrainedNetwork, load_network
-from segpipe.config import Config
 from segpipe.data.catalog import ClassTable
 from segpipe.data.samples import Samples, open_samples
 from segpipe.errors import ConfigError
 from segpipe.export import deploy_model, spread
-from segpipe.export.convert import to_onnx, to_torchscript
-from segpipe.export.formats import Run, one_thread, open_onnx, open_torchscript, run_eager
-from segpipe.export.half import to_fp16
-from segpipe.export.manifest import describe
-from segpipe.export.origin import Origin
-from segpipe.export.quantize import SCHEMES, to_int8
-from segpipe.metrics import confusion, miou
+from segpipe.export.artifact.manifest import describe
+from segpipe.export.artifact.origin import Origin
+from segpipe.export.graph.convert import to_onnx, to_torchscript
+from segpipe.export.graph.formats import Run, one_thread, open_onnx, open_torchscript, run_eager
+from segpipe.export.lowprec.half import to_fp16
+from segpipe.export.lowprec.quantize import SCHEMES, to_int8
 from segpipe.models import MODELS, build_model
-from segpipe.preprocess import Preprocess
+from segpipe.models.preprocess import Preprocess
+from segpipe.settings.arguments import parse, with_settings
+from segpipe.settings.config import Config
+from segpipe.train.checkpoint import TrainedNetwork, load_network
+from segpipe.train.metrics import confusion, miou
 
 SETTINGS = ("run", "which", "data.root", "data.split")
 EAGER, FP32, FP16 = "eager fp32", "onnx fp32", "onnx fp16"

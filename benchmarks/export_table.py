@@ -25,19 +25,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import train
 from benchmarks.measure import interleaved, machine
-from segpipe.checkpoint import TrainedNetwork, load_network
 from segpipe.data.samples import open_samples
-from segpipe.export.checks import Check, check_images, check_set
-from segpipe.export.comparison import Candidate, as_trained, compare
-from segpipe.export.deploy import deploy_model
-from segpipe.export.formats import FORMATS, one_thread, run_eager
-from segpipe.export.gates import LIMITS, gate_logits, gate_mask, gate_preprocessing
-from segpipe.export.judge import problems
-from segpipe.export.manifest import describe
-from segpipe.export.origin import Origin
-from segpipe.export.outcome import ExportReport
+from segpipe.export.artifact.manifest import describe
+from segpipe.export.artifact.origin import Origin
+from segpipe.export.artifact.outcome import ExportReport
+from segpipe.export.gates.checks import Check, check_images, check_set
+from segpipe.export.gates.comparison import Candidate, as_trained, compare
+from segpipe.export.gates.judge import problems
+from segpipe.export.gates.limits import LIMITS, gate_logits, gate_mask, gate_preprocessing
+from segpipe.export.graph.deploy import deploy_model
+from segpipe.export.graph.formats import FORMATS, one_thread, run_eager
 from segpipe.export.produce import produce
 from segpipe.models import MODELS
+from segpipe.train.checkpoint import TrainedNetwork, load_network
 
 SIZE = (192, 384)
 KINDS = [("onnx", "fp32"), ("onnx", "fp16"), ("torchscript", "fp32"), ("pt2", "fp32")]

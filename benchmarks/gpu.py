@@ -17,17 +17,17 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks import gpu_bits
-from segpipe.config import Config, LossConfig
 from segpipe.data.catalog import STREET
 from segpipe.data.loader import ShardBatch
 from segpipe.data.samples import open_samples
 from segpipe.distributed.group import Group
-from segpipe.engine import train
 from segpipe.losses import shard_loss, valid_pixels
 from segpipe.models import MODELS, build_model
-from segpipe.preprocess import Preprocess
-from segpipe.state import build_state
-from segpipe.step import TrainStep
+from segpipe.models.preprocess import Preprocess
+from segpipe.settings.config import Config, LossConfig
+from segpipe.train.engine import train
+from segpipe.train.state import build_state
+from segpipe.train.step import TrainStep
 
 CPU = torch.device("cpu")
 LEFT_OUT = "left out"  # the figure of a check that was not made, or not to its end; it says why
@@ -231,7 +231,7 @@ def camvid(bench: Bench) -> dict[str, Any]:
     """CamVid from scratch in the time that is left: the schedule is cut to fit, the figure is of that many steps."""
     if bench.camvid is None:
         return {LEFT_OUT: "give --camvid FOLDER"}
-    from segpipe.compose import compose
+    from segpipe.settings.compose import compose
 
     overrides = ["experiment=camvid_cpu", f"data.root={bench.camvid}", "model=ddrnet23_slim"]
     overrides += ["run.name=gpu_check_camvid", f"run.root={bench.folder}", "run.exists=replace", "data.workers=8"]

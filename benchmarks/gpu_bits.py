@@ -79,7 +79,7 @@ def digest(bench: Bench) -> dict[str, Any]:
     """The digests of the ledger: as on the CPU, without a wait for the device; milliseconds of those of one update."""
     import torch
 
-    from segpipe.determinism import digest as digests_of
+    from segpipe.ledger import digest as digests_of
 
     random = torch.Generator().manual_seed(0)
     frames = torch.randint(0, 256, (3, bench.size, bench.size, 3), generator=random).to(torch.uint8)

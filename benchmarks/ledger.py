@@ -13,15 +13,15 @@ import numpy as np
 import torch
 
 from benchmarks import measure as measuring
-from segpipe.config import Config
 from segpipe.data.catalog import STREET
 from segpipe.data.loader import ShardBatch
 from segpipe.determinism import flags
 from segpipe.distributed.group import Group
+from segpipe.ledger.recorder import Recorder
 from segpipe.losses import valid_pixels
-from segpipe.recorder import Recorder
-from segpipe.state import build_state
-from segpipe.step import TrainStep
+from segpipe.settings.config import Config
+from segpipe.train.state import build_state
+from segpipe.train.step import TrainStep
 
 LIMITS = {0: 0.01, 1: 0.03}  # share of an update, by level of the ledger
 SIZE, BATCH, THREADS = 512, 4, 2

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 
 from benchmarks import measure as measuring
-from segpipe.config import Config
 from segpipe.data.catalog import STREET
 from segpipe.data.loader import ShardBatch
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.distributed.group import Group
+from segpipe.ledger.recorder import Recorder
 from segpipe.losses import valid_pixels
-from segpipe.recorder import Recorder
-from segpipe.state import build_state
-from segpipe.step import TrainStep
+from segpipe.settings.config import Config
+from segpipe.train.state import build_state
+from segpipe.train.step import TrainStep
 
 MODES = ("off", "run", "elastic", "elastic+ledger", "audit")  # elastic alone has compute.ledger=false
 NO_TF32 = "off, no TF32"  # measured on GPUs: elastic forbids TF32, which is a matter of precision and not of order

@@ -25,19 +25,20 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from benchmarks import measure as measuring
-from segpipe import engine, gradients, launch, optim, step
 from segpipe.audit.locate import compare_again
-from segpipe.compose import compose
-from segpipe.config import Config
 from segpipe.data.loader import ShardBatch
 from segpipe.data.order import Order
 from segpipe.determinism import flags
-from segpipe.determinism.divergence import Comparison, compare
-from segpipe.determinism.run_ledger import read_run
 from segpipe.distributed import group as processes
 from segpipe.errors import DivergenceError
-from segpipe.preprocess import Preprocess
-from segpipe.state import TrainState
+from segpipe.ledger.divergence import Comparison, compare
+from segpipe.ledger.reader import read_run
+from segpipe.models.preprocess import Preprocess
+from segpipe.run import launch
+from segpipe.settings.compose import compose
+from segpipe.settings.config import Config
+from segpipe.train import engine, gradients, optim, step
+from segpipe.train.state import TrainState
 
 MODULE, LAYER, NORM = "ppm.out.0", "ppm.out.0.weight", "ppm.out.1.running_mean"
 STEP, SHARD, ROW, RANK = 1, 11, 1, 11  # where the faults are; rank 11 of 16 has shard 11

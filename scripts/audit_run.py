@@ -18,10 +18,10 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from segpipe.arguments import parse
 from segpipe.audit.examine import Request, examine
 from segpipe.audit.report import Audit, check_folder, write_audit
 from segpipe.errors import ConfigError, SegpipeError
+from segpipe.settings.arguments import parse
 
 NUMBERS = ("spans", "span_steps", "seed", "compute.nproc")
 SETTINGS = ("data.root", "data.classes", "data.workers", "data.start_method", "compute.device")

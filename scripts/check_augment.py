@@ -14,15 +14,16 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from segpipe.compose import compose
-from segpipe.config import Config, check
 from segpipe.data.augment import Augmenter
 from segpipe.data.cache import CachedSamples
-from segpipe.data.layouts import LAYOUTS, RANKS, check_diversity, check_layouts
 from segpipe.data.samples import open_samples
-from segpipe.determinism import flags, purity
-from segpipe.determinism.probes import Finding
+from segpipe.determinism import flags
 from segpipe.errors import ImpureAugmentError, SegpipeError
+from segpipe.purity import checker as purity
+from segpipe.purity.layouts import LAYOUTS, RANKS, check_diversity, check_layouts
+from segpipe.purity.probes import Finding
+from segpipe.settings.compose import compose
+from segpipe.settings.config import Config, check
 
 CONSOLE = Console(highlight=False, soft_wrap=True)
 

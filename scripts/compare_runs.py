@@ -19,9 +19,9 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from segpipe.determinism.divergence import Comparison, compare, incomparable
-from segpipe.determinism.run_ledger import read_run
 from segpipe.errors import SegpipeError
+from segpipe.ledger.divergence import Comparison, compare, incomparable
+from segpipe.ledger.reader import read_run
 
 COLOURS = {"differs": "red", "equal": "green", "not recorded": "dim"}
 

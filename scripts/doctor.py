@@ -14,10 +14,10 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from segpipe.compose import compose
-from segpipe.config import DataConfig, check
 from segpipe.data.samples import Samples, class_pixels, image_sizes, open_samples, problems
 from segpipe.errors import SegpipeError
+from segpipe.settings.compose import compose
+from segpipe.settings.config import DataConfig, check
 
 CONSOLE = Console(highlight=False, soft_wrap=True)
 

@@ -11,15 +11,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from segpipe.arguments import parse, with_settings
-from segpipe.checkpoint import load_network
 from segpipe.data.samples import open_samples, verify
 from segpipe.determinism import flags
 from segpipe.distributed.group import Group, choose_device
 from segpipe.errors import ConfigError, SegpipeError
-from segpipe.metrics import summary
-from segpipe.tracking import plain
-from segpipe.validate import validate
+from segpipe.run.tracking import plain
+from segpipe.settings.arguments import parse, with_settings
+from segpipe.train.checkpoint import load_network
+from segpipe.train.metrics import summary
+from segpipe.train.validate import validate
 
 SETTINGS = ("run", "which", "data.root", "data.split", "data.workers", "compute.device", "compute.threads")
 

@@ -18,12 +18,12 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from segpipe.arguments import parse, with_settings
-from segpipe.checkpoint import load_network
 from segpipe.errors import SegpipeError
 from segpipe.export import NOT_EXPORTED, every_tensor_used, export_checkpoint, training_images, validation_samples
-from segpipe.export.report import table
-from segpipe.export_settings import EXPORT_KEYS
+from segpipe.export.artifact.summary import table
+from segpipe.settings.arguments import parse, with_settings
+from segpipe.settings.export_settings import EXPORT_KEYS
+from segpipe.train.checkpoint import load_network
 
 SETTINGS = ("run", "which", *EXPORT_KEYS[1:], "data.root", "data.split")  # without export.enabled
 

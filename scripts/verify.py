@@ -15,8 +15,6 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from segpipe.arguments import parse, with_settings
-from segpipe.checkpoint import load_network
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.export import (
     NOT_VERIFIED,
@@ -29,7 +27,9 @@ from segpipe.export import (
     validation_samples,
     verify_folder,
 )
-from segpipe.export.report import table
+from segpipe.export.artifact.summary import table
+from segpipe.settings.arguments import parse, with_settings
+from segpipe.train.checkpoint import load_network
 
 SETTINGS = (
     "artifact", "run", "which", "data.root", "data.split", "export.images", "export.quality_images",

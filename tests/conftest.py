@@ -33,7 +33,7 @@ def strict_torch() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def quick_exports() -> Iterator[None]:
     """One thread, and no waiting for steady latencies: what a test of exports does not measure."""
-    from segpipe.export import latency
+    from segpipe.export.gates import latency
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from segpipe import checkpoint
-from segpipe.checkpoint import TrainedNetwork
-from segpipe.config import Config, to_mapping
 from segpipe.data.catalog import ClassTable
 from segpipe.data.samples import open_samples
 from segpipe.models import build_model
 from segpipe.models.layers import SegmentationNet
-from segpipe.preprocess import Preprocess
+from segpipe.models.preprocess import Preprocess
+from segpipe.settings.config import Config, to_mapping
+from segpipe.train import checkpoint
+from segpipe.train.checkpoint import TrainedNetwork
 
 NUM_CLASSES = 5
 CLASSES = ClassTable(

@@ -14,8 +14,8 @@ import cv2
 import numpy as np
 import torch
 
-from segpipe.config import AugmentConfig
 from segpipe.data.augment import ScaleCrop
+from segpipe.settings.config import AugmentConfig
 
 LAST = {"number": 0}
 SHARED: list[int] = []

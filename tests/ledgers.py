@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from segpipe.determinism.digest import float_bits
-from segpipe.determinism.ledger import LedgerWriter, ledger_path
-from segpipe.determinism.rows import AUDIT_FIELDS, SAMPLE_FIELDS, SHARD_FIELDS, STEP_FIELDS, Header
+from segpipe.ledger.digest import float_bits
+from segpipe.ledger.files import LedgerWriter, ledger_path
+from segpipe.ledger.rows import AUDIT_FIELDS, SAMPLE_FIELDS, SHARD_FIELDS, STEP_FIELDS, Header
 
 NUM_SAMPLES = 50
 NAMES = [f"scene_{index:03d}" for index in range(NUM_SAMPLES)]

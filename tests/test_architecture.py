@@ -19,16 +19,42 @@ SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
 # Room: rooms that it must not import at the top of a file.
 FORBIDDEN = {
     "segpipe.errors": ("segpipe",),
-    "segpipe.config": ("segpipe.models", "segpipe.data", "segpipe.losses", "segpipe.distributed", "torch", "omegaconf"),
-    "segpipe.models": ("segpipe.data", "segpipe.losses", "segpipe.engine", "segpipe.distributed", "segpipe.export"),
-    "segpipe.data": ("segpipe.models", "segpipe.losses", "segpipe.engine", "segpipe.distributed", "segpipe.export"),
-    "segpipe.losses": ("segpipe.models", "segpipe.data", "segpipe.engine", "segpipe.distributed"),
-    "segpipe.determinism": ("segpipe.models", "segpipe.data", "segpipe.engine", "segpipe.distributed"),
-    "segpipe.distributed": ("segpipe.models", "segpipe.data", "segpipe.engine", "segpipe.losses"),
-    "segpipe.engine": ("segpipe.export", "hydra", "omegaconf", "segpipe.models"),
-    "segpipe.audit": ("segpipe.export", "segpipe.launch", "hydra"),
-    "segpipe.export": ("segpipe.engine", "segpipe.launch", "hydra"),
-    "segpipe.runtime": ("segpipe.config", "segpipe.models", "segpipe.data", "segpipe.export", "torch", "hydra"),
+    "segpipe.settings.config": (
+        "segpipe.models",
+        "segpipe.data",
+        "segpipe.losses",
+        "segpipe.distributed",
+        "torch",
+        "omegaconf",
+    ),
+    "segpipe.models": (
+        "segpipe.data",
+        "segpipe.losses",
+        "segpipe.train.engine",
+        "segpipe.distributed",
+        "segpipe.export",
+    ),
+    "segpipe.data": (
+        "segpipe.models",
+        "segpipe.losses",
+        "segpipe.train.engine",
+        "segpipe.distributed",
+        "segpipe.export",
+    ),
+    "segpipe.losses": ("segpipe.models", "segpipe.data", "segpipe.train.engine", "segpipe.distributed"),
+    "segpipe.determinism": ("segpipe.models", "segpipe.data", "segpipe.train.engine", "segpipe.distributed"),
+    "segpipe.distributed": ("segpipe.models", "segpipe.data", "segpipe.train.engine", "segpipe.losses"),
+    "segpipe.train.engine": ("segpipe.export", "hydra", "omegaconf", "segpipe.models"),
+    "segpipe.audit": ("segpipe.export", "segpipe.run.launch", "hydra"),
+    "segpipe.export": ("segpipe.train.engine", "segpipe.run.launch", "hydra"),
+    "segpipe.runtime": (
+        "segpipe.settings.config",
+        "segpipe.models",
+        "segpipe.data",
+        "segpipe.export",
+        "torch",
+        "hydra",
+    ),
 }
 
 
@@ -102,7 +128,7 @@ def test_import_graph_has_no_cycle() -> None:
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
     assert len(graph()) > 40
-    assert "segpipe.config" in graph()["segpipe.engine"], "the parser sees imports"
+    assert "segpipe.settings.config" in graph()["segpipe.train.engine"], "the parser sees imports"
 
 
 def test_import_chains_are_short() -> None:
@@ -149,10 +175,10 @@ def test_only_one_room_knows_ranks_and_collectives(path: Path) -> None:
     ("module", "absent"),
     [
         ("segpipe.errors", ("torch", "numpy", "hydra")),
-        ("segpipe.config", ("torch", "numpy", "hydra", "omegaconf", "cv2")),
+        ("segpipe.settings.config", ("torch", "numpy", "hydra", "omegaconf", "cv2")),
         ("segpipe.keys", ("torch", "cv2")),
-        ("segpipe.compose", ("torch", "cv2", "albumentations")),
-        ("segpipe.launch", ("torch", "cv2", "albumentations")),
+        ("segpipe.settings.compose", ("torch", "cv2", "albumentations")),
+        ("segpipe.run.launch", ("torch", "cv2", "albumentations")),
         ("segpipe.distributed.environment", ("torch",)),
     ],
 )

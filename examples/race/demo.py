@@ -26,9 +26,9 @@ from rich.text import Text
 
 from examples.race import augment, plain
 from segpipe.data.samples import Samples
-from segpipe.data.synthetic import SyntheticSamples
+from segpipe.data.synthetic.scenes import SyntheticSamples
 from segpipe.errors import ImpureAugmentError
-from segpipe.pictures import blend
+from segpipe.run.pictures import blend
 
 HERE = Path(__file__).resolve().parent
 REFUSED = ImpureAugmentError.exit_code

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from segpipe import checkpoint
-from segpipe.audit import inputs
 from segpipe.audit.report import FAILED, NOTED, PASSED, UNCHECKED, Line
-from segpipe.config import Config, check, config_hash, from_mapping, recipe, to_mapping
-from segpipe.determinism.ledger import INPUTS, ledger_files
-from segpipe.determinism.rows import STEP, read_file
-from segpipe.determinism.run_ledger import RunLedger, mapping_differences, read_run
-from segpipe.determinism.seals import SUFFIX, first_broken, read_seals
 from segpipe.errors import SegpipeError
+from segpipe.ledger import inputs
+from segpipe.ledger.files import INPUTS, ledger_files
+from segpipe.ledger.reader import RunLedger, mapping_differences, read_run
+from segpipe.ledger.rows import STEP, read_file
+from segpipe.ledger.seals import SUFFIX, first_broken, read_seals
+from segpipe.settings.config import Config, check, config_hash, from_mapping, recipe, to_mapping
+from segpipe.train import checkpoint
 
 SHOWN = 5  # names in a line
 

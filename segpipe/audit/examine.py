@@ -10,21 +10,21 @@ from pathlib import Path
 
 import numpy as np
 
-from segpipe.arguments import with_settings
 from segpipe.audit import evidence, files
-from segpipe.audit.inputs import combined, sha256
 from segpipe.audit.report import FAILED, PASSED, UNCHECKED, Audit, Line
 from segpipe.audit.spans import Span, choose_spans
 from segpipe.audit.task import Task, in_folder, run_tasks
-from segpipe.checkpoint import HASHES
-from segpipe.config import Config, check
 from segpipe.determinism import flags
-from segpipe.determinism.divergence import compare
-from segpipe.determinism.ledger import FOLDER, INPUTS
-from segpipe.determinism.rows import SHARD, STEP, row_keys
-from segpipe.determinism.run_ledger import RunLedger, mapping_differences, read_run
 from segpipe.errors import CheckpointError, CollectiveError, SegpipeError
+from segpipe.ledger.divergence import compare
+from segpipe.ledger.files import FOLDER, INPUTS
+from segpipe.ledger.inputs import combined, sha256
+from segpipe.ledger.reader import RunLedger, mapping_differences, read_run
+from segpipe.ledger.rows import SHARD, STEP, row_keys
 from segpipe.runtime.artifact import SUMS
+from segpipe.settings.arguments import with_settings
+from segpipe.settings.config import Config, check
+from segpipe.train.checkpoint import HASHES
 
 Progress = Callable[[str, int, int], None]  # what is done now, updates done, updates in all
 EVIDENCE = ("config.json", INPUTS, "result.json", HASHES, "*.pt", f"{FOLDER}/*", f"export/{SUMS}")

@@ -8,17 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from segpipe import checkpoint
 from segpipe.audit.evidence import differences, some, updates
-from segpipe.audit.inputs import sha256
 from segpipe.audit.report import FAILED, NOTED, PASSED, UNCHECKED, Line
 from segpipe.audit.task import Task, in_folder, run_tasks
-from segpipe.config import Config, from_mapping, recipe
-from segpipe.determinism.rows import STEP, differing
-from segpipe.determinism.run_ledger import RunLedger, mapping_differences, read_run
-from segpipe.determinism.seals import read_seals
 from segpipe.errors import DataError, SegpipeError
+from segpipe.ledger.inputs import sha256
+from segpipe.ledger.reader import RunLedger, mapping_differences, read_run
+from segpipe.ledger.rows import STEP, differing
+from segpipe.ledger.seals import read_seals
 from segpipe.runtime.artifact import MANIFEST, SUMS
+from segpipe.settings.config import Config, from_mapping, recipe
+from segpipe.train import checkpoint
 
 # What content raises that is whole by its own digests, and still is not what a run writes.
 MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RuntimeError)

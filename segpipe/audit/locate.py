@@ -8,14 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from segpipe import checkpoint
 from segpipe.audit.evidence import check_config
 from segpipe.audit.task import Task, in_folder, run_tasks
 from segpipe.audit.trace import first_culprit, read_traces
-from segpipe.config import Config, check
-from segpipe.determinism.divergence import Comparison, compare
-from segpipe.determinism.run_ledger import RunLedger, read_run
 from segpipe.errors import CheckpointError, ConfigError
+from segpipe.ledger.divergence import Comparison, compare
+from segpipe.ledger.reader import RunLedger, read_run
+from segpipe.settings.config import Config, check
+from segpipe.train import checkpoint
 
 Progress = Callable[[int, int], None]  # updates done, updates in all
 TRACED = ("forward", "backward")  # stages that happen inside modules

@@ -6,17 +6,17 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from segpipe import state
-from segpipe.agreement import Agreement, common_fingerprint
 from segpipe.audit.task import Task
 from segpipe.audit.trace import Tracer, write_traces
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.distributed.group import Group
-from segpipe.engine import loss_weights, shard_stream
+from segpipe.distributed.watch.agreement import Agreement, common_fingerprint
+from segpipe.ledger.recorder import Recorder
 from segpipe.losses import valid_pixels
-from segpipe.recorder import Recorder
-from segpipe.step import TrainStep
+from segpipe.train import state
+from segpipe.train.engine import loss_weights, shard_stream
+from segpipe.train.step import TrainStep
 
 
 def replay(task: Task, group: Group, report: Callable[[int], None]) -> None:

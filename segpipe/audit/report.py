@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from segpipe.checkpoint import write_atomically
 from segpipe.errors import ConfigError
+from segpipe.train.checkpoint import write_atomically
 
 PASSED, FAILED, NOTED, UNCHECKED = "passed", "failed", "noted", "not checked"
 VERDICTS = {"passed": 0, "failed": 1, "cannot audit": 2}

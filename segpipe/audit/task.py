@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from segpipe.config import Config, from_mapping, to_mapping
 from segpipe.determinism import flags
 from segpipe.errors import CollectiveError, DivergenceError, SegpipeError
+from segpipe.settings.config import Config, from_mapping, to_mapping
 
 ROOT = Path(__file__).resolve().parents[2]
 ERROR = "error.txt"

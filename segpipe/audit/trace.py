@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
-from segpipe.determinism.digest import digest_many
+from segpipe.ledger.digest import digest_many
 
 INPUT, OUTPUT, WEIGHT = "input", "output", "weight"  # whose gradient an event of the backward pass is
 

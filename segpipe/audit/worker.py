@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 
 from segpipe.audit.task import ERROR, Task
-from segpipe.config import config_hash
 from segpipe.determinism import flags
 from segpipe.distributed import environment
 from segpipe.errors import CollectiveError, SegpipeError
+from segpipe.settings.config import config_hash
 
 
 def work(listed: Path) -> int:

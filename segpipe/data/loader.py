@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from segpipe.data.augment import Augmenter
-from segpipe.data.canary import Canary, Task, Trail, Witness, augment_watched, tasks, witness
 from segpipe.data.order import Order
 from segpipe.data.workers import LOOK_S, end, isolate, take, watch_over, workers_context
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.keys import sample_key
+from segpipe.purity.canary import Canary, Task, Trail, Witness, augment_watched, tasks, witness
 
 if TYPE_CHECKING:
     from segpipe.data.samples import Samples

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from segpipe.config import DataConfig, nearest
+from segpipe.settings.config import DataConfig, nearest
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 

@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from segpipe.errors import UnsafeOpError
-from segpipe.resize import as_on_cuda
+from segpipe.models.resize import as_on_cuda
 
 RAISES = "raises under deterministic algorithms"
 SLOW = "takes a slow form under deterministic algorithms"
@@ -70,7 +70,7 @@ RULES = (
         ("upsample_bilinear2d_backward",),
         SLOW,
         "adds gradients in any order; F.interpolate then computes other forward bits too, and the bare op raises",
-        "segpipe.resize.bilinear",
+        "segpipe.models.resize.bilinear",
     ),
     Rule(
         (
@@ -79,13 +79,13 @@ RULES = (
         ),
         RAISES,
         "adds gradients in any order",
-        "segpipe.resize.bilinear",
+        "segpipe.models.resize.bilinear",
     ),
     Rule(
         ("_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward"),
         RAISES,
         "adds gradients in any order; size 1 is a mean and fine",
-        "segpipe.resize.adaptive_avg_pool, or avg_pool2d with a fixed kernel",
+        "segpipe.models.resize.adaptive_avg_pool, or avg_pool2d with a fixed kernel",
     ),
     Rule(
         ("adaptive_max_pool2d_backward", "adaptive_max_pool3d_backward"),
@@ -106,7 +106,7 @@ RULES = (
         ("max_unpool2d", "max_unpool3d"),
         RAISES,
         "writes to one place more than once where indices repeat",
-        "segpipe.resize.bilinear",
+        "segpipe.models.resize.bilinear",
     ),
     Rule(
         ("reflection_pad1d_backward", "reflection_pad3d_backward"),
@@ -127,7 +127,7 @@ RULES = (
         ("grid_sampler_2d_backward", "grid_sampler_3d_backward", "cudnn_grid_sampler_backward"),
         RAISES,
         "adds gradients in any order; the cuDNN path did so silently",
-        "segpipe.resize.bilinear for a regular grid; warp images before the network",
+        "segpipe.models.resize.bilinear for a regular grid; warp images before the network",
     ),
     Rule(
         ("index_put", "_index_put_impl", "_unsafe_index_put"),
@@ -228,9 +228,9 @@ class OpGate:
     """A context for forward, loss and backward on a CPU; raises UnsafeOpError at its end, naming op, file and line.
 
     Every forbidden call is kept in `violations`, once per op and line. An error of the code inside comes through as it
-    is. While the gate is open, `segpipe.resize.bilinear` goes the way it goes on CUDA. An op of the backward is named
-    by the line of its forward, or by that of `backward()` where the forward ran before the gate was opened. Costs about
-    half a millisecond per node of the autograd graph.
+    is. While the gate is open, `segpipe.models.resize.bilinear` goes the way it goes on CUDA. An op of the backward is
+    named by the line of its forward, or by that of `backward()` where the forward ran before the gate was opened. Costs
+    about half a millisecond per node of the autograd graph.
     """
 
     def __init__(self, rules: Sequence[Rule] = RULES) -> None:

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from segpipe.config import ComputeConfig
-from segpipe.distributed import environment, meeting, watch
-from segpipe.distributed.contract import MARGIN_S, Contract
+from segpipe.distributed import environment, meeting
+from segpipe.distributed.watch import watcher as watch
+from segpipe.distributed.watch.contract import MARGIN_S, Contract
 from segpipe.errors import ConfigError
+from segpipe.settings.config import ComputeConfig
 
 T = TypeVar("T")
 

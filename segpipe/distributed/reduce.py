@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from segpipe.distributed.contract import Contract
 from segpipe.distributed.group import Group, Level
+from segpipe.distributed.watch.contract import Contract
 
 # torch 2.14 warns at each use of the old name; torch 2.11 has only that.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

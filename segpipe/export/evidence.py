@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from segpipe.config import Config
 from segpipe.data.catalog import ClassTable
 from segpipe.data.samples import Samples, open_samples
 from segpipe.errors import ConfigError, DataError
-from segpipe.export.checks import Labelled, check_images
-from segpipe.export.profiles import Image
-from segpipe.export.statistics import spread
+from segpipe.export.artifact.statistics import spread
+from segpipe.export.gates.checks import Labelled, check_images
+from segpipe.export.graph.profiles import Image
+from segpipe.settings.config import Config
 
 
 @dataclass(frozen=True)

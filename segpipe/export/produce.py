@@ -8,17 +8,17 @@ from pathlib import Path
 import onnx
 
 from segpipe.errors import ExportError
-from segpipe.export.convert import Manifest, manifest_text
-from segpipe.export.deploy import DeployModel
-from segpipe.export.formats import FORMATS
-from segpipe.export.half import to_fp16
-from segpipe.export.judge import Subject
-from segpipe.export.manifest import in_file
-from segpipe.export.origin import sha256
-from segpipe.export.outcome import ExportReport
-from segpipe.export.probes import write_probe
-from segpipe.export.profiles import Image
-from segpipe.export.quantize import to_int8
+from segpipe.export.artifact.manifest import in_file
+from segpipe.export.artifact.origin import sha256
+from segpipe.export.artifact.outcome import ExportReport
+from segpipe.export.gates.judge import Subject
+from segpipe.export.graph.convert import Manifest, manifest_text
+from segpipe.export.graph.deploy import DeployModel
+from segpipe.export.graph.formats import FORMATS
+from segpipe.export.graph.probes import write_probe
+from segpipe.export.graph.profiles import Image
+from segpipe.export.lowprec.half import to_fp16
+from segpipe.export.lowprec.quantize import to_int8
 from segpipe.runtime.artifact import MANIFEST_KEY
 
 

@@ -12,34 +12,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from segpipe.errors import ConfigError
-from segpipe.export import report
-from segpipe.export.checks import Check, Labelled, check_set
-from segpipe.export.comparison import Comparison
-from segpipe.export.confidence import calibration_entry
-from segpipe.export.convert import manifest_text
-from segpipe.export.deploy import DeployModel, deploy_model
+from segpipe.export.artifact import summary as report
+from segpipe.export.artifact.golden import golden_entry, golden_figures, write_golden
+from segpipe.export.artifact.manifest import describe, require_schema
+from segpipe.export.artifact.origin import Origin, origin_of
+from segpipe.export.artifact.outcome import NOT_EXPORTED, ExportReport
+from segpipe.export.artifact.place import beside, check_place, put_in_place, recover, write_sums, writing
+from segpipe.export.artifact.sidecars import write_sidecars
+from segpipe.export.artifact.statistics import frame_entries, unknown_frames
 from segpipe.export.evidence import gather
-from segpipe.export.formats import FORMATS, one_thread
-from segpipe.export.gates import MAX_CLASSES
-from segpipe.export.golden import golden_entry, golden_figures, write_golden
-from segpipe.export.judge import Evidence, judge
-from segpipe.export.manifest import describe, require_schema
-from segpipe.export.origin import Origin, origin_of
-from segpipe.export.outcome import NOT_EXPORTED, ExportReport
-from segpipe.export.place import beside, check_place, put_in_place, recover, write_sums, writing
+from segpipe.export.gates.checks import Check, Labelled, check_set
+from segpipe.export.gates.comparison import Comparison
+from segpipe.export.gates.confidence import calibration_entry
+from segpipe.export.gates.judge import Evidence, judge
+from segpipe.export.gates.limits import MAX_CLASSES
+from segpipe.export.gates.robot import load_as_robot
+from segpipe.export.graph.convert import manifest_text
+from segpipe.export.graph.deploy import DeployModel, deploy_model
+from segpipe.export.graph.formats import FORMATS, one_thread
+from segpipe.export.graph.profiles import CONFIDENCE, PROFILES, Image
+from segpipe.export.graph.shapes import free_lengths, trials
 from segpipe.export.produce import produce
-from segpipe.export.profiles import CONFIDENCE, PROFILES, Image
-from segpipe.export.robot import load_as_robot
-from segpipe.export.shapes import free_lengths, trials
-from segpipe.export.sidecars import write_sidecars
-from segpipe.export.statistics import frame_entries, unknown_frames
-from segpipe.export_settings import ExportConfig, export_problems
 from segpipe.runtime.artifact import MANIFEST
+from segpipe.settings.export_settings import ExportConfig, export_problems
 
 if TYPE_CHECKING:
-    from segpipe.checkpoint import TrainedNetwork
-    from segpipe.config import Config
     from segpipe.data.samples import Samples
+    from segpipe.settings.config import Config
+    from segpipe.train.checkpoint import TrainedNetwork
 
 _CALIBRATION_IMAGES = 32  # on which int8 finds its ranges
 

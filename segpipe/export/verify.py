@@ -10,30 +10,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from segpipe.errors import ConfigError, IntegrityError
-from segpipe.export.checks import Labelled, check_set
-from segpipe.export.convert import Manifest
-from segpipe.export.deploy import DeployModel, deploy_model
-from segpipe.export.formats import FORMATS, one_thread
-from segpipe.export.gates import gate_integrity
-from segpipe.export.golden import unlike_golden
-from segpipe.export.judge import Evidence, Subject, judge
-from segpipe.export.manifest import describe, in_file, strangers
-from segpipe.export.origin import Origin, sha256
-from segpipe.export.outcome import NOT_VERIFIED, ExportReport
-from segpipe.export.place import wrong_sums
-from segpipe.export.probes import write_probe
-from segpipe.export.profiles import PROFILES, Image
-from segpipe.export.robot import load_as_robot
-from segpipe.export.schema import violations
-from segpipe.export.shapes import dynamic_of
-from segpipe.export.sidecars import unlike_sidecars
-from segpipe.export.statistics import frame_entries, unknown_frames, unlike_frames
-from segpipe.export_settings import ExportConfig
+from segpipe.export.artifact.golden import unlike_golden
+from segpipe.export.artifact.manifest import describe, in_file, strangers
+from segpipe.export.artifact.origin import Origin, sha256
+from segpipe.export.artifact.outcome import NOT_VERIFIED, ExportReport
+from segpipe.export.artifact.place import wrong_sums
+from segpipe.export.artifact.schema import violations
+from segpipe.export.artifact.sidecars import unlike_sidecars
+from segpipe.export.artifact.statistics import frame_entries, unknown_frames, unlike_frames
+from segpipe.export.gates.checks import Labelled, check_set
+from segpipe.export.gates.judge import Evidence, Subject, judge
+from segpipe.export.gates.limits import gate_integrity
+from segpipe.export.gates.robot import load_as_robot
+from segpipe.export.graph.convert import Manifest
+from segpipe.export.graph.deploy import DeployModel, deploy_model
+from segpipe.export.graph.formats import FORMATS, one_thread
+from segpipe.export.graph.probes import write_probe
+from segpipe.export.graph.profiles import PROFILES, Image
+from segpipe.export.graph.shapes import dynamic_of
 from segpipe.runtime.artifact import MANIFEST
 from segpipe.runtime.shapes import exported_lengths, resolved
+from segpipe.settings.export_settings import ExportConfig
 
 if TYPE_CHECKING:
-    from segpipe.checkpoint import TrainedNetwork
+    from segpipe.train.checkpoint import TrainedNetwork
 
 
 def read_manifest(folder: Path) -> Manifest:

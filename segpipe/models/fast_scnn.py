@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from segpipe.models.layers import Classifier, SegmentationNet, StridedDepthwise, conv_bn, init_weights
-from segpipe.resize import adaptive_avg_pool, bilinear
+from segpipe.models.resize import adaptive_avg_pool, bilinear
 
 _BINS = (1, 2, 3, 6)
 

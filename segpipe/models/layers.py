@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from segpipe.resize import adaptive_avg_pool, bilinear
+from segpipe.models.resize import adaptive_avg_pool, bilinear
 
 
 class SegmentationNet(nn.Module):

@@ -1,0 +1,1 @@
+"""Procedural street scenes."""

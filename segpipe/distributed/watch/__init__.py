@@ -1,0 +1,1 @@
+"""What watches the ranks of a run: collectives, stacks, memory, agreement."""

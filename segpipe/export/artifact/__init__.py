@@ -1,0 +1,1 @@
+"""The files around the model: manifest, checksums, golden answers, model card, robot files."""

@@ -1,0 +1,117 @@
+"""Frames with the answers of the trained network, so that any machine and any language can check itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from segpipe.export.gates.checks import Check
+from segpipe.export.gates.comparison import Comparison, Sigma
+from segpipe.export.gates.limits import FP32
+from segpipe.export.graph.deploy import DeployModel
+from segpipe.export.graph.formats import one_thread, run_eager
+
+FOLDER = "golden"
+ROOM = {"image_agreement": FP32.image_agreement, "confidence_levels": FP32.confidence_levels}  # between two machines
+_IMAGES = 2
+_LOGITS = 64
+_PATCH = 16
+
+
+def golden_entry(checks: Sequence[Check]) -> dict[str, Any]:
+    """`golden` of the manifest: names of the frames, and how far another machine may be from the answers."""
+    return {"images": [check.name for check in _chosen(checks)], **ROOM}
+
+
+def write_golden(model: DeployModel, checks: Sequence[Check], files: Path) -> None:
+    """Writes golden/*.npy: frames and the answers of the eager reference, as `golden_arrays` has them."""
+    (files / FOLDER).mkdir()
+    for name, array in golden_arrays(model, np.stack([check.image for check in _chosen(checks)])).items():
+        np.save(files / FOLDER / f"{name}.npy", array, allow_pickle=False)
+
+
+def golden_arrays(model: DeployModel, images: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
+    """By name, for frames uint8 (n, H, W, 3), which they are under every profile.
+
+    image (n, H, W, 3), mask (n, H, W) and, where the profile has it, confidence (n, h, w) uint8; logits float32 (64,)
+    at logits_index int64 (64, 4), rows of (image, class, row, column); preprocess_input uint8 (1, 16, 16, 3) from the
+    middle of the first image, and preprocess_output float32 (1, 3, 16, 16).
+    """
+    with one_thread(), torch.no_grad():
+        run = run_eager(model)
+        answers = [run(image) for image in images]
+        patch = _middle(images[:1])
+        normalised = model.preprocess(torch.from_numpy(patch)).numpy()
+    confidence = [answer.confidence for answer in answers if answer.confidence is not None]
+    logits = np.stack([answer.logits for answer in answers if answer.logits is not None])
+    generator = np.random.Generator(np.random.Philox(key=1))
+    index = np.stack([generator.integers(0, size, _LOGITS) for size in logits.shape], axis=1)
+    arrays = {
+        "image": images,
+        "mask": np.stack([answer.mask for answer in answers]).astype(np.uint8),
+        **({"confidence": np.stack(confidence)} if confidence else {}),
+        "logits": logits[tuple(index.T)],
+        "logits_index": index,
+        "preprocess_input": patch,
+        "preprocess_output": normalised,
+    }
+    return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+
+
+def unlike_golden(model: DeployModel, files: Path, entry: Mapping[str, Any], sigma: Sigma) -> list[str]:
+    """What in golden/ is not what the trained network answers to its frames; `entry` is `golden` of the manifest.
+
+    Answers may be as far off as those of a file in fp32 on another machine.
+    """
+    wrong = [f"golden.{name} is not {room}" for name, room in ROOM.items() if entry[name] != room]
+    try:
+        found = {path.stem: np.load(path, allow_pickle=False) for path in sorted((files / FOLDER).iterdir())}
+        expected = golden_arrays(model, found["image"])
+    except Exception as error:  # whatever numpy or torch make of foreign arrays
+        return [*wrong, f"{FOLDER}/ cannot be repeated ({type(error).__name__}: {error})"]
+    if len(found["image"]) != len(entry["images"]):
+        wrong.append(f"{FOLDER}/image.npy holds {len(found['image'])} frames, not {len(entry['images'])}")
+    return wrong + [
+        f"{FOLDER}/{name}.npy is not what the trained network gives"
+        for name in sorted(expected.keys() | found.keys())
+        if name not in found or name not in expected or not _agree(name, expected[name], found[name], sigma)
+    ]
+
+
+def _agree(name: str, expected: NDArray[Any], found: NDArray[Any], sigma: Sigma) -> bool:
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    if name == "mask":
+        return bool((found == expected).mean((1, 2)).min() >= (FP32.image_agreement or 0.0))
+    limits = {
+        "confidence": FP32.confidence_levels or 0,
+        "logits": (FP32.logits_sigma or 0.0) * sigma.everything,
+        "preprocess_output": FP32.normalised,
+    }
+    return bool(np.abs(found.astype(np.float64) - expected).max() <= limits.get(name, 0.0))
+
+
+def golden_figures(checks: Sequence[Check], comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    """How far a file of reduced precision was from the golden answers on this machine: another may be no further."""
+    names = {check.name for check in _chosen(checks)}
+    found = [entry for entry in comparisons if entry.name in names]
+    return {
+        "golden_agreement": min(entry.agreement for entry in found),
+        "golden_confidence_levels": max(entry.confidence_difference for entry in found),
+    }
+
+
+def _chosen(checks: Sequence[Check]) -> list[Check]:
+    """Real frames; without any, the made ones that are no constants."""
+    real = [check for check in checks if check.is_real]
+    return (real or [check for check in checks if not check.name.startswith("constant")])[:_IMAGES]
+
+
+def _middle(images: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    row, column = (max(0, (size - _PATCH) // 2) for size in images.shape[1:3])
+    return images[:, row : row + _PATCH, column : column + _PATCH].copy()

@@ -1,0 +1,94 @@
+"""Where a trained network comes from: the commit, the checkpoint file, and what its run measured."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from segpipe.errors import DataError, IntegrityError, WeightsError
+
+if TYPE_CHECKING:
+    from segpipe.train.checkpoint import TrainedNetwork
+
+ROOT = Path(__file__).resolve().parents[3]
+_METRICS = ("miou", "pixel_accuracy", "iou", "absent", "pixels")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Entries of the manifest that the weights alone do not tell; None where nobody knows."""
+
+    git: dict[str, Any] | None = None  # commit, dirty, known_at: train or export
+    checkpoint: dict[str, str] | None = None  # file, sha256
+    metrics: dict[str, Any] | None = None  # of the run's last validation, in fp32
+
+
+def origin_of(run: Path, which: str, trained: TrainedNetwork) -> Origin:
+    """Origin of a network that was loaded from a run folder, or from one checkpoint file.
+
+    Metrics are taken from result.json if it speaks of the very same weights. Raises DataError when it is torn.
+    """
+    path = run
+    if run.is_dir():
+        path = run / "best.pt" if which == "best" and (run / "best.pt").is_file() else run / "last.pt"
+    result = _result(path.parent)
+    checkpoint = {"file": path.name, "sha256": sha256(path)} if path.is_file() else None
+    measured = result.get("ema_digest") == trained.weights_digest
+    metrics = {"split": trained.config.data.split, **{name: result.get(name) for name in _METRICS}}
+    trained_at = result.get("git")
+    return Origin(
+        git={**trained_at, "known_at": "train"} if isinstance(trained_at, dict) else git_state(ROOT),
+        checkpoint=checkpoint,
+        metrics=metrics if measured else None,
+    )
+
+
+@contextlib.contextmanager
+def every_tensor_used(verdict: str) -> Iterator[None]:
+    """Around `load_network`, for those who export or verify.
+
+    Raises IntegrityError (G1), headed by `verdict`, that names tensors which are missing, too many or of another shape.
+    """
+    try:
+        yield
+    except WeightsError as error:
+        raise IntegrityError(f"{verdict}: G1 integrity: {' '.join(str(error).split())}") from error
+
+
+def git_state(root: Path) -> dict[str, Any] | None:
+    """Commit of the checkout at `root`, and whether files differ from it; None where there is no checkout or no git."""
+    if not (root / ".git").exists():
+        return None
+    try:
+        commit = _git(root, "rev-parse", "HEAD")
+        changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": commit, "dirty": bool(changed), "known_at": "export"}
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+
+
+def _result(folder: Path) -> dict[str, Any]:
+    path = folder / "result.json"
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{path} is torn ({error}). Run scripts/evaluate.py, or move the file away.") from None

@@ -1,0 +1,1 @@
+"""fp16 and int8 versions of an ONNX graph."""

@@ -1,0 +1,169 @@
+"""What a run writes down of every update: digests of what it read, computed and left, in the ledger.
+
+Level 0, always (`compute.ledger`): a row for each shard and one for the step. Level 1, `compute.mode=audit`: also rows
+for every sample and every tensor behind those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from segpipe.ledger import files as ledger
+from segpipe.ledger.digest import digest_each, digest_groups, digest_many, float_bits
+from segpipe.settings.config import Config
+
+if TYPE_CHECKING:
+    from segpipe.data.loader import ShardBatch
+    from segpipe.data.samples import Samples
+    from segpipe.distributed.group import Group
+    from segpipe.train.state import TrainState
+
+
+class Recorder:
+    """Rows of this process. Digests stay on the device until a flush, so nothing waits for it in between.
+
+    `state_digest` is one number, int64 and 0-d, for all that the last update left behind.
+    """
+
+    def __init__(
+        self, config: Config, group: Group, state: TrainState, samples: Samples, fingerprint: dict[str, Any]
+    ) -> None:
+        """Open the run's ledger for a session that starts at `state.step`. Raises CheckpointError."""
+        self.state, self.samples = state, samples
+        self.audits = config.compute.mode == "audit"
+        self.steps_held = 10 if self.audits else 50  # on the device, before they are written
+        self._names, self._parameters = zip(*_trained(state.model), strict=True)
+        self._norms = {name: value for name, value in _floats(state.model).items() if name not in self._names}
+        self._averaged = _floats(state.ema.model)
+        session = group.gather(ledger.next_session(config.run_dir) if group.is_main else 0)[0]
+        header = ledger.describe(
+            config,
+            fingerprint,
+            session=session,
+            first_step=state.step,
+            rank=group.rank,
+            world_size=group.world_size,
+            parts={"gradient": self._names, **self.part_names()} if self.audits else None,
+            sample_names=[samples.name(index) for index in range(len(samples))] if group.is_main else [],
+        )
+        self._writer = ledger.LedgerWriter(ledger.ledger_path(config.run_dir, group.rank), header)
+        self._shard: dict[str, Tensor] = {}
+        self._step: dict[str, Tensor] = {}
+        self.state_digest = torch.zeros((), dtype=torch.int64)
+        self._state_row(state.step - 1)
+
+    def forward(self, seen: Tensor, heads: Mapping[str, Tensor]) -> None:
+        """Keep what the shard's network was given and what it gave."""
+        self._shard = {
+            "batch": digest_many([seen], channels_last=True),
+            "logits": digest_many(list(heads.values()), channels_last=True),
+        }
+
+    def read(self, batch: ShardBatch) -> None:
+        """Row of a shard that has no forward of its own, because DDP takes all shards of a rank at once."""
+        row = {"image": digest_each(batch.image), "target": digest_each(batch.target)}
+        self._writer.shard_row(self.state.step, batch.shard, batch.epoch, batch.index, row)
+
+    def shard(self, batch: ShardBatch, loss: Tensor, statistics: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Row of a shard, after its backward; `gradients` in the order of the trained parameters."""
+        step, shard = self.state.step, batch.shard
+        row = {
+            **self._shard,
+            "image": digest_each(batch.image),
+            "target": digest_each(batch.target),
+            "statistics": digest_many(statistics),
+            "loss": float_bits(loss.detach().double()),
+            "gradient": digest_many(gradients, channels_last=True),
+        }
+        self._writer.shard_row(step, shard, batch.epoch, batch.index, row)
+        if not self.audits:
+            return
+        self._writer.part_rows(step, shard, "gradient", _each(gradients))
+        self._writer.part_rows(step, shard, "statistics", _each(statistics))
+        for name, digests in self._decoded(batch).items():
+            self._writer.part_rows(step, shard, name, digests)
+
+    def _decoded(self, batch: ShardBatch) -> dict[str, Tensor]:
+        """Digests of the samples before augmentation; reads them once more, in this process."""
+        pairs = [self.samples.read(int(index)) for index in batch.index]
+        images, targets = (
+            [digest_many([torch.from_numpy(part)]) for part in parts] for parts in zip(*pairs, strict=True)
+        )
+        return {"decoded_image": torch.stack(images), "decoded_target": torch.stack(targets)}
+
+    def reduced(self, valid: Tensor) -> None:
+        """Keep the gradients of the step, before anything scales or clips them."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        self._step = {"valid": valid.long(), "gradient": digest_many(gradients, channels_last=True)}
+        if self.audits:
+            self._writer.part_rows(self.state.step, None, "gradient", _each(gradients))
+
+    def applied(self, rate: float) -> None:
+        """Row of the update that was just done."""
+        scale = self.state.scaler._get_scale_async() if self.state.scaler.is_enabled() else None  # no wait for a GPU
+        self._step |= {"lr": float_bits(rate), "scale": float_bits(1.0 if scale is None else scale)}
+        self._state_row(self.state.step - 1)
+
+    def _state_row(self, step: int) -> None:
+        tensors = self._tensors()
+        row = {name: digest_many(_flat(parts), channels_last=True) for name, parts in tensors.items()}
+        self._writer.step_row(step, {**self._step, **row})
+        self.state_digest = digest_many([torch.stack(list(row.values()))])
+        if self.audits:
+            for name, parts in tensors.items():
+                self._writer.part_rows(step, None, name, _each(parts))
+
+    def _tensors(self) -> dict[str, list[list[Tensor]]]:
+        """What an update leaves behind, by kind: for every name of `part_names` the tensors under that name."""
+        state = self.state
+        return {
+            "weights": [[parameter.detach()] for parameter in self._parameters],
+            "optimizer": [_moments(state.optimizer, parameter) for parameter in self._parameters],
+            "statistics": [[value] for value in self._norms.values()],
+            "ema": [[value] for value in self._averaged.values()],
+        }
+
+    def part_names(self) -> dict[str, list[str]]:
+        """Names of the tensors of the state, by kind, in the order in which a fault spreads."""
+        names = list(self._names)
+        return {"weights": names, "optimizer": names, "statistics": list(self._norms), "ema": list(self._averaged)}
+
+    def state_parts(self) -> dict[str, list[int]]:
+        """Digests of the tensors that `part_names` names, as the state is now."""
+        return {name: _each(parts).tolist() for name, parts in self._tensors().items()}
+
+    def flush(self, *, sync: bool = False) -> None:
+        """Write what is pending; with `sync` it survives a power cut, as the checkpoint beside it will."""
+        self._writer.flush(sync=sync)
+
+    def close(self) -> None:
+        """Write what is pending, and end."""
+        self._writer.close()
+
+
+def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def _floats(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and float buffers by name; they keep their memory for as long as the model lives."""
+    return {name: value for name, value in model.state_dict().items() if value.is_floating_point()}
+
+
+def _moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[Tensor]:
+    """What the optimizer keeps of a parameter, in the order of the names; nothing before the first update."""
+    kept = optimizer.state.get(parameter, {})
+    return [value for _, value in sorted(kept.items()) if isinstance(value, Tensor)]
+
+
+def _flat(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    return [tensor for tensors in parts for tensor in tensors]
+
+
+def _each(parts: Sequence[Tensor] | Sequence[Sequence[Tensor]]) -> Tensor:
+    """Digest of every tensor, or of the tensors of every name, int64 (n,)."""
+    return digest_groups([[part] if isinstance(part, Tensor) else part for part in parts], channels_last=True)

@@ -1,0 +1,1 @@
+"""Whether augmentation is a pure function of sample and key."""

@@ -1,0 +1,61 @@
+"""The folder of a run: whether it may be used, and when an earlier run in it is given up."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from segpipe.errors import ConfigError, SegpipeError
+from segpipe.settings.config import Config
+
+TRACES = ("last.pt", "config.json", "result.json")  # a folder that holds one of them holds a run
+
+
+def claim_folder(config: Config) -> None:
+    """Make the run's folder, as `run.exists` says; an earlier run in it is not touched yet.
+
+    Raises ConfigError when it already holds a run, or cannot be made.
+    """
+    folder = config.run_dir
+    try:
+        if config.run.exists == "error" and _holds_run(folder):
+            raise ConfigError(
+                f"{folder} already holds {_progress(folder)}. Set run.exists=resume to continue it, run.exists=replace "
+                f"to delete it, or choose another run.name."
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"run.root = {config.run.root}: {folder} cannot be made: {error.strerror}. Set run.root to a folder that "
+            f"you may write to."
+        ) from error
+
+
+def clear_folder(config: Config) -> None:
+    """Delete the run that `run.exists=replace` gives up; called when nothing but the training itself can fail.
+
+    Raises ConfigError when files cannot be deleted.
+    """
+    folder = config.run_dir
+    if config.run.exists != "replace" or not _holds_run(folder):
+        return
+    try:
+        shutil.rmtree(folder)
+        folder.mkdir()
+    except OSError as error:
+        raise ConfigError(
+            f"run.exists = replace, but {error.filename} cannot be deleted: {error.strerror}. Choose another run.name."
+        ) from error
+
+
+def _holds_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in TRACES)
+
+
+def _progress(folder: Path) -> str:
+    from segpipe.train.checkpoint import load
+
+    try:
+        return f"step {load(folder / 'last.pt')['step']}"
+    except SegpipeError:
+        return "a run without a readable checkpoint"

@@ -1,0 +1,122 @@
+"""Several runs from one command, each in processes of its own, and what they came to."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from segpipe.errors import ConfigError, Interrupted, SegpipeError
+from segpipe.run.launch import launch
+from segpipe.settings.compose import resolve
+from segpipe.settings.config import Config, recipe
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One job of a sweep: its settings but for the seed, and what it came to."""
+
+    name: str
+    code: int
+    recipe: dict[str, Any]
+    result: dict[str, Any] | None  # content of result.json
+
+
+class Sweep:
+    """Trains the jobs of a --multirun one after another and keeps their results."""
+
+    def __init__(self) -> None:
+        self._outcomes: list[Outcome] = []
+        self._folders: set[Path] = set()
+        self._interrupted = False
+
+    @property
+    def started(self) -> bool:
+        """Whether there was a job to train."""
+        return bool(self._outcomes)
+
+    def job(self, composed: DictConfig) -> None:
+        """Train one job; a failure is kept for the end, so that one bad job does not lose the others.
+
+        After Ctrl-C no further job starts.
+        """
+        if self._interrupted:
+            return
+        try:
+            config = resolve(composed)
+            self._check_own_folder(config)
+        except SegpipeError as error:
+            print(error, file=sys.stderr)
+            self._outcomes.append(Outcome(str(OmegaConf.select(composed, "run.name")), error.exit_code, {}, None))
+            return
+        code = launch(config, isolated=True)
+        self._interrupted = code == Interrupted.exit_code
+        path = config.run_dir / "result.json"
+        result = json.loads(path.read_text()) if code == 0 and path.is_file() else None
+        settings = {key: value for key, value in recipe(config).items() if key != "seed"}
+        self._outcomes.append(Outcome(str(config.run_dir), code, settings, result))
+
+    def _check_own_folder(self, config: Config) -> None:
+        """Two jobs of one folder: the second would replace or resume the first."""
+        if config.run_dir in self._folders:
+            raise ConfigError(
+                f"run.name = {config.run.name} is that of another job of this sweep too. Put what is swept into it: "
+                f"'run.name=NAME-${{optim.lr}}'."
+            )
+        self._folders.add(config.run_dir)
+
+    def finish(self) -> int:
+        """Print a table of all runs, and of runs that differ in their seed only what the seed changes; returns the
+        first exit code that is not 0."""
+        if not self._outcomes:
+            return 0
+        if self._interrupted:
+            print("the sweep was interrupted; jobs that are not in the table did not start.", file=sys.stderr)
+        table = Table("run", "exit code", "mIoU %", title="sweep", title_justify="left")
+        for outcome in self._outcomes:
+            score = outcome.result["miou"] if outcome.result else None  # None, too, where no pixel has a label
+            table.add_row(outcome.name, str(outcome.code), "-" if score is None else f"{100 * score:.2f}")
+        console = Console()
+        console.print(table)
+        for title, results in _by_recipe(self._outcomes):
+            console.print(_spread(title, results))
+        return next((outcome.code for outcome in self._outcomes if outcome.code), 0)
+
+
+def _by_recipe(outcomes: list[Outcome]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Results of each recipe that more than one seed completed, with what tells it from the other recipes."""
+    groups: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        if outcome.result is not None:
+            groups.setdefault(json.dumps(outcome.recipe, sort_keys=True), []).append(outcome)
+    recipes = [members[0].recipe for members in groups.values()]
+    differing = [key for key in (recipes[0] if recipes else {}) if len({str(r.get(key)) for r in recipes}) > 1]
+    found = []
+    for members in groups.values():
+        if len(members) > 1:
+            own = ", ".join(f"{key}={members[0].recipe.get(key)}" for key in differing)
+            found.append((own, [outcome.result for outcome in members if outcome.result is not None]))
+    return found
+
+
+def _spread(title: str, results: list[dict[str, Any]]) -> Table:
+    """Mean and range over the seeds, of mIoU and of every class: one seed is not a result."""
+    heading = f"{len(results)} seeds{f' of {title}' if title else ''}: IoU in %"
+    table = Table("class", "mean", "lowest", "highest", "range", title=heading, title_justify="left")
+    rows = {name: [result["iou"].get(name) for result in results] for name in results[0]["iou"]}
+    rows["mean of classes"] = [result["miou"] for result in results]
+    for name, scores in rows.items():
+        known = [100 * score for score in scores if score is not None]
+        if name == "mean of classes":
+            table.add_section()
+        if known:
+            low, high = min(known), max(known)
+            table.add_row(name, *(f"{number:.2f}" for number in (fmean(known), low, high, high - low)))
+    return table

@@ -1,0 +1,1 @@
+"""One update, the loop around it, and what it changes."""

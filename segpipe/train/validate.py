@@ -1,0 +1,71 @@
+"""Validation on whole images: each image once, on one rank, at its own size, counted in integers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from segpipe.data.loader import eval_images
+from segpipe.data.samples import Samples
+from segpipe.distributed.group import Group
+from segpipe.models.layers import SegmentationNet
+from segpipe.models.preprocess import Preprocess
+from segpipe.models.resize import bilinear
+from segpipe.train.gradients import autocast
+from segpipe.train.metrics import confusion
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Confusion matrices of a split: of the whole, and of every image by its index; int64 (C, C) on the CPU."""
+
+    total: Tensor
+    per_image: dict[int, Tensor]
+
+
+@torch.inference_mode()
+def predict(model: SegmentationNet, preprocess: Preprocess, image: Tensor, *, precision: str = "fp32") -> Tensor:
+    """Class ids of whole images at their own size.
+
+    Shapes: image uint8 (B, H, W, 3) on the device of the model -> uint8 (B, H, W).
+    """
+    with autocast(image.device, precision):
+        logits = model(preprocess(image))
+    size = (image.shape[1], image.shape[2])
+    return bilinear(logits.float(), size, align_corners=model.align_corners).argmax(1).to(torch.uint8)
+
+
+def validate(
+    model: SegmentationNet,
+    preprocess: Preprocess,
+    samples: Samples,
+    group: Group,
+    *,
+    precision: str,
+    workers: int,
+    start_method: str,
+    timeout_s: float = 300.0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Validation:
+    """Confusion of `model`, which must be in eval mode, over all samples, equal on every rank.
+
+    Rank r takes images r, r + R, ...: none is padded, repeated or dropped, whatever the number of ranks.
+    """
+    assert not model.training
+    num_classes = samples.classes.num_classes
+    own = range(group.rank, len(samples), group.world_size)
+    per_image: dict[int, Tensor] = {}
+    images = eval_images(samples, own, workers=workers, start_method=start_method, timeout_s=timeout_s)
+    for index, image, target in images:
+        pred = predict(model, preprocess, image.to(group.device), precision=precision)
+        per_image[index] = confusion(pred, target.to(group.device), num_classes).cpu()
+        progress(len(per_image), len(own))
+    merged = {index: counts for part in group.gather(per_image) for index, counts in part.items()}
+    assert len(merged) == len(samples)
+    total = torch.zeros(num_classes, num_classes, dtype=torch.int64)
+    for index in sorted(merged):
+        total += merged[index]
+    return Validation(total, merged)

@@ -1,0 +1,421 @@
+"""An audit passes a run that is what it says, with any number of processes, and names what was altered afterwards."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from runs import run, settings, torch_restored, write_camvid
+from scripts import audit_run
+from segpipe.audit import examine as examination
+from segpipe.audit.examine import Request, examine
+from segpipe.audit.report import FAILED, Audit, Line
+from segpipe.determinism import flags
+from segpipe.errors import DataError
+from segpipe.ledger import inputs
+from segpipe.ledger.files import ledger_path
+from segpipe.ledger.reader import read_run
+from segpipe.ledger.rows import STEP, read_file, seal, slots
+from segpipe.ledger.seals import RunningHash
+from segpipe.settings.compose import compose
+from segpipe.settings.config import Config, config_hash, from_mapping
+from segpipe.train import checkpoint
+
+STEPS, KEPT = 4, 2
+
+
+@pytest.fixture(autouse=True)
+def _torch_as_it_was() -> Iterator[None]:
+    """An audit sets the switches of the run that it trains again."""
+    with torch_restored():
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the data and a finished run: checkpoints after 2 and 4 updates, and an exported folder."""
+    folder = tmp_path_factory.mktemp("audit")
+    write_camvid(folder / "data")
+    changes = ("data=camvid", f"data.root={folder / 'data'}", f"train.steps={STEPS}", f"checkpoint.keep_every={KEPT}")
+    assert run(folder / "run", *changes, "compute.shards=2", "checkpoint.every=3") == 0
+    (folder / "run" / "best.pt").unlink()  # the same state as last.pt, and as slow to look at
+    write_export(folder / "run")
+    return folder
+
+
+def compose_of(folder: Path) -> Config:
+    """The run's configuration."""
+    return from_mapping(json.loads((folder / "run" / "config.json").read_text()))
+
+
+def write_export(run_folder: Path) -> None:
+    """What an audit reads of an exported folder."""
+    folder, last = run_folder / "export", run_folder / "last.pt"
+    folder.mkdir()
+    origin = {"file": "last.pt", "sha256": inputs.sha256(last)}
+    weights = checkpoint.load(last)["digests"]["ema"]
+    (folder / "model.onnx").write_bytes(b"a network")
+    (folder / "manifest.json").write_text(json.dumps({"source": {"weights_digest": weights, "checkpoint": origin}}))
+    lines = [f"{inputs.sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
+    (folder / "SHA256SUMS").write_text("".join(lines))
+
+
+@pytest.fixture
+def copy(whole: Path, tmp_path: Path) -> Path:
+    """The same, to be altered."""
+    for name in ("run", "data"):
+        shutil.copytree(whole / name, tmp_path / name)
+    return tmp_path
+
+
+def audited(folder: Path, **wishes: object) -> Audit:
+    """Audit with one update of one span, in this process."""
+    asked: dict[str, object] = {"seed": 1, "spans": 1, "span_steps": 1, "settings": {"data.root": str(folder / "data")}}
+    return examine(Request(folder / "run", **{**asked, **wishes}), lambda what, done, total: None)  # type: ignore[arg-type]
+
+
+def failures(audit: Audit) -> dict[str, str]:
+    """Text of the lines that failed, by part."""
+    found: dict[str, str] = {}
+    for line in audit.lines:
+        if line.status == FAILED:
+            found[line.part] = f"{found.get(line.part, '')} {line.text}".strip()
+    return found
+
+
+def test_a_sound_run_passes_from_the_first_image_to_the_final_file(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [f"run={whole / 'run'}", "spans=3", "span_steps=0", "seed=4", f"out={tmp_path}"]
+    assert audit_run.main(arguments) == 0, capsys.readouterr()
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["verdict"], report["replayed"], report["updates"]) == ("passed", STEPS, STEPS)
+    parts = ["data", "code", "config", "ledger", "last.pt", "step_000002.pt"]
+    assert [line["part"] for line in report["lines"]] == [*parts, *["replay"] * 2, "result", "export"]
+    assert {line["status"] for line in report["lines"] if line["part"] != "code"} == {"passed"}
+    page = (tmp_path / "report.md").read_text()
+    assert page.startswith(f"# Audit of {whole / 'run'}: passed")
+    assert report["evidence"] in page
+    assert "passed: 4 of 4 updates trained again gave the same bits" in capsys.readouterr().out
+    texts = {line["part"]: line["text"] for line in report["lines"]}
+    recorded, last = inputs.read(whole / "run" / "inputs.json"), checkpoint.load(whole / "run" / "last.pt")
+    named = {
+        "data": [recorded["data"]["sha256"]],
+        "code": [recorded["code"]["sha256"]],
+        "config": [config_hash(compose_of(whole))],
+        "last.pt": [f"weights {last['digests']['model']}", f"averaged weights {last['digests']['ema']}"],
+    }
+    assert all(value in texts[part] for part, values in named.items() for value in values), texts
+
+
+def test_another_number_of_processes_gives_the_same_rows(whole: Path) -> None:
+    audit = audited(whole, span_steps=0, nproc=2)
+    assert (audit.verdict, audit.replayed) == ("passed", KEPT), audit.sentence
+
+
+def flip(path: Path, place: int) -> None:
+    """Change one bit of one byte."""
+    raw = bytearray(path.read_bytes())
+    raw[place] ^= 1
+    path.write_bytes(raw)
+
+
+def edit(path: Path, change: Callable[[dict], object]) -> None:  # type: ignore[type-arg]
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content, indent=2))
+
+
+def forge_row(folder: Path, step: int, *, sealed: bool) -> None:
+    """Change the weights' digest of a step together with the checksum of the row; `sealed`: and with the seals."""
+    path = ledger_path(folder / "run", 0)
+    (session,) = read_file(path).sessions
+    rows = session.rows.copy()
+    place = np.flatnonzero((rows["step"] == step) & (rows["kind"] == STEP))[0]
+    rows["digest"][place, slots(STEP, 2)["weights"]] ^= 1
+    raw = path.read_bytes()
+    path.write_bytes(raw[: session.start] + seal(rows) + raw[session.start + rows.nbytes :])
+    if sealed:
+        path.with_suffix(".seal").unlink()
+        RunningHash(path).seal()
+
+
+def in_ledger(folder: Path) -> None:
+    path = ledger_path(folder / "run", 0)
+    (session,) = read_file(path).sessions
+    flip(path, session.start + 5 * session.rows.itemsize + 70)
+
+
+def cut_ledger(folder: Path) -> None:
+    path = ledger_path(folder / "run", 0)
+    (session,) = read_file(path).sessions
+    path.write_bytes(path.read_bytes()[: -3 * session.rows.itemsize])
+
+
+def remove_hashes(folder: Path) -> None:
+    for name in ("ledger/rank00.seal", "checkpoints.sha256"):
+        (folder / "run" / name).unlink()
+
+
+def in_weights(folder: Path) -> None:
+    path = folder / "run" / "step_000002.pt"
+    flip(path, path.stat().st_size // 2)
+
+
+def in_padding(folder: Path) -> None:
+    """A byte between the records of the file, which no reader looks at."""
+    path = folder / "run" / "last.pt"
+    place = path.read_bytes().index(b"ZZZZ")
+    flip(path, place)
+
+
+def other_weights(folder: Path) -> None:
+    """A checkpoint that is whole, listed, and of another training."""
+    path = folder / "run" / "step_000002.pt"
+    state = checkpoint.load(path)
+    next(iter(state["model"].values()))[0, 0, 0, 0] += 1
+    checkpoint.save(path, state, listed=True)
+
+
+def in_image(folder: Path) -> None:
+    path = folder / "data" / "train" / "frame03.png"
+    pixels = cv2.imread(str(path))
+    pixels[30:50, 40:60] ^= 255
+    cv2.imwrite(str(path), pixels)
+
+
+def in_file(folder: Path) -> None:
+    """A bit of a file that says nothing about its pixels' values, or ends its reading."""
+    path = folder / "data" / "val" / "frame01.png"
+    flip(path, path.stat().st_size // 2)
+
+
+def in_setting(folder: Path) -> None:
+    edit(folder / "run" / "config.json", lambda content: content["optim"].update(lr=0.051))
+
+
+def in_free_setting(folder: Path) -> None:
+    edit(folder / "run" / "config.json", lambda content: content["data"].update(workers=1))
+
+
+def in_inputs(folder: Path) -> None:
+    """An image, and its hash in inputs.json with it."""
+    in_image(folder)
+    edit(
+        folder / "run" / "inputs.json",
+        lambda content: content["data"]["files"].update(
+            {"train/frame03.png": inputs.sha256(folder / "data/train/frame03.png")}
+        ),
+    )
+
+
+def in_result(folder: Path) -> None:
+    edit(folder / "run" / "result.json", lambda content: content.update(ema_digest="0" * 32))
+
+
+def in_export(folder: Path) -> None:
+    flip(folder / "run" / "export" / "model.onnx", 3)
+
+
+# Alteration: parts of the report that fail, and what they name. Every other part passes.
+ALTERATIONS: dict[str, tuple[Callable[[Path], object], dict[str, str]]] = {
+    "a byte of a checkpoint": (in_weights, {"step_000002.pt": "step_000002.pt"}),
+    "a byte between the weights, and a setting that reaches no number": (
+        lambda folder: (in_padding(folder), in_free_setting(folder)),
+        {
+            "last.pt": "other bytes",
+            "config": "reaches no number was changed (data.workers is 0 in a checkpoint and 1 in config.json)",
+        },
+    ),
+    "a checkpoint of another training": (
+        other_weights, {"step_000002.pt": "weights are not those of the ledger's row of step 1"}
+    ),
+    "a byte of the ledger": (in_ledger, {"ledger": "row 5 of session 0 (after step 1, shard 0) was altered"}),
+    "a row with its checksum": (
+        lambda folder: forge_row(folder, 1, sealed=False),
+        {"ledger": "(steps -1 to 1)", "step_000002.pt": "weights are not those", "replay": "step 1: weights differ"},
+    ),
+    "a row with its seals": (
+        lambda folder: forge_row(folder, 2, sealed=True),
+        {"replay": "step 2: weights differ", "result": "ledger/rank00.bin was sealed"},
+    ),
+    "the end of the ledger": (
+        cut_ledger,
+        {"ledger": "altered, or cut, between", "last.pt": "update 3 is missing", "result": "the ledger has 3"},
+    ),
+    "hashes that are gone": (
+        remove_hashes,
+        {"ledger": "rank00.seal is missing", "checkpoints.sha256": "it is missing", "result": "was sealed with"},
+    ),
+    "some pixels of an image": (in_image, {"data": "train/frame03.png was altered", "replay": "sample 3 (frame03)"}),
+    "bytes of a validation image and of the exported file, and a digest of the result": (
+        lambda folder: (in_file(folder), in_export(folder), in_result(folder)),
+        {
+            "data": "val/frame01.png was altered",
+            "export": "model.onnx was altered",
+            "result": "ema_digest is '00000000",
+        },
+    ),
+    "a setting": (in_setting, {"config": "optim.lr is 0.05 in the ledger (session 0) and 0.051 in config.json"}),
+    "an image and its hash": (in_inputs, {"data": "inputs.json is not the file", "replay": "sample 3 (frame03)"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALTERATIONS)
+def test_what_was_altered_afterwards_fails_and_is_named(copy: Path, name: str) -> None:
+    alter, expected = ALTERATIONS[name]
+    alter(copy)
+    audit = audited(copy, **({"spans": 9, "span_steps": 0} if "replay" in expected else {}))
+    found = failures(audit)
+    assert (audit.verdict, audit.exit_code) == ("failed", 1)
+    assert found.keys() == expected.keys(), found
+    for part, words in expected.items():
+        assert words in found[part], found
+    assert all(f"{part}: " in audit.sentence for part in expected)
+
+
+def test_the_copy_itself_passes(copy: Path) -> None:
+    """The control of all alterations."""
+    assert audited(copy).verdict == "passed"
+
+
+def test_every_source_is_hashed_the_c_of_the_digests_too() -> None:
+    assert {"engine.py", "determinism/digest.c", "export/manifest.schema.json"} <= inputs.source_hashes().keys()
+
+
+def test_other_sources_are_noted_and_fail_nothing_while_the_bits_are_the_same(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashes = inputs.source_hashes
+    monkeypatch.setattr(inputs, "source_hashes", lambda: {**hashes(), "engine.py": "other"})
+    audit = audited(whole)
+    (code,) = [line for line in audit.lines if line.part == "code"]
+    assert (audit.verdict, code.status) == ("passed", "noted")
+    assert "engine.py was altered" in code.text
+
+
+def test_another_environment_cannot_audit_unless_asked_to(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = flags.fingerprint()
+    monkeypatch.setattr(flags, "fingerprint", lambda: {**found, "torch": "9.9", "threads": 1})
+    audit = audited(whole)
+    assert (audit.verdict, audit.exit_code, failures(audit)) == ("cannot audit", 2, {})
+    assert "and '9.9' in this environment" in audit.sentence
+    assert audited(whole, any_environment=True).verdict == "passed"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("no run", "holds no run"),
+        ("no ledger", "without config.json and a ledger"),
+        ("no data", "does not exist here. Set data.root=FOLDER"),
+    ],
+)
+def test_what_cannot_be_audited_says_why(
+    copy: Path, change: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, root = copy / "run", copy / "data"
+    if change == "no run":
+        folder = copy / "absent"
+    elif change == "no ledger":
+        shutil.rmtree(folder / "ledger")
+    else:
+        root = copy / "absent"
+    assert audit_run.main([f"run={folder}", "spans=1", f"data.root={root}"]) == 2
+    told = capsys.readouterr()
+    assert words in told.out + told.err
+
+
+@pytest.mark.parametrize("mode", ["run", "off"])
+def test_modes_that_promise_less_cannot_be_audited(whole: Path, mode: str) -> None:
+    config = compose(settings(whole / "run", f"compute.mode={mode}"))
+    words = examination._obstacle(config, read_run(whole / "run"), Request(whole / "run", seed=0))
+    assert f"compute.mode = {mode} does not promise" in words
+
+
+@pytest.mark.parametrize("argument", ["spans=0", "compute.nproc=0", "seed=x", "optim.lr=1", "any_environment=yes"])
+def test_wishes_that_make_no_sense_are_refused(whole: Path, argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert audit_run.main([f"run={whole / 'run'}", argument]) == 2
+    assert argument.partition("=")[0] in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_is_told_before_the_work(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(audit_run, "examine", lambda *_: pytest.fail("the work was begun"))
+    (tmp_path / "file").touch()
+    assert audit_run.main([f"run={whole / 'run'}", f"out={tmp_path / 'file' / 'audit'}"]) == 2
+    assert f"nothing can be written to {tmp_path / 'file'}. Set out=FOLDER" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("status", "code"), [("passed", 2), (FAILED, 1)])
+def test_a_verdict_is_told_though_its_report_cannot_be_written(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    status: str,
+    code: int,
+) -> None:
+    found = Audit(str(tmp_path), (Line("config", status, "what it is"),), "", 0, 1, 1, 1, "", 0.0)
+    monkeypatch.setattr(audit_run, "examine", lambda *_: (tmp_path / "audit").touch() or found)  # no folder any more
+    assert audit_run.main([f"run={tmp_path}"]) == code
+    told = capsys.readouterr()
+    assert "what it is" in told.out
+    assert f"{found.sentence}." in told.out
+    assert "report.json" in told.err
+    assert "Set out=FOLDER" in told.err
+
+
+def forged(folder: Path, change: Callable[[dict], object]) -> None:  # type: ignore[type-arg]
+    """Change what a checkpoint holds together with all that vouches for it."""
+    path = folder / "run" / "step_000002.pt"
+    state = checkpoint.load(path)
+    change(state)
+    checkpoint.save(path, state, listed=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: state["config"].update(surprise=1), "surprise is not a setting"),
+        (lambda state: state.update(config=7), "its step or its configuration is none"),
+        (lambda state: state["optimizer"].update(param_groups=[]), "none of the run's network and optimizer"),
+    ],
+)
+def test_a_checkpoint_that_no_run_writes_fails_and_ends_nothing(
+    copy: Path,
+    change: Callable[[dict], object],
+    words: str,  # type: ignore[type-arg]
+) -> None:
+    forged(copy, change)
+    audit = audited(copy)
+    assert words in failures(audit)["step_000002.pt"]
+    assert audit.exit_code == 1
+
+
+def test_a_resumed_run_refuses_data_that_changed(copy: Path) -> None:
+    config = compose(
+        settings(copy / "run", "data=camvid", f"data.root={copy / 'data'}", "run.exists=resume", "compute.shards=2")
+    )
+    inputs.record(config, ("train", "val"))
+    in_image(copy)
+    with pytest.raises(DataError, match=r"train/frame03.png was altered since the run .* was started"):
+        inputs.record(config, ("train", "val"))
+
+
+def test_hashes_of_many_files_are_one_that_sees_names_and_contents() -> None:
+    files = {"b": "2", "a": "1"}
+    assert inputs.combined(files) == hashlib.sha256(b"1  a\n2  b\n").hexdigest()
+    assert len({inputs.combined(each) for each in (files, {"a": "2", "b": "1"}, {"a": "1"})}) == 3
+    assert inputs.changes({"a": "1", "b": "2"}, {"b": "3", "c": "4"}) == [
+        "b was altered",
+        "a is missing",
+        "c was added",
+    ]

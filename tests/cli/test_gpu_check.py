@@ -1,0 +1,125 @@
+"""The GPU checks, run on a CPU at toy sizes: their code works, and a broken promise is reported as one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import gpu
+from segpipe.settings.config import Config, check
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> gpu.Bench:
+    return gpu.Bench(torch.device("cpu"), time.monotonic() + 100, size=64, batch=2, updates=1, folder=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["preprocessing", "networks", "loss_and_gradients", "gradients", "speed", "digest"])
+def test_checks_pass_on_a_sound_device(bench: gpu.Bench, name: str) -> None:
+    [(found, passed, figures)] = list(gpu.run(bench, [name]))
+    assert found == name
+    assert passed, figures
+    assert figures
+
+
+def test_the_same_updates_give_the_same_weights(bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "MODELS", {"fast_scnn": gpu.MODELS["fast_scnn"]})
+    [(_, passed, figures)] = list(gpu.run(bench, ["steps"]))
+    assert passed, figures
+    assert {"fast_scnn_fp32", "fast_scnn_bf16", "fast_scnn_fp16"} <= figures.keys()
+
+
+def test_control_a_wrong_loss_fails_and_the_next_check_still_runs(
+    bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, calls = gpu.shard_loss, []
+
+    def sometimes_wrong(*args: object, **kwargs: object) -> dict[str, torch.Tensor]:
+        calls.append(1)
+        parts = right(*args, **kwargs)  # type: ignore[arg-type]
+        return {name: part * (1.01 if len(calls) % 2 else 1.0) for name, part in parts.items()}
+
+    monkeypatch.setattr(gpu, "shard_loss", sometimes_wrong)
+    (_, failed, figures), (_, passed, _) = list(gpu.run(bench, ["loss_and_gradients", "preprocessing"]))
+    assert not failed
+    assert "differs by" in figures["error"]
+    assert passed
+
+
+def test_control_a_wrong_gradient_of_one_parameter_fails(bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "MODELS", {"fast_scnn": gpu.MODELS["fast_scnn"]})
+    right, calls = gpu._gradients, []
+
+    def third_wrong(*args: object) -> list[torch.Tensor]:
+        calls.append(1)
+        found = right(*args)  # type: ignore[arg-type]
+        return [*found[:-1], found[-1] * 1.1] if len(calls) == 3 else found
+
+    monkeypatch.setattr(gpu, "_gradients", third_wrong)
+    [(_, passed, figures)] = list(gpu.run(bench, ["gradients"]))
+    assert not passed
+    assert "fast_scnn: a gradient differs by" in figures["error"]
+
+
+def test_camvid_ends_its_schedule_with_its_steps(bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = []
+
+    def pretend(config: Config, *_: object) -> tuple[None, None, dict[str, float]]:
+        trained.append(config)
+        keys = ("miou", "iou", "steps", "images_per_second", "train_seconds", "ema_digest")
+        return None, None, dict.fromkeys(keys, 120.0)
+
+    monkeypatch.setattr(gpu, "train", pretend)
+    [(_, passed, figures)] = list(gpu.run(replace(bench, camvid=Path("camvid")), ["camvid"]))
+    assert passed, figures
+    assert trained[1].train.steps > 60
+    assert all(config.optim.schedule_steps == 0 and config.compute.device == "cpu" for config in trained)
+    check(trained[1], world_size=1)
+
+
+def test_control_weights_that_differ_fail(bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "MODELS", {"fast_scnn": gpu.MODELS["fast_scnn"]})
+    right = gpu.build_state
+
+    def drifting(*args: object) -> object:
+        state = right(*args)  # type: ignore[arg-type]
+        with torch.no_grad():
+            next(state.model.parameters()).add_(torch.rand(()) * 1e-3)
+        return state
+
+    torch.seed()
+    monkeypatch.setattr(gpu, "build_state", drifting)
+    monkeypatch.setattr("segpipe.train.state.seed_torch", lambda *args: None)
+    [(_, passed, figures)] = list(gpu.run(bench, ["steps"]))
+    assert not passed, figures
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_script_says_so_without_a_gpu() -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/gpu_check.py"], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no GPU here" in done.stdout
+
+
+def test_the_script_writes_what_it_found(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    command = [sys.executable, "scripts/gpu_check.py", "--device", "cpu", "--size", "64", "--batch", "2"]
+    command += ["--only", "preprocessing", "camvid", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.read_text())
+    assert report["checks"]["preprocessing"]["passed"]
+    assert not report["checks"]["camvid"]["passed"]  # nor has it failed: there is no data
+    assert [line.split("  ")[0] for line in done.stdout.splitlines()] == ["passed", "left out"]
+    assert report["device"] == "cpu"

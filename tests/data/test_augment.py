@@ -1,0 +1,245 @@
+"""Augmentation: a pure function of bytes and key, image and target on the same grid, and zero strength does nothing."""
+
+import os
+import pickle
+import random
+
+import albumentations as A
+import cv2
+import numpy as np
+import pytest
+
+from segpipe.data import augment
+from segpipe.data.augment import PAD_COLOUR, Augmenter, colour_matrix
+from segpipe.data.transforms import TRANSFORMS
+from segpipe.keys import generator, sample_key
+from segpipe.settings.config import AugmentConfig
+
+NO_COLOUR = {"brightness": 0.0, "contrast": 0.0, "saturation": 0.0, "hue": 0.0}
+
+
+def config(**changes) -> AugmentConfig:
+    return AugmentConfig(**{"crop_size": [32, 48], "scale": [0.5, 2.0], **changes})
+
+
+@pytest.fixture(scope="module")
+def frame() -> tuple[np.ndarray, np.ndarray]:
+    draws = np.random.Generator(np.random.Philox(7))
+    return draws.integers(0, 256, (60, 80, 3), np.uint8), draws.integers(0, 11, (60, 80), np.uint8)
+
+
+def digest(augmenter, frame, key) -> bytes:
+    return b"".join(part.tobytes() for part in augmenter(*frame, key))
+
+
+def test_shape_and_memory(frame):
+    image, target = Augmenter(config())(*frame, 1)
+    assert (image.shape, target.shape) == ((32, 48, 3), (32, 48))
+    assert image.dtype == target.dtype == np.uint8
+    assert image.flags.c_contiguous
+    assert target.flags.c_contiguous
+
+
+def test_the_sample_is_left_alone(frame):
+    before = [part.copy() for part in frame]
+    Augmenter(config(scale=[1.0, 1.0], crop_size=[60, 80]))(*frame, 1)
+    assert all(np.array_equal(now, then) for now, then in zip(frame, before, strict=True))
+
+
+@pytest.mark.parametrize("crop_size", [[60, 80], [32, 48]])
+def test_the_output_is_never_memory_of_the_sample(frame, crop_size):
+    """A cache may hold the sample; whoever writes into the crop must not change it."""
+    augmenter = Augmenter(config(crop_size=crop_size, scale=[1.0, 1.0], flip=0.0, **NO_COLOUR))
+    for output in augmenter(*frame, 1):
+        assert not any(np.may_share_memory(output, part) for part in frame)
+
+
+def test_parts_are_the_transforms_alone_and_always(frame):
+    whole = Augmenter(config(flip=0.001, extra=["noise"], keyed=False))
+    parts = whole.parts()
+    assert [part.name for part in parts] == ["ScaleCrop", "HorizontalFlip", "ColourMatrix", "noise (SensorNoise)"]
+    assert [part.certain for part in parts] == [True, False, True, False]
+    flipped = parts[1](*frame, 1)
+    assert all(np.array_equal(now, then[:, ::-1]) for now, then in zip(flipped, frame, strict=True))
+    assert digest(parts[0], frame, 1) == digest(parts[0].fresh(), frame, 1) != digest(parts[0], frame, 2)
+
+
+def test_parts_of_nested_transforms(monkeypatch, frame):
+    def nested() -> A.OneOf:
+        return A.OneOf([A.VerticalFlip(p=0.1), A.Sequential([A.Solarize(p=0.2), A.ToGray(p=0.2)], p=0.3)], p=0.5)
+
+    monkeypatch.setitem(TRANSFORMS, "nested", nested)
+    parts = Augmenter(config(extra=["nested"])).parts()[3:]
+    assert [part.name for part in parts] == ["nested (VerticalFlip)", "nested (Solarize)", "nested (ToGray)"]
+    assert not any(part.certain for part in parts)
+    assert np.array_equal(parts[0](*frame, 1)[0], frame[0][::-1])
+
+
+def test_a_fresh_augmenter_starts_anew(frame):
+    control = Augmenter(config(keyed=False))
+    first = digest(control, frame, 1)
+    assert digest(control, frame, 1) != first
+    assert digest(control.fresh(), frame, 1) == first
+
+
+def test_equal_keys_give_equal_bytes_in_any_order(frame):
+    keys = [sample_key(0, 0, index, "augment") for index in range(40)]
+    augmenter = Augmenter(config())
+    forth = [digest(augmenter, frame, key) for key in keys]
+    back = [digest(augmenter, frame, key) for key in reversed(keys)]
+    assert forth == back[::-1]
+    assert len(set(forth)) == 40
+
+
+def test_global_state_does_not_enter(frame):
+    augmenter = Augmenter(config())
+    seen = set()
+    for hostile in (1, 2):
+        random.seed(hostile)
+        np.random.seed(hostile)
+        cv2.setRNGSeed(hostile)
+        seen.add(digest(augmenter, frame, 5))
+    assert len(seen) == 1
+
+
+def test_another_augmenter_gives_the_same_bytes(frame):
+    used = Augmenter(config())
+    digest(used, frame, 1)
+    copies = [Augmenter(config()), pickle.loads(pickle.dumps(used))]
+    assert {digest(copy, frame, 9) for copy in copies} == {digest(used, frame, 9)}
+
+
+def test_the_pipeline_is_neither_pickled_nor_shared_across_a_fork(frame, monkeypatch):
+    augmenter = Augmenter(config())
+    digest(augmenter, frame, 1)
+    parents = augmenter._own_pipeline()
+    assert augmenter._own_pipeline() is parents
+    assert len(pickle.dumps(augmenter)) < 1000
+    monkeypatch.setattr(augment.os, "getpid", lambda: -1)
+    assert augmenter._own_pipeline() is not parents
+
+
+def test_the_unkeyed_control_depends_on_history(frame):
+    """What `keyed=False` is for: it must fail the promises above."""
+    augmenter = Augmenter(config(keyed=False))
+    assert digest(augmenter, frame, 1) != digest(augmenter, frame, 1)
+    pair = [pickle.loads(pickle.dumps(augmenter)) for _ in range(2)]
+    assert digest(pair[0], frame, 1) == digest(pair[1], frame, 2)
+
+
+def test_the_random_state_reaches_nested_steps():
+    """The contract with the pinned albumentations: one state for all steps, however deeply they are nested."""
+    inner = [A.HorizontalFlip(p=0.5), A.VerticalFlip(p=0.5)]
+    pipeline = A.Compose([A.OneOf([A.Sequential(inner, p=1.0), A.SomeOf(inner, n=1)])])
+    pythons, numpys = random.Random(1), generator(1)
+    pipeline.set_random_state(numpys, pythons)
+    assert all(step.py_random is pythons and step.random_generator is numpys for step in inner)
+
+
+def test_zero_strength_changes_nothing(frame):
+    still = Augmenter(config(scale=[1.0, 1.0], crop_size=[60, 80], flip=0.0, **NO_COLOUR))
+    assert all(np.array_equal(now, then) for now, then in zip(still(*frame, 3), frame, strict=True))
+    assert len(still._own_pipeline().transforms) == 1
+    moved = Augmenter(config(scale=[1.0, 1.0], crop_size=[60, 80], flip=0.0))
+    assert not np.array_equal(moved(*frame, 3)[0], frame[0])
+
+
+@pytest.mark.parametrize("scale", [2 / 3, 1.0, 2.0])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_image_and_target_share_the_grid(axis, scale):
+    """Both hold a coordinate of the source; after the resize they agree to half a pixel, without bias."""
+    ramp = np.indices((60, 60))[axis].astype(np.uint8)
+    image = np.repeat((4 * ramp)[..., None], 3, axis=2)  # times 4: interpolated values at these scales stay whole
+    augmenter = Augmenter(config(crop_size=[32, 32], scale=[scale, scale], **NO_COLOUR))
+    errors = []
+    for key in range(8):
+        seen, target = augmenter(image, ramp, key)
+        part = (slice(2, -2), slice(2, -2))  # at the border of the frame the interpolation stops being linear
+        errors.append(seen[part][..., 0] / 4 - target[part])
+    assert np.abs(errors).max() <= 0.5
+    assert abs(np.mean(errors)) < 0.05
+
+
+def test_plain_nearest_is_biased(monkeypatch):
+    """The control: OpenCV's INTER_NEAREST takes the pixel to the upper left, half a pixel off at this scale."""
+    monkeypatch.setattr(augment.cv2, "INTER_NEAREST_EXACT", cv2.INTER_NEAREST)
+    with pytest.raises(AssertionError):
+        test_image_and_target_share_the_grid(1, 2 / 3)
+
+
+def test_flips_happen_and_keep_pairs_together():
+    target = np.repeat(np.arange(48, dtype=np.uint8)[None], 32, axis=0)
+    image = np.repeat(target[..., None] * 5, 3, axis=2)
+    augmenter = Augmenter(config(scale=[1.0, 1.0], flip=0.5, **NO_COLOUR))
+    flipped = 0
+    for key in range(100):
+        seen, kept = augmenter(image, target, sample_key(0, 0, key, "augment"))
+        assert np.array_equal(seen[..., 0], kept * 5)
+        flipped += int(kept[0, 0] == 47)
+    assert 35 < flipped < 65
+
+
+def test_padding_is_mean_colour_and_ignored(frame):
+    augmenter = Augmenter(config(crop_size=[64, 96], scale=[0.5, 0.5], flip=0.0, **NO_COLOUR))
+    places = set()
+    for key in range(30):
+        image, target = augmenter(*frame, key)
+        padding = target == 255
+        assert (~padding).sum() == 30 * 40
+        assert (image[padding] == PAD_COLOUR).all()
+        places.add(tuple(np.argwhere(~padding)[0]))
+    assert len(places) > 20
+
+
+def test_scale_is_uniform_in_log():
+    """Half of all factors lie below 1 when the range is 1/2 to 2; uniform in the factor it would be a third."""
+    cropper = augment.ScaleCrop((32, 32), (0.5, 2.0))
+    cropper.set_random_state(generator(0), random.Random(0))
+    boxes = [cropper.get_params_dependent_on_data({"shape": (500, 500)}, {})["source"][0] for _ in range(1000)]
+    assert 0.45 < np.mean([box.stop - box.start > 32 for box in boxes]) < 0.55
+
+
+def test_crops_reach_every_border():
+    cropper = augment.ScaleCrop((32, 32), (1.0, 1.0))
+    cropper.set_random_state(generator(0), random.Random(0))
+    starts = [cropper.get_params_dependent_on_data({"shape": (36, 36)}, {})["source"][0].start for _ in range(500)]
+    assert set(starts) == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("size", [(1, 1), (7, 300), (33, 31), (480, 360)])
+def test_any_image_and_any_factor_fit(size):
+    draws = random.Random(0)
+    for _ in range(300):
+        factor, draw = 10 ** draws.uniform(-1, 1), draws.choice([0.0, draws.random(), 1 - 2**-53])
+        source, place = augment._spans(size[0], 32, factor, draw)
+        assert 0 <= source.start < source.stop <= size[0]
+        assert 0 <= place.start < place.stop <= 32
+
+
+def test_colour_is_the_identity_at_zero_and_keeps_grey_grey():
+    assert np.array_equal(colour_matrix(0, 0, 0, 0), np.eye(3, 4))
+    turned = colour_matrix(0, 0, 0.4, 0.1)
+    assert turned[:, :3].sum(axis=1) == pytest.approx([1, 1, 1], abs=1e-3)
+    assert turned[:, 3] == pytest.approx([0, 0, 0], abs=1e-9)
+    assert colour_matrix(0, 0.5, 0, 0)[:, :3] @ PAD_COLOUR + colour_matrix(0, 0.5, 0, 0)[:, 3] == pytest.approx(
+        PAD_COLOUR
+    )
+
+
+def test_colour_is_integer_arithmetic(frame):
+    """OpenCV multiplies bytes in fixed point (10 bits), so that the same matrix gives the same bytes on any CPU."""
+    matrix = colour_matrix(0.2, -0.1, 0.2, 0.02)
+    fixed = np.rint(matrix * 1024).astype(np.int64)
+    fixed[:, 3] = np.rint(matrix[:, 3] * 1024 + 512)
+    expected = np.clip((frame[0].astype(np.int64) @ fixed[:, :3].T + fixed[:, 3]) >> 10, 0, 255)
+    assert np.array_equal(cv2.transform(frame[0], matrix), expected)
+
+
+def test_colour_leaves_the_target_alone(frame):
+    plain, coloured = Augmenter(config(**NO_COLOUR)), Augmenter(config())
+    for key in range(5):
+        assert np.array_equal(plain(*frame, key)[1], coloured(*frame, key)[1])
+
+
+def test_importing_asks_no_server():
+    assert os.environ["NO_ALBUMENTATIONS_UPDATE"] == "1"

@@ -1,0 +1,362 @@
+"""Loader: the same bits for any workers and any start method, distinct samples, errors that arrive, and no hanging."""
+
+import hashlib
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from segpipe.data import loader
+from segpipe.data.augment import Augmenter
+from segpipe.data.loader import eval_images, train_batches
+from segpipe.data.order import Order
+from segpipe.errors import ConfigError, DataError
+from segpipe.keys import sample_key
+from segpipe.settings.config import AugmentConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+CROP = AugmentConfig(crop_size=[32, 48], canary=5)  # so that every layout here makes samples again
+ORDER = Order(seed=3, num_samples=10, shards=2, samples_per_shard=3)
+
+
+class OneImage:
+    """The same frame under every index: whatever differs in a batch came from the augmentation."""
+
+    classes = None
+
+    def __len__(self) -> int:
+        return 10
+
+    def name(self, index: int) -> str:
+        return f"frame_{index}"
+
+    def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        draws = np.random.Generator(np.random.Philox(1))
+        return draws.integers(0, 256, (60, 80, 3), np.uint8), draws.integers(0, 11, (60, 80), np.uint8)
+
+
+class Sleepy(OneImage):
+    """Workers that are late by different times."""
+
+    def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        time.sleep(hash((os.getpid(), index)) % 7 / 500)
+        return super().read(index)
+
+
+class Torn(OneImage):
+    def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        if index == 4:
+            raise DataError(f"{self.name(index)}.png is torn at byte 77. Copy it again.")
+        return super().read(index)
+
+
+class Buggy(OneImage):
+    def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        raise ZeroDivisionError("our own mistake")
+
+
+class Sizes(OneImage):
+    def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return np.full((5 + index, 7, 3), index, np.uint8), np.full((5 + index, 7), index + 1, np.uint8)
+
+
+class Selfish(OneImage):
+    """Its second worker dies with the lock that torch's own event takes when workers are ended."""
+
+    def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        if torch.utils.data.get_worker_info().id == 1:
+            frame = sys._getframe()
+            while "done_event" not in frame.f_locals:
+                frame = frame.f_back
+            with getattr(frame.f_locals["done_event"], "_cond", nullcontext()):
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().read(index)
+
+
+class Stuck(OneImage):
+    """A disk that does not answer any more."""
+
+    def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        if index == 4:
+            time.sleep(600)
+        return super().read(index)
+
+
+class Worker(OneImage):
+    """Reports the state of the process that reads."""
+
+    def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        interrupts = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        seeds = random.random(), np.random.random(), float(torch.rand(()))
+        state = [interrupts, cv2.getNumThreads(), torch.get_num_threads(), *(int(255 * seed) for seed in seeds)]
+        return np.zeros((1, len(state), 3), np.uint8), np.array([state], np.uint8)
+
+
+def batches(
+    samples=None, config=CROP, order=ORDER, shards=range(2), steps=range(4), workers=0, how="fork", prefetch=2, **more
+):
+    return train_batches(
+        samples or OneImage(),
+        Augmenter(config),
+        order,
+        seed=order.seed,
+        shards=shards,
+        steps=steps,
+        workers=workers,
+        start_method=how,
+        prefetch=prefetch,
+        pin_memory=False,
+        **more,
+    )
+
+
+def digests(items) -> list[str]:
+    """One digest per batch over everything in it."""
+    found = []
+    for batch in items:
+        parts = [str((batch.step, batch.shard)).encode(), *(part.numpy().tobytes() for part in batch[2:])]
+        found.append(hashlib.sha256(b"".join(parts)).hexdigest())
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    return digests(batches())
+
+
+def test_a_batch(expected):
+    found = list(batches())
+    assert [(batch.step, batch.shard) for batch in found] == [(step, shard) for step in range(4) for shard in range(2)]
+    batch = found[3]
+    assert (batch.image.shape, batch.image.dtype) == ((3, 32, 48, 3), torch.uint8)
+    assert (batch.target.shape, batch.target.dtype) == ((3, 32, 48), torch.uint8)
+    assert batch.epoch.dtype == batch.index.dtype == torch.int64
+    assert list(zip(batch.epoch.tolist(), batch.index.tolist(), strict=True)) == ORDER.shard(1, 1)
+    assert len(set(expected)) == 8
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_every_row_has_the_key_of_its_seed_epoch_and_index(workers):
+    augmenter, frame = Augmenter(CROP), OneImage().read(0)
+    for batch in batches(workers=workers):
+        for image, target, epoch, index in zip(*(part.numpy() for part in batch[2:]), strict=True):
+            alone = augmenter(*frame, sample_key(ORDER.seed, int(epoch), int(index), "augment"))
+            assert np.array_equal(image, alone[0])
+            assert np.array_equal(target, alone[1])
+
+
+@pytest.mark.parametrize(
+    ("how", "workers", "prefetch"),
+    [
+        *(("fork", workers, prefetch) for workers in (1, 2, 3, 8) for prefetch in (1, 4)),
+        *(("forkserver", workers, 2) for workers in (1, 2, 3)),
+        ("spawn", 1, 2),
+    ],
+)
+def test_workers_and_start_methods_do_not_enter(expected, how, workers, prefetch):
+    assert digests(batches(Sleepy(), workers=workers, how=how, prefetch=prefetch)) == expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resuming_equals_continuing(expected, workers):
+    assert digests(batches(steps=range(2, 4), workers=workers)) == expected[4:]
+
+
+def test_ranks_divide_the_shards(expected):
+    parts = [digests(batches(shards=range(rank, rank + 1))) for rank in range(2)]
+    assert [parts[shard][step] for step in range(4) for shard in range(2)] == expected
+
+
+def test_hostile_global_seeds(expected):
+    for hostile in (1, 2):
+        random.seed(hostile)
+        np.random.seed(hostile)
+        torch.manual_seed(hostile)
+        assert digests(batches(workers=1)) == expected
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_trainers_random_state_is_left_alone(workers):
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    list(batches(workers=workers))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
+
+
+def distinct(config: AugmentConfig, ranks: int, workers: int, steps: range) -> tuple[int, int]:
+    """Distinct and all outputs of one frame on `ranks` ranks, one sample per shard."""
+    order = Order(seed=0, num_samples=10, shards=ranks, samples_per_shard=1)
+    outputs = [
+        batch.image.numpy().tobytes()
+        for rank in range(ranks)
+        for batch in batches(config=config, order=order, shards=range(rank, rank + 1), steps=steps, workers=workers)
+    ]
+    return len(set(outputs)), len(outputs)
+
+
+def test_sixteen_ranks_see_different_augmentations():
+    found, total = distinct(CROP, ranks=16, workers=2, steps=range(8))
+    assert total == 128
+    assert found >= 0.99 * total
+
+
+def test_the_control_repeats_itself():
+    """albumentations' own seeding: 8 samples from 4 workers are 2 distinct ones, and every rank has the same 2."""
+    control = AugmentConfig(crop_size=[32, 48], keyed=False)
+    assert distinct(control, ranks=1, workers=4, steps=range(8)) == (2, 8)
+    assert distinct(control, ranks=4, workers=4, steps=range(8)) == (2, 32)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_whole_images_in_the_order_asked_for(workers):
+    found = list(eval_images(Sizes(), [7, 0, 3], workers=workers, start_method="fork"))
+    assert [index for index, _, _ in found] == [7, 0, 3]
+    for index, image, target in found:
+        assert image.shape == (1, 5 + index, 7, 3)
+        assert target.shape == (1, 5 + index, 7)
+        assert (image == index).all()
+        assert (target == index + 1).all()
+
+
+def test_workers_are_isolated():
+    first, second = (
+        [target.flatten().tolist() for _, _, target in eval_images(Worker(), [0], workers=1, start_method="fork")]
+        for _ in range(2)
+    )
+    interrupts, opencv_threads, torch_threads = first[0][:3]
+    assert (interrupts, opencv_threads, torch_threads) == (1, 1, 1)
+    assert first == second  # global generators start from a constant
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_bad_file_is_named_in_its_turn(workers):
+    before = ORDER.shard(0, 0) + ORDER.shard(0, 1) + ORDER.shard(1, 0) + ORDER.shard(1, 1)
+    turn = [index for _, index in before].index(4) // 3
+    seen = []
+    with pytest.raises(DataError) as caught:
+        seen.extend(batches(Torn(), workers=workers))
+    assert str(caught.value) == "frame_4.png is torn at byte 77. Copy it again."
+    assert not multiprocessing.active_children()
+    assert len(seen) == turn
+
+
+def test_a_bug_keeps_its_type_and_place():
+    with pytest.raises(ZeroDivisionError, match="our own mistake"):
+        next(batches(Buggy(), workers=1))
+
+
+def test_a_killed_worker_is_named():
+    items = batches(steps=range(1000), workers=2)
+    next(items)
+    victim = multiprocessing.active_children()[0]
+    os.kill(victim.pid, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(DataError, match=r"loader worker [01] was killed by signal 9, often memory"):
+        list(items)
+    assert time.monotonic() - start < 20
+    assert not multiprocessing.active_children()
+
+
+def test_a_worker_that_dies_with_a_lock_does_not_hold_up_the_end():
+    start = time.monotonic()
+    with pytest.raises(DataError, match="loader worker 1 was killed by signal 9"):
+        list(batches(Selfish(), workers=2))
+    assert time.monotonic() - start < 30
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("how", ["fork", "forkserver"])
+def test_workers_leave_a_sigterm_of_the_whole_job_to_the_trainer(expected, how):
+    """Schedulers send it to every process; the trainer finishes its step with what the workers still bring."""
+    items = batches(workers=2, how=how)
+    first = [next(items), next(items)]
+    for child in multiprocessing.active_children():
+        os.kill(child.pid, signal.SIGTERM)
+    time.sleep(0.05)
+    assert digests([*first, *items]) == expected
+    assert not multiprocessing.active_children()
+
+
+def test_workers_that_nobody_ends_do_not_hold_up_the_exit():
+    without = next(step for step in range(9) if 4 not in [index for _, index in ORDER.shard(step, 0)])
+    code = f"""
+import test_loader
+items = test_loader.batches(test_loader.Stuck(), workers=2, steps=range({without}, 9))
+next(items)
+"""
+    folders = os.pathsep.join(str(folder) for folder in (ROOT, ROOT / "tests"))
+    environment = os.environ | {"PYTHONPATH": folders, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=120, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_that_hangs_is_named_with_its_stack(workers, monkeypatch, capfd):
+    monkeypatch.setattr("segpipe.data.loader.LOOK_S", 0.1)
+    with pytest.raises(DataError, match=r"loader worker [01] \(process \d+\) has sent nothing for 4 s"):
+        list(batches(Stuck(), workers=workers, timeout_s=4.0))
+    stack = capfd.readouterr().err
+    assert "test_loader.py" in stack
+    assert " in read" in stack
+    assert not multiprocessing.active_children()
+
+
+def test_a_dying_worker_does_not_interrupt_other_code():
+    """torch's own handler would raise here, in the middle of whatever the trainer is doing."""
+    items = batches(steps=range(1000), workers=1)
+    next(items)
+    victim = multiprocessing.active_children()[0].pid
+    os.kill(victim, signal.SIGKILL)
+    os.waitid(os.P_PID, victim, os.WEXITED | os.WNOWAIT)  # dead, and not yet reaped: the handler would look for it
+    time.sleep(0.01)
+    items.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_closing_half_way(workers, monkeypatch):
+    """Workers end by themselves; one that did not would be waited for during torch's interval, and then killed."""
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 60.0)
+    items = batches(steps=range(100000), workers=workers)
+    next(items)
+    start, threads, children = time.monotonic(), threading.active_count(), multiprocessing.active_children()
+    items.close()
+    assert time.monotonic() - start < 30
+    assert [child.exitcode for child in children] == [0] * workers
+    assert not multiprocessing.active_children()
+    assert threading.active_count() <= threads
+
+
+def test_descriptors_do_not_pile_up():
+    def num_open() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    items = batches(steps=range(60), workers=2)
+    next(items)
+    before = num_open()
+    assert max(num_open() - before for _ in items) < 20
+
+
+def test_too_little_shared_memory_is_said_before_the_start(monkeypatch):
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(loader.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(ConfigError, match=r"data.workers = 2 and data.prefetch = 2 need .* MiB free"):
+        batches(workers=2)
+    assert len(list(batches(workers=0))) == 8
+
+
+def test_a_sequence_of_places_can_be_read_twice():
+    places = loader._Places(range(2), range(3))
+    assert list(places) == list(places) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert len(places) == 6

@@ -1,0 +1,144 @@
+"""Further transforms: each does what it says, image and target stay in register, and names are checked."""
+
+import math
+import pickle
+import random
+
+import albumentations as A
+import numpy as np
+import pytest
+
+from segpipe.data.augment import Augmenter
+from segpipe.data.transforms import TRANSFORMS, Fog, SensorNoise, builder
+from segpipe.errors import ConfigError
+from segpipe.keys import generator, sample_key
+from segpipe.settings.compose import compose
+from segpipe.settings.config import AugmentConfig, check
+
+PLAIN = {"scale": [1.0, 1.0], "flip": 0.0, "brightness": 0.0, "contrast": 0.0, "saturation": 0.0, "hue": 0.0}
+
+
+@pytest.fixture(scope="module")
+def frame() -> tuple[np.ndarray, np.ndarray]:
+    draws = np.random.Generator(np.random.Philox(3))
+    return draws.integers(0, 256, (64, 96, 3), np.uint8), draws.integers(0, 11, (64, 96), np.uint8)
+
+
+def keyed(step: A.BasicTransform, image: np.ndarray, key: int) -> np.ndarray:
+    """A transform applied alone under a key."""
+    step.p = 1.0
+    pipeline = A.Compose([step])
+    pipeline.set_random_state(generator(key), random.Random(key))
+    return pipeline(image=image)["image"]
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_shape_type_and_target(name, frame):
+    """Every shipped transform changes the image; only cutout touches the target, and only to ignore pixels."""
+    augmenter = Augmenter(AugmentConfig(crop_size=[64, 96], extra=[name], **PLAIN))
+    part = augmenter.parts()[-1]
+    assert part.name.startswith(f"{name} (")
+    changed = 0
+    for key in range(6):
+        image, target = part(*frame, key)
+        assert (image.shape, image.dtype) == ((64, 96, 3), np.uint8)
+        assert image.flags.c_contiguous
+        changed += not np.array_equal(image, frame[0])
+        touched = target != frame[1]
+        assert touched.any() == (name == "cutout")
+        assert (target[touched] == 255).all()
+        if name == "cutout":
+            assert (image[touched] == (124, 116, 104)).all(), "the image is empty where the target is ignored"
+            assert np.array_equal(image[target == frame[1]], frame[0][target == frame[1]])
+    assert changed == 6
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_they_are_left_out_by_chance(name, frame):
+    """A transform that always applies would hide what the network meets on a good day."""
+    augmenter = Augmenter(AugmentConfig(crop_size=[64, 96], extra=[name], **PLAIN))
+    seen = [augmenter(*frame, sample_key(0, 0, index, "augment"))[0] for index in range(60)]
+    untouched = sum(np.array_equal(image, frame[0]) for image in seen)
+    assert 30 < untouched < 60
+
+
+def test_noise_has_the_variance_that_it_says():
+    """Variance = read**2 + shot * value in every channel, no bias, and no neighbour knows another."""
+    for value, read, shot in ((60, 3.0, 0.0), (200, 1.0, 0.1), (128, 4.0, 0.05)):
+        image = np.full((200, 200, 3), value, np.uint8)
+        noisy = keyed(SensorNoise((read, read), (shot, shot)), image, 5).astype(float) - value
+        expected = read**2 + shot * value + 1 / 12  # rounding to whole levels
+        assert noisy.var() == pytest.approx(expected, rel=0.03)
+        assert abs(noisy.mean()) < 4 * math.sqrt(expected / noisy.size)
+        assert abs(np.mean(noisy[:, 1:] * noisy[:, :-1])) < 0.03 * expected
+        assert abs(np.mean(noisy[..., 0] * noisy[..., 1])) < 0.03 * expected
+
+
+def test_noise_knows_more_than_65536_seeds(frame):
+    """The bits after the first draw come from all 128 bits of the key, not from 16 of them."""
+    high = [keyed(SensorNoise((2.0, 2.0), (0.0, 0.0)), frame[0], 1 + (part << 64)).tobytes() for part in range(20)]
+    assert len(set(high)) == 20
+
+
+def test_noise_is_integer_arithmetic(frame):
+    """The same bytes from the raw stream by hand; the control draws other bits."""
+    read = 2.5
+    found = keyed(SensorNoise((read, read), (0.0, 0.0)), frame[0], 9)
+    raw = generator(9).bit_generator.random_raw(frame[0].size // 2).view(np.uint8).reshape(4, *frame[0].shape)
+    factor = round(read * 2**16 / math.sqrt(4 * (256**2 - 1) / 12))
+    levels = ((raw.astype(np.int64).sum(axis=0) - 510) * factor + 2**15) >> 16
+    assert np.array_equal(found, np.clip(frame[0] + levels, 0, 255))
+    assert not np.array_equal(found, keyed(SensorNoise((read, read), (0.0, 0.0)), frame[0], 10))
+
+
+def test_fog_is_denser_at_the_top_and_never_overflows():
+    for value in (0, 255):
+        image = np.full((50, 40, 3), value, np.uint8)
+        foggy = keyed(Fog((0.6, 0.6), (200, 200)), image, 1).astype(int)
+        share = np.abs(foggy[:, 0, 0] - value) / abs(200 - value)
+        assert share[0] == pytest.approx(0.6, abs=0.02)
+        assert share[-1] == pytest.approx(0.24, abs=0.02)
+        assert (np.diff(share) <= 0).all()
+        assert foggy.min() >= min(value, 200)
+        assert foggy.max() <= max(value, 200)
+
+
+def test_unknown_names_are_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"augment.extra = 'nois' is not one of .*Did you mean noise\?"):
+        Augmenter(AugmentConfig(extra=["nois"]))
+    with pytest.raises(ConfigError, match=r"augment.extra = \['noise', 'noise'\] names a transform twice"):
+        check(compose(["augment.extra=[noise,noise]"]), world_size=1)
+
+
+def test_what_is_not_a_transform_is_refused(monkeypatch, frame):
+    monkeypatch.setitem(TRANSFORMS, "odd", lambda: len)
+    with pytest.raises(ConfigError, match=r"augment.extra = 'odd' builds"):
+        Augmenter(AugmentConfig(extra=["odd"]))(*frame, 1)
+
+
+def test_own_transforms_travel_with_the_augmenter(monkeypatch, frame):
+    """A worker that was spawned has a TRANSFORMS without them."""
+    monkeypatch.setitem(TRANSFORMS, "solarized", A.Solarize)
+    augmenter = Augmenter(AugmentConfig(crop_size=[64, 96], extra=["solarized"], **PLAIN))
+    packed = pickle.dumps(augmenter)
+    monkeypatch.delitem(TRANSFORMS, "solarized")
+    with pytest.raises(ConfigError):
+        builder("solarized")
+    outputs = {pickle.loads(packed)(*frame, key)[0].tobytes() for key in range(20)}
+    assert outputs == {augmenter(*frame, key)[0].tobytes() for key in range(20)}
+    assert len(outputs) == 2
+
+
+def test_groups_and_overrides_go_together():
+    standard, robust = compose([]), compose(["augment=robust"])
+    assert standard.augment == AugmentConfig()
+    assert robust.augment == AugmentConfig(extra=robust.augment.extra)
+    assert set(robust.augment.extra) == set(TRANSFORMS)
+    assert compose(["augment=robust", "augment.crop_size=[64,96]"]).augment.crop_size == [64, 96]
+    both = compose(["experiment=camvid_cpu", "augment=robust"]).augment
+    assert both.crop_size == compose(["experiment=camvid_cpu"]).augment.crop_size != AugmentConfig().crop_size
+    assert both.extra == robust.augment.extra
+    assert compose(["augment=robust", "augment.extra=[]"]) == standard
+    assert compose(["augment.extra=[noise]"]).augment.extra == ["noise"]
+    with pytest.raises(ConfigError, match="robsut"):
+        compose(["augment=robsut"])

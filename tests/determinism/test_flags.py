@@ -1,0 +1,182 @@
+"""The switches of every mode are set, read back and compared; the environment's own wishes are not overheard."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cv2
+import pytest
+import torch
+
+import runs
+from segpipe.determinism import flags
+from segpipe.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+EXACT = {
+    "deterministic_algorithms": True,
+    "cudnn_benchmark": False,
+    "cudnn_deterministic": True,
+    "matmul_tf32": False,
+    "cudnn_tf32": False,
+    "fill_uninitialized_memory": False,
+    "cublas_workspace": ":4096:8",
+    "nccl_nvls": "0",
+    "threads": 1,
+    "opencv_threads": 1,
+}
+OFF = EXACT | {
+    "deterministic_algorithms": False,
+    "cudnn_benchmark": True,
+    "cudnn_deterministic": False,
+    "matmul_tf32": True,
+    "cudnn_tf32": True,
+}
+
+
+def _set(where: Any, name: str) -> Callable[[Any], None]:
+    return lambda value: setattr(where, name, value)
+
+
+SETTERS: dict[str, Callable[[Any], None]] = {
+    "deterministic_algorithms": torch.use_deterministic_algorithms,
+    "cudnn_benchmark": _set(torch.backends.cudnn, "benchmark"),
+    "cudnn_deterministic": _set(torch.backends.cudnn, "deterministic"),
+    "matmul_tf32": _set(torch.backends.cuda.matmul, "allow_tf32"),
+    "cudnn_tf32": _set(torch.backends.cudnn, "allow_tf32"),
+    "fill_uninitialized_memory": _set(torch.utils.deterministic, "fill_uninitialized_memory"),
+    "threads": torch.set_num_threads,
+    "opencv_threads": cv2.setNumThreads,
+}
+ENVIRONMENT = {"cublas_workspace": "CUBLAS_WORKSPACE_CONFIG", "nccl_nvls": "NCCL_NVLS_ENABLE"}
+
+
+@pytest.fixture(autouse=True)
+def left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Switches and environment are put back."""
+    before = flags.switches()
+    for name in ENVIRONMENT.values():
+        monkeypatch.delenv(name, raising=False)
+    yield
+    for name, put in SETTERS.items():
+        put(before[name])
+
+
+@pytest.mark.parametrize(
+    ("mode", "wanted"), [("elastic", EXACT), ("audit", EXACT), ("run", EXACT), ("off", OFF)], ids=lambda x: str(x)[:7]
+)
+def test_every_switch_is_set_whatever_it_was(mode: str, wanted: dict[str, Any]) -> None:
+    for name, put in SETTERS.items():
+        put(2 if name.endswith("threads") else not wanted[name])
+    flags.apply(1, mode)
+    found = flags.switches()
+    if mode == "off":  # it asks nothing of the environment
+        wanted = wanted | dict.fromkeys(ENVIRONMENT)
+    assert found == wanted
+
+
+@pytest.mark.parametrize("name", list(SETTERS))
+@pytest.mark.parametrize("mode", ["elastic", "off"])
+def test_a_switch_that_does_not_hold_is_named(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    switches = flags.switches
+    right = (OFF if mode == "off" else EXACT)[name]
+    wrong = 3 if name.endswith("threads") else not right
+    monkeypatch.setattr(flags, "switches", lambda: {**switches(), name: wrong})
+    with pytest.raises(ConfigError) as caught:
+        flags.apply(1, mode)
+    assert f"compute.mode = {mode}, but {name} is {wrong} instead of {right} right after it was set." in str(
+        caught.value
+    )
+
+
+@pytest.mark.parametrize(("name", "value"), [("CUBLAS_WORKSPACE_CONFIG", ":16:8"), ("NCCL_NVLS_ENABLE", "1")])
+@pytest.mark.parametrize("mode", ["elastic", "audit", "run"])
+def test_another_wish_of_the_environment_is_refused(
+    name: str, value: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"^{name} = {value} in the environment, but compute.mode = {mode} needs"):
+        flags.apply(1, mode)
+    assert os.environ[name] == value
+    flags.apply(1, "off")
+    monkeypatch.setenv(name, flags.ENVIRONMENT[name])
+    flags.apply(1, mode)
+
+
+def test_the_environment_is_not_set_after_cuda_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(AssertionError, match="CUDA runs already: CUBLAS_WORKSPACE_CONFIG would come too late"):
+        flags.set_environment()
+    for name, value in flags.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    flags.set_environment()  # as a second call in a run does
+
+
+def test_a_run_writes_down_what_was_in_force(tmp_path: Path) -> None:
+    assert runs.run(tmp_path / "run", "train.steps=1") == 0
+    result = runs.result(tmp_path / "run")
+    assert result["switches"] == EXACT
+    assert result["versions"] == flags.fingerprint() | {"threads": 1}
+
+
+def test_a_foreign_environment_ends_a_run_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    assert runs.run(tmp_path / "run", "train.steps=1") == 2
+    assert "NCCL_NVLS_ENABLE = 1 in the environment" in capsys.readouterr().err
+
+
+def test_a_fingerprint_tells_processor_instructions_and_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = flags.fingerprint()
+    assert {"cpu", "cpu_capability", "instructions", "driver", "nccl", "cuda", "cudnn"} <= found.keys()
+    assert json.loads(json.dumps(found)) == found
+    info = Path("/proc/cpuinfo")
+    if info.exists() and "model name" in info.read_text():
+        assert f"model name\t: {found['cpu']}\n" in info.read_text()
+    told = tmp_path / "version"
+    told.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.1\nGCC version: 12\n")
+    assert flags._driver(told) == "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.1"
+    assert flags._driver(tmp_path / "none") is None
+    there = {"avx512_bf16": True, "amx_bf16": False, "avx2": True, "avx512_vnni": True}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: there, raising=False)
+    assert flags.fingerprint()["instructions"] == "avx512_vnni avx512_bf16"
+
+
+@pytest.mark.parametrize(
+    ("there", "expected"),
+    [
+        ({"avx2": True, "avx512_bf16": False}, {"bf16": True, "fp16": True, "fp32": False}),
+        ({"avx2": True, "avx512_bf16": True}, {"bf16": False, "fp16": True, "fp32": False}),
+        ({"amx_bf16": True, "amx_fp16": True}, {"bf16": False, "fp16": False, "fp32": False}),
+        ({}, {"bf16": False, "fp16": False, "fp32": False}),  # unknown
+    ],
+)
+def test_a_precision_without_instructions_is_emulated(
+    there: dict[str, bool], expected: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: there, raising=False)
+    assert {precision: flags.emulated(precision) for precision in expected} == expected
+
+
+def test_a_run_in_an_emulated_precision_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, there, times in (("slow", {"avx2": True}, 1), ("fast", {"avx512_bf16": True}, 0)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda there=there: there)
+        assert runs.run(tmp_path / name, "train.precision=bf16", "train.steps=1", "train.progress=true") == 0
+        assert " ".join(capsys.readouterr().out.split()).count("this CPU has no instructions") == times
+
+
+def test_importing_the_flags_does_not_import_torch() -> None:
+    """`set_environment` has to come before OpenMP starts."""
+    code = (
+        "from segpipe.determinism import flags; flags.set_environment(); import sys; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -1,0 +1,190 @@
+"""Ranks that no longer hold the same bits stop within one step, and the tensor and the rank are named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import plants
+from runs import torch_restored
+from segpipe.distributed.watch.agreement import Agreement, first_disagreement
+from segpipe.distributed.watch.contract import Contract
+from segpipe.errors import CollectiveError, DivergenceError
+from segpipe.ledger.divergence import Comparison
+from segpipe.train.checkpoint import load
+
+NAMES = {"weights": ["stem.weight", "head.weight"], "ema": ["stem.weight"]}
+
+
+def test_the_first_tensor_and_the_minority_are_named() -> None:
+    same = {"weights": [1, 2], "ema": [3]}
+    ranks = [dict(same) for _ in range(16)]
+    ranks[11] = {"weights": [1, -7], "ema": [9]}
+    said, odd = first_disagreement(ranks, NAMES)
+    assert odd == [11]
+    assert "head.weight (weights): 15 of 16 ranks have 0000000000000002, but rank 11 fffffffffffffff9" in said
+    said, odd = first_disagreement([same, {**same, "ema": [4]}], NAMES)
+    assert "stem.weight (ema)" in said
+    assert "no side has a majority" in said
+    assert first_disagreement([same, same], NAMES)[0].startswith("No tensor differs any more")
+
+
+class Ranks:
+    """A group of `world_size` ranks seen from rank 0, of which one may hold another digest, or have called more."""
+
+    rank, device = 0, torch.device("cpu")
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size, self.contract = world_size, Contract(0, world_size)
+        self.other_digest: int | None = None
+        self.other_call = 0
+
+    def sum_tensor(self, own: Tensor) -> Tensor:
+        total = own * self.world_size
+        if self.other_digest is not None:
+            total[-1] += self.other_digest - int(own[-1])
+        total[-2] += self.other_call
+        return total
+
+    def gather(self, item: Any) -> list[Any]:
+        return [*[item] * (self.world_size - 1), {**item, "weights": [item["weights"][0], 99]}]
+
+    def barrier(self) -> None:
+        pass
+
+
+def agreement(ranks: Ranks, folder: Path) -> tuple[Agreement, SimpleNamespace]:
+    recorder = SimpleNamespace(
+        state_digest=torch.tensor(-(2**62)),
+        state=SimpleNamespace(step=7, model=torch.nn.Linear(1, 1)),
+        state_parts=lambda: {"weights": [1, 2], "ema": [3]},
+        part_names=lambda: NAMES,
+    )
+    return Agreement(ranks, recorder, folder), recorder  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("world_size", [2, 16])
+def test_a_digest_that_differs_stops_in_the_same_step(tmp_path: Path, world_size: int) -> None:
+    ranks = Ranks(world_size)
+    found, recorder = agreement(ranks, tmp_path)
+    for number in range(3):  # digests of any size: the sum wraps around
+        recorder.state_digest = torch.tensor(2**62 + number)
+        assert found.sum([3, 1]).tolist() == [3 * world_size, world_size]
+    ranks.other_digest = (2**62 + 2) ^ 1
+    with pytest.raises(DivergenceError, match=rf"step 7: .*head\.weight \(weights\).*rank {world_size - 1}"):
+        found.sum([3, 0])
+    assert (tmp_path / "desync" / "rank00.pt").is_file()
+    assert DivergenceError.exit_code == 5
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("file write failed")])
+def test_a_full_disk_does_not_hide_what_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def save(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(torch, "save", save)
+    ranks = Ranks(2)
+    found, _ = agreement(ranks, tmp_path)
+    ranks.other_digest = 5
+    with pytest.raises(DivergenceError, match=r"step 7: .*if the disk took them"):
+        found.sum([3])
+
+
+def test_calls_that_differ_stop_too(tmp_path: Path) -> None:
+    ranks = Ranks(2)
+    found, _ = agreement(ranks, tmp_path)
+    ranks.other_call = 1
+    with pytest.raises(CollectiveError, match="ranks have made different calls"):
+        found.sum([1])
+
+
+def test_without_digests_and_alone_nothing_is_compared(tmp_path: Path) -> None:
+    ranks = Ranks(2)
+    ranks.other_digest = 5
+    assert Agreement(ranks, None, tmp_path).sum([4]).tolist() == [8]  # type: ignore[arg-type]
+    alone, _ = agreement(Ranks(1), tmp_path)
+    assert alone.sum([4]).tolist() == [4]
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """Runs of two processes: without a fault, with faults on rank 1 alone, and inside the network in shard 1."""
+    folder = tmp_path_factory.mktemp("two")
+    fewer = tuple(part.replace("compute.shards=16", "compute.shards=2") for part in plants.RECIPE)
+    names = ["", "reduced", "weight", "forward"]
+    return folder, plants.run_all(2, folder, names, rank=1, shard=1, recipe=fewer)
+
+
+@pytest.mark.parametrize("plant", ["reduced", "weight"])
+def test_one_rank_that_drifts_away_ends_the_run(said: tuple[Path, dict[str, str]], plant: str) -> None:
+    folder, stopped = said
+    assert stopped[""] == ""  # the control
+    assert stopped[plant].startswith(f"step {plants.STEP + 1}: ranks that must hold the same bits do not.")
+    assert "rank 1 " in stopped[plant]
+    assert plants.LAYER in stopped[plant]
+    sides = [torch.load(folder / plant / "desync" / f"rank{rank:02d}.pt") for rank in (0, 1)]
+    assert [name for name in sides[0] if not torch.equal(sides[0][name], sides[1][name])] == (
+        [plants.LAYER] if plant == "weight" else []  # the gradient reached the momentum, not yet the weights
+    )
+    assert not (folder / plant / "last.pt").exists()
+    assert load(folder / "baseline" / "last.pt")["step"] == 3
+
+
+SAMPLE = plants.Order(0, 64, 16, 2).shard(plants.STEP, plants.SHARD)[plants.ROW][1]
+AGAIN = Comparison("diverged", "", stage="forward", layer=plants.MODULE)
+SAID = f"The first tensor that differs is {plants.LAYER}: but rank {plants.RANK} 00."
+
+
+@pytest.mark.parametrize(
+    ("plant", "found", "stopped", "again"),
+    [
+        ("pixel", {"stage": "augment", "shard": plants.SHARD, "sample": SAMPLE}, "", None),
+        ("lr", {"stage": "optimizer"}, "", None),
+        ("ema", {"stage": "bn_ema", "layer": plants.LAYER}, "", None),
+        ("weight", {"stage": "weights", "layer": plants.LAYER}, SAID, None),
+        ("forward", {"stage": "forward", "shard": plants.SHARD, "layer": plants.NORM}, "", AGAIN),
+    ],
+)
+def test_a_plant_is_named_only_when_all_of_it_is_right(
+    plant: str, found: dict[str, Any], stopped: str, again: Comparison | None
+) -> None:
+    """The judgement of `benchmarks/run.py plants`: whatever is changed in what was said is a problem."""
+    one = plants.PLANTS[plant]
+    right = Comparison("diverged", "", step=plants.STEP, **found)
+    assert plants.problems(one, right, stopped, again) == []
+    changes = {"verdict": "identical", "step": 2, "stage": "decode", "shard": 3, "sample": 63}
+    for name, value in {**changes, **({"layer": "head"} if one.layer else {})}.items():
+        assert plants.problems(one, replace(right, **{name: value}), stopped, again), name
+    for other in ("", f"{plants.LAYER} on rank 1 00", f"head.weight, rank {plants.RANK} 00"):
+        assert bool(plants.problems(one, right, other, again)) == (other != stopped), other
+    if again is not None:
+        for wrong in (None, replace(again, layer="ppm.out.1"), replace(again, stage="backward")):
+            assert plants.problems(one, right, stopped, wrong)
+
+
+def test_another_environment_is_named_only_as_what_it_is() -> None:
+    package = plants.PLANTS["package"]
+    right = Comparison("identical", "", fingerprint={"albumentations": ("2.0.8", "2.0.9")})
+    assert plants.problems(package, right, "") == []
+    for wrong in (replace(right, fingerprint={}), replace(right, verdict="diverged")):
+        assert plants.problems(package, wrong, "")
+
+
+def test_a_plant_inside_the_network_is_named_when_both_runs_are_trained_again(
+    said: tuple[Path, dict[str, str]],
+) -> None:
+    folder, plant = said[0], "forward"
+    with torch_restored(), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(plants, "SHARD", 1)
+        again = plants.trained_again(folder / "baseline", folder / plant, plant)
+    assert (again.step, again.stage, again.shard) == (plants.STEP, plant, 1), again.replay
+    assert again.layer == plants.MODULE
+    assert "both came out as recorded" in again.replay

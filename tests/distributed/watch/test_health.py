@@ -1,0 +1,241 @@
+"""Memory of every rank: figures, who stands out, what grows, and what is said when it runs out."""
+
+from __future__ import annotations
+
+import gc
+import math
+import multiprocessing
+import resource
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from segpipe.distributed.group import Group
+from segpipe.distributed.watch import health
+from segpipe.distributed.watch.growth import Growth, GrowthWatch
+from segpipe.distributed.watch.health import Health, Scene
+from segpipe.errors import OutOfMemory
+
+CPU = torch.device("cpu")
+ALONE = Group(0, 0, 1, CPU)
+
+
+def test_host_figures_are_those_of_the_system() -> None:
+    figures = health.sample(CPU)
+    assert figures["rss_mib"] == pytest.approx(psutil.Process().memory_info().rss / 2**20, rel=0.05)
+    shared = torch.zeros(16 * 2**18).share_memory_()  # 16 MiB in /dev/shm
+    shared.fill_(1.0)
+    assert health.sample(CPU)["shm_mib"] - figures["shm_mib"] == pytest.approx(16, abs=1)
+
+
+def test_loader_processes_are_counted() -> None:
+    before = health.sample(CPU)["workers_rss_mib"]
+    context = multiprocessing.get_context("fork")
+    ready, asked = context.Barrier(3), context.Event()
+    children = [context.Process(target=_hold, args=(ready, asked)) for _ in range(2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any thread
+        for child in children:
+            child.start()
+    try:
+        ready.wait(60)
+        held = sum(psutil.Process(child.pid).memory_info().rss for child in children) / 2**20
+        assert health.sample(CPU)["workers_rss_mib"] - before == pytest.approx(held, rel=0.1)
+    finally:
+        asked.set()
+        for child in children:
+            child.join()
+    assert health.sample(CPU)["workers_rss_mib"] == before, "those that have ended hold nothing"
+
+
+def _hold(ready: Any, asked: Any) -> None:
+    ready.wait(60)
+    asked.wait(60)
+
+
+def test_a_rank_that_holds_more_than_the_others_is_named() -> None:
+    usual = {"rss_mib": 3000.0, "reserved_mib": 8000.0}
+    ranks = [usual, usual, {**usual, "reserved_mib": 9700.0}, usual]
+    assert list(health.outliers(ranks).values()) == [
+        "rank 2 uses reserved 9700 MiB, the median of the ranks is 8000 MiB: it will be the first to run out."
+    ]
+    assert health.outliers([usual, {**usual, "reserved_mib": 9500.0}, usual]) == {}, "19 %"
+    assert health.outliers([{"rss_mib": 100.0}, {"rss_mib": 300.0}, {"rss_mib": 100.0}]) == {}, "small"
+    assert list(health.outliers([usual, {**usual, "rss_mib": 3700.0}])) == [(1, "rss_mib")], "their mean hides it"
+    assert health.outliers([usual, {**usual, "rss_mib": 3500.0}]) == {}
+    assert health.outliers([usual]) == {}
+
+
+class TwoRanks(Group):
+    """This rank, and another one that holds a GiB more and has a warning of its own."""
+
+    def gather(self, item: Any) -> list[Any]:
+        figures, found = item
+        return [(figures, found), ({**figures, "rss_mib": figures["rss_mib"] * 2 + 1024}, ["rank 1: grows"])]
+
+
+def test_report_lists_ranks_in_order_and_warns_once_of_a_rank() -> None:
+    watched = Health(TwoRanks(0, 0, 2, CPU))
+    figures, warnings = watched.report(10)
+    assert figures["rss_mib"][1] > figures["rss_mib"][0] > 0
+    assert figures.keys() == {"rss_mib", "workers_rss_mib", "shm_mib"}
+    assert warnings[0] == "rank 1: grows"
+    assert warnings[1].startswith("step 10: rank 1 uses rss ")
+    assert watched.report(20)[1] == ["rank 1: grows"]
+
+
+def growth_of(values: Sequence[float], *, least: float = 64.0, window: int = 5) -> list[Growth]:
+    watched = GrowthWatch(least=least, window=window)
+    return [found for step, value in enumerate(values) if (found := watched.add(step, value)) is not None]
+
+
+def test_endless_growth_is_found_once_with_its_rate() -> None:
+    (found,) = growth_of([1000 + 4 * step for step in range(200)])
+    assert found.per_step == 4
+    assert (found.since, found.before) == (5, 1020)
+    (found,) = growth_of([1000 + 4 * step + 500 * (step % 3 == 0) for step in range(200)])
+    assert found.per_step == pytest.approx(4, rel=0.1), "peaks do not hide it"
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        lambda step: 1000.0,
+        lambda step: 1000 + 300 * (1 - math.exp(-step / 8)),  # caches that fill
+        lambda step: 1000 + min(step, 15) * 40.0,
+        lambda step: 1000 + 50 * math.log1p(step),  # fragments
+        lambda step: 1000 + 80.0 * (step % 7),  # a buffer that is filled and emptied
+        lambda step: 1000 + 0.01 * step,  # noise of the system
+        lambda step: 1000 + 100.0 * (step >= 50) + 100.0 * (step >= 120),  # validations
+        lambda step: 3000 - 10.0 * step,
+    ],
+)
+def test_what_is_no_endless_growth_is_not_reported(shape: Callable[[int], float]) -> None:
+    assert growth_of([shape(step) for step in range(150)]) == []
+
+
+@pytest.fixture
+def few_objects() -> Iterator[None]:
+    """What exists already is out of the sight of the garbage collector, so that a look at all objects is short."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class Loop:
+    """A tiny training loop with room for a mistake."""
+
+    def __init__(self) -> None:
+        self.net = nn.Linear(8, 4)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.kept: list[torch.Tensor] = []
+
+    def step(self, mistake: str) -> None:
+        loss = self.net(torch.ones(2, 8)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if mistake == "graph":
+            self.kept.append(loss)
+        elif mistake == "memory":
+            self.kept.append(torch.ones(33 * 2**18))  # 33 MiB, which malloc never takes from what was freed before
+        else:
+            self.kept = [loss]  # the last one is no growth
+
+
+@pytest.mark.parametrize("mistake", ["graph", "memory", "none"])
+def test_a_retained_graph_and_growing_memory_are_found(
+    mistake: str, few_objects: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "LOOK_SHARE", math.inf)
+    loop, watched = Loop(), Health(ALONE, every=1, look_every=3)
+    warnings: list[str] = []
+    for step in range(1, 41):
+        loop.step(mistake)
+        watched.after_step(step)
+        warnings += watched.report(step)[1]
+    if mistake == "graph":
+        (warning,) = warnings
+        assert warning.startswith("rank 0: 1 more tensors hold a graph after every step")
+        assert "shape [] and come from MeanBackward0" in warning
+    elif mistake == "memory":
+        (warning,) = warnings
+        assert "host memory grows by" in warning
+        assert float(warning.split("by ")[1].split()[0]) == pytest.approx(33, rel=0.2)
+    else:
+        assert warnings == []
+
+
+def scene(folder: Path) -> Scene:
+    loop = Loop()
+    loop.optimizer = torch.optim.AdamW(loop.net.parameters())
+    loop.step("none")
+    return Scene(3, 120, [(4, 192, 384, 3)], loop.net, CPU, loop.optimizer, nn.Linear(8, 4))
+
+
+def planted(kind: str) -> BaseException:
+    if kind == "cpu":
+        return RuntimeError(
+            "[enforce fail] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"
+        )
+    if kind == "cuda":
+        return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    return MemoryError() if kind == "python" else OSError(12, "Cannot allocate memory")
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda", "python", "system"])
+def test_running_out_of_memory_is_explained(tmp_path: Path, kind: str) -> None:
+    error = planted(kind)
+    with pytest.raises(OutOfMemory) as caught, health.out_of_memory_named(scene(tmp_path), tmp_path):
+        raise error
+    text = str(caught.value)
+    for part in (
+        "step 120: the memory of the machine ran out on rank 3, with image batches [4, 192, 384, 3].",
+        str(error)[:30] or "MemoryError",
+        "optimizer state 0.0 MiB; parameters",
+        "averaged weights",
+        "augment.crop_size",
+        "rss_mib",
+    ):
+        assert part in text
+    account = (tmp_path / "oom_rank03.txt").read_text()
+    assert text.startswith(account.splitlines()[0])
+    assert "VmRSS" in account
+    assert "weight [4, 8]" in account
+
+
+def test_other_errors_pass(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot"), health.out_of_memory_named(scene(tmp_path), tmp_path):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_that_really_runs_out_is_explained(tmp_path: Path) -> None:
+    """The address space of this process is limited for a moment."""
+    used = psutil.Process().memory_info().vms
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, before[1]))
+    try:
+        with (
+            pytest.raises(OutOfMemory, match="you tried to allocate"),
+            health.out_of_memory_named(scene(tmp_path), tmp_path),
+        ):
+            torch.empty(2**32)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_consumers_are_sorted_and_counted() -> None:
+    net = nn.Linear(1024, 1024, bias=False)  # 4 MiB
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    held = health.consumers(Scene(0, 0, [], net, CPU, optimizer))
+    assert list(held) == ["optimizer state", "parameters", "gradients", "buffers"]
+    assert [round(size) for size in held.values()] == [8, 4, 4, 0]

@@ -1,0 +1,514 @@
+"""The exported folder: complete, the same every time, silent about the machine, and understood by its readers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+import yaml
+
+import runs
+from exports import CLASSES, IMAGES, NAMES, NUM_CLASSES, SIZE, structured, tiny_network
+from segpipe.errors import DataError, IntegrityError
+from segpipe.export import Origin, deploy_model, export_run, origin_of, publish, spread
+from segpipe.export.artifact import schema
+from segpipe.export.artifact.manifest import require_schema
+from segpipe.export.artifact.origin import git_state
+from segpipe.export.artifact.sidecars import label_info, triton_config
+from segpipe.export.artifact.statistics import frame_entries, frame_limits
+from segpipe.export.gates import latency
+from segpipe.export.graph.convert import jit, manifest_text, quiet_torchscript
+from segpipe.export.graph.formats import FORMATS
+from segpipe.export.graph.probes import write_probe
+from segpipe.runtime import Segmenter, Status
+from segpipe.runtime.__main__ import main as runtime
+from segpipe.runtime.frames import Levels
+from segpipe.train.checkpoint import load_network
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = {
+    "manifest.json", "SHA256SUMS", "model.onnx", "model.torchscript.pt", "model.pt2", "verify_report.json",
+    "verify_report.md",
+    "model_card.md", "golden/image.npy", "golden/mask.npy", "golden/confidence.npy", "golden/logits.npy",
+    "golden/logits_index.npy", "golden/preprocess_input.npy", "golden/preprocess_output.npy", "ros/labels.yaml",
+    "ros/isaac_params.yaml", "triton/config.pbtxt",
+}  # fmt: skip
+METRICS = {
+    "split": "val",
+    "miou": 0.25,
+    "pixel_accuracy": float("nan"),
+    "iou": {**dict.fromkeys(CLASSES.names, 0.25), "class_4": None},
+    "absent": ["class_4"],
+    "pixels": 1000,
+}
+ORIGIN = Origin(
+    git={"commit": "0123456789abcdef", "dirty": False, "known_at": "train"},
+    checkpoint={"file": "last.pt", "sha256": "0" * 64},
+    metrics=METRICS,
+)
+TRAIN = structured(6, (40, 50), seed=3)
+
+
+def export(folder: Path) -> publish.ExportReport:
+    network = tiny_network()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(latency, "SECONDS", 0.0)
+        train = iter(TRAIN)
+        return export_run(network, IMAGES, folder, list(FORMATS), {}, names=NAMES, origin=ORIGIN, train_images=train)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export(tmp_path_factory.mktemp("first") / "export").folder
+
+
+@pytest.fixture(scope="module")
+def again(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in a process that has traced before, with other switches and in a folder of another name."""
+    cudnn = torch.backends.cudnn
+    switches = (cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in zip(("deterministic", "benchmark", "allow_tf32"), switches, strict=True):
+            patch.setattr(cudnn, name, not value)
+        folder = export(tmp_path_factory.mktemp("second") / "robot").folder
+        assert (cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32) == tuple(not value for value in switches)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def manifest(exported: Path) -> dict[str, Any]:
+    return dict(json.loads((exported / "manifest.json").read_text()))
+
+
+def listed(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+# The folder
+
+
+def test_the_folder_is_complete(exported: Path) -> None:
+    assert listed(exported) == FILES
+    sums = dict(reversed(line.split("  ")) for line in (exported / "SHA256SUMS").read_text().splitlines())
+    assert sums.keys() == FILES - {"SHA256SUMS"}
+    for name, digest in sums.items():
+        assert hashlib.sha256((exported / name).read_bytes()).hexdigest() == digest
+
+
+CHANGING = ("created", "latency")  # keys of manifest.json and verify_report.json
+
+
+def stable(folder: Path) -> dict[str, Any]:
+    """Content of every file without what changes from export to export."""
+    content: dict[str, Any] = {}
+    for name in listed(folder):
+        text = (folder / name).read_bytes()
+        if name in ("manifest.json", "verify_report.json"):
+            content[name] = {key: value for key, value in json.loads(text).items() if key not in CHANGING}
+        elif name == "verify_report.md":
+            head, _, latencies = text.partition(b"\n## Latency\n")
+            assert b"| model.onnx |" in latencies
+            content[name] = re.sub(rb"Created \d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", b"", head)
+        elif name == "SHA256SUMS":
+            parts = ("manifest.json", "verify_report.json", "verify_report.md")
+            content[name] = [line for line in text.decode().splitlines() if not line.endswith(parts)]
+        else:
+            content[name] = text
+    return content
+
+
+def test_two_exports_differ_in_time_stamps_and_latencies_alone(exported: Path, again: Path) -> None:
+    first, second = stable(exported), stable(again)
+    assert first.keys() == second.keys()
+    assert [name for name in first if first[name] != second[name]] == []
+    changed = json.loads((again / "manifest.json").read_text())
+    assert changed.keys() >= set(CHANGING)
+    assert all(f"model.{suffix}" in first for suffix in ("onnx", "torchscript.pt", "pt2"))
+
+
+def test_every_other_difference_would_be_seen(exported: Path, tmp_path: Path) -> None:
+    altered = tmp_path / "export"
+    shutil.copytree(exported, altered)
+    manifest = json.loads((altered / "manifest.json").read_text())
+    manifest["source"]["seed"] += 1
+    (altered / "manifest.json").write_text(json.dumps(manifest))
+    (altered / "verify_report.md").write_text((altered / "verify_report.md").read_text().replace("passed", "failed"))
+    first, second = stable(exported), stable(altered)
+    assert {name for name in first if first[name] != second[name]} == {"manifest.json", "verify_report.md"}
+
+
+# The machine
+
+PATHS = re.compile(rb"/(?:home|root|usr|opt|tmp|var|Users|private|mnt|proc)/[\w.]|[A-Z]:\\\\\w|site-packages")
+
+
+def paths_in(path: Path) -> list[bytes]:
+    """Absolute paths in a file, in the members of an archive too."""
+    contents = [path.read_bytes()]
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            contents += [archive.read(name) for name in archive.namelist()]
+    here = [str(place).encode() for place in (ROOT, Path.home(), sys.prefix, path.parent)]
+    return [text for content in contents for text in [*PATHS.findall(content), *(p for p in here if p in content)]]
+
+
+def test_no_file_names_a_path_of_this_machine(exported: Path) -> None:
+    for name in listed(exported):
+        assert paths_in(exported / name) == [], name
+
+
+def test_the_search_for_paths_finds_some(tmp_path: Path) -> None:
+    with quiet_torchscript(), torch.no_grad():
+        traced = jit.trace(deploy_model(tiny_network()), (torch.zeros((1, *SIZE, 3), dtype=torch.uint8),))
+        jit.save(traced, str(tmp_path / "plain.pt"))
+    assert paths_in(tmp_path / "plain.pt")
+
+
+def test_the_archive_is_whole_without_its_debug_records(exported: Path) -> None:
+    with zipfile.ZipFile(exported / "model.torchscript.pt") as archive:
+        names = archive.namelist()
+        assert archive.testzip() is None
+    assert not any("debug" in name for name in names)
+    assert len(names) == len(set(names))
+    numbers = {int(number) for name in names for number in re.findall(r"___torch_mangle_(\d+)", name)}
+    assert numbers == set(range(len(numbers)))
+    assert numbers, "the control: a class occurs twice"
+
+
+# The manifest
+
+
+def test_the_manifest_keeps_its_contract(exported: Path, manifest: dict[str, Any]) -> None:
+    assert schema.violations(manifest) == []
+    inside = json.loads(onnx.load(exported / "model.onnx").metadata_props[0].value)
+    files = {"manifest.json": ""}
+    with quiet_torchscript():
+        jit.load(str(exported / "model.torchscript.pt"), _extra_files=files)
+    assert json.loads(files["manifest.json"]) == inside
+    assert schema.violations(inside) == []
+    figures = {"status", "created", "check_images", "real_images", "sigma", "gates", "files", "latency"}
+    assert inside == {key: value for key, value in manifest.items() if key not in figures}
+    assert figures <= manifest.keys()
+
+
+def test_the_manifest_says_where_the_network_comes_from(exported: Path, manifest: dict[str, Any]) -> None:
+    source = manifest["source"]
+    assert source["git"] == ORIGIN.git
+    assert source["checkpoint"] == ORIGIN.checkpoint
+    assert (source["weights_digest"], source["seed"], source["step"]) == ("4567", 0, 7)
+    assert manifest["metrics"] == {**METRICS, "pixel_accuracy": None}
+    mask = manifest["io"]["outputs"][0]
+    assert (mask["invalid"], mask["stride"]) == (255, 1)
+    assert manifest["io"]["outputs"][1]["stride"] == 4
+    assert manifest["latency"]["threads"] == 1
+    for name in ("eager", "model.onnx", "model.torchscript.pt"):
+        found = manifest["latency"]["files"][name]
+        assert 0 < found["p50_ms"] <= found["p90_ms"] <= found["p99_ms"]
+        assert found["n"] == 10
+    for name, entry in manifest["files"].items():
+        assert entry["sha256"] == hashlib.sha256((exported / name).read_bytes()).hexdigest()
+        assert entry["precision"] == "fp32"
+    assert manifest["gates"]["model.onnx"]["G3 mask"]["agreement"] >= 0.9999
+
+
+def put(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    """A change of the manifest: `value` at a dotted path; None takes the entry away."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        *way, last = path.split(".")
+        place: Any = manifest
+        for key in way:
+            place = place[int(key) if isinstance(place, list) else key]
+        if value is None:
+            del place[last]
+        else:
+            place[last] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("format", "segpipe-export/1"),
+        ("status", "rejected"),
+        ("latency", None),
+        ("source.git.commit", "main"),
+        ("source.seed", "0"),
+        ("source.seed", True),
+        ("source.host", "robot"),
+        ("classes.0.color", [1, 2]),
+        ("classes.0.id", 255),
+        ("metrics.miou", 25.0),
+        ("metrics.iou.class_0", "good"),
+        ("io.inputs.0.color_order", "BGR"),
+        ("io.outputs.0.invalid", 0),
+        ("precision", "fp8"),
+        ("created", "yesterday"),
+        ("gates.model", {"G1": {"passed": False, "message": ""}}),
+        ("frame_limits.min_mean", None),
+    ],
+)
+def test_a_broken_contract_is_seen(path: str, value: Any, manifest: dict[str, Any]) -> None:
+    broken = copy.deepcopy(manifest)
+    put(path, value)(broken)
+    found = schema.violations(broken)
+    assert len(found) == 1
+    assert path.rpartition(".")[2] in found[0] or path.startswith("gates")
+    with pytest.raises(IntegrityError, match="G1 integrity: manifest"):
+        require_schema(broken)
+
+
+def test_every_required_entry_is_missed(manifest: dict[str, Any]) -> None:
+    for name in json.loads(schema.PATH.read_text())["required"]:
+        broken = {key: value for key, value in manifest.items() if key != name}
+        assert schema.violations(broken) == [f"manifest.{name}: is missing"]
+
+
+def test_a_schema_that_nobody_checks_is_no_schema() -> None:
+    with pytest.raises(AssertionError, match="oneOf"):
+        schema._violations({}, {"oneOf": []}, {}, "manifest")
+
+
+def test_the_manifest_page_names_every_entry() -> None:
+    text = (ROOT / "docs" / "manifest.md").read_text()
+    for name in json.loads(schema.PATH.read_text())["properties"]:
+        assert f"`{name}`" in text, name
+
+
+# Golden answers and neighbours
+
+
+def test_golden_answers_are_those_of_the_trained_network(exported: Path) -> None:
+    golden = {path.stem: np.load(path, allow_pickle=False) for path in (exported / "golden").iterdir()}
+    network = tiny_network()
+    with torch.no_grad():
+        mask, confidence, logits, _ = deploy_model(network).probe()(torch.from_numpy(IMAGES[1])[None])
+        patch = network.preprocess(torch.from_numpy(golden["preprocess_input"]))
+    assert np.array_equal(golden["image"], np.stack(IMAGES[:2]))
+    assert np.array_equal(golden["mask"][1], mask[0].numpy())
+    assert np.array_equal(golden["confidence"][1], confidence[0].numpy())
+    assert golden["logits"].shape == (64,)
+    assert golden["logits"].dtype == np.float32
+    second = golden["logits_index"][:, 0] == 1
+    assert 10 < second.sum() < 54
+    picked = logits[0].numpy()[tuple(golden["logits_index"][second, 1:].T)]
+    np.testing.assert_allclose(golden["logits"][second], picked, rtol=1e-5)
+    assert golden["preprocess_input"].shape == (1, 16, 16, 3)
+    assert np.array_equal(golden["preprocess_output"], patch.numpy())
+
+
+def test_labels_are_a_label_info_message(exported: Path) -> None:
+    message = yaml.safe_load((exported / "ros" / "labels.yaml").read_text())
+    assert message.keys() == {"header", "class_map", "threshold"}
+    names = [*CLASSES.names, "no_answer"]
+    ids = [*range(NUM_CLASSES), 255]
+    assert message["class_map"] == [{"class_id": i, "class_name": n} for i, n in zip(ids, names, strict=True)]
+    odd = ['say "no": {x}', "straße # 1", "- yes", "null"]
+    text = label_info({"classes": [{"id": index, "name": name} for index, name in enumerate(odd)]})
+    assert [entry["class_name"] for entry in yaml.safe_load(text)["class_map"]] == [*odd, "no_answer"]
+
+
+def test_isaac_and_triton_get_names_types_and_shapes(exported: Path, manifest: dict[str, Any]) -> None:
+    nodes = yaml.safe_load((exported / "ros" / "isaac_params.yaml").read_text())
+    parameters = {name: node["ros__parameters"] for name, node in nodes.items()}
+    assert (parameters["resize_node"]["output_height"], parameters["resize_node"]["output_width"]) == SIZE
+    assert parameters["reshape_node"]["output_tensor_shape"] == [1, *SIZE, 3]
+    assert parameters["tensor_rt_node"]["output_binding_names"] == ["mask", "confidence"]
+    text = (exported / "triton" / "config.pbtxt").read_text()
+    tensors = re.findall(r'name: "(\w+)" data_type: TYPE_(\w+) dims: \[([\d, ]+)\]', text)
+    entries = [*manifest["io"]["inputs"], *manifest["io"]["outputs"]]
+    needed = [(entry["name"], entry["dtype"].upper(), str(entry["shape"])[1:-1]) for entry in entries]
+    assert tensors == needed
+    assert text.count("{") == text.count("}")
+    assert text.count("[") == text.count("]")
+    floats = copy.deepcopy(manifest)
+    floats["io"]["inputs"][0]["dtype"] = "float32"
+    assert "TYPE_FP32" in triton_config(floats)
+
+
+def test_the_card_tells_quality_source_and_limits(exported: Path) -> None:
+    card = (exported / "model_card.md").read_text()
+    for text in (
+        "mIoU 25.00 % on the split val",
+        "0123456789abcdef",
+        "| 4 | class_4 | #c83780 | - |",
+        "6 train images",
+    ):
+        assert text in card, text
+
+
+# The robot
+
+
+def test_the_runtime_answers_as_the_trained_network(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    segmenter = Segmenter.load(exported, deadline_ms=60_000)
+    model = deploy_model(tiny_network())
+    for image in IMAGES:
+        result = segmenter.infer(image)
+        with torch.no_grad():
+            mask, confidence = model(torch.from_numpy(image)[None])
+        assert result.status is Status.OK
+        assert np.array_equal(result.mask, mask[0].numpy())
+        assert np.abs(result.confidence.astype(int) - confidence[0].numpy()).max() <= 1
+    assert segmenter.infer(IMAGES[0] // 40).status is Status.TOO_DARK
+    assert segmenter.infer(255 - IMAGES[0] // 40).status is Status.SATURATED
+    assert runtime(["selftest", str(exported)]) == 0
+    assert f"{len(FILES) - 1} files as exported" in capsys.readouterr().out
+
+
+def test_a_folder_that_the_runtime_refuses_is_never_published(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def converted_before(_model: Any, _size: Any, manifest: Any, shipped: Path, probe: Path) -> None:
+        model = onnx.load(exported / "model.onnx")
+        onnx.helper.set_model_props(model, {"segpipe": manifest_text(manifest)})
+        onnx.save(model, shipped)
+        write_probe(shipped, probe)
+
+    def wrong(*given: Any) -> None:
+        write_golden(*given)
+        path = given[-1] / "golden" / "mask.npy"
+        np.save(path, (np.load(path) + 1) % NUM_CLASSES)
+
+    write_golden = publish.write_golden
+    monkeypatch.setitem(FORMATS, "onnx", dataclasses.replace(FORMATS["onnx"], convert=converted_before))
+    monkeypatch.setattr(latency, "SECONDS", 0.0)
+    out_dir = tmp_path / "export"
+    assert export_run(tiny_network(), IMAGES[:1], out_dir, ["onnx"], {}).passed
+    monkeypatch.setattr(publish, "write_golden", wrong)
+    shutil.rmtree(out_dir)
+    line = (
+        r"^EXPORT REJECTED: G1 integrity: export: on this machine 0\.000 % of a golden mask is equal .* in model\.onnx"
+    )
+    with pytest.raises(IntegrityError, match=line) as caught:
+        export_run(tiny_network(), IMAGES[:1], out_dir, ["onnx"], {})
+    assert caught.value.exit_code == 7
+    assert [path.name for path in tmp_path.iterdir()] == ["export.rejected"]
+    assert not list(tmp_path.rglob("*.onnx"))
+
+
+# Frames and origin
+
+
+def test_statistics_of_frames(manifest: dict[str, Any]) -> None:
+    pixels = np.concatenate([image.reshape(-1, 3) for image in TRAIN]).astype(np.float64)
+    found = manifest["frame_statistics"]
+    assert (found["source"], found["images"]) == ("train", 6)
+    np.testing.assert_allclose(found["mean"], pixels.mean(0), atol=1e-3)
+    np.testing.assert_allclose(found["std"], pixels.std(0), atol=1e-3)
+    assert frame_entries(iter(IMAGES), "check")["frame_statistics"]["images"] == len(IMAGES)
+
+
+def test_limits_leave_room_and_always_refuse_the_extremes() -> None:
+    day = [Levels(mean, 0.0, 0.0) for mean in range(80, 121)]
+    limits = frame_limits([*day, Levels(0.0, 1.0, 0.0)])
+    assert limits.status(Levels(20.6, 0.49, 0.49)) is Status.OK
+    assert limits.status(Levels(19.0, 0.0, 0.0)) is Status.TOO_DARK
+    assert limits.status(Levels(100.0, 0.51, 0.0)) is Status.TOO_DARK
+    assert limits.status(Levels(225.0, 0.0, 0.0)) is Status.SATURATED
+    night = frame_limits([Levels(3.0, 0.9, 0.0)] * 20)
+    assert night.status(Levels(3.0, 0.94, 0.0)) is Status.OK
+    assert night.status(Levels(0.0, 1.0, 0.0)) is Status.TOO_DARK
+    black, white = frame_limits([Levels(0.0, 1.0, 0.0)]), frame_limits([Levels(255.0, 0.0, 1.0)])
+    assert black.status(Levels(0.0, 1.0, 0.0)) is Status.TOO_DARK
+    assert white.status(Levels(255.0, 0.0, 1.0)) is Status.SATURATED
+
+
+class Places:
+    """A split whose images are their own numbers."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def name(self, index: int) -> str:
+        return str(index)
+
+    def read(self, index: int) -> tuple[np.ndarray, None]:
+        return np.full((1, 1, 3), index, np.uint8), None
+
+
+def test_images_are_spread_over_a_split() -> None:
+    assert [int(image[0, 0, 0]) for image in spread(Places(), 4)] == [0, 2, 5, 7]
+    assert len(list(spread(Places()))) == 10
+
+
+def write_result(folder: Path, **entries: Any) -> None:
+    content = {**METRICS, "ema_digest": "4567", **entries}
+    (folder / "result.json").write_text(json.dumps(content))
+
+
+def test_origin_of_a_run(tmp_path: Path) -> None:
+    network = tiny_network()
+    (tmp_path / "last.pt").write_bytes(b"weights")
+    assert origin_of(tmp_path, "last", network).metrics is None
+    write_result(tmp_path)
+    found = origin_of(tmp_path, "best", network)
+    assert found.checkpoint == {"file": "last.pt", "sha256": hashlib.sha256(b"weights").hexdigest()}
+    assert found.metrics is not None
+    assert found.metrics["miou"] == 0.25
+    (tmp_path / "best.pt").write_bytes(b"better")
+    best = origin_of(tmp_path, "best", dataclasses.replace(network, weights_digest="89"))
+    assert best.checkpoint is not None
+    assert best.checkpoint["file"] == "best.pt"
+    assert best.metrics is None, "result.json speaks of other weights"
+    assert origin_of(tmp_path / "last.pt", "last", network).metrics == found.metrics
+    write_result(tmp_path, git={"commit": "abcdef0", "dirty": True})
+    assert origin_of(tmp_path, "last", network).git == {"commit": "abcdef0", "dirty": True, "known_at": "train"}
+    (tmp_path / "result.json").write_text("{")
+    with pytest.raises(DataError, match=r"result\.json is torn"):
+        origin_of(tmp_path, "last", network)
+
+
+def test_origin_of_a_real_run(tmp_path: Path) -> None:
+    assert runs.run(tmp_path / "run", "train.steps=1") == 0
+    found = origin_of(tmp_path / "run", "last", load_network(tmp_path / "run", "last"))
+    told = runs.result(tmp_path / "run")
+    assert found.metrics is not None
+    assert found.metrics["miou"] == told["miou"]
+    assert found.checkpoint is not None
+    here = git_state(ROOT)
+    if here is None:
+        pytest.skip("no commit is known here")
+    assert told["git"]["commit"] == here["commit"]
+    assert found.git is not None
+    assert found.git["known_at"] == "train"
+    assert found.git["commit"] == here["commit"]
+
+
+def test_commit_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert git_state(tmp_path) is None
+    if shutil.which("git") is None:
+        pytest.skip("no git on this machine")
+    for key, value in (
+        ("AUTHOR_NAME", "a"),
+        ("AUTHOR_EMAIL", "a@b"),
+        ("COMMITTER_NAME", "a"),
+        ("COMMITTER_EMAIL", "a@b"),
+    ):
+        monkeypatch.setenv(f"GIT_{key}", value)
+    (tmp_path / "file").write_text("1")
+    for arguments in (["init", "-q"], ["add", "file"], ["commit", "-q", "--no-gpg-sign", "-m", "first"]):
+        subprocess.run(["git", "-C", str(tmp_path), *arguments], check=True)
+    clean = git_state(tmp_path)
+    assert clean is not None
+    assert re.fullmatch("[0-9a-f]{40}", clean["commit"])
+    assert clean == {"commit": clean["commit"], "dirty": False, "known_at": "export"}
+    (tmp_path / "file").write_text("2")
+    assert git_state(tmp_path) == {**clean, "dirty": True}
+    monkeypatch.setenv("PATH", "")
+    assert git_state(tmp_path) is None

@@ -1,0 +1,119 @@
+"""The temperature: found where it is known, the same every time, and honest about what it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import cv2
+import numpy as np
+import pytest
+
+from segpipe.errors import DataError
+from segpipe.export.gates import calibration
+from segpipe.export.gates.calibration import calibration_error, fit_temperature
+
+IGNORE, CLASSES, SIZE = 255, 6, (24, 32)
+
+
+def calibrated(num: int = 6, *, factor: float = 1.0, seed: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Logits whose softmax, once they are divided by `factor`, is right as often as it says; labels drawn from it."""
+    random = np.random.Generator(np.random.Philox(key=seed))
+    found = []
+    for _ in range(num):
+        logits = random.normal(0, 2, (CLASSES, *SIZE))
+        label = (logits + random.gumbel(size=logits.shape)).argmax(0)  # one draw from the softmax
+        found.append(((factor * logits).astype(np.float32), label.astype(np.uint8)))
+    return found
+
+
+@pytest.mark.parametrize("factor", [0.4, 1.0, 3.0])
+def test_logits_times_a_factor_give_that_temperature(factor: float) -> None:
+    found = fit_temperature(calibrated(factor=factor), ignore_index=IGNORE)
+    assert found.temperature == pytest.approx(factor, rel=0.05)
+    assert found.images == 6
+    assert found.ece_after < 0.025
+    if factor != 1.0:
+        assert found.ece_before > 4 * found.ece_after, "the control: it was not calibrated before"
+
+
+def test_no_other_temperature_is_more_likely() -> None:
+    pairs = calibrated(factor=2.0, seed=3)
+    best = fit_temperature(pairs, ignore_index=IGNORE).temperature
+    score = np.concatenate([logits.reshape(CLASSES, -1).T for logits, _ in pairs]).astype(np.float64)
+    label = np.concatenate([target.ravel() for _, target in pairs]).astype(np.int64)
+
+    def loss(temperature: float) -> float:
+        scaled = score / temperature
+        total = np.log(np.exp(scaled).sum(1)) - scaled[np.arange(len(label)), label]
+        return float(total.mean())
+
+    assert loss(best) < min(loss(best * 0.999), loss(best * 1.001))
+
+
+def test_the_error_by_hand() -> None:
+    # Two pixels of confidence 0.9, one of them right; two of 0.6, both right.
+    sure, unsure = np.log([0.9, 0.1]), np.log([0.6, 0.4])
+    score = np.stack([sure, sure, unsure, unsure])
+    assert calibration_error(score, np.array([0, 1, 0, 0])) == pytest.approx((0.8 + 0.8) / 4)
+
+
+def test_targets_are_taken_at_the_centres_of_the_cells() -> None:
+    pairs = calibrated(factor=1.5)
+    wanted = fit_temperature(pairs, ignore_index=IGNORE)
+    large = [(logits, np.repeat(np.repeat(target, 8, 0), 8, 1)) for logits, target in pairs]
+    assert fit_temperature(large, ignore_index=IGNORE) == wanted
+    shifted = [(logits, np.roll(target, 8, 1)) for logits, target in large]
+    assert fit_temperature(shifted, ignore_index=IGNORE).ece_before > 2 * wanted.ece_before
+    ramp = np.arange(90 * 120, dtype=np.uint8).reshape(90, 120)
+    nearest = cv2.resize(ramp, (SIZE[1], SIZE[0]), interpolation=cv2.INTER_NEAREST_EXACT)
+    logits = np.random.Generator(np.random.Philox(key=5)).normal(0, 1, (256, *SIZE)).astype(np.float32)
+    assert fit_temperature([(logits, ramp)], ignore_index=300) == fit_temperature([(logits, nearest)], ignore_index=300)
+
+
+def test_ignored_pixels_do_not_count() -> None:
+    pairs = calibrated(factor=2.0)
+    for _, target in pairs:
+        target[: SIZE[0] // 2] = IGNORE
+    wanted = fit_temperature(pairs, ignore_index=IGNORE)
+    for logits, _ in pairs:
+        logits[:, : SIZE[0] // 2] *= -7
+    assert fit_temperature(pairs, ignore_index=IGNORE) == wanted
+
+
+def test_pixels_are_drawn_by_the_place_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "PIXELS", 200)
+    np.random.seed(1)
+    one = fit_temperature(iter(calibrated(factor=2.0)), ignore_index=IGNORE)
+    np.random.seed(2)
+    assert fit_temperature(calibrated(factor=2.0), ignore_index=IGNORE) == one
+    assert one.temperature == pytest.approx(2.0, rel=0.15)
+    monkeypatch.setattr(calibration, "PIXELS", 199)
+    assert fit_temperature(calibrated(factor=2.0), ignore_index=IGNORE) != one
+
+
+def test_the_ends_of_the_scale() -> None:
+    logits = np.zeros((CLASSES, *SIZE), dtype=np.float32)
+    target = np.zeros(SIZE, dtype=np.uint8)
+    assert fit_temperature([(logits, target)], ignore_index=IGNORE).temperature == 1.0
+    logits[0] = 1.0  # always right: no confidence is too high
+    assert calibration.LOWEST <= fit_temperature([(logits, target)], ignore_index=IGNORE).temperature < 0.05
+    logits[0] = -1.0  # always wrong: none is too low
+    assert fit_temperature([(logits, target)], ignore_index=IGNORE).temperature == pytest.approx(calibration.HIGHEST)
+
+
+def unusable() -> Iterator[tuple[np.ndarray, np.ndarray, str]]:
+    logits, target = calibrated(1)[0]
+    yield logits, np.full_like(target, IGNORE), "no labelled pixel"
+    yield logits, target + np.uint8(CLASSES), f"logits have {CLASSES} classes"
+    yield logits * np.float32(np.nan), target, "NaN or infinite"
+
+
+@pytest.mark.parametrize(("logits", "target", "message"), list(unusable()), ids=lambda value: str(value)[:9])
+def test_unusable_data(logits: np.ndarray, target: np.ndarray, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        fit_temperature([(logits, target)], ignore_index=IGNORE)
+
+
+def test_no_image_at_all() -> None:
+    with pytest.raises(DataError, match="0 images"):
+        fit_temperature([], ignore_index=IGNORE)

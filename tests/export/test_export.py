@@ -1,0 +1,497 @@
+"""Export: what is accepted computes the same, and every planted fault leaves a report and no model file."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import errno
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import scripts.export as command
+from exports import CLASSES, IMAGES, NAMES, SIZE, structured, tiny_network, trained_network
+from segpipe.errors import ConfigError, DataError, ExportError, ExportMismatch, IntegrityError
+from segpipe.export import DeployModel, check_images, deploy_model, evidence, export_run, publish
+from segpipe.export.artifact import place
+from segpipe.export.artifact.manifest import describe
+from segpipe.export.artifact.origin import Origin
+from segpipe.export.gates import latency
+from segpipe.export.gates.checks import Check
+from segpipe.export.gates.comparison import Candidate, as_trained, compare
+from segpipe.export.gates.controls import CONTROLS
+from segpipe.export.gates.judge import Subject, problems
+from segpipe.export.gates.limits import gate_logits, gate_mask, gate_preprocessing
+from segpipe.export.graph import convert
+from segpipe.export.graph.formats import FORMATS, open_onnx, open_torchscript, run_eager
+from segpipe.models import MODELS
+from segpipe.train.checkpoint import TrainedNetwork
+
+pytestmark = pytest.mark.usefixtures("quick_exports")
+
+
+@pytest.fixture(scope="module")
+def trained() -> TrainedNetwork:
+    return trained_network("fast_scnn", SIZE)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> TrainedNetwork:
+    return tiny_network()
+
+
+@pytest.fixture(scope="module")
+def exported(trained: TrainedNetwork, tmp_path_factory: pytest.TempPathFactory) -> publish.ExportReport:
+    folder = tmp_path_factory.mktemp("run") / "export"
+    return export_run(trained, IMAGES, folder, list(FORMATS), {"label": "abc"}, names=NAMES)
+
+
+def model_files(folder: Path) -> list[str]:
+    return sorted(str(path) for suffix in ("*.onnx*", "*.pt*") for path in folder.rglob(suffix))
+
+
+# Acceptance
+
+
+def test_an_export_holds_what_it_promises(exported: publish.ExportReport) -> None:
+    assert {"model.onnx", "model.pt2", "model.torchscript.pt"} <= {path.name for path in exported.folder.iterdir()}
+    assert sorted(path.name for path in exported.folder.parent.iterdir()) == ["export"]
+    names = ["G1 integrity", "G2 logits", "G3 mask", "G4 preprocessing", "latency"]
+    assert [gate.name for gate in exported.gates["model.onnx"]] == names
+    assert [gate.name for gate in exported.gates["eager"]] == ["G6 power"]
+    assert exported.images[:4] == NAMES
+    assert len(exported.images) == 9
+    assert exported.latency.keys() == {"eager", "model.onnx", "model.pt2", "model.torchscript.pt"}
+    assert all(found["n"] == 10 for found in exported.latency.values())
+
+
+def test_the_manifest_explains_a_lone_file(exported: publish.ExportReport) -> None:
+    manifest = json.loads((exported.folder / "manifest.json").read_text())
+    inside = json.loads(onnx.load(exported.folder / "model.onnx").metadata_props[0].value)
+    assert inside == {key: manifest[key] for key in inside}
+    assert inside["label"] == "abc"
+    assert inside["source"]["weights_digest"] == "0123abcd"
+    assert [entry["name"] for entry in inside["classes"]] == list(CLASSES.names)
+    assert inside["io"]["inputs"][0]["shape"] == [1, 64, 96, 3]
+    assert (manifest["status"], manifest["real_images"]) == ("VERIFIED_FEW_IMAGES", len(IMAGES))
+    card = (exported.folder / "model_card.md").read_text()
+    assert "Status: VERIFIED_FEW_IMAGES" in card
+    assert "compared on 4 real images, and verified needs 16" in card
+    assert manifest["gates"]["model.onnx"]["G2 logits"]["max_sigma"] <= 1e-3
+
+
+def test_both_files_answer_as_the_eager_network(trained: TrainedNetwork, exported: publish.ExportReport) -> None:
+    model = deploy_model(trained)
+    with torch.no_grad():
+        logits = trained.model(trained.preprocess(torch.from_numpy(IMAGES[0])[None]))
+        mask, confidence = model(torch.from_numpy(IMAGES[0])[None])
+    full = nn.functional.interpolate(logits, SIZE, mode="bilinear", align_corners=trained.model.align_corners)
+    assert torch.equal(mask, full.argmax(1).to(torch.uint8))
+    assert confidence.shape[1:] == logits.shape[2:]
+    assert len(mask.unique()) > 1, "a constant mask would agree with anything"
+    for opened in (
+        open_onnx(exported.folder / "model.onnx"),
+        open_torchscript(exported.folder / "model.torchscript.pt"),
+    ):
+        answer = opened(IMAGES[0])
+        assert (answer.mask == mask[0].numpy()).mean() > 0.999
+        assert np.abs(answer.confidence.astype(int) - confidence[0].numpy()).max() <= 1
+
+
+def test_auxiliary_heads_are_not_in_the_files(trained: TrainedNetwork, exported: publish.ExportReport) -> None:
+    assert any("train_only" in name for name in trained.model.state_dict()), "the control: the network has such heads"
+    assert not any("train_only" in name for name in deploy_model(trained).state_dict())
+    for name in exported.files:
+        assert b"train_only" not in (exported.folder / name).read_bytes()
+    stored = sum(int(np.prod(entry.dims)) for entry in onnx.load(exported.folder / "model.onnx").graph.initializer)
+    assert stored < sum(tensor.numel() for tensor in trained.model.parameters())
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "fast_scnn"])  # which `exported` is
+def test_every_model_is_accepted_by_torch_export(name: str, tmp_path: Path) -> None:
+    """The other formats: test_every_network.py."""
+    size = (64, 96)
+    report = export_run(trained_network(name, size), structured(2, size), tmp_path / "export", ["pt2"], {})
+    assert report.passed
+    assert model_files(tmp_path) == [str(tmp_path / "export" / "model.pt2")]
+
+
+FRAMES = Path(__file__).resolve().parents[3] / "shared" / "data" / "cityscapes_frames"
+
+
+@pytest.mark.skipif(not FRAMES.is_dir(), reason="no real frames on this machine")
+def test_photographs_of_two_megapixels(tmp_path: Path) -> None:
+    checks = [Check(path.stem, cv2.imread(str(path))[..., ::-1].copy()) for path in sorted(FRAMES.glob("*.png"))]
+    size = checks[0].image.shape[:2]
+    assert size == (1024, 2048)
+    network = trained_network("fast_scnn", (64, 128))
+    model = deploy_model(network)
+    manifest, shipped, probe = describe(network, model, size, Origin(), {}), tmp_path / "a.onnx", tmp_path / "b.onnx"
+    FORMATS["onnx"].convert(model, size, manifest, shipped, probe)
+    candidate = Candidate(open_onnx(probe), open_onnx(shipped))
+    sigma = compare(as_trained(run_eager(model), network.preprocess), [candidate], checks)
+    found = candidate.comparisons
+    gates = (gate_logits(found, sigma), gate_mask(found, sigma), gate_preprocessing(found))
+    assert problems(Subject("onnx", "fp32", shipped, probe, manifest)) == []
+    assert [gate.message for gate in gates if not gate.passed] == []
+    assert len(found) == 2
+
+
+# Refusal: the conversion is given another model than the reference
+
+
+def not_a_number(model: DeployModel) -> None:
+    model.network.classifier.bias[0] = float("nan")
+
+
+Fault = Callable[[DeployModel], None]
+bgr, one_weight_scaled = CONTROLS["bgr"], CONTROLS["one_weight_scaled"]
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, name: str, fault: Fault, *, shipped_only: bool = False) -> None:
+    """The conversion to `name` now works on a model with `fault`, or ships one with a correct probe beside it."""
+    right = FORMATS[name].convert
+
+    def wrong(model: DeployModel, size: Any, manifest: Any, shipped: Path, probe: Path) -> None:
+        faulty = copy.deepcopy(model)
+        fault(faulty)
+        right(faulty, size, manifest, shipped, probe)
+        if shipped_only:
+            right(model, size, manifest, probe.with_name("unused"), probe)
+
+    monkeypatch.setitem(FORMATS, name, dataclasses.replace(FORMATS[name], convert=wrong))
+
+
+def failed_gates(run_dir: Path) -> set[str]:
+    """Names of the gates that failed, from the report that a refusal leaves; there is no model file beside it."""
+    assert model_files(run_dir) == []
+    assert [path.name for path in run_dir.iterdir()] == ["export.rejected"]
+    report = json.loads((run_dir / "export.rejected" / "verify_report.json").read_text())
+    assert report["status"] == "rejected"
+    return {gate[:2] for gates in report["gates"].values() for gate, entry in gates.items() if not entry["passed"]}
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_a_planted_fault_is_refused(
+    name: str, tiny: TrainedNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch, "torchscript", CONTROLS[name])
+    with pytest.raises(ExportMismatch, match=r"^EXPORT REJECTED: G2 logits differ by .* > 0.001 sigma") as caught:
+        export_run(tiny, IMAGES, tmp_path / "export", ["torchscript"], {}, names=NAMES)
+    assert caught.value.exit_code == 4
+    wrong_input = name in ("bgr", "no_normalisation", "half_mean_and_std")
+    assert failed_gates(tmp_path) == ({"G2", "G3", "G4"} if wrong_input else {"G2", "G3"})
+    assert len(list((tmp_path / "export.rejected").glob("worst_*.png"))) == 3
+
+
+def test_a_network_with_synchronised_norms_is_the_same_one(tiny: TrainedNetwork, tmp_path: Path) -> None:
+    synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(tiny.model))  # type: ignore[no-untyped-call]
+    assert any(isinstance(module, nn.SyncBatchNorm) for module in synchronised.modules()), "the control"
+    network = dataclasses.replace(tiny, model=synchronised)
+    model = deploy_model(network)
+    assert not any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+    expected, found = deploy_model(tiny).state_dict(), model.state_dict()
+    assert list(expected) == list(found)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    for image in IMAGES:
+        assert np.array_equal(run_eager(model)(image).mask, run_eager(deploy_model(tiny))(image).mask)
+    assert export_run(network, IMAGES[:1], tmp_path / "export", ["torchscript"], {}).passed
+
+
+@pytest.mark.parametrize("name", ["onnx", "pt2"])
+def test_a_planted_fault_is_refused_in_other_formats(
+    name: str, tiny: TrainedNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch, name, bgr)
+    with pytest.raises(ExportMismatch, match=rf"G4 preprocessing differs by .* in model\.{name}"):
+        export_run(tiny, IMAGES, tmp_path / "export", [name, "torchscript"], {}, names=NAMES)
+    assert failed_gates(tmp_path) == {"G2", "G3", "G4"}
+
+
+def test_a_fault_of_the_shipped_file_alone_is_seen_by_g3(
+    tiny: TrainedNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch, "torchscript", CONTROLS["align_corners_flipped"], shipped_only=True)
+    line = r"^EXPORT REJECTED: G3 mask agreement \d\d\.\d\d % < 99.99 % \(worst: \w+, \d+ unexplained pixels\)"
+    with pytest.raises(ExportMismatch, match=line):
+        export_run(tiny, IMAGES, tmp_path / "export", ["torchscript"], {}, names=NAMES)
+    assert failed_gates(tmp_path) == {"G3"}
+
+
+def test_logits_that_are_no_numbers_are_refused(
+    tiny: TrainedNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch, "torchscript", not_a_number)
+    with pytest.raises(ExportMismatch, match="G2 logits are NaN or infinite"):
+        export_run(tiny, IMAGES, tmp_path / "export", ["torchscript"], {})
+    assert "G2" in failed_gates(tmp_path)
+
+
+def test_a_file_that_is_not_what_the_manifest_says_is_refused(
+    tiny: TrainedNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(model: DeployModel, size: Any, manifest: Any, shipped: Path, probe: Path) -> None:
+        right(model, size, {**manifest, "model": "another"}, shipped, probe)
+
+    right = FORMATS["torchscript"].convert
+    broken = dataclasses.replace(FORMATS["torchscript"], convert=wrong)
+    monkeypatch.setitem(FORMATS, "torchscript", broken)
+    with pytest.raises(IntegrityError, match=r"G1 integrity: manifest\.json inside the file is not the mani") as caught:
+        export_run(tiny, IMAGES, tmp_path / "export", ["torchscript"], {})
+    assert caught.value.exit_code == 7
+    assert failed_gates(tmp_path) == {"G1"}
+
+
+@pytest.mark.parametrize("change", ["output name", "opset", "no manifest", "torn"])
+def test_integrity_of_onnx_sees(change: str, exported: publish.ExportReport, tmp_path: Path) -> None:
+    path = exported.folder / "model.onnx"
+    assert problems(Subject("onnx", "fp32", path, path, exported.manifest)) == []
+    model = onnx.load(path)
+    if change == "output name":
+        next(node for node in model.graph.node if "mask" in node.output).output[:] = ["classes"]
+        model.graph.output[0].name = "classes"
+    elif change == "opset":
+        model.opset_import[0].version = 19
+    elif change == "no manifest":
+        del model.metadata_props[:]
+    changed = tmp_path / "model.onnx"
+    onnx.save(model, changed)
+    if change == "torn":
+        changed.write_bytes(changed.read_bytes()[:-1000])
+    assert problems(Subject("onnx", "fp32", changed, changed, exported.manifest))
+
+
+def test_integrity_sees_a_second_file(exported: publish.ExportReport, tmp_path: Path) -> None:
+    for name in ("model.onnx", "model.onnx.data"):
+        (tmp_path / name).write_bytes((exported.folder / "model.onnx").read_bytes())
+    path = tmp_path / "model.onnx"
+    assert problems(Subject("onnx", "fp32", path, path, exported.manifest)) == [
+        "needs more than one file: model.onnx, model.onnx.data"
+    ]
+
+
+# The folder
+
+
+def test_an_older_export_is_replaced(tiny: TrainedNetwork, tmp_path: Path) -> None:
+    for label in ("first", "second"):
+        export_run(tiny, IMAGES[:1], tmp_path / "export", ["torchscript"], {"label": label})
+        (tmp_path / "export" / label).touch()
+    assert json.loads((tmp_path / "export" / "manifest.json").read_text())["label"] == "second"
+    assert not (tmp_path / "export" / "first").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+def test_a_refusal_leaves_the_older_export(
+    tiny: TrainedNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_run(tiny, IMAGES[:1], tmp_path / "export", ["torchscript"], {})
+    before = (tmp_path / "export" / "SHA256SUMS").read_bytes()
+    with monkeypatch.context() as patch:
+        plant(patch, "torchscript", bgr)
+        with pytest.raises(ExportMismatch):
+            export_run(tiny, IMAGES[:1], tmp_path / "export", ["torchscript"], {})
+    assert (tmp_path / "export" / "SHA256SUMS").read_bytes() == before
+    assert model_files(tmp_path / "export.rejected") == []
+    export_run(tiny, IMAGES[:1], tmp_path / "export", ["torchscript"], {})
+    assert [path.name for path in tmp_path.iterdir()] == ["export"], "a success takes the old refusal away"
+
+
+@pytest.mark.parametrize("crash_in", ["judge", "_publish"])
+def test_a_crash_leaves_no_model_file(
+    crash_in: str, tiny: TrainedNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(*_: Any) -> None:
+        assert model_files(tmp_path / "export.partial"), "the control: files were there when it crashed"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(publish, crash_in, crash)
+    with pytest.raises(KeyboardInterrupt):
+        export_run(tiny, IMAGES[:1], tmp_path / "export", ["torchscript"], {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_older_export_survives_a_failing_rename(
+    tiny: TrainedNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out_dir = tmp_path / "export"
+    export_run(tiny, IMAGES[:1], out_dir, ["torchscript"], {"label": "first"})
+    rename = os.rename
+
+    def failing(source: Path, target: Path) -> None:
+        if source.name == "files":
+            raise OSError("disk full")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(ConfigError, match=r"^export\.dir = .* cannot be written \(disk full\)\. Choose another"):
+        export_run(tiny, IMAGES[:1], out_dir, ["torchscript"], {"label": "second"})
+    assert json.loads((out_dir / "manifest.json").read_text())["label"] == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+def test_a_kill_between_the_renames_is_mended(tiny: TrainedNetwork, tmp_path: Path) -> None:
+    out_dir = tmp_path / "export"
+    export_run(tiny, IMAGES[:1], out_dir, ["torchscript"], {})
+    out_dir.rename(tmp_path / "export.old")
+    place.recover(out_dir)
+    assert model_files(tmp_path) == [str(out_dir / "model.torchscript.pt")]
+
+
+def test_a_folder_that_is_not_an_export_is_never_replaced(tiny: TrainedNetwork, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(ConfigError, match="holds other files"):
+        export_run(tiny, IMAGES, tmp_path, ["torchscript"], {})
+    assert (tmp_path / "thesis.txt").exists()
+
+
+def test_what_torch_cannot_convert_is_an_export_error(
+    tiny: TrainedNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unconvertible(model: DeployModel) -> None:
+        del model.network.classifier
+
+    plant(monkeypatch, "torchscript", unconvertible)
+    with pytest.raises(ExportError, match="could not convert") as caught:
+        export_run(tiny, IMAGES[:1], tmp_path / "export", ["torchscript"], {})
+    assert caught.value.exit_code == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("images", "formats", "message"),
+    [
+        ([], ["onnx"], "export.images gave no image"),
+        (IMAGES, [], "export.formats"),
+        (IMAGES, ["tflite"], "export.formats"),
+        ([IMAGES[0], IMAGES[1][:32]], ["onnx"], "check image image_000001"),
+        ([IMAGES[0].astype(np.float32)], ["onnx"], "check image image_000000 is float32"),
+    ],
+)
+def test_unusable_requests(
+    images: list[np.ndarray], formats: list[str], message: str, tiny: TrainedNetwork, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        export_run(tiny, images, tmp_path / "export", formats, {})
+
+
+# The check set and the command line
+
+
+class FakeSamples:
+    """`sizes[i]` is the (height, width) of image i."""
+
+    def __init__(self, images: list[np.ndarray]) -> None:
+        self.images = images
+        self.classes = CLASSES
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def name(self, index: int) -> str:
+        return f"scene_{index}"
+
+    def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.images[index], np.zeros(self.images[index].shape[:2], dtype=np.uint8)
+
+
+def test_check_images_are_spread_over_the_split() -> None:
+    assert check_images(FakeSamples(IMAGES * 5), 4)[0] == ["scene_0", "scene_5", "scene_10", "scene_15"]
+    assert len(check_images(FakeSamples(IMAGES), 100)[1]) == 4
+    assert check_images(FakeSamples([IMAGES[0][:32], *IMAGES]), 5)[0] == [f"scene_{index}" for index in range(1, 5)]
+    mixed = FakeSamples([IMAGES[0][:32], *IMAGES] * 4)
+    names, images = check_images(mixed, 4, SIZE)
+    assert names == ["scene_2", "scene_7", "scene_12", "scene_17"], "the usual places, 0, 5, 10 and 15, do not fit"
+    assert {image.shape[:2] for image in images} == {SIZE}
+    assert len(check_images(mixed, 100, SIZE)[0]) == 16
+    with pytest.raises(DataError, match=r"holds no image of 9x9 pixels .* among 20"):
+        check_images(mixed, 4, (9, 9))
+    with pytest.raises(DataError, match="holds no image"):
+        check_images(FakeSamples([]), 4)
+
+
+@pytest.fixture
+def _run_exists(tiny: TrainedNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "load_network", lambda *_: tiny)
+    monkeypatch.setattr(evidence, "open_samples", lambda *_: FakeSamples(IMAGES))
+
+
+@pytest.mark.usefixtures("_run_exists")
+def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [f"run={tmp_path}", "export.formats=[torchscript]", "export.images=2"]
+    assert command.main(arguments) == 0
+    report = (tmp_path / "export" / "verify_report.md").read_text()
+    assert report.splitlines()[0].endswith(": VERIFIED_FEW_IMAGES, compared on 2 real images, and verified needs 16")
+    assert "| model.torchscript.pt | " in report.partition("## Latency")[2]
+    assert "Prefer model.torchscript.pt: " in report
+    captured = capsys.readouterr().out
+    assert "G3 mask" in captured
+    assert captured.splitlines()[-1].startswith("EXPORT VERIFIED_FEW_IMAGES: model.torchscript.pt in ")
+    plant(monkeypatch, "torchscript", bgr)
+    assert command.main([*arguments, f"export.dir={tmp_path}/else/export"]) == 4
+    assert failed_gates(tmp_path / "else") == {"G2", "G3", "G4"}
+    assert capsys.readouterr().err.startswith("EXPORT REJECTED: ")
+
+
+@pytest.mark.usefixtures("_run_exists")
+def test_a_folder_that_cannot_be_written_is_a_usage_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "file").touch()
+    arguments = [f"run={tmp_path}", "export.formats=[torchscript]", "export.images=2"]
+    assert command.main([*arguments, f"export.dir={tmp_path}/file/export"]) == 2
+    line = f"export.dir = {tmp_path}/file/export cannot be written (Not a directory). Choose another folder.\n"
+    assert capsys.readouterr().err == line
+    monkeypatch.setattr(convert, "write_archive", full)
+    assert command.main([*arguments, f"export.dir={tmp_path}/export"]) == 2
+    assert "cannot be written (No space left on device)" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("p50_ms", "told"),
+    [
+        ({"onnx": 3.0, "ts": 5.0, "int8": 1.0}, "Prefer onnx: .*; 2.00 times as fast as eager. int8 takes 0.33 of"),
+        ({"onnx": 5.0, "ts": 4.8, "int8": 4.9}, "Prefer onnx: the gates saw .*; 1.20 times as fast as eager.$"),
+        ({"onnx": 5.0, "ts": 3.0, "int8": 4.9}, "Prefer ts: in fp32 it is clearly the fastest; 2.00 times"),
+        ({"ts": 12.0}, "Prefer ts: .*; 0.50 times as fast as eager.$"),
+    ],
+)
+def test_the_report_says_which_file_to_prefer(p50_ms: dict[str, float], told: str) -> None:
+    files = {
+        "onnx": {"format": "onnx", "precision": "fp32"},
+        "ts": {"format": "torchscript", "precision": "fp32"},
+        "int8": {"format": "onnx", "precision": "int8"},
+    }
+    measured = {name: {"p50_ms": value} for name, value in {"eager": 6.0, **p50_ms}.items()}
+    assert re.match(told, latency.preference(measured, {name: files[name] for name in p50_ms}))
+
+
+@pytest.mark.usefixtures("_run_exists")
+@pytest.mark.parametrize(
+    "argument", ["model.name=pidnet_s", "mean=0.5", "std=0.5", "data.classes=x.yaml", "export.formats=[x]", "which=it"]
+)
+def test_what_the_checkpoint_knows_cannot_be_given(
+    argument: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main([f"run={tmp_path}", argument]) == 2
+    assert argument.partition("=")[0] in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_run_is_a_usage_error(tmp_path: Path) -> None:
+    assert command.main([]) == 2
+    assert command.main([f"run={tmp_path / 'nothing'}"]) == 2

@@ -1,0 +1,420 @@
+"""The gates: each at its limits, and the negative controls that show they see something."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from exports import IMAGES, NUM_CLASSES, tiny_network
+from segpipe.data.augment import Augmenter
+from segpipe.errors import ConfigError, ExportMismatch, IntegrityError, LatencyError, QualityError
+from segpipe.export import deploy_model
+from segpipe.export.artifact.outcome import ExportReport
+from segpipe.export.gates import controls
+from segpipe.export.gates.checks import Check, Labelled, check_set
+from segpipe.export.gates.comparison import (
+    Candidate,
+    Comparison,
+    Moments,
+    Sigma,
+    as_trained,
+    compare,
+    compare_answers,
+)
+from segpipe.export.gates.confidence import calibration_entry
+from segpipe.export.gates.controls import CONTROLS, gate_power
+from segpipe.export.gates.limits import (
+    LIMITS,
+    GateResult,
+    Limits,
+    gate_latency,
+    gate_logits,
+    gate_mask,
+    gate_preprocessing,
+)
+from segpipe.export.gates.quality import Score, gate_quality, scores
+from segpipe.export.graph.formats import run_eager
+from segpipe.export.graph.profiles import PROFILES, ROBOT, Answer, Image
+from segpipe.models.preprocess import Preprocess
+from segpipe.settings.config import AugmentConfig, Config, check
+
+ONE = Sigma(1.0, 1.0)
+
+
+def answers(num_different: int, margin: float, *, pixels: int = 100_000) -> Comparison:
+    """Two classes, sigma 1: `num_different` pixels differ where the reference is `margin` from a tie."""
+    logits = np.zeros((2, 1, pixels), dtype=np.float32)
+    logits[0] = margin
+    mask, changed = np.zeros((1, pixels), dtype=np.uint8), np.zeros((1, pixels), dtype=np.uint8)
+    changed[0, :num_different] = 1
+    confidence = np.zeros((1, 1), dtype=np.uint8)
+    right = Answer(mask, confidence, logits)
+    return compare_answers(Check("x", IMAGES[0]), right, right, Answer(changed, confidence))
+
+
+@pytest.mark.parametrize(
+    ("num_different", "margin", "passed"),
+    [(0, 1.0, True), (9, 1.9e-3, True), (11, 1.9e-3, False), (1, 2.1e-3, False), (1, float("nan"), False)],
+)
+def test_mask_gate_at_its_limits(num_different: int, margin: float, passed: bool) -> None:
+    assert gate_mask([answers(num_different, margin)], ONE).passed is passed
+
+
+def test_mask_gate_looks_at_every_image() -> None:
+    small = answers(2, 0.0, pixels=1000)
+    assert gate_mask([answers(0, 1.0), answers(1, 0.0, pixels=1000)], ONE).passed
+    result = gate_mask([answers(0, 1.0), small], ONE)
+    assert not result.passed
+    assert "99.80 % < 99.9 %" in result.message
+
+
+def test_mask_gate_sees_confidence() -> None:
+    entry = answers(0, 1.0)
+    assert gate_mask([dataclasses.replace(entry, confidence_difference=1)], ONE).passed
+    assert not gate_mask([dataclasses.replace(entry, confidence_difference=2)], ONE).passed
+
+
+@pytest.mark.parametrize(
+    ("difference", "sigma", "passed"),
+    [(0.9e-3, 1.0, True), (1.1e-3, 1.0, False), (1.1e-3, 2.0, True), (float("inf"), 1.0, False), (0.0, 0.0, False)],
+)
+def test_logits_gate_at_its_limits(difference: float, sigma: float, passed: bool) -> None:
+    entry = dataclasses.replace(answers(0, 1.0), logits_difference=difference)
+    result = gate_logits([entry], Sigma(sigma, sigma))
+    assert result.passed is passed
+    json.dumps(result.figures, allow_nan=False)
+
+
+def test_real_images_are_held_to_their_own_sigma() -> None:
+    entry = dataclasses.replace(answers(1, 1.5e-3), logits_difference=0.9e-3)
+    made = dataclasses.replace(entry, is_real=False)
+    inflated = Sigma(everything=1.0, real=0.5)
+    for gate in (gate_logits, gate_mask):
+        assert gate([made], inflated).passed
+        assert not gate([entry], inflated).passed
+        assert gate([entry], Sigma(everything=1.0, real=9.0)).passed
+
+
+def test_sigma_is_the_standard_deviation() -> None:
+    values = np.random.default_rng(0).normal(3.0, 2.0, (4, 1000)).astype(np.float32)
+    moments = Moments()
+    for row in values:
+        moments.add(row)
+    assert moments.sigma == pytest.approx(values.std(), rel=1e-5)
+
+
+def test_int8_has_no_limit_of_logits_and_still_no_nan() -> None:
+    entry = dataclasses.replace(answers(0, 1.0), logits_difference=5.0)
+    assert gate_logits([entry], ONE, LIMITS["int8"]).passed
+    assert not gate_logits([entry], ONE, LIMITS["fp16"]).passed
+    assert gate_logits([dataclasses.replace(entry, logits_difference=2.9e-2)], ONE, LIMITS["fp16"]).passed
+    assert not gate_logits([dataclasses.replace(entry, logits_difference=float("inf"))], ONE, LIMITS["int8"]).passed
+
+
+@pytest.mark.parametrize(("precision", "agreement"), [("fp16", 0.995), ("int8", 0.97)])
+def test_mask_gate_of_reduced_precision(precision: str, agreement: float) -> None:
+    limit = round((1 - agreement) * 100_000)
+    assert gate_mask([answers(limit - 1, 1e-2)], ONE, LIMITS[precision]).passed
+    result = gate_mask([answers(limit + 1, 1e-2)], ONE, LIMITS[precision])
+    assert not result.passed
+    assert "G3 mask agreement" in result.message
+
+
+def test_weights_that_are_not_the_checkpoints_are_refused() -> None:
+    result = gate_logits([answers(0, 1.0)], ONE, foreign=["a", "b", "c", "d"])
+    assert not result.passed
+    assert result.message == "G2 logits come from other weights: a, b, c and 1 more differ from the checkpoint's"
+
+
+# G4
+
+
+@pytest.mark.parametrize(("difference", "passed"), [(0.9e-5, True), (1.1e-5, False), (float("inf"), False)])
+def test_preprocessing_gate_at_its_limits(difference: float, passed: bool) -> None:
+    result = gate_preprocessing([dataclasses.replace(answers(0, 1.0), normalised_difference=difference)])
+    assert result.passed is passed
+    assert passed or result.message.startswith("G4 preprocessing differs by")
+    json.dumps(result.figures, allow_nan=False)
+
+
+def test_the_graph_normalises_what_training_feeds_the_network() -> None:
+    """The whole way of a training sample with nothing random in it, against the tensor inside the deploy model."""
+    image = IMAGES[0]
+    height, width, _ = image.shape
+    still = AugmentConfig(
+        crop_size=[height, width], scale=[1.0, 1.0], flip=0.0, brightness=0.0, contrast=0.0, saturation=0.0, hue=0.0
+    )
+    sample, _ = Augmenter(still)(image, np.zeros((height, width), np.uint8), 7)
+    fed = Preprocess()(torch.from_numpy(sample)[None])[0].numpy()
+    for profile in PROFILES.values():
+        inside = run_eager(deploy_model(tiny_network(), profile=profile))(image).normalised
+        assert inside is not None
+        assert np.abs(inside - fed).max() <= 1e-6
+        assert np.abs(inside[::-1] - fed).max() > 0.1, "the control: another order of the channels"
+
+
+# G5
+
+
+def score(pairs: dict[tuple[int, int], int], num_classes: int = 2) -> Score:
+    """A confusion with so many pixels per (target, prediction)."""
+    counts = torch.zeros(num_classes, num_classes, dtype=torch.int64)
+    for place, pixels in pairs.items():
+        counts[place] = pixels
+    return Score(counts, images=1)
+
+
+RIGHT = {(0, 0): 500_000, (1, 1): 500_000}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "precision", "passed"),
+    [
+        (0, "fp32", True),
+        (40, "fp32", True),  # mIoU falls by 0.008 points
+        (60, "fp32", False),
+        (400, "fp16", True),
+        (600, "fp16", False),
+        (4_900, "int8", True),
+        (5_200, "int8", False),
+    ],
+)
+def test_quality_gate_at_its_limits(wrong: int, precision: str, passed: bool) -> None:
+    found = score({(0, 0): 500_000 - wrong, (0, 1): wrong, (1, 1): 500_000})
+    result = gate_quality(score(RIGHT), found, ("a", "b"), LIMITS[precision])
+    assert result.passed is passed
+    assert passed or result.message.startswith("G5 quality: mIoU 100.000 -> 9")
+    # The other way round it is a gain, which only fp32 may not have.
+    gained = gate_quality(found, score(RIGHT), ("a", "b"), LIMITS[precision])
+    assert gained.passed is (passed or precision != "fp32")
+
+
+def test_quality_gate_sees_one_class_among_many() -> None:
+    names = tuple(f"class_{index}" for index in range(20))
+    right = {(index, index): 100_000 for index in range(20)}
+    before, now = score(right, 20), score({**right, (3, 3): 99_920, (3, 4): 80}, 20)
+    result = gate_quality(before, now, names)
+    assert result.message == "G5 quality: IoU of class_3 moves by -0.080 points, limit 0.05"
+    assert gate_quality(before, now, names, Limits(class_points=0.1)).passed, "the control: mIoU alone is within limits"
+
+
+def test_quality_gate_of_a_critical_class() -> None:
+    names = ("road", *(f"class_{index}" for index in range(19)))
+    right = {(index, index): 100_000 for index in range(20)}
+    before, now = score(right, 20), score({**right, (0, 0): 97_500, (0, 1): 2_500}, 20)
+    assert gate_quality(before, now, names, LIMITS["int8"]).passed
+    result = gate_quality(before, now, names, LIMITS["int8"], ["class_3", "road"])
+    assert result.message == "G5 quality: IoU of critical class road falls by more than 2.0 points"
+
+
+def test_quality_needs_labels_and_known_ids() -> None:
+    nothing = gate_quality(score({}), score({}), ("a", "b"))
+    assert not nothing.passed
+    assert "no labelled pixel" in nothing.message
+    target = np.zeros((1, 4), np.uint8)
+    counted = Score(torch.zeros(2, 2, dtype=torch.int64))
+    counted.add(np.array([[0, 1, 200, -1]], np.int32), target)
+    assert counted.foreign == 2
+    assert counted.counts.sum() == 4
+    result = gate_quality(counted, counted, ("a", "b"))
+    assert "2 pixels hold an id that no class has" in result.message
+
+
+class Split:
+    """Images whose targets are their index."""
+
+    def __init__(self, images: list[Image]) -> None:
+        self.images = images
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def name(self, index: int) -> str:
+        return str(index)
+
+    def read(self, index: int) -> tuple[Image, np.ndarray]:
+        image = self.images[index]
+        return image, np.full(image.shape[:2], index % NUM_CLASSES, np.uint8)
+
+
+def test_scores_are_counted_on_images_of_the_files_size() -> None:
+    labelled = Labelled(Split([IMAGES[0], IMAGES[1][:32], IMAGES[2], IMAGES[3]]), (64, 96), 100)
+    runs = {
+        "right": lambda image: Answer(np.zeros(image.shape[:2], np.uint8)),
+        "eager": run_eager(deploy_model(tiny_network())),
+    }
+    found = scores(runs, labelled, NUM_CLASSES)
+    assert found["right"].images == found["eager"].images == 3
+    assert found["right"].counts[:, 0].tolist() == [6144, 0, 6144, 6144, 0]
+    assert len(list(Labelled(Split(IMAGES), (64, 96), 2))) == 2
+    mixed = Labelled(Split([IMAGES[0][:32], *IMAGES] * 4), (64, 96), 4)
+    assert len(list(mixed)) == 4, "places 0, 5, 10 and 15 do not fit, and others are taken"
+
+
+# G6
+
+
+def power() -> GateResult:
+    model = deploy_model(tiny_network())
+    checks = check_set(IMAGES[:1], ["x"])
+    reference = as_trained(run_eager(model), Preprocess())
+    return gate_power(model, reference, checks, compare(reference, [], checks))
+
+
+def test_every_negative_control_is_refused() -> None:
+    result = power()
+    assert result.passed, result.message
+    assert set(result.figures["refused_by"]) == set(CONTROLS)
+    assert len(CONTROLS) == 7
+    assert "G4" in result.figures["refused_by"]["bgr"]
+    assert "G4" not in result.figures["refused_by"]["one_weight_scaled"]
+
+
+def test_controls_leave_the_model_as_it_was() -> None:
+    model = deploy_model(tiny_network())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    reference = as_trained(run_eager(model), Preprocess())
+    checks = check_set(IMAGES[:1], ["x"])
+    gate_power(model, reference, checks, compare(reference, [], checks))
+    assert not any(module.training for module in model.modules())
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_control_that_passes_shows_blind_gates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(controls.CONTROLS, "nothing", lambda model: None)
+    result = power()
+    assert not result.passed
+    assert result.message == "G6 power: the gates pass nothing, so what they pass proves nothing"
+
+
+def test_a_gate_that_was_widened_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = Limits(logits_sigma=100.0, agreement=0.0, image_agreement=0.0, margin_sigma=100.0, confidence_levels=255)
+
+    def widened(gate: Any) -> Any:
+        return lambda comparisons, sigma: gate(comparisons, sigma, wide)
+
+    monkeypatch.setattr(controls, "gate_logits", widened(gate_logits))
+    monkeypatch.setattr(controls, "gate_mask", widened(gate_mask))
+    result = power()
+    assert "one_weight_scaled" in result.message
+    assert "bgr" not in result.message, "G4 still sees it"
+
+
+# Latency and the verdict
+
+
+@pytest.mark.parametrize(
+    ("budget", "fp32", "precision", "passed"),
+    [(0.0, None, "fp32", True), (10.0, None, "fp32", True), (9.9, None, "fp32", False), (0.0, 12.0, "int8", True),
+     (0.0, 11.0, "int8", False), (0.0, 11.0, "fp16", True)],
+)  # fmt: skip
+def test_latency_gate_at_its_limits(budget: float, fp32: float | None, precision: str, passed: bool) -> None:
+    result = gate_latency(10.0, budget_ms=budget, fp32_p50_ms=fp32, limits=LIMITS[precision])
+    assert result.passed is passed
+    assert not any(value == 10.0 for value in result.figures.values() if value != budget), "equal exports, equal gates"
+
+
+@pytest.mark.parametrize(
+    ("failing", "kind"),
+    [
+        (["G5 quality", "G1 integrity", "G3 mask"], IntegrityError),
+        (["G5 quality", "G3 mask"], ExportMismatch),
+        (["G4 preprocessing"], ExportMismatch),
+        (["G6 power", "latency"], ExportMismatch),
+        (["latency", "G5 quality"], QualityError),
+        (["latency"], LatencyError),
+    ],
+)
+def test_the_gravest_failure_decides(failing: list[str], kind: type[ExportMismatch], tmp_path: Any) -> None:
+    gates = [GateResult(name, False, {}, f"{name} is bad") for name in failing]
+    report = ExportReport(tmp_path, {}, gates={"model.onnx": gates}, real_images=1)
+    error = report.error("EXPORT REJECTED", "there")
+    assert type(error) is kind
+    assert all(name in str(error) for name in failing)
+    assert report.status == "rejected"
+    assert {IntegrityError: 7, ExportMismatch: 4, QualityError: 5, LatencyError: 6}[kind] == error.exit_code
+
+
+def test_status_without_real_images(tmp_path: Any) -> None:
+    assert ExportReport(tmp_path, {}, real_images=16).status == "verified"
+    assert ExportReport(tmp_path, {}, real_images=15).status == "VERIFIED_FEW_IMAGES"
+    assert ExportReport(tmp_path, {}, real_images=1).status == "VERIFIED_FEW_IMAGES"
+    assert ExportReport(tmp_path, {}).status == "UNVERIFIED_REAL_DATA"
+
+
+def test_a_file_that_does_not_run_is_broken_not_a_traceback() -> None:
+    def torn(image: Image) -> Answer:
+        raise RuntimeError("torn")
+
+    model = deploy_model(tiny_network())
+    good, bad = Candidate(run_eager(model), run_eager(model)), Candidate(torn, torn)
+    compare(as_trained(run_eager(model), Preprocess()), [bad, good], check_set(IMAGES[:1], ["x"]))
+    assert bad.broken == "RuntimeError: torn (on x)"
+    assert len(good.comparisons) == 6
+
+
+# Confidence and profiles
+
+
+def test_temperature_reaches_the_confidence_and_not_the_mask() -> None:
+    network = tiny_network()
+    plain, soft = (run_eager(deploy_model(network, temperature=value))(IMAGES[0]) for value in (1.0, 4.0))
+    assert np.array_equal(plain.mask, soft.mask)
+    assert plain.confidence is not None
+    assert soft.confidence is not None
+    assert soft.confidence.mean() < plain.confidence.mean() - 5
+    with torch.no_grad():
+        logits = network.model(network.preprocess(torch.from_numpy(IMAGES[0])[None]))
+    expected = (logits / 4).softmax(1).amax(1).mul(255).round().to(torch.uint8)[0].numpy()
+    assert np.array_equal(soft.confidence, expected)
+
+
+def test_calibration_entry() -> None:
+    assert calibration_entry(tiny_network(), None) == {"method": "none", "temperature": 1.0}
+    entry = calibration_entry(tiny_network(), Labelled(Split(IMAGES), (64, 96), 100))
+    assert entry["method"] == "temperature"
+    assert entry["images"] == len(IMAGES)
+    assert entry["temperature"] != 1.0
+    assert 0 <= entry["ece_after"] <= 1
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_profiles_answer_alike(name: str) -> None:
+    network = tiny_network()
+    robot, other = (deploy_model(network, profile=profile) for profile in (ROBOT, PROFILES[name]))
+    expected, found = run_eager(robot)(IMAGES[0]), run_eager(other)(IMAGES[0])
+    assert np.array_equal(expected.mask, found.mask)
+    assert expected.logits is not None
+    assert found.logits is not None
+    np.testing.assert_allclose(expected.logits, found.logits, atol=1e-5)
+    outputs = other(PROFILES[name].example((64, 96)))
+    shapes = {"robot": [(1, 64, 96), (1, 16, 24)], "isaac": [(1, 64, 96)], "logits": [(1, NUM_CLASSES, 64, 96)]}
+    assert [tuple(output.shape) for output in outputs] == shapes[name]
+    kinds = {"robot": torch.uint8, "isaac": torch.int32, "logits": torch.float32}
+    assert outputs[0].dtype == kinds[name]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"precision": ["fp16"]}, "lacks fp32"),
+        ({"precision": ["fp32", "int8"], "formats": ["torchscript"]}, "only ONNX files come in int8"),
+        ({"precision": ["fp32", "int8"], "profile": "isaac"}, "export.profile = isaac"),
+        ({"precision": ["fp32", "fp8"]}, "export.precision = 'fp8'"),
+        ({"profile": "robots"}, "Did you mean robot?"),
+        ({"formats": ["onnx", "onnx"]}, "names one twice"),
+        ({"height": 64}, "export.width = 0"),
+        ({"latency_budget_ms": -1.0}, "export.latency_budget_ms"),
+        ({"quality_images": 0}, "export.quality_images"),
+    ],
+)
+def test_settings_that_cannot_work(changes: dict[str, Any], told: str) -> None:
+    config = Config(export=dataclasses.replace(Config().export, **changes))
+    with pytest.raises(ConfigError) as caught:
+        check(config, world_size=1)
+    assert told in str(caught.value)

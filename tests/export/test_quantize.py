@@ -1,0 +1,194 @@
+"""int8: convolutions in eight bits, what decides in fp32, the same bytes every time, and the faster scheme."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from graphs import PLANES, write_graph
+from onnx import TensorProto, numpy_helper
+
+from exports import SIZE, structured
+from segpipe.errors import ConfigError, ExportError
+from segpipe.export.graph.formats import open_onnx
+from segpipe.export.lowprec import quantize
+from segpipe.export.lowprec.quantize import SCHEMES, to_int8
+
+FRAMES = structured(6, SIZE, seed=3)
+IMAGES = structured(4, SIZE, seed=4)
+AGREEMENT = 0.97  # the int8 gate
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("int8")
+    write_graph(folder / "fp32.onnx")
+    for scheme in SCHEMES:
+        assert to_int8(folder / "fp32.onnx", folder / f"{scheme}.onnx", FRAMES, scheme=scheme) == scheme
+    return folder
+
+
+def agreement(expected: Path, found: Path) -> float:
+    one, other = open_onnx(expected), open_onnx(found)
+    return float(np.mean([one(image).mask == other(image).mask for image in IMAGES]))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_masks_agree_on_frames_that_were_not_calibrated_on(scheme: str, folder: Path, tmp_path: Path) -> None:
+    assert AGREEMENT <= agreement(folder / "fp32.onnx", folder / f"{scheme}.onnx") < 1
+    model = onnx.load(folder / f"{scheme}.onnx")
+    scale = next(tensor for tensor in model.graph.initializer if tensor.name == "fuse_weight_scale")
+    factor = np.linspace(0.5, 2, PLANES, dtype=np.float32)
+    scale.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(scale) * factor, scale.name))
+    onnx.save(model, tmp_path / "wrong.onnx")
+    wrong = agreement(folder / "fp32.onnx", tmp_path / "wrong.onnx")
+    assert wrong < AGREEMENT, "the control: wrong scales of one layer are found out"
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_convolutions_are_int8_and_what_decides_is_not(scheme: str, folder: Path) -> None:
+    graph = onnx.load(folder / f"{scheme}.onnx").graph
+    weights = {tensor.name: tensor for tensor in graph.initializer}
+    makers = {name: node for node in graph.node for name in node.output}
+    readers = {name: node for node in graph.node for name in node.input}
+    kinds = {"U8S8": TensorProto.UINT8, "S8S8": TensorProto.INT8, "U8S7": TensorProto.UINT8}
+    found = []
+    for node in graph.node:
+        if node.op_type != "Conv":
+            continue
+        data, kernel = (makers.get(name) for name in node.input[:2])
+        if node.output[0] == "head":
+            assert weights[node.input[1]].data_type == TensorProto.FLOAT
+            continue
+        assert data is not None
+        assert kernel is not None
+        assert data.op_type == kernel.op_type == "DequantizeLinear", node.name
+        assert weights[data.input[2]].data_type == kinds[scheme]
+        assert weights[kernel.input[0]].data_type == TensorProto.INT8
+        largest = int(np.abs(numpy_helper.to_array(weights[kernel.input[0]]).astype(int)).max())
+        assert (largest <= 64) is (scheme == "U8S7"), "7 bits, so that no sum overflows on a CPU with AVX2 alone"
+        assert weights[kernel.input[1]].dims == [PLANES], "a scale per channel"
+        assert readers[node.output[0]].op_type == "QuantizeLinear", "the ReLU is in the range"
+        found.append(node.name)
+    assert len(found) == 5
+    others = [node.op_type for node in graph.node]
+    assert others.count("BatchNormalization") == 0, "folded"
+    assert others.count("Relu") == 0
+    for node in graph.node:
+        if node.op_type in ("Softmax", "ArgMax"):
+            assert makers[node.input[0]].op_type in ("Conv", "Resize"), "no eight bits in between"
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_file_is_a_valid_one_with_the_same_face(scheme: str, folder: Path) -> None:
+    before, after = onnx.load(folder / "fp32.onnx"), onnx.load(folder / f"{scheme}.onnx")
+    onnx.checker.check_model(after, full_check=True)
+    for field in ("opset_import", "metadata_props"):
+        assert list(getattr(after, field)) == list(getattr(before, field)), field
+    assert list(after.graph.input) == list(before.graph.input)
+    assert list(after.graph.output) == list(before.graph.output)
+    assert after.producer_name == before.producer_name
+
+
+def test_nothing_else_is_left_behind_or_said(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "temporary"
+    elsewhere.mkdir()
+    monkeypatch.setenv("TMPDIR", str(elsewhere))
+    monkeypatch.chdir(elsewhere)
+    root = logging.getLogger()
+    before = (list(root.handlers), root.level, root.manager.disable)
+    to_int8(folder / "fp32.onnx", tmp_path / "again.onnx", FRAMES, scheme="U8S8")
+    assert (tmp_path / "again.onnx").read_bytes() == (folder / "U8S8.onnx").read_bytes(), "the same bytes every time"
+    assert list(elsewhere.iterdir()) == []
+    assert {path.name for path in folder.iterdir()} == {"fp32.onnx", *(f"{scheme}.onnx" for scheme in SCHEMES)}
+    assert (list(root.handlers), root.level, root.manager.disable) == before
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_quantizer_may_log_and_nobody_hears(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])  # as in a process that has not set up logging
+    with quantize._own_logging():
+        logging.warning("please consider something")
+    assert root.handlers == []
+    assert capfd.readouterr() == ("", "")
+
+
+def test_other_frames_give_another_file(folder: Path, tmp_path: Path) -> None:
+    to_int8(folder / "fp32.onnx", tmp_path / "other.onnx", FRAMES[:1], scheme="U8S8")
+    assert (tmp_path / "other.onnx").read_bytes() != (folder / "U8S8.onnx").read_bytes()
+
+
+class FakeSession:
+    """Takes as long as it says, by the clock of the test."""
+
+    clock = 0.0
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def run(self, *_: object) -> None:
+        FakeSession.clock += self.seconds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [((1.0, 2.0, 1.0), "U8S8"), ((2.0, 1.0, 1.5), "S8S8"), ((1.0, 0.97, 0.96), "U8S8")],  # the last one is noise
+)
+def test_the_faster_scheme_is_kept(
+    seconds: tuple[float, ...], chosen: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = list(seconds)
+    monkeypatch.setattr(quantize, "_agreement", lambda made, *_: dict.fromkeys(made, AGREEMENT))
+    monkeypatch.setattr(quantize, "one_thread_session", lambda _: FakeSession(waiting.pop(0)))
+    monkeypatch.setattr(quantize.time, "perf_counter", lambda: FakeSession.clock)
+    assert to_int8(folder / "fp32.onnx", tmp_path / "int8.onnx", FRAMES) == chosen
+    assert (tmp_path / "int8.onnx").read_bytes() == (folder / f"{chosen}.onnx").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("agreement", "chosen"),
+    [
+        ((0.969, 0.971, 0.5), "S8S8"),
+        ((0.971, 0.969, 0.5), "U8S8"),
+        ((0.9, 0.9, 0.99), "U8S7"),  # as on a CPU with AVX2 alone
+        ((0.9, 0.8, 0.7), "U8S8"),
+        ((0.8, 0.9, 0.7), "S8S8"),
+    ],
+)
+def test_a_scheme_that_a_gate_would_refuse_is_not_kept_for_its_speed(
+    agreement: tuple[float, ...], chosen: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fastest(made: dict[str, onnx.ModelProto], _: np.ndarray) -> str:
+        return next((name for name in made if name != chosen), chosen)
+
+    monkeypatch.setattr(quantize, "_agreement", lambda *_: dict(zip(SCHEMES, agreement, strict=True)))
+    monkeypatch.setattr(quantize, "_fastest", fastest)  # the other one is faster, if it may run at all
+    assert to_int8(folder / "fp32.onnx", tmp_path / "int8.onnx", FRAMES) == chosen
+
+
+def test_agreement_is_measured_on_masks(folder: Path) -> None:
+    made = {scheme: onnx.load(folder / f"{scheme}.onnx") for scheme in SCHEMES}
+    found = quantize._agreement(made, onnx.load(folder / "fp32.onnx"), IMAGES)
+    assert found == {scheme: agreement(folder / "fp32.onnx", folder / f"{scheme}.onnx") for scheme in SCHEMES}
+
+
+def test_unusable_requests(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="scheme = 'U4', but one of U8S8, S8S8"):
+        to_int8(folder / "fp32.onnx", tmp_path / "out.onnx", FRAMES, scheme="U4")
+    with pytest.raises(ConfigError, match="calibration frames"):
+        to_int8(folder / "fp32.onnx", tmp_path / "out.onnx", [])
+    model = onnx.load(folder / "fp32.onnx")
+    weight = next(tensor for tensor in model.graph.initializer if tensor.name == "stem_weight")
+    weight.CopyFrom(numpy_helper.from_array(np.full_like(numpy_helper.to_array(weight), np.nan), weight.name))
+    onnx.save(model, tmp_path / "broken.onnx")
+    with pytest.raises(ExportError, match="int8 needs finite ones"):
+        to_int8(tmp_path / "broken.onnx", tmp_path / "out.onnx", FRAMES)
+    assert not (tmp_path / "out.onnx").exists()

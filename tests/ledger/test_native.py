@@ -1,0 +1,126 @@
+"""The compiled digests are those of numpy, on any split, alignment and number of threads; without a compiler too."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from segpipe.ledger import native
+from segpipe.ledger.digest import BLOCK, THREAD_BLOCKS, digest_each, digest_groups, digest_many
+
+SIZES = [0, 1, 2, 3, 7, 19, BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 5]
+needs_compiler = pytest.mark.skipif(native.kernels() is None, reason="no C compiler here")
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Nothing compiled yet, and nothing left behind."""
+    native.kernels.cache_clear()
+    yield
+    native.kernels.cache_clear()
+
+
+def tensors() -> list[Tensor]:
+    random = torch.Generator().manual_seed(0)
+    flat = [torch.randn(size, generator=random) for size in SIZES]
+    image = torch.randint(0, 256, (3, 5, 7, 3), generator=random).to(torch.uint8)
+    maps = torch.randn(2, 19, 65, 33, generator=random)
+    large = torch.randn(3 * THREAD_BLOCKS * BLOCK * 2 + 6, generator=random)
+    strided = [maps.to(memory_format=torch.channels_last), maps[:, 1:], maps.half()[0, 3]]
+    return [*flat, image, image[1:], maps, *strided, large, large[1:], torch.tensor(-0.0), torch.arange(3)]
+
+
+def numbers() -> list[int]:
+    """Of every tensor alone, of all together in both orders of memory, and of every image."""
+    given = tensors()
+    found = [int(digest_many([tensor])) for tensor in given]
+    found += [int(digest_many(given)), int(digest_many(given, channels_last=True)), int(digest_many([]))]
+    found += digest_groups([given[:3], [], given[3:8], *([tensor] for tensor in given[8:])]).tolist()
+    found += digest_groups([given, given[::-1]], channels_last=True).tolist()
+    return found + digest_each(given[len(SIZES)]).tolist()
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[int]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "kernels", lambda: None)
+        return numbers()
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_compiled_equals_numpy(plain: list[int], threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert numbers() == plain
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_group_has_the_number_of_its_tensors_alone() -> None:
+    """So different places and contents have different numbers, of which the empty ones are 0."""
+    given = tensors()
+    assert digest_groups([[tensor] for tensor in given]).tolist() == [int(digest_many([tensor])) for tensor in given]
+    found = [int(digest_many([tensor])) for tensor in given]
+    assert found[0] == 0
+    assert len(set(found)) == len(found) - 1  # one tensor is there in two orders of memory
+
+
+@needs_compiler
+def test_a_forked_process_computes_it_too() -> None:
+    """Its parent's threads are not there."""
+    large = torch.arange(4 * THREAD_BLOCKS * BLOCK)  # made here: torch's own threads do not survive a fork either
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        expected = int(digest_many([large]))  # on a thread of the parent as well
+        queue = mp.get_context("fork").SimpleQueue()
+        child = mp.get_context("fork").Process(target=lambda: queue.put(int(digest_many([large]))))
+        child.start()
+        child.join(120)
+        ended = child.exitcode
+        child.kill()
+    finally:
+        torch.set_num_threads(before)
+    assert ended == 0
+    assert queue.get() == expected
+
+
+@needs_compiler
+def test_it_is_compiled_once_into_a_private_folder(
+    tmp_path: Path, fresh: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert native.kernels() is not None
+    [made] = (tmp_path / "segpipe").iterdir()
+    assert (tmp_path / "segpipe").stat().st_mode & 0o777 == 0o700
+    written = made.stat().st_mtime_ns
+    native.kernels.cache_clear()
+    assert native.kernels() is not None
+    assert [path.stat().st_mtime_ns for path in (tmp_path / "segpipe").iterdir()] == [written]
+
+
+@pytest.mark.parametrize("broken", ["no compiler", "compiler fails", "no folder", "folder of another user"])
+def test_without_it_numpy_does_it(
+    plain: list[int], tmp_path: Path, fresh: None, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if broken == "no compiler":
+        monkeypatch.setenv("PATH", str(tmp_path))
+    elif broken == "compiler fails":
+        monkeypatch.setattr(native, "FLAGS", ("-no-such-flag",))
+    elif broken == "no folder":
+        (tmp_path / "file").touch()
+        monkeypatch.setattr(native, "_folders", lambda: iter([tmp_path / "file" / "x"]))
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+        monkeypatch.setattr(native, "_folders", lambda: iter([tmp_path]))
+    assert native.kernels() is None
+    assert numbers() == plain

@@ -1,0 +1,200 @@
+"""An audit writes a ledger that does not depend on the processes, and names what was planted between two runs."""
+
+from __future__ import annotations
+
+import json
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runs import TORCHRUN, command, outcome, run, settings
+from segpipe.data.loader import ShardBatch
+from segpipe.data.order import Order
+from segpipe.ledger.divergence import Comparison, compare
+from segpipe.ledger.reader import read_run
+from segpipe.models import build_model
+from segpipe.models.preprocess import Preprocess
+from segpipe.train import gradients, optim
+from segpipe.train.step import StepResult, TrainStep
+
+AUDIT = (
+    "compute.mode=audit", "compute.shards=2", "train.steps=3", "checkpoint.every=1", "loss.name=ohem",
+    "optim.clip_norm=1", "optim.warmup_steps=0",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("audit") / "alone"
+    assert run(folder, *AUDIT) == 0
+    return folder
+
+
+def compared(a: Path, b: Path) -> Comparison:
+    return compare(read_run(a), read_run(b))
+
+
+def test_an_audit_computes_what_elastic_does(alone: Path, tmp_path: Path) -> None:
+    assert run(tmp_path / "elastic", *AUDIT, "compute.mode=elastic") == 0
+    assert outcome(tmp_path / "elastic") == outcome(alone)
+    found = compared(alone, tmp_path / "elastic")  # the rows that both write
+    assert found.verdict == "identical", found.sentence
+    assert run(tmp_path / "bare", *AUDIT, "compute.mode=elastic", "compute.ledger=false") == 0
+    assert outcome(tmp_path / "bare") == outcome(alone)
+    assert not (tmp_path / "bare" / "ledger").exists()
+
+
+def test_two_processes_write_the_ledger_of_one(alone: Path, tmp_path: Path) -> None:
+    done = command(*TORCHRUN, "train.py", *settings(tmp_path / "two", *AUDIT, "data.workers=1"))
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (tmp_path / "two" / "ledger").glob("*.bin")) == ["rank00.bin", "rank01.bin"]
+    found = compared(alone, tmp_path / "two")
+    assert found.verdict == "identical", found.sentence
+    said = command("scripts/compare_runs.py", str(alone), str(tmp_path / "two"))
+    assert said.returncode == 0, said.stderr
+
+
+def test_a_resumed_audit_is_the_same_audit(alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, apply = tmp_path / "resumed", TrainStep.apply
+
+    def interrupted(step: TrainStep) -> None:
+        apply(step)
+        if step.state.step == 2:  # one step after the checkpoint
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(TrainStep, "apply", interrupted)
+    assert run(folder, *AUDIT) == 130
+    monkeypatch.undo()
+    assert run(folder, *AUDIT, "run.exists=resume") == 0
+    found = compared(alone, folder)
+    assert found.verdict == "identical", found.sentence
+
+
+LAYER = "ppm.out.0.weight"
+STEP, SHARD, ROW = 1, 1, 1  # where the plants are
+STAGES = {
+    "image": "augment", "target": "augment", "seen": "preprocess", "gradient": "backward", "reduced": "reduction",
+    "rate": "optimizer", "weight": "weights", "ema": "bn_ema",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plant", STAGES)
+def test_a_planted_difference_is_named(
+    alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: str
+) -> None:
+    """One bit, or one unit in the last place, in one place of one step."""
+    globals()[f"_plant_{plant}"](monkeypatch)
+    assert run(tmp_path / "other", *AUDIT) == 0
+    found = compared(alone, tmp_path / "other")
+    assert (found.verdict, found.step, found.stage) == ("diverged", STEP, STAGES[plant]), found.sentence
+    if plant in ("image", "target", "seen", "gradient"):
+        assert found.shard == SHARD, found.sentence
+    if plant in ("image", "target"):
+        assert found.sample == Order(0, 16, 2, 2).shard(STEP, SHARD)[ROW][1], found.sentence
+    if plant in ("gradient", "reduced", "weight", "ema"):
+        assert found.layer == LAYER, found.sentence
+    assert json.loads(json.dumps(found.to_json()))["stage"] == STAGES[plant]
+
+
+def _nudge(tensor: Tensor) -> None:
+    """The next number for one element."""
+    first = tensor.detach()[(0,) * tensor.ndim]
+    first.copy_(torch.nextafter(first, torch.tensor(9.0)))
+
+
+def _plant_image(monkeypatch: pytest.MonkeyPatch, name: str = "image") -> None:
+    call = TrainStep.__call__
+
+    def planted(step: TrainStep, shards: list[ShardBatch], valid: Tensor) -> StepResult:
+        if step.state.step == STEP:
+            changed = getattr(shards[SHARD], name).clone()
+            changed[ROW, 5, 6] = changed[ROW, 5, 6] ^ 1
+            shards = [*shards[:SHARD], shards[SHARD]._replace(**{name: changed}), *shards[SHARD + 1 :]]
+        return call(step, shards, valid)
+
+    monkeypatch.setattr(TrainStep, "__call__", planted)
+
+
+def _plant_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    _plant_image(monkeypatch, "target")
+
+
+def _plant_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, calls = Preprocess.forward, count()
+
+    def planted(self: Preprocess, image: Tensor) -> Tensor:
+        seen = forward(self, image)
+        if next(calls) == 2 * STEP + SHARD:
+            seen = seen.clone()
+            seen[0, 0, 0, 0] += 1e-6
+        return seen
+
+    monkeypatch.setattr(Preprocess, "forward", planted)
+
+
+def _plant_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    pack, calls = gradients._pack, count()
+
+    def planted(views: list[Tensor], parameters: list[nn.Parameter]) -> None:
+        pack(views, parameters)
+        if next(calls) == 2 * STEP + SHARD:
+            _nudge(views[_place()])
+
+    monkeypatch.setattr(gradients, "_pack", planted)
+
+
+def _plant_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    unpack = gradients.ElasticGradients._unpack
+
+    def planted(self: gradients.ElasticGradients, *arguments: Any) -> gradients.Reduced:
+        reduced = unpack(self, *arguments)
+        grad = self.parameters[_place()].grad
+        if self.state.step == STEP and grad is not None:
+            _nudge(grad)
+        return reduced
+
+    monkeypatch.setattr(gradients.ElasticGradients, "_unpack", planted)
+
+
+def _plant_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    rate = optim.learning_rate
+
+    def planted(step: int, *arguments: Any) -> float:
+        return rate(step, *arguments) * (1 + 1e-15 if step == STEP else 1)
+
+    monkeypatch.setattr("segpipe.train.step.learning_rate", planted)
+
+
+def _plant_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = optim.Ema.update
+
+    def planted(self: optim.Ema, step: int) -> None:
+        if step == STEP:
+            _nudge(self._pairs[1][_entry(self)])
+        update(self, step)
+
+    monkeypatch.setattr(optim.Ema, "update", planted)
+
+
+def _plant_ema(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = optim.Ema.update
+
+    def planted(self: optim.Ema, step: int) -> None:
+        update(self, step)
+        if step == STEP:
+            _nudge(self._pairs[0][_entry(self)])
+
+    monkeypatch.setattr(optim.Ema, "update", planted)
+
+
+def _place() -> int:
+    return [name for name, _ in build_model("fast_scnn", 2).named_parameters()].index(LAYER)
+
+
+def _entry(ema: optim.Ema) -> int:
+    floats = [name for name, value in ema.model.state_dict().items() if value.is_floating_point()]
+    return floats.index(LAYER)

@@ -1,0 +1,314 @@
+"""Losses against slow references in float64, and what must hold when nothing is labelled."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from segpipe.losses import class_weights, shard_loss, valid_pixels
+from segpipe.losses.boundary import boundary_sum, boundary_target
+from segpipe.losses.dice import dice_sum
+from segpipe.losses.pixelwise import kth_largest, ohem_sum, pixel_losses
+from segpipe.models.resize import bilinear
+from segpipe.settings.config import LossConfig
+
+pytestmark = pytest.mark.usefixtures("strict_torch")
+C = 5
+
+
+def batch(seed: int, *, size: tuple[int, int] = (12, 16), count: int = 2, ignored: float = 0.3) -> Tensor:
+    random = torch.Generator().manual_seed(seed)
+    target = torch.randint(0, C, (count, *size), generator=random).to(torch.uint8)
+    return target.masked_fill(torch.rand(target.shape, generator=random) < ignored, 255)
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def reference(logits: Tensor, target: Tensor, weights: Tensor | None = None) -> np.ndarray:
+    """Cross-entropy of every pixel in float64, written out."""
+    x = logits.double().numpy()
+    x = x - x.max(1, keepdims=True)
+    log_p = x - np.log(np.exp(x).sum(1, keepdims=True))
+    ids = target.numpy().astype(int)
+    picked = np.take_along_axis(log_p, np.where(ids == 255, 0, ids)[:, None], 1)[:, 0]
+    scale = np.ones(C) if weights is None else weights.double().numpy()
+    return np.where(ids == 255, 0.0, -picked * scale[np.where(ids == 255, 0, ids)])
+
+
+def loss(heads: dict[str, Tensor], target: Tensor, config: LossConfig, valid: int | None = None) -> dict[str, Tensor]:
+    count = torch.tensor(valid_pixels(target) if valid is None else valid)
+    return shard_loss(heads, target, config, class_weights=None, global_valid=count, align_corners=False)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_cross_entropy_is_that_of_float64(weighted: bool) -> None:
+    logits, target = noise(2, C, 12, 16), batch(1)
+    weights = torch.tensor([0.5, 1.0, 2.0, 0.1, 7.0]) if weighted else None
+    found = pixel_losses(logits, target, weights)
+    np.testing.assert_allclose(found.double().numpy(), reference(logits, target, weights), rtol=2e-6, atol=2e-6)
+    assert (found[target == 255] == 0).all()
+
+
+def test_class_weights_have_mean_1_over_the_training_pixels() -> None:
+    pixels = torch.tensor([10**9, 10**7, 12345, 0, 3])
+    weights = class_weights(pixels, "log").double()
+    assert float((weights * pixels).sum() / pixels.sum()) == pytest.approx(1, rel=1e-6)
+    frequency = pixels.double() / pixels.sum()
+    torch.testing.assert_close(weights / weights[0], math.log(1.02 + float(frequency[0])) / torch.log(1.02 + frequency))
+    assert weights.isfinite().all()
+    assert weights[3] == weights.max()
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3, 4])
+@pytest.mark.parametrize("align_corners", [False, True])
+@pytest.mark.parametrize("size", [(24, 36), (25, 38)])
+def test_strided_loss_looks_at_the_same_logits_as_the_full_one(
+    stride: int, align_corners: bool, size: tuple[int, int]
+) -> None:
+    target, logits = batch(2, size=size), noise(2, C, 6, 9)
+    found = shard_loss(
+        {"main": logits},
+        target,
+        LossConfig(stride=stride),
+        class_weights=None,
+        global_valid=torch.tensor(100),
+        align_corners=align_corners,
+    )["main"]
+    full = reference(bilinear(logits, size, align_corners=align_corners), target)
+    seen = full[:, stride // 2 :: stride, stride // 2 :: stride]
+    assert float(found) == pytest.approx(seen.sum() * full.size / seen.size / 100, rel=2e-5)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("size", [(24, 48), (35, 51)])
+def test_stride_keeps_the_loss_of_a_constant_image(stride: int, size: tuple[int, int]) -> None:
+    target = torch.full((2, *size), 3, dtype=torch.uint8)
+    logits = noise(1, C, 1, 1).expand(2, C, 6, 9)
+    parts = loss({"main": logits, "aux": logits}, target, LossConfig(stride=stride, aux_stride=stride, aux_weight=0.5))
+    expected = float(F.cross_entropy(logits[:1, :, 0, 0].double(), torch.tensor([3])))
+    assert float(parts["main"]) == pytest.approx(expected, rel=1e-5)
+    assert float(parts["aux"]) == pytest.approx(0.5 * expected, rel=1e-5)
+    assert float(parts["total"]) == pytest.approx(1.5 * expected, rel=1e-5)
+
+
+def test_strided_loss_has_gradients_only_where_it_looks() -> None:
+    target = batch(3, ignored=0.0)
+    logits = noise(2, C, 12, 16).requires_grad_()
+    loss({"main": logits}, target, LossConfig(stride=4))["total"].backward()
+    assert logits.grad is not None
+    touched = logits.grad.abs().sum((0, 1)) > 0
+    expected = torch.zeros(12, 16, dtype=torch.bool)
+    expected[2::4, 2::4] = True
+    assert torch.equal(touched, expected)
+
+
+def test_strides_match_the_full_loss_in_expectation() -> None:
+    target, logits = batch(4, size=(96, 128)), noise(2, C, 12, 16)
+    full, half = (float(loss({"main": logits}, target, LossConfig(stride=n))["main"]) for n in (1, 2))
+    assert half == pytest.approx(full, rel=0.05)
+    assert half != full
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "ohem"])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("elsewhere", [0, 500], ids=["whole step", "this shard"])
+def test_nothing_labelled_is_loss_0_and_gradient_0(name: str, stride: int, elsewhere: int) -> None:
+    target = torch.full((2, 12, 16), 255, dtype=torch.uint8)
+    heads = {head: noise(2, channels, 3, 4) for head, channels in (("main", C), ("aux", C), ("boundary", 1))}
+    heads = {head: logits.requires_grad_() for head, logits in heads.items()}
+    config = LossConfig(name=name, stride=stride, aux_stride=stride, dice_weight=1.0)
+    parts = loss(heads, target, config, valid=elsewhere)
+    parts["total"].backward()
+    assert set(parts) == {"main", "dice", "aux", "boundary", "edge", "total"}
+    assert all(float(part.detach()) == 0 for part in parts.values())
+    assert all(logits.grad is not None and not logits.grad.any() for logits in heads.values())
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_shards_add_up_to_the_whole_batch(stride: int) -> None:
+    target, main, aux = batch(5, count=8), noise(8, C, 3, 4), noise(8, C, 3, 4, seed=1)
+    target[2:4] = 255  # a shard without a label takes nothing from the others
+    config, valid = LossConfig(stride=stride), valid_pixels(target)
+    whole = loss({"main": main, "aux": aux}, target, config, valid)
+    shards = [
+        loss({"main": main[i : i + 2], "aux": aux[i : i + 2]}, target[i : i + 2], config, valid) for i in (0, 2, 4, 6)
+    ]
+    for name, value in whole.items():
+        assert float(sum(part[name] for part in shards)) == pytest.approx(float(value), rel=1e-5)
+    # The control: means of shards, as other trainers take them, are another number when shards differ in labels.
+    means = [loss({"main": main[i : i + 2]}, target[i : i + 2], config)["main"] for i in (0, 2, 4, 6)]
+    assert float(sum(means)) / 4 != pytest.approx(float(whole["main"]), rel=1e-3)
+
+
+def test_class_weights_reach_the_loss() -> None:
+    target, logits = torch.zeros(1, 8, 8, dtype=torch.uint8), noise(1, C, 8, 8)
+    valid = torch.tensor(64)
+    plain, heavy = (
+        shard_loss(
+            {"main": logits}, target, LossConfig(), class_weights=weights, global_valid=valid, align_corners=False
+        )["total"]
+        for weights in (torch.ones(C), torch.tensor([3.0, 1, 1, 1, 1]))
+    )
+    assert float(heavy) == pytest.approx(3 * float(plain), rel=1e-6)
+
+
+def test_edge_part_counts_only_where_the_boundary_head_is_sure() -> None:
+    target, main = batch(6), noise(2, C, 12, 16)
+    boundary = torch.full((2, 1, 12, 16), -10.0)
+    boundary[:, :, 4:6] = 10.0
+    parts = loss({"main": main, "boundary": boundary.requires_grad_()}, target, LossConfig(boundary_weight=0.0))
+    expected = reference(main, target)[:, 4:6].sum() / valid_pixels(target)
+    assert float(parts["edge"]) == pytest.approx(expected, rel=1e-5)
+    parts["total"].backward()
+    assert boundary.grad is not None
+    assert not boundary.grad.any()  # the mask is no way back into the boundary head
+
+
+# --- OHEM
+
+
+def ohem_reference(losses: np.ndarray, valid: np.ndarray, threshold: float, min_kept: float) -> float:
+    """Sort, cut, sum: losses above the threshold, or the highest `min_kept` with all ties of the last."""
+    ordered = np.sort(losses.ravel())[::-1]
+    fewest = min(math.ceil(min_kept * losses.size), losses.size)
+    cut = float(np.float32(-math.log(max(threshold, 1e-12))))
+    if fewest:
+        cut = min(cut, float(ordered[fewest - 1]))
+    kept = valid & (losses >= cut)
+    return float(losses[kept].astype(np.float64).sum() * valid.sum() / max(kept.sum(), 1))
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.05, 0.7, 1.0])
+@pytest.mark.parametrize("min_kept", [0.0, 0.1, 0.9, 1.0])
+def test_ohem_is_that_of_a_sort(threshold: float, min_kept: float) -> None:
+    for seed in range(6):
+        target = batch(seed, ignored=(0.0, 0.3, 0.95, 1.0)[seed % 4])
+        losses = pixel_losses(noise(2, C, 12, 16, seed=seed), target)
+        if seed >= 3:
+            losses = (losses * 2).round() / 2  # many ties, also at the cut
+        expected = ohem_reference(losses.numpy(), (target != 255).numpy(), threshold, min_kept)
+        found = ohem_sum(losses, target != 255, threshold=threshold, min_kept=min_kept)
+        assert float(found) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_ohem_gives_easy_pixels_no_gradient() -> None:
+    losses = torch.tensor([[[0.01, 0.02, 2.0, 3.0, 0.0]]], requires_grad=True)
+    valid = torch.tensor([[[True, True, True, True, False]]])
+    ohem_sum(losses, valid, threshold=0.7, min_kept=0.2).backward()
+    assert losses.grad is not None
+    assert losses.grad.tolist() == [[[0.0, 0.0, 2.0, 2.0, 0.0]]]  # 4 valid for 2 kept
+
+
+def test_ohem_shows_a_nan_instead_of_calling_it_easy() -> None:
+    valid = torch.ones(1, 2, 2, dtype=torch.bool)
+    for losses in (torch.full((1, 2, 2), math.nan), torch.tensor([[[0.1, math.nan], [3.0, 0.0]]])):
+        assert ohem_sum(losses, valid, threshold=0.7, min_kept=0.25).isnan()
+
+
+def special_values(random: np.random.Generator, size: int) -> np.ndarray:
+    """Non-negative floats of all magnitudes: bits at random, zeros, denormals, huge ones and many ties."""
+    bits = random.integers(0, 0x7F800000, size, dtype=np.int64).astype(np.uint32)
+    values = bits.view(np.float32).copy()
+    pool = np.array([0, 1e-45, 1e-40, 1.1754944e-38, 1, np.nextafter(np.float32(1), 2), 3.4028235e38], np.float32)
+    chosen = random.random(size) < random.random()
+    values[chosen] = random.choice(pool, int(chosen.sum()))
+    return values
+
+
+def test_kth_largest_is_that_of_a_sort() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(150):
+        values = special_values(random, int(random.integers(1, 60)))
+        ordered = np.sort(values)[::-1]
+        for k in {1, len(values), int(random.integers(1, len(values) + 1))}:
+            found = kth_largest(torch.from_numpy(values), torch.tensor(k)).numpy()
+            assert found.view(np.int32) == ordered[k - 1].view(np.int32), (values, k)
+
+
+def test_kth_largest_does_not_depend_on_the_order() -> None:
+    values = noise(3, 7, 11).abs()
+    mixed = values.flatten()[torch.randperm(values.numel(), generator=torch.Generator().manual_seed(1))]
+    assert torch.equal(kth_largest(values, torch.tensor(50)), kth_largest(mixed, torch.tensor(50)))
+    assert torch.equal(kth_largest(values.transpose(0, 2), torch.tensor(50)), kth_largest(mixed, torch.tensor(50)))
+
+
+# --- boundary
+
+
+def slow_boundary(target: np.ndarray, width: int) -> np.ndarray:
+    edges = np.zeros(target.shape, np.float32)
+    count, height, length = target.shape
+    for b, y, x in np.ndindex(count, height, length):
+        window = target[b, max(y - width, 0) : y + width + 1, max(x - width, 0) : x + width + 1]
+        others = set(window.ravel().tolist()) - {255, int(target[b, y, x])}
+        edges[b, y, x] = bool(others) and target[b, y, x] != 255
+    return edges
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_boundary_target_is_that_of_the_definition(width: int) -> None:
+    for seed, ignored in ((0, 0.0), (1, 0.5), (2, 0.97), (3, 1.0)):
+        blocks = batch(seed, size=(4, 5), ignored=ignored)
+        target = blocks.repeat_interleave(5, 1).repeat_interleave(5, 2)
+        target[:, 3, 7], target[:, 11, 2] = 255, 254
+        found = boundary_target(target, width=width)
+        assert found.shape == (2, 1, 20, 25)
+        np.testing.assert_array_equal(found[:, 0].numpy(), slow_boundary(target.numpy(), width))
+
+
+def test_ignored_pixels_make_no_edge_and_are_none() -> None:
+    target = torch.full((1, 8, 8), 4, dtype=torch.uint8)
+    target[:, :, 4:] = 255
+    assert not boundary_target(target).any()
+    target[:, :, 4:] = 3  # the control: another class does
+    assert boundary_target(target).sum() == 8 * 4
+
+
+def test_boundary_sum_balances_edges_against_the_rest() -> None:
+    target = batch(7, size=(20, 25), ignored=0.2)
+    edge, valid, logits = boundary_target(target, width=1), target != 255, noise(2, 1, 20, 25)
+    edge = edge * (torch.rand(edge.shape, generator=torch.Generator().manual_seed(0)) < 0.1)
+    x, e, v = logits[:, 0].double().numpy(), edge[:, 0].numpy(), valid.numpy()
+    positives, total = (e * v).sum(), v.sum()
+    bce = np.logaddexp(0, x) - x * e
+    weight = np.where(e > 0.5, (total - positives) / total, positives / total)
+    assert float(boundary_sum(logits, edge, valid)) == pytest.approx((bce * weight)[v].sum(), rel=1e-5)
+    flat = torch.zeros_like(logits).requires_grad_()
+    boundary_sum(flat, edge, valid).backward()
+    assert flat.grad is not None
+    pull = flat.grad[edge > 0.5].sum().abs(), flat.grad[(edge < 0.5) & valid.unsqueeze(1)].sum()
+    assert float(pull[0]) == pytest.approx(float(pull[1]), rel=1e-4)
+    assert not flat.grad[~valid.unsqueeze(1)].any()
+
+
+def test_dice_is_that_of_float64_over_the_classes_that_occur() -> None:
+    target, logits = batch(9), noise(2, C, 12, 16)
+    target[target == 3] = 255  # class 3 has no pixel
+    x = logits.double().numpy()
+    p = np.exp(x - x.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    ids = target.numpy()
+    losses = [
+        1 - 2 * p[:, c][ids == c].sum() / (p[:, c][ids != 255].sum() + (ids == c).sum()) for c in range(C) if c != 3
+    ]
+    found = float(dice_sum(logits, target))
+    assert found == pytest.approx(np.mean(losses) * valid_pixels(target), rel=1e-5)
+    with_absent = (sum(losses) + 1) / C  # the control: a class that does not occur would count as missed
+    assert found != pytest.approx(with_absent * valid_pixels(target), rel=1e-3)
+
+
+def test_dice_of_a_perfect_prediction_is_0_and_lifts_the_rare_class_most() -> None:
+    target = torch.zeros(1, 20, 20, dtype=torch.uint8)
+    target[:, :2, :2] = 1
+    perfect = F.one_hot(target.long(), 2).permute(0, 3, 1, 2).float() * 50
+    assert float(dice_sum(perfect, target)) == pytest.approx(0, abs=1e-4)
+    logits = torch.zeros(1, 2, 20, 20, requires_grad=True)
+    dice_sum(logits, target).backward()
+    assert logits.grad is not None
+    rare, common = logits.grad[0, 1, 0, 0].abs(), logits.grad[0, 1, 10, 10].abs()
+    assert rare > 4 * common  # cross-entropy gives both the same

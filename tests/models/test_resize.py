@@ -1,0 +1,99 @@
+"""The matrix path against torch's own resize and pooling."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from segpipe.models import resize
+
+SIZES = [((1, 1), (3, 5)), ((2, 3), (16, 24)), ((5, 7), (33, 49)), ((9, 13), (65, 97)), ((8, 6), (8, 6))]
+"""(from, to): one pixel, whole factors, odd sizes, no change."""
+
+
+@pytest.mark.parametrize("align_corners", [False, True])
+@pytest.mark.parametrize(("source", "size"), SIZES)
+def test_matrix_resize_is_interpolate_forward_and_backward(
+    source: tuple[int, int], size: tuple[int, int], align_corners: bool
+) -> None:
+    x = torch.randn(2, 3, *source, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(2, 3, *size, dtype=torch.float64)
+    ours = resize.bilinear_matmul(x, size, align_corners=align_corners)
+    torchs = F.interpolate(x, size=size, mode="bilinear", align_corners=align_corners)
+    (grad,) = torch.autograd.grad((ours * weight).sum(), x)
+    (expected,) = torch.autograd.grad((torchs * weight).sum(), x)
+    torch.testing.assert_close(ours, torchs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(grad, expected, rtol=0, atol=1e-6)
+
+
+def test_control_the_other_align_corners_is_seen() -> None:
+    x = torch.randn(1, 2, 5, 7)
+    ours = resize.bilinear_matmul(x, (20, 28), align_corners=True)
+    assert (ours - F.interpolate(x, size=(20, 28), mode="bilinear")).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("align_corners", [False, True])
+def test_matrix_resize_in_fp32_within_5e_7(align_corners: bool) -> None:
+    x = torch.rand(2, 19, 17, 33)
+    ours = resize.bilinear_matmul(x, (136, 264), align_corners=align_corners)
+    torchs = F.interpolate(x, size=(136, 264), mode="bilinear", align_corners=align_corners)
+    assert (ours - torchs).abs().max() <= 5e-7
+
+
+def test_half_precision_is_computed_in_fp32_also_under_autocast() -> None:
+    x = torch.randn(1, 4, 9, 13).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = resize.bilinear_matmul(x, (36, 52))
+        wide = resize.bilinear_matmul(x.float(), (36, 52))
+    assert ours.dtype == torch.bfloat16
+    assert wide.dtype == torch.float32
+    torch.testing.assert_close(wide, F.interpolate(x.float(), size=(36, 52), mode="bilinear"), rtol=0, atol=1e-6)
+    torch.testing.assert_close(ours, wide.bfloat16(), rtol=0, atol=0)
+
+
+def test_matrices_of_inference_mode_serve_a_later_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resize, "_MATRICES", {})
+    x = torch.randn(1, 1, 3, 4, requires_grad=True)
+    with torch.inference_mode():
+        resize.bilinear_matmul(x, (6, 8))
+    resize.bilinear_matmul(x, (6, 8)).sum().backward()
+    assert x.grad is not None
+    assert len(resize._MATRICES) == 2
+
+
+def test_bilinear_on_a_cpu_is_interpolate() -> None:
+    x = torch.randn(1, 2, 5, 7)
+    expected = F.interpolate(x, size=(9, 9), mode="bilinear", align_corners=True)
+    assert torch.equal(resize.bilinear(x, (9, 9), align_corners=True), expected)
+
+
+@pytest.mark.parametrize("bins", [1, 2, 3, 6])
+@pytest.mark.parametrize("size", [(32, 64), (7, 13), (6, 6), (4, 5), (1, 2)])
+def test_pooling_is_adaptive_also_where_bins_do_not_divide(bins: int, size: tuple[int, int]) -> None:
+    x = torch.randn(2, 3, *size, dtype=torch.float64, requires_grad=True)
+    ours, torchs = resize.adaptive_avg_pool(x, bins), F.adaptive_avg_pool2d(x, bins)
+    weight = torch.randn_like(torchs)
+    (grad,) = torch.autograd.grad((ours * weight).sum(), x)
+    (expected,) = torch.autograd.grad((torchs * weight).sum(), x)
+    torch.testing.assert_close(ours, torchs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(grad, expected, rtol=0, atol=1e-6)
+
+
+class Pool(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return resize.adaptive_avg_pool(x, 3)
+
+
+def test_pooling_survives_export_and_leaves_no_fake_tensor_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resize, "_MATRICES", {})
+    x = torch.randn(1, 2, 7, 10)
+    exported = torch.export.export(Pool(), (x,)).module()
+    torch.testing.assert_close(exported(x), F.adaptive_avg_pool2d(x, 3), rtol=0, atol=1e-6)
+    assert not resize._MATRICES
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:FutureWarning")
+def test_pooling_survives_tracing() -> None:
+    x = torch.randn(1, 2, 7, 10)
+    traced = torch.jit.trace(Pool(), x)
+    assert torch.equal(traced(x), resize.adaptive_avg_pool(x, 3))

@@ -1,0 +1,336 @@
+"""Ways to start a run: any number of processes and any launcher compute the same bits; an error ends them all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.launcher.api import LaunchConfig
+
+import train
+from runs import TORCHRUN, command, finished, outcome, result, run, settings, start, updates, wait_for, write_camvid
+from segpipe.data.order import Order
+from segpipe.distributed import environment
+from segpipe.errors import CheckpointError, ConfigError, ImpureAugmentError
+from segpipe.run import launch
+from segpipe.run.sweep import Sweep
+from segpipe.settings.compose import compose
+from segpipe.settings.config import Config
+
+# All that could depend on the division of the shards: OHEM, auxiliary heads, class weights, clipping, validation.
+RECIPE = (
+    "train.steps=2", "compute.shards=16", "loss.name=ohem", "loss.ohem_threshold=0.2", "loss.class_weights=log",
+    "optim.clip_norm=1", "optim.warmup_steps=0",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run in one process, with which all others are compared."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    assert run(folder, *RECIPE) == 0
+    return folder
+
+
+def test_sixteen_processes_compute_the_same_bits(alone: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "sixteen"
+    done = command("train.py", *settings(folder, *RECIPE, "compute.nproc=16"))
+    assert done.returncode == 0, done.stderr
+    assert result(folder)["world_size"] == 16
+    assert outcome(folder) == outcome(alone)
+
+
+def test_four_processes_compute_the_same_bits(alone: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "four"
+    done = command("train.py", *settings(folder, *RECIPE, "compute.nproc=4", "data.workers=1"))
+    assert done.returncode == 0, done.stderr
+    assert result(folder)["world_size"] == 4
+    assert outcome(folder) == outcome(alone)
+
+
+def test_torchrun_computes_the_same_bits(alone: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "torchrun"
+    done = command(*TORCHRUN, "train.py", *settings(folder, *RECIPE))
+    assert done.returncode == 0, done.stderr
+    assert result(folder)["world_size"] == 2
+    assert outcome(folder) == outcome(alone)
+
+
+def test_multirun_makes_two_runs_and_a_table(alone: Path, tmp_path: Path) -> None:
+    """fp32 and bf16, each in two processes, and the bits of one process."""
+    changes = (*RECIPE, "compute.nproc=2", "train.precision=fp32,bf16", "run.name=${train.precision}")
+    done = command("train.py", "--multirun", *settings(tmp_path / "unused", *changes))
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    table = done.stdout[done.stdout.index("sweep") :]
+    for name in ("fp32", "bf16"):
+        assert f"{100 * result(tmp_path / name)['miou']:.2f}" in next(x for x in table.splitlines() if name in x)
+    assert "seeds" not in table  # there is one seed only
+    assert run(tmp_path / "alone", *RECIPE, "train.precision=bf16") == 0
+    assert outcome(tmp_path / "fp32") == outcome(alone)
+    assert outcome(tmp_path / "bf16") == outcome(tmp_path / "alone")
+    assert outcome(tmp_path / "bf16")["weights_digest"] != outcome(alone)["weights_digest"]
+
+
+@pytest.mark.parametrize("change", ["seed=1", "loss.class_weights=none", "optim.clip_norm=2"])
+def test_another_recipe_computes_other_bits(alone: Path, tmp_path: Path, change: str) -> None:
+    """The control: the digests see what changes the weights, so their equality means something."""
+    assert run(tmp_path / "other", *RECIPE, change) == 0
+    assert outcome(tmp_path / "other")["weights_digest"] != outcome(alone)["weights_digest"]
+
+
+def test_mode_run_keeps_its_promise_and_says_its_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same processes give the same bits across a resume; other processes are refused by name."""
+    changes = (*RECIPE, "compute.mode=run", "compute.shards=4", "train.steps=12", "checkpoint.every=2")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert command("train.py", *settings(whole, *changes, "compute.nproc=2")).returncode == 0
+    process = start("train.py", *settings(parts, *changes, "compute.nproc=2", "train.log_every=1"))
+    wait_for((parts / "last.pt").is_file, process)
+    process.send_signal(signal.SIGTERM)
+    assert finished(process).returncode in (0, 130)
+    assert run(parts, *changes, "compute.nproc=1", "run.exists=resume") == CheckpointError.exit_code
+    assert "world_size: 2 -> 1" in capsys.readouterr().err
+    assert command("train.py", *settings(parts, *changes, "compute.nproc=2", "run.exists=resume")).returncode == 0
+    assert outcome(parts) == outcome(whole)
+    assert result(whole)["switches"]["deterministic_algorithms"] is True
+
+
+def test_recipes_for_a_cpu_start_one_process_beside_eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    for name in ("street_cpu", "camvid_cpu"):
+        assert launch._world_size(compose([f"experiment={name}"])) == 1
+    assert launch._world_size(compose([])) == 8  # the control
+
+
+def test_children_find_their_environment_and_nothing_of_it_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have imported torch before they could set a variable; the next job of a sweep may need another one."""
+    found: list[tuple[dict[str, str], int | None]] = []
+
+    def pretend(settings: LaunchConfig, entry: object) -> Callable[[Config], None]:
+        found.append((dict(os.environ), settings.shutdown_timeout))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return lambda config: None
+
+    own = ("OMP_WAIT_POLICY", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    for name in own:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", pretend)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        for nproc in (4, 1):
+            changes = (f"compute.nproc={nproc}", "compute.timeout_s=77.5")
+            config = compose(settings(tmp_path / f"of{nproc}", *changes))
+            assert launch.launch(config, isolated=True) == 0
+            assert signal.getsignal(signal.SIGTERM) == before
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    (four, patience), (one, _) = found
+    assert four["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert patience == 78  # seconds after Ctrl-C, in which a step or a validation may end
+    assert "OMP_WAIT_POLICY" not in one  # the control: one thread on two cores
+    assert not os.environ.keys() & own
+
+
+def test_one_process_sets_its_environment_before_anything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting GPUs and opening the data import torch, and with it OpenMP, which reads the variable once."""
+    seen = []
+    monkeypatch.setenv("OMP_WAIT_POLICY", "unset")
+    monkeypatch.delenv("OMP_WAIT_POLICY")  # what the launch sets is taken back at the end
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(launch, "_world_size", lambda config: seen.append(os.environ.get("OMP_WAIT_POLICY")) or 1)
+    monkeypatch.setattr(launch, "prepare", lambda *_: None)
+    monkeypatch.setattr(launch, "work", lambda *_, **__: 0)
+    assert launch.launch(compose(settings(tmp_path / "run", "compute.threads=2"))) == 0
+    assert seen == ["PASSIVE"]
+
+
+def test_ctrl_c_while_files_are_checked_ends_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "prepare", interrupted)
+    assert run(tmp_path / "run") == 130
+    assert capsys.readouterr().err == "stopped before the first step; nothing was written.\n"
+
+
+def test_augmentation_that_is_not_keyed_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    unkeyed = ("augment.keyed=false", "train.steps=1")
+    assert run(tmp_path / "run", *unkeyed, "augment.check=true") == ImpureAugmentError.exit_code
+    assert "not a pure function of sample and key" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert run(tmp_path / "run", *unkeyed) == 0  # the control: nobody asked
+    assert run(tmp_path / "keyed", "augment.check=true", "train.steps=1") == 0
+
+
+def test_mode_off_promises_nothing_and_says_so(tmp_path: Path) -> None:
+    assert run(tmp_path / "off", *RECIPE, "compute.mode=off") == 0
+    assert result(tmp_path / "off")["mode"] == "off"
+    assert result(tmp_path / "off")["switches"]["deterministic_algorithms"] is False
+
+
+def test_multirun_under_torchrun_is_refused_with_the_form_to_use(tmp_path: Path) -> None:
+    done = command(*TORCHRUN, "train.py", "--multirun", *settings(tmp_path / "run", "seed=1,2"))
+    assert done.returncode != 0
+    assert done.stderr.count("python train.py --multirun compute.nproc=N") == 1  # said once, not by every rank
+    assert "exitcode  : 2 " in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def as_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment that torchrun gives to the only process of a run."""
+    for key, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "-"}.items():
+        monkeypatch.setenv(key, str(value))
+
+
+@pytest.mark.usefixtures("as_torchrun")
+def test_number_of_processes_is_not_ignored_under_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path / "run", "compute.nproc=2") == 2
+    assert "compute.nproc = 2, but the launcher started 1" in capsys.readouterr().err
+    assert run(tmp_path / "run", "compute.nproc=1", "train.steps=1") == 0
+
+
+@pytest.mark.usefixtures("as_torchrun")
+def test_multirun_under_a_launcher_ends_with_the_usage_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(["--multirun", "seed=1,2"]) == 2
+    assert "--multirun compute.nproc=N" in capsys.readouterr().err
+
+
+@pytest.fixture
+def swept(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, list[str]]]:
+    """A function of `--multirun` settings: exit code, and the names of the runs that were started but not trained."""
+
+    def sweep(*changes: str, codes: tuple[int, ...] = ()) -> tuple[int, list[str]]:
+        started: list[str] = []
+
+        def pretend(config: Config, *, isolated: bool) -> int:
+            assert isolated
+            started.append(config.run.name)
+            return codes[len(started) - 1] if codes else 0
+
+        monkeypatch.setattr("segpipe.run.sweep.launch", pretend)
+        monkeypatch.setattr(train, "SWEEP", Sweep())
+        monkeypatch.setattr(sys, "argv", ["train.py", "--multirun", *changes])
+        return train.main(sys.argv[1:]), started
+
+    return sweep
+
+
+Swept = Callable[..., tuple[int, list[str]]]
+
+
+def test_a_silent_rank_leaves_the_word_to_the_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Were it to end first, the launcher would end the rank that says what is wrong."""
+    for key, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "-"}.items():
+        monkeypatch.setenv(key, str(value))
+    monkeypatch.setattr(environment, "LAST_WORDS_S", 0.5)
+    for refused in (["--multirun", "seed=1,2"], ["sead=1"]):
+        started = time.monotonic()
+        assert train.main(refused) == 2
+        assert time.monotonic() - started > 0.5
+    started = time.monotonic()
+    assert launch._tell(ConfigError("said by rank 0"), rank=1) == 2
+    assert time.monotonic() - started > 0.5
+    assert capsys.readouterr().err == ""
+
+
+def test_a_failed_job_does_not_cost_the_others(swept: Swept, capsys: pytest.CaptureFixture[str]) -> None:
+    assert swept("seed=1,2,3", codes=(0, 6, 0)) == (6, [f"synthetic-fast_scnn-seed{seed}" for seed in (1, 2, 3)])
+    assert "│ 6 " in capsys.readouterr().out
+
+
+def test_jobs_of_one_folder_are_refused(swept: Swept, capsys: pytest.CaptureFixture[str]) -> None:
+    assert swept("seed=1,2", "run.name=same", "run.exists=replace") == (2, ["same"])
+    assert "run.name = same is that of another job" in capsys.readouterr().err
+    assert swept("seed=1,2", "run.name=name${seed}") == (0, ["name1", "name2"])
+
+
+def test_ctrl_c_ends_the_sweep(swept: Swept, capsys: pytest.CaptureFixture[str]) -> None:
+    assert swept("seed=1,2,3", codes=(0, 130, 0)) == (130, [f"synthetic-fast_scnn-seed{seed}" for seed in (1, 2)])
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_seeds_of_one_recipe_are_summed_up_by_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def pretend(config: Config, *, isolated: bool) -> int:
+        score = config.optim.lr + 0.01 * config.seed
+        config.run_dir.mkdir(parents=True)
+        found = {"miou": score, "iou": {"road": score + 0.1, "sky": score - 0.1 * config.seed, "lane": None}}
+        (config.run_dir / "result.json").write_text(json.dumps(found))
+        return 0 if config.seed < 4 else 6
+
+    monkeypatch.setattr("segpipe.run.sweep.launch", pretend)
+    monkeypatch.setattr(train, "SWEEP", Sweep())
+    swept = ["--multirun", "seed=1,2,4", "optim.lr=0.4,0.5", f"run.root={tmp_path}", "run.name=s${seed}-${optim.lr}"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *swept])
+    assert train.main(swept) == 6
+    said = capsys.readouterr().out
+    assert "lane" not in said  # no seed knows it
+    for rate, rows in (("0.4", ("51.50 │ 51.00  │ 52.00", "26.50 │ 22.00  │ 31.00")), ("0.5", ("61.50 │ 61.00",))):
+        table = said[said.index(f"2 seeds of optim.lr={rate}") :]
+        assert all(row in table for row in rows), table
+    assert f"{41.5:.2f} │ 41.00  │ 42.00   │ 1.00" in next(x for x in said.splitlines() if "mean of classes" in x)
+
+
+def test_bad_value_in_a_sweep_starts_no_job(swept: Swept, capsys: pytest.CaptureFixture[str]) -> None:
+    assert swept("train.steps=1,abc") == (2, [])
+    assert "train.steps" in capsys.readouterr().err
+
+
+def test_a_rank_that_lost_another_leaves_the_exit_code_to_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits to be ended, because the launcher reports whichever process it sees ending first."""
+    said = "[gloo/transport/tcp/pair.cc:561] Connection closed by peer"
+
+    def lost(*_: object) -> int:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(launch, "_train", lost)
+    monkeypatch.setattr(environment, "LAST_WORDS_S", 0.5)
+    started = time.monotonic()
+    assert run(tmp_path / "run") == 1
+    assert time.monotonic() - started > 0.5
+    assert f"rank 0: a collective failed, because another rank ended: {said}\n" in capsys.readouterr().err
+    said = "mat1 and mat2 shapes cannot be multiplied"
+    with pytest.raises(RuntimeError, match="mat1"):  # any other error keeps its traceback
+        run(tmp_path / "run")
+
+
+@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["python", "torchrun"])
+def test_an_error_on_one_rank_ends_all_and_is_named(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    """The last sample of the second step, which rank 1 reads, is damaged inside, where headers do not show it."""
+    data = write_camvid(tmp_path / "data", num_train=32)
+    _, index = Order(0, 32, 4, 2).shard(1, 3)[-1]
+    torn = data / "train" / f"frame{index:02d}.png"
+    content = bytearray(torn.read_bytes())
+    content[len(content) // 2] ^= 255
+    torn.write_bytes(content)
+    changes = ("data=camvid", f"data.root={data}", "data.verify=headers", "train.steps=9", "train.log_every=1")
+    nproc = () if launcher else ("compute.nproc=2",)
+    process = start(*launcher, "train.py", *settings(tmp_path / "run", *changes, *nproc))
+    wait_for(lambda: len(updates(tmp_path / "run")) == 1, process)
+    done = finished(process)
+    assert done.returncode == (1 if launcher else 2)  # torchrun has one code for everything
+    assert f"rank 1: {torn} is damaged" in done.stderr
+    if launcher:
+        assert "exitcode  : 2 " in done.stderr[done.stderr.index("Root Cause") :]
+    else:
+        assert "Traceback" not in done.stderr
+    assert [line["step"] for line in updates(tmp_path / "run")] == [1]
+    assert not (tmp_path / "run" / "result.json").exists()

@@ -1,0 +1,207 @@
+"""The report page: self-contained, complete, safe against hostile names, and alive when data is missing."""
+
+import math
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from segpipe.run.report import Overlay, ReportData, pick_extremes, render, write_report
+from segpipe.settings.config import Config, to_mapping
+
+NAMES = ("road", "lane <mark>", "bus", "train")
+PALETTE = ((128, 64, 128), (240, 240, 200), (0, 60, 160), (0, 80, 100))
+COUNTS = np.array([[90, 10, 0, 7], [5, 45, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
+VOID = {"area", "br", "col", "hr", "img", "input", "link", "meta", "circle", "line", "polyline", "polygon"}
+
+
+class Page(HTMLParser):
+    """Every tag with its attributes, and all text; fails on a tag that is not closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] != "style":
+            self.text += data + "\n"
+
+
+def overlay(name: str, miou: float = 0.5) -> Overlay:
+    rng = np.random.default_rng(0)
+    ids = rng.choice(np.array([0, 1, 255], np.uint8), (30, 60))
+    return Overlay(name, miou, rng.integers(0, 256, (30, 60, 3)).astype(np.uint8), ids, np.minimum(ids, 1))
+
+
+def make(name: str = "street_seed0", **changes: Any) -> ReportData:
+    config = Config()
+    config = replace(config, run=replace(config.run, name=name), optim=replace(config.optim, lr=0.0125))
+    history = [{"step": s, "kind": "train", "time_s": 1.0, "loss": 2 / s, "lr": 0.1 / s} for s in range(10, 100, 10)]
+    history += [{"step": s, "kind": "validation", "time_s": 1.0, "miou": s / 100} for s in (50, 90)]
+    data = ReportData(
+        config=to_mapping(config),
+        result={"steps": 8000, "wall_time_s": 5400.0, "images_per_s": 412.71, "device": "cpu", "world_size": 2},
+        confusion=COUNTS,
+        names=NAMES,
+        palette=PALETTE,
+        history=history,
+        best=[overlay("best_one", 0.875)],
+        worst=[overlay("worst_one", 0.125)],
+        versions={"torch": "2.14.1"},
+    )
+    return replace(data, **changes)
+
+
+def assert_self_contained(text: str) -> None:
+    page = Page(text)
+    assert not {tag for tag, _ in page.tags} & {"script", "link", "iframe", "object", "embed", "base", "form"}
+    for _, attributes in page.tags:
+        assert not [name for name in attributes if name.startswith("on")]
+        for name in ("src", "href", "xlink:href", "srcset", "action", "data"):
+            assert (attributes.get(name) or "data:").startswith(("data:", "#"))
+    assert not re.search(r"https?:|url\(|@import|//\w", re.sub(r'"data:[^"]*"', "", text))
+
+
+def test_page_is_one_self_contained_file(tmp_path: Path) -> None:
+    path = write_report(tmp_path, make())
+    assert path == tmp_path / "report.html"
+    assert list(tmp_path.iterdir()) == [path]
+    text = path.read_text(encoding="utf-8")
+    assert_self_contained(text)
+    assert "default-src 'none'" in text  # the browser holds it to that
+    assert text == render(make())  # same data, same bytes
+
+
+@pytest.mark.parametrize("leak", ['<img src="https://x.test/a.png">', "<script>1</script>", '<p onclick="x()"></p>'])
+def test_the_check_above_sees_a_leak(leak: str) -> None:
+    with pytest.raises(AssertionError):
+        assert_self_contained(render(make()).replace("</main>", leak + "</main>"))
+
+
+def test_page_says_what_was_found() -> None:
+    text = Page(render(make())).text
+    for value in ("77.7", "80.4", "75.0", "86.0 %"):  # mean of 90/112 and 45/60; accuracy 135/157
+        assert value in text
+    for name in NAMES:
+        assert name in text
+    for wanted in ("street_seed0", "8,000", "90 min", "412.7", "optim.lr", "0.0125", "torch", "2.14.1"):
+        assert wanted in text
+
+
+def test_absent_classes_are_said_and_left_out() -> None:
+    text = Page(render(make())).text
+    assert "mean over 2 of 4 classes" in text
+    assert "absent from the validation images, left out of the mean; never predicted" in text
+    assert "left out of the mean; predicted in 7 pixels nevertheless" in text
+    everywhere = Page(render(make(confusion=np.full((4, 4), 9)))).text
+    assert "absent" not in everywhere
+    assert "mean over 4 classes" in everywhere
+
+
+def test_both_kinds_of_overlays_and_the_legend_are_there() -> None:
+    page = Page(render(make()))
+    pictures = [attributes for tag, attributes in page.tags if tag == "img"]
+    assert [picture["alt"] for picture in pictures] == [
+        f"{name}: {kind}" for name in ("best_one", "worst_one") for kind in ("image", "target", "prediction")
+    ]
+    assert len({picture["src"] for picture in pictures}) == 3  # the two overlays hold the same pixels
+    assert "mIoU 87.5 %" in page.text
+    assert "mIoU 12.5 %" in page.text
+    assert page.text.count("ignored") == 1
+
+
+def test_only_changed_settings_are_in_the_first_table() -> None:
+    shown = render(make()).split("<h2>Configuration</h2>")[1].split("<details>")[0]
+    assert re.findall(r"<th>([\w.]+)</th><td>", shown) == ["run.name", "optim.lr"]
+
+
+@pytest.mark.parametrize("place", ["name", "class", "overlay", "result", "version", "config"])
+def test_hostile_text_is_shown_not_run(place: str) -> None:
+    evil = "\"'><script>alert(1)</script><img src=x onerror=alert(2)>&amp;"
+    data = make(evil) if place == "name" else make()
+    changes: dict[str, dict[str, Any]] = {
+        "class": {"names": (evil, *NAMES[1:])},
+        "overlay": {"worst": [overlay(evil)]},
+        "result": {"result": {"device": evil, evil: evil}},
+        "version": {"versions": {evil: evil}},
+        "config": {"config": {**data.config, evil: {evil: [evil]}, "model": {"name": evil}, "seed": evil}},
+    }
+    text = render(replace(data, **changes.get(place, {})))
+    assert_self_contained(text)
+    assert evil in Page(text).text
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        {"history": ()},
+        {"history": [{"step": 1, "kind": "train", "time_s": 0.0, "loss": None, "lr": math.nan}]},
+        {"history": [{"step": 1, "kind": "train", "time_s": 0.0, "loss": 1.0}]},
+        {"best": (), "worst": ()},
+        {"best": ()},
+        {"result": {}, "versions": {}},
+        {"result": {"steps": None, "wall_time_s": math.nan, "images_per_s": "unknown"}},
+        {"confusion": np.zeros((4, 4), np.int64), "worst": [overlay("void", math.nan)]},
+        {"config": {}},
+    ],
+)
+def test_missing_data_leaves_a_page_without_it(missing: dict[str, Any]) -> None:
+    text = render(make(**missing))
+    assert_self_contained(text)
+    assert "nan" not in Page(text).text
+
+
+def test_many_classes_have_a_matrix_without_numbers() -> None:
+    names = [f"class_{k}" for k in range(21)]
+    data = make(confusion=np.eye(21, dtype=np.int64), names=names, palette=[(k, k, k) for k in range(21)])
+    assert '<td class="hit strong" style="--s:1.00"></td>' in render(data)
+    assert '<td class="hit strong" style="--s:1.00">100</td>' in render(make(confusion=np.eye(4, dtype=np.int64)))
+
+
+def test_large_images_stay_small_on_the_page() -> None:
+    big = overlay("big")
+    big = replace(
+        big,
+        image=np.tile(big.image, (34, 34, 1)),
+        target=np.tile(big.target, (34, 34)),
+        pred=np.tile(big.pred, (34, 34)),
+    )
+    assert len(render(make(best=[big] * 4, worst=[big] * 4))) < 6_000_000  # noise, which JPEG cannot compress
+
+
+def test_extremes_go_by_value_then_index_and_do_not_overlap() -> None:
+    values = [0.5, 0.9, math.nan, 0.1, 0.9, 0.5, 0.1, 0.7, 0.3, 0.2]
+    pairs = list(enumerate(values))
+    assert pick_extremes(pairs, 4) == ([1, 4, 7, 0], [3, 6, 9, 8])
+    assert pick_extremes(pairs[::-1], 4) == ([1, 4, 7, 0], [3, 6, 9, 8])
+    assert pick_extremes(pairs[:4], 4) == ([1, 0], [3])
+    assert pick_extremes([(0, math.nan)]) == ([], [])
+
+
+def test_importing_the_module_is_cheap() -> None:
+    code = "import sys, segpipe.run.report; print([m for m in ('torch', 'matplotlib', 'cv2') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,329 @@
+"""metrics.jsonl through crashes and resumes, and wandb as a mirror that may break without consequence."""
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from segpipe.errors import ConfigError
+from segpipe.run import tracking
+from segpipe.run.tracking import check_tracking, open_tracker, read_metrics, run_id
+from segpipe.settings.config import FREE_KEYS, Config, from_mapping, known_keys, to_mapping
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def with_wandb(mode: str = "offline") -> Config:
+    config = Config()
+    return replace(config, track=replace(config.track, name="wandb", mode=mode))
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(run_dir: Path) -> list[int]:
+    return [entry["step"] for entry in lines(run_dir)]
+
+
+def write_steps(run_dir: Path, numbers: range) -> None:
+    tracker = open_tracker(Config(), run_dir, None, rank=0)
+    for step in numbers:
+        tracker.log(step, "train", {"loss": 1.0 / step})
+    tracker.close()
+
+
+def test_a_line_is_on_disk_before_log_returns(tmp_path: Path) -> None:
+    tracker = open_tracker(Config(), tmp_path, None, rank=0)
+    tracker.log(10, "train", {"loss": 1.5, "lr": 0.05})
+    entry = lines(tmp_path)[0]  # not closed, not flushed by us
+    tracker.close()
+    assert list(entry) == ["step", "kind", "time_s", "loss", "lr"]
+    assert entry["step"] == 10
+    assert entry["kind"] == "train"
+    assert 0 <= entry["time_s"] < 10
+
+
+def test_what_json_lacks_becomes_null_and_arrays_become_lists(tmp_path: Path) -> None:
+    tracker = open_tracker(Config(), tmp_path, None, rank=0)
+    tracker.log(1, "validation", {"miou": math.nan, "iou": {"road": 0.5, "bus": None, "car": math.inf}})
+    tracker.log(2, "train", {"loss": torch.tensor(math.nan), "norms": np.array([1.0, math.inf]), "count": np.int64(3)})
+    tracker.close()
+    first, second = lines(tmp_path)
+    assert first["miou"] is None
+    assert first["iou"] == {"road": 0.5, "bus": None, "car": None}
+    assert (second["loss"], second["norms"], second["count"]) == (None, [1.0, None], 3)
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_values_may_not_overwrite_the_step(tmp_path: Path) -> None:
+    tracker = open_tracker(Config(), tmp_path, None, rank=0)
+    with pytest.raises(ValueError, match="given step among its values"):
+        tracker.log(1, "train", {"step": 7})
+    tracker.close()
+
+
+def test_resume_drops_what_will_be_written_again(tmp_path: Path) -> None:
+    write_steps(tmp_path, range(1, 8))
+    tracker = open_tracker(Config(), tmp_path, 4, rank=0)
+    tracker.log(5, "train", {"loss": 0.0})
+    tracker.close()
+    assert steps(tmp_path) == [1, 2, 3, 4, 5]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
+
+
+def test_resume_cuts_a_torn_last_line(tmp_path: Path) -> None:
+    write_steps(tmp_path, range(1, 4))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "kind": "tr')
+    assert [entry["step"] for entry in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    tracker = open_tracker(Config(), tmp_path, 3, rank=0)
+    tracker.log(4, "train", {})
+    tracker.close()
+    assert steps(tmp_path) == [1, 2, 3, 4]
+
+
+def test_clock_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "kind": "train", "time_s": 5000.0}\n')
+    tracker = open_tracker(Config(), tmp_path, 1, rank=0)
+    tracker.log(2, "train", {})
+    tracker.close()
+    assert 5000 <= lines(tmp_path)[-1]["time_s"] < 5060
+
+
+def test_a_new_run_starts_an_empty_file(tmp_path: Path) -> None:
+    write_steps(tmp_path, range(1, 4))
+    write_steps(tmp_path, range(1, 2))
+    assert steps(tmp_path) == [1]
+    assert read_metrics(tmp_path / "nowhere.jsonl") == []
+
+
+def test_another_rank_writes_nothing(tmp_path: Path) -> None:
+    tracker = open_tracker(with_wandb(), tmp_path / "run", None, rank=1)
+    tracker.log(1, "train", {"loss": 1.0})
+    tracker.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def no_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home folder in which nobody ever logged in; returns it."""
+    for name in [name for name in os.environ if name.startswith("WANDB") or name == "NETRC"]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_online_without_a_login_stops_before_training(no_login: Path) -> None:
+    with pytest.raises(ConfigError, match=r"wandb login.*track\.mode=offline"):
+        check_tracking(with_wandb("online"))
+    check_tracking(with_wandb("offline"))
+    check_tracking(Config())
+
+
+@pytest.mark.parametrize("host", ["api.wandb.ai", "api.forge.coreweave.com"])
+def test_login_in_netrc_is_found(no_login: Path, host: str) -> None:
+    (no_login / ".netrc").write_text("machine elsewhere.test login user password secret\n")
+    with pytest.raises(ConfigError):
+        check_tracking(with_wandb("online"))
+    (no_login / ".netrc").write_text(f"machine {host} login user password {'0' * 40}\n")
+    check_tracking(with_wandb("online"))
+
+
+def test_login_of_an_own_server_is_asked_for_that_server(no_login: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.robots.test")
+    (no_login / ".netrc").write_text("machine api.wandb.ai login user password secret\n")
+    with pytest.raises(ConfigError):
+        check_tracking(with_wandb("online"))
+    (no_login / ".netrc").write_text("machine wandb.robots.test login user password secret\n")
+    check_tracking(with_wandb("online"))
+
+
+def test_login_by_variable_or_settings_file_is_found(no_login: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = no_login / ".config" / "wandb" / "settings"
+    settings.parent.mkdir(parents=True)
+    settings.write_text("[default]\napi_key = 0000\n")
+    check_tracking(with_wandb("online"))
+    settings.write_text("torn [")
+    with pytest.raises(ConfigError):
+        check_tracking(with_wandb("online"))
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    check_tracking(with_wandb("online"))
+
+
+def test_wandb_not_installed_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install wandb"):
+        check_tracking(with_wandb())
+
+
+def test_run_id_follows_the_recipe_and_not_the_machine() -> None:
+    config = with_wandb()
+    resumed = replace(
+        config,
+        run=replace(config.run, exists="resume", root="elsewhere"),
+        compute=replace(config.compute, nproc="8"),
+        data=replace(config.data, workers=7, start_method="spawn"),
+    )
+    here = run_id(config, Path("runs/a"))
+    assert run_id(resumed, Path("elsewhere/a")) == here
+    assert run_id(config, Path("runs/b")) != here
+    assert run_id(replace(config, seed=1), Path("runs/a")) != here
+
+
+def _other(value: Any) -> Any:
+    """Another value of the same type."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, list):
+        return [*value, *value[-1:]] or ["other"]
+    return value + 1 if isinstance(value, int | float) else f"{value}1"
+
+
+@pytest.mark.parametrize("key", list(known_keys()))
+def test_run_id_is_that_of_all_that_may_be_resumed(key: str) -> None:
+    """What a resume may change continues the curve; what it may not is another run."""
+    values = to_mapping(Config())
+    group, _, name = key.rpartition(".")
+    entries = values[group] if group else values
+    entries[name] = _other(entries[name])
+    same = run_id(from_mapping(values), Path("runs/a")) == run_id(Config(), Path("runs/a"))
+    assert same is (key in FREE_KEYS)
+
+
+class FakeRun:
+    def __init__(self, broken: bool) -> None:
+        self.broken = broken
+        self.calls: list[tuple[Any, ...]] = []
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.calls.append(("log", step, values))
+        if self.broken:
+            raise ConnectionError("the [bold]service[/bold] is gone")
+
+    def finish(self, exit_code: int) -> None:
+        self.calls.append(("finish", exit_code))
+
+
+def fake_wandb(monkeypatch: pytest.MonkeyPatch, *, broken: bool) -> tuple[FakeRun, dict[str, Any]]:
+    run, seen = FakeRun(broken), {}
+    module = SimpleNamespace(Settings=lambda **kwargs: kwargs, init=lambda **kwargs: seen.update(kwargs) or run)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    return run, seen
+
+
+def test_wandb_receives_what_the_file_receives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, seen = fake_wandb(monkeypatch, broken=False)
+    tracker = open_tracker(with_wandb("online"), tmp_path, 0, rank=0)
+    tracker.log(5, "train", {"loss": 1.5, "lr": math.nan})
+    tracker.close(3)
+    tracker.close(3)
+    assert run.calls == [("log", 5, {"train/loss": 1.5}), ("finish", 3)]
+    assert seen["id"] == run_id(with_wandb("online"), tmp_path)
+    assert (seen["mode"], seen["resume"], seen["dir"]) == ("online", "allow", str(tmp_path))
+    assert seen["config"]["optim"]["lr"] == 0.05
+
+
+def test_wandb_that_breaks_is_said_once_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = fake_wandb(monkeypatch, broken=True)
+    tracker = open_tracker(with_wandb(), tmp_path, None, rank=0)
+    for step in (1, 2, 3):
+        tracker.log(step, "train", {"loss": 1.0})
+    tracker.close()
+    assert steps(tmp_path) == [1, 2, 3]
+    assert len(run.calls) == 1
+    said = capsys.readouterr().err
+    assert said.count("wandb stopped: ConnectionError: the [bold]service[/bold] is gone") == 1
+
+
+TRAINING = """
+import sys
+from pathlib import Path
+from segpipe.settings.config import from_mapping
+from segpipe.run.tracking import open_tracker
+
+mode, folder, resume_step = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+config = from_mapping({"track": {"name": "wandb", "mode": mode}})
+tracker = open_tracker(config, folder, resume_step if resume_step else None, rank=0)
+for step in range(resume_step + 1, resume_step + 4):
+    tracker.log(step, "train", {"loss": 1.0 / step, "iou": {"road": 0.5, "bus": None}})
+tracker.close()
+"""
+
+
+@pytest.fixture
+def proxy() -> Iterator[tuple[int, list[bytes]]]:
+    """A proxy that lets nobody out and remembers who tried: (port, first bytes of each attempt)."""
+    attempts: list[bytes] = []
+
+    def refuse() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return
+            with connection:
+                attempts.append(connection.recv(200))
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=refuse, daemon=True)
+        thread.start()
+        yield server.getsockname()[1], attempts
+        server.shutdown(socket.SHUT_RDWR)
+    thread.join(timeout=5)
+
+
+def train(mode: str, run_dir: Path, port: int, resume_step: int = 0) -> subprocess.CompletedProcess[str]:
+    hidden = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+    env = {k: v for k, v in os.environ.items() if k.lower() not in hidden and not k.startswith("WANDB")}
+    env |= dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY"), f"http://127.0.0.1:{port}")
+    env |= {"HOME": str(run_dir.parent / "home"), "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
+    env["WANDB_API_KEY"] = "0" * 40
+    if mode == "online":  # which nobody answers; offline, a busy machine may well take longer to start the service
+        env["WANDB_INIT_TIMEOUT"] = "2"
+    command = [sys.executable, "-c", TRAINING, mode, str(run_dir), str(resume_step)]
+    return subprocess.run(
+        command, env=env, cwd=run_dir.parent, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_offline_records_in_the_run_folder_and_calls_nobody(tmp_path: Path, proxy: tuple[int, list[bytes]]) -> None:
+    port, attempts = proxy
+    run_dir = tmp_path / "street"
+    first = train("offline", run_dir, port)
+    again = train("offline", run_dir, port, resume_step=3)
+    assert (first.returncode, first.stdout, first.stderr) == (0, "", "")
+    assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
+    assert steps(run_dir) == [1, 2, 3, 4, 5, 6]
+    records = list(run_dir.glob("wandb/offline-run-*/run-*.wandb"))
+    expected = run_id(with_wandb(), run_dir)
+    assert len(records) == 2  # one folder per process, one id: wandb sync joins them
+    assert {path.name for path in records} == {f"run-{expected}.wandb"}
+    assert all(b"train/loss" in path.read_bytes() for path in records)
+    assert attempts == []
+
+
+def test_unreachable_wandb_costs_a_warning(tmp_path: Path, proxy: tuple[int, list[bytes]]) -> None:
+    """Also the control of the test above: the proxy does see an attempt when there is one."""
+    port, attempts = proxy
+    done = train("online", tmp_path / "street", port)
+    assert done.returncode == 0
+    assert "wandb stopped: " in done.stderr
+    assert steps(tmp_path / "street") == [1, 2, 3]
+    assert attempts

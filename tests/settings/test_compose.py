@@ -1,0 +1,204 @@
+"""What is typed reaches the configuration, or is refused by name; scripts take few settings and no others."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from segpipe.errors import ConfigError
+from segpipe.settings import compose as module
+from segpipe.settings.arguments import parse, with_settings
+from segpipe.settings.compose import check_overrides, compose
+from segpipe.settings.config import Config, check, from_mapping, known_keys
+
+ROOT = Path(__file__).resolve().parents[2]
+EXPERIMENTS = sorted((ROOT / "conf" / "experiment").glob("*.yaml"))
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        compose(list(overrides))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_defaults_are_those_of_the_dataclasses() -> None:
+    expected = from_mapping({"run": {"name": "synthetic-fast_scnn-seed0"}})
+    assert compose([]) == expected
+
+
+def test_overrides_reach_the_configuration() -> None:
+    found = compose(
+        ["optim.lr=0.2", "model=pidnet_s", "seed=3", "data.size=[64,96]", "compute.nproc=2", "data.root=a b"]
+    )
+    assert (found.optim.lr, found.model.name, found.data.size) == (0.2, "pidnet_s", [64, 96])
+    assert (found.run.name, found.compute.nproc) == ("synthetic-pidnet_s-seed3", "2")
+    assert found.data.root == "a b"
+    assert compose(["data=camvid", "model.name=ddrnet23_slim"]).run.name == "camvid-ddrnet23_slim-seed0"
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++", "~"])
+def test_every_misspelled_override_names_the_right_one(prefix: str) -> None:
+    for key in known_keys():
+        if "." not in key:
+            continue
+        message = refused(f"{prefix}{key}z" + ("" if prefix == "~" else "=1"))
+        assert f"{key}z is not a setting" in message
+        assert f"Did you mean {key}?" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("+unknown=1", "unknown is not a setting"),
+        ("+optim.unknown=1", "optim.unknown is not a setting"),
+        ("hydrax=1", "hydrax"),
+        ("+hydrax=1", "hydrax"),
+        ("sed=1", "Did you mean seed?"),
+        ("modle=pidnet_s", "Did you mean model?"),
+        ("model=pidnet", "Did you mean pidnet_s?"),
+        ("experiment=no", "experiment = no is not one of"),
+        ("data={name: x}", "data ="),
+        ("optim=5", "optim"),
+        ("optim.lr", "not of the form key=value"),
+        ("optim.lr=", "optim.lr"),
+        ("optim.lr=fast", "'fast' of type 'str' could not be converted to Float"),
+        ("train.steps=1.5", "could not be converted to Integer"),
+        ("train.steps=true", "train.steps"),
+        ("run.name=null", "not Optional"),
+        ("run.name=???", "run.name"),
+        ("run.name=${nowhere}", "'nowhere' not found"),
+        ("seed=1,2,3", "--multirun"),
+        ("optim.lr=nan", "optim.lr"),
+        ("~data", "data"),
+        ("~optim.lr", "optim.lr"),
+    ],
+)
+def test_wrong_overrides_say_what_is_wrong(override: str, named: str) -> None:
+    assert named in refused(override)
+
+
+def test_flags_of_hydra_and_sweeps_pass_the_first_check() -> None:
+    check_overrides(["--multirun", "seed=1,2,3", "model=fast_scnn,pidnet_s", "--cfg", "job", "hydra.verbose=true"])
+    with pytest.raises(ConfigError, match="fast_scn "):
+        check_overrides(["-m", "model=fast_scn,pidnet_s"])
+
+
+@pytest.fixture
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the conf folder to write experiments into."""
+    for path in (ROOT / "conf").rglob("*.yaml"):
+        copy = tmp_path / path.relative_to(ROOT / "conf")
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text(path.read_text())
+    (tmp_path / "experiment").mkdir(exist_ok=True)
+    monkeypatch.setattr(module, "CONF", tmp_path)
+    return tmp_path
+
+
+def experiment(conf: Path, text: str) -> str:
+    (conf / "experiment" / "mine.yaml").write_text("# @package _global_\n" + text)
+    return "experiment=mine"
+
+
+def test_experiment_sets_values_and_the_command_line_wins(conf: Path) -> None:
+    chosen = experiment(conf, "defaults:\n  - override /model: pidnet_s\noptim:\n  lr: 0.3\nseed: 5\n")
+    found = compose([chosen])
+    assert (found.optim.lr, found.seed, found.model.name) == (0.3, 5, "pidnet_s")
+    assert found.run.name == "synthetic-pidnet_s-seed5"
+    assert compose([chosen, "optim.lr=0.4"]).optim.lr == 0.4
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("optim:\n  lrr: 0.3\n", "Did you mean optim.lr?"),
+        ("sedd: 1\n", "Did you mean seed?"),
+        ("optimm:\n  lr: 0.3\n", "Did you mean optim?"),
+        ("optim:\n  lr: fast\n", "'fast'"),
+        ("optim: 3\n", "OptimConfig"),
+        ("data:\n  size: [64, big]\n", "big"),
+        ("optim:\n  lr: [0.3\n", "mine.yaml"),
+    ],
+)
+def test_wrong_experiment_is_refused(conf: Path, text: str, named: str) -> None:
+    assert named in refused(experiment(conf, text))
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+def test_experiment_is_short_explained_and_valid(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 30
+    comments = [line for line in lines if line.startswith("#") and "@package" not in line]
+    header = " ".join(comments)
+    assert f"train.py experiment={path.stem}" in header, "the header gives the command"
+    assert all(word in header for word in ("Command:", "Hardware:", "Time:", "Expected:"))
+    check(compose([f"experiment={path.stem}", "data.root=somewhere"]), world_size=1)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "conf").rglob("*.yaml")), ids=lambda path: path.stem)
+def test_configuration_holds_values_only(path: Path) -> None:
+    assert "_target_" not in path.read_text()
+    assert "${now" not in path.read_text()
+
+
+def test_data_choices_are_complete() -> None:
+    for group in ("model", "data", "track"):
+        for path in (ROOT / "conf" / group).glob("*.yaml"):
+            config = compose([f"{group}={path.stem}", "data.root=somewhere"])
+            check(config, world_size=1)
+            assert getattr(config, group).name == path.stem
+
+
+def test_composing_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert compose(["seed=1"]) == compose(["seed=1"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_wrong_key_on_the_command_line_is_one_line_without_torch(tmp_path: Path) -> None:
+    command = [sys.executable, "-X", "importtime", str(ROOT / "train.py"), "optim.lrr=1"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ""})
+    said = [line for line in found.stderr.splitlines() if not line.startswith("import time:")]
+    assert found.returncode == 2
+    assert len(said) == 1
+    assert "Did you mean optim.lr?" in said[0]
+    assert "| torch\n" not in found.stderr
+    assert not list(tmp_path.iterdir())
+
+
+# --- arguments of the scripts
+
+
+def test_scripts_take_their_settings_and_no_others() -> None:
+    settings = ("run", "which", "data.root")
+    assert parse(["run=runs/a", "data.root=x=y"], settings) == {"run": "runs/a", "data.root": "x=y", "which": "last"}
+    for arguments, named in (
+        (["run=a", "data.rot=b"], "Did you mean data.root?"),
+        (["run=a", "optim.lr=1"], "optim.lr"),
+        (["a"], "only run, which, data.root"),
+        ([], "names no run"),
+        (["run="], "names no run"),
+        (["run=a", "which=first"], "which = first"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            parse(arguments, settings)
+        assert named in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["plain", "1e3", "010", "on", "null", "", "{a", "[b]", "a b", "${x}"])
+def test_text_settings_stay_as_they_were_typed(text: str) -> None:
+    assert with_settings(Config(), {"run": "runs/a", "data.root": text}).data.root == text
+
+
+def test_other_settings_are_converted_and_checked() -> None:
+    given = {"data.workers": "0", "export.formats": "[onnx]", "compute.threads": "3", "train.progress": "false"}
+    found = with_settings(Config(), given)
+    assert (found.data.workers, found.export.formats, found.compute.threads) == (0, ["onnx"], 3)
+    assert found.train.progress is False
+    assert Config().export.formats == ["onnx", "torchscript"]
+    for wrong in ({"data.workers": "two"}, {"data.workers": "{a"}, {"data.workers": "-1"}, {"compute.device": "gpu"}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            with_settings(Config(), wrong)

@@ -1,0 +1,239 @@
+"""Every setting is checked by name, type and range before anything is built."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from segpipe.errors import ConfigError
+from segpipe.models import MODELS
+from segpipe.settings.config import (
+    FREE_KEYS,
+    MODEL_NAMES,
+    Config,
+    check,
+    config_hash,
+    from_mapping,
+    known_keys,
+    nearest,
+    recipe,
+    to_mapping,
+)
+
+ALL = list(known_keys())
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    group, _, name = key.partition(".")
+    return {group: {name: value}} if name else {group: value}
+
+
+def with_value(key: str, value: Any) -> Config:
+    return from_mapping(nested(key, value))
+
+
+def value_of(config: Config, key: str) -> Any:
+    found: Any = to_mapping(config)
+    for part in key.split("."):
+        found = found[part]
+    return found
+
+
+def another(value: Any) -> Any:
+    """A value of the same type that differs."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, list):
+        return [another(item) for item in value] or ["x"]
+    return value + "x" if isinstance(value, str) else value + 1
+
+
+def refused(config: Config, *, world_size: int = 1) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(config, world_size=world_size)
+    return str(caught.value)
+
+
+def test_defaults_pass() -> None:
+    check(Config(), world_size=1)
+    check(Config(), world_size=4)
+    assert from_mapping({}) == Config()
+    assert from_mapping(to_mapping(Config())) == Config()
+    assert Config().global_batch == 16
+    assert Config().run_dir == Path("runs/run")
+
+
+def test_model_names_are_those_that_can_be_built() -> None:
+    assert tuple(MODELS) == MODEL_NAMES
+
+
+@pytest.mark.parametrize("key", ALL)
+def test_every_misspelled_key_is_refused_with_the_right_one(key: str) -> None:
+    group, _, name = key.rpartition(".")
+    for wrong in {name + "z", name[:-1] + "_" + name[-1], name.upper()}:
+        typo = f"{group}.{wrong}".lstrip(".")
+        with pytest.raises(ConfigError, match=f"{typo} is not a setting") as caught:
+            with_value(typo, value_of(Config(), key))
+        if wrong == name + "z":
+            assert f"Did you mean {key}?" in str(caught.value)
+
+
+@pytest.mark.parametrize("mapping", [{"optimizer": {"lr": 1}}, {"optim": {1: 2}}, {"optim": {"lr": {"a": 1}}}, {"": 1}])
+def test_odd_mappings_are_refused(mapping: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        from_mapping(mapping)
+
+
+def test_nearest_does_not_claim_what_is_far() -> None:
+    assert nearest("optim.lrr", ALL) == " Did you mean optim.lr?"
+    assert nearest("qqqq", ["alpha", "beta"]).startswith(" The nearest is ")
+    assert nearest("x", []) == ""
+
+
+WRONG = {
+    int: ("a", 1.5, True, None, [1], {"a": 1}),
+    float: ("a", "1", True, None, [1.0], float("nan"), float("inf"), 10**400),
+    bool: ("true", 0, 1, None, []),
+    str: (True, None, ["a"], {"a": 1}),
+    list: ("a", 1, [], None, {"a": 1}),
+}
+
+
+@pytest.mark.parametrize("key", ALL)
+def test_wrong_types_are_refused_by_name(key: str) -> None:
+    kind = type(value_of(Config(), key))
+    default = value_of(Config(), key)
+    for value in WRONG[kind]:
+        if value == [] == default:
+            continue
+        with pytest.raises(ConfigError, match=f"^{key}"):
+            with_value(key, value)
+    if kind is list:
+        with pytest.raises(ConfigError, match=rf"^{key}\[1\]"):
+            with_value(key, [*(default or ["name"])[:1], None])
+
+
+def test_numbers_become_the_declared_type() -> None:
+    lr = with_value("optim.lr", 1).optim.lr
+    assert (lr, type(lr)) == (1.0, float)
+    assert with_value("compute.nproc", 4).compute.nproc == "4"
+    assert with_value("augment.scale", (1, 2)).augment.scale == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("seed", (-1, 2**63)),
+        ("train.steps", (0, -5)),
+        ("train.log_every", (0,)),
+        ("train.validate_every", (-1,)),
+        ("checkpoint.every", (-1,)),
+        ("compute.shards", (0, -4, 3, 6, 12, 131072)),
+        ("compute.samples_per_shard", (1, 0, -1)),
+        ("compute.threads", (0,)),
+        ("compute.timeout_s", (0.0, -1.0)),
+        ("compute.nproc", ("0", "-1", "two", "1.5", "", "²")),
+        ("data.workers", (-1, 1000)),
+        ("data.prefetch", (0,)),
+        ("data.cache_mib", (-1,)),
+        ("data.num_train", (0,)),
+        ("data.num_val", (0,)),
+        ("data.size", ([64], [64, 64, 3], [16, 64])),
+        ("augment.crop_size", ([64], [64, 64, 3], [64, 31], [-64, -64])),
+        ("augment.scale", ([1.0], [2.0, 1.0], [0.0, 1.0], [0.5, 11.0], [1.0, 1.0, 1.0])),
+        ("augment.flip", (-0.1, 1.1)),
+        ("augment.hue", (0.6,)),
+        ("optim.lr", (-0.1,)),
+        ("optim.momentum", (-0.1, 1.1)),
+        ("optim.betas", ([0.9], [0.9, 1.0], [-0.1, 0.9], [0.9, 0.9, 0.9])),
+        ("optim.weight_decay", (-1.0,)),
+        ("optim.power", (-1.0,)),
+        ("optim.warmup_steps", (-1,)),
+        ("optim.clip_norm", (-1.0,)),
+        ("ema.decay", (-0.1, 1.1)),
+        ("loss.stride", (0, 9)),
+        ("loss.aux_stride", (0, 9)),
+        ("loss.aux_weight", (-1.0,)),
+        ("loss.boundary_weight", (-1.0,)),
+        ("loss.ohem_threshold", (-0.1, 1.1)),
+        ("loss.ohem_min_kept", (-0.1, 1.1)),
+        ("export.images", (0,)),
+        ("run.name", ("", ".", "..", "../x", "a/../../b", "/x", "/", "a/..", "a\0b", "a\nb")),
+        ("run.exists", ("overwrite",)),
+        ("export.formats", (["onnx", "tflite"],)),
+        ("train.precision", ("fp64",)),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(key: str, values: tuple[Any, ...]) -> None:
+    for value in values:
+        message = refused(with_value(key, value))
+        assert message.startswith(key), (value, message)
+        assert "needed" in message or "not one of" in message or "must name" in message
+
+
+def test_choices_name_the_nearest() -> None:
+    assert "Did you mean pidnet_s?" in refused(with_value("model.name", "pidnet"))
+    assert "fast_scnn, ddrnet23_slim, pidnet_s" in refused(with_value("model.name", "unet"))
+    assert "Did you mean resume?" in refused(with_value("run.exists", "resumed"))
+
+
+@pytest.mark.parametrize("name", ["a", "camvid/seed1", "ä b", "..x", "v1.2"])
+def test_run_names_below_the_root_are_accepted(name: str) -> None:
+    config = with_value("run.name", name)
+    check(config, world_size=1)
+    assert Path("runs").resolve() in config.run_dir.resolve().parents
+
+
+@pytest.mark.parametrize("world_size", [3, 5, 6, 8, 16])
+def test_shards_that_cannot_be_divided_are_refused_with_advice_that_works(world_size: int) -> None:
+    message = refused(Config(), world_size=world_size)
+    assert message.startswith(f"compute.shards = 4 cannot be divided among {world_size} processes")
+    advice = message.partition("set compute.shards=")[2].rstrip(".")
+    assert bool(advice) == (world_size in (8, 16))
+    if advice:
+        check(with_value("compute.shards", int(advice)), world_size=world_size)
+
+
+def test_a_schedule_may_be_left_early_but_not_outlived() -> None:
+    config = from_mapping({"train": {"steps": 100}, "optim": {"schedule_steps": 99}})
+    assert refused(config).startswith("optim.schedule_steps = 99, but the run has train.steps = 100")
+    for steps in (0, 100, 200):
+        config.optim.schedule_steps = steps
+        check(config, world_size=1)
+
+
+def test_data_in_files_needs_a_folder() -> None:
+    for name in ("camvid", "folder"):
+        assert refused(with_value("data.name", name)).startswith("data.root is empty")
+        check(from_mapping({"data": {"name": name, "root": "somewhere"}}), world_size=1)
+
+
+def test_free_keys_are_settings_and_the_recipe_is_all_the_others() -> None:
+    assert set(ALL) >= FREE_KEYS
+    assert set(recipe(Config())) == set(ALL) - FREE_KEYS
+
+
+@pytest.mark.parametrize("key", ALL)
+def test_recipe_changes_with_every_setting_that_is_not_free_and_the_hash_with_all(key: str) -> None:
+    changed = with_value(key, another(value_of(Config(), key)))
+    assert (recipe(changed) != recipe(Config())) == (key not in FREE_KEYS)
+    assert config_hash(changed) != config_hash(Config())
+
+
+def test_hash_is_a_function_of_the_values() -> None:
+    backwards = dict(reversed(to_mapping(from_mapping({"optim": {"lr": 0.3}, "seed": 2})).items()))
+    assert config_hash(from_mapping(backwards)) == config_hash(from_mapping({"seed": 2, "optim": {"lr": 0.3}}))
+    assert len(config_hash(Config())) == 32
+
+
+def test_defaults_are_not_shared() -> None:
+    first = Config()
+    first.augment.crop_size.append(3)
+    first.optim.lr = 9
+    assert len(Config().augment.crop_size) == 2
+    assert Config().optim.lr != 9
+
+
+def test_every_group_is_a_dataclass_with_defaults() -> None:
+    assert {entry.name for entry in fields(Config)} == {key.partition(".")[0] for key in ALL}

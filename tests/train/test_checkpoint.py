@@ -1,0 +1,366 @@
+"""Checkpoints are whole or not there: torn, foreign, altered, no room, killed in the middle."""
+
+import errno
+import itertools
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from segpipe.data.catalog import CAMVID
+from segpipe.errors import CheckpointError
+from segpipe.models import build_model
+from segpipe.settings.config import Config, ModelConfig, to_mapping
+from segpipe.train import checkpoint
+from segpipe.train.checkpoint import load, load_network, save, write_atomically
+
+SMALL = {
+    "step": 7,
+    "config": {"seed": 3},
+    "classes": {"names": ("road", "sky"), "train_ids": {1: 0, 2: 1}},
+    "fingerprint": {"torch": "2.14.1"},
+    "model": {"weight": torch.arange(600.0).view(20, 30), "count": torch.tensor(4)},
+    "ema": {"weight": torch.arange(600.0).view(20, 30) / 2, "count": torch.tensor(4)},
+    "optimizer": {"state": {0: {"momentum_buffer": torch.ones(20, 30)}}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+    "scaler": {},
+    "best_miou": 0.25,
+}
+SIZE = 3_000_000  # bytes of a file that a killed process writes
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run" / "last.pt"
+    save(path, SMALL)
+    return path
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+def rewritten(path: Path, **changes: Any) -> None:
+    """The file with other content, written as a stranger would, without new digests."""
+    state = torch.load(path, weights_only=True) | changes
+    torch.save({key: value for key, value in state.items() if value is not None}, path)
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        load(path)
+    message = str(caught.value)
+    assert str(path) in message
+    return message
+
+
+def test_round_trip(file: Path) -> None:
+    state = load(file)
+    assert all(same(state[key], value) for key, value in SMALL.items())
+    assert set(state) == set(checkpoint.KEYS)
+    assert [path.name for path in file.parent.iterdir()] == ["last.pt"]
+
+
+def test_torn_file_is_refused_at_any_length(file: Path) -> None:
+    whole = file.read_bytes()
+    lengths = {0, 1, 4, 100, *range(0, len(whole), len(whole) // 40), len(whole) - 1, len(whole) - 22}
+    for length in sorted(lengths):
+        file.write_bytes(whole[:length])
+        message = refused(file)
+        assert f"{length} bytes" in message
+        assert "version 2" in message
+
+
+def test_no_flipped_bit_passes(file: Path) -> None:
+    whole, rng = file.read_bytes(), random.Random(0)
+    for _ in range(150):
+        altered = bytearray(whole)
+        altered[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
+        file.write_bytes(altered)
+        try:
+            state = load(file)
+        except CheckpointError:
+            continue
+        assert all(same(state[key], value) for key, value in SMALL.items())  # it hit padding that nobody reads
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ({"state_dict": {}, "epoch": 3}, "'epoch', 'state_dict'"),
+        ([1, 2], "list"),
+        (torch.ones(3), "Tensor"),
+        ({"format": "other"}, "'format'"),
+    ],
+)
+def test_foreign_file_is_named(tmp_path: Path, content: Any, found: str) -> None:
+    torch.save(content, tmp_path / "x.pt")
+    message = refused(tmp_path / "x.pt")
+    assert found in message
+    assert checkpoint.FORMAT in message
+
+
+def test_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(tmp_path / "owned"),)
+
+    torch.save({"format": checkpoint.FORMAT, "model": Evil()}, tmp_path / "x.pt")
+    refused(tmp_path / "x.pt")
+    assert not (tmp_path / "owned").exists()
+
+
+def test_text_folder_and_missing_file_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.pt").write_text("not a checkpoint")
+    assert "torn or foreign" in refused(tmp_path / "x.pt")
+    assert "does not exist" in refused(tmp_path)
+    assert "does not exist" in refused(tmp_path / "y.pt")
+
+
+def test_other_version_and_missing_part_are_named(file: Path) -> None:
+    rewritten(file, version=1)
+    assert "version 1" in refused(file)
+    rewritten(file, version=2, scaler=None)
+    assert "scaler" in refused(file)
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("model", {"weight": torch.arange(600.0).view(20, 30).flip(0), "count": torch.tensor(4)}),
+        ("ema", {"weight": torch.arange(600.0).view(20, 30), "count": torch.tensor(4)}),
+        ("model", {"other": torch.ones(1)}),
+        ("model", [1, 2]),
+        ("ema", {"weight": 3}),
+        ("step", 8),
+        ("step", 7.0),
+        ("best_miou", 0.99),
+        ("config", {"seed": 4}),
+        ("classes", {"names": ("sky", "road"), "train_ids": {1: 0, 2: 1}}),
+        ("scaler", {"scale": 2.0}),
+        ("digests", {}),
+    ],
+)
+def test_altered_content_is_refused(file: Path, part: str, value: Any) -> None:
+    rewritten(file)
+    load(file)  # the control: written anew without a change it passes
+    rewritten(file, **{part: value})
+    refused(file)
+
+
+def test_altered_momentum_is_refused(file: Path) -> None:
+    buffer = torch.ones(20, 30)
+    buffer[3, 3] = 1 + 2**-23
+    rewritten(file, optimizer={"state": {0: {"momentum_buffer": buffer}}, "param_groups": [{"lr": 0.1, "params": [0]}]})
+    assert "altered" in refused(file)
+
+
+# --- a disk that takes no more
+
+
+def no_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace", "write", "open"])
+def test_full_disk_leaves_the_old_file_and_nothing_else(file: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    before = file.read_bytes()
+    if call in ("fsync", "replace"):
+        monkeypatch.setattr(os, call, no_space)
+    else:
+        opened = Path.open
+
+        def broken(self: Path, mode: str = "r", **rest: Any) -> Any:
+            if "w" in mode and call == "open":
+                no_space()
+            found = opened(self, mode, **rest)
+            if "w" in mode:
+                found.close()
+                found = _FullFile(self)
+            return found
+
+        monkeypatch.setattr(Path, "open", broken)
+    with pytest.raises(CheckpointError, match=r"last\.pt .* No space left .* unharmed.*run\.exists=resume"):
+        save(file, SMALL | {"step": 8})
+    monkeypatch.undo()
+    assert file.read_bytes() == before
+    assert [path.name for path in file.parent.iterdir()] == ["last.pt"]
+    save(file, SMALL | {"step": 8})  # once there is room again
+    assert load(file)["step"] == 8
+
+
+class _FullFile:
+    """A file that takes half of what is written."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab")
+
+    def __enter__(self) -> "_FullFile":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def write(self, content: bytes) -> None:
+        self._file.write(content[: len(content) // 2])
+        no_space()
+
+
+def test_first_write_that_fails_says_that_nothing_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(CheckpointError, match="no file was there before"):
+        save(tmp_path / "last.pt", SMALL)
+    assert not list(tmp_path.iterdir())
+
+
+def test_folder_that_cannot_be_made_is_an_error_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(CheckpointError, match="could not be written"):
+        save(tmp_path / "runs" / "last.pt", SMALL)
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 256 KiB, where the machine lets us mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], capture_output=True)
+    if mount.returncode:
+        pytest.skip("mounting a file system is not permitted here")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_really_full_disk(tiny_disk: Path) -> None:
+    path = tiny_disk / "last.pt"
+    save(path, SMALL)
+    (tiny_disk / "other").write_bytes(bytes(200 * 1024))
+    before = path.read_bytes()
+    big = {"weight": torch.zeros(100, 1000), "count": torch.tensor(4)}
+    with pytest.raises(CheckpointError, match="No space left"):
+        save(path, SMALL | {"model": big})
+    assert path.read_bytes() == before
+    assert sorted(p.name for p in tiny_disk.iterdir()) == ["last.pt", "other"]
+    assert load(path)["step"] == 7
+
+
+# --- a process that is killed while it writes
+
+
+def _write_for_ever(path: Path, first: int, written: int) -> None:
+    for step in itertools.count(first):
+        os.write(written, b".")
+        write_atomically(path, bytes([step % 256]) * SIZE)
+
+
+def _write_plainly_for_ever(path: Path, first: int, written: int) -> None:
+    for step in itertools.count(first):
+        os.write(written, b".")
+        with path.open("wb") as file:
+            for _ in range(3):
+                file.write(bytes([step % 256]) * (SIZE // 3))
+
+
+def _killed_while_it_writes(write: Callable[[Path, int, int], None], path: Path, rng: random.Random) -> Iterator[bytes]:
+    """Content of `path` after each of 20 processes that wrote it again and again was killed at some moment.
+
+    A process is given the time for up to two whole writes, however slow the machine is, and a part of one more.
+    """
+    start = time.perf_counter()
+    write_atomically(path, bytes(SIZE))
+    duration = time.perf_counter() - start
+    for number in range(20):
+        started, written = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                write(path, 10 * number, written)
+            finally:
+                os._exit(1)
+        os.close(written)
+        for _ in range(1 + number % 3):
+            os.read(started, 1)
+        time.sleep(duration * rng.random())
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(started)
+        yield path.read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # the children never touch torch
+def test_sigkill_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
+    path, left_over, seen = tmp_path / "last.pt", 0, set()
+    for content in _killed_while_it_writes(_write_for_ever, path, random.Random(0)):
+        assert len(content) == SIZE
+        assert len(set(content[::1000])) == 1
+        seen.add(content[0])
+        left_over += len(list(tmp_path.iterdir())) - 1
+        assert len(list(tmp_path.iterdir())) <= 2  # what one killed process left, the next write removes
+    assert left_over, "no kill met a write: the test shows nothing"
+    assert len(seen) > 1
+    write_atomically(path, b"end")
+    assert [p.name for p in tmp_path.iterdir()] == ["last.pt"]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # the children never touch torch
+def test_the_control_plain_write_is_torn_by_sigkill(tmp_path: Path) -> None:
+    contents = _killed_while_it_writes(_write_plainly_for_ever, tmp_path / "last.pt", random.Random(0))
+    assert any(len(content) != SIZE for content in contents)
+
+
+# --- a trained network
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    config = Config(model=ModelConfig(name="fast_scnn"))
+    for name, step in (("best", 3), ("last", 9)):
+        state = {
+            **SMALL,
+            "config": to_mapping(config),
+            "classes": asdict(CAMVID),
+            "model": build_model("fast_scnn", CAMVID.num_classes).state_dict(),
+            "ema": build_model("fast_scnn", CAMVID.num_classes).state_dict(),
+            "step": step,
+        }
+        save(tmp_path / f"{name}.pt", state)
+    return tmp_path
+
+
+def test_network_comes_back_with_all_that_is_needed(run: Path) -> None:
+    for which, step in (("best", 3), ("last", 9)):
+        trained = load_network(run, which)
+        assert trained.step == step
+        assert trained.classes == CAMVID
+        assert not trained.model.training
+        assert not any(p.requires_grad for p in trained.model.parameters())
+        state = load(run / f"{which}.pt")
+        assert same(dict(trained.model.state_dict()), state["ema"])
+        assert trained.weights_digest == state["digests"]["ema"]
+    assert load_network(run / "last.pt").step == 9
+    (run / "best.pt").unlink()
+    assert load_network(run, "best").step == 9
+
+
+def test_weights_of_another_network_are_refused(run: Path) -> None:
+    state = load(run / "last.pt")
+    state["config"]["model"]["name"] = "ddrnet23_slim"
+    save(run / "last.pt", {key: value for key, value in state.items() if key in SMALL})
+    with pytest.raises(CheckpointError, match=r"last\.pt does not fit DDRNet"):
+        load_network(run, "last")

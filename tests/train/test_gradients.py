@@ -1,0 +1,276 @@
+"""The two ways to gradients: overlapped and over machines the tree keeps its bits; torch's DDP does across a resume."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections.abc import Callable
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ranks import gloo
+from segpipe.data.catalog import CAMVID
+from segpipe.data.loader import ShardBatch
+from segpipe.distributed.group import Group, Level
+from segpipe.distributed.reduce import FlatLayout, TreeSum
+from segpipe.errors import ConfigError
+from segpipe.ledger.digest import state_digest
+from segpipe.losses import valid_pixels
+from segpipe.models.layers import SegmentationNet
+from segpipe.settings.config import Config, check, from_mapping
+from segpipe.train import gradients
+from segpipe.train.optim import Ema, build_optimizer
+from segpipe.train.state import TrainState, _synchronised, build_state
+from segpipe.train.step import TrainStep
+
+pytestmark = pytest.mark.usefixtures("strict_torch")
+CPU = torch.device("cpu")
+ALONE = Group(0, 0, 1, CPU)
+RANKS, V, B, C, SIZE = 4, 4, 2, 5, 16
+SCALE = 2.0**24  # too large for the first updates in fp16
+DAWDLING: dict[str, Callable[[int], float]] = {  # seconds by rank, before each update
+    "dawdling ranks": lambda rank: 0.1 * random.SystemRandom().random(),
+    "rank 0 first": lambda rank: 0.03 * rank,
+    "rank 0 last": lambda rank: 0.03 * (RANKS - 1 - rank),
+}
+
+
+class Net(SegmentationNet):
+    """Declares its layers in the order of use, which is DDP's first order in a bucket; gradients come in the other."""
+
+    def __init__(self, *, unused: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 16, 3, stride=4, padding=1), nn.Conv2d(16, 24, 3, padding=1)
+        self.norm = nn.BatchNorm2d(24)
+        self.main, self.aux = nn.Conv2d(24, C, 1), nn.Conv2d(24, C, 1)
+        self.dropout = nn.Dropout(0.2)
+        if unused:
+            self.unused = nn.Parameter(torch.ones(7))
+
+    def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
+        x = self.dropout(F.relu(self.norm(self.second(F.relu(self.first(image))))))
+        return {"main": self.main(x), "aux": self.aux(x)} if aux else {"main": self.main(x)}
+
+
+def settings(mode: str, shards: int = V, precision: str = "fp32") -> Config:
+    compute = {"mode": mode, "shards": shards, "samples_per_shard": B}
+    optim = {"lr": 0.1, "warmup_steps": 0, "clip_norm": 1.0}
+    augment, train = {"crop_size": [SIZE, SIZE]}, {"precision": precision}
+    return from_mapping({"compute": compute, "optim": optim, "augment": augment, "train": train})
+
+
+def fresh(config: Config, *, unused: bool = False) -> TrainState:
+    torch.manual_seed(0)
+    model = Net(unused=unused).train()
+    scaler = torch.amp.GradScaler("cpu", enabled=config.train.precision == "fp16", init_scale=SCALE)
+    return TrainState(model, Ema(model, config.ema), build_optimizer(model, config.optim), scaler)
+
+
+def batches(step: int) -> list[ShardBatch]:
+    generator = torch.Generator().manual_seed(step)
+    image = torch.randint(0, 256, (V, B, SIZE, SIZE, 3), generator=generator).to(torch.uint8)
+    target = torch.randint(0, C, (V, B, SIZE, SIZE), generator=generator).to(torch.uint8)
+    ids = torch.zeros(B, dtype=torch.int64)
+    return [ShardBatch(step, shard, image[shard], target[shard], ids, ids) for shard in range(V)]
+
+
+def updates(
+    state: TrainState, config: Config, group: Group, count: int, *, dawdle: Callable[[], None] = lambda: None
+) -> str:
+    """Digest of weights, statistics and average after `count` more updates; before each this rank dawdles."""
+    step, own = TrainStep(state, config, group, None), group.own_shards(V)
+    for _ in range(count):
+        shards = batches(state.step)
+        dawdle()
+        step([shards[shard] for shard in own], torch.tensor(sum(valid_pixels(batch.target) for batch in shards)))
+        step.apply()
+    return state_digest(state.model.state_dict()) + state_digest(state.ema.model.state_dict())
+
+
+def resumed(config: Config, group: Group) -> str:
+    """As `updates` of four, with everything but the state made anew in the middle."""
+    state = fresh(config)
+    updates(state, config, group, 2)
+    other = fresh(config)
+    other.model.load_state_dict(copy.deepcopy(state.model.state_dict()))
+    other.ema.model.load_state_dict(copy.deepcopy(state.ema.model.state_dict()))
+    other.optimizer.load_state_dict(copy.deepcopy(state.optimizer.state_dict()))
+    other.step = state.step
+    return updates(other, config, group, 2)
+
+
+class CountedTravel(gradients._Travel):
+    """Counts the buckets that left while the backward still ran."""
+
+    early: ClassVar[list[int]] = []
+
+    def send_rest(self) -> None:
+        self.early.append(len(self._layout.buckets) - 1 - self._next)
+        super().send_rest()
+
+
+class ByArrival:
+    """The control in place of RankSum: what the ranks send is added in the order in which it comes."""
+
+    order: ClassVar[tuple[int, ...]] = ()
+
+    def __init__(self, group: Group) -> None:
+        self.world_size = group.world_size
+
+    def start(self, part: Tensor) -> None:
+        everyone = [torch.empty_like(part) for _ in range(self.world_size)]
+        dist.all_gather(everyone, part.clone())
+        first, *others = (everyone[rank] for rank in self.order)
+        part.copy_(first)
+        for other in others:
+            part.add_(other)
+
+    def finish(self) -> None:
+        """Nothing is under way."""
+
+
+def _by_arrival(config: Config, group: Group, order: tuple[int, ...]) -> str:
+    usual, ByArrival.order = gradients.RankSum, order
+    gradients.RankSum = ByArrival  # type: ignore[assignment, misc]
+    try:
+        return updates(fresh(config, unused=True), config, group, 4)
+    finally:
+        gradients.RankSum = usual  # type: ignore[misc]
+
+
+def _work(rank: int) -> dict[str, str]:
+    torch.set_deterministic_debug_mode("error")
+    group = Group(rank, rank, RANKS, CPU)
+    within = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])[0]
+    across = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0]
+    machines = Group(rank, rank, RANKS, CPU, (Level(2, within), Level(2, across)))
+    elastic, run, off = (settings(mode) for mode in ("elastic", "run", "off"))
+    half = settings("elastic", precision="fp16")
+    gradients._Travel = CountedTravel  # type: ignore[misc]
+    found = {"one bucket": updates(fresh(elastic, unused=True), elastic, group, 4)}
+    gradients.BUCKET_SIZE = 100
+    CountedTravel.early.clear()
+    found["many buckets"] = updates(fresh(elastic, unused=True), elastic, group, 4)
+    found["sent early"] = " ".join(map(str, CountedTravel.early))
+    gradients.BUCKET_SIZE = 20  # less than the statistics, which are known after the backward only
+    found["tiny buckets"] = updates(fresh(elastic, unused=True), elastic, group, 4)
+    found["two machines"] = updates(fresh(elastic, unused=True), elastic, machines, 4)
+    for name, seconds in DAWDLING.items():
+        late = updates(fresh(elastic, unused=True), elastic, group, 4, dawdle=lambda s=seconds: time.sleep(s(rank)))
+        found[name] = late
+    found["fp16"] = updates(fresh(half, unused=True), half, group, 4)
+    found["by arrival"] = _by_arrival(elastic, group, (0, 1, 2, 3))
+    found["by arrival, the other way"] = _by_arrival(elastic, group, (3, 2, 1, 0))
+    found["run"] = updates(fresh(run), run, group, 4)
+    found["run again"] = updates(fresh(run), run, group, 4)
+    found["run resumed"] = resumed(run, group)
+    found["off"] = updates(fresh(off), off, group, 4)
+    found["off resumed"] = resumed(off, group)
+    return found
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[dict[str, str]]:
+    return gloo(RANKS, _work)
+
+
+def test_all_ranks_hold_the_same_weights(answers: list[dict[str, str]]) -> None:
+    assert all(answer == answers[0] for answer in answers)
+
+
+@pytest.mark.parametrize("how", ["one bucket", "many buckets", "tiny buckets", "two machines", *DAWDLING])
+def test_elastic_gives_the_bits_of_one_process(answers: list[dict[str, str]], how: str) -> None:
+    elastic = settings("elastic")
+    assert answers[0][how] == updates(fresh(elastic, unused=True), elastic, ALONE, 4)
+
+
+def test_the_control_a_sum_in_order_of_arrival_depends_on_it(answers: list[dict[str, str]]) -> None:
+    assert len({answers[0][how] for how in ("by arrival", "by arrival, the other way", "rank 0 first")}) == 3
+    assert answers[0]["rank 0 first"] == answers[0]["rank 0 last"]
+
+
+def test_buckets_leave_while_the_backward_runs(answers: list[dict[str, str]]) -> None:
+    assert [int(count) > 0 for count in answers[0]["sent early"].split()] == [True] * 4
+
+
+def test_the_loss_scale_of_fp16_moves_alike_on_any_number_of_processes(answers: list[dict[str, str]]) -> None:
+    """Over four updates of which the first overflow and are left out, and the last is not."""
+    config = settings("elastic", precision="fp16")
+    state, seen = fresh(config, unused=True), []
+    for _ in range(4):
+        before = state_digest(dict(state.model.named_parameters()))
+        alone = updates(state, config, ALONE, 1)
+        seen.append((state.scaler.get_scale(), state_digest(dict(state.model.named_parameters())) != before))
+    assert answers[0]["fp16"] == alone
+    assert not seen[0][1]
+    assert seen[-1][1]
+    assert seen[-1][0] < SCALE
+
+
+def test_no_bucket_leaves_before_statistics_and_figures_are_in_it() -> None:
+    """They are copied after the backward; gradients alone may go while it runs."""
+    early, late = nn.Parameter(torch.zeros(10)), nn.Parameter(torch.zeros(25))
+    tensors = [torch.zeros(30), torch.zeros(3), early, late]  # statistics, figures, and two parameters
+    layout = FlatLayout(tensors, pad_to=1, bucket_size=13)
+    sent: list[int] = []
+
+    class Across:
+        def start(self, part: Tensor) -> None:
+            sent.append(part.numel())
+
+    travel = gradients._Travel(layout, TreeSum(), layout.new(), [early, late], Across())  # type: ignore[arg-type]
+    early.grad, late.grad = torch.ones(10), torch.ones(25)
+    travel.arrived(1)
+    travel.arrived(0)
+    assert sent == [25]
+    travel.send_rest()
+    assert sent == [25, 13, 30]
+
+
+def test_run_repeats_its_bits_and_keeps_them_across_a_resume(answers: list[dict[str, str]]) -> None:
+    assert answers[0]["run"] == answers[0]["run again"] == answers[0]["run resumed"]
+
+
+def test_the_control_ddp_without_warm_up_differs_after_a_resume(answers: list[dict[str, str]]) -> None:
+    assert answers[0]["off"] != answers[0]["off resumed"]
+
+
+def test_the_control_run_depends_on_the_number_of_processes(answers: list[dict[str, str]]) -> None:
+    run = settings("run")
+    assert answers[0]["run"] != updates(fresh(run), run, ALONE, 4)
+
+
+def test_at_one_shard_and_one_process_all_modes_are_one() -> None:
+    found = set()
+    for mode in ("off", "run", "elastic", "audit"):
+        config = settings(mode, shards=1)
+        state = fresh(config)
+        step, batch = TrainStep(state, config, ALONE, None), batches(0)[0]
+        step([batch], torch.tensor(valid_pixels(batch.target)))
+        step.apply()
+        found.add(state_digest(state.model.state_dict()))
+    assert len(found) == 1
+
+
+def test_statistics_over_all_ranks_are_refused_where_they_break_a_promise() -> None:
+    config = from_mapping({"model": {"norm": "sync"}})
+    with pytest.raises(ConfigError, match=r"model\.norm = sync, but compute\.mode = elastic"):
+        check(config, world_size=1)
+    config.compute.mode = "run"
+    check(config, world_size=1)
+    with pytest.raises(ConfigError, match="for GPUs only"):
+        build_state(config, CAMVID, CPU)
+
+
+def test_synchronised_norms_keep_the_names_of_the_weights() -> None:
+    plain = build_state(from_mapping({}), CAMVID, CPU).model
+    synchronised = _synchronised(build_state(from_mapping({}), CAMVID, CPU).model, torch.device("cuda"))
+    assert list(synchronised.state_dict()) == list(plain.state_dict())
+    converted = sum(isinstance(module, nn.SyncBatchNorm) for module in synchronised.modules())
+    assert converted == sum(isinstance(module, nn.BatchNorm2d) for module in plain.modules()) > 0

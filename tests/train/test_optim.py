@@ -1,0 +1,200 @@
+"""Schedule, weight decay and the weight average."""
+
+import itertools
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from segpipe.models import build_model
+from segpipe.models.layers import SegmentationNet
+from segpipe.settings.config import EmaConfig, OptimConfig
+from segpipe.train.optim import Ema, build_optimizer, learning_rate, parameter_groups
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("strict_torch")
+
+
+def test_warm_up_is_linear_and_ends_at_the_full_rate() -> None:
+    config = OptimConfig(lr=0.5, warmup_steps=10)
+    rates = [learning_rate(step, 100, config) for step in range(11)]
+    assert rates == pytest.approx([0.05 * (step + 1) for step in range(10)] + [0.5], rel=1e-12)
+
+
+@pytest.mark.parametrize("warmup", [0, 7])
+def test_poly_and_cosine_go_from_lr_to_0(warmup: int) -> None:
+    for schedule, middle in (("poly", 0.5**0.9), ("cosine", 0.5)):
+        config = OptimConfig(lr=0.2, warmup_steps=warmup, schedule=schedule)
+        rates = [learning_rate(step, warmup + 100, config) for step in range(warmup, warmup + 101)]
+        assert rates[0] == pytest.approx(0.2)
+        assert rates[50] == pytest.approx(0.2 * middle)
+        assert rates[100] == pytest.approx(0, abs=1e-12)
+        assert all(later < earlier for earlier, later in itertools.pairwise(rates))
+        assert min(rates[:100]) > 0  # every update that is done moves the weights
+
+
+def test_power_reaches_the_rate() -> None:
+    config = OptimConfig(lr=1.0, warmup_steps=0, power=2.0)
+    assert learning_rate(30, 100, config) == pytest.approx(0.49)
+
+
+def test_rate_is_a_function_of_the_step_alone() -> None:
+    config = OptimConfig()
+    forwards = [learning_rate(step, 400, config) for step in range(400)]
+    assert [learning_rate(step, 400, config) for step in reversed(range(400))] == forwards[::-1]
+    assert all(math.isfinite(learning_rate(step, 4, config)) for step in range(4))  # shorter than the warm-up
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_only_weights_of_more_than_one_dimension_decay(name: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.PReLU(4), nn.Flatten(), nn.Linear(4, 2))
+    for p in net.parameters():
+        nn.init.uniform_(p, 0.5, 1.0)
+    optimizer = build_optimizer(net, OptimConfig(name=name, lr=0.1, weight_decay=0.3))
+    before = {key: p.detach().clone() for key, p in net.named_parameters()}
+    for p in net.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for key, p in net.named_parameters():
+        if key in ("0.weight", "4.weight"):
+            torch.testing.assert_close(p.detach(), before[key] * (1 - 0.1 * 0.3))
+        else:
+            assert torch.equal(p.detach(), before[key]), key
+
+
+def test_every_parameter_is_in_one_group() -> None:
+    model = build_model("pidnet_s", 5)
+    groups = parameter_groups(model, 0.1)
+    members = [id(p) for group in groups for p in group["params"]]  # type: ignore[attr-defined]
+    assert sorted(members) == sorted(id(p) for p in model.parameters())
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+
+
+def test_settings_reach_the_optimizer() -> None:
+    net = nn.Conv2d(2, 2, 3)
+    sgd = build_optimizer(net, OptimConfig(momentum=0.7))
+    assert all(group["momentum"] == 0.7 and not group["nesterov"] for group in sgd.param_groups)
+    adam = build_optimizer(net, OptimConfig(name="adamw", betas=[0.8, 0.95]))
+    assert isinstance(adam, torch.optim.AdamW)
+    assert all(group["betas"] == (0.8, 0.95) for group in adam.param_groups)
+
+
+class Tiny(SegmentationNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 2, 1)
+        self.norm = nn.BatchNorm2d(2)
+
+
+def shift(net: nn.Module, amount: float) -> None:
+    with torch.no_grad():
+        for value in net.state_dict().values():
+            if value.is_floating_point():
+                value.add_(amount)
+
+
+def test_average_follows_its_formula() -> None:
+    net = Tiny().train()
+    ema = Ema(net, EmaConfig(decay=0.4))
+    expected = {key: value.double() for key, value in net.state_dict().items()}
+    for step in range(12):
+        shift(net, 0.5)
+        ema.update(step)
+        decay = min(0.4, (1 + step) / (10 + step))
+        live = net.state_dict()
+        expected = {key: decay * value + (1 - decay) * live[key].double() for key, value in expected.items()}
+    for key, value in ema.model.state_dict().items():
+        if value.is_floating_point():
+            torch.testing.assert_close(value.double(), expected[key], rtol=1e-5, atol=1e-5)
+    assert ema.decay == 0.4
+    assert not torch.equal(ema.model.conv.weight, net.conv.weight)  # type: ignore[arg-type]
+
+
+def test_decay_0_turns_the_average_off() -> None:
+    net = Tiny()
+    ema = Ema(net, EmaConfig(decay=0.0))
+    shift(net, 0.37)
+    ema.update(1000)
+    live = net.state_dict()
+    assert all(torch.equal(v, live[k]) for k, v in ema.model.state_dict().items() if v.is_floating_point())
+
+
+def test_average_is_another_network_and_stays_in_eval_mode() -> None:
+    net = Tiny().train()
+    ema = Ema(net, EmaConfig())
+    net.train()
+    ema.update(0)
+    assert not any(module.training for module in ema.model.modules())
+    assert net.training
+    assert not any(p.requires_grad for p in ema.model.parameters())
+    assert all(p.requires_grad for p in net.parameters())
+    own = {value.data_ptr() for value in ema.model.state_dict().values()}
+    assert own.isdisjoint({value.data_ptr() for value in net.state_dict().values()})
+
+
+def test_average_follows_weights_that_are_loaded_later() -> None:
+    net = Tiny()
+    ema = Ema(net, EmaConfig(decay=0.0))
+    net.load_state_dict({key: torch.full_like(value, 3) for key, value in net.state_dict().items()})
+    ema.model.load_state_dict({key: torch.full_like(value, 9) for key, value in net.state_dict().items()})
+    ema.update(5)
+    assert all((value == 3).all() for value in ema.model.state_dict().values() if value.is_floating_point())
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_updates_are_those_of_torch_bit_by_bit(name: str) -> None:
+    config = OptimConfig(name=name, lr=0.1, weight_decay=0.01)
+    ours, theirs = (build_model("fast_scnn", 3) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    groups = parameter_groups(theirs, config.weight_decay)
+    other: torch.optim.Optimizer = torch.optim.SGD(groups, lr=0.1, momentum=config.momentum, foreach=True)
+    if name == "adamw":
+        other = torch.optim.AdamW(groups, lr=0.1, betas=(config.betas[0], config.betas[1]), foreach=True)
+    optimizer = build_optimizer(ours, config)
+    for _ in range(3):
+        for one, two in zip(ours.parameters(), theirs.parameters(), strict=True):
+            one.grad = torch.randn_like(one)
+            two.grad = one.grad.clone()
+        optimizer.step()
+        other.step()
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+    optimizer.zero_grad(set_to_none=True)
+    assert all(parameter.grad is None for parameter in ours.parameters())
+    optimizer.load_state_dict(other.state_dict())
+    assert str(optimizer.state_dict()) == str(other.state_dict())
+
+
+CODE = """
+import sys, torch
+from segpipe.settings.config import OptimConfig
+from segpipe.models import build_model
+from segpipe.train.optim import build_optimizer
+{change}
+model = build_model("fast_scnn", 3)
+for name in ("sgd", "adamw"):
+    optimizer = build_optimizer(model, OptimConfig(name=name))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.zero_grad(set_to_none=True)
+print("torch._dynamo" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "loaded"),
+    [("", "False"), ("from segpipe import optim; optim._SGD = torch.optim.SGD", "True")],
+    ids=["as_it_is", "control"],
+)
+def test_no_process_loads_the_compiler(change: str, loaded: str) -> None:
+    """It takes 2 s, in each of 16 processes."""
+    done = subprocess.run(
+        [sys.executable, "-c", CODE.format(change=change)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == loaded

@@ -1,0 +1,132 @@
+"""A state that is saved and brought back goes on with the same bits; another recipe does not get in."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from segpipe.data.catalog import CAMVID, ClassTable
+from segpipe.errors import CheckpointError
+from segpipe.ledger.digest import state_digest
+from segpipe.settings.config import Config, from_mapping, to_mapping
+from segpipe.train.state import TrainState, build_state, restore, save, seed_torch
+
+pytestmark = pytest.mark.usefixtures("strict_torch")
+CPU = torch.device("cpu")
+HERE = {"torch": "2.14.1", "device": "A"}
+
+
+def config(**groups: dict[str, Any]) -> Config:
+    return from_mapping({"model": {"name": "fast_scnn"}, **groups})
+
+
+def update(state: TrainState, number: int) -> None:
+    """Any update that moves weights, statistics, momentum, scale and average, and depends on `number` only."""
+    seed_torch(5, number, 0, "test")
+    logits = state.model.logits(torch.randn(2, 3, 64, 64), aux=True)
+    state.scaler.scale(sum(value.square().mean() for value in logits.values())).backward()
+    state.scaler.step(state.optimizer)
+    state.scaler.update()
+    state.optimizer.zero_grad()
+    state.ema.update(state.step)
+    state.step += 1
+
+
+def digests(state: TrainState) -> list[str]:
+    return [state_digest(model.state_dict()) for model in (state.model, state.ema.model)]
+
+
+@pytest.mark.parametrize(("name", "precision"), [("sgd", "fp32"), ("adamw", "fp16")])
+def test_a_restored_state_goes_on_with_the_same_bits(tmp_path: Path, name: str, precision: str) -> None:
+    settings = config(optim={"name": name, "lr": 0.01}, train={"precision": precision})
+    state = build_state(settings, CAMVID, CPU)
+    for number in range(2):
+        update(state, number)
+    state.best_miou = 0.375
+    save(tmp_path / "last.pt", state, settings, CAMVID, HERE)
+    update(state, 2)
+    torch.rand(3)  # what else the process did must not matter
+    other = build_state(settings, CAMVID, CPU)
+    assert digests(other) != digests(state)
+    restore(tmp_path / "last.pt", other, settings, CAMVID, HERE)
+    assert (other.step, other.best_miou) == (2, 0.375)
+    update(other, 2)
+    assert digests(other) == digests(state)
+    assert other.scaler.state_dict() == state.scaler.state_dict()
+    # The control: without the optimizer's state the bits differ.
+    forgetful = build_state(settings, CAMVID, CPU)
+    empty = forgetful.optimizer.state_dict()
+    restore(tmp_path / "last.pt", forgetful, settings, CAMVID, HERE)
+    forgetful.optimizer.load_state_dict(empty)
+    update(forgetful, 2)
+    assert digests(forgetful) != digests(state)
+
+
+def test_fresh_weights_are_a_function_of_the_seed() -> None:
+    first = digests(build_state(config(), CAMVID, CPU))
+    torch.rand(17)
+    assert digests(build_state(config(), CAMVID, CPU)) == first
+    assert digests(build_state(from_mapping({"seed": 1}), CAMVID, CPU)) != first
+
+
+def test_memory_format_is_the_configured_one() -> None:
+    for wanted in (True, False):
+        state = build_state(config(train={"channels_last": wanted}), CAMVID, CPU)
+        weight = next(p for p in state.model.parameters() if p.ndim == 4 and min(p.shape) > 1)
+        assert weight.is_contiguous(memory_format=torch.channels_last) is wanted
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "last.pt"
+    save(path, build_state(config(), CAMVID, CPU), config(), CAMVID, HERE)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"optim": {"lr": 0.01}}, "optim.lr: 0.05 -> 0.01"),
+        ({"seed": 4}, "seed: 0 -> 4"),
+        ({"compute": {"shards": 8}}, "compute.shards: 4 -> 8"),
+        ({"compute": {"threads": 1}}, "compute.threads: 2 -> 1"),
+        ({"augment": {"crop_size": [64, 64]}}, "augment.crop_size"),
+    ],
+)
+def test_another_recipe_is_refused_by_name(saved: Path, changed: dict[str, Any], named: str) -> None:
+    other = from_mapping(changed)
+    with pytest.raises(CheckpointError, match=r"last\.pt was trained with another recipe") as caught:
+        restore(saved, build_state(config(), CAMVID, CPU), other, CAMVID, HERE)
+    assert named in str(caught.value)
+
+
+def test_settings_that_reach_no_number_may_change(saved: Path) -> None:
+    free = {"data": {"workers": 0, "root": "elsewhere"}, "compute": {"nproc": "2"}, "export": {"dir": "out"}}
+    restore(saved, build_state(config(), CAMVID, CPU), from_mapping(free), CAMVID, HERE)
+
+
+def test_other_classes_are_refused(saved: Path) -> None:
+    renamed = ClassTable("camvid", ("x", *CAMVID.names[1:]), CAMVID.palette, CAMVID.train_ids)
+    swapped = CAMVID.train_ids | {0: CAMVID.train_ids[1], 1: CAMVID.train_ids[0]}
+    for table, part in (
+        (renamed, "names"),
+        (ClassTable("camvid", CAMVID.names, CAMVID.palette, swapped), "train_ids"),
+    ):
+        with pytest.raises(CheckpointError, match=f"class {part}"):
+            restore(saved, build_state(config(), CAMVID, CPU), config(), table, HERE)
+
+
+def test_another_environment_is_refused_by_name_unless_it_is_allowed(saved: Path) -> None:
+    other = {"torch": "2.15.0", "device": "A", "cudnn": 9}
+    with pytest.raises(CheckpointError, match=r"torch: 2\.14\.1 -> 2\.15\.0; cudnn: None -> 9\)") as caught:
+        restore(saved, build_state(config(), CAMVID, CPU), config(), CAMVID, other)
+    assert "run.allow_fingerprint_change=true" in str(caught.value)
+    allowed = config(run={"allow_fingerprint_change": True})
+    restore(saved, build_state(config(), CAMVID, CPU), allowed, CAMVID, other)
+
+
+def test_the_whole_configuration_is_kept(saved: Path) -> None:
+    from segpipe.train.checkpoint import load
+
+    assert load(saved)["config"] == to_mapping(config())

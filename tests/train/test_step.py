@@ -1,0 +1,292 @@
+"""One update against the whole batch written out: gradients, statistics, counters, and the state in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from segpipe.data.loader import ShardBatch
+from segpipe.distributed.group import Group
+from segpipe.losses import valid_pixels
+from segpipe.models.layers import SegmentationNet
+from segpipe.models.preprocess import Preprocess
+from segpipe.settings.config import Config, from_mapping
+from segpipe.train.gradients import statistics
+from segpipe.train.optim import Ema, build_optimizer, learning_rate
+from segpipe.train.state import TrainState
+from segpipe.train.step import TrainStep
+
+pytestmark = pytest.mark.usefixtures("strict_torch")
+ALONE = Group(0, 0, 1, torch.device("cpu"))
+V, B, C, SIZE = 4, 2, 4, 16
+
+
+class Tiny(SegmentationNet):
+    """Two convolutions around a norm, an auxiliary head, dropout where it is asked for, and a weight nobody uses."""
+
+    def __init__(self, dropout: float = 0.0, norm: bool = True) -> None:
+        super().__init__()
+        self.body = nn.Conv2d(3, 6, 3, stride=4, padding=1)
+        self.norm = nn.BatchNorm2d(6) if norm else nn.Identity()
+        self.dropout = nn.Dropout(dropout)
+        self.main, self.aux = nn.Conv2d(6, C, 1), nn.Conv2d(6, C, 1)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
+        x = self.dropout(F.relu(self.norm(self.body(image))))
+        return {"main": self.main(x), "aux": self.aux(x)} if aux else {"main": self.main(x)}
+
+
+def config(**groups: dict[str, Any]) -> Config:
+    optim = {"lr": 0.1, "warmup_steps": 0, **groups.pop("optim", {})}
+    return from_mapping({"compute": {"shards": V, "samples_per_shard": B}, "optim": optim, **groups})
+
+
+def fresh(settings: Config, **kind: Any) -> TrainState:
+    torch.manual_seed(0)
+    model = Tiny(**kind).train()
+    if settings.train.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    scaler = torch.amp.GradScaler("cpu", enabled=settings.train.precision == "fp16")
+    return TrainState(model, Ema(model, settings.ema), build_optimizer(model, settings.optim), scaler)
+
+
+def batches(step: int = 0) -> list[ShardBatch]:
+    random = torch.Generator().manual_seed(step)
+    image = torch.randint(0, 256, (V, B, SIZE, SIZE, 3), generator=random).to(torch.uint8)
+    target = torch.randint(0, C, (V, B, SIZE, SIZE), generator=random).to(torch.uint8)
+    for shard in range(V):  # labels are spread unevenly over the shards; the last has none
+        target[shard, :, : (0, 4, 8, SIZE)[shard]] = 255
+    ids = torch.zeros(B, dtype=torch.int64)
+    return [ShardBatch(step, shard, image[shard], target[shard], ids, ids) for shard in range(V)]
+
+
+def valid(shards: list[ShardBatch]) -> Tensor:
+    return torch.tensor(sum(valid_pixels(batch.target) for batch in shards))
+
+
+def run(settings: Config, steps: int, **kind: Any) -> tuple[TrainState, list[Any]]:
+    state = fresh(settings, **kind)
+    step, results = TrainStep(state, settings, ALONE, None), []
+    for number in range(steps):
+        shards = batches(number)
+        results.append(step(shards, valid(shards)))
+        step.apply()
+    return state, results
+
+
+def bits(state: TrainState) -> list[bytes]:
+    values = [*state.model.state_dict().values(), *state.ema.model.state_dict().values()]
+    return [value.contiguous().numpy().tobytes() for value in values]
+
+
+def whole_batch(settings: Config, model: Tiny, shards: list[ShardBatch]) -> dict[str, Tensor]:
+    """The loss of all pixels of the step, normalised once; each shard is a batch of its own for BatchNorm."""
+    total = {"main": torch.zeros(()), "aux": torch.zeros(())}
+    for batch in shards:
+        for name, logits in model.logits(Preprocess()(batch.image), aux=True).items():
+            full = F.interpolate(logits, size=(SIZE, SIZE), mode="bilinear")
+            total[name] = total[name] + F.cross_entropy(full, batch.target.long(), ignore_index=255, reduction="sum")
+    scale = {"main": 1.0, "aux": settings.loss.aux_weight}
+    return {name: scale[name] * value / valid(shards) for name, value in total.items()}
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_gradients_and_figures_are_those_of_the_whole_batch(channels_last: bool) -> None:
+    settings = config(train={"channels_last": channels_last})
+    state, twin, shards = fresh(settings), fresh(settings).model, batches()
+    assert isinstance(twin, Tiny)
+    parts = whole_batch(settings, twin, shards)
+    torch.stack(list(parts.values())).sum().backward()
+    result = TrainStep(state, settings, ALONE, None)(shards, valid(shards))
+    expected = {name: p.grad for name, p in twin.named_parameters()}
+    for name, p in state.model.named_parameters():
+        wanted = expected[name] if expected[name] is not None else torch.zeros(3)
+        torch.testing.assert_close(p.grad, wanted, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+    assert set(result.parts) == {"main", "aux"}
+    for name, part in result.parts.items():
+        assert float(part) == pytest.approx(float(parts[name].detach()), rel=1e-5)
+    assert float(result.loss) == pytest.approx(sum(float(part) for part in result.parts.values()), rel=1e-5)
+    assert float(sum(result.shard_losses.values())) == pytest.approx(float(result.loss), rel=1e-5)
+    assert result.shard_losses[V - 1] == 0  # the shard without a label
+    norm = torch.cat([p.grad.flatten() for p in twin.parameters() if p.grad is not None]).norm()
+    assert float(result.grad_norm) == pytest.approx(float(norm), rel=1e-5)
+
+
+def test_statistics_are_the_mean_over_the_shards() -> None:
+    settings = config()
+    state, shards = fresh(settings), batches()
+    singles = []
+    for batch in shards:
+        twin = fresh(settings).model
+        twin.logits(Preprocess()(batch.image), aux=True)
+        singles.append([value.clone() for value in statistics(twin)])
+    step = TrainStep(state, settings, ALONE, None)
+    step(shards, valid(shards))
+    step.apply()
+    for found, *parts in zip(statistics(state.model), *singles, strict=True):
+        torch.testing.assert_close(found, torch.stack(parts).mean(0), rtol=1e-6, atol=1e-7)
+    # The control: shard after shard, as plain accumulation does it, ends elsewhere.
+    twin = fresh(settings).model
+    for batch in shards:
+        twin.logits(Preprocess()(batch.image), aux=True)
+    assert not torch.allclose(statistics(twin)[0], statistics(state.model)[0], rtol=1e-3)
+
+
+def test_batchnorm_counts_updates_not_shards() -> None:
+    state, _ = run(config(), 3)
+    assert isinstance(state.model, Tiny)
+    assert isinstance(state.model.norm, nn.BatchNorm2d)
+    assert state.model.norm.num_batches_tracked == 3
+    assert state.step == 3
+
+
+def test_same_shards_give_the_same_bits() -> None:
+    settings = config()
+    first, second = (bits(run(settings, 3, dropout=0.3)[0]) for _ in range(2))
+    assert first == second
+
+
+def test_dropout_is_keyed_by_step_and_shard_not_by_history() -> None:
+    settings, shards = config(), batches()
+    grads = []
+    for disturb in (0, 5):
+        state = fresh(settings, dropout=0.5)
+        torch.rand(disturb)
+        result = TrainStep(state, settings, ALONE, None)(shards, valid(shards))
+        grads.append(state.model.body.weight.grad)  # type: ignore[union-attr]
+    assert torch.equal(*grads)  # type: ignore[arg-type]
+    same = [ShardBatch(0, shard, *shards[0][2:]) for shard in range(V)]
+    state = fresh(settings, dropout=0.5)
+    result = TrainStep(state, settings, ALONE, None)(same, valid(same))
+    assert len({float(loss) for loss in result.shard_losses.values()}) == V  # one image, V different masks
+
+
+def test_state_stays_as_it_was_until_apply() -> None:
+    settings, shards = config(), batches()
+    state = fresh(settings)
+    before = bits(state)
+    step = TrainStep(state, settings, ALONE, None)
+    step(shards, valid(shards))
+    assert bits(state) == before  # what is kept of a diverged step is the state before it
+    step.apply()
+    assert bits(state) != before
+    assert all(p.grad is None for p in state.model.parameters())
+
+
+def test_update_is_the_optimizers_at_the_scheduled_rate() -> None:
+    settings = config(optim={"momentum": 0.0, "weight_decay": 0.0, "lr": 0.2})
+    state, shards = fresh(settings), batches()
+    state.step = 100
+    step = TrainStep(state, settings, ALONE, None)
+    step(shards, valid(shards))
+    moved = {name: p.detach() - learning_rate(100, 400, settings.optim) * p.grad for name, p in named(state)}  # type: ignore[operator]
+    step.apply()
+    for name, p in named(state):
+        torch.testing.assert_close(p.detach(), moved[name])
+
+
+def test_average_follows_every_update() -> None:
+    settings = config(ema={"decay": 0.0})
+    state, _ = run(settings, 2)
+    live = state.model.state_dict()
+    averaged = {k: v for k, v in state.ema.model.state_dict().items() if v.is_floating_point()}
+    assert all(torch.equal(value, live[key]) for key, value in averaged.items())
+
+
+def test_class_weights_reach_the_loss() -> None:
+    settings, shards = config(), batches()
+    plain, heavy = (
+        TrainStep(fresh(settings), settings, ALONE, weights)(shards, valid(shards)).loss
+        for weights in (None, torch.full((C,), 3.0))
+    )
+    assert float(heavy) == pytest.approx(3 * float(plain), rel=1e-5)
+
+
+def named(state: TrainState) -> list[tuple[str, nn.Parameter]]:
+    return list(state.model.named_parameters())
+
+
+@pytest.mark.parametrize("limit", [0.05, 1e6])
+def test_clipping_bounds_the_norm_and_keeps_the_direction(limit: float) -> None:
+    shards = batches()
+    grads, norms = [], []
+    for clip in (0.0, limit):
+        settings = config(optim={"clip_norm": clip})
+        state = fresh(settings)
+        norms.append(float(TrainStep(state, settings, ALONE, None)(shards, valid(shards)).grad_norm))
+        grads.append(torch.cat([p.grad.flatten() for p in state.model.parameters() if p.grad is not None]))
+    assert norms[0] == norms[1] > 0.05  # the norm that is reported is that before clipping
+    assert float(grads[1].norm()) == pytest.approx(min(limit, norms[0]), rel=1e-4)
+    torch.testing.assert_close(grads[1] / grads[1].norm(), grads[0] / grads[0].norm(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_without_a_label_moves_nothing_but_statistics() -> None:
+    settings = config(optim={"weight_decay": 0.0})
+    state = fresh(settings)
+    weights = [p.detach().clone() for p in state.model.parameters()]
+    shards = [batch._replace(target=torch.full_like(batch.target, 255)) for batch in batches()]
+    step = TrainStep(state, settings, ALONE, None)
+    result = step(shards, valid(shards))
+    step.apply()
+    assert float(result.loss) == 0 == float(result.grad_norm)
+    assert all(torch.equal(a, b) for a, b in zip(weights, state.model.parameters(), strict=True))
+
+
+def test_fp16_scales_and_unscales() -> None:
+    settings = config(train={"precision": "fp16"}, optim={"clip_norm": 0.0})
+    state, shards = fresh(settings), batches()
+    plain = fresh(config())
+    TrainStep(plain, config(), ALONE, None)(shards, valid(shards))
+    result = TrainStep(state, settings, ALONE, None)(shards, valid(shards))
+    assert state.scaler.get_scale() == 65536
+    reference = torch.cat([p.grad.flatten() for p in plain.model.parameters() if p.grad is not None])
+    found = torch.cat([p.grad.flatten() for p in state.model.parameters() if p.grad is not None])
+    assert float((found - reference).norm() / reference.norm()) < 0.02
+    assert float(result.grad_norm) == pytest.approx(float(reference.norm()), rel=0.02)
+
+
+def test_fp16_overflow_skips_the_update_and_its_statistics() -> None:
+    settings = config(train={"precision": "fp16"})
+    state, shards = fresh(settings), batches()
+    with torch.no_grad():
+        state.model.body.weight.mul_(1e6)  # type: ignore[operator, union-attr]
+    before = [value.clone() for value in state.model.state_dict().values() if value.is_floating_point()]
+    step = TrainStep(state, settings, ALONE, None)
+    result = step(shards, valid(shards))
+    assert not torch.isfinite(result.grad_norm)
+    step.apply()
+    after = [value for value in state.model.state_dict().values() if value.is_floating_point()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert state.scaler.get_scale() == 32768
+    assert state.step == 1
+
+
+def test_bf16_runs_with_gradients_in_fp32() -> None:
+    settings = config(train={"precision": "bf16"})
+    state, results = run(settings, 2)
+    assert all(torch.isfinite(result.loss) and result.loss.dtype == torch.float32 for result in results)
+    assert all(p.dtype == torch.float32 for p in state.model.parameters())
+
+
+def test_network_without_norms_trains() -> None:
+    state, results = run(config(), 2, norm=False)
+    assert state.step == 2
+    assert torch.isfinite(results[-1].loss)
+
+
+def test_loss_falls() -> None:
+    settings = config(optim={"lr": 0.1})
+    columns = (torch.arange(SIZE) // (SIZE // C)).expand(B, SIZE, SIZE).to(torch.uint8)
+    image = (60 * columns).unsqueeze(-1).expand(B, SIZE, SIZE, 3)
+    shards = [batch._replace(image=image, target=columns) for batch in batches()]
+    state, losses = fresh(settings), []
+    step = TrainStep(state, settings, ALONE, None)
+    for _ in range(30):
+        losses.append(float(step(shards, valid(shards)).loss))
+        step.apply()
+    assert losses[-1] < 0.5 * losses[0]

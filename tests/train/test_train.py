@@ -1,0 +1,544 @@
+"""A run from first step to result: interrupted, killed, diverged or out of disk, nothing is lost and no bit changes."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import errno
+import json
+import os
+import runpy
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from exports import trained_network
+from runs import (
+    ROOT,
+    command,
+    finished,
+    metrics,
+    outcome,
+    result,
+    run,
+    settings,
+    start,
+    updates,
+    wait_for,
+    write_camvid,
+)
+from segpipe.data.catalog import STREET, ClassTable
+from segpipe.data.samples import Samples, open_samples
+from segpipe.distributed.watch.agreement import agree_on_step
+from segpipe.errors import CheckpointError
+from segpipe.export.artifact import origin
+from segpipe.export.gates import latency
+from segpipe.export.gates.controls import CONTROLS
+from segpipe.export.graph.formats import FORMATS
+from segpipe.models import build_model
+from segpipe.models.preprocess import Preprocess
+from segpipe.run import tracking
+from segpipe.settings.compose import compose
+from segpipe.train import checkpoint, engine
+from segpipe.train.stop import StopRequest
+from segpipe.train.validate import Validation, validate
+
+STEPS = 24  # enough that a signal sent after the first lines of metrics.jsonl comes long before the end
+LONG = (f"train.steps={STEPS}", "train.log_every=1", "compute.shards=2")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert run(folder, *LONG, "train.validate_every=12") == 0
+    return folder
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr."""
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1, text
+    return text
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether every step has its line once, in order, and the last one its validation."""
+    lines = [
+        (line["step"], line["kind"]) for line in metrics(folder) if (line["step"], line["kind"]) != (12, "validation")
+    ]
+    each = [(step, kind) for step in range(1, STEPS + 1) for kind in ("train", "memory")]
+    return lines == [*each, (STEPS, "validation")]
+
+
+def test_whole_run_logs_every_step_once(whole: Path) -> None:
+    assert is_complete(whole)
+    assert [line["step"] for line in metrics(whole) if line["kind"] == "validation"] == [12, STEPS]
+    losses = [line["loss"] for line in updates(whole)]
+    assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
+    assert all(line["rss_mib"][0] > 0 for line in metrics(whole) if line["kind"] == "memory")
+
+
+@pytest.fixture
+def ending(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run whose updates are done, to be resumed with `ENDING`.
+
+    Its network is one in which every changed weight shows: of another, the gates say that they prove nothing.
+    """
+    monkeypatch.setattr(latency, "SECONDS", 0.0)
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    weights = trained_network("fast_scnn", (64, 96), STREET).model.state_dict()
+    checkpoint.save(folder / "last.pt", {**checkpoint.load(folder / "last.pt"), "model": weights, "ema": weights})
+    return folder
+
+
+ENDING = (*LONG, "run.exists=resume", "export.enabled=true", "export.formats=[torchscript]", "export.images=1")
+
+
+def test_a_run_ends_with_a_checked_export_and_three_lines(
+    ending: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, git = ending, {"commit": "0" * 40, "dirty": True}
+    speed = {name: result(folder)[name] for name in ("images_per_second", "train_seconds")}
+    monkeypatch.setattr(origin, "git_state", lambda root: {**git, "known_at": "export"})
+    assert run(folder, *ENDING) == 0
+    *above, score, place, following = capsys.readouterr().out.splitlines()
+    assert score == f"mIoU {100 * result(folder)['miou']:.2f} % on 4 val images"
+    assert place.startswith(f"run {folder} ")
+    table = next(number for number, line in enumerate(above) if "IoU per class" in line)
+    assert any("EXPORT" in line for line in above[table:])
+    assert (folder / "report.html").is_file()
+    manifest = json.loads((folder / "export" / "manifest.json").read_text())
+    assert manifest["source"]["weights_digest"] == result(folder)["ema_digest"]
+    assert result(folder)["git"] == git
+    assert manifest["source"]["git"] == {**git, "known_at": "train"}
+    _runs_as_it_is(following, folder)
+    # There was no update left to measure.
+    assert all(result(folder)[name] == value > 0 for name, value in speed.items())
+
+
+def _runs_as_it_is(line: str, folder: Path) -> None:
+    """The command to try next: this interpreter, a script that is there, and settings with which it works."""
+    word, interpreter, script, *settings_of_it = shlex.split(line)
+    assert (word, settings_of_it) == ("next", [f"run={folder}"])
+    assert Path.cwd() / interpreter == Path(sys.executable)
+    assert (Path.cwd() / script).samefile(ROOT / "scripts" / "evaluate.py")
+    assert evaluate(settings_of_it) == 0
+
+
+def test_an_export_that_differs_ends_the_command_with_its_code(
+    ending: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training is not lost by it: all that it left is there, but no file for a robot."""
+    folder, right = ending, FORMATS["torchscript"]
+    for name in ("report.html", "result.json"):
+        (folder / name).unlink()
+
+    def swapped(model: Any, *rest: Any) -> None:
+        faulty = copy.deepcopy(model)
+        CONTROLS["bgr"](faulty)
+        right.convert(faulty, *rest)
+
+    monkeypatch.setitem(FORMATS, "torchscript", dataclasses.replace(right, convert=swapped))
+    assert run(folder, *ENDING) == 4
+    assert "EXPORT REJECTED: G2 logits differ" in told(capsys)
+    assert not (folder / "export").exists()
+    assert all((folder / name).is_file() for name in ("report.html", "result.json", "last.pt"))
+
+
+def test_ctrl_c_of_two_processes_then_resume_in_one(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C reaches parent and children, as in a terminal, and the parent sends it on: children see it twice."""
+    folder = tmp_path / "run"
+    process = start("train.py", *settings(folder, *LONG, "checkpoint.every=0", "compute.nproc=2"))
+    wait_for(lambda: len(updates(folder)) >= 3, process)
+    os.killpg(process.pid, signal.SIGINT)
+    done = finished(process)
+    assert done.returncode == 130
+    step = checkpoint.load(folder / "last.pt")["step"]
+    assert 3 <= step < STEPS
+    said = f"stopped at step {step}; {folder / 'last.pt'} is written."
+    assert done.stderr.count(said) == 1, "by one rank"
+    assert "Traceback" not in done.stderr
+    assert not (folder / "result.json").exists()
+
+    assert run(folder, *LONG) == 2
+    assert f"{folder} already holds step {step}. Set run.exists=resume" in told(capsys)
+    assert run(folder, *LONG, "run.exists=resume", "optim.lr=0.04") == 2
+    assert "optim.lr: 0.05 -> 0.04" in told(capsys)
+
+    assert run(folder, *LONG, "run.exists=resume", "data.workers=1") == 0
+    assert outcome(folder) == outcome(whole)
+    assert is_complete(folder)
+
+
+def test_sigkill_then_resume_in_two_processes(whole: Path, tmp_path: Path) -> None:
+    """The lines of the steps after the last checkpoint are there when the process dies, and must not come twice."""
+    folder = tmp_path / "run"
+    process = start("train.py", *settings(folder, *LONG, "checkpoint.every=4", "data.workers=1"))
+    wait_for(lambda: len(updates(folder)) >= 7, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    assert finished(process).returncode == -signal.SIGKILL
+    assert checkpoint.load(folder / "last.pt")["step"] % 4 == 0
+    done = command("train.py", *settings(folder, *LONG, "run.exists=resume", "compute.nproc=2"))
+    assert done.returncode == 0, done.stderr
+    assert outcome(folder) == outcome(whole)
+    assert is_complete(folder)
+
+
+def test_sigterm_of_one_process_is_kept_as_ctrl_c(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice: at a step, and while the weights are validated at the end, when only the validation is left to do."""
+    folder = tmp_path / "run"
+    apply = engine.TrainStep.apply
+    monkeypatch.setattr(engine.TrainStep, "apply", lambda step: (apply(step), step.state.step == 9 and _terminate()))
+    assert run(folder, *LONG, "checkpoint.every=0") == 130
+    assert checkpoint.load(folder / "last.pt")["step"] == 9
+    monkeypatch.undo()
+
+    def interrupted(*_: object, **__: object) -> Validation:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "validate", interrupted)
+    assert run(folder, *LONG, "run.exists=resume") == 130
+    assert checkpoint.load(folder / "last.pt")["step"] == STEPS
+    monkeypatch.undo()
+    assert run(folder, *LONG, "run.exists=resume") == 0
+    assert outcome(folder) == outcome(whole)
+    assert run(folder, *LONG, "run.exists=resume") == 0  # of a finished run: validates once more, changes nothing
+    assert outcome(folder) == outcome(whole)
+    assert is_complete(folder)
+
+
+def _terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_second_ctrl_c_interrupts_at_once_but_an_echo_does_not() -> None:
+    with StopRequest() as stop:
+        assert not _interrupts(signal.SIGINT)
+        assert stop.asked
+        assert not _interrupts(signal.SIGINT)
+        stop._first -= stop.ECHO_S
+        assert not _interrupts(signal.SIGTERM)
+        assert _interrupts(signal.SIGINT)
+
+
+@pytest.mark.parametrize("last_words", [True, False])
+def test_a_rank_that_failed_outlives_the_launchers_sigterm(last_words: bool) -> None:
+    """Otherwise it would be ended before it could say which rank broke the contract."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(ValueError, match="lost"), StopRequest(last_words=last_words):
+            raise ValueError("lost")
+        assert (signal.getsignal(signal.SIGTERM) == signal.SIG_IGN) is last_words
+        with StopRequest(last_words=True):
+            pass
+        assert (signal.getsignal(signal.SIGTERM) == signal.SIG_IGN) is last_words  # as it was found
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupts(number: signal.Signals) -> bool:
+    try:
+        os.kill(os.getpid(), number)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def test_replace_deletes_the_earlier_run(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert run(folder) == 0
+    first = outcome(folder)
+    (folder / "validation").mkdir()
+    assert run(folder, "run.exists=replace", "seed=1") == 0
+    assert outcome(folder) != first
+    assert not (folder / "validation").exists()
+    assert [line["kind"] for line in metrics(folder)] == ["train", "memory", "validation"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_diverged_run_names_step_rank_and_rate_and_keeps_its_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], precision: str
+) -> None:
+    folder = tmp_path / "run"
+    changes = ("optim.lr=1e30", "optim.warmup_steps=0", f"train.precision={precision}", "checkpoint.every=1")
+    assert run(folder, *changes) == 6
+    text = told(capsys)
+    for part in ("step 1: loss nan", "rank 0 shard 0", "lr 6.94", f"precision {precision}", "Lower optim.lr"):
+        assert part in text
+    kept = checkpoint.load(folder / "diverged.pt")
+    assert str(folder / "diverged.pt") in text
+    assert kept["step"] == checkpoint.load(folder / "last.pt")["step"] == 1
+    assert all(value.isfinite().all() for value in kept["optimizer"]["state"][0].values())
+    assert not (folder / "result.json").exists()
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["", "stopped meanwhile"])
+def test_a_loss_that_nobody_looked_at_is_dated_and_not_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    """As on a GPU, where the host waits for some updates only: it sees the second that is spoiled."""
+    folder, apply = tmp_path / "run", engine.TrainStep.apply
+
+    def spoiled(step: engine.TrainStep) -> None:
+        apply(step)
+        if step.state.step == 4:
+            with torch.no_grad():
+                step.parameters[0].fill_(float("nan"))
+        if stopped and step.state.step == 5:
+            _terminate()
+
+    monkeypatch.setattr(engine, "_looks", lambda run: (run.state.step + 1) % 3 == 0)
+    monkeypatch.setattr(engine.TrainStep, "apply", spoiled)
+    assert run(folder, "train.steps=9", "checkpoint.every=3", "compute.shards=1") == 6
+    text = told(capsys)
+    assert "step 5: loss nan" in text
+    assert "Step 4 was the first that was not finite, 5 the first that was looked at; last.pt of step 3 is" in text
+    assert all(value.isfinite().all() for value in checkpoint.load(folder / "last.pt")["model"].values())
+    assert checkpoint.load(folder / "last.pt")["step"] == 3
+    assert not (folder / "diverged.pt").exists()
+
+
+def test_fp16_that_overflows_at_any_scale_has_diverged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scaler skips every such update, so the run would end well with the weights that it began with."""
+    build = engine.state.build_state
+
+    def overflowing(*args: Any) -> Any:
+        state = build(*args)
+        state.scaler = torch.amp.GradScaler("cpu", init_scale=1.0)  # as after 16 overflows
+        next(state.model.parameters()).register_hook(lambda grad: grad * float("nan"))
+        return state
+
+    monkeypatch.setattr(engine.state, "build_state", overflowing)
+    small = ("train.steps=2", "compute.shards=1", "augment.crop_size=[32,32]")
+    assert run(tmp_path / "run", "train.precision=fp16", *small) == 6
+    text = told(capsys)
+    assert "step 1: " in text  # and not step 0, whose overflow is one that a lower scale may mend
+    assert "precision fp16 at loss scale 0.5" in text
+    assert checkpoint.load(tmp_path / "run" / "diverged.pt")["step"] == 1
+
+
+@pytest.mark.parametrize(("owner", "name"), [(engine.TrainStep, "__call__"), (engine, "validate")])
+def test_memory_that_runs_out_is_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    def short(*_: object, **__: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 80 bytes")
+
+    monkeypatch.setattr(owner, name, short)
+    assert run(tmp_path / "run", "train.steps=1") == 10
+    shape = "[2, 64, 64, 3]" if name == "__call__" else "[1, 64, 96, 3]"
+    text = told(capsys)
+    assert "ran out on rank 0" in text
+    assert shape in text
+    assert (tmp_path / "run" / "oom_rank00.txt").is_file()
+
+
+def test_without_a_label_there_is_no_score(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write_camvid(tmp_path / "data")
+    for path in (data / "valannot").iterdir():
+        cv2.imwrite(str(path), np.full((72, 96), 11, np.uint8))  # void
+    folder = tmp_path / "run"
+    assert run(folder, "data=camvid", f"data.root={data}", "train.steps=1") == 0
+    assert result(folder)["miou"] is None
+    assert "NaN" not in (folder / "result.json").read_text()
+    capsys.readouterr()
+    assert evaluate([f"run={folder}"]) == 0
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["miou"] is None
+
+
+def test_full_disk_leaves_the_last_good_checkpoint(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, sync, written = tmp_path / "run", os.fsync, []
+
+    def full(number: int) -> None:
+        written.append(os.readlink(f"/proc/self/fd/{number}"))
+        if sum(".last.pt." in path for path in written) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(number)
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert run(folder, *LONG, "checkpoint.every=1") == 2
+    text = told(capsys)
+    for part in (str(folder / "last.pt"), "No space left", "unharmed", "run.exists=resume"):
+        assert part in text
+    assert checkpoint.load(folder / "last.pt")["step"] == 2
+    kept = ["checkpoints.sha256", "config.json", "inputs.json", "last.pt", "ledger", "metrics.jsonl"]
+    assert sorted(path.name for path in folder.iterdir()) == kept
+    monkeypatch.undo()
+    assert run(folder, *LONG, "run.exists=resume") == 0
+    assert outcome(folder) == outcome(whole)
+
+
+def test_full_disk_under_metrics_is_told_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tracking.Tracker, "log", full)
+    assert run(tmp_path / "run") == 2
+    assert f"{tmp_path / 'run'} could not be written: No space left" in told(capsys)
+
+
+def test_evaluate_repeats_the_miou_of_the_run(whole: Path) -> None:
+    done = command("scripts/evaluate.py", f"run={whole}", "data.workers=1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1
+    printed, found = json.loads(done.stdout), result(whole)
+    assert printed["miou"] == found["miou"]
+    assert printed["iou"] == found["iou"]
+    assert list(printed["iou"]) == list(STREET.names)
+    assert (printed["images"], printed["step"]) == (4, STEPS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["which=first"], "which = first"),
+        (["model.name=pidnet_s"], "model.name = 'pidnet_s'"),
+        (["run=nowhere"], "nowhere"),
+    ],
+)
+def test_evaluate_refuses_what_it_does_not_know(
+    whole: Path, capsys: pytest.CaptureFixture[str], changes: list[str], said: str
+) -> None:
+    assert evaluate([f"run={whole}", *changes]) == 2
+    assert said in told(capsys)
+
+
+def test_evaluate_refuses_data_of_other_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = write_camvid(tmp_path / "files")
+    for root, last in (("here", "void"), ("there", "water")):
+        for folder, suffix in (("images", ""), ("masks", "annot")):
+            (tmp_path / root / folder).mkdir(parents=True)
+            for split in ("train", "val"):
+                (tmp_path / root / folder / split).symlink_to(files / f"{split}{suffix}")
+        names = [f"class{number}" for number in range(11)] + [last]
+        palette = [[number, 0, 0] for number in range(12)]
+        (tmp_path / root / "classes.yaml").write_text(json.dumps({"names": names, "palette": palette}))
+    assert run(tmp_path / "run", "data=folder", f"data.root={tmp_path / 'here'}", "train.steps=1") == 0
+    capsys.readouterr()
+    assert evaluate([f"run={tmp_path / 'run'}"]) == 0
+    assert json.loads(capsys.readouterr().out)["miou"] == result(tmp_path / "run")["miou"]
+    assert evaluate([f"run={tmp_path / 'run'}", f"data.root={tmp_path / 'there'}"]) == 2
+    text = told(capsys)
+    assert f"{tmp_path / 'there'} has other classes than the network" in text
+    assert "water" in text
+
+
+def evaluate(arguments: list[str]) -> int:
+    threads = torch.get_num_threads()
+    try:
+        return int(runpy.run_path(str(ROOT / "scripts" / "evaluate.py"))["main"](arguments))
+    finally:
+        torch.set_deterministic_debug_mode("default")
+        torch.set_num_threads(threads)
+
+
+class Frames:
+    """Seven images of five sizes; image i has i + 1 pixels to ignore."""
+
+    classes: ClassTable = STREET
+    sizes = ((40, 56), (32, 48), (56, 40), (40, 56), (64, 64), (32, 48), (33, 71))
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def name(self, index: int) -> str:
+        return str(index)
+
+    def read(self, index: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        noise = np.random.Generator(np.random.Philox(index))
+        target = noise.integers(0, STREET.num_classes, self.sizes[index], np.uint8)
+        target.ravel()[: index + 1] = 255
+        return noise.integers(0, 256, (*self.sizes[index], 3), np.uint8), target
+
+
+class Rank:
+    """Stands for segpipe.distributed.group.Group; `gather` ends a first pass, and answers in a second one."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.others: Sequence[Any] | None = None
+
+    def gather(self, item: Any) -> Sequence[Any]:
+        if self.others is None:
+            raise StopIteration(item)
+        return self.others
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 8])
+def test_validation_counts_every_image_once(world_size: int) -> None:
+    samples: Samples = Frames()
+    torch.manual_seed(0)
+    model = build_model("fast_scnn", STREET.num_classes).eval()
+
+    def found(rank: Rank) -> Validation:
+        return validate(
+            model, Preprocess(), samples, rank, precision="fp32", workers=0, start_method="fork"  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    ranks, parts = [Rank(rank, world_size) for rank in range(world_size)], []
+    for rank in ranks:
+        with pytest.raises((StopIteration, RuntimeError)) as stopped:
+            found(rank)
+        parts.append(stopped.value.args[0])
+    assert sorted(index for part in parts for index in part) == list(range(len(samples)))
+    for rank in ranks:
+        rank.others = parts
+    total = found(ranks[-1]).total
+    labels = np.concatenate([samples.read(index)[1].ravel() for index in range(len(samples))])
+    assert total.sum(1).tolist() == np.bincount(labels, minlength=256)[: STREET.num_classes].tolist()
+    assert torch.equal(total, found(ranks[0]).total)
+
+
+def test_ranks_that_see_different_checkpoints_are_told_apart() -> None:
+    """As on machines without a common disk: one would resume, the other start anew."""
+    rank = Rank(0, 2)
+    rank.others = [20, 20]
+    agree_on_step(Path("last.pt"), 20, rank)  # type: ignore[arg-type]
+    rank.others = [20, 0]
+    with pytest.raises(CheckpointError, match=r"not the same file on every machine.*\[20, 0\].*run\.root"):
+        agree_on_step(Path("last.pt"), 20, rank)  # type: ignore[arg-type]
+
+
+def test_shuffled_labels_reach_training_and_not_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Samples] = {}
+    batches, check = engine.train_batches, engine.validate
+
+    def spied_batches(samples: Samples, *rest: Any, **named: Any) -> Any:
+        seen["train"] = samples
+        return batches(samples, *rest, **named)
+
+    def spied_validate(model: Any, preprocess: Any, samples: Samples, *rest: Any, **named: Any) -> Validation:
+        seen["val"] = samples
+        return check(model, preprocess, samples, *rest, **named)
+
+    monkeypatch.setattr(engine, "train_batches", spied_batches)
+    monkeypatch.setattr(engine, "validate", spied_validate)
+    assert run(tmp_path / "run", "train.steps=1", "data.shuffle_labels=true") == 0
+    config = compose(settings(tmp_path / "run"))
+    for split, foreign in (("train", True), ("val", False)):
+        own = open_samples(config.data, split, config.seed)
+        for index in range(len(own)):
+            image, target = seen[split].read(index)
+            assert np.array_equal(image, own.read(index)[0])
+            assert np.array_equal(target, own.read(index)[1]) is not foreign
