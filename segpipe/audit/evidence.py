@@ -12,6 +12,7 @@ import numpy as np
 
 from segpipe.audit.report import FAILED, NOTED, PASSED, UNCHECKED, Line
 from segpipe.errors import SegpipeError
+from segpipe.files import sha256
 from segpipe.ledger import inputs
 from segpipe.ledger.files import INPUTS, ledger_files
 from segpipe.ledger.reader import RunLedger, mapping_differences, read_run
@@ -92,7 +93,7 @@ def check_inputs(run: Path, config: Config, ledger: RunLedger | None) -> list[Li
     except SegpipeError as error:
         return [Line("data", FAILED, str(error))]
     lines = []
-    if ledger and known != inputs.sha256(path):
+    if ledger and known != sha256(path):
         lines.append(Line("data", FAILED, f"{path} is not the file that the ledger was started with: it was altered"))
     return [*lines, _data(config, content["data"]), _code(content["code"])]
 

@@ -16,9 +16,10 @@ from segpipe.audit.spans import Span, choose_spans
 from segpipe.audit.task import Task, in_folder, run_tasks
 from segpipe.determinism import flags
 from segpipe.errors import CheckpointError, CollectiveError, SegpipeError
+from segpipe.files import sha256
 from segpipe.ledger.divergence import compare
 from segpipe.ledger.files import FOLDER, INPUTS
-from segpipe.ledger.inputs import combined, sha256
+from segpipe.ledger.inputs import combined
 from segpipe.ledger.reader import RunLedger, mapping_differences, read_run
 from segpipe.ledger.rows import SHARD, STEP, row_keys
 from segpipe.runtime.artifact import SUMS

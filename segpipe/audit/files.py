@@ -12,7 +12,7 @@ from segpipe.audit.evidence import differences, some, updates
 from segpipe.audit.report import FAILED, NOTED, PASSED, UNCHECKED, Line
 from segpipe.audit.task import Task, in_folder, run_tasks
 from segpipe.errors import DataError, SegpipeError
-from segpipe.ledger.inputs import sha256
+from segpipe.files import sha256
 from segpipe.ledger.reader import RunLedger, mapping_differences, read_run
 from segpipe.ledger.rows import STEP, differing
 from segpipe.ledger.seals import read_seals

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from segpipe.errors import ConfigError
-from segpipe.train.checkpoint import write_atomically
+from segpipe.files import write_atomically
 
 PASSED, FAILED, NOTED, UNCHECKED = "passed", "failed", "noted", "not checked"
 VERDICTS = {"passed": 0, "failed": 1, "cannot audit": 2}

@@ -23,11 +23,11 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from segpipe import IGNORE_INDEX
 from segpipe.data.transforms import PAD_COLOUR, Builder, builder
 from segpipe.errors import ConfigError
 from segpipe.keys import generator
 from segpipe.settings.config import AugmentConfig
-from segpipe.settings.targets import IGNORE_INDEX
 
 Uint8 = NDArray[np.uint8]
 Look = Callable[[str, Uint8, Uint8], None]  # is given the name of a transform, and its image and target

@@ -24,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 from omegaconf import OmegaConf
 
+from segpipe import IGNORE_INDEX
 from segpipe.errors import DataError
 from segpipe.settings.config import nearest
-from segpipe.settings.targets import IGNORE_INDEX
 
 
 @dataclass(frozen=True)

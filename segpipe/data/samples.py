@@ -24,13 +24,13 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from segpipe import IGNORE_INDEX
 from segpipe.data.catalog import CAMVID, ClassTable, load_table
 from segpipe.data.decode import check_mask, read_header, read_image, read_mask
 from segpipe.data.pairs import Pair, missing, scan
 from segpipe.data.synthetic.scenes import SyntheticSamples
 from segpipe.errors import DataError
 from segpipe.settings.config import DataConfig
-from segpipe.settings.targets import IGNORE_INDEX
 
 FULL_VERIFY_PIXELS = 300_000_000  # about 6 s of decoding on two cores
 T = TypeVar("T")

@@ -27,9 +27,9 @@ import albumentations as A
 import numpy as np
 from numpy.typing import NDArray
 
+from segpipe import IGNORE_INDEX
 from segpipe.errors import ConfigError
 from segpipe.settings.config import nearest
-from segpipe.settings.targets import IGNORE_INDEX
 
 Uint8 = NDArray[np.uint8]
 Builder = Callable[[], "A.BasicTransform | A.BaseCompose"]

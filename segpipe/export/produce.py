@@ -9,7 +9,6 @@ import onnx
 
 from segpipe.errors import ExportError
 from segpipe.export.artifact.manifest import in_file
-from segpipe.export.artifact.origin import sha256
 from segpipe.export.artifact.outcome import ExportReport
 from segpipe.export.gates.judge import Subject
 from segpipe.export.graph.convert import Manifest, manifest_text
@@ -19,6 +18,7 @@ from segpipe.export.graph.probes import write_probe
 from segpipe.export.graph.profiles import Image
 from segpipe.export.lowprec.half import to_fp16
 from segpipe.export.lowprec.quantize import to_int8
+from segpipe.files import sha256
 from segpipe.runtime.artifact import MANIFEST_KEY
 
 

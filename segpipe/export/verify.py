@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from segpipe.errors import ConfigError, IntegrityError
 from segpipe.export.artifact.golden import unlike_golden
 from segpipe.export.artifact.manifest import describe, in_file, strangers
-from segpipe.export.artifact.origin import Origin, sha256
+from segpipe.export.artifact.origin import Origin
 from segpipe.export.artifact.outcome import NOT_VERIFIED, ExportReport
 from segpipe.export.artifact.place import wrong_sums
 from segpipe.export.artifact.schema import violations
@@ -28,6 +28,7 @@ from segpipe.export.graph.formats import FORMATS, one_thread
 from segpipe.export.graph.probes import write_probe
 from segpipe.export.graph.profiles import PROFILES, Image
 from segpipe.export.graph.shapes import dynamic_of
+from segpipe.files import sha256
 from segpipe.runtime.artifact import MANIFEST
 from segpipe.runtime.shapes import exported_lengths, resolved
 from segpipe.settings.export_settings import ExportConfig

@@ -18,19 +18,13 @@ from typing import Any
 import segpipe
 from segpipe.data.pairs import scan
 from segpipe.errors import CheckpointError, DataError
+from segpipe.files import sha256, write_atomically
 from segpipe.ledger.files import INPUTS
 from segpipe.settings.config import Config, DataConfig
-from segpipe.train.checkpoint import write_atomically
 
 Hashes = dict[str, str]  # path -> SHA-256
 SOURCES = Path(segpipe.__file__).parent
 ROUNDS = (("altered", "was altered"), ("missing", "is missing"), ("added", "was added"))
-
-
-def sha256(path: Path) -> str:
-    """Hex digest of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def combined(hashes: Mapping[str, str]) -> str:

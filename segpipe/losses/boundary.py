@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from segpipe.settings.targets import IGNORE_INDEX
+from segpipe import IGNORE_INDEX
 
 
 def boundary_target(target: Tensor, *, width: int = 2) -> Tensor:

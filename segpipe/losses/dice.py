@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from segpipe.settings.targets import IGNORE_INDEX
+from segpipe import IGNORE_INDEX
 
 
 def dice_sum(logits: Tensor, target: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from segpipe.settings.targets import IGNORE_INDEX
+from segpipe import IGNORE_INDEX
 
 
 def pixel_losses(logits: Tensor, target: Tensor, class_weights: Tensor | None = None) -> Tensor:

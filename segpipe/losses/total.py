@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from segpipe import IGNORE_INDEX
 from segpipe.losses.boundary import boundary_sum, boundary_target
 from segpipe.losses.dice import dice_sum
 from segpipe.losses.pixelwise import ohem_sum, pixel_losses
 from segpipe.models.resize import bilinear, bilinear_weights
 from segpipe.settings.config import LossConfig
-from segpipe.settings.targets import IGNORE_INDEX
 
 EDGE_CONFIDENCE = 0.8  # pixels that the boundary head calls an edge this surely get the extra class loss
 

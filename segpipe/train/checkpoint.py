@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from torch import nn
 
 from segpipe.data.catalog import ClassTable
 from segpipe.errors import CheckpointError, WeightsError
+from segpipe.files import write_atomically
 from segpipe.ledger.digest import state_digest
 from segpipe.models import build_model
 from segpipe.models.layers import SegmentationNet
@@ -42,36 +40,6 @@ class TrainedNetwork:
     classes: ClassTable
     weights_digest: str
     step: int
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Put `content` at `path` so that a crash leaves either the old file or the new one, never a part.
-
-    Raises CheckpointError when it cannot be written (a full disk, say); what was at `path` is then still there.
-    """
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob(f".{escape(path.name)}.*.tmp"):  # of a process that was killed while it wrote
-            left.unlink(missing_ok=True)
-        with aside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the rename itself must survive a power cut
-        finally:
-            os.close(folder)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            aside.unlink()
-        kept = "the file that was there before is unharmed" if path.exists() else "no file was there before"
-        raise CheckpointError(
-            f"{path} ({len(content) / 2**20:.1f} MiB) could not be written: {error.strerror or error}; {kept}. "
-            f"Free some space, or choose another run.root, then continue with run.exists=resume."
-        ) from error
 
 
 def save(path: Path, state: dict[str, Any], *, listed: bool = False) -> None:

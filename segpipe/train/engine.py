@@ -23,6 +23,7 @@ from segpipe.distributed.group import Group
 from segpipe.distributed.watch.agreement import Agreement, agree_on_step, common_fingerprint
 from segpipe.distributed.watch.health import Health, out_of_memory_told
 from segpipe.errors import CheckpointError, Interrupted, NumericsError
+from segpipe.files import write_atomically
 from segpipe.ledger import inputs
 from segpipe.ledger.digest import state_digest
 from segpipe.ledger.files import last_seals
@@ -34,7 +35,6 @@ from segpipe.run.folder import clear_folder
 from segpipe.run.tracking import FILE_NAME, Tracker, open_tracker, plain, read_metrics
 from segpipe.settings.config import Config, config_hash, to_mapping
 from segpipe.train import state
-from segpipe.train.checkpoint import write_atomically
 from segpipe.train.clock import Clock
 from segpipe.train.metrics import miou, summary
 from segpipe.train.step import StepResult, TrainStep

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from segpipe import IGNORE_INDEX
 from segpipe.errors import DataError
-from segpipe.settings.targets import IGNORE_INDEX
 
 
 class Counts(Protocol):

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from segpipe import IGNORE_INDEX
 from segpipe.data.catalog import CAMVID, STREET, ClassTable, load_table
 from segpipe.errors import DataError
-from segpipe.settings.targets import IGNORE_INDEX
 
 YAML = """
 name: warehouse

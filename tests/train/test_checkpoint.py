@@ -17,10 +17,11 @@ import torch
 
 from segpipe.data.catalog import CAMVID
 from segpipe.errors import CheckpointError
+from segpipe.files import write_atomically
 from segpipe.models import build_model
 from segpipe.settings.config import Config, ModelConfig, to_mapping
 from segpipe.train import checkpoint
-from segpipe.train.checkpoint import load, load_network, save, write_atomically
+from segpipe.train.checkpoint import load, load_network, save
 
 SMALL = {
     "step": 7,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import subprocess
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from segpipe.errors import DataError, IntegrityError, WeightsError
+from segpipe.files import sha256
 
 if TYPE_CHECKING:
     from segpipe.train.checkpoint import TrainedNetwork
@@ -71,12 +71,6 @@ def git_state(root: Path) -> dict[str, Any] | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return {"commit": commit, "dirty": bool(changed), "known_at": "export"}
-
-
-def sha256(path: Path) -> str:
-    """Hex digest of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _git(root: Path, *arguments: str) -> str:

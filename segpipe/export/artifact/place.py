@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from segpipe.errors import ConfigError
-from segpipe.export.artifact.origin import sha256
+from segpipe.files import sha256
 from segpipe.runtime.artifact import MANIFEST, SUMS
 
 

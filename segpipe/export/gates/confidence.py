@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from segpipe import IGNORE_INDEX
 from segpipe.export.gates.calibration import fit_temperature
 from segpipe.export.gates.checks import Target
 from segpipe.export.graph.profiles import Image
-from segpipe.settings.targets import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from segpipe.train.checkpoint import TrainedNetwork
