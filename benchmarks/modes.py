@@ -20,7 +20,7 @@ from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.distributed.group import Group
 from segpipe.ledger.recorder import Recorder
-from segpipe.losses import valid_pixels
+from segpipe.losses.total import valid_pixels
 from segpipe.settings.config import Config
 from segpipe.train.state import build_state
 from segpipe.train.step import TrainStep

@@ -13,7 +13,7 @@ from segpipe.determinism import flags
 from segpipe.distributed.group import Group
 from segpipe.distributed.watch.agreement import Agreement, common_fingerprint
 from segpipe.ledger.recorder import Recorder
-from segpipe.losses import valid_pixels
+from segpipe.losses.total import valid_pixels
 from segpipe.train import state
 from segpipe.train.engine import loss_weights, shard_stream
 from segpipe.train.step import TrainStep

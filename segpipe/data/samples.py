@@ -25,11 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
-from segpipe.data.catalog import CAMVID, ClassTable, load_table
+from segpipe.data.catalog import CAMVID, STREET, ClassTable, load_table
 from segpipe.data.decode import check_mask, read_header, read_image, read_mask
 from segpipe.data.pairs import Pair, missing, scan
-from segpipe.data.synthetic.scenes import SyntheticSamples
+from segpipe.data.synthetic.scenes import paint_scene
 from segpipe.errors import DataError
+from segpipe.keys import generator, sample_key
 from segpipe.settings.config import DataConfig
 
 FULL_VERIFY_PIXELS = 300_000_000  # about 6 s of decoding on two cores
@@ -76,6 +77,28 @@ class FileSamples:
         """Train ids alone, for counts."""
         path = self.pairs[index].mask
         return self.classes.target(read_mask(path), path)
+
+
+@dataclass(frozen=True)
+class SyntheticSamples:
+    """Procedural street scenes, painted when they are read; scene i is a pure function of (seed, split, i) and size."""
+
+    seed: int
+    split: str
+    num: int
+    size: tuple[int, int]  # (height, width) in pixels
+    classes: ClassTable = STREET
+
+    def __len__(self) -> int:
+        return self.num
+
+    def name(self, index: int) -> str:
+        return f"{self.split}_{index:06d}"
+
+    def read(self, index: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        if not 0 <= index < self.num:
+            raise IndexError(f"scene {index} of {self.num}")
+        return paint_scene(generator(sample_key(self.seed, 0, index, f"scene/{self.split}")), self.size)
 
 
 @dataclass(frozen=True)

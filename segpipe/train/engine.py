@@ -28,7 +28,8 @@ from segpipe.ledger import inputs
 from segpipe.ledger.digest import state_digest
 from segpipe.ledger.files import last_seals
 from segpipe.ledger.recorder import Recorder
-from segpipe.losses import class_weights, valid_pixels
+from segpipe.losses.pixelwise import class_weights
+from segpipe.losses.total import valid_pixels
 from segpipe.models.preprocess import Preprocess
 from segpipe.run.console import TrainView
 from segpipe.run.folder import clear_folder

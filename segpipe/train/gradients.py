@@ -18,7 +18,7 @@ from segpipe.data.loader import ShardBatch
 from segpipe.distributed import ddp
 from segpipe.distributed.group import Group
 from segpipe.distributed.reduce import FlatLayout, RankSum, TreeSum, tree_over_ranks
-from segpipe.losses import shard_loss
+from segpipe.losses.total import shard_loss
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config
 from segpipe.train.state import TrainState, seed_torch

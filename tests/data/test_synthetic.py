@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import random
 
@@ -10,8 +11,8 @@ import numpy as np
 import pytest
 
 from segpipe.data.catalog import STREET
-from segpipe.data.samples import class_pixels, open_samples, problems
-from segpipe.data.synthetic.scenes import SyntheticSamples
+from segpipe.data.samples import SyntheticSamples, class_pixels, open_samples, problems
+from segpipe.data.synthetic import street
 from segpipe.settings.config import DataConfig
 
 SIZE = (96, 192)
@@ -39,6 +40,21 @@ def test_shapes_types_and_ids() -> None:
         assert image.flags.c_contiguous
         assert target.flags.c_contiguous
         assert target.max() < STREET.num_classes
+
+
+def test_painted_ids_are_those_of_the_class_table() -> None:
+    assert [getattr(street, name.upper()) for name in STREET.names] == list(range(STREET.num_classes))
+
+
+def test_the_pixels_are_frozen() -> None:
+    """The README's accuracy and the digests of runs on scenes depend on them.
+
+    Colours may differ in the last bit on another CPU, where OpenCV computes in floats; targets may not.
+    """
+    images, targets = zip(*(scenes().read(index) for index in range(4)), strict=True)
+    digest = hashlib.sha256(b"".join(target.tobytes() for target in targets)).hexdigest()
+    assert digest == "2c9cdf4355a37e2f89aa3eaef61f7a5ffb96c6241f8780e9cad8fd28d64eca8e"
+    assert np.mean(images, (0, 1, 2)) == pytest.approx([115.309, 115.461, 112.225], abs=2e-3)
 
 
 def test_the_same_scene_whatever_came_before() -> None:

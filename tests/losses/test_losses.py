@@ -1,6 +1,7 @@
 """Losses against slow references in float64, and what must hold when nothing is labelled."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,15 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from segpipe.losses import class_weights, shard_loss, valid_pixels
-from segpipe.losses.boundary import boundary_sum, boundary_target
-from segpipe.losses.dice import dice_sum
-from segpipe.losses.pixelwise import kth_largest, ohem_sum, pixel_losses
+from segpipe.losses import pixelwise
+from segpipe.losses.pixelwise import boundary_sum, class_weights, kth_largest, ohem_sum
+from segpipe.losses.total import shard_loss, valid_pixels
 from segpipe.models.resize import bilinear
 from segpipe.settings.config import LossConfig
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
 C = 5
+pixel_losses = partial(pixelwise.pixel_losses, ignore_index=255)
+dice_sum = partial(pixelwise.dice_sum, ignore_index=255)
+boundary_target = partial(pixelwise.boundary_target, ignore_index=255)
 
 
 def batch(seed: int, *, size: tuple[int, int] = (12, 16), count: int = 2, ignored: float = 0.3) -> Tensor:
@@ -167,6 +170,41 @@ def test_edge_part_counts_only_where_the_boundary_head_is_sure() -> None:
     parts["total"].backward()
     assert boundary.grad is not None
     assert not boundary.grad.any()  # the mask is no way back into the boundary head
+
+
+@pytest.mark.parametrize(("probability", "counted"), [(0.79, False), (0.81, True)])
+def test_the_boundary_head_is_sure_above_80_percent(probability: float, counted: bool) -> None:
+    target, main = batch(6), noise(2, C, 12, 16)
+    boundary = torch.full((2, 1, 12, 16), math.log(probability / (1 - probability)))
+    parts = loss({"main": main, "boundary": boundary}, target, LossConfig(boundary_weight=0.0))
+    expected = reference(main, target).sum() / valid_pixels(target) if counted else 0.0
+    assert float(parts["edge"]) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("stride", [2, 3])
+def test_edge_part_under_stride_counts_what_a_strided_pixel_stands_for(stride: int) -> None:
+    target, main = batch(6, size=(24, 36)), noise(2, C, 6, 9)
+    boundary = torch.full((2, 1, 6, 9), 10.0)
+    parts = loss({"main": main, "boundary": boundary}, target, LossConfig(stride=stride))
+    assert float(parts["edge"]) == pytest.approx(float(parts["main"]), rel=1e-6)
+
+
+def test_boundary_weight_scales_the_boundary_part() -> None:
+    target, heads = batch(6), {"main": noise(2, C, 12, 16), "boundary": noise(2, 1, 12, 16)}
+    found = loss(heads, target, LossConfig(boundary_weight=7.0))["boundary"]
+    expected = boundary_sum(heads["boundary"], boundary_target(target), target != 255) / valid_pixels(target)
+    assert float(found) == pytest.approx(7.0 * float(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_dice_part_under_stride_counts_what_a_strided_pixel_stands_for(stride: int) -> None:
+    target, logits = batch(12, size=(24, 36)), noise(2, C, 6, 9)
+    parts = loss({"main": logits, "aux": logits}, target, LossConfig(stride=stride, dice_weight=0.7))
+    pick = (slice(stride // 2, None, stride), slice(stride // 2, None, stride))
+    seen, resized = target[:, *pick], bilinear(logits, (24, 36))[:, :, *pick]
+    expected = 0.7 * dice_sum(resized, seen) * target.numel() / seen.numel() / valid_pixels(target)
+    assert float(parts["dice"]) == pytest.approx(float(expected), rel=1e-5)
+    assert float(parts["total"]) == pytest.approx(float(parts["main"] + parts["aux"] + parts["dice"]), rel=1e-6)
 
 
 # --- OHEM
