@@ -3,7 +3,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python
 READY := .venv/.ready
 
-.PHONY: setup train race-demo test check lock clean
+.PHONY: setup train race-demo test quick mutants check lock clean
 
 setup: $(READY)
 
@@ -28,6 +28,15 @@ check: $(READY)
 
 test: check
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile
+
+# What matters, in under 2 minutes: all tests but those that start processes or take long.
+quick:
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile -m "not slow"
+
+# Changes the core in one place at a time and runs that module's tests: which change does no test notice? 15 minutes;
+# python -m benchmarks.mutants --all tries every change.
+mutants: $(READY)
+	$(RUN) -m benchmarks.mutants
 
 # Needs uv. Writes the lock anew from the ranges in pyproject.toml.
 lock:

@@ -1,4 +1,4 @@
-"""What tests run under: random numbers that do not depend on the tests before; where asked for, a strict torch."""
+"""Settings of the whole suite: seeded generators, the marker `slow`, fixtures for a strict torch and for exports."""
 
 import random
 from collections.abc import Iterator
@@ -8,9 +8,14 @@ import pytest
 import torch
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker that `make quick` and mutation runs leave out."""
+    config.addinivalue_line("markers", "slow: starts processes or takes more than 2 s; `make quick` skips it")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Seed the global generators before any fixture: tests of a process share them, and come in an order of chance."""
+    """Seed the global generators before any fixture: tests of one process share them, and their order varies."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -18,7 +23,7 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture
 def strict_torch() -> Iterator[None]:
-    """Deterministic algorithms, with new tensors full of NaN: who reads before writing is found out."""
+    """Deterministic algorithms; new tensors are filled with NaN, which exposes a read before a write."""
     threads = torch.get_num_threads()
     fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.set_num_threads(1)
@@ -32,7 +37,7 @@ def strict_torch() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def quick_exports() -> Iterator[None]:
-    """One thread, and no waiting for steady latencies: what a test of exports does not measure."""
+    """One thread and no wait for steady latencies, which tests of exports do not measure."""
     from segpipe.export.gates import latency
 
     threads = torch.get_num_threads()

@@ -1,33 +1,37 @@
-"""A pool of gloo processes for a test module: made once, all its jobs at once, torch imported once."""
+"""Ranks for tests: a pool of gloo processes that runs all jobs of a module, and threads that need no processes."""
 
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor, nn
 
 from benchmarks.measure import held_port
 
-PATIENCE_S = 300.0  # for all the work of a pool, on a machine that others load
+PATIENCE_S = 300.0  # for all the work of a pool, on a loaded machine
+THREAD_PATIENCE_S = 20.0  # for the other threads to reach a collective
 Work = Callable[..., Any]
 
 
 def gloo(num_ranks: int, work: Work, *arguments: Any) -> list[Any]:
-    """What `work(rank, *arguments)` returned on every rank of a gloo group; `work` is a function of a module.
+    """Results of `work(rank, *arguments)` on every rank of a gloo group; `work` is a function of a module.
 
-    The ranks are forked from one fresh process, which has imported torch for all of them.
+    The ranks are forked from one fresh process, which imports torch once for all of them.
     """
     context = mp.get_context("spawn")
     mine, theirs = context.Pipe()
     driver = context.Process(target=_drive, args=(num_ranks, work, arguments, theirs))
     driver.start()
-    theirs.close()  # so that the end of the driver is seen, should it die
+    theirs.close()  # so that `poll` returns when the driver dies
     if not mine.poll(2 * PATIENCE_S):
         driver.kill()
         raise AssertionError("the ranks do not answer")
@@ -68,3 +72,86 @@ def _serve(rank: int, num_ranks: int, port: int, work: Work, arguments: tuple[An
     except Exception as error:
         pipe.send((None, f"{type(error).__name__}: {error}"))
     dist.destroy_process_group()
+
+
+class Loopback:
+    """The collectives of `segpipe.distributed.reduce` among threads, in place of `torch.distributed`.
+
+    A process group is the tuple of its ranks; None is all of them. What an asynchronous collective received arrives in
+    `wait`, and is NaN before, so that nobody can use it early.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.everyone = tuple(range(num_ranks))
+        self._mine, self._lock = threading.local(), threading.Lock()
+        self._given: dict[tuple[tuple[int, ...], int], list[Tensor]] = {}
+        self._barriers: dict[tuple[int, ...], threading.Barrier] = {}
+
+    def run(self, work: Callable[[int], Any]) -> list[Any]:
+        """Results of `work(rank)` on all ranks. When one raises, all end, and its error is raised."""
+        with ThreadPoolExecutor(len(self.everyone)) as pool:
+            futures = [pool.submit(self._serve, work, rank) for rank in self.everyone]
+        errors = [error for future in futures if (error := future.exception())]
+        for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+            raise error
+        return [future.result() for future in futures]
+
+    def _serve(self, work: Callable[[int], Any], rank: int) -> Any:
+        self._mine.rank = rank
+        try:
+            return work(rank)
+        except BaseException:
+            with self._lock:
+                for barrier in self._barriers.values():
+                    barrier.abort()
+            raise
+
+    def exchange(self, tensors: Sequence[Tensor], ranks: tuple[int, ...] | None = None) -> list[list[Tensor]]:
+        """Copies of every rank's tensors, in the order of the ranks."""
+        group = ranks or self.everyone
+        with self._lock:
+            barrier = self._barriers.setdefault(group, threading.Barrier(len(group), timeout=THREAD_PATIENCE_S))
+        self._given[group, self._mine.rank] = [tensor.clone() for tensor in tensors]
+        barrier.wait()
+        found = [self._given[group, rank] for rank in group]
+        barrier.wait()
+        return found
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, group: tuple[int, ...] | None = None, async_op: bool = False
+    ) -> Any:
+        """As that of torch.distributed, with chunks of equal length."""
+        place = (group or self.everyone).index(self._mine.rank)
+        chunks = [given.view(len(group or self.everyone), -1)[place] for (given,) in self.exchange([input], group)]
+        output.fill_(torch.nan)
+        work = _Received(output, torch.cat(chunks))
+        return work if async_op else work.wait()
+
+    def all_gather(self, output: Tensor, input: Tensor, group: tuple[int, ...] | None = None) -> None:
+        """As `all_gather_into_tensor` of torch.distributed."""
+        output.copy_(torch.cat([given for (given,) in self.exchange([input], group)]).view_as(output))
+
+    def data_parallel(self, network: nn.Module, **_: Any) -> nn.Module:
+        """`network` whose gradients become means over the ranks at the end of a backward, as with torch's DDP."""
+        parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        ready: list[nn.Parameter] = []
+
+        def on_grad_ready(parameter: nn.Parameter) -> None:
+            ready.append(parameter)
+            if len(ready) == len(parameters):
+                ready.clear()
+                found = self.exchange([p.grad for p in parameters if p.grad is not None])
+                for p, *grads in zip(parameters, *found, strict=True):
+                    p.grad = torch.stack(grads).mean(0)
+
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(on_grad_ready)  # type: ignore[arg-type]
+        return network
+
+
+class _Received:
+    def __init__(self, output: Tensor, received: Tensor) -> None:
+        self._output, self._received = output, received
+
+    def wait(self) -> None:
+        self._output.copy_(self._received)

@@ -1,4 +1,4 @@
-"""The tree sum: the same bits for any number of processes, and the control that is not."""
+"""The tree sum gives the same bits for any number of processes; as a control, another sum does not."""
 
 import weakref
 from typing import Any
@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ranks import gloo
+from ranks import Loopback, gloo
+from segpipe.distributed import reduce
 from segpipe.distributed.group import Group, Level
-from segpipe.distributed.reduce import FlatLayout, TreeSum, tree_over_ranks
+from segpipe.distributed.reduce import FlatLayout, RankSum, TreeSum, tree_over_ranks
 
 CPU = torch.device("cpu")
 RANKS, SHARDS, LENGTH = 8, 16, 24
@@ -68,6 +69,7 @@ def test_vectors_that_push_returns_are_free() -> None:
         if spare is not None:
             spare.fill_(torch.nan)  # whoever still needed it would show it
     assert same_bits(tree.take(), by_recursion(parts))
+    assert len(made) == 33  # every second push returns the vector that it was given
     assert most <= 7  # log2(64) + 1
 
 
@@ -114,6 +116,15 @@ def test_buckets_end_with_the_tensor_that_fills_them_and_are_padded() -> None:
     assert flat.tolist() == [1] * 3 + [2] * 6 + [0] * 3 + [3] + [4] * 9 + [0] * 2 + [5] * 2 + [0] * 2
 
 
+def test_a_tensor_that_fills_a_bucket_exactly_ends_it_and_one_tensor_is_a_layout() -> None:
+    assert FlatLayout([torch.zeros(n) for n in (3, 4, 1)], pad_to=1, bucket_size=7).buckets == [
+        slice(0, 7),
+        slice(7, 8),
+    ]
+    alone = FlatLayout([torch.zeros(3)], pad_to=2)
+    assert (alone.size, alone.device, alone.buckets) == (4, CPU, [slice(0, 4)])
+
+
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_a_tree_closed_part_by_part_is_the_tree(count: int) -> None:
     parts = vectors(count, length=30)
@@ -130,6 +141,82 @@ def test_a_tree_closed_part_by_part_is_the_tree(count: int) -> None:
             tree.push(part.clone())
         with pytest.raises(AssertionError, match="power of two"):
             tree.close(last, slice(None))
+
+
+# --- across threads, which stand for processes
+
+
+@pytest.fixture
+def loopback(monkeypatch: pytest.MonkeyPatch) -> Loopback:
+    ranks = Loopback(4)
+    monkeypatch.setattr(reduce, "dist", ranks)
+    monkeypatch.setattr(reduce, "_all_gather", ranks.all_gather)
+    return ranks
+
+
+def levels_of(rank: int, machines: bool) -> tuple[Level, ...]:
+    """All four ranks at once, or as two machines of two ranks each."""
+    if not machines:
+        return (Level(4, None),)
+    within, across = ((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]
+    return (Level(2, within), Level(2, across))  # type: ignore[arg-type]
+
+
+class Announced:
+    """What a rank announces to the contract, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, int]] = []
+
+    def enter(self, op: str, tensor: Tensor, *, level: int = 0) -> None:
+        self.calls.append((op, tensor.numel(), level))
+
+
+@pytest.mark.parametrize("machines", [False, True])
+def test_ranks_continue_the_tree_and_announce_every_collective(loopback: Loopback, machines: bool) -> None:
+    parts, contracts = vectors(8, length=32, seed=5), [Announced() for _ in range(4)]
+
+    def work(rank: int) -> Tensor:
+        group = Group(rank, rank, 4, CPU, levels_of(rank, machines), contract=contracts[rank])  # type: ignore[arg-type]
+        return tree_over_ranks(tree_sum([parts[shard] for shard in group.own_shards(8)]), group)
+
+    assert all(same_bits(found, by_recursion(parts)) for found in loopback.run(work))
+    flat = [("all_to_all", 32, 0), ("all_gather", 32, 0)]
+    climbed = [("all_to_all", 32, 0), ("all_to_all", 16, 1), ("all_gather", 16, 1), ("all_gather", 32, 0)]
+    assert all(contract.calls == (climbed if machines else flat) for contract in contracts)
+
+
+@pytest.mark.parametrize("machines", [False, True])
+def test_parts_travel_together_and_a_sum_can_be_used_again(loopback: Loopback, machines: bool) -> None:
+    """Parts of several lengths are started before the first is finished, twice with one RankSum."""
+    parts, contracts = vectors(4, length=28, seed=6), [Announced() for _ in range(4)]
+
+    def work(rank: int) -> list[Tensor]:
+        group = Group(rank, rank, 4, CPU, levels_of(rank, machines), contract=contracts[rank])  # type: ignore[arg-type]
+        across, found = RankSum(group), []
+        for _ in range(2):
+            flat = parts[rank].clone()
+            for part in (slice(20, 28), slice(4, 20), slice(0, 4)):
+                across.start(flat[part])
+            across.finish()
+            found.append(flat)
+        return found
+
+    assert all(same_bits(flat, by_recursion(parts)) for found in loopback.run(work) for flat in found)
+    assert [len(contract.calls) for contract in contracts] == [2 * 3 * (4 if machines else 2)] * 4
+
+
+def test_two_ranks_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, parts = Loopback(2), vectors(2, length=8)
+    monkeypatch.setattr(reduce, "dist", ranks)
+    monkeypatch.setattr(reduce, "_all_gather", ranks.all_gather)
+    found = ranks.run(lambda rank: tree_over_ranks(parts[rank].clone(), Group(rank, rank, 2, CPU)))
+    assert all(same_bits(vector, by_recursion(parts)) for vector in found)
+
+
+def test_one_process_communicates_nothing(loopback: Loopback) -> None:
+    vector = vectors(1)[0]
+    assert tree_over_ranks(vector, Group(0, 0, 1, CPU)) is vector
 
 
 # --- across processes
@@ -165,6 +252,7 @@ def answers() -> dict[Job, list[Any]]:
     return {job: [by_rank[rank][place] for rank in range(job[0])] for place, job in enumerate(JOBS)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", JOBS)
 def test_ranks_give_the_bits_of_one_process(answers: dict[Job, list[Any]], job: Job) -> None:
     """The last job is of four machines with two ranks each, which climb the tree in two levels."""
@@ -172,6 +260,7 @@ def test_ranks_give_the_bits_of_one_process(answers: dict[Job, list[Any]], job: 
     assert [found == expected for found, _ in answers[job]] == [True] * job[0]
 
 
+@pytest.mark.slow
 def test_the_control_sequential_sum_and_all_reduce_depends_on_the_ranks(answers: dict[Job, list[Any]]) -> None:
     usual = [answers[world_size, 4000, 2][0][1] for world_size in (1, 2, 4, 8)]
     assert all(usual[0] != other for other in usual[1:])

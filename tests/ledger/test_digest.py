@@ -211,6 +211,7 @@ def test_every_damage_changes_the_digest() -> None:
         assert number(x.clone()) == number(x)
 
 
+@pytest.mark.slow
 def test_a_million_damages_never_collide() -> None:
     """In numpy, whose summands agree with the product's by the tests above, and by what a GPU computes of many rows."""
     random = np.random.default_rng(1)

@@ -350,3 +350,73 @@ def test_dice_of_a_perfect_prediction_is_0_and_lifts_the_rare_class_most() -> No
     assert logits.grad is not None
     rare, common = logits.grad[0, 1, 0, 0].abs(), logits.grad[0, 1, 10, 10].abs()
     assert rare > 4 * common  # cross-entropy gives both the same
+
+
+# --- the smallest shards
+
+
+def test_one_pixel_of_one_class_has_its_whole_dice_loss() -> None:
+    target = torch.full((1, 1, 3), 255, dtype=torch.uint8)
+    target[0, 0, 1] = 2
+    logits = noise(1, C, 1, 3)
+    p = float(logits.double().softmax(1)[0, 2, 0, 1])
+    assert float(dice_sum(logits, target)) == pytest.approx(1 - 2 * p / (p + 1), rel=1e-5)
+
+
+def test_the_one_hardest_pixel_is_kept_where_none_is_hard() -> None:
+    losses = torch.tensor([[[0.1, 0.4, 0.2, 0.3]]])
+    valid = torch.tensor([[[True, True, True, False]]])
+    assert float(ohem_sum(losses, valid, threshold=0.01, min_kept=0.2)) == pytest.approx(3 * 0.4)
+    assert float(ohem_sum(losses, valid, threshold=0.01, min_kept=0.0)) == 0
+
+
+@pytest.mark.parametrize("pixels", [[1, 0, 0], [0, 0, 0]])
+def test_class_weights_of_a_pixel_or_none_are_finite(pixels: list[int]) -> None:
+    weights = class_weights(torch.tensor(pixels), "log")
+    assert weights.isfinite().all()
+    assert weights.dtype == torch.float32
+    assert pixels[0] == 0 or float(weights[0]) == pytest.approx(1)
+
+
+def test_an_image_of_one_edge_pixel_has_no_rest_to_weigh_it_by() -> None:
+    """The weight of an edge is the share of the rest, of which there is nothing."""
+    edge, valid = torch.ones(1, 1, 1, 2), torch.tensor([[[True, False]]])
+    assert float(boundary_sum(torch.full((1, 1, 1, 2), -3.0), edge, valid)) == 0
+
+
+def test_edges_among_ignored_pixels_do_not_count() -> None:
+    logits, valid = noise(1, 1, 2, 4), torch.tensor([[[True, True, True, True], [False] * 4]])
+    edge = torch.tensor([[[[1.0, 0, 0, 0], [1, 1, 1, 1]]]])
+    without = torch.tensor([[[[1.0, 0, 0, 0], [0, 0, 0, 0]]]])
+    assert float(boundary_sum(logits, edge, valid)) == float(boundary_sum(logits, without, valid)) > 0
+
+
+def test_one_labelled_pixel_in_the_whole_step_has_its_whole_loss() -> None:
+    target, logits = torch.full((1, 2, 2), 255, dtype=torch.uint8), noise(1, C, 2, 2)
+    target[0, 1, 0] = 3
+    found = loss({"main": logits}, target, LossConfig())
+    assert float(found["total"]) == pytest.approx(float(reference(logits, target).sum()), rel=1e-5)
+
+
+def test_an_image_smaller_than_the_stride_has_no_loss() -> None:
+    target, logits = torch.zeros(1, 1, 1, dtype=torch.uint8), noise(1, C, 1, 1)
+    assert float(loss({"main": logits}, target, LossConfig(stride=4))["total"]) == 0
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_ohem_reaches_every_class_head(stride: int) -> None:
+    target, main, aux = batch(10), noise(2, C, 12, 16), noise(2, C, 12, 16, seed=1)
+    settings = LossConfig(
+        name="ohem", ohem_threshold=0.3, ohem_min_kept=0.1, stride=stride, aux_stride=1, aux_weight=0.4
+    )
+    parts = loss({"main": main, "aux": aux}, target, settings)
+    pick = (slice(None), slice(stride // 2, None, stride), slice(stride // 2, None, stride))
+    seen = pixel_losses(main[:, :, *pick[1:]], target[pick])
+    share = target.numel() / seen.numel() / valid_pixels(target)
+    expected = {
+        "main": share * ohem_reference(seen.numpy(), (target[pick] != 255).numpy(), 0.3, 0.1),
+        "aux": 0.4
+        * ohem_reference(pixel_losses(aux, target).numpy(), (target != 255).numpy(), 0.3, 0.1)
+        / valid_pixels(target),
+    }
+    assert {name: float(parts[name]) for name in expected} == pytest.approx(expected, rel=1e-5)

@@ -18,8 +18,7 @@ from segpipe.models.fast_scnn import FastSCNN
 from segpipe.models.pidnet import PIDNet
 from segpipe.models.resize import bilinear
 
-PARITY = Path(__file__).resolve().parents[3] / "shared" / "parity"
-needs_parity = pytest.mark.skipif(not PARITY.is_dir(), reason="reference outputs are not here")
+PARITY = Path(__file__).resolve().parents[1] / "data" / "parity"
 any_model = pytest.mark.parametrize("name", sorted(MODELS))
 
 
@@ -85,7 +84,6 @@ def count(net: nn.Module) -> int:
     return sum(parameter.numel() for parameter in net.parameters())
 
 
-@needs_parity
 @any_model
 def test_outputs_are_those_of_the_published_network(name: str) -> None:
     net = published.load(name, state_dict(name)).eval()
@@ -94,7 +92,6 @@ def test_outputs_are_those_of_the_published_network(name: str) -> None:
     assert worst_disagreement(name, net) <= 1e-4
 
 
-@needs_parity
 @pytest.mark.parametrize(
     ("name", "key"),
     [
@@ -109,7 +106,6 @@ def test_control_one_weight_tensor_off_by_a_percent_fails_parity(name: str, key:
     assert worst_disagreement(name, published.load(name, weights)) > 1e-4
 
 
-@needs_parity
 def test_control_the_other_align_corners_fails_parity(monkeypatch: pytest.MonkeyPatch) -> None:
     net = published.load("pidnet_s", state_dict("pidnet_s"))
     monkeypatch.setattr("segpipe.models.layers.bilinear", lambda x, size: bilinear(x, size, align_corners=True))
@@ -193,7 +189,6 @@ def test_a_traced_network_computes_the_same(name: str) -> None:
     torch.testing.assert_close(traced(image), net(image), rtol=0, atol=1e-6)
 
 
-@needs_parity
 @any_model
 @pytest.mark.parametrize("prefix", ["module.", "model.", "module.model."])
 def test_published_prefixes_are_dropped_when_all_keys_have_them(name: str, prefix: str) -> None:
@@ -206,7 +201,6 @@ def test_published_prefixes_are_dropped_when_all_keys_have_them(name: str, prefi
         published.load(name, mixed)
 
 
-@needs_parity
 @any_model
 def test_published_keys_that_do_not_fit_are_named(name: str) -> None:
     weights = state_dict(name)

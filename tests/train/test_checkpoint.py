@@ -303,6 +303,7 @@ def _killed_while_it_writes(write: Callable[[Path, int, int], None], path: Path,
         yield path.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # the children never touch torch
 def test_sigkill_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
     path, left_over, seen = tmp_path / "last.pt", 0, set()
@@ -318,6 +319,7 @@ def test_sigkill_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["last.pt"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # the children never touch torch
 def test_the_control_plain_write_is_torn_by_sigkill(tmp_path: Path) -> None:
     contents = _killed_while_it_writes(_write_plainly_for_ever, tmp_path / "last.pt", random.Random(0))

@@ -187,6 +187,7 @@ print("torch._dynamo" in sys.modules)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "loaded"),
     [("", "False"), ("from segpipe.train import optim; optim._SGD = torch.optim.SGD", "True")],

@@ -1,0 +1,341 @@
+"""Mutation run of the core: which small changes of a module do the tests of that module not notice?
+
+    python -m benchmarks.mutants --sample 40                 # 40 mutants of every module
+    python -m benchmarks.mutants --module keys order --all   # all mutants of the named modules
+
+A mutant is one change of one expression or statement. It is killed when a test of its module fails, and when the tests
+take ten times as long as without it. Every mutant runs in a fork of a process that has imported torch, on a copy of the
+repository, so it costs the tests' own time and the working tree is never touched. Tests marked `slow` do not take part.
+Survivors that compute the same are listed with a reason in mutants_equivalent.json and are not counted.
+
+cosmic-ray starts a process per mutant, which imports torch for 4 s; mutmut leaves constants outside of functions alone
+and chooses tests by tracing the whole suite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
+EQUIVALENT = ROOT / "benchmarks" / "mutants_equivalent.json"
+LOSSES, GATES = ("tests/losses",), ("tests/export/test_gates.py",)
+MODULES: dict[str, tuple[str, ...]] = {  # the tests that must notice a change of the module
+    "segpipe/keys.py": ("tests/test_keys.py",),
+    "segpipe/data/order.py": ("tests/data/test_order.py",),
+    "segpipe/losses/boundary.py": LOSSES,
+    "segpipe/losses/dice.py": LOSSES,
+    "segpipe/losses/pixelwise.py": LOSSES,
+    "segpipe/losses/total.py": LOSSES,
+    "segpipe/models/published.py": ("tests/models/test_models.py",),
+    "segpipe/ledger/digest.py": ("tests/ledger/test_digest.py", "tests/ledger/test_native.py"),
+    "segpipe/distributed/reduce.py": ("tests/distributed/test_reduce.py",),
+    "segpipe/train/optim.py": ("tests/train/test_optim.py",),
+    "segpipe/train/checkpoint.py": ("tests/train/test_checkpoint.py",),
+    "segpipe/train/gradients.py": ("tests/train/test_gradients.py", "tests/train/test_step.py"),
+    "segpipe/train/step.py": ("tests/train/test_step.py",),
+    "segpipe/export/gates/limits.py": GATES,
+    "segpipe/export/gates/comparison.py": GATES,
+    "segpipe/export/gates/judge.py": GATES,
+}
+PRELOADED = ("torch", "torch.distributed", "torch.utils.data", "torchvision", "cv2", "albumentations", "hydra", "onnx",
+             "onnxruntime", "pytest", "psutil", "rich")  # fmt: skip
+SLOWER, GRACE_S = 10, 5.0  # a mutant may take this many times as long as the unchanged module, and so much more
+
+SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.Mult, ast.Pow: ast.Mult, ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd, ast.BitXor: ast.BitAnd, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+    ast.And: ast.Or, ast.Or: ast.And,
+}  # fmt: skip
+FACTORS = (ast.Mult, ast.Div)
+COMMUTATIVE = ("min", "max", "minimum", "maximum")
+# Types, messages and assertions of our own invariants are not behavior that a test could see.
+SKIPPED_FIELDS = ("annotation", "returns", "decorator_list", "msg")
+SKIPPED_NODES = (ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)
+REMOVED = (ast.AugAssign, ast.Raise, ast.Continue, ast.Break, ast.Delete)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of a module; `source` is the whole module with it."""
+
+    where: str  # qualified name of the function or class, empty at module level
+    line: int
+    before: str
+    after: str
+    source: str = field(repr=False)
+
+
+def mutants(source: str) -> list[Mutant]:
+    """All mutants of a module, in the order of its text."""
+    octets = source.encode()
+    starts = [0]
+    for text in octets.splitlines(keepends=True):
+        starts.append(starts[-1] + len(text))
+    found = []
+    for where, node, after in _edits(ast.parse(source), ""):
+        first = starts[node.lineno - 1] + node.col_offset
+        last = starts[node.end_lineno - 1] + node.end_col_offset
+        text = (octets[:first] + after.encode() + octets[last:]).decode()
+        with suppress(SyntaxError):
+            compile(text, "mutant", "exec")
+            found.append(Mutant(where, node.lineno, ast.unparse(node), after, text))
+    return sorted(found, key=lambda mutant: mutant.line)
+
+
+def _edits(node: ast.AST, where: str) -> Iterator[tuple[str, Any, str]]:
+    """(where, node, new text) of every change at `node` and below."""
+    if isinstance(node, SKIPPED_NODES) or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+        return
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        where = f"{where}.{node.name}".removeprefix(".")
+    yield from ((where, changed, after) for changed, after in _changes(node))
+    if isinstance(node, ast.Raise):
+        return
+    for name, value in ast.iter_fields(node):
+        if name not in SKIPPED_FIELDS:
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from _edits(child, where)
+
+
+def _changes(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    if isinstance(node, ast.stmt):
+        if _is_removable(node):
+            yield node, "pass"
+        if isinstance(node, ast.Return) and node.value is not None:
+            yield node, "return None"
+    elif isinstance(node, ast.expr):
+        yield from ((node, f"({ast.unparse(new)})") for new in _expressions(node))
+    for test in getattr(node, "ifs", [getattr(node, "test", None)]):
+        if test is not None:
+            yield test, f"(not ({ast.unparse(test)}))"
+
+
+def _is_removable(node: ast.stmt) -> bool:
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return any(isinstance(target, ast.Attribute | ast.Subscript) for target in targets)
+    return isinstance(node, REMOVED) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
+
+
+def _expressions(node: ast.expr) -> Iterator[ast.expr]:
+    match node:
+        case ast.BinOp(left, op, right):
+            if type(op) in SWAPPED:
+                yield ast.BinOp(left, SWAPPED[type(op)](), right)  # type: ignore[arg-type]
+            if isinstance(op, FACTORS):
+                yield left
+            if isinstance(op, ast.Mult):
+                yield right
+        case ast.Compare(left, ops, comparators):
+            for place, op in enumerate(ops):
+                yield ast.Compare(left, [*ops[:place], SWAPPED[type(op)](), *ops[place + 1 :]], comparators)  # type: ignore[list-item]
+        case ast.BoolOp(op, values):
+            yield ast.BoolOp(SWAPPED[type(op)](), values)  # type: ignore[arg-type]
+        case ast.UnaryOp(_, operand):
+            yield operand
+        case ast.Constant(value):
+            yield from map(ast.Constant, _constants(value))
+        case ast.Call(func, [first, second, *rest], keywords):
+            starred = isinstance(first, ast.Starred) or isinstance(second, ast.Starred)
+            if not starred and ast.unparse(func).split(".")[-1] not in COMMUTATIVE:
+                yield ast.Call(func, [second, first, *rest], keywords)
+
+
+def _constants(value: object) -> list[object]:
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [0, 2] if value == 1 else [value + 1]
+    return [value * 2 or 1.0] if isinstance(value, float) else []
+
+
+# --- running them
+
+
+def run_tests(folder: Path, tests: Sequence[str], *, write_bytecode: bool = False) -> int:
+    """Start the tests of a copy of the repository in a fork with a process group of its own; returns its id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setsid()
+    os.chdir(folder)
+    sys.path[:] = [str(folder), *[entry for entry in sys.path if entry not in ("", str(ROOT))]]
+    for name in [name for name in sys.modules if name.split(".")[0] in ("segpipe", "benchmarks", "tests")]:
+        del sys.modules[name]
+    sys.dont_write_bytecode = not write_bytecode
+    os.environ.update({} if write_bytecode else {"PYTHONDONTWRITEBYTECODE": "1"})
+    log = os.open(folder.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    code = 4
+    try:
+        options = (
+            "-x",
+            "-q",
+            "-m",
+            "not slow",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            "-o",
+            "addopts=",
+            "-W",
+            "ignore::pytest.PytestAssertRewriteWarning",
+        )  # hydra is a plugin of pytest
+        code = int(sys.modules["pytest"].main([*options, f"--basetemp={folder}.tmp", *tests]))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def exit_code(pid: int, timeout_s: float) -> int | None:
+    """Exit code of a fork of `run_tests` (None: it was too slow); none of its processes is left."""
+    deadline, code = time.monotonic() + timeout_s, None
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            code = os.waitstatus_to_exitcode(status)
+            break
+        time.sleep(0.02)
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    if code is None:
+        os.waitpid(pid, 0)
+    return code
+
+
+def survives(folder: Path, module: str, tests: Sequence[str], mutant: Mutant, timeout_s: float) -> bool:
+    """Whether the tests pass on the mutant. Usage errors and missing tests are ours: they raise."""
+    path = folder / module
+    original, stat = path.read_text(encoding="utf-8"), path.stat()
+    for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
+        compiled.unlink()
+    path.write_text(mutant.source, encoding="utf-8")
+    try:
+        code = exit_code(run_tests(folder, tests), timeout_s)
+    finally:
+        path.write_text(original, encoding="utf-8")
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    if code in (4, 5):
+        raise SystemExit(f"{module}: no tests ran:\n{folder.with_suffix('.log').read_text()[-2000:]}")
+    return code == 0
+
+
+def run_module(folder: Path, module: str, tests: Sequence[str], sample: int | None, seed: int) -> dict[str, Any]:
+    """Figures of one module, in `folder`, a copy of the repository."""
+    start = time.monotonic()
+    if exit_code(run_tests(folder, tests, write_bytecode=True), math.inf) != 0:
+        raise SystemExit(f"{module}: its tests fail unchanged:\n{folder.with_suffix('.log').read_text()[-4000:]}")
+    timeout_s = SLOWER * (time.monotonic() - start) + GRACE_S
+    known = {(entry["module"], entry["where"], entry["before"], entry["after"]) for entry in _equivalent()}
+    whole = mutants((folder / module).read_text(encoding="utf-8"))
+    tried = [each for each in whole if (module, each.where, each.before, each.after) not in known]
+    if sample is not None and sample < len(tried):
+        tried = sorted(random.Random(f"{seed} {module}").sample(tried, sample), key=lambda each: each.line)
+    alive = [each for each in tried if survives(folder, module, tests, each, timeout_s)]
+    return {
+        "tests": list(tests),
+        "mutants": len(whole),
+        "equivalent": sum((module, each.where, each.before, each.after) in known for each in whole),
+        "tried": len(tried),
+        "killed": len(tried) - len(alive),
+        "seconds": round(time.monotonic() - start),
+        "survivors": [
+            f"{module}:{each.line} {each.where}: {each.before} -> {each.after}" for each in alive
+        ],
+    }  # fmt: skip
+
+
+def _equivalent() -> list[dict[str, str]]:
+    return list(json.loads(EQUIVALENT.read_text()))
+
+
+def copy_of_the_repository(into: Path) -> Path:
+    """What git tracks or would track, as it lies in the working tree."""
+    for name in _git("ls-files", "--cached", "--others", "--exclude-standard").splitlines():
+        if (ROOT / name).is_file():
+            (into / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, into / name)
+    return into
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def table(figures: dict[str, dict[str, Any]]) -> str:
+    """The figures as Markdown."""
+    lines = ["| module | mutants | tried | killed | survived | killed of tried |", "|---|---|---|---|---|---|"]
+    for module, entry in figures.items():
+        share = 100 * entry["killed"] / max(entry["tried"], 1)
+        survived = entry["tried"] - entry["killed"]
+        lines.append(
+            f"| {module} | {entry['mutants']} | {entry['tried']} | {entry['killed']} | {survived} | {share:.0f} % |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--module", nargs="+", default=[], help="parts of the paths of modules; default all")
+    parser.add_argument("--all", action="store_true", help="all mutants instead of a sample")
+    parser.add_argument("--sample", type=int, default=40, help="mutants of each module")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="JSON; entries of other modules stay")
+    options = parser.parse_args()
+    os.environ.update(OMP_NUM_THREADS="1", NO_ALBUMENTATIONS_UPDATE="1")
+    for name in PRELOADED:
+        importlib.import_module(name)
+    chosen = [name for name in MODULES if not options.module or any(part in name for part in options.module)]
+    figures: dict[str, Any] = {}
+    commit = _git("rev-parse", "HEAD")
+    with tempfile.TemporaryDirectory(prefix="mutants") as scratch:
+        folder = copy_of_the_repository(Path(scratch) / "copy")
+        for module in chosen:
+            figures[module] = {"commit": commit} | run_module(
+                folder, module, MODULES[module], None if options.all else options.sample, options.seed
+            )
+            print(
+                *figures[module]["survivors"], table({module: figures[module]}).splitlines()[-1], sep="\n", flush=True
+            )
+            _write(options.out, figures)
+    print(table(figures))
+    return 0
+
+
+def _write(path: Path, figures: dict[str, Any]) -> None:
+    from benchmarks.measure import machine
+
+    old = json.loads(path.read_text())["modules"] if path.exists() else {}
+    content = {"machine": machine(), "modules": {**old, **figures}}
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

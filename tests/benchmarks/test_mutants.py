@@ -1,0 +1,118 @@
+"""The mutation run: which mutants there are, and that a weak test lets one survive where a strong test kills it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.mutants import EQUIVALENT, MODULES, ROOT, mutants
+
+SOURCE = """
+LIMIT = 3
+
+def mean(total, count):
+    if count <= 0:
+        raise ValueError("no values")
+    return total / count
+
+def halved(number):
+    while number > 1:
+        number = number // 3
+"""
+WEAK = "import mod\ndef test(): assert mod.mean(6, 1) == 6\n"
+STRONG = """
+import mod, pytest
+def test_mean():
+    assert mod.mean(6, 3) == 2 and mod.mean(1, 1) == 1 and mod.LIMIT == 3
+    with pytest.raises(ValueError):
+        mod.mean(1, 0)
+def test_halved():
+    mod.halved(5)
+"""
+
+
+def changes(source: str) -> set[tuple[str, str]]:
+    return {(mutant.before, mutant.after) for mutant in mutants(source)}
+
+
+def test_mutants_are_single_changes_that_compile() -> None:
+    assert changes(SOURCE) == {
+        ("3", "(4)"),
+        ("count <= 0", "(not (count <= 0))"),
+        ("count <= 0", "(count < 0)"),
+        ("0", "(1)"),
+        ("raise ValueError('no values')", "pass"),
+        ("return total / count", "return None"),
+        ("total / count", "(total * count)"),
+        ("total / count", "(total)"),
+        ("number > 1", "(not (number > 1))"),
+        ("number > 1", "(number >= 1)"),
+        ("number // 3", "(number * 3)"),
+        ("1", "(0)"),
+        ("1", "(2)"),
+    }
+    for mutant in mutants(SOURCE):
+        compile(mutant.source, "mutant", "exec")
+        assert mutant.source != SOURCE
+    assert {mutant.where for mutant in mutants(SOURCE)} == {"", "mean", "halved"}
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("x = 2.5 * f(a, b)", {("2.5", "(5.0)"), ("2.5 * f(a, b)", "(2.5 / f(a, b))"), ("2.5 * f(a, b)", "(2.5)"),
+                               ("2.5 * f(a, b)", "(f(a, b))"), ("f(a, b)", "(f(b, a))")}),
+        ("self.é = not a and b", {("self.é = not a and b", "pass"), ("not a", "(a)"), ("not a and b", "(not a or b)")}),
+        ("x = [y for y in z if y in w]", {("y in w", "(not (y in w))"), ("y in w", "(y not in w)")}),
+        ("x = max(a, b)", set()),  # the order of its arguments means nothing
+        ("def f(x: Literal[3] = True) -> g(1, 2):\n    assert x > 1, f'{1 + 1}'", {("True", "(False)")}),
+        ("if TYPE_CHECKING:\n    x = 1", set()),
+    ],
+)  # fmt: skip
+def test_every_operator_and_what_is_left_alone(source: str, expected: set[tuple[str, str]]) -> None:
+    assert changes(source) == expected
+
+
+def mutation_run(folder: Path, test: str, **options: Any) -> dict[str, Any]:
+    """Figures of `mod.py` under one test file, from a process that has no torch."""
+    folder.mkdir()
+    (folder / "mod.py").write_text(SOURCE)
+    (folder / "test_mod.py").write_text(test)
+    (folder / "conftest.py").write_text(
+        "def pytest_configure(config): config.addinivalue_line('markers', 'slow: not here')"
+    )
+    given = {"folder": str(folder), "sample": None, "seed": 0, **options}
+    code = (
+        "import json, sys, pytest; from pathlib import Path; from benchmarks import mutants; mutants.SLOWER = 2;"
+        "given = json.loads(sys.argv[1]); folder = Path(given['folder']);"
+        "print(json.dumps(mutants.run_module(folder, 'mod.py', ['test_mod.py'], given['sample'], given['seed'])))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(given)], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.slow
+def test_a_weak_test_lets_mutants_survive_and_a_strong_one_kills_them(tmp_path: Path) -> None:
+    weak, strong = mutation_run(tmp_path / "weak", WEAK, sample=4), mutation_run(tmp_path / "strong", STRONG)
+    assert (weak["mutants"], weak["tried"], strong["tried"]) == (14, 4, 14)
+    assert len(weak["survivors"]) == weak["tried"] - weak["killed"] > 0
+    assert not any("total / count" in line or "raise" in line for line in strong["survivors"])
+    assert not any("number * 3" in line for line in strong["survivors"])  # never ends: stopped, which kills it
+    assert (tmp_path / "strong" / "mod.py").read_text() == SOURCE
+
+
+def test_every_module_and_its_tests_exist_and_every_equivalent_mutant_has_a_reason() -> None:
+    for module, tests in MODULES.items():
+        assert (ROOT / module).is_file()
+        assert all((ROOT / test).exists() for test in tests)
+    for entry in json.loads(EQUIVALENT.read_text()):
+        found = {(each.where, each.before, each.after) for each in mutants((ROOT / entry["module"]).read_text())}
+        assert (entry["where"], entry["before"], entry["after"]) in found, entry
+        assert len(entry["reason"]) > 20
