@@ -23,8 +23,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import train
 from benchmarks.measure import interleaved, machine
+from segpipe.cli.main import main as segpipe
 from segpipe.data.samples import open_samples
 from segpipe.export.artifact.manifest import describe
 from segpipe.export.artifact.origin import Origin
@@ -54,7 +54,7 @@ def trained_for(name: str, steps: int, root: Path) -> TrainedNetwork:
         "train.progress": "false", "compute.device": "cpu", "compute.shards": 1, "compute.threads": 1,
         "export.enabled": "false", "run.root": root, "run.name": name,
     }  # fmt: skip
-    code = train.main([f"{key}={value}" for key, value in settings.items()])
+    code = segpipe(["train", *[f"{key}={value}" for key, value in settings.items()]])
     assert code == 0, code
     return load_network(root / name, "last")
 

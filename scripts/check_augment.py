@@ -1,78 +1,8 @@
-"""Asks whether augmentation is a pure function of sample and key, transform by transform and inside real workers.
-
-    python scripts/check_augment.py [augment=NAME] [data=NAME data.root=FOLDER] [key=value ...]
-
-The settings are those of train.py. Exit codes: 0 pure, 2 usage or data, 8 impure.
-"""
+"""`segpipe check-augment` from a clone: python scripts/check_augment.py key=value. Exit codes: docs/exit-codes.md."""
 
 import sys
-from pathlib import Path
 
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from segpipe.data.augment import Augmenter
-from segpipe.data.cache import CachedSamples
-from segpipe.data.samples import open_samples
-from segpipe.determinism import flags
-from segpipe.errors import ImpureAugmentError, SegpipeError
-from segpipe.purity import checker as purity
-from segpipe.purity.layouts import LAYOUTS, RANKS, check_diversity, check_layouts
-from segpipe.purity.probes import Finding
-from segpipe.settings.compose import compose
-from segpipe.settings.config import Config, check
-
-CONSOLE = Console(highlight=False, soft_wrap=True)
-
-
-def examine(config: Config) -> tuple[dict[str, dict[str, bool]], list[Finding]]:
-    """Whether each probe passed, by transform, and what was found."""
-    samples = CachedSamples(open_samples(config.data, "train", config.seed), 256)
-    augmenter = Augmenter(config.augment)
-    passed: dict[str, dict[str, bool]] = {}
-    with Progress(console=CONSOLE, transient=True, disable=not CONSOLE.is_terminal) as bar:
-        task = bar.add_task("", total=len(purity.NAMES) * (len(augmenter.parts()) + 1) + len(LAYOUTS) + 1)
-
-        def note(transform: str, probe: str, finding: Finding | None) -> None:
-            passed.setdefault(transform, {})[probe] = finding is None
-            bar.update(task, advance=1, description=f"{transform}, {probe}")
-
-        findings = purity.check(augmenter, samples, report=note)
-        findings += check_layouts(
-            augmenter, samples, LAYOUTS, report=lambda layout, one: note(augmenter.name, layout, one)
-        )
-        uniform = check_diversity(augmenter, samples, ranks=RANKS)
-        note(augmenter.name, "diversity", next(iter(uniform), None))
-    return passed, findings + uniform
-
-
-def main(overrides: list[str]) -> int:
-    """Exit code."""
-    try:
-        config = compose(overrides)
-        check(config, world_size=1)
-        flags.apply(config.compute.threads, config.compute.mode)
-        passed, findings = examine(config)
-    except SegpipeError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    table = Table("transform", "probes passed", "verdict")
-    for transform, probes in passed.items():
-        failed = [probe for probe, fine in probes.items() if not fine]
-        verdict = f"[red]impure: {', '.join(failed)}[/]" if failed else "[green]pure[/]"
-        table.add_row(transform, f"{len(probes) - len(failed)} of {len(probes)}", verdict)
-    CONSOLE.print(table)
-    for finding in findings:
-        CONSOLE.print(str(finding), markup=False)
-    CONSOLE.print(
-        f"{len(passed) - 1} transforms and the pipeline, crop {config.augment.crop_size}, {len(LAYOUTS)} layouts of "
-        f"workers, {RANKS} ranks x 2 workers: {'impure' if findings else 'pure'}"
-    )
-    return ImpureAugmentError.exit_code if findings else 0
-
+from segpipe.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(["check-augment", *sys.argv[1:]]))

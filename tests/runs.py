@@ -16,8 +16,8 @@ import cv2
 import numpy as np
 import torch
 
-import train
 from benchmarks.measure import kill_with_children
+from segpipe.cli.main import main as segpipe
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = (
@@ -39,7 +39,7 @@ def settings(folder: Path, *changes: str) -> list[str]:
 def run(folder: Path, *changes: str) -> int:
     """Exit code of a run inside this process, which is left as it was."""
     with torch_restored():
-        return train.main(settings(folder, *changes))
+        return segpipe(["train", *settings(folder, *changes)])
 
 
 SWITCHES: tuple[tuple[Any, str], ...] = (
@@ -74,7 +74,7 @@ def start(*command: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

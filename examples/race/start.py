@@ -6,10 +6,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.race.augment import Racy, Repaired
+from segpipe.cli.main import main
 from segpipe.data.transforms import TRANSFORMS
-from train import main
 
 TRANSFORMS.update(racy=Racy, repaired=Repaired)
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(["train", *sys.argv[1:]]))

@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 
 from segpipe import IGNORE_INDEX
 from segpipe.errors import DataError
-from segpipe.settings.config import nearest
+from segpipe.settings.setting import nearest
 
 
 @dataclass(frozen=True)

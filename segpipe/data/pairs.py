@@ -7,7 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from segpipe.settings.config import DataConfig, nearest
+from segpipe.settings.config import DataConfig
+from segpipe.settings.setting import nearest
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
 from segpipe.errors import ConfigError
-from segpipe.settings.config import nearest
+from segpipe.settings.setting import nearest
 
 Uint8 = NDArray[np.uint8]
 Builder = Callable[[], "A.BasicTransform | A.BaseCompose"]

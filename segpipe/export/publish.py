@@ -34,7 +34,8 @@ from segpipe.export.graph.profiles import CONFIDENCE, PROFILES, Image
 from segpipe.export.graph.shapes import free_lengths, trials
 from segpipe.export.produce import produce
 from segpipe.runtime.artifact import MANIFEST
-from segpipe.settings.export_settings import ExportConfig, export_problems
+from segpipe.settings.check import export_problems
+from segpipe.settings.config import ExportConfig
 
 if TYPE_CHECKING:
     from segpipe.data.samples import Samples

@@ -31,7 +31,7 @@ from segpipe.export.graph.shapes import dynamic_of
 from segpipe.files import sha256
 from segpipe.runtime.artifact import MANIFEST
 from segpipe.runtime.shapes import exported_lengths, resolved
-from segpipe.settings.export_settings import ExportConfig
+from segpipe.settings.config import ExportConfig
 
 if TYPE_CHECKING:
     from segpipe.train.checkpoint import TrainedNetwork

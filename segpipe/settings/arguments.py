@@ -1,8 +1,8 @@
-"""Arguments of the scripts that take a finished run: `run=runs/NAME` and the few settings that may still change."""
+"""Arguments of commands: `key=value`, `--key value`, `--switch`, and leading values without a key."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -10,43 +10,86 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from segpipe.errors import ConfigError
-from segpipe.settings.config import Config, check, from_mapping, nearest, to_mapping
+from segpipe.settings.check import check
+from segpipe.settings.config import SETTINGS, Config, convert, from_mapping, to_mapping
+from segpipe.settings.setting import Setting, nearest
+
+RUN = Setting("run", "runs/NAME", "folder of the run", required=True)
+WHICH = Setting("which", "last", "checkpoint to use", choices=("last", "best"))
 
 
-def parse(arguments: Sequence[str], settings: Sequence[str]) -> dict[str, str]:
-    """The arguments by key, `which` defaulting to "last". Raises ConfigError for any key not in `settings`.
+def parse(
+    arguments: Sequence[str], keys: Sequence[Setting], settings: Sequence[str] = (), positional: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Values of all `keys`, and of those of a run's `settings` that are given.
 
-    Everything else, the network, its classes and its normalisation, comes from the checkpoint.
+    Keys in `positional` may be given without their name, in this order. Raises ConfigError for unknown and missing
+    keys and for values that do not fit.
     """
-    given = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
-    for key, value in given.items():
-        if key not in settings:
-            raise ConfigError(
-                f"{key} = {value!r}, but only {', '.join(settings)} can be given here: the rest comes from the "
-                f"checkpoint.{nearest(key, list(settings))}"
-            )
-    if not given.get("run"):
-        raise ConfigError(f"{' '.join(arguments)!r} names no run. Set run=runs/NAME.")
-    if given.setdefault("which", "last") not in ("last", "best"):
-        raise ConfigError(f"which = {given['which']}, but last or best was needed.")
+    known = {key.key: key for key in keys} | {name: SETTINGS[name] for name in settings}
+    given = {name: read(known[name], text) for name, text in _pairs(arguments, known, positional)}
+    for key in keys:
+        if key.required and not given.get(key.key):
+            raise ConfigError(f"{key.key} is missing ({key.doc}). Set {key.key}={key.default}.")
+        given.setdefault(key.key, key.default)
     return given
 
 
-def with_settings(config: Config, given: dict[str, str]) -> Config:
-    """`config` of the run with the settings of the command line in place of its own."""
+def _pairs(
+    arguments: Sequence[str], known: Mapping[str, Setting], positional: Sequence[str]
+) -> Iterator[tuple[str, str]]:
+    """Key and text of each argument."""
+    rest, nameless = list(arguments), list(positional)
+    while rest:
+        argument = rest.pop(0)
+        is_flag = argument.startswith("--")
+        name, equals, text = argument.removeprefix("--").partition("=")
+        if name not in known and nameless and not is_flag:
+            yield nameless.pop(0), argument
+            continue
+        if name not in known or not (equals or is_flag):
+            raise ConfigError(
+                f"{argument!r} is not an argument of this command, which takes KEY=VALUE with the keys "
+                f"{', '.join(known)}.{nearest(name, list(known))}"
+            )
+        if not equals and isinstance(known[name].default, bool):
+            text = "true"
+        elif not equals:  # --key value, or --key value value for a list
+            values = [] if rest else [""]
+            while rest and not rest[0].startswith("--") and (not values or isinstance(known[name].default, list)):
+                values.append(rest.pop(0))
+            text = f"[{','.join(values)}]" if isinstance(known[name].default, list) else "".join(values)
+        if name in nameless:
+            nameless.remove(name)
+        yield name, text
+
+
+def with_settings(config: Config, given: Mapping[str, Any]) -> Config:
+    """`config` with the settings in `given`, as text or value, replaced; keys without a dot are no settings."""
     values = to_mapping(config)
-    for key, text in given.items():
-        group, _, name = key.partition(".")
-        if name:
-            before = values[group][name]
-            values[group][name] = text if isinstance(before, str) else _read(text)
+    for key, value in given.items():
+        group, dot, name = key.partition(".")
+        if dot:
+            values[group][name] = read(SETTINGS[key], value) if isinstance(value, str) else value
     changed = from_mapping(values)
     check(changed, world_size=1)
     return changed
 
 
-def _read(text: str) -> Any:
-    """The number, switch or list that `text` stands for; the text itself when it is none."""
+def read(setting: Setting, text: str) -> Any:
+    """Value of `text` with the type of the setting's default. Raises ConfigError if it does not fit."""
+    value = convert(setting.key, _typed(text, setting.default), setting.default)
+    if problem := setting.problem(value):
+        raise ConfigError(problem)
+    return value
+
+
+def _typed(text: str, default: Any) -> Any:
+    """Number, switch or list that `text` stands for; the text itself if it is none of them."""
+    if isinstance(default, str):
+        return text
+    if isinstance(default, bool):  # YAML would take yes, on and more, which Hydra does not
+        return {"true": True, "false": False}.get(text.lower(), text)
     try:
         return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index, call-overload]
     except (YAMLError, OmegaConfBaseException):

@@ -1,4 +1,4 @@
-"""From command-line overrides to a checked Config: the only room that knows Hydra."""
+"""From command-line overrides to a Config. With the train command, the only module that knows Hydra."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from segpipe.errors import ConfigError
-from segpipe.settings.config import Config, from_mapping, known_keys, nearest
+from segpipe.settings.config import SETTINGS, Config, from_mapping
+from segpipe.settings.setting import nearest
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
+PACKAGE = Path(__file__).resolve().parents[1]
+# In a clone the folder lies beside the package, in an installed wheel inside it.
+CONF = next(path for path in (PACKAGE / "conf", PACKAGE.parent / "conf") if path.is_dir())
 GROUPS = ("model", "data", "augment", "track", "experiment")
+OTHER_CONF = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")  # flags that add or replace files
+COMPLETION = ("--shell-completion", "-sc")
 
 ConfigStore.instance().store(name="schema", node=Config)
 
@@ -39,7 +44,7 @@ def compose(overrides: list[str]) -> Config:
 
 
 def resolve(composed: DictConfig) -> Config:
-    """Config of what Hydra composed. Raises ConfigError on keys and types that the dataclasses do not know."""
+    """Config from what Hydra composed. Raises ConfigError for unknown keys and wrong types."""
     values = OmegaConf.to_container(composed, resolve=True, enum_to_str=True, throw_on_missing=True)
     assert isinstance(values, dict)
     values.pop("hydra", None)
@@ -47,31 +52,35 @@ def resolve(composed: DictConfig) -> Config:
 
 
 def _explain(error: Exception) -> str:
-    """Hydra's message and its cause on one line, with the nearest setting when it names one that does not exist."""
+    """Hydra's message and its cause on one line, with the nearest setting if it names an unknown one.
+
+    Hydra has no attribute for the key, so it is taken from the message; if that changes, only the hint is lost.
+    """
     messages = [error, error.__cause__] if error.__cause__ else [error]
     text = ": ".join(" ".join(str(message).split()) for message in messages)
     named = re.search(r"full_key: ([\w.]+)(?!\S)", text)
-    keys = list(known_keys())
-    valid = [*dict.fromkeys(key.partition(".")[0] for key in keys), *keys]
+    valid = [*dict.fromkeys(key.partition(".")[0] for key in SETTINGS), *SETTINGS]
     return f"{text}.{nearest(named[1], valid)}" if named and named[1] not in valid else text
 
 
 def check_overrides(overrides: list[str]) -> None:
-    """Raise ConfigError for the first override whose key or chosen file does not exist, before Hydra sees it."""
-    keys = list(known_keys())
-    flags = any(text.startswith("-") for text in overrides)
+    """Raise ConfigError for the first override whose key or config file does not exist, before Hydra sees it."""
+    flags = [text.partition("=")[0] for text in overrides if text.startswith("-")]
+    if any(flag in COMPLETION for flag in flags):  # what follows is install=bash, not a setting
+        return
+    own_files = not any(flag in OTHER_CONF for flag in flags)
     for text in overrides:
-        if text.startswith("-") or (flags and "=" not in text):  # a flag of Hydra, or its value: --cfg job
+        if text.startswith("-") or (flags and "=" not in text):  # a flag of Hydra or its value, such as --cfg job
             continue
         override = _parse(text)
         key = override.key_or_group
         if key.startswith("hydra"):
             continue
         if key in GROUPS:
-            _check_choice(override)
-        elif key not in keys and not any(known.startswith(f"{key}.") for known in keys):
-            choices = [*keys, *GROUPS]
-            raise ConfigError(f"{key} is not a setting of segpipe (in {text!r}).{nearest(key, choices)}")
+            if own_files:
+                _check_choice(override)
+        elif key not in SETTINGS and not any(known.startswith(f"{key}.") for known in SETTINGS):
+            raise ConfigError(f"{key} is not a setting of segpipe (in {text!r}).{nearest(key, [*SETTINGS, *GROUPS])}")
 
 
 def _parse(text: str) -> Override:
@@ -83,9 +92,14 @@ def _parse(text: str) -> Override:
 
 def _check_choice(override: Override) -> None:
     group = override.key_or_group
-    valid = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    valid = choices(group)
     value = override.value()
     chosen = [str(item) for item in value.list] if isinstance(value, ChoiceSweep) else [str(value)]
     for name in chosen:
         if name not in valid and not (group == "experiment" and name in ("null", "None")):
             raise ConfigError(f"{group} = {name} is not one of {', '.join(valid)}.{nearest(name, valid)}")
+
+
+def choices(group: str) -> list[str]:
+    """Names of the files in a folder of conf/."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from runs import run, settings, torch_restored, write_camvid
-from scripts import audit_run
 from segpipe.audit import examine as examination
 from segpipe.audit.examine import Request, examine
 from segpipe.audit.report import FAILED, Audit, Line
+from segpipe.cli import audit as command
+from segpipe.cli.main import main as segpipe
 from segpipe.determinism import flags
 from segpipe.errors import DataError
 from segpipe.ledger import inputs
@@ -94,7 +95,7 @@ def test_a_sound_run_passes_from_the_first_image_to_the_final_file(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [f"run={whole / 'run'}", "spans=3", "span_steps=0", "seed=4", f"out={tmp_path}"]
-    assert audit_run.main(arguments) == 0, capsys.readouterr()
+    assert segpipe(["audit", *arguments]) == 0, capsys.readouterr()
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["verdict"], report["replayed"], report["updates"]) == ("passed", STEPS, STEPS)
     parts = ["data", "code", "config", "ledger", "last.pt", "step_000002.pt"]
@@ -328,7 +329,7 @@ def test_what_cannot_be_audited_says_why(
         shutil.rmtree(folder / "ledger")
     else:
         root = copy / "absent"
-    assert audit_run.main([f"run={folder}", "spans=1", f"data.root={root}"]) == 2
+    assert segpipe(["audit", f"run={folder}", "spans=1", f"data.root={root}"]) == 2
     told = capsys.readouterr()
     assert words in told.out + told.err
 
@@ -342,16 +343,16 @@ def test_modes_that_promise_less_cannot_be_audited(whole: Path, mode: str) -> No
 
 @pytest.mark.parametrize("argument", ["spans=0", "compute.nproc=0", "seed=x", "optim.lr=1", "any_environment=yes"])
 def test_wishes_that_make_no_sense_are_refused(whole: Path, argument: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert audit_run.main([f"run={whole / 'run'}", argument]) == 2
+    assert segpipe(["audit", f"run={whole / 'run'}", argument]) == 2
     assert argument.partition("=")[0] in capsys.readouterr().err
 
 
 def test_a_report_that_cannot_be_written_is_told_before_the_work(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(audit_run, "examine", lambda *_: pytest.fail("the work was begun"))
+    monkeypatch.setattr(command, "examine", lambda *_: pytest.fail("the work was begun"))
     (tmp_path / "file").touch()
-    assert audit_run.main([f"run={whole / 'run'}", f"out={tmp_path / 'file' / 'audit'}"]) == 2
+    assert segpipe(["audit", f"run={whole / 'run'}", f"out={tmp_path / 'file' / 'audit'}"]) == 2
     assert f"nothing can be written to {tmp_path / 'file'}. Set out=FOLDER" in capsys.readouterr().err
 
 
@@ -364,8 +365,8 @@ def test_a_verdict_is_told_though_its_report_cannot_be_written(
     code: int,
 ) -> None:
     found = Audit(str(tmp_path), (Line("config", status, "what it is"),), "", 0, 1, 1, 1, "", 0.0)
-    monkeypatch.setattr(audit_run, "examine", lambda *_: (tmp_path / "audit").touch() or found)  # no folder any more
-    assert audit_run.main([f"run={tmp_path}"]) == code
+    monkeypatch.setattr(command, "examine", lambda *_: (tmp_path / "audit").touch() or found)  # no folder any more
+    assert segpipe(["audit", f"run={tmp_path}"]) == code
     told = capsys.readouterr()
     assert "what it is" in told.out
     assert f"{found.sentence}." in told.out

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from runs import run, torch_restored
-from scripts.compare_runs import main
 from segpipe.audit.locate import compare_again, last_common
+from segpipe.cli.main import main as segpipe
 from segpipe.ledger.divergence import Comparison
 from segpipe.train import state
 from segpipe.train.checkpoint import load, save
@@ -101,11 +101,11 @@ def test_a_setting_that_reaches_the_first_layer(
 ) -> None:
     assert run(tmp_path / "other", *RUN, "train.precision=bf16") == 0
     capsys.readouterr()
-    assert main([str(alone), str(tmp_path / "other"), "--replay", "--json"]) == 1
+    assert segpipe(["compare", str(alone), str(tmp_path / "other"), "--replay", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["step"], found["stage"], found["layer"]) == (0, "forward", "detail.0.0"), found["replay"]
     assert "trained again from the seed up to step 0" in found["replay"]
-    assert main([str(alone), str(tmp_path / "other"), "--replay", "--nproc", "3"]) == 2
+    assert segpipe(["compare", str(alone), str(tmp_path / "other"), "--replay", "--nproc", "3"]) == 2
     assert "compute.shards = 2" in capsys.readouterr().out, "processes that cannot share the shards"
 
 
@@ -131,5 +131,5 @@ def test_the_last_common_checkpoint_has_equal_weights(alone: Path, tmp_path: Pat
 
 
 def test_processes_that_are_none_are_refused(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(alone), str(alone), "--replay", "--nproc", "0"]) == 2
+    assert segpipe(["compare", str(alone), str(alone), "--replay", "--nproc", "0"]) == 2
     assert "--nproc = 0, but 1 or more was needed" in capsys.readouterr().out

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import runs
-import train
 from benchmarks import gpu, gpu_bits, modes, ops
+from segpipe.cli.main import main as segpipe
 from segpipe.determinism import flags
 from segpipe.determinism.opgate import RAISES, SILENT, SLOW
 
@@ -46,7 +46,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         place = command.index(str(gpu_bits.ROOT / "train.py"))
         seen.append(command[:place])
         with runs.torch_restored():
-            return subprocess.CompletedProcess(command, train.main(command[place + 1 :]), "", "")
+            return subprocess.CompletedProcess(command, segpipe(["train", *command[place + 1 :]]), "", "")
 
     monkeypatch.setattr(gpu_bits, "finished", finished)
     return seen

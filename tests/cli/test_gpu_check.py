@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from segpipe.settings.config import Config, check
+from segpipe.settings.check import check
+from segpipe.settings.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -106,7 +107,7 @@ def test_control_weights_that_differ_fail(bench: gpu.Bench, monkeypatch: pytest.
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_script_says_so_without_a_gpu() -> None:
     done = subprocess.run(
-        [sys.executable, "scripts/gpu_check.py"], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "segpipe", "gpu-check"], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert "no GPU here" in done.stdout
@@ -114,7 +115,7 @@ def test_the_script_says_so_without_a_gpu() -> None:
 
 def test_the_script_writes_what_it_found(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    command = [sys.executable, "scripts/gpu_check.py", "--device", "cpu", "--size", "64", "--batch", "2"]
+    command = [sys.executable, "-m", "segpipe", "gpu-check", "--device", "cpu", "--size", "64", "--batch", "2"]
     command += ["--only", "preprocessing", "camvid", "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

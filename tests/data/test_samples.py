@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import runpy
 import zlib
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import cv2
 import numpy as np
 import pytest
 
+from segpipe.cli.main import main as segpipe
 from segpipe.data import samples
 from segpipe.data.decode import read_image, read_mask
 from segpipe.data.samples import class_pixels, open_samples, problems, verify
@@ -240,8 +240,7 @@ def test_problems_finds_all_in_one_pass(data: DataConfig) -> None:
 
 
 def doctor(data: DataConfig, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    main = runpy.run_path(str(Path(__file__).resolve().parents[2] / "scripts" / "doctor.py"))["main"]
-    code = main(["data=folder", f"data.root={data.root}"])
+    code = segpipe(["doctor", "data=folder", f"data.root={data.root}"])
     return code, capsys.readouterr().out
 
 

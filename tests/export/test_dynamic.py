@@ -17,9 +17,8 @@ import torch
 from onnx import numpy_helper
 from torch import nn
 
-import scripts.export as export_command
-import scripts.verify as verify_command
 from exports import CLASSES, IMAGES, NAMES, SIZE, Tiny, structured, tiny_network, write_run
+from segpipe.cli.main import main as segpipe
 from segpipe.errors import ConfigError, ExportMismatch, IntegrityError
 from segpipe.export import DeployModel, deploy_model, export_run, publish
 from segpipe.export.artifact.manifest import in_file
@@ -37,8 +36,8 @@ from segpipe.models.preprocess import Preprocess
 from segpipe.models.resize import adaptive_avg_pool, pool_weights, traced_pool_weights
 from segpipe.runtime import Segmenter, Status
 from segpipe.runtime.shapes import Shapes, resolved
-from segpipe.settings.config import Config, check
-from segpipe.settings.export_settings import ExportConfig
+from segpipe.settings.check import check
+from segpipe.settings.config import Config, ExportConfig
 from segpipe.train import checkpoint
 from segpipe.train.checkpoint import TrainedNetwork
 
@@ -430,11 +429,11 @@ def test_from_the_command_line_to_verify(run: Path, tmp_path: Path, capsys: pyte
     folder = tmp_path / "export"
     few = ("export.images=2", "export.quality_images=4")
     asked = [f"run={run}", f"export.dir={folder}", "export.dynamic=hw", *few]
-    assert export_command.main(asked) == 2
+    assert segpipe(["export", *asked]) == 2
     assert "whose trace keeps the size" in capsys.readouterr().err
-    assert export_command.main([*asked, "export.formats=[onnx]"]) == 0
+    assert segpipe(["export", *asked, "export.formats=[onnx]"]) == 0
     shown = [f"run={run}", f"artifact={folder}", *few]
-    assert verify_command.main(shown) == 0
+    assert segpipe(["verify", *shown]) == 0
     out = capsys.readouterr().out
     assert "G2 logits, 32x144" in out
     assert "ARTEFACT" in out
@@ -442,11 +441,11 @@ def test_from_the_command_line_to_verify(run: Path, tmp_path: Path, capsys: pyte
     wider = copy.deepcopy(sound)
     wider["io"]["free"]["width"]["max"] = 960
     sign(folder, wider)
-    assert verify_command.main(shown) == 7
+    assert segpipe(["verify", *shown]) == 7
     assert "manifest.json and the checkpoint differ in io" in capsys.readouterr().err
     edited(folder / "model.onnx", constant_target)
     sign(folder, sound)
-    assert verify_command.main(shown) == 7
+    assert segpipe(["verify", *shown]) == 7
     assert "ARTEFACT REFUSED: G1 integrity" in capsys.readouterr().err
 
 

@@ -19,8 +19,9 @@ import pytest
 import torch
 from torch import nn
 
-import scripts.export as command
 from exports import CLASSES, IMAGES, NAMES, SIZE, structured, tiny_network, trained_network
+from segpipe.cli import export as command
+from segpipe.cli.main import main as segpipe
 from segpipe.errors import ConfigError, DataError, ExportError, ExportMismatch, IntegrityError
 from segpipe.export import DeployModel, check_images, deploy_model, evidence, export_run, publish
 from segpipe.export.artifact import place
@@ -429,7 +430,7 @@ def _run_exists(tiny: TrainedNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_run_exists")
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [f"run={tmp_path}", "export.formats=[torchscript]", "export.images=2"]
-    assert command.main(arguments) == 0
+    assert segpipe(["export", *arguments]) == 0
     report = (tmp_path / "export" / "verify_report.md").read_text()
     assert report.splitlines()[0].endswith(": VERIFIED_FEW_IMAGES, compared on 2 real images, and verified needs 16")
     assert "| model.torchscript.pt | " in report.partition("## Latency")[2]
@@ -438,7 +439,7 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "G3 mask" in captured
     assert captured.splitlines()[-1].startswith("EXPORT VERIFIED_FEW_IMAGES: model.torchscript.pt in ")
     plant(monkeypatch, "torchscript", bgr)
-    assert command.main([*arguments, f"export.dir={tmp_path}/else/export"]) == 4
+    assert segpipe(["export", *arguments, f"export.dir={tmp_path}/else/export"]) == 4
     assert failed_gates(tmp_path / "else") == {"G2", "G3", "G4"}
     assert capsys.readouterr().err.startswith("EXPORT REJECTED: ")
 
@@ -452,11 +453,11 @@ def test_a_folder_that_cannot_be_written_is_a_usage_error(
 
     (tmp_path / "file").touch()
     arguments = [f"run={tmp_path}", "export.formats=[torchscript]", "export.images=2"]
-    assert command.main([*arguments, f"export.dir={tmp_path}/file/export"]) == 2
+    assert segpipe(["export", *arguments, f"export.dir={tmp_path}/file/export"]) == 2
     line = f"export.dir = {tmp_path}/file/export cannot be written (Not a directory). Choose another folder.\n"
     assert capsys.readouterr().err == line
     monkeypatch.setattr(convert, "write_archive", full)
-    assert command.main([*arguments, f"export.dir={tmp_path}/export"]) == 2
+    assert segpipe(["export", *arguments, f"export.dir={tmp_path}/export"]) == 2
     assert "cannot be written (No space left on device)" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -487,11 +488,11 @@ def test_the_report_says_which_file_to_prefer(p50_ms: dict[str, float], told: st
 def test_what_the_checkpoint_knows_cannot_be_given(
     argument: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command.main([f"run={tmp_path}", argument]) == 2
+    assert segpipe(["export", f"run={tmp_path}", argument]) == 2
     assert argument.partition("=")[0] in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_run_is_a_usage_error(tmp_path: Path) -> None:
-    assert command.main([]) == 2
-    assert command.main([f"run={tmp_path / 'nothing'}"]) == 2
+    assert segpipe(["export"]) == 2
+    assert segpipe(["export", f"run={tmp_path / 'nothing'}"]) == 2

@@ -20,9 +20,8 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-import scripts.export as export_command
-import scripts.verify as verify_command
 from exports import SCENES, SIZE, Tiny, scenes, tiny_network, trained_network, write_run
+from segpipe.cli.main import main as segpipe
 from segpipe.data.samples import open_samples
 from segpipe.errors import DataError
 from segpipe.export import evidence
@@ -65,11 +64,11 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
 
 
 def export(run: Path, folder: Path, *arguments: str) -> int:
-    return export_command.main([f"run={run}", f"export.dir={folder}", *FEW, *arguments])
+    return segpipe(["export", f"run={run}", f"export.dir={folder}", *FEW, *arguments])
 
 
 def verify(run: Path, folder: Path, *arguments: str) -> int:
-    return verify_command.main([f"run={run}", f"artifact={folder}", *FEW, *arguments])
+    return segpipe(["verify", f"run={run}", f"artifact={folder}", *FEW, *arguments])
 
 
 @pytest.fixture(scope="module")
@@ -478,7 +477,7 @@ def test_the_exit_code_reaches_the_shell(artefact: Path, run: Path, tmp_path: Pa
     folder = tmp_path / "export"
     shutil.copytree(artefact, folder)
     byte_flipped(folder)
-    command = [sys.executable, "scripts/verify.py", f"artifact={folder}", f"run={run}"]
+    command = [sys.executable, "-m", "segpipe", "verify", f"artifact={folder}", f"run={run}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 7, done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith("ARTEFACT REFUSED: G1 integrity: model.onnx was altered")
@@ -490,7 +489,7 @@ def test_the_exit_code_reaches_the_shell(artefact: Path, run: Path, tmp_path: Pa
      ["artifact={folder}", "run={run}", "export.profile=isaac"]],
 )  # fmt: skip
 def test_usage(arguments: list[str], artefact: Path, run: Path) -> None:
-    assert verify_command.main([text.format(folder=artefact, run=run) for text in arguments]) == 2
+    assert segpipe(["verify", *[text.format(folder=artefact, run=run) for text in arguments]]) == 2
 
 
 def test_another_run_is_refused(artefact: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import ledgers
-from scripts.compare_runs import main
+from segpipe.cli.main import main as segpipe
 from segpipe.ledger.divergence import Comparison, compare
 from segpipe.ledger.files import ledger_path
 from segpipe.ledger.reader import read_run
@@ -255,7 +255,7 @@ def test_the_command_speaks_json_and_ends_with_the_verdict(tmp_path: Path) -> No
     a = ledgers.write_session(tmp_path / "a", ledgers.header(), STEPS, ranks=2)
     b = ledgers.write_session(tmp_path / "b", ledgers.header(), STEPS, changed={(2, 3, "image", 1): 1})
     code = (
-        "import sys; from scripts.compare_runs import main; code = main(sys.argv[1:]);"
+        "import sys; from segpipe.cli.main import main; code = main(['compare', *sys.argv[1:]]);"
         "assert 'torch' not in sys.modules; sys.exit(code)"
     )
     ended = subprocess.run(
@@ -274,9 +274,9 @@ def test_the_command_says_it_in_words(tmp_path: Path, capsys: pytest.CaptureFixt
     b = ledgers.write_session(
         tmp_path / "b", ledgers.header(fingerprint={"torch": "[bold]"}), STEPS, changed={(2, 3, "logits", 0): 1}
     )
-    assert main([str(a), str(a)]) == 0
+    assert segpipe(["compare", str(a), str(a)]) == 0
     assert "identical in all 4 steps" in capsys.readouterr().out
-    assert main([str(a), str(b)]) == 1
+    assert segpipe(["compare", str(a), str(b)]) == 1
     out = capsys.readouterr().out
     assert "step 2, shard 3: logits differ" in out
     assert "environment torch: 2.11 in A, [bold] in B" in out
@@ -304,9 +304,9 @@ def test_the_command_refuses_what_it_cannot_read(
         "foreign": "is no ledger",
         "altered": "was altered after it was written",
     }[damage]
-    assert main([str(a), str(b)]) == 2
+    assert segpipe(["compare", str(a), str(b)]) == 2
     assert told in capsys.readouterr().out
-    assert main([str(a), str(b), "--json"]) == 2
+    assert segpipe(["compare", str(a), str(b), "--json"]) == 2
     found = json.loads(capsys.readouterr().out)
     assert found["verdict"] == "incomparable"
     assert told in found["sentence"]

@@ -8,7 +8,8 @@ import impure
 import runs
 from benchmarks import augment
 from impure import Noise, config
-from scripts import check_augment
+from segpipe.cli import check_augment
+from segpipe.cli.main import main as segpipe
 from segpipe.data.augment import Augmenter
 from segpipe.data.transforms import TRANSFORMS
 from segpipe.purity import layouts
@@ -79,7 +80,7 @@ SMALL = ("data.size=[64,96]", "data.num_train=4", "augment.crop_size=[48,64]")
 
 @pytest.mark.usefixtures("two_layouts")
 def test_the_script_says_that_the_pipeline_is_pure(capsys):
-    assert check_augment.main([*SMALL]) == 0
+    assert segpipe(["check-augment", *SMALL]) == 0
     said = capsys.readouterr().out
     assert "2 layouts of workers, 2 ranks x 2 workers: pure" in said
     assert "impure" not in said
@@ -88,7 +89,7 @@ def test_the_script_says_that_the_pipeline_is_pure(capsys):
 @pytest.mark.usefixtures("two_layouts")
 def test_the_script_names_the_layouts_in_which_the_unkeyed_control_differs(monkeypatch, capsys):
     monkeypatch.setattr(check_augment.purity, "check", lambda *args, **kwargs: [])  # it would find the control, too
-    assert check_augment.main([*SMALL, "augment.keyed=false"]) == 8
+    assert segpipe(["check-augment", *SMALL, "augment.keyed=false"]) == 8
     said = capsys.readouterr().out
     assert "probe 'worker layouts': no workers: step " in said
     assert "probe 'worker layouts': fork x 2: step " in said
@@ -96,7 +97,7 @@ def test_the_script_names_the_layouts_in_which_the_unkeyed_control_differs(monke
 
 
 def test_the_script_refuses_a_setting_that_does_not_exist(capsys):
-    assert check_augment.main(["augment.kyed=false"]) == 2
+    assert segpipe(["check-augment", "augment.kyed=false"]) == 2
     assert "augment.kyed" in capsys.readouterr().err
 
 

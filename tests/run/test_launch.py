@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +13,12 @@ import pytest
 import torch
 from torch.distributed.launcher.api import LaunchConfig
 
-import train
 from runs import TORCHRUN, command, finished, outcome, result, run, settings, start, updates, wait_for, write_camvid
+from segpipe.cli.main import main as segpipe
 from segpipe.data.order import Order
 from segpipe.distributed import environment
 from segpipe.errors import CheckpointError, ConfigError, ImpureAugmentError
 from segpipe.run import launch
-from segpipe.run.sweep import Sweep
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config
 
@@ -204,7 +202,7 @@ def test_number_of_processes_is_not_ignored_under_torchrun(tmp_path: Path, capsy
 
 @pytest.mark.usefixtures("as_torchrun")
 def test_multirun_under_a_launcher_ends_with_the_usage_code(capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.main(["--multirun", "seed=1,2"]) == 2
+    assert segpipe(["train", "--multirun", "seed=1,2"]) == 2
     assert "--multirun compute.nproc=N" in capsys.readouterr().err
 
 
@@ -221,9 +219,7 @@ def swept(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, list[str]
             return codes[len(started) - 1] if codes else 0
 
         monkeypatch.setattr("segpipe.run.sweep.launch", pretend)
-        monkeypatch.setattr(train, "SWEEP", Sweep())
-        monkeypatch.setattr(sys, "argv", ["train.py", "--multirun", *changes])
-        return train.main(sys.argv[1:]), started
+        return segpipe(["train", "--multirun", *changes]), started
 
     return sweep
 
@@ -240,7 +236,7 @@ def test_a_silent_rank_leaves_the_word_to_the_first(
     monkeypatch.setattr(environment, "LAST_WORDS_S", 0.5)
     for refused in (["--multirun", "seed=1,2"], ["sead=1"]):
         started = time.monotonic()
-        assert train.main(refused) == 2
+        assert segpipe(["train", *refused]) == 2
         assert time.monotonic() - started > 0.5
     started = time.monotonic()
     assert launch._tell(ConfigError("said by rank 0"), rank=1) == 2
@@ -275,10 +271,8 @@ def test_seeds_of_one_recipe_are_summed_up_by_class(
         return 0 if config.seed < 4 else 6
 
     monkeypatch.setattr("segpipe.run.sweep.launch", pretend)
-    monkeypatch.setattr(train, "SWEEP", Sweep())
     swept = ["--multirun", "seed=1,2,4", "optim.lr=0.4,0.5", f"run.root={tmp_path}", "run.name=s${seed}-${optim.lr}"]
-    monkeypatch.setattr(sys, "argv", ["train.py", *swept])
-    assert train.main(swept) == 6
+    assert segpipe(["train", *swept]) == 6
     said = capsys.readouterr().out
     assert "lane" not in said  # no seed knows it
     for rate, rows in (("0.4", ("51.50 │ 51.00  │ 52.00", "26.50 │ 22.00  │ 31.00")), ("0.5", ("61.50 │ 61.00",))):

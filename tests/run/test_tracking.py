@@ -20,7 +20,7 @@ import torch
 from segpipe.errors import ConfigError
 from segpipe.run import tracking
 from segpipe.run.tracking import check_tracking, open_tracker, read_metrics, run_id
-from segpipe.settings.config import FREE_KEYS, Config, from_mapping, known_keys, to_mapping
+from segpipe.settings.config import FREE_KEYS, SETTINGS, Config, from_mapping, to_mapping
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -193,7 +193,7 @@ def _other(value: Any) -> Any:
     return value + 1 if isinstance(value, int | float) else f"{value}1"
 
 
-@pytest.mark.parametrize("key", list(known_keys()))
+@pytest.mark.parametrize("key", SETTINGS)
 def test_run_id_is_that_of_all_that_may_be_resumed(key: str) -> None:
     """What a resume may change continues the curve; what it may not is another run."""
     values = to_mapping(Config())

@@ -1,4 +1,4 @@
-"""What is typed reaches the configuration, or is refused by name; scripts take few settings and no others."""
+"""What is typed reaches the configuration, or is refused by name."""
 
 import os
 import subprocess
@@ -9,9 +9,11 @@ import pytest
 
 from segpipe.errors import ConfigError
 from segpipe.settings import compose as module
-from segpipe.settings.arguments import parse, with_settings
+from segpipe.settings.arguments import RUN, WHICH, parse, with_settings
+from segpipe.settings.check import check
 from segpipe.settings.compose import check_overrides, compose
-from segpipe.settings.config import Config, check, from_mapping, known_keys
+from segpipe.settings.config import SETTINGS, Config, from_mapping
+from segpipe.settings.setting import Setting
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = sorted((ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -41,7 +43,7 @@ def test_overrides_reach_the_configuration() -> None:
 
 @pytest.mark.parametrize("prefix", ["", "+", "++", "~"])
 def test_every_misspelled_override_names_the_right_one(prefix: str) -> None:
-    for key in known_keys():
+    for key in SETTINGS:
         if "." not in key:
             continue
         message = refused(f"{prefix}{key}z" + ("" if prefix == "~" else "=1"))
@@ -84,6 +86,10 @@ def test_flags_of_hydra_and_sweeps_pass_the_first_check() -> None:
     check_overrides(["--multirun", "seed=1,2,3", "model=fast_scnn,pidnet_s", "--cfg", "job", "hydra.verbose=true"])
     with pytest.raises(ConfigError, match="fast_scn "):
         check_overrides(["-m", "model=fast_scn,pidnet_s"])
+    check_overrides(["-sc", "install=bash"])
+    check_overrides(["--config-dir=mine", "experiment=mine"])
+    with pytest.raises(ConfigError, match=r"optim\.lrr"):
+        check_overrides(["--config-dir=mine", "optim.lrr=1"])
 
 
 @pytest.fixture
@@ -169,23 +175,63 @@ def test_wrong_key_on_the_command_line_is_one_line_without_torch(tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
-# --- arguments of the scripts
+# --- arguments of the other commands
+
+KEYS = (
+    RUN,
+    WHICH,
+    Setting("spans", 3, "a number", low=1),
+    Setting("json", False, "a switch"),
+    Setting("only", ["all"], "a list"),
+)
 
 
-def test_scripts_take_their_settings_and_no_others() -> None:
-    settings = ("run", "which", "data.root")
-    assert parse(["run=runs/a", "data.root=x=y"], settings) == {"run": "runs/a", "data.root": "x=y", "which": "last"}
-    for arguments, named in (
+def parsed(*arguments: str, positional: tuple[str, ...] = ()) -> dict[str, object]:
+    return parse(arguments, KEYS, ("data.root", "data.workers", "export.formats"), positional)
+
+
+def test_commands_take_their_keys_with_types_and_defaults() -> None:
+    defaults = {"run": "runs/a", "which": "last", "spans": 3, "json": False, "only": ["all"]}
+    assert parsed("run=runs/a") == defaults
+    assert parsed("run=runs/a", "data.root=x=y", "data.workers=0", "export.formats=[onnx]") == {
+        **defaults,
+        "data.root": "x=y",
+        "data.workers": 0,
+        "export.formats": ["onnx"],
+    }
+
+
+def test_flags_and_values_without_a_key_are_understood() -> None:
+    flags = parsed("--run", "runs/a", "--json", "--spans=2", "--only", "one", "two", "--which", "best")
+    assert flags == {"run": "runs/a", "json": True, "spans": 2, "only": ["one", "two"], "which": "best"}
+    assert parsed("runs/lr=0.1", positional=("run",))["run"] == "runs/lr=0.1"
+    assert parsed("run=runs/a", positional=("run",))["run"] == "runs/a"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
         (["run=a", "data.rot=b"], "Did you mean data.root?"),
         (["run=a", "optim.lr=1"], "optim.lr"),
-        (["a"], "only run, which, data.root"),
-        ([], "names no run"),
-        (["run="], "names no run"),
-        (["run=a", "which=first"], "which = first"),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            parse(arguments, settings)
-        assert named in str(caught.value)
+        (["run=a", "--jsom"], "Did you mean json?"),
+        (["a"], "keys run, which, spans, json, only, data.root"),
+        (["run"], "KEY=VALUE"),
+        ([], "run is missing (folder of the run). Set run=runs/NAME."),
+        (["run="], "run is missing"),
+        (["--run"], "run is missing"),
+        (["run=a", "which=first"], "which = 'first' is not one of last, best"),
+        (["run=a", "spans=0"], "spans = 0, but a value of at least 1 was needed"),
+        (["run=a", "spans=two"], "spans = 'two', but int was needed"),
+        (["run=a", "json=yes"], "json"),
+        (["run=a", "data.workers=-1"], "data.workers = -1"),
+        (["run=a", "b"], "'b' is not an argument"),
+    ],
+)
+def test_wrong_arguments_say_what_is_wrong(arguments: list[str], named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed(*arguments)
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["plain", "1e3", "010", "on", "null", "", "{a", "[b]", "a b", "${x}"])
@@ -194,7 +240,7 @@ def test_text_settings_stay_as_they_were_typed(text: str) -> None:
 
 
 def test_other_settings_are_converted_and_checked() -> None:
-    given = {"data.workers": "0", "export.formats": "[onnx]", "compute.threads": "3", "train.progress": "false"}
+    given = {"data.workers": "0", "export.formats": "[onnx]", "compute.threads": 3, "train.progress": "false"}
     found = with_settings(Config(), given)
     assert (found.data.workers, found.export.formats, found.compute.threads) == (0, ["onnx"], 3)
     assert found.train.progress is False

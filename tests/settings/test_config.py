@@ -8,20 +8,20 @@ import pytest
 
 from segpipe.errors import ConfigError
 from segpipe.models import MODELS
+from segpipe.settings.check import check
 from segpipe.settings.config import (
     FREE_KEYS,
     MODEL_NAMES,
+    SETTINGS,
     Config,
-    check,
     config_hash,
     from_mapping,
-    known_keys,
-    nearest,
     recipe,
     to_mapping,
 )
+from segpipe.settings.setting import nearest
 
-ALL = list(known_keys())
+ALL = list(SETTINGS)
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:

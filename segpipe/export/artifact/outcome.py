@@ -11,7 +11,7 @@ from segpipe.errors import ExportMismatch, IntegrityError, LatencyError, Quality
 from segpipe.export.gates.comparison import Sigma
 from segpipe.export.gates.limits import GateResult
 from segpipe.export.graph.convert import Manifest
-from segpipe.settings.export_settings import ENOUGH_IMAGES
+from segpipe.settings.config import ENOUGH_IMAGES
 
 EAGER = "eager"
 NOT_EXPORTED, NOT_VERIFIED = "EXPORT REJECTED", "ARTEFACT REFUSED"  # how the last line of a refusal begins

@@ -29,7 +29,7 @@ from segpipe.export.graph.deploy import DeployModel
 from segpipe.export.graph.formats import FORMATS, open_onnx, run_eager
 from segpipe.export.graph.profiles import Profile, Run
 from segpipe.export.graph.shapes import Trial, trials
-from segpipe.settings.export_settings import ExportConfig
+from segpipe.settings.config import ExportConfig
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""The `segpipe` command: one module per subcommand, declared in `commands`."""

@@ -1,0 +1,62 @@
+"""`segpipe audit`: checks the files of a run, trains parts of it again, and writes a report."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+from segpipe.audit.examine import Request, examine
+from segpipe.audit.report import Audit, check_folder, write_audit
+from segpipe.errors import SegpipeError
+
+COLOURS = {"passed": "green", "failed": "bold red", "noted": "yellow", "not checked": "dim"}
+SETTINGS = ("data.root", "data.classes", "data.workers", "data.start_method", "compute.device")
+
+
+def main(given: dict[str, Any]) -> int:
+    """Exit code."""
+    console = Console(highlight=False, soft_wrap=True)
+    out = Path(given["out"] or Path(given["run"], "audit"))
+    check_folder(out)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("audit", total=None)
+        audit = examine(
+            request(given),
+            lambda what, done, total: bar.update(task, description=what, completed=done, total=total or None),
+        )
+    console.print(table(audit))
+    console.print(f"{audit.sentence}.", markup=False)
+    try:
+        console.print(f"Report: {write_audit(audit, out)}", markup=False)
+    except SegpipeError as error:
+        print(f"{error} Set out=FOLDER for the report.", file=sys.stderr)
+        return audit.exit_code or error.exit_code
+    return audit.exit_code
+
+
+def request(given: dict[str, Any]) -> Request:
+    """What to audit; draws a seed if none is given."""
+    return Request(
+        Path(given["run"]),
+        seed=secrets.randbelow(2**32) if given["seed"] < 0 else given["seed"],
+        spans=given["spans"],
+        span_steps=given["span_steps"],
+        nproc=given["compute.nproc"],
+        any_environment=given["any_environment"],
+        settings={name: given[name] for name in SETTINGS if name in given},
+    )
+
+
+def table(audit: Audit) -> Table:
+    """One row for each line of the report."""
+    found = Table("part", "verdict", "finding", title=f"audit of {audit.run}", title_justify="left")
+    for line in audit.lines:
+        found.add_row(line.part, f"[{COLOURS[line.status]}]{line.status}", escape(line.text))
+    return found

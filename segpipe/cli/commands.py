@@ -1,0 +1,123 @@
+"""All commands with their keys: what --help, shell completion and the parser read. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from segpipe.settings.arguments import RUN, WHICH
+from segpipe.settings.config import SETTINGS
+from segpipe.settings.setting import Setting
+
+DATA = ("data.root", "data.split")
+EXPORT = tuple(key for key in SETTINGS if key.startswith("export.") and key != "export.enabled")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command takes either `overrides` of the settings, as `segpipe train` does, or its own `keys`."""
+
+    summary: str
+    details: str
+    keys: tuple[Setting, ...] = ()
+    settings: tuple[str, ...] = ()  # settings of the run that can be replaced
+    positional: tuple[str, ...] = ()  # keys that may be given without their name
+    overrides: tuple[str, ...] = ()  # groups of settings that --help lists
+
+
+COMMANDS = {
+    "train": Command(
+        "train a network",
+        "Starts compute.nproc processes itself; `torchrun ... -m segpipe train key=value ...` works too.\n"
+        "Flags of Hydra: -m (one run per combination of key=1,2,3), --cfg job (print the configuration),\n"
+        "--config-dir FOLDER (more config files), -sc install=bash (shell completion).",
+        overrides=tuple(dict.fromkeys(key.partition(".")[0] for key in SETTINGS)),
+    ),
+    "evaluate": Command(
+        "evaluate a run on a split",
+        "Prints one line of JSON with `miou` and `iou` per class: whole images at their own size, fp32, averaged\n"
+        "weights.",
+        (RUN, WHICH),
+        (*DATA, "data.workers", "compute.device", "compute.threads"),
+    ),
+    "doctor": Command(
+        "check a data set",
+        "Reports all problems in one pass, or the content of the splits if there are none.",
+        overrides=("data",),
+    ),
+    "export": Command(
+        "export a run to model files",
+        "Publishes files that compute what the trained network computes, or nothing.",
+        (RUN, WHICH),
+        (*EXPORT, *DATA),
+    ),
+    "verify": Command(
+        "repeat all gates on an exported folder",
+        "Compares the files as they are now with the run that they claim to come from.",
+        (Setting("artifact", "runs/NAME/export", "exported folder", required=True), RUN, WHICH),
+        (
+            *DATA,
+            "export.images",
+            "export.quality_images",
+            "export.latency_budget_ms",
+            "export.critical_classes",
+            "export.allow_unverified",
+        ),
+    ),
+    "compare": Command(
+        "find the first difference between two runs",
+        "segpipe compare runs/A runs/B names the first step that differs, and there the first stage in causal order,\n"
+        "shard, sample, file and layer. The runs may have used different numbers of processes.",
+        (
+            Setting("a", "runs/A", "folder of a run", required=True),
+            Setting("b", "runs/B", "folder of the run to compare it with", required=True),
+            Setting("json", False, "print one line of JSON"),
+            Setting("replay", False, "train both again from their last common checkpoint, to name the layer"),
+            Setting("nproc", 1, "processes for the replay", low=1),
+        ),
+        positional=("a", "b"),
+    ),
+    "audit": Command(
+        "audit a run that somebody else made",
+        "Checks the files of a run against each other and trains parts of it again. Writes report.json and report.md.",
+        (
+            RUN,
+            Setting("spans", 3, "number of parts to train again", low=1),
+            Setting("span_steps", 100, "largest number of updates per part; 0: up to the next checkpoint", low=0),
+            Setting("seed", -1, "seed that chooses the parts; -1: random", low=-1),
+            Setting("compute.nproc", 1, "processes that train", low=1),
+            Setting("any_environment", False, "train even if versions or hardware differ"),
+            Setting("out", "", "folder of the report; empty: <run>/audit"),
+        ),
+        ("data.root", "data.classes", "data.workers", "data.start_method", "compute.device"),
+    ),
+    "check-augment": Command(
+        "check that augmentation is a pure function of sample and key",
+        "Checks every transform by itself, and all of them in real loader processes.",
+        overrides=("data", "augment"),
+    ),
+    "gpu-check": Command(
+        "check this machine's GPU",
+        "Runs the checks of benchmarks/gpu.py, which needs a clone of the repository. Without a GPU there is nothing\n"
+        "to check.",
+        (
+            Setting("seconds", 570.0, "time limit", low=1),
+            Setting("camvid", "", "folder of CamVid, to train on it too"),
+            Setting("out", "", "JSON file for the results"),
+            Setting("only", ["all"], "names of the checks to run"),
+            Setting("device", "cuda", "device to check", choices=("cuda", "cpu")),
+            Setting("size", 1024, "image height and width in pixels", low=64),
+            Setting("batch", 12, "images per batch", low=1),
+            Setting("updates", 20, "updates per measurement", low=1),
+            Setting("folder", "runs", "folder for the runs of the checks"),
+        ),
+    ),
+    "runs": Command(
+        "list runs as a table",
+        "Runs that have not finished show their last logged step.",
+        (
+            Setting("root", "runs", "folder to search for runs"),
+            Setting("sort", "date", "column to sort by", choices=("date", "miou", "name", "model", "data", "steps")),
+            Setting("json", False, "print one line of JSON"),
+        ),
+    ),
+}

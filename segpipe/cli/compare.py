@@ -1,0 +1,63 @@
+"""`segpipe compare`: whether two runs hold the same bits, and where they first differ."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from segpipe.errors import SegpipeError
+from segpipe.ledger.divergence import Comparison, compare, incomparable
+from segpipe.ledger.reader import read_run
+
+COLOURS = {"differs": "red", "equal": "green", "not recorded": "dim"}
+
+
+def main(given: dict[str, Any]) -> int:
+    """Exit code."""
+    a, b = Path(given["a"]), Path(given["b"])
+    try:
+        found = replayed(a, b, given["nproc"]) if given["replay"] else compare(read_run(a), read_run(b))
+    except SegpipeError as error:
+        found = incomparable(str(error))
+    if given["json"]:
+        print(json.dumps(found.to_json()))
+    else:
+        show(found, Console())
+    return found.exit_code
+
+
+def replayed(a: Path, b: Path, nproc: int) -> Comparison:
+    """The comparison of two run folders after training both again up to the first difference."""
+    from segpipe.audit.locate import compare_again  # imports torch, which a comparison without replay does not need
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("training again", total=None)
+        return compare_again(
+            a, b, nproc=nproc, progress=lambda done, total: bar.update(task, completed=done, total=total)
+        )
+
+
+def show(found: Comparison, console: Console) -> None:
+    """Print the comparison as sentences, and a table of the first step that differs."""
+    lines = [found.sentence]
+    if found.processes:
+        lines.append(f"processes: {found.processes[0]} in A, {found.processes[1]} in B")
+    for title, values in (("environment", found.fingerprint), ("setting", found.recipe)):
+        lines += [f"{title} {name}: {here} in A, {there} in B" for name, (here, there) in values.items()]
+    lines += [f"note: {note}" for note in found.notes]
+    lines += [found.replay] if found.replay else []
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if found.verdict == "diverged":
+        table = Table("stage", "field", "", title=f"step {found.step}", title_justify="left")
+        for cell in found.fields:
+            table.add_row(cell["stage"], cell["field"], f"[{COLOURS[cell['state']]}]{cell['state']}")
+        console.print(table)
+    if found.advice:
+        console.print(found.advice, markup=False, highlight=False, soft_wrap=True)

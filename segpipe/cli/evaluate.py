@@ -1,0 +1,41 @@
+"""`segpipe evaluate`: mIoU and IoU per class of a run on a split."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from segpipe.data.samples import open_samples, verify
+from segpipe.determinism import flags
+from segpipe.distributed.group import Group, choose_device
+from segpipe.errors import ConfigError
+from segpipe.run.tracking import plain
+from segpipe.settings.arguments import with_settings
+from segpipe.train.checkpoint import load_network
+from segpipe.train.metrics import summary
+from segpipe.train.validate import validate
+
+
+def main(given: dict[str, Any]) -> int:
+    """Exit code."""
+    print(json.dumps(plain(evaluate(given)), allow_nan=False))
+    return 0
+
+
+def evaluate(given: dict[str, Any]) -> dict[str, object]:
+    """What the command prints."""
+    trained = load_network(Path(given["run"]), given["which"])
+    config = with_settings(trained.config, given)
+    flags.apply(config.compute.threads)
+    verify(config.data, [config.data.split])
+    samples = open_samples(config.data, config.data.split, config.seed)
+    if samples.classes.names != trained.classes.names:
+        raise ConfigError(f"data.root = {config.data.root} has other classes than the network: {samples.classes.names}")
+    group = Group(0, 0, 1, choose_device(config.compute.device, 0))
+    model, preprocess = trained.model.to(group.device), trained.preprocess.to(group.device)
+    workers = min(config.data.workers, 1)
+    method = config.data.start_method
+    found = validate(model, preprocess, samples, group, precision="fp32", workers=workers, start_method=method)
+    figures = summary(found.total, samples.classes.names)
+    return {"run": given["run"], "split": config.data.split, "images": len(samples), "step": trained.step, **figures}

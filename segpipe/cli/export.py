@@ -1,0 +1,26 @@
+"""`segpipe export`: model files of a run that compute what the trained network computes, or none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from segpipe.export import NOT_EXPORTED, every_tensor_used, export_checkpoint, training_images, validation_samples
+from segpipe.export.artifact.summary import table
+from segpipe.settings.arguments import with_settings
+from segpipe.train.checkpoint import load_network
+
+
+def main(given: dict[str, Any]) -> int:
+    """Exit code."""
+    run = Path(given["run"])
+    with every_tensor_used(NOT_EXPORTED):
+        trained = load_network(run, given["which"])
+    config = with_settings(trained.config, given)
+    validation, training = validation_samples(config, trained.classes), training_images(config)
+    report = export_checkpoint(run, given["which"], trained, config, validation=validation, training=training)
+    Console().print(table(report))
+    print(report.line("EXPORT"))
+    return 0

@@ -1,0 +1,60 @@
+"""Entry point of `segpipe COMMAND ...`: finds the command, parses its arguments, turns errors into exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from segpipe import __version__
+from segpipe.cli.commands import COMMANDS
+from segpipe.cli.help import complete, overview, page
+from segpipe.errors import ConfigError, Interrupted, SegpipeError
+from segpipe.settings.arguments import parse
+from segpipe.settings.compose import COMPLETION
+from segpipe.settings.setting import nearest
+
+HELP = ("-h", "--help")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code of a command line, see docs/exit-codes.md; `arguments` are those of the process by default."""
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    try:
+        if name in COMPLETION:
+            return _complete(rest)
+        if name in HELP or name == "--version":
+            print(f"segpipe {__version__}" if name == "--version" else overview())
+            return 0
+        if name not in COMMANDS:
+            raise ConfigError(f"{name} is not a command of segpipe.{nearest(name, list(COMMANDS))} See segpipe --help.")
+        if any(argument in HELP for argument in rest):
+            print(page(name))
+            return 0
+        return _run(name, rest)
+    except SegpipeError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted.", file=sys.stderr)
+        return Interrupted.exit_code
+    except BrokenPipeError:  # the reader, such as `head`, has closed its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(name: str, rest: list[str]) -> int:
+    """Import and run a command's module; not before, since most of them import torch."""
+    command = COMMANDS[name]
+    given = rest if command.overrides else parse(rest, command.keys, command.settings, command.positional)
+    return int(import_module(f"segpipe.cli.{name.replace('-', '_')}").main(given))
+
+
+def _complete(rest: list[str]) -> int:
+    """Print the completions that the shell function of `-sc install=bash` asks for with `-sc query=bash`."""
+    found = complete(os.environ.get("COMP_LINE", "")) if rest[:1] == ["query=bash"] else None
+    if found is None:
+        return _run("train", ["-sc", *rest])
+    print(" ".join(found))
+    return 0

@@ -1,0 +1,100 @@
+"""`segpipe runs`: a table of the runs in a folder, read from their config.json, result.json and metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from segpipe.errors import ConfigError
+from segpipe.run.tracking import FILE_NAME, read_metrics
+
+DESCENDING = ("date", "miou", "steps")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run; None if it is not known yet or cannot be read."""
+
+    name: str  # folder below root
+    model: str | None = None
+    data: str | None = None
+    miou: float | None = None
+    steps: int | None = None
+    digest: str | None = None  # of the averaged weights
+    date: str | None = None  # last change, local time
+    state: str = "finished"
+
+
+def main(given: dict[str, Any]) -> int:
+    """Exit code."""
+    rows = ordered(list(find_runs(Path(given["root"]))), given["sort"])
+    if given["json"]:
+        print(json.dumps([asdict(row) for row in rows]))
+        return 0
+    table = Table("name", "model", "data", "mIoU %", "steps", "digest", "date", "state")
+    for row in rows:
+        miou = None if row.miou is None else f"{100 * row.miou:.2f}"
+        cells = (row.name, row.model, row.data, miou, row.steps, row.digest and row.digest[:12], row.date, row.state)
+        table.add_row(*("-" if cell is None else str(cell) for cell in cells))
+    Console(highlight=False).print(table)
+    return 0
+
+
+def find_runs(root: Path) -> Iterator[Row]:
+    """All runs below `root`. Raises ConfigError if it is not a folder."""
+    if not root.is_dir():
+        raise ConfigError(f"root = {root} is not a folder. Set root to the folder that holds the runs.")
+    for path in sorted(root.rglob("config.json")):
+        yield read_row(path.parent, str(path.parent.relative_to(root)))
+
+
+def read_row(folder: Path, name: str) -> Row:
+    """The run in `folder`; a file that cannot be read is named in `state`."""
+    config, torn_config = _read(folder / "config.json")
+    result, torn_result = _read(folder / "result.json")
+    metrics = read_metrics(folder / FILE_NAME)
+    steps, total = result.get("steps"), config.get("train", {}).get("steps")
+    if steps is None and metrics:
+        steps = metrics[-1]["step"]
+    return Row(
+        name,
+        model=config.get("model", {}).get("name"),
+        data=config.get("data", {}).get("name"),
+        miou=result.get("miou"),
+        steps=steps,
+        digest=result.get("ema_digest"),
+        date=_date(folder),
+        state=torn_config or torn_result or ("finished" if result else f"unfinished, step {steps or 0} of {total}"),
+    )
+
+
+def _read(path: Path) -> tuple[dict[str, Any], str]:
+    """Content of a JSON file, and what is wrong with it; both are empty if it does not exist."""
+    try:
+        return dict(json.loads(path.read_bytes())), ""
+    except FileNotFoundError:
+        return {}, ""
+    except (OSError, ValueError, TypeError):
+        return {}, f"{path.name} is damaged"
+
+
+def _date(folder: Path) -> str:
+    """When a file of the run's progress last changed."""
+    times = [
+        path.stat().st_mtime for name in ("result.json", FILE_NAME, "config.json") if (path := folder / name).exists()
+    ]
+    return datetime.fromtimestamp(times[0]).strftime("%Y-%m-%d %H:%M")
+
+
+def ordered(rows: list[Row], column: str) -> list[Row]:
+    """Rows sorted by a column, the newest, best or longest first; rows without a value come last."""
+    known = [row for row in rows if getattr(row, column) is not None]
+    known.sort(key=lambda row: getattr(row, column), reverse=column in DESCENDING)
+    return known + [row for row in rows if getattr(row, column) is None]

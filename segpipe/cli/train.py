@@ -1,0 +1,53 @@
+"""`segpipe train`: composes the configuration and starts the run, or hands over to Hydra if there are flags."""
+
+from __future__ import annotations
+
+import sys
+
+import hydra
+from omegaconf import DictConfig
+
+from segpipe.distributed.environment import local_rank, under_launcher, wait_to_be_ended
+from segpipe.errors import ConfigError, SegpipeError
+from segpipe.run.launch import launch
+from segpipe.run.sweep import Sweep
+from segpipe.settings.compose import CONF, check_overrides, compose
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code."""
+    try:
+        check_overrides(arguments)
+        if under_launcher() and any(argument in ("-m", "--multirun") for argument in arguments):
+            raise ConfigError(
+                "--multirun under torchrun would run the whole sweep once per rank. Use: segpipe train --multirun "
+                "compute.nproc=N key=1,2,3"
+            )
+        if any(argument.startswith("-") for argument in arguments):
+            return _run_hydra(arguments)
+        return launch(compose(arguments))
+    except SegpipeError as error:
+        if local_rank() == 0:  # the other ranks of this machine have the same command line
+            raise
+        wait_to_be_ended()
+        return error.exit_code
+
+
+def _run_hydra(arguments: list[str]) -> int:
+    """Let Hydra act on its flags: --cfg, --multirun, --config-dir, --shell-completion and others."""
+    sweep = Sweep()
+
+    @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
+    def job(composed: DictConfig) -> None:
+        sweep.job(composed)
+
+    before, sys.argv = sys.argv, [sys.argv[0], *arguments]
+    try:
+        job()
+    except SystemExit as end:  # Hydra has printed what is wrong, and uses its own exit code
+        if end.code and not sweep.started:
+            return ConfigError.exit_code
+        raise
+    finally:
+        sys.argv = before
+    return sweep.finish()

@@ -1,0 +1,89 @@
+"""One declaration per setting: default, meaning and valid values, for --help, docs/settings.md and the checks."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting or a command's key. The type of `default` is the type of its values."""
+
+    key: str
+    default: Any
+    doc: str
+    choices: tuple[str, ...] = ()  # valid values, or valid items of a list
+    low: float = -math.inf  # smallest valid number
+    high: float = math.inf
+    length: int = 0  # items that a list must have; 0 means any number
+    free: bool = False  # cannot reach the numbers: may change when a run is resumed
+    required: bool = False  # has no default; `default` is then an example
+
+    @property
+    def valid(self) -> str:
+        """Valid values in words; empty when every value of the type is valid."""
+        if self.choices:
+            return f"{'any' if isinstance(self.default, list) else 'one'} of {', '.join(self.choices)}"
+        if math.isinf(self.low):
+            return ""
+        return f"at least {self.low}" if math.isinf(self.high) else f"{self.low} to {self.high}"
+
+    def problem(self, value: Any) -> str:
+        """What is wrong with `value`, which has the right type; empty when it is valid."""
+        items = value if isinstance(value, list) else [value]
+        if self.length and len(items) != self.length:
+            return f"{self.key} = {value}, but {self.length} values were needed, such as {self.default}."
+        for item in items:
+            if self.choices and item not in self.choices:
+                return f"{self.key} = {item!r} is not one of {', '.join(self.choices)}.{nearest(item, self.choices)}"
+            if not isinstance(item, str) and not self.low <= item <= self.high:
+                needed = f"values of {self.valid} were" if self.length else f"a value of {self.valid} was"
+                return f"{self.key} = {value}, but {needed} needed."
+        if len(set(items)) < len(items) and isinstance(items[0], str):
+            return f"{self.key} = {value} contains a name twice. Give each name once."
+        return ""
+
+
+def setting(default: Any, doc: str, **properties: Any) -> Any:
+    """Dataclass field of a setting; `properties` are those of Setting."""
+    metadata = {"doc": doc, **properties}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def group(kind: type, **properties: Any) -> Any:
+    """Dataclass field of a group of settings; `properties` hold for all of them."""
+    return field(default_factory=kind, metadata=properties)
+
+
+def declared(kind: type, prefix: str = "", **inherited: Any) -> Iterator[Setting]:
+    """All settings below a dataclass, in its order."""
+    defaults = kind()
+    for entry in fields(kind):
+        default, properties = getattr(defaults, entry.name), {**inherited, **entry.metadata}
+        if is_dataclass(default):
+            yield from declared(type(default), f"{prefix}{entry.name}.", **properties)
+        else:
+            yield Setting(prefix + entry.name, default, **properties)
+
+
+def shown(value: Any) -> str:
+    """A value as one types it."""
+    if isinstance(value, list):
+        return f"[{','.join(map(shown, value))}]"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def nearest(word: str, choices: Sequence[str]) -> str:
+    """A sentence that names the choice nearest to `word`, with a leading space; empty without choices."""
+    found = difflib.get_close_matches(word, choices, n=1, cutoff=0.0)
+    if not found:
+        return ""
+    similar = difflib.SequenceMatcher(None, word, found[0]).ratio() >= 0.5
+    return f" Did you mean {found[0]}?" if similar else f" The nearest is {found[0]}."
