@@ -51,10 +51,10 @@ def module_name(path: Path) -> str:
 NAMES = {module_name(path): path for path in SOURCES}
 
 
-def imports(tree: ast.Module, *, for_types: bool) -> set[str]:
+def imports(tree: ast.Module, *, for_types: bool, package: str = "") -> set[str]:
     """Dotted names of what a file imports, also inside functions: modules, and attributes as `module.name`.
 
-    `for_types` adds what stands under `if TYPE_CHECKING`.
+    `for_types` adds what stands under `if TYPE_CHECKING`. Relative imports, of one level, start at `package`.
     """
     found: set[str] = set()
     waiting: list[ast.AST] = [tree]
@@ -63,9 +63,10 @@ def imports(tree: ast.Module, *, for_types: bool) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            module = f"{package}.{node.module or ''}".rstrip(".") if node.level else str(node.module)
+            names = {f"{module}.{alias.name}" for alias in node.names}
             # `from segpipe.train import state` needs the module, `from segpipe.models import MODELS` the package.
-            found |= names if names <= NAMES.keys() else {str(node.module), *names}
+            found |= names if names <= NAMES.keys() else {module, *names}
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not for_types:
             waiting += node.orelse
             continue
@@ -78,7 +79,8 @@ def graph(*, for_types: bool) -> dict[str, frozenset[str]]:
     """Modules of segpipe that each module imports."""
     edges = {}
     for name, path in NAMES.items():
-        wanted = imports(ast.parse(path.read_text()), for_types=for_types) & NAMES.keys()
+        package = name if path.stem == "__init__" else name.rpartition(".")[0]
+        wanted = imports(ast.parse(path.read_text()), for_types=for_types, package=package) & NAMES.keys()
         edges[name] = frozenset(wanted - {name})
     return edges
 

@@ -7,7 +7,7 @@ from segpipe.models.ddrnet import ddrnet23_slim
 from segpipe.models.fast_scnn import FastSCNN
 from segpipe.models.layers import SegmentationNet
 from segpipe.models.pidnet import pidnet_s
-from segpipe.settings.config import nearest
+from segpipe.settings.setting import nearest
 
 MODELS: dict[str, Callable[[int], SegmentationNet]] = {
     "fast_scnn": FastSCNN,

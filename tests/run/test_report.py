@@ -115,7 +115,7 @@ def test_absent_classes_are_said_and_left_out() -> None:
     text = Page(render(make())).text
     assert "mean over 2 of 4 classes" in text
     assert "absent from the validation images, left out of the mean; never predicted" in text
-    assert "left out of the mean; predicted in 7 pixels nevertheless" in text
+    assert "left out of the mean; wrongly predicted in 7 pixels" in text
     everywhere = Page(render(make(confusion=np.full((4, 4), 9)))).text
     assert "absent" not in everywhere
     assert "mean over 4 classes" in everywhere

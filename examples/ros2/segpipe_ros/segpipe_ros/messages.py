@@ -85,7 +85,7 @@ def answer(segmenter: Segmenter, message: ImageMessage) -> tuple[Result, str]:
         return segmenter.refuse(frame.status), frame.reason
     result = segmenter.infer(frame.image, to_seconds(message.header.stamp))
     if result.status is Status.BAD_SHAPE:
-        needed = segmenter.artifact.shapes.words()
+        needed = segmenter.artifact.shapes.describe()
         return result, f"{message.height}x{message.width}, but {needed} was needed: resize before"
     return result, segmenter.last_error if result.status is Status.ERROR else ""
 
