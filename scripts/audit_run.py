@@ -4,7 +4,7 @@
         [data.workers=N] [compute.device=cpu|cuda] [any_environment=true] [out=FOLDER]
 
 The spans between kept checkpoints are chosen at random, unless a seed is given. report.json and report.md go to
-runs/NAME/audit, or to `out`. Exit codes: 0 passed, 1 failed (something is not what it was), 2 cannot audit, cannot
+runs/NAME/audit, or to `out`. Exit codes: 0 passed, 13 failed (not repeatable, or altered), 2 cannot audit, cannot
 write the report, or usage.
 """
 
@@ -19,7 +19,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from segpipe.audit.examine import Request, examine
-from segpipe.audit.report import Audit, check_folder, write_audit
+from segpipe.audit.verdict import Audit, check_folder, write_audit
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.settings.arguments import parse
 

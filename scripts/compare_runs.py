@@ -5,7 +5,7 @@
 Names the first step that differs, and there the first stage in causal order, shard, sample, file and layer. The runs
 may have had different numbers of processes. --replay trains both again from their last common checkpoint up to that
 step, with hooks on every module, and names the layer; or says which run does not come out again. Exit codes: 0
-identical, 1 diverged, 2 cannot be compared.
+identical, 5 diverged, 2 not comparable.
 """
 
 import argparse
