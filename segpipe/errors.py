@@ -61,6 +61,8 @@ class OutOfMemory(SegpipeError):
 class UnsafeOpError(SegpipeError):
     """A network or a loss calls an op that CUDA does not compute the same way twice; each is named with its line."""
 
+    exit_code = 2
+
 
 class ExportError(SegpipeError):
     """The network could not be converted."""

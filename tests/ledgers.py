@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from segpipe.ledger.digest import float_bits
-from segpipe.ledger.files import LedgerWriter, ledger_path
-from segpipe.ledger.rows import AUDIT_FIELDS, SAMPLE_FIELDS, SHARD_FIELDS, STEP_FIELDS, Header
+from segpipe.ledger.rows import AUDIT_FIELDS, SAMPLE_FIELDS, SHARD_FIELDS, STEP_FIELDS, SessionHeader, ledger_path
+from segpipe.ledger.writer import LedgerWriter
 
 NUM_SAMPLES = 50
 NAMES = [f"scene_{index:03d}" for index in range(NUM_SAMPLES)]
@@ -23,13 +23,15 @@ NUMBERS = ("loss", "lr", "scale")
 Place = tuple[int, int | None, str, int]  # step, shard (None: the step), field, number of the sample or tensor
 
 
-def header(*, session: int = 0, first_step: int = 0, rank: int = 0, world_size: int = 1, **changes: Any) -> Header:
+def header(
+    *, session: int = 0, first_step: int = 0, rank: int = 0, world_size: int = 1, **changes: Any
+) -> SessionHeader:
     """Header of a made-up run; `changes` are settings by name with a double underscore for the dot, or its fields."""
     fields = {name: changes.pop(name) for name in ("fingerprint", "parts", "sample_names", "level") if name in changes}
     settings = {"seed": 0, "compute.shards": 4, "compute.samples_per_shard": 2, "data.name": "synthetic", "optim.lr": 1}
     settings |= {name.replace("__", "."): value for name, value in changes.items()}
     fields = {"fingerprint": {"torch": "2.11", "threads": 1}, "sample_names": NAMES, **fields}
-    return Header(session, first_step, rank, world_size, settings, "hash", **fields)
+    return SessionHeader(session, first_step, rank, world_size, settings, "hash", **fields)
 
 
 def number(*place: object) -> int:
@@ -65,7 +67,7 @@ class Content:
 
 def write_session(
     folder: Path,
-    first: Header,
+    first: SessionHeader,
     steps: Sequence[int],
     *,
     ranks: int = 1,
@@ -113,7 +115,7 @@ def _write_shard(
             writer.part_rows(step, shard, name, content.of(step, shard, name, len(LAYERS)))
 
 
-def _settings(first: Header) -> dict[str, Any]:
+def _settings(first: SessionHeader) -> dict[str, Any]:
     fields = ("session", "first_step", "fingerprint", "parts", "sample_names", "level")
     settings = {name.replace(".", "__"): value for name, value in first.recipe.items()}
     return {**settings, **{name: getattr(first, name) for name in fields}}

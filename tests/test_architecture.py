@@ -159,7 +159,7 @@ def f():
         "segpipe.data.order imports segpipe.train.state",
     ]
     assert against_the_floors({"segpipe.runtime.session": frozenset({"segpipe.errors"})})
-    assert against_the_floors({"segpipe.audit.report": frozenset({"segpipe.export.publish"})})
+    assert against_the_floors({"segpipe.audit.examine": frozenset({"segpipe.export.publish"})})
 
 
 def test_one_name_is_one_module() -> None:

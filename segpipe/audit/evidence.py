@@ -1,67 +1,79 @@
-"""What a run wrote down at its start and on its way, each against the others: data, sources, configuration, ledger."""
+"""Checks the files of a run against each other: data, sources, configuration, ledger, checkpoints, result, export."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from segpipe.audit.report import FAILED, NOTED, PASSED, UNCHECKED, Line
-from segpipe.errors import SegpipeError
+from segpipe.audit.verdict import FAILED, NOTED, PASSED, UNCHECKED, Line
+from segpipe.errors import CheckpointError, DataError, SegpipeError
 from segpipe.files import sha256
 from segpipe.ledger import inputs
-from segpipe.ledger.files import INPUTS, ledger_files
-from segpipe.ledger.reader import RunLedger, mapping_differences, read_run
-from segpipe.ledger.rows import STEP, read_file
-from segpipe.ledger.seals import SUFFIX, first_broken, read_seals
+from segpipe.ledger.reader import RunLedger, first_broken, read_run, read_seals
+from segpipe.ledger.rows import (
+    FOLDER,
+    INPUTS,
+    SEAL_SUFFIX,
+    STEP,
+    differing,
+    ledger_files,
+    mapping_differences,
+    read_file,
+)
+from segpipe.runtime.artifact import MANIFEST, SUMS
 from segpipe.settings.check import check
 from segpipe.settings.config import Config, config_hash, from_mapping, recipe, to_mapping
 from segpipe.train import checkpoint
 
 SHOWN = 5  # names in a line
+# Raised for content that matches its own digests but is not what a run writes.
+MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RuntimeError)
+StateLedger = Callable[[Path, int], RunLedger]  # of a checkpoint and its step: the row of its state
 
 
-def some(names: Sequence[str]) -> str:
-    """The first names, and how many there are besides."""
+def shortened(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return f"{'; '.join(names[:SHOWN])}{more}"
 
 
-def check_config(run: Path) -> tuple[Config | None, list[Line]]:
-    """The run's configuration, where config.json can be read."""
+def differences(changed: dict[str, tuple[Any, Any]], here: str, there: str) -> str:
+    """Settings that differ, with both values."""
+    return shortened([f"{name} is {one!r} in {here} and {two!r} in {there}" for name, (one, two) in changed.items()])
+
+
+def read_config(run: Path) -> Config:
+    """The configuration of a run. Raises CheckpointError when config.json is missing or invalid."""
     path = run / "config.json"
     try:
         config = from_mapping(json.loads(path.read_bytes()))
         check(config, world_size=1)
-        return config, []
     except (OSError, ValueError, SegpipeError) as error:
-        return None, [Line("config", FAILED, f"{path} is no configuration of a run: {error}")]
+        raise CheckpointError(f"{path} is not the configuration of a run: {error}") from error
+    return config
 
 
-def compare_config(run: Path, config: Config, ledger: RunLedger) -> list[Line]:
-    """config.json against what the ledger was started with."""
-    now, lines = recipe(config), []
+def check_config(run: Path, config: Config, ledger: RunLedger) -> Line:
+    """config.json against the header of every session."""
+    now = recipe(config)
     for header in ledger.headers:
-        changed = mapping_differences(header.recipe, now)
-        if changed:
-            text = differences(changed, f"the ledger (session {header.session})", "config.json")
-            lines.append(Line("config", FAILED, text))
-            break
-    if not lines and config_hash(config) != ledger.first.config_hash:
-        text = "config.json is not the configuration that the ledger was started with: a setting that reaches no number"
+        if changed := mapping_differences(header.recipe, now):
+            return Line("config", FAILED, differences(changed, f"the ledger (session {header.session})", "config.json"))
+    if config_hash(config) != ledger.first.config_hash:
         changed = mapping_differences(_first_settings(run, ledger), _flat(config))
         named = differences(changed, "a checkpoint", "config.json") if changed else "run.*, data.workers or the like"
-        lines.append(Line("config", FAILED, f"{text} was changed ({named})"))
-    hashed = f"hash {config_hash(config)}"
-    return lines or [Line("config", PASSED, f"config.json is that of the ledger: {len(now)} settings, {hashed}")]
+        text = f"config.json differs from the ledger in a setting that does not affect the numbers ({named})"
+        return Line("config", FAILED, text)
+    return Line("config", PASSED, f"config.json matches the ledger: {len(now)} settings, hash {config_hash(config)}")
 
 
 def _first_settings(run: Path, ledger: RunLedger) -> dict[str, Any]:
-    """All settings of the session that started the run, from one of its checkpoints; none where it left none."""
+    """All settings of the first session, from one of its checkpoints; empty when it left none."""
     for path in sorted(run.glob("*.pt")):
         with contextlib.suppress(SegpipeError, AttributeError, TypeError):
             config = from_mapping(checkpoint.load(path)["config"])
@@ -76,33 +88,28 @@ def _flat(config: Config) -> dict[str, Any]:
     return {f"{name}.{key}".rstrip("."): value for name, group in groups.items() for key, value in group.items()}
 
 
-def differences(changed: dict[str, tuple[Any, Any]], here: str, there: str) -> str:
-    """Settings that differ, with both values."""
-    return some([f"{name} is {before!r} in {here} and {now!r} in {there}" for name, (before, now) in changed.items()])
-
-
 def check_inputs(run: Path, config: Config, ledger: RunLedger | None) -> list[Line]:
-    """Data and sources as they are now against inputs.json, and that against the ledger."""
+    """Current data and sources against inputs.json, and that against the ledger."""
     path = run / INPUTS
-    known = ledger.first.inputs if ledger else ""
+    recorded = ledger.first.inputs if ledger else ""
     if not path.is_file():
-        if known:
-            return [Line("data", FAILED, f"{path} is missing, but the ledger was started with it")]
+        if recorded:
+            return [Line("data", FAILED, f"{path} is missing, but the ledger has its hash")]
         return [Line("data", UNCHECKED, f"{path} does not exist: files and sources were not recorded")]
     try:
         content = inputs.read(path)
     except SegpipeError as error:
         return [Line("data", FAILED, str(error))]
-    lines = []
-    if ledger and known != sha256(path):
-        lines.append(Line("data", FAILED, f"{path} is not the file that the ledger was started with: it was altered"))
-    return [*lines, _data(config, content["data"]), _code(content["code"])]
+    lines = [_check_data(config, content["data"]), _check_code(content["code"])]
+    if ledger and recorded != sha256(path):
+        lines.insert(0, Line("data", FAILED, f"{path} is not the file whose hash the ledger has: it was altered"))
+    return lines
 
 
-def _data(config: Config, recorded: dict[str, Any]) -> Line:
+def _check_data(config: Config, recorded: dict[str, Any]) -> Line:
     files = recorded["files"]
     if config.data.name == "synthetic":
-        return Line("data", PASSED, "scenes are painted from the seed: there are no files")
+        return Line("data", PASSED, "scenes are rendered from the seed: there are no files")
     if not files:
         return Line("data", UNCHECKED, "data.hash was false: the files were not recorded")
     if not Path(config.data.root).is_dir():
@@ -112,60 +119,53 @@ def _data(config: Config, recorded: dict[str, Any]) -> Line:
     except SegpipeError as error:
         return Line("data", FAILED, f"the data cannot be read: {error}")
     if changed:
-        return Line("data", FAILED, f"{config.data.root}: {some(changed)}")
-    return Line("data", PASSED, f"{len(files)} files in {config.data.root} are those of the run: {recorded['sha256']}")
+        return Line("data", FAILED, f"{config.data.root}: {shortened(changed)}")
+    return Line("data", PASSED, f"{len(files)} files in {config.data.root} are unchanged: {recorded['sha256']}")
 
 
-def _code(recorded: dict[str, Any]) -> Line:
+def _check_code(recorded: dict[str, Any]) -> Line:
     changed = inputs.changes(recorded["files"], inputs.source_hashes())
-    its = f"segpipe {recorded.get('segpipe')}, {inputs.combined(recorded['files'])}"
+    version = f"segpipe {recorded.get('segpipe')}, {inputs.combined(recorded['files'])}"
     if changed:
-        return Line("code", NOTED, f"this is another segpipe than the run's ({its}): {some(changed)}")
-    return Line("code", PASSED, f"{len(recorded['files'])} sources as they were: {its}")
+        return Line("code", NOTED, f"this segpipe is not that of the run ({version}): {shortened(changed)}")
+    return Line("code", PASSED, f"{len(recorded['files'])} source files are unchanged: {version}")
 
 
 def check_ledger(run: Path) -> tuple[RunLedger | None, list[Line]]:
-    """The run's ledger, where there is one that can be read."""
+    """The run's ledger, None when it cannot be read, and what is wrong with it."""
     paths = ledger_files(run)
     if not paths:
         return None, [Line("ledger", UNCHECKED, f"{run} holds no ledger (compute.ledger=false, or an older segpipe)")]
-    lines = [line for path in paths for line in _seals(path)]
+    lines = [line for path in paths for line in _check_seals(path)]
     try:
         ledger = read_run(run)
     except SegpipeError as error:
         return None, [*lines, Line("ledger", FAILED, str(error))]
     lines += [Line("ledger", FAILED, fault) for fault in ledger.faults]
-    lines += [Line("ledger", NOTED, note) for note in ledger.notes if note not in ledger.faults]
+    lines += [Line("ledger", NOTED, note) for note in ledger.notes]
     if not any(line.status == FAILED for line in lines):
-        rows = sum(len(kind) for kind in ledger.rows.values())
-        where = f"{len(paths)} file{'s' * (len(paths) > 1)}"
-        text = f"{rows} rows of {updates(ledger)} updates in {where}: none is missing or altered"
+        rows, files = sum(map(len, ledger.rows.values())), f"{len(paths)} file{'s' * (len(paths) > 1)}"
+        text = f"{rows} rows of {ledger.num_updates} updates in {files}: none is missing or altered"
         lines.append(Line("ledger", PASSED, text))
     return ledger, lines
 
 
-def updates(ledger: RunLedger) -> int:
-    """Updates that the ledger knows of, counted from the start of the run."""
-    steps = ledger.rows[STEP]["step"]
-    return int(steps.max()) + 1 if len(steps) else 0
-
-
-def _seals(path: Path) -> list[Line]:
-    """A file against its running hashes."""
+def _check_seals(path: Path) -> list[Line]:
+    """A ledger file against its running hashes."""
     seals = read_seals(path)
-    if not seals and path.stem == "rank00" and any(path.parents[1].glob("*.pt")):  # each of them sealed it
-        return [Line("ledger", FAILED, f"{path.with_suffix(SUFFIX)} is missing, but the run has checkpoints")]
+    if not seals and path.stem == "rank00" and any(path.parents[1].glob("*.pt")):  # each checkpoint seals it
+        return [Line("ledger", FAILED, f"{path.with_suffix(SEAL_SUFFIX)} is missing, but the run has checkpoints")]
     if not seals:
-        return [Line("ledger", UNCHECKED, f"{path.name} has no seal: only the checksums of its rows were compared")]
+        return [Line("ledger", UNCHECKED, f"{path.name} has no seal: only the checksums of its rows were checked")]
     broken = first_broken(path, seals)
     if broken is None:
         return []
-    found = f"{path} is not what it was when it was sealed: altered, or cut, between bytes {broken[0]} and {broken[1]}"
-    return [Line("ledger", FAILED, found + _steps_between(path, *broken))]
+    text = f"{path} changed after it was sealed: altered, or cut, between bytes {broken[0]} and {broken[1]}"
+    return [Line("ledger", FAILED, text + _steps_between(path, *broken))]
 
 
 def _steps_between(path: Path, first: int, last: int) -> str:
-    """Which steps lie between two places of a file, where its rows can be read."""
+    """The steps in a byte range of a file; empty when its rows cannot be read."""
     try:
         sessions = read_file(path).sessions
     except SegpipeError:
@@ -175,3 +175,156 @@ def _steps_between(path: Path, first: int, last: int) -> str:
         ends = session.start + session.rows.itemsize * (1 + np.arange(len(session.rows)))
         steps += session.rows["step"][(ends > first) & (ends <= last)].tolist()
     return f" (steps {min(steps)} to {max(steps)})" if steps else ""
+
+
+class CheckedCheckpoint(NamedTuple):
+    """A checkpoint that passed."""
+
+    path: Path
+    step: int
+    digests: dict[str, str]  # of model, ema and the rest
+
+
+def _sums(path: Path) -> dict[str, list[str]]:
+    """SHA-256 of files by name, the last one last, from lines `digest  name ...`; empty without the file."""
+    found: dict[str, list[str]] = {}
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
+        parts = line.split()
+        if len(parts) >= 2:
+            found.setdefault(parts[1], []).append(parts[0])
+    return found
+
+
+def check_checkpoints(
+    run: Path, ledger: RunLedger | None, state_ledger: StateLedger | None
+) -> tuple[list[CheckedCheckpoint], list[Line]]:
+    """Checkpoints that passed, by step, and a line for each file; states are checked with `state_ledger` only."""
+    passed, lines = [], []
+    recorded, paths = _sums(run / checkpoint.HASHES), sorted(run.glob("*.pt"))
+    if paths and not recorded and ledger is not None and ledger.first.inputs:
+        lines.append(Line(checkpoint.HASHES, FAILED, "it is missing, but a run with inputs.json writes it"))
+    for path in paths:
+        try:
+            saved = checkpoint.load(path)
+            found = CheckedCheckpoint(path, int(saved["step"]), saved["digests"])
+            settings = recipe(from_mapping(saved["config"]))
+        except SegpipeError as error:
+            lines.append(Line(path.name, FAILED, str(error)))
+            continue
+        except MALFORMED as error:
+            lines.append(Line(path.name, FAILED, f"its step or its configuration is malformed: {error}"))
+            continue
+        faults, state = _sum_faults(path, recorded), ""
+        if ledger is not None:
+            changed = mapping_differences(ledger.first.recipe, settings)
+            faults += [differences(changed, "the ledger", path.name)] if changed else []
+        if ledger is not None and state_ledger is not None and not faults:
+            with contextlib.suppress(DataError):  # the line of the data reports it
+                faults = _state_faults(found, ledger, state_ledger)
+                state = "; weights, statistics, averages and optimizer match its ledger row"
+        lines += [Line(path.name, FAILED, fault) for fault in faults]
+        if not faults:
+            passed.append(found)
+            whole = "the file is unchanged" if path.name in recorded else "its content is unchanged"
+            digests = f"weights {found.digests['model']}, averaged weights {found.digests['ema']}"
+            lines.append(Line(path.name, PASSED, f"after {found.step} updates; {whole}{state}; {digests}"))
+    return sorted(passed, key=lambda each: (each.step, each.path.name)), lines
+
+
+def _sum_faults(path: Path, recorded: Mapping[str, list[str]]) -> list[str]:
+    """The last two hashes are valid: a line is written before its file, so a crash may leave the previous file."""
+    if not recorded:
+        return []
+    if path.name not in recorded:
+        return [f"{checkpoint.HASHES} does not list it: the run did not write this file"]
+    if sha256(path) not in recorded[path.name][-2:]:
+        return [f"it has other bytes than the file that the run wrote ({checkpoint.HASHES}): altered or replaced"]
+    return []
+
+
+def _state_faults(found: CheckedCheckpoint, ledger: RunLedger, state_ledger: StateLedger) -> list[str]:
+    """The state of a checkpoint, recorded anew, against the run's ledger."""
+    try:
+        again = state_ledger(found.path, found.step)
+    except DataError:
+        raise
+    except SegpipeError as error:
+        return [str(error)]
+    except MALFORMED as error:  # torch's, for a state of another optimizer or scaler
+        return [f"its state does not fit the run's network and optimizer: {error}"]
+    one, two = (each.rows[STEP][each.rows[STEP]["step"] == found.step - 1] for each in (ledger, again))
+    if not len(one):
+        return [f"after {found.step} updates, but update {found.step - 1} is missing in the ledger"]
+    names = [name for name, unequal in differing(one, two, STEP).items() if unequal.any()]
+    row = f"the ledger's row of step {found.step - 1}"
+    return [f"its {', '.join(names)} do not match {row}: one of the two was altered"] if names else []
+
+
+def check_result(run: Path, checkpoints: Sequence[CheckedCheckpoint], ledger: RunLedger | None) -> Line:
+    """result.json against last.pt and the ledger."""
+    path = run / "result.json"
+    if not path.is_file():
+        return Line("result", UNCHECKED, f"{path} does not exist: the run did not finish")
+    try:
+        result = dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as error:
+        return Line("result", FAILED, f"{path} cannot be read: {error}")
+    last = next((each for each in checkpoints if each.path.name == "last.pt"), None)
+    expected: dict[str, Any] = {}
+    if last is not None:
+        expected = {"steps": last.step, "weights_digest": last.digests["model"], "ema_digest": last.digests["ema"]}
+    faults = [
+        f"{name} is {result.get(name)!r}, but last.pt has {value!r}"
+        for name, value in expected.items()
+        if result.get(name) != value
+    ]
+    if ledger is not None:
+        if result.get("steps") != ledger.num_updates:
+            faults.append(f"steps is {result.get('steps')!r}, but the ledger has {ledger.num_updates}")
+        if result.get("config_hash") not in {header.config_hash for header in ledger.headers}:
+            faults.append("config_hash belongs to no session of the ledger")
+        faults += _seal_faults(result, ledger)
+    if faults:
+        return Line("result", FAILED, f"result.json: {shortened(faults)}")
+    against = " and the ledger" if ledger is not None else ""
+    status = PASSED if last is not None else UNCHECKED
+    return Line("result", status, f"result.json matches last.pt{against} (its mIoU was not measured again)")
+
+
+def _seal_faults(result: Mapping[str, Any], ledger: RunLedger) -> list[str]:
+    """Hashes of ledger files in result.json that are not among their seals."""
+    faults = []
+    for name, (digest, size) in dict(result.get("ledger", {})).items():
+        if (digest, size) not in [tuple(seal) for seal in read_seals(ledger.folder / FOLDER / f"{name}.bin")]:
+            faults.append(f"ledger/{name}.bin was sealed with {digest[:12]} at the end of the run, and is not now")
+    return faults
+
+
+def check_export(run: Path, config: Config | None, checkpoints: Sequence[CheckedCheckpoint]) -> Line:
+    """The exported folder against its checksums and the checkpoint that it was made from."""
+    folder = Path(config.export.dir) if config and config.export.dir else run / "export"
+    if not (folder / MANIFEST).is_file() or not (folder / SUMS).is_file():
+        return Line("export", UNCHECKED, f"{folder} holds no exported network")
+    try:
+        source = dict(json.loads((folder / MANIFEST).read_bytes())["source"])
+    except (ValueError, KeyError, TypeError) as error:
+        return Line("export", FAILED, f"{folder / MANIFEST} cannot be read: {error!r}")
+    faults = []
+    for name, digests in _sums(folder / SUMS).items():
+        if not (folder / name).is_file():
+            faults.append(f"{name} is missing")
+        elif sha256(folder / name) != digests[-1]:
+            faults.append(f"{name} was altered")
+    file = source.get("checkpoint") or {}
+    origin = next((each for each in checkpoints if each.path.name == file.get("file")), None)
+    if origin is not None and source.get("weights_digest") != origin.digests["ema"]:
+        faults.append(f"its weights are {source.get('weights_digest')}, {origin.path.name} has {origin.digests['ema']}")
+    if origin is not None and file.get("sha256") != sha256(origin.path):
+        faults.append(f"it was made from another {origin.path.name}")
+    if faults:
+        return Line("export", FAILED, f"{folder}: {shortened(faults)}")
+    if origin is None:
+        text = f"the files of {folder} are unchanged, but their checkpoint ({file.get('file')}) was not checked"
+        return Line("export", NOTED, text)
+    text = f"the files of {folder} are unchanged and were made from the averaged weights of {origin.path.name}"
+    return Line("export", PASSED, text)

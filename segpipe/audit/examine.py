@@ -1,34 +1,35 @@
-"""An audit: all evidence of a run compared, and spans of it trained again."""
+"""Audits a run: checks all its files against each other, and replays spans of it that are chosen at random."""
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from segpipe.audit import evidence, files
-from segpipe.audit.report import FAILED, PASSED, UNCHECKED, Audit, Line
-from segpipe.audit.spans import Span, choose_spans
+from segpipe.audit import evidence
 from segpipe.audit.task import Task, in_folder, run_tasks
+from segpipe.audit.verdict import FAILED, PASSED, UNCHECKED, Audit, Line
 from segpipe.determinism import flags
 from segpipe.errors import CheckpointError, CollectiveError, SegpipeError
 from segpipe.files import sha256
+from segpipe.keys import generator, sample_key
 from segpipe.ledger.divergence import compare
-from segpipe.ledger.files import FOLDER, INPUTS
 from segpipe.ledger.inputs import combined
-from segpipe.ledger.reader import RunLedger, mapping_differences, read_run
-from segpipe.ledger.rows import SHARD, STEP, row_keys
+from segpipe.ledger.reader import RunLedger, read_run
+from segpipe.ledger.rows import FOLDER, INPUTS, SHARD, STEP, mapping_differences, row_keys
 from segpipe.runtime.artifact import SUMS
 from segpipe.settings.arguments import with_settings
 from segpipe.settings.check import check
 from segpipe.settings.config import Config
 from segpipe.train.checkpoint import HASHES
 
-Progress = Callable[[str, int, int], None]  # what is done now, updates done, updates in all
+Progress = Callable[[str, int, int], None]  # what is being done, updates done, updates in all
 EVIDENCE = ("config.json", INPUTS, "result.json", HASHES, "*.pt", f"{FOLDER}/*", f"export/{SUMS}")
 
 
@@ -39,64 +40,89 @@ class Request:
     run: Path
     seed: int  # of the choice of the spans
     spans: int = 3
-    span_steps: int = 100  # most updates of a span; 0: up to the next checkpoint
-    nproc: int = 1  # processes that train the spans
-    any_environment: bool = False  # train them although versions or hardware are others
-    settings: dict[str, str] = field(default_factory=dict)  # by dotted name: those that reach no number
+    span_steps: int = 100  # longest replay of a span; 0: up to the next checkpoint
+    nproc: int = 1  # processes that replay
+    any_environment: bool = False  # replay although versions or hardware differ
+    settings: dict[str, str] = field(default_factory=dict)  # by dotted name: those that do not affect the numbers
+
+
+class Span(NamedTuple):
+    """Updates `first` to `last - 1`, from the checkpoint at `first`, or from the seed."""
+
+    start: Path | None
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        many = f"updates {self.first} to {self.last - 1}" if self.last - self.first > 1 else f"update {self.first}"
+        return f"{many} from {self.start.name if self.start else 'the seed'}"
+
+
+def choose_spans(starts: Mapping[int, Path | None], end: int, *, count: int, longest: int, seed: int) -> list[Span]:
+    """`count` of the spans between neighbouring starts (updates done -> checkpoint), by step; all when there are fewer.
+
+    A span ends at the next start, or at `end`, or after `longest` updates (0: no limit). The choice is a function of
+    the arguments; the auditor draws the seed, so that nobody knows it before.
+    """
+    edges = sorted(step for step in starts if step < end)
+    spans = [
+        Span(starts[first], first, min(following, first + longest) if longest else following)
+        for first, following in pairwise([*edges, end])
+    ]
+    draws = generator(sample_key(seed, 0, 0, "audit")).bit_generator.random_raw(len(spans)).tolist()
+    chosen = sorted(range(len(spans)), key=lambda place: (draws[place], place))[:count]
+    return [spans[place] for place in sorted(chosen)]
 
 
 def examine(request: Request, progress: Progress) -> Audit:
     """All lines of the report.
 
-    Raises CheckpointError when there is no run at all, ConfigError for wishes that cannot be met, and CollectiveError
-    when the processes that should train the spans could not work together.
+    Raises CheckpointError when there is no run at all, ConfigError for a request that cannot be met, and
+    CollectiveError when the replaying processes failed to work together.
     """
     run, started = request.run, time.monotonic()
     if not (run / "config.json").exists() and not (run / FOLDER).is_dir():
         raise CheckpointError(f"{run} holds no run: neither config.json nor {FOLDER}. Set run=runs/NAME.")
-    progress("reading the evidence", 0, 0)
-    original, lines = evidence.check_config(run)
+    progress("checking the files", 0, 0)
     ledger, ledger_lines = evidence.check_ledger(run)
-    config = with_settings(original, request.settings) if original else None
-    if original and ledger:
-        lines += evidence.compare_config(run, original, ledger)
-    if config:
-        lines = [*evidence.check_inputs(run, config, ledger), *lines]
+    original, config, lines = None, None, []
+    try:
+        original = evidence.read_config(run)
+        config = with_settings(original, request.settings)
+        lines += evidence.check_inputs(run, config, ledger)
+        lines += [evidence.check_config(run, original, ledger)] if ledger else []
+    except CheckpointError as error:
+        lines.append(Line("config", FAILED, str(error)))
     obstacle = _obstacle(config, ledger, request)
+    # Spans are replayed although data or sources changed: it shows where that mattered.
+    consistent = not any(line.part == "config" and line.status == FAILED for line in lines)
+    replayable = config if ledger and config and _data_is_here(config) and consistent else None
+    spans: list[Span] = []
     with tempfile.TemporaryDirectory(prefix="segpipe-audit-") as scratch:
-        sound = config if config and ledger and _data_is_here(config) and not _broken(lines) else None
-        kept, kept_lines = files.check_checkpoints(run, sound, ledger, Path(scratch))
-        lines += ledger_lines + kept_lines
-        spans: list[Span] = []
-        if sound and ledger and not obstacle:
-            starts: dict[int, Path | None] = {0: None, **{each.step: each.path for each in kept if each.step > 0}}
+        replays = _Replays(replayable, request, Path(scratch), progress) if replayable else None
+        checkpoints, checkpoint_lines = evidence.check_checkpoints(run, ledger, replays.state if replays else None)
+        lines += ledger_lines + checkpoint_lines
+        if replays and ledger and not obstacle:
+            starts: dict[int, Path | None] = {0: None, **{each.step: each.path for each in checkpoints if each.step}}
             spans = choose_spans(
-                starts, evidence.updates(ledger), count=request.spans, longest=request.span_steps, seed=request.seed
+                starts, ledger.num_updates, count=request.spans, longest=request.span_steps, seed=request.seed
             )
-            lines += _replay_all(spans, sound, ledger, request, Path(scratch), progress)
+            lines += replays.spans(spans, ledger)
     if not spans:
-        obstacle = obstacle or "the configuration and the ledger do not fit each other, so nothing can be trained again"
+        obstacle = obstacle or "the configuration does not match the ledger, so nothing can be replayed"
         lines.append(Line("replay", UNCHECKED, obstacle))
-    lines += files.check_result(run, kept, ledger) + files.check_export(run, original, kept)
+    lines += [evidence.check_result(run, checkpoints, ledger), evidence.check_export(run, original, checkpoints)]
     return Audit(
         run=str(run),
         lines=tuple(lines),
         obstacle=obstacle if not spans else "",
         seed=request.seed,
         replayed=sum(span.last - span.first for span in spans),
-        updates=evidence.updates(ledger) if ledger else 0,
+        updates=ledger.num_updates if ledger else 0,
         processes=request.nproc,
-        evidence=combined(_evidence(run)),
+        evidence=combined(_file_hashes(run)),
         seconds=round(time.monotonic() - started, 1),
     )
-
-
-def _broken(lines: list[Line]) -> bool:
-    """Whether the configuration is not that of the ledger.
-
-    With data or sources that differ spans are trained again all the same: it tells where they mattered.
-    """
-    return any(line.part == "config" and line.status == FAILED for line in lines)
 
 
 def _data_is_here(config: Config) -> bool:
@@ -104,70 +130,80 @@ def _data_is_here(config: Config) -> bool:
 
 
 def _obstacle(config: Config | None, ledger: RunLedger | None, request: Request) -> str:
-    """Why nothing can be trained again; empty when it can."""
+    """Why nothing can be replayed; empty when it can."""
     if config is None or ledger is None:
-        return "without config.json and a ledger there is nothing to train again and compare with"
+        return "without config.json and a ledger there is nothing to replay and compare with"
     if not _data_is_here(config):
         return f"data.root = {config.data.root} does not exist here. Set data.root=FOLDER"
     mode = config.compute.mode
     if mode not in ("elastic", "audit"):
         return f"compute.mode = {mode} does not promise the same bits for any number of processes; elastic does"
-    if not evidence.updates(ledger):
+    if not ledger.num_updates:
         return "the ledger holds no update"
     check(config, world_size=request.nproc)
     flags.set_environment(config.compute.threads * request.nproc, mode)
     flags.apply(config.compute.threads, mode)
-    before = [header.fingerprint for header in ledger.headers]
-    changed = next((found for each in before if (found := mapping_differences(each, flags.fingerprint()))), {})
+    now = flags.fingerprint()
+    changed = next((found for each in ledger.headers if (found := mapping_differences(each.fingerprint, now))), {})
     if changed and not request.any_environment:
         listed = evidence.differences(changed, "the ledger", "this environment")
         return (
-            f"the same bits are promised within one environment only: {listed}. Audit where the run was trained, or "
+            f"equal bits are promised within one environment only: {listed}. Audit where the run was trained, or "
             f"set any_environment=true to try"
         )
     return ""
 
 
-def _replay_all(
-    spans: list[Span], config: Config, ledger: RunLedger, request: Request, scratch: Path, progress: Progress
-) -> list[Line]:
-    in_all, before, lines = sum(span.last - span.first for span in spans), 0, []
-    for number, span in enumerate(spans):
-        progress(f"training again: {span}", before, in_all)
-        folder = scratch / f"span{number}"
-        copy = in_folder(config, folder, any_environment=request.any_environment)
-        task = Task(copy, str(span.start or ""), span.first, span.last)
+class _Replays:
+    """Replays of a run into folders of their own."""
 
-        def report(_: int, done: int, *, base: int = before - span.first, span: Span = span) -> None:
-            progress(f"training again: {span}", base + done, in_all)
+    def __init__(self, config: Config, request: Request, scratch: Path, progress: Progress) -> None:
+        self._config, self._request, self._scratch, self._progress = config, request, scratch, progress
 
-        try:
-            run_tasks([task], nproc=request.nproc, report=report)
-            lines.append(_judge(span, ledger, read_run(folder)))
-        except CollectiveError:  # the processes that should train it could not, which says nothing about the run
-            raise
-        except SegpipeError as error:
-            lines.append(Line("replay", FAILED, f"{span}: {error}"))
-        before += span.last - span.first
-    return lines
+    def state(self, path: Path, step: int) -> RunLedger:
+        """A ledger with the state of a checkpoint."""
+        folder = self._scratch / f"state-{path.stem}"
+        run_tasks([Task(in_folder(self._config, folder, any_environment=True), str(path), step, step)], nproc=1)
+        return read_run(folder)
+
+    def spans(self, spans: Sequence[Span], ledger: RunLedger) -> list[Line]:
+        """The ledger of each replayed span against that of the run."""
+        total, before, lines = sum(span.last - span.first for span in spans), 0, []
+        for number, span in enumerate(spans):
+            self._progress(f"replaying {span}", before, total)
+            folder = self._scratch / f"span{number}"
+            copy = in_folder(self._config, folder, any_environment=self._request.any_environment)
+            task = Task(copy, str(span.start or ""), span.first, span.last)
+
+            def report(_: int, done: int, *, base: int = before - span.first, span: Span = span) -> None:
+                self._progress(f"replaying {span}", base + done, total)
+
+            try:
+                run_tasks([task], nproc=self._request.nproc, report=report)
+                lines.append(_judge(span, ledger, read_run(folder)))
+            except CollectiveError:  # the replaying processes failed, which says nothing about the run
+                raise
+            except SegpipeError as error:
+                lines.append(Line("replay", FAILED, f"{span}: {error}"))
+            before += span.last - span.first
+        return lines
 
 
 def _judge(span: Span, ledger: RunLedger, again: RunLedger) -> Line:
-    """The ledger of a span trained again against that of the run."""
     found = compare(ledger, again)
     if found.verdict != "identical":
-        return Line("replay", FAILED, f"{span}: {found.sentence} (A: the ledger, B: trained again)")
+        return Line("replay", FAILED, f"{span}: {found.sentence} (A: the ledger, B: the replay)")
     rows = 0
     for kind in (SHARD, STEP):
         wanted = row_keys(again.rows[kind])
-        missing = wanted[~np.isin(wanted, row_keys(ledger.rows[kind]))]
-        if len(missing):
-            return Line("replay", FAILED, f"{span}: the ledger lacks {len(missing)} of its {len(wanted)} rows")
+        missing = int(np.isin(wanted, row_keys(ledger.rows[kind]), invert=True).sum())
+        if missing:
+            return Line("replay", FAILED, f"{span}: the ledger lacks {missing} of its {len(wanted)} rows")
         rows += len(wanted)
-    return Line("replay", PASSED, f"{span}: {rows} rows came out the same, bit by bit")
+    return Line("replay", PASSED, f"{span}: {rows} rows are bitwise equal")
 
 
-def _evidence(run: Path) -> dict[str, str]:
-    """SHA-256 of all files that an audit looks at, by name."""
+def _file_hashes(run: Path) -> dict[str, str]:
+    """SHA-256 of all files that an audit checks, by name."""
     paths = [path for pattern in EVIDENCE for path in run.glob(pattern) if path.is_file()]
     return {path.relative_to(run).as_posix(): sha256(path) for path in paths}

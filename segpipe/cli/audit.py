@@ -13,7 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from segpipe.audit.examine import Request, examine
-from segpipe.audit.report import Audit, check_folder, write_audit
+from segpipe.audit.verdict import Audit, check_folder, write_audit
 from segpipe.errors import SegpipeError
 
 COLOURS = {"passed": "green", "failed": "bold red", "noted": "yellow", "not checked": "dim"}

@@ -1,1 +1,1 @@
-"""What makes the same run give the same bits, and what shows that it did."""
+"""Switches that make torch deterministic, and the gate that finds ops without a deterministic form on CUDA."""

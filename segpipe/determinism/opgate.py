@@ -1,56 +1,54 @@
-"""Finds, on a CPU, the ops that would not give the same bits on CUDA, and the lines that call them.
+"""Finds on a CPU the ops of a network or loss that would not give the same bits on CUDA, and the lines that call them.
 
-A dispatch mode sees every aten op, those of the backward too, and looks it up in `RULES`. The states there are those
-of torch 2.11 to 2.14 under `torch.use_deterministic_algorithms(True)`, the worse one where they differ, from torch's
-documentation and sources; `benchmarks/ops.py` measures them on a GPU. Not seen: what a kernel calls inside itself.
+A dispatch mode sees every aten op, also in the backward, and looks it up in `RULES`: the behavior of torch 2.11 to 2.14
+under `torch.use_deterministic_algorithms(True)`, the worst where releases differ, from torch's documentation and
+sources. `benchmarks/ops.py` measures the table on a GPU. Ops that a kernel calls internally are not seen.
+
+Check a network of your own (forward and backward of random images; NAME is called with the number of classes):
+
+    python -m segpipe.determinism.opgate package.module:NAME [--size HEIGHT WIDTH]
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from segpipe.errors import UnsafeOpError
 from segpipe.models.resize import as_on_cuda
 
 RAISES = "raises under deterministic algorithms"
-SLOW = "takes a slow form under deterministic algorithms"
-SILENT = "changes from run to run without a word"
+SLOW = "takes a slow path under deterministic algorithms"
+SILENT = "silently changes from run to run"
 
+CLASSES = 19
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-_FRAME = re.compile(r'  File "(.+?)", line (\d+), in ')
-
-
-def _always(arguments: Mapping[str, Any]) -> bool:
-    return True
+_FRAME = re.compile(r'  File "(.+?)", line (\d+), in ')  # of a traceback that torch keeps as text
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Ops, by aten name without overload and final underscore, that a network or a loss must not call on CUDA.
+    """Ops that a network or loss must not call on CUDA, by aten name without overload and trailing underscore.
 
-    `when` tells from the arguments, by their names in the op's schema, whether this call is meant.
+    `when` decides from the arguments, by their names in the op's schema, whether the rule applies to a call.
     """
 
     ops: tuple[str, ...]
     state: str
     why: str
     instead: str
-    when: Callable[[Mapping[str, Any]], bool] = _always
-
-
-def _accumulates(arguments: Mapping[str, Any]) -> bool:
-    return bool(arguments["accumulate"])
+    when: Callable[[Mapping[str, Any]], bool] = lambda arguments: True
 
 
 def _is_float(arguments: Mapping[str, Any]) -> bool:
@@ -58,19 +56,26 @@ def _is_float(arguments: Mapping[str, Any]) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
+_ATOMICS = "adds gradients in any order"
+_REPEATED = "writes one element several times in any order where indices repeat"
+_TIES = "may choose any of several equal values"
+_ONE_HOT = "torch.where, or a product with a one-hot matrix, at a fixed shape"
+_BY_VALUE = "segpipe.losses.pixelwise.kth_largest, by value"
+_BILINEAR = "segpipe.models.resize.bilinear"
+
 RULES = (
     Rule(
         ("nll_loss2d_forward",),
         RAISES,
         "adds pixels in any order for reduction mean and sum",
-        'cross_entropy(reduction="none") with a sum and a count of your own',
+        'cross_entropy(reduction="none") with your own sum and count',
         lambda arguments: arguments["reduction"] != 0,
     ),
     Rule(
         ("upsample_bilinear2d_backward",),
         SLOW,
-        "adds gradients in any order; F.interpolate then computes other forward bits too, and the bare op raises",
-        "segpipe.models.resize.bilinear",
+        f"{_ATOMICS}; F.interpolate then also computes other forward bits, and the bare op raises",
+        _BILINEAR,
     ),
     Rule(
         (
@@ -78,90 +83,75 @@ RULES = (
             *("upsample_linear1d_backward", "upsample_trilinear3d_backward"),
         ),
         RAISES,
-        "adds gradients in any order",
-        "segpipe.models.resize.bilinear",
+        _ATOMICS,
+        _BILINEAR,
     ),
     Rule(
         ("_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward"),
         RAISES,
-        "adds gradients in any order; size 1 is a mean and fine",
+        f"{_ATOMICS}; size 1 is a mean and safe",
         "segpipe.models.resize.adaptive_avg_pool, or avg_pool2d with a fixed kernel",
     ),
     Rule(
-        ("adaptive_max_pool2d_backward", "adaptive_max_pool3d_backward"),
-        RAISES,
-        "adds gradients in any order",
-        "max_pool2d with a fixed kernel",
-    ),
-    Rule(
         (
+            *("adaptive_max_pool2d_backward", "adaptive_max_pool3d_backward"),
             *("fractional_max_pool2d_backward", "fractional_max_pool3d_backward"),
             *("avg_pool3d_backward", "max_pool3d_with_indices_backward"),
         ),
         RAISES,
-        "adds gradients in any order",
-        "the 2-D pool with a fixed kernel",
+        _ATOMICS,
+        "avg_pool2d or max_pool2d with a fixed kernel",
     ),
-    Rule(
-        ("max_unpool2d", "max_unpool3d"),
-        RAISES,
-        "writes to one place more than once where indices repeat",
-        "segpipe.models.resize.bilinear",
-    ),
+    Rule(("max_unpool2d", "max_unpool3d"), RAISES, _REPEATED, _BILINEAR),
     Rule(
         ("reflection_pad1d_backward", "reflection_pad3d_backward"),
         RAISES,
-        "adds gradients in any order",
+        _ATOMICS,
         "zero padding, or torch.cat of flipped slices",
     ),
     Rule(
         (
-            "reflection_pad2d_backward",  # documented to raise, but no release from 2.11 on has the message for it
+            "reflection_pad2d_backward",  # documented to raise, but no release since 2.11 does
             *("replication_pad1d_backward", "replication_pad2d_backward", "replication_pad3d_backward"),
         ),
         SLOW,
-        "adds gradients in any order",
+        _ATOMICS,
         "zero padding, or torch.cat of slices",
     ),
     Rule(
         ("grid_sampler_2d_backward", "grid_sampler_3d_backward", "cudnn_grid_sampler_backward"),
         RAISES,
-        "adds gradients in any order; the cuDNN path did so silently",
-        "segpipe.models.resize.bilinear for a regular grid; warp images before the network",
+        f"{_ATOMICS}; the cuDNN path did so silently",
+        f"{_BILINEAR} for a regular grid; warp images before the network",
     ),
     Rule(
         ("index_put", "_index_put_impl", "_unsafe_index_put"),
         SLOW,
-        "sorts the indices, in the backward of tensor[indices] too, and waits for the device where they are a mask",
+        "sorts the indices, also in the backward of tensor[indices], and synchronizes when they are a mask",
         "torch.where at a fixed shape",
-        _accumulates,
+        lambda arguments: bool(arguments["accumulate"]),
     ),
     Rule(
         ("scatter_add", "index_add", "embedding_dense_backward"),
         SLOW,
-        "sorts the indices, in the backward of gather, index_select and embedding too",
-        "torch.where, or a product with a one-hot matrix, at a fixed shape",
+        "sorts the indices, also in the backward of gather, index_select and embedding",
+        _ONE_HOT,
     ),
     Rule(
         ("scatter",),
         SLOW,
-        "sorts the indices, in the backward of max(dim), sort and topk too",
-        "scatter with a number, torch.where, or amax for max(dim)",
+        "sorts the indices, also in the backward of max(dim), sort and topk",
+        "scatter of a number, torch.where, or amax for max(dim)",
         lambda arguments: "src" in arguments or "reduce" in arguments,
     ),
     Rule(
         ("scatter_reduce",),
         SLOW,
         "sorts the indices for sum and mean, and raises for prod",
-        "torch.where, or a product with a one-hot matrix, at a fixed shape",
+        _ONE_HOT,
         lambda arguments: arguments["reduce"] not in ("amax", "amin"),
     ),
-    Rule(
-        ("index_reduce", "put"),
-        RAISES,
-        "writes to one place more than once, in any order, where indices repeat",
-        "torch.where at a fixed shape",
-    ),
+    Rule(("index_reduce", "put"), RAISES, _REPEATED, "torch.where at a fixed shape"),
     Rule(("histc",), RAISES, "counts in floats, in any order", "torch.bincount of integers without weights"),
     Rule(
         ("bincount",),
@@ -173,36 +163,30 @@ RULES = (
     Rule(
         ("median", "nanmedian"),
         RAISES,
-        "chooses any of equal values for the index",
-        "median without dim, or segpipe.losses.pixelwise.kth_largest",
+        _TIES,
+        f"median without dim, or {_BY_VALUE}",
         lambda arguments: "dim" in arguments,
     ),
-    Rule(
-        ("kthvalue",),
-        SILENT,
-        "chooses any of equal values for the index",
-        "segpipe.losses.pixelwise.kth_largest, by value",
-    ),
+    Rule(("kthvalue", "topk"), SILENT, _TIES, _BY_VALUE),
     Rule(
         ("sort",),
         SILENT,
         "leaves the order of equal keys open",
-        "stable=True, or segpipe.losses.pixelwise.kth_largest, by value",
+        f"stable=True, or {_BY_VALUE}",
         lambda arguments: not arguments.get("stable"),
     ),
-    Rule(("topk",), SILENT, "leaves the order of equal keys open", "segpipe.losses.pixelwise.kth_largest, by value"),
     Rule(
         ("cumsum",),
         SLOW,
-        "adds floats in an order that depends on the load; torch documents that as raising before 2.14",
+        "adds floats in an order that depends on the load; documented as raising before torch 2.14",
         "cumsum of integers",
         _is_float,
     ),
-    Rule(("_ctc_loss_backward",), RAISES, "adds gradients in any order", "a loss per pixel"),
+    Rule(("_ctc_loss_backward",), RAISES, _ATOMICS, "a loss per pixel"),
     Rule(
         ("_embedding_bag_backward", "_embedding_bag_dense_backward"),
         RAISES,
-        "adds gradients in any order for mode max",
+        f"{_ATOMICS} for mode max",
         "mode sum or mean",
         lambda arguments: arguments["mode"] == 2,
     ),
@@ -212,7 +196,7 @@ RULES = (
 
 @dataclass(frozen=True)
 class Violation:
-    """A call that a rule forbids. `file` and `line` are where it, or for a backward its forward, was written."""
+    """A call that a rule forbids, with the line of the call, or for a backward of its forward."""
 
     op: str
     file: str
@@ -224,63 +208,36 @@ class Violation:
         return f"{self.file}:{self.line} calls {self.op}: it {rule.why}, and {rule.state}. Use {rule.instead}."
 
 
-class OpGate:
-    """A context for forward, loss and backward on a CPU; raises UnsafeOpError at its end, naming op, file and line.
+def check_ops(call: Callable[[], object], rules: Sequence[Rule] = RULES) -> list[Violation]:
+    """Forbidden ops in `call()`, which runs forward, loss and backward on a CPU; once per op and line.
 
-    Every forbidden call is kept in `violations`, once per op and line. An error of the code inside comes through as it
-    is. While the gate is open, `segpipe.models.resize.bilinear` goes the way it goes on CUDA. An op of the backward is
-    named by the line of its forward, or by that of `backward()` where the forward ran before the gate was opened. Costs
+    Inside, `segpipe.models.resize.bilinear` takes the path that it takes on CUDA. An op of the backward is named by the
+    line of its forward, or by that of `backward()` when the forward ran before. Errors of `call` are not caught. Costs
     about half a millisecond per node of the autograd graph.
     """
-
-    def __init__(self, rules: Sequence[Rule] = RULES) -> None:
-        self._rules = {op: rule for rule in rules for op in rule.ops}
-        self._found: dict[tuple[str, str, int], Violation] = {}
-        self._open = ExitStack()
-
-    @property
-    def violations(self) -> list[Violation]:
-        """What was found so far, in the order of the calls."""
-        return list(self._found.values())
-
-    def __enter__(self) -> OpGate:
-        self._open.enter_context(as_on_cuda())
-        # Anomaly mode writes into each node of the graph where its forward was called.
-        self._open.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
-        self._open.enter_context(_Watch(self._see))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._open.close()
-        if kind is None and self._found:
-            raise UnsafeOpError("\n".join(map(str, self._found.values())))
-
-    def _see(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Keep the call if a rule forbids it; `op` is a torch._ops.OpOverload."""
-        if op.namespace != "aten":
-            return
-        rule = self._rules.get(op._schema.name.removeprefix("aten::").rstrip("_"))
-        if rule is None or not rule.when(_arguments(op, args, kwargs)):
-            return
-        name, (file, line) = str(op.overloadpacket), _caller()
-        self._found.setdefault((name, file, line), Violation(name, file, line, rule))
+    watch = _Watch({op: rule for rule in rules for op in rule.ops})
+    # Anomaly mode stores in each node of the graph where its forward was called.
+    with as_on_cuda(), torch.autograd.set_detect_anomaly(True, check_nan=False), watch:
+        call()
+    return list(watch.found)
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Shows every op to `see` before it runs."""
+    """Looks up every op before it runs."""
 
-    def __init__(self, see: Callable[[Any, Sequence[Any], Mapping[str, Any]], None]) -> None:
+    def __init__(self, rules: Mapping[str, Rule]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._see = see
+        self._rules = rules
+        self.found: dict[Violation, None] = {}  # in the order of the calls
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self._see(func, args, kwargs)
-        if torch.is_inference_mode_enabled():  # ops made of others arrive whole there
+        rule = self._rules.get(func._schema.name.removeprefix("aten::").rstrip("_"))
+        if rule is not None and rule.when(_arguments(func, args, kwargs)):
+            self.found[Violation(str(func.overloadpacket), *_caller(), rule)] = None
+        if torch.is_inference_mode_enabled():  # composite ops arrive undecomposed there
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
@@ -308,7 +265,7 @@ def _caller() -> tuple[str, int]:
 
 
 def _forward_of_current_node() -> tuple[str, int] | None:
-    """Where the forward of the autograd node that runs now was called; None when no gate was open then."""
+    """Where the forward of the running autograd node was called; None when it ran before the gate was entered."""
     node = torch._C._current_autograd_node()
     metadata: dict[str, Any] = node.metadata if node is not None else {}  # type: ignore[assignment]
     for text in reversed(metadata.get("traceback_", [])):
@@ -319,3 +276,33 @@ def _forward_of_current_node() -> tuple[str, int] | None:
 
 def _is_users(file: str) -> bool:
     return not file.startswith((_TORCH, "<frozen")) and file != __file__
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Tensors with a gradient inside the output of a network."""
+    if isinstance(value, Tensor):
+        return [value] if value.requires_grad else []
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return [tensor for item in items for tensor in _tensors(item)]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit code: 0 for a network without forbidden ops, otherwise that of UnsafeOpError."""
+    parser = argparse.ArgumentParser(prog="python -m segpipe.determinism.opgate", description="Checks a network's ops.")
+    parser.add_argument("network", help="import path package.module:NAME, called with the number of classes")
+    parser.add_argument("--size", type=int, nargs=2, default=(128, 256), metavar=("HEIGHT", "WIDTH"))
+    given = parser.parse_args(arguments)
+    module, _, name = given.network.partition(":")
+    network = getattr(importlib.import_module(module), name)(CLASSES)
+
+    def update() -> None:
+        outputs = _tensors(network(torch.rand(2, 3, *given.size)))
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+
+    found = check_ops(update)
+    print("\n".join(map(str, found)) or f"{given.network}: no forbidden op in forward and backward")
+    return UnsafeOpError.exit_code if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

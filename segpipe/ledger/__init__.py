@@ -1,1 +1,1 @@
-"""Digests of every step on disk: what a run writes, how it is read, where two of them part."""
+"""What a run recorded: digests of every step, in files that compare row by row."""

@@ -1,13 +1,13 @@
-"""Exact, order-free digests of tensors: equal bits give equal numbers on any device and under any split.
+"""Exact, order-free digests of tensors: equal bits give equal digests on any device and under any split.
 
     H = sum over i of mix64(bits_i xor mix64(i * phi)) mod 2^64
 
-Integer addition wraps and commutes, so chunks, ranks and parallel reductions cannot change the sum; the index inside
-makes it see position, and the raw bits make it see sign, -0.0 and one ulp. mix64 is the finaliser of SplitMix64.
-Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+Integer addition wraps and commutes, so chunks, ranks and parallel reductions cannot change the sum. The index inside
+makes it depend on position; the raw bits make it depend on sign, -0.0 and one ulp. mix64 is the finalizer of
+SplitMix64. Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 
-`digest` is H of a tensor's elements. `digest_many` and `digest_each` are for every step of a training: they read words
-of 8 bytes, take H of each block of BLOCK words, and H of these numbers.
+`digest` is H of a tensor's elements. The others run in every training step: they read words of 8 bytes, take H of each
+block of BLOCK words, and H of these block sums.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,65 +26,65 @@ from torch import Tensor
 
 from segpipe.ledger import native
 
-_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # places of the shift, factor
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # shift, factor
 _PHI = 0x9E3779B97F4A7C15
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-BLOCK = 1 << 15  # words; part of the definition. On a CPU three buffers of 256 KiB stay in its L2 cache
-THREAD_BLOCKS = 4  # that are worth a thread: 1 MiB
-DEVICE_CHUNK = 1 << 22  # elements mixed at a time on a GPU, a multiple of BLOCK: few launches, 64 MiB
+BLOCK = 1 << 15  # words; part of the definition. On a CPU three buffers of 256 KiB fit its L2 cache
+THREAD_BLOCKS = 4  # blocks that are worth a thread: 1 MiB
+DEVICE_CHUNK = 1 << 22  # words mixed at a time on a GPU, a multiple of BLOCK: few launches, 64 MiB
 
 
 def _signed(value: int) -> int:
-    """`value` mod 2^64 as torch's int64 holds it."""
+    """`value` mod 2^64 in the range of int64."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
 
 
-def _mix64_(x: Tensor, spare: Tensor) -> Tensor:
-    """mix64 in place; `spare` is overwritten."""
-    if x.device.type == "cpu":  # numpy knows unsigned shifts and multiplies 64-bit integers three times as fast
-        _mix64_on_host(x.numpy().view(np.uint64), spare.numpy().view(np.uint64))
+def _mix64_(x: Tensor) -> Tensor:
+    """mix64 in place."""
+    if x.device.type == "cpu":  # numpy has unsigned shifts and multiplies 64-bit integers three times as fast
+        _mix64_on_host(x.numpy().view(np.uint64))
     else:
-        _mix64_on_device(x, spare)
+        _mix64_on_device(x)
     return x
 
 
-def _mix64_on_host(x: NDArray[np.uint64], spare: NDArray[np.uint64]) -> None:
+def _mix64_on_host(x: NDArray[np.uint64]) -> None:
+    shifted = np.empty_like(x)
     for places, factor in _ROUNDS:
-        np.right_shift(x, np.uint64(places), out=spare)
-        np.bitwise_xor(x, spare, out=x)
+        np.right_shift(x, np.uint64(places), out=shifted)
+        np.bitwise_xor(x, shifted, out=x)
         if factor != 1:
             np.multiply(x, np.uint64(factor), out=x)
 
 
-def _mix64_on_device(x: Tensor, spare: Tensor) -> None:
+def _mix64_on_device(x: Tensor) -> None:
+    shifted = torch.empty_like(x)
     for places, factor in _ROUNDS:
-        torch.bitwise_right_shift(x, places, out=spare)  # of signed integers: the mask takes the copies of the sign
-        x.bitwise_xor_(spare.bitwise_and_((1 << (64 - places)) - 1))
+        torch.bitwise_right_shift(x, places, out=shifted)  # int64: the mask removes the copies of the sign bit
+        x.bitwise_xor_(shifted.bitwise_and_((1 << (64 - places)) - 1))
         if factor != 1:
             x.mul_(_signed(factor))
 
 
 def digest(tensor: Tensor, *, offset: int = 0) -> Tensor:
-    """H of a tensor's elements in logical (row-major) order, as a 0-d int64 tensor on its device; never synchronises.
+    """H of a tensor's elements in row-major order, 0-d int64 on its device; never synchronizes.
 
     `offset` is the index of the first element, so digests of consecutive chunks add up to that of the whole.
     """
     flat = tensor.detach().contiguous().reshape(-1)
     bits, device = flat.view(_BITS[flat.element_size()]), tensor.device
     total = torch.zeros((), dtype=torch.int64, device=device)
-    width = BLOCK if device.type == "cpu" else DEVICE_CHUNK
-    for start in range(0, bits.numel(), width):
-        part = bits[start : start + width]
-        indices = _mixed_indices(offset + start, part.numel(), device)
-        total += _mix64_(part ^ indices, torch.empty_like(indices)).sum()
+    chunk = BLOCK if device.type == "cpu" else DEVICE_CHUNK
+    for start in range(0, bits.numel(), chunk):
+        part = bits[start : start + chunk]
+        total += _mix64_(part ^ _mixed_indices(offset + start, part.numel(), device)).sum()
     return total
 
 
 def _mixed_indices(start: int, num: int, device: torch.device) -> Tensor:
-    """mix64(i * phi) for `num` numbers i from `start` on, int64."""
-    x = torch.arange(start, start + num, dtype=torch.int64, device=device).mul_(_signed(_PHI))
-    return _mix64_(x, torch.empty_like(x))
+    """mix64(i * phi) for `num` indices i from `start`, int64."""
+    return _mix64_(torch.arange(start, start + num, dtype=torch.int64, device=device).mul_(_signed(_PHI)))
 
 
 @lru_cache(maxsize=16)
@@ -94,7 +93,7 @@ def _block_indices(device: torch.device) -> Tensor:
 
 
 def _words(tensor: Tensor, rows: int, *, channels_last: bool = False) -> Tensor:
-    """The bytes of a tensor as int64 (rows, n), zeros behind; a view where its memory allows it."""
+    """Bytes of a tensor as int64 (rows, n), each row padded with zero bytes; a view where its memory allows one."""
     tensor = tensor.detach()
     if channels_last and tensor.ndim == 4:
         tensor = tensor.permute(0, 2, 3, 1)
@@ -108,156 +107,103 @@ def _words(tensor: Tensor, rows: int, *, channels_last: bool = False) -> Tensor:
 
 
 def digest_many(tensors: Sequence[Tensor], *, channels_last: bool = False) -> Tensor:
-    """One number for tensors in their order, as a 0-d int64 tensor on their device; never synchronises.
+    """One digest of several tensors in their order, 0-d int64 on their device; never synchronizes.
 
-    Each tensor starts a new word, and its last one is filled up with zeros. `channels_last` reads 4-D tensors in the
-    order N, H, W, C, which spares those a copy that lie in memory so. On a GPU all are joined first, some 40 launches;
-    tensors that lie on the host beside others on a device (AdamW's counters of steps) are copied there.
+    Each tensor starts a new word, and its last word is padded with zero bytes. `channels_last` reads 4-D tensors in the
+    order N, H, W, C, which avoids a copy of those in that memory format. On a GPU the tensors are joined first, some 40
+    launches; CPU tensors beside GPU tensors (AdamW's step counters) are copied to the GPU.
     """
-    devices = {tensor.device for tensor in tensors} - {torch.device("cpu")}
-    if not devices:
-        return _on_host([tensor.detach() for tensor in tensors], channels_last=channels_last)
-    (device,) = devices
-    words = [_words(tensor, 1, channels_last=channels_last) for tensor in tensors]
-    return _on_device(torch.cat([part.to(device, non_blocking=True) for part in words], dim=1))[0]
+    return digest_groups([tensors], channels_last=channels_last)[0]
 
 
 def digest_groups(groups: Sequence[Sequence[Tensor]], *, channels_last: bool = False) -> Tensor:
     """`digest_many` of every group of tensors, int64 (n,), on their device."""
-    tensors = [tensor.detach() for group in groups for tensor in group]
-    kernels = native.kernels()
-    if kernels is None or any(tensor.device.type != "cpu" for tensor in tensors):
-        return torch.stack([digest_many(group, channels_last=channels_last) for group in groups])
-    places, indices = _Places(tensors, channels_last=channels_last), _block_indices(torch.device("cpu"))
-    assert places.num_words < BLOCK * BLOCK, "room for the sums of a group among the indices"
-    ends, digests = np.cumsum([len(group) for group in groups]), np.empty(len(groups), np.int64)
-    kernels.segpipe_group_digests(
-        *places.pointers(), ends.ctypes.data, len(groups), indices.data_ptr(), BLOCK, digests.ctypes.data
-    )
-    return torch.from_numpy(digests)
+    devices = {tensor.device for group in groups for tensor in group} - {torch.device("cpu")}
+    if not devices and native.kernels() is not None:
+        return _compiled(groups, channels_last=channels_last)
+    device, chunk = (devices.pop(), DEVICE_CHUNK) if devices else (torch.device("cpu"), BLOCK)
+    assert not devices, "tensors of one device"
+    found = []
+    for group in groups:
+        parts = [_words(tensor, 1, channels_last=channels_last).to(device, non_blocking=True) for tensor in group]
+        parts = parts or [torch.zeros((1, 0), dtype=torch.int64, device=device)]
+        found.append(_digest_rows(torch.cat(parts, dim=1), chunk))
+    return torch.cat(found)
 
 
 def digest_each(batch: Tensor) -> Tensor:
     """`digest_many` of every tensor along the first axis, int64 (b,)."""
     if batch.device.type == "cpu":
-        return torch.stack([_on_host([row]) for row in batch.detach()])
-    return _on_device(_words(batch, len(batch)))
+        return digest_groups([[row] for row in batch])
+    return _digest_rows(_words(batch, len(batch)), DEVICE_CHUNK)
 
 
-def _on_host(tensors: Sequence[Tensor], *, channels_last: bool = False) -> Tensor:
-    """The digest of tensors on the CPU, whose words continue each other."""
-    kernels = native.kernels()
-    if kernels is None:
-        words = [_words(tensor, 1, channels_last=channels_last)[0].numpy().view(np.uint64) for tensor in tensors]
-        sums = np.array(_streamed(words), np.uint64)
-    else:
-        sums = _compiled(kernels, tensors, channels_last=channels_last)
-    return digest(torch.from_numpy(sums.view(np.int64)))
+def _compiled(groups: Sequence[Sequence[Tensor]], *, channels_last: bool) -> Tensor:
+    """Digests of groups of CPU tensors by digest.c, on as many threads as torch has."""
+    parts = [_in_order(tensor.detach(), channels_last) for group in groups for tensor in group]
+    ends = np.cumsum([len(group) for group in groups], dtype=np.int64)
+    addresses = np.array([part.data_ptr() for part in parts], np.uint64)
+    lengths = np.array([part.numel() * part.element_size() // 8 for part in parts], np.int64)
+    indices, kernels = _block_indices(torch.device("cpu")), native.kernels()
 
-
-class _Places:
-    """Where the words of tensors are, for the kernels; holds copies of those whose memory is not in order."""
-
-    def __init__(self, tensors: Sequence[Tensor], *, channels_last: bool) -> None:
-        self._kept, places, lengths = [], [], []
-        for tensor in tensors:
-            order = torch.channels_last if channels_last and tensor.ndim == 4 else torch.contiguous_format
-            octets = tensor.numel() * tensor.element_size()
-            if octets % 8 or not tensor.is_contiguous(memory_format=order):
-                tensor = _words(tensor, 1, channels_last=channels_last)
-                octets = 8 * tensor.numel()
-                self._kept.append(tensor)
-            places.append(tensor.data_ptr())
-            lengths.append(octets // 8)
-        self.num_words = sum(lengths)
-        self._arrays = np.array(places, np.uint64), np.array(lengths, np.int64)
-
-    def pointers(self) -> tuple[int, int]:
-        """Of the parts, and of their lengths."""
-        return self._arrays[0].ctypes.data, self._arrays[1].ctypes.data
-
-
-def _compiled(kernels: Any, tensors: Sequence[Tensor], *, channels_last: bool) -> NDArray[np.uint64]:
-    """Sums of the blocks by the compiled kernel, on as many threads as torch has."""
-    places, indices = _Places(tensors, channels_last=channels_last), _block_indices(torch.device("cpu"))
-    total = places.num_words
-    sums = np.empty(-(-total // BLOCK), np.uint64)
-
-    def take(first: int, last: int) -> None:
-        kernels.segpipe_block_sums(
-            *places.pointers(), len(tensors), first, last, indices.data_ptr(), BLOCK, sums[first // BLOCK :].ctypes.data
+    def share(first: int, last: int) -> NDArray[np.uint64]:
+        """The part of each digest that words `first` to `last - 1` of its group make."""
+        digests = np.empty(len(groups), np.uint64)
+        kernels.segpipe_digests(
+            *(array.ctypes.data for array in (addresses, lengths, ends)),
+            *(len(groups), first, last, indices.data_ptr(), BLOCK, digests.ctypes.data),
         )
+        return digests
 
-    threads = min(torch.get_num_threads(), total // (THREAD_BLOCKS * BLOCK) + 1)
-    share = -(-len(sums) // threads) * BLOCK
-    ranges = [(first, min(first + share, total)) for first in range(0, total, max(share, 1))]
-    waiting = [_pool(os.getpid()).submit(take, *part) for part in ranges[1:]]
-    if ranges:
-        take(*ranges[0])
-    for part in waiting:
-        part.result()
-    return sums
+    words = np.diff(np.concatenate([[0], np.cumsum(lengths)])[np.concatenate([[0], ends])])
+    longest = int(words.max(initial=0))
+    threads = min(torch.get_num_threads(), longest // (THREAD_BLOCKS * BLOCK) + 1)
+    width = -(-longest // (threads * BLOCK)) * BLOCK
+    waiting = [_pool(os.getpid()).submit(share, n * width, (n + 1) * width) for n in range(1, threads)]
+    total = share(0, width)
+    for other in waiting:
+        total += other.result()
+    return torch.from_numpy(total.view(np.int64))
+
+
+def _in_order(tensor: Tensor, channels_last: bool) -> Tensor:
+    """The tensor, or a copy where its memory is not whole words in the order of the digest."""
+    order = torch.channels_last if channels_last and tensor.ndim == 4 else torch.contiguous_format
+    if tensor.numel() * tensor.element_size() % 8 or not tensor.is_contiguous(memory_format=order):
+        return _words(tensor, 1, channels_last=channels_last)
+    return tensor
 
 
 @lru_cache(maxsize=1)
-def _pool(process: int) -> ThreadPoolExecutor:
-    """Threads of this process: those of its parent did not survive a fork."""
+def _pool(process_id: int) -> ThreadPoolExecutor:
+    """Threads of this process: those of its parent do not survive a fork."""
     return ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="digest")
 
 
-def _streamed(parts: Sequence[NDArray[np.uint64]]) -> list[np.uint64]:
-    """Sums of the blocks by numpy; streams the words, because joining them costs as much as digesting."""
-    indices = _block_indices(torch.device("cpu")).numpy().view(np.uint64)
-    x, spare = np.empty((2, BLOCK), np.uint64)
-    sums: list[np.uint64] = []
-    filled = 0
-    for part in parts:
-        start = 0
-        while start < len(part):
-            num = min(BLOCK - filled, len(part) - start)
-            end = filled + num
-            np.bitwise_xor(part[start : start + num], indices[filled:end], out=x[filled:end])
-            start, filled = start + num, end % BLOCK
-            if filled == 0:
-                sums.append(_mixed_sum(x, spare))
-    if filled:
-        sums.append(_mixed_sum(x[:filled], spare[:filled]))
-    return sums
-
-
-def _mixed_sum(x: NDArray[np.uint64], spare: NDArray[np.uint64]) -> np.uint64:
-    _mix64_on_host(x, spare)
-    return np.uint64(x.sum())
-
-
-def _on_device(words: Tensor) -> Tensor:
-    """The digests of rows of words (r, n), int64 (r,)."""
+def _digest_rows(words: Tensor, chunk: int) -> Tensor:
+    """Digests of rows of words (r, n) by numpy or on a GPU, int64 (r,); mixes about `chunk` words at a time."""
     rows, num = words.shape
     if num == 0:
         return words.new_zeros(rows)
     indices = _block_indices(words.device)
-    width = max(DEVICE_CHUNK // rows // BLOCK, 1) * BLOCK
+    width = max(chunk // rows // BLOCK, 1) * BLOCK
     edges = [*range(0, num - num % BLOCK, width), num - num % BLOCK, num]
     sums = []
     for start, end in itertools.pairwise(edges):
         if start < end:
             blocks = words[:, start:end].reshape(rows, -1, min(BLOCK, end - start))
-            x = blocks ^ indices[: blocks.shape[2]]
-            _mix64_on_device(x, torch.empty_like(x))
-            sums.append(x.sum(dim=2))
+            sums.append(_mix64_(blocks ^ indices[: blocks.shape[2]]).sum(dim=2))
     blocks = torch.cat(sums, dim=1)
-    x = blocks ^ _mixed_indices(0, blocks.shape[1], words.device)
-    _mix64_on_device(x, torch.empty_like(x))
-    return x.sum(dim=1)
+    return _mix64_(blocks ^ _mixed_indices(0, blocks.shape[1], words.device)).sum(dim=1)
 
 
 def float_bits(value: float | Tensor) -> Tensor:
-    """The bits of a number, or of a 0-d tensor, as float64 (exact for every narrower type), int64; on its device."""
+    """Bits of a number or 0-d tensor as float64 (exact for every narrower type), int64 on its device."""
     return torch.as_tensor(value, dtype=torch.float64).detach().view(torch.int64)
 
 
 def state_digest(state: Mapping[str, Tensor]) -> str:
-    """Hex digest over names, dtypes, shapes and bits of a state dict, in name order."""
+    """Hex digest of the names, dtypes, shapes and bits of a state dict, in name order."""
     whole = hashlib.blake2b(digest_size=16)
     for name in sorted(state):
         value = state[name]

@@ -1,23 +1,65 @@
-"""Whether two runs are the same bits, and if not, where they part: step, stage, shard, sample and layer."""
+"""Whether two runs have the same bits, and if not, where they diverge: step, stage, shard, sample and layer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from segpipe.ledger.drift import Drift
-from segpipe.ledger.reader import RunLedger, mapping_differences
-from segpipe.ledger.rows import PART, SHARD, STEP, Rows, differing, row_keys
-from segpipe.ledger.stages import DTYPES, FIELDS, SAMPLE_STAGES, STAGES, Evidence, Field, evidence, places
+from segpipe.ledger.rows import PART, SHARD, STEP, Rows, differing, mapping_differences, part_fields, row_keys, slots
 
-EXIT_CODES = {"identical": 0, "diverged": 1, "incomparable": 2}
+if TYPE_CHECKING:
+    from segpipe.ledger.reader import RankDivergence, RunLedger
+
+EXIT_CODES = {"identical": 0, "diverged": 5, "incomparable": 2}
+
+
+class Field(NamedTuple):
+    """One recorded result of a step, and its name in messages."""
+
+    stage: str
+    kind: int
+    name: str
+    noun: str
+    verb: str = "differs"
+
+
+# In causal order: two runs diverge at the first field that differs.
+FIELDS = (
+    Field("order", SHARD, "order", "samples", "differ"),
+    Field("decode", SHARD, "decoded_image", "decoded image"),
+    Field("decode", SHARD, "decoded_target", "decoded mask"),
+    Field("augment", SHARD, "image", "augmented image"),
+    Field("augment", SHARD, "target", "mask"),
+    Field("preprocess", SHARD, "batch", "preprocessed batch"),
+    Field("forward", SHARD, "logits", "logits", "differ"),
+    Field("forward", SHARD, "statistics", "BatchNorm statistics of the shard", "differ"),
+    Field("loss", STEP, "valid", "number of valid pixels"),
+    Field("loss", SHARD, "loss", "loss"),
+    Field("backward", SHARD, "gradient", "local gradient"),
+    Field("reduction", STEP, "gradient", "reduced gradient"),
+    Field("optimizer", STEP, "lr", "learning rate"),
+    Field("optimizer", STEP, "scale", "loss scale"),
+    Field("optimizer", STEP, "optimizer", "optimizer state"),
+    Field("weights", STEP, "weights", "weights", "differ"),
+    Field("bn_ema", STEP, "statistics", "BatchNorm statistics", "differ"),
+    Field("bn_ema", STEP, "ema", "averaged weights", "differ"),
+)
+STAGES = tuple(dict.fromkeys(entry.stage for entry in FIELDS))
+SAMPLE_STAGES = ("order", "decode", "augment")  # with a digest for each sample
+DTYPES = {"valid": np.int64, "loss": np.float64, "lr": np.float64, "scale": np.float64}  # fields that are numbers
+
+Key: TypeAlias = tuple[int, str, int]  # kind, field, shard (-1: none)
+Values: TypeAlias = dict[Key, tuple[NDArray[Any], NDArray[Any]]]  # of both runs, one per sample or tensor
+RowPairs: TypeAlias = dict[int, tuple[Rows, Rows]]  # rows of equal keys, by kind
+IN_RUNS = ("in A", "in B")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The verdict on two runs; what is None could not be told or does not apply."""
+    """The verdict on two runs; None where something is unknown or does not apply."""
 
     verdict: str  # identical | diverged | incomparable
     sentence: str
@@ -35,12 +77,12 @@ class Comparison:
     processes: tuple[int, int] | None = None
     notes: tuple[str, ...] = ()
     advice: str = ""
-    replay: str = ""  # what came out when both were trained again up to that step; empty when they were not
-    odd: str | None = None  # A or B: the run that its own settings, data and code do not give again
+    replay: str = ""  # result of replaying both up to that step; empty when they were not replayed
+    odd: str | None = None  # A or B: the run that a replay does not reproduce
 
     @property
     def exit_code(self) -> int:
-        """0 identical, 1 diverged, 2 incomparable."""
+        """0 identical, 5 diverged, 2 incomparable."""
         return EXIT_CODES[self.verdict]
 
     def to_json(self) -> dict[str, Any]:
@@ -49,8 +91,8 @@ class Comparison:
 
 
 def incomparable(reason: str, **facts: Any) -> Comparison:
-    """The verdict when the ledgers say nothing about each other."""
-    return Comparison("incomparable", f"cannot compare: {reason}", **facts)
+    """The verdict on ledgers that cannot be compared."""
+    return Comparison("incomparable", f"not comparable: {reason}", **facts)
 
 
 def compare(a: RunLedger, b: RunLedger) -> Comparison:
@@ -67,27 +109,31 @@ def compare(a: RunLedger, b: RunLedger) -> Comparison:
     if reason := _obstacle(a, b):
         return incomparable(reason, **facts)
     first = min((step for kind, pair in pairs.items() for step in _first_step(kind, pair)), default=None)
-    found = [_explain(first, evidence(first, pairs), a, b, facts)] if first is not None else []
-    found += [_explain_drift(name, run, run.drift, facts) for name, run in (("A", a), ("B", b)) if run.drift]
-    if found:  # a drift within a run explains what follows from it, so it wins where both come at once
+    found = [_explain(first, pairs, a, b, facts)] if first is not None else []
+    found += [_explain_ranks(name, run, run.divergence, facts) for name, run in _named(a, b) if run.divergence]
+    if found:  # of two at the same place, ranks that diverged within a run are the cause
         return min(reversed(found), key=lambda each: (each.step, STAGES.index(str(each.stage))))
     if not facts["steps"]:
         return incomparable(f"no step is in both ledgers: A has {_span(a)}, B has {_span(b)}.", **facts)
-    last = evidence(int(steps[-1]), pairs)
+    last = _StepPair(int(steps[-1]), pairs)
     fields = [_cell(entry, last.shards(entry)) for entry in FIELDS]
-    words = f"identical in all {facts['steps']} steps that both have{_limits(a, b)}"
-    return Comparison("identical", words, fields=fields, **facts)
+    sentence = f"identical in all {facts['steps']} common steps{_limits(a, b)}"
+    return Comparison("identical", sentence, fields=fields, **facts)
+
+
+def _named(a: RunLedger, b: RunLedger) -> tuple[tuple[str, RunLedger], tuple[str, RunLedger]]:
+    return ("A", a), ("B", b)
 
 
 def _limits(a: RunLedger, b: RunLedger) -> str:
-    """What keeps two runs that agree from being the same whole run; empty when nothing does."""
+    """Why equal common steps do not prove equal runs; empty when they do."""
     unlike = [f"A has {_span(a)}, B has {_span(b)}"] if _span(a) != _span(b) else []
-    faults = [f"{name}: {fault}" for name, run in (("A", a), ("B", b)) for fault in run.faults]
-    return f", but not all could be compared: {'; '.join([*unlike, *faults])}" if unlike or faults else ""
+    faults = [f"{name}: {fault}" for name, run in _named(a, b) for fault in run.faults]
+    return f", but not everything could be compared: {'; '.join([*unlike, *faults])}" if unlike or faults else ""
 
 
 def _obstacle(a: RunLedger, b: RunLedger) -> str:
-    """Why equal keys do not stand for equal work in the two runs; empty when they do."""
+    """Why equal keys do not mean equal work in the two runs; empty when they do."""
     reasons = []
     for name in ("seed", "compute.shards", "compute.samples_per_shard", "data.name"):
         here, there = a.first.recipe[name], b.first.recipe[name]
@@ -101,7 +147,7 @@ def _obstacle(a: RunLedger, b: RunLedger) -> str:
 
 
 def _common(a: Rows, b: Rows) -> tuple[Rows, Rows]:
-    """Rows of the keys that both have, in the order of the keys; none when their shards are of different sizes."""
+    """Rows whose keys both have, in key order; none when the shards have different sizes."""
     if a.dtype != b.dtype:
         return a[:0], a[:0]
     keys = row_keys(a), row_keys(b)
@@ -124,35 +170,86 @@ def _span(run: RunLedger) -> str:
 
 
 def _notes(a: RunLedger, b: RunLedger) -> tuple[str, ...]:
-    notes = [f"{name}: {note}" for name, run in (("A", a), ("B", b)) for note in run.notes]
+    notes = [f"{name}: {note}" for name, run in _named(a, b) for note in (*run.faults, *run.notes)]
     if _span(a) != _span(b):
-        notes.append(f"A has {_span(a)}, B has {_span(b)}: only what both have was compared")
+        notes.append(f"A has {_span(a)}, B has {_span(b)}: only common steps were compared")
     return tuple(notes)
 
 
-def _explain(step: int, found: Evidence, a: RunLedger, b: RunLedger, facts: dict[str, Any]) -> Comparison:
-    """The verdict on two runs that differ at `step`: the first stage, and there the lowest shard."""
+class _StepPair:
+    """What two runs, or two ranks of one, both recorded of one step."""
+
+    def __init__(self, step: int, pairs: RowPairs) -> None:
+        self.whole: Values = {}  # from shard and step rows
+        self.parts: Values = {}  # from part rows
+        for kind, pair in pairs.items():
+            for one, two in zip(*(rows[pair[0]["step"] == step] for rows in pair), strict=True):
+                self._add_part(one, two) if kind == PART else self._add_whole(kind, one, two)
+
+    def _add_whole(self, kind: int, one: Any, two: Any) -> None:
+        shard = int(one["shard"])
+        if kind == SHARD:
+            here, there = (np.stack([row["epoch"], row["sample"]], axis=1) for row in (one, two))
+            self.whole[kind, "order", shard] = (here, there)
+        for number, (name, slot) in enumerate(slots(kind, len(one["sample"])).items()):
+            if (one["present"] & two["present"]) >> number & 1:
+                self.whole[kind, name, shard] = (one["digest"][slot], two["digest"][slot])
+
+    def _add_part(self, one: Any, two: Any) -> None:
+        shard = int(one["shard"])
+        key = (SHARD if shard >= 0 else STEP, part_fields(shard)[one["field"]], shard)
+        before = self.parts.get(key, (np.zeros(0, np.uint64),) * 2)
+        here, there = (
+            np.append(old, row["digest"][: row["present"]]) for old, row in zip(before, (one, two), strict=True)
+        )
+        self.parts[key] = (here, there)
+
+    def shards(self, entry: Field) -> list[int] | None:
+        """Where a field differs, ascending; -1 is the step as a whole. None when one of the two lacks the field."""
+        keys = {key for values in (self.whole, self.parts) for key in values if key[:2] == (entry.kind, entry.name)}
+        return sorted(key[2] for key in keys if self.places(*key)) if keys else None
+
+    def places(self, kind: int, name: str, shard: int) -> list[int]:
+        """Indices of the samples or tensors of a field that differ; by its part rows where they tell."""
+        key = (kind, name, shard)
+        return _places(self.parts, key) or _places(self.whole, key)
+
+    def sample(self, shard: int, place: int, side: int) -> tuple[int, int] | None:
+        """Epoch and index of a sample of a shard; None when one of the two lacks the shard's row."""
+        values = self.whole.get((SHARD, "order", shard))
+        return (int(values[side][place, 0]), int(values[side][place, 1])) if values else None
+
+
+def _places(values: Values, key: Key) -> list[int]:
+    if key not in values:
+        return []
+    unequal = np.not_equal(*values[key])
+    return [int(place) for place in np.flatnonzero(unequal.any(axis=tuple(range(1, unequal.ndim))))]
+
+
+def _explain(
+    step: int, pairs: RowPairs, a: RunLedger, b: RunLedger, facts: dict[str, Any], sides: tuple[str, str] = IN_RUNS
+) -> Comparison:
+    """The verdict on `sides` that differ at `step`: the first stage, and there the lowest shard."""
+    found = _StepPair(step, pairs)
     states = {entry: found.shards(entry) for entry in FIELDS}
-    first = next(entry for entry, where in states.items() if where)
-    same = [entry for entry in FIELDS if (entry.stage, entry.kind) == (first.stage, first.kind)]
-    shards = sorted({shard for entry in same for shard in states[entry] or []})
+    stage = next((entry.stage, entry.kind) for entry, where in states.items() if where)
+    same = {entry: where for entry, where in states.items() if (entry.stage, entry.kind) == stage and where is not None}
+    shards = sorted({shard for where in same.values() for shard in where})
     shard = shards[0]
-    wrong = next(entry for entry in same if shard in (states[entry] or []))
-    place = found.first_place(wrong, shard)
+    wrong = next(entry for entry, where in same.items() if shard in where)
+    place = found.places(wrong.kind, wrong.name, shard)[0]
     known = found.sample(shard, place, 0) if wrong.stage in SAMPLE_STAGES else None
     sample = known[1] if known else None
     layer = _layer(found, wrong, shard, a)
     if wrong.stage == "order":
-        what = _order_words(found, shard, place, a, b)
+        what = _order_words(found, shard, place, (a, b), sides)
     else:
-        told = [(shard not in where, entry) for entry in same for where in [states[entry]] if where is not None]
-        told.sort(key=lambda pair: pair[0])  # what differs comes first
-        what = ", ".join(_state(entry, equal, found, shard) for equal, entry in told)
-    rest = f"shard{'s' * (len(shards) > 2)} {', '.join(map(str, shards[1:]))}"
-    also = f"; also {rest}" if len(shards) > 1 else ""
+        first = sorted(same, key=lambda entry: shard not in same[entry])  # fields that differ before equal ones
+        what = ", ".join(_state(entry, shard in same[entry], found, shard, sides) for entry in first)
     return Comparison(
         "diverged",
-        f"{_where(step, shard, sample, a)}: {what}{_first_in(wrong, layer)}{also}",
+        f"{_where(step, shard, sample, a)}: {what}{_first_in(wrong, layer)}{_other_shards(shards)}",
         step=step,
         stage=wrong.stage,
         shard=shard if shard >= 0 else None,
@@ -166,14 +263,12 @@ def _explain(step: int, found: Evidence, a: RunLedger, b: RunLedger, facts: dict
     )
 
 
-def _explain_drift(name: str, run: RunLedger, drift: Drift, facts: dict[str, Any]) -> Comparison:
-    """The verdict where processes of one run do not hold the same: what differs, and on which rank."""
-    found = _explain(drift.step, evidence(drift.step, drift.pairs), run, run, facts)
-    odd, usual = (_process(run, number) for number in (drift.odd, drift.usual))
-    sentence = found.sentence.replace(" in A", f" on {usual}").replace(" in B", f" on {odd}")
-    words = f"{sentence}: {odd} of {name} is not as {usual} is"
-    advice = f"Look at {odd} of {name}: its memory, its GPU, code that depends on the rank."
-    return replace(found, sentence=words, advice=advice)
+def _explain_ranks(name: str, run: RunLedger, diverged: RankDivergence, facts: dict[str, Any]) -> Comparison:
+    """The verdict when ranks of one run diverged: what differs, and on which rank."""
+    usual, odd = (_process(run, number) for number in (diverged.usual, diverged.odd))
+    found = _explain(diverged.step, diverged.pairs, run, run, facts, (f"on {usual}", f"on {odd}"))
+    advice = f"Check {odd} of {name}: its memory, its GPU, code that depends on the rank."
+    return replace(found, sentence=f"{found.sentence}: {odd} of {name} differs from {usual}", advice=advice)
 
 
 def _process(run: RunLedger, number: int) -> str:
@@ -189,11 +284,14 @@ def _cell(entry: Field, shards: list[int] | None) -> dict[str, str]:
 
 def _where(step: int, shard: int, sample: int | None, run: RunLedger) -> str:
     words = [f"step {step}" if step >= 0 else "before step 0"]
-    if shard >= 0:
-        words.append(f"shard {shard}")
-    if sample is not None:
-        words.append(_sample(sample, run))
+    words += [f"shard {shard}"] if shard >= 0 else []
+    words += [_sample(sample, run)] if sample is not None else []
     return ", ".join(words)
+
+
+def _other_shards(shards: list[int]) -> str:
+    others = ", ".join(map(str, shards[1:]))
+    return f"; also shard{'s' * (len(shards) > 2)} {others}" if others else ""
 
 
 def _sample(index: int, run: RunLedger) -> str:
@@ -201,31 +299,33 @@ def _sample(index: int, run: RunLedger) -> str:
     return f"sample {index}" + (f" ({name})" if name else "")
 
 
-def _state(entry: Field, equal: bool, found: Evidence, shard: int) -> str:
-    if equal:
+def _state(entry: Field, differs: bool, found: _StepPair, shard: int, sides: tuple[str, str]) -> str:
+    if not differs:
         return f"{entry.noun} equal"
     values = found.whole.get((entry.kind, entry.name, shard))
     if values is None or entry.name not in DTYPES:
         return f"{entry.noun} {entry.verb}"
     one, two = (value.view(DTYPES[entry.name])[0].item() for value in values)
-    return f"{entry.noun} {entry.verb} ({one!r} in A, {two!r} in B)"
+    return f"{entry.noun} {entry.verb} ({one!r} {sides[0]}, {two!r} {sides[1]})"
 
 
-def _order_words(found: Evidence, shard: int, place: int, a: RunLedger, b: RunLedger) -> str:
+def _order_words(
+    found: _StepPair, shard: int, place: int, runs: tuple[RunLedger, RunLedger], sides: tuple[str, str]
+) -> str:
     words = []
-    for name, run, number in (("A", a, 0), ("B", b, 1)):
+    for number, (run, side) in enumerate(zip(runs, sides, strict=True)):
         epoch, index = found.sample(shard, place, number) or (-1, -1)
-        words.append(f"{_sample(index, run)} of epoch {epoch} in {name}")
+        words.append(f"{_sample(index, run)} of epoch {epoch} {side}")
     return f"place {place} holds {', '.join(words)}"
 
 
-def _layer(found: Evidence, entry: Field, shard: int, run: RunLedger) -> str | None:
-    """Name of the tensor at which a field first differs, where an audit has a digest for each.
+def _layer(found: _StepPair, entry: Field, shard: int, run: RunLedger) -> str | None:
+    """Name of the tensor at which a field first differs, where the ledger has part rows.
 
-    The forward pass is told by the statistics of its BatchNorm layers. The backward pass runs from the last tensor.
+    For the forward pass these are the BatchNorm statistics. The backward pass starts at the last tensor.
     """
     name = "statistics" if entry.stage == "forward" else entry.name
-    wrong, names = places(found.parts, (entry.kind, name, shard)), run.part_names(name)
+    wrong, names = _places(found.parts, (entry.kind, name, shard)), run.part_names(name)
     if not wrong or not names or entry.stage in SAMPLE_STAGES:
         return None
     return names[wrong[-1] if entry.stage == "backward" else wrong[0]]
@@ -242,9 +342,9 @@ def _advice(entry: Field, layer: str | None, facts: dict[str, Any]) -> str:
     if facts["recipe"]:
         advice.append("The settings differ, which alone can explain it: repeat with equal ones.")
     if facts["fingerprint"]:
-        advice.append("The environments differ: the same bits are promised within one environment only.")
+        advice.append("The environments differ: equal bits are promised within one environment only.")
     if layer is not None and entry.stage == "forward":
-        advice.append(f"The layer that made the difference comes before {layer}: --replay names it.")
+        advice.append(f"The layer that differs comes before {layer}: --replay names it.")
     if layer is None and STAGES.index(entry.stage) > STAGES.index("augment"):
         advice.append("Train both again with compute.mode=audit: their ledgers then name the layer.")
     return " ".join(advice)

@@ -1,8 +1,8 @@
-"""What a run is made from, written down before its first step: every file of its data set and every source of segpipe.
+"""Records what a run is made from before its first step: every file of its data set and every source of segpipe.
 
-`inputs.json` holds a SHA-256 for each, and the header of the ledger the SHA-256 of `inputs.json`. Hashing costs one
-reading of all files (CamVid, 125 MB: 0.4 s): little beside a training that reads them a hundred times, so `data.hash`
-is on unless it is turned off for data that lie behind a slow network.
+`inputs.json` holds a SHA-256 for each file, and the ledger's header the SHA-256 of `inputs.json`. Hashing reads all
+files once (CamVid, 125 MB: 0.4 s), little beside a training that reads them a hundred times. `data.hash=false` turns
+it off for data behind a slow network.
 """
 
 from __future__ import annotations
@@ -19,40 +19,39 @@ import segpipe
 from segpipe.data.pairs import scan
 from segpipe.errors import CheckpointError, DataError
 from segpipe.files import sha256, write_atomically
-from segpipe.ledger.files import INPUTS
+from segpipe.ledger.rows import INPUTS
 from segpipe.settings.config import Config, DataConfig
 
 Hashes = dict[str, str]  # path -> SHA-256
 SOURCES = Path(segpipe.__file__).parent
-ROUNDS = (("altered", "was altered"), ("missing", "is missing"), ("added", "was added"))
+SOURCE_SUFFIXES = (".py", ".c", ".json", ".j2")
 
 
 def combined(hashes: Mapping[str, str]) -> str:
-    """One SHA-256 for many files: over their lines as `sha256sum` writes them, sorted by path."""
+    """One SHA-256 for many files: of their lines as `sha256sum` writes them, sorted by path."""
     lines = "".join(f"{value}  {path}\n" for path, value in sorted(hashes.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def record(config: Config, splits: Iterable[str]) -> None:
-    """Write inputs.json into the run's folder; where a resumed run has it, compare the data with it instead.
+    """Write inputs.json into the run folder; when a resumed run already has it, compare the data with it.
 
-    Raises DataError naming the first file that is not what it was when the run was started.
+    Raises DataError naming the first file that changed since the run was started.
     """
     path = config.run_dir / INPUTS
     if not path.is_file():
-        write_atomically(path, (json.dumps(describe(config, splits), indent=1) + "\n").encode())
+        write_atomically(path, (json.dumps(_content(config, splits), indent=1) + "\n").encode())
         return
     files = read(path)["data"]["files"]
     changed = changes(files, data_hashes(config.data, splits)) if files and config.data.hash else []
     if changed:
         raise DataError(
             f"data.root = {config.data.root}: {changed[0]} since the run {config.run_dir} was started "
-            f"({len(changed)} in all). Restore the data, or start another run with another run.name."
+            f"({len(changed)} changes). Restore the data, or start another run with another run.name."
         )
 
 
-def describe(config: Config, splits: Iterable[str]) -> dict[str, Any]:
-    """Content of inputs.json."""
+def _content(config: Config, splits: Iterable[str]) -> dict[str, Any]:
     files, sources = data_hashes(config.data, splits) if config.data.hash else {}, source_hashes()
     return {
         "data": {"name": config.data.name, "hashed": config.data.hash, "sha256": combined(files), "files": files},
@@ -61,20 +60,20 @@ def describe(config: Config, splits: Iterable[str]) -> dict[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Content of inputs.json. Raises CheckpointError when it is torn."""
+    """Content of inputs.json. Raises CheckpointError when it is damaged."""
     try:
         content = dict(json.loads(path.read_bytes()))
         for part in ("data", "code"):
             content[part]["files"].items()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read as what a run was made from ({error!r}). Restore it.") from error
+        raise CheckpointError(f"{path} cannot be read as the inputs of a run ({error!r}). Restore it.") from error
     return content
 
 
 def data_hashes(data: DataConfig, splits: Iterable[str]) -> Hashes:
-    """SHA-256 of the files of splits and of the class table, by path below `data.root`; none where all is painted.
+    """SHA-256 of the class table and the files of splits, by path below `data.root`; empty for synthetic data.
 
-    Raises DataError when images and masks are no pairs.
+    Raises DataError when images and masks are not paired.
     """
     if data.name == "synthetic":
         return {}
@@ -92,23 +91,20 @@ def _files(data: DataConfig, split: str) -> Iterable[str]:
 
 
 def source_hashes() -> Hashes:
-    """SHA-256 of every source of segpipe by path: Python, the C of the digests, the manifest's schema."""
-    paths = [path for path in SOURCES.rglob("*") if path.suffix in (".py", ".c", ".json")]
+    """SHA-256 of every source file of segpipe by path, digest.c, schemas and templates included."""
+    paths = [path for path in SOURCES.rglob("*") if path.suffix in SOURCE_SUFFIXES]
     return _hashed({path.relative_to(SOURCES).as_posix(): path for path in paths})
 
 
 def _hashed(paths: Mapping[str, Path]) -> Hashes:
-    """By name, in their order; hashing runs outside Python's lock."""
+    """By name, sorted; hashing releases the GIL."""
     names = sorted(paths)
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         return dict(zip(names, pool.map(sha256, (paths[name] for name in names)), strict=True))
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """What became of the files, as sentences without an end: altered ones first."""
-    found = {
-        "altered": [name for name in before if name in now and now[name] != before[name]],
-        "missing": [name for name in before if name not in now],
-        "added": [name for name in now if name not in before],
-    }
-    return [f"{name} {words}" for kind, words in ROUNDS for name in found[kind]]
+    """Phrases such as "a.png was altered": altered files first, then missing and added ones."""
+    altered = [f"{name} was altered" for name in before if name in now and now[name] != before[name]]
+    missing = [f"{name} is missing" for name in before if name not in now]
+    return altered + missing + [f"{name} was added" for name in now if name not in before]

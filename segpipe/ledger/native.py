@@ -1,6 +1,6 @@
-"""digest.c, compiled for this processor at its first use and kept in the user's cache; 7 times as fast as numpy.
+"""digest.c, compiled for this processor at first use and kept in the user's cache; 7 times as fast as numpy.
 
-Where there is no compiler, or the cache cannot be written, numpy computes the same numbers.
+Without a compiler, or a cache that can be written, digest.py computes the same numbers with numpy.
 """
 
 from __future__ import annotations
@@ -25,21 +25,14 @@ COMPILE_S = 300
 
 @lru_cache(maxsize=1)
 def kernels() -> Any:
-    """The functions of digest.c by ctypes, which releases the interpreter; None where they cannot be had."""
+    """digest.c as a ctypes library, whose calls release the GIL; None where it cannot be compiled or loaded."""
     compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        return None
-    for folder in _folders():
+    for folder in _folders() if compiler else ():
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            library = ctypes.CDLL(str(_library(compiler, folder)))
+            library = ctypes.CDLL(str(_library(str(compiler), folder)))
             pointer, number = ctypes.c_void_p, ctypes.c_int64
-            types = {
-                "segpipe_block_sums": [pointer, pointer, number, number, number, pointer, number, pointer],
-                "segpipe_group_digests": [pointer, pointer, pointer, number, pointer, number, pointer],
-            }
-            for name, arguments in types.items():
-                getattr(library, name).argtypes = arguments
-                getattr(library, name).restype = None
+            library.segpipe_digests.argtypes = [*[pointer] * 3, *[number] * 3, pointer, number, pointer]
+            library.segpipe_digests.restype = None
             return library
     return None
 
@@ -51,27 +44,26 @@ def _folders() -> Iterator[Path]:
 
 
 def _library(compiler: str, folder: Path) -> Path:
-    """The compiled file; several processes may make it at once. Raises OSError and SubprocessError."""
+    """The compiled file; several processes may compile it at once. Raises OSError and SubprocessError."""
     flags = [*FLAGS, *(["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else [])]
     key = hashlib.sha256("\n".join([SOURCE.read_text(), compiler, *flags, _processor()]).encode()).hexdigest()[:16]
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():  # what is loaded from there runs as this user
+    if folder.stat().st_uid != os.getuid():  # code loaded from there runs as this user
         raise PermissionError(f"{folder} belongs to another user")
     path = folder / f"digest-{key}.so"
     if not path.exists():
-        aside = folder / f"digest-{key}-{os.getpid()}.so"
+        temporary = folder / f"digest-{key}-{os.getpid()}.so"
         try:
-            subprocess.run(
-                [compiler, *flags, str(SOURCE), "-o", str(aside)], check=True, capture_output=True, timeout=COMPILE_S
-            )
-            os.replace(aside, path)
+            command = [compiler, *flags, str(SOURCE), "-o", str(temporary)]
+            subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
+            os.replace(temporary, path)
         finally:
-            aside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
     return path
 
 
 def _processor() -> str:
-    """What `-march=native` stands for here: a home may be shared by machines of several kinds."""
+    """What `-march=native` means here: machines of several kinds may share a home folder."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from segpipe.ledger import files as ledger
+from segpipe.ledger import writer as ledger
 from segpipe.ledger.digest import digest_each, digest_groups, digest_many, float_bits
+from segpipe.ledger.rows import ledger_path
 from segpipe.settings.config import Config
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Recorder:
         self._norms = {name: value for name, value in _floats(state.model).items() if name not in self._names}
         self._averaged = _floats(state.ema.model)
         session = group.gather(ledger.next_session(config.run_dir) if group.is_main else 0)[0]
-        header = ledger.describe(
+        header = ledger.session_header(
             config,
             fingerprint,
             session=session,
@@ -50,7 +51,7 @@ class Recorder:
             parts={"gradient": self._names, **self.part_names()} if self.audits else None,
             sample_names=[samples.name(index) for index in range(len(samples))] if group.is_main else [],
         )
-        self._writer = ledger.LedgerWriter(ledger.ledger_path(config.run_dir, group.rank), header)
+        self._writer = ledger.LedgerWriter(ledger_path(config.run_dir, group.rank), header)
         self._shard: dict[str, Tensor] = {}
         self._step: dict[str, Tensor] = {}
         self.state_digest = torch.zeros((), dtype=torch.int64)

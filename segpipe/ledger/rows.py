@@ -1,8 +1,8 @@
 """The format of a ledger file: sessions, each a header and rows of one size that carry checksums.
 
 A header is a fixed head (magic, version, length, CRC-32 of these), JSON, and the CRC-32 of the JSON. A row ends in the
-CRC-32 of what is before it. Rows that a crash left torn at the end of a file are cut; a damaged row with a sound one
-behind it was altered after it was written, and is an error.
+CRC-32 of its other bytes. Rows that a crash left torn at the end of a file are dropped. A damaged row with a sound row
+after it was altered after it was written, and is an error.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from numpy.typing import NDArray
 
 from segpipe.errors import CheckpointError
 
+FOLDER = "ledger"  # in the run folder
+INPUTS = "inputs.json"  # in the run folder: hashes of data and sources, written before the first session
+SEAL_SUFFIX = ".seal"  # of the running hashes beside a ledger file
 MAGIC = b"SEGLEDGR"  # its first byte is no kind of row
 VERSION = 1
-SHARD, STEP, PART = 1, 2, 3  # kinds of rows: of (step, shard), of a step, and the parts of one field in an audit
+SHARD, STEP, PART = 1, 2, 3  # kinds of rows: of (step, shard); of a step; single samples or tensors of one field
 
 SAMPLE_FIELDS = ("image", "target")  # one digest per sample, after augmentation
 SHARD_FIELDS = (*SAMPLE_FIELDS, "batch", "logits", "statistics", "loss", "gradient")
@@ -33,16 +36,26 @@ _HEAD, _CRC = Struct("<8sIII"), Struct("<I")
 _HEAD_START = Struct("<8sII")
 
 
+def ledger_path(run_folder: Path, rank: int) -> Path:
+    """File of a rank."""
+    return run_folder / FOLDER / f"rank{rank:02d}.bin"
+
+
+def ledger_files(run_folder: Path) -> list[Path]:
+    """Files of all ranks, by rank."""
+    return sorted((run_folder / FOLDER).glob("rank*.bin"))
+
+
 def row_type(samples: int) -> np.dtype[Any]:
     """Layout of a row for shards of `samples` samples, little-endian and packed."""
     return np.dtype(
         [
             ("kind", "u1"),
-            ("field", "u1"),  # part rows: number in `part_fields`
+            ("field", "u1"),  # part rows: index into `part_fields`
             ("present", "<u2"),  # shard and step rows: a bit for each field given; part rows: number of digests
-            ("shard", "<i4"),  # -1 where the row belongs to no shard
-            ("step", "<i8"),  # the step before the first stands for the state with which a session starts
-            ("part", "<i4"),  # part rows: place among the rows of its field
+            ("shard", "<i4"),  # -1 in rows without a shard
+            ("step", "<i8"),  # the step before a session's first one stands for the state it starts from
+            ("part", "<i4"),  # part rows: index among the rows of its field
             ("epoch", "<i4", (samples,)),
             ("sample", "<i4", (samples,)),
             ("digest", "<u8", (max(2 * samples + 5, len(STEP_FIELDS)),)),
@@ -57,12 +70,12 @@ def fields_of(kind: int) -> tuple[str, ...]:
 
 
 def part_fields(shard: int) -> tuple[str, ...]:
-    """Fields that part rows of a shard, or of a step (shard -1), may give."""
+    """Fields that may have part rows: those of a shard, or of a step (shard -1)."""
     return (*SHARD_FIELDS, *AUDIT_FIELDS) if shard >= 0 else STEP_FIELDS
 
 
 def slots(kind: int, samples: int) -> dict[str, slice]:
-    """Where the digests of each field of a shard or step row are."""
+    """Which digests of a shard or step row belong to each field."""
     found, place = {}, 0
     for name in fields_of(kind):
         width = samples if kind == SHARD and name in SAMPLE_FIELDS else 1
@@ -72,9 +85,9 @@ def slots(kind: int, samples: int) -> dict[str, slice]:
 
 
 def row_keys(rows: Rows) -> NDArray[np.int64]:
-    """Keys of rows of one kind, int64: they sort by step, then shard, field and part.
+    """Keys of rows of one kind, int64, that sort by step, shard, field and part.
 
-    Room for 2^27 steps, 2^17 shards and 2^14 rows of parts, which is 150,000 tensors at least.
+    Room for 2^27 steps, 2^17 shards and 2^14 part rows per field, enough for 150,000 tensors.
     """
     step, shard = rows["step"].astype(np.int64), rows["shard"].astype(np.int64)
     field_number = np.where(rows["kind"] == PART, rows["field"], 0).astype(np.int64)
@@ -83,9 +96,9 @@ def row_keys(rows: Rows) -> NDArray[np.int64]:
 
 
 def differing(a: Rows, b: Rows, kind: int) -> dict[str, NDArray[np.bool_]]:
-    """For each field, which rows of `a` and `b`, of equal keys, differ; only fields that both give are compared.
+    """For each field, which rows of `a` and `b`, of equal keys, differ; only fields that both have are compared.
 
-    Shard rows have the field "order" besides: the samples and their epochs. Part rows have the one field "part".
+    Shard rows also have the field "order": the samples and their epochs. Part rows have the one field "part".
     """
     if kind == PART:
         return {"part": (a["digest"] != b["digest"]).any(axis=1)}
@@ -99,11 +112,16 @@ def differing(a: Rows, b: Rows, kind: int) -> dict[str, NDArray[np.bool_]]:
     return found
 
 
-@dataclass(frozen=True)
-class Header:
-    """Start of a session: what was trained, where, and from which step on."""
+def mapping_differences(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Entries that differ, as name -> (value in a, value in b); None stands for a missing one."""
+    return {name: (a.get(name), b.get(name)) for name in {**a, **b} if a.get(name) != b.get(name)}
 
-    session: int  # the same on all ranks, counted from 0
+
+@dataclass(frozen=True)
+class SessionHeader:
+    """Start of a session: what is trained, where, and from which step."""
+
+    session: int  # the same on all ranks, from 0
     first_step: int  # rows of earlier sessions from this step on are void
     rank: int
     world_size: int
@@ -111,9 +129,9 @@ class Header:
     config_hash: str
     fingerprint: dict[str, Any]
     level: int = 0  # 1: with part rows
-    parts: dict[str, list[str]] = field(default_factory=dict)  # field -> names of the tensors behind its part rows
+    parts: dict[str, list[str]] = field(default_factory=dict)  # field -> names of the tensors of its part rows
     sample_names: list[str] = field(default_factory=list)  # by sample index; empty where unknown
-    inputs: str = ""  # SHA-256 of inputs.json: the files of the data set and the sources
+    inputs: str = ""  # SHA-256 of inputs.json
 
     @property
     def samples_per_shard(self) -> int:
@@ -127,42 +145,42 @@ class Header:
 
 
 def seal(rows: Rows) -> bytes:
-    """The rows as bytes, each with its checksum, which is written into `rows` too."""
+    """The rows as bytes, each with its checksum, which is also stored in `rows`."""
     rows["crc"] = _checksums(rows.tobytes(), 0, len(rows), rows.itemsize)
     return rows.tobytes()
 
 
 def _checksums(raw: bytes, start: int, count: int, size: int) -> list[int]:
-    """CRC-32 of `count` rows, without their own last four bytes."""
+    """CRC-32 of `count` rows, each without its last four bytes."""
     view = memoryview(raw)
     return [zlib.crc32(view[place : place + size - 4]) for place in range(start, start + count * size, size)]
 
 
-def encode(header: Header) -> bytes:
+def encode(header: SessionHeader) -> bytes:
     """The header as bytes."""
     text = json.dumps(asdict(header)).encode()
     start = _HEAD_START.pack(MAGIC, VERSION, len(text))
     return start + _CRC.pack(zlib.crc32(start)) + text + _CRC.pack(zlib.crc32(text))
 
 
-class Session(NamedTuple):
-    """A header and the rows under it, which begin at byte `start` of the file."""
+class LedgerSession(NamedTuple):
+    """A header and its rows, which begin at byte `start` of the file."""
 
-    header: Header
+    header: SessionHeader
     rows: Rows
     start: int
 
 
 class LedgerFile(NamedTuple):
-    """What a file holds, and the number of bytes up to which it is sound; the rest is a torn tail."""
+    """Content of a file; bytes from `sound` to `size` are a torn tail."""
 
-    sessions: list[Session]
+    sessions: list[LedgerSession]
     sound: int
     size: int
 
 
 def read_file(path: Path) -> LedgerFile:
-    """Sessions of one file. Raises CheckpointError when it is no ledger, of another version, or was altered."""
+    """Sessions of one file. Raises CheckpointError when it is no ledger, of another version, or altered."""
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -172,24 +190,24 @@ def read_file(path: Path) -> LedgerFile:
 
 def parse(raw: bytes, path: Path) -> LedgerFile:
     """Sessions in the bytes of a file; errors name it `path`."""
-    sessions: list[Session] = []
+    sessions: list[LedgerSession] = []
     place = 0
     while (found := _decode(path, raw, place)) is not None:
         header, start = found
         rows, place = _rows(path, raw, start, header)
-        sessions.append(Session(header, rows, start))
+        sessions.append(LedgerSession(header, rows, start))
         if not raw.startswith(MAGIC, place):
             break
     return LedgerFile(sessions, place, len(raw))
 
 
-def _decode(path: Path, raw: bytes, place: int) -> tuple[Header, int] | None:
+def _decode(path: Path, raw: bytes, place: int) -> tuple[SessionHeader, int] | None:
     """The header at `place` and where it ends; None when it is torn."""
     head = raw[place : place + _HEAD.size]
-    if not any(head) and not raw[place:].strip(b"\0"):  # nothing, or a power cut before the content reached the disk
+    if not any(head) and not raw[place:].strip(b"\0"):  # empty, or a power cut before the content reached the disk
         return None
     if not head.startswith(MAGIC[: len(head)]):
-        raise CheckpointError(f"{path} is no ledger: it starts with {head[:8]!r}. Take a folder that train.py wrote.")
+        raise CheckpointError(f"{path} is no ledger: it starts with {head[:8]!r}. Give the folder of a run.")
     if len(head) < _HEAD.size:
         return None
     _, version, length, checksum = _HEAD.unpack(head)
@@ -206,10 +224,10 @@ def _decode(path: Path, raw: bytes, place: int) -> tuple[Header, int] | None:
         if end + _CRC.size == len(raw):
             return None
         raise altered
-    return Header(**json.loads(text)), end + _CRC.size
+    return SessionHeader(**json.loads(text)), end + _CRC.size
 
 
-def _rows(path: Path, raw: bytes, start: int, header: Header) -> tuple[Rows, int]:
+def _rows(path: Path, raw: bytes, start: int, header: SessionHeader) -> tuple[Rows, int]:
     """The sound rows from `start` to the next header, and where they end."""
     layout = row_type(header.samples_per_shard)
     size = layout.itemsize
@@ -221,7 +239,7 @@ def _rows(path: Path, raw: bytes, start: int, header: Header) -> tuple[Rows, int
     bad = np.flatnonzero(rows["crc"] != np.array(_checksums(raw, start, num, size), np.uint32))
     sound = int(bad[0]) if len(bad) else num
     end = start + sound * size
-    followed = len(bad) > 0 and raw.startswith(MAGIC, start + num * size)  # a session cuts what is torn before it
+    followed = len(bad) > 0 and raw.startswith(MAGIC, start + num * size)  # a new session drops a torn tail before it
     if not raw.startswith(MAGIC, end) and (followed or _holds_row(raw, end, size)):
         last = f"after step {rows['step'][sound - 1]}, shard {rows['shard'][sound - 1]}" if sound else "the first"
         raise CheckpointError(
@@ -232,7 +250,7 @@ def _rows(path: Path, raw: bytes, start: int, header: Header) -> tuple[Rows, int
 
 
 def _holds_row(raw: bytes, start: int, size: int) -> bool:
-    """Whether a sound row begins anywhere from `start` on, also out of step with the rows before."""
+    """Whether a sound row begins at any byte from `start`, also one shifted by lost bytes."""
     tail = np.frombuffer(raw, np.uint8, offset=start)[: max(len(raw) - start - size + 1, 0)]
     view = memoryview(raw)
     kinds = np.flatnonzero((tail >= SHARD) & (tail <= PART))

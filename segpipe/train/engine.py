@@ -26,7 +26,7 @@ from segpipe.errors import CheckpointError, Interrupted, NumericsError
 from segpipe.files import write_atomically
 from segpipe.ledger import inputs
 from segpipe.ledger.digest import state_digest
-from segpipe.ledger.files import last_seals
+from segpipe.ledger.reader import last_seals
 from segpipe.ledger.recorder import Recorder
 from segpipe.losses.pixelwise import class_weights
 from segpipe.losses.total import valid_pixels

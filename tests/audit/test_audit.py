@@ -15,16 +15,15 @@ import pytest
 from runs import run, settings, torch_restored, write_camvid
 from segpipe.audit import examine as examination
 from segpipe.audit.examine import Request, examine
-from segpipe.audit.report import FAILED, Audit, Line
+from segpipe.audit.verdict import FAILED, Audit, Line, markdown
 from segpipe.cli import audit as command
 from segpipe.cli.main import main as segpipe
 from segpipe.determinism import flags
 from segpipe.errors import DataError
 from segpipe.ledger import inputs
-from segpipe.ledger.files import ledger_path
 from segpipe.ledger.reader import read_run
-from segpipe.ledger.rows import STEP, read_file, seal, slots
-from segpipe.ledger.seals import RunningHash
+from segpipe.ledger.rows import STEP, ledger_path, read_file, seal, slots
+from segpipe.ledger.writer import RunningHash
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, config_hash, from_mapping
 from segpipe.train import checkpoint
@@ -104,7 +103,7 @@ def test_a_sound_run_passes_from_the_first_image_to_the_final_file(
     page = (tmp_path / "report.md").read_text()
     assert page.startswith(f"# Audit of {whole / 'run'}: passed")
     assert report["evidence"] in page
-    assert "passed: 4 of 4 updates trained again gave the same bits" in capsys.readouterr().out
+    assert "passed: 4 of 4 updates were replayed and gave the same bits" in capsys.readouterr().out
     texts = {line["part"]: line["text"] for line in report["lines"]}
     recorded, last = inputs.read(whole / "run" / "inputs.json"), checkpoint.load(whole / "run" / "last.pt")
     named = {
@@ -232,16 +231,16 @@ ALTERATIONS: dict[str, tuple[Callable[[Path], object], dict[str, str]]] = {
         lambda folder: (in_padding(folder), in_free_setting(folder)),
         {
             "last.pt": "other bytes",
-            "config": "reaches no number was changed (data.workers is 0 in a checkpoint and 1 in config.json)",
+            "config": "does not affect the numbers (data.workers is 0 in a checkpoint and 1 in config.json)",
         },
     ),
     "a checkpoint of another training": (
-        other_weights, {"step_000002.pt": "weights are not those of the ledger's row of step 1"}
+        other_weights, {"step_000002.pt": "weights do not match the ledger's row of step 1"}
     ),
     "a byte of the ledger": (in_ledger, {"ledger": "row 5 of session 0 (after step 1, shard 0) was altered"}),
     "a row with its checksum": (
         lambda folder: forge_row(folder, 1, sealed=False),
-        {"ledger": "(steps -1 to 1)", "step_000002.pt": "weights are not those", "replay": "step 1: weights differ"},
+        {"ledger": "(steps -1 to 1)", "step_000002.pt": "weights do not match", "replay": "step 1: weights differ"},
     ),
     "a row with its seals": (
         lambda folder: forge_row(folder, 2, sealed=True),
@@ -275,7 +274,7 @@ def test_what_was_altered_afterwards_fails_and_is_named(copy: Path, name: str) -
     alter(copy)
     audit = audited(copy, **({"spans": 9, "span_steps": 0} if "replay" in expected else {}))
     found = failures(audit)
-    assert (audit.verdict, audit.exit_code) == ("failed", 1)
+    assert (audit.verdict, audit.exit_code) == ("failed", 13)
     assert found.keys() == expected.keys(), found
     for part, words in expected.items():
         assert words in found[part], found
@@ -288,11 +287,7 @@ def test_the_copy_itself_passes(copy: Path) -> None:
 
 
 def test_every_source_is_hashed_the_c_of_the_digests_too() -> None:
-    assert {
-        "train/engine.py",
-        "ledger/digest.c",
-        "export/artifact/manifest.schema.json",
-    } <= inputs.source_hashes().keys()
+    assert {"train/engine.py", "ledger/digest.c", "audit/report.md.j2"} <= inputs.source_hashes().keys()
 
 
 def test_other_sources_are_noted_and_fail_nothing_while_the_bits_are_the_same(
@@ -360,7 +355,7 @@ def test_a_report_that_cannot_be_written_is_told_before_the_work(
     assert f"nothing can be written to {tmp_path / 'file'}. Set out=FOLDER" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("status", "code"), [("passed", 2), (FAILED, 1)])
+@pytest.mark.parametrize(("status", "code"), [("passed", 2), (FAILED, 13)])
 def test_a_verdict_is_told_though_its_report_cannot_be_written(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -378,6 +373,16 @@ def test_a_verdict_is_told_though_its_report_cannot_be_written(
     assert "Set out=FOLDER" in told.err
 
 
+def test_a_page_keeps_one_row_of_three_cells_for_each_line() -> None:
+    lines = tuple(Line("data", status, "a|b <c> & {{ d }}") for status in ("passed", FAILED))
+    page = markdown(Audit("runs/x", lines, "", 7, 5, 9, 2, "0" * 64, 12.6)).splitlines()
+    assert page[0] == "# Audit of runs/x: failed"
+    assert page[4:8] == ["| part | verdict | finding |", "|---|---|---|"] + [
+        f"| data | {status} | a/b <c> & {{{{ d }}}} |" for status in ("passed", FAILED)
+    ]
+    assert page[9].startswith("- Replayed: 5 of 9 updates by 2 processes, 13 s in all. Seed 7 ")
+
+
 def forged(folder: Path, change: Callable[[dict], object]) -> None:  # type: ignore[type-arg]
     """Change what a checkpoint holds together with all that vouches for it."""
     path = folder / "run" / "step_000002.pt"
@@ -390,8 +395,8 @@ def forged(folder: Path, change: Callable[[dict], object]) -> None:  # type: ign
     ("change", "words"),
     [
         (lambda state: state["config"].update(surprise=1), "surprise is not a setting"),
-        (lambda state: state.update(config=7), "its step or its configuration is none"),
-        (lambda state: state["optimizer"].update(param_groups=[]), "none of the run's network and optimizer"),
+        (lambda state: state.update(config=7), "its step or its configuration is malformed"),
+        (lambda state: state["optimizer"].update(param_groups=[]), "does not fit the run's network and optimizer"),
     ],
 )
 def test_a_checkpoint_that_no_run_writes_fails_and_ends_nothing(
@@ -402,7 +407,7 @@ def test_a_checkpoint_that_no_run_writes_fails_and_ends_nothing(
     forged(copy, change)
     audit = audited(copy)
     assert words in failures(audit)["step_000002.pt"]
-    assert audit.exit_code == 1
+    assert audit.exit_code == 13
 
 
 def test_a_resumed_run_refuses_data_that_changed(copy: Path) -> None:

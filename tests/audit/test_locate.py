@@ -87,8 +87,8 @@ def test_a_unit_in_the_last_place_of_a_layer_is_named_and_without_the_cause_the_
     found = again(alone, tmp_path / "b")
     assert (found.verdict, found.step, found.stage, found.layer) == ("diverged", STEP, stage, LAYER), found.replay
     assert found.odd is None
-    assert f"trained again from step 2 up to step {STEP}" in found.replay
-    assert "both came out as recorded" in found.replay
+    assert f"replayed from step 2 to step {STEP}" in found.replay
+    assert "both are reproduced" in found.replay
     monkeypatch.undo()  # what made it differ is gone, as after a fault of the hardware
     pair, odd = ((alone, tmp_path / "b"), "B") if stage == "forward" else ((tmp_path / "b", alone), "A")
     found = again(*pair)
@@ -101,10 +101,10 @@ def test_a_setting_that_reaches_the_first_layer(
 ) -> None:
     assert run(tmp_path / "other", *RUN, "train.precision=bf16") == 0
     capsys.readouterr()
-    assert segpipe(["compare", str(alone), str(tmp_path / "other"), "--replay", "--json"]) == 1
+    assert segpipe(["compare", str(alone), str(tmp_path / "other"), "--replay", "--json"]) == 5
     found = json.loads(capsys.readouterr().out)
     assert (found["step"], found["stage"], found["layer"]) == (0, "forward", "detail.0.0"), found["replay"]
-    assert "trained again from the seed up to step 0" in found["replay"]
+    assert "replayed from the seed to step 0" in found["replay"]
     assert segpipe(["compare", str(alone), str(tmp_path / "other"), "--replay", "--nproc", "3"]) == 2
     assert "compute.shards = 2" in capsys.readouterr().out, "processes that cannot share the shards"
 
@@ -113,7 +113,7 @@ def test_a_setting_of_the_optimizer_is_no_layer_of_the_network(alone: Path, tmp_
     assert run(tmp_path / "other", *RUN, "optim.weight_decay=0.01", "train.steps=1") == 0
     found = again(alone, tmp_path / "other")
     assert (found.step, found.stage) == (0, "optimizer"), found.sentence
-    assert "no module of the network made the difference: step 0" in found.replay
+    assert "no module of the network is the cause: step 0" in found.replay
     assert found.layer is not None
 
 
@@ -132,4 +132,4 @@ def test_the_last_common_checkpoint_has_equal_weights(alone: Path, tmp_path: Pat
 
 def test_processes_that_are_none_are_refused(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert segpipe(["compare", str(alone), str(alone), "--replay", "--nproc", "0"]) == 2
-    assert "--nproc = 0, but 1 or more was needed" in capsys.readouterr().out
+    assert "--nproc = 0, but at least 1 was needed" in capsys.readouterr().out

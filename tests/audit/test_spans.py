@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from segpipe.audit.spans import Span, choose_spans
+from segpipe.audit.examine import Span, choose_spans
 
 STARTS = {0: None, 4: Path("step_000004.pt"), 10: Path("step_000010.pt"), 20: Path("last.pt")}
 

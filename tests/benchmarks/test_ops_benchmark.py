@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 import torch
 
 from benchmarks import ops
-from segpipe.determinism.opgate import RULES, OpGate
-from segpipe.errors import UnsafeOpError
+from segpipe.determinism.opgate import RULES, check_ops
 
 CPU = torch.device("cpu")
 INPUTS = ops.make_inputs(CPU, 32, 2)
@@ -22,10 +20,8 @@ def called(case: ops.Case, *, replaced: bool) -> set[str]:
     """Unsafe ops that the case calls."""
     call = case.replacement if replaced else case.plain
     assert call is not None
-    gate = OpGate()
-    with suppress(UnsafeOpError), gate:
-        case.compute(call, INPUTS)
-    return {found.op.removeprefix("aten.").strip("_") for found in gate.violations}
+    found = check_ops(lambda: case.compute(call, INPUTS))
+    return {violation.op.removeprefix("aten.").strip("_") for violation in found}
 
 
 @pytest.mark.parametrize("case", ops.CASES, ids=lambda case: case.op)

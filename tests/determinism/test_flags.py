@@ -111,7 +111,7 @@ def test_another_wish_of_the_environment_is_refused(
 
 def test_the_environment_is_not_set_after_cuda_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(AssertionError, match="CUDA runs already: CUBLAS_WORKSPACE_CONFIG would come too late"):
+    with pytest.raises(AssertionError, match="CUDA has already started: CUBLAS_WORKSPACE_CONFIG would come too late"):
         flags.set_environment()
     for name, value in flags.ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
@@ -142,8 +142,8 @@ def test_a_fingerprint_tells_processor_instructions_and_driver(tmp_path: Path, m
         assert f"model name\t: {found['cpu']}\n" in info.read_text()
     told = tmp_path / "version"
     told.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.1\nGCC version: 12\n")
-    assert flags._driver(told) == "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.1"
-    assert flags._driver(tmp_path / "none") is None
+    assert flags._lines(str(told))[0] == "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.1"
+    assert flags._lines(str(tmp_path / "none")) == []
     there = {"avx512_bf16": True, "amx_bf16": False, "avx2": True, "avx512_vnni": True}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: there, raising=False)
     assert flags.fingerprint()["instructions"] == "avx512_vnni avx512_bf16"

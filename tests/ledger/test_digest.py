@@ -94,8 +94,8 @@ def test_strides_do_not_matter(dtype: torch.dtype) -> None:
 def test_device_and_host_mix_alike() -> None:
     x = example(torch.int64, 1000) * 0x0123456789ABCDEF - 2**61
     on_device, on_host = x.clone(), x.clone()
-    module._mix64_on_device(on_device, torch.empty_like(x))
-    module._mix64_on_host(on_host.numpy().view(U), np.empty(1000, U))
+    module._mix64_on_device(on_device)
+    module._mix64_on_host(on_host.numpy().view(U))
     assert torch.equal(on_device, on_host)
     assert (on_host.numpy().view(U) == mix64(x.numpy().view(U))).all()
 
@@ -120,8 +120,9 @@ def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def on_device(*rows: Tensor) -> list[int]:
-    """What a GPU computes, on the CPU; the rows are as long as each other."""
-    return [int(value) % 2**64 for value in module._on_device(torch.cat([module._words(row, 1) for row in rows]))]
+    """What a GPU computes, on the CPU; all rows have the same length."""
+    words = torch.cat([module._words(row, 1) for row in rows])
+    return [int(value) % 2**64 for value in module._digest_rows(words, module.DEVICE_CHUNK)]
 
 
 def many(*tensors: Tensor, channels_last: bool = False) -> int:
@@ -235,7 +236,7 @@ def test_a_million_damages_never_collide() -> None:
     assert np.unique(found).size == different.sum()
     assert number(torch.from_numpy(x[77])) == found[0, 77]
     rows_of_words = [torch.from_numpy(np.ascontiguousarray(value).view(np.int64)) for value in made]
-    product = np.stack([module._on_device(rows).numpy() for rows in rows_of_words])
+    product = np.stack([module._digest_rows(rows, module.DEVICE_CHUNK).numpy() for rows in rows_of_words])
     assert np.unique(product).size == different.sum()
     assert many(torch.from_numpy(x[77])) == int(product[0, 77]) % 2**64
 

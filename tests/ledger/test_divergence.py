@@ -10,11 +10,9 @@ import pytest
 
 import ledgers
 from segpipe.cli.main import main as segpipe
-from segpipe.ledger.divergence import Comparison, compare
-from segpipe.ledger.files import ledger_path
+from segpipe.ledger.divergence import FIELDS, SAMPLE_STAGES, STAGES, Comparison, Field, compare
 from segpipe.ledger.reader import read_run
-from segpipe.ledger.rows import SAMPLE_FIELDS, SHARD, STEP_FIELDS
-from segpipe.ledger.stages import FIELDS, SAMPLE_STAGES, STAGES, Field
+from segpipe.ledger.rows import SAMPLE_FIELDS, SHARD, STEP_FIELDS, ledger_path
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = range(4)
@@ -55,7 +53,7 @@ def consequences(entry: Field) -> dict[ledgers.Place, int]:
 def test_equal_runs_are_identical_for_any_number_of_processes(tmp_path: Path, ranks: tuple[int, int]) -> None:
     found = verdict(tmp_path, ranks=ranks, **AUDIT)
     assert (found.verdict, found.exit_code, found.steps, found.processes) == ("identical", 0, 4, ranks)
-    assert found.sentence == "identical in all 4 steps that both have"
+    assert found.sentence == "identical in all 4 common steps"
     assert {cell["state"] for cell in found.fields} == {"equal"}
     assert (found.notes, found.fingerprint, found.recipe) == ((), {}, {})
 
@@ -71,7 +69,7 @@ def test_sixteen_ranks_and_four_hold_the_same_run(tmp_path: Path) -> None:
 def test_a_planted_difference_is_named(tmp_path: Path, entry: Field, alone: bool) -> None:
     change = {**({} if alone else consequences(entry)), **planted(entry)}
     found = verdict(tmp_path, b=change, **(AUDIT if entry.stage == "decode" else {}))
-    assert (found.verdict, found.exit_code, found.step, found.stage) == ("diverged", 1, 2, entry.stage)
+    assert (found.verdict, found.exit_code, found.step, found.stage) == ("diverged", 5, 2, entry.stage)
     by_sample = entry.stage in SAMPLE_STAGES
     sample = ledgers.order(2, 3, SHARD_COUNT, SAMPLES)[1][1] if by_sample else None
     assert found.shard == (3 if entry.kind == SHARD else None)
@@ -181,7 +179,7 @@ def test_runs_of_different_work_cannot_be_compared(tmp_path: Path, changes: Any,
     b = ledgers.write_session(tmp_path / "b", ledgers.header(**changes), STEPS)
     found = compare(read_run(a), read_run(b))
     assert (found.verdict, found.exit_code) == ("incomparable", 2)
-    assert f"cannot compare: {reason}" in found.sentence
+    assert f"not comparable: {reason}" in found.sentence
 
 
 def test_runs_without_a_common_step_cannot_be_compared(tmp_path: Path) -> None:
@@ -199,9 +197,9 @@ def test_only_what_both_have_is_compared_and_that_is_said(tmp_path: Path) -> Non
     b = ledgers.write_session(tmp_path / "b", ledgers.header(), range(5))
     found = compare(read_run(a), read_run(b))
     assert (found.verdict, found.steps) == ("identical", 5)
-    assert found.notes == ("A has steps 0 to 8, B has steps 0 to 4: only what both have was compared",)
+    assert found.notes == ("A has steps 0 to 8, B has steps 0 to 4: only common steps were compared",)
     limits = "A has steps 0 to 8, B has steps 0 to 4"
-    assert found.sentence == f"identical in all 5 steps that both have, but not all could be compared: {limits}"
+    assert found.sentence == f"identical in all 5 common steps, but not everything could be compared: {limits}"
 
 
 def test_the_file_of_a_rank_that_is_missing_is_said_in_the_first_line(tmp_path: Path) -> None:
@@ -210,7 +208,7 @@ def test_the_file_of_a_rank_that_is_missing_is_said_in_the_first_line(tmp_path: 
     ledger_path(b, 2).unlink()
     found = compare(read_run(a), read_run(b))
     assert found.verdict == "identical"
-    assert found.sentence.endswith("compared: B: shards are missing in step 0 (steps like this: 4)")
+    assert found.sentence.endswith("compared: B: shards are missing in step 0 (4 such steps)")
 
 
 def test_fields_that_one_run_lacks_are_not_compared(tmp_path: Path) -> None:
@@ -240,7 +238,7 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path: Path) -> No
         assert found.verdict == ("identical" if name == "same" else "diverged")
         if name == "other":
             assert (found.step, found.shard, found.stage) == (3, 1, "backward")
-            assert any("came out otherwise" in note for note in found.notes)
+            assert any("changed when recomputed" in note for note in found.notes)
 
 
 def test_every_stage_and_every_field_of_a_step_has_a_place_in_the_causal_order() -> None:
@@ -261,7 +259,7 @@ def test_the_command_speaks_json_and_ends_with_the_verdict(tmp_path: Path) -> No
     ended = subprocess.run(
         [sys.executable, "-c", code, str(a), str(b), "--json"], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    assert ended.returncode == 1, ended.stderr
+    assert ended.returncode == 5, ended.stderr
     found = json.loads(ended.stdout)
     assert {name: found[name] for name in ("step", "shard", "sample", "stage", "layer", "file")} == {
         "step": 2, "shard": 3, "sample": 23, "stage": "augment", "layer": None, "file": "scene_023",
@@ -275,8 +273,8 @@ def test_the_command_says_it_in_words(tmp_path: Path, capsys: pytest.CaptureFixt
         tmp_path / "b", ledgers.header(fingerprint={"torch": "[bold]"}), STEPS, changed={(2, 3, "logits", 0): 1}
     )
     assert segpipe(["compare", str(a), str(a)]) == 0
-    assert "identical in all 4 steps" in capsys.readouterr().out
-    assert segpipe(["compare", str(a), str(b)]) == 1
+    assert "identical in all 4 common steps" in capsys.readouterr().out
+    assert segpipe(["compare", str(a), str(b)]) == 5
     out = capsys.readouterr().out
     assert "step 2, shard 3: logits differ" in out
     assert "environment torch: 2.11 in A, [bold] in B" in out
@@ -317,10 +315,10 @@ def test_the_command_refuses_what_it_cannot_read(
     [("gradient", "reduction"), ("optimizer", "optimizer"), ("weights", "weights"), ("ema", "bn_ema")],
 )
 @pytest.mark.parametrize(("ranks", "odd"), [(16, 11), (4, 0)])
-def test_a_rank_that_drifts_from_the_others_is_named(
+def test_a_rank_that_diverges_from_the_others_is_named(
     tmp_path: Path, field: str, stage: str, ranks: int, odd: int
 ) -> None:
-    """In B only rank `odd` holds something else from step 1 on; its shards, and so A and B, part one step later."""
+    """In B only rank `odd` holds something else from step 1 on; its shards, and so A and B, diverge one step later."""
     first = ledgers.header(compute__shards=16, level=1, parts=ledgers.AUDITED)
     a = ledgers.write_session(tmp_path / "a", first, STEPS, ranks=4)
     b = ledgers.write_session(tmp_path / "b", first, STEPS, ranks=ranks)
@@ -330,13 +328,13 @@ def test_a_rank_that_drifts_from_the_others_is_named(
     assert compare(read_run(a), read_run(b)).verdict == "identical"
     ledger_path(b, odd).write_bytes(ledger_path(other, odd).read_bytes())
     for found in (compare(read_run(a), read_run(b)), compare(read_run(b), read_run(b))):
-        assert (found.verdict, found.exit_code, found.step, found.stage) == ("diverged", 1, 1, stage), found.sentence
+        assert (found.verdict, found.exit_code, found.step, found.stage) == ("diverged", 5, 1, stage), found.sentence
         assert f"rank {odd} of" in found.sentence
-        assert f"Look at rank {odd} of" in found.advice
+        assert f"Check rank {odd} of" in found.advice
         assert found.layer == (ledgers.LAYERS[0] if field == "weights" else None)
 
 
-def test_a_drift_that_comes_later_does_not_hide_what_came_before(tmp_path: Path) -> None:
+def test_ranks_that_diverge_later_do_not_hide_an_earlier_difference(tmp_path: Path) -> None:
     a = ledgers.write_session(tmp_path / "a", ledgers.header(), STEPS, ranks=4)
     early: dict[ledgers.Place, int] = {(1, 2, "batch", 0): 1}
     b = ledgers.write_session(tmp_path / "b", ledgers.header(), STEPS, ranks=4, changed=early)

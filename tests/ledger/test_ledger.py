@@ -13,9 +13,20 @@ import torch
 
 import ledgers
 from segpipe.errors import CheckpointError
-from segpipe.ledger import files as ledger
-from segpipe.ledger.files import LedgerWriter, describe, ledger_path, next_session
-from segpipe.ledger.rows import PART, SHARD, SHARD_FIELDS, STEP, encode, read_file, row_type, slots
+from segpipe.ledger import writer
+from segpipe.ledger.rows import (
+    PART,
+    SHARD,
+    SHARD_FIELDS,
+    STEP,
+    encode,
+    ledger_files,
+    ledger_path,
+    read_file,
+    row_type,
+    slots,
+)
+from segpipe.ledger.writer import LedgerWriter, next_session, session_header
 from segpipe.settings.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,12 +62,12 @@ def test_size_of_a_hundred_thousand_steps_is_the_documented_one(tmp_path: Path) 
     for ranks in (1, 16):
         first = ledgers.header(compute__shards=16, compute__samples_per_shard=4)
         ledgers.write_session(tmp_path / str(ranks), first, range(3), ranks=ranks)
-        paths = ledger.ledger_files(tmp_path / str(ranks))
+        paths = ledger_files(tmp_path / str(ranks))
         headers = sum(len(encode(read_file(path).sessions[0].header)) for path in paths)
         in_all = sum(path.stat().st_size for path in paths)
         size_mb = (in_all - headers) / 3 * 100_000 / 1e6
         assert f"{size_mb:.0f} MB from {'one process' if ranks == 1 else ranks}" in " ".join(
-            str(ledger.__doc__).split()
+            str(writer.__doc__).split()
         )
 
 
@@ -77,10 +88,10 @@ def test_a_killed_process_leaves_what_it_flushed(tmp_path: Path) -> None:
     code = f"""
 import os, signal, sys
 from pathlib import Path
-from segpipe.ledger.files import LedgerWriter
-from segpipe.ledger.rows import Header
+from segpipe.ledger.rows import SessionHeader
+from segpipe.ledger.writer import LedgerWriter
 recipe = {{"compute.shards": 4, "compute.samples_per_shard": 2}}
-writer = LedgerWriter(Path({str(tmp_path)!r}) / "ledger" / "rank00.bin", Header(0, 0, 0, 1, recipe, "", {{}}))
+writer = LedgerWriter(Path({str(tmp_path)!r}) / "ledger" / "rank00.bin", SessionHeader(0, 0, 0, 1, recipe, "", {{}}))
 for step in range(5):
     writer.step_row(step, {{"weights": step}})
     if step == 2:
@@ -135,11 +146,11 @@ def test_sessions_are_counted_over_all_ranks(tmp_path: Path) -> None:
 def test_description_holds_recipe_and_level(tmp_path: Path) -> None:
     config = Config()
     place = {"session": 1, "first_step": 40, "rank": 2, "world_size": 4}
-    plain = describe(config, {"torch": "2.11"}, **place)  # type: ignore[arg-type]
+    plain = session_header(config, {"torch": "2.11"}, **place)  # type: ignore[arg-type]
     assert (plain.level, plain.shards, plain.samples_per_shard) == (0, 4, 4)
     assert plain.recipe["optim.lr"] == config.optim.lr
     assert "run.name" not in plain.recipe
-    audit = describe(config, {}, **place, parts={"gradient": ("a", "b")}, sample_names=("x",))  # type: ignore[arg-type]
+    audit = session_header(config, {}, **place, parts={"gradient": ("a", "b")}, sample_names=("x",))  # type: ignore[arg-type]
     assert (audit.level, audit.parts, audit.sample_names) == (1, {"gradient": ["a", "b"]}, ["x"])
     with closing(LedgerWriter(ledger_path(tmp_path, 0), audit)):
         assert read_file(ledger_path(tmp_path, 0)).sessions[0].header == audit

@@ -7,8 +7,19 @@ import pytest
 
 import ledgers
 from segpipe.errors import CheckpointError
-from segpipe.ledger.files import LedgerWriter, ledger_path
-from segpipe.ledger.rows import PART, SHARD, STEP, encode, parse, read_file, row_keys, row_type
+from segpipe.ledger.rows import (
+    PART,
+    SHARD,
+    STEP,
+    SessionHeader,
+    encode,
+    ledger_path,
+    parse,
+    read_file,
+    row_keys,
+    row_type,
+)
+from segpipe.ledger.writer import LedgerWriter
 
 
 @pytest.fixture
@@ -19,7 +30,7 @@ def whole(tmp_path: Path) -> bytes:
     return ledger_path(tmp_path, 0).read_bytes()
 
 
-def _header(session: int) -> ledgers.Header:
+def _header(session: int) -> SessionHeader:
     return ledgers.header(session=session, first_step=session, sample_names=[], compute__shards=2)
 
 

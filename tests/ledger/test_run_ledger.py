@@ -7,9 +7,8 @@ import pytest
 
 import ledgers
 from segpipe.errors import CheckpointError
-from segpipe.ledger.files import ledger_path
-from segpipe.ledger.reader import RunLedger, mapping_differences, read_run
-from segpipe.ledger.rows import PART, SHARD, STEP, read_file, slots
+from segpipe.ledger.reader import RunLedger, read_run
+from segpipe.ledger.rows import PART, SHARD, STEP, ledger_path, mapping_differences, read_file, slots
 
 
 def keys(run: RunLedger, kind: int = SHARD) -> list[tuple[int, int]]:
@@ -25,7 +24,7 @@ def test_ranks_become_one_row_per_key(tmp_path: Path) -> None:
     for run in merged:
         assert keys(run) == [(step, shard) for step in range(3) for shard in range(16)]
         assert keys(run, STEP) == [(step, -1) for step in range(3)]
-        assert run.notes == ()
+        assert (run.notes, run.faults) == ((), ())
         for kind in (SHARD, STEP, PART):
             assert run.rows[kind].tobytes() == merged[0].rows[kind].tobytes()
     assert [len(run.headers) for run in merged] == [1, 4, 16]
@@ -48,7 +47,7 @@ def test_a_later_session_replaces_what_it_trained_again(tmp_path: Path) -> None:
     whole = read_run(ledgers.write_session(tmp_path / "whole", ledgers.header(), range(8), ranks=2))
     for ranks in ((4, 2), (1, 4), (2, 2)):
         run = resumed(tmp_path / str(ranks), ranks=ranks)
-        assert run.notes == ()
+        assert (run.notes, run.faults) == ((), ())
         assert [(each.session, each.rank) for each in run.headers] == [
             (session, rank) for session in (0, 1) for rank in range(ranks[session])
         ]
@@ -63,30 +62,30 @@ def test_rows_beyond_a_later_start_are_void_even_where_nothing_replaced_them(tmp
     assert keys(read_run(tmp_path), STEP) == [(0, -1), (1, -1), (2, -1)]
 
 
-def test_another_outcome_of_the_same_step_is_noted(tmp_path: Path) -> None:
+def test_another_outcome_of_the_same_step_is_a_fault(tmp_path: Path) -> None:
     run = resumed(tmp_path, again={(4, 2, "logits", 0): 1, (5, None, "lr", 0): 1, (6, 1, "loss", 0): 1})
-    assert run.notes == (
-        "step 4, shard 2: logits came out otherwise when the step was trained again after a resume (1 of 12 rows)",
-        "step 5: lr came out otherwise when the step was trained again after a resume (1 of 3 rows)",
+    assert run.faults == (
+        "step 4, shard 2: logits changed when recomputed after a resume (1 of 12 rows)",
+        "step 5: lr changed when recomputed after a resume (1 of 3 rows)",
     )
     row = run.rows[SHARD][keys(run).index((4, 2))]
     digest = int(row["digest"][slots(SHARD, 2)["logits"]].view(np.int64)[0])
     assert digest == ledgers.number("", 4, 2, "logits", 0) ^ 1, "the later outcome is the one that counts"
 
 
-def test_a_state_that_came_back_otherwise_is_noted(tmp_path: Path) -> None:
+def test_a_state_that_was_not_restored_exactly_is_a_fault(tmp_path: Path) -> None:
     run = resumed(tmp_path, again={(2, None, "weights", 0): 1})
-    assert run.notes == ("step 2: rank 0 of session 1 has other weights than rank 0 of session 0 (rows like this: 2)",)
+    assert run.faults == ("step 2: weights of rank 0 in session 1 differ from rank 0 in session 0 (2 such rows)",)
 
 
-def test_ranks_that_drifted_apart_are_noted(tmp_path: Path) -> None:
+def test_ranks_that_diverged_are_a_fault(tmp_path: Path) -> None:
     ledgers.write_session(tmp_path, ledgers.header(), range(4), ranks=2)
     other = ledgers.write_session(
         tmp_path / "other", ledgers.header(), range(4), ranks=2, changed={(3, None, "ema", 0): 1}
     )
     ledger_path(tmp_path, 1).write_bytes(ledger_path(other, 1).read_bytes())
-    assert read_run(tmp_path).notes == (
-        "step 3: rank 1 of session 0 has other ema than rank 0 of session 0 (rows like this: 1)",
+    assert read_run(tmp_path).faults == (
+        "step 3: ema of rank 1 in session 0 differ from rank 0 in session 0 (1 such rows)",
     )
 
 
@@ -95,13 +94,13 @@ def test_what_is_missing_is_noted(tmp_path: Path) -> None:
     path = ledger_path(tmp_path, 1)
     path.write_bytes(path.read_bytes()[:-150])
     ledgers.write_session(tmp_path, ledgers.header(session=1, first_step=8), range(8, 10), ranks=1)
-    notes = read_run(tmp_path).notes
+    run = read_run(tmp_path)
     row = read_file(path).sessions[0].rows.itemsize
-    assert notes == (
-        f"rank01.bin: {2 * row - 150} bytes of a torn tail were left out",
-        "shards are missing in step 4 (steps like this: 1)",
-        "no rows of shards between step 4 and step 8",
-        "no rows of steps between step 4 and step 8",
+    assert run.notes == (f"rank01.bin: {2 * row - 150} bytes of a torn tail were ignored",)
+    assert run.faults == (
+        "shards are missing in step 4 (1 such steps)",
+        "no shard rows between step 4 and step 8",
+        "no step rows between step 4 and step 8",
     )
 
 
@@ -125,7 +124,7 @@ def test_what_is_no_run_is_refused_with_what_to_do(tmp_path: Path) -> None:
         read_run(tmp_path)
     ledger_path(tmp_path, 1).unlink()
     path.write_bytes(path.read_bytes()[:40])
-    with pytest.raises(CheckpointError, match="holds no whole header"):
+    with pytest.raises(CheckpointError, match="holds no complete header"):
         read_run(tmp_path)
 
 
@@ -133,7 +132,7 @@ def test_differences_of_mappings_name_what_is_missing() -> None:
     assert mapping_differences({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}) == {"b": (2, 3), "c": (None, 4)}
 
 
-def drifted(folder: Path, ranks: int, odd: int, change: dict[ledgers.Place, int], **fields: object) -> Path:
+def diverged(folder: Path, ranks: int, odd: int, change: dict[ledgers.Place, int], **fields: object) -> Path:
     """A run in which one rank holds something that the others do not."""
     first = ledgers.header(**fields)
     ledgers.write_session(folder, first, range(4), ranks=ranks)
@@ -145,18 +144,18 @@ def drifted(folder: Path, ranks: int, odd: int, change: dict[ledgers.Place, int]
 @pytest.mark.parametrize(("ranks", "odd", "named"), [(4, 3, 3), (4, 0, 0), (2, 0, 1)])
 def test_the_rank_in_the_minority_is_the_odd_one(tmp_path: Path, ranks: int, odd: int, named: int) -> None:
     """Of two ranks that differ neither has a majority, and the higher one is named."""
-    run = read_run(drifted(tmp_path, ranks, odd, {(2, None, "weights", 0): 1, (3, None, "ema", 0): 1}))
-    assert run.drift is not None
-    assert (run.drift.step, run.headers[run.drift.odd].rank) == (2, named)
-    assert run.headers[run.drift.usual].rank != named
-    one, two = run.drift.pairs[STEP]
+    run = read_run(diverged(tmp_path, ranks, odd, {(2, None, "weights", 0): 1, (3, None, "ema", 0): 1}))
+    assert run.divergence is not None
+    assert (run.divergence.step, run.headers[run.divergence.odd].rank) == (2, named)
+    assert run.headers[run.divergence.usual].rank != named
+    one, two = run.divergence.pairs[STEP]
     assert (len(one), len(two)) == (1, 1)
     assert len(run.faults) == 1
 
 
-def test_ranks_that_agree_have_not_drifted(tmp_path: Path) -> None:
+def test_ranks_that_agree_have_no_divergence(tmp_path: Path) -> None:
     run = read_run(ledgers.write_session(tmp_path, ledgers.header(), range(4), ranks=4))
-    assert (run.drift, run.faults) == (None, ())
+    assert (run.divergence, run.faults) == (None, ())
 
 
 def test_what_a_crash_leaves_is_a_note_and_what_is_missing_a_fault(tmp_path: Path) -> None:

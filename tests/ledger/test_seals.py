@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import ledgers
-from segpipe.ledger.files import LedgerWriter, last_seals, ledger_path
-from segpipe.ledger.rows import read_file, seal
-from segpipe.ledger.seals import SUFFIX, RunningHash, first_broken, read_seals
+from segpipe.ledger.reader import first_broken, last_seals, read_seals
+from segpipe.ledger.rows import SEAL_SUFFIX, ledger_path, read_file, seal
+from segpipe.ledger.writer import LedgerWriter, RunningHash
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_what_was_cut_off_at_the_end_is_found(path: Path) -> None:
 def test_what_a_crash_leaves_behind_the_last_seal_breaks_nothing(path: Path) -> None:
     row = read_file(path).sessions[0].rows.itemsize
     path.write_bytes(path.read_bytes() + bytes(row // 2))
-    sealed = path.with_suffix(SUFFIX)
+    sealed = path.with_suffix(SEAL_SUFFIX)
     sealed.write_text(sealed.read_text() + "0123abc")  # the process died while it wrote a line
     assert first_broken(path, read_seals(path)) is None
     with closing(LedgerWriter(path, ledgers.header(session=1, first_step=8))) as writer:

@@ -1,13 +1,17 @@
-"""The ledger of a run: digests of what every step read, computed and left, one append-only file per process.
+"""Writes the ledger of a run: digests of every step's input, output and state, one append-only file per process.
 
 `ledger/rank00.bin` is a sequence of sessions, one for each time the run was started or resumed: a header (JSON: recipe,
 fingerprint, process), then rows of one size. A row is keyed (step, shard), never by process, so runs with different
-numbers of processes compare row by row. Rows of b samples take 64 + 24 b bytes (96 for b = 1), and a step makes V of
-them and one more in each process: with V = 16 and b = 4, 100,000 steps take 272 MB from one process and 512 MB from 16
+numbers of processes compare row by row. Rows of b samples take 64 + 24 b bytes (96 for b = 1). A step writes V of them
+and one more in each process: with V = 16 and b = 4, 100,000 steps take 272 MB from one process and 512 MB from 16
 (32 MB each).
 
-Digests are int64 tensors and stay on their device until `flush`; numbers (lr, loss) are kept as the bits of a float64.
-`rank00.seal` beside it has running hashes of the file (seals.py), and a header the hash of what the run was made from.
+Digests are int64 tensors and stay on their device until `flush`. Numbers (lr, loss) are stored as float64 bits.
+
+Beside `rank00.bin` lies `rank00.seal`: a line for each time the file was synced to disk (every checkpoint, and the end)
+with the SHA-256 and size of the file at that point. The last hash stands for the whole file; the earlier ones tell
+between which two checkpoints a change lies. Row checksums find damage; these hashes also find rows that were replaced
+together with their checksums, and rows cut off at the end.
 """
 
 from __future__ import annotations
@@ -24,30 +28,31 @@ from numpy.typing import NDArray
 
 from segpipe.errors import CheckpointError
 from segpipe.ledger.rows import (
+    INPUTS,
     PART,
+    SEAL_SUFFIX,
     SHARD,
     STEP,
-    Header,
     Rows,
+    SessionHeader,
     encode,
     fields_of,
+    ledger_files,
     part_fields,
     read_file,
     row_type,
     seal,
     slots,
 )
-from segpipe.ledger.seals import RunningHash, Seal, read_seals
 from segpipe.settings.config import Config, config_hash, recipe
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FOLDER = "ledger"
-INPUTS = "inputs.json"  # of the run folder: files of the data set and sources, written before the first session
+CHUNK = 1 << 22
 
 
-def describe(
+def session_header(
     config: Config,
     fingerprint: dict[str, Any],
     *,
@@ -57,10 +62,10 @@ def describe(
     world_size: int,
     parts: Mapping[str, Sequence[str]] | None = None,
     sample_names: Sequence[str] = (),
-) -> Header:
-    """Header of a session; `parts` makes it one of level 1. One rank's `sample_names` are enough for the run."""
-    named = {name: list(values) for name, values in (parts or {}).items()}
-    return Header(
+) -> SessionHeader:
+    """Header of a session, level 1 with `parts`; `sample_names` of one rank are enough for the run."""
+    inputs = config.run_dir / INPUTS
+    return SessionHeader(
         session,
         first_step,
         rank,
@@ -69,35 +74,14 @@ def describe(
         config_hash(config),
         fingerprint,
         level=int(parts is not None),
-        parts=named,
+        parts={name: list(values) for name, values in (parts or {}).items()},
         sample_names=list(sample_names),
-        inputs=_inputs_hash(config.run_dir),
+        inputs=hashlib.sha256(inputs.read_bytes()).hexdigest() if inputs.is_file() else "",
     )
 
 
-def _inputs_hash(run_folder: Path) -> str:
-    path = run_folder / INPUTS
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
-
-
-def ledger_path(run_folder: Path, rank: int) -> Path:
-    """File of a rank."""
-    return run_folder / FOLDER / f"rank{rank:02d}.bin"
-
-
-def ledger_files(run_folder: Path) -> list[Path]:
-    """Files of all ranks, by rank."""
-    return sorted((run_folder / FOLDER).glob("rank*.bin"))
-
-
-def last_seals(run_folder: Path) -> dict[str, Seal]:
-    """SHA-256 and number of bytes of each rank's file, by its name, as of the last checkpoint."""
-    found = {path.stem: read_seals(path) for path in ledger_files(run_folder)}
-    return {name: seals[-1] for name, seals in found.items() if seals}
-
-
 def next_session(run_folder: Path) -> int:
-    """Number of the session that is about to start; one rank asks and tells the others, before any of them writes.
+    """Number of the session about to start; rank 0 broadcasts it before any rank writes.
 
     Raises CheckpointError for a file that is no ledger, or was altered.
     """
@@ -105,21 +89,50 @@ def next_session(run_folder: Path) -> int:
     return max((found.header.session + 1 for found in sessions), default=0)
 
 
+class RunningHash:
+    """SHA-256 of a file that only grows, updated as it is written."""
+
+    def __init__(self, path: Path) -> None:
+        """Of `path` as it is now, or of nothing when it does not exist."""
+        self._seals, self._hash, self._size = path.with_suffix(SEAL_SUFFIX), hashlib.sha256(), 0
+        if path.exists():
+            with path.open("rb") as file:
+                while content := file.read(CHUNK):
+                    self.add(content)
+        self._sealed = -1  # size at the last seal
+
+    def add(self, content: bytes) -> None:
+        """Update the hash with what was appended to the file."""
+        self._hash.update(content)
+        self._size += len(content)
+
+    def seal(self) -> None:
+        """Append the current hash to the seals, synced to disk. Raises OSError."""
+        if self._size == self._sealed:
+            return
+        torn = self._seals.exists() and not self._seals.read_bytes().endswith(b"\n")
+        with self._seals.open("a") as file:
+            file.write("\n" * torn + f"{self._hash.hexdigest()}  {self._size}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self._sealed = self._size
+
+
 class LedgerWriter:
     """Appends the rows of this process to its file. Nothing waits for a device before `flush`."""
 
-    def __init__(self, path: Path, header: Header) -> None:
-        """Open a session, after whatever the file holds; a torn tail is cut first. Raises CheckpointError."""
+    def __init__(self, path: Path, header: SessionHeader) -> None:
+        """Start a session at the end of the file, after dropping a torn tail. Raises CheckpointError."""
         self.path, self._samples = path, header.samples_per_shard
         self._type = row_type(self._samples)
         self._width: int = self._type["digest"].shape[0]
         self._rows: list[Rows] = []
         self._num_rows = 0
-        self._values: list[tuple[int, Tensor | int]] = []  # place among the digests of all pending rows
+        self._values: list[tuple[int, Tensor | int]] = []  # index among the digests of all pending rows
         sound = read_file(path).sound if path.exists() else 0
         with _disk(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Unbuffered: what waited in a buffer would be written a second time by a forked loader process.
+            # Unbuffered: a forked loader process would write a buffer's content a second time.
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.ftruncate(self._file, sound)
             self._hash = RunningHash(path)
@@ -133,7 +146,7 @@ class LedgerWriter:
         samples: Tensor | Sequence[int],
         digests: Mapping[str, Tensor | int],
     ) -> None:
-        """Row of a shard: its samples (on the host), and digests by SHARD_FIELDS.
+        """Row of a shard: epochs and indices of its samples (on the host), and digests by SHARD_FIELDS.
 
         Digests are int64, 0-d, or (b,) for SAMPLE_FIELDS; they must not change before the next flush.
         """
@@ -142,14 +155,14 @@ class LedgerWriter:
         self._fill(row, SHARD, digests)
 
     def step_row(self, step: int, digests: Mapping[str, Tensor | int]) -> None:
-        """Row of a step, by STEP_FIELDS: its reduction, and the state after it; step `first - 1` is the state before.
+        """Row of a step by STEP_FIELDS: its reduction, and the state after it; step `first - 1` is the state before.
 
-        Every rank writes its own, so that ranks which drifted apart are found.
+        Every rank writes its own, so that ranks that diverged are found.
         """
         self._fill(self._new(STEP, 1, step, -1), STEP, digests)
 
     def part_rows(self, step: int, shard: int | None, name: str, digests: Tensor) -> None:
-        """Digests int64 (n,) of the samples or tensors behind one field of a shard, or of a step (shard None)."""
+        """Digests int64 (n,) of the samples or tensors of one field of a shard, or of a step (shard None)."""
         shard = -1 if shard is None else shard
         number, count = part_fields(shard).index(name), digests.numel()
         start = self._num_rows * self._width
@@ -161,7 +174,7 @@ class LedgerWriter:
     def flush(self, *, sync: bool = False) -> None:
         """Write the pending rows, after one copy from the device; with `sync` they also survive a power cut.
 
-        Raises CheckpointError when the disk does not take them; the file then ends with the last sound row.
+        Raises CheckpointError when the disk rejects them; the file then ends with the last sound row.
         """
         if self._rows:
             rows = np.concatenate(self._rows)
@@ -177,7 +190,7 @@ class LedgerWriter:
                 self._hash.seal()
 
     def close(self) -> None:
-        """Write what is pending and end; closing twice does nothing."""
+        """Write pending rows and close the file; closing twice does nothing."""
         if self._file < 0:
             return
         try:
@@ -208,7 +221,7 @@ class LedgerWriter:
                     left = left[os.write(self._file, left) :]
             except OSError:
                 with contextlib.suppress(OSError):
-                    os.ftruncate(self._file, before)  # part of a row would put all later ones out of step
+                    os.ftruncate(self._file, before)  # part of a row would shift all later ones
                 raise
         self._hash.add(content)
 

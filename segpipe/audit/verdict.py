@@ -1,0 +1,91 @@
+"""The findings of an audit line by line, the verdict they give, and the report as JSON and Markdown."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from segpipe.errors import ConfigError
+from segpipe.files import write_atomically
+
+PASSED, FAILED, NOTED, UNCHECKED = "passed", "failed", "noted", "not checked"
+EXIT_CODES = {"passed": 0, "failed": 13, "cannot audit": 2}
+TEMPLATES = Path(__file__).parent
+PAGE = "report.md.j2"
+
+
+class Line(NamedTuple):
+    """The result of one check. `noted`: something changed that does not make the audit fail."""
+
+    part: str
+    status: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Audit:
+    """All lines, from the images to the exported file, and how the replayed spans were chosen."""
+
+    run: str
+    lines: tuple[Line, ...]
+    obstacle: str  # why nothing could be replayed; empty when spans were
+    seed: int  # of the choice of the spans
+    replayed: int  # updates
+    updates: int  # of the run
+    processes: int
+    evidence: str  # SHA-256 over all files that were checked
+    seconds: float
+
+    @property
+    def verdict(self) -> str:
+        """Passed, failed (the run is not repeatable, or something was altered), or cannot audit."""
+        if any(line.status == FAILED for line in self.lines):
+            return "failed"
+        return "cannot audit" if self.obstacle else "passed"
+
+    @property
+    def exit_code(self) -> int:
+        """0 passed, 13 failed, 2 cannot audit."""
+        return EXIT_CODES[self.verdict]
+
+    @property
+    def sentence(self) -> str:
+        """The verdict with its reason."""
+        reasons = {
+            "failed": "; ".join(f"{line.part}: {line.text}" for line in self.lines if line.status == FAILED),
+            "cannot audit": self.obstacle,
+            "passed": f"{self.replayed} of {self.updates} updates were replayed and gave the same bits",
+        }
+        return f"{self.verdict}: {reasons[self.verdict]}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as plain JSON values."""
+        lines = [line._asdict() for line in self.lines]
+        return {"verdict": self.verdict, "sentence": self.sentence, **asdict(self), "lines": lines}
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ConfigError when no report can be written to `folder`, before minutes are spent on the audit."""
+    existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ConfigError(f"out = {folder}, but nothing can be written to {existing}. Set out=FOLDER for the report.")
+
+
+def write_audit(audit: Audit, folder: Path) -> Path:
+    """Write report.json and report.md; returns the path of the page. Raises CheckpointError when the disk is full."""
+    write_atomically(folder / "report.json", (json.dumps(audit.to_json(), indent=2) + "\n").encode())
+    page = folder / "report.md"
+    write_atomically(page, markdown(audit).encode())
+    return page
+
+
+def markdown(audit: Audit) -> str:
+    """The report as a Markdown page."""
+    loader = FileSystemLoader(TEMPLATES)
+    pages = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    return pages.get_template(PAGE).render(audit=audit)
