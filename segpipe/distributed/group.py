@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch import Tensor
 from segpipe.distributed import environment, meeting
 from segpipe.distributed.watch import watcher as watch
 from segpipe.distributed.watch.contract import MARGIN_S, Contract
-from segpipe.errors import ConfigError
+from segpipe.errors import ConfigError, SegpipeError
 from segpipe.settings.config import ComputeConfig
 
 T = TypeVar("T")
@@ -81,6 +81,21 @@ class Group:
         self.contract.enter("all_gather_object")
         dist.all_gather_object(items, item)
         return items
+
+    def together(self, action: Callable[[], None]) -> None:
+        """Do `action` on every rank. If it raises a SegpipeError on one, every rank raises the first such error.
+
+        Rank 0 reports it: on the others the error is marked as `told`.
+        """
+        own: SegpipeError | None = None
+        try:
+            action()
+        except SegpipeError as error:
+            own = error
+        first = next((error for error in self.gather(own) if error is not None), None)
+        if first is not None:
+            first.told = not self.is_main
+            raise first from own
 
     def barrier(self) -> None:
         """Wait for all ranks."""

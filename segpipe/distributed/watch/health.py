@@ -21,7 +21,6 @@ from segpipe.errors import OutOfMemory
 
 if TYPE_CHECKING:
     from segpipe.distributed.group import Group
-    from segpipe.train.state import TrainState
 
 MIB = 2**20
 EXCESS = 1.2  # times the median of the ranks, from which on a rank is named
@@ -239,14 +238,6 @@ def out_of_memory_named(scene: Scene, folder: Path) -> Iterator[None]:
             path.write_text(f"{text}\n\n{_summary(scene)}\n", encoding="utf-8")
             text += f" The allocator's account is in {path}."
         raise OutOfMemory(text) from error
-
-
-def out_of_memory_told(
-    state: TrainState, shapes: Sequence[tuple[int, ...]], group: Group, folder: Path
-) -> contextlib.AbstractContextManager[None]:
-    """`out_of_memory_named` for an update of `state` on image batches of `shapes`."""
-    scene = Scene(group.rank, state.step, shapes, state.model, group.device, state.optimizer, state.ema.model)
-    return out_of_memory_named(scene, folder)
 
 
 def _summary(scene: Scene) -> str:

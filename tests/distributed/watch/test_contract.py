@@ -28,12 +28,13 @@ from torch import nn
 from benchmarks.measure import held_port
 from ranks import PATIENCE_S
 from segpipe.data.loader import ShardBatch
-from segpipe.distributed import ddp, meeting
+from segpipe.distributed import meeting
 from segpipe.distributed.group import Group
 from segpipe.distributed.watch import watcher as watch
 from segpipe.distributed.watch.contract import RING, CallLog, Contract
 from segpipe.distributed.watch.watcher import State, Watcher, differ
 from segpipe.errors import CollectiveError, DataError
+from segpipe.settings.config import Config
 from segpipe.train import gradients
 
 FAR = 10**6
@@ -249,8 +250,8 @@ def test_nobody_waits_for_a_verdict_when_the_store_is_gone(fast: None, monkeypat
 
 def test_where_torch_ddp_communicates_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that hangs before such a place has made fewer calls than those that hang inside."""
-    monkeypatch.setattr(ddp, "wrap", lambda network, device: network)
-    monkeypatch.setattr(ddp, "warm_up", lambda network, batch: None)
+    monkeypatch.setattr(gradients, "DistributedDataParallel", lambda network, **_: network)
+    monkeypatch.setattr(gradients.AllHeads, "forward", lambda self, image: {"main": self.model.weight})
     monkeypatch.setattr(gradients, "tree_over_ranks", lambda flat, group: flat)
     group = Group(0, 0, 2, torch.device("cpu"))
     seen: list[list[str]] = []
@@ -262,9 +263,10 @@ def test_where_torch_ddp_communicates_is_announced(monkeypatch: pytest.MonkeyPat
         seen.append(ops())
         return {"total": network.model.weight.sum()}
 
-    loss.recorder, loss.config = None, SimpleNamespace(train=SimpleNamespace(precision="fp32"))
-    state = SimpleNamespace(model=nn.Linear(2, 1), scaler=SimpleNamespace(scale=lambda value: value))
-    both = gradients.DdpGradients(state, group, loss, warm_up=True, batch=torch.zeros(1))
+    loss.config, loss.group = Config(), group
+    loss.state = SimpleNamespace(model=nn.Linear(2, 1), scaler=SimpleNamespace(scale=lambda value: value))
+    loss.watch = SimpleNamespace(whole_batch=lambda shards: None)
+    both = gradients.DdpGradients(loss, warm_up=True)
     batch = ShardBatch(0, 0, *(torch.zeros(1) for _ in range(4)))
     both([batch], torch.tensor(1))
     assert seen == [["wrap of DDP", "warm-up of DDP"]], "a rank that sleeps in its forward pass is here"
