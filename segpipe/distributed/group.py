@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from segpipe.distributed import environment, meeting
-from segpipe.distributed.watch import watcher as watch
-from segpipe.distributed.watch.contract import MARGIN_S, Contract
+from segpipe.distributed.watch.contract import MARGIN_S, Contract, watch
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.settings.config import ComputeConfig
 
@@ -143,7 +142,7 @@ def join(config: ComputeConfig, same: Mapping[str, str]) -> Group:
             device_id=device if alone else None,
         )
         eager = config.mode == "audit" or os.environ.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL"
-        contract = watch.watch(store, rank, world_size, timeout_s=config.timeout_s, eager=eager)
+        contract = watch(store, rank, world_size, timeout_s=config.timeout_s, eager=eager)
     group = Group(rank, local_rank, world_size, device, contract=contract)
     return replace(group, subgroups=_subgroups(group, environment.local_world_size()))
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -28,6 +28,7 @@ from segpipe.ledger.digest import state_digest
 from segpipe.ledger.files import last_seals
 from segpipe.losses import class_weights
 from segpipe.models.preprocess import Preprocess
+from segpipe.purity.canary import Canary
 from segpipe.settings.config import Config, config_hash, to_mapping
 from segpipe.train import checkpoint
 from segpipe.train.metrics import miou, summary
@@ -263,10 +264,9 @@ def _due(step: int, every: int) -> bool:
 def shard_stream(config: Config, group: Group, samples: Samples, steps: range) -> Generator[ShardBatch, None, None]:
     """This rank's shard batches of `steps`; workers start when the first is asked for."""
     compute, data = config.compute, config.data
-    augment = replace(config.augment, canary=0) if compute.mode == "off" else config.augment
     return train_batches(
         CachedSamples(samples, data.cache_mib) if data.cache_mib else samples,
-        Augmenter(augment),
+        Augmenter(config.augment),
         Order(config.seed, len(samples), compute.shards, compute.samples_per_shard),
         seed=config.seed,
         shards=group.own_shards(compute.shards),
@@ -276,6 +276,7 @@ def shard_stream(config: Config, group: Group, samples: Samples, steps: range) -
         prefetch=data.prefetch,
         pin_memory=group.device.type == "cuda",
         timeout_s=data.timeout_s,
+        repeats=None if compute.mode == "off" else Canary(samples),
     )
 
 

@@ -30,11 +30,9 @@ class Watch:
         """`folder` receives what is left of a failure; `cache_mib`: what caches of this process may take."""
         self.group, self.state, self._folder = group, state, folder
         self.health = Health(group, allowance_mib=cache_mib)
-        self._agreement = Agreement(group, self, folder)
-
-    def sum(self, numbers: Sequence[int], *, wait: bool = True) -> Tensor:
-        """Sums of integers over the ranks, which compare their states on the way; see `Agreement.sum`."""
-        return self._agreement.sum(numbers, wait=wait)
+        # Sums integers over the ranks, which compare their states on the way. Bound, not wrapped: the line of a
+        # collective is the nearest outside segpipe/distributed, and must be that of the caller.
+        self.sum = Agreement(group, self, folder).sum
 
     def forward(self, seen: Tensor, heads: Mapping[str, Tensor]) -> None:
         """A shard's network was given `seen` and returned `heads`."""
