@@ -13,8 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from segpipe.audit import evidence
-from segpipe.audit.task import Task, in_folder, run_tasks
+from segpipe.audit.task import Task, in_folder
 from segpipe.audit.verdict import FAILED, PASSED, UNCHECKED, Audit, Line
+from segpipe.audit.worker import run_tasks
 from segpipe.determinism import flags
 from segpipe.errors import CheckpointError, CollectiveError, SegpipeError
 from segpipe.files import sha256

@@ -10,17 +10,18 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from segpipe.determinism import flags
 from segpipe.distributed import environment
 from segpipe.errors import CheckpointError, ConfigError, DivergenceError, Interrupted, NumericsError, SegpipeError
-from segpipe.run.folder import claim_folder
-from segpipe.run.tracking import check_tracking
+from segpipe.run.console import TrainView
+from segpipe.run.folder import claim_folder, clear_folder
+from segpipe.run.tracking import Tracker, check_tracking, open_tracker
 from segpipe.settings.check import check
 from segpipe.settings.config import Config, config_hash
 from segpipe.train.stop import handlers_kept
@@ -28,6 +29,8 @@ from segpipe.train.stop import handlers_kept
 if TYPE_CHECKING:
     from segpipe.data.samples import Samples
     from segpipe.distributed.group import Group
+    from segpipe.train.engine import Run
+    from segpipe.train.validate import Validation
 
 # Raised on all ranks at once, so that one rank's word is enough.
 COMMON_ERRORS = (ConfigError, CheckpointError, NumericsError, DivergenceError, Interrupted)
@@ -177,10 +180,10 @@ def work(config: Config, *, prepared: bool = False) -> int:
         try:
             if not prepared:
                 _check_launcher(config)
-                _together(group, lambda: prepare(config, group.world_size))
+                group.together(lambda: prepare(config, group.world_size) if group.is_main else None)
             return _train(config, group)
         except Exception as error:
-            if not isinstance(error, COMMON_ERRORS):
+            if not isinstance(error, COMMON_ERRORS) and not getattr(error, "told", False):
                 group.contract.fail(error, lost=isinstance(error, RuntimeError) and _lost_another_rank(error))
             raise
         finally:
@@ -225,23 +228,9 @@ def _outlive(error: RuntimeError) -> int:
     return 1
 
 
-def _together(group: Group, action: Callable[[], None]) -> None:
-    """Do `action` on rank 0; when it fails there, fail with the same error on every rank."""
-    found: SegpipeError | None = None
-    if group.is_main:
-        try:
-            action()
-        except SegpipeError as error:
-            found = error
-    found = group.gather((found,))[0][0]
-    if found is not None:
-        raise found if group.is_main else ConfigError(str(found))
-
-
 def _train(config: Config, group: Group) -> int:
     from segpipe.distributed import group as processes
     from segpipe.run.finish import finish
-    from segpipe.train.engine import train
 
     console = Console()
     run, validation, result = train(config, group, console, git=_commit() if group.is_main else None)
@@ -251,7 +240,23 @@ def _train(config: Config, group: Group) -> int:
     return 0
 
 
-def _commit() -> dict[str, object] | None:
+def train(
+    config: Config, group: Group, console: Console, *, git: dict[str, Any] | None = None
+) -> tuple[Run, Validation, dict[str, Any]]:
+    """`segpipe.train.engine.train`, reporting to the terminal and to metrics.jsonl."""
+    from segpipe.train import engine
+
+    def open_outputs(step: int | None) -> tuple[TrainView, Tracker]:
+        if group.is_main and step is None:
+            clear_folder(config)
+        total, enabled = config.train.steps, group.is_main and config.train.progress
+        view = TrainView(console, name=config.run.name, done=step or 0, total=total, enabled=enabled)
+        return view, open_tracker(config, config.run_dir, step, rank=group.rank)
+
+    return engine.train(config, group, open_outputs, git=git)
+
+
+def _commit() -> dict[str, Any] | None:
     """What is trained with, as result.json keeps it; asked at the start, since the checkout may move on meanwhile."""
     from segpipe.export.artifact.origin import ROOT, git_state
 
@@ -260,7 +265,7 @@ def _commit() -> dict[str, object] | None:
 
 
 def _tell(error: SegpipeError, *, rank: int = 0) -> int:
-    if getattr(error, "told", False):
+    if error.told:
         environment.wait_to_be_ended()  # another rank told it, and its launcher is to name that one
     elif rank == 0 or not isinstance(error, COMMON_ERRORS):
         where = f"rank {rank}: " if rank else ""
