@@ -1,17 +1,19 @@
 """Train a segmentation network: `python train.py key=value ...`, or the same under torchrun."""
 
 import sys
+from functools import partial
 
 import hydra
 from omegaconf import DictConfig
 
 from segpipe.distributed.environment import local_rank, under_launcher, wait_to_be_ended
 from segpipe.errors import ConfigError, SegpipeError
+from segpipe.run.finish import finish
 from segpipe.run.launch import launch
 from segpipe.run.sweep import Sweep
 from segpipe.settings.compose import CONF, check_overrides, compose
 
-SWEEP = Sweep()
+SWEEP = Sweep(partial(launch, finish=finish, isolated=True))
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
@@ -43,7 +45,7 @@ def main(arguments: list[str]) -> int:
         if any(argument.startswith("-") for argument in arguments):
             return _run_hydra()
         config = compose(arguments)
-        return launch(config)
+        return launch(config, finish=finish)
     except SegpipeError as error:
         if local_rank() == 0:  # the others of this machine have the same command
             print(error, file=sys.stderr)
