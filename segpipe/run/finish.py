@@ -64,19 +64,13 @@ def report_data(run: Run, found: Validation, result: dict[str, Any]) -> ReportDa
     best, worst = pick_extremes(list(scores.items()))
     return ReportData(
         config=to_mapping(run.config),
-        result={
-            **result,
-            "wall_time_s": result["train_seconds"],
-            "images_per_s": result["images_per_second"],
-            "device": str(run.group.device),
-        },
+        result={**result, "device": str(run.group.device)},
         confusion=found.total.numpy(),
         names=classes.names,
         palette=classes.palette,
         history=read_metrics(run.folder / FILE_NAME),
         best=[_overlay(run, index, scores[index]) for index in best],
         worst=[_overlay(run, index, scores[index]) for index in worst],
-        versions={name: str(value) for name, value in result["versions"].items()},
     )
 
 
