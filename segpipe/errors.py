@@ -9,6 +9,7 @@ class SegpipeError(Exception):
     """Root of all errors that segpipe raises on purpose; they are printed without a traceback."""
 
     exit_code = 1
+    told = False  # whether another rank reports it
 
 
 class ConfigError(SegpipeError):
@@ -49,7 +50,6 @@ class CollectiveError(SegpipeError):
     """Ranks called different collectives, or one did not come, or they could not meet; the message names both sides."""
 
     exit_code = 9
-    told = False  # whether it was printed already, by whichever rank found it
 
 
 class OutOfMemory(SegpipeError):

@@ -22,8 +22,9 @@ from rich.console import Console
 from segpipe.determinism import flags
 from segpipe.distributed import environment
 from segpipe.errors import CheckpointError, ConfigError, DivergenceError, Interrupted, NumericsError, SegpipeError
-from segpipe.run.folder import claim_folder
-from segpipe.run.tracking import check_tracking
+from segpipe.run.console import TrainView
+from segpipe.run.folder import claim_folder, clear_folder
+from segpipe.run.tracking import Tracker, check_tracking, open_tracker
 from segpipe.settings.config import Config, check, config_hash
 from segpipe.train.stop import handlers_kept
 
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     from segpipe.train.engine import Run
     from segpipe.train.validate import Validation
 
-# What rank 0 does after the training, such as segpipe.run.finish.finish. Spawned processes import it by its name, so it
-# must be a function of a module.
+# What rank 0 does after the training, such as segpipe.run.finish.finish. Spawned processes unpickle it by its name, so
+# it must be a module-level function.
 Finish = Callable[["Run", "Validation", dict[str, Any], Console], None]
 
 # Raised on all ranks at once, so that rank 0 alone reports them.
@@ -55,7 +56,7 @@ def launch(config: Config, *, finish: Finish | None = None, isolated: bool = Fal
         world_size = _world_size(config)
         prepare(config, world_size)
     except SegpipeError as error:
-        return _tell(error)
+        return _report(error)
     except KeyboardInterrupt:
         print("stopped before the first step; nothing was written.", file=sys.stderr)
         return Interrupted.exit_code
@@ -137,7 +138,7 @@ def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
             )
             elastic_launch(settings, _child)(config, finish)
     except ConfigError as error:
-        return _tell(error)
+        return _report(error)
     except ChildFailedError as error:
         code = int(error.get_first_failure()[1].exitcode)
         if code < 0:
@@ -188,22 +189,22 @@ def work(config: Config, *, finish: Finish | None = None, prepared: bool = False
         try:
             if not prepared:
                 _check_launcher(config)
-                _together(group, lambda: prepare(config, group.world_size))
+                group.together(lambda: prepare(config, group.world_size) if group.is_main else None)
             return _train(config, group, finish)
         except Exception as error:
-            if not isinstance(error, COMMON_ERRORS):
+            if not isinstance(error, COMMON_ERRORS) and not getattr(error, "told", False):
                 group.contract.fail(error, lost=isinstance(error, RuntimeError) and _lost_another_rank(error))
             raise
         finally:
             processes.leave(group)
     except SegpipeError as error:
-        return _tell(error, rank=environment.rank())
+        return _report(error, rank=environment.rank())
     except KeyboardInterrupt:
         return Interrupted.exit_code
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        return _tell(CheckpointError(f"{error.filename or config.run_dir} could not be written: {error.strerror}."))
+        return _report(CheckpointError(f"{error.filename or config.run_dir} could not be written: {error.strerror}."))
     except RuntimeError as error:
         if not _lost_another_rank(error):
             raise
@@ -239,22 +240,8 @@ def _outlive(error: RuntimeError) -> int:
     return 1
 
 
-def _together(group: Group, action: Callable[[], None]) -> None:
-    """Do `action` on rank 0; when it fails there, fail with the same error on every rank."""
-    found: SegpipeError | None = None
-    if group.is_main:
-        try:
-            action()
-        except SegpipeError as error:
-            found = error
-    found = group.gather((found,))[0][0]
-    if found is not None:
-        raise found if group.is_main else ConfigError(str(found))
-
-
 def _train(config: Config, group: Group, finish: Finish | None) -> int:
     from segpipe.distributed import group as processes
-    from segpipe.train.engine import train
 
     console = Console()
     run, validation, result = train(config, group, console, git=_commit() if group.is_main else None)
@@ -264,7 +251,23 @@ def _train(config: Config, group: Group, finish: Finish | None) -> int:
     return 0
 
 
-def _commit() -> dict[str, object] | None:
+def train(
+    config: Config, group: Group, console: Console, *, git: dict[str, Any] | None = None
+) -> tuple[Run, Validation, dict[str, Any]]:
+    """`segpipe.train.engine.train`, reporting to the terminal and to metrics.jsonl."""
+    from segpipe.train import engine
+
+    def open_outputs(step: int | None) -> tuple[TrainView, Tracker]:
+        if group.is_main and step is None:
+            clear_folder(config)
+        total, enabled = config.train.steps, group.is_main and config.train.progress
+        view = TrainView(console, name=config.run.name, done=step or 0, total=total, enabled=enabled)
+        return view, open_tracker(config, config.run_dir, step, rank=group.rank)
+
+    return engine.train(config, group, open_outputs, git=git)
+
+
+def _commit() -> dict[str, Any] | None:
     """Commit of this checkout, for result.json. Read at the start: the checkout may change during the training."""
     from segpipe.export.artifact.origin import ROOT, git_state
 
@@ -272,12 +275,11 @@ def _commit() -> dict[str, object] | None:
     return state and {"commit": state["commit"], "dirty": state["dirty"]}
 
 
-def _tell(error: SegpipeError, *, rank: int = 0) -> int:
-    if getattr(error, "told", False):
-        environment.wait_to_be_ended()  # another rank told it, and its launcher is to name that one
-    elif rank == 0 or not isinstance(error, COMMON_ERRORS):
+def _report(error: SegpipeError, *, rank: int = 0) -> int:
+    """Exit code of an error. One rank prints it; the others wait to be ended, so that the launcher blames that one."""
+    if error.told or (rank and isinstance(error, COMMON_ERRORS)):
+        environment.wait_to_be_ended()
+    else:
         where = f"rank {rank}: " if rank else ""
         Console(stderr=True).print(f"{where}{error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
-    else:
-        environment.wait_to_be_ended()
     return error.exit_code

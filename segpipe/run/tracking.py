@@ -10,11 +10,10 @@ import configparser
 import hashlib
 import importlib.util
 import json
-import math
 import netrc
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,7 +21,7 @@ from urllib.parse import urlsplit
 from rich.console import Console
 
 from segpipe.errors import ConfigError
-from segpipe.files import write_atomically
+from segpipe.files import plain, write_atomically
 from segpipe.settings.config import Config, recipe, to_mapping
 
 FILE_NAME = "metrics.jsonl"
@@ -109,21 +108,26 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
 class Tracker:
     """Appends to metrics.jsonl and mirrors to wandb; created by `open_tracker`."""
 
-    def __init__(self, path: Path | None, mirror: _Wandb | None = None, *, earlier_s: float = 0.0) -> None:
+    def __init__(
+        self, path: Path | None, mirror: _Wandb | None = None, *, kept: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         self._file = path.open("a", encoding="utf-8") if path else None
+        self._kept = {(entry["step"], entry["kind"]) for entry in kept}
+        earlier_s = kept[-1]["time_s"] if kept else 0.0
         self._mirror = mirror
         self._start = time.monotonic() - earlier_s
 
     def log(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
         """Append one line {"step", "kind", "time_s", **values}; NaN and infinities become null.
 
-        time_s is the training time of all sessions of the run, without the pauses between them. The line is flushed to
-        the operating system, so it survives a crash of the process.
+        A line that an earlier session of the run has written is not written again. time_s is the training time of all
+        sessions, without the pauses between them. The line is flushed to the operating system, so it survives a crash
+        of the process.
         """
         clash = _RESERVED & values.keys()
         if clash:
             raise ValueError(f"log() sets {', '.join(sorted(clash))} itself; leave it out of the values.")
-        if self._file is None:
+        if self._file is None or (step, kind) in self._kept:
             return
         found = plain(values)
         elapsed = round(time.monotonic() - self._start, 3)
@@ -155,20 +159,7 @@ def open_tracker(config: Config, run_dir: Path, resume_step: int | None, *, rank
     kept = [] if resume_step is None else [entry for entry in _entries(path) if entry["step"] <= resume_step]
     write_atomically(path, "".join(json.dumps(entry, allow_nan=False) + "\n" for entry in kept).encode())
     mirror = _Wandb(config, run_dir, resume=resume_step is not None) if config.track.name == "wandb" else None
-    return Tracker(path, mirror, earlier_s=kept[-1]["time_s"] if kept else 0.0)
-
-
-def plain(value: Any) -> Any:
-    """`value` in JSON's types; arrays and tensors become lists, what is not finite becomes None."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    return Tracker(path, mirror, kept=kept)
 
 
 def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -242,7 +242,7 @@ def test_a_silent_rank_leaves_the_word_to_the_first(
         assert train.main(refused) == 2
         assert time.monotonic() - started > 0.5
     started = time.monotonic()
-    assert launch._tell(ConfigError("said by rank 0"), rank=1) == 2
+    assert launch._report(ConfigError("said by rank 0"), rank=1) == 2
     assert time.monotonic() - started > 0.5
     assert capsys.readouterr().err == ""
 
