@@ -174,7 +174,7 @@ def test_unwritable_root(tmp_path: Path, capsys: pytest.CaptureFixture[str], whe
     assert run(root / "run") == 2
     text = capsys.readouterr().err
     assert text.count("\n") == 1
-    for part in (f"run.root = {root}", "cannot be made", "Set run.root"):
+    for part in (f"run.root = {root}", "cannot be created", "Set run.root"):
         assert part in text
 
 

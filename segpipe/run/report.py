@@ -7,8 +7,8 @@ the page can be mailed or archived as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +41,13 @@ class ReportData:
     """Input of the page. The fields with defaults may be missing."""
 
     config: Mapping[str, Any]  # nested, as in config.json
-    result: Mapping[str, Any]  # as in result.json; some of its figures are shown at the top
+    result: Mapping[str, Any]  # as in result.json, and `device`
     confusion: NDArray[np.int64]  # (C, C), rows target, columns prediction
     names: Sequence[str]
     palette: Sequence[tuple[int, int, int]]
     history: Sequence[Mapping[str, Any]] = ()  # lines of metrics.jsonl
     best: Sequence[Overlay] = ()
     worst: Sequence[Overlay] = ()
-    versions: Mapping[str, str] = field(default_factory=dict)
 
 
 def pick_extremes(per_image: Sequence[tuple[int, float]], count: int = 4) -> tuple[list[int], list[int]]:
@@ -75,11 +74,12 @@ def render(data: ReportData) -> str:
     from segpipe.train.metrics import iou_per_class, summary  # torch
 
     figures = summary(data.confusion, data.names)
-    default, settings = dict(_flat(to_mapping(Config()))), dict(_flat(data.config))
+    default, settings = _flat(to_mapping(Config())), _flat(data.config)
+    result, versions = dict(data.result), dict(data.result.get("versions", {}))
+    result.pop("versions", None)
     return _template().render(
         name=str(data.config.get("run", {}).get("name", "run")),
         about=_about(data.config),
-        percent=_percent,
         miou=figures["miou"],
         present=len(data.names) - len(figures["absent"]),
         tiles=_tiles(figures["pixel_accuracy"], data.result),
@@ -89,12 +89,9 @@ def render(data: ReportData) -> str:
         numbered=len(data.names) <= _NUMBERED_CLASSES,
         best=[_panels(overlay, data.palette) for overlay in data.best],
         worst=[_panels(overlay, data.palette) for overlay in data.worst],
-        changed=[
-            (key, _text(value), _text(default.get(key))) for key, value in settings.items() if default.get(key) != value
-        ],
-        settings=[(key, _text(value)) for key, value in settings.items()],
-        result=[(key, _text(value)) for key, value in _flat(data.result)],
-        versions=[(key, _text(value)) for key, value in data.versions.items()],
+        settings=settings,
+        changed={key: default.get(key) for key, value in settings.items() if default.get(key) != value},
+        records={"Result": _flat(result), "Versions": versions},
     )
 
 
@@ -106,6 +103,7 @@ def _template() -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters |= {"percent": _percent, "text": _text}
     return environment.get_template("report.html.j2")
 
 
@@ -117,8 +115,8 @@ def _about(config: Mapping[str, Any]) -> list[str]:
 
 _TILES = (
     ("steps", "steps", "{:,}".format),
-    ("wall_time_s", "training", lambda seconds: _duration(seconds)),
-    ("images_per_s", "images / s", "{:,.1f}".format),
+    ("train_seconds", "training", lambda seconds: _duration(seconds)),
+    ("images_per_second", "images / s", "{:,.1f}".format),
     ("device", "device", str),
     ("world_size", "processes", str),
 )
@@ -201,12 +199,12 @@ def _panels(overlay: Overlay, palette: Sequence[tuple[int, int, int]]) -> dict[s
     }
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with keys such as `optim.lr`."""
+    flat: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+    return flat
 
 
 def _text(value: Any) -> str:

@@ -63,15 +63,17 @@ def make(name: str = "street_seed0", **changes: Any) -> ReportData:
     history += [{"step": s, "kind": "validation", "time_s": 1.0, "miou": s / 100} for s in (50, 90)]
     data = ReportData(
         config=to_mapping(config),
-        result={"steps": 8000, "wall_time_s": 5400.0, "images_per_s": 412.71, "device": "cpu", "world_size": 2},
+        result={
+            "steps": 8000, "train_seconds": 5400.0, "images_per_second": 412.71, "device": "cpu", "world_size": 2,
+            "versions": {"torch": "2.14.1"},
+        },
         confusion=COUNTS,
         names=NAMES,
         palette=PALETTE,
         history=history,
         best=[overlay("best_one", 0.875)],
         worst=[overlay("worst_one", 0.125)],
-        versions={"torch": "2.14.1"},
-    )
+    )  # fmt: skip
     return replace(data, **changes)
 
 
@@ -146,7 +148,7 @@ def test_hostile_text_is_shown_not_run(place: str) -> None:
         "class": {"names": (evil, *NAMES[1:])},
         "overlay": {"worst": [overlay(evil)]},
         "result": {"result": {"device": evil, evil: evil}},
-        "version": {"versions": {evil: evil}},
+        "version": {"result": {"versions": {evil: evil}}},
         "config": {"config": {**data.config, evil: {evil: [evil]}, "model": {"name": evil}, "seed": evil}},
     }
     text = render(replace(data, **changes.get(place, {})))
@@ -162,8 +164,8 @@ def test_hostile_text_is_shown_not_run(place: str) -> None:
         {"history": [{"step": 1, "kind": "train", "time_s": 0.0, "loss": 1.0}]},
         {"best": (), "worst": ()},
         {"best": ()},
-        {"result": {}, "versions": {}},
-        {"result": {"steps": None, "wall_time_s": math.nan, "images_per_s": "unknown"}},
+        {"result": {}},
+        {"result": {"steps": None, "train_seconds": math.nan, "images_per_second": "unknown"}},
         {"confusion": np.zeros((4, 4), np.int64), "worst": [overlay("void", math.nan)]},
         {"config": {}},
     ],

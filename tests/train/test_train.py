@@ -112,11 +112,13 @@ def test_a_run_ends_with_a_checked_export_and_three_lines(
     speed = {name: result(folder)[name] for name in ("images_per_second", "train_seconds")}
     monkeypatch.setattr(origin, "git_state", lambda root: {**git, "known_at": "export"})
     assert run(folder, *ENDING) == 0
-    *above, score, place, following = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("mIoU "))
+    (score, place, following), below = lines[start : start + 3], lines[start + 3 :]
     assert score == f"mIoU {100 * result(folder)['miou']:.2f} % on 4 val images"
     assert place.startswith(f"run {folder} ")
-    table = next(number for number, line in enumerate(above) if "IoU per class" in line)
-    assert any("EXPORT" in line for line in above[table:])
+    assert any("IoU per class" in line for line in lines[:start])
+    assert any("EXPORT" in line for line in below), "the export comes last"
     assert (folder / "report.html").is_file()
     manifest = json.loads((folder / "export" / "manifest.json").read_text())
     assert manifest["source"]["weights_digest"] == result(folder)["ema_digest"]
@@ -151,7 +153,10 @@ def test_an_export_that_differs_ends_the_command_with_its_code(
 
     monkeypatch.setitem(FORMATS, "torchscript", dataclasses.replace(right, convert=swapped))
     assert run(folder, *ENDING) == 4
-    assert "EXPORT REJECTED: G2 logits differ" in told(capsys)
+    said = capsys.readouterr()
+    assert "EXPORT REJECTED: G2 logits differ" in said.err
+    for line in ("mIoU ", f"run {folder} ", "next "):
+        assert f"\n{line}" in said.out, "a refused export hides nothing of the training"
     assert not (folder / "export").exists()
     assert all((folder / name).is_file() for name in ("report.html", "result.json", "last.pt"))
 
