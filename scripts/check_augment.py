@@ -15,8 +15,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from segpipe.data.augment import Augmenter
-from segpipe.data.cache import CachedSamples
-from segpipe.data.samples import open_samples
+from segpipe.data.samples import CachedSamples, open_samples
 from segpipe.determinism import flags
 from segpipe.errors import ImpureAugmentError, SegpipeError
 from segpipe.purity import checker as purity

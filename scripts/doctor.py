@@ -14,7 +14,8 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from segpipe.data.samples import Samples, class_pixels, image_sizes, open_samples, problems
+from segpipe.data.problems import problems
+from segpipe.data.samples import Samples, class_pixels, image_sizes, open_samples
 from segpipe.errors import SegpipeError
 from segpipe.settings.compose import compose
 from segpipe.settings.config import DataConfig, check
