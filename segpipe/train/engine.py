@@ -15,10 +15,9 @@ import torch
 
 from segpipe import __version__
 from segpipe.data.augment import Augmenter
-from segpipe.data.cache import CachedSamples
 from segpipe.data.loader import ShardBatch, train_batches
 from segpipe.data.order import Order
-from segpipe.data.samples import Samples, class_pixels, open_samples
+from segpipe.data.samples import CachedSamples, Samples, class_pixels, open_samples
 from segpipe.determinism import flags
 from segpipe.distributed.watch.agreement import agree_on_step, common_fingerprint
 from segpipe.errors import CheckpointError, Interrupted, NumericsError

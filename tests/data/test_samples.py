@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from segpipe.cli.main import main as segpipe
-from segpipe.data import samples
-from segpipe.data.decode import read_image, read_mask
-from segpipe.data.samples import class_pixels, open_samples, problems, verify
+from segpipe.data.problems import problems, verify
+from segpipe.data.readers import read_image, read_mask, threaded
+from segpipe.data.samples import class_pixels, open_samples
 from segpipe.errors import DataError
 from segpipe.settings.config import DataConfig
 
@@ -274,7 +274,7 @@ def test_the_control_opencv_accepts_a_torn_file(tmp_path: Path, capfd: pytest.Ca
     path = tmp_path / "torn.jpg"
     write(path, image_of(0))
     truncate(path, 0.6)
-    assert cv2.imread(str(path)) is not None  # why decode.py walks the file itself
+    assert cv2.imread(str(path)) is not None  # why readers.py checks the structure itself
     capfd.readouterr()
 
 
@@ -313,7 +313,7 @@ def test_no_thread_outlives_a_read_of_many_files() -> None:
     tasks = Path("/proc/self/task")
     before = set(tasks.iterdir())
     for _ in range(50):
-        assert len(list(samples._threaded(lambda number: cv2.flip(NOISE, number % 2), range(32)))) == 32
+        assert len(list(threaded(lambda number: cv2.flip(NOISE, number % 2), range(32)))) == 32
         assert set(tasks.iterdir()) <= before
 
 

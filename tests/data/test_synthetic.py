@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from segpipe.data.catalog import STREET
-from segpipe.data.samples import SyntheticSamples, class_pixels, open_samples, problems
+from segpipe.data.problems import problems
+from segpipe.data.samples import SyntheticSamples, class_pixels, open_samples
 from segpipe.data.synthetic import street
 from segpipe.settings.config import DataConfig
 

@@ -249,9 +249,7 @@ def test_jobs_of_a_sweep_train_in_other_processes(monkeypatch: pytest.MonkeyPatc
     spawned: list[tuple[int, object]] = []
     monkeypatch.setattr(launch, "_spawn", lambda config, size, finish: spawned.append((size, finish)) or 0)
     monkeypatch.setattr(launch, "work", lambda *_, **__: pytest.fail("it trained in the process of the sweep"))
-    monkeypatch.setattr(train, "SWEEP", Sweep(train.SWEEP._train))
-    monkeypatch.setattr(sys, "argv", ["train.py", "--multirun", *settings(tmp_path / "run")])
-    assert train.main(sys.argv[1:]) == 0
+    assert segpipe(["train", "--multirun", *settings(tmp_path / "run")]) == 0
     assert spawned == [(1, finish)]
 
 

@@ -1,0 +1,90 @@
+"""Checks a data set before the first step, rather than hours into a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from segpipe.data.catalog import ClassTable, class_table
+from segpipe.data.pairs import Pair, check_sizes, scan
+from segpipe.data.readers import check_mask, read_header, read_image, read_mask, threaded
+from segpipe.errors import DataError
+
+if TYPE_CHECKING:
+    from segpipe.settings.config import DataConfig
+
+FULL_VERIFY_PIXELS = 300_000_000  # about 6 s of decoding on two cores
+
+
+def verify(data: DataConfig, splits: Iterable[str]) -> None:
+    """Raise DataError for the first problem of the data.
+
+    `data.verify`: "headers" checks pairs, sizes and the ends of files, "full" decodes everything, "auto" decodes
+    everything below 300 million pixels.
+    """
+    for problem in problems(data, splits):
+        raise DataError(problem)
+
+
+def problems(
+    data: DataConfig, splits: Iterable[str], *, progress: Callable[[int, int], None] = lambda done, total: None
+) -> Iterator[str]:
+    """Message for every problem of the data; calls `progress(done, total)` after each file pair."""
+    if data.name == "synthetic":
+        return
+    try:
+        classes = class_table(data)
+    except DataError as error:
+        yield str(error)
+        return
+    pairs: list[Pair] = []
+    for split in splits:
+        found, faults = scan(data, split)
+        pairs += found
+        yield from faults
+    unreadable: set[str] = set()
+    num_pixels = 0
+    for done, (pixels, header_faults) in enumerate(threaded(_check_headers, pairs), 1):
+        yield from header_faults.values()
+        unreadable |= header_faults.keys()
+        num_pixels += pixels
+        progress(done, 2 * len(pairs))
+    if data.verify == "full" or (data.verify == "auto" and num_pixels < FULL_VERIFY_PIXELS):
+        for done, faults in enumerate(threaded(lambda pair: _check_pixels(classes, pair, unreadable), pairs), 1):
+            yield from faults
+            progress(len(pairs) + done, 2 * len(pairs))
+    progress(1, 1)
+
+
+def _check_headers(pair: Pair) -> tuple[int, dict[str, str]]:
+    """Pixels of a pair, and the faults of its headers by path; a difference in size by the name of the pair."""
+    faults: dict[str, str] = {}
+    sizes: list[tuple[int, int]] = []
+    for path in (pair.image, pair.mask):
+        try:
+            header = read_header(path)
+            sizes.append((header.height, header.width))
+            if path == pair.mask:
+                check_mask(header, path)
+        except DataError as error:
+            faults[path] = str(error)
+    if len(sizes) == 2:
+        try:
+            check_sizes(pair, *sizes)
+        except DataError as error:
+            faults[pair.name] = str(error)
+    return (sizes[0][0] * sizes[0][1] if sizes else 0), faults
+
+
+def _check_pixels(classes: ClassTable, pair: Pair, unreadable: set[str]) -> list[str]:
+    """Faults found by decoding the files of a pair, except those that are `unreadable` already."""
+    faults: list[str] = []
+    for path in sorted({pair.image, pair.mask} - unreadable):
+        try:
+            if path == pair.mask:
+                classes.target(read_mask(path), path)
+            else:
+                read_image(path)
+        except DataError as error:
+            faults.append(str(error))
+    return sorted(faults)
