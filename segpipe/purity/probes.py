@@ -92,14 +92,11 @@ class Case:
         return _observe(self)
 
 
-@dataclass(frozen=True)
-class Observation:
+class Observation(NamedTuple):
     """Side effects of one call."""
 
-    globals_changed: list[str]
-    called: list[str]
-    state_changed: bool
-    input_changed: str
+    problems: dict[str, str]  # by probe; empty where there is none
+    called: list[str]  # watched functions
 
 
 @dataclass(frozen=True)
@@ -199,8 +196,20 @@ def _observe(case: Case) -> Observation:
                 output, problem = (image, target), f"on read-only input it raises {one_line(error)}"
         changed = [name for name, value in tripwire.global_state().items() if value != before[name]]
         changed += ["the global generator of OpenCV"] if opencv_used() else []
-    state_changed = tripwire.object_state(case.function) != own
-    return Observation(changed, called, state_changed, problem or _input_changed(case, image, target, output))
+    impure = [name for name in called if name != tripwire.SEEDED]
+    problems = {
+        "globals untouched": f"changes {', '.join(changed)}" if changed else "",
+        "tripwires": f"calls {', '.join(impure)}" if impure else "",
+        "input untouched": problem or _input_changed(case, image, target, output),
+        "own state": "",
+    }
+    if tripwire.object_state(case.function) != own:
+        problems["own state"] = "a call changes data of the transform, its class or its module"
+    return Observation(problems, called)
+
+
+def _observed(name: str) -> Callable[[Case], Difference]:
+    return lambda case: case.observation.problems[name] or None
 
 
 def _input_changed(case: Case, image: NDArray[np.uint8], target: NDArray[np.uint8], output: Frame) -> str:
@@ -212,24 +221,6 @@ def _input_changed(case: Case, image: NDArray[np.uint8], target: NDArray[np.uint
         if case.takes_samples and any(np.may_share_memory(part, source) for source in (image, target)):
             return f"the {name} that it returns shares memory with the input"
     return ""
-
-
-def _globals_untouched(case: Case) -> Difference:
-    changed = case.observation.globals_changed
-    return f"changes {', '.join(changed)}" if changed else None
-
-
-def _tripwires(case: Case) -> Difference:
-    called = [name for name in case.observation.called if name != tripwire.SEEDED]
-    return f"calls {', '.join(called)}" if called else None
-
-
-def _own_state(case: Case) -> Difference:
-    return "a call changes data of the transform, its class or its module" if case.observation.state_changed else None
-
-
-def _input_untouched(case: Case) -> Difference:
-    return case.observation.input_changed or None
 
 
 def _key_matters(case: Case) -> Difference:
@@ -253,10 +244,10 @@ PROBES = (
     Probe("same key twice", _same_key_twice, f"{KEYED} {STATELESS}"),
     Probe("call order", Case.differs, STATELESS),
     Probe("after unrelated calls", _after_unrelated_calls, f"{STATELESS} Return a new array every time."),
-    Probe("globals untouched", _globals_untouched, KEYED),
-    Probe("tripwires", _tripwires, f"{KEYED} Clocks and entropy differ in every process."),
-    Probe("input untouched", _input_untouched, "Work on a copy: img = img.copy()."),
-    Probe("own state", _own_state, STATELESS),
+    Probe("globals untouched", _observed("globals untouched"), KEYED),
+    Probe("tripwires", _observed("tripwires"), f"{KEYED} Clocks and entropy differ in every process."),
+    Probe("input untouched", _observed("input untouched"), "Work on a copy: img = img.copy()."),
+    Probe("own state", _observed("own state"), STATELESS),
     Probe("hostile global seeds", _hostile_seeds, KEYED),
     Probe("fresh pipeline", _fresh, REBUILT),
     Probe("pickled pipeline", _pickled, f"{REBUILT} The function that builds it must be at the top of a module."),
