@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,161 +37,105 @@ _TORCH = str(Path(torch.__file__).parent) + os.sep
 _FRAME = re.compile(r'  File "(.+?)", line (\d+), in ')  # of a traceback that torch keeps as text
 
 
-@dataclass(frozen=True)
-class Rule:
-    """Ops that a network or loss must not call on CUDA, by aten name without overload and trailing underscore.
+Arguments = Mapping[str, Any]  # of a call, by their names in the op's schema
 
-    `when` decides from the arguments, by their names in the op's schema, whether the rule applies to a call.
-    """
+
+class Rule(NamedTuple):
+    """Ops that a network or loss must not call on CUDA, by aten name without overload and trailing underscore."""
 
     ops: tuple[str, ...]
     state: str
     why: str
     instead: str
-    when: Callable[[Mapping[str, Any]], bool] = lambda arguments: True
+    when: Callable[[Arguments], bool]  # whether the rule applies to a call
 
 
-def _is_float(arguments: Mapping[str, Any]) -> bool:
-    dtype: torch.dtype = arguments["dtype"] or arguments["self"].dtype
+def _rule(ops: str, state: str, why: str, instead: str, when: Callable[[Arguments], bool] = lambda call: True) -> Rule:
+    return Rule(tuple(ops.split()), state, why, instead, when)
+
+
+def _is_float(call: Arguments) -> bool:
+    dtype: torch.dtype = call["dtype"] or call["self"].dtype
     return dtype.is_floating_point or dtype.is_complex
 
 
 _ATOMICS = "adds gradients in any order"
 _REPEATED = "writes one element several times in any order where indices repeat"
 _TIES = "may choose any of several equal values"
+_SORTS = "sorts the indices, also in the backward of"
+_WHERE = "torch.where at a fixed shape"
 _ONE_HOT = "torch.where, or a product with a one-hot matrix, at a fixed shape"
 _BY_VALUE = "segpipe.losses.pixelwise.kth_largest, by value"
 _BILINEAR = "segpipe.models.resize.bilinear"
+_AVERAGE = "segpipe.models.resize.adaptive_avg_pool, or avg_pool2d with a fixed kernel"
+_POOL = "avg_pool2d or max_pool2d with a fixed kernel"
+_PADDING = "zero padding, or torch.cat of slices"
 
+# What CUDA does not compute the same way twice, or only slowly, and what to use instead.
 RULES = (
-    Rule(
-        ("nll_loss2d_forward",),
-        RAISES,
-        "adds pixels in any order for reduction mean and sum",
+    _rule(
+        "nll_loss2d_forward",
+        *(RAISES, "adds pixels in any order for reduction mean and sum"),
         'cross_entropy(reduction="none") with your own sum and count',
-        lambda arguments: arguments["reduction"] != 0,
+        lambda call: call["reduction"] != 0,
     ),
-    Rule(
-        ("upsample_bilinear2d_backward",),
-        SLOW,
-        f"{_ATOMICS}; F.interpolate then also computes other forward bits, and the bare op raises",
-        _BILINEAR,
+    _rule("upsample_bilinear2d_backward", SLOW, f"{_ATOMICS}; F.interpolate changes forward bits too", _BILINEAR),
+    _rule("_upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward", RAISES, _ATOMICS, _BILINEAR),
+    _rule(
+        "upsample_bicubic2d_backward upsample_linear1d_backward upsample_trilinear3d_backward",
+        *(RAISES, _ATOMICS, _BILINEAR),
     ),
-    Rule(
-        (
-            *("_upsample_bilinear2d_aa_backward", "upsample_bicubic2d_backward", "_upsample_bicubic2d_aa_backward"),
-            *("upsample_linear1d_backward", "upsample_trilinear3d_backward"),
-        ),
-        RAISES,
-        _ATOMICS,
-        _BILINEAR,
+    _rule("_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward", RAISES, _ATOMICS, _AVERAGE),
+    _rule("adaptive_max_pool2d_backward adaptive_max_pool3d_backward", RAISES, _ATOMICS, _POOL),
+    _rule("fractional_max_pool2d_backward fractional_max_pool3d_backward", RAISES, _ATOMICS, _POOL),
+    _rule("avg_pool3d_backward max_pool3d_with_indices_backward", RAISES, _ATOMICS, _POOL),
+    _rule("max_unpool2d max_unpool3d", RAISES, _REPEATED, _BILINEAR),
+    _rule("reflection_pad1d_backward reflection_pad3d_backward", RAISES, _ATOMICS, _PADDING),
+    _rule("reflection_pad2d_backward", SLOW, _ATOMICS, _PADDING),  # documented to raise; no release since 2.11 does
+    _rule(
+        "replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward",
+        *(SLOW, _ATOMICS, _PADDING),
     ),
-    Rule(
-        ("_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward"),
-        RAISES,
-        f"{_ATOMICS}; size 1 is a mean and safe",
-        "segpipe.models.resize.adaptive_avg_pool, or avg_pool2d with a fixed kernel",
-    ),
-    Rule(
-        (
-            *("adaptive_max_pool2d_backward", "adaptive_max_pool3d_backward"),
-            *("fractional_max_pool2d_backward", "fractional_max_pool3d_backward"),
-            *("avg_pool3d_backward", "max_pool3d_with_indices_backward"),
-        ),
-        RAISES,
-        _ATOMICS,
-        "avg_pool2d or max_pool2d with a fixed kernel",
-    ),
-    Rule(("max_unpool2d", "max_unpool3d"), RAISES, _REPEATED, _BILINEAR),
-    Rule(
-        ("reflection_pad1d_backward", "reflection_pad3d_backward"),
-        RAISES,
-        _ATOMICS,
-        "zero padding, or torch.cat of flipped slices",
-    ),
-    Rule(
-        (
-            "reflection_pad2d_backward",  # documented to raise, but no release since 2.11 does
-            *("replication_pad1d_backward", "replication_pad2d_backward", "replication_pad3d_backward"),
-        ),
-        SLOW,
-        _ATOMICS,
-        "zero padding, or torch.cat of slices",
-    ),
-    Rule(
-        ("grid_sampler_2d_backward", "grid_sampler_3d_backward", "cudnn_grid_sampler_backward"),
-        RAISES,
-        f"{_ATOMICS}; the cuDNN path did so silently",
+    _rule(
+        "grid_sampler_2d_backward grid_sampler_3d_backward cudnn_grid_sampler_backward",
+        *(RAISES, f"{_ATOMICS}; the cuDNN path did so silently"),
         f"{_BILINEAR} for a regular grid; warp images before the network",
     ),
-    Rule(
-        ("index_put", "_index_put_impl", "_unsafe_index_put"),
-        SLOW,
-        "sorts the indices, also in the backward of tensor[indices], and synchronizes when they are a mask",
-        "torch.where at a fixed shape",
-        lambda arguments: bool(arguments["accumulate"]),
+    _rule(
+        "index_put _index_put_impl _unsafe_index_put",
+        *(SLOW, f"{_SORTS} tensor[indices], and synchronizes when they are a mask", _WHERE),
+        lambda call: bool(call["accumulate"]),
     ),
-    Rule(
-        ("scatter_add", "index_add", "embedding_dense_backward"),
-        SLOW,
-        "sorts the indices, also in the backward of gather, index_select and embedding",
-        _ONE_HOT,
+    _rule("scatter_add index_add", SLOW, f"{_SORTS} gather and index_select", _ONE_HOT),
+    _rule("embedding_dense_backward", SLOW, "sorts the indices", _ONE_HOT),
+    _rule(
+        "scatter",
+        *(SLOW, f"{_SORTS} max(dim), sort and topk", "scatter of a number, torch.where, or amax for max(dim)"),
+        lambda call: "src" in call or "reduce" in call,
     ),
-    Rule(
-        ("scatter",),
-        SLOW,
-        "sorts the indices, also in the backward of max(dim), sort and topk",
-        "scatter of a number, torch.where, or amax for max(dim)",
-        lambda arguments: "src" in arguments or "reduce" in arguments,
+    _rule(
+        "scatter_reduce",
+        *(SLOW, "sorts the indices for sum and mean, and raises for prod", _ONE_HOT),
+        lambda call: call["reduce"] not in ("amax", "amin"),
     ),
-    Rule(
-        ("scatter_reduce",),
-        SLOW,
-        "sorts the indices for sum and mean, and raises for prod",
-        _ONE_HOT,
-        lambda arguments: arguments["reduce"] not in ("amax", "amin"),
+    _rule("index_reduce put", RAISES, _REPEATED, _WHERE),
+    _rule("histc", RAISES, "counts in floats, in any order", "torch.bincount of integers without weights"),
+    _rule(
+        "bincount",
+        *(RAISES, "adds weights in any order", f"torch.bincount without weights, or {_ONE_HOT}"),
+        lambda call: call["weights"] is not None,
     ),
-    Rule(("index_reduce", "put"), RAISES, _REPEATED, "torch.where at a fixed shape"),
-    Rule(("histc",), RAISES, "counts in floats, in any order", "torch.bincount of integers without weights"),
-    Rule(
-        ("bincount",),
-        RAISES,
-        "adds weights in any order",
-        "torch.bincount without weights, or a product with a one-hot matrix",
-        lambda arguments: arguments["weights"] is not None,
-    ),
-    Rule(
-        ("median", "nanmedian"),
-        RAISES,
-        _TIES,
-        f"median without dim, or {_BY_VALUE}",
-        lambda arguments: "dim" in arguments,
-    ),
-    Rule(("kthvalue", "topk"), SILENT, _TIES, _BY_VALUE),
-    Rule(
-        ("sort",),
-        SILENT,
-        "leaves the order of equal keys open",
-        f"stable=True, or {_BY_VALUE}",
-        lambda arguments: not arguments.get("stable"),
-    ),
-    Rule(
-        ("cumsum",),
-        SLOW,
-        "adds floats in an order that depends on the load; documented as raising before torch 2.14",
-        "cumsum of integers",
-        _is_float,
-    ),
-    Rule(("_ctc_loss_backward",), RAISES, _ATOMICS, "a loss per pixel"),
-    Rule(
-        ("_embedding_bag_backward", "_embedding_bag_dense_backward"),
-        RAISES,
-        f"{_ATOMICS} for mode max",
-        "mode sum or mean",
-        lambda arguments: arguments["mode"] == 2,
+    _rule("median nanmedian", RAISES, _TIES, f"median without dim, or {_BY_VALUE}", lambda call: "dim" in call),
+    _rule("kthvalue topk", SILENT, _TIES, _BY_VALUE),
+    _rule("sort", SILENT, _TIES, f"stable=True, or {_BY_VALUE}", lambda call: not call.get("stable")),
+    _rule("cumsum", SLOW, "adds floats in an order that depends on the load", "cumsum of integers", _is_float),
+    _rule("_ctc_loss_backward", RAISES, _ATOMICS, "a loss per pixel"),
+    _rule(
+        "_embedding_bag_backward _embedding_bag_dense_backward",
+        *(RAISES, f"{_ATOMICS} for mode max", "mode sum or mean"),
+        lambda call: call["mode"] == 2,
     ),
 )
-"""What CUDA does not compute the same way twice, or only slowly, and what to use instead."""
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ def compare(a: RunLedger, b: RunLedger) -> Comparison:
         "fingerprint": mapping_differences(a.first.fingerprint, b.first.fingerprint),
         "recipe": mapping_differences(a.first.recipe, b.first.recipe),
         "processes": (a.first.world_size, b.first.world_size),
-        "notes": _notes(a, b),
+        "notes": (*_limits(a, b), *(f"{name}: {note}" for name, run in _named(a, b) for note in run.notes)),
     }
     if reason := _obstacle(a, b):
         return incomparable(reason, **facts)
@@ -117,7 +117,9 @@ def compare(a: RunLedger, b: RunLedger) -> Comparison:
         return incomparable(f"no step is in both ledgers: A has {_span(a)}, B has {_span(b)}.", **facts)
     last = _StepPair(int(steps[-1]), pairs)
     fields = [_cell(entry, last.shards(entry)) for entry in FIELDS]
-    sentence = f"identical in all {facts['steps']} common steps{_limits(a, b)}"
+    limits = "; ".join(_limits(a, b))
+    sentence = f"identical in all {facts['steps']} common steps"
+    sentence += f", but not everything could be compared: {limits}" if limits else ""
     return Comparison("identical", sentence, fields=fields, **facts)
 
 
@@ -125,11 +127,10 @@ def _named(a: RunLedger, b: RunLedger) -> tuple[tuple[str, RunLedger], tuple[str
     return ("A", a), ("B", b)
 
 
-def _limits(a: RunLedger, b: RunLedger) -> str:
+def _limits(a: RunLedger, b: RunLedger) -> list[str]:
     """Why equal common steps do not prove equal runs; empty when they do."""
-    unlike = [f"A has {_span(a)}, B has {_span(b)}"] if _span(a) != _span(b) else []
-    faults = [f"{name}: {fault}" for name, run in _named(a, b) for fault in run.faults]
-    return f", but not everything could be compared: {'; '.join([*unlike, *faults])}" if unlike or faults else ""
+    spans = [f"A has {_span(a)}, B has {_span(b)}"] if _span(a) != _span(b) else []
+    return spans + [f"{name}: {fault}" for name, run in _named(a, b) for fault in run.faults]
 
 
 def _obstacle(a: RunLedger, b: RunLedger) -> str:
@@ -167,13 +168,6 @@ def _span(run: RunLedger) -> str:
     steps = np.concatenate([run.rows[kind]["step"] for kind in (SHARD, STEP)])
     steps = steps[steps >= 0]
     return f"steps {steps.min()} to {steps.max()}" if len(steps) else "no step"
-
-
-def _notes(a: RunLedger, b: RunLedger) -> tuple[str, ...]:
-    notes = [f"{name}: {note}" for name, run in _named(a, b) for note in (*run.faults, *run.notes)]
-    if _span(a) != _span(b):
-        notes.append(f"A has {_span(a)}, B has {_span(b)}: only common steps were compared")
-    return tuple(notes)
 
 
 class _StepPair:

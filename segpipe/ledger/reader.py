@@ -108,11 +108,12 @@ def read_run(run_folder: Path) -> RunLedger:
         valid[kind], void = _split(sessions, kind)
         first = valid[kind].at(np.unique(valid[kind].keys, return_index=True)[1])
         rows[kind] = first.rows
-        faults += _rank_faults(valid[kind], sessions, kind) + _resume_faults(first, void, kind)
-    headers = tuple(found.header for found in sessions)
+        faults += _resume_faults(first, void, kind)
+    headers, divergence = tuple(found.header for found in sessions), _first_divergence(valid)
+    faults += [_rank_fault(divergence, headers)] if divergence else []
     faults += _gaps(rows, headers[0].shards)
     notes += _environment_changes(headers)
-    return RunLedger(run_folder, headers, rows, tuple(faults), tuple(notes), _first_divergence(valid))
+    return RunLedger(run_folder, headers, rows, tuple(faults), tuple(notes), divergence)
 
 
 def _load(paths: Sequence[Path]) -> tuple[list[LedgerSession], list[str]]:
@@ -162,49 +163,24 @@ def _unequal(a: Rows, b: Rows, kind: int) -> NDArray[np.bool_]:
     return found
 
 
-def _fields(a: Rows, b: Rows, kind: int) -> str:
-    """Names of the fields in which two single rows differ."""
-    return ", ".join(name for name, unequal in differing(a, b, kind).items() if unequal[0])
-
-
-def _contradictions(merged: _Merged, kind: int) -> tuple[_Merged, _Merged]:
-    """Rows that differ from the first row of their key, and those first rows."""
-    first = np.ones(len(merged.keys), bool)
-    first[1:] = merged.keys[1:] != merged.keys[:-1]
-    others = np.flatnonzero(~first)
-    leaders = np.flatnonzero(first)[np.cumsum(first)[others] - 1]
-    wrong = _unequal(merged.rows[others], merged.rows[leaders], kind)
-    return merged.at(others[wrong]), merged.at(leaders[wrong])
-
-
-def _rank_faults(merged: _Merged, sessions: Sequence[LedgerSession], kind: int) -> list[str]:
-    """Fault for the first key with two outcomes: ranks that diverged, or a state that was not restored exactly."""
-    odd, leaders = _contradictions(merged, kind)
-    if not len(odd.keys):
-        return []
-    here, there = (sessions[int(found.origin[0])].header for found in (odd, leaders))
-    return [
-        f"{_where(odd.rows[0])}: {_fields(odd.rows[:1], leaders.rows[:1], kind)} of rank {here.rank} in session "
-        f"{here.session} differ from rank {there.rank} in session {there.session} ({len(odd.keys)} such rows)"
-    ]
-
-
 def _resume_faults(valid: _Merged, void: _Merged, kind: int) -> list[str]:
     """Fault for steps that were computed twice with different outcomes."""
     _, now, before = np.intersect1d(valid.keys, void.keys, return_indices=True)
-    again, lost = valid.rows[now], void.rows[before]
-    wrong = np.flatnonzero(_unequal(again, lost, kind))
+    fields = differing(valid.rows[now], void.rows[before], kind)
+    wrong = np.flatnonzero(np.any([*fields.values()], axis=0))
     if not len(wrong):
         return []
-    row = slice(wrong[0], wrong[0] + 1)
-    names = _fields(again[row], lost[row], kind)
-    return [
-        f"{_where(again[wrong[0]])}: {names} changed when recomputed after a resume ({len(wrong)} of {len(now)} rows)"
-    ]
+    row = valid.rows[now[wrong[0]]]
+    where = f"step {row['step']}" + (f", shard {row['shard']}" if row["shard"] >= 0 else "")
+    names = ", ".join(name for name, unequal in fields.items() if unequal[wrong[0]])
+    return [f"{where}: {names} changed when recomputed after a resume ({len(wrong)} of {len(now)} rows)"]
 
 
-def _where(row: Any) -> str:
-    return f"step {row['step']}" + (f", shard {row['shard']}" if row["shard"] >= 0 else "")
+def _rank_fault(found: RankDivergence, headers: Sequence[SessionHeader]) -> str:
+    odd, usual = (f"rank {headers[n].rank} in session {headers[n].session}" for n in (found.odd, found.usual))
+    pairs = {kind: differing(*pair, kind) for kind, pair in found.pairs.items() if kind != PART}
+    names = [name for fields in pairs.values() for name, unequal in fields.items() if unequal.any()]
+    return f"step {found.step}: {', '.join(names)} of {odd} differ from {usual}"
 
 
 def _environment_changes(headers: Sequence[SessionHeader]) -> list[str]:
@@ -232,19 +208,18 @@ def _gaps(rows: dict[int, Rows], shards: int) -> list[str]:
 
 
 def _first_divergence(by_kind: Mapping[int, _Merged]) -> RankDivergence | None:
-    """The first step with rows that contradict each other."""
+    """The first step at which a row differs from the first row of its key."""
     found = []
     for kind, merged in by_kind.items():
-        odd, _ = _contradictions(merged, kind)
-        if len(odd.keys):
-            place = int(np.argmin(odd.rows["step"]))
-            found.append((int(odd.rows["step"][place]), kind, int(odd.keys[place])))
+        leaders = np.searchsorted(merged.keys, merged.keys)
+        wrong = np.flatnonzero(_unequal(merged.rows, merged.rows[leaders], kind))
+        found += [(int(merged.rows["step"][place]), kind, int(merged.keys[place])) for place in wrong[:1]]
     if not found:
         return None
     step, kind, key = min(found)
-    usual, odd_one = _sides(by_kind[kind], kind, key)
-    pairs = {kind: _rows_of_both(merged, step, usual, odd_one) for kind, merged in by_kind.items()}
-    return RankDivergence(step, usual, odd_one, pairs)
+    usual, odd = _sides(by_kind[kind], kind, key)
+    pairs = {kind: _rows_of_both(merged, step, usual, odd) for kind, merged in by_kind.items()}
+    return RankDivergence(step, usual, odd, pairs)
 
 
 def _sides(merged: _Merged, kind: int, key: int) -> tuple[int, int]:

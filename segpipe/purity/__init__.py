@@ -1,1 +1,1 @@
-"""Whether augmentation is a pure function of sample and key."""
+"""Checks that augmentation is a pure function of sample and key."""

@@ -1,7 +1,4 @@
-"""Whether the loader gives the same bytes under every layout of its workers, and different ones on every rank.
-
-What a pipeline does alone is the matter of segpipe/purity/checker.py; here it runs inside real workers.
-"""
+"""Checks inside real loader workers: the same bytes under every worker layout, different ones on every rank."""
 
 from __future__ import annotations
 
@@ -18,26 +15,25 @@ from segpipe.data.loader import ShardBatch, train_batches
 from segpipe.data.order import Order
 from segpipe.data.samples import CachedSamples, Samples
 from segpipe.keys import sample_key
-from segpipe.purity.probes import Finding, first_difference
+from segpipe.purity.probes import Finding, Frame, first_difference
 
-Uint8 = NDArray[np.uint8]
 Layout = tuple[int, str]  # workers, start method
 LAYOUTS: tuple[Layout, ...] = (
     (0, "fork"),
     *((workers, method) for method in ("fork", "forkserver", "spawn") for workers in (1, 2, 3, 8)),
 )
 RANKS = 16
-STEPS = range(8)  # every worker of the largest layout has more than one batch
+STEPS = range(8)  # every worker of the largest layout gets more than one batch
 DISTINCT = 0.99  # share of the outputs of one image that must differ from all others
-WORKERS = (
-    "No worker may see another random state than the one that the sample's key gives: set augment.keyed=true, and keep "
+ADVICE = (
+    "A worker must use no random state other than the one from the sample's key: set augment.keyed=true, and keep "
     "no random state in a transform."
 )
 
 
 @dataclass(frozen=True)
 class OneImage:
-    """The first sample under every index: whatever differs between two outputs came from the augmentation."""
+    """The first sample under every index, so that outputs differ by their augmentation only."""
 
     samples: Samples
 
@@ -51,7 +47,7 @@ class OneImage:
     def name(self, index: int) -> str:
         return self.samples.name(0)
 
-    def read(self, index: int) -> tuple[Uint8, Uint8]:
+    def read(self, index: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         return self.samples.read(0)
 
 
@@ -62,7 +58,7 @@ def check_layouts(
     *,
     report: Callable[[str, Finding | None], None] = lambda layout, finding: None,
 ) -> list[Finding]:
-    """One finding per layout whose bytes differ from those that every sample has on its own.
+    """A finding for each layout in which a sample's bytes differ from those of augmenting it alone.
 
     `report(layout, finding or None)` is called after each. Starts all their processes, which costs seconds for each
     layout that does not fork.
@@ -73,8 +69,7 @@ def check_layouts(
         batches = _batches(augmenter, samples, order, range(2), workers, method)
         differing = next((found for batch in batches if (found := _first(augmenter, samples, batch))), None)
         layout = f"{method} x {workers}" if workers else "no workers"
-        detail = f"{layout}: {differing}"
-        finding = Finding(augmenter.name, "worker layouts", detail, WORKERS) if differing else None
+        finding = Finding(augmenter.name, "worker layouts", f"{layout}: {differing}", ADVICE) if differing else None
         report(layout, finding)
         findings += [finding] if finding else []
     return findings
@@ -85,7 +80,7 @@ def check_diversity(
 ) -> list[Finding]:
     """A finding when fewer than 99 % of the outputs of one image differ, over the samples of all ranks.
 
-    A pipeline that knows few outputs, such as a flip alone, is measured by how many it gives one after another.
+    A pipeline with few possible outputs, such as a flip alone, is measured by how many it gives in one process.
     """
     order = Order(0, len(OneImage(samples)), shards=ranks, samples_per_shard=1)
     batches = [
@@ -94,12 +89,14 @@ def check_diversity(
         for batch in _batches(augmenter, samples, order, range(rank, rank + 1), workers, method)
     ]
     found = {(batch.image.numpy().tobytes(), batch.target.numpy().tobytes()) for batch in batches}
-    alone, frame = augmenter.fresh(), samples.read(0)
-    possible = {tuple(part.tobytes() for part in alone(*frame, _key(*ids))) for batch in batches for ids in _ids(batch)}
+    alone = augmenter.fresh()  # one for all batches: an unkeyed pipeline repeats itself when rebuilt
+    possible = {
+        (image.tobytes(), target.tobytes()) for batch in batches for image, target in _augmented(alone, samples, batch)
+    }
     if len(found) >= DISTINCT * len(possible):
         return []
     detail = f"{ranks} ranks with {workers} workers each give {len(found)} distinct outputs of {len(batches)}"
-    return [Finding(augmenter.name, "diversity", detail, WORKERS)]
+    return [Finding(augmenter.name, "diversity", detail, ADVICE)]
 
 
 def _batches(
@@ -121,20 +118,16 @@ def _batches(
         return list(stream)
 
 
+def _augmented(augmenter: Augmenter, samples: Samples, batch: ShardBatch) -> list[Frame]:
+    """The samples of a batch, augmented one by one in this process."""
+    frame, places = samples.read(0), zip(batch.epoch.tolist(), batch.index.tolist(), strict=True)
+    return [augmenter(*frame, sample_key(0, epoch, index, "augment")) for epoch, index in places]
+
+
 def _first(augmenter: Augmenter, samples: Samples, batch: ShardBatch) -> str:
-    """Where a batch differs first from its samples augmented one by one in this process; empty where it does not."""
-    alone, frame = augmenter.fresh(), samples.read(0)
-    for row, ids in enumerate(_ids(batch)):
-        seen = batch.image[row].numpy(), batch.target[row].numpy()
-        found = first_difference(alone(*frame, _key(*ids)), seen)
-        if found is not None:
-            return f"step {batch.step}, shard {batch.shard}, sample {row}: {found}"
+    """Where a batch first differs from its samples augmented alone; empty when it does not."""
+    for row, expected in enumerate(_augmented(augmenter.fresh(), samples, batch)):
+        difference = first_difference(expected, (batch.image[row].numpy(), batch.target[row].numpy()))
+        if difference is not None:
+            return f"step {batch.step}, shard {batch.shard}, sample {row}: {difference}"
     return ""
-
-
-def _ids(batch: ShardBatch) -> list[tuple[int, int]]:
-    return list(zip(batch.epoch.tolist(), batch.index.tolist(), strict=True))
-
-
-def _key(epoch: int, index: int) -> int:
-    return sample_key(0, epoch, index, "augment")

@@ -1,12 +1,12 @@
-"""The questions that the purity checker asks of a function f(image, target, key), and what an answer looks like.
+"""The probes of the purity checker: each asks one question about a function f(image, target, key).
 
-A probe asks one thing: it gives the first pixel that differs, or a sentence, or None.
+A probe returns the first pixel that differs, or a phrase, or None when the function passes.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -41,18 +41,19 @@ class Pixel(NamedTuple):
         )
 
 
-Difference = Pixel | str | None  # a place, or a sentence, or none
+Difference = Pixel | str | None
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A probe that failed. `str` gives one line for a person."""
+    """A failed probe. `str` gives one line for a person."""
 
     transform: str
     probe: str
     detail: str
     advice: str
     pixel: Pixel | None = None
+    unanswered: bool = False  # another process could not run the probe
 
     def __str__(self) -> str:
         return f"{self.transform}, probe '{self.probe}': {self.detail}. {self.advice}"
@@ -60,12 +61,12 @@ class Finding:
 
 @dataclass
 class Case:
-    """A function under test, with two samples and what it gave for the first one under each key when it was new."""
+    """A function under test, two samples, and its first output for the first sample under each key."""
 
     function: Augmenter
     frames: tuple[Frame, Frame]
     expected: list[Frame]
-    takes_samples: bool = False  # its input may be a sample that a cache holds, not an array of another transform
+    takes_samples: bool = False  # its input may be a cached sample, not the output of another transform
     varies: bool = False  # its output must depend on the key
 
     @property
@@ -73,37 +74,34 @@ class Case:
         return self.function.name
 
     def call(self, number: int, *, frame: int = 0) -> Frame:
-        """What the function gives now under key `number`."""
+        """The output under key `number`."""
         return run(self.function, self.frames[frame], KEYS[number])
 
+    def again(self) -> Difference:
+        """First difference of another call from the expected output."""
+        return first_difference(self.expected[0], self.call(0))
+
     def differs(self, function: Augmenter | None = None) -> Difference:
-        """First difference from what is expected; keys are asked in the other order."""
-        for number in reversed(range(len(self.expected))):
-            found = first_difference(
-                self.expected[number], run(function or self.function, self.frames[0], KEYS[number])
-            )
-            if found is not None:
-                return found
-        return None
+        """First difference of `function` from what is expected, for all keys in reverse order."""
+        function = function or self.function
+        pairs = reversed([*zip(self.expected, KEYS, strict=False)])
+        return _first(first_difference(expected, run(function, self.frames[0], key)) for expected, key in pairs)
 
     @cached_property
     def observation(self) -> Observation:
         return _observe(self)
 
 
-@dataclass(frozen=True)
-class Observation:
-    """What one call under observation did besides computing its output."""
+class Observation(NamedTuple):
+    """Side effects of one call."""
 
-    globals_changed: list[str]
-    called: list[str]
-    state_changed: bool
-    input_changed: str
+    problems: dict[str, str]  # by probe; empty where there is none
+    called: list[str]  # watched functions
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A question to a function; `run` gives what is wrong."""
+    """A question to a function; `run` returns what is wrong."""
 
     name: str
     run: Callable[[Case], Difference]
@@ -111,7 +109,7 @@ class Probe:
 
 
 def first_difference(expected: Frame, found: Frame) -> Difference:
-    """Where two outputs differ first: image before target."""
+    """Where two outputs first differ: image before target."""
     for name, before, now in zip(("image", "target"), expected, found, strict=True):
         if before.shape != now.shape or before.dtype != now.dtype:
             return f"the {name} is {before.dtype} {before.shape}, then {now.dtype} {now.shape}"
@@ -124,14 +122,18 @@ def first_difference(expected: Frame, found: Frame) -> Difference:
 
 
 def run(function: Augmenter, frame: Frame, key: int) -> Frame:
-    """Output in memory of its own; the function gets a copy of the frame."""
+    """A copy of the output; the function gets a copy of the frame."""
     image, target = function(frame[0].copy(), frame[1].copy(), key)
     return image.copy(), target.copy()
 
 
-def describe(error: Exception) -> str:
-    """An error on one line."""
+def one_line(error: Exception) -> str:
+    """Type and message of an error on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _first(found: Iterable[Difference]) -> Difference:
+    return next((difference for difference in found if difference is not None), None)
 
 
 def _same_key_twice(case: Case) -> Difference:
@@ -141,42 +143,35 @@ def _same_key_twice(case: Case) -> Difference:
 def _after_unrelated_calls(case: Case) -> Difference:
     image, target = case.frames[0]
     held = case.function(image.copy(), target.copy(), KEYS[0])
-    case.call(-1, frame=1)  # must neither change what was given before nor what comes after
-    return first_difference(case.expected[0], held) or first_difference(case.expected[0], case.call(0))
-
-
-def _call_order(case: Case) -> Difference:
-    return case.differs()
+    case.call(-1, frame=1)  # must change neither the output before it nor the one after it
+    return first_difference(case.expected[0], held) or case.again()
 
 
 def _fresh(case: Case) -> Difference:
-    for number, expected in enumerate(case.expected):
-        found = first_difference(expected, run(case.function.fresh(), case.frames[0], KEYS[number]))
-        if found is not None:
-            return found
-    return None
+    pairs = zip(case.expected, KEYS, strict=False)
+    return _first(
+        first_difference(expected, run(case.function.fresh(), case.frames[0], key)) for expected, key in pairs
+    )
 
 
 def _pickled(case: Case) -> Difference:
     return case.differs(pickle.loads(pickle.dumps(case.function)))
 
 
-def _hostile_seeds(case: Case) -> Difference:
-    for seed in HOSTILE_SEEDS:
-        tripwire.seed_globals(seed)
-        found = first_difference(case.expected[0], case.call(0))
-        if found is not None:
+def _after(setting: Callable[[int], None], values: Iterable[int], case: Case) -> Difference:
+    for value in values:
+        setting(value)
+        if (found := case.again()) is not None:
             return found
     return None
+
+
+def _hostile_seeds(case: Case) -> Difference:
+    return _after(tripwire.seed_globals, HOSTILE_SEEDS, case)
 
 
 def _opencv_threads(case: Case, numbers: Sequence[int] = range(9)) -> Difference:
-    for number in numbers:
-        tripwire.set_opencv_threads(number)
-        found = first_difference(case.expected[0], case.call(0))
-        if found is not None:
-            return found
-    return None
+    return _after(tripwire.set_opencv_threads, numbers, case)
 
 
 def two_thread_counts(case: Case) -> Difference:
@@ -185,65 +180,51 @@ def two_thread_counts(case: Case) -> Difference:
 
 
 def _observe(case: Case) -> Observation:
-    """One call, after one that has warmed up what a function may build once."""
+    """One observed call, after one that builds what a function builds once."""
     image, target = (part.copy() for part in case.frames[0])
     case.call(0)
     own = tripwire.object_state(case.function)
     image.flags.writeable = target.flags.writeable = False
     with tripwire.preserved(), tripwire.opencv_generator() as opencv_used:
-        tripwire.seed_globals(HOSTILE_SEEDS[0], opencv=False)  # else a second call to seed(0) would change nothing
+        tripwire.seed_globals(HOSTILE_SEEDS[0], opencv=False)  # otherwise a second seed(0) would change nothing
         before = tripwire.global_state()
         problem = ""
         with tripwire.watching() as called:
             try:
                 output = case.function(image, target, KEYS[1])
             except Exception as error:
-                output, problem = (image, target), f"on read-only input it raises {describe(error)}"
+                output, problem = (image, target), f"on read-only input it raises {one_line(error)}"
         changed = [name for name, value in tripwire.global_state().items() if value != before[name]]
         changed += ["the global generator of OpenCV"] if opencv_used() else []
-    return Observation(
-        changed,
-        called,
-        tripwire.object_state(case.function) != own,
-        problem or _input_changed(case, image, target, output),
-    )
+    impure = [name for name in called if name != tripwire.SEEDED]
+    problems = {
+        "globals untouched": f"changes {', '.join(changed)}" if changed else "",
+        "tripwires": f"calls {', '.join(impure)}" if impure else "",
+        "input untouched": problem or _input_changed(case, image, target, output),
+        "own state": "",
+    }
+    if tripwire.object_state(case.function) != own:
+        problems["own state"] = "a call changes data of the transform, its class or its module"
+    return Observation(problems, called)
+
+
+def _observed(name: str) -> Callable[[Case], Difference]:
+    return lambda case: case.observation.problems[name] or None
 
 
 def _input_changed(case: Case, image: NDArray[np.uint8], target: NDArray[np.uint8], output: Frame) -> str:
-    """What is wrong with the input after a call. Transforms may hand arrays on to each other, but never a sample's."""
+    """What is wrong with the input after a call. Transforms may pass on arrays of each other, but never of a sample."""
     change = first_difference(case.frames[0], (image, target))
     if change is not None:
         return f"the input changes: {change}"
     for name, part in zip(("image", "target"), output, strict=True):
         if case.takes_samples and any(np.may_share_memory(part, source) for source in (image, target)):
-            return f"the {name} that is given back is memory of the input"
+            return f"the {name} that it returns shares memory with the input"
     return ""
 
 
-def _globals_untouched(case: Case) -> Difference:
-    changed = case.observation.globals_changed
-    return f"changes {', '.join(changed)}" if changed else None
-
-
-def _tripwires(case: Case) -> Difference:
-    called = [name for name in case.observation.called if name != tripwire.SEEDED]
-    return f"calls {', '.join(called)}" if called else None
-
-
-def _own_state(case: Case) -> Difference:
-    return (
-        "the transform, its class or its module holds other data after a call"
-        if case.observation.state_changed
-        else None
-    )
-
-
-def _input_untouched(case: Case) -> Difference:
-    return case.observation.input_changed or None
-
-
 def _key_matters(case: Case) -> Difference:
-    """Nothing needs to be random, but what is must come from the key; and an output must depend on its input."""
+    """A transform need not be random, but its randomness must come from the key, and its output from the input."""
     images = [image for image, _ in case.expected]
     if all(np.array_equal(images[0], image) for image in images[1:]):
         if case.varies:
@@ -257,19 +238,19 @@ def _key_matters(case: Case) -> Difference:
 
 
 STATELESS = "Compute parameters from the key in get_params and pass them on; keep nothing from one call to the next."
-KEYED = "Draw from self.py_random and self.random_generator alone."
-REBUILT = "Let the arguments of the constructor decide everything, not what happened since."
+KEYED = "Draw only from self.py_random and self.random_generator."
+REBUILT = "Let the constructor's arguments alone decide the output, not what happened since."
 PROBES = (
     Probe("same key twice", _same_key_twice, f"{KEYED} {STATELESS}"),
-    Probe("call order", _call_order, STATELESS),
-    Probe("after unrelated calls", _after_unrelated_calls, f"{STATELESS} Give back a new array every time."),
-    Probe("globals untouched", _globals_untouched, KEYED),
-    Probe("tripwires", _tripwires, f"{KEYED} Clocks and entropy differ in every process."),
-    Probe("input untouched", _input_untouched, "Work on a copy: img = img.copy()."),
-    Probe("own state", _own_state, STATELESS),
+    Probe("call order", Case.differs, STATELESS),
+    Probe("after unrelated calls", _after_unrelated_calls, f"{STATELESS} Return a new array every time."),
+    Probe("globals untouched", _observed("globals untouched"), KEYED),
+    Probe("tripwires", _observed("tripwires"), f"{KEYED} Clocks and entropy differ in every process."),
+    Probe("input untouched", _observed("input untouched"), "Work on a copy: img = img.copy()."),
+    Probe("own state", _observed("own state"), STATELESS),
     Probe("hostile global seeds", _hostile_seeds, KEYED),
     Probe("fresh pipeline", _fresh, REBUILT),
-    Probe("pickled pipeline", _pickled, f"{REBUILT} The function that builds it stands at the top of a module."),
+    Probe("pickled pipeline", _pickled, f"{REBUILT} The function that builds it must be at the top of a module."),
     Probe("key matters", _key_matters, f"Compute the output from the input. {KEYED}"),
-    Probe("OpenCV threads", _opencv_threads, "Do not ask for the number of threads, and leave it alone."),
+    Probe("OpenCV threads", _opencv_threads, "Neither read nor set the number of threads."),
 )

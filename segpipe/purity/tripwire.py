@@ -1,4 +1,4 @@
-"""What a function reaches for while it runs, and what it leaves changed: clocks, entropy, generators, own state."""
+"""Detects what a function reads or changes besides its arguments: clocks, entropy, generators, its own state."""
 
 from __future__ import annotations
 
@@ -40,12 +40,11 @@ WIRES = {
     "torch": TORCH,
     "cv2": ("setRNGSeed", "randu", "randn", "randShuffle"),
 }
-SEEDED = "numpy.random.default_rng(seed)"  # allowed: a generator made from what the key drew
-
-OPENCV_SEED = 0x51F15EED  # nobody else's
-# Set by the caller before every call (the random state), or cleared by albumentations at the start of one (the last
-# parameters): not state that a call leaves to the next.
-PASSING = ("random_generator", "py_random", "params")
+SEEDED = "numpy.random.default_rng(seed)"  # allowed: the seed may come from the key
+OPENCV_SEED = 0x51F15EED  # a value that no transform uses
+# Attributes that carry nothing from call to call: the caller sets the random state before every call, and
+# albumentations clears the last parameters at the start of one.
+TRANSIENT = ("random_generator", "py_random", "params")
 LIBRARIES = ("builtins", "albumentations", "numpy", "torch", "cv2")
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 DATA = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, deque, itertools.count, np.ndarray)
@@ -53,16 +52,16 @@ DATA = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, dequ
 
 @contextmanager
 def watching() -> Iterator[list[str]]:
-    """Names of what this thread calls inside the block, each once, such as `time.time`; the calls go through.
+    """Names of the watched functions that this thread calls in the block, each once; the calls go through.
 
-    Sees functions that are looked up in their module when they are called, not those imported by name before.
+    Sees functions looked up in their module at the call, not those imported by name before.
     """
     called: list[str] = []
     thread = threading.get_ident()
     before: list[tuple[Any, str, Any]] = []
     try:
         for module_name, names in WIRES.items():
-            module = sys.modules.get(module_name)  # what nobody has imported, nobody can call
+            module = sys.modules.get(module_name)  # a module that is not imported cannot be called
             for name in (name for name in names if hasattr(module, name)):
                 before.append((module, name, getattr(module, name)))
                 setattr(module, name, _wire(before[-1][2], f"{module_name}.{name}", called, thread))
@@ -85,21 +84,21 @@ def _wire(original: Callable[..., Any], label: str, called: list[str], thread: i
 
 
 def global_state() -> dict[str, bytes]:
-    """State of everything that transforms share in this process, by name; OpenCV's generator cannot be read."""
+    """State that transforms share in this process, by name, without OpenCV's generator, which cannot be read."""
     torch = sys.modules.get("torch")
     found = {
-        "the generator of random": pickle.dumps(random.getstate()),
-        "the global generator of numpy": pickle.dumps(np.random.get_state()),
-        "OpenCV's number of threads": pickle.dumps(cv2.getNumThreads()),
+        "the generator of random": random.getstate(),
+        "the global generator of numpy": np.random.get_state(),
+        "OpenCV's number of threads": cv2.getNumThreads(),
     }
     if torch is not None:
         found["the global generator of torch"] = torch.get_rng_state().numpy().tobytes()
-        found["torch's number of threads"] = pickle.dumps(torch.get_num_threads())
-    return found
+        found["torch's number of threads"] = torch.get_num_threads()
+    return {name: pickle.dumps(value) for name, value in found.items()}
 
 
 def seed_globals(seed: int, *, opencv: bool = True) -> None:
-    """Start every global generator from `seed`; CUDA's are left alone."""
+    """Seed every global generator except those of CUDA."""
     random.seed(seed)
     np.random.seed(seed)
     if opencv:
@@ -111,7 +110,7 @@ def seed_globals(seed: int, *, opencv: bool = True) -> None:
 
 @contextmanager
 def opencv_generator() -> Iterator[Callable[[], bool]]:
-    """A function that tells whether OpenCV's generator was used or seeded since the block began; ask it once."""
+    """A function that returns whether OpenCV's generator was used or seeded in the block; call it once."""
 
     def draw() -> bytes:
         drawn = np.zeros((4, 1), np.int32)
@@ -126,7 +125,7 @@ def opencv_generator() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """After the block, global generators and thread counts are what they were; OpenCV's generator starts anew."""
+    """Restores global generators and thread counts after the block; OpenCV's generator restarts."""
     torch = sys.modules.get("torch")
     python, numpy, opencv_threads = random.getstate(), np.random.get_state(), cv2.getNumThreads()
     torchs = (torch.get_rng_state(), torch.get_num_threads()) if torch is not None else None
@@ -144,18 +143,18 @@ def preserved() -> Iterator[None]:
 
 
 def set_opencv_threads(number: int) -> None:
-    """Set OpenCV's number of threads, after those that run have ended.
+    """Set OpenCV's number of threads after ending its running ones.
 
-    A forked process that has OpenCV's pool in its memory, but not its threads, can wait for them for ever.
+    A forked process inherits OpenCV's pool without its threads, and can wait for them forever.
     """
-    cv2.setNumThreads(1)  # the one number at which OpenCV ends its threads at once
+    cv2.setNumThreads(1)  # only this number ends OpenCV's threads at once
     cv2.setNumThreads(number)
 
 
 def object_state(thing: object) -> str:
-    """Digest of what an object holds, of the data of its class, and of the data of the module that defines it.
+    """Digest of the data of an object, of its class, and of the module that defines it.
 
-    Follows containers and attributes, not functions. The random state that a caller sets is left out.
+    Follows containers and attributes, not functions, and skips TRANSIENT attributes.
     """
     whole = hashlib.blake2b(digest_size=16)
     for part in _walk(thing, {}):
@@ -173,7 +172,7 @@ def _walk(thing: Any, seen: dict[int, Any]) -> Iterator[bytes]:
         return
     if id(thing) in seen:
         return
-    seen[id(thing)] = thing  # kept alive, so that no other object gets its id
+    seen[id(thing)] = thing  # a reference, so that no other object gets its id
     if isinstance(thing, np.random.Generator):
         yield from _walk(thing.bit_generator.state, seen)
     elif isinstance(thing, np.random.RandomState):
@@ -200,7 +199,7 @@ def _object(thing: Any, seen: dict[int, Any]) -> Iterator[bytes]:
     if hasattr(thing, "detach"):  # a tensor
         yield from _walk(thing.detach().cpu().numpy(), seen)
     elif not hasattr(thing, "__dict__"):
-        yield (b"" if " at 0x" in repr(thing) else repr(thing).encode())  # itertools.count shows where it stands
+        yield (b"" if " at 0x" in repr(thing) else repr(thing).encode())  # itertools.count shows its position
     elif not isinstance(thing, type) and kind.__name__ not in ("function", "method", "module"):
         yield from _members(vars(thing), seen)
         for owner in kind.__mro__:
@@ -210,13 +209,13 @@ def _object(thing: Any, seen: dict[int, Any]) -> Iterator[bytes]:
 
 
 def _members(values: Mapping[str, Any], seen: dict[int, Any]) -> Iterator[bytes]:
-    for name in sorted(name for name in values if name not in PASSING):
+    for name in sorted(name for name in values if name not in TRANSIENT):
         yield name.encode()
         yield from _walk(values[name], seen)
 
 
 def _data(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The data among the attributes of a class or module: no functions, classes or modules."""
+    """Data attributes of a class or module: no functions, classes or modules."""
     return {
         name: value
         for name, value in dict(values).items()

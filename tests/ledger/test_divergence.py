@@ -197,7 +197,7 @@ def test_only_what_both_have_is_compared_and_that_is_said(tmp_path: Path) -> Non
     b = ledgers.write_session(tmp_path / "b", ledgers.header(), range(5))
     found = compare(read_run(a), read_run(b))
     assert (found.verdict, found.steps) == ("identical", 5)
-    assert found.notes == ("A has steps 0 to 8, B has steps 0 to 4: only common steps were compared",)
+    assert found.notes == ("A has steps 0 to 8, B has steps 0 to 4",)
     limits = "A has steps 0 to 8, B has steps 0 to 4"
     assert found.sentence == f"identical in all 5 common steps, but not everything could be compared: {limits}"
 

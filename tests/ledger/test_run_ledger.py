@@ -75,7 +75,7 @@ def test_another_outcome_of_the_same_step_is_a_fault(tmp_path: Path) -> None:
 
 def test_a_state_that_was_not_restored_exactly_is_a_fault(tmp_path: Path) -> None:
     run = resumed(tmp_path, again={(2, None, "weights", 0): 1})
-    assert run.faults == ("step 2: weights of rank 0 in session 1 differ from rank 0 in session 0 (2 such rows)",)
+    assert run.faults == ("step 2: weights of rank 0 in session 1 differ from rank 0 in session 0",)
 
 
 def test_ranks_that_diverged_are_a_fault(tmp_path: Path) -> None:
@@ -84,9 +84,7 @@ def test_ranks_that_diverged_are_a_fault(tmp_path: Path) -> None:
         tmp_path / "other", ledgers.header(), range(4), ranks=2, changed={(3, None, "ema", 0): 1}
     )
     ledger_path(tmp_path, 1).write_bytes(ledger_path(other, 1).read_bytes())
-    assert read_run(tmp_path).faults == (
-        "step 3: ema of rank 1 in session 0 differ from rank 0 in session 0 (1 such rows)",
-    )
+    assert read_run(tmp_path).faults == ("step 3: ema of rank 1 in session 0 differ from rank 0 in session 0",)
 
 
 def test_what_is_missing_is_noted(tmp_path: Path) -> None:

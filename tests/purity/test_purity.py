@@ -214,7 +214,7 @@ def test_quick_is_quick():
 @pytest.mark.parametrize("always", [0, 4])
 def test_no_probe_starts_after_the_deadline_but_those_that_always_do(fits, always):
     cases = purity._cases(Augmenter(config()), Noise(), 2)
-    asked, questions = [], purity._each_case(cases, PROBES[:2])
+    asked, questions = [], [(case, probe) for case in cases for probe in PROBES[:2]]
     answer = purity._ask(
         questions, deadline=fits, always=always, report=lambda *r: asked.append(r), clock=lambda: len(asked)
     )
@@ -240,8 +240,8 @@ def test_what_was_left_out_is_told_before_training(tmp_path, monkeypatch, capsys
 
     cases = len(Augmenter(compose(settings(tmp_path / "run")).augment).parts()) + 1
     assert told(0.0) == (
-        f"purity of the augmentation: {2 * cases} of {len(purity.QUICK) * cases} probes asked in 0 s; "
-        "scripts/check_augment.py asks all.\n"
+        f"purity of the augmentation: {2 * cases} of {len(purity.QUICK) * cases} probes ran in 0 s; "
+        "scripts/check_augment.py runs all.\n"
     )
     assert told(600.0) == ""
 
@@ -316,8 +316,8 @@ def test_the_whole_is_not_blamed_for_its_parts_but_for_what_it_adds(plant):
     assert {finding.transform for finding in found} == {"clock (Clock)"}
     guilty = Finding("part", "tripwires", "", "")
     whole = [Finding("whole", "tripwires", "", "a"), Finding("whole", "own state", "", "b")]
-    assert purity._blame([guilty, *whole], "whole") == [guilty, whole[1]]
-    assert [finding.advice for finding in purity._blame(whole, "whole")] == [purity.COMBINED] * 2
+    assert purity._drop_explained([guilty, *whole], "whole") == [guilty, whole[1]]
+    assert [finding.advice for finding in purity._drop_explained(whole, "whole")] == [purity.COMBINED] * 2
 
 
 def test_a_transform_that_hides_all_others_is_found(plant):
