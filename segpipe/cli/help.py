@@ -30,7 +30,7 @@ def page(name: str) -> str:
     lines = [f"usage: segpipe {name} {arguments} [key=value ...]".replace("  ", " "), "", f"{command.details}"]
     for title, rows in _sections(command):
         table = list(rows)
-        width = min(max(len(left) for left, _ in table), 40)
+        width = max((len(left) for left, _ in table), default=0)
         lines += ["", title, *(f"  {left:{width}}  {right}" for left, right in table)]
     return "\n".join(lines)
 

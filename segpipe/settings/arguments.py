@@ -44,7 +44,7 @@ def _pairs(
         argument = rest.pop(0)
         is_flag = argument.startswith("--")
         name, equals, text = argument.removeprefix("--").partition("=")
-        if name not in known and nameless and not is_flag:
+        if nameless and not is_flag and (name not in known or not equals):
             yield nameless.pop(0), argument
             continue
         if name not in known or not (equals or is_flag):
