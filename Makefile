@@ -36,7 +36,7 @@ wheels: $(READY)
 	$(RUN) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist . ./packaging/runtime
 
 docs: $(READY)
-	$(RUN) -m segpipe.settings.page > docs/settings.md
+	$(RUN) -m segpipe.cli.help > docs/settings.md
 
 # Needs uv. Writes the lock from the ranges in pyproject.toml.
 lock:

@@ -18,8 +18,7 @@ from segpipe.ledger.files import INPUTS, ledger_files
 from segpipe.ledger.reader import RunLedger, mapping_differences, read_run
 from segpipe.ledger.rows import STEP, read_file
 from segpipe.ledger.seals import SUFFIX, first_broken, read_seals
-from segpipe.settings.check import check
-from segpipe.settings.config import Config, config_hash, from_mapping, recipe, to_mapping
+from segpipe.settings.config import Config, check, config_hash, from_mapping, recipe, to_mapping
 from segpipe.train import checkpoint
 
 SHOWN = 5  # names in a line

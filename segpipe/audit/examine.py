@@ -24,8 +24,7 @@ from segpipe.ledger.reader import RunLedger, mapping_differences, read_run
 from segpipe.ledger.rows import SHARD, STEP, row_keys
 from segpipe.runtime.artifact import SUMS
 from segpipe.settings.arguments import with_settings
-from segpipe.settings.check import check
-from segpipe.settings.config import Config
+from segpipe.settings.config import Config, check
 from segpipe.train.checkpoint import HASHES
 
 Progress = Callable[[str, int, int], None]  # what is done now, updates done, updates in all

@@ -21,8 +21,7 @@ from segpipe.distributed import environment
 from segpipe.errors import CheckpointError, ConfigError, DivergenceError, Interrupted, NumericsError, SegpipeError
 from segpipe.run.folder import claim_folder
 from segpipe.run.tracking import check_tracking
-from segpipe.settings.check import check
-from segpipe.settings.config import Config, config_hash
+from segpipe.settings.config import Config, check, config_hash
 from segpipe.train.stop import handlers_kept
 
 if TYPE_CHECKING:

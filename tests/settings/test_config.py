@@ -8,12 +8,12 @@ import pytest
 
 from segpipe.errors import ConfigError
 from segpipe.models import MODELS
-from segpipe.settings.check import check
 from segpipe.settings.config import (
     FREE_KEYS,
     MODEL_NAMES,
     SETTINGS,
     Config,
+    check,
     config_hash,
     from_mapping,
     recipe,
