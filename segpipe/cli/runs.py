@@ -18,6 +18,7 @@ from segpipe.errors import ConfigError
 from segpipe.run.tracking import FILE_NAME, read_metrics
 
 DESCENDING = ("date", "miou", "steps")
+PIPE_WIDTH = 200  # characters, so that nothing is cut off in a file or for grep
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,17 @@ def main(given: dict[str, Any]) -> int:
     if given["json"]:
         print(json.dumps([asdict(row) for row in rows]))
         return 0
-    table = Table("name", "model", "data", "mIoU %", "steps", "digest", "date", "state")
+    table = Table()
+    for title in ("name", "model", "data", "mIoU %", "steps", "digest", "date", "state"):
+        table.add_column(title, no_wrap=True)
     for row in rows:
         miou = None if row.miou is None else f"{100 * row.miou:.2f}"
         cells = (row.name, row.model, row.data, miou, row.steps, row.digest and row.digest[:12], row.date, row.state)
         table.add_row(*("-" if cell is None else str(cell) for cell in cells))
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    console.print(table)
     return 0
 
 

@@ -125,7 +125,9 @@ def test_all_entry_points_are_the_same_command() -> None:
 
 
 def test_flags_of_hydra_still_work(tmp_path: Path) -> None:
-    assert "lr: 0.25" in in_shell("-m", "segpipe", "train", "optim.lr=0.25", "--cfg", "job")
+    shown = in_shell("-m", "segpipe", "train", "optim.lr=0.25", "--cfg", "job", "seed=7")
+    assert "lr: 0.25" in shown
+    assert "seed: 7" in shown
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\noptim: {lr: 0.125}\n")
     own = in_shell("train.py", "--config-dir", str(tmp_path), "experiment=mine", "--cfg", "job", "--package", "optim")

@@ -64,10 +64,10 @@ def test_rows_hold_what_the_files_say(root: Path, capsys: pytest.CaptureFixture[
     assert rows["c"]["miou"] is None
 
 
-def test_the_table_shows_percent_and_digest(
+def test_the_table_shows_percent_and_digest_and_is_not_cut_in_a_pipe(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "40")
     assert segpipe(["runs", f"root={root}"]) == 0
     text = capsys.readouterr().out
     line = next(line for line in text.splitlines() if "sweep/b" in line)
