@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# The CUDA libraries come with the locked torch wheels; the base brings the matching driver interface and cuDNN tools.
+# The CUDA libraries come with the locked torch wheels; the base image adds the driver interface and cuDNN tools.
 FROM nvidia/cuda:13.0.1-cudnn-runtime-ubuntu24.04
 
 ENV DEBIAN_FRONTEND=noninteractive \
@@ -19,17 +19,18 @@ WORKDIR /opt/segpipe
 RUN chown 10001:10001 /opt/segpipe
 USER 10001
 
-# The lock alone decides this layer: a change of the source does not install anything again.
+# This layer depends on the lock alone: a change of the source installs nothing again.
 COPY --chown=10001:10001 requirements.txt ./
 RUN python3 -m venv .venv \
- && .venv/bin/python -m pip install --require-hashes --requirement requirements.txt \
- && touch .venv/.ready
+ && .venv/bin/python -m pip install --require-hashes --requirement requirements.txt
 
 COPY --chown=10001:10001 . .
-# A named volume on runs/ starts as a copy of this folder, owner included; without one it would be root's.
-RUN mkdir -p runs
+# A named volume on runs/ starts as a copy of this folder with its owner; without the folder, root would own it.
+RUN .venv/bin/python -m pip install --no-deps --no-build-isolation --editable . \
+ && touch .venv/.ready \
+ && mkdir -p runs
 ENV PATH=/opt/segpipe/.venv/bin:$PATH
 
-# docker run --gpus all --shm-size=8g -v DATA:/data:ro -v RUNS:/opt/segpipe/runs IMAGE train.py data=camvid data.root=/data
-ENTRYPOINT ["python"]
-CMD ["train.py", "--help"]
+# docker run --gpus all --shm-size=8g -v DATA:/data:ro -v RUNS:/opt/segpipe/runs IMAGE train data=camvid data.root=/data
+ENTRYPOINT ["segpipe"]
+CMD ["--help"]

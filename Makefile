@@ -1,16 +1,18 @@
-# make setup | train | race-demo | test | check. Everything runs in .venv, made from the locked requirements.txt.
+# make setup | train | race-demo | test | check | wheels | docs. Everything runs in .venv, made from the locked requirements.txt.
 PYTHON ?= python3
 RUN := .venv/bin/python
 READY := .venv/.ready
 
-.PHONY: setup train race-demo test quick mutants check lock clean
+.PHONY: setup train race-demo test quick mutants check wheels docs lock clean
 
 setup: $(READY)
 
-$(READY): requirements.txt
-	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed; say make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+# segpipe is installed from this folder, so that a change of the source takes effect at once.
+$(READY): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 	$(RUN) -m pip install --disable-pip-version-check --no-input --quiet --require-hashes -r requirements.txt
+	$(RUN) -m pip install --disable-pip-version-check --no-input --quiet --no-deps --no-build-isolation --editable .
 	$(RUN) -c 'import torch, torchvision, albumentations, cv2; print("torch", torch.__version__, "torchvision", torchvision.__version__)'
 	@touch $@
 
@@ -38,7 +40,14 @@ quick:
 mutants: $(READY)
 	$(RUN) -m benchmarks.mutants
 
-# Needs uv. Writes the lock anew from the ranges in pyproject.toml.
+# dist/segpipe-*.whl, and dist/segpipe_runtime-*.whl with segpipe/runtime alone, for robots.
+wheels: $(READY)
+	$(RUN) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist . ./packaging/runtime
+
+docs: $(READY)
+	$(RUN) -m segpipe.cli.help > docs/settings.md
+
+# Needs uv. Writes the lock from the ranges in pyproject.toml.
 lock:
 	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header \
 	  --group dev pyproject.toml --constraints constraints.txt -o requirements.txt

@@ -29,12 +29,11 @@ from segpipe.export.lowprec.half import to_fp16
 from segpipe.export.lowprec.quantize import SCHEMES, to_int8
 from segpipe.models import MODELS, build_model
 from segpipe.models.preprocess import Preprocess
-from segpipe.settings.arguments import parse, with_settings
+from segpipe.settings.arguments import RUN, WHICH, parse, with_settings
 from segpipe.settings.config import Config
 from segpipe.train.checkpoint import TrainedNetwork, load_network
 from segpipe.train.metrics import confusion, miou
 
-SETTINGS = ("run", "which", "data.root", "data.split")
 EAGER, FP32, FP16 = "eager fp32", "onnx fp32", "onnx fp16"
 INT8 = tuple(f"onnx int8 {scheme}" for scheme in SCHEMES)
 FP32_LIMIT, INT8_LIMIT = 1.25, 3.0  # times as fast as eager, at least
@@ -47,7 +46,7 @@ Image = NDArray[np.uint8]
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Latency, mIoU and size of every form of the run's network; latency of the other networks."""
-    settings = parse(given.settings, SETTINGS)
+    settings = parse(given.settings, (RUN, WHICH), ("data.root", "data.split"))
     trained = load_network(Path(settings["run"]), settings["which"])
     config = with_settings(trained.config, settings)
     samples = open_samples(config.data, config.data.split, config.seed)

@@ -1,15 +1,15 @@
-"""Every error a user can meet, on one page.
+"""All errors that segpipe raises on purpose, with the exit code that each one ends a command with.
 
-A message says where and what was found, what was needed, and what to do. Each class carries the exit code with which
-the command line ends, so that a cluster script can tell a typing mistake from a diverged run.
+A message says where and what was found, what was needed, and what to do. Code never parses it: what code needs to know
+is an attribute. Exit codes have one meaning each, see docs/exit-codes.md.
 """
 
 
 class SegpipeError(Exception):
-    """Root of all errors that segpipe raises on purpose; they are printed without a traceback."""
+    """Root of all errors below. Commands print them without a traceback."""
 
     exit_code = 1
-    told = False  # whether another rank reports it
+    told = False  # whether another rank has already printed it
 
 
 class ConfigError(SegpipeError):
@@ -19,47 +19,23 @@ class ConfigError(SegpipeError):
 
 
 class DataError(SegpipeError):
-    """A file of the data set is missing, torn, or does not fit the class table."""
+    """A file of the data set is missing, damaged, or does not match the class table."""
 
     exit_code = 2
 
 
 class CheckpointError(SegpipeError):
-    """A checkpoint is missing, torn, foreign, or could not be written."""
+    """A checkpoint is missing, damaged, from another network, or could not be written."""
 
     exit_code = 2
 
 
 class WeightsError(CheckpointError):
-    """The weights of a checkpoint are not those of its network: one is missing, of another shape, or of no use."""
-
-
-class NumericsError(SegpipeError):
-    """The loss or a gradient is not finite; the message says where the state was kept."""
-
-    exit_code = 6
-
-
-class DivergenceError(SegpipeError):
-    """Two ranks, or two runs, that must hold the same bits do not."""
-
-    exit_code = 5
-
-
-class CollectiveError(SegpipeError):
-    """Ranks called different collectives, or one did not come, or they could not meet; the message names both sides."""
-
-    exit_code = 9
-
-
-class OutOfMemory(SegpipeError):
-    """The memory of a device or of the machine ran out; names the rank, the step, the shapes and what holds most."""
-
-    exit_code = 10
+    """The weights of a checkpoint do not fit its network: missing, of another shape, or not finite."""
 
 
 class UnsafeOpError(SegpipeError):
-    """A network or a loss calls an op that CUDA does not compute the same way twice; each is named with its line."""
+    """A network or loss calls an op that is not deterministic on CUDA; the message names each op with its line."""
 
     exit_code = 2
 
@@ -71,36 +47,60 @@ class ExportError(SegpipeError):
 
 
 class ExportMismatch(ExportError):
-    """An exported file does not compute what the trained network computes; no file is left behind."""
+    """An exported file does not compute what the trained network computes; no file is published."""
 
     exit_code = 4
 
 
-class QualityError(ExportMismatch):
-    """An exported file segments labelled images worse than the trained network; no file is left behind."""
+class DivergenceError(SegpipeError):
+    """Two ranks or two runs that must hold the same bits differ."""
 
     exit_code = 5
 
 
-class LatencyError(ExportMismatch):
-    """An exported file is slower than it may be; no file is left behind."""
+class NumericsError(SegpipeError):
+    """The loss or a gradient is not finite; the message says where the state was saved."""
 
     exit_code = 6
 
 
 class IntegrityError(ExportMismatch):
-    """An exported file is not whole, not loadable, or not what the manifest says; no file is left behind."""
+    """An exported file is incomplete, not loadable, or does not match the manifest; no file is published."""
 
     exit_code = 7
 
 
 class ImpureAugmentError(SegpipeError):
-    """An augmentation depends on more than its sample and its key, or changes more than its output."""
+    """An augmentation depends on more than its sample and its key, or has side effects."""
 
     exit_code = 8
 
 
+class CollectiveError(SegpipeError):
+    """Ranks called different collectives, a rank was lost, or they could not connect; the message names both sides."""
+
+    exit_code = 9
+
+
+class OutOfMemory(SegpipeError):
+    """A GPU or the machine ran out of memory; names the rank, the step, the shapes and the largest consumers."""
+
+    exit_code = 10
+
+
+class QualityError(ExportMismatch):
+    """An exported file segments labelled images worse than the trained network; no file is published."""
+
+    exit_code = 11
+
+
+class LatencyError(ExportMismatch):
+    """An exported file is slower than export.latency_budget_ms allows; no file is published."""
+
+    exit_code = 12
+
+
 class Interrupted(SegpipeError):
-    """Ctrl-C or SIGTERM; the state was written before this was raised."""
+    """Ctrl-C or SIGTERM; the state was saved before this was raised."""
 
     exit_code = 130

@@ -26,8 +26,7 @@ from segpipe.ledger.reader import RunLedger, read_run
 from segpipe.ledger.rows import FOLDER, INPUTS, SHARD, STEP, mapping_differences, row_keys
 from segpipe.runtime.artifact import SUMS
 from segpipe.settings.arguments import with_settings
-from segpipe.settings.check import check
-from segpipe.settings.config import Config
+from segpipe.settings.config import Config, check
 from segpipe.train.checkpoint import HASHES
 
 Progress = Callable[[str, int, int], None]  # what is being done, updates done, updates in all

@@ -15,8 +15,7 @@ from segpipe.audit.worker import run_tasks
 from segpipe.errors import CheckpointError, ConfigError
 from segpipe.ledger.divergence import Comparison, compare
 from segpipe.ledger.reader import RunLedger, read_run
-from segpipe.settings.check import check
-from segpipe.settings.config import Config
+from segpipe.settings.config import Config, check
 from segpipe.train import checkpoint
 
 Progress = Callable[[int, int], None]  # updates done, updates in all

@@ -1,9 +1,10 @@
-"""Help pages and shell completion, generated from the declarations in `commands`. Imports no torch."""
+"""Help, shell completion and docs/settings.md, generated from the declarations. Imports no torch."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 
 from segpipe.cli.commands import COMMANDS, Command
 from segpipe.settings.compose import GROUPS, choices
@@ -16,6 +17,14 @@ USAGE = """usage: segpipe COMMAND [key=value ...]
 
 segpipe COMMAND --help lists the keys of a command, segpipe --version prints the version.
 Exit codes: docs/exit-codes.md. Completion for bash: eval "$(segpipe train -sc install=bash)\""""
+
+SETTINGS_PAGE = """# Settings
+
+Set any of them with `segpipe train KEY=VALUE`. `segpipe train --help` prints this list.
+
+`*` marks settings that cannot reach the numbers: they may change when a run is resumed.
+This page is generated: `make docs`.
+"""
 
 
 def overview() -> str:
@@ -30,7 +39,7 @@ def page(name: str) -> str:
     lines = [f"usage: segpipe {name} {arguments} [key=value ...]".replace("  ", " "), "", f"{command.details}"]
     for title, rows in _sections(command):
         table = list(rows)
-        width = min(max(len(left) for left, _ in table), 40)
+        width = max((len(left) for left, _ in table), default=0)
         lines += ["", title, *(f"  {left:{width}}  {right}" for left, right in table)]
     return "\n".join(lines)
 
@@ -69,3 +78,20 @@ def complete(line: str) -> list[str] | None:
     entries = [*command.keys, *(SETTINGS[key] for key in command.settings)]
     values = {entry.key: ("false", "true") if isinstance(entry.default, bool) else entry.choices for entry in entries}
     return [f"{key}={value}" for key, valid in values.items() for value in (valid or ("",))]
+
+
+def settings_page() -> str:
+    """docs/settings.md: a table for each group of settings."""
+    lines = [SETTINGS_PAGE]
+    for group, settings in groupby(SETTINGS.values(), key=lambda entry: entry.key.rpartition(".")[0]):
+        lines += [f"## {group or 'General'}\n", "| setting | default | meaning | valid |", "|---|---|---|---|"]
+        for entry in settings:
+            mark = " *" if entry.free else ""
+            cells = (f"`{entry.key}`{mark}", f"`{shown(entry.default)}`", entry.doc, entry.valid)
+            lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |".replace("``", ""))
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(settings_page(), end="")

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from segpipe.errors import ConfigError
 from segpipe.run.tracking import FILE_NAME, read_metrics
 
 DESCENDING = ("date", "miou", "steps")
+PIPE_WIDTH = 200  # characters, so that nothing is cut off in a file or for grep
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,17 @@ def main(given: dict[str, Any]) -> int:
     if given["json"]:
         print(json.dumps([asdict(row) for row in rows]))
         return 0
-    table = Table("name", "model", "data", "mIoU %", "steps", "digest", "date", "state")
+    table = Table()
+    for title in ("name", "model", "data", "mIoU %", "steps", "digest", "date", "state"):
+        table.add_column(title, no_wrap=True)
     for row in rows:
         miou = None if row.miou is None else f"{100 * row.miou:.2f}"
         cells = (row.name, row.model, row.data, miou, row.steps, row.digest and row.digest[:12], row.date, row.state)
         table.add_row(*("-" if cell is None else str(cell) for cell in cells))
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    console.print(table)
     return 0
 
 
@@ -57,32 +65,34 @@ def find_runs(root: Path) -> Iterator[Row]:
 
 def read_row(folder: Path, name: str) -> Row:
     """The run in `folder`; a file that cannot be read is named in `state`."""
-    config, torn_config = _read(folder / "config.json")
-    result, torn_result = _read(folder / "result.json")
+    config, config_fault = _read(folder / "config.json", {"model.name": str, "data.name": str, "train.steps": int})
+    result, result_fault = _read(folder / "result.json", {"miou": float | None, "steps": int, "ema_digest": str})
     metrics = read_metrics(folder / FILE_NAME)
-    steps, total = result.get("steps"), config.get("train", {}).get("steps")
-    if steps is None and metrics:
-        steps = metrics[-1]["step"]
+    steps = result.get("steps", metrics[-1]["step"] if metrics else 0)
+    state = "finished" if result else f"unfinished, step {steps} of {config.get('train.steps')}"
     return Row(
         name,
-        model=config.get("model", {}).get("name"),
-        data=config.get("data", {}).get("name"),
+        model=config.get("model.name"),
+        data=config.get("data.name"),
         miou=result.get("miou"),
         steps=steps,
         digest=result.get("ema_digest"),
         date=_date(folder),
-        state=torn_config or torn_result or ("finished" if result else f"unfinished, step {steps or 0} of {total}"),
+        state=config_fault or result_fault or state,
     )
 
 
-def _read(path: Path) -> tuple[dict[str, Any], str]:
-    """Content of a JSON file, and what is wrong with it; both are empty if it does not exist."""
-    try:
-        return dict(json.loads(path.read_bytes())), ""
-    except FileNotFoundError:
+def _read(path: Path, kinds: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Values of a JSON file by dotted key, and what is wrong with it; no values if it is damaged or does not exist."""
+    if not path.exists():
         return {}, ""
-    except (OSError, ValueError, TypeError):
+    try:
+        content = json.loads(path.read_bytes())
+        found = {key: reduce(getitem, key.split("."), content) for key in kinds}
+    except (OSError, ValueError, TypeError, LookupError):
         return {}, f"{path.name} is damaged"
+    fits = all(isinstance(found[key], kind) for key, kind in kinds.items())
+    return (found, "") if fits else ({}, f"{path.name} is damaged")
 
 
 def _date(folder: Path) -> str:

@@ -43,7 +43,8 @@ def _run_hydra(arguments: list[str]) -> int:
     def job(composed: DictConfig) -> None:
         sweep.job(composed)
 
-    before, sys.argv = sys.argv, [sys.argv[0], *arguments]
+    flags_first = sorted(arguments, key=lambda text: "=" in text and not text.startswith("-"))  # as argparse needs
+    before, sys.argv = sys.argv, [sys.argv[0], *flags_first]
     try:
         job()
     except SystemExit as end:  # Hydra has printed what is wrong, and uses its own exit code

@@ -34,8 +34,7 @@ from segpipe.export.graph.profiles import CONFIDENCE, PROFILES, Image
 from segpipe.export.graph.shapes import free_lengths, trials
 from segpipe.export.produce import produce
 from segpipe.runtime.artifact import MANIFEST
-from segpipe.settings.check import export_problems
-from segpipe.settings.config import ExportConfig
+from segpipe.settings.config import ExportConfig, export_problems
 
 if TYPE_CHECKING:
     from segpipe.data.samples import Samples

@@ -10,8 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from segpipe.errors import ConfigError
-from segpipe.settings.check import check
-from segpipe.settings.config import SETTINGS, Config, convert, from_mapping, to_mapping
+from segpipe.settings.config import SETTINGS, Config, check, convert, from_mapping, to_mapping
 from segpipe.settings.setting import Setting, nearest
 
 RUN = Setting("run", "runs/NAME", "folder of the run", required=True)
@@ -44,7 +43,7 @@ def _pairs(
         argument = rest.pop(0)
         is_flag = argument.startswith("--")
         name, equals, text = argument.removeprefix("--").partition("=")
-        if name not in known and nameless and not is_flag:
+        if nameless and not is_flag and (name not in known or not equals):
             yield nameless.pop(0), argument
             continue
         if name not in known or not (equals or is_flag):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from pathlib import Path
 
 from hydra import compose as hydra_compose
@@ -52,15 +51,13 @@ def resolve(composed: DictConfig) -> Config:
 
 
 def _explain(error: Exception) -> str:
-    """Hydra's message and its cause on one line, with the nearest setting if it names an unknown one.
-
-    Hydra has no attribute for the key, so it is taken from the message; if that changes, only the hint is lost.
-    """
-    messages = [error, error.__cause__] if error.__cause__ else [error]
-    text = ": ".join(" ".join(str(message).split()) for message in messages)
-    named = re.search(r"full_key: ([\w.]+)(?!\S)", text)
+    """Hydra's message and its cause on one line, with the nearest setting if the cause names an unknown one."""
+    errors = [error, error.__cause__] if error.__cause__ else [error]
+    text = ": ".join(" ".join(str(each).split()) for each in errors)
+    omegaconf = next((each for each in (*errors, error.__context__) if isinstance(each, OmegaConfBaseException)), None)
+    named = str(omegaconf.full_key or "") if omegaconf else ""
     valid = [*dict.fromkeys(key.partition(".")[0] for key in SETTINGS), *SETTINGS]
-    return f"{text}.{nearest(named[1], valid)}" if named and named[1] not in valid else text
+    return f"{text}.{nearest(named, valid)}" if named and named not in valid else text
 
 
 def check_overrides(overrides: list[str]) -> None:

@@ -132,4 +132,4 @@ def test_the_last_common_checkpoint_has_equal_weights(alone: Path, tmp_path: Pat
 
 def test_processes_that_are_none_are_refused(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert segpipe(["compare", str(alone), str(alone), "--replay", "--nproc", "0"]) == 2
-    assert "--nproc = 0, but at least 1 was needed" in capsys.readouterr().out
+    assert "nproc = 0, but a value of at least 1 was needed" in capsys.readouterr().err

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from segpipe.settings.check import check
-from segpipe.settings.config import Config
+from segpipe.settings.config import Config, check
 
 ROOT = Path(__file__).resolve().parents[2]
 

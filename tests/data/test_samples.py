@@ -253,7 +253,7 @@ def test_doctor_prints_all_problems_at_once(data: DataConfig, capsys: pytest.Cap
     break_id(Path(data.root))
     (Path(data.root) / "masks/val/frame3.png").unlink()
     code, text = doctor(data, capsys)
-    assert code == 1
+    assert code == 2
     for part in ("frame1.png has id 9", "frame3.png has no mask", "2 problems"):
         assert part in text
 

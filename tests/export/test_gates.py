@@ -41,8 +41,7 @@ from segpipe.export.gates.quality import Score, gate_quality, scores
 from segpipe.export.graph.formats import run_eager
 from segpipe.export.graph.profiles import PROFILES, ROBOT, Answer, Image
 from segpipe.models.preprocess import Preprocess
-from segpipe.settings.check import check
-from segpipe.settings.config import AugmentConfig, Config
+from segpipe.settings.config import AugmentConfig, Config, check
 
 ONE = Sigma(1.0, 1.0)
 

@@ -56,7 +56,7 @@ def test_four_processes_compute_the_same_bits(alone: Path, tmp_path: Path) -> No
 
 def test_torchrun_computes_the_same_bits(alone: Path, tmp_path: Path) -> None:
     folder = tmp_path / "torchrun"
-    done = command(*TORCHRUN, "train.py", *settings(folder, *RECIPE))
+    done = command(*TORCHRUN, "-m", "segpipe", "train", *settings(folder, *RECIPE))
     assert done.returncode == 0, done.stderr
     assert result(folder)["world_size"] == 2
     assert outcome(folder) == outcome(alone)
@@ -182,7 +182,7 @@ def test_mode_off_promises_nothing_and_says_so(tmp_path: Path) -> None:
 def test_multirun_under_torchrun_is_refused_with_the_form_to_use(tmp_path: Path) -> None:
     done = command(*TORCHRUN, "train.py", "--multirun", *settings(tmp_path / "run", "seed=1,2"))
     assert done.returncode != 0
-    assert done.stderr.count("python train.py --multirun compute.nproc=N") == 1  # said once, not by every rank
+    assert done.stderr.count("segpipe train --multirun compute.nproc=N") == 1  # said once, not by every rank
     assert "exitcode  : 2 " in done.stderr
     assert not (tmp_path / "run").exists()
 

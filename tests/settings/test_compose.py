@@ -10,9 +10,8 @@ import pytest
 from segpipe.errors import ConfigError
 from segpipe.settings import compose as module
 from segpipe.settings.arguments import RUN, WHICH, parse, with_settings
-from segpipe.settings.check import check
 from segpipe.settings.compose import check_overrides, compose
-from segpipe.settings.config import SETTINGS, Config, from_mapping
+from segpipe.settings.config import SETTINGS, Config, check, from_mapping
 from segpipe.settings.setting import Setting
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,7 +138,7 @@ def test_experiment_is_short_explained_and_valid(path: Path) -> None:
     assert len(lines) <= 30
     comments = [line for line in lines if line.startswith("#") and "@package" not in line]
     header = " ".join(comments)
-    assert f"train.py experiment={path.stem}" in header, "the header gives the command"
+    assert f"segpipe train experiment={path.stem}" in header, "the header gives the command"
     assert all(word in header for word in ("Command:", "Hardware:", "Time:", "Expected:"))
     check(compose([f"experiment={path.stem}", "data.root=somewhere"]), world_size=1)
 

@@ -1,0 +1,149 @@
+"""`segpipe COMMAND`: help, version, wrong commands and keys, completion."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from segpipe import __version__
+from segpipe.cli import gpu_check, main
+from segpipe.cli.commands import COMMANDS
+from segpipe.cli.help import complete
+from segpipe.cli.main import main as segpipe
+from segpipe.settings.config import SETTINGS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    assert segpipe(list(arguments)) == code
+    found = capsys.readouterr()
+    return found.err if code else found.out
+
+
+def line_of(text: str, key: str) -> str:
+    return next(line for line in text.splitlines() if line.strip().startswith(f"{key}="))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_a_line_for_each_key(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = COMMANDS[name]
+    text = printed(capsys, name, "--help")
+    assert text.startswith(f"usage: segpipe {name}")
+    for entry in (*command.keys, *(SETTINGS[key] for key in command.settings)):
+        assert entry.doc in line_of(text, entry.key)
+        assert entry.valid in line_of(text, entry.key)
+    for key, entry in SETTINGS.items():
+        assert key.partition(".")[0] not in command.overrides or entry.doc in line_of(text, key)
+    assert printed(capsys, name, "-h") == text
+
+
+def test_help_of_train_shows_meaning_default_and_choices_of_all_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "train", "--help")
+    assert sum(f"  {key}=" in text for key in SETTINGS) == len(SETTINGS) > 80
+    assert "poly, cosine" in line_of(text, "optim.schedule")
+    assert line_of(text, "optim.lr").startswith("  optim.lr=0.05 ")
+    assert "street_cpu" in line_of(text, "experiment")
+
+
+def test_commands_declare_what_exists() -> None:
+    modules = {path.stem for path in (ROOT / "segpipe" / "cli").glob("*.py")}
+    for name, command in COMMANDS.items():
+        assert name.replace("-", "_") in modules
+        assert SETTINGS.keys() >= set(command.settings)
+        assert {entry.key for entry in command.keys} >= set(command.positional)
+        assert bool(command.overrides) != bool(command.keys)
+
+
+def test_overview_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, "--version") == f"segpipe {__version__}\n"
+    text = printed(capsys, "--help")
+    assert text == printed(capsys)
+    assert all(f"  {name} " in text and entry.summary in text for name, entry in COMMANDS.items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["trian"], "trian is not a command of segpipe. Did you mean train?"),
+        (["train", "optim.lrr=1"], "Did you mean optim.lr?"),
+        (["doctor", "data.rot=x"], "Did you mean data.root?"),
+        (["evaluate", "run=x", "optim.lr=1"], "'optim.lr=1' is not an argument of this command"),
+        (["evaluate", "run=nowhere"], "nowhere"),
+        (["compare", "a"], "b is missing"),
+        (["runs", "sort=miuo"], "Did you mean miou?"),
+        (["runs", "root=/nowhere"], "root = /nowhere is not a folder"),
+        (["gpu-check", "--device", "cpu", "--only", "nothing"], "only = nothing"),
+    ],
+)
+def test_wrong_commands_and_keys_are_one_line(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = printed(capsys, *arguments, code=2)
+    assert named in text
+    assert text.count("\n") == 1
+
+
+def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "parse", interrupted)
+    assert printed(capsys, "runs", code=130) == "interrupted.\n"
+
+
+def test_gpu_check_outside_a_clone_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_check, "find_spec", lambda name: None)
+    assert "in a clone" in printed(capsys, "gpu-check", code=2)
+
+
+def in_shell(*command: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+@pytest.mark.parametrize("command", ["--help", "train --help", "evaluate --help", "runs root=tests", "--version"])
+def test_light_commands_import_no_torch(command: str) -> None:
+    code = "import sys; from segpipe.cli.main import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    assert in_shell("-c", code, *command.split()).splitlines()[-1] == "False"
+
+
+def test_all_entry_points_are_the_same_command() -> None:
+    version = f"segpipe {__version__}\n"
+    assert in_shell("-m", "segpipe", "--version") == version
+    text = in_shell("-m", "segpipe", "train", "--help")
+    assert in_shell("train.py", "--help") == text
+    for path in (ROOT / "scripts").glob("*.py"):
+        assert "usage: segpipe" in in_shell(str(path), "--help", PYTHONPATH=str(ROOT))
+        assert "sys.path" not in path.read_text()
+
+
+def test_flags_of_hydra_still_work(tmp_path: Path) -> None:
+    shown = in_shell("-m", "segpipe", "train", "optim.lr=0.25", "--cfg", "job", "seed=7")
+    assert "lr: 0.25" in shown
+    assert "seed: 7" in shown
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\noptim: {lr: 0.125}\n")
+    own = in_shell("train.py", "--config-dir", str(tmp_path), "experiment=mine", "--cfg", "job", "--package", "optim")
+    assert "lr: 0.125" in own
+
+
+def test_completion_knows_commands_keys_and_values() -> None:
+    assert complete("segpipe ev") == list(COMMANDS)
+    assert complete("segpipe nothing ") == []
+    found = complete("segpipe evaluate run=runs/x w") or []
+    assert {"run=", "which=last", "which=best", "data.root=", "compute.device=cuda"} <= set(found)
+
+
+@pytest.mark.parametrize("name", ["train", "doctor"])
+def test_hydra_completes_settings(name: str) -> None:
+    assert "complete -o nospace" in in_shell("-m", "segpipe", "train", "-sc", "install=bash")
+    query = ("-m", "segpipe", "-sc", "query=bash")
+    assert in_shell(*query, COMP_LINE=f"segpipe {name} optim.l").split() == ["optim.lr="]
+    assert "experiment=street_cpu" in in_shell(*query, COMP_LINE=f"segpipe {name} experiment=").split()

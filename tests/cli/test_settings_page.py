@@ -1,0 +1,21 @@
+"""docs/settings.md is what the declarations say."""
+
+from pathlib import Path
+
+from segpipe.cli.help import settings_page
+from segpipe.settings.config import SETTINGS
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
+
+
+def test_the_page_is_current() -> None:
+    assert PAGE.read_text() == settings_page(), "run: make docs"
+
+
+def test_the_page_has_a_row_for_each_setting_with_its_meaning() -> None:
+    rows = [line for line in settings_page().splitlines() if line.startswith("| `")]
+    assert len(rows) == len(SETTINGS)
+    for row, entry in zip(rows, SETTINGS.values(), strict=True):
+        assert f"`{entry.key}`{' *' * entry.free}" in row
+        assert entry.doc in row
+        assert entry.doc.strip()
