@@ -16,12 +16,14 @@ SLOW_FILES = (
     "models/test_every_network.py", "cli", "runtime",
 )  # fmt: skip
 
+SLOW_FIXTURES = {"answers"}  # what a pool of gloo processes found
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of `SLOW_FILES`."""
-    slow = [ROOT / name for name in SLOW_FILES]
+    """Mark the tests of `SLOW_FILES` and those that need one of `SLOW_FIXTURES`."""
+    slow = {ROOT / name for name in SLOW_FILES}
     for item in items:
-        if any(path == item.path or path in item.path.parents for path in slow):
+        if slow & {item.path, *item.path.parents} or SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
 
 
