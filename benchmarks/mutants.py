@@ -38,7 +38,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 EQUIVALENT: list[dict[str, str]] = json.loads((ROOT / "benchmarks" / "mutants_equivalent.json").read_text())
-LOSSES, GATES = ("tests/losses",), ("tests/export/test_gates.py",)
+LOSSES, GATES = ("tests/losses",), ("tests/export/test_limits.py", "tests/export/test_gates.py")
 MODULES: dict[str, tuple[str, ...]] = {  # the tests that must notice a change of the module
     "segpipe/keys.py": ("tests/test_keys.py",),
     "segpipe/data/order.py": ("tests/data/test_order.py",),
