@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import itertools
 import json
 import math
 import os
@@ -36,8 +37,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
-EQUIVALENT = ROOT / "benchmarks" / "mutants_equivalent.json"
-LOSSES, GATES = ("tests/losses",), ("tests/export/test_gates.py",)
+EQUIVALENT: list[dict[str, str]] = json.loads((ROOT / "benchmarks" / "mutants_equivalent.json").read_text())
+LOSSES, GATES = ("tests/losses",), ("tests/export/test_limits.py", "tests/export/test_gates.py")
 MODULES: dict[str, tuple[str, ...]] = {  # the tests that must notice a change of the module
     "segpipe/keys.py": ("tests/test_keys.py",),
     "segpipe/data/order.py": ("tests/data/test_order.py",),
@@ -50,8 +51,8 @@ MODULES: dict[str, tuple[str, ...]] = {  # the tests that must notice a change o
     "segpipe/distributed/reduce.py": ("tests/distributed/test_reduce.py",),
     "segpipe/train/optim.py": ("tests/train/test_optim.py",),
     "segpipe/train/checkpoint.py": ("tests/train/test_checkpoint.py",),
-    "segpipe/train/gradients.py": ("tests/train/test_gradients.py", "tests/train/test_step.py"),
-    "segpipe/train/step.py": ("tests/train/test_step.py",),
+    "segpipe/train/gradients.py": ("tests/train/test_gradients.py", "tests/train/test_loopback.py"),
+    "segpipe/train/step.py": ("tests/train/test_step.py", "tests/train/test_loopback.py"),
     "segpipe/export/gates/limits.py": GATES,
     "segpipe/export/gates/comparison.py": GATES,
     "segpipe/export/gates/judge.py": GATES,
@@ -59,6 +60,8 @@ MODULES: dict[str, tuple[str, ...]] = {  # the tests that must notice a change o
 PRELOADED = ("torch", "torch.distributed", "torch.utils.data", "torchvision", "cv2", "albumentations", "hydra", "onnx",
              "onnxruntime", "pytest", "psutil", "rich")  # fmt: skip
 SLOWER, GRACE_S = 10, 5.0  # a mutant may take this many times as long as the unchanged module, and so much more
+PYTEST_OPTIONS = ("-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=",
+                  "-W", "ignore::pytest.PytestAssertRewriteWarning")  # fmt: skip
 
 SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
@@ -67,7 +70,6 @@ SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
     ast.And: ast.Or, ast.Or: ast.And,
 }  # fmt: skip
-FACTORS = (ast.Mult, ast.Div)
 COMMUTATIVE = ("min", "max", "minimum", "maximum")
 # Types, messages and assertions of our own invariants are not behavior that a test could see.
 SKIPPED_FIELDS = ("annotation", "returns", "decorator_list", "msg")
@@ -79,8 +81,8 @@ REMOVED = (ast.AugAssign, ast.Raise, ast.Continue, ast.Break, ast.Delete)
 class Mutant:
     """One change of a module; `source` is the whole module with it."""
 
-    where: str  # qualified name of the function or class, empty at module level
     line: int
+    code: str  # the line as it was
     before: str
     after: str
     source: str = field(repr=False)
@@ -88,35 +90,31 @@ class Mutant:
 
 def mutants(source: str) -> list[Mutant]:
     """All mutants of a module, in the order of its text."""
-    octets = source.encode()
-    starts = [0]
-    for text in octets.splitlines(keepends=True):
-        starts.append(starts[-1] + len(text))
+    lines = source.encode().splitlines(keepends=True)
+    starts = [0, *itertools.accumulate(map(len, lines))]
     found = []
-    for where, node, after in _edits(ast.parse(source), ""):
+    for node, after in _edits(ast.parse(source)):
         first = starts[node.lineno - 1] + node.col_offset
         last = starts[node.end_lineno - 1] + node.end_col_offset
-        text = (octets[:first] + after.encode() + octets[last:]).decode()
+        text = (source.encode()[:first] + after.encode() + source.encode()[last:]).decode()
         with suppress(SyntaxError):
             compile(text, "mutant", "exec")
-            found.append(Mutant(where, node.lineno, ast.unparse(node), after, text))
+            found.append(Mutant(node.lineno, lines[node.lineno - 1].decode().strip(), ast.unparse(node), after, text))
     return sorted(found, key=lambda mutant: mutant.line)
 
 
-def _edits(node: ast.AST, where: str) -> Iterator[tuple[str, Any, str]]:
-    """(where, node, new text) of every change at `node` and below."""
+def _edits(node: ast.AST) -> Iterator[tuple[Any, str]]:
+    """Node and new text of every change at `node` and below."""
     if isinstance(node, SKIPPED_NODES) or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
         return
-    if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        where = f"{where}.{node.name}".removeprefix(".")
-    yield from ((where, changed, after) for changed, after in _changes(node))
+    yield from _changes(node)
     if isinstance(node, ast.Raise):
         return
     for name, value in ast.iter_fields(node):
         if name not in SKIPPED_FIELDS:
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST):
-                    yield from _edits(child, where)
+                    yield from _edits(child)
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
@@ -144,7 +142,7 @@ def _expressions(node: ast.expr) -> Iterator[ast.expr]:
         case ast.BinOp(left, op, right):
             if type(op) in SWAPPED:
                 yield ast.BinOp(left, SWAPPED[type(op)](), right)  # type: ignore[arg-type]
-            if isinstance(op, FACTORS):
+            if isinstance(op, ast.Mult | ast.Div):
                 yield left
             if isinstance(op, ast.Mult):
                 yield right
@@ -189,23 +187,10 @@ def run_tests(folder: Path, tests: Sequence[str], *, write_bytecode: bool = Fals
     log = os.open(folder.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     code = 4
     try:
-        options = (
-            "-x",
-            "-q",
-            "-m",
-            "not slow",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-            "-o",
-            "addopts=",
-            "-W",
-            "ignore::pytest.PytestAssertRewriteWarning",
-        )  # hydra is a plugin of pytest
-        code = int(sys.modules["pytest"].main([*options, f"--basetemp={folder}.tmp", *tests]))
+        code = int(sys.modules["pytest"].main([*PYTEST_OPTIONS, f"--basetemp={folder}.tmp", *tests]))
     except BaseException:
         traceback.print_exc()
     finally:
@@ -216,18 +201,19 @@ def run_tests(folder: Path, tests: Sequence[str], *, write_bytecode: bool = Fals
 
 def exit_code(pid: int, timeout_s: float) -> int | None:
     """Exit code of a fork of `run_tests` (None: it was too slow); none of its processes is left."""
-    deadline, code = time.monotonic() + timeout_s, None
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            code = os.waitstatus_to_exitcode(status)
-            break
-        time.sleep(0.02)
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    if code is None:
-        os.waitpid(pid, 0)
-    return code
+    deadline = time.monotonic() + timeout_s
+    try:
+        while time.monotonic() < deadline:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.02)
+        return None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(pid, 0)
 
 
 def survives(folder: Path, module: str, tests: Sequence[str], mutant: Mutant, timeout_s: float) -> bool:
@@ -253,27 +239,22 @@ def run_module(folder: Path, module: str, tests: Sequence[str], sample: int | No
     if exit_code(run_tests(folder, tests, write_bytecode=True), math.inf) != 0:
         raise SystemExit(f"{module}: its tests fail unchanged:\n{folder.with_suffix('.log').read_text()[-4000:]}")
     timeout_s = SLOWER * (time.monotonic() - start) + GRACE_S
-    known = {(entry["module"], entry["where"], entry["before"], entry["after"]) for entry in _equivalent()}
+    same = {(entry["code"], entry["before"], entry["after"]) for entry in EQUIVALENT if entry["module"] == module}
     whole = mutants((folder / module).read_text(encoding="utf-8"))
-    tried = [each for each in whole if (module, each.where, each.before, each.after) not in known]
+    tried = [each for each in whole if (each.code, each.before, each.after) not in same]
+    equivalent = len(whole) - len(tried)
     if sample is not None and sample < len(tried):
         tried = sorted(random.Random(f"{seed} {module}").sample(tried, sample), key=lambda each: each.line)
     alive = [each for each in tried if survives(folder, module, tests, each, timeout_s)]
     return {
         "tests": list(tests),
         "mutants": len(whole),
-        "equivalent": sum((module, each.where, each.before, each.after) in known for each in whole),
+        "equivalent": equivalent,
         "tried": len(tried),
         "killed": len(tried) - len(alive),
         "seconds": round(time.monotonic() - start),
-        "survivors": [
-            f"{module}:{each.line} {each.where}: {each.before} -> {each.after}" for each in alive
-        ],
-    }  # fmt: skip
-
-
-def _equivalent() -> list[dict[str, str]]:
-    return list(json.loads(EQUIVALENT.read_text()))
+        "survivors": [f"{module}:{each.line}: {each.before} -> {each.after}" for each in alive],
+    }
 
 
 def copy_of_the_repository(into: Path) -> Path:
@@ -291,50 +272,37 @@ def _git(*arguments: str) -> str:
 
 def table(figures: dict[str, dict[str, Any]]) -> str:
     """The figures as Markdown."""
-    lines = ["| module | mutants | tried | killed | survived | killed of tried |", "|---|---|---|---|---|---|"]
+    lines = ["| module | mutants | equivalent | tried | killed | killed of tried |", "|---|---|---|---|---|---|"]
     for module, entry in figures.items():
-        share = 100 * entry["killed"] / max(entry["tried"], 1)
-        survived = entry["tried"] - entry["killed"]
-        lines.append(
-            f"| {module} | {entry['mutants']} | {entry['tried']} | {entry['killed']} | {survived} | {share:.0f} % |"
-        )
+        numbers = " | ".join(str(entry[name]) for name in ("mutants", "equivalent", "tried", "killed"))
+        lines.append(f"| {module} | {numbers} | {100 * entry['killed'] / max(entry['tried'], 1):.0f} % |")
     return "\n".join(lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--module", nargs="+", default=[], help="parts of the paths of modules; default all")
+    parser.add_argument("--module", nargs="+", default=[""], help="parts of the paths of modules; default all")
     parser.add_argument("--all", action="store_true", help="all mutants instead of a sample")
     parser.add_argument("--sample", type=int, default=40, help="mutants of each module")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--out", type=Path, default=RESULTS, help="JSON; entries of other modules stay")
-    options = parser.parse_args()
+    given = parser.parse_args()
     os.environ.update(OMP_NUM_THREADS="1", NO_ALBUMENTATIONS_UPDATE="1")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no process is left
     for name in PRELOADED:
         importlib.import_module(name)
-    chosen = [name for name in MODULES if not options.module or any(part in name for part in options.module)]
-    figures: dict[str, Any] = {}
-    commit = _git("rev-parse", "HEAD")
+    from benchmarks.measure import machine  # imports what is preloaded
+
     with tempfile.TemporaryDirectory(prefix="mutants") as scratch:
         folder = copy_of_the_repository(Path(scratch) / "copy")
-        for module in chosen:
-            figures[module] = {"commit": commit} | run_module(
-                folder, module, MODULES[module], None if options.all else options.sample, options.seed
-            )
-            print(
-                *figures[module]["survivors"], table({module: figures[module]}).splitlines()[-1], sep="\n", flush=True
-            )
-            _write(options.out, figures)
-    print(table(figures))
+        for module in [name for name in MODULES if any(part in name for part in given.module)]:
+            figures = run_module(folder, module, MODULES[module], None if given.all else given.sample, given.seed)
+            print("\n".join(figures["survivors"]), flush=True)
+            old = json.loads(given.out.read_text())["modules"] if given.out.exists() else {}
+            found = {**old, module: {"commit": _git("rev-parse", "HEAD"), **figures}}
+            given.out.write_text(json.dumps({"machine": machine(), "modules": found}, indent=2) + "\n")
+    print(table(json.loads(given.out.read_text())["modules"]))
     return 0
-
-
-def _write(path: Path, figures: dict[str, Any]) -> None:
-    from benchmarks.measure import machine
-
-    old = json.loads(path.read_text())["modules"] if path.exists() else {}
-    content = {"machine": machine(), "modules": {**old, **figures}}
-    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A hand-made exported folder: an ONNX file whose answers are known, fails when told to, and is slow when told to."""
+"""A hand-made exported folder whose ONNX file gives known answers, and fails or is slow where the image says so."""
 
 from __future__ import annotations
 

@@ -2,10 +2,29 @@
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+
+ROOT = Path(__file__).parent
+# Files that `make quick` leaves out as a whole; single tests carry the marker themselves.
+SLOW_FILES = (
+    "distributed/watch/test_contract.py", "examples", "export/test_artifact.py", "export/test_dynamic.py",
+    "export/test_export.py", "export/test_quantize.py", "export/test_verify.py", "ledger/test_run_ledger.py",
+    "models/test_every_network.py", "cli", "runtime",
+)  # fmt: skip
+
+SLOW_FIXTURES = {"answers"}  # what a pool of gloo processes found
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of `SLOW_FILES` and those that need one of `SLOW_FIXTURES`."""
+    slow = {ROOT / name for name in SLOW_FILES}
+    for item in items:
+        if slow & {item.path, *item.path.parents} or SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
+            item.add_marker("slow")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,4 +1,4 @@
-"""Networks that export in a moment, with images and classes for them, for the tests of what an export leaves."""
+"""Small networks that export quickly, with images and classes, for the tests of export."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BOTH = ("onnx", "torchscript")
 
 
 class Tiny(SegmentationNet):
-    """A network that converts in a moment, for what does not depend on the network."""
+    """A network that converts quickly, for tests that do not depend on the network."""
 
     output_stride = 4
 

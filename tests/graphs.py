@@ -1,4 +1,4 @@
-"""An exported graph made by hand: what an exporter writes for a small network, in a moment and without torch."""
+"""An exported graph made by hand: what an exporter writes for a small network, without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transforms that break the promise, each in one way, and what has to find them; and samples to try them on."""
+"""Impure transforms, each with one fault and what must detect it, and samples to run them on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def stamped(image: np.ndarray, number: int) -> np.ndarray:
 
 
 class Planted(A.ImageOnlyTransform):
-    """Stamps a number that it should not know."""
+    """Stamps a number that does not follow from sample and key."""
 
     def __init__(self) -> None:
         super().__init__(p=1.0)
@@ -44,7 +44,7 @@ class Planted(A.ImageOnlyTransform):
 
 
 class StaleParameters(Planted):
-    """What one call draws, the next one uses: the failure that made 16-GPU runs a lottery."""
+    """Each call uses what the call before has drawn, so results depend on the order of calls."""
 
     def number(self) -> int:
         stale, LAST["number"] = LAST["number"], self.py_random.getrandbits(64)
@@ -120,7 +120,7 @@ class OpencvGlobal(Planted):
 
 
 class OpencvSeed(Planted):
-    """As GaussNoise does: the output is right, but OpenCV's generator is not what it was, and 16 bits are few."""
+    """As GaussNoise does: the output is right, but the state of OpenCV's generator has changed, and 16 bits are few."""
 
     def number(self) -> int:
         cv2.setRNGSeed(self.py_random.getrandbits(16))
@@ -208,14 +208,14 @@ class HashOfText(Planted):
 
 
 class LateGlobal(Planted):
-    """Depends on what a program put into a module after its import; a spawned worker has never seen that."""
+    """Depends on what a program wrote into a module after its import, which a spawned worker does not have."""
 
     def number(self) -> int:
         return LATE["number"]
 
 
 class Writer(Planted):
-    """Alone it is right; what it leaves in the module is the next transform's input."""
+    """Correct alone; the next transform reads what it leaves in the module."""
 
     def number(self) -> int:
         SHARED.append(self.py_random.getrandbits(64))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from benchmarks.measure import held_port
 
 PATIENCE_S = 300.0  # for all the work of a pool, on a loaded machine
-THREAD_PATIENCE_S = 20.0  # for the other threads to reach a collective
+THREAD_PATIENCE_S = 120.0  # for the other threads to reach a collective
 Work = Callable[..., Any]
 
 
@@ -27,6 +27,11 @@ def gloo(num_ranks: int, work: Work, *arguments: Any) -> list[Any]:
 
     The ranks are forked from one fresh process, which imports torch once for all of them.
     """
+    return launched(num_ranks, _joined, work, *arguments)
+
+
+def launched(num_ranks: int, work: Work, *arguments: Any) -> list[Any]:
+    """As `gloo`, but the ranks find the environment of torchrun and join no group: `work` is a whole run."""
     context = mp.get_context("spawn")
     mine, theirs = context.Pipe()
     driver = context.Process(target=_drive, args=(num_ranks, work, arguments, theirs))
@@ -65,13 +70,20 @@ def _drive(num_ranks: int, work: Work, arguments: tuple[Any, ...], pipe: Connect
 
 
 def _serve(rank: int, num_ranks: int, port: int, work: Work, arguments: tuple[Any, ...], pipe: Connection) -> None:
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks))
     try:
         pipe.send((work(rank, *arguments), ""))
     except Exception as error:
         pipe.send((None, f"{type(error).__name__}: {error}"))
-    dist.destroy_process_group()
+
+
+def _joined(rank: int, work: Work, *arguments: Any) -> Any:
+    dist.init_process_group("gloo")
+    try:
+        return work(rank, *arguments)
+    finally:
+        dist.destroy_process_group()
 
 
 class Loopback:

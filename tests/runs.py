@@ -1,4 +1,4 @@
-"""Tiny runs for the tests of training: their settings, in this process or by the command line, and their results."""
+"""Tiny training runs for tests, in this process or by the command line: settings, start, results."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ TINY = (
     "compute.samples_per_shard=2", "compute.threads=1", "export.enabled=false", "augment.check=false",
 )  # fmt: skip
 DIGESTS = ("weights_digest", "ema_digest", "miou")
-PATIENCE_S = 480.0  # with a process that others slow down; shorter than that of pytest with a test
+PATIENCE_S = 480.0  # for a process on a loaded machine; shorter than the timeout of a test
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 def settings(folder: Path, *changes: str) -> list[str]:
-    """Command-line settings of a tiny run in `folder`; a change wins over what it changes."""
+    """Command-line settings of a tiny run in `folder`; `changes` override the defaults."""
     parts = (*TINY, f"run.root={folder.parent}", f"run.name={folder.name}", *changes)
     return [f"{key}={value}" for key, value in dict(part.split("=", 1) for part in parts).items()]
 
 
 def run(folder: Path, *changes: str) -> int:
-    """Exit code of a run inside this process, which is left as it was."""
+    """Exit code of a run inside this process, whose global state is restored."""
     with torch_restored():
         return segpipe(["train", *settings(folder, *changes)])
 
@@ -53,7 +53,7 @@ SWITCHES: tuple[tuple[Any, str], ...] = (
 
 @contextmanager
 def torch_restored() -> Iterator[None]:
-    """Leave torch's and OpenCV's switches, and the environment, as they were."""
+    """Restore the switches of torch and OpenCV and the environment."""
     threads, cv2_threads = torch.get_num_threads(), cv2.getNumThreads()
     deterministic = torch.get_deterministic_debug_mode()
     switches, environment = [getattr(where, name) for where, name in SWITCHES], dict(os.environ)
@@ -70,7 +70,7 @@ def torch_restored() -> Iterator[None]:
 
 
 def start(*command: str) -> subprocess.Popen[str]:
-    """A Python process with a process group of its own, as a shell would start it."""
+    """A Python process in its own process group, as a shell starts it."""
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
@@ -83,7 +83,7 @@ def start(*command: str) -> subprocess.Popen[str]:
 
 
 def finished(process: subprocess.Popen[str], timeout_s: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
-    """Output and exit code of a process; one that hangs is ended with all its children, and fails the test."""
+    """Output and exit code of a process. One that hangs is killed with all its children and fails the test."""
     try:
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -99,7 +99,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def wait_for(happened: Callable[[], bool], process: subprocess.Popen[str], timeout_s: float = PATIENCE_S) -> None:
-    """Return once `happened`; fail when the process ends before."""
+    """Return once `happened()`; fail when the process ends first."""
     deadline = time.monotonic() + timeout_s
     while not happened():
         assert process.poll() is None, process.communicate()
@@ -113,25 +113,25 @@ def result(folder: Path) -> dict[str, Any]:
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """What must not depend on how a run was started, interrupted or divided among processes."""
+    """Results that must not depend on how a run was started, interrupted or divided among processes."""
     found = result(folder)
     return {key: found[key] for key in DIGESTS}
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """Whole lines of metrics.jsonl, which may be written at this moment; empty before there is one."""
+    """Complete lines of metrics.jsonl, to which a run may be writing; empty without the file."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def updates(folder: Path) -> list[dict[str, Any]]:
-    """The lines of updates in metrics.jsonl."""
+    """Lines of metrics.jsonl that belong to updates."""
     return [line for line in metrics(folder) if line["kind"] == "train"]
 
 
 def write_camvid(root: Path, *, num_train: int = 8, num_val: int = 2, size: Sequence[int] = (72, 96)) -> Path:
-    """A sound data set in the layout of CamVid, of noise."""
+    """A valid data set of noise in the layout of CamVid."""
     noise = np.random.Generator(np.random.Philox(1))
     for split, num in (("train", num_train), ("val", num_val)):
         for folder, high, shape in ((split, 256, (*size, 3)), (f"{split}annot", 12, tuple(size))):

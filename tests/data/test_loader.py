@@ -30,6 +30,7 @@ from segpipe.settings.config import AugmentConfig
 ROOT = Path(__file__).resolve().parents[2]
 CROP = AugmentConfig(crop_size=[32, 48], canary=5)  # so that every layout here makes samples again
 ORDER = Order(seed=3, num_samples=10, shards=2, samples_per_shard=3)
+PATIENCE_S = 200.0  # for what takes a second on an idle machine; what must not be waited for takes longer
 
 
 class OneImage:
@@ -268,7 +269,7 @@ def test_a_killed_worker_is_named():
     start = time.monotonic()
     with pytest.raises(DataError, match=r"loader worker [01] was killed by signal 9, often memory"):
         list(items)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < PATIENCE_S
     assert not multiprocessing.active_children()
 
 
@@ -276,7 +277,7 @@ def test_a_worker_that_dies_with_a_lock_does_not_hold_up_the_end():
     start = time.monotonic()
     with pytest.raises(DataError, match="loader worker 1 was killed by signal 9"):
         list(batches(Selfish(), workers=2))
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < PATIENCE_S
     assert not multiprocessing.active_children()
 
 
@@ -301,7 +302,9 @@ next(items)
 """
     folders = os.pathsep.join(str(folder) for folder in (ROOT, ROOT / "tests" / "data"))
     environment = os.environ | {"PYTHONPATH": folders, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=120, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, timeout=PATIENCE_S, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -330,12 +333,12 @@ def test_a_dying_worker_does_not_interrupt_other_code():
 @pytest.mark.parametrize("workers", [0, 2])
 def test_closing_half_way(workers, monkeypatch):
     """Workers end by themselves; one that did not would be waited for during torch's interval, and then killed."""
-    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 60.0)
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 2 * PATIENCE_S)
     items = batches(steps=range(100000), workers=workers)
     next(items)
     start, threads, children = time.monotonic(), threading.active_count(), multiprocessing.active_children()
     items.close()
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < PATIENCE_S
     assert [child.exitcode for child in children] == [0] * workers
     assert not multiprocessing.active_children()
     assert threading.active_count() <= threads

@@ -252,7 +252,6 @@ def answers() -> dict[Job, list[Any]]:
     return {job: [by_rank[rank][place] for rank in range(job[0])] for place, job in enumerate(JOBS)}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("job", JOBS)
 def test_ranks_give_the_bits_of_one_process(answers: dict[Job, list[Any]], job: Job) -> None:
     """The last job is of four machines with two ranks each, which climb the tree in two levels."""
@@ -260,7 +259,6 @@ def test_ranks_give_the_bits_of_one_process(answers: dict[Job, list[Any]], job: 
     assert [found == expected for found, _ in answers[job]] == [True] * job[0]
 
 
-@pytest.mark.slow
 def test_the_control_sequential_sum_and_all_reduce_depends_on_the_ranks(answers: dict[Job, list[Any]]) -> None:
     usual = [answers[world_size, 4000, 2][0][1] for world_size in (1, 2, 4, 8)]
     assert all(usual[0] != other for other in usual[1:])

@@ -286,7 +286,7 @@ def proxy() -> Iterator[tuple[int, list[bytes]]]:
         thread.start()
         yield server.getsockname()[1], attempts
         server.shutdown(socket.SHUT_RDWR)
-    thread.join(timeout=5)
+    thread.join(timeout=60)
 
 
 def train(mode: str, run_dir: Path, port: int, resume_step: int = 0) -> subprocess.CompletedProcess[str]:

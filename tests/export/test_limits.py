@@ -1,0 +1,269 @@
+"""Gates and comparisons on numbers alone: every limit, every figure, and what a verdict names."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from segpipe.export.gates.comparison import Candidate, Comparison, Moments, Sigma, compare, compare_answers
+from segpipe.export.gates.limits import (
+    LIMITS,
+    MAX_CLASSES,
+    Limits,
+    gate_integrity,
+    gate_logits,
+    gate_mask,
+    gate_preprocessing,
+)
+from segpipe.export.graph.profiles import Answer, Runner
+
+ONE = Sigma(1.0, 1.0)
+FP32 = {
+    "logits_sigma": 1e-3, "agreement": 0.9999, "image_agreement": 0.999, "margin_sigma": 2e-3, "confidence_levels": 1,
+    "normalised": 1e-5, "miou_points": 0.01, "class_points": 0.05, "critical_points": None, "both_ways": True,
+    "relative_latency": None,
+}  # fmt: skip
+REDUCED = {"image_agreement": None, "confidence_levels": None, "class_points": None, "both_ways": False}
+FP16 = {"logits_sigma": 3e-2, "agreement": 0.995, "margin_sigma": 6e-2, "miou_points": 0.1}
+INT8 = {
+    "logits_sigma": None, "agreement": 0.97, "margin_sigma": None, "miou_points": 1.0, "critical_points": 2.0,
+    "relative_latency": 0.9,
+}  # fmt: skip
+
+
+def test_limits_change_only_on_purpose() -> None:
+    """They are promises of docs/export.md."""
+    assert asdict(LIMITS["fp32"]) == FP32
+    assert asdict(LIMITS["fp16"]) == {**FP32, **REDUCED, **FP16}
+    assert asdict(LIMITS["int8"]) == {**FP32, **REDUCED, **INT8}
+    assert set(LIMITS) == {"fp32", "fp16", "int8"}
+    assert MAX_CLASSES == 255
+
+
+def compared(name: str = "x", *, pixels: int = 10_000, margins: Any = (), **changes: Any) -> Comparison:
+    """An image on which nothing differs but pixels of these margins."""
+    mask = np.zeros((1, pixels), np.uint8)
+    same = Comparison(name, True, 0.0, 0, np.array(margins, np.float32), mask, mask)
+    return replace(same, **changes)
+
+
+def test_integrity_names_every_problem() -> None:
+    whole = gate_integrity([])
+    assert (whole.passed, whole.figures) == (True, {"problems": []})
+    assert whole.message
+    torn = gate_integrity(["a is torn", "b is missing"])
+    assert (torn.passed, torn.figures) == (False, {"problems": ["a is torn", "b is missing"]})
+    assert "a is torn; b is missing" in torn.message
+
+
+def test_logits_at_the_limit_pass_and_the_worst_image_is_named() -> None:
+    entries = [compared("a", logits_difference=0.25), compared("b", logits_difference=0.5), compared("c")]
+    found = gate_logits(entries, ONE, Limits(logits_sigma=0.5))
+    assert found.passed
+    assert found.figures == {"max_sigma": 0.5, "limit_sigma": 0.5, "worst": "b"}
+    assert "5.0e-01 sigma" in found.message
+    assert "not judged" not in found.message
+    refused = gate_logits(entries, ONE, Limits(logits_sigma=0.49))
+    assert not refused.passed
+    assert "0.5 > 0.49 sigma" in refused.message
+    assert "b" in refused.message
+    assert "not judged" in gate_logits(entries, ONE, Limits(logits_sigma=None)).message
+
+
+@pytest.mark.parametrize(("names", "shown"), [("ab", "a, b "), ("abc", "a, b, c "), ("abcde", "a, b, c and 2 more ")])
+def test_tensors_of_other_weights_are_named(names: str, shown: str) -> None:
+    for limits in (LIMITS["fp32"], LIMITS["int8"]):
+        found = gate_logits([compared()], ONE, limits, list(names))
+        assert not found.passed
+        assert shown in found.message
+
+
+def test_what_cannot_be_measured_is_refused_with_its_reason() -> None:
+    constant = gate_logits([compared()], Sigma(0.0, 0.0))
+    infinite = gate_logits([compared("bad", logits_difference=math.inf), compared()], ONE)
+    assert not constant.passed
+    assert not infinite.passed
+    assert constant.figures["max_sigma"] is infinite.figures["max_sigma"] is None
+    assert "NaN" in infinite.message
+    assert "bad" in infinite.message
+    assert "NaN" not in constant.message
+
+
+def test_mask_figures_are_those_of_all_images() -> None:
+    entries = [
+        compared("near", margins=[0.001] * 3, confidence_difference=1),
+        compared("far", margins=[0.001, 0.5]),
+        compared("same"),
+    ]
+    found = gate_mask(entries, ONE, Limits(agreement=0.9, image_agreement=0.9))
+    assert found.figures == {
+        "agreement": pytest.approx(1 - 5 / 30_000),
+        "worst_image_agreement": pytest.approx(1 - 3 / 10_000),
+        "unexplained_pixels": 1,
+        "confidence_levels": 1,
+        "worst": "far",
+        "images": 3,
+    }
+    assert not found.passed
+    assert "0.002 sigma" in found.message
+    assert "far, 1 unexplained" in found.message
+
+
+def test_mask_agreement_at_the_limit_passes() -> None:
+    half = compared(pixels=8, margins=[0.0] * 4)
+    assert gate_mask([half], ONE, Limits(agreement=0.5, image_agreement=0.5)).passed
+    assert "50.00 %" in gate_mask([half], ONE, Limits(agreement=0.51, image_agreement=0.5)).message
+    assert "50.00 %" in gate_mask([half], ONE, Limits(agreement=0.5, image_agreement=0.51)).message
+    assert gate_mask([compared(confidence_difference=2)], ONE, Limits(confidence_levels=2)).passed
+    refused = gate_mask([compared(confidence_difference=3)], ONE, Limits(confidence_levels=2))
+    assert not refused.passed
+    assert "3 > 2" in refused.message
+
+
+def test_mask_says_what_differs() -> None:
+    loose = Limits(agreement=0.0, image_agreement=None)
+    assert "all pixels equal" in gate_mask([compared()], ONE, loose).message
+    near = gate_mask([compared(pixels=8, margins=[0.0])], ONE, loose)
+    assert "1 of 8" in near.message
+    assert "tie" in near.message
+    assert "tie" not in gate_mask([compared(pixels=8, margins=[9.0])], ONE, replace(loose, margin_sigma=None)).message
+
+
+def test_a_share_is_rounded_down() -> None:
+    found = gate_mask([compared(pixels=100_000, margins=[0.0] * 11)], ONE)
+    assert "99.98 % < 99.99 %" in found.message
+
+
+def test_preprocessing_at_the_limit_passes_and_the_worst_image_is_named() -> None:
+    entries = [compared("a", normalised_difference=0.1), compared("b", normalised_difference=0.25), compared("c")]
+    found = gate_preprocessing(entries, Limits(normalised=0.25))
+    assert found.passed
+    assert found.figures == {"max_difference": 0.25, "limit": 0.25, "worst": "b"}
+    assert "2.5e-01" in found.message
+    refused = gate_preprocessing(entries, Limits(normalised=0.2))
+    assert not refused.passed
+    assert "0.25 > 0.2" in refused.message
+    assert "b" in refused.message
+    infinite = gate_preprocessing([compared(normalised_difference=math.inf)])
+    assert (infinite.passed, infinite.figures["max_difference"]) == (False, None)
+
+
+# --- comparisons
+
+
+@pytest.mark.parametrize("sigma", [0.0, math.inf, math.nan])
+def test_without_a_spread_a_difference_means_nothing(sigma: float) -> None:
+    assert compared(logits_difference=1.0).relative(Sigma(sigma, sigma)) == math.inf
+    assert compared(logits_difference=1.0).relative(Sigma(4.0, 2.0)) == 0.5
+    assert compared(logits_difference=1.0, is_real=False).relative(Sigma(4.0, 2.0)) == 0.25
+
+
+def test_a_pixel_at_the_margin_is_explained() -> None:
+    entry = compared(pixels=10, margins=[0.5, 0.51, math.nan])
+    assert entry.unexplained(ONE, 0.5) == 2
+    assert entry.unexplained(Sigma(2.0, 2.0), 0.5) == 1
+    assert entry.agreement == pytest.approx(0.7)
+
+
+def test_moments_of_nothing_and_of_a_constant() -> None:
+    moments = Moments()
+    assert math.isnan(moments.sigma)
+    moments.add(np.full(3, 0.1, np.float32))
+    assert moments.sigma == pytest.approx(0, abs=1e-8)
+    moments.add(np.array([5.0], np.float32))
+    assert moments.sigma == pytest.approx(np.std([0.1, 0.1, 0.1, 5.0]), rel=1e-6)
+
+
+def check(name: str, *, is_real: bool = False, level: int = 0) -> Any:
+    return SimpleNamespace(name=name, is_real=is_real, image=np.full((2, 3, 3), level, np.uint8))
+
+
+def answer(image: Any) -> Answer:
+    """Three classes; logits as large as the level of the image."""
+    level = float(image[0, 0, 0])
+    logits = np.stack([np.full((2, 3), value, np.float32) for value in (0.0, level, -level)])
+    mask, confidence = np.full((2, 3), 1, np.uint8), np.full((1, 1), 200, np.uint8)
+    return Answer(mask, confidence, logits, np.full((3, 2, 3), level, np.float32))
+
+
+def test_answers_are_compared_output_by_output() -> None:
+    right = answer(check("x", level=4).image)
+    assert right.logits is not None
+    assert right.confidence is not None
+    mask = right.mask.copy()
+    mask[0, 1] = 2
+    probe = right._replace(logits=right.logits + 0.5, normalised=right.normalised - 0.25)
+    shipped = Answer(mask, right.confidence - 7)
+    found = compare_answers(check("x", is_real=True), right, probe, shipped)
+    assert (found.name, found.is_real) == ("x", True)
+    assert (found.logits_difference, found.normalised_difference) == (0.5, 0.25)
+    assert found.confidence_difference == 7
+    assert found.margins.tolist() == [4.0]  # the best class against the second
+    assert np.array_equal(found.reference_mask, right.mask)
+    assert np.array_equal(found.mask, mask)
+    assert compare_answers(check("x"), right, probe, Answer(mask)).confidence_difference == 0
+    alone = right._replace(logits=right.logits[:1] + 3)
+    assert compare_answers(check("x"), alone, alone, Answer(mask)).margins.tolist() == [3.0]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("side", [0, 1])
+def test_numbers_that_are_not_finite_differ_without_limit(value: float, side: int) -> None:
+    right = answer(check("x", level=4).image)
+    assert right.logits is not None
+    bad = right._replace(logits=np.full_like(right.logits, value))
+    assert compare_answers(check("x"), *((bad, right) if side else (right, bad)), right).logits_difference == math.inf
+    missing = compare_answers(check("x"), right, right._replace(normalised=None), right)
+    assert (missing.normalised_difference, missing.logits_difference) == (math.inf, 0.0)
+
+
+@pytest.mark.parametrize("role", ["probe", "shipped"])
+def test_another_shape_is_named(role: str) -> None:
+    right = answer(check("x").image)
+    given = {"probe": right, "shipped": right, role: right._replace(mask=right.mask[:1])}
+    with pytest.raises(ValueError, match=r"mask .*\(1, 3\).*\(2, 3\)"):
+        compare_answers(check("x"), right, given["probe"], given["shipped"])
+
+
+def batches_of(sizes: list[int]) -> Runner:
+    def batch(images: Any) -> list[Answer]:
+        sizes.append(len(images))
+        return [answer(image) for image in images]
+
+    return Runner(batch)
+
+
+def test_all_images_are_compared_batch_by_batch_and_sigma_is_that_of_the_reference() -> None:
+    checks = [check(str(level), is_real=level < 3, level=level) for level in range(1, 6)]
+    reference_sizes: list[int] = []
+    sizes: list[int] = []
+    candidate = Candidate(batches_of(sizes), batches_of([]))
+    sigma = compare(batches_of(reference_sizes), [candidate], checks, batch_size=2)
+    assert (reference_sizes, sizes) == ([1] * 5, [2, 2, 1])
+    assert [entry.name for entry in candidate.comparisons] == ["1", "2", "3", "4", "5"]
+    assert all(entry.logits_difference == 0 and not entry.margins.size for entry in candidate.comparisons)
+    logits = [answer(each.image).logits for each in checks]
+    assert sigma.everything == pytest.approx(np.std(logits), rel=1e-6)
+    assert sigma.real == pytest.approx(np.std(logits[:2]), rel=1e-6)
+    made_up = compare(answer, [], checks[3:])
+    assert made_up.real == made_up.everything == pytest.approx(np.std(logits[3:]), rel=1e-6)
+
+
+def test_a_candidate_that_raised_is_not_asked_again() -> None:
+    calls: list[int] = []
+
+    def torn(image: Any) -> Answer:
+        calls.append(1)
+        raise RuntimeError("torn")
+
+    bad, good = Candidate(torn, torn), Candidate(answer, answer)
+    compare(answer, [bad, good], [check("first"), check("second")])
+    assert calls == [1]
+    assert bad.comparisons == []
+    assert all(part in bad.broken for part in ("RuntimeError", "torn", "first"))
+    assert (good.broken, len(good.comparisons)) == ("", 2)

@@ -1,0 +1,129 @@
+"""Several ranks compute what one process computes, in both ways of summing gradients; threads stand for the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_gradients import ALONE, CPU, Net, V, batches, fresh, settings, updates
+from torch import Tensor, nn
+
+from ranks import Loopback
+from segpipe.distributed import reduce
+from segpipe.distributed.group import Group, Level
+from segpipe.ledger.digest import state_digest
+from segpipe.models.preprocess import Preprocess
+from segpipe.settings.config import Config
+from segpipe.train import gradients
+from segpipe.train.gradients import statistics
+from segpipe.train.optim import Ema, build_optimizer
+from segpipe.train.state import TrainState
+
+pytestmark = pytest.mark.usefixtures("strict_torch")
+# Where the name of torch's DDP is looked up.
+DDP_HOME: Any = gradients if hasattr(gradients, "DistributedDataParallel") else getattr(gradients, "ddp", None)
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Loopback]:
+    """Makes that many ranks, whose collectives take the place of torch's."""
+
+    def made(num_ranks: int) -> Loopback:
+        loopback = Loopback(num_ranks)
+        monkeypatch.setattr(reduce, "dist", loopback)
+        monkeypatch.setattr(reduce, "_all_gather", loopback.all_gather)
+        monkeypatch.setattr(DDP_HOME, "DistributedDataParallel", loopback.data_parallel)
+        return loopback
+
+    return made
+
+
+def config_of(mode: str, *, clip_norm: float = 1.0) -> Config:
+    config = settings(mode)
+    config.optim.clip_norm = clip_norm
+    return config
+
+
+def state_of(config: Config, *, norm: bool = True, unused: bool = False) -> TrainState:
+    """A fresh state, not to be made in a thread: threads share the generator. Without dropout for the same reason."""
+    model = fresh(config, unused=unused).model
+    assert isinstance(model, Net)
+    model.dropout = nn.Dropout(0.0)
+    if not norm:
+        model.norm = nn.Identity()  # type: ignore[assignment]
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    return TrainState(model, Ema(model, config.ema), build_optimizer(model, config.optim), scaler)
+
+
+def group_of(rank: int, world_size: int, *, machines: bool = False) -> Group:
+    within, across = ((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]
+    levels = (Level(2, within), Level(2, across)) if machines else ()  # type: ignore[arg-type]
+    return Group(rank, rank, world_size, CPU, levels)
+
+
+@pytest.mark.parametrize("bucket_size", [20, 100, 1 << 20])
+@pytest.mark.parametrize(("world_size", "machines"), [(2, False), (4, False), (4, True)])
+def test_elastic_gives_the_bits_of_one_process(
+    ranks: Callable[[int], Loopback],
+    monkeypatch: pytest.MonkeyPatch,
+    world_size: int,
+    machines: bool,
+    bucket_size: int,
+) -> None:
+    monkeypatch.setattr(gradients, "BUCKET_SIZE", bucket_size)
+    config = config_of("elastic")
+
+    states = [state_of(config, unused=True) for _ in range(world_size)]
+
+    def work(rank: int) -> str:
+        return updates(states[rank], config, group_of(rank, world_size, machines=machines), 2)
+
+    alone = updates(state_of(config, unused=True), config, ALONE, 2)
+    assert ranks(world_size).run(work) == [alone] * world_size
+
+
+def values(state: TrainState) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in state.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("mode", ["run", "off"])
+def test_ddp_moves_the_weights_as_one_process_does(ranks: Callable[[int], Loopback], mode: str) -> None:
+    """Up to rounding, on a network without BatchNorm: DDP takes means over the ranks where the loss needs sums."""
+    config = config_of(mode, clip_norm=0.0)
+
+    states = [state_of(config, norm=False) for _ in range(4)]
+
+    def work(rank: int) -> dict[str, Tensor]:
+        updates(states[rank], config, group_of(rank, 4), 2)
+        return values(states[rank])
+
+    alone, start = state_of(config, norm=False), values(state_of(config, norm=False))
+    updates(alone, config, ALONE, 2)
+    moved = {name: value - start[name] for name, value in values(alone).items()}
+    for found in ranks(4).run(work):
+        for name, value in found.items():
+            torch.testing.assert_close(value - start[name], moved[name], rtol=1e-3, atol=1e-6, msg=f"{mode} {name}")
+
+
+@pytest.mark.parametrize("mode", ["run", "elastic"])
+def test_statistics_are_the_mean_over_ranks(ranks: Callable[[int], Loopback], mode: str) -> None:
+    config = config_of(mode)
+
+    states = [state_of(config) for _ in range(4)]
+
+    def work(rank: int) -> tuple[list[Tensor], str]:
+        updates(states[rank], config, group_of(rank, 4), 1)
+        return statistics(states[rank].model), state_digest(states[rank].model.state_dict())
+
+    singles = []
+    for batch in batches(0):
+        twin = state_of(config).model
+        twin.logits(Preprocess()(batch.image), aux=True)
+        singles.append(statistics(twin))
+    found = ranks(4).run(work)
+    assert V == 4
+    for single in zip(found[0][0], *singles, strict=True):
+        torch.testing.assert_close(single[0], torch.stack(single[1:]).mean(0), rtol=1e-5, atol=1e-6)
+    assert len({digest for _, digest in found}) == 1
