@@ -18,7 +18,8 @@ SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
 
 # Floors of the house: a room imports rooms of lower floors only, wherever in a file the import stands.
 FLOORS = (
-    ("segpipe", "errors", "keys", "files"),
+    ("segpipe", "errors", "keys"),
+    ("files",),
     ("settings",),
     ("models",),
     ("data", "losses", "determinism"),
@@ -163,7 +164,8 @@ def f():
 
 
 def test_one_name_is_one_module() -> None:
-    stems = Counter(path.stem for path in SOURCES if not path.stem.startswith("__"))
+    """But for the commands: each bears the name of what it starts."""
+    stems = Counter(path.stem for path in SOURCES if path.parent.name != "cli" and not path.stem.startswith("__"))
     assert [name for name, count in stems.items() if count > 1] == []
 
 
