@@ -140,6 +140,13 @@ def test_only_changed_settings_are_in_the_first_table() -> None:
     assert re.findall(r"<th>([\w.]+)</th><td>", shown) == ["run.name", "optim.lr"]
 
 
+@pytest.mark.parametrize("name", ["[/x]", "<b>", "{{ 7 * 7 }}", "{% for"])
+def test_class_names_are_text(name: str) -> None:
+    page = Page(render(make(names=(name, *NAMES[1:]))))
+    assert page.text.count(name) == 4  # legend, classes, and both sides of the confusion matrix
+    assert ("b", {}) not in page.tags
+
+
 @pytest.mark.parametrize("place", ["name", "class", "overlay", "result", "version", "config"])
 def test_hostile_text_is_shown_not_run(place: str) -> None:
     evil = "\"'><script>alert(1)</script><img src=x onerror=alert(2)>&amp;"
