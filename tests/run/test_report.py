@@ -135,9 +135,24 @@ def test_both_kinds_of_overlays_and_the_legend_are_there() -> None:
     assert page.text.count("ignored") == 1
 
 
+def test_the_legend_goes_by_id_and_the_table_by_iou() -> None:
+    text = render(make(names=("a", "b", "c", "d"), confusion=np.array([[1, 9, 0, 0], [0, 9, 0, 0], [0] * 4, [0] * 4])))
+    legend = text.split('<ul class="legend">')[1].split("</ul>")[0]
+    assert re.findall(r"</i>(\w+)</li>", legend) == ["a", "b", "c", "d", "ignored"]
+    table = text.split('<table class="classes">')[1].split("</table>")[0]
+    assert re.findall(r"</i>(\w+)</th>", table) == ["b", "a", "c", "d"]  # 0.5, 0.1, absent
+
+
 def test_only_changed_settings_are_in_the_first_table() -> None:
     shown = render(make()).split("<h2>Configuration</h2>")[1].split("<details>")[0]
     assert re.findall(r"<th>([\w.]+)</th><td>", shown) == ["run.name", "optim.lr"]
+
+
+@pytest.mark.parametrize("name", ["[/x]", "<b>", "{{ 7 * 7 }}", "{% for"])
+def test_class_names_are_text(name: str) -> None:
+    page = Page(render(make(names=(name, *NAMES[1:]))))
+    assert page.text.count(name) == 4  # legend, classes, and both sides of the confusion matrix
+    assert ("b", {}) not in page.tags
 
 
 @pytest.mark.parametrize("place", ["name", "class", "overlay", "result", "version", "config"])

@@ -27,7 +27,7 @@ import onnxruntime
 import pytest
 from artifacts import SIZE, answer, frame, toy_manifest, write_artifact, write_sums
 
-from segpipe.runtime import ArtifactError, Segmenter, SelfTestError, Status, read_artifact
+from segpipe.runtime import ArtifactError, Segmenter, SelfTestError, Status, make_session, read_artifact
 from segpipe.runtime.__main__ import main, read_image
 from segpipe.runtime.bench import _timed, bench, fixed_work, resident_mib, spread, steadiness
 from segpipe.runtime.frames import FrameLimits, Levels, RepeatCounter, levels, subsample
@@ -477,6 +477,14 @@ def test_waiting_threads_sleep(shared_folder: Path) -> None:
     assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
     assert options.get_session_config_entry("session.inter_op.allow_spinning") == "0"
     assert options.intra_op_num_threads == 2
+
+
+def test_the_graph_is_optimized_unless_told_otherwise(shared_folder: Path) -> None:
+    model, level = (shared_folder / "model.onnx").read_bytes(), onnxruntime.GraphOptimizationLevel
+    for optimize, expected in ((True, level.ORT_ENABLE_ALL), (False, level.ORT_DISABLE_ALL)):
+        options = make_session(model, optimize=optimize).get_session_options()
+        assert options.graph_optimization_level == expected
+        assert (options.intra_op_num_threads, options.inter_op_num_threads) == (1, 1)
 
 
 # What it needs
