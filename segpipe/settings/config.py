@@ -361,7 +361,7 @@ def export_problems(export: ExportConfig) -> list[str]:
         ("fp32" not in export.precision, f"{precision} lacks fp32, from which the others are made. Add it."),
         (
             reduced and "onnx" not in export.formats,
-            f"{precision}, but only ONNX files can be {' or '.join(reduced)} and {formats}. Add onnx.",
+            f"{precision}, but only ONNX files come in {' or '.join(reduced)} and {formats}. Add onnx.",
         ),
         (
             "int8" in reduced and export.profile == "isaac",
@@ -370,7 +370,7 @@ def export_problems(export: ExportConfig) -> list[str]:
         ),
         (
             export.dynamic == "hw" and "torchscript" in export.formats,
-            f"{variable}, but {formats} has torchscript, whose trace fixes the image size. Remove torchscript.",
+            f"{variable}, but {formats} has torchscript, whose trace keeps the size of its example. Remove it.",
         ),
         (
             variable and "int8" in reduced,
@@ -379,8 +379,8 @@ def export_problems(export: ExportConfig) -> list[str]:
         ),
         (
             variable and export.profile == "isaac",
-            f"{variable}, but export.profile = isaac: Isaac ROS nodes take one shape. Set export.dynamic=none or "
-            "export.profile=robot.",
+            f"{variable}, but export.profile = isaac: the nodes of Isaac ROS take one shape. Set export.dynamic=none "
+            "or export.profile=robot.",
         ),
         (
             bool(export.height) != bool(export.width),
