@@ -4,11 +4,15 @@ A message says where and what was found, what was needed, and what to do. Code n
 is an attribute. Exit codes have one meaning each, see docs/exit-codes.md.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 
 class SegpipeError(Exception):
     """Root of all errors below. Commands print them without a traceback."""
 
     exit_code = 1
+    told = False  # whether another rank reports it
 
 
 class ConfigError(SegpipeError):
@@ -46,9 +50,16 @@ class ExportError(SegpipeError):
 
 
 class ExportMismatch(ExportError):
-    """An exported file does not compute what the trained network computes; no file is published."""
+    """An exported file does not compute what the trained network computes; no file is published.
+
+    failed: (file name, GateResult) of every gate that failed, with its figures.
+    """
 
     exit_code = 4
+
+    def __init__(self, message: str, *, failed: Sequence[tuple[str, Any]] = ()) -> None:
+        super().__init__(message)
+        self.failed = tuple(failed)
 
 
 class DivergenceError(SegpipeError):
@@ -79,7 +90,6 @@ class CollectiveError(SegpipeError):
     """Ranks called different collectives, a rank was lost, or they could not connect; the message names both sides."""
 
     exit_code = 9
-    told = False  # whether the rank that found it has already printed it
 
 
 class OutOfMemory(SegpipeError):
