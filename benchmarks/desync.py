@@ -84,10 +84,10 @@ FAULTS = {
     "extra": Fault("a barrier that the others do not make", lambda group: group.barrier(), BOTH),
     "order": Fault("a gather before the sum", _swapped, BOTH),
     "skipped": Fault("no part in the reduction of the gradients", _skips, BOTH),
-    "asleep": Fault("does not come", _asleep, r"not reached by rank 3 .*Rank 3 stands in \S+", TIMEOUT_S + 4.0),
+    "asleep": Fault("does not come", _asleep, r"not reached by rank 3 .*Rank 3 is at \S+", TIMEOUT_S + 4.0),
     "forward": Fault(
         "sleeps in its forward pass, and the others wait inside of torch's DDP", _sleeps_in_forward,
-        rf"backward of DDP at {CALL} __call__, was not reached by rank 3 .*Rank 3 stands in gradients\.py:\d+",
+        rf"backward of DDP at {CALL} __call__, was not reached by rank 3 .*Rank 3 is at train/gradients\.py:\d+",
         TIMEOUT_S + 4.0, ("compute.mode=run",),
     ),
     "killed": Fault(

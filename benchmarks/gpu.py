@@ -24,10 +24,11 @@ from segpipe.distributed.group import Group
 from segpipe.losses import shard_loss, valid_pixels
 from segpipe.models import MODELS, build_model
 from segpipe.models.preprocess import Preprocess
+from segpipe.run.launch import train
 from segpipe.settings.config import Config, LossConfig
-from segpipe.train.engine import train
 from segpipe.train.state import build_state
 from segpipe.train.step import TrainStep
+from segpipe.train.watch import Watch
 
 CPU = torch.device("cpu")
 LEFT_OUT = "left out"  # the figure of a check that was not made, or not to its end; it says why
@@ -183,7 +184,7 @@ def _updates(bench: Bench, model: str, precision: str, *, updates: int) -> dict[
     config.compute.shards, config.compute.samples_per_shard = 1, bench.batch
     config.loss.name, config.optim.clip_norm = "ohem", 5.0
     state = build_state(config, STREET, bench.device)
-    step = TrainStep(state, config, Group(0, 0, 1, bench.device), None)
+    step = TrainStep(config, Watch(Group(0, 0, 1, bench.device), state))
     image, target = (part.to(bench.device) for part in scenes(bench, bench.batch))
     numbers = torch.zeros(bench.batch, dtype=torch.int64)
     valid = torch.tensor(valid_pixels(target), device=bench.device)

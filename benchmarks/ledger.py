@@ -17,9 +17,9 @@ from segpipe.data.catalog import STREET
 from segpipe.data.loader import ShardBatch
 from segpipe.determinism import flags
 from segpipe.distributed.group import Group
-from segpipe.ledger.recorder import Recorder
 from segpipe.losses import valid_pixels
 from segpipe.settings.config import Config
+from segpipe.train.recorder import Recorder
 from segpipe.train.state import build_state
 from segpipe.train.step import TrainStep
 
@@ -57,6 +57,7 @@ class Timed:
 
     def __init__(self, recorders: dict[int, Recorder]) -> None:
         self.recorders, self.first = recorders, 0
+        self.group, self.state = recorders[0].group, recorders[0].state
         self.seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
         self.total = 0.0
 
@@ -127,7 +128,7 @@ def _set_up(folder: Path) -> tuple[TrainStep, ShardBatch, Timed]:
         recorders[level] = Recorder(config, group, state, samples, flags.fingerprint())  # type: ignore[arg-type]
     config.compute.mode = "elastic"
     timed = Timed(recorders)
-    step = TrainStep(state, config, group, None, timed)  # type: ignore[arg-type]
+    step = TrainStep(config, timed)  # type: ignore[arg-type]
     random = torch.Generator().manual_seed(0)
     image = torch.randint(0, 256, (BATCH, SIZE, SIZE, 3), generator=random).to(torch.uint8)
     target = torch.randint(0, STREET.num_classes, (BATCH, SIZE, SIZE), generator=random).to(torch.uint8)

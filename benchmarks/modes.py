@@ -19,11 +19,11 @@ from segpipe.data.loader import ShardBatch
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.distributed.group import Group
-from segpipe.ledger.recorder import Recorder
-from segpipe.losses import valid_pixels
 from segpipe.settings.config import Config
+from segpipe.train.recorder import Recorder
 from segpipe.train.state import build_state
-from segpipe.train.step import TrainStep
+from segpipe.train.step import TrainStep, train_step
+from segpipe.train.watch import Watch
 
 MODES = ("off", "run", "elastic", "elastic+ledger", "audit")  # elastic alone has compute.ledger=false
 NO_TF32 = "off, no TF32"  # measured on GPUs: elastic forbids TF32, which is a matter of precision and not of order
@@ -91,15 +91,11 @@ def update(arm: str, folder: Path) -> tuple[Callable[[], Any], TrainStep]:
     config.run.root, group, state = str(folder / arm), Group(0, 0, 1, device), build_state(config, STREET, device)
     samples = open_samples(config.data, "train", 0)
     writes = arm in ("elastic+ledger", "audit")
-    recorder = Recorder(config, group, state, samples, flags.fingerprint()) if writes else None
-    step = TrainStep(state, config, group, None, recorder)
-    valid = torch.tensor(valid_pixels(target), device=device)
+    watch = Recorder(config, group, state, samples, flags.fingerprint()) if writes else Watch(group, state)
+    step = TrainStep(config, watch)
 
     def run() -> None:
-        step([ShardBatch(step.state.step, 0, image, target, ids, ids)], valid)
-        step.apply()
-        if recorder is not None and step.state.step % recorder.steps_held == 0:
-            recorder.flush()
+        train_step(step, [ShardBatch(step.state.step, 0, image, target, ids, ids)], wait=False)
         _wait(device)
 
     return run, step

@@ -179,14 +179,14 @@ def in_backward(enter: Enter, rank: int) -> None:
 
 def _with_model(enter: Enter, use: Callable[[nn.Module], Any]) -> None:
     """Do `use` with the network of the run."""
-    build = engine.state.build_state
+    build = engine.build_state
 
     def around(*given: Any) -> TrainState:
         found = build(*given)
         use(found.model)
         return found
 
-    enter(mock.patch.object(engine.state, "build_state", around))
+    enter(mock.patch.object(engine, "build_state", around))
 
 
 def reduced_on_one_rank(enter: Enter, rank: int) -> None:
@@ -243,13 +243,13 @@ _STATE: list[TrainState] = []
 
 
 def _keep_state(enter: Enter) -> None:
-    build = engine.state.build_state
+    build = engine.build_state
 
     def around(*given: Any) -> TrainState:
         _STATE[:] = [build(*given)]
         return _STATE[0]
 
-    enter(mock.patch.object(engine.state, "build_state", around))
+    enter(mock.patch.object(engine, "build_state", around))
 
 
 def _momentum(state: TrainState) -> None:
@@ -328,7 +328,7 @@ def planted_run(folder: Path, name: str, group: processes.Group) -> str:
         if name:
             PLANTS[name].put(stack.enter_context, group.rank)
         try:
-            engine.train(config, group, Console(quiet=True))
+            launch.train(config, group, Console(quiet=True))
         except DivergenceError as error:
             return str(error)
     return ""
@@ -413,13 +413,13 @@ def trained_again(baseline: Path, planted: Path, name: str) -> Comparison:
 
 def _choose_run(enter: Enter) -> None:
     """Have the fault only in the second of the runs that are trained again, which compare_again calls b."""
-    build = engine.state.build_state
+    build = engine.build_state
 
     def around(config: Config, *given: Any) -> TrainState:
         Here.faulty = config.run.name == "b"
         return build(config, *given)
 
-    enter(mock.patch.object(engine.state, "build_state", around))
+    enter(mock.patch.object(engine, "build_state", around))
 
 
 def trained_again_apart(baseline: Path, folder: Path, names: Sequence[str]) -> dict[str, Comparison]:

@@ -7,10 +7,9 @@ from typing import Any
 
 from benchmarks import measure as measuring
 from segpipe.errors import ConfigError, SegpipeError
-from segpipe.runtime import Segmenter
+from segpipe.runtime import Segmenter, Status
 from segpipe.runtime.artifact import ArtifactError
 from segpipe.runtime.bench import bench
-from segpipe.runtime.status import Status
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:

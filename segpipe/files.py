@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
+import math
 import os
+from collections.abc import Mapping
 from glob import escape
 from pathlib import Path
+from typing import Any
 
 from segpipe.errors import CheckpointError
 
@@ -45,3 +49,21 @@ def write_atomically(path: Path, content: bytes) -> None:
             f"{path} ({len(content) / 2**20:.1f} MiB) could not be written: {error.strerror or error}; {kept}. "
             f"Free some space, or choose another run.root, then continue with run.exists=resume."
         ) from error
+
+
+def plain(value: Any) -> Any:
+    """`value` in JSON's types; arrays and tensors become lists, NaN and infinities become None."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def to_json(content: Mapping[str, Any]) -> bytes:
+    """`plain(content)` as indented JSON with a newline at the end."""
+    return (json.dumps(plain(content), indent=2, allow_nan=False) + "\n").encode()

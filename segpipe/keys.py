@@ -18,6 +18,11 @@ def sample_key(seed: int, epoch: int, index: int, stream: str) -> int:
     return int.from_bytes(hashlib.blake2b(packed, digest_size=16).digest(), "little")
 
 
+def torch_seed(seed: int, epoch: int, index: int, stream: str) -> int:
+    """`sample_key` cut to the 63 bits that torch's generators take."""
+    return sample_key(seed, epoch, index, stream) & (2**63 - 1)
+
+
 def generator(key: int) -> np.random.Generator:
     """Counter-based generator that starts at `key`; making one costs about 15 us."""
     return np.random.Generator(np.random.Philox(key=key))

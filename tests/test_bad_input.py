@@ -127,7 +127,7 @@ BAD_SETTINGS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("export.dir=/dev/null/export", "export.enabled=true"), ("export.dir = /dev/null/export", "Not a directory")),
     (("run.exists=keep",), ("run.exists = 'keep' is not one of error, resume, replace",)),
     (("run.exists=error",), ("already holds", "run.exists=resume", "run.exists=replace")),
-    (("run.exists=resume",), ("last.pt (31 bytes) cannot be read", "torn or foreign")),
+    (("run.exists=resume",), ("last.pt (31 bytes) cannot be read", "truncated or foreign")),
     # Found only when the loader is made, that is after the folder was claimed:
     (("data.workers=256", "data.prefetch=1024", "compute.samples_per_shard=999"), ("shared memory", "data.prefetch")),
 ]
@@ -174,7 +174,7 @@ def test_unwritable_root(tmp_path: Path, capsys: pytest.CaptureFixture[str], whe
     assert run(root / "run") == 2
     text = capsys.readouterr().err
     assert text.count("\n") == 1
-    for part in (f"run.root = {root}", "cannot be made", "Set run.root"):
+    for part in (f"run.root = {root}", "cannot be created", "Set run.root"):
         assert part in text
 
 

@@ -1,4 +1,4 @@
-// An exported folder in C++17: checksums, golden frames, and the verdicts of `python -m segpipe.runtime selftest`.
+// Self-test of an exported folder in C++17: checksums and golden frames, like `python -m segpipe.runtime selftest`.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 
 namespace segpipe {
 
-constexpr int kUsage = 2, kOtherAnswers = 4, kAltered = 7;  // exit codes, as those of the Python runtime
+constexpr int kUsage = 2, kOtherAnswers = 4, kAltered = 7;  // exit codes, the same as the Python runtime's
 constexpr char kFormat[] = "\n \"format\": \"segpipe-export/2\"", kProfile[] = "\n \"profile\": \"robot\"";
 
 struct Failure { int exit_code; std::string what; };
@@ -27,7 +27,7 @@ inline void require(bool fits, int code, const std::string& otherwise) {
   if (!fits) throw Failure{code, otherwise};
 }
 
-// libtorch appends its stack.
+// libtorch appends a stack trace to its messages.
 inline std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
 // Hex digest. Source: FIPS 180-4, section 6.2.
@@ -70,7 +70,7 @@ inline std::string sha256(std::string text) {
   return digest;
 }
 
-// The folder; every file in SHA256SUMS was compared with its checksum when this exists.
+// An exported folder. The constructor compares every file in SHA256SUMS with its checksum.
 class Folder {
   std::filesystem::path path_;
   std::map<std::string, std::string> sums_;
@@ -78,7 +78,7 @@ class Folder {
  public:
   explicit Folder(std::filesystem::path path) : path_(std::move(path)) {
     std::ifstream file(path_ / "SHA256SUMS");
-    require(bool(file), kAltered, path_.string() + "/SHA256SUMS cannot be read; an exported folder was needed.");
+    require(bool(file), kAltered, path_.string() + "/SHA256SUMS cannot be read; expected an exported folder.");
     for (std::string line; std::getline(file, line);) {
       const std::string name = line.size() > 66 && line.substr(64, 2) == "  " ? line.substr(66) : "..";
       require(name[0] != '/' && name.find("..") == std::string::npos, kAltered, "SHA256SUMS has the line " + line);
@@ -87,18 +87,18 @@ class Folder {
     for (const auto& [name, digest] : sums_) read(name);
   }
 
-  // Content of a file; the checksum was compared with these very bytes.
+  // Content of a listed file, after comparing these very bytes with their checksum.
   std::string read(const std::string& name) const {
     require(sums_.count(name) == 1, kAltered, "SHA256SUMS does not list " + name + ". Export again.");
     std::ifstream file(path_ / name, std::ios::binary);
     std::string content{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
     const bool whole = file && sha256(content) == sums_.at(name);
-    require(whole, kAltered, (path_ / name).string() + " is missing, altered or torn. Copy the whole folder again.");
+    require(whole, kAltered, (path_ / name).string() + " is missing, altered or truncated. Copy the whole folder again.");
     return content;
   }
 };
 
-// Value of `key` in a section of the manifest, as text. Every export spells it with one space per level.
+// Value of `key` in a section of the manifest, as text. Exports indent the manifest by one space per level.
 inline std::string entry(const std::string& manifest, const std::string& section, const std::string& key) {
   const size_t from = manifest.find("\n \"" + section + "\": {");
   const size_t start = from == std::string::npos ? from : manifest.find("\n  \"" + key + "\": ", from);
@@ -107,10 +107,10 @@ inline std::string entry(const std::string& manifest, const std::string& section
   return manifest.substr(start + key.size() + 7, manifest.find_first_of(",\n", start + 1) - start - key.size() - 7);
 }
 
-struct Frames {  // uint8, one after another
+struct Frames {  // uint8, contiguous
   std::vector<int64_t> shape;
   std::string bytes;
-  size_t size() const { return bytes.size() / static_cast<size_t>(shape[0]); }  // of one
+  size_t size() const { return bytes.size() / static_cast<size_t>(shape[0]); }  // bytes per frame
   const uint8_t* at(size_t index) const { return reinterpret_cast<const uint8_t*>(bytes.data()) + index * size(); }
 };
 
@@ -137,22 +137,22 @@ struct Answer { std::string mask, confidence; };
 using Run = std::function<Answer(const uint8_t* image)>;
 struct Model { std::string manifest; Run run; };  // the manifest is the one inside the model file
 
-// Whether the answer to one golden frame is near enough; prints how near, and the median time of `runs` runs.
+// Whether the answer to one golden frame is close enough. Prints the difference and the median time of `runs` runs.
 inline bool compare(const Run& run, size_t index, int runs, const Golden& frames, double share, int step) {
   std::vector<double> times;
   Answer answer;
-  for (int turn = -3; turn < runs; ++turn) {  // the first runs plan memory and are not counted
+  for (int turn = -3; turn < runs; ++turn) {  // the first runs plan memory and do not count
     const auto begin = std::chrono::steady_clock::now();
     try {
       answer = run(frames[0].at(index));
     } catch (const std::exception& error) {
-      throw Failure{kOtherAnswers, std::string("The model cannot be run on this machine: ") + first_line(error.what())};
+      throw Failure{kOtherAnswers, std::string("The model fails on this machine: ") + first_line(error.what())};
     }
     const std::chrono::duration<double, std::milli> time = std::chrono::steady_clock::now() - begin;
     if (turn >= 0) times.push_back(time.count());
   }
   const bool sizes = answer.mask.size() == frames[1].size() && answer.confidence.size() == frames[2].size();
-  require(sizes, kOtherAnswers, "The answers have another size than those in golden/.");
+  require(sizes, kOtherAnswers, "The answers have another size than golden/.");
   size_t equal = 0;
   int widest = 0;
   for (size_t i = 0; i < frames[1].size(); ++i) equal += uint8_t(answer.mask[i]) == frames[1].at(index)[i];
@@ -165,7 +165,7 @@ inline bool compare(const Run& run, size_t index, int runs, const Golden& frames
   return found >= share && widest <= step;
 }
 
-// Exit code of a program that opens `file` of the folder argv[1] with `open(bytes, golden)`.
+// Exit code of a program that loads `file` of the folder argv[1] with `open(bytes, golden)`.
 template <class Open>
 int self_test(int argc, char** argv, const std::string& file, const Open& open) try {
   const int runs = argc == 3 ? std::atoi(argv[2]) : 20;
@@ -181,11 +181,11 @@ int self_test(int argc, char** argv, const std::string& file, const Open& open) 
   require(whole, kAltered, "golden/ holds images without answers. Export again.");
   const Model model = open(folder.read(file), frames);
   const bool mixed = entry(model.manifest, "source", "weights_digest") != weights;
-  require(!mixed, kAltered, file + " holds other weights than the manifest speaks of. Copy the folder again.");
+  require(!mixed, kAltered, file + " holds other weights than the manifest describes. Copy the whole folder again.");
   bool same = true;
   for (size_t index = 0; index < static_cast<size_t>(frames[0].shape[0]); ++index)
     same = compare(model.run, index, runs, frames, share, step) && same;
-  require(same, kOtherAnswers, file + " gives other answers here than where it was exported.");
+  require(same, kOtherAnswers, file + " gives other answers on this machine than where it was exported.");
   return 0;
 } catch (const Failure& failure) {
   return std::fprintf(stderr, "%s\n", failure.what.c_str()), failure.exit_code;

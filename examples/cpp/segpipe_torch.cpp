@@ -1,5 +1,5 @@
 // Repeats the golden answers of an exported folder with libtorch on one CPU thread.
-//   segpipe_torch FOLDER [RUNS]     exit code 0 as exported, 2 usage, 4 other answers, 7 altered files
+//   segpipe_torch FOLDER [RUNS]     exit code 0 ok, 2 usage, 4 other answers, 7 altered files
 #include <ATen/Parallel.h>
 #include <torch/script.h>
 
@@ -10,7 +10,7 @@
 
 static std::string bytes_of(const c10::IValue& value) {
   const at::Tensor tensor = value.toTensor().contiguous();
-  if (tensor.scalar_type() != torch::kUInt8) throw std::runtime_error("a mask of uint8 was needed");
+  if (tensor.scalar_type() != torch::kUInt8) throw std::runtime_error("uint8 outputs were needed");
   return {static_cast<const char*>(tensor.data_ptr()), static_cast<size_t>(tensor.numel())};
 }
 
@@ -23,7 +23,7 @@ static segpipe::Model open_model(const std::string& bytes, const segpipe::Golden
   shape[0] = 1;
   return {inside["manifest.json"], [module, shape](const uint8_t* image) {
             const c10::InferenceMode guard;
-            // The tensor is a view: torch takes no const pointer, and the network does not write into its input.
+            // A view. torch takes no const pointer, but the network does not write to its input.
             const at::Tensor input = torch::from_blob(const_cast<uint8_t*>(image), shape, torch::kUInt8);
             const auto answer = module->forward({input}).toTuple();
             return segpipe::Answer{bytes_of(answer->elements().at(0)), bytes_of(answer->elements().at(1))};

@@ -1,8 +1,7 @@
-"""An augmentation with a mistake that raises no error, and the same without it: both turn image and target.
+"""An augmentation with a silent bug, and the same without it: both rotate image and target by a random angle.
 
-The mistake: the angle lives in an object of the module. One call draws it, and the next call uses it. So what happens
-to a sample depends on which samples this process has seen before, and on its threads; not on the sample's own random
-numbers, however well they are seeded.
+The bug: the angle is stored in a module-level object. One call draws it, and the next call uses it. The result depends
+on which samples this process has seen before, and on its threads, not on the sample's own seeded random numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ LARGEST = 30.0  # degrees
 
 
 def turned(picture: Uint8, angle: float, *, smooth: bool) -> Uint8:
-    """A picture turned about its middle; the corners become black, or class 255, which no loss counts."""
+    """Picture rotated about its center; the corners become black in an image and 255 (ignored) in a target."""
     height, width = picture.shape[:2]
     matrix = cv2.getRotationMatrix2D((width / 2, height / 2), angle, 1.0)
     how, corner = (cv2.INTER_LINEAR, (0, 0, 0)) if smooth else (cv2.INTER_NEAREST, 255)
@@ -28,38 +27,38 @@ def turned(picture: Uint8, angle: float, *, smooth: bool) -> Uint8:
 
 
 class Augmentor:
-    """Turns pictures by the angle that it holds."""
+    """Rotates by the angle that it stores."""
 
     def __init__(self) -> None:
         self.angle = 0.0
 
     def draw(self, chance: random.Random) -> None:
-        """Take another angle."""
+        """Draw a new angle."""
         self.angle = chance.uniform(-LARGEST, LARGEST)
 
     def __call__(self, image: Uint8, target: Uint8) -> tuple[Uint8, Uint8]:
         return turned(image, self.angle, smooth=True), turned(target, self.angle, smooth=False)
 
 
-AUGMENTOR = Augmentor()  # the mistake: one for the whole module, with the parameters of a sample inside
+AUGMENTOR = Augmentor()  # the bug: one instance for all samples holds the parameters of one
 
 
 def racy(image: Uint8, target: Uint8, chance: random.Random) -> tuple[Uint8, Uint8]:
-    """The sample turned by what the call before this one has drawn."""
+    """The sample, rotated by the angle that the previous call drew."""
     done = AUGMENTOR(image, target)
-    AUGMENTOR.draw(chance)  # ready for the next one
+    AUGMENTOR.draw(chance)  # for the next call
     return done
 
 
 def repaired(image: Uint8, target: Uint8, chance: random.Random) -> tuple[Uint8, Uint8]:
-    """The sample turned by what its own random numbers say; nothing outlives the call."""
+    """The sample, rotated by an angle from its own random numbers; no state outlives the call."""
     own = Augmentor()
     own.draw(chance)
     return own(image, target)
 
 
 class Repaired(A.DualTransform):
-    """`repaired` as a transform of albumentations, which is what segpipe's pipelines are made of."""
+    """`repaired` as an albumentations transform, as in segpipe's pipelines."""
 
     def __init__(self) -> None:
         super().__init__(p=1.0)
@@ -75,9 +74,9 @@ class Repaired(A.DualTransform):
 
 
 class Racy(Repaired):
-    """`racy` as such a transform."""
+    """`racy` as an albumentations transform."""
 
     def get_params(self) -> dict[str, Any]:
         params = {"angle": AUGMENTOR.angle}
-        AUGMENTOR.draw(self.py_random)  # ready for the next one
+        AUGMENTOR.draw(self.py_random)  # for the next call
         return params

@@ -1,9 +1,9 @@
-"""What one object in a module does to a training, and how segpipe stops it: `make race-demo`, in less than 2 minutes.
+"""What shared state in an augmentation does to a training, and how segpipe finds it: `make race-demo`, under 2 minutes.
 
     python examples/race/demo.py [FOLDER]
 
-Trains for some seconds, with the mistake and without it; nothing is prepared. FOLDER (runs/race) gets the runs and a
-picture. Exit codes: 0 everything came as it is told here, 1 something did not.
+Trains for some seconds with the bug and without it. Writes the runs and a picture to FOLDER (runs/race). Exit codes: 0
+everything happened as described, 1 something did not.
 """
 
 from __future__ import annotations
@@ -32,88 +32,88 @@ from segpipe.run.pictures import blend
 
 HERE = Path(__file__).resolve().parent
 REFUSED = ImpureAugmentError.exit_code
-MISTAKE = (
-    "examples/race/augment.py turns every sample by a random angle. The angle lives in an object of the module: one "
-    "call draws it, the next call uses it. An ordinary trainer, with everything seeded, trains three times:"
+BUG = (
+    "examples/race/augment.py rotates every sample by a random angle. The angle is stored in a module-level object: "
+    "one call draws it, the next call uses it. An ordinary trainer, with everything seeded, trains three times:"
 )
-CHECK = "Before the first step, segpipe asks every transform whether it is a pure function of sample and key:"
+CHECK = "Before the first step, segpipe checks that every transform is a pure function of sample and key:"
 CANARY = (
-    "Now that check is switched off. While it trains, segpipe has one sample in {every} made again by another process "
-    "(one in 1000 where nothing is set; this training is short), and compares it with what the network was given:"
+    "Now without that check. During the training, segpipe lets another process repeat one sample in {every} (by "
+    "default one in 1000; this training is short), and compares it with what the network was given:"
 )
-REPAIRED = "Without the mistake the angle is drawn inside the call that uses it. The ordinary trainer, three times:"
-SILENT = "And segpipe, with the check and with samples that are made again:"
+REPAIR = "Without the bug, a call draws the angle that it uses. The ordinary trainer, three times:"
+FIXED = "And segpipe, with the check and with repeated samples:"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is trained."""
+    """Size of the trainings."""
 
     num: int = 64  # samples
     size: tuple[int, int] = (96, 192)  # height, width
     crop: tuple[int, int] = (96, 128)
     epochs: int = 2  # of the ordinary trainer
-    workers: tuple[int, ...] = (2, 2, 3)  # of the ordinary trainer, training by training
+    workers: tuple[int, ...] = (2, 2, 3)  # of the three trainings of the ordinary trainer
     steps: int = 12  # of segpipe, 16 samples each
     canary: int = 20
 
 
 @dataclass(frozen=True)
 class Demo:
-    """The parts of the story; each tells whether it came as expected."""
+    """The parts of the demo; each returns whether the result was as expected."""
 
     console: Console
-    start: Callable[[list[str]], tuple[int, str]]  # settings of segpipe -> exit code and what it said
+    start: Callable[[list[str]], tuple[int, str]]  # settings of segpipe -> exit code and stderr
     folder: Path
     sizes: Sizes = field(default_factory=Sizes)
 
     def story(self) -> bool:
-        """Whether all parts came as they are told."""
+        """Whether all parts had the described result."""
         canary = f"augment.canary={self.sizes.canary}"
-        self._title("1  An ordinary trainer does not notice", MISTAKE)
-        told = [self._ordinary(augment.racy) > 0]
+        self._title("1  An ordinary trainer does not notice", BUG)
+        passed = [self._ordinary(augment.racy) > 0]
         self._title("2  segpipe does not start with it", CHECK)
-        told.append(self._segpipe(REFUSED, "refused", "augment.extra=[racy]"))
+        passed.append(self._segpipe(REFUSED, "refused", "augment.extra=[racy]"))
         self._title("3  The run itself notices", CANARY.format(every=self.sizes.canary))
-        told.append(self._segpipe(REFUSED, "caught", "augment.extra=[racy]", "augment.check=false", canary))
-        self._title("4  Without the mistake all is quiet", REPAIRED)
-        told.append(self._ordinary(augment.repaired) == 0)
-        self.console.print(SILENT)
-        told.append(self._segpipe(0, "repaired", "augment.extra=[repaired]", canary))
-        return all(told)
+        passed.append(self._segpipe(REFUSED, "caught", "augment.extra=[racy]", "augment.check=false", canary))
+        self._title("4  Without the bug there is no report", REPAIR)
+        passed.append(self._ordinary(augment.repaired) == 0)
+        self.console.print(FIXED)
+        passed.append(self._segpipe(0, "repaired", "augment.extra=[repaired]", canary))
+        return all(passed)
 
     def _title(self, title: str, text: str) -> None:
         self.console.print()
         self.console.print(Panel(text, title=title, title_align="left"))
 
     def _ordinary(self, change: plain.Augment) -> int:
-        """How many samples differed between the trainings; a picture shows one."""
+        """Number of samples that differed between the trainings; saves a picture of one."""
         sizes = self.sizes
         samples = SyntheticSamples(seed=0, split="train", num=sizes.num, size=sizes.size)
         first, *others = [plain.train(samples, change, workers=number, epochs=sizes.epochs) for number in sizes.workers]
-        table = Table("training", "workers", "errors", "last loss", "samples unlike those of training 1")
+        table = Table("training", "workers", "errors", "last loss", "samples that differ from training 1")
         table.add_row("1", str(sizes.workers[0]), "none", f"{first.loss:.6f}", "")
-        unlike = []
+        differing = []
         for number, (workers, run) in enumerate(zip(sizes.workers[1:], others, strict=True), 2):
             members = [member for member in sorted(run.seen) if _differ(first.seen[member], run.seen[member])]
-            unlike += [(number, run, member) for member in members]
+            differing += [(number, run, member) for member in members]
             table.add_row(str(number), str(workers), "none", f"{run.loss:.6f}", f"{len(members)} of {len(run.seen)}")
         self.console.print(table)
-        if unlike:
-            number, run, member = unlike[0]
+        if differing:
+            number, run, member = differing[0]
             columns = {
                 f"sample {member[1]}": samples.read(member[1]),
                 "in training 1": first.seen[member],
                 f"in training {number}": run.seen[member],
             }
             self._save(_picture(samples, columns))
-        return len(unlike)
+        return len(differing)
 
     def _save(self, picture: augment.Uint8) -> None:
         path = self.folder / "outcomes.png"
         self.folder.mkdir(parents=True, exist_ok=True)
         cv2.imwrite(str(path), picture[..., ::-1])
-        self.console.print(f"One of them, with the same random numbers each time: {path}", soft_wrap=True)
+        self.console.print(f"One of them, with the same random numbers in each training: {path}", soft_wrap=True)
 
     def _segpipe(self, expected: int, name: str, *changes: str) -> bool:
         """Whether a training by segpipe ended with the exit code `expected`."""
@@ -143,7 +143,7 @@ def _differ(first: plain.Pair, second: plain.Pair) -> bool:
 
 
 def _picture(samples: Samples, pairs: dict[str, plain.Pair]) -> augment.Uint8:
-    """Side by side: the image of each pair, and below it the image under the colours of the classes."""
+    """The pairs side by side: the image, and below it the image blended with its class colors."""
     columns = []
     for caption, (image, target) in pairs.items():
         column = np.vstack([image, blend(image, target, samples.classes.palette)]).repeat(2, axis=0).repeat(2, axis=1)
@@ -154,7 +154,7 @@ def _picture(samples: Samples, pairs: dict[str, plain.Pair]) -> augment.Uint8:
 
 
 def in_a_process(settings: list[str]) -> tuple[int, str]:
-    """Exit code and error output of segpipe, started as from a shell."""
+    """Exit code and stderr of segpipe, started as from a shell."""
     command = [sys.executable, str(HERE / "start.py"), *settings]
     done = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True)
     return done.returncode, done.stderr.strip()
@@ -167,8 +167,8 @@ def main(arguments: list[str]) -> int:
     cv2.setNumThreads(0)
     folder = Path(arguments[0]) if arguments else HERE.parents[1] / "runs" / "race"
     fine = Demo(console, in_a_process, folder.resolve()).story()
-    verdict = "Stopped at the start, and in the run; quiet once repaired." if fine else "Not everything came as told."
-    console.print(f"\n{verdict} docs/race.md says what is promised.", style="bold green" if fine else "bold red")
+    verdict = "Found at the start and during the run; silent once fixed." if fine else "Something went differently."
+    console.print(f"\n{verdict} See docs/race.md for what is guaranteed.", style="bold green" if fine else "bold red")
     return 0 if fine else 1
 
 

@@ -1,4 +1,4 @@
-"""An ordinary trainer: a DataLoader, a network, a loop. Everything random is seeded, as the manuals say."""
+"""An ordinary trainer: a DataLoader, a network, a loop, and every random generator seeded."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from segpipe.data.samples import Samples
 Pair = tuple[Uint8, Uint8]  # image and target
 Augment = Callable[[Uint8, Uint8, random.Random], Pair]
 Member = tuple[int, int]  # epoch and index of a sample
-THREADS = 4  # of every worker, which load the samples of a batch side by side
+THREADS = 4  # per worker, to load the samples of a batch in parallel
 
 
 @dataclass
 class Trained:
-    """What is left of a training: the last loss, and every sample as the network saw it."""
+    """Last loss of a training, and every sample as the network saw it."""
 
     loss: float = 0.0
     seen: dict[Member, Pair] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Trained:
 
 @dataclass
 class Frames(Dataset[Any]):
-    """Samples, augmented when they are asked for."""
+    """Augments samples when they are read."""
 
     samples: Samples
     augment: Augment
@@ -43,14 +43,14 @@ class Frames(Dataset[Any]):
             return list(pool.map(self.load, members))
 
     def load(self, member: Member) -> Any:
-        """A sample with its own, seeded random numbers."""
+        """A sample, augmented with its own seeded random numbers."""
         image, target = self.samples.read(member[1])
         image, target = self.augment(image, target, random.Random(f"{member}"))
         return member, torch.from_numpy(image), torch.from_numpy(target)
 
 
 def train(samples: Samples, augment: Augment, *, workers: int, epochs: int, batch: int = 8) -> Trained:
-    """A training of a small network in the same order of samples every time."""
+    """Train a small network; the order of the samples is always the same."""
     torch.manual_seed(0)
     network = nn.Sequential(
         nn.Conv2d(3, 16, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(16, samples.classes.num_classes, 3, padding=1)

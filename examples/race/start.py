@@ -1,4 +1,4 @@
-"""train.py with the two transforms of this folder: `python examples/race/start.py augment.extra=[racy] ...`."""
+"""train.py with this folder's two transforms registered: `python examples/race/start.py augment.extra=[racy] ...`."""
 
 import sys
 from pathlib import Path

@@ -13,7 +13,8 @@ import numpy as np
 from segpipe.audit import evidence, files
 from segpipe.audit.report import FAILED, PASSED, UNCHECKED, Audit, Line
 from segpipe.audit.spans import Span, choose_spans
-from segpipe.audit.task import Task, in_folder, run_tasks
+from segpipe.audit.task import Task, in_folder
+from segpipe.audit.worker import run_tasks
 from segpipe.determinism import flags
 from segpipe.errors import CheckpointError, CollectiveError, SegpipeError
 from segpipe.files import sha256

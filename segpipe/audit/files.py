@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from segpipe.audit.evidence import differences, some, updates
 from segpipe.audit.report import FAILED, NOTED, PASSED, UNCHECKED, Line
-from segpipe.audit.task import Task, in_folder, run_tasks
+from segpipe.audit.task import Task, in_folder
+from segpipe.audit.worker import run_tasks
 from segpipe.errors import DataError, SegpipeError
 from segpipe.files import sha256
 from segpipe.ledger.reader import RunLedger, mapping_differences, read_run

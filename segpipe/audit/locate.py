@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from segpipe.audit.evidence import check_config
-from segpipe.audit.task import Task, in_folder, run_tasks
+from segpipe.audit.task import Task, in_folder
 from segpipe.audit.trace import first_culprit, read_traces
+from segpipe.audit.worker import run_tasks
 from segpipe.errors import CheckpointError, ConfigError
 from segpipe.ledger.divergence import Comparison, compare
 from segpipe.ledger.reader import RunLedger, read_run

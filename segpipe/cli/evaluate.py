@@ -10,7 +10,7 @@ from segpipe.data.samples import open_samples, verify
 from segpipe.determinism import flags
 from segpipe.distributed.group import Group, choose_device
 from segpipe.errors import ConfigError
-from segpipe.run.tracking import plain
+from segpipe.files import plain
 from segpipe.settings.arguments import with_settings
 from segpipe.train.checkpoint import load_network
 from segpipe.train.metrics import summary

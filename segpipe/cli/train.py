@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import hydra
 from omegaconf import DictConfig
 
 from segpipe.distributed.environment import local_rank, under_launcher, wait_to_be_ended
 from segpipe.errors import ConfigError, SegpipeError
+from segpipe.run.finish import finish
 from segpipe.run.launch import launch
 from segpipe.run.sweep import Sweep
 from segpipe.settings.compose import CONF, check_overrides, compose
@@ -25,7 +27,7 @@ def main(arguments: list[str]) -> int:
             )
         if any(argument.startswith("-") for argument in arguments):
             return _run_hydra(arguments)
-        return launch(compose(arguments))
+        return launch(compose(arguments), finish=finish)
     except SegpipeError as error:
         if local_rank() == 0:  # the other ranks of this machine have the same command line
             raise
@@ -35,7 +37,7 @@ def main(arguments: list[str]) -> int:
 
 def _run_hydra(arguments: list[str]) -> int:
     """Let Hydra act on its flags: --cfg, --multirun, --config-dir, --shell-completion and others."""
-    sweep = Sweep()
+    sweep = Sweep(partial(launch, finish=finish, isolated=True))
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def job(composed: DictConfig) -> None:

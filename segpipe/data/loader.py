@@ -1,7 +1,6 @@
 """Batches of uint8 in shared memory: the same bits for any number of workers and any way of starting them.
 
-A worker assembles one whole shard batch and sends it as one flat tensor; now and then it makes samples again that
-another one has delivered, which canary.py compares. torch's sharing strategy stays
+A worker assembles one whole shard batch and sends it as one flat tensor. torch's sharing strategy stays
 `file_descriptor`: one descriptor per batch alive, about workers * prefetch and those that the caller keeps, far below
 the usual limit of 1024. The other strategy, `file_system`, leaves files in /dev/shm behind when a process is killed.
 """
@@ -10,32 +9,33 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-import warnings
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from segpipe.data.augment import Augmenter
-from segpipe.data.order import Order
-from segpipe.data.workers import LOOK_S, end, isolate, take, watch_over, workers_context
+from segpipe.data.plan import Member, Request, requests
+from segpipe.data.workers import Source
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.keys import sample_key
-from segpipe.purity.canary import Canary, Task, Trail, Witness, augment_watched, tasks, witness
 
 if TYPE_CHECKING:
+    from segpipe.data.augment import Augmenter
+    from segpipe.data.order import Order
     from segpipe.data.samples import Samples
 
 SHARED_MEMORY = "/dev/shm"
 ID_BYTES = 16  # epoch and index of a sample, int64 each
 PIXEL_BYTES = 4  # RGB and class id
+Pixels = tuple[NDArray[np.uint8], NDArray[np.uint8]]  # image (H, W, 3) and target (H, W)
 
 
 class ShardBatch(NamedTuple):
@@ -47,6 +47,20 @@ class ShardBatch(NamedTuple):
     target: Tensor  # uint8 (b, H, W), train ids
     epoch: Tensor  # int64 (b,)
     index: Tensor  # type: ignore[assignment]  # int64 (b,); hides tuple.index, which nobody needs here
+
+
+class Repeats(Protocol):
+    """Compares watched samples (see plan.py) as delivered with the same samples as another process made them."""
+
+    @property
+    def augment(self) -> Callable[[Augmenter, Pixels, int], tuple[Pixels, Any]]:
+        """Called in a worker: the augmented sample, and what is compared of it."""
+
+    def hold(self, member: Member, pixels: Pixels, made: Any) -> None:
+        """A watched sample is delivered."""
+
+    def compare(self, member: Member, pixels: Pixels, made: Any) -> None:
+        """It was made again; raises when it is another."""
 
 
 def train_batches(
@@ -62,34 +76,33 @@ def train_batches(
     prefetch: int,
     pin_memory: bool,
     timeout_s: float = 300.0,
+    repeats: Repeats | None = None,
 ) -> Generator[ShardBatch, None, None]:
     """Shard batches of `steps` and `shards`, step by step and inside a step shard by shard.
 
     Workers start at the first `next` and end with the iterator; closing it half-way is safe. Raises ConfigError at the
     call when shared memory is too small, and from `next` DataError when a sample cannot be read, or when a worker died
-    or sent nothing for `timeout_s`, and ImpureAugmentError when a sample that was delivered has other bytes when it is
-    made again (`augment.canary`).
+    or sent nothing for `timeout_s`, and what `repeats.compare` raises.
 
-    A single worker is joined by a process that does nothing but make samples again; without workers the caller's own
-    does it, some samples later.
+    With `repeats`, one sample in `augment.canary` is made again by another worker. A single worker is joined by a
+    process that does nothing else; without workers the caller's own does it, some samples later.
     """
-    every = augmenter.config.canary
+    every = augmenter.config.canary if repeats is not None else 0
     height, width = augmenter.config.crop_size
     item_bytes = order.samples_per_shard * (height * width * PIXEL_BYTES + ID_BYTES)
     _check_shared_memory(workers, prefetch, item_bytes)
-    items = _Shards(samples, augmenter, seed)
-    plan = partial(tasks, _Places(steps, shards), order, seed=seed, every=every, workers=workers)
+    items = _Shards(samples, augmenter, seed, repeats.augment if repeats is not None else _not_watched)
+    plan = partial(requests, _Places(steps, shards), order, seed=seed, every=every, workers=workers)
+    source = partial(Source, items, start_method=start_method, timeout_s=timeout_s)
+    deliver = partial(source, num_workers=workers, prefetch=prefetch, pin_memory=pin_memory)
     if workers == 1 and every:
-        deliveries = (task for task in plan() if task.place is not None)
-        repeats = (task for task in plan() if task.place is None)
-        loaders = [
-            _loader(items, deliveries, workers, start_method, prefetch, pin_memory),
-            _loader(items, repeats, 1, start_method, prefetch=1, pin_memory=False),
-        ]
-        stream = _stream(loaders, timeout_s, (int(task.place is None) for task in plan()))
+        deliveries = (request for request in plan() if request.place is not None)
+        again = (request for request in plan() if request.place is None)
+        starts = [partial(deliver, deliveries), partial(source, again, num_workers=1, prefetch=1)]
+        stream = _stream(starts, (int(request.place is None) for request in plan()))
     else:
-        stream = _stream([_loader(items, plan(), workers, start_method, prefetch, pin_memory)], timeout_s)
-    return _shard_batches(stream, Canary(samples))
+        stream = _stream([partial(deliver, plan())])
+    return _shard_batches(stream, repeats)
 
 
 def eval_images(
@@ -99,9 +112,9 @@ def eval_images(
 
     Raises DataError as `train_batches` does.
     """
-    loader = _loader(_Frames(samples), _Places(indices, range(1)), workers, start_method, prefetch=2, pin_memory=False)
-    with closing(_stream([loader], timeout_s)) as stream:
-        for packed in stream:
+    places = _Places(indices, range(1))
+    with closing(_stream([partial(Source, _Images(samples), places, workers, start_method, timeout_s=timeout_s)])) as s:
+        for packed in s:
             assert packed.place is not None
             image, target, _ = _views(packed)
             yield packed.place[0], image, target
@@ -110,16 +123,15 @@ def eval_images(
 class _Packed(NamedTuple):
     """What a worker sends: `data` holds the ids of all samples, then their images, then their targets."""
 
-    place: tuple[int, int] | None  # (step, shard) of a shard batch, (index, 0) of a whole image, or None; see Task
+    place: tuple[int, int] | None  # (step, shard) of a shard batch, (index, 0) of a whole image, or None; see Request
     shape: tuple[int, int, int]  # samples, height, width
     data: Tensor  # uint8, flat: one block of shared memory
-    witnesses: tuple[Witness, ...] = ()  # of watched samples
+    made: tuple[tuple[int, Any], ...] = ()  # rows of watched samples, and what is compared of them
 
 
 def _pack(place: tuple[int, int] | None, num: int, height: int, width: int) -> _Packed:
-    return _Packed(
-        place, (num, height, width), torch.empty(num * (ID_BYTES + height * width * PIXEL_BYTES), dtype=torch.uint8)
-    )
+    size = num * (ID_BYTES + height * width * PIXEL_BYTES)
+    return _Packed(place, (num, height, width), torch.empty(size, dtype=torch.uint8))
 
 
 def _views(packed: _Packed) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,14 +143,17 @@ def _views(packed: _Packed) -> tuple[Tensor, Tensor, Tensor]:
     return image.view(num, height, width, 3), target.view(num, height, width), ids.view(torch.int64).view(2, num)
 
 
-def _shard_batches(stream: Generator[_Packed, None, None], canary: Canary) -> Generator[ShardBatch, None, None]:
+def _shard_batches(
+    stream: Generator[_Packed, None, None], repeats: Repeats | None
+) -> Generator[ShardBatch, None, None]:
     with closing(stream):
         for packed in stream:
             image, target, ids = _views(packed)
-            see = canary.compare if packed.place is None else canary.hold
-            for made in packed.witnesses:
-                epoch, index = ids[:, made.row].tolist()
-                see((epoch, index), (image[made.row].numpy(), target[made.row].numpy()), made)
+            for row, made in packed.made:
+                assert repeats is not None
+                see = repeats.compare if packed.place is None else repeats.hold
+                epoch, index = ids[:, row].tolist()
+                see((epoch, index), (image[row].numpy(), target[row].numpy()), made)
             if packed.place is not None:
                 yield ShardBatch(*packed.place, image, target, ids[0], ids[1])
 
@@ -161,29 +176,35 @@ class _Items(Dataset[Any]):
             return _Failure(error)
 
 
+def _not_watched(augmenter: Augmenter, pixels: Pixels, key: int) -> tuple[Pixels, Any]:
+    raise AssertionError("a sample is watched, but nothing compares it")
+
+
 @dataclass(frozen=True)
 class _Shards(_Items):
     samples: Samples
     augmenter: Augmenter
     seed: int
+    augment_watched: Callable[[Augmenter, Pixels, int], tuple[Pixels, Any]]
 
-    def pack(self, request: Task) -> _Packed:
+    def pack(self, request: Request) -> _Packed:
         height, width = self.augmenter.config.crop_size
         packed = _pack(request.place, len(request.members), height, width)
         image, target, ids = (part.numpy() for part in _views(packed))
-        trails: dict[int, Trail] = {}
+        made = []
         for row, (epoch, index) in enumerate(request.members):
-            key, frame = sample_key(self.seed, epoch, index, "augment"), self.samples.read(index)
+            key, pixels = sample_key(self.seed, epoch, index, "augment"), self.samples.read(index)
             if row in request.watched:
-                (image[row], target[row]), trails[row] = augment_watched(self.augmenter, frame, key)
+                (image[row], target[row]), found = self.augment_watched(self.augmenter, pixels, key)
+                made.append((row, found))
             else:
-                image[row], target[row] = self.augmenter(*frame, key)
+                image[row], target[row] = self.augmenter(*pixels, key)
             ids[:, row] = epoch, index
-        return packed._replace(witnesses=tuple(witness(row, image[row], target[row], trails[row]) for row in trails))
+        return packed._replace(made=tuple(made))
 
 
 @dataclass(frozen=True)
-class _Frames(_Items):
+class _Images(_Items):
     samples: Samples
 
     def pack(self, request: tuple[int, int]) -> _Packed:
@@ -208,71 +229,23 @@ class _Places:
         return len(self.outer) * len(self.inner)
 
 
-def _loader(
-    items: _Items, requests: Iterable[Any], workers: int, start_method: str, prefetch: int, pin_memory: bool
-) -> DataLoader[Any]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
-        return DataLoader(
-            items,
-            sampler=requests,
-            batch_size=None,
-            num_workers=workers,
-            collate_fn=_as_it_is,
-            worker_init_fn=isolate,
-            timeout=LOOK_S if workers else 0,
-            multiprocessing_context=workers_context(start_method) if workers else None,
-            prefetch_factor=prefetch if workers else None,
-            pin_memory=pin_memory,
-            generator=torch.Generator(),  # its one draw would otherwise come from the trainer's global state
-        )
-
-
-def _as_it_is(item: Any) -> Any:
-    return item
-
-
-def _stream(
-    loaders: Sequence[DataLoader[Any]], timeout_s: float, turns: Iterable[int] = repeat(0)
-) -> Generator[_Packed, None, None]:
-    """Items of loaders that take `turns`, until one ends; expected errors of workers, and their deaths, come here."""
-    sources: list[Any] = []
+def _stream(starts: Sequence[Callable[[], Source]], turns: Iterable[int] = repeat(0)) -> Generator[_Packed, None, None]:
+    """Items of sources that take `turns`, until one ends; raises the expected errors of their workers."""
+    sources: list[Source] = []
     try:
-        for loader in loaders:
-            sources.append(_start(loader))
+        for start in starts:
+            sources.append(start())
         for turn in turns:
-            item = _take(sources[turn], timeout_s)
+            item = next(sources[turn], None)
             if item is None:
                 return
+            if isinstance(item, _Failure):
+                raise item.error
+            assert isinstance(item, _Packed)
             yield item
     finally:
-        end([source for source in sources if hasattr(source, "_workers")])
-
-
-def _start(loader: DataLoader[Any]) -> Any:
-    # torch's own SIGCHLD handler raises RuntimeError wherever the trainer happens to be, even inside a write of a
-    # checkpoint. Without it a death is noticed when the next batch is asked for, within 5 s.
-    before = signal.getsignal(signal.SIGCHLD)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
-        # Python 3.12 and later warn of any thread; the workers take no lock that a thread of torch could hold.
-        warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
-        source = iter(loader)
-    watch_over(source)
-    if signal.getsignal(signal.SIGCHLD) is not before:
-        signal.signal(signal.SIGCHLD, before)
-    return source
-
-
-def _take(source: Any, timeout_s: float) -> _Packed | None:
-    try:
-        item = take(source, timeout_s)
-    except StopIteration:
-        return None
-    if isinstance(item, _Failure):
-        raise item.error
-    assert isinstance(item, _Packed)
-    return item
+        for source in sources:
+            source.end()
 
 
 def _check_shared_memory(workers: int, prefetch: int, item_bytes: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from segpipe.distributed import environment, meeting
-from segpipe.distributed.watch import watcher as watch
-from segpipe.distributed.watch.contract import MARGIN_S, Contract
-from segpipe.errors import ConfigError
+from segpipe.distributed.watch.contract import MARGIN_S, Contract, watch
+from segpipe.errors import ConfigError, SegpipeError
 from segpipe.settings.config import ComputeConfig
 
 T = TypeVar("T")
@@ -82,6 +81,21 @@ class Group:
         dist.all_gather_object(items, item)
         return items
 
+    def together(self, action: Callable[[], None]) -> None:
+        """Do `action` on every rank. If it raises a SegpipeError on one, every rank raises the first such error.
+
+        Rank 0 reports it: on the others the error is marked as `told`.
+        """
+        own: SegpipeError | None = None
+        try:
+            action()
+        except SegpipeError as error:
+            own = error
+        first = next((error for error in self.gather(own) if error is not None), None)
+        if first is not None:
+            first.told = not self.is_main
+            raise first from own
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.world_size > 1:
@@ -128,7 +142,7 @@ def join(config: ComputeConfig, same: Mapping[str, str]) -> Group:
             device_id=device if alone else None,
         )
         eager = config.mode == "audit" or os.environ.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL"
-        contract = watch.watch(store, rank, world_size, timeout_s=config.timeout_s, eager=eager)
+        contract = watch(store, rank, world_size, timeout_s=config.timeout_s, eager=eager)
     group = Group(rank, local_rank, world_size, device, contract=contract)
     return replace(group, subgroups=_subgroups(group, environment.local_world_size()))
 

@@ -11,13 +11,15 @@ so the backend's algorithm, its protocol and its topology cannot reach the numbe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from segpipe.distributed.group import Group, Level
-from segpipe.distributed.watch.contract import Contract
+if TYPE_CHECKING:
+    from segpipe.distributed.group import Group, Level
+    from segpipe.distributed.watch.contract import Contract
 
 # torch 2.14 warns at each use of the old name; torch 2.11 has only that.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

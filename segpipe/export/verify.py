@@ -29,8 +29,7 @@ from segpipe.export.graph.probes import write_probe
 from segpipe.export.graph.profiles import PROFILES, Image
 from segpipe.export.graph.shapes import dynamic_of
 from segpipe.files import sha256
-from segpipe.runtime.artifact import MANIFEST
-from segpipe.runtime.shapes import exported_lengths, resolved
+from segpipe.runtime.artifact import MANIFEST, exported_lengths, resolved
 from segpipe.settings.config import ExportConfig
 
 if TYPE_CHECKING:

@@ -1,4 +1,7 @@
-"""What rank 0 does when a run is trained: the table, the report, the export, and three lines to go on from."""
+"""The end of a run on rank 0: results on the terminal, the report page, then the export.
+
+torch is imported inside the functions: the command imports this module before it sets the environment of the processes.
+"""
 
 from __future__ import annotations
 
@@ -6,76 +9,77 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from rich.console import Console
-
-from segpipe.models.preprocess import Preprocess
 from segpipe.run.console import iou_table
 from segpipe.run.report import Overlay, ReportData, pick_extremes, write_report
 from segpipe.run.tracking import FILE_NAME, read_metrics
-from segpipe.train.checkpoint import load_network
-from segpipe.train.engine import Run
-from segpipe.train.metrics import miou
-from segpipe.train.validate import Validation, predict
+from segpipe.settings.config import to_mapping
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from segpipe.train.engine import Run
+    from segpipe.train.validate import Validation
+
+EVALUATE = Path(__file__).resolve().parents[2] / "scripts" / "evaluate.py"  # in a checkout
 
 
 def finish(run: Run, found: Validation, result: dict[str, Any], console: Console) -> None:
-    """Print and write what came out of the run. Raises ExportMismatch when an exported file computes something else.
+    """Print the results and write the report, then export. Raises ExportMismatch if an exported file differs.
 
-    The report is written before the export, so that a refused export does not cost it.
+    The export comes last, so that a refused one hides nothing of the finished training.
     """
     shares = found.total.sum(1).double() / found.total.sum().clamp_min(1)
     console.print(iou_table(result, shares.tolist()))
     page = write_report(run.folder, report_data(run, found, result))
+    for line in (
+        f"mIoU {100 * result['miou']:.2f} % on {len(run.val_samples)} {run.config.data.split} images",
+        f"run {run.folder}  (open {page.name}; curves in {FILE_NAME})",
+        f"next {_next_command(run.folder)}",
+    ):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
     if run.config.export.enabled:
         _export(run, console)
-    console.print(f"mIoU {100 * result['miou']:.2f} % on {len(run.val_samples)} {run.config.data.split} images")
-    console.print(f"run {run.folder}  (open {page.name}; curves in {FILE_NAME})", highlight=False, soft_wrap=True)
-    console.print(f"next {_next_command(run.folder)}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _next_command(folder: Path) -> str:
-    """Judges the checkpoint once more. Runs as it is: by this interpreter, with nothing to be filled in."""
-    return shlex.join([_typed(Path(sys.executable)), _typed(SCRIPTS / "evaluate.py"), f"run={folder}"])
+    """Command that evaluates the checkpoint, ready to paste: with this interpreter and without placeholders."""
+    script = [_relative(EVALUATE)] if EVALUATE.is_file() else ["-m", "segpipe", "evaluate"]
+    return shlex.join([_relative(Path(sys.executable)), *script, f"run={folder}"])
 
 
-def _typed(path: Path) -> str:
-    """As one would type it here. Links stay: the interpreter of a virtual environment is one."""
+def _relative(path: Path) -> str:
+    """Path from the working directory, if it is below. Links stay: a virtual environment's interpreter is one."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def report_data(run: Run, found: Validation, result: dict[str, Any]) -> ReportData:
-    """Inputs of the report page, with the best and the worst validation images predicted once more."""
-    from segpipe.settings.config import to_mapping
+    """Input of the report page; predicts the best and the worst validation images once more."""
+    from segpipe.train.metrics import miou
 
     classes = run.val_samples.classes
-    scores = [(index, miou(counts)) for index, counts in found.per_image.items()]
-    best, worst = pick_extremes(scores)
-    by_index = dict(scores)
+    scores = {index: miou(counts) for index, counts in found.per_image.items()}
+    best, worst = pick_extremes(list(scores.items()))
     return ReportData(
         config=to_mapping(run.config),
-        result={
-            **result,
-            "wall_time_s": result["train_seconds"],
-            "images_per_s": result["images_per_second"],
-            "device": str(run.group.device),
-        },
+        result={**result, "device": str(run.group.device)},
         confusion=found.total.numpy(),
         names=classes.names,
         palette=classes.palette,
         history=read_metrics(run.folder / FILE_NAME),
-        best=[_overlay(run, index, by_index[index]) for index in best],
-        worst=[_overlay(run, index, by_index[index]) for index in worst],
-        versions={name: str(value) for name, value in result["versions"].items()},
+        best=[_overlay(run, index, scores[index]) for index in best],
+        worst=[_overlay(run, index, scores[index]) for index in worst],
     )
 
 
 def _overlay(run: Run, index: int, score: float) -> Overlay:
+    import torch
+
+    from segpipe.models.preprocess import Preprocess
+    from segpipe.train.validate import predict
+
     image, target = run.val_samples.read(index)
     device = run.group.device
     batch = torch.from_numpy(image).unsqueeze(0).to(device)
@@ -84,9 +88,10 @@ def _overlay(run: Run, index: int, score: float) -> Overlay:
 
 
 def _export(run: Run, console: Console) -> None:
-    """Export the checkpoint that was just written, through the same door as scripts/export.py."""
+    """Export the checkpoint that was just written, in the same way as the export command."""
     from segpipe.export import export_checkpoint, spread
     from segpipe.export.artifact.summary import table
+    from segpipe.train.checkpoint import load_network
 
     started = time.perf_counter()
     console.print("exporting, and comparing the files with the trained network ...", highlight=False)

@@ -1,4 +1,4 @@
-"""The folder of a run: whether it may be used, and when an earlier run in it is given up."""
+"""A run's folder: whether it may be used, and when an earlier run in it is deleted."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.settings.config import Config
 
-TRACES = ("last.pt", "config.json", "result.json")  # a folder that holds one of them holds a run
+TRACES = ("last.pt", "config.json", "result.json")  # a folder with one of these holds a run
 
 
 def claim_folder(config: Config) -> None:
-    """Make the run's folder, as `run.exists` says; an earlier run in it is not touched yet.
+    """Create the run's folder as `run.exists` allows; an earlier run in it is not touched yet.
 
-    Raises ConfigError when it already holds a run, or cannot be made.
+    Raises ConfigError if it already holds a run, or cannot be created.
     """
     folder = config.run_dir
     try:
@@ -26,15 +26,15 @@ def claim_folder(config: Config) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"run.root = {config.run.root}: {folder} cannot be made: {error.strerror}. Set run.root to a folder that "
-            f"you may write to."
+            f"run.root = {config.run.root}: {folder} cannot be created: {error.strerror}. Set run.root to a folder "
+            f"that you may write to."
         ) from error
 
 
 def clear_folder(config: Config) -> None:
-    """Delete the run that `run.exists=replace` gives up; called when nothing but the training itself can fail.
+    """Delete the earlier run under `run.exists=replace`; call it when only the training itself can still fail.
 
-    Raises ConfigError when files cannot be deleted.
+    Raises ConfigError if files cannot be deleted.
     """
     folder = config.run_dir
     if config.run.exists != "replace" or not _holds_run(folder):

@@ -1,4 +1,7 @@
-"""Start the processes of a run: in this one, in children of this one, or as one of those that torchrun started."""
+"""Start a run: in this process, in child processes, or as one of the processes that torchrun started.
+
+This module imports no torch: the environment of the processes must be set first.
+"""
 
 from __future__ import annotations
 
@@ -12,65 +15,73 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from segpipe.determinism import flags
 from segpipe.distributed import environment
 from segpipe.errors import CheckpointError, ConfigError, DivergenceError, Interrupted, NumericsError, SegpipeError
-from segpipe.run.folder import claim_folder
-from segpipe.run.tracking import check_tracking
+from segpipe.run.console import TrainView
+from segpipe.run.folder import claim_folder, clear_folder
+from segpipe.run.tracking import Tracker, check_tracking, open_tracker
 from segpipe.settings.config import Config, check, config_hash
 from segpipe.train.stop import handlers_kept
 
 if TYPE_CHECKING:
     from segpipe.data.samples import Samples
     from segpipe.distributed.group import Group
+    from segpipe.train.engine import Run
+    from segpipe.train.validate import Validation
 
-# Raised on all ranks at once, so that one rank's word is enough.
+# What rank 0 does after the training, such as segpipe.run.finish.finish. Spawned processes unpickle it by its name, so
+# it must be a module-level function.
+Finish = Callable[["Run", "Validation", dict[str, Any], Console], None]
+
+# Raised on all ranks at once, so that rank 0 alone reports them.
 COMMON_ERRORS = (ConfigError, CheckpointError, NumericsError, DivergenceError, Interrupted)
 
 
-def launch(config: Config, *, isolated: bool = False) -> int:
-    """Train as the configuration says; returns the exit code of the command.
+def launch(config: Config, *, finish: Finish | None = None, isolated: bool = False) -> int:
+    """Train with this configuration; returns the exit code of the command.
 
-    `isolated` always trains in child processes, so that runs of a sweep share no state.
+    `finish` runs on rank 0 after the training. `isolated` always trains in child processes, so that the runs of a sweep
+    share no state.
     """
     if environment.under_launcher():
-        return work(config)
+        return work(config, finish=finish)
     try:
-        if not isolated:  # of a sweep, this process computes nothing
+        if not isolated:  # in a sweep, this process computes nothing
             flags.set_environment(config.compute.threads, config.compute.mode)  # before anything imports torch
         world_size = _world_size(config)
         prepare(config, world_size)
     except SegpipeError as error:
-        return _tell(error)
+        return _report(error)
     except KeyboardInterrupt:
         print("stopped before the first step; nothing was written.", file=sys.stderr)
         return Interrupted.exit_code
     if world_size == 1 and not isolated:
-        return work(config, prepared=True)
-    return _spawn(config, world_size)
+        return work(config, finish=finish, prepared=True)
+    return _spawn(config, world_size, finish)
 
 
 def _world_size(config: Config) -> int:
-    """Processes to start: `compute.nproc`, or one per GPU, or one."""
+    """Number of processes to start: `compute.nproc`, or one per GPU, or one."""
     number, device = config.compute.nproc, config.compute.device
     if number != "auto" and (not number.isdecimal() or int(number) < 1):
-        raise ConfigError(f"compute.nproc = {number}, but auto or a number of processes from 1 was needed.")
+        raise ConfigError(f"compute.nproc = {number}, but auto or a number above 0 was needed.")
     if device == "cpu" or (device == "auto" and number != "auto"):
         return 1 if number == "auto" else int(number)
     import torch
 
-    gpus = torch.cuda.device_count()  # counts through NVML: makes no CUDA context in the parent
+    gpus = torch.cuda.device_count()  # counts through NVML, without a CUDA context in the parent
     if device == "cuda" and gpus == 0:
         raise ConfigError("compute.device = cuda, but torch sees no GPU. Set compute.device=cpu, or check the driver.")
     return max(gpus, 1) if number == "auto" else int(number)
 
 
 def prepare(config: Config, world_size: int) -> None:
-    """Everything that can be checked before the first process starts; then the run's folder."""
+    """Check everything that can be checked before the first process starts, then claim the run's folder."""
     from segpipe.data.augment import Augmenter
     from segpipe.data.samples import open_samples, verify
     from segpipe.purity import checker as purity
@@ -81,17 +92,17 @@ def prepare(config: Config, world_size: int) -> None:
     open_samples(config.data, config.data.split, config.seed)
     samples = open_samples(config.data, "train", config.seed)
     _check_crop(config, samples)
-    if config.compute.mode != "off" and (left_out := purity.quick(Augmenter(config.augment), samples)):
-        Console(stderr=True).print(left_out, markup=False, highlight=False, soft_wrap=True)
+    if config.compute.mode != "off" and (skipped := purity.quick(Augmenter(config.augment), samples)):
+        Console(stderr=True).print(skipped, markup=False, highlight=False, soft_wrap=True)
     if config.export.enabled and config.export.dir:
         from segpipe.export.artifact.place import check_place
 
-        check_place(Path(config.export.dir))  # now, and not when hours of training are done
+        check_place(Path(config.export.dir))  # now, not after hours of training
     claim_folder(config)
 
 
 def _check_crop(config: Config, samples: Samples) -> None:
-    """A crop that no image can fill, even at the largest scale, is a mistake, not a wish for padding."""
+    """Refuse a crop larger than every image at its largest scale; padding would fill the rest without notice."""
     from segpipe.data.samples import image_sizes
 
     sizes, largest = image_sizes(samples), config.augment.scale[1]
@@ -105,13 +116,13 @@ def _check_crop(config: Config, samples: Samples) -> None:
         )
 
 
-def _spawn(config: Config, world_size: int) -> int:
-    """Run `world_size` children under torch's elastic launcher; this process never touches the GPU."""
+def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
+    """Run `world_size` child processes under torch's elastic launcher; this process never touches the GPU."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.disable(logging.CRITICAL)  # the ranks say what happened; the launcher would add two tracebacks of its own
+    logging.disable(logging.CRITICAL)  # the ranks report errors; the launcher would add two tracebacks
     try:
         with handlers_kept(), _environment_of_children(config, world_size):
             settings = LaunchConfig(
@@ -125,9 +136,9 @@ def _spawn(config: Config, world_size: int) -> int:
                 monitor_interval=0.1,
                 start_method="spawn",
             )
-            elastic_launch(settings, _child)(config)
+            elastic_launch(settings, _child)(config, finish)
     except ConfigError as error:
-        return _tell(error)
+        return _report(error)
     except ChildFailedError as error:
         code = int(error.get_first_failure()[1].exitcode)
         if code < 0:
@@ -142,11 +153,10 @@ def _spawn(config: Config, world_size: int) -> int:
 
 @contextlib.contextmanager
 def _environment_of_children(config: Config, world_size: int) -> Iterator[None]:
-    """Set what the children must find when they start, which is before they can set it; the next job of a sweep may
-    need something else."""
+    """Set variables that the children need before their own code runs, and remove them for the next job of a sweep."""
     before = set(os.environ)
     flags.set_environment(world_size * config.compute.threads, config.compute.mode)
-    # After Ctrl-C they end a step or a validation first; whoever takes longer than this is killed without a checkpoint.
+    # After Ctrl-C, ranks first end their step or validation. One that takes longer than this is killed.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(config.compute.timeout_s)))
     added = os.environ.keys() - before
     try:
@@ -156,42 +166,45 @@ def _environment_of_children(config: Config, world_size: int) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _child(config: Config) -> None:
+def _child(config: Config, finish: Finish | None) -> None:
     try:
-        code = work(config, prepared=True)
+        code = work(config, finish=finish, prepared=True)
     except Exception:
         traceback.print_exc()
         code = 1
     sys.exit(code)
 
 
-def work(config: Config, *, prepared: bool = False) -> int:
-    """Train as one process of the run, and on rank 0 write report and export; returns the exit code."""
+def work(config: Config, *, finish: Finish | None = None, prepared: bool = False) -> int:
+    """Train as one process of the run, and on rank 0 call `finish`; returns the exit code.
+
+    `prepared` means that a parent process has called `prepare` already.
+    """
     try:
         flags.set_environment(environment.local_world_size() * config.compute.threads, config.compute.mode)
         from segpipe.distributed import group as processes
 
-        flags.apply(config.compute.threads, config.compute.mode)  # before the group: NCCL reads switches then
+        flags.apply(config.compute.threads, config.compute.mode)  # before the group: NCCL reads its variables there
         group = processes.join(config.compute, {"configuration": config_hash(config)})
         try:
             if not prepared:
                 _check_launcher(config)
-                _together(group, lambda: prepare(config, group.world_size))
-            return _train(config, group)
+                group.together(lambda: prepare(config, group.world_size) if group.is_main else None)
+            return _train(config, group, finish)
         except Exception as error:
-            if not isinstance(error, COMMON_ERRORS):
+            if not isinstance(error, COMMON_ERRORS) and not getattr(error, "told", False):
                 group.contract.fail(error, lost=isinstance(error, RuntimeError) and _lost_another_rank(error))
             raise
         finally:
             processes.leave(group)
     except SegpipeError as error:
-        return _tell(error, rank=environment.rank())
+        return _report(error, rank=environment.rank())
     except KeyboardInterrupt:
         return Interrupted.exit_code
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        return _tell(CheckpointError(f"{error.filename or config.run_dir} could not be written: {error.strerror}."))
+        return _report(CheckpointError(f"{error.filename or config.run_dir} could not be written: {error.strerror}."))
     except RuntimeError as error:
         if not _lost_another_rank(error):
             raise
@@ -199,7 +212,7 @@ def work(config: Config, *, prepared: bool = False) -> int:
 
 
 def _check_launcher(config: Config) -> None:
-    """The launcher decides how many processes there are; another number in the command would be ignored."""
+    """Refuse a `compute.nproc` that contradicts the launcher, which would be ignored otherwise."""
     started = environment.local_world_size()
     if config.compute.nproc not in ("auto", str(started)):
         raise ConfigError(
@@ -209,7 +222,10 @@ def _check_launcher(config: Config) -> None:
 
 
 def _lost_another_rank(error: RuntimeError) -> bool:
-    """Whether a collective failed because another process is gone; gloo says so in plain RuntimeErrors."""
+    """Whether a collective failed because another process is gone.
+
+    NCCL raises DistError. gloo has no type for it, only RuntimeError with these texts.
+    """
     from torch.distributed import DistError
 
     text = str(error)
@@ -217,53 +233,53 @@ def _lost_another_rank(error: RuntimeError) -> bool:
 
 
 def _outlive(error: RuntimeError) -> int:
-    """Say one line, then wait to be ended, so that the launcher reports the rank that failed first and not this one."""
+    """Report in one line, then wait to be ended: the launcher reports the rank that it sees end first."""
     reason = str(error).strip().splitlines()[0]
     print(f"rank {environment.rank()}: a collective failed, because another rank ended: {reason}", file=sys.stderr)
     environment.wait_to_be_ended()
     return 1
 
 
-def _together(group: Group, action: Callable[[], None]) -> None:
-    """Do `action` on rank 0; when it fails there, fail with the same error on every rank."""
-    found: SegpipeError | None = None
-    if group.is_main:
-        try:
-            action()
-        except SegpipeError as error:
-            found = error
-    found = group.gather((found,))[0][0]
-    if found is not None:
-        raise found if group.is_main else ConfigError(str(found))
-
-
-def _train(config: Config, group: Group) -> int:
+def _train(config: Config, group: Group, finish: Finish | None) -> int:
     from segpipe.distributed import group as processes
-    from segpipe.run.finish import finish
-    from segpipe.train.engine import train
 
     console = Console()
     run, validation, result = train(config, group, console, git=_commit() if group.is_main else None)
-    processes.leave(group)  # the rest is rank 0's alone; the others need not wait for it
-    if group.is_main:
+    processes.leave(group)  # the other ranks need not wait for what rank 0 does next
+    if group.is_main and finish is not None:
         finish(run, validation, result, console)
     return 0
 
 
-def _commit() -> dict[str, object] | None:
-    """What is trained with, as result.json keeps it; asked at the start, since the checkout may move on meanwhile."""
+def train(
+    config: Config, group: Group, console: Console, *, git: dict[str, Any] | None = None
+) -> tuple[Run, Validation, dict[str, Any]]:
+    """`segpipe.train.engine.train`, reporting to the terminal and to metrics.jsonl."""
+    from segpipe.train import engine
+
+    def open_outputs(step: int | None) -> tuple[TrainView, Tracker]:
+        if group.is_main and step is None:
+            clear_folder(config)
+        total, enabled = config.train.steps, group.is_main and config.train.progress
+        view = TrainView(console, name=config.run.name, done=step or 0, total=total, enabled=enabled)
+        return view, open_tracker(config, config.run_dir, step, rank=group.rank)
+
+    return engine.train(config, group, open_outputs, git=git)
+
+
+def _commit() -> dict[str, Any] | None:
+    """Commit of this checkout, for result.json. Read at the start: the checkout may change during the training."""
     from segpipe.export.artifact.origin import ROOT, git_state
 
     state = git_state(ROOT)
     return state and {"commit": state["commit"], "dirty": state["dirty"]}
 
 
-def _tell(error: SegpipeError, *, rank: int = 0) -> int:
-    if getattr(error, "told", False):
-        environment.wait_to_be_ended()  # another rank told it, and its launcher is to name that one
-    elif rank == 0 or not isinstance(error, COMMON_ERRORS):
+def _report(error: SegpipeError, *, rank: int = 0) -> int:
+    """Exit code of an error. One rank prints it; the others wait to be ended, so that the launcher blames that one."""
+    if error.told or (rank and isinstance(error, COMMON_ERRORS)):
+        environment.wait_to_be_ended()
+    else:
         where = f"rank {rank}: " if rank else ""
         Console(stderr=True).print(f"{where}{error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
-    else:
-        environment.wait_to_be_ended()
     return error.exit_code

@@ -1,4 +1,4 @@
-"""Arrays and numbers as pictures that a page can hold: blended masks as JPEG, curves as SVG."""
+"""Pictures for an HTML page: images with blended masks as JPEG, curves as SVG."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 _LINE, _BEST = "#3b82f6", "#f59e0b"  # readable on white and on black
-_METADATA = ("Creator", "Date", "Format", "Type")  # left out: equal data gives equal bytes
-_BUCKETS = 240  # points a curve is thinned to; more than the screen shows would only cost bytes
+_METADATA = ("Creator", "Date", "Format", "Type")  # left out, so that equal data gives equal bytes
+_BUCKETS = 240  # points of a long curve; the screen shows no more
 
 
 def blend(
     image: NDArray[np.uint8], ids: NDArray[np.uint8], palette: Sequence[tuple[int, int, int]], opacity: float = 0.65
 ) -> NDArray[np.uint8]:
-    """`image` under the colours of its classes; ignored pixels are dark with a diagonal hatch.
+    """`image` blended with the colors of its classes. Ids beyond the palette, such as 255, get a dark diagonal hatch.
 
-    Shapes: image uint8 (H, W, 3) RGB, ids uint8 (H, W) with 255 ignored -> uint8 (H, W, 3). An id beyond the palette
-    is shown like an ignored one.
+    Shapes: image uint8 (H, W, 3) RGB, ids uint8 (H, W) -> uint8 (H, W, 3).
     """
     lut = np.zeros((256, 3), np.float32)
     lut[: len(palette)] = palette
@@ -33,7 +32,7 @@ def blend(
 
 
 def jpeg_url(image: NDArray[np.uint8], quality: int = 85) -> str:
-    """`data:` address of a uint8 (H, W, 3) RGB picture, so that a page needs no second file."""
+    """`data:` URL of a uint8 (H, W, 3) RGB picture."""
     import cv2
 
     done, encoded = cv2.imencode(".jpg", image[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, quality])
@@ -42,7 +41,7 @@ def jpeg_url(image: NDArray[np.uint8], quality: int = 85) -> str:
 
 
 def shrink(image: NDArray[np.uint8], width: int, *, smooth: bool) -> NDArray[np.uint8]:
-    """`image` at most `width` pixels wide, aspect kept; class ids need smooth=False, or new ids would appear."""
+    """`image` at most `width` pixels wide, same aspect ratio. smooth=False for class ids, which must not be mixed."""
     import cv2
 
     if image.shape[1] <= width:
@@ -53,11 +52,11 @@ def shrink(image: NDArray[np.uint8], width: int, *, smooth: bool) -> NDArray[np.
 
 
 def curve_svg(points: Sequence[tuple[float, float]], *, label: str, dots: bool = False, floor: float | None = 0) -> str:
-    """SVG of y over x; its text takes its colour from the page's `.curve` rules, so it suits light and dark.
+    """SVG of y over x, for light and dark pages: its text gets its color from the page's `.curve` rules.
 
-    More than 240 points are thinned to means, with a band from the smallest to the largest value that each stands for.
-    `dots` marks every point and the largest one; `floor` is a value the y axis must reach down to. `label` is read by
-    screen readers and must be escaped already.
+    More than 240 points become means, with a band from the smallest to the largest value of each. `dots` marks every
+    point, and the largest one in another color; the y axis reaches down to `floor`. `label`, for screen readers, must
+    be escaped already.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -83,21 +82,16 @@ def curve_svg(points: Sequence[tuple[float, float]], *, label: str, dots: bool =
         axes.tick_params(length=0)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata=dict.fromkeys(_METADATA))
-    drawn = re.sub(r'\s+xmlns(:\w+)?="[^"]*"', "", buffer.getvalue())  # HTML knows them; a page names no address
+    drawn = re.sub(r'\s+xmlns(:\w+)?="[^"]*"', "", buffer.getvalue())  # not needed inside HTML
     opening = f'<svg class="curve" role="img" aria-label="{label}" '
-    return opening + drawn[drawn.index("<svg ") + len("<svg ") :]  # without the XML head: it stands inside a page
+    return opening + drawn[drawn.index("<svg ") + len("<svg ") :]  # without the XML head
 
 
 def _thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float, float, float]]:
-    """(mean x, mean y, smallest y, largest y) of at most _BUCKETS runs of neighbouring points."""
+    """(mean x, mean y, smallest y, largest y) of at most _BUCKETS groups of consecutive points."""
     size = math.ceil(len(points) / _BUCKETS)
-    runs = [points[start : start + size] for start in range(0, len(points), size)]
-    return [
-        (
-            math.fsum(x for x, _ in run) / len(run),
-            math.fsum(y for _, y in run) / len(run),
-            min(y for _, y in run),
-            max(y for _, y in run),
-        )
-        for run in runs
-    ]
+    thinned = []
+    for start in range(0, len(points), size):
+        xs, ys = zip(*points[start : start + size], strict=True)
+        thinned.append((math.fsum(xs) / len(xs), math.fsum(ys) / len(ys), min(ys), max(ys)))
+    return thinned

@@ -1,9 +1,10 @@
-"""Several runs from one command, each in processes of its own, and what they came to."""
+"""Trains the jobs of a --multirun one after another, each in processes of its own, and summarizes them."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -14,25 +15,28 @@ from rich.console import Console
 from rich.table import Table
 
 from segpipe.errors import ConfigError, Interrupted, SegpipeError
-from segpipe.run.launch import launch
 from segpipe.settings.compose import resolve
 from segpipe.settings.config import Config, recipe
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One job of a sweep: its settings but for the seed, and what it came to."""
+    """One finished job of a sweep."""
 
     name: str
     code: int
-    recipe: dict[str, Any]
+    recipe: dict[str, Any]  # its settings without the seed
     result: dict[str, Any] | None  # content of result.json
 
 
 class Sweep:
-    """Trains the jobs of a --multirun one after another and keeps their results."""
+    """Trains jobs with `train`, which returns an exit code, and keeps their results.
 
-    def __init__(self) -> None:
+    `train` must start other processes for each job, so that the runs share no state.
+    """
+
+    def __init__(self, train: Callable[[Config], int]) -> None:
+        self._train = train
         self._outcomes: list[Outcome] = []
         self._folders: set[Path] = set()
         self._interrupted = False
@@ -43,10 +47,7 @@ class Sweep:
         return bool(self._outcomes)
 
     def job(self, composed: DictConfig) -> None:
-        """Train one job; a failure is kept for the end, so that one bad job does not lose the others.
-
-        After Ctrl-C no further job starts.
-        """
+        """Train one job. A failure does not stop the following jobs, but Ctrl-C does."""
         if self._interrupted:
             return
         try:
@@ -56,7 +57,7 @@ class Sweep:
             print(error, file=sys.stderr)
             self._outcomes.append(Outcome(str(OmegaConf.select(composed, "run.name")), error.exit_code, {}, None))
             return
-        code = launch(config, isolated=True)
+        code = self._train(config)
         self._interrupted = code == Interrupted.exit_code
         path = config.run_dir / "result.json"
         result = json.loads(path.read_text()) if code == 0 and path.is_file() else None
@@ -64,26 +65,26 @@ class Sweep:
         self._outcomes.append(Outcome(str(config.run_dir), code, settings, result))
 
     def _check_own_folder(self, config: Config) -> None:
-        """Two jobs of one folder: the second would replace or resume the first."""
+        """Refuse two jobs in one folder: the second would replace or resume the first."""
         if config.run_dir in self._folders:
             raise ConfigError(
-                f"run.name = {config.run.name} is that of another job of this sweep too. Put what is swept into it: "
+                f"run.name = {config.run.name} is also that of another job of this sweep. Include the swept settings: "
                 f"'run.name=NAME-${{optim.lr}}'."
             )
         self._folders.add(config.run_dir)
 
     def finish(self) -> int:
-        """Print a table of all runs, and of runs that differ in their seed only what the seed changes; returns the
-        first exit code that is not 0."""
+        """Print a table of all runs, and the spread over the seeds of each recipe; returns the first exit code that
+        is not 0."""
         if not self._outcomes:
             return 0
         if self._interrupted:
             print("the sweep was interrupted; jobs that are not in the table did not start.", file=sys.stderr)
         table = Table("run", "exit code", "mIoU %", title="sweep", title_justify="left")
         for outcome in self._outcomes:
-            score = outcome.result["miou"] if outcome.result else None  # None, too, where no pixel has a label
+            score = outcome.result["miou"] if outcome.result else None  # also None if no pixel is labelled
             table.add_row(outcome.name, str(outcome.code), "-" if score is None else f"{100 * score:.2f}")
-        console = Console()
+        console = Console(markup=False)
         console.print(table)
         for title, results in _by_recipe(self._outcomes):
             console.print(_spread(title, results))
@@ -91,7 +92,7 @@ class Sweep:
 
 
 def _by_recipe(outcomes: list[Outcome]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Results of each recipe that more than one seed completed, with what tells it from the other recipes."""
+    """Results of each recipe with more than one seed, under the settings in which the recipes differ."""
     groups: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         if outcome.result is not None:
@@ -101,13 +102,13 @@ def _by_recipe(outcomes: list[Outcome]) -> list[tuple[str, list[dict[str, Any]]]
     found = []
     for members in groups.values():
         if len(members) > 1:
-            own = ", ".join(f"{key}={members[0].recipe.get(key)}" for key in differing)
-            found.append((own, [outcome.result for outcome in members if outcome.result is not None]))
+            title = ", ".join(f"{key}={members[0].recipe.get(key)}" for key in differing)
+            found.append((title, [outcome.result for outcome in members if outcome.result is not None]))
     return found
 
 
 def _spread(title: str, results: list[dict[str, Any]]) -> Table:
-    """Mean and range over the seeds, of mIoU and of every class: one seed is not a result."""
+    """Mean and range of mIoU and of each class's IoU over the seeds."""
     heading = f"{len(results)} seeds{f' of {title}' if title else ''}: IoU in %"
     table = Table("class", "mean", "lowest", "highest", "range", title=heading, title_justify="left")
     rows = {name: [result["iou"].get(name) for result in results] for name in results[0]["iou"]}

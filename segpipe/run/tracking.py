@@ -1,7 +1,7 @@
-"""What a run writes down while it runs: metrics.jsonl always, Weights & Biases when asked.
+"""Metrics of a run: metrics.jsonl always, Weights & Biases on request. Only rank 0 writes.
 
-metrics.jsonl is the record that everything else reads; wandb is a mirror of it. So an unreachable, crashed or absent
-wandb costs one warning and never a step of training. Only rank 0 writes.
+metrics.jsonl is the record that other code reads; wandb mirrors it. If wandb is unreachable or crashes, that costs one
+warning and never a step of training.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ import configparser
 import hashlib
 import importlib.util
 import json
-import math
 import netrc
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,19 +21,20 @@ from urllib.parse import urlsplit
 from rich.console import Console
 
 from segpipe.errors import ConfigError
+from segpipe.files import plain, write_atomically
 from segpipe.settings.config import Config, recipe, to_mapping
 
 FILE_NAME = "metrics.jsonl"
 _RESERVED = frozenset({"step", "kind", "time_s"})
-# One service under two names: wandb 0.31 moved its default and still reads the login of the former.
+# One service under two names: wandb 0.31 moved its default host and still accepts a login for the former one.
 _WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 
 
 def check_tracking(config: Config) -> None:
-    """Raise ConfigError when wandb was asked for but is not installed, or online without a login.
+    """Raise ConfigError if track=wandb, but wandb is not installed, or online without a login.
 
-    Looks where wandb itself looks for a key (WANDB_API_KEY, WANDB_IDENTITY_TOKEN_FILE, netrc, its settings files), asks
-    nobody and opens no connection, so it belongs before the first step. Whether the key is valid shows only online.
+    Looks where wandb looks for a key (WANDB_API_KEY, WANDB_IDENTITY_TOKEN_FILE, netrc, its settings files) and opens no
+    connection, so it can run before the first step. An invalid key shows only online.
     """
     if config.track.name != "wandb":
         return
@@ -42,22 +42,22 @@ def check_tracking(config: Config) -> None:
         raise ConfigError("track.name = wandb, but wandb is not installed. Run pip install wandb, or set track=none.")
     if config.track.mode == "online" and not _has_login():
         raise ConfigError(
-            "track.mode = online, but no wandb login was found. Run `wandb login` once, or set WANDB_API_KEY, "
-            "or record without an account by track.mode=offline."
+            "track.mode = online, but no wandb login was found. Run `wandb login` once, set WANDB_API_KEY, or record "
+            "without an account by track.mode=offline."
         )
 
 
 def _has_login() -> bool:
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    stored = _wandb_settings()
-    own_server = urlsplit(os.environ.get("WANDB_BASE_URL") or stored.get("base_url") or "").netloc
-    hosts = _WANDB_HOSTS if own_server in ("", *_WANDB_HOSTS) else (own_server,)
-    return bool(stored.get("api_key")) or _netrc_knows(hosts)
+    settings = _wandb_settings()
+    server = urlsplit(os.environ.get("WANDB_BASE_URL") or settings.get("base_url") or "").netloc
+    hosts = _WANDB_HOSTS if server in ("", *_WANDB_HOSTS) else (server,)
+    return bool(settings.get("api_key")) or _netrc_has_login(hosts)
 
 
 def _wandb_settings() -> dict[str, str]:
-    """The settings that `wandb login` and `wandb init` leave in files; the folder's own win."""
+    """Settings from the files of `wandb login` and `wandb init`; those of the working directory win."""
     folder = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
     parser = configparser.ConfigParser(interpolation=None)
     try:
@@ -67,10 +67,10 @@ def _wandb_settings() -> dict[str, str]:
     return dict(parser["default"]) if parser.has_section("default") else {}
 
 
-def _netrc_knows(hosts: tuple[str, ...]) -> bool:
+def _netrc_has_login(hosts: tuple[str, ...]) -> bool:
     chosen = os.environ.get("NETRC")
-    paths = [Path(chosen)] if chosen else [Path("~/.netrc"), Path("~/_netrc")]
-    path = next((found for found in (path.expanduser() for path in paths) if found.is_file()), None)
+    paths = (Path(name).expanduser() for name in ([chosen] if chosen else ["~/.netrc", "~/_netrc"]))
+    path = next((path for path in paths if path.is_file()), None)
     try:
         logins = netrc.netrc(path) if path else None
     except (netrc.NetrcParseError, OSError, UnicodeDecodeError):
@@ -80,27 +80,23 @@ def _netrc_knows(hosts: tuple[str, ...]) -> bool:
 
 
 def run_id(config: Config, run_dir: Path) -> str:
-    """16 hex digits by which wandb knows the run: a function of the folder's name and the recipe only.
+    """wandb's id of the run, 16 hex digits: a function of the folder's name and the recipe only.
 
-    What may differ when the same run goes on, `FREE_KEYS`, does not enter, so a resumed run continues its curve instead
-    of starting another.
+    Settings that may change on resume (`FREE_KEYS`) do not enter, so that a resumed run continues its curve.
     """
     text = json.dumps([run_dir.name, recipe(config)], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl as dictionaries, oldest first; empty when there is no file.
-
-    A line that a crash left torn is skipped.
-    """
-    return list(_whole_lines(path))
+    """Entries of a metrics.jsonl, oldest first; empty if there is no file. Lines damaged by a crash are skipped."""
+    return list(_entries(path))
 
 
-def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
+def _entries(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
-    for line in path.read_bytes().split(b"\n")[:-1]:  # what follows the last newline is empty or torn
+    for line in path.read_bytes().split(b"\n")[:-1]:  # after the last newline: nothing, or a torn line
         try:
             entry = json.loads(line)
         except ValueError:  # a block lost in a power failure
@@ -110,23 +106,28 @@ def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class Tracker:
-    """Appends what is logged to metrics.jsonl, and mirrors it; made by `open_tracker`."""
+    """Appends to metrics.jsonl and mirrors to wandb; created by `open_tracker`."""
 
-    def __init__(self, path: Path | None, mirror: _Wandb | None = None, *, earlier_s: float = 0.0) -> None:
+    def __init__(
+        self, path: Path | None, mirror: _Wandb | None = None, *, kept: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         self._file = path.open("a", encoding="utf-8") if path else None
+        self._kept = {(entry["step"], entry["kind"]) for entry in kept}
+        earlier_s = kept[-1]["time_s"] if kept else 0.0
         self._mirror = mirror
         self._start = time.monotonic() - earlier_s
 
     def log(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
-        """Append one line {"step", "kind", "time_s", **values}; NaN and infinities become null, as JSON has neither.
+        """Append one line {"step", "kind", "time_s", **values}; NaN and infinities become null.
 
-        time_s is the time since the run began, without the pauses between a crash and its resume. The line is handed to
-        the operating system before this returns, so it survives the process.
+        A line that an earlier session of the run has written is not written again. time_s is the training time of all
+        sessions, without the pauses between them. The line is flushed to the operating system, so it survives a crash
+        of the process.
         """
         clash = _RESERVED & values.keys()
         if clash:
-            raise ValueError(f"log() was given {', '.join(sorted(clash))} among its values; the line has its own.")
-        if self._file is None:
+            raise ValueError(f"log() sets {', '.join(sorted(clash))} itself; leave it out of the values.")
+        if self._file is None or (step, kind) in self._kept:
             return
         found = plain(values)
         elapsed = round(time.monotonic() - self._start, 3)
@@ -137,7 +138,7 @@ class Tracker:
             self._mirror.log(step, {f"{kind}/{name}": value for name, value in _scalars(found)})
 
     def close(self, exit_code: int = 0) -> None:
-        """Finish; wandb shows the run as failed when `exit_code` is not 0. Closing twice does nothing."""
+        """Close the file and finish the wandb run, failed if `exit_code` is not 0. A second call does nothing."""
         if self._file:
             self._file.close()
         if self._mirror:
@@ -146,54 +147,32 @@ class Tracker:
 
 
 def open_tracker(config: Config, run_dir: Path, resume_step: int | None, *, rank: int) -> Tracker:
-    """Tracker of this process; on any rank but 0 it writes nothing and starts nothing.
+    """Tracker of this process; on ranks above 0 it does nothing.
 
-    resume_step=None starts an empty metrics.jsonl. A number keeps the lines up to that step, drops the ones beyond it,
-    which will be written again, and cuts a torn last line; the file is replaced in one move.
+    resume_step=None starts an empty metrics.jsonl. A number keeps the lines up to that step; later ones will be written
+    again.
     """
     if rank != 0:
         return Tracker(None)
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / FILE_NAME
-    kept = [] if resume_step is None else [entry for entry in _whole_lines(path) if entry["step"] <= resume_step]
-    _rewrite(path, kept)
+    kept = [] if resume_step is None else [entry for entry in _entries(path) if entry["step"] <= resume_step]
+    write_atomically(path, "".join(json.dumps(entry, allow_nan=False) + "\n" for entry in kept).encode())
     mirror = _Wandb(config, run_dir, resume=resume_step is not None) if config.track.name == "wandb" else None
-    return Tracker(path, mirror, earlier_s=kept[-1]["time_s"] if kept else 0.0)
-
-
-def _rewrite(path: Path, entries: list[dict[str, Any]]) -> None:
-    draft = path.with_name(path.name + ".partial")
-    with draft.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(entry, allow_nan=False) + "\n" for entry in entries)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
-
-
-def plain(value: Any) -> Any:
-    """`value` in JSON's types; arrays and tensors become lists, what is not finite becomes None."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    return Tracker(path, mirror, kept=kept)
 
 
 def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Names and values, those of a list under its name and their place: a curve for each rank."""
+    """Names and values. A list becomes one curve for each index (rank), named NAME/INDEX."""
     for name, value in values.items():
         if isinstance(value, list):
-            yield from ((f"{name}/{place}", item) for place, item in enumerate(value))
+            yield from ((f"{name}/{index}", item) for index, item in enumerate(value))
         else:
             yield name, value
 
 
 class _Wandb:
-    """The one wandb run of a training run. Whatever it raises is said once, and ends the mirror, not the training."""
+    """The wandb run that mirrors metrics.jsonl. Its first exception prints a warning and ends the mirror."""
 
     def __init__(self, config: Config, run_dir: Path, *, resume: bool) -> None:
         self._run: Any = None
@@ -205,21 +184,21 @@ class _Wandb:
     @staticmethod
     def _start(config: Config, run_dir: Path, resume: bool) -> Any:
         if config.track.mode == "offline":
-            # wandb 0.31 reports its own start over the network even when offline, unless told not to.
+            # wandb 0.31 sends a report of its start over the network even offline, unless this is set.
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        import wandb  # a second and a service process: paid only by runs that use it
+        import wandb  # takes a second and starts a service process
 
         return wandb.init(
             project=config.track.project,
             entity=config.track.entity or None,
             name=config.run.name,
             id=run_id(config, run_dir),
-            resume="allow" if resume else None,  # None: a run that starts anew replaces the one of the same id
+            resume="allow" if resume else None,  # None replaces an earlier run with this id
             dir=str(run_dir),
             mode="offline" if config.track.mode == "offline" else "online",
             config=to_mapping(config),
             save_code=False,
-            # silent and console=off keep wandb's hands off our output; there is nobody to answer a prompt.
+            # Leave our output alone and never prompt.
             settings=wandb.Settings(silent=True, console="off"),
         )
 
@@ -242,7 +221,7 @@ class _Wandb:
     def _give_up(self, error: Exception) -> None:
         self._run = None
         Console(stderr=True).print(
-            f"wandb stopped: {type(error).__name__}: {error}. Training goes on; {FILE_NAME} holds every value.",
+            f"wandb stopped: {type(error).__name__}: {error}. Training continues; {FILE_NAME} has every value.",
             style="yellow",
             markup=False,
             highlight=False,

@@ -1,8 +1,12 @@
-"""The exported network on the robot: a frame in, an answer or a reason out. Needs numpy and onnxruntime only."""
+"""Runs an exported network on a robot: a frame in, a mask or the reason for none out. Needs numpy and onnxruntime.
 
-from segpipe.runtime.artifact import Artifact, ArtifactError, SelfTestError, read_artifact
-from segpipe.runtime.segmenter import Segmenter
-from segpipe.runtime.status import NO_ANSWER, Result, Status
+Imports are relative, so that the folder also works under another package name.
+"""
+
+from .artifact import Artifact, ArtifactError, SelfTestError, read_artifact, read_sums
+from .frames import NO_ANSWER, Result, Status
+from .segmenter import Segmenter
+from .session import make_session
 
 __all__ = [
     "NO_ANSWER",
@@ -12,5 +16,7 @@ __all__ = [
     "Segmenter",
     "SelfTestError",
     "Status",
+    "make_session",
     "read_artifact",
+    "read_sums",
 ]

@@ -1,10 +1,11 @@
-"""The folder that an export left: every file is compared with its checksum before anything in it is used."""
+"""Reads an exported folder. Every file is compared with its checksum before any of them is used."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -12,42 +13,94 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from segpipe.runtime.shapes import Shapes
-
 FORMAT = "segpipe-export/2"
 PROFILE = "robot"
 SUMS = "SHA256SUMS"
 MANIFEST = "manifest.json"
-MANIFEST_KEY = "segpipe"  # of ONNX metadata_props: where a file holds the same
-EXPORT_AGAIN = "Copy the whole folder again, or export again with scripts/export.py."
+MANIFEST_KEY = "segpipe"  # key in an ONNX file's metadata_props that holds a copy of the manifest
+EXPORT_AGAIN = "Copy the whole folder again, or export again."
+Shape = tuple[int, ...]
 
 
 class ArtifactError(Exception):
-    """The folder is incomplete, altered, or of another format: nothing in it is used."""
+    """The folder is incomplete, altered, or of another format; nothing in it is used."""
 
     exit_code = 7
 
 
 class SelfTestError(ArtifactError):
-    """The files are whole, but on this machine they give other answers than where they were made."""
+    """The files are intact, but this machine computes other answers than the one that exported them."""
 
     exit_code = 4
 
 
+def resolved(axes: Sequence[int | str], lengths: Mapping[str, int]) -> Shape:
+    """The manifest's `axes` as numbers; "height/8" is an eighth of the length of `height`."""
+    return tuple(axis if isinstance(axis, int) else _resolved(axis, lengths) for axis in axes)
+
+
+def _resolved(axis: str, lengths: Mapping[str, int]) -> int:
+    name, _, stride = axis.partition("/")
+    return lengths[name] // int(stride or 1)
+
+
+def exported_lengths(io: Mapping[str, Any]) -> dict[str, int]:
+    """Length of each free axis at export; empty for a file of one fixed shape."""
+    return {axis: int(entry["exported"]) for axis, entry in io.get("free", {}).items()}
+
+
+class Shapes:
+    """Shapes of frames and of their answers, without the batch axis, from `io` of a manifest."""
+
+    def __init__(self, io: Mapping[str, Any]) -> None:
+        self._frame: Sequence[int | str] = io["inputs"][0]["shape"][1:]
+        self._answers: list[Sequence[int | str]] = [entry["shape"][1:] for entry in io["outputs"]]
+        self._free: Mapping[str, Mapping[str, int]] = io.get("free", {})
+        self.exported = resolved(self._frame, exported_lengths(io))
+        # Use all entries once, so that an incomplete manifest fails when it is read and not at some frame.
+        if not self.fits(self.exported) or not self.answers(self.exported):
+            raise ValueError(f"io: the exported shape {self.exported} violates its own free axes")
+
+    def fits(self, shape: Shape) -> bool:
+        """Whether the model accepts a frame of this shape."""
+        return len(shape) == len(self._frame) and all(map(self._is_within, shape, self._frame))
+
+    def answers(self, shape: Shape) -> list[Shape]:
+        """Shapes of the answers to an accepted frame."""
+        lengths = {axis: length for axis, length in zip(self._frame, shape, strict=True) if isinstance(axis, str)}
+        return [resolved(axes, lengths) for axes in self._answers]
+
+    def describe(self) -> str:
+        """Height x width of accepted frames, such as `360x480`, or `64 to 96 in steps of 4 x 480`."""
+        lengths = [str(axis) if isinstance(axis, int) else self._range(axis) for axis in self._frame[:2]]
+        return ("x" if all(isinstance(axis, int) for axis in self._frame[:2]) else " x ").join(lengths)
+
+    def _range(self, axis: str) -> str:
+        entry = self._free[axis]
+        last = f" to {entry['max']}" if "max" in entry else " or more"
+        return f"{entry['min']}{last} in steps of {entry['multiple']}"
+
+    def _is_within(self, length: int, axis: int | str) -> bool:
+        if isinstance(axis, int):
+            return length == axis
+        entry = self._free[axis]
+        return entry["min"] <= length <= entry.get("max", length) and length % entry["multiple"] == 0
+
+
 @dataclass(frozen=True)
 class Golden:
-    """Frames with the answers of the trained network: uint8 (n, H, W, 3), (n, H, W), (n, h, w)."""
+    """Frames with the trained network's answers: uint8 (n, H, W, 3), (n, H, W), (n, h, w)."""
 
     image: NDArray[np.uint8]
     mask: NDArray[np.uint8]
     confidence: NDArray[np.uint8]
-    image_agreement: float  # smallest share of equal pixels that passes
-    confidence_levels: int  # largest difference that passes
+    image_agreement: float  # smallest fraction of equal mask pixels that passes
+    confidence_levels: int  # largest difference of confidence that passes
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """What was read from the folder; `model` holds the very bytes whose checksum was compared."""
+    """Content of an exported folder; `model` holds the very bytes whose checksum was compared."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -59,27 +112,27 @@ class Artifact:
 
     @property
     def palette(self) -> NDArray[np.uint8]:
-        """Colours of the classes, uint8 (C, 3) RGB."""
+        """Class colors, uint8 (C, 3) RGB."""
         return np.array([entry["color"] for entry in self.manifest["classes"]], dtype=np.uint8)
 
 
 def read_artifact(folder: Path | str, *, precision: str = "fp32") -> Artifact:
-    """The artefact in `folder`, its ONNX file being the one of `precision`.
+    """The exported folder with its ONNX file of the given precision.
 
-    Raises ArtifactError that names the first file that is missing, altered or not understood.
+    Raises ArtifactError, which names the first file that is missing, altered or malformed.
     """
     folder = Path(folder)
-    sums = _read_sums(folder)
+    sums = read_sums(folder)
     if MANIFEST not in sums:
         raise ArtifactError(f"{folder / SUMS} does not list {MANIFEST}. {EXPORT_AGAIN}")
-    for name in sorted(sums):
-        _read(folder, name, sums, keep=False)
+    for name in sorted(sums):  # all of them, also those that are not read here
+        _read(folder, name, sums)
     manifest = _parse(folder, _read(folder, MANIFEST, sums))
     profile = manifest.get("profile", PROFILE)
     if profile != PROFILE:
         raise ArtifactError(
-            f"{folder} has profile {profile}, but {PROFILE} was needed here: uint8 frames in, mask and confidence out. "
-            f"Export with export.profile={PROFILE}."
+            f"{folder} has profile {profile}, but the runtime needs {PROFILE}: uint8 frames in, mask and confidence "
+            f"out. Export with export.profile={PROFILE}."
         )
     try:
         name, shapes = _model_file(folder, manifest, precision), Shapes(manifest["io"])
@@ -94,41 +147,43 @@ def read_artifact(folder: Path | str, *, precision: str = "fp32") -> Artifact:
         )
     except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise ArtifactError(
-            f"{folder / MANIFEST} is not as {FORMAT} has it ({type(error).__name__}: {error}). {EXPORT_AGAIN}"
+            f"{folder / MANIFEST} does not follow {FORMAT} ({type(error).__name__}: {error}). {EXPORT_AGAIN}"
         ) from error
 
 
-def _read_sums(folder: Path) -> dict[str, str]:
-    """Hex digest by name, from lines `digest  name` as sha256sum writes them."""
+def read_sums(folder: Path) -> dict[str, str]:
+    """SHA-256 in hex by file name, from SHA256SUMS in the format of `sha256sum`.
+
+    Raises ArtifactError when the file cannot be read, a line is malformed, or a name points out of the folder.
+    """
     path = folder / SUMS
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ArtifactError(f"{path} cannot be read ({error}); an exported folder was needed. {EXPORT_AGAIN}") from None
+        raise ArtifactError(f"{path} cannot be read ({error}); expected an exported folder. {EXPORT_AGAIN}") from None
     sums = {}
     for line in lines:
         digest, _, name = line.partition("  ")
         parts = PurePosixPath(name).parts
         if len(digest) != 64 or not parts or ".." in parts or PurePosixPath(name).is_absolute():
-            raise ArtifactError(f"{path} has the line {line[:100]!r}, but a digest and a name were needed.")
+            raise ArtifactError(f"{path} has the line {line[:100]!r}, but a digest and a file name were needed.")
         sums[name] = digest
     return sums
 
 
-def _read(folder: Path, name: str, sums: dict[str, str], *, keep: bool = True) -> bytes:
-    """Content of a listed file, compared with its checksum; without `keep` it is compared alone."""
+def _read(folder: Path, name: str, sums: Mapping[str, str]) -> bytes:
+    """Content of a listed file, after comparing it with its checksum."""
     if name not in sums:
         raise ArtifactError(f"{folder / SUMS} does not list {name}. {EXPORT_AGAIN}")
     try:
-        with (folder / name).open("rb") as file:
-            content = file.read() if keep else b""
-            digest = hashlib.sha256(content) if keep else hashlib.file_digest(file, "sha256")
+        content = (folder / name).read_bytes()
     except OSError as error:
         raise ArtifactError(f"{folder / name} cannot be read: {error.strerror}. {EXPORT_AGAIN}") from None
-    if digest.hexdigest() != sums[name]:
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != sums[name]:
         raise ArtifactError(
-            f"{folder / name} has sha256 {digest.hexdigest()[:12]}..., but {SUMS} says {sums[name][:12]}...: it was "
-            f"altered or is torn. {EXPORT_AGAIN}"
+            f"{folder / name} has sha256 {digest[:12]}..., but {SUMS} says {sums[name][:12]}...: it was altered or "
+            f"truncated. {EXPORT_AGAIN}"
         )
     return content
 
@@ -137,28 +192,28 @@ def _parse(folder: Path, text: bytes) -> dict[str, Any]:
     try:
         manifest = json.loads(text)
     except ValueError as error:
-        raise ArtifactError(f"{folder / MANIFEST} is no JSON ({error}). {EXPORT_AGAIN}") from None
+        raise ArtifactError(f"{folder / MANIFEST} is not JSON ({error}). {EXPORT_AGAIN}") from None
     found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
     if found != FORMAT:
         raise ArtifactError(f"{folder / MANIFEST} has format {found!r}, but {FORMAT!r} was needed. {EXPORT_AGAIN}")
     return dict(manifest)
 
 
-def _model_file(folder: Path, manifest: dict[str, Any], precision: str) -> str:
-    """Name of the ONNX file of `precision`."""
+def _model_file(folder: Path, manifest: Mapping[str, Any], precision: str) -> str:
+    """Name of the ONNX file of the given precision."""
     files = {name: entry for name, entry in manifest["files"].items() if entry["format"] == "onnx"}
     for name, entry in files.items():
         if entry["precision"] == precision:
             return str(name)
-    there = ", ".join(f"{name} ({entry['precision']})" for name, entry in files.items()) or "none"
+    available = ", ".join(f"{name} ({entry['precision']})" for name, entry in files.items()) or "none"
     raise ArtifactError(
-        f"{folder} has no ONNX file of precision {precision}; it has {there}. Choose one of these, or export with "
+        f"{folder} has no ONNX file of precision {precision}, only: {available}. Choose one of these, or export with "
         "export.formats=[onnx]."
     )
 
 
 def _golden(
-    folder: Path, manifest: dict[str, Any], shapes: Shapes, sums: dict[str, str], model: dict[str, Any]
+    folder: Path, manifest: Mapping[str, Any], shapes: Shapes, sums: Mapping[str, str], model: Mapping[str, Any]
 ) -> Golden:
     arrays = {}
     for part in ("image", "mask", "confidence"):
@@ -166,10 +221,10 @@ def _golden(
         try:
             arrays[part] = np.load(io.BytesIO(content), allow_pickle=False)
         except (ValueError, EOFError) as error:
-            raise ArtifactError(f"{folder}/golden/{part}.npy is no numpy array ({error}). {EXPORT_AGAIN}") from None
+            raise ArtifactError(f"{folder}/golden/{part}.npy is not a numpy array ({error}). {EXPORT_AGAIN}") from None
     limits = manifest["golden"]
-    # The answers are those of the trained network. A file of reduced precision was this far from them where it was
-    # exported, and gets the room between two machines on top.
+    # The answers are those of the trained fp32 network. A model of reduced precision differed from them by this much
+    # where it was exported; the tolerance between two machines comes on top.
     golden = Golden(
         **arrays,
         image_agreement=limits["image_agreement"] - 1 + model.get("golden_agreement", 1),

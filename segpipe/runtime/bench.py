@@ -1,4 +1,4 @@
-"""How fast and how steadily an artefact answers on this machine, and how steady the machine itself is."""
+"""Latency of an artifact on this machine and its spread, beside that of a fixed workload; growth of memory."""
 
 from __future__ import annotations
 
@@ -17,44 +17,46 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from segpipe.runtime.segmenter import Segmenter
+from .segmenter import Segmenter
 
-FLAT_MIB = 4.0  # growth that still counts as none: allocators take and return pages; 0.5 KiB a frame in 9,000 is a leak
+FLAT_MIB = (
+    4.0  # growth that counts as none: allocators take and return pages; a leak of 0.5 KiB in 9,000 frames is more
+)
 _WARMUP = 10
 
 
 class Series(NamedTuple):
-    """Calls, float64 in ms: by the clock, and computing of the calling thread, without its waiting for a core."""
+    """Durations of calls in ms, float64: wall time, and CPU time of the calling thread."""
 
     times_ms: NDArray[np.float64]
     cpu_ms: NDArray[np.float64]
 
 
 def bench(segmenter: Segmenter, frames: int, threads: int) -> dict[str, Any]:
-    """Latencies of `infer` as a whole, of the run alone, and of the run without host copies; then the memory.
+    """Latencies of `infer`, of the bare run, and of the run without host copies; memory growth over the `infer` calls.
 
-    The golden frames take turns, in the size of the artefact. `steadiness` sets the spread of `infer` beside that of
-    plain hashing that takes as long (`machine`): what both have is this machine's doing, not the network's.
-    `memory_growth_mib` is that of the resident memory over the last nine tenths of the `infer` calls: what is
-    allocated once comes before. None where the system does not tell, and then `memory_flat` too.
+    Cycles through the golden frames. `steadiness` compares the spread of `infer` with that of hashing that takes as
+    long (`machine`): spread that both show comes from the machine, not from the network. `memory_growth_mib` is
+    the growth of resident memory over the last nine tenths of the `infer` calls, after one-time allocations; it and
+    `memory_flat` are None where the system does not report it.
     """
     images = _images(segmenter)
-    turns = cycle(images)
+    endless = cycle(images)
     statuses: Counter[str] = Counter()
 
     def infer() -> None:
-        statuses[segmenter.infer(next(turns)).status] += 1
+        statuses[segmenter.infer(next(endless)).status] += 1
 
-    marks: list[float | None] = []
+    resident: list[float | None] = []
     collections = _collections()
-    inferred = _timed(infer, frames, at=frames // 10, look=lambda: marks.append(resident_mib()))
-    marks.append(resident_mib())
+    inferred = _timed(infer, frames, at=frames // 10, action=lambda: resident.append(resident_mib()))
+    resident.append(resident_mib())
     collections = _collections() - collections
     others = min(frames, 1000)
     machine = _timed(fixed_work(float(np.median(inferred.times_ms))), others)
     run = _timed(lambda: segmenter.session.run(images[0]), others)
     bound = _timed(segmenter.session.bound(images[0]), others)
-    before, after = marks
+    before, after = resident
     growth = None if before is None or after is None else round(after - before, 2)
     return {
         "model_id": segmenter.artifact.model_id,
@@ -73,26 +75,23 @@ def bench(segmenter: Segmenter, frames: int, threads: int) -> dict[str, Any]:
 
 
 def percentiles(times_ms: NDArray[np.float64]) -> dict[str, float | int]:
-    """p50, p90 and p99 in ms, and of how many."""
-    values = np.percentile(times_ms, (50, 90, 99))
-    return {
-        **{f"p{share}_ms": round(float(v), 3) for share, v in zip((50, 90, 99), values, strict=True)},
-        "n": len(times_ms),
-    }
+    """p50, p90 and p99 in ms, and their number `n`."""
+    p50, p90, p99 = (round(float(value), 3) for value in np.percentile(times_ms, (50, 90, 99)))
+    return {"p50_ms": p50, "p90_ms": p90, "p99_ms": p99, "n": len(times_ms)}
 
 
 def spread(times_ms: NDArray[np.float64]) -> float:
-    """p99 over p50."""
+    """p99 / p50."""
     return round(float(np.percentile(times_ms, 99) / max(np.percentile(times_ms, 50), 1e-9)), 3)
 
 
 def steadiness(series: Series) -> dict[str, float]:
-    """p99 over p50 by the clock, and of the computing alone."""
+    """p99 / p50 of wall time and of CPU time."""
     return {"p99_over_p50": spread(series.times_ms), "cpu_p99_over_p50": spread(series.cpu_ms)}
 
 
 def fixed_work(wanted_ms: float) -> Callable[[], object]:
-    """A call that does the same work every time and takes about `wanted_ms`: hashing of a buffer."""
+    """A function that always does the same work, hashing a buffer, and takes about `wanted_ms`."""
     sample = bytes(2**20)
     sample_ms = min(_once(lambda: hashlib.sha256(sample))[0] for _ in range(5))
     buffer = bytes(max(1, int(len(sample) * wanted_ms / sample_ms)))
@@ -100,7 +99,7 @@ def fixed_work(wanted_ms: float) -> Callable[[], object]:
 
 
 def processor() -> str:
-    """The CPU's name, or its kind where the system does not tell."""
+    """Name of the CPU, or its architecture where the system does not report a name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -110,7 +109,7 @@ def processor() -> str:
 
 
 def resident_mib() -> float | None:
-    """Resident memory of this process; None where the system does not tell."""
+    """Resident memory of this process; None where the system does not report it."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, IndexError, ValueError):
@@ -119,7 +118,7 @@ def resident_mib() -> float | None:
 
 
 def _images(segmenter: Segmenter) -> list[NDArray[np.uint8]]:
-    """Golden frames; a single one and the same upside down, which is as bright, since alone it would look frozen."""
+    """The golden frames. A single one would look frozen, so it alternates with itself upside down, equally bright."""
     golden = segmenter.artifact.golden.image
     return list(golden) if len(golden) > 1 else [golden[0], golden[0][::-1].copy()]
 
@@ -129,20 +128,22 @@ def _collections() -> int:
     return sum(generation["collections"] for generation in gc.get_stats())
 
 
-def _timed(call: Callable[[], object], count: int, *, at: int = 0, look: Callable[[], object] = lambda: None) -> Series:
-    """Times of `count` calls; `look` is called before the call number `at`."""
+def _timed(
+    call: Callable[[], object], count: int, *, at: int = 0, action: Callable[[], object] = lambda: None
+) -> Series:
+    """Times of `count` calls after a warm-up; runs `action` once, before call number `at`."""
     for _ in range(_WARMUP):
         call()
     series = Series(np.zeros(count), np.zeros(count))
-    for place in range(count):
-        if place == at:
-            look()
-        series.times_ms[place], series.cpu_ms[place] = _once(call)
+    for index in range(count):
+        if index == at:
+            action()
+        series.times_ms[index], series.cpu_ms[index] = _once(call)
     return series
 
 
 def _once(call: Callable[[], object]) -> tuple[float, float]:
-    """Milliseconds by the clock and of this thread's computing."""
+    """Wall time and CPU time of this thread, in ms."""
     cpu, start = time.thread_time(), time.perf_counter()
     call()
     return (time.perf_counter() - start) * 1e3, (time.thread_time() - cpu) * 1e3

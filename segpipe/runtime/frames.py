@@ -1,21 +1,55 @@
-"""Whether a frame is worth an answer: how dark and how bright it is, and whether the camera still moves."""
+"""The result of a frame, and the checks before inference: brightness, and whether the camera still sends new frames."""
 
 from __future__ import annotations
 
 import math
+from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from segpipe.runtime.status import Status
+NO_ANSWER = 255  # mask value where there is no answer; no class has this id
+DARK_LEVEL, BRIGHT_LEVEL = 8, 247  # a pixel is dark if no channel is above, bright if no channel is below
+_MAX_PIXELS = 65536  # looked at for brightness, which takes half a millisecond
 
-DARK_LEVEL, BRIGHT_LEVEL = 8, 247  # a pixel is dark when no channel is above, bright when none is below
-_PIXELS = 65536  # no more are looked at, which takes half a millisecond
+
+class Status(str, Enum):  # noqa: UP042, enum.StrEnum came with Python 3.11
+    """Why there is an answer or not. Other programs read these names: never rename one."""
+
+    OK = "OK"
+    BAD_SHAPE = "BAD_SHAPE"  # not (height, width, 3) of a size that the model takes
+    BAD_DTYPE = "BAD_DTYPE"  # not a uint8 array
+    STALE = "STALE"  # the stamp is too old, too far ahead, or not a number
+    TOO_DARK = "TOO_DARK"  # darker than any training image
+    SATURATED = "SATURATED"  # brighter than any training image
+    FROZEN = "FROZEN"  # the same bytes again and again
+    DEADLINE = "DEADLINE"  # no answer in time
+    ERROR = "ERROR"  # anything else; Segmenter.last_error has the message
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    def __format__(self, spec: str) -> str:  # without it, Python 3.10 and 3.12 differ
+        return format(str(self.value), spec)
+
+
+class Result(NamedTuple):
+    """Answer to one frame. Unless `status` is OK, `mask` is 255 and `confidence` 0 everywhere.
+
+    Shapes: mask uint8 (H, W), class ids; confidence uint8 (h, w) at the output stride, 255 * probability. A frame of a
+    wrong size gets the shapes of the exported size.
+    """
+
+    status: Status
+    mask: NDArray[np.uint8]
+    confidence: NDArray[np.uint8]
+    latency_ms: float
+    model_id: str
 
 
 class Levels(NamedTuple):
-    """Brightness of a frame: mean level over all channels, shares of dark and of bright pixels."""
+    """Brightness of a frame: mean over all channels, fractions of dark and of bright pixels."""
 
     mean: float
     dark_share: float
@@ -23,7 +57,7 @@ class Levels(NamedTuple):
 
 
 class FrameLimits(NamedTuple):
-    """Outside of these a frame gets no answer; the export derives them from training images."""
+    """Range of brightness in which frames are answered; the export derives it from training images."""
 
     min_mean: float
     max_mean: float
@@ -32,7 +66,7 @@ class FrameLimits(NamedTuple):
 
     @classmethod
     def from_manifest(cls, entry: dict[str, Any]) -> FrameLimits:
-        """Limits as `frame_limits` of the manifest has them."""
+        """Limits from the manifest's `frame_limits`."""
         return cls(**{name: float(entry[name]) for name in cls._fields})
 
     def status(self, levels: Levels) -> Status:
@@ -44,37 +78,37 @@ class FrameLimits(NamedTuple):
         return Status.OK
 
 
-def thin(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Every n-th row and column of an image (H, W, 3), a view: brightness needs no more."""
-    step = math.ceil(math.sqrt(image.shape[0] * image.shape[1] / _PIXELS))
+def subsample(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """View of every n-th row and column of an image (H, W, 3), about 65,536 pixels."""
+    step = math.ceil(math.sqrt(image.shape[0] * image.shape[1] / _MAX_PIXELS))
     return image[::step, ::step]
 
 
 def levels(image: NDArray[np.uint8]) -> Levels:
-    """Brightness of an image uint8 (H, W, 3), of the pixels that `thin` keeps."""
-    red, green, blue = np.moveaxis(thin(image), -1, 0)
+    """Brightness of an image uint8 (H, W, 3), measured on its `subsample`."""
+    red, green, blue = np.moveaxis(subsample(image), -1, 0)
     highest = np.maximum(np.maximum(red, green), blue)
     lowest = np.minimum(np.minimum(red, green), blue)
     mean = (red.mean() + green.mean() + blue.mean()) / 3
     return Levels(float(mean), float((highest <= DARK_LEVEL).mean()), float((lowest >= BRIGHT_LEVEL).mean()))
 
 
-class Repetition:
-    """Counts how often in a row the same frame came: a sensor's noise never repeats, a frozen driver's buffer does."""
+class RepeatCounter:
+    """Counts identical frames in a row. Sensor noise never repeats; the buffer of a hung driver does."""
 
     def __init__(self) -> None:
         self._last: NDArray[np.uint8] | None = None
         self._count = 0
 
     def count(self, image: NDArray[np.uint8]) -> int:
-        """How often `image` (H, W, 3) came directly before; 0 when the last frame was another."""
+        """Number of identical frames directly before this image (H, W, 3)."""
         last = self._last
-        if last is not None and np.array_equal(thin(image), thin(last)) and np.array_equal(image, last):
+        if last is not None and np.array_equal(subsample(image), subsample(last)) and np.array_equal(image, last):
             self._count += 1
             return self._count
         self._count = 0
         if last is None or last.shape != image.shape:
             self._last = image.copy()
-        else:  # drivers reuse their buffers, so a reference would always be equal
+        else:  # copy: drivers reuse their buffers, so a reference would always compare equal
             np.copyto(last, image)
         return 0

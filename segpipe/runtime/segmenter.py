@@ -1,4 +1,4 @@
-"""Frame by frame: checks, the network within its deadline, and never an answer that is not of this frame."""
+"""Frame by frame: input checks, inference within its deadline, and never the answer of another frame."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from segpipe.runtime.artifact import Artifact, ArtifactError, read_artifact
-from segpipe.runtime.frames import FrameLimits, Repetition, levels
-from segpipe.runtime.session import DeadlineError, Session
-from segpipe.runtime.status import NO_ANSWER, Result, Status
+from .artifact import Artifact, ArtifactError, read_artifact
+from .frames import NO_ANSWER, FrameLimits, RepeatCounter, Result, Status, levels
+from .session import DeadlineError, Session
 
 _WARMUP = 3  # onnxruntime plans its memory in the first runs
 Masks = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 
 
 class Segmenter:
-    """Answers frames with an exported network; made by `Segmenter.load`. Calls from several threads wait in line."""
+    """Answers frames with an exported network; create it with `Segmenter.load`. Thread-safe, one frame at a time."""
 
     def __init__(
         self,
@@ -39,10 +38,10 @@ class Segmenter:
         self.max_age_s = max_age_s
         self.frozen_after = frozen_after
         self.clock = clock
-        self.last_error = ""  # what the last ERROR was
+        self.last_error = ""  # message of the last ERROR
         self._num_classes = len(artifact.manifest["classes"])
         self._limits = FrameLimits.from_manifest(artifact.manifest["frame_limits"])
-        self._repetition = Repetition()
+        self._repeats = RepeatCounter()
         self._lock = threading.Lock()
 
     @classmethod
@@ -58,11 +57,11 @@ class Segmenter:
         clock: Callable[[], float] = time.time,
         providers: Sequence[str] = ("CPUExecutionProvider",),
     ) -> Segmenter:
-        """A segmenter whose files were compared with their checksums and whose golden answers were repeated here.
+        """A warmed-up segmenter, after its checksums were compared and its golden frames repeated on this machine.
 
-        deadline_ms: time from the call of `infer` to its answer, None for none. threads: of one run. max_age_s: how
-        far a stamp may be from `clock()`. frozen_after: how many repetitions of a frame make it FROZEN, 0 for never.
-        Raises ArtifactError (altered or foreign files), SelfTestError (other answers on this machine), ValueError.
+        deadline_ms: from the call of `infer` to its answer; None for no deadline. threads: per run. max_age_s: largest
+        difference of a stamp and `clock()`. frozen_after: repetitions of a frame that make it FROZEN; 0 for never.
+        Raises ArtifactError (altered or unknown files), SelfTestError (other answers on this machine), ValueError.
         """
         for name, value, fits in (
             ("deadline_ms", deadline_ms, deadline_ms is None or 0 < deadline_ms < math.inf),
@@ -87,13 +86,13 @@ class Segmenter:
                 clock=clock,
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise ArtifactError(f"the manifest in {artifact.folder} lacks what was needed: {error!r}.") from error
+            raise ArtifactError(f"the manifest in {artifact.folder} is incomplete: {error!r}.") from error
 
     def infer(self, image: NDArray[np.uint8], stamp: float | None = None) -> Result:
-        """Answer to a frame uint8 (H, W, 3) RGB; never raises for a frame, whatever it is.
+        """Answer to a frame uint8 (H, W, 3) RGB; never raises because of a frame.
 
-        stamp: when the frame was taken, in seconds of `clock`; None turns the check for STALE off. latency_ms counts
-        from the call, waiting for another thread's frame included.
+        stamp: when the frame was taken, in seconds of `clock`; None skips the check for STALE. latency_ms counts from
+        the call and includes waiting for another thread's frame.
         """
         start = time.perf_counter()
         due = math.inf if self.deadline_ms is None else start + self.deadline_ms / 1e3
@@ -102,7 +101,7 @@ class Segmenter:
                 status, masks = self._answer(image, stamp, due)
             except DeadlineError:
                 status, masks = Status.DEADLINE, None
-            except Exception as error:  # a robot needs the next frame more than the traceback of this one
+            except Exception as error:  # a robot needs the next frame more than a traceback of this one
                 self.last_error = f"{type(error).__name__}: {error}"
                 status, masks = Status.ERROR, None
         if masks is not None and time.perf_counter() > due:
@@ -117,7 +116,7 @@ class Segmenter:
         return Result(status, *self._no_answer(None), 0.0, self.artifact.model_id)
 
     def _answer(self, image: NDArray[np.uint8], stamp: float | None, due: float) -> tuple[Status, Masks | None]:
-        status = self._look(image, stamp)
+        status = self._check(image, stamp)
         if status is not Status.OK:
             return status, None
         mask, confidence = self.session.run(image, due)
@@ -126,16 +125,16 @@ class Segmenter:
             raise ValueError(f"mask holds id {highest}, but there are {self._num_classes} classes")
         return Status.OK, (mask, confidence)
 
-    def _look(self, image: NDArray[np.uint8], stamp: float | None) -> Status:
-        """What is wrong with a frame before the network has seen it."""
+    def _check(self, image: NDArray[np.uint8], stamp: float | None) -> Status:
+        """OK, or why the network does not get to see this frame."""
         if not isinstance(image, np.ndarray):
             return Status.BAD_DTYPE
         if not self.artifact.shapes.fits(image.shape):
             return Status.BAD_SHAPE
         if image.dtype != np.uint8:
             return Status.BAD_DTYPE
-        repeated = self._repetition.count(image) if self.frozen_after else 0
-        if stamp is not None and not abs(self.clock() - stamp) <= self.max_age_s:  # so written, NaN is stale
+        repeated = self._repeats.count(image) if self.frozen_after else 0
+        if stamp is not None and not abs(self.clock() - stamp) <= self.max_age_s:  # negated, so that NaN is stale
             return Status.STALE
         status = self._limits.status(levels(image))
         if status is Status.OK and self.frozen_after and repeated >= self.frozen_after:
@@ -143,7 +142,7 @@ class Segmenter:
         return status
 
     def _no_answer(self, image: NDArray[np.uint8] | None) -> Masks:
-        """Of the size of the frame, or of the exported one when the frame does not fit."""
+        """Empty answer in the size of the frame, or in the exported size when the frame does not fit."""
         shapes = self.artifact.shapes
         fits = isinstance(image, np.ndarray) and shapes.fits(image.shape)
         mask, confidence = shapes.answers(image.shape if image is not None and fits else shapes.exported)

@@ -1,4 +1,4 @@
-"""The network in onnxruntime, with runs that end at a deadline."""
+"""The network in onnxruntime: loading, identity, golden frames, and runs that end at a deadline."""
 
 from __future__ import annotations
 
@@ -15,23 +15,46 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from segpipe.runtime.artifact import EXPORT_AGAIN, MANIFEST_KEY, Artifact, ArtifactError, SelfTestError
+from .artifact import EXPORT_AGAIN, MANIFEST_KEY, Artifact, ArtifactError, SelfTestError
 
-_FATAL = 4  # onnxruntime would print every aborted run as an error
+_FATAL = 4  # log severity: errors are raised, and every run that a deadline ends would be logged as one
 Bytes = NDArray[np.uint8]
 
 
+def make_session(
+    model: bytes,
+    *,
+    threads: int = 1,
+    providers: Sequence[str] = ("CPUExecutionProvider",),
+    optimize: bool = True,
+) -> Any:
+    """onnxruntime.InferenceSession of an ONNX model, on `threads` CPU threads that sleep while they wait.
+
+    optimize=False runs the graph node by node as written. Raises whatever onnxruntime raises.
+    """
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    # Spinning threads would each take a core from the rest of the robot.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.inter_op.allow_spinning", "0")
+    options.log_severity_level = _FATAL
+    if not optimize:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return onnxruntime.InferenceSession(model, options, providers=list(providers))
+
+
 class DeadlineError(Exception):
-    """A run was ended because its time was up."""
+    """A run was ended at its deadline."""
 
 
 class Watchdog:
-    """One thread that sleeps until a run is overdue and then ends it; starting a thread per frame costs more."""
+    """One thread that sleeps until a run is overdue and then ends it. A new thread per frame would cost more."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._due = math.inf
-        self._wakes = math.inf  # when the thread looks again by itself
+        self._wakes = math.inf  # when the thread wakes up by itself
         self._options: Any = None
         self._closed = False
         self.thread = threading.Thread(target=self._watch, name="segpipe-deadline", daemon=True)
@@ -39,11 +62,11 @@ class Watchdog:
 
     @contextlib.contextmanager
     def ending(self, options: Any, due: float) -> Iterator[None]:
-        """While inside, runs with these onnxruntime.RunOptions end at `due`, a time of time.perf_counter."""
+        """Context in which runs with these onnxruntime.RunOptions end at `due`, a time of time.perf_counter."""
         with self._condition:
             self._due, self._options = due, options
-            # To wake it twice a frame would cost the run its core and the interpreter's lock. A thread that sleeps
-            # until the time of an earlier frame looks again in time for this one.
+            # Waking the thread twice per frame would cost the run its core and the GIL. A thread that still sleeps
+            # until an earlier frame's deadline wakes up in time for this one.
             if due < self._wakes:
                 self._condition.notify()
         try:
@@ -53,7 +76,7 @@ class Watchdog:
                 self._options = None
 
     def close(self) -> None:
-        """Lets the thread end."""
+        """End the thread."""
         with self._condition:
             self._closed = True
             self._condition.notify()
@@ -72,11 +95,17 @@ class Watchdog:
 
 
 class Session:
-    """The ONNX file of an artefact, loaded. Raises ArtifactError when it is not the file of the manifest."""
+    """The loaded ONNX file of an artifact. Raises ArtifactError if it is not the one that the manifest describes."""
 
     def __init__(self, artifact: Artifact, *, threads: int, providers: Sequence[str]) -> None:
         self._artifact = artifact
-        self._inner = _open(artifact, threads, providers)
+        try:
+            self._inner = make_session(artifact.model, threads=threads, providers=providers)
+        except Exception as error:  # onnxruntime has one exception type per status code
+            raise ArtifactError(
+                f"onnxruntime {onnxruntime.__version__} cannot load the ONNX file in {artifact.folder} "
+                f"({type(error).__name__}: {error})."
+            ) from error
         entries = artifact.manifest["io"]
         self._input = str(entries["inputs"][0]["name"])
         self._outputs = [str(entry["name"]) for entry in entries["outputs"]]
@@ -84,10 +113,10 @@ class Session:
         self._watchdog: Watchdog | None = None
 
     def run(self, image: Bytes, due: float = math.inf) -> tuple[Bytes, Bytes]:
-        """Mask (H, W) and confidence (h, w) of a frame uint8 (H, W, 3), in fresh memory.
+        """Mask (H, W) and confidence (h, w) of a frame uint8 (H, W, 3), in newly allocated memory.
 
-        Raises DeadlineError when they are not there at `due`, a time of time.perf_counter; the session can be used
-        again at once. Raises whatever onnxruntime raises.
+        Raises DeadlineError when they are not ready at `due`, a time of time.perf_counter; the session stays usable.
+        Otherwise raises whatever onnxruntime raises.
         """
         options = onnxruntime.RunOptions()
         options.log_severity_level = _FATAL
@@ -104,9 +133,9 @@ class Session:
         return outputs[0][0], outputs[1][0]
 
     def bound(self, image: Bytes) -> Callable[[], None]:
-        """A run whose input and outputs stay in the memory of the device: no copies, nothing allocated."""
+        """A function that runs one frame with input and outputs kept on the device: no copies, no allocations."""
         binding = self._inner.io_binding()
-        # The values are views of the arrays, and the binding one of the values: all must live as long as the run.
+        # Each OrtValue is a view of its array, and the binding refers to the values: keep all alive with the function.
         held = [onnxruntime.OrtValue.ortvalue_from_numpy(image[None].copy())]
         binding.bind_ortvalue_input(self._input, held[0])
         for name, shape in self._shapes(image):
@@ -119,10 +148,9 @@ class Session:
         return run
 
     def self_test(self) -> tuple[float, int]:
-        """Lowest share of equal pixels and largest difference of confidence over the golden frames.
+        """Lowest fraction of equal mask pixels and largest difference of confidence over the golden frames.
 
-        Raises SelfTestError when this machine's answers are further from the recorded ones than the manifest allows,
-        or when it gives none.
+        Raises SelfTestError when a golden frame fails, or the answers are further off than the manifest allows.
         """
         golden = self._artifact.golden
         agreement, levels = 1.0, 0
@@ -141,10 +169,10 @@ class Session:
     def _golden_run(self, image: Bytes) -> tuple[Bytes, Bytes]:
         try:
             return self.run(image)
-        except Exception as error:  # onnxruntime has an exception type per status code
+        except Exception as error:  # onnxruntime has one exception type per status code
             raise SelfTestError(
-                f"{self._artifact.folder}: on this machine a golden frame cannot be run ({type(error).__name__}: "
-                f"{error}). Try another onnxruntime or another provider."
+                f"{self._artifact.folder}: a golden frame fails on this machine ({type(error).__name__}: {error}). "
+                f"Try another onnxruntime or another provider."
             ) from error
 
     def _shapes(self, image: Bytes) -> list[tuple[str, tuple[int, ...]]]:
@@ -161,25 +189,8 @@ class Session:
         return self._watchdog.ending(options, due)
 
 
-def _open(artifact: Artifact, threads: int, providers: Sequence[str]) -> Any:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    # Waiting threads sleep: spinning ones take a core each from the rest of the robot.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    options.add_session_config_entry("session.inter_op.allow_spinning", "0")
-    options.log_severity_level = _FATAL
-    try:
-        return onnxruntime.InferenceSession(artifact.model, options, providers=list(providers))
-    except Exception as error:  # onnxruntime has an exception type per status code
-        raise ArtifactError(
-            f"onnxruntime {onnxruntime.__version__} cannot load the ONNX file in {artifact.folder} "
-            f"({type(error).__name__}: {error})."
-        ) from error
-
-
 def _check_identity(artifact: Artifact, session: Any) -> None:
-    """The manifest inside the file must speak of the same weights: checksums alone would let files be mixed."""
+    """Compare the weights digest inside the file with the manifest's: files of two exports have valid checksums too."""
     inside = session.get_modelmeta().custom_metadata_map.get(MANIFEST_KEY, "")
     try:
         found = json.loads(inside)["source"]["weights_digest"]
@@ -188,6 +199,6 @@ def _check_identity(artifact: Artifact, session: Any) -> None:
     needed = artifact.manifest["source"]["weights_digest"]
     if found != needed:
         raise ArtifactError(
-            f"the ONNX file in {artifact.folder} holds weights {found}, but the manifest speaks of {needed}. "
+            f"the ONNX file in {artifact.folder} holds weights {found}, but the manifest describes {needed}. "
             f"{EXPORT_AGAIN}"
         )

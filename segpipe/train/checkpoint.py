@@ -1,13 +1,13 @@
-"""Checkpoints that are whole or not there: written aside, synced, renamed; checked when they are read."""
+"""Checkpoints: written atomically with digests of their content, which are compared when they are read."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,13 +17,16 @@ from segpipe.errors import CheckpointError, WeightsError
 from segpipe.files import write_atomically
 from segpipe.ledger.digest import state_digest
 from segpipe.models import build_model
-from segpipe.models.layers import SegmentationNet
 from segpipe.models.preprocess import Preprocess
-from segpipe.settings.config import Config, from_mapping
+from segpipe.settings.config import Config, from_mapping, recipe, to_mapping
+
+if TYPE_CHECKING:
+    from segpipe.models.layers import SegmentationNet
+    from segpipe.train.state import TrainState
 
 FORMAT = "segpipe-checkpoint"
 VERSION = 2
-HASHES = "checkpoints.sha256"  # SHA-256, name and step of every checkpoint that was written to a folder
+HASHES = "checkpoints.sha256"  # SHA-256, name and step of every checkpoint written to a folder
 KEYS = (
     "format", "version", "step", "config", "classes", "fingerprint", "model", "ema", "optimizer", "scaler", "digests",
     "best_miou",
@@ -32,7 +35,7 @@ KEYS = (
 
 @dataclass(frozen=True)
 class TrainedNetwork:
-    """A network as it was trained, with all that is needed to use it: nothing is asked for a second time."""
+    """A trained network with everything needed to use it."""
 
     model: SegmentationNet  # the averaged weights, in eval mode, on the CPU
     preprocess: Preprocess
@@ -42,11 +45,71 @@ class TrainedNetwork:
     step: int
 
 
+def save_state(path: Path, state: TrainState, config: Config, classes: ClassTable, fingerprint: dict[str, Any]) -> None:
+    """Write the state and what its bits depend on; list it in HASHES. Raises CheckpointError when the disk is full."""
+    content = {
+        "step": state.step,
+        "config": to_mapping(config),
+        "classes": asdict(classes),
+        "fingerprint": fingerprint,
+        "model": _on_cpu(state.model),
+        "ema": _on_cpu(state.ema.model),
+        "optimizer": state.optimizer.state_dict(),
+        "scaler": state.scaler.state_dict(),
+        "best_miou": state.best_miou,
+    }
+    save(path, content, listed=True)
+
+
+def _on_cpu(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().cpu() for name, value in model.state_dict().items()}
+
+
+def restore(path: Path, state: TrainState, config: Config, classes: ClassTable, fingerprint: dict[str, Any]) -> None:
+    """Load a checkpoint into `state`.
+
+    Raises CheckpointError when it cannot be read, or when recipe, classes or environment are not those it was trained
+    with; names what differs.
+    """
+    saved = load(path)
+    _check_recipe(path, saved["config"], config)
+    if config.compute.mode != "off" and not config.run.allow_fingerprint_change:
+        _check_environment(path, saved["fingerprint"], fingerprint)
+    for part in ("names", "train_ids"):
+        before, now = saved["classes"][part], asdict(classes)[part]
+        if before != now:
+            raise CheckpointError(f"{path} was trained with the class {part} {before}, the data set has {now}.")
+    load_weights(state.model, saved["model"], path)
+    load_weights(state.ema.model, saved["ema"], path)
+    state.optimizer.load_state_dict(saved["optimizer"])
+    state.scaler.load_state_dict(saved["scaler"])
+    state.step, state.best_miou = int(saved["step"]), float(saved["best_miou"])
+
+
+def _check_recipe(path: Path, saved: dict[str, Any], config: Config) -> None:
+    before, now = recipe(from_mapping(saved)), recipe(config)
+    changed = [f"{name}: {before[name]} -> {now[name]}" for name in now if before[name] != now[name]]
+    if changed:
+        raise CheckpointError(
+            f"{path} was trained with another recipe ({'; '.join(changed[:5])}). Resume with the same settings, or "
+            f"start another run with another run.name."
+        )
+
+
+def _check_environment(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    names = [*before, *(name for name in now if name not in before)]
+    changed = [f"{name}: {before.get(name)} -> {now.get(name)}" for name in names if before.get(name) != now.get(name)]
+    if changed:
+        raise CheckpointError(
+            f"{path} was trained in another environment, which may give other bits ({'; '.join(changed)}). Resume "
+            f"where it was trained, or set run.allow_fingerprint_change=true and give up the promise of equal bits."
+        )
+
+
 def save(path: Path, state: dict[str, Any], *, listed: bool = False) -> None:
     """Write a checkpoint with digests of its content, which `load` compares.
 
-    When `listed`, its SHA-256 is appended to the list beside it. Raises CheckpointError, and what was at `path` is then
-    still there.
+    With `listed`, its SHA-256 is appended to HASHES. Raises CheckpointError, and leaves the old file at `path`.
     """
     state = {"format": FORMAT, "version": VERSION, **state}
     state["digests"] = _digests(state)
@@ -54,7 +117,7 @@ def save(path: Path, state: dict[str, Any], *, listed: bool = False) -> None:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     content = buffer.getvalue()
-    if listed:  # the line first: whatever ends the process, a file that is there is listed
+    if listed:  # before the file itself: however the process ends, every file that exists is listed
         _list_hash(path, hashlib.sha256(content).hexdigest(), state["step"])
     write_atomically(path, content)
 
@@ -65,7 +128,7 @@ def _list_hash(path: Path, digest: str, step: int) -> None:
             file.write(f"{digest}  {path.name}  {step}\n")
     except OSError as error:
         raise CheckpointError(
-            f"{path.parent / HASHES} could not be written: {error.strerror or error}; {path.name} is as it was. "
+            f"{path.parent / HASHES} could not be written: {error.strerror or error}; {path.name} is unchanged. "
             f"Free some space, or choose another run.root, then continue with run.exists=resume."
         ) from error
 
@@ -73,7 +136,7 @@ def _list_hash(path: Path, digest: str, step: int) -> None:
 def load(path: Path) -> dict[str, Any]:
     """The content of a checkpoint, on the CPU.
 
-    Raises CheckpointError, naming the file and what was expected, when it is missing, torn, foreign or altered.
+    Raises CheckpointError, naming the file and what was expected, when it is missing, truncated, foreign or altered.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist. A run writes last.pt and best.pt; check run=.")
@@ -84,7 +147,7 @@ def load(path: Path) -> dict[str, Any]:
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise CheckpointError(
             f"{path} ({path.stat().st_size} bytes) cannot be read as {expected}: {reason}. "
-            f"It is torn or foreign; take another file of the run (last.pt, best.pt)."
+            f"It is truncated or foreign; take another file of the run (last.pt, best.pt)."
         ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = sorted(map(str, state))[:5] if isinstance(state, dict) else type(state).__name__
@@ -97,7 +160,7 @@ def load(path: Path) -> dict[str, Any]:
     try:
         digests = _digests(state)
     except (AttributeError, TypeError) as error:
-        raise CheckpointError(f"{path} is not {expected}: its weights are no tensors ({error}).") from error
+        raise CheckpointError(f"{path} is not {expected}: its weights are not tensors ({error}).") from error
     altered = [part for part, digest in digests.items() if state["digests"].get(part) != digest]
     if altered:
         raise CheckpointError(
@@ -123,7 +186,7 @@ def _digests(state: dict[str, Any]) -> dict[str, str]:
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """What nested dictionaries, lists and tuples hold, by path."""
+    """Leaves of nested dictionaries, lists and tuples, by path."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _leaves(item, f"{name}/{key!r}")
@@ -159,7 +222,7 @@ def load_network(run: Path, which: str = "best") -> TrainedNetwork:
 
 
 def _class_table(values: dict[str, Any]) -> ClassTable:
-    """The table as it was saved; lists and keys come back in the types of the dataclass."""
+    """The saved table, with lists and keys in the types of the dataclass again."""
     return ClassTable(
         name=str(values["name"]),
         names=tuple(values["names"]),

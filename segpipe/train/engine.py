@@ -1,16 +1,17 @@
-"""A training run from first step to result: reads top to bottom, never asks which network it trains."""
+"""A training run from the first step to the result; independent of the network that it trains."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from rich.console import Console
 
 from segpipe import __version__
 from segpipe.data.augment import Augmenter
@@ -19,46 +20,99 @@ from segpipe.data.loader import ShardBatch, train_batches
 from segpipe.data.order import Order
 from segpipe.data.samples import Samples, class_pixels, open_samples
 from segpipe.determinism import flags
-from segpipe.distributed.group import Group
-from segpipe.distributed.watch.agreement import Agreement, agree_on_step, common_fingerprint
-from segpipe.distributed.watch.health import Health, out_of_memory_told
+from segpipe.distributed.watch.agreement import agree_on_step, common_fingerprint
 from segpipe.errors import CheckpointError, Interrupted, NumericsError
-from segpipe.files import write_atomically
+from segpipe.files import to_json, write_atomically
 from segpipe.ledger import inputs
 from segpipe.ledger.digest import state_digest
 from segpipe.ledger.files import last_seals
-from segpipe.ledger.recorder import Recorder
-from segpipe.losses import class_weights, valid_pixels
+from segpipe.losses import class_weights
 from segpipe.models.preprocess import Preprocess
-from segpipe.run.console import TrainView
-from segpipe.run.folder import clear_folder
-from segpipe.run.tracking import FILE_NAME, Tracker, open_tracker, plain, read_metrics
+from segpipe.purity.canary import Canary
 from segpipe.settings.config import Config, config_hash, to_mapping
-from segpipe.train import state
-from segpipe.train.clock import Clock
+from segpipe.train import checkpoint
 from segpipe.train.metrics import miou, summary
-from segpipe.train.step import StepResult, TrainStep
+from segpipe.train.recorder import Recorder
+from segpipe.train.state import TrainState, build_state
+from segpipe.train.step import StepResult, TrainStep, train_step
 from segpipe.train.stop import StopRequest
 from segpipe.train.validate import Validation, validate
+from segpipe.train.watch import Watch
+
+if TYPE_CHECKING:
+    from segpipe.distributed.group import Group
+
+
+class View(contextlib.AbstractContextManager[Any], Protocol):
+    """Shows progress to a person."""
+
+    def say(self, text: str) -> None: ...
+
+    def advance(self, done: int, figures: dict[str, str] | None = None) -> None: ...
+
+    def validating(self, done: int, total: int) -> None: ...
+
+
+class Log(Protocol):
+    """Keeps figures by step and kind; a line that an earlier session of the run has written is not written again."""
+
+    def log(self, step: int, kind: str, values: Mapping[str, Any]) -> None: ...
+
+    def close(self, exit_code: int = 0) -> None: ...
+
+
+# Makes both when nothing but the training itself can fail any more; given the step from which a run is resumed, or
+# None, which clears the folder of an earlier run.
+OpenOutputs = Callable[[int | None], tuple[View, Log]]
+
+
+class Clock:
+    """Time spent on updates, without validations and checkpoints."""
+
+    def __init__(self) -> None:
+        self.seconds, self.updates = 0.0, 0
+        self._mark = time.perf_counter()
+        self._recent = (0.0, 0)
+
+    def tick(self) -> None:
+        """Count an update. The first is left out of the figures: it starts workers and picks kernels."""
+        now = time.perf_counter()
+        self.seconds += now - self._mark if self.updates else 0.0
+        self.updates, self._mark = self.updates + 1, now
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time inside is not counted."""
+        before = time.perf_counter()
+        yield
+        self._mark += time.perf_counter() - before
+
+    def rate(self) -> float:
+        """Updates per second so far; 0 before the second."""
+        return (self.updates - 1) / self.seconds if self.seconds > 0 else 0.0
+
+    def recent_rate(self) -> float:
+        """Updates per second since the last call."""
+        seconds, updates = self._recent
+        self._recent = (self.seconds, self.updates)
+        return (self.updates - updates) / (self.seconds - seconds) if self.seconds > seconds else 0.0
 
 
 @dataclass
 class Run:
-    """What belongs to one training run in this process."""
+    """One training run in this process."""
 
     config: Config
     group: Group
     train_samples: Samples
     val_samples: Samples
-    state: state.TrainState
-    tracker: Tracker
-    view: TrainView
-    clock: Clock
+    state: TrainState
     fingerprint: dict[str, Any]  # of rank 0
-    health: Health
-    agreement: Agreement
-    recorder: Recorder | None = None  # of compute.ledger
-    saved: int | None = None  # step of last.pt, where there is one
+    watch: Watch
+    view: View
+    log: Log
+    clock: Clock = field(default_factory=Clock)
+    saved: int | None = None  # step of last.pt, if there is one
 
     @property
     def folder(self) -> Path:
@@ -66,113 +120,138 @@ class Run:
 
 
 def train(
-    config: Config, group: Group, console: Console, *, git: dict[str, Any] | None = None
+    config: Config, group: Group, open_outputs: OpenOutputs, *, git: dict[str, Any] | None = None
 ) -> tuple[Run, Validation, dict[str, Any]]:
     """Train, validate and write the run's files; returns the run, its last validation and the content of result.json.
 
-    git: commit, and whether files differ from it, for result.json; None where nobody knows.
+    git: commit and whether files differ from it, for result.json; None if unknown.
 
     Raises ConfigError and DataError before the first step, NumericsError on a loss that is not finite, Interrupted
     after Ctrl-C, when last.pt has been written.
     """
-    run, stream, notes = _open(config, group, console)
+    run, stream, notes = _open(config, group, open_outputs)
     exit_code = 1
     try:
         with run.view:
             for note in notes:
                 run.view.say(note)
             images_per_second = _loop(run, stream)
-            _save(run, "last.pt")  # before the validation, whose failure then costs nothing
+            _save(run, "last.pt")  # before the validation, which may fail
             final = _validate(run, precision="fp32")
             if _keep_best(run, final):
                 _save(run, "last.pt")
         result = {**_result(run, final, images_per_second), "git": git}
         if group.is_main:
-            write_atomically(run.folder / "result.json", _json(result))
+            write_atomically(run.folder / "result.json", to_json(result))
         exit_code = 0
     finally:
-        if run.recorder is not None:
-            with contextlib.suppress(CheckpointError):  # what fails here failed before, and was told
-                run.recorder.close()
-        run.tracker.close(exit_code)
+        with contextlib.suppress(CheckpointError):  # already reported by an earlier flush
+            run.watch.close()
+        run.log.close(exit_code)
     return run, final, result
 
 
-def _open(config: Config, group: Group, console: Console) -> tuple[Run, Generator[ShardBatch, None, None], list[str]]:
-    """The run at the step at which it starts or goes on, with its batches, and what is to be said of it."""
-    flags.apply(config.compute.threads, config.compute.mode)
-    train_samples = open_samples(config.data, "train", config.seed)
-    val_samples = open_samples(config.data, config.data.split, config.seed)
-    current = state.build_state(config, train_samples.classes, group.device)
-    fingerprint, strangers = common_fingerprint(config, group)
+def _open(
+    config: Config, group: Group, open_outputs: OpenOutputs
+) -> tuple[Run, Generator[ShardBatch, None, None], list[str]]:
+    """The run at the step at which it starts or resumes, its batches, and notes for the user."""
     last = config.run_dir / "last.pt"
     resuming = config.run.exists == "resume" and last.is_file()
-    if resuming:
-        state.restore(last, current, config, train_samples.classes, fingerprint)
+    samples, current, fingerprint, differences = open_state(config, group, last if resuming else None)
+    val_samples = open_samples(config.data, config.data.split, config.seed)
     agree_on_step(last, current.step, group)
-    stream = shard_stream(config, group, train_samples, range(current.step, config.train.steps))
+    stream = shard_stream(config, group, samples, range(current.step, config.train.steps))
+    done = current.step if resuming else None
+    view, log = open_outputs(done)
     if group.is_main and not resuming:
-        clear_folder(config)
-        write_atomically(config.run_dir / "config.json", _json(to_mapping(config)))
-    if group.is_main and _records(config):
-        inputs.record(config, {"train": train_samples, config.data.split: val_samples})
+        write_atomically(config.run_dir / "config.json", to_json(to_mapping(config)))
+    if group.is_main and _keeps_ledger(config):
+        inputs.record(config, {"train": samples, config.data.split: val_samples})
     group.keep_stacks(config.run_dir)
-    tracker = open_tracker(config, config.run_dir, current.step if resuming else None, rank=group.rank)
-    view = TrainView(
-        console,
-        name=config.run.name,
-        done=current.step,
-        total=config.train.steps,
-        enabled=group.is_main and config.train.progress,
+    cache_mib = 0.0 if config.data.workers else config.data.cache_mib  # with workers, the cache is theirs
+    watch = (
+        Recorder(config, group, current, samples, fingerprint, cache_mib=cache_mib)
+        if _keeps_ledger(config)
+        else Watch(group, current, config.run_dir, cache_mib=cache_mib)
     )
-    notes = [f"resuming {config.run_dir} at step {current.step}"] if resuming else []
-    if strangers and config.compute.mode != "off":
-        listed = "; ".join(strangers[:4])
-        notes.insert(0, f"ranks differ, so another division of the shards may give other bits: {listed}")
-    if group.device.type == "cpu" and flags.emulated(config.train.precision):
-        notes.insert(
-            0,
-            f"train.precision = {config.train.precision}, for which this CPU has no instructions: updates take many "
-            f"times as long as with train.precision=fp32.",
-        )
-    health = Health(group, allowance_mib=0.0 if config.data.workers else config.data.cache_mib)
-    recorder = Recorder(config, group, current, train_samples, fingerprint) if _records(config) else None
-    agreement = Agreement(group, recorder, config.run_dir)
-    run = Run(
-        config, group, train_samples, val_samples, current, tracker, view, Clock(), fingerprint, health, agreement,
-        recorder, current.step if resuming else None,
-    )  # fmt: skip
-    return run, stream, notes
+    run = Run(config, group, samples, val_samples, current, fingerprint, watch, view, log, saved=done)
+    notes = _notes(config, group, differences)
+    return run, stream, [*notes, f"resuming {config.run_dir} at step {done}"] if resuming else notes
 
 
-def _records(config: Config) -> bool:
+def open_state(
+    config: Config, group: Group, start: Path | None
+) -> tuple[Samples, TrainState, dict[str, Any], list[str]]:
+    """Training samples, the state of checkpoint `start` (None: fresh), fingerprint of rank 0, and how ranks differ.
+
+    Sets torch's switches. Raises CheckpointError when the checkpoint cannot be read or does not fit, and DataError.
+    """
+    flags.apply(config.compute.threads, config.compute.mode)
+    samples = open_samples(config.data, "train", config.seed)
+    current = build_state(config, samples.classes, group.device)
+    fingerprint, differences = common_fingerprint(config, group)
+    if start is not None:
+        checkpoint.restore(start, current, config, samples.classes, fingerprint)
+    return samples, current, fingerprint, differences
+
+
+def _keeps_ledger(config: Config) -> bool:
     return config.compute.ledger and config.compute.mode != "off"
+
+
+def _notes(config: Config, group: Group, differences: list[str]) -> list[str]:
+    notes = []
+    if group.device.type == "cpu" and flags.emulated(config.train.precision):
+        notes.append(
+            f"train.precision = {config.train.precision} is emulated: this CPU has no instructions for it, and updates "
+            f"take many times as long as with train.precision=fp32."
+        )
+    if differences and config.compute.mode != "off":
+        listed = "; ".join(differences[:4])
+        notes.append(f"ranks differ, so another number of processes may give other bits: {listed}")
+    return notes
 
 
 def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> float:
     """All updates that are left; returns images per second of the updates alone."""
     config, current, clock = run.config, run.state, run.clock
     own = run.group.own_shards(config.compute.shards)
-    step = TrainStep(current, config, run.group, loss_weights(config, run.train_samples), run.recorder)
-    with StopRequest(last_words=run.group.world_size > 1) as stop, contextlib.closing(stream):
+    step = TrainStep(config, run.watch, loss_weights(config, run.train_samples))
+    with StopRequest(outlive_error=run.group.world_size > 1) as stop, contextlib.closing(stream):
         while current.step < config.train.steps:
-            _train_once(run, step, [next(stream) for _ in own], stop)
+            result = train_step(
+                step, [next(stream) for _ in own], stop=stop.asked, wait=_waits(run), check=partial(_check, run, step)
+            )
+            if result is None:
+                _save(run, "last.pt")
+                raise Interrupted(
+                    f"stopped at step {current.step}; {run.folder / 'last.pt'} is written. "
+                    f"Continue with run.exists=resume."
+                )
+            if _logs(config, current.step):
+                _log(run, result)
             clock.tick()
             run.view.advance(current.step)
-            if current.step == config.train.steps:
-                break
             with clock.paused():
-                if _due(current.step, config.train.validate_every):
-                    _keep_best(run, _validate(run, precision=config.train.precision))
-                if _due(current.step, config.checkpoint.every):
-                    _save(run, "last.pt")
-                if _due(current.step, config.checkpoint.keep_every):
-                    _save(run, f"step_{current.step:06d}.pt")
+                _keep(run)
     return clock.rate() * config.global_batch
 
 
+def _keep(run: Run) -> None:
+    """Validation and checkpoints that are due, but for those of the end of the run."""
+    config, done = run.config, run.state.step
+    if done == config.train.steps:
+        return
+    if _due(done, config.train.validate_every):
+        _keep_best(run, _validate(run, precision=config.train.precision))
+    if _due(done, config.checkpoint.every):
+        _save(run, "last.pt")
+    if _due(done, config.checkpoint.keep_every):
+        _save(run, f"step_{done:06d}.pt")
+
+
 def loss_weights(config: Config, samples: Samples) -> torch.Tensor | None:
-    """Weight of every class in the loss, (C,), from how often `samples` show it; None when all weigh the same."""
+    """Weight of every class in the loss, (C,), from its share of the pixels in `samples`; None without weights."""
     if config.loss.class_weights == "none":
         return None
     return class_weights(torch.from_numpy(class_pixels(samples)), config.loss.class_weights)
@@ -183,12 +262,11 @@ def _due(step: int, every: int) -> bool:
 
 
 def shard_stream(config: Config, group: Group, samples: Samples, steps: range) -> Generator[ShardBatch, None, None]:
-    """This rank's shard batches of `steps`; no worker starts before the first is asked for."""
+    """This rank's shard batches of `steps`; workers start when the first is asked for."""
     compute, data = config.compute, config.data
-    augment = replace(config.augment, canary=0) if compute.mode == "off" else config.augment
     return train_batches(
         CachedSamples(samples, data.cache_mib) if data.cache_mib else samples,
-        Augmenter(augment),
+        Augmenter(config.augment),
         Order(config.seed, len(samples), compute.shards, compute.samples_per_shard),
         seed=config.seed,
         shards=group.own_shards(compute.shards),
@@ -198,47 +276,26 @@ def shard_stream(config: Config, group: Group, samples: Samples, steps: range) -
         prefetch=data.prefetch,
         pin_memory=group.device.type == "cuda",
         timeout_s=data.timeout_s,
+        repeats=None if compute.mode == "off" else Canary(samples),
     )
-
-
-def _train_once(run: Run, step: TrainStep, shards: list[ShardBatch], stop: StopRequest) -> None:
-    """One update, unless a stop was asked for."""
-    number = run.state.step
-    looks = _looks(run)
-    pixels = sum(valid_pixels(batch.target) for batch in shards)
-    counts = run.agreement.sum([pixels, int(stop.asked)], wait=looks)
-    if looks and int(counts[1]) and int(step.first_bad) > number:  # else nothing is kept, and the update says why
-        _save(run, "last.pt")
-        raise Interrupted(
-            f"stopped at step {number}; {run.folder / 'last.pt'} is written. Continue with run.exists=resume."
-        )
-    with out_of_memory_told(run.state, [batch.image.shape for batch in shards], run.group, run.folder):
-        result = step(shards, counts[0])
-        if looks:
-            _check_finite(run, result, int(step.first_bad))
-        step.apply()
-    run.health.after_step(run.state.step)
-    if run.recorder is not None and _due(number + 1, run.recorder.steps_held):
-        _together(run, run.recorder.flush)
-    if _logs(run.config, number + 1):
-        _log(run, result)
 
 
 def _logs(config: Config, done: int) -> bool:
     return done == 1 or _due(done, config.train.log_every)
 
 
-def _looks(run: Run) -> bool:
-    """Whether the host waits for the next update: always on a CPU; on a GPU where its outcome is logged or kept."""
+def _waits(run: Run) -> bool:
+    """Whether the host waits for the next update: always on a CPU; on a GPU when its outcome is logged or saved."""
     config, done = run.config, run.state.step + 1
-    kept_at = (config.checkpoint.every, config.checkpoint.keep_every, config.train.validate_every, config.train.steps)
-    kept = any(_due(done, every) for every in kept_at)
-    return run.group.device.type == "cpu" or kept or _logs(config, done)
+    saved_at = (config.checkpoint.every, config.checkpoint.keep_every, config.train.validate_every, config.train.steps)
+    saves = any(_due(done, every) for every in saved_at)
+    return run.group.device.type == "cpu" or saves or _logs(config, done)
 
 
-def _check_finite(run: Run, result: StepResult, first: int) -> None:
-    """Raises NumericsError when this update is not finite; `first` is the first that was not, seen or not."""
+def _check(run: Run, step: TrainStep, result: StepResult) -> None:
+    """Raises NumericsError when this update, or an earlier one that nobody looked at, is not finite."""
     config, current, group = run.config, run.state, run.group
+    first = int(step.first_bad)
     overflow = current.scaler.is_enabled() and not bool(torch.isfinite(result.grad_norm))
     # The scaler skips such an update and halves its scale. Below 1 the gradients themselves are not finite.
     if first > current.step and not (overflow and current.scaler.get_scale() < 1.0):
@@ -254,12 +311,13 @@ def _check_finite(run: Run, result: StepResult, first: int) -> None:
     raise NumericsError(
         f"step {current.step}: loss {float(result.loss)}, gradient norm {float(result.grad_norm)} "
         f"({'; '.join(bad[:4]) or 'every loss is finite, a gradient is not'}), lr {rate:.4g}, precision "
-        f"{config.train.precision}{scale}. {_kept_of(run, first)} Lower optim.lr, or set optim.clip_norm=5{or_fp32}."
+        f"{config.train.precision}{scale}. {_last_good_state(run, first)} Lower optim.lr, or set "
+        f"optim.clip_norm=5{or_fp32}."
     )
 
 
-def _kept_of(run: Run, first: int) -> str:
-    """Which state is left of a run that diverged: that before this update, unless an earlier one spoiled it unseen."""
+def _last_good_state(run: Run, first: int) -> str:
+    """Saves the state before this update, unless an earlier update spoiled it; a sentence says where it is."""
     if first >= run.state.step:
         _save(run, "diverged.pt")
         return f"The state before this step is kept in {run.folder / 'diverged.pt'}."
@@ -280,9 +338,9 @@ def _log(run: Run, result: StepResult) -> None:
     }
     if run.config.train.precision == "fp16":
         values["loss_scale"] = current.scaler.get_scale()
-    run.tracker.log(current.step, "train", values)
-    memory, warnings = run.health.report(current.step)
-    run.tracker.log(current.step, "memory", memory)
+    run.log.log(current.step, "train", values)
+    memory, warnings = run.watch.health.report(current.step)
+    run.log.log(current.step, "memory", memory)
     for warning in warnings:
         run.view.say(warning)
     shown = {"loss": f"{values['loss']:.3f}", "lr": f"{rate:.2g}", "img/s": f"{speed:.1f}" if speed else "-"}
@@ -293,7 +351,7 @@ def _validate(run: Run, *, precision: str) -> Validation:
     """Confusion of the averaged weights on the validation split, logged."""
     config, current = run.config, run.state
     image, _ = run.val_samples.read(run.group.rank % len(run.val_samples))
-    with out_of_memory_told(current, [(1, *image.shape)], run.group, run.folder):
+    with run.watch.explain_out_of_memory([(1, *image.shape)]):
         found = validate(
             current.ema.model,
             Preprocess().to(run.group.device),
@@ -306,16 +364,9 @@ def _validate(run: Run, *, precision: str) -> Validation:
             progress=run.view.validating,
         )
     figures = summary(found.total, run.val_samples.classes.names)
-    if not _logged(run):
-        run.tracker.log(current.step, "validation", {"precision": precision, **figures})
+    run.log.log(current.step, "validation", {"precision": precision, **figures})
     run.view.say(f"step {current.step}: validation mIoU {100 * figures['miou']:.2f} %")
     return found
-
-
-def _logged(run: Run) -> bool:
-    """Whether this validation was logged before the run was ended and resumed."""
-    lines = read_metrics(run.folder / FILE_NAME) if run.group.is_main else []
-    return any(line["kind"] == "validation" and line["step"] == run.state.step for line in lines)
 
 
 def _keep_best(run: Run, found: Validation) -> bool:
@@ -329,34 +380,22 @@ def _keep_best(run: Run, found: Validation) -> bool:
 
 
 def _save(run: Run, name: str) -> None:
-    """Write a checkpoint from rank 0, and what every rank has to say about the steps before it."""
-    run.agreement.sum([])  # nothing is kept that one rank alone holds
+    """Write a checkpoint from rank 0, and the ledger up to it from every rank."""
+    run.watch.sum([])  # a state in which ranks differ is not saved
 
     def write() -> None:
-        if run.recorder is not None:
-            run.recorder.flush(sync=True)
+        run.watch.flush(sync=True)
         if run.group.is_main:
-            state.save(run.folder / name, run.state, run.config, run.train_samples.classes, run.fingerprint)
+            path = run.folder / name
+            checkpoint.save_state(path, run.state, run.config, run.train_samples.classes, run.fingerprint)
 
-    _together(run, write)
+    run.group.together(write)  # a full disk ends all ranks, not one alone
     if name == "last.pt":
         run.saved = run.state.step
 
 
-def _together(run: Run, write: Callable[[], None]) -> None:
-    """Do `write` on every rank; a full disk ends all of them, not one alone."""
-    problem = ""
-    try:
-        write()
-    except CheckpointError as error:
-        problem = str(error)
-    problem = next(filter(None, run.group.gather(problem)), "")
-    if problem:
-        raise CheckpointError(problem)
-
-
 def _result(run: Run, found: Validation, images_per_second: float) -> dict[str, Any]:
-    """Content of result.json. `miou` is that of the last averaged weights in fp32: nothing was picked by looking."""
+    """Content of result.json. `miou` is that of the last averaged weights in fp32, not of the best checkpoint."""
     config, current = run.config, run.state
     return {
         "name": config.run.name,
@@ -379,7 +418,7 @@ def _result(run: Run, found: Validation, images_per_second: float) -> dict[str, 
 
 
 def _speed(run: Run, images_per_second: float) -> dict[str, float]:
-    """How fast the updates since the start were; where none was left to do, what result.json said before."""
+    """How fast the updates were; if a resumed run had none left, the figures of the earlier result.json."""
     found = {"images_per_second": round(images_per_second, 3), "train_seconds": round(run.clock.seconds, 3)}
     path = run.folder / "result.json"
     if run.clock.updates or not path.is_file():
@@ -389,7 +428,3 @@ def _speed(run: Run, images_per_second: float) -> dict[str, float]:
     except (ValueError, TypeError):  # altered by hand
         return found
     return {name: earlier.get(name, value) for name, value in found.items()}
-
-
-def _json(content: dict[str, Any]) -> bytes:
-    return (json.dumps(plain(content), indent=2, allow_nan=False) + "\n").encode()

@@ -1,7 +1,7 @@
-"""From this rank's shard batches to the gradients of the whole step, in the two ways that there are.
+"""From this rank's shard batches to the gradients of the whole step, in two ways.
 
 `ElasticGradients` sums over the logical shards by one fixed tree: the same bits for any number of processes.
-`DdpGradients` leaves the sum to torch: one pass over all shards of a rank, and bits that depend on their number.
+`DdpGradients` leaves the sum to torch: one pass over all shards of a rank, and bits that depend on the world size.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from segpipe.data.loader import ShardBatch
-from segpipe.distributed import ddp
-from segpipe.distributed.group import Group
 from segpipe.distributed.reduce import FlatLayout, RankSum, TreeSum, tree_over_ranks
+from segpipe.keys import torch_seed
 from segpipe.losses import shard_loss
 from segpipe.models.preprocess import Preprocess
-from segpipe.settings.config import Config
-from segpipe.train.state import TrainState, seed_torch
 
 if TYPE_CHECKING:
-    from segpipe.ledger.recorder import Recorder
+    from segpipe.data.loader import ShardBatch
+    from segpipe.settings.config import Config
+    from segpipe.train.watch import Watch
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-BUCKET_SIZE = 1 << 20  # elements that travel between ranks at once: 4 MiB
+BUCKET_SIZE = 1 << 20  # elements that are sent at once: 4 MiB
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
@@ -47,11 +46,11 @@ def statistics(model: nn.Module) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Reduced:
-    """What the shards of all ranks came to; the gradients are in `.grad`."""
+    """What was reduced over the shards of all ranks besides the gradients, which are in `.grad`."""
 
     parts: dict[str, Tensor]  # losses, 0-d, over all shards; "total" is their sum
     means: list[Tensor]  # BatchNorm statistics after the step, as `statistics` lists them
-    shard_losses: dict[int, Tensor]  # of this rank; where shards are computed as one batch, of the first
+    shard_losses: dict[int, Tensor]  # of this rank; of its first shard where DDP takes all as one batch
 
 
 class AllHeads(nn.Module):
@@ -69,29 +68,22 @@ class AllHeads(nn.Module):
 class BatchLoss:
     """Forward and loss of a batch of uint8 images and targets."""
 
-    def __init__(
-        self,
-        state: TrainState,
-        config: Config,
-        group: Group,
-        class_weights: Tensor | None,
-        recorder: Recorder | None = None,
-    ) -> None:
-        self.state, self.config, self.device, self.recorder = state, config, group.device, recorder
-        self.class_weights = class_weights.to(group.device) if class_weights is not None else None
-        self.preprocess = Preprocess().to(group.device)
+    def __init__(self, config: Config, watch: Watch, class_weights: Tensor | None) -> None:
+        self.config, self.watch, self.state, self.group = config, watch, watch.state, watch.group
+        self.device = self.group.device
+        self.class_weights = class_weights.to(self.device) if class_weights is not None else None
+        self.preprocess = Preprocess().to(self.device)
 
     def __call__(
         self, network: nn.Module, image: Tensor, target: Tensor, global_valid: Tensor, *, shard: int
     ) -> dict[str, Tensor]:
         """Loss parts, 0-d; dropout is keyed by the step and `shard`, not by what ran before."""
-        seed_torch(self.config.seed, self.state.step, shard, "dropout")
+        torch.manual_seed(torch_seed(self.config.seed, self.state.step, shard, "dropout"))
         seen = self.preprocess(image.to(self.device, non_blocking=True))
         target = target.to(self.device, non_blocking=True)
         with autocast(self.device, self.config.train.precision):
             heads = network(seen)
-        if self.recorder is not None:
-            self.recorder.forward(seen, heads)
+        self.watch.forward(seen, heads)
         return shard_loss(
             heads,
             target,
@@ -103,24 +95,24 @@ class BatchLoss:
 
 
 class ElasticGradients:
-    """Sums over the shards as a fixed tree, each at one shape, with the statistics of the step's start."""
+    """Sums over the shards by a fixed tree. Each shard is a batch of its own and starts from the step's statistics."""
 
-    def __init__(self, state: TrainState, group: Group, loss: BatchLoss, shards: int) -> None:
-        self.state, self.group, self.loss, self.shards = state, group, loss, shards
-        self.network = AllHeads(state.model)
-        self.parameters = [p for p in state.model.parameters() if p.requires_grad]
-        self.statistics = statistics(state.model)
+    def __init__(self, loss: BatchLoss) -> None:
+        self.loss, self.state, self.group = loss, loss.state, loss.group
+        self.network = AllHeads(self.state.model)
+        self.parameters = [p for p in self.state.model.parameters() if p.requires_grad]
+        self.statistics = statistics(self.state.model)
         self._part_names: list[str] = []
         self._layout: FlatLayout | None = None
         # Kept from step to step: fresh memory costs a page fault for every 4 KiB, 1 to 2 % of a small step on a CPU.
         self._vectors: list[Tensor] = []
-        self._travel: _Travel | None = None
-        if group.world_size > 1:
+        self._exchange: _Exchange | None = None
+        if self.group.world_size > 1:
             for place, parameter in enumerate(self.parameters):
-                parameter.register_post_accumulate_grad_hook(partial(self._arrived, place))  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(partial(self._on_grad_ready, place))  # type: ignore[no-untyped-call]
 
     def __call__(self, shards: Sequence[ShardBatch], global_valid: Tensor) -> Reduced:
-        """Leave the reduced gradients in `.grad`."""
+        """Leave the reduced gradients in `.grad`. A collective."""
         tree, free, losses = TreeSum(), list(self._vectors), {}
         before = [buffer.clone() for buffer in self.statistics]
         for number, batch in enumerate(shards, 1):
@@ -129,24 +121,21 @@ class ElasticGradients:
             flat = free.pop() if free else self._new(layout)
             last = number == len(shards)
             if last and self.group.world_size > 1:
-                self._travel = _Travel(layout, tree, flat, self.parameters, RankSum(self.group))
+                self._exchange = _Exchange(layout, tree, flat, self.parameters, RankSum(self.group))
             self.state.scaler.scale(parts["total"]).backward()  # type: ignore[no-untyped-call]
             losses[batch.shard] = parts["total"].detach()
-            figures = torch.stack([part.detach() for part in parts.values()])
             views = layout.views(flat)
-            torch._foreach_copy_(views[: len(self.statistics) + 1], [*self.statistics, figures])
+            _copy(views[: len(before) + 1], [*self.statistics, torch.stack([part.detach() for part in parts.values()])])
             _copy(self.statistics, before)
-            if self._travel is not None:
-                self._travel.send_rest()
+            grads = views[len(before) + 1 :]
+            if self._exchange is not None:
+                self._exchange.send_rest()
             else:
-                _pack(views[-len(self.parameters) :], self.parameters)
-            if self.loss.recorder is not None:
-                self.loss.recorder.shard(
-                    batch, parts["total"], views[: len(self.statistics)], views[-len(self.parameters) :]
-                )
-            if self._travel is not None:
-                self._travel.arrive()
-                self._travel = None
+                _pack(grads, self.parameters)
+            self.loss.watch.shard(batch, parts["total"], views[: len(before)], grads)
+            if self._exchange is not None:
+                self._exchange.wait()
+                self._exchange = None
             if not last:
                 spare = tree.push(flat)
                 free += [spare] if spare is not None else []
@@ -158,10 +147,10 @@ class ElasticGradients:
         self._vectors.append(layout.new())
         return self._vectors[-1]
 
-    def _arrived(self, place: int, _: Tensor) -> None:
-        """autograd's word that a parameter's gradient is complete."""
-        if self._travel is not None:
-            self._travel.arrived(place)
+    def _on_grad_ready(self, place: int, _: Tensor) -> None:
+        """Called by autograd when the gradient of parameter `place` is complete."""
+        if self._exchange is not None:
+            self._exchange.on_grad_ready(place)
 
     def _layout_for(self, parts: dict[str, Tensor]) -> FlatLayout:
         if self._layout is None:
@@ -177,16 +166,14 @@ class ElasticGradients:
         count = len(self.statistics)
         for parameter, grad in zip(self.parameters, views[count + 1 :], strict=True):
             parameter.grad = grad
-        share = 1.0 / self.shards  # exact: a power of two
-        means = list(torch._foreach_mul(views[:count], share)) if count else []
         parts = dict(zip(self._part_names, views[count].clone().unbind(), strict=True))
-        return Reduced(parts, means, losses)
+        return Reduced(parts, _divided(views[:count], self.loss.config.compute.shards), losses)
 
 
-class _Travel:
-    """The last shard's vector on its way to the other ranks, bucket after bucket, while its backward still runs.
+class _Exchange:
+    """Sends the last shard's vector to the other ranks, bucket after bucket, while its backward still runs.
 
-    Buckets go in one order on every rank, from the end of the network, whose gradients come first, to its start.
+    Buckets leave in one order on every rank: from the end of the network, whose gradients come first, to its start.
     """
 
     def __init__(
@@ -197,21 +184,21 @@ class _Travel:
         self._first = len(self._views) - len(parameters)  # place of the first gradient
         self._missing = [sum(place >= self._first for place in members) for members in layout.members]
         self._next = len(layout.buckets) - 1
-        self._held = layout.bucket_of[self._first - 1]  # up to here buckets wait for statistics and figures
+        self._held = layout.bucket_of[self._first - 1]  # buckets up to this one wait for statistics and figures
 
-    def arrived(self, place: int) -> None:
-        """Send what the gradient of parameter `place` completes."""
+    def on_grad_ready(self, place: int) -> None:
+        """Send the buckets that the gradient of parameter `place` completes."""
         self._missing[self._layout.bucket_of[self._first + place]] -= 1
         while self._next > self._held and self._missing[self._next] == 0:
             self._send()
 
     def send_rest(self) -> None:
-        """Send what is left, parameters that no loss touches as zeros."""
+        """Send what is left; parameters without a gradient as zeros."""
         while self._next >= 0:
             self._send()
 
-    def arrive(self) -> None:
-        """Wait for the sums, which may lie where the vector was."""
+    def wait(self) -> None:
+        """Wait for the sums, which may be written over the vector."""
         self._across.finish()
 
     def _send(self) -> None:
@@ -226,54 +213,74 @@ class DdpGradients:
     """torch's DistributedDataParallel over one batch of all shards of a rank.
 
     Running statistics and losses are summed over the ranks by the tree, where DDP alone would keep those of rank 0.
-    DDP's own collectives lie inside of torch and are not announced one by one. So each place that makes some is: a rank
-    that does not come there has made fewer calls than the others, and is named.
+    DDP's collectives are inside torch and cannot be announced one by one, so each place that makes some is announced: a
+    rank that does not come there has made fewer calls than the others, and is named.
     """
 
-    def __init__(self, state: TrainState, group: Group, loss: BatchLoss, *, warm_up: bool, batch: Tensor) -> None:
-        self.state, self.group, self.loss = state, group, loss
-        self.network: nn.Module = AllHeads(state.model)
-        self.statistics = statistics(state.model)
-        if group.world_size > 1:
-            group.contract.enter("wrap of DDP")
-            wrapped = ddp.wrap(self.network, group.device)
+    def __init__(self, loss: BatchLoss, *, warm_up: bool) -> None:
+        self.loss, self.state, self.group = loss, loss.state, loss.group
+        self.network: nn.Module = AllHeads(self.state.model)
+        self.statistics = statistics(self.state.model)
+        if self.group.world_size > 1:
+            device = self.group.device
+            self.group.contract.enter("wrap of DDP")
+            ids = [device.index] if device.type == "cuda" else None
+            self.network = DistributedDataParallel(
+                self.network, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True
+            )
             if warm_up:
-                group.contract.enter("warm-up of DDP")
-                with autocast(group.device, loss.config.train.precision):
-                    ddp.warm_up(wrapped, batch)
-            self.network = wrapped
+                self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Two passes without an update, so that the buckets have their final order before the first real step.
+
+        DDP packs gradients by parameter order at first and by order of arrival from the second step on, and a sum over
+        ranks depends on the place in the bucket. Without this, a resumed run would differ. Statistics of norms are
+        left as they were.
+        """
+        config = self.loss.config
+        number = len(self.group.own_shards(config.compute.shards)) * config.compute.samples_per_shard
+        image = torch.zeros(number, 3, *config.augment.crop_size, device=self.group.device)
+        self.group.contract.enter("warm-up of DDP")
+        before = [buffer.clone() for buffer in self.network.buffers()]
+        for _ in range(2):
+            with autocast(self.group.device, config.train.precision):
+                heads = self.network(image)
+                total = torch.stack([logits.float().mean() for logits in heads.values()]).sum()
+                total.backward()  # type: ignore[no-untyped-call]
+            self.network.zero_grad(set_to_none=True)
+        _copy(list(self.network.buffers()), before)
 
     def __call__(self, shards: Sequence[ShardBatch], global_valid: Tensor) -> Reduced:
-        """Leave the reduced gradients in `.grad`."""
-        if self.loss.recorder is not None:
-            for batch in shards:
-                self.loss.recorder.read(batch)
+        """Leave the reduced gradients in `.grad`. A collective."""
+        self.loss.watch.whole_batch(shards)
         before = [buffer.clone() for buffer in self.statistics]
-        device = self.group.device
+        device, world_size = self.group.device, self.group.world_size
         image = torch.cat([batch.image.to(device, non_blocking=True) for batch in shards])
         target = torch.cat([batch.target.to(device, non_blocking=True) for batch in shards])
         parts = self.loss(self.network, image, target, global_valid, shard=shards[0].shard)
-        world = self.group.world_size
-        if world > 1:
+        if world_size > 1:
             self.group.contract.enter("backward of DDP")
-        self.state.scaler.scale(parts["total"] * world).backward()  # type: ignore[no-untyped-call]  # DDP divides
-        figures = torch.stack([part.detach() for part in parts.values()])
-        tensors = [*self.statistics, figures]
-        layout = FlatLayout(tensors, pad_to=world)
+        total = parts["total"] * world_size  # DDP takes the mean over ranks, but the loss is divided by all pixels
+        self.state.scaler.scale(total).backward()  # type: ignore[no-untyped-call]
+        tensors = [*self.statistics, torch.stack([part.detach() for part in parts.values()])]
+        layout = FlatLayout(tensors, pad_to=world_size)
         flat = layout.new()
-        torch._foreach_copy_(layout.views(flat), tensors)
+        _copy(layout.views(flat), tensors)
         _copy(self.statistics, before)
-        *means, sums = layout.views(tree_over_ranks(flat, self.group))
-        share = 1.0 / world
-        means = list(torch._foreach_mul(means, share)) if means else []
-        return Reduced(dict(zip(parts, sums.unbind(), strict=True)), means, {shards[0].shard: parts["total"].detach()})
+        *sums, figures = layout.views(tree_over_ranks(flat, self.group))
+        losses = {shards[0].shard: parts["total"].detach()}
+        return Reduced(dict(zip(parts, figures.unbind(), strict=True)), _divided(sums, world_size), losses)
+
+
+def _divided(sums: list[Tensor], count: int) -> list[Tensor]:
+    """Means of sums of `count`, a power of two, so that the division is exact."""
+    return list(torch._foreach_mul(sums, 1.0 / count)) if sums else []
 
 
 def _pack(views: list[Tensor], parameters: list[nn.Parameter]) -> None:
-    """Move gradients to their places. A parameter that no loss touches takes part as zero: all ranks send the same."""
-    if not parameters:
-        return
-    torch._foreach_copy_(views, [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters])
+    """Move gradients to their places; a parameter without one takes part as zeros, so that all ranks send the same."""
+    _copy(views, [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters])
     for parameter in parameters:
         parameter.grad = None
 

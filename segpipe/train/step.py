@@ -2,63 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from segpipe.data.loader import ShardBatch
-from segpipe.distributed.group import Group
-from segpipe.settings.config import Config
+from segpipe.losses import valid_pixels
 from segpipe.train.gradients import BatchLoss, DdpGradients, ElasticGradients, norms, statistics
 from segpipe.train.optim import learning_rate
-from segpipe.train.state import TrainState
 
 if TYPE_CHECKING:
-    from segpipe.ledger.recorder import Recorder
+    from segpipe.data.loader import ShardBatch
+    from segpipe.settings.config import Config
+    from segpipe.train.watch import Watch
+
+NEVER = torch.iinfo(torch.int64).max  # a step that no run reaches
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an update reports; tensors stay on the device, so reading them is the caller's choice of a wait."""
+    """Figures of an update. Tensors stay on the device: reading one waits for it, which is left to the caller."""
 
     loss: Tensor  # 0-d, over all shards
     parts: dict[str, Tensor]  # of each head, 0-d, over all shards
     grad_norm: Tensor  # 0-d, after unscaling and before clipping
-    shard_losses: dict[int, Tensor]  # this rank's shards
+    shard_losses: dict[int, Tensor]  # of this rank's shards
 
 
 class TrainStep:
-    """Runs updates on a state; holds what is the same for all of them."""
+    """An update in two halves: the call finds the gradients, `apply` moves the state. `train_step` does a whole one."""
 
-    def __init__(
-        self,
-        state: TrainState,
-        config: Config,
-        group: Group,
-        class_weights: Tensor | None,
-        recorder: Recorder | None = None,
-    ) -> None:
-        self.state, self.config, self.group, self.recorder = state, config, group, recorder
-        self.parameters = [p for p in state.model.parameters() if p.requires_grad]
-        self.statistics = statistics(state.model)
-        self.gradients = _gradients(state, config, group, BatchLoss(state, config, group, class_weights, recorder))
-        self._means: list[Tensor] = []  # BatchNorm statistics that `apply` puts into the network
-        # The first update that was not finite, or a number that none reaches; int64, 0-d, on the device: where the host
-        # does not look at every update, this remembers. An overflow that the scaler skips does not count.
-        self.first_bad = torch.full((), torch.iinfo(torch.int64).max, device=group.device)
+    def __init__(self, config: Config, watch: Watch, class_weights: Tensor | None = None) -> None:
+        self.config, self.watch, self.state, self.group = config, watch, watch.state, watch.group
+        self.parameters = [p for p in self.state.model.parameters() if p.requires_grad]
+        self.statistics = statistics(self.state.model)
+        self.loss = BatchLoss(config, watch, class_weights)
+        self.gradients = _gradients(self.loss)
+        self._means: list[Tensor] = []  # BatchNorm statistics that `apply` copies into the network
+        # First update that was not finite, int64, 0-d, on the device: the host does not look at every update. An
+        # overflow that the scaler skips does not count.
+        self.first_bad = torch.full((), NEVER, device=self.group.device)
 
     def __call__(self, shards: Sequence[ShardBatch], global_valid: Tensor) -> StepResult:
-        """Gradients and figures of update `state.step`, from this rank's shards; ranks meet in the reduction.
+        """Gradients and figures of update `state.step`, from this rank's shards. A collective.
 
-        The state stays as it was, but for `.grad`, until `apply`: what is saved in between can be trusted.
-        `global_valid` is the number of valid pixels of all shards of all ranks, int64, 0-d, on the device.
+        Changes nothing of the state but `.grad`: until `apply`, a checkpoint of it is that of the last update.
+        `global_valid` is the number of valid pixels in all shards of all ranks, int64, 0-d, on the device.
         """
         reduced = self.gradients(shards, global_valid)
-        if self.recorder is not None:
-            self.recorder.reduced(global_valid)
+        self.watch.reduced(global_valid)
         self._means = reduced.means
         self._count(self.state.step)
         state, optim = self.state, self.config.optim
@@ -70,13 +64,13 @@ class TrainStep:
         norm = torch.nn.utils.get_total_norm(grads, foreach=True)
         if optim.clip_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, optim.clip_norm, norm, foreach=True)
-        if state.scaler.is_enabled():  # it skips an update that overflowed; the statistics of it must go too
-            fine = torch.isfinite(norm)
-            self._means = [torch.where(fine, *pair) for pair in zip(self._means, self.statistics, strict=True)]
+        if state.scaler.is_enabled():  # it skips an update that overflowed, so its statistics must be dropped too
+            finite = torch.isfinite(norm)
+            self._means = [torch.where(finite, *pair) for pair in zip(self._means, self.statistics, strict=True)]
         parts = dict(reduced.parts)
         total = parts.pop("total")
-        fine = torch.isfinite(total if state.scaler.is_enabled() else total + norm)
-        self.first_bad = torch.where(fine, self.first_bad, self.first_bad.clamp(max=state.step))
+        finite = torch.isfinite(total if state.scaler.is_enabled() else total + norm)
+        self.first_bad = torch.where(finite, self.first_bad, self.first_bad.clamp(max=state.step))
         return StepResult(total, parts, norm, reduced.shard_losses)
 
     def apply(self) -> None:
@@ -90,21 +84,43 @@ class TrainStep:
         state.ema.update(state.step)
         state.step += 1
         self._count(state.step)
-        if self.recorder is not None:
-            self.recorder.applied(state.optimizer.param_groups[0]["lr"])
+        self.watch.applied(state.optimizer.param_groups[0]["lr"])
 
     def _count(self, updates: int) -> None:
-        """BatchNorm counts forward passes; here it counts updates, however many shards."""
+        """BatchNorm counts forward passes; here it counts updates, for any number of shards."""
         for module in norms(self.state.model):
             if module.num_batches_tracked is not None:
                 module.num_batches_tracked.fill_(updates)
 
 
-def _gradients(state: TrainState, config: Config, group: Group, loss: BatchLoss) -> ElasticGradients | DdpGradients:
+def train_step(
+    step: TrainStep,
+    shards: Sequence[ShardBatch],
+    *,
+    stop: bool = False,
+    wait: bool = True,
+    check: Callable[[StepResult], None] = lambda result: None,
+) -> StepResult | None:
+    """One whole update from this rank's shards, as training and audit do it. A collective.
+
+    Returns None, with the state as it was, when a rank asked to `stop`, unless an earlier update was not finite: then
+    the update goes on, and `check` reports it. `check` sees the result before it is applied, and may raise. Without
+    `wait` the host neither checks nor stops, so that a GPU is not waited for.
+    """
+    watch = step.watch
+    pixels, stops = watch.sum([sum(valid_pixels(batch.target) for batch in shards), int(stop)], wait=wait)
+    if wait and int(stops) and int(step.first_bad) == NEVER:
+        return None
+    with watch.explain_out_of_memory([batch.image.shape for batch in shards]):
+        result = step(shards, pixels)
+        if wait:
+            check(result)
+        step.apply()
+    watch.after_update()
+    return result
+
+
+def _gradients(loss: BatchLoss) -> ElasticGradients | DdpGradients:
     """The way that `compute.mode` asks for."""
-    compute = config.compute
-    if compute.mode in ("elastic", "audit"):
-        return ElasticGradients(state, group, loss, compute.shards)
-    number = len(group.own_shards(compute.shards)) * compute.samples_per_shard
-    batch = torch.zeros(number, 3, *config.augment.crop_size, device=group.device)
-    return DdpGradients(state, group, loss, warm_up=compute.mode == "run", batch=batch)
+    mode = loss.config.compute.mode
+    return ElasticGradients(loss) if mode in ("elastic", "audit") else DdpGradients(loss, warm_up=mode == "run")

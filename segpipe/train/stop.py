@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish that the run grants at the end of its step."""
+"""Ctrl-C and SIGTERM, deferred to the end of the step."""
 
 from __future__ import annotations
 
@@ -11,31 +11,33 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Put back, at the end, how this process answers Ctrl-C and its like: torch's launcher leaves its own answers."""
-    heard = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.getsignal(number) for number in heard}
+    """Restores the handlers of SIGINT, SIGTERM, SIGHUP and SIGQUIT at the end: torch's launcher leaves its own."""
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():  # no other may set one, and torch does not either
+        if threading.current_thread() is threading.main_thread():  # only it may set handlers
             for number, handler in before.items():
-                if handler is not None:  # None: not one of Python's
+                if handler is not None:  # None: not installed from Python
                     signal.signal(number, handler)
 
 
 class StopRequest:
-    """Remembers Ctrl-C and SIGTERM until the end of the step; a second Ctrl-C interrupts at once.
+    """Defers SIGINT and SIGTERM to the end of the step; a second Ctrl-C interrupts at once.
 
-    The terminal sends Ctrl-C to every process, and launchers send it on to theirs: what follows at once is its echo.
+    A terminal sends Ctrl-C to every process, and launchers forward it to their children, which then see it twice: what
+    follows within ECHO_S is the same Ctrl-C.
     """
 
     ECHO_S = 3.0
 
-    def __init__(self, *, last_words: bool = False) -> None:
-        """With `last_words`, SIGTERM is not heard any more once an error has ended the steps: a launcher sends it to
-        all processes as soon as one has ended, and the others need a moment to find out and say what was wrong."""
+    def __init__(self, *, outlive_error: bool = False) -> None:
+        """With `outlive_error`, SIGTERM is ignored once an exception has ended the steps.
+
+        A launcher sends it to all processes as soon as one has ended, and the others need a moment to report the cause.
+        """
         self.asked = False
-        self._last_words = last_words
+        self._outlive_error = outlive_error
         self._first = 0.0
 
     def __enter__(self) -> StopRequest:
@@ -51,5 +53,5 @@ class StopRequest:
 
     def __exit__(self, kind: object, *error: object) -> None:
         for number, handler in self._before.items():
-            ended = self._last_words and kind is not None and number == signal.SIGTERM
-            signal.signal(number, signal.SIG_IGN if ended else handler)
+            ignored = self._outlive_error and kind is not None and number == signal.SIGTERM
+            signal.signal(number, signal.SIG_IGN if ignored else handler)

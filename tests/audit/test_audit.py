@@ -288,18 +288,22 @@ def test_the_copy_itself_passes(copy: Path) -> None:
 
 
 def test_every_source_is_hashed_the_c_of_the_digests_too() -> None:
-    assert {"engine.py", "determinism/digest.c", "export/manifest.schema.json"} <= inputs.source_hashes().keys()
+    assert {
+        "train/engine.py",
+        "ledger/digest.c",
+        "export/artifact/manifest.schema.json",
+    } <= inputs.source_hashes().keys()
 
 
 def test_other_sources_are_noted_and_fail_nothing_while_the_bits_are_the_same(
     whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashes = inputs.source_hashes
-    monkeypatch.setattr(inputs, "source_hashes", lambda: {**hashes(), "engine.py": "other"})
+    monkeypatch.setattr(inputs, "source_hashes", lambda: {**hashes(), "train/engine.py": "other"})
     audit = audited(whole)
     (code,) = [line for line in audit.lines if line.part == "code"]
     assert (audit.verdict, code.status) == ("passed", "noted")
-    assert "engine.py was altered" in code.text
+    assert "train/engine.py was altered" in code.text
 
 
 def test_another_environment_cannot_audit_unless_asked_to(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,12 @@ BOTH = (
     "barrier at desync.py:76 <lambda>. All ranks must make the same calls"
 )
 LOST = (
-    "rank 3 was lost after call 17, as far as is known, which on the others is all_gather float32 [8] at reduce.py:90 "
+    "rank 3 was lost after call 17, if not later, which on the others is all_gather float32 [8] at reduce.py:90 "
     "finish. The last 512 calls of the ranks that answered are the same. No answer from rank 3: ended, stopped, or"
 )
 LATE = (
     "collective 18, {}, was not reached by rank 3 (its last was 17, barrier at group.py:9 x), while ranks 0, 1, 2 "
-    "waited 5 s. Rank 3 stands in gradients.py:98 __call__ (in desync.py:70 <lambda>)."
+    "waited 5 s. Rank 3 is at train/gradients.py:98 __call__ (in desync.py:70 <lambda>)."
 )
 SAID = {
     **dict.fromkeys(("shape", "extra", "order", "skipped"), BOTH),

@@ -44,7 +44,7 @@ def test_it_comes_as_told(tmp_path: Path, console: Console, monkeypatch: pytest.
     assert "racy (Racy), probe '" in told
     assert "augmented again under the same key" in told
     # With the mistake, as many samples differ as it happens: only what is told once repaired is counted.
-    assert len(re.findall(r"\b0 of 32\b", told[told.index("Without the mistake all is quiet") :])) == 2
+    assert len(re.findall(r"\b0 of 32\b", told[told.index("Without the bug there is no report") :])) == 2
     assert not (tmp_path / "refused").exists()
     assert not (tmp_path / "caught" / "result.json").exists()
     assert (tmp_path / "repaired" / "result.json").exists()

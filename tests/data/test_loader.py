@@ -24,6 +24,7 @@ from segpipe.data.loader import eval_images, train_batches
 from segpipe.data.order import Order
 from segpipe.errors import ConfigError, DataError
 from segpipe.keys import sample_key
+from segpipe.purity.canary import Canary
 from segpipe.settings.config import AugmentConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,8 +108,9 @@ class Worker(OneImage):
 def batches(
     samples=None, config=CROP, order=ORDER, shards=range(2), steps=range(4), workers=0, how="fork", prefetch=2, **more
 ):
+    samples = samples or OneImage()
     return train_batches(
-        samples or OneImage(),
+        samples,
         Augmenter(config),
         order,
         seed=order.seed,
@@ -118,6 +120,7 @@ def batches(
         start_method=how,
         prefetch=prefetch,
         pin_memory=False,
+        repeats=Canary(samples),
         **more,
     )
 
@@ -296,7 +299,7 @@ import test_loader
 items = test_loader.batches(test_loader.Stuck(), workers=2, steps=range({without}, 9))
 next(items)
 """
-    folders = os.pathsep.join(str(folder) for folder in (ROOT, ROOT / "tests"))
+    folders = os.pathsep.join(str(folder) for folder in (ROOT, ROOT / "tests" / "data"))
     environment = os.environ | {"PYTHONPATH": folders, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=120, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
@@ -304,7 +307,7 @@ next(items)
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_worker_that_hangs_is_named_with_its_stack(workers, monkeypatch, capfd):
-    monkeypatch.setattr("segpipe.data.loader.LOOK_S", 0.1)
+    monkeypatch.setattr("segpipe.data.workers.LOOK_S", 0.1)
     with pytest.raises(DataError, match=r"loader worker [01] \(process \d+\) has sent nothing for 4 s"):
         list(batches(Stuck(), workers=workers, timeout_s=4.0))
     stack = capfd.readouterr().err

@@ -25,6 +25,7 @@ from segpipe.train.metrics import confusion
 from segpipe.train.state import build_state
 from segpipe.train.step import TrainStep
 from segpipe.train.validate import predict
+from segpipe.train.watch import Watch
 
 C = STREET.num_classes
 IMAGE = torch.randint(0, 256, (2, 64, 64, 3), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
@@ -65,7 +66,7 @@ def test_a_whole_update_and_a_validation_pass() -> None:
     config.loss.name, config.optim.clip_norm = "ohem", 5.0
     device = torch.device("cpu")
     state = build_state(config, STREET, device)
-    step = TrainStep(state, config, Group(0, 0, 1, device), None)
+    step = TrainStep(config, Watch(Group(0, 0, 1, device), state))
     numbers = torch.zeros(2, dtype=torch.int64)
     with OpGate():
         step([ShardBatch(0, shard, IMAGE, TARGET, numbers, numbers) for shard in (0, 1)], torch.tensor(4096))

@@ -35,7 +35,7 @@ from segpipe.models.layers import upsample_like
 from segpipe.models.preprocess import Preprocess
 from segpipe.models.resize import adaptive_avg_pool, pool_weights, traced_pool_weights
 from segpipe.runtime import Segmenter, Status
-from segpipe.runtime.shapes import Shapes, resolved
+from segpipe.runtime.artifact import Shapes, resolved
 from segpipe.settings.config import Config, ExportConfig, check
 from segpipe.train import checkpoint
 from segpipe.train.checkpoint import TrainedNetwork
@@ -222,7 +222,7 @@ def test_a_free_size_is_judged_in_three_shapes(free_size: publish.ExportReport) 
 def test_a_manifest_that_tells_too_little_is_refused(change: Callable[[Any], Any], free_size: Any) -> None:
     io = copy.deepcopy(free_size.manifest["io"])
     assert Shapes(io).exported == (*SIZE, 3)
-    assert Shapes(io).words() == "32 to 96 in steps of 4 x 48 to 144 in steps of 4"
+    assert Shapes(io).describe() == "32 to 96 in steps of 4 x 48 to 144 in steps of 4"
     change(io)
     with pytest.raises((KeyError, ValueError, ArithmeticError)):
         Shapes(io)

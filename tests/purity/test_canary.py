@@ -24,11 +24,12 @@ from segpipe.data.augment import Augmenter
 from segpipe.data.cache import CachedSamples
 from segpipe.data.loader import ShardBatch, train_batches
 from segpipe.data.order import Order
+from segpipe.data.plan import REPEATS, Member, Request, chosen, requests
 from segpipe.data.transforms import TRANSFORMS
 from segpipe.errors import ConfigError, ImpureAugmentError
 from segpipe.ledger import native
 from segpipe.ledger.digest import digest_each, digest_groups
-from segpipe.purity.canary import RECOMPUTATIONS, Canary, Member, Task, augment_watched, chosen, tasks
+from segpipe.purity.canary import Canary, augment_watched
 from segpipe.settings.compose import compose
 from segpipe.settings.config import FREE_KEYS, AugmentConfig, Config, check
 
@@ -83,14 +84,15 @@ def batches(augmenter: Augmenter, workers: int, samples: object = None, steps: r
         start_method="fork",
         prefetch=2,
         pin_memory=False,
+        repeats=Canary(samples or Noise(num=10)),
     )
     with closing(stream):
         return list(stream)
 
 
-def planned(workers: int, every: int, *, steps: int = 40, order: Order = ORDER) -> list[Task]:
+def planned(workers: int, every: int, *, steps: int = 40, order: Order = ORDER) -> list[Request]:
     places = [(step, shard) for step in range(steps) for shard in range(order.shards)]
-    return list(tasks(places, order, seed=order.seed, every=every, workers=workers))
+    return list(requests(places, order, seed=order.seed, every=every, workers=workers))
 
 
 # Which samples
@@ -110,8 +112,8 @@ def test_the_choice_is_a_function_of_seed_epoch_and_index() -> None:
     assert chosen(0, 0, 96, 20) == {41, 42, 64, 77}, "for ever, on every machine and in every process"
 
 
-def watched(planned_tasks: list[Task]) -> set[Member]:
-    return {task.members[row] for task in planned_tasks if task.place for row in task.watched}
+def watched(planned_requests: list[Request]) -> set[Member]:
+    return {task.members[row] for task in planned_requests if task.place for row in task.watched}
 
 
 def test_the_choice_is_the_same_for_any_workers_and_ranks() -> None:
@@ -120,7 +122,7 @@ def test_the_choice_is_the_same_for_any_workers_and_ranks() -> None:
     for workers in (1, 2, 8):
         assert watched(planned(workers, 7)) == alone
     ranks = [
-        tasks([(step, rank) for step in range(40)], ORDER, seed=ORDER.seed, every=7, workers=2) for rank in range(2)
+        requests([(step, rank) for step in range(40)], ORDER, seed=ORDER.seed, every=7, workers=2) for rank in range(2)
     ]
     assert set().union(*(watched(list(rank)) for rank in ranks)) == alone
 
@@ -142,12 +144,12 @@ def test_every_chosen_sample_is_made_again_by_others(workers: int, every: int) -
     assert set(made) == watched(found)
     assert bool(made) == bool(every)
     for numbers in made.values():
-        assert len(numbers) == 1 + RECOMPUTATIONS
+        assert len(numbers) == 1 + REPEATS
         assert found[numbers[0]].place, "delivered first"
         if workers >= 2:
             turns = [number % workers for number in numbers]
             assert turns[0] not in turns[1:]
-            assert len(set(turns)) == min(workers, 1 + RECOMPUTATIONS)
+            assert len(set(turns)) == min(workers, 1 + REPEATS)
 
 
 @pytest.mark.parametrize("workers", [0, 2, 3])
@@ -184,7 +186,7 @@ def test_other_processes_make_them_again(workers: int, monkeypatch: pytest.Monke
     batches(Augmenter(config(canary=3)), workers)
     assert makers.keys() == watched(planned(workers, 3, steps=4)) != set()
     for first, *others in makers.values():
-        assert len(others) == RECOMPUTATIONS
+        assert len(others) == REPEATS
         assert (first in others) == (workers == 0)
         assert len(set(others)) == (2 if workers == 3 else 1)
 
@@ -256,7 +258,8 @@ def test_looking_at_a_pipeline_changes_nothing(settings_of: list[str]) -> None:
     for key in range(30):
         frame = samples.read(key % 3)
         expected = plain(*frame, key)
-        found, trail = augment_watched(watched_one, frame, key)
+        found, made = augment_watched(watched_one, frame, key)
+        trail = made.trail
         assert [part.tobytes() for part in found] == [part.tobytes() for part in expected]
         assert [name for name, _ in trail[:3]] == ["ScaleCrop", "HorizontalFlip", "ColourMatrix"]
         assert [name.split()[0] for name, _ in trail[3:]] == shipped.extra
@@ -284,10 +287,10 @@ def test_without_compiled_digests_the_check_is_to_name_it(plant: Plant, monkeypa
     monkeypatch.setattr(native, "kernels", lambda: None)
     pure = Augmenter(config())
     frame = Noise().read(0)
-    found, trail = augment_watched(pure, frame, 7)
-    assert trail == ()
+    found, made = augment_watched(pure, frame, 7)
+    assert made.trail == ()
     assert [part.tobytes() for part in found] == [part.tobytes() for part in pure(*frame, 7)]
-    with pytest.raises(ImpureAugmentError, match=r"changed meanwhile\). Name the transform with python scripts/"):
+    with pytest.raises(ImpureAugmentError, match=r"changed meanwhile\). Find the transform with python scripts/"):
         batches(plant(impure.StaleParameters, canary=1), 0)
 
 
@@ -296,7 +299,7 @@ def test_a_frame_of_a_cache_is_looked_at_where_it_lies() -> None:
     kept = CachedSamples(Noise(num=1), 64)  # type: ignore[arg-type]
     first, again = kept.read(0), kept.read(0)
     assert not again[0].flags.writeable
-    trails = [augment_watched(Augmenter(config()), frame, 3)[1] for frame in (Noise(num=1).read(0), first, again)]
+    trails = [augment_watched(Augmenter(config()), frame, 3)[1].trail for frame in (Noise(num=1).read(0), first, again)]
     assert trails[0] == trails[1] == trails[2] != ()
     assert not again[0].flags.writeable
 
@@ -339,6 +342,7 @@ def test_a_receiver_may_write_into_its_batches(plant: Plant) -> None:
             start_method="fork",
             prefetch=2,
             pin_memory=False,
+            repeats=Canary(Noise(num=10)),
         )
         with closing(stream):
             for batch in stream:
@@ -396,7 +400,7 @@ def test_one_impure_call_in_a_hundred_is_caught_within_200000_samples() -> None:
     every = AugmentConfig().canary
     assert every == 1000
     numbers = [sum(len(chosen(seed, epoch, 20_000, every)) for epoch in range(10)) for seed in range(200)]
-    assert caught(RECOMPUTATIONS, numbers) > 0.99
+    assert caught(REPEATS, numbers) > 0.99
     assert caught(1, numbers) < 0.99  # the control: one recomputation would not do
 
 
@@ -419,6 +423,7 @@ def test_it_costs_at_most_half_a_percent_of_the_loaders_time() -> None:
             start_method="fork",
             prefetch=1,
             pin_memory=False,
+            repeats=Canary(Noise(num=1000)),
         )
         before = time.process_time()
         for _ in stream:

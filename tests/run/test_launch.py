@@ -14,11 +14,13 @@ import torch
 from torch.distributed.launcher.api import LaunchConfig
 
 from runs import TORCHRUN, command, finished, outcome, result, run, settings, start, updates, wait_for, write_camvid
+from segpipe.cli import train
 from segpipe.cli.main import main as segpipe
 from segpipe.data.order import Order
 from segpipe.distributed import environment
 from segpipe.errors import CheckpointError, ConfigError, ImpureAugmentError
 from segpipe.run import launch
+from segpipe.run.finish import finish
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config
 
@@ -116,7 +118,7 @@ def test_children_find_their_environment_and_nothing_of_it_stays(
     def pretend(settings: LaunchConfig, entry: object) -> Callable[[Config], None]:
         found.append((dict(os.environ), settings.shutdown_timeout))
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        return lambda config: None
+        return lambda config, finish: None
 
     own = ("OMP_WAIT_POLICY", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
     for name in own:
@@ -213,12 +215,11 @@ def swept(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, list[str]
     def sweep(*changes: str, codes: tuple[int, ...] = ()) -> tuple[int, list[str]]:
         started: list[str] = []
 
-        def pretend(config: Config, *, isolated: bool) -> int:
-            assert isolated
+        def pretend(config: Config) -> int:
             started.append(config.run.name)
             return codes[len(started) - 1] if codes else 0
 
-        monkeypatch.setattr("segpipe.run.sweep.launch", pretend)
+        monkeypatch.setattr(train, "launch", lambda config, *, finish, isolated: pretend(config))
         return segpipe(["train", "--multirun", *changes]), started
 
     return sweep
@@ -239,9 +240,18 @@ def test_a_silent_rank_leaves_the_word_to_the_first(
         assert segpipe(["train", *refused]) == 2
         assert time.monotonic() - started > 0.5
     started = time.monotonic()
-    assert launch._tell(ConfigError("said by rank 0"), rank=1) == 2
+    assert launch._report(ConfigError("said by rank 0"), rank=1) == 2
     assert time.monotonic() - started > 0.5
     assert capsys.readouterr().err == ""
+
+
+def test_jobs_of_a_sweep_train_in_other_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One process, with the report and the export at its end as in a run alone."""
+    spawned: list[tuple[int, object]] = []
+    monkeypatch.setattr(launch, "_spawn", lambda config, size, finish: spawned.append((size, finish)) or 0)
+    monkeypatch.setattr(launch, "work", lambda *_, **__: pytest.fail("it trained in the process of the sweep"))
+    assert segpipe(["train", "--multirun", *settings(tmp_path / "run")]) == 0
+    assert spawned == [(1, finish)]
 
 
 def test_a_failed_job_does_not_cost_the_others(swept: Swept, capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,7 +261,7 @@ def test_a_failed_job_does_not_cost_the_others(swept: Swept, capsys: pytest.Capt
 
 def test_jobs_of_one_folder_are_refused(swept: Swept, capsys: pytest.CaptureFixture[str]) -> None:
     assert swept("seed=1,2", "run.name=same", "run.exists=replace") == (2, ["same"])
-    assert "run.name = same is that of another job" in capsys.readouterr().err
+    assert "run.name = same is also that of another job" in capsys.readouterr().err
     assert swept("seed=1,2", "run.name=name${seed}") == (0, ["name1", "name2"])
 
 
@@ -263,14 +273,14 @@ def test_ctrl_c_ends_the_sweep(swept: Swept, capsys: pytest.CaptureFixture[str])
 def test_seeds_of_one_recipe_are_summed_up_by_class(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def pretend(config: Config, *, isolated: bool) -> int:
+    def pretend(config: Config) -> int:
         score = config.optim.lr + 0.01 * config.seed
         config.run_dir.mkdir(parents=True)
         found = {"miou": score, "iou": {"road": score + 0.1, "sky": score - 0.1 * config.seed, "lane": None}}
         (config.run_dir / "result.json").write_text(json.dumps(found))
         return 0 if config.seed < 4 else 6
 
-    monkeypatch.setattr("segpipe.run.sweep.launch", pretend)
+    monkeypatch.setattr(train, "launch", lambda config, *, finish, isolated: pretend(config))
     swept = ["--multirun", "seed=1,2,4", "optim.lr=0.4,0.5", f"run.root={tmp_path}", "run.name=s${seed}-${optim.lr}"]
     assert segpipe(["train", *swept]) == 6
     said = capsys.readouterr().out

@@ -63,15 +63,17 @@ def make(name: str = "street_seed0", **changes: Any) -> ReportData:
     history += [{"step": s, "kind": "validation", "time_s": 1.0, "miou": s / 100} for s in (50, 90)]
     data = ReportData(
         config=to_mapping(config),
-        result={"steps": 8000, "wall_time_s": 5400.0, "images_per_s": 412.71, "device": "cpu", "world_size": 2},
+        result={
+            "steps": 8000, "train_seconds": 5400.0, "images_per_second": 412.71, "device": "cpu", "world_size": 2,
+            "versions": {"torch": "2.14.1"},
+        },
         confusion=COUNTS,
         names=NAMES,
         palette=PALETTE,
         history=history,
         best=[overlay("best_one", 0.875)],
         worst=[overlay("worst_one", 0.125)],
-        versions={"torch": "2.14.1"},
-    )
+    )  # fmt: skip
     return replace(data, **changes)
 
 
@@ -115,7 +117,7 @@ def test_absent_classes_are_said_and_left_out() -> None:
     text = Page(render(make())).text
     assert "mean over 2 of 4 classes" in text
     assert "absent from the validation images, left out of the mean; never predicted" in text
-    assert "left out of the mean; predicted in 7 pixels nevertheless" in text
+    assert "left out of the mean; wrongly predicted in 7 pixels" in text
     everywhere = Page(render(make(confusion=np.full((4, 4), 9)))).text
     assert "absent" not in everywhere
     assert "mean over 4 classes" in everywhere
@@ -133,9 +135,24 @@ def test_both_kinds_of_overlays_and_the_legend_are_there() -> None:
     assert page.text.count("ignored") == 1
 
 
+def test_the_legend_goes_by_id_and_the_table_by_iou() -> None:
+    text = render(make(names=("a", "b", "c", "d"), confusion=np.array([[1, 9, 0, 0], [0, 9, 0, 0], [0] * 4, [0] * 4])))
+    legend = text.split('<ul class="legend">')[1].split("</ul>")[0]
+    assert re.findall(r"</i>(\w+)</li>", legend) == ["a", "b", "c", "d", "ignored"]
+    table = text.split('<table class="classes">')[1].split("</table>")[0]
+    assert re.findall(r"</i>(\w+)</th>", table) == ["b", "a", "c", "d"]  # 0.5, 0.1, absent
+
+
 def test_only_changed_settings_are_in_the_first_table() -> None:
     shown = render(make()).split("<h2>Configuration</h2>")[1].split("<details>")[0]
     assert re.findall(r"<th>([\w.]+)</th><td>", shown) == ["run.name", "optim.lr"]
+
+
+@pytest.mark.parametrize("name", ["[/x]", "<b>", "{{ 7 * 7 }}", "{% for"])
+def test_class_names_are_text(name: str) -> None:
+    page = Page(render(make(names=(name, *NAMES[1:]))))
+    assert page.text.count(name) == 4  # legend, classes, and both sides of the confusion matrix
+    assert ("b", {}) not in page.tags
 
 
 @pytest.mark.parametrize("place", ["name", "class", "overlay", "result", "version", "config"])
@@ -146,7 +163,7 @@ def test_hostile_text_is_shown_not_run(place: str) -> None:
         "class": {"names": (evil, *NAMES[1:])},
         "overlay": {"worst": [overlay(evil)]},
         "result": {"result": {"device": evil, evil: evil}},
-        "version": {"versions": {evil: evil}},
+        "version": {"result": {"versions": {evil: evil}}},
         "config": {"config": {**data.config, evil: {evil: [evil]}, "model": {"name": evil}, "seed": evil}},
     }
     text = render(replace(data, **changes.get(place, {})))
@@ -162,8 +179,8 @@ def test_hostile_text_is_shown_not_run(place: str) -> None:
         {"history": [{"step": 1, "kind": "train", "time_s": 0.0, "loss": 1.0}]},
         {"best": (), "worst": ()},
         {"best": ()},
-        {"result": {}, "versions": {}},
-        {"result": {"steps": None, "wall_time_s": math.nan, "images_per_s": "unknown"}},
+        {"result": {}},
+        {"result": {"steps": None, "train_seconds": math.nan, "images_per_second": "unknown"}},
         {"confusion": np.zeros((4, 4), np.int64), "worst": [overlay("void", math.nan)]},
         {"config": {}},
     ],

@@ -70,7 +70,7 @@ def test_what_json_lacks_becomes_null_and_arrays_become_lists(tmp_path: Path) ->
 
 def test_values_may_not_overwrite_the_step(tmp_path: Path) -> None:
     tracker = open_tracker(Config(), tmp_path, None, rank=0)
-    with pytest.raises(ValueError, match="given step among its values"):
+    with pytest.raises(ValueError, match="sets step itself"):
         tracker.log(1, "train", {"step": 7})
     tracker.close()
 

@@ -126,7 +126,7 @@ def test_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
 
 def test_text_folder_and_missing_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_text("not a checkpoint")
-    assert "torn or foreign" in refused(tmp_path / "x.pt")
+    assert "truncated or foreign" in refused(tmp_path / "x.pt")
     assert "does not exist" in refused(tmp_path)
     assert "does not exist" in refused(tmp_path / "y.pt")
 

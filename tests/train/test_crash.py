@@ -12,7 +12,8 @@ import torch
 from benchmarks import crash
 from segpipe.data.catalog import CAMVID
 from segpipe.settings.config import from_mapping
-from segpipe.train.state import TrainState, build_state, save
+from segpipe.train.checkpoint import save_state
+from segpipe.train.state import TrainState, build_state
 
 CONFIG = from_mapping({"model": {"name": "fast_scnn"}})
 OTHER = from_mapping({"data": {"workers": 0}, "run": {"name": "other"}})
@@ -26,7 +27,7 @@ def state() -> TrainState:
 def write(path: Path, state: TrainState, step: int) -> None:
     path.parent.mkdir(exist_ok=True)
     state.step = step
-    save(path, state, OTHER if path.parent.name == "killed" else CONFIG, CAMVID, {})
+    save_state(path, state, OTHER if path.parent.name == "killed" else CONFIG, CAMVID, {})
 
 
 def test_what_a_kill_left_is_compared_with_the_same_step(tmp_path: Path, state: TrainState) -> None:

@@ -26,8 +26,9 @@ from segpipe.models.layers import SegmentationNet
 from segpipe.settings.config import Config, check, from_mapping
 from segpipe.train import gradients
 from segpipe.train.optim import Ema, build_optimizer
-from segpipe.train.state import TrainState, _synchronised, build_state
+from segpipe.train.state import TrainState, _with_sync_batchnorm, build_state
 from segpipe.train.step import TrainStep
+from segpipe.train.watch import Watch
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
 CPU = torch.device("cpu")
@@ -84,7 +85,7 @@ def updates(
     state: TrainState, config: Config, group: Group, count: int, *, dawdle: Callable[[], None] = lambda: None
 ) -> str:
     """Digest of weights, statistics and average after `count` more updates; before each this rank dawdles."""
-    step, own = TrainStep(state, config, group, None), group.own_shards(V)
+    step, own = TrainStep(config, Watch(group, state)), group.own_shards(V)
     for _ in range(count):
         shards = batches(state.step)
         dawdle()
@@ -105,7 +106,7 @@ def resumed(config: Config, group: Group) -> str:
     return updates(other, config, group, 2)
 
 
-class CountedTravel(gradients._Travel):
+class CountedExchange(gradients._Exchange):
     """Counts the buckets that left while the backward still ran."""
 
     early: ClassVar[list[int]] = []
@@ -152,12 +153,12 @@ def _work(rank: int) -> dict[str, str]:
     machines = Group(rank, rank, RANKS, CPU, (Level(2, within), Level(2, across)))
     elastic, run, off = (settings(mode) for mode in ("elastic", "run", "off"))
     half = settings("elastic", precision="fp16")
-    gradients._Travel = CountedTravel  # type: ignore[misc]
+    gradients._Exchange = CountedExchange  # type: ignore[misc]
     found = {"one bucket": updates(fresh(elastic, unused=True), elastic, group, 4)}
     gradients.BUCKET_SIZE = 100
-    CountedTravel.early.clear()
+    CountedExchange.early.clear()
     found["many buckets"] = updates(fresh(elastic, unused=True), elastic, group, 4)
-    found["sent early"] = " ".join(map(str, CountedTravel.early))
+    found["sent early"] = " ".join(map(str, CountedExchange.early))
     gradients.BUCKET_SIZE = 20  # less than the statistics, which are known after the backward only
     found["tiny buckets"] = updates(fresh(elastic, unused=True), elastic, group, 4)
     found["two machines"] = updates(fresh(elastic, unused=True), elastic, machines, 4)
@@ -224,12 +225,12 @@ def test_no_bucket_leaves_before_statistics_and_figures_are_in_it() -> None:
         def start(self, part: Tensor) -> None:
             sent.append(part.numel())
 
-    travel = gradients._Travel(layout, TreeSum(), layout.new(), [early, late], Across())  # type: ignore[arg-type]
+    exchange = gradients._Exchange(layout, TreeSum(), layout.new(), [early, late], Across())  # type: ignore[arg-type]
     early.grad, late.grad = torch.ones(10), torch.ones(25)
-    travel.arrived(1)
-    travel.arrived(0)
+    exchange.on_grad_ready(1)
+    exchange.on_grad_ready(0)
     assert sent == [25]
-    travel.send_rest()
+    exchange.send_rest()
     assert sent == [25, 13, 30]
 
 
@@ -251,7 +252,7 @@ def test_at_one_shard_and_one_process_all_modes_are_one() -> None:
     for mode in ("off", "run", "elastic", "audit"):
         config = settings(mode, shards=1)
         state = fresh(config)
-        step, batch = TrainStep(state, config, ALONE, None), batches(0)[0]
+        step, batch = TrainStep(config, Watch(ALONE, state)), batches(0)[0]
         step([batch], torch.tensor(valid_pixels(batch.target)))
         step.apply()
         found.add(state_digest(state.model.state_dict()))
@@ -268,9 +269,9 @@ def test_statistics_over_all_ranks_are_refused_where_they_break_a_promise() -> N
         build_state(config, CAMVID, CPU)
 
 
-def test_synchronised_norms_keep_the_names_of_the_weights() -> None:
+def test_with_sync_batchnorm_norms_keep_the_names_of_the_weights() -> None:
     plain = build_state(from_mapping({}), CAMVID, CPU).model
-    synchronised = _synchronised(build_state(from_mapping({}), CAMVID, CPU).model, torch.device("cuda"))
+    synchronised = _with_sync_batchnorm(build_state(from_mapping({}), CAMVID, CPU).model, torch.device("cuda"))
     assert list(synchronised.state_dict()) == list(plain.state_dict())
     converted = sum(isinstance(module, nn.SyncBatchNorm) for module in synchronised.modules())
     assert converted == sum(isinstance(module, nn.BatchNorm2d) for module in plain.modules()) > 0

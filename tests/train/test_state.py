@@ -8,9 +8,11 @@ import torch
 
 from segpipe.data.catalog import CAMVID, ClassTable
 from segpipe.errors import CheckpointError
+from segpipe.keys import torch_seed
 from segpipe.ledger.digest import state_digest
 from segpipe.settings.config import Config, from_mapping, to_mapping
-from segpipe.train.state import TrainState, build_state, restore, save, seed_torch
+from segpipe.train.checkpoint import restore, save_state
+from segpipe.train.state import TrainState, build_state
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
 CPU = torch.device("cpu")
@@ -23,7 +25,7 @@ def config(**groups: dict[str, Any]) -> Config:
 
 def update(state: TrainState, number: int) -> None:
     """Any update that moves weights, statistics, momentum, scale and average, and depends on `number` only."""
-    seed_torch(5, number, 0, "test")
+    torch.manual_seed(torch_seed(5, number, 0, "test"))
     logits = state.model.logits(torch.randn(2, 3, 64, 64), aux=True)
     state.scaler.scale(sum(value.square().mean() for value in logits.values())).backward()
     state.scaler.step(state.optimizer)
@@ -44,7 +46,7 @@ def test_a_restored_state_goes_on_with_the_same_bits(tmp_path: Path, name: str, 
     for number in range(2):
         update(state, number)
     state.best_miou = 0.375
-    save(tmp_path / "last.pt", state, settings, CAMVID, HERE)
+    save_state(tmp_path / "last.pt", state, settings, CAMVID, HERE)
     update(state, 2)
     torch.rand(3)  # what else the process did must not matter
     other = build_state(settings, CAMVID, CPU)
@@ -80,7 +82,7 @@ def test_memory_format_is_the_configured_one() -> None:
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     path = tmp_path / "last.pt"
-    save(path, build_state(config(), CAMVID, CPU), config(), CAMVID, HERE)
+    save_state(path, build_state(config(), CAMVID, CPU), config(), CAMVID, HERE)
     return path
 
 

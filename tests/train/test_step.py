@@ -19,6 +19,7 @@ from segpipe.train.gradients import statistics
 from segpipe.train.optim import Ema, build_optimizer, learning_rate
 from segpipe.train.state import TrainState
 from segpipe.train.step import TrainStep
+from segpipe.train.watch import Watch
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
 ALONE = Group(0, 0, 1, torch.device("cpu"))
@@ -55,6 +56,10 @@ def fresh(settings: Config, **kind: Any) -> TrainState:
     return TrainState(model, Ema(model, settings.ema), build_optimizer(model, settings.optim), scaler)
 
 
+def step_of(state: TrainState, settings: Config) -> TrainStep:
+    return TrainStep(settings, Watch(ALONE, state))
+
+
 def batches(step: int = 0) -> list[ShardBatch]:
     random = torch.Generator().manual_seed(step)
     image = torch.randint(0, 256, (V, B, SIZE, SIZE, 3), generator=random).to(torch.uint8)
@@ -71,7 +76,7 @@ def valid(shards: list[ShardBatch]) -> Tensor:
 
 def run(settings: Config, steps: int, **kind: Any) -> tuple[TrainState, list[Any]]:
     state = fresh(settings, **kind)
-    step, results = TrainStep(state, settings, ALONE, None), []
+    step, results = step_of(state, settings), []
     for number in range(steps):
         shards = batches(number)
         results.append(step(shards, valid(shards)))
@@ -102,7 +107,7 @@ def test_gradients_and_figures_are_those_of_the_whole_batch(channels_last: bool)
     assert isinstance(twin, Tiny)
     parts = whole_batch(settings, twin, shards)
     torch.stack(list(parts.values())).sum().backward()
-    result = TrainStep(state, settings, ALONE, None)(shards, valid(shards))
+    result = step_of(state, settings)(shards, valid(shards))
     expected = {name: p.grad for name, p in twin.named_parameters()}
     for name, p in state.model.named_parameters():
         wanted = expected[name] if expected[name] is not None else torch.zeros(3)
@@ -125,7 +130,7 @@ def test_statistics_are_the_mean_over_the_shards() -> None:
         twin = fresh(settings).model
         twin.logits(Preprocess()(batch.image), aux=True)
         singles.append([value.clone() for value in statistics(twin)])
-    step = TrainStep(state, settings, ALONE, None)
+    step = step_of(state, settings)
     step(shards, valid(shards))
     step.apply()
     for found, *parts in zip(statistics(state.model), *singles, strict=True):
@@ -157,12 +162,12 @@ def test_dropout_is_keyed_by_step_and_shard_not_by_history() -> None:
     for disturb in (0, 5):
         state = fresh(settings, dropout=0.5)
         torch.rand(disturb)
-        result = TrainStep(state, settings, ALONE, None)(shards, valid(shards))
+        result = step_of(state, settings)(shards, valid(shards))
         grads.append(state.model.body.weight.grad)  # type: ignore[union-attr]
     assert torch.equal(*grads)  # type: ignore[arg-type]
     same = [ShardBatch(0, shard, *shards[0][2:]) for shard in range(V)]
     state = fresh(settings, dropout=0.5)
-    result = TrainStep(state, settings, ALONE, None)(same, valid(same))
+    result = step_of(state, settings)(same, valid(same))
     assert len({float(loss) for loss in result.shard_losses.values()}) == V  # one image, V different masks
 
 
@@ -170,7 +175,7 @@ def test_state_stays_as_it_was_until_apply() -> None:
     settings, shards = config(), batches()
     state = fresh(settings)
     before = bits(state)
-    step = TrainStep(state, settings, ALONE, None)
+    step = step_of(state, settings)
     step(shards, valid(shards))
     assert bits(state) == before  # what is kept of a diverged step is the state before it
     step.apply()
@@ -182,7 +187,7 @@ def test_update_is_the_optimizers_at_the_scheduled_rate() -> None:
     settings = config(optim={"momentum": 0.0, "weight_decay": 0.0, "lr": 0.2})
     state, shards = fresh(settings), batches()
     state.step = 100
-    step = TrainStep(state, settings, ALONE, None)
+    step = step_of(state, settings)
     step(shards, valid(shards))
     moved = {name: p.detach() - learning_rate(100, 400, settings.optim) * p.grad for name, p in named(state)}  # type: ignore[operator]
     step.apply()
@@ -201,7 +206,7 @@ def test_average_follows_every_update() -> None:
 def test_class_weights_reach_the_loss() -> None:
     settings, shards = config(), batches()
     plain, heavy = (
-        TrainStep(fresh(settings), settings, ALONE, weights)(shards, valid(shards)).loss
+        TrainStep(settings, Watch(ALONE, fresh(settings)), weights)(shards, valid(shards)).loss
         for weights in (None, torch.full((C,), 3.0))
     )
     assert float(heavy) == pytest.approx(3 * float(plain), rel=1e-5)
@@ -218,7 +223,7 @@ def test_clipping_bounds_the_norm_and_keeps_the_direction(limit: float) -> None:
     for clip in (0.0, limit):
         settings = config(optim={"clip_norm": clip})
         state = fresh(settings)
-        norms.append(float(TrainStep(state, settings, ALONE, None)(shards, valid(shards)).grad_norm))
+        norms.append(float(step_of(state, settings)(shards, valid(shards)).grad_norm))
         grads.append(torch.cat([p.grad.flatten() for p in state.model.parameters() if p.grad is not None]))
     assert norms[0] == norms[1] > 0.05  # the norm that is reported is that before clipping
     assert float(grads[1].norm()) == pytest.approx(min(limit, norms[0]), rel=1e-4)
@@ -230,7 +235,7 @@ def test_a_step_without_a_label_moves_nothing_but_statistics() -> None:
     state = fresh(settings)
     weights = [p.detach().clone() for p in state.model.parameters()]
     shards = [batch._replace(target=torch.full_like(batch.target, 255)) for batch in batches()]
-    step = TrainStep(state, settings, ALONE, None)
+    step = step_of(state, settings)
     result = step(shards, valid(shards))
     step.apply()
     assert float(result.loss) == 0 == float(result.grad_norm)
@@ -241,8 +246,8 @@ def test_fp16_scales_and_unscales() -> None:
     settings = config(train={"precision": "fp16"}, optim={"clip_norm": 0.0})
     state, shards = fresh(settings), batches()
     plain = fresh(config())
-    TrainStep(plain, config(), ALONE, None)(shards, valid(shards))
-    result = TrainStep(state, settings, ALONE, None)(shards, valid(shards))
+    step_of(plain, config())(shards, valid(shards))
+    result = step_of(state, settings)(shards, valid(shards))
     assert state.scaler.get_scale() == 65536
     reference = torch.cat([p.grad.flatten() for p in plain.model.parameters() if p.grad is not None])
     found = torch.cat([p.grad.flatten() for p in state.model.parameters() if p.grad is not None])
@@ -256,7 +261,7 @@ def test_fp16_overflow_skips_the_update_and_its_statistics() -> None:
     with torch.no_grad():
         state.model.body.weight.mul_(1e6)  # type: ignore[operator, union-attr]
     before = [value.clone() for value in state.model.state_dict().values() if value.is_floating_point()]
-    step = TrainStep(state, settings, ALONE, None)
+    step = step_of(state, settings)
     result = step(shards, valid(shards))
     assert not torch.isfinite(result.grad_norm)
     step.apply()
@@ -285,7 +290,7 @@ def test_loss_falls() -> None:
     image = (60 * columns).unsqueeze(-1).expand(B, SIZE, SIZE, 3)
     shards = [batch._replace(image=image, target=columns) for batch in batches()]
     state, losses = fresh(settings), []
-    step = TrainStep(state, settings, ALONE, None)
+    step = step_of(state, settings)
     for _ in range(30):
         losses.append(float(step(shards, valid(shards)).loss))
         step.apply()

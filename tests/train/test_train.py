@@ -112,11 +112,13 @@ def test_a_run_ends_with_a_checked_export_and_three_lines(
     speed = {name: result(folder)[name] for name in ("images_per_second", "train_seconds")}
     monkeypatch.setattr(origin, "git_state", lambda root: {**git, "known_at": "export"})
     assert run(folder, *ENDING) == 0
-    *above, score, place, following = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("mIoU "))
+    (score, place, following), below = lines[start : start + 3], lines[start + 3 :]
     assert score == f"mIoU {100 * result(folder)['miou']:.2f} % on 4 val images"
     assert place.startswith(f"run {folder} ")
-    table = next(number for number, line in enumerate(above) if "IoU per class" in line)
-    assert any("EXPORT" in line for line in above[table:])
+    assert any("IoU per class" in line for line in lines[:start])
+    assert any("EXPORT" in line for line in below), "the export comes last"
     assert (folder / "report.html").is_file()
     manifest = json.loads((folder / "export" / "manifest.json").read_text())
     assert manifest["source"]["weights_digest"] == result(folder)["ema_digest"]
@@ -151,7 +153,10 @@ def test_an_export_that_differs_ends_the_command_with_its_code(
 
     monkeypatch.setitem(FORMATS, "torchscript", dataclasses.replace(right, convert=swapped))
     assert run(folder, *ENDING) == 4
-    assert "EXPORT REJECTED: G2 logits differ" in told(capsys)
+    said = capsys.readouterr()
+    assert "EXPORT REJECTED: G2 logits differ" in said.err
+    for line in ("mIoU ", f"run {folder} ", "next "):
+        assert f"\n{line}" in said.out, "a refused export hides nothing of the training"
     assert not (folder / "export").exists()
     assert all((folder / name).is_file() for name in ("report.html", "result.json", "last.pt"))
 
@@ -234,17 +239,17 @@ def test_second_ctrl_c_interrupts_at_once_but_an_echo_does_not() -> None:
         assert _interrupts(signal.SIGINT)
 
 
-@pytest.mark.parametrize("last_words", [True, False])
-def test_a_rank_that_failed_outlives_the_launchers_sigterm(last_words: bool) -> None:
+@pytest.mark.parametrize("outlive_error", [True, False])
+def test_a_rank_that_failed_outlives_the_launchers_sigterm(outlive_error: bool) -> None:
     """Otherwise it would be ended before it could say which rank broke the contract."""
     before = signal.getsignal(signal.SIGTERM)
     try:
-        with pytest.raises(ValueError, match="lost"), StopRequest(last_words=last_words):
+        with pytest.raises(ValueError, match="lost"), StopRequest(outlive_error=outlive_error):
             raise ValueError("lost")
-        assert (signal.getsignal(signal.SIGTERM) == signal.SIG_IGN) is last_words
-        with StopRequest(last_words=True):
+        assert (signal.getsignal(signal.SIGTERM) == signal.SIG_IGN) is outlive_error
+        with StopRequest(outlive_error=True):
             pass
-        assert (signal.getsignal(signal.SIGTERM) == signal.SIG_IGN) is last_words  # as it was found
+        assert (signal.getsignal(signal.SIGTERM) == signal.SIG_IGN) is outlive_error  # as it was found
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -300,7 +305,7 @@ def test_a_loss_that_nobody_looked_at_is_dated_and_not_kept(
         if stopped and step.state.step == 5:
             _terminate()
 
-    monkeypatch.setattr(engine, "_looks", lambda run: (run.state.step + 1) % 3 == 0)
+    monkeypatch.setattr(engine, "_waits", lambda run: (run.state.step + 1) % 3 == 0)
     monkeypatch.setattr(engine.TrainStep, "apply", spoiled)
     assert run(folder, "train.steps=9", "checkpoint.every=3", "compute.shards=1") == 6
     text = told(capsys)
@@ -315,7 +320,7 @@ def test_fp16_that_overflows_at_any_scale_has_diverged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scaler skips every such update, so the run would end well with the weights that it began with."""
-    build = engine.state.build_state
+    build = engine.build_state
 
     def overflowing(*args: Any) -> Any:
         state = build(*args)
@@ -323,7 +328,7 @@ def test_fp16_that_overflows_at_any_scale_has_diverged(
         next(state.model.parameters()).register_hook(lambda grad: grad * float("nan"))
         return state
 
-    monkeypatch.setattr(engine.state, "build_state", overflowing)
+    monkeypatch.setattr(engine, "build_state", overflowing)
     small = ("train.steps=2", "compute.shards=1", "augment.crop_size=[32,32]")
     assert run(tmp_path / "run", "train.precision=fp16", *small) == 6
     text = told(capsys)

@@ -17,7 +17,7 @@ setup(
     zip_safe=True,
     maintainer="segpipe maintainers",
     maintainer_email="segpipe@example.org",
-    description="Segments camera images with a folder that segpipe exported.",
-    license="That of segpipe",
+    description="Segments camera images with a network that segpipe exported.",
+    license="Apache-2.0",
     entry_points={"console_scripts": [f"segmenter = {NAME}.node:main"]},
 )

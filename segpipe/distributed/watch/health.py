@@ -7,22 +7,23 @@ import gc
 import multiprocessing
 import statistics
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from segpipe.distributed.watch.growth import GrowthWatch
 from segpipe.errors import OutOfMemory
 
 if TYPE_CHECKING:
     from segpipe.distributed.group import Group
-    from segpipe.train.state import TrainState
 
+WINDOWS = 5  # consecutive windows that must all rise
+STEADY = 0.5  # the smallest rise must be at least this part of the largest: what fills up slows down
 MIB = 2**20
 EXCESS = 1.2  # times the median of the ranks, from which on a rank is named
 EXCESS_MIB = 256.0  # and at least this much more, below which nobody runs out of anything
@@ -104,6 +105,56 @@ def attached() -> Counter[tuple[tuple[int, ...], str]]:
             if tensor.grad_fn is not None:
                 found[tuple(tensor.shape), type(tensor.grad_fn).__name__] += 1
     return found
+
+
+class Growth(NamedTuple):
+    """A figure that grew in every one of the last windows."""
+
+    since: int  # step
+    before: float
+    now: float
+    per_step: float
+
+
+class GrowthWatch:
+    """Compares the minima of consecutive windows of samples.
+
+    The minimum of a window is what is never given back; a peak does not raise it. Growth is reported once, when the
+    minima rose four times in a row, by about as much per step, and by `least` in all. The first window is left out:
+    workers start, kernels are chosen and buffers are made in it.
+    """
+
+    def __init__(self, *, least: float, window: int = 5) -> None:
+        """`least`: the growth over the windows below which it is not worth a word, in the figure's unit; `window`:
+        samples in a window."""
+        self._least, self._window = least, window
+        self._samples: list[tuple[float, int]] = []
+        self._minima: deque[tuple[float, int]] = deque(maxlen=WINDOWS)
+        self._warm = self._told = False
+
+    def add(self, step: int, value: float) -> Growth | None:
+        """Take a sample; the growth, when it is certain and was not told before."""
+        self._samples.append((value, step))
+        if self._told or len(self._samples) < self._window:
+            return None
+        lowest = min(self._samples)
+        self._samples.clear()
+        if self._warm:
+            self._minima.append(lowest)
+        self._warm = True
+        return self._judge()
+
+    def _judge(self) -> Growth | None:
+        if len(self._minima) < WINDOWS:
+            return None
+        rises = [(after - before) / (end - start) for (before, start), (after, end) in pairwise(self._minima)]
+        if min(rises) <= 0 or min(rises) < STEADY * max(rises):
+            return None
+        (before, since), (now, step) = self._minima[0], self._minima[-1]
+        if now - before < self._least:
+            return None
+        self._told = True
+        return Growth(since, before, now, (now - before) / (step - since))
 
 
 class Health:
@@ -239,14 +290,6 @@ def out_of_memory_named(scene: Scene, folder: Path) -> Iterator[None]:
             path.write_text(f"{text}\n\n{_summary(scene)}\n", encoding="utf-8")
             text += f" The allocator's account is in {path}."
         raise OutOfMemory(text) from error
-
-
-def out_of_memory_told(
-    state: TrainState, shapes: Sequence[tuple[int, ...]], group: Group, folder: Path
-) -> contextlib.AbstractContextManager[None]:
-    """`out_of_memory_named` for an update of `state` on image batches of `shapes`."""
-    scene = Scene(group.rank, state.step, shapes, state.model, group.device, state.optimizer, state.ema.model)
-    return out_of_memory_named(scene, folder)
 
 
 def _summary(scene: Scene) -> str:

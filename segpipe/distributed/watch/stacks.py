@@ -1,24 +1,22 @@
-"""Where every thread of this rank stands, written to a file: on SIGUSR1, and when a run is about to be given up."""
+"""Stacks of all threads of this rank, written to a file: on SIGUSR1, and before a run is ended by the watcher."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
-from types import FrameType
 
-RECORDER_S = 2.0  # that torch may take to write what it recorded of its collectives; on a hung GPU it may never end
+RECORDER_S = 2.0  # for torch to dump its flight recorder; on a hung GPU it may never return
 
 
 class Stacks:
     """The file of this rank; removed at the end when nothing was written.
 
-    SIGUSR1 is answered below the interpreter, so also by a rank whose main thread never comes back from a call:
-    `kill -USR1 PID`. A scheduler that sends it as a warning does not end the run.
+    `kill -USR1 PID` works without the interpreter, so also while a call blocks the main thread for good. A scheduler
+    that sends SIGUSR1 as a warning does not end the run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -28,13 +26,13 @@ class Stacks:
         faulthandler.register(signal.SIGUSR1, file=self._file, all_threads=True)
 
     def dump(self, why: str) -> None:
-        """Append the stacks of all threads, led by a line with the time and `why`."""
+        """Append a line with the time and `why`, then the stacks of all threads."""
         self._file.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} {why}\n")
         self._file.flush()
         faulthandler.dump_traceback(self._file, all_threads=True)
 
     def dump_recorder(self) -> None:
-        """Write what torch recorded of its last collectives, DDP's included, beside it, as `torchfrtrace` reads it."""
+        """Write torch's record of its last collectives, DDP's included, beside the file, for `torchfrtrace`."""
         recorder = threading.Thread(target=self._dump_recorder, daemon=True)
         recorder.start()
         recorder.join(RECORDER_S)
@@ -44,14 +42,14 @@ class Stacks:
             self.path.with_name(f"recorder_{self.path.stem}.pickle").write_bytes(recorded)
 
     def close(self) -> None:
-        """Stop answering."""
+        """Stop answering SIGUSR1."""
         if self._file.closed:
             return
         faulthandler.unregister(signal.SIGUSR1)
         self._file.close()
         if self.path.exists() and self.path.stat().st_size == 0:
             self.path.unlink()
-            with contextlib.suppress(OSError):  # another rank's is in it
+            with contextlib.suppress(OSError):  # it holds another rank's file
                 self.path.parent.rmdir()
 
 
@@ -64,10 +62,5 @@ def _recorded() -> bytes | None:
         return None
     name = "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace"
     dump = getattr(_distributed_c10d, name, None)
-    # Without its stacks: to look up their lines takes seconds, and ours are there.
+    # Without its stacks: looking up their lines takes seconds, and ours are there.
     return bytes(dump(includeStackTraces=False)) if dump is not None else None
-
-
-def main_frame() -> FrameType | None:
-    """The innermost frame of the main thread, as another thread sees it."""
-    return sys._current_frames().get(threading.main_thread().ident or 0)

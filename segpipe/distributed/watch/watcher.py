@@ -1,11 +1,11 @@
-"""A thread on every rank that ends a run with words where ranks disagree, or wait for one that does not come.
+"""A thread on every rank that ends the run when ranks call different collectives, or one does not come.
 
-Every 0.3 s each rank writes the rolling numbers of its last calls to the store. Rank 0 compares them (another rank when
+Every 0.3 s each rank writes the hashes of its last calls to the store, and rank 0 compares them (another rank when
 rank 0 is silent). On a difference, or when some wait longer than `compute.timeout_s` for others, it asks all for their
-calls and stacks, names the first difference, prints it, and writes the verdict to the store. Then every rank raises it
-at its next collective; a rank that hangs inside one cannot, and its process is ended.
+calls and stacks, prints the diagnosis, and writes it to the store as the verdict. Every rank raises the verdict at its
+next collective. A rank that hangs inside one cannot, so its process is ended.
 
-The training thread never waits for this one; it takes about 0.4 ms of a core every 0.3 s.
+The training thread never waits for this one, which takes about 0.4 ms of a core every 0.3 s.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from segpipe.distributed.watch.contract import CallLog, Contract, Ranks, diagnose, is_ours, site
-from segpipe.distributed.watch.stacks import Stacks, main_frame
+from segpipe.distributed.watch.calls import CallLog, Ranks, diagnose, is_ours, site
 from segpipe.errors import CollectiveError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-PERIOD_S = 0.3
-HURRY_S = 0.03  # between looks once something is wrong
-ANSWERS_S = 0.6  # that ranks have to say what they called
-ABSENT_S = 3.0  # after which a silent rank 0 is replaced as the one who compares
+    from segpipe.distributed.watch.stacks import Stacks
+
+PERIOD_S = 0.3  # between looks at the other ranks
+HURRY_S = 0.03  # the same once something is wrong
+ANSWERS_S = 0.6  # for ranks to report their calls
+ABSENT_S = 3.0  # after which another rank compares in place of a silent rank 0
 GRACE_S = 3.0  # for the training thread to notice a verdict
 CLOSING_S = 60.0  # for the training thread to end after that
 PARTING_S = 10.0  # for the others to close before rank 0
@@ -43,7 +44,7 @@ class State(NamedTuple):
     """What a rank writes to the store every 0.3 s."""
 
     calls: int  # number of the last one
-    rolling: array[int]  # of its last calls, oldest first
+    rolling: array[int]  # hashes at its last calls, oldest first
 
     def pack(self) -> str:
         """As text, about 8 KB."""
@@ -56,15 +57,15 @@ class State(NamedTuple):
         return cls(int(calls), array("Q", bytes.fromhex(rolling)))
 
     def at(self, number: int) -> int | None:
-        """The rolling number of all calls up to `number`, if it is still known."""
+        """The hash of all calls up to `number`, if it is still known."""
         place = number - self.calls + len(self.rolling) - 1
         return self.rolling[place] if 0 <= place < len(self.rolling) else None
 
 
 def differ(states: list[State]) -> bool:
-    """Whether two ranks made different calls up to where both have been; False when that is too long ago.
+    """Whether two ranks made different calls, as far as both have come; False when that is too long ago to tell.
 
-    A third one may be behind, because it has died of what the two sent.
+    Every pair counts: a third rank may be behind, because it died of what the two sent.
     """
     return any(
         len({state.at(count) for state in states if state.calls >= count} - {None}) > 1
@@ -73,12 +74,12 @@ def differ(states: list[State]) -> bool:
 
 
 def end_process(error: CollectiveError) -> None:
-    """End this process at once: its training thread will not come back."""
+    """End this process at once: its training thread hangs."""
     sys.stderr.flush()
     os._exit(error.exit_code)
 
 
-def tell(text: str) -> None:
+def print_error(text: str) -> None:
     """Print to stderr."""
     print(text, file=sys.stderr, flush=True)
 
@@ -94,7 +95,7 @@ class Watcher:
         *,
         timeout_s: float,
         end: Callable[[CollectiveError], None] = end_process,
-        say: Callable[[str], None] = tell,
+        say: Callable[[str], None] = print_error,
     ) -> None:
         self.log = CallLog()
         self.stacks: Stacks | None = None
@@ -102,8 +103,8 @@ class Watcher:
         self._end, self.say = end, say
         self._states = [f"state/{other}" for other in range(world_size)]
         self._verdict: CollectiveError | None = None
-        self._own: str | None = None
-        self._asked = self._answered = self._at_home = False
+        self._own: str | None = None  # verdict that this rank publishes
+        self._asked = self._answered = self._placed = False
         self._beat, self._beat_seen = -1, time.monotonic()  # of rank 0
         self._least, self._since = -1, 0.0
         self._alarm_seen = 0.0
@@ -117,7 +118,7 @@ class Watcher:
     # The training thread's side.
 
     def keep(self, stacks: Stacks) -> None:
-        """Where stacks are to be written from now on."""
+        """Write stacks there from now on."""
         self.stacks = stacks
         self._wake.set()
 
@@ -135,13 +136,13 @@ class Watcher:
         return self._verdict
 
     def ask(self, seconds: float) -> CollectiveError | None:
-        """Have all ranks say what they called; the verdict, if they agree on one within `seconds`."""
+        """Have all ranks report their calls; the verdict, if there is one within `seconds`."""
         self._asked = True
         self._wake.set()
         return self.wait(seconds)
 
     def publish(self, text: str, exit_code: int) -> None:
-        """Make `text`, which this rank prints itself, the reason why all ranks end, with `exit_code`."""
+        """Make `text`, which this rank prints itself, the verdict with which all ranks end."""
         self._own = json.dumps({"text": text, "exit_code": exit_code})
         self._wake.set()
         self.wait(2.0)
@@ -156,7 +157,7 @@ class Watcher:
             self._see_off()
 
     def _see_off(self) -> None:
-        """Rank 0, whose process may keep the store, goes last: a thread that loses the store prints a stack."""
+        """Rank 0, whose process may hold the store, closes last: a thread that loses the store prints a stack."""
         with contextlib.suppress(RuntimeError):
             patience = PARTING_S if self._verdict is None else LOST_S
             gone, end = self._store.add("closed", 1), time.monotonic() + patience
@@ -172,8 +173,8 @@ class Watcher:
                 self.tick()
                 self._wake.wait(HURRY_S if self._answered or self._verdict else PERIOD_S)
                 self._wake.clear()
-        except RuntimeError:  # the store went with the process that kept it: the backend will say the rest
-            self._decided.set()  # nobody needs to wait for a verdict
+        except RuntimeError:  # the process that held the store ended: the backend reports the rest
+            self._decided.set()  # there will be no verdict
             return
         if self._answered and self.stacks is not None:
             self.stacks.dump_recorder()
@@ -184,9 +185,9 @@ class Watcher:
         """One look at the others. Raises RuntimeError when the store is gone."""
         store = self._store
         store.set(self._states[self._rank], self._state().pack())
-        if self.stacks is not None and not self._at_home:
-            self._at_home = True
-            store.set(f"home/{self._rank}", json.dumps({"pid": os.getpid(), "home": _home()}))
+        if self.stacks is not None and not self._placed:
+            self._placed = True
+            store.set(f"process/{self._rank}", json.dumps({"pid": os.getpid(), "namespace": _namespace()}))
         if self._own is not None:
             store.compare_set("verdict", "", self._own)
         if store.check(["verdict"]):
@@ -229,21 +230,21 @@ class Watcher:
         return self._least >= 0 and now - self._since > self._timeout_s
 
     def _answer(self) -> None:
-        """Say what this rank has called and where it stands; once."""
+        """Report what this rank has called and where it is; once."""
         if self._answered:
             return
         self._answered, self._alarm_seen = True, time.monotonic()
         calls = [(entry.number, str(entry.call)) for entry in self.log.last()]
         self._store.set(f"calls/{self._rank}", json.dumps({"calls": calls, "stands": _stands()}))
         if self.stacks is not None:
-            self.stacks.dump("the ranks disagree, or one does not come")
+            self.stacks.dump("ranks called different collectives, or one does not come")
 
     def _decide(self, *, late: bool) -> None:
-        """Write the verdict, when all have answered or had the time to."""
+        """Write the verdict once all have answered or ANSWERS_S are over."""
         answered = [rank for rank in range(self._world_size) if self._store.check([f"calls/{rank}"])]
         if len(answered) < self._world_size and time.monotonic() - self._alarm_seen < ANSWERS_S:
             return
-        self._rouse([rank for rank in range(self._world_size) if rank not in answered])
+        self._signal([rank for rank in range(self._world_size) if rank not in answered])
         answers = {rank: json.loads(self._store.get(f"calls/{rank}")) for rank in answered}
         rings = {rank: [(number, call) for number, call in answer["calls"]] for rank, answer in answers.items()}
         stands = {rank: answer["stands"] for rank, answer in answers.items()}
@@ -254,14 +255,14 @@ class Watcher:
         self.say(text)
         self._store.compare_set("verdict", "", json.dumps({"text": text, "exit_code": CollectiveError.exit_code}))
 
-    def _rouse(self, silent: list[int]) -> None:
-        """Make ranks of this machine that do not answer write their stacks: their interpreter may be held by a call."""
+    def _signal(self, silent: list[int]) -> None:
+        """Have silent ranks of this machine write their stacks; a call may hold their interpreter."""
         for rank in silent:
-            if self._store.check([f"home/{rank}"]):
-                there = json.loads(self._store.get(f"home/{rank}"))
-                if there["home"] == _home():
+            if self._store.check([f"process/{rank}"]):
+                process = json.loads(self._store.get(f"process/{rank}"))
+                if process["namespace"] == _namespace():
                     with contextlib.suppress(ProcessLookupError):
-                        os.kill(there["pid"], signal.SIGUSR1)
+                        os.kill(process["pid"], signal.SIGUSR1)
 
     def _accept(self, verdict: bytes) -> None:
         content = json.loads(verdict)
@@ -272,8 +273,8 @@ class Watcher:
 
 
 def _stands() -> str:
-    """Where the main thread is: the innermost line of segpipe outside this folder, and the innermost of all."""
-    innermost = frame = main_frame()
+    """Where the main thread is: the innermost line of segpipe outside segpipe/distributed, and the innermost of all."""
+    innermost = frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and not is_ours(frame):
         frame = frame.f_back
     if innermost is None:
@@ -282,26 +283,9 @@ def _stands() -> str:
     return site(frame or innermost) + (within if frame is not None else "")
 
 
-def _home() -> str:
-    """This machine and its process numbers: within one home a process can be signalled."""
+def _namespace() -> str:
+    """This machine and its process numbers: processes in one namespace can signal each other."""
     try:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return socket.gethostname()
-
-
-def watch(
-    store: Store, rank: int, world_size: int, *, timeout_s: float, eager: bool, told: Callable[[str], None] = tell
-) -> Contract:
-    """This rank's contract, watched from now on; `eager` compares every call before data moves."""
-    watcher = Watcher(_view(store, "watch"), rank, world_size, timeout_s=timeout_s, say=told)
-    watcher.start()
-    own = _view(store, "eager") if eager else None
-    return Contract(rank, world_size, watcher=watcher, store=own, timeout_s=timeout_s)
-
-
-def _view(store: Store, name: str) -> Store:
-    """A connection of its own, so that one thread's wait does not stop another; with its own names."""
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
-    return PrefixStore(f"contract/{name}", store.clone())

@@ -11,8 +11,7 @@ import torch
 
 from segpipe.export.gates.sessions import open_session
 from segpipe.export.graph.convert import MANIFEST_FILE, OPSET, Manifest, jit, manifest_text, quiet_torchscript
-from segpipe.runtime.artifact import MANIFEST_KEY
-from segpipe.runtime.shapes import exported_lengths, resolved
+from segpipe.runtime.artifact import MANIFEST_KEY, exported_lengths, resolved
 
 Tensors = Mapping[str, torch.Tensor]
 _NUMPY_NAMES = {"tensor(uint8)": "uint8", "tensor(float)": "float32", "tensor(int32)": "int32"}

@@ -18,6 +18,7 @@ from segpipe.distributed.watch.contract import Contract
 from segpipe.errors import CollectiveError, DivergenceError
 from segpipe.ledger.divergence import Comparison
 from segpipe.train.checkpoint import load
+from segpipe.train.watch import Watch
 
 NAMES = {"weights": ["stem.weight", "head.weight"], "ema": ["stem.weight"]}
 
@@ -32,7 +33,7 @@ def test_the_first_tensor_and_the_minority_are_named() -> None:
     said, odd = first_disagreement([same, {**same, "ema": [4]}], NAMES)
     assert "stem.weight (ema)" in said
     assert "no side has a majority" in said
-    assert first_disagreement([same, same], NAMES)[0].startswith("No tensor differs any more")
+    assert first_disagreement([same, same], NAMES)[0].startswith("No tensor differs now")
 
 
 class Ranks:
@@ -94,7 +95,7 @@ def test_a_full_disk_does_not_hide_what_was_found(
     ranks = Ranks(2)
     found, _ = agreement(ranks, tmp_path)
     ranks.other_digest = 5
-    with pytest.raises(DivergenceError, match=r"step 7: .*if the disk took them"):
+    with pytest.raises(DivergenceError, match=r"step 7: .*unless the disk was full"):
         found.sum([3])
 
 
@@ -108,8 +109,7 @@ def test_calls_that_differ_stop_too(tmp_path: Path) -> None:
 
 def test_without_digests_and_alone_nothing_is_compared(tmp_path: Path) -> None:
     ranks = Ranks(2)
-    ranks.other_digest = 5
-    assert Agreement(ranks, None, tmp_path).sum([4]).tolist() == [8]  # type: ignore[arg-type]
+    assert Watch(ranks, None, tmp_path).sum([4]).tolist() == [8]  # type: ignore[arg-type]
     alone, _ = agreement(Ranks(1), tmp_path)
     assert alone.sum([4]).tolist() == [4]
 

@@ -18,8 +18,7 @@ from torch import nn
 
 from segpipe.distributed.group import Group
 from segpipe.distributed.watch import health
-from segpipe.distributed.watch.growth import Growth, GrowthWatch
-from segpipe.distributed.watch.health import Health, Scene
+from segpipe.distributed.watch.health import Growth, GrowthWatch, Health, Scene
 from segpipe.errors import OutOfMemory
 
 CPU = torch.device("cpu")

@@ -8,13 +8,13 @@ from launch_ros.parameter_descriptions import ParameterValue
 
 
 def generate_launch_description() -> LaunchDescription:
-    """The node `segmenter` with its parameters and the camera's topic."""
+    """The node `segmenter` with its parameters and camera topic."""
     deadline = ParameterValue(LaunchConfiguration("deadline_ms"), value_type=float)
     return LaunchDescription(
         [
-            DeclareLaunchArgument("folder", description="the exported folder, with SHA256SUMS"),
-            DeclareLaunchArgument("image", default_value="/camera/image_raw", description="topic of the camera"),
-            DeclareLaunchArgument("deadline_ms", default_value="0.0", description="time for a frame; 0.0 for none"),
+            DeclareLaunchArgument("folder", description="exported folder, with SHA256SUMS"),
+            DeclareLaunchArgument("image", default_value="/camera/image_raw", description="camera topic"),
+            DeclareLaunchArgument("deadline_ms", default_value="0.0", description="per frame; 0.0 for no deadline"),
             Node(
                 package="segpipe_ros",
                 executable="segmenter",

@@ -1,4 +1,4 @@
-"""What the frames of the last second gave, as a diagnostics entry; without ROS."""
+"""Diagnostics of the frames of the last second; needs no ROS."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import statistics
 from collections import Counter
 from typing import NamedTuple
 
-from segpipe.runtime import Result, Status
+from segpipe_runtime import Result, Status
 
 OK, WARN, ERROR, STALE = range(4)  # of diagnostic_msgs/msg/DiagnosticStatus
 
-# WARN passes by itself (a tunnel, the sun, a busy core); ERROR needs somebody.
+# WARN goes away by itself (a tunnel, the sun, a busy core); ERROR needs a person.
 LEVELS = {
     Status.OK: OK,
     Status.TOO_DARK: WARN,
@@ -33,7 +33,7 @@ class Diagnosis(NamedTuple):
 
 
 class Health:
-    """Counts statuses; `report` tells them and begins anew. `silent_after_s` without a frame is a fault as well."""
+    """Counts statuses between two reports. `silent_after_s` without a frame is a fault, too."""
 
     def __init__(self, model_id: str, start_s: float, silent_after_s: float = 1.0) -> None:
         self._model_id = model_id
@@ -44,16 +44,16 @@ class Health:
         self._reason = ""
 
     def note(self, result: Result, reason: str, now_s: float) -> None:
-        """Counts a result; `reason` is what `answer` said."""
+        """Count a result; `reason` is that of `answer`."""
         self._last_s = now_s
         self._total[result.status] += 1
-        # Without the arrays: a silent diagnostics timer must not collect masks.
+        # Drop the arrays: if nobody calls report, masks must not pile up.
         self._recent.append(result._replace(mask=result.mask[:0], confidence=result.confidence[:0]))
         if reason:
             self._reason = f"{result.status}: {reason}"
 
     def report(self, now_s: float) -> Diagnosis:
-        """The worst status since the last report; level STALE when there was no frame for `silent_after_s`."""
+        """The worst status since the last report; level STALE after `silent_after_s` without a frame."""
         recent, self._recent = self._recent, []
         reason, self._reason = self._reason, ""
         level, message = _verdict(recent, reason)

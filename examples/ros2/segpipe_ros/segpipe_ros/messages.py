@@ -1,4 +1,4 @@
-"""Between ROS messages and the runtime, without ROS: fields of messages in, plain values out."""
+"""Conversion between ROS messages and the runtime. Works on the fields of messages and needs no ROS."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from segpipe_runtime import NO_ANSWER, Result, Segmenter, Status
 
-from segpipe.runtime import NO_ANSWER, Result, Segmenter, Status
-
-_ENCODINGS = {"rgb8": 1, "bgr8": -1}  # step through the channels that gives RGB
+_ENCODINGS = {"rgb8": 1, "bgr8": -1}  # slice step over the channels that gives RGB
 
 
 class Stamp(Protocol):
@@ -36,11 +35,11 @@ class ImageMessage(Protocol):
     encoding: str
     is_bigendian: int
     step: int
-    data: Any  # array.array of bytes in rclpy, anything with the buffer interface here
+    data: Any  # array.array in rclpy; here any object with the buffer protocol
 
 
 class Frame(NamedTuple):
-    """Image uint8 (H, W, 3) RGB, a view of the message; or None, with a status and the reason in words."""
+    """Image uint8 (H, W, 3) RGB, a view of the message; or None, with a status and a reason."""
 
     image: NDArray[np.uint8] | None
     status: Status
@@ -48,15 +47,15 @@ class Frame(NamedTuple):
 
 
 def read_frame(message: ImageMessage) -> Frame:
-    """The pixels of an rgb8 or bgr8 image, rows without their padding; everything else is refused, never converted.
+    """Pixels of an rgb8 or bgr8 image without the padding of its rows; every other encoding is refused.
 
-    A wrong reading of a frame looks like a worse network, so nothing is guessed: no depth, no Bayer pattern, no
-    encoding without an order of colours such as 8UC3.
+    A misread frame looks like a bad network, so nothing is guessed: no bit depth, no Bayer pattern, no encoding without
+    a color order such as 8UC3.
     """
     if message.encoding not in _ENCODINGS:
         return _refused(Status.BAD_DTYPE, f"encoding = {message.encoding!r}, but {' or '.join(_ENCODINGS)} was needed")
     if message.is_bigendian:
-        return _refused(Status.BAD_DTYPE, "is_bigendian is set, but single bytes have no order; set it to 0")
+        return _refused(Status.BAD_DTYPE, "is_bigendian is set, but single bytes have no byte order; set it to 0")
     try:
         pixels = np.frombuffer(message.data, np.uint8)
     except (TypeError, ValueError, BufferError) as error:
@@ -74,30 +73,30 @@ def _refused(status: Status, reason: str) -> Frame:
 
 
 def to_seconds(stamp: Stamp) -> float:
-    """Seconds of a time stamp; NaN, which the runtime takes for STALE, when it is none."""
+    """Seconds of a time stamp; NaN, which makes the frame STALE, for an invalid one."""
     return stamp.sec + stamp.nanosec * 1e-9 if 0 <= stamp.nanosec < 10**9 else math.nan
 
 
 def answer(segmenter: Segmenter, message: ImageMessage) -> tuple[Result, str]:
-    """The result of a message, and in words why there is no answer; its mask is 255 on every status but OK."""
+    """Result of a message, and the reason if there is no answer; the mask is 255 on every status but OK."""
     frame = read_frame(message)
     if frame.image is None:
         return segmenter.refuse(frame.status), frame.reason
     result = segmenter.infer(frame.image, to_seconds(message.header.stamp))
     if result.status is Status.BAD_SHAPE:
-        needed = segmenter.artifact.shapes.words()
-        return result, f"{message.height}x{message.width}, but {needed} was needed: resize before"
+        needed = segmenter.artifact.shapes.describe()
+        return result, f"{message.height}x{message.width}, but {needed} was needed: resize first"
     return result, segmenter.last_error if result.status is Status.ERROR else ""
 
 
 def mono8(values: NDArray[np.uint8]) -> dict[str, Any]:
-    """Fields of a sensor_msgs/msg/Image of uint8 (H, W), all but the header."""
+    """Fields of a sensor_msgs/msg/Image for uint8 (H, W), without the header."""
     height, width = values.shape
-    # rclpy copies an array of bytes at once; a list it would check byte by byte.
+    # rclpy copies an array in one go, but checks a list byte by byte.
     data = array("B", values.tobytes())
     return {"height": height, "width": width, "encoding": "mono8", "is_bigendian": 0, "step": width, "data": data}
 
 
 def class_map(manifest: dict[str, Any]) -> list[tuple[int, str]]:
-    """(class_id, class_name) of a vision_msgs/msg/LabelInfo, as ros/labels.yaml of the export has them."""
+    """(class_id, class_name) of a vision_msgs/msg/LabelInfo, the same as in ros/labels.yaml of the export."""
     return [*((entry["id"], entry["name"]) for entry in manifest["classes"]), (NO_ANSWER, "no_answer")]

@@ -1,4 +1,4 @@
-"""The node: image in; mask, confidence, labels and diagnostics out. ROS is imported when it starts, not before."""
+"""The node: image in; mask, confidence, labels and diagnostics out. Imports ROS only when it starts."""
 
 from __future__ import annotations
 
@@ -7,23 +7,27 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from segpipe.runtime import ArtifactError, Segmenter
+from segpipe_runtime import ArtifactError, Segmenter
+
 from segpipe_ros.health import Health
 from segpipe_ros.messages import answer, class_map, mono8
 
 PARAMETERS = {
-    "folder": "",  # the exported folder, with SHA256SUMS
+    "folder": "",  # exported folder, with SHA256SUMS
     "precision": "fp32",
     "threads": 1,
     "deadline_ms": 0.0,  # 0: none
     "max_age_s": 0.5,
-    "frozen_after": 5,  # 0 for a simulator, whose frames may repeat
+    "frozen_after": 5,  # 0 for a simulator, which may repeat frames
     "silent_after_s": 1.0,
 }
 
 
 class SegmenterNode:
-    """Publishers, subscription and timer of `node`, an rclpy node. Raises ArtifactError, ValueError for parameters."""
+    """Publishers, subscription and timer of an rclpy node.
+
+    Raises ArtifactError for the exported folder and ValueError for a parameter.
+    """
 
     def __init__(self, node: Any) -> None:
         self._node = node
@@ -49,14 +53,14 @@ class SegmenterNode:
         node.create_subscription(self._ros.Image, "image", self.segment, self._ros.newest)
 
     def segment(self, message: Any) -> None:
-        """Publishes the answer to an image, or 255 everywhere."""
+        """Publish the answer to an image, or 255 everywhere."""
         result, reason = answer(self._segmenter, message)
         self._health.note(result, reason, self._now_s())
         for publisher, values in ((self._mask, result.mask), (self._confidence, result.confidence)):
             publisher.publish(self._ros.Image(header=message.header, **mono8(values)))
 
     def diagnose(self) -> None:
-        """Publishes how the last second went."""
+        """Publish the diagnostics since the last call."""
         found = self._health.report(self._now_s())
         status = self._ros.DiagnosticStatus(
             level=bytes([found.level]),
@@ -76,12 +80,12 @@ class SegmenterNode:
         return message
 
     def _now_s(self) -> float:
-        """Seconds of the node's clock, which follows /clock under use_sim_time; stamps are compared with it."""
+        """Seconds of the node's clock, to compare stamps with; it follows /clock under use_sim_time."""
         return float(self._node.get_clock().now().nanoseconds * 1e-9)
 
 
 def main() -> int:
-    """Exit code: 0 ended by the user, else that of the error that kept the node from starting."""
+    """Exit code: 0 when ended by the user, else that of the error that prevented the start."""
     import rclpy
     from rclpy.executors import ExternalShutdownException
 
@@ -102,7 +106,7 @@ def main() -> int:
 
 
 def _ros() -> SimpleNamespace:
-    """The message types, and the two qualities of service that are not plain queues."""
+    """Message types, and the two QoS profiles that are not plain queues."""
     from diagnostic_msgs.msg import DiagnosticArray, DiagnosticStatus, KeyValue
     from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
     from sensor_msgs.msg import Image
@@ -115,9 +119,9 @@ def _ros() -> SimpleNamespace:
         Image=Image,
         LabelInfo=LabelInfo,
         VisionClass=VisionClass,
-        # Who comes late gets the labels all the same.
+        # A late subscriber still gets the labels.
         latched=QoSProfile(depth=1, durability=DurabilityPolicy.TRANSIENT_LOCAL),
-        # One frame waits at most: an old one is worth less than the next.
+        # At most one frame waits: the next one is worth more than an old one.
         newest=QoSProfile(depth=1, reliability=ReliabilityPolicy.BEST_EFFORT),
     )
 

@@ -1,7 +1,7 @@
-"""What a run writes down of every update: digests of what it read, computed and left, in the ledger.
+"""The ledger of a run: digests of what every update read, computed and left behind.
 
-Level 0, always (`compute.ledger`): a row for each shard and one for the step. Level 1, `compute.mode=audit`: also rows
-for every sample and every tensor behind those.
+Level 0 (`compute.ledger`): one row per shard and one per step. Level 1 (`compute.mode=audit`): also one row per sample
+and per tensor.
 """
 
 from __future__ import annotations
@@ -14,26 +14,34 @@ from torch import Tensor, nn
 
 from segpipe.ledger import files as ledger
 from segpipe.ledger.digest import digest_each, digest_groups, digest_many, float_bits
-from segpipe.settings.config import Config
+from segpipe.train.watch import Watch
 
 if TYPE_CHECKING:
     from segpipe.data.loader import ShardBatch
     from segpipe.data.samples import Samples
     from segpipe.distributed.group import Group
+    from segpipe.settings.config import Config
     from segpipe.train.state import TrainState
 
 
-class Recorder:
-    """Rows of this process. Digests stay on the device until a flush, so nothing waits for it in between.
+class Recorder(Watch):
+    """Watch that writes this process's rows. Digests stay on the device until a flush, so nothing waits in between."""
 
-    `state_digest` is one number, int64 and 0-d, for all that the last update left behind.
-    """
+    state_digest: Tensor  # int64, 0-d
 
     def __init__(
-        self, config: Config, group: Group, state: TrainState, samples: Samples, fingerprint: dict[str, Any]
+        self,
+        config: Config,
+        group: Group,
+        state: TrainState,
+        samples: Samples,
+        fingerprint: dict[str, Any],
+        *,
+        cache_mib: float = 0.0,
     ) -> None:
         """Open the run's ledger for a session that starts at `state.step`. Raises CheckpointError."""
-        self.state, self.samples = state, samples
+        super().__init__(group, state, config.run_dir, cache_mib=cache_mib)
+        self.samples = samples
         self.audits = config.compute.mode == "audit"
         self.steps_held = 10 if self.audits else 50  # on the device, before they are written
         self._names, self._parameters = zip(*_trained(state.model), strict=True)
@@ -63,10 +71,11 @@ class Recorder:
             "logits": digest_many(list(heads.values()), channels_last=True),
         }
 
-    def read(self, batch: ShardBatch) -> None:
-        """Row of a shard that has no forward of its own, because DDP takes all shards of a rank at once."""
-        row = {"image": digest_each(batch.image), "target": digest_each(batch.target)}
-        self._writer.shard_row(self.state.step, batch.shard, batch.epoch, batch.index, row)
+    def whole_batch(self, shards: Sequence[ShardBatch]) -> None:
+        """Rows of shards that have no forward of their own."""
+        for batch in shards:
+            row = {"image": digest_each(batch.image), "target": digest_each(batch.target)}
+            self._writer.shard_row(self.state.step, batch.shard, batch.epoch, batch.index, row)
 
     def shard(self, batch: ShardBatch, loss: Tensor, statistics: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Row of a shard, after its backward; `gradients` in the order of the trained parameters."""
@@ -135,6 +144,12 @@ class Recorder:
     def state_parts(self) -> dict[str, list[int]]:
         """Digests of the tensors that `part_names` names, as the state is now."""
         return {name: _each(parts).tolist() for name, parts in self._tensors().items()}
+
+    def after_update(self) -> None:
+        """Flush every `steps_held` updates, on all ranks or none: a full disk ends the run on all."""
+        super().after_update()
+        if self.state.step % self.steps_held == 0:
+            self.group.together(self.flush)
 
     def flush(self, *, sync: bool = False) -> None:
         """Write what is pending; with `sync` it survives a power cut, as the checkpoint beside it will."""

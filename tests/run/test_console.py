@@ -1,0 +1,75 @@
+"""Terminal output: names are shown as they are, and a log file gets a line now and then instead of a bar."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from segpipe.run import console as module
+from segpipe.run.console import TrainView, iou_table
+from segpipe.run.sweep import Outcome, Sweep
+from segpipe.train.metrics import summary
+
+NAMES = ("[/x]", "<b>", "[red]", "road")
+
+
+def printed(console: Console) -> str:
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def terminal() -> Console:
+    return Console(file=io.StringIO(), width=120, force_terminal=True, color_system=None)
+
+
+def test_class_names_are_not_markup() -> None:
+    figures = summary(np.array([[9, 1, 0, 0], [0, 5, 0, 0], [0, 0, 0, 0], [0, 0, 0, 5]]), NAMES)
+    console = terminal()
+    console.print(iou_table(figures, [0.5, 0.25, 0.0, 0.25]))
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed(console).splitlines() if "│" in line]
+    assert [row[0] for row in rows] == [*NAMES, "mean"]
+    assert [row[1] for row in rows] == ["90.0", "83.3", "absent", "100.0", "91.11"]
+    with pytest.raises(Exception, match="closing tag"):  # the control: a plain string is markup
+        console.print("[/x]")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_name_is_not_markup(name: str) -> None:
+    console = terminal()
+    with TrainView(console, name=name, done=2, total=8, enabled=True) as view:
+        view.advance(3, {"loss": name})
+        view.say(f"saved {name}")
+    text = printed(console)
+    assert f"saved {name}\n" in text
+    assert f"loss {name}" in text
+    assert "3/8" in text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_in_the_tables_of_a_sweep_are_not_markup(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = Sweep(lambda config: 0)
+    result = {"miou": 0.5, "iou": {name: 0.5}}
+    for learning_rate in (0.1, 0.2):
+        for seed in (1, 2):
+            settings = {"optim.lr": learning_rate, "run.root": name}
+            sweep._outcomes.append(Outcome(f"{name}-{seed}", 0, settings, result))
+    assert sweep.finish() == 0
+    text = capsys.readouterr().out
+    assert f"│ {name}-1 " in text
+    assert f"│ {name} " in text
+    assert "2 seeds of optim.lr=0.2" in text
+
+
+def test_a_log_file_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    for enabled, expected in ((True, ["run  step 3/8  loss 1.5"]), (False, [])):
+        now[0] = 0.0
+        console = Console(file=io.StringIO(), width=120)
+        with TrainView(console, name="run", done=0, total=8, enabled=enabled) as view:
+            for done in (1, 2, 3, 4):
+                now[0] = 6.0 * done
+                view.advance(done, {"loss": "1.5"})
+        assert printed(console).strip().splitlines() == expected
