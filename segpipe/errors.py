@@ -4,6 +4,9 @@ A message says where and what was found, what was needed, and what to do. Code n
 is an attribute. Exit codes have one meaning each, see docs/exit-codes.md.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 
 class SegpipeError(Exception):
     """Root of all errors below. Commands print them without a traceback."""
@@ -47,9 +50,16 @@ class ExportError(SegpipeError):
 
 
 class ExportMismatch(ExportError):
-    """An exported file does not compute what the trained network computes; no file is published."""
+    """An exported file does not compute what the trained network computes; no file is published.
+
+    failed: (file name, GateResult) of every gate that failed, with its figures.
+    """
 
     exit_code = 4
+
+    def __init__(self, message: str, *, failed: Sequence[tuple[str, Any]] = ()) -> None:
+        super().__init__(message)
+        self.failed = tuple(failed)
 
 
 class DivergenceError(SegpipeError):

@@ -26,14 +26,20 @@ ENOUGH_IMAGES = 16  # real images that an exported file must be compared on to c
 class RunConfig:
     name: str = setting("run", "run folder below run.root; conf/ sets it to DATA-MODEL-seedN")
     root: str = setting("runs", "folder that holds the runs")
-    exists: str = setting("error", "if the folder already holds a run", choices=("error", "resume", "replace"))
+    exists: str = setting(
+        "error", "what to do if the folder already holds a run", choices=("error", "resume", "replace")
+    )
     allow_fingerprint_change: bool = setting(False, "resume even if versions or hardware, and so the bits, may differ")
 
 
 @dataclass
 class ModelConfig:
     name: str = setting("fast_scnn", "network", choices=MODEL_NAMES)
-    norm: str = setting("batch", "BatchNorm per shard, or over all ranks (only GPUs)", choices=("batch", "sync"))
+    norm: str = setting(
+        "batch",
+        "BatchNorm statistics: per shard, or over all ranks (GPUs, compute.mode=run or off)",
+        choices=("batch", "sync"),
+    )
 
 
 @dataclass
@@ -45,33 +51,43 @@ class DataConfig:
     size: list[int] = setting([192, 384], "synthetic: [height, width] in pixels", length=2, low=32)
     num_train: int = setting(2000, "synthetic: number of distinct training scenes", low=1)
     num_val: int = setting(64, "synthetic: number of validation scenes", low=1)
-    shuffle_labels: bool = setting(False, "control: targets of other images, from which nothing can be learned")
-    verify: str = setting("auto", "what to read before the first step", choices=("auto", "full", "headers"), free=True)
-    hash: bool = setting(True, "write the SHA-256 of all files to inputs.json, for audits", free=True)
+    shuffle_labels: bool = setting(
+        False, "control experiment: targets of other images, from which nothing can be learned"
+    )
+    verify: str = setting(
+        "auto", "how much of each file to read before the first step", choices=("auto", "full", "headers"), free=True
+    )
+    hash: bool = setting(
+        True, "write the SHA-256 of all files to inputs.json, for audits; reads each file once", free=True
+    )
     workers: int = setting(2, "loader processes per rank; 0 loads in the training process", low=0, high=256, free=True)
-    start_method: str = setting("fork", "start of loader processes", choices=("fork", "forkserver", "spawn"), free=True)
-    cache_mib: int = setting(0, "decoded samples that each loader process may keep, in MiB", low=0, free=True)
+    start_method: str = setting(
+        "fork", "how loader processes start", choices=("fork", "forkserver", "spawn"), free=True
+    )
+    cache_mib: int = setting(0, "memory for decoded training samples in each loader process, in MiB", low=0, free=True)
     prefetch: int = setting(4, "shard batches that each loader process prepares ahead", low=1, high=1024, free=True)
-    timeout_s: float = setting(300.0, "seconds to wait for a loader process", low=1, high=10**9, free=True)
+    timeout_s: float = setting(
+        300.0, "seconds without an answer from a loader process before the run stops", low=1, high=10**9, free=True
+    )
 
 
 @dataclass
 class AugmentConfig:
     crop_size: list[int] = setting([192, 384], "[height, width] of the crop in pixels", length=2, low=32)
-    scale: list[float] = setting([0.75, 1.5], "[smallest, largest] resize, log-uniform", length=2, low=0.1, high=10)
+    scale: list[float] = setting(
+        [0.75, 1.5], "[smallest, largest] factor of the random resize, log-uniform", length=2, low=0.1, high=10
+    )
     flip: float = setting(0.5, "probability of a horizontal flip", low=0, high=1)
     brightness: float = setting(0.2, "largest relative change of brightness", low=0, high=1)
     contrast: float = setting(0.2, "largest relative change of contrast", low=0, high=1)
     saturation: float = setting(0.2, "largest relative change of saturation", low=0, high=1)
     hue: float = setting(0.02, "largest shift of the hue, in turns", low=0, high=0.5)
     extra: list[str] = setting([], "further transforms by name, see segpipe/data/transforms.py")
-    check: bool = setting(True, "check first that augmentation is a pure function of its key", free=True)
+    check: bool = setting(
+        True, "check before training that augmentation is a pure function of sample and key", free=True
+    )
     canary: int = setting(
-        1000,
-        "augment every n-th sample again and compare; 0: none",
-        low=0,
-        high=10**6,
-        free=True,
+        1000, "augment one in n samples again in another process and compare; 0: none", low=0, high=10**6, free=True
     )
     keyed: bool = setting(True, "false is the control: albumentations' own random state, as in other trainers")
 
@@ -79,13 +95,19 @@ class AugmentConfig:
 @dataclass
 class LossConfig:
     name: str = setting("cross_entropy", "loss of the class heads", choices=("cross_entropy", "ohem"))
-    class_weights: str = setting("none", "log: 1 / log(1.02 + frequency), mean 1", choices=("none", "log"))
+    class_weights: str = setting(
+        "none", "log: 1 / log(1.02 + frequency), with mean 1 over the training pixels", choices=("none", "log")
+    )
     aux_weight: float = setting(0.4, "weight of each auxiliary class head", low=0)
     stride: int = setting(1, "the main head's loss reads every n-th row and column of the target", low=1, high=8)
     aux_stride: int = setting(1, "the same for the auxiliary class heads", low=1, high=8)
-    dice_weight: float = setting(0.0, "weight of a soft Dice loss on the main head", low=0)
+    dice_weight: float = setting(
+        0.0, "weight of a soft Dice loss on the main head, in which all classes count equally", low=0
+    )
     boundary_weight: float = setting(20.0, "weight of the boundary head, if the network has one", low=0)
-    ohem_threshold: float = setting(0.7, "ohem: pixels with a higher probability are easy", low=0, high=1)
+    ohem_threshold: float = setting(
+        0.7, "ohem: pixels whose correct class has a higher probability are easy", low=0, high=1
+    )
     ohem_min_kept: float = setting(0.0625, "ohem: fraction of a shard's pixels that is always kept", low=0, high=1)
 
 
@@ -111,7 +133,9 @@ class EmaConfig:
 @dataclass
 class TrainConfig:
     steps: int = setting(400, "number of updates", low=1)
-    precision: str = setting("fp32", "of the network; the loss is fp32", choices=("fp32", "bf16", "fp16"))
+    precision: str = setting(
+        "fp32", "autocast type of the network; the loss is always fp32", choices=("fp32", "bf16", "fp16")
+    )
     channels_last: bool = setting(True, "memory format NHWC")
     log_every: int = setting(10, "updates between lines of metrics.jsonl", low=1, free=True)
     validate_every: int = setting(0, "updates between validations; 0: only at the end", low=0, free=True)
@@ -120,21 +144,29 @@ class TrainConfig:
 
 @dataclass
 class ComputeConfig:
-    mode: str = setting("elastic", "see docs/determinism.md", choices=("off", "run", "elastic", "audit"))
+    mode: str = setting(
+        "elastic",
+        "which runs give the same bits: none; with the same processes; any; any, recording more",
+        choices=("off", "run", "elastic", "audit"),
+    )
     nproc: str = setting("auto", "processes on this machine; auto: the number of GPUs, or 1", free=True)
     device: str = setting("auto", "device to train on", choices=("auto", "cpu", "cuda"))
-    shards: int = setting(4, "logical shards; a power of two, since the sum is a tree", low=1, high=65536)
+    shards: int = setting(
+        4, "logical shards, a power of two; the global batch is shards * samples_per_shard", low=1, high=65536
+    )
     # At least 2: the networks pool whole images, which leaves BatchNorm one value per image.
-    samples_per_shard: int = setting(4, "samples per shard; the global batch is shards * samples_per_shard", low=2)
+    samples_per_shard: int = setting(4, "samples per logical shard", low=2)
     threads: int = setting(2, "intra-op threads per process; changes the bits on a CPU", low=1, high=1024)
-    ledger: bool = setting(True, "write digests of every step and compare ranks", free=True)
+    ledger: bool = setting(True, "write digests of every step, and compare the state across ranks", free=True)
     timeout_s: float = setting(600.0, "timeout of a collective in seconds", low=1, high=10**9, free=True)
 
 
 @dataclass
 class CheckpointConfig:
     every: int = setting(100, "updates between writes of last.pt; 0: only at the end", low=0)
-    keep_every: int = setting(0, "updates between kept step_NNNNNN.pt, for audits; 0: none", low=0)
+    keep_every: int = setting(
+        0, "updates between checkpoints that are kept as step_NNNNNN.pt, for audits; 0: none", low=0
+    )
 
 
 @dataclass
@@ -148,17 +180,25 @@ class TrackConfig:
 @dataclass
 class ExportConfig:
     enabled: bool = setting(True, "export after training")
-    formats: list[str] = setting(["onnx", "torchscript"], "files to write", choices=("onnx", "torchscript", "pt2"))
-    profile: str = setting("robot", "inputs and outputs, see docs/export.md", choices=("robot", "isaac", "logits"))
+    formats: list[str] = setting(
+        ["onnx", "torchscript"], "model files to write", choices=("onnx", "torchscript", "pt2")
+    )
+    profile: str = setting(
+        "robot", "inputs and outputs of the model, see docs/export.md", choices=("robot", "isaac", "logits")
+    )
     precision: list[str] = setting(["fp32"], "precisions of the ONNX files", choices=("fp32", "fp16", "int8"))
     dynamic: str = setting("none", "dimensions that stay variable, see docs/export.md", choices=("none", "batch", "hw"))
     images: int = setting(ENOUGH_IMAGES, "validation images that the gates compare", low=1)
     quality_images: int = setting(100, "validation images for the mIoU gate and the fit of the temperature", low=1)
     critical_classes: list[str] = setting([], "classes whose IoU an int8 file must not lower by 2 points")
-    latency_budget_ms: float = setting(0.0, "limit per image on one CPU thread; 0: none", low=0)
+    latency_budget_ms: float = setting(
+        0.0, "longest time per image on one CPU thread of this machine; 0: no limit", low=0
+    )
     allow_unverified: bool = setting(False, "export without the data set, marked UNVERIFIED_REAL_DATA")
-    height: int = setting(0, "height without a data set; 0: of the validation images", low=0, high=65536)
-    width: int = setting(0, "width without a data set; 0: of the validation images", low=0, high=65536)
+    height: int = setting(
+        0, "image height if there is no data set; 0: that of the validation images", low=0, high=65536
+    )
+    width: int = setting(0, "image width if there is no data set; 0: that of the validation images", low=0, high=65536)
     dir: str = setting("", "folder of the exported files; empty: <run folder>/export")
 
 
@@ -314,43 +354,37 @@ def _check_processes(config: Config, world_size: int) -> None:
 
 def export_problems(export: ExportConfig) -> list[str]:
     """Contradictions between export settings, one sentence each."""
-    found: list[str] = []
-    if "fp32" not in export.precision:
-        found.append(f"export.precision = {export.precision} lacks fp32, from which the others are made. Add it.")
     reduced = [name for name in export.precision if name != "fp32"]
-    if reduced and "onnx" not in export.formats:
-        found.append(
-            f"export.precision = {export.precision}, but only ONNX files can be {reduced[0]} and export.formats = "
-            f"{export.formats}. Add onnx, or remove {reduced[0]}."
-        )
-    if "int8" in reduced and export.profile == "isaac":
-        found.append(
+    variable = f"export.dynamic = {export.dynamic}" if export.dynamic != "none" else ""
+    precision, formats = f"export.precision = {export.precision}", f"export.formats = {export.formats}"
+    rules = (
+        ("fp32" not in export.precision, f"{precision} lacks fp32, from which the others are made. Add it."),
+        (
+            reduced and "onnx" not in export.formats,
+            f"{precision}, but only ONNX files come in {' or '.join(reduced)} and {formats}. Add onnx.",
+        ),
+        (
+            "int8" in reduced and export.profile == "isaac",
             "export.profile = isaac, but int8 is calibrated on a graph that takes bytes. Set export.profile=robot, or "
-            "remove int8 from export.precision: TensorRT quantizes the model itself."
-        )
-    if export.dynamic != "none":
-        found += _dynamic_problems(export)
-    if bool(export.height) != bool(export.width):
-        found.append(f"export.height = {export.height} and export.width = {export.width}. Set both or neither.")
-    return found
-
-
-def _dynamic_problems(export: ExportConfig) -> list[str]:
-    wanted = f"export.dynamic = {export.dynamic}"
-    found: list[str] = []
-    if export.dynamic == "hw" and "torchscript" in export.formats:
-        found.append(
-            f"{wanted}, but export.formats = {export.formats} has torchscript, whose trace fixes the image size. "
-            "Remove torchscript."
-        )
-    if "int8" in export.precision:
-        found.append(
-            f"{wanted}, but int8 is calibrated for one shape. Remove int8 from export.precision, or set "
-            "export.dynamic=none."
-        )
-    if export.profile == "isaac":
-        found.append(
-            f"{wanted}, but export.profile = isaac: the nodes of Isaac ROS take one shape. Set export.dynamic=none or "
-            "export.profile=robot."
-        )
-    return found
+            "remove int8 from export.precision: TensorRT quantizes the model itself.",
+        ),
+        (
+            export.dynamic == "hw" and "torchscript" in export.formats,
+            f"{variable}, but {formats} has torchscript, whose trace keeps the size of its example. Remove it.",
+        ),
+        (
+            variable and "int8" in reduced,
+            f"{variable}, but int8 is calibrated for one shape. Remove int8 from export.precision, or set "
+            "export.dynamic=none.",
+        ),
+        (
+            variable and export.profile == "isaac",
+            f"{variable}, but export.profile = isaac: the nodes of Isaac ROS take one shape. Set export.dynamic=none "
+            "or export.profile=robot.",
+        ),
+        (
+            bool(export.height) != bool(export.width),
+            f"export.height = {export.height} and export.width = {export.width}. Set both or neither.",
+        ),
+    )
+    return [sentence for broken, sentence in rules if broken]

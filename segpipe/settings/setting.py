@@ -45,7 +45,7 @@ class Setting:
                 needed = f"values of {self.valid} were" if self.length else f"a value of {self.valid} was"
                 return f"{self.key} = {value}, but {needed} needed."
         if len(set(items)) < len(items) and isinstance(items[0], str):
-            return f"{self.key} = {value} contains a name twice. Give each name once."
+            return f"{self.key} = {value} names one twice. Give each name once."
         return ""
 
 

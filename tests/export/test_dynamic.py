@@ -115,8 +115,8 @@ def manifest_of(report: publish.ExportReport) -> dict[str, Any]:
     [
         ({"dynamic": "both"}, "export.dynamic = 'both' is not one of none, batch, hw"),
         ({"dynamic": "hw"}, "has torchscript, whose trace keeps the size"),
-        ({"dynamic": "hw", "formats": ["onnx"], "precision": ["fp32", "int8"]}, "int8 is arranged for the shape"),
-        ({"dynamic": "batch", "precision": ["fp32", "int8"]}, "int8 is arranged for the shape"),
+        ({"dynamic": "hw", "formats": ["onnx"], "precision": ["fp32", "int8"]}, "int8 is calibrated for one shape"),
+        ({"dynamic": "batch", "precision": ["fp32", "int8"]}, "int8 is calibrated for one shape"),
         ({"dynamic": "batch", "profile": "isaac"}, "export.profile = isaac: the nodes of Isaac ROS take one shape"),
     ],
 )

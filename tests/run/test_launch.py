@@ -16,6 +16,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from ranks import launched
 from runs import TORCHRUN, command, finished, outcome, result, run, settings, start, updates, wait_for, write_camvid
+from segpipe.cli import train
 from segpipe.cli.main import main as segpipe
 from segpipe.data.order import Order
 from segpipe.distributed import environment
@@ -216,11 +217,11 @@ def swept(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, list[str]
     def sweep(*changes: str, codes: tuple[int, ...] = ()) -> tuple[int, list[str]]:
         started: list[str] = []
 
-        def pretend(config: Config, **options: object) -> int:
+        def pretend(config: Config) -> int:
             started.append(config.run.name)
             return codes[len(started) - 1] if codes else 0
 
-        monkeypatch.setattr("segpipe.cli.train.launch", pretend)
+        monkeypatch.setattr(train, "launch", lambda config, *, finish, isolated: pretend(config))
         return segpipe(["train", "--multirun", *changes]), started
 
     return sweep
@@ -274,14 +275,14 @@ def test_ctrl_c_ends_the_sweep(swept: Swept, capsys: pytest.CaptureFixture[str])
 def test_seeds_of_one_recipe_are_summed_up_by_class(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def pretend(config: Config, **options: object) -> int:
+    def pretend(config: Config) -> int:
         score = config.optim.lr + 0.01 * config.seed
         config.run_dir.mkdir(parents=True)
         found = {"miou": score, "iou": {"road": score + 0.1, "sky": score - 0.1 * config.seed, "lane": None}}
         (config.run_dir / "result.json").write_text(json.dumps(found))
         return 0 if config.seed < 4 else 6
 
-    monkeypatch.setattr("segpipe.cli.train.launch", pretend)
+    monkeypatch.setattr(train, "launch", lambda config, *, finish, isolated: pretend(config))
     swept = ["--multirun", "seed=1,2,4", "optim.lr=0.4,0.5", f"run.root={tmp_path}", "run.name=s${seed}-${optim.lr}"]
     assert segpipe(["train", *swept]) == 6
     said = capsys.readouterr().out
