@@ -33,7 +33,7 @@ class RunConfig:
 @dataclass
 class ModelConfig:
     name: str = "fast_scnn"  # a key of segpipe.models.MODELS
-    norm: str = "batch"  # batch | sync: statistics of a shard, or of all ranks (compute.mode run or off, GPUs)
+    norm: str = "batch"  # batch | sync: statistics of a shard, or of all ranks (compute.mode ddp or off, GPUs)
 
 
 @dataclass
@@ -114,7 +114,7 @@ class TrainConfig:
 
 @dataclass
 class ComputeConfig:
-    mode: str = "elastic"  # off | run | elastic | audit: which runs give the same bits; see docs/determinism.md
+    mode: str = "elastic"  # off | ddp | elastic | audit: which runs give the same bits; see docs/determinism.md
     nproc: str = "auto"  # processes of this machine; auto: the number of GPUs, or 1
     device: str = "auto"  # auto | cpu | cuda
     shards: int = 4  # logical shards, a power of two: the global batch is shards * samples_per_shard
@@ -291,7 +291,7 @@ def check(config: Config, *, world_size: int) -> None:
     if config.model.norm == "sync" and compute.mode in ("elastic", "audit"):
         raise ConfigError(
             f"model.norm = sync, but compute.mode = {compute.mode} promises the same bits for any number of processes, "
-            f"which statistics over all ranks cannot keep. Set compute.mode=run, or model.norm=batch."
+            f"which statistics over all ranks cannot keep. Set compute.mode=ddp, or model.norm=batch."
         )
     if 0 < config.optim.schedule_steps < config.train.steps:
         raise ConfigError(
@@ -305,6 +305,10 @@ def check(config: Config, *, world_size: int) -> None:
 
 
 def _check_choices(config: Config) -> None:
+    if config.compute.mode == "run":
+        raise ConfigError(
+            "compute.mode = run is now called ddp: torch's DDP, deterministic run to run. Set compute.mode=ddp."
+        )
     choices: list[tuple[str, str, tuple[str, ...]]] = [
         ("run.exists", config.run.exists, ("error", "resume", "replace")),
         ("model.name", config.model.name, MODEL_NAMES),
@@ -317,7 +321,7 @@ def _check_choices(config: Config) -> None:
         ("optim.schedule", config.optim.schedule, ("poly", "cosine")),
         ("train.precision", config.train.precision, ("fp32", "bf16", "fp16")),
         ("model.norm", config.model.norm, ("batch", "sync")),
-        ("compute.mode", config.compute.mode, ("off", "run", "elastic", "audit")),
+        ("compute.mode", config.compute.mode, ("off", "ddp", "elastic", "audit")),
         ("compute.device", config.compute.device, ("auto", "cpu", "cuda")),
         ("track.name", config.track.name, ("none", "wandb")),
         ("track.mode", config.track.mode, ("online", "offline")),

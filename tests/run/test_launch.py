@@ -86,9 +86,9 @@ def test_another_recipe_computes_other_bits(alone: Path, tmp_path: Path, change:
     assert outcome(tmp_path / "other")["weights_digest"] != outcome(alone)["weights_digest"]
 
 
-def test_mode_run_keeps_its_promise_and_says_its_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mode_ddp_keeps_its_promise_and_says_its_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same processes give the same bits across a resume; other processes are refused by name."""
-    changes = (*RECIPE, "compute.mode=run", "compute.shards=4", "train.steps=12", "checkpoint.every=2")
+    changes = (*RECIPE, "compute.mode=ddp", "compute.shards=4", "train.steps=12", "checkpoint.every=2")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert command("train.py", *settings(whole, *changes, "compute.nproc=2")).returncode == 0
     process = start("train.py", *settings(parts, *changes, "compute.nproc=2", "train.log_every=1"))
