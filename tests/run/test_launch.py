@@ -237,7 +237,7 @@ def test_a_silent_rank_leaves_the_word_to_the_first(
     """Were it to end first, the launcher would end the rank that says what is wrong."""
     for key, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "-"}.items():
         monkeypatch.setenv(key, str(value))
-    monkeypatch.setattr(environment, "LAST_WORDS_S", 0.5)
+    monkeypatch.setattr(environment, "LINGER_S", 0.5)
     for refused in (["--multirun", "seed=1,2"], ["sead=1"]):
         started = time.monotonic()
         assert train.main(refused) == 2
@@ -302,7 +302,7 @@ def test_a_rank_that_lost_another_leaves_the_exit_code_to_it(
         raise RuntimeError(said)
 
     monkeypatch.setattr(launch, "_train", lost)
-    monkeypatch.setattr(environment, "LAST_WORDS_S", 0.5)
+    monkeypatch.setattr(environment, "LINGER_S", 0.5)
     started = time.monotonic()
     assert run(tmp_path / "run") == 1
     assert time.monotonic() - started > 0.5
