@@ -50,7 +50,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     cases = [Case(data, processes=number) for data in sets for number in PROCESSES]
     cases += [Case(data, workers=workers, start_method=how) for data in sets for workers, how in LAYOUTS[1:]]
     cases += [Case("synthetic", processes=2, workers=3, start_method="spawn")]
-    controls = [Case("synthetic", processes=number, mode="run") for number in (1, 2, 4)]
+    controls = [Case("synthetic", processes=number, mode="ddp") for number in (1, 2, 4)]
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for number, case in enumerate([*cases, *controls]):
@@ -58,7 +58,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             rows.append({**case.__dict__, **found})
             Console(stderr=True).print(rows[-1], soft_wrap=True)
     equal = {data: _equal([row for row in rows if row["data"] == data and row["mode"] == "elastic"]) for data in sets}
-    control = _equal([row for row in rows if row["mode"] == "run"])
+    control = _equal([row for row in rows if row["mode"] == "ddp"])
     return {
         "what": f"{' '.join(RECIPE)}; torchrun --nproc-per-node=processes",
         "machine": measuring.machine(),

@@ -37,7 +37,7 @@ class ModelConfig:
     name: str = setting("fast_scnn", "network", choices=MODEL_NAMES)
     norm: str = setting(
         "batch",
-        "BatchNorm statistics: per shard, or over all ranks (GPUs, compute.mode=run or off)",
+        "BatchNorm statistics: per shard, or over all ranks (GPUs, compute.mode=ddp or off)",
         choices=("batch", "sync"),
     )
 
@@ -147,7 +147,7 @@ class ComputeConfig:
     mode: str = setting(
         "elastic",
         "which runs give the same bits: none; with the same processes; any; any, recording more",
-        choices=("off", "run", "elastic", "audit"),
+        choices=("off", "ddp", "elastic", "audit"),
     )
     nproc: str = setting("auto", "processes on this machine; auto: the number of GPUs, or 1", free=True)
     device: str = setting("auto", "device to train on", choices=("auto", "cpu", "cuda"))
@@ -348,7 +348,7 @@ def _check_processes(config: Config, world_size: int) -> None:
     if config.model.norm == "sync" and compute.mode in ("elastic", "audit"):
         raise ConfigError(
             f"model.norm = sync, but compute.mode = {compute.mode} promises the same bits for any number of processes, "
-            f"which is impossible with statistics over all ranks. Set compute.mode=run or model.norm=batch."
+            f"which is impossible with statistics over all ranks. Set compute.mode=ddp or model.norm=batch."
         )
 
 

@@ -333,7 +333,7 @@ def test_what_cannot_be_audited_says_why(
     assert words in told.out + told.err
 
 
-@pytest.mark.parametrize("mode", ["run", "off"])
+@pytest.mark.parametrize("mode", ["ddp", "off"])
 def test_modes_that_promise_less_cannot_be_audited(whole: Path, mode: str) -> None:
     config = compose(settings(whole / "run", f"compute.mode={mode}"))
     words = examination._obstacle(config, read_run(whole / "run"), Request(whole / "run", seed=0))

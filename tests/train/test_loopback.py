@@ -88,7 +88,7 @@ def values(state: TrainState) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in state.model.state_dict().items()}
 
 
-@pytest.mark.parametrize("mode", ["run", "off"])
+@pytest.mark.parametrize("mode", ["ddp", "off"])
 def test_ddp_moves_the_weights_as_one_process_does(ranks: Callable[[int], Loopback], mode: str) -> None:
     """Up to rounding, on a network without BatchNorm: DDP takes means over the ranks where the loss needs sums."""
     config = config_of(mode, clip_norm=0.0)
@@ -107,7 +107,7 @@ def test_ddp_moves_the_weights_as_one_process_does(ranks: Callable[[int], Loopba
             torch.testing.assert_close(value - start[name], moved[name], rtol=1e-3, atol=1e-6, msg=f"{mode} {name}")
 
 
-@pytest.mark.parametrize("mode", ["run", "elastic"])
+@pytest.mark.parametrize("mode", ["ddp", "elastic"])
 def test_statistics_are_the_mean_over_ranks(ranks: Callable[[int], Loopback], mode: str) -> None:
     config = config_of(mode)
 
