@@ -1,1 +1,1 @@
-"""Whether a finished run is what it says it is: its evidence read again, and parts of it trained again."""
+"""Checks that a finished run is what it claims to be: its files against each other, and replays of parts of it."""

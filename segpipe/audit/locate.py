@@ -62,23 +62,17 @@ def compare_again(a: Path, b: Path, *, nproc: int, progress: Progress) -> Compar
     if nproc < 1:
         raise ConfigError(f"--nproc = {nproc}, but at least 1 was needed.")
     runs = read_run(a), read_run(b)
-    with tempfile.TemporaryDirectory(prefix="segpipe-replay-") as scratch:
-        return locate(compare(*runs), *runs, Path(scratch), nproc=nproc, progress=progress)
-
-
-def locate(
-    found: Comparison, a: RunLedger, b: RunLedger, scratch: Path, *, nproc: int, progress: Progress
-) -> Comparison:
-    """The comparison with what the replay adds: the layer, or which run the replay does not reproduce."""
+    found = compare(*runs)
     if found.verdict != "diverged" or found.step is None:
         return found
     if found.step < 0:
         return replace(found, replay="not replayed: the runs differ before their first update")
-    common = last_common(a.folder, b.folder, found.step)
-    again = _replay_both(found.step, common, (a, b), scratch, nproc, progress)
+    common = last_common(a, b, found.step)
     start = f"step {common.step}" if common.step else "the seed"
     how = f"replayed from {start} to step {found.step}, each with its own settings, by {nproc} process"
-    return _conclude(found, (a, b), again, f"{how}{'es' * (nproc > 1)}: ")
+    with tempfile.TemporaryDirectory(prefix="segpipe-replay-") as scratch:
+        again = _replay_both(found.step, common, runs, Path(scratch), nproc, progress)
+        return _conclude(found, runs, again, f"{how}{'es' * (nproc > 1)}: ")
 
 
 def _replay_both(
@@ -110,7 +104,10 @@ def _config(run: Path, nproc: int) -> Config:
 
 def _conclude(found: Comparison, runs: Sequence[RunLedger], again: Sequence[RunLedger], how: str) -> Comparison:
     """The conclusion from which recorded runs each replay agrees with."""
-    agrees = ["".join(name for name, run in zip("AB", runs, strict=True) if _equal(run, each)) for each in again]
+    agrees = [
+        "".join(name for name, run in zip("AB", runs, strict=True) if compare(run, each).verdict == "identical")
+        for each in again
+    ]
     if agrees == ["A", "B"]:
         return _name_layer(found, again, how)
     if agrees in (["A", "A"], ["B", "B"]):
@@ -124,10 +121,6 @@ def _conclude(found: Comparison, runs: Sequence[RunLedger], again: Sequence[RunL
     outcomes = [f"the replay of {name} equals {which or 'neither'}" for name, which in zip("AB", agrees, strict=True)]
     words = f"{'; '.join(outcomes)}. So data, code or environment are not those of the runs"
     return replace(found, replay=how + words)
-
-
-def _equal(run: RunLedger, again: RunLedger) -> bool:
-    return compare(run, again).verdict == "identical"
 
 
 def _name_layer(found: Comparison, again: Sequence[RunLedger], how: str) -> Comparison:

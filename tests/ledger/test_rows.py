@@ -12,6 +12,7 @@ from segpipe.ledger.rows import (
     SHARD,
     STEP,
     SessionHeader,
+    differing,
     encode,
     ledger_path,
     parse,
@@ -132,3 +133,24 @@ def test_keys_sort_by_step_shard_field_and_part() -> None:
             rows["part"] = 0
         assert (np.argsort(row_keys(rows), kind="stable") == np.lexsort([rows[name] for name in names])).all()
     assert STEP not in (PART, SHARD)
+
+
+def test_keys_have_the_documented_room() -> None:
+    """The last key of a field, shard and step sorts before the first of the next one."""
+    places = [
+        (0, 2**17 - 2, 31, 2**14 - 1), (1, -1, 0, 0), (1, -1, 31, 2**14 - 1), (1, 0, 0, 0), (1, 0, 0, 2**14 - 1),
+        (1, 0, 1, 0), (2**27 - 3, 2**17 - 2, 31, 2**14 - 1), (2**27 - 2, -1, 0, 0),
+    ]  # fmt: skip
+    rows = np.zeros(len(places), row_type(2))
+    rows["kind"] = PART
+    for name, values in zip(("step", "shard", "field", "part"), zip(*places, strict=True), strict=True):
+        rows[name] = values
+    assert (np.diff(row_keys(rows)) > 0).all()
+    assert row_keys(rows).min() > 0
+
+
+def test_order_differs_by_epoch_as_by_sample() -> None:
+    a = np.zeros(3, row_type(2))
+    b = a.copy()
+    b["epoch"][1, 0], b["sample"][2, 1] = 1, 1
+    assert differing(a, b, SHARD)["order"].tolist() == [False, True, True]

@@ -187,4 +187,4 @@ def test_a_plant_inside_the_network_is_named_when_both_runs_are_trained_again(
         again = plants.trained_again(folder / "baseline", folder / plant, plant)
     assert (again.step, again.stage, again.shard) == (plants.STEP, plant, 1), again.replay
     assert again.layer == plants.MODULE
-    assert "both came out as recorded" in again.replay
+    assert "both are reproduced" in again.replay
