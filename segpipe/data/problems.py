@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from segpipe.data.catalog import ClassTable, class_table
 from segpipe.data.pairs import Pair, check_sizes, scan
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from segpipe.settings.config import DataConfig
 
 FULL_VERIFY_PIXELS = 300_000_000  # about 6 s of decoding on two cores
+T = TypeVar("T")
 
 
 def verify(data: DataConfig, splits: Iterable[str]) -> None:
@@ -59,32 +60,28 @@ def problems(
 def _check_headers(pair: Pair) -> tuple[int, dict[str, str]]:
     """Pixels of a pair, and the faults of its headers by path; a difference in size by the name of the pair."""
     faults: dict[str, str] = {}
-    sizes: list[tuple[int, int]] = []
-    for path in (pair.image, pair.mask):
-        try:
-            header = read_header(path)
-            sizes.append((header.height, header.width))
-            if path == pair.mask:
-                check_mask(header, path)
-        except DataError as error:
-            faults[path] = str(error)
-    if len(sizes) == 2:
-        try:
-            check_sizes(pair, *sizes)
-        except DataError as error:
-            faults[pair.name] = str(error)
-    return (sizes[0][0] * sizes[0][1] if sizes else 0), faults
+    image = _collect(faults, pair.image, lambda: read_header(pair.image))
+    mask = _collect(faults, pair.mask, lambda: read_header(pair.mask))
+    if mask:
+        _collect(faults, pair.mask, lambda: check_mask(mask, pair.mask))
+    if image and mask:
+        _collect(faults, pair.name, lambda: check_sizes(pair, image[:2], mask[:2]))
+    return (image.height * image.width if image else 0), faults
 
 
 def _check_pixels(classes: ClassTable, pair: Pair, unreadable: set[str]) -> list[str]:
     """Faults found by decoding the files of a pair, except those that are `unreadable` already."""
-    faults: list[str] = []
-    for path in sorted({pair.image, pair.mask} - unreadable):
-        try:
-            if path == pair.mask:
-                classes.target(read_mask(path), path)
-            else:
-                read_image(path)
-        except DataError as error:
-            faults.append(str(error))
-    return sorted(faults)
+    faults: dict[str, str] = {}
+    if pair.image not in unreadable:
+        _collect(faults, pair.image, lambda: read_image(pair.image))
+    if pair.mask not in unreadable:
+        _collect(faults, pair.mask, lambda: classes.target(read_mask(pair.mask), pair.mask))
+    return list(faults.values())
+
+
+def _collect(faults: dict[str, str], where: str, check: Callable[[], T]) -> T | None:
+    try:
+        return check()
+    except DataError as error:
+        faults[where] = str(error)
+        return None

@@ -1,4 +1,4 @@
-"""Readers of files: exact pixels, and every fault of the data named with its file."""
+"""Reading files: exact pixels, and every fault is reported with its file."""
 
 from __future__ import annotations
 
@@ -213,14 +213,14 @@ def test_every_fault_is_named_with_its_file(data: DataConfig, fault: str, mode: 
 
 
 @pytest.mark.parametrize("fault", ["root", "split", "table", "empty", "no mask", "no image", "twice"])
-def test_open_refuses_what_is_no_split(data: DataConfig, fault: str) -> None:
+def test_open_refuses_an_incomplete_split(data: DataConfig, fault: str) -> None:
     FAULTS[fault][0](Path(data.root))
     with pytest.raises(DataError):
         open_samples(data, "train" if fault.startswith("no") else "val", 0)
 
 
 @pytest.mark.parametrize("fault", ["size", "colours", "depth", "id", "torn image", "torn mask", "torn jpeg"])
-def test_reading_refuses_what_is_no_sample(data: DataConfig, fault: str) -> None:
+def test_reading_refuses_a_faulty_sample(data: DataConfig, fault: str) -> None:
     FAULTS[fault][0](Path(data.root))
     samples = open_samples(data, "train", 0)
     with pytest.raises(DataError, match="frame1"):
@@ -309,7 +309,7 @@ def test_camvid_has_the_published_counts() -> None:
 
 
 def test_no_thread_outlives_a_read_of_many_files() -> None:
-    """One that the system has not ended yet may hold OpenCV's lock when a loader process is forked."""
+    """A thread that is still ending may hold OpenCV's lock while a loader process is forked."""
     tasks = Path("/proc/self/task")
     before = set(tasks.iterdir())
     for _ in range(50):

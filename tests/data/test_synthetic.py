@@ -1,4 +1,4 @@
-"""Synthetic scenes: pure functions of (seed, split, index), with every class in sight."""
+"""Synthetic scenes: pure functions of (seed, split, index) that show every class."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_scenes_are_diverse() -> None:
     assert len({scenes().read(index)[1].tobytes() for index in range(60)}) == 60
 
 
-def test_every_class_is_common_enough_to_be_learnt() -> None:
+def test_every_class_is_common_enough_to_be_learned() -> None:
     samples = SyntheticSamples(1, "train", 60, (192, 384))
     counts = np.stack([np.bincount(samples.read(index)[1].ravel(), minlength=10) for index in range(60)])
     share = counts.sum(0) / counts.sum()
@@ -113,7 +113,7 @@ def test_every_class_is_common_enough_to_be_learnt() -> None:
 
 
 def test_image_and_target_show_the_same_things() -> None:
-    """Colours differ far more between the classes of a scene than chance would have it; the control breaks the pair."""
+    """Class explains far more of a scene's colour variance than chance; the control mixes images and targets."""
 
     def explained(image: np.ndarray, target: np.ndarray) -> float:
         pixels = image.reshape(-1, 3).astype(float)
@@ -130,7 +130,7 @@ def test_image_and_target_show_the_same_things() -> None:
 
 
 def test_targets_are_crisp() -> None:
-    """No id appears between two classes that the painting did not put there: single odd pixels are rare."""
+    """Isolated pixels are rare: downsampling creates no ids between two classes."""
     target = SyntheticSamples(2, "val", 4, (192, 384)).read(0)[1]
     same = np.zeros(target[1:-1, 1:-1].shape, bool)
     for rows, columns in ((0, 1), (2, 1), (1, 0), (1, 2)):
