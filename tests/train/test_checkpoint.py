@@ -169,6 +169,21 @@ def test_altered_momentum_is_refused(file: Path) -> None:
     assert "altered" in refused(file)
 
 
+def test_one_unit_in_the_last_place_of_momentum_is_seen(tmp_path: Path) -> None:
+    """Printed, both buffers are the same text."""
+    path, buffer = tmp_path / "last.pt", torch.rand(50, 60)
+    altered = buffer.clone()
+    altered[20, 20] = altered[20, 20].nextafter(torch.tensor(9.0))
+    assert repr(altered) == repr(buffer)
+    assert not torch.equal(altered, buffer)
+    states = [{"state": {0: {"momentum_buffer": value}}, "param_groups": []} for value in (buffer, altered)]
+    save(path, SMALL | {"optimizer": states[0]})
+    rewritten(path, optimizer=states[0])
+    load(path)
+    rewritten(path, optimizer=states[1])
+    assert "altered" in refused(path)
+
+
 # --- a disk that takes no more
 
 
