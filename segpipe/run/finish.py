@@ -85,8 +85,9 @@ def _overlay(run: Run, index: int, score: float) -> Overlay:
 
 def _export(run: Run, console: Console) -> None:
     """Export the checkpoint that was just written, through the same door as scripts/export.py."""
-    from segpipe.export import export_checkpoint, spread
-    from segpipe.export.artifact.summary import table
+    from segpipe.export.artifact.verify_report import table
+    from segpipe.export.dataset import spread
+    from segpipe.export.publish import export_checkpoint
 
     started = time.perf_counter()
     console.print("exporting, and comparing the files with the trained network ...", highlight=False)

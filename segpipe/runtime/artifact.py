@@ -69,7 +69,7 @@ def read_artifact(folder: Path | str, *, precision: str = "fp32") -> Artifact:
     Raises ArtifactError that names the first file that is missing, altered or not understood.
     """
     folder = Path(folder)
-    sums = _read_sums(folder)
+    sums = read_sums(folder)
     if MANIFEST not in sums:
         raise ArtifactError(f"{folder / SUMS} does not list {MANIFEST}. {EXPORT_AGAIN}")
     for name in sorted(sums):
@@ -98,7 +98,7 @@ def read_artifact(folder: Path | str, *, precision: str = "fp32") -> Artifact:
         ) from error
 
 
-def _read_sums(folder: Path) -> dict[str, str]:
+def read_sums(folder: Path) -> dict[str, str]:
     """Hex digest by name, from lines `digest  name` as sha256sum writes them."""
     path = folder / SUMS
     try:

@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from segpipe.runtime.segmenter import Segmenter
+if TYPE_CHECKING:
+    from segpipe.runtime.segmenter import Segmenter
 
 FLAT_MIB = 4.0  # growth that still counts as none: allocators take and return pages; 0.5 KiB a frame in 9,000 is a leak
 _WARMUP = 10

@@ -16,6 +16,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from segpipe.runtime.artifact import EXPORT_AGAIN, MANIFEST_KEY, Artifact, ArtifactError, SelfTestError
+from segpipe.runtime.options import session_options
 
 _FATAL = 4  # onnxruntime would print every aborted run as an error
 Bytes = NDArray[np.uint8]
@@ -162,15 +163,8 @@ class Session:
 
 
 def _open(artifact: Artifact, threads: int, providers: Sequence[str]) -> Any:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    # Waiting threads sleep: spinning ones take a core each from the rest of the robot.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    options.add_session_config_entry("session.inter_op.allow_spinning", "0")
-    options.log_severity_level = _FATAL
     try:
-        return onnxruntime.InferenceSession(artifact.model, options, providers=list(providers))
+        return onnxruntime.InferenceSession(artifact.model, session_options(threads), providers=list(providers))
     except Exception as error:  # onnxruntime has an exception type per status code
         raise ArtifactError(
             f"onnxruntime {onnxruntime.__version__} cannot load the ONNX file in {artifact.folder} "
