@@ -27,7 +27,6 @@ from segpipe.export.graph.formats import FORMATS
 from segpipe.export.graph.network import deploy_model, one_thread, run_eager
 from segpipe.export.graph.onnx_format import open_onnx
 from segpipe.export.graph.profiles import Run
-from segpipe.export.graph.torch_formats import open_torchscript
 from segpipe.export.lowprec.half import to_fp16
 from segpipe.export.lowprec.int8 import SCHEMES, to_int8
 from segpipe.models import MODELS, build_model
@@ -116,7 +115,7 @@ def forms(trained: TrainedNetwork, frames: Sequence[Image], folder: Path) -> tup
     to_fp16(paths[FP32], paths[FP16])
     for scheme in SCHEMES:
         to_int8(paths[FP32], paths[f"onnx int8 {scheme}"], frames, scheme=scheme)
-    runs = {EAGER: run_eager(model), "torchscript": open_torchscript(script)}
+    runs = {EAGER: run_eager(model), "torchscript": FORMATS["torchscript"].open(script, model.profile)}
     runs |= {name: open_onnx(path) for name, path in paths.items()}
     files = {"torchscript": script, **paths}
     return runs, {name: round(path.stat().st_size / 2**20, 2) for name, path in files.items()}

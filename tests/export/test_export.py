@@ -35,7 +35,6 @@ from segpipe.export.graph import torch_formats
 from segpipe.export.graph.formats import FORMATS, ModelFile
 from segpipe.export.graph.network import DeployModel, deploy_model, run_eager
 from segpipe.export.graph.onnx_format import open_onnx
-from segpipe.export.graph.torch_formats import open_torchscript
 from segpipe.export.publish import export_run
 from segpipe.models import MODELS
 from segpipe.train.checkpoint import TrainedNetwork
@@ -104,7 +103,7 @@ def test_both_files_answer_as_the_eager_network(trained: TrainedNetwork, exporte
     assert len(mask.unique()) > 1, "a constant mask would agree with anything"
     for opened in (
         open_onnx(exported.folder / "model.onnx"),
-        open_torchscript(exported.folder / "model.torchscript.pt"),
+        FORMATS["torchscript"].open(exported.folder / "model.torchscript.pt", model.profile),
     ):
         answer = opened(IMAGES[0])
         assert (answer.mask == mask[0].numpy()).mean() > 0.999

@@ -18,35 +18,27 @@ if TYPE_CHECKING:
     from segpipe.export.gates.check_set import Check
     from segpipe.export.graph.profiles import Answer, Run
 
+Change = Callable[[Tensor], Tensor]
 _MAX_CHECKS = 3  # check images on which a control is tried
 
 
-class _Swapped(nn.Module):
-    """A preprocessing that gets BGR."""
+class _Changed(nn.Module):
+    """A module whose input or output is changed."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, before: Change, after: Change) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.before, self.after = inner, before, after
 
     def forward(self, image: Tensor) -> Tensor:
-        swapped: Tensor = self.inner(image.flip(-1))
-        return swapped
+        return self.after(self.inner(self.before(image)))
 
 
-class _Permuted(nn.Module):
-    """A network with shifted class ids."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, image: Tensor) -> Tensor:
-        permuted: Tensor = self.inner(image).roll(1, 1)
-        return permuted
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 def _bgr(model: DeployModel) -> None:
-    model.preprocess = _Swapped(model.preprocess)
+    model.preprocess = _Changed(model.preprocess, lambda image: image.flip(-1), _same)
 
 
 def _no_normalisation(model: DeployModel) -> None:
@@ -70,7 +62,7 @@ def _one_weight_scaled(model: DeployModel) -> None:
 
 
 def _classes_permuted(model: DeployModel) -> None:
-    model.network = _Permuted(model.network)
+    model.network = _Changed(model.network, _same, lambda logits: logits.roll(1, 1))
 
 
 def _batchnorm_in_training_mode(model: DeployModel) -> None:

@@ -6,24 +6,14 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from segpipe.errors import ExportError
 from segpipe.export.graph.onnx_format import open_onnx, problems_of_onnx, to_onnx
 from segpipe.export.graph.profiles import Manifest, Profile, Run, Size
-from segpipe.export.graph.torch_formats import (
-    Tensors,
-    open_pt2,
-    open_torchscript,
-    problems_of_pt2,
-    problems_of_torchscript,
-    tensors_of_pt2,
-    tensors_of_torchscript,
-    to_pt2,
-    to_torchscript,
-)
+from segpipe.export.graph.torch_formats import Loaded, Tensors, load_pt2, load_torchscript, to_pt2, to_torchscript
 
 if TYPE_CHECKING:
     from segpipe.export.graph.network import DeployModel
@@ -66,17 +56,23 @@ class Format:
                 ) from error
 
 
-FORMATS: dict[str, Format] = {
-    entry.name: entry
-    for entry in (
-        Format("onnx", "model", ".onnx", to_onnx, open_onnx, problems_of_onnx),
-        Format(
-            "torchscript", "model.torchscript", ".pt", to_torchscript, open_torchscript, problems_of_torchscript,
-            tensors_of_torchscript,
-        ),
-        Format("pt2", "model", ".pt2", to_pt2, open_pt2, problems_of_pt2, tensors_of_pt2),
+def _torch_format(name: str, stem: str, suffix: str, convert: Any, load: Callable[[Path], Loaded]) -> Format:
+    return Format(
+        name,
+        stem,
+        suffix,
+        convert,
+        open=lambda path, profile: load(path).runner(profile),
+        problems=lambda path, manifest: load(path).problems(manifest),
+        tensors=lambda path: load(path).tensors,
     )
-}  # fmt: skip
+
+
+FORMATS: dict[str, Format] = {
+    "onnx": Format("onnx", "model", ".onnx", to_onnx, open_onnx, problems_of_onnx),
+    "torchscript": _torch_format("torchscript", "model.torchscript", ".pt", to_torchscript, load_torchscript),
+    "pt2": _torch_format("pt2", "model", ".pt2", to_pt2, load_pt2),
+}
 
 
 @dataclass(frozen=True)

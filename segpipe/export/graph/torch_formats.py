@@ -8,13 +8,12 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.fx.experimental import _config as fx_config
 
 from segpipe.export.graph.profiles import (
-    ROBOT,
     Manifest,
     Profile,
     Runner,
@@ -96,65 +95,58 @@ def write_archive(module: Any, path: Path, extra: Mapping[str, str]) -> None:
     writer.write_end_of_file()
 
 
-def open_torchscript(path: Path, profile: Profile = ROBOT) -> Runner:
-    """A TorchScript file on the CPU. Call it inside `one_thread`."""
-    with quiet_torchscript():
-        return torch_runner(jit.load(str(path), map_location="cpu"), profile)
+class Loaded(NamedTuple):
+    """A torch file on the CPU: the module to call, its stored tensors, and the manifest inside."""
+
+    module: Any
+    tensors: Tensors
+    manifest: str
+
+    def runner(self, profile: Profile) -> Runner:
+        """Answers of the file. Call it inside `one_thread`."""
+        return torch_runner(self.module, profile)
+
+    def problems(self, manifest: Manifest) -> list[str]:
+        """G1 findings; empty when the loaded file and the manifest agree."""
+        found = []
+        if self.manifest != manifest_text(manifest):
+            found.append(f"{MANIFEST_FILE} inside the file differs from the manifest")
+        number = sum(tensor.numel() for tensor in self.tensors.values())
+        if number != manifest["stored_values"]:
+            found.append(f"{number} stored values, but the manifest has {manifest['stored_values']}")
+        lengths = exported_lengths(manifest["io"])  # these files name no axes; G2 and G3 run the other lengths
+        declared, *needed = (
+            {**entry, "shape": list(resolved(entry["shape"], lengths))}
+            for entry in (*manifest["io"]["inputs"], *manifest["io"]["outputs"])
+        )
+        with torch.no_grad():
+            outputs = self.module(torch.zeros(declared["shape"], dtype=getattr(torch, declared["dtype"])))
+        if len(outputs) != len(needed):
+            return [*found, f"{len(outputs)} outputs, but the manifest has {len(needed)}"]
+        got = [
+            {"name": entry["name"], "dtype": str(output.dtype).removeprefix("torch."), "shape": list(output.shape)}
+            for entry, output in zip(needed, outputs, strict=True)
+        ]
+        return found + io_problems("outputs", got, needed)
 
 
-def open_pt2(path: Path, profile: Profile = ROBOT) -> Runner:
-    """A torch.export file on the CPU. Call it inside `one_thread`."""
-    return torch_runner(torch.export.load(path).module(), profile)
-
-
-def tensors_of_torchscript(path: Path) -> Tensors:
-    """Stored tensors by name."""
-    with quiet_torchscript():
-        return dict(jit.load(str(path), map_location="cpu").state_dict())
-
-
-def tensors_of_pt2(path: Path) -> Tensors:
-    """Stored tensors by name."""
-    return dict(torch.export.load(path).state_dict)
-
-
-def problems_of_torchscript(path: Path, manifest: Manifest) -> list[str]:
-    """G1 findings; empty when loader, manifest and number of stored values agree. Raises what the loader raises."""
-    files = {MANIFEST_FILE: ""}
+def load_torchscript(path: Path) -> Loaded:
+    """A TorchScript file. Raises what torch.jit raises."""
+    files: dict[str, Any] = {MANIFEST_FILE: ""}
     with quiet_torchscript():
         module = jit.load(str(path), map_location="cpu", _extra_files=files)
-    return _problems(module, module.state_dict(), files, manifest)
+    return Loaded(module, dict(module.state_dict()), _text(files[MANIFEST_FILE]))
 
 
-def problems_of_pt2(path: Path, manifest: Manifest) -> list[str]:
-    """As `problems_of_torchscript`, for a torch.export file."""
-    files = {MANIFEST_FILE: ""}
+def load_pt2(path: Path) -> Loaded:
+    """A torch.export file. Raises what torch.export raises."""
+    files: dict[str, Any] = {MANIFEST_FILE: ""}
     program = torch.export.load(path, extra_files=files)
-    return _problems(program.module(), program.state_dict, files, manifest)
+    return Loaded(program.module(), dict(program.state_dict), _text(files[MANIFEST_FILE]))
 
 
-def _problems(module: Any, stored: Tensors, files: Mapping[str, Any], manifest: Manifest) -> list[str]:
-    found = []
-    inside = files[MANIFEST_FILE]
-    if (inside.decode() if isinstance(inside, bytes) else inside) != manifest_text(manifest):
-        found.append(f"{MANIFEST_FILE} inside the file differs from the manifest")
-    number = sum(tensor.numel() for tensor in stored.values())
-    if number != manifest["stored_values"]:
-        found.append(f"{number} stored values, but the manifest has {manifest['stored_values']}")
-    lengths = exported_lengths(manifest["io"])  # these files name no axes; G2 and G3 run the other lengths
-    declared, *needed = (
-        {**entry, "shape": list(resolved(entry["shape"], lengths))}
-        for entry in (*manifest["io"]["inputs"], *manifest["io"]["outputs"])
-    )
-    with torch.no_grad():
-        outputs = module(torch.zeros(declared["shape"], dtype=getattr(torch, declared["dtype"])))
-    if len(outputs) != len(needed):
-        return [*found, f"{len(outputs)} outputs, but the manifest has {len(needed)}"]
-    got = [
-        {"name": entry["name"], "dtype": str(output.dtype).removeprefix("torch."), "shape": list(output.shape)}
-        for entry, output in zip(needed, outputs, strict=True)
-    ]
-    return found + io_problems("outputs", got, needed)
+def _text(content: str | bytes) -> str:
+    return content.decode() if isinstance(content, bytes) else content
 
 
 @contextlib.contextmanager
