@@ -29,6 +29,7 @@ from segpipe.export import publish
 from segpipe.export.artifact.frame_statistics import frame_entries, frame_limits
 from segpipe.export.artifact.manifest import SCHEMA, parse_manifest, require_schema, schema_problems
 from segpipe.export.artifact.origin import Origin, git_state, origin_of
+from segpipe.export.artifact.place import sums_problems, write_sums
 from segpipe.export.artifact.sidecars import render
 from segpipe.export.dataset import spread
 from segpipe.export.gates import latency
@@ -153,6 +154,26 @@ def test_every_other_difference_would_be_seen(exported: Path, tmp_path: Path) ->
     (altered / "verify_report.md").write_text((altered / "verify_report.md").read_text().replace("passed", "failed"))
     first, second = stable(exported), stable(altered)
     assert {name for name in first if first[name] != second[name]} == {"manifest.json", "verify_report.md"}
+
+
+def test_checksums_name_every_difference(tmp_path: Path) -> None:
+    (tmp_path / "golden").mkdir()
+    for name in ("a", "b", "golden/c"):
+        (tmp_path / name).write_text(name)
+    write_sums(tmp_path)
+    assert sums_problems(tmp_path) == []
+    (tmp_path / "a").write_text("other")
+    (tmp_path / "b").unlink()
+    (tmp_path / "golden" / "d").write_text("d")
+    assert sums_problems(tmp_path) == [
+        "b is missing",
+        "golden/d is not in SHA256SUMS",
+        "a was altered: its sha256 differs from SHA256SUMS",
+    ]
+    (tmp_path / "SHA256SUMS").write_text(f"{'0' * 64}  ../a\n")
+    assert "has the line" in sums_problems(tmp_path)[0], "a name outside the folder"
+    (tmp_path / "SHA256SUMS").unlink()
+    assert "cannot be read" in sums_problems(tmp_path)[0]
 
 
 # The machine
