@@ -20,21 +20,22 @@ from segpipe.export.artifact.origin import Origin, origin_of
 from segpipe.export.artifact.outcome import NOT_EXPORTED, ExportReport, refusal
 from segpipe.export.artifact.place import beside, check_place, put_in_place, recover, write_sums, writing
 from segpipe.export.artifact.sidecars import write_sidecars
-from segpipe.export.dataset import Labelled, gather
+from segpipe.export.dataset import gather
 from segpipe.export.gates.check_set import Check, check_set, trials
-from segpipe.export.gates.judge import Evidence, judge, load_as_robot
+from segpipe.export.gates.judge import GateInputs, judge, load_as_robot
 from segpipe.export.gates.limits import MAX_CLASSES
 from segpipe.export.gates.temperature import calibration_entry
 from segpipe.export.graph.formats import FORMATS
 from segpipe.export.graph.network import DeployModel, deploy_model, one_thread
-from segpipe.export.graph.profiles import CONFIDENCE, PROFILES, Image, Size, free_lengths, manifest_text
+from segpipe.export.graph.profiles import CONFIDENCE, PROFILES, Image, Manifest, Size, free_lengths, manifest_text
 from segpipe.export.produce import produce
 from segpipe.runtime.artifact import MANIFEST
 from segpipe.settings.export_settings import ExportConfig, export_problems
 
 if TYPE_CHECKING:
     from segpipe.data.samples import Samples
-    from segpipe.export.gates.comparison import Comparison
+    from segpipe.export.dataset import Labelled
+    from segpipe.export.gates.comparison import ImageComparison
     from segpipe.settings.config import Config
     from segpipe.train.checkpoint import TrainedNetwork
 
@@ -99,32 +100,21 @@ def export_run(
     settings = settings if settings is not None else ExportConfig()
     names = names if names is not None else [f"image_{index:06d}" for index in range(len(images))]
     asked = (settings.height, settings.width) if settings.allow_unverified and settings.height else None
-    evidence = Evidence(check_set(images, names, asked), labelled, settings)
-    size = _size(evidence.checks)
-    _check_request(trained, out_dir, formats, settings, size)
+    inputs = GateInputs(check_set(images, names, asked), labelled, settings)
+    _check_request(trained, out_dir, formats, settings, _size(inputs.checks))
     partial = beside(out_dir, "partial")
     try:
         _make_room(out_dir, partial)
         with one_thread():
-            frames, kept = _frames(images, train_images, evidence.checks[0].image.shape)
-            profile = replace(PROFILES[settings.profile], dynamic=settings.dynamic)
-            calibration = calibration_entry(trained, labelled if CONFIDENCE in profile.outputs else None)
-            model = deploy_model(trained, profile=profile, temperature=calibration["temperature"])
-            entries = {
-                **frames,
-                "calibration": calibration,
-                "allow_unverified": settings.allow_unverified,
-                "golden": golden_entry(evidence.checks),
-                **extra_manifest,
-            }
-            result = ExportReport(out_dir, describe(trained, model, size, origin or Origin(), entries))
-            require_schema(result.manifest)
-            comparisons = _produce_and_judge(trained, model, result, partial, formats, kept, evidence)
+            frames, kept = _frames(images, train_images, inputs.checks[0].image.shape)
+            model, manifest = _described(trained, inputs, origin or Origin(), {**frames, **extra_manifest})
+            result = ExportReport(out_dir, manifest)
+            comparisons = _produce_and_judge(trained, model, result, partial, formats, kept, inputs)
         with writing(out_dir):
             if result.passed:
-                _complete(result, model, evidence.checks, partial / "files")
+                _complete(result, model, inputs.checks, partial / "files")
             if not result.passed:
-                _reject(result, partial, comparisons, evidence.checks)
+                _reject(result, partial, comparisons, inputs.checks)
             _publish(result, partial)
         return result
     finally:
@@ -153,6 +143,25 @@ def _check_request(
             f"{', '.join(classes.names)}."
         )
     check_place(out_dir)
+
+
+def _described(
+    trained: TrainedNetwork, inputs: GateInputs, origin: Origin, extra: Mapping[str, Any]
+) -> tuple[DeployModel, Manifest]:
+    """The model to export, with the fitted temperature, and its manifest without figures."""
+    settings = inputs.settings
+    profile = replace(PROFILES[settings.profile], dynamic=settings.dynamic)
+    calibration = calibration_entry(trained, inputs.labelled if CONFIDENCE in profile.outputs else None)
+    model = deploy_model(trained, profile=profile, temperature=calibration["temperature"])
+    entries = {
+        "calibration": calibration,
+        "allow_unverified": settings.allow_unverified,
+        "golden": golden_entry(inputs.checks),
+        **extra,
+    }
+    manifest = describe(trained, model, _size(inputs.checks), origin, entries)
+    require_schema(manifest)
+    return model, manifest
 
 
 def _make_room(out_dir: Path, partial: Path) -> None:
@@ -193,17 +202,17 @@ def _produce_and_judge(
     partial: Path,
     formats: Sequence[str],
     frames: Sequence[Image],
-    evidence: Evidence,
-) -> list[Comparison]:
+    inputs: GateInputs,
+) -> list[ImageComparison]:
     """All comparisons, after filling the figures of `result`."""
-    kinds = _kinds(formats, evidence.settings.precision)
+    kinds = _kinds(formats, inputs.settings.precision)
     with writing(result.folder):
         folders = (partial / "files", partial / "probes")
-        files = produce(result, model, _size(evidence.checks), folders, kinds, frames)
-    comparisons = judge(result, model, trained.preprocess, files, evidence)
+        files = produce(result, model, _size(inputs.checks), folders, kinds, frames)
+    comparisons = judge(result, model, trained.preprocess, files, inputs)
     for name, entry in result.files.items():
         if entry["precision"] != "fp32" and comparisons.get(name):
-            entry |= golden_figures(evidence.checks, comparisons[name])
+            entry |= golden_figures(inputs.checks, comparisons[name])
     return [entry for found in comparisons.values() for entry in found]
 
 
@@ -232,7 +241,7 @@ def _publish(result: ExportReport, partial: Path) -> None:
     shutil.rmtree(beside(result.folder, "rejected"), ignore_errors=True)
 
 
-def _reject(result: ExportReport, partial: Path, comparisons: list[Comparison], checks: Sequence[Check]) -> None:
+def _reject(result: ExportReport, partial: Path, comparisons: list[ImageComparison], checks: Sequence[Check]) -> None:
     """Leaves report and worst images in the rejected folder, and raises the error of the worst failure."""
     result.folder = rejected = beside(result.folder, "rejected")
     folder = partial / "report"

@@ -17,7 +17,7 @@ from segpipe.export.artifact.outcome import NOT_VERIFIED, ExportReport, integrit
 from segpipe.export.artifact.place import sums_problems
 from segpipe.export.artifact.sidecars import sidecar_problems
 from segpipe.export.gates.check_set import check_set
-from segpipe.export.gates.judge import Evidence, judge, load_as_robot
+from segpipe.export.gates.judge import GateInputs, judge, load_as_robot
 from segpipe.export.gates.limits import gate_integrity
 from segpipe.export.graph.formats import FORMATS, ModelFile
 from segpipe.export.graph.network import DeployModel, deploy_model, one_thread
@@ -98,7 +98,7 @@ def verify_folder(
             raise integrity_refusal(NOT_VERIFIED, [found], str(folder))
         files = _model_files(result, model, size, Path(scratch))
         if result.passed:
-            judge(result, model, trained.preprocess, files, Evidence(checks, labelled, settings))
+            judge(result, model, trained.preprocess, files, GateInputs(checks, labelled, settings))
         if result.passed:
             problems = [
                 *sidecar_problems(manifest, folder),

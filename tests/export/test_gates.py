@@ -20,7 +20,7 @@ from segpipe.export.gates import controls
 from segpipe.export.gates.check_set import Check, check_set
 from segpipe.export.gates.comparison import (
     Candidate,
-    Comparison,
+    ImageComparison,
     Moments,
     as_trained,
     compare,
@@ -47,7 +47,7 @@ from segpipe.settings.config import AugmentConfig, Config, check
 ONE = Sigma(1.0, 1.0)
 
 
-def answers(num_different: int, margin: float, *, pixels: int = 100_000) -> Comparison:
+def answers(num_different: int, margin: float, *, pixels: int = 100_000) -> ImageComparison:
     """Two classes, sigma 1: `num_different` pixels differ where the reference is `margin` from a tie."""
     logits = np.zeros((2, 1, pixels), dtype=np.float32)
     logits[0] = margin
@@ -327,6 +327,7 @@ def test_latency_gate_at_its_limits(budget: float, fp32: float | None, precision
         (["G5", "G3"], ExportMismatch, 4),
         (["G4"], ExportMismatch, 4),
         (["G6", "latency"], ExportMismatch, 4),
+        (["G5", "G6"], ExportMismatch, 4),
         (["latency", "G5"], QualityError, 11),
         (["latency"], LatencyError, 12),
     ],

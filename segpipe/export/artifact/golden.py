@@ -15,7 +15,7 @@ from segpipe.export.graph.network import DeployModel, one_thread, run_eager
 
 if TYPE_CHECKING:
     from segpipe.export.gates.check_set import Check
-    from segpipe.export.gates.comparison import Comparison
+    from segpipe.export.gates.comparison import ImageComparison
 
 FOLDER = "golden"
 # How far another machine's answers may be from these.
@@ -99,7 +99,7 @@ def _agree(name: str, expected: NDArray[Any], found: NDArray[Any], sigma: Sigma)
     return bool(np.abs(found.astype(np.float64) - expected).max() <= limits.get(name, 0.0))
 
 
-def golden_figures(checks: Sequence[Check], comparisons: Sequence[Comparison]) -> dict[str, Any]:
+def golden_figures(checks: Sequence[Check], comparisons: Sequence[ImageComparison]) -> dict[str, Any]:
     """How far a file of reduced precision is from the golden answers here; another machine may be no further."""
     names = {check.name for check in _chosen(checks)}
     found = [entry for entry in comparisons if entry.name in names]

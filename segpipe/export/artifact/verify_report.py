@@ -19,7 +19,7 @@ from segpipe.export.gates.limits import FP32
 from segpipe.runtime.bench import processor
 
 if TYPE_CHECKING:
-    from segpipe.export.gates.comparison import Comparison
+    from segpipe.export.gates.comparison import ImageComparison
     from segpipe.export.graph.profiles import Image
 
 MARKDOWN = "verify_report.md"
@@ -97,11 +97,11 @@ def table(report: ExportReport) -> Table:
 
 
 def write_triptychs(
-    report: ExportReport, folder: Path, comparisons: list[Comparison], images: dict[str, Image]
+    report: ExportReport, folder: Path, comparisons: list[ImageComparison], images: dict[str, Image]
 ) -> None:
     """Writes a PNG of each of the three worst images: image | reference mask | exported mask, differences marked."""
 
-    def badness(entry: Comparison) -> tuple[float, ...]:
+    def badness(entry: ImageComparison) -> tuple[float, ...]:
         unexplained = entry.unexplained(report.sigma, FP32.margin_sigma or 0.0)
         return unexplained, entry.margins.size, entry.relative(report.sigma)
 
@@ -112,7 +112,7 @@ def write_triptychs(
         cv2.imwrite(str(folder / f"worst_{rank}_{stem}.png"), picture[..., ::-1])
 
 
-def triptych(image: Image, entry: Comparison, palette: NDArray[np.uint8]) -> Image:
+def triptych(image: Image, entry: ImageComparison, palette: NDArray[np.uint8]) -> Image:
     """uint8 (H, 3 W, 3) RGB; in the last third equal pixels are dark and differing ones magenta."""
     colors = np.zeros((256, 3), dtype=np.uint8)
     colors[: len(palette)] = palette

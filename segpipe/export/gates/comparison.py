@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ImageComparison:
     """One image through reference and file. `margins`: reference top-1 minus top-2 logit at the differing pixels."""
 
     name: str
@@ -79,7 +79,7 @@ class Candidate:
 
     probe: Run
     shipped: Run
-    comparisons: list[Comparison] = field(default_factory=list)
+    comparisons: list[ImageComparison] = field(default_factory=list)
     broken: str = ""
 
 
@@ -133,8 +133,8 @@ def _answers(run: Run, images: Sequence[Image]) -> list[Answer]:
     return run.batch(images)
 
 
-def compare_answers(check: Check, expected: Answer, probe: Answer, shipped: Answer) -> Comparison:
-    """Comparison of one image: logits and normalised image of the probe, mask and confidence of the shipped file.
+def compare_answers(check: Check, expected: Answer, probe: Answer, shipped: Answer) -> ImageComparison:
+    """ImageComparison of one image: logits and normalised image of the probe, mask and confidence of the shipped file.
 
     Raises ValueError when an answer has another shape than the reference's.
     """
@@ -147,7 +147,7 @@ def compare_answers(check: Check, expected: Answer, probe: Answer, shipped: Answ
     levels = 0
     if expected.confidence is not None and shipped.confidence is not None:
         levels = int(np.abs(expected.confidence.astype(np.int16) - shipped.confidence.astype(np.int16)).max())
-    return Comparison(
+    return ImageComparison(
         name=check.name,
         is_real=check.is_real,
         logits_difference=_difference(expected.logits, probe.logits),

@@ -14,7 +14,7 @@ from torch import nn
 from segpipe.export.artifact.outcome import EAGER, ExportReport
 from segpipe.export.gates import latency
 from segpipe.export.gates.check_set import Check, Trial, trials
-from segpipe.export.gates.comparison import Candidate, Comparison, as_trained, compare
+from segpipe.export.gates.comparison import Candidate, ImageComparison, as_trained, compare
 from segpipe.export.gates.controls import gate_power
 from segpipe.export.gates.limits import (
     LIMITS,
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """What the verdict rests on: check images, labelled images if there are any, and the user's settings."""
+class GateInputs:
+    """What the gates judge by: check images, labelled images if there are any, and the user's settings."""
 
     checks: Sequence[Check]
     labelled: Labelled | None
@@ -47,8 +47,8 @@ class Evidence:
 
 
 def judge(
-    result: ExportReport, model: DeployModel, preprocess: nn.Module, files: Sequence[ModelFile], evidence: Evidence
-) -> dict[str, list[Comparison]]:
+    result: ExportReport, model: DeployModel, preprocess: nn.Module, files: Sequence[ModelFile], inputs: GateInputs
+) -> dict[str, list[ImageComparison]]:
     """Comparisons by file name, after filling gates, sigma, images and latency of `result`.
 
     Call it inside `one_thread`. `model` is the reference, `preprocess` what training applies to a decoded image. A file
@@ -56,27 +56,27 @@ def judge(
     the gates before it passed, latency when all others did, both in the exported shape.
     """
     reference = as_trained(run_eager(model), preprocess)
-    result.images = [check.name for check in evidence.checks]
-    result.real_images = sum(check.is_real for check in evidence.checks)
+    result.images = [check.name for check in inputs.checks]
+    result.real_images = sum(check.is_real for check in inputs.checks)
     candidates = _open(result, model, files)
     by_name = {file.path.name: file for file in files}
-    comparisons: dict[str, list[Comparison]] = {name: [] for name in candidates}
-    for trial in trials(result.free, evidence.checks):
+    comparisons: dict[str, list[ImageComparison]] = {name: [] for name in candidates}
+    for trial in trials(result.free, inputs.checks):
         tried = {name: Candidate(opened.probe, opened.shipped) for name, opened in candidates.items()}
         sigma = compare(reference, list(tried.values()), trial.checks, trial.batch)
         result.sigma = sigma if not trial.name else result.sigma
         for name, candidate in tried.items():
             result.gates[name] += _gates_of_answers(model, by_name[name], candidate, sigma, trial)
             comparisons[name] += candidate.comparisons
-    result.gates[EAGER] = [gate_power(model, reference, evidence.checks, result.sigma)]
+    result.gates[EAGER] = [gate_power(model, reference, inputs.checks, result.sigma)]
     runs: dict[str, Run] = {
         EAGER: run_eager(model),
         **{name: candidate.shipped for name, candidate in candidates.items()},
     }
-    if result.passed and evidence.labelled is not None:
-        _judge_quality(result, runs, by_name, evidence)
+    if result.passed and inputs.labelled is not None:
+        _judge_quality(result, runs, by_name, inputs)
     if result.passed:
-        _judge_latency(result, runs, by_name, evidence)
+        _judge_latency(result, runs, by_name, inputs)
     return comparisons
 
 
@@ -148,25 +148,25 @@ def _in_shape(trial: Trial, gate: GateResult) -> GateResult:
     return replace(gate, shape=trial.name, figures={**gate.figures, "shape": trial.name})
 
 
-def _judge_quality(result: ExportReport, runs: dict[str, Run], files: dict[str, ModelFile], evidence: Evidence) -> None:
-    assert evidence.labelled is not None
+def _judge_quality(result: ExportReport, runs: dict[str, Run], files: dict[str, ModelFile], inputs: GateInputs) -> None:
+    assert inputs.labelled is not None
     names = [entry["name"] for entry in result.manifest["classes"]]
-    found = scores(runs, evidence.labelled, len(names))
+    found = scores(runs, inputs.labelled, len(names))
     for name, file in files.items():
         limits = LIMITS[file.precision]
-        gate = gate_quality(found[EAGER], found[name], names, limits, evidence.settings.critical_classes)
+        gate = gate_quality(found[EAGER], found[name], names, limits, inputs.settings.critical_classes)
         result.gates[name].append(gate)
 
 
-def _judge_latency(result: ExportReport, runs: dict[str, Run], files: dict[str, ModelFile], evidence: Evidence) -> None:
-    result.latency = latency.measure(runs, evidence.checks[0].image)
+def _judge_latency(result: ExportReport, runs: dict[str, Run], files: dict[str, ModelFile], inputs: GateInputs) -> None:
+    result.latency = latency.measure(runs, inputs.checks[0].image)
     onnx_fp32 = FORMATS["onnx"].file_name()
     fp32_p50_ms = result.latency[onnx_fp32]["p50_ms"] if onnx_fp32 in result.latency else None
     for name, file in files.items():
         result.gates[name].append(
             latency.gate_latency(
                 result.latency[name]["p50_ms"],
-                budget_ms=evidence.settings.latency_budget_ms,
+                budget_ms=inputs.settings.latency_budget_ms,
                 fp32_p50_ms=fp32_p50_ms,
                 limits=LIMITS[file.precision],
             )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from segpipe.export.gates.comparison import Comparison
+    from segpipe.export.gates.comparison import ImageComparison
 
 MAX_CLASSES = 255  # ids 0..254: 255 in a mask means no answer
 
@@ -90,7 +90,7 @@ def gate_integrity(problems: Sequence[str]) -> GateResult:
 
 
 def gate_logits(
-    comparisons: Sequence[Comparison], sigma: Sigma, limits: Limits = FP32, changed_tensors: Sequence[str] = ()
+    comparisons: Sequence[ImageComparison], sigma: Sigma, limits: Limits = FP32, changed_tensors: Sequence[str] = ()
 ) -> GateResult:
     """G2: no logit differs by more than `limits.logits_sigma`, and none is NaN or infinite.
 
@@ -115,7 +115,7 @@ def gate_logits(
     return GateResult("G2", passed, figures, message)
 
 
-def gate_mask(comparisons: Sequence[Comparison], sigma: Sigma, limits: Limits = FP32) -> GateResult:
+def gate_mask(comparisons: Sequence[ImageComparison], sigma: Sigma, limits: Limits = FP32) -> GateResult:
     """G3: masks agree except where the reference itself is close to a tie, and confidence agrees to a level."""
     margin = limits.margin_sigma if limits.margin_sigma is not None else math.inf
     levels_limit = limits.confidence_levels if limits.confidence_levels is not None else math.inf
@@ -150,7 +150,7 @@ def gate_mask(comparisons: Sequence[Comparison], sigma: Sigma, limits: Limits = 
     return GateResult("G3", not failures, figures, f"G3 {failures[0]}" if failures else equal)
 
 
-def gate_preprocessing(comparisons: Sequence[Comparison], limits: Limits = FP32) -> GateResult:
+def gate_preprocessing(comparisons: Sequence[ImageComparison], limits: Limits = FP32) -> GateResult:
     """G4: the normalised image inside the graph is the one that training makes of the decoded image."""
     worst = max(comparisons, key=lambda entry: entry.normalised_difference)
     found = worst.normalised_difference
