@@ -7,8 +7,11 @@ from typing import Any
 
 from rich.console import Console
 
-from segpipe.export import NOT_EXPORTED, every_tensor_used, export_checkpoint, training_images, validation_samples
-from segpipe.export.artifact.summary import table
+from segpipe.export.artifact.origin import every_tensor_used
+from segpipe.export.artifact.outcome import NOT_EXPORTED
+from segpipe.export.artifact.verify_report import table
+from segpipe.export.dataset import training_images, validation_samples
+from segpipe.export.publish import export_checkpoint
 from segpipe.settings.arguments import with_settings
 from segpipe.train.checkpoint import load_network
 

@@ -7,18 +7,11 @@ from typing import Any
 
 from rich.console import Console
 
-from segpipe.export import (
-    NOT_VERIFIED,
-    every_tensor_used,
-    gather,
-    image_size,
-    origin_of,
-    read_manifest,
-    training_images,
-    validation_samples,
-    verify_folder,
-)
-from segpipe.export.artifact.summary import table
+from segpipe.export.artifact.origin import every_tensor_used, origin_of
+from segpipe.export.artifact.outcome import NOT_VERIFIED
+from segpipe.export.artifact.verify_report import table
+from segpipe.export.dataset import gather, training_images, validation_samples
+from segpipe.export.verify import image_size, read_manifest, verify_folder
 from segpipe.settings.arguments import with_settings
 from segpipe.train.checkpoint import load_network
 

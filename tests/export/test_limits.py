@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from segpipe.export.gates.comparison import Candidate, Comparison, Moments, Sigma, compare, compare_answers
+from segpipe.export.gates.comparison import Candidate, ImageComparison, Moments, Sigma, compare, compare_answers
 from segpipe.export.gates.limits import (
     LIMITS,
     MAX_CLASSES,
@@ -45,10 +45,10 @@ def test_limits_change_only_on_purpose() -> None:
     assert MAX_CLASSES == 255
 
 
-def compared(name: str = "x", *, pixels: int = 10_000, margins: Any = (), **changes: Any) -> Comparison:
+def compared(name: str = "x", *, pixels: int = 10_000, margins: Any = (), **changes: Any) -> ImageComparison:
     """An image on which nothing differs but pixels of these margins."""
     mask = np.zeros((1, pixels), np.uint8)
-    same = Comparison(name, True, 0.0, 0, np.array(margins, np.float32), mask, mask)
+    same = ImageComparison(name, True, 0.0, 0, np.array(margins, np.float32), mask, mask)
     return replace(same, **changes)
 
 

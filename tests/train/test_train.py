@@ -7,7 +7,6 @@ import dataclasses
 import errno
 import json
 import os
-import runpy
 import shlex
 import shutil
 import signal
@@ -37,6 +36,7 @@ from runs import (
     wait_for,
     write_camvid,
 )
+from segpipe.cli.main import main as segpipe
 from segpipe.data.catalog import STREET, ClassTable
 from segpipe.data.samples import Samples, open_samples
 from segpipe.distributed.watch.agreement import agree_on_step
@@ -450,7 +450,7 @@ def test_evaluate_refuses_data_of_other_classes(tmp_path: Path, capsys: pytest.C
 def evaluate(arguments: list[str]) -> int:
     threads = torch.get_num_threads()
     try:
-        return int(runpy.run_path(str(ROOT / "scripts" / "evaluate.py"))["main"](arguments))
+        return segpipe(["evaluate", *arguments])
     finally:
         torch.set_deterministic_debug_mode("default")
         torch.set_num_threads(threads)
