@@ -88,7 +88,7 @@ FAULTS = {
     "forward": Fault(
         "sleeps in its forward pass, and the others wait inside of torch's DDP", _sleeps_in_forward,
         rf"backward of DDP at {CALL} __call__, was not reached by rank 3 .*Rank 3 is at train/gradients\.py:\d+",
-        TIMEOUT_S + 4.0, ("compute.mode=run",),
+        TIMEOUT_S + 4.0, ("compute.mode=ddp",),
     ),
     "killed": Fault(
         "ended by SIGKILL", _killed,

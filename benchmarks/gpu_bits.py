@@ -70,8 +70,8 @@ def processes(bench: Bench) -> dict[str, Any]:
             alone = alone or found
             assert found == alone, f"elastic: {found} on {number} processes, {alone} on one"
             figures |= {"processes": [*figures["processes"], number], "weights_digest": found["weights_digest"]}
-        usual = [digests(bench, f"run{number}", number, *changes, "compute.mode=run") for number in (1, 2)]
-        assert usual[0] != usual[1], "the control, compute.mode=run, does not see the number of processes"
+        usual = [digests(bench, f"run{number}", number, *changes, "compute.mode=ddp") for number in (1, 2)]
+        assert usual[0] != usual[1], "the control, compute.mode=ddp, does not see the number of processes"
     return figures
 
 

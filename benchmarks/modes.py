@@ -25,7 +25,7 @@ from segpipe.train.state import build_state
 from segpipe.train.step import TrainStep, train_step
 from segpipe.train.watch import Watch
 
-MODES = ("off", "run", "elastic", "elastic+ledger", "audit")  # elastic alone has compute.ledger=false
+MODES = ("off", "ddp", "elastic", "elastic+ledger", "audit")  # elastic alone has compute.ledger=false
 NO_TF32 = "off, no TF32"  # measured on GPUs: elastic forbids TF32, which is a matter of precision and not of order
 LIMIT = 1.03  # elastic over off
 SIZE, BATCH, THREADS = 512, 2, 2

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
+from itertools import product, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -92,7 +92,10 @@ def train_batches(
     item_bytes = order.samples_per_shard * (height * width * PIXEL_BYTES + ID_BYTES)
     _check_shared_memory(workers, prefetch, item_bytes)
     items = _Shards(samples, augmenter, seed, repeats.augment if repeats is not None else _not_watched)
-    plan = partial(requests, _Places(steps, shards), order, seed=seed, every=every, workers=workers)
+
+    def plan() -> Iterator[Request]:
+        return requests(product(steps, shards), order, seed=seed, every=every, workers=workers)
+
     source = partial(Source, items, start_method=start_method, timeout_s=timeout_s)
     deliver = partial(source, num_workers=workers, prefetch=prefetch, pin_memory=pin_memory)
     if workers == 1 and every:
@@ -112,7 +115,7 @@ def eval_images(
 
     Raises DataError as `train_batches` does.
     """
-    places = _Places(indices, range(1))
+    places = ((index, 0) for index in indices)
     with closing(_stream([partial(Source, _Images(samples), places, workers, start_method, timeout_s=timeout_s)])) as s:
         for packed in s:
             assert packed.place is not None
@@ -213,20 +216,6 @@ class _Images(_Items):
         views = _views(packed)
         views[0].numpy()[0], views[1].numpy()[0] = image, target
         return packed
-
-
-@dataclass(frozen=True)
-class _Places:
-    """Every pair of an outer and an inner number, outer-major; may be iterated again, unlike itertools.product."""
-
-    outer: Sequence[int]
-    inner: Sequence[int]
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return ((first, second) for first in self.outer for second in self.inner)
-
-    def __len__(self) -> int:
-        return len(self.outer) * len(self.inner)
 
 
 def _stream(starts: Sequence[Callable[[], Source]], turns: Iterable[int] = repeat(0)) -> Generator[_Packed, None, None]:

@@ -1,11 +1,11 @@
-"""What a launcher such as torchrun tells a process through its environment; imports nothing heavy."""
+"""The environment variables that a launcher such as torchrun sets; imports nothing heavy."""
 
 from __future__ import annotations
 
 import os
 import time
 
-LAST_WORDS_S = 5.0  # a launcher looks at its processes every 0.1 s
+LINGER_S = 5.0  # a launcher checks its processes every 0.1 s
 
 
 def world_size() -> int | None:
@@ -14,7 +14,7 @@ def world_size() -> int | None:
 
 
 def under_launcher() -> bool:
-    """True when a launcher started this process."""
+    """Whether a launcher started this process."""
     return world_size() is not None
 
 
@@ -34,5 +34,5 @@ def local_world_size() -> int:
 
 
 def wait_to_be_ended() -> None:
-    """Leave the word to another rank: a launcher ends all processes as soon as it sees one of them ended."""
-    time.sleep(LAST_WORDS_S)
+    """Wait, so that the launcher reports the rank that failed first: it ends all processes when one has ended."""
+    time.sleep(LINGER_S)

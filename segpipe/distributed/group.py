@@ -1,9 +1,9 @@
-"""The process group of a run: who this process is, and the few collectives the rest of segpipe needs."""
+"""The process group of a run: this process's rank, and the few collectives the rest of segpipe needs."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -30,13 +30,13 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """This process among all of a run; with a single process nothing is communicated."""
+    """This process's place in the run; a single process communicates nothing."""
 
     rank: int
     local_rank: int
     world_size: int
     device: torch.device
-    subgroups: tuple[Level, ...] = ()  # of several machines: the ranks of one, then those of equal place on all
+    subgroups: tuple[Level, ...] = ()  # of several machines: the ranks of one, then those of one local rank on all
     contract: Contract = field(default_factory=Contract, compare=False)  # every collective is announced to it
 
     @property
@@ -53,15 +53,6 @@ class Group:
         """The logical shards that this rank computes: `[rank*V/R, (rank+1)*V/R)`."""
         share = shards // self.world_size
         return range(self.rank * share, (self.rank + 1) * share)
-
-    def sum(self, numbers: Sequence[int]) -> list[int]:
-        """Element-wise sums over the ranks, exact (int64)."""
-        if self.world_size == 1:
-            return list(numbers)
-        total = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        self.contract.enter("all_reduce", total)
-        dist.all_reduce(total)
-        return [int(number) for number in total.tolist()]
 
     def sum_tensor(self, counts: Tensor) -> Tensor:
         """Sum over the ranks of an integer tensor; floats are refused because their sum depends on the order."""
@@ -103,7 +94,7 @@ class Group:
             dist.barrier()
 
     def keep_stacks(self, folder: Path) -> None:
-        """From now on `folder`/stacks receives every rank's stacks on a failure; rank 0 has made the folder."""
+        """Write every rank's stacks to `folder`/stacks on a failure; rank 0 must have made the folder."""
         self.barrier()
         self.contract.keep_stacks(folder)
 
@@ -120,8 +111,8 @@ def choose_device(name: str, local_rank: int) -> torch.device:
 def join(config: ComputeConfig, same: Mapping[str, str]) -> Group:
     """Group of this process; meets the other ranks when a launcher set RANK and WORLD_SIZE.
 
-    `same`: what all ranks must have been given alike, by name. Raises CollectiveError where they were not, or do not
-    come. NCCL carries one GPU per rank; gloo carries CPU ranks and several ranks that share a GPU.
+    `same`: further values that must be equal on all ranks, by name. Raises CollectiveError when they are not, or when
+    ranks are missing. NCCL is used for one GPU per rank; gloo for CPU ranks and for ranks that share a GPU.
     """
     rank, local_rank, world_size = environment.rank(), environment.local_rank(), environment.world_size() or 1
     device = choose_device(config.device, local_rank)
@@ -132,7 +123,7 @@ def join(config: ComputeConfig, same: Mapping[str, str]) -> Group:
         store = meeting.meet(timeout_s=config.timeout_s, same=same)
         alone = device.type == "cuda" and environment.local_world_size() <= torch.cuda.device_count()
         if alone:
-            _have_nccl_tell()
+            _configure_nccl()
         dist.init_process_group(
             "nccl" if alone else "gloo",
             store=dist.PrefixStore("torch", store),  # type: ignore[attr-defined]
@@ -160,8 +151,8 @@ def _subgroups(group: Group, local: int) -> tuple[Level, ...]:
     return (Level(local, within), Level(world // local, across))
 
 
-def _have_nccl_tell() -> None:
-    """Errors of NCCL end the process instead of hanging it, and what its last collectives were is recorded."""
+def _configure_nccl() -> None:
+    """Errors of NCCL end the process instead of hanging it, and its last collectives are recorded."""
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # the second until torch 2.10
@@ -169,7 +160,7 @@ def _have_nccl_tell() -> None:
 
 
 def leave(group: Group) -> None:
-    """Take the process group down, if there is one."""
+    """Destroy the process group, if there is one, and end the watcher."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
     group.contract.close()

@@ -1,7 +1,7 @@
-"""How the ranks of a run find each other: before any process group is made, each says who it thinks it is.
+"""Rendezvous of the ranks: before a process group is made, each rank publishes its identity in the store.
 
-torch waits for `WORLD_SIZE` ranks and says nothing until its timeout, also when two processes bear the same RANK or
-count differently. Here every rank leaves a card in the store, and what does not fit is named within a second.
+torch waits for `WORLD_SIZE` ranks until its timeout, even if two processes have the same RANK or another WORLD_SIZE.
+Here every rank leaves a card in the store, and a conflict is named within a second.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 POLL_S = 0.05
-LINGER_S = 1.0  # that the rank which keeps the store stays after a failure, so that the others read why
-SAME = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what all ranks must have been given alike
+LINGER_S = 1.0  # for which the rank that holds the store stays after a failure, so that the others can read why
+SAME = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # variables that must be equal on all ranks
 
 
 def meet(*, timeout_s: float, same: Mapping[str, str] | None = None) -> Store:
-    """The store of this run, when all ranks of WORLD_SIZE have come to MASTER_ADDR:MASTER_PORT.
+    """The store of this run, once all WORLD_SIZE ranks have connected to MASTER_ADDR:MASTER_PORT.
 
-    `same` is more that must be equal on all ranks, by name. Raises CollectiveError, on every rank, when ranks were
-    given different values, when two have one RANK, and after `timeout_s` when some are missing: it names them.
+    `same`: further values that must be equal on all ranks, by name. Raises CollectiveError on every rank when values
+    differ, when two processes have the same RANK, and after `timeout_s` when ranks are missing.
     """
     rank, world_size = environment.rank(), environment.world_size() or 1
     card = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), **{name: os.environ[name] for name in SAME}}
@@ -41,8 +41,8 @@ def meet(*, timeout_s: float, same: Mapping[str, str] | None = None) -> Store:
         raise
     except RuntimeError as error:  # torch.distributed.DistError
         raise CollectiveError(
-            f"rank {rank} lost the store at {_address()}, which another process keeps, before all ranks had come: "
-            f"that process ended."
+            f"rank {rank} lost the store at {_address()} before all ranks had connected: the process that holds it "
+            f"ended."
         ) from error
     return store
 
@@ -52,7 +52,7 @@ def _address() -> str:
 
 
 def _open(rank: int, timeout_s: float) -> tuple[Store, bool]:
-    """The store, and whether this process keeps it: a launcher's agent does, or else rank 0."""
+    """The store, and whether this process holds it: a launcher's agent does, or else rank 0."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -77,7 +77,7 @@ def _open(rank: int, timeout_s: float) -> tuple[Store, bool]:
 
 
 def _gather(store: Store, card: dict[str, Any], same: list[str], world_size: int, timeout_s: float) -> None:
-    """Leave `card`, and wait until all ranks have left theirs."""
+    """Publish `card`, and wait for those of all ranks."""
     store.set(f"card/{store.add('cards', 1)}", json.dumps(card))
     cards: list[dict[str, Any]] = []
     end = time.monotonic() + timeout_s
@@ -94,7 +94,7 @@ def _gather(store: Store, card: dict[str, Any], same: list[str], world_size: int
 
 
 def conflict(cards: list[dict[str, Any]], same: list[str]) -> str:
-    """What keeps these ranks from being one run, of both sides; empty when nothing does."""
+    """Why these ranks cannot be one run, naming both sides; empty if they can."""
     by_rank: dict[int, dict[str, Any]] = {}
     for card in cards:
         first = cards[0]
@@ -124,6 +124,6 @@ def _missing(cards: list[dict[str, Any]], world_size: int, timeout_s: float) -> 
     missing = [rank for rank in range(world_size) if rank not in came]
     return (
         f"ranks {missing[:16]} of WORLD_SIZE = {world_size} did not come to {_address()} within {timeout_s:.0f} s; "
-        f"there were {', '.join(f'{rank} (host {host})' for rank, host in sorted(came.items())[:16])}. Look at how "
-        f"they were started; if they only needed longer, raise compute.timeout_s."
+        f"there were {', '.join(f'{rank} (host {host})' for rank, host in sorted(came.items())[:16])}. Check how they "
+        f"were started; if they only needed longer, raise compute.timeout_s."
     )

@@ -1,11 +1,11 @@
 """The sum over the logical shards as one fixed balanced binary tree, whatever the number of processes.
 
-Floating-point addition is not associative, so a sum's bits are a function of its order. The order here is that of the
-shards: neighbours are added, then neighbours of the results, up to the root. A rank holds a power-of-two run of
-neighbouring shards, hence a whole subtree; the top of the tree is summed across ranks on chunks, after an all-to-all,
-and an all-gather brings the root back: the traffic of a ring all-reduce. Several machines climb the tree in two levels,
-within each and then across them, which is the same tree and sends less between them. Collectives only move bytes here,
-so the backend's algorithm, its protocol and its topology cannot reach the numbers.
+Floating-point addition is not associative, so the bits of a sum depend on its order. Here neighbouring shards are
+added, then neighbouring results, up to the root. A rank holds a power-of-two run of shards, hence a whole subtree. The
+top of the tree is summed across ranks on chunks, after an all-to-all, and an all-gather returns the root: the traffic
+of a ring all-reduce. Several machines take two levels, within each and then across them: the same tree, with less
+traffic between machines. Collectives only move bytes, so algorithm, protocol and topology of the backend cannot change
+a number.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class FlatLayout:
     """Places for a list of tensors in one flat fp32 vector, in list order, each with its own strides.
 
-    Views share the tensors' memory format, so that a channels_last gradient is copied and used without a reorder.
-    `buckets` are the consecutive parts in which the vector travels: each ends with the tensor that brings it to
+    Views have the tensors' memory format, so that a channels_last gradient is copied and used without a reorder.
+    `buckets` are the consecutive parts that are sent at once: each ends with the tensor that brings it to
     `bucket_size` elements, and is padded to a multiple of `pad_to`.
     """
 
@@ -71,7 +71,7 @@ class TreeSum:
         self._levels: list[Tensor | None] = []
 
     def push(self, vector: Tensor) -> Tensor | None:
-        """Add the next shard's vector, which is consumed. Returns a vector that is free for reuse, if there is one."""
+        """Add the next shard's vector, which is consumed. Returns a vector that may be reused, if there is one."""
         free: Tensor | None = None
         level = 0
         while level < len(self._levels) and (left := self._levels[level]) is not None:
@@ -92,8 +92,9 @@ class TreeSum:
         return held[0]
 
     def close(self, last: Tensor, part: slice) -> Tensor:
-        """`part` of the sum of all that was pushed and of `last`, in place of pushing it: part after part, as they
-        become known. With `last` the number of vectors must be a power of two, and every part is closed once."""
+        """`part` of the sum of all pushed vectors and `last`, which is not pushed: its parts become known one by one.
+
+        With `last` the number of vectors must be a power of two. Every part is closed once."""
         for left in self._levels:
             assert left is not None, "the number of shards of a rank is a power of two"
             left[part].add_(last[part])
@@ -109,10 +110,10 @@ class TreeSum:
 
 
 class RankSum:
-    """Sums over the ranks of parts of a vector, in place, by the tree continued above the ranks.
+    """Sums parts of a vector over the ranks, in place, by the tree continued above the ranks.
 
-    A part that is started travels while the next is computed. Every rank must start parts of the same lengths in the
-    same order; lengths are multiples of the world size. A missing rank ends in the group's timeout.
+    A started part is sent while the next is computed. Every rank must start parts of the same lengths in the same
+    order; lengths are multiples of the world size.
     """
 
     def __init__(self, group: Group) -> None:
@@ -136,7 +137,7 @@ class RankSum:
 
 
 def _climb(vector: Tensor, received: Tensor, levels: Sequence[Level], contract: Contract, level: int = 0) -> None:
-    """Sum the chunks received from the ranks of the lowest level, go on above it, and gather the result."""
+    """Sum the chunks received from the ranks of the lowest level, continue on the level above, and gather."""
     tree = TreeSum()
     for chunk in received.view(levels[0].size, -1).unbind():
         tree.push(chunk)
@@ -151,7 +152,7 @@ def _climb(vector: Tensor, received: Tensor, levels: Sequence[Level], contract: 
 
 
 def tree_over_ranks(vector: Tensor, group: Group) -> Tensor:
-    """`vector`, which now is the sum over ranks of these equally long vectors; equal on every rank.
+    """`vector`, overwritten by the sum of every rank's vector of this length; equal on every rank.
 
     The length must be a multiple of the world size.
     """

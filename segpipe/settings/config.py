@@ -37,7 +37,7 @@ class ModelConfig:
     name: str = setting("fast_scnn", "network", choices=MODEL_NAMES)
     norm: str = setting(
         "batch",
-        "BatchNorm statistics: per shard, or over all ranks (GPUs, compute.mode=run or off)",
+        "BatchNorm statistics: per shard, or over all ranks (GPUs, compute.mode=ddp or off)",
         choices=("batch", "sync"),
     )
 
@@ -146,8 +146,8 @@ class TrainConfig:
 class ComputeConfig:
     mode: str = setting(
         "elastic",
-        "which runs give the same bits: none; with the same processes; any; any, recording more",
-        choices=("off", "run", "elastic", "audit"),
+        "equal bits: never; for the same number of processes (torch DDP); for any; for any, recorded in detail",
+        choices=("off", "ddp", "elastic", "audit"),
     )
     nproc: str = setting("auto", "processes on this machine; auto: the number of GPUs, or 1", free=True)
     device: str = setting("auto", "device to train on", choices=("auto", "cpu", "cuda"))
@@ -307,6 +307,10 @@ def config_hash(config: Config) -> str:
 
 def check(config: Config, *, world_size: int) -> None:
     """Raise ConfigError for the first setting that a run could not work with. Reads no files."""
+    if config.compute.mode == "run":  # in checkpoints and commands from before the name changed
+        raise ConfigError(
+            "compute.mode = run is now called ddp: torch's DDP, deterministic run to run. Set compute.mode=ddp."
+        )
     for key, entry in SETTINGS.items():
         if problem := entry.problem(attrgetter(key)(config)):
             raise ConfigError(problem)
@@ -348,7 +352,7 @@ def _check_processes(config: Config, world_size: int) -> None:
     if config.model.norm == "sync" and compute.mode in ("elastic", "audit"):
         raise ConfigError(
             f"model.norm = sync, but compute.mode = {compute.mode} promises the same bits for any number of processes, "
-            f"which is impossible with statistics over all ranks. Set compute.mode=run or model.norm=batch."
+            f"which is impossible with statistics over all ranks. Set compute.mode=ddp or model.norm=batch."
         )
 
 

@@ -1,6 +1,6 @@
-"""Exact integer metrics: one confusion matrix, and everything that follows from it.
+"""Exact integer metrics, all derived from one confusion matrix.
 
-Counts are int64 and never floats, so adding the matrices of shards, images or ranks in any order gives the same bits.
+Counts are int64, so adding the matrices of shards, images or ranks in any order gives the same bits.
 Rows are the target, columns the prediction.
 """
 
@@ -26,12 +26,12 @@ class Counts(Protocol):
 def confusion(pred: Tensor, target: Tensor, num_classes: int) -> Tensor:
     """Number of pixels per (target class, predicted class), on the device of `pred`.
 
-    Pixels with target 255 are left out, whatever was predicted there. Nothing else is left out: a target id from
-    `num_classes` to 254 raises DataError, a predicted id outside the classes raises ValueError. Both are counted in the
-    same pass as the rest; reading them costs one word, and on a GPU bincount has waited for the device anyway.
+    Pixels with target 255 are ignored. A target id from `num_classes` to 254 raises DataError, a predicted id outside
+    the classes raises ValueError. Both are counted in the same pass, which costs no extra wait for a GPU: bincount
+    waits anyway.
 
     Shapes: pred uint8 or int64, target uint8, both (...) alike -> int64 (C, C). No gradient, same bits on every device:
-    an unweighted integer bincount is the one that is allowed in deterministic mode.
+    deterministic mode allows bincount without weights only.
     """
     if pred.shape != target.shape:
         raise ValueError(f"pred has shape {tuple(pred.shape)}, but target has {tuple(target.shape)}.")
@@ -39,30 +39,29 @@ def confusion(pred: Tensor, target: Tensor, num_classes: int) -> Tensor:
         raise ValueError(f"num_classes = {num_classes}, but 1 to {IGNORE_INDEX} was needed.")
     row, column = target.to(torch.int64), pred.to(torch.int64)
     num_cells = num_classes * num_classes
-    ignored, foreign_target, foreign_pred = num_cells, num_cells + 1, num_cells + 2
+    ignored, invalid_target, invalid_pred = num_cells, num_cells + 1, num_cells + 2
     # `where` instead of a boolean index: fixed shapes, so the host does not wait for the number of valid pixels.
-    cell = torch.where((column < 0) | (column >= num_classes), foreign_pred, row * num_classes + column)
-    cell = torch.where(row >= num_classes, foreign_target, cell)
+    cell = torch.where((column < 0) | (column >= num_classes), invalid_pred, row * num_classes + column)
+    cell = torch.where(row >= num_classes, invalid_target, cell)
     cell = torch.where(row == IGNORE_INDEX, ignored, cell)
     counts = torch.bincount(cell.flatten(), minlength=num_cells + 3)
-    strangers = counts[foreign_target:].tolist()
-    if strangers[0]:
+    invalid_counts = counts[invalid_target:].tolist()
+    if invalid_counts[0]:
         ids = [value for value in sorted(set(row.flatten().tolist())) if num_classes <= value < IGNORE_INDEX]
         raise DataError(
-            f"target holds class {', '.join(map(str, ids))} in {strangers[0]} pixels, but ids 0 to {num_classes - 1} "
-            f"or {IGNORE_INDEX} (ignored) were needed. Map them in the class table."
+            f"target holds class {', '.join(map(str, ids))} in {invalid_counts[0]} pixels, but ids 0 to "
+            f"{num_classes - 1} or {IGNORE_INDEX} (ignored) were needed. Map them in the class table."
         )
-    if strangers[1]:
-        raise ValueError(f"pred holds {strangers[1]} pixels outside the classes 0 to {num_classes - 1}.")
+    if invalid_counts[1]:
+        raise ValueError(f"pred holds {invalid_counts[1]} pixels outside the classes 0 to {num_classes - 1}.")
     return counts[:num_cells].reshape(num_classes, num_classes)
 
 
 def iou_per_class(confusion: Counts) -> list[float | None]:
     """Intersection over union of each class; None for a class without a single target pixel.
 
-    Such a class has no value that says anything about the network: 0 and 1 would both be made up. Where it was
-    predicted nevertheless, those pixels already count as misses of the classes they belong to, and `summary` names the
-    class under `false_positives_only`.
+    For such a class 0 and 1 would be equally arbitrary. If it was predicted, those pixels already count as misses of
+    the classes they belong to, and `summary` names the class under `false_positives_only`.
     """
     rows: list[list[int]] = confusion.tolist()
     target_pixels = [sum(row) for row in rows]
@@ -80,14 +79,14 @@ def miou(confusion: Counts) -> float:
 
 
 def pixel_accuracy(confusion: Counts) -> float:
-    """Fraction of labelled pixels that were predicted right, 0 to 1; NaN when no pixel is labelled."""
+    """Fraction of labelled pixels that were predicted correctly, 0 to 1; NaN when no pixel is labelled."""
     rows: list[list[int]] = confusion.tolist()
     total = sum(map(sum, rows))
     return sum(rows[k][k] for k in range(len(rows))) / total if total else math.nan
 
 
 def summary(confusion: Counts, names: Sequence[str]) -> dict[str, Any]:
-    """Plain dictionary of what a validation found, ready for JSON but for NaN.
+    """Figures of a validation as a plain dictionary, ready for JSON except for NaN.
 
     Keys: miou, pixel_accuracy, iou ({name: 0 to 1, or None}), absent (names without a target pixel: left out of the
     mean), false_positives_only (those of `absent` that were predicted somewhere), pixels (labelled ones).

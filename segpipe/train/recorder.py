@@ -65,7 +65,7 @@ class Recorder(Watch):
         self._state_row(state.step - 1)
 
     def forward(self, seen: Tensor, heads: Mapping[str, Tensor]) -> None:
-        """Keep what the shard's network was given and what it gave."""
+        """Digests of input and output of the shard's network, for its row."""
         self._shard = {
             "batch": digest_many([seen], channels_last=True),
             "logits": digest_many(list(heads.values()), channels_last=True),
@@ -97,7 +97,7 @@ class Recorder(Watch):
             self._writer.part_rows(step, shard, name, digests)
 
     def _decoded(self, batch: ShardBatch) -> dict[str, Tensor]:
-        """Digests of the samples before augmentation; reads them once more, in this process."""
+        """Digests of the samples before augmentation; reads them again, in this process."""
         pairs = [self.samples.read(int(index)) for index in batch.index]
         images, targets = (
             [digest_many([torch.from_numpy(part)]) for part in parts] for parts in zip(*pairs, strict=True)
@@ -105,14 +105,14 @@ class Recorder(Watch):
         return {"decoded_image": torch.stack(images), "decoded_target": torch.stack(targets)}
 
     def reduced(self, valid: Tensor) -> None:
-        """Keep the gradients of the step, before anything scales or clips them."""
+        """Digests of the gradients of the step, before anything scales or clips them."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         self._step = {"valid": valid.long(), "gradient": digest_many(gradients, channels_last=True)}
         if self.audits:
             self._writer.part_rows(self.state.step, None, "gradient", _each(gradients))
 
     def applied(self, rate: float) -> None:
-        """Row of the update that was just done."""
+        """Row of the update."""
         scale = self.state.scaler._get_scale_async() if self.state.scaler.is_enabled() else None  # no wait for a GPU
         self._step |= {"lr": float_bits(rate), "scale": float_bits(1.0 if scale is None else scale)}
         self._state_row(self.state.step - 1)
@@ -127,7 +127,7 @@ class Recorder(Watch):
                 self._writer.part_rows(step, None, name, _each(parts))
 
     def _tensors(self) -> dict[str, list[list[Tensor]]]:
-        """What an update leaves behind, by kind: for every name of `part_names` the tensors under that name."""
+        """The state by kind: for every name of `part_names` the tensors under that name."""
         state = self.state
         return {
             "weights": [[parameter.detach()] for parameter in self._parameters],
@@ -170,7 +170,7 @@ def _floats(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[Tensor]:
-    """What the optimizer keeps of a parameter, in the order of the names; nothing before the first update."""
+    """The optimizer's state of a parameter, in the order of the names; nothing before the first update."""
     kept = optimizer.state.get(parameter, {})
     return [value for _, value in sorted(kept.items()) if isinstance(value, Tensor)]
 

@@ -123,4 +123,4 @@ def train_step(
 def _gradients(loss: BatchLoss) -> ElasticGradients | DdpGradients:
     """The way that `compute.mode` asks for."""
     mode = loss.config.compute.mode
-    return ElasticGradients(loss) if mode in ("elastic", "audit") else DdpGradients(loss, warm_up=mode == "run")
+    return ElasticGradients(loss) if mode in ("elastic", "audit") else DdpGradients(loss, warm_up=mode == "ddp")

@@ -1,26 +1,29 @@
-"""Validation on whole images: each image once, on one rank, at its own size, counted in integers."""
+"""Validation on whole images: each image once, on one rank, at its own size, with integer counts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from segpipe.data.loader import eval_images
-from segpipe.data.samples import Samples
-from segpipe.distributed.group import Group
-from segpipe.models.layers import SegmentationNet
-from segpipe.models.preprocess import Preprocess
 from segpipe.models.resize import bilinear
 from segpipe.train.gradients import autocast
 from segpipe.train.metrics import confusion
 
+if TYPE_CHECKING:
+    from segpipe.data.samples import Samples
+    from segpipe.distributed.group import Group
+    from segpipe.models.layers import SegmentationNet
+    from segpipe.models.preprocess import Preprocess
+
 
 @dataclass(frozen=True)
 class Validation:
-    """Confusion matrices of a split: of the whole, and of every image by its index; int64 (C, C) on the CPU."""
+    """Confusion matrices of a split, in total and by image index; int64 (C, C) on the CPU."""
 
     total: Tensor
     per_image: dict[int, Tensor]

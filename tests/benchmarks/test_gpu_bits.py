@@ -88,7 +88,7 @@ def test_every_precision_is_run_twice(bench: gpu.Bench, monkeypatch: pytest.Monk
 
 def test_the_judgement_on_processes(bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def sound(call: int, changes: tuple[str, ...]) -> str:
-        return changes[0] if "compute.mode=run" in changes else "same"
+        return changes[0] if "compute.mode=ddp" in changes else "same"
 
     monkeypatch.setattr(gpu_bits, "digests", counted(sound))
     assert gpu_bits.processes(bench) == {"processes": [1, 2, 4], "weights_digest": "same"}

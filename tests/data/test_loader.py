@@ -299,7 +299,7 @@ import test_loader
 items = test_loader.batches(test_loader.Stuck(), workers=2, steps=range({without}, 9))
 next(items)
 """
-    folders = os.pathsep.join(str(folder) for folder in (ROOT, ROOT / "tests" / "data"))
+    folders = os.pathsep.join(str(folder) for folder in (ROOT, ROOT / "tests", ROOT / "tests" / "data"))
     environment = os.environ | {"PYTHONPATH": folders, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=120, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
@@ -357,9 +357,3 @@ def test_too_little_shared_memory_is_said_before_the_start(monkeypatch):
     with pytest.raises(ConfigError, match=r"data.workers = 2 and data.prefetch = 2 need .* MiB free"):
         batches(workers=2)
     assert len(list(batches(workers=0))) == 8
-
-
-def test_a_sequence_of_places_can_be_read_twice():
-    places = loader._Places(range(2), range(3))
-    assert list(places) == list(places) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
-    assert len(places) == 6

@@ -69,7 +69,7 @@ def left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "wanted"), [("elastic", EXACT), ("audit", EXACT), ("run", EXACT), ("off", OFF)], ids=lambda x: str(x)[:7]
+    ("mode", "wanted"), [("elastic", EXACT), ("audit", EXACT), ("ddp", EXACT), ("off", OFF)], ids=lambda x: str(x)[:7]
 )
 def test_every_switch_is_set_whatever_it_was(mode: str, wanted: dict[str, Any]) -> None:
     for name, put in SETTERS.items():
@@ -96,7 +96,7 @@ def test_a_switch_that_does_not_hold_is_named(name: str, mode: str, monkeypatch:
 
 
 @pytest.mark.parametrize(("name", "value"), [("CUBLAS_WORKSPACE_CONFIG", ":16:8"), ("NCCL_NVLS_ENABLE", "1")])
-@pytest.mark.parametrize("mode", ["elastic", "audit", "run"])
+@pytest.mark.parametrize("mode", ["elastic", "audit", "ddp"])
 def test_another_wish_of_the_environment_is_refused(
     name: str, value: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,9 +86,9 @@ def test_another_recipe_computes_other_bits(alone: Path, tmp_path: Path, change:
     assert outcome(tmp_path / "other")["weights_digest"] != outcome(alone)["weights_digest"]
 
 
-def test_mode_run_keeps_its_promise_and_says_its_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mode_ddp_keeps_its_promise_and_says_its_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same processes give the same bits across a resume; other processes are refused by name."""
-    changes = (*RECIPE, "compute.mode=run", "compute.shards=4", "train.steps=12", "checkpoint.every=2")
+    changes = (*RECIPE, "compute.mode=ddp", "compute.shards=4", "train.steps=12", "checkpoint.every=2")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert command("train.py", *settings(whole, *changes, "compute.nproc=2")).returncode == 0
     process = start("train.py", *settings(parts, *changes, "compute.nproc=2", "train.log_every=1"))
@@ -234,7 +234,7 @@ def test_a_silent_rank_leaves_the_word_to_the_first(
     """Were it to end first, the launcher would end the rank that says what is wrong."""
     for key, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "-"}.items():
         monkeypatch.setenv(key, str(value))
-    monkeypatch.setattr(environment, "LAST_WORDS_S", 0.5)
+    monkeypatch.setattr(environment, "LINGER_S", 0.5)
     for refused in (["--multirun", "seed=1,2"], ["sead=1"]):
         started = time.monotonic()
         assert segpipe(["train", *refused]) == 2
@@ -306,7 +306,7 @@ def test_a_rank_that_lost_another_leaves_the_exit_code_to_it(
         raise RuntimeError(said)
 
     monkeypatch.setattr(launch, "_train", lost)
-    monkeypatch.setattr(environment, "LAST_WORDS_S", 0.5)
+    monkeypatch.setattr(environment, "LINGER_S", 0.5)
     started = time.monotonic()
     assert run(tmp_path / "run") == 1
     assert time.monotonic() - started > 0.5

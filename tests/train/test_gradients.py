@@ -6,8 +6,9 @@ import copy
 import random
 import time
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -45,12 +46,12 @@ DAWDLING: dict[str, Callable[[int], float]] = {  # seconds by rank, before each 
 class Net(SegmentationNet):
     """Declares its layers in the order of use, which is DDP's first order in a bucket; gradients come in the other."""
 
-    def __init__(self, *, unused: bool) -> None:
+    def __init__(self, *, unused: bool = False, norm: bool = True, dropout: float = 0.2) -> None:
         super().__init__()
         self.first, self.second = nn.Conv2d(3, 16, 3, stride=4, padding=1), nn.Conv2d(16, 24, 3, padding=1)
-        self.norm = nn.BatchNorm2d(24)
+        self.norm = nn.BatchNorm2d(24) if norm else nn.Identity()
         self.main, self.aux = nn.Conv2d(24, C, 1), nn.Conv2d(24, C, 1)
-        self.dropout = nn.Dropout(0.2)
+        self.dropout = nn.Dropout(dropout)
         if unused:
             self.unused = nn.Parameter(torch.ones(7))
 
@@ -66,9 +67,9 @@ def settings(mode: str, shards: int = V, precision: str = "fp32") -> Config:
     return from_mapping({"compute": compute, "optim": optim, "augment": augment, "train": train})
 
 
-def fresh(config: Config, *, unused: bool = False) -> TrainState:
+def fresh(config: Config, **kind: Any) -> TrainState:
     torch.manual_seed(0)
-    model = Net(unused=unused).train()
+    model = Net(**kind).train()
     scaler = torch.amp.GradScaler("cpu", enabled=config.train.precision == "fp16", init_scale=SCALE)
     return TrainState(model, Ema(model, config.ema), build_optimizer(model, config.optim), scaler)
 
@@ -104,6 +105,16 @@ def resumed(config: Config, group: Group) -> str:
     other.optimizer.load_state_dict(copy.deepcopy(state.optimizer.state_dict()))
     other.step = state.step
     return updates(other, config, group, 2)
+
+
+def gradients_of_a_step(mode: str, group: Group) -> dict[str, Any]:
+    """Gradients of one update without clipping, of a network whose loss does not depend on how shards are grouped."""
+    config = settings(mode)
+    config.optim.clip_norm = 0.0
+    state, shards = fresh(config, norm=False, dropout=0.0), batches(0)
+    valid = torch.tensor(sum(valid_pixels(batch.target) for batch in shards))
+    TrainStep(config, Watch(group, state))([shards[shard] for shard in group.own_shards(V)], valid)
+    return {name: p.grad.numpy().copy() for name, p in state.model.named_parameters() if p.grad is not None}
 
 
 class CountedExchange(gradients._Exchange):
@@ -145,16 +156,16 @@ def _by_arrival(config: Config, group: Group, order: tuple[int, ...]) -> str:
         gradients.RankSum = usual  # type: ignore[misc]
 
 
-def _work(rank: int) -> dict[str, str]:
+def _work(rank: int) -> dict[str, Any]:
     torch.set_deterministic_debug_mode("error")
     group = Group(rank, rank, RANKS, CPU)
     within = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])[0]
     across = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0]
     machines = Group(rank, rank, RANKS, CPU, (Level(2, within), Level(2, across)))
-    elastic, run, off = (settings(mode) for mode in ("elastic", "run", "off"))
+    elastic, ddp, off = (settings(mode) for mode in ("elastic", "ddp", "off"))
     half = settings("elastic", precision="fp16")
     gradients._Exchange = CountedExchange  # type: ignore[misc]
-    found = {"one bucket": updates(fresh(elastic, unused=True), elastic, group, 4)}
+    found: dict[str, Any] = {"one bucket": updates(fresh(elastic, unused=True), elastic, group, 4)}
     gradients.BUCKET_SIZE = 100
     CountedExchange.early.clear()
     found["many buckets"] = updates(fresh(elastic, unused=True), elastic, group, 4)
@@ -168,39 +179,42 @@ def _work(rank: int) -> dict[str, str]:
     found["fp16"] = updates(fresh(half, unused=True), half, group, 4)
     found["by arrival"] = _by_arrival(elastic, group, (0, 1, 2, 3))
     found["by arrival, the other way"] = _by_arrival(elastic, group, (3, 2, 1, 0))
-    found["run"] = updates(fresh(run), run, group, 4)
-    found["run again"] = updates(fresh(run), run, group, 4)
-    found["run resumed"] = resumed(run, group)
+    found["ddp"] = updates(fresh(ddp), ddp, group, 4)
+    found["ddp again"] = updates(fresh(ddp), ddp, group, 4)
+    found["ddp resumed"] = resumed(ddp, group)
+    for mode in ("ddp", "off"):
+        found[f"{mode} gradients"] = gradients_of_a_step(mode, group)
     found["off"] = updates(fresh(off), off, group, 4)
     found["off resumed"] = resumed(off, group)
     return found
 
 
 @pytest.fixture(scope="module")
-def answers() -> list[dict[str, str]]:
+def answers() -> list[dict[str, Any]]:
     return gloo(RANKS, _work)
 
 
-def test_all_ranks_hold_the_same_weights(answers: list[dict[str, str]]) -> None:
-    assert all(answer == answers[0] for answer in answers)
+def test_all_ranks_hold_the_same_weights(answers: list[dict[str, Any]]) -> None:
+    for answer in answers:
+        assert all(answer[name] == found for name, found in answers[0].items() if isinstance(found, str))
 
 
 @pytest.mark.parametrize("how", ["one bucket", "many buckets", "tiny buckets", "two machines", *DAWDLING])
-def test_elastic_gives_the_bits_of_one_process(answers: list[dict[str, str]], how: str) -> None:
+def test_elastic_gives_the_bits_of_one_process(answers: list[dict[str, Any]], how: str) -> None:
     elastic = settings("elastic")
     assert answers[0][how] == updates(fresh(elastic, unused=True), elastic, ALONE, 4)
 
 
-def test_the_control_a_sum_in_order_of_arrival_depends_on_it(answers: list[dict[str, str]]) -> None:
+def test_the_control_a_sum_in_order_of_arrival_depends_on_it(answers: list[dict[str, Any]]) -> None:
     assert len({answers[0][how] for how in ("by arrival", "by arrival, the other way", "rank 0 first")}) == 3
     assert answers[0]["rank 0 first"] == answers[0]["rank 0 last"]
 
 
-def test_buckets_leave_while_the_backward_runs(answers: list[dict[str, str]]) -> None:
+def test_buckets_leave_while_the_backward_runs(answers: list[dict[str, Any]]) -> None:
     assert [int(count) > 0 for count in answers[0]["sent early"].split()] == [True] * 4
 
 
-def test_the_loss_scale_of_fp16_moves_alike_on_any_number_of_processes(answers: list[dict[str, str]]) -> None:
+def test_the_loss_scale_of_fp16_moves_alike_on_any_number_of_processes(answers: list[dict[str, Any]]) -> None:
     """Over four updates of which the first overflow and are left out, and the last is not."""
     config = settings("elastic", precision="fp16")
     state, seen = fresh(config, unused=True), []
@@ -234,22 +248,31 @@ def test_no_bucket_leaves_before_statistics_and_figures_are_in_it() -> None:
     assert sent == [25, 13, 30]
 
 
-def test_run_repeats_its_bits_and_keeps_them_across_a_resume(answers: list[dict[str, str]]) -> None:
-    assert answers[0]["run"] == answers[0]["run again"] == answers[0]["run resumed"]
+def test_ddp_repeats_its_bits_and_keeps_them_across_a_resume(answers: list[dict[str, Any]]) -> None:
+    assert answers[0]["ddp"] == answers[0]["ddp again"] == answers[0]["ddp resumed"]
 
 
-def test_the_control_ddp_without_warm_up_differs_after_a_resume(answers: list[dict[str, str]]) -> None:
+def test_the_control_ddp_without_warm_up_differs_after_a_resume(answers: list[dict[str, Any]]) -> None:
     assert answers[0]["off"] != answers[0]["off resumed"]
 
 
-def test_the_control_run_depends_on_the_number_of_processes(answers: list[dict[str, str]]) -> None:
-    run = settings("run")
-    assert answers[0]["run"] != updates(fresh(run), run, ALONE, 4)
+def test_the_control_ddp_depends_on_the_number_of_processes(answers: list[dict[str, Any]]) -> None:
+    ddp = settings("ddp")
+    assert answers[0]["ddp"] != updates(fresh(ddp), ddp, ALONE, 4)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "off"])
+def test_ddp_of_several_processes_computes_the_gradients_of_one(answers: list[dict[str, Any]], mode: str) -> None:
+    """DDP takes the mean over the ranks, where the loss is already divided by the pixels of all of them."""
+    alone = gradients_of_a_step(mode, ALONE)
+    for answer in answers:
+        for name, grad in answer[f"{mode} gradients"].items():
+            np.testing.assert_allclose(grad, alone[name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 def test_at_one_shard_and_one_process_all_modes_are_one() -> None:
     found = set()
-    for mode in ("off", "run", "elastic", "audit"):
+    for mode in ("off", "ddp", "elastic", "audit"):
         config = settings(mode, shards=1)
         state = fresh(config)
         step, batch = TrainStep(config, Watch(ALONE, state)), batches(0)[0]
@@ -263,7 +286,7 @@ def test_statistics_over_all_ranks_are_refused_where_they_break_a_promise() -> N
     config = from_mapping({"model": {"norm": "sync"}})
     with pytest.raises(ConfigError, match=r"model\.norm = sync, but compute\.mode = elastic"):
         check(config, world_size=1)
-    config.compute.mode = "run"
+    config.compute.mode = "ddp"
     check(config, world_size=1)
     with pytest.raises(ConfigError, match="for GPUs only"):
         build_state(config, CAMVID, CPU)

@@ -19,6 +19,7 @@ from segpipe.ledger.reader import read_run
 from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
 from segpipe.train import gradients, optim
+from segpipe.train.recorder import Recorder
 from segpipe.train.step import StepResult, TrainStep
 
 AUDIT = (
@@ -72,6 +73,27 @@ def test_a_resumed_audit_is_the_same_audit(alone: Path, tmp_path: Path, monkeypa
     assert run(folder, *AUDIT, "run.exists=resume") == 0
     found = compared(alone, folder)
     assert found.verdict == "identical", found.sentence
+
+
+def test_rows_are_written_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at checkpoints alone: what a killed run has computed can be compared, and rows do not fill the memory."""
+    flushed: list[int] = []
+    flush, create = Recorder.flush, Recorder.__init__
+
+    def often(self: Recorder, *given: Any, **named: Any) -> None:
+        create(self, *given, **named)
+        self.steps_held = 2
+
+    def noted(self: Recorder, *, sync: bool = False) -> None:
+        flushed.append(self.state.step if not sync else -self.state.step)
+        flush(self, sync=sync)
+
+    monkeypatch.setattr(Recorder, "__init__", often)
+    monkeypatch.setattr(Recorder, "flush", noted)
+    changes = ("train.steps=5", "compute.shards=1", "checkpoint.every=0", "augment.crop_size=[32,32]")
+    assert run(tmp_path / "run", *changes) == 0
+    assert [step for step in flushed if step > 0] == [2, 4]
+    assert {step for step in flushed if step < 0} == {-5}, "with the checkpoints of the end"
 
 
 LAYER = "ppm.out.0.weight"

@@ -18,7 +18,7 @@ from segpipe.settings.config import Config, from_mapping
 from segpipe.train.gradients import statistics
 from segpipe.train.optim import Ema, build_optimizer, learning_rate
 from segpipe.train.state import TrainState
-from segpipe.train.step import TrainStep
+from segpipe.train.step import StepResult, TrainStep, train_step
 from segpipe.train.watch import Watch
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
@@ -295,3 +295,70 @@ def test_loss_falls() -> None:
         losses.append(float(step(shards, valid(shards)).loss))
         step.apply()
     assert losses[-1] < 0.5 * losses[0]
+
+
+class Spy(Watch):
+    """Notes what an update does, in its order."""
+
+    def __init__(self, state: TrainState) -> None:
+        super().__init__(ALONE, state)
+        self.calls: list[str] = []
+        agree = self.sum
+
+        def sum_noted(numbers: Any, *, wait: bool = True) -> Tensor:
+            self.calls.append("sum")
+            return agree(numbers, wait=wait)
+
+        self.sum = sum_noted
+
+    def forward(self, *_: object) -> None:
+        self.calls.append("forward")
+
+    def shard(self, *_: object) -> None:
+        self.calls.append("shard")
+
+    def reduced(self, valid: Tensor) -> None:
+        self.calls.append(f"reduced {int(valid)}")
+
+    def applied(self, rate: float) -> None:
+        self.calls.append(f"applied {self.state.step}")
+
+    def after_update(self) -> None:
+        self.calls.append("after")
+
+
+def test_a_train_step_is_seen_by_its_watch_in_order_and_checked_before_it_is_applied() -> None:
+    settings, shards = config(), batches()
+    state = fresh(settings)
+    before, watch, seen = bits(state), Spy(state), []
+
+    def check(result: StepResult) -> None:
+        watch.calls.append("check")
+        seen.append((bits(state) == before, float(result.loss)))
+
+    result = train_step(TrainStep(settings, watch), shards, check=check)
+    pixels = int(valid(shards))
+    assert watch.calls == [
+        "sum", *["forward", "shard"] * V, f"reduced {pixels}", "check", "applied 1", "after"
+    ]  # fmt: skip
+    assert result is not None
+    assert seen == [(True, float(result.loss))]
+    other, _ = run(settings, 1)
+    assert bits(state) == bits(other) != before
+
+
+def test_a_step_that_is_to_stop_does_nothing_unless_it_has_to_report_a_bad_update() -> None:
+    settings, shards = config(), batches()
+    state = fresh(settings)
+    step, before = TrainStep(settings, Watch(ALONE, state)), bits(state)
+    assert train_step(step, shards, stop=True) is None
+    assert bits(state) == before
+    assert state.step == 0
+    assert train_step(step, shards, stop=True, wait=False) is not None, "nobody looks at this one"
+    with torch.no_grad():
+        state.model.body.weight.fill_(float("nan"))  # type: ignore[operator, union-attr]
+    assert train_step(step, shards, wait=False, check=pytest.fail) is not None  # type: ignore[arg-type]
+    checked: list[StepResult] = []
+    assert train_step(step, shards, stop=True, check=checked.append) is not None
+    assert int(step.first_bad) == 1
+    assert len(checked) == 1

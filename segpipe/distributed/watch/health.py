@@ -1,4 +1,4 @@
-"""How much memory every rank holds: figures, who stands out, what grows, and what to do when it is not enough."""
+"""Memory of every rank: figures, outliers, growth, and an explanation when it runs out."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from segpipe.distributed.group import Group
 
 WINDOWS = 5  # consecutive windows that must all rise
-STEADY = 0.5  # the smallest rise must be at least this part of the largest: what fills up slows down
+STEADY = 0.5  # smallest over largest rise, at least: a cache that fills slows down
 MIB = 2**20
-EXCESS = 1.2  # times the median of the ranks, from which on a rank is named
-EXCESS_MIB = 256.0  # and at least this much more, below which nobody runs out of anything
-LOOK_SHARE = 0.005  # of the time, that looking for graphs may take
+EXCESS = 1.2  # times the median of the ranks, above which a rank is named
+EXCESS_MIB = 256.0  # and at least this much above it
+LOOK_SHARE = 0.005  # of the time that looking for graphs may take
 COMPARED = ("rss_mib", "workers_rss_mib", "shm_mib", "peak_mib", "reserved_mib")
 
-# What torch and the system say when memory is short. CUDA has a class of its own.
+# In the messages of torch and the system when memory runs out; CUDA raises a class of its own.
 SHORT_OF_MEMORY = (
     "DefaultCPUAllocator",
     "can't allocate memory",
@@ -43,11 +43,11 @@ SHORT_OF_MEMORY = (
 def sample(device: torch.device) -> dict[str, float]:
     """This process's memory in MiB, and the allocator's retries; 0.1 ms on a CPU, and as much for each worker.
 
-    rss: host memory in use; workers_rss: that of its loader processes, where pages that they share with this one count
-    for each; shm: the part of rss in /dev/shm, batches from the workers above all. On a GPU also allocated: in tensors
-    now; peak: at most since the last call; reserved: kept by the allocator; fragmented: parts of reserved blocks that
-    are free, and of no use for larger tensors; retries: times that the allocator had to give all free blocks back
-    first, after which cuDNN may choose other kernels.
+    rss: host memory in use; workers_rss: that of its loader processes, where shared pages count for each; shm: the
+    part of rss in /dev/shm, mostly batches from the workers. On a GPU also allocated: in tensors now; peak: the most
+    since the last call; reserved: held by the allocator; fragmented: free parts of reserved blocks, too small for
+    larger tensors; retries: how often the allocator had to release all free blocks first, after which cuDNN may choose
+    other kernels.
     """
     workers = sum(_status("VmRSS", child.pid) for child in multiprocessing.active_children())
     figures = {"rss_mib": _status("VmRSS"), "workers_rss_mib": workers, "shm_mib": _status("RssShmem")}
@@ -65,7 +65,7 @@ def sample(device: torch.device) -> dict[str, float]:
 
 
 def _status(name: str, process: int | str | None = "self") -> float:
-    """A line of the system's account of a process in MiB; 0 where there is none."""
+    """A line of /proc/PID/status in MiB; 0 if there is none."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
@@ -76,9 +76,8 @@ def _status(name: str, process: int | str | None = "self") -> float:
 def outliers(ranks: Sequence[Mapping[str, float]]) -> dict[tuple[int, str], str]:
     """A warning for each (rank, figure) that is more than 20 % and 256 MiB above the median of the ranks.
 
-    Of an even number of ranks the median is the lower one of the two in the middle: of two ranks the smaller, where
-    their mean would hide an excess of 40 %. An excess below 256 MiB is not told, however large a share of a small
-    process it is: nobody runs out of memory by so little.
+    The median of an even number of ranks is the lower of the two in the middle: for two ranks the smaller, since their
+    mean would hide an excess of 40 %.
     """
     found = {}
     for name in COMPARED:
@@ -94,14 +93,14 @@ def outliers(ranks: Sequence[Mapping[str, float]]) -> dict[tuple[int, str], str]
 
 
 def attached() -> Counter[tuple[tuple[int, ...], str]]:
-    """Live tensors that hold a graph, by (shape, what made them): none are left between two updates that are clean.
+    """Live tensors that hold a graph, by (shape, node that made them); between updates there should be none.
 
-    Looks at everything that Python's garbage collector knows, so not at every step.
+    Walks all objects of Python's garbage collector, which is too slow for every step.
     """
     found: Counter[tuple[tuple[int, ...], str]] = Counter()
-    # Not isinstance, which would make lazy modules load themselves. Parameters, of another type, are leaves.
+    # Not isinstance, which would import lazy modules. Parameters, of another type, are leaves.
     for tensor in [thing for thing in gc.get_objects() if type(thing) is Tensor]:
-        with contextlib.suppress(RuntimeError):  # a view that was overwritten has no graph to tell of
+        with contextlib.suppress(RuntimeError):  # grad_fn of a view that was overwritten
             if tensor.grad_fn is not None:
                 found[tuple(tensor.shape), type(tensor.grad_fn).__name__] += 1
     return found
@@ -117,25 +116,24 @@ class Growth(NamedTuple):
 
 
 class GrowthWatch:
-    """Compares the minima of consecutive windows of samples.
+    """Finds unbounded growth in the minima of consecutive windows of samples.
 
-    The minimum of a window is what is never given back; a peak does not raise it. Growth is reported once, when the
+    The minimum of a window is what is never released; a peak does not raise it. Growth is reported once, when the
     minima rose four times in a row, by about as much per step, and by `least` in all. The first window is left out:
-    workers start, kernels are chosen and buffers are made in it.
+    workers start, kernels are chosen and buffers are allocated in it.
     """
 
     def __init__(self, *, least: float, window: int = 5) -> None:
-        """`least`: the growth over the windows below which it is not worth a word, in the figure's unit; `window`:
-        samples in a window."""
+        """`least`: smallest growth that is reported, in the figure's unit; `window`: samples in each."""
         self._least, self._window = least, window
         self._samples: list[tuple[float, int]] = []
         self._minima: deque[tuple[float, int]] = deque(maxlen=WINDOWS)
-        self._warm = self._told = False
+        self._warm = self._reported = False
 
     def add(self, step: int, value: float) -> Growth | None:
-        """Take a sample; the growth, when it is certain and was not told before."""
+        """Take a sample; the growth, if it is certain and was not reported before."""
         self._samples.append((value, step))
-        if self._told or len(self._samples) < self._window:
+        if self._reported or len(self._samples) < self._window:
             return None
         lowest = min(self._samples)
         self._samples.clear()
@@ -153,7 +151,7 @@ class GrowthWatch:
         (before, since), (now, step) = self._minima[0], self._minima[-1]
         if now - before < self._least:
             return None
-        self._told = True
+        self._reported = True
         return Growth(since, before, now, (now - before) / (step - since))
 
 
@@ -161,7 +159,7 @@ class Health:
     """Watches this rank's memory from step to step; `report` is a collective, `after_step` is not."""
 
     def __init__(self, group: Group, *, every: int = 5, look_every: int = 50, allowance_mib: float = 0.0) -> None:
-        """`every`: steps between samples; `look_every`: between looks for graphs, which are fewer where they would take
+        """`every`: steps between samples; `look_every`: between searches for graphs, which are rarer if they would take
         more than 0.5 % of the time; `allowance_mib`: what caches of this process may take."""
         self._group, self._every, self._look_every = group, every, look_every
         self._growth = {"host memory": GrowthWatch(least=64.0 + allowance_mib)}
@@ -169,11 +167,11 @@ class Health:
             self._growth["memory in tensors"] = GrowthWatch(least=1.0)
         self._graphs = GrowthWatch(least=8.0, window=2)
         self._next_look = 0.0
-        self._said: set[object] = set()
+        self._reported: set[object] = set()
         self._found: list[str] = []
 
     def after_step(self, step: int) -> None:
-        """Sample, on the steps on which it is due, when gradients are gone."""
+        """Sample, on the steps on which it is due; to be called when gradients are gone."""
         if step % self._look_every == 0 and time.monotonic() >= self._next_look:
             before = time.monotonic()
             self._look_for_graphs(step)
@@ -203,21 +201,21 @@ class Health:
             )
 
     def report(self, step: int) -> tuple[dict[str, list[float]], list[str]]:
-        """Figures of all ranks, in rank order, and warnings that were not given before; equal on every rank."""
+        """Figures of all ranks, in rank order, and warnings not yet reported; equal on every rank."""
         own, self._found = self._found, []
         gathered = self._group.gather((sample(self._group.device), own))
         ranks = [figures for figures, _ in gathered]
         warnings = [warning for _, found in gathered for warning in found]
         for key, warning in outliers(ranks).items():
-            if key not in self._said:
-                self._said.add(key)
+            if key not in self._reported:
+                self._reported.add(key)
                 warnings.append(f"step {step}: {warning}")
         return {name: [figures[name] for figures in ranks] for name in ranks[0]}, warnings
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What is known when memory runs out."""
+    """What is in memory when it runs out."""
 
     rank: int
     step: int
@@ -236,7 +234,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def consumers(scene: Scene) -> dict[str, float]:
-    """MiB of what is known to hold memory, the largest first; on a GPU also what the rest held at its peak."""
+    """MiB by consumer, the largest first; on a GPU also what everything else held at the peak."""
     states = scene.optimizer.state.values() if scene.optimizer is not None else []
     held = {
         "parameters": _mib(scene.model.parameters()),
@@ -278,7 +276,7 @@ def explain(error: BaseException, scene: Scene) -> str:
 
 @contextlib.contextmanager
 def out_of_memory_named(scene: Scene, folder: Path) -> Iterator[None]:
-    """Turns running out of memory inside into OutOfMemory, and writes `folder`/oom_rankNN.txt; all else passes."""
+    """Raises OutOfMemory in place of the error when memory runs out inside, and writes `folder`/oom_rankNN.txt."""
     try:
         yield
     except (RuntimeError, MemoryError, OSError) as error:
@@ -286,14 +284,14 @@ def out_of_memory_named(scene: Scene, folder: Path) -> Iterator[None]:
             raise
         text = explain(error, scene)
         path = folder / f"oom_rank{scene.rank:02d}.txt"
-        with contextlib.suppress(OSError):  # the disk may be short of room as well; the message is what counts
+        with contextlib.suppress(OSError):  # the disk may be full as well
             path.write_text(f"{text}\n\n{_summary(scene)}\n", encoding="utf-8")
-            text += f" The allocator's account is in {path}."
+            text += f" The allocator's summary is in {path}."
         raise OutOfMemory(text) from error
 
 
 def _summary(scene: Scene) -> str:
-    """The allocator's own table on a GPU, else what the system says; then the largest tensors of the network."""
+    """The allocator's table on a GPU, else /proc/self/status; then the largest parameters of the network."""
     if scene.device.type == "cuda":
         table: Any = torch.cuda.memory_summary(scene.device)
     else:
