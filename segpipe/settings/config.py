@@ -146,7 +146,7 @@ class TrainConfig:
 class ComputeConfig:
     mode: str = setting(
         "elastic",
-        "equal bits: never; for the same number of processes (torch DDP); for any; for any, recorded in detail",
+        "which runs give equal bits: ddp with the same processes, elastic and audit with any number",
         choices=("off", "ddp", "elastic", "audit"),
     )
     nproc: str = setting("auto", "processes on this machine; auto: the number of GPUs, or 1", free=True)
