@@ -10,8 +10,7 @@ from rich.console import Console
 
 from benchmarks import measure as measuring
 from segpipe.data.augment import Augmenter
-from segpipe.data.cache import CachedSamples
-from segpipe.data.samples import open_samples
+from segpipe.data.samples import CachedSamples, open_samples
 from segpipe.determinism import flags
 from segpipe.purity import checker as purity
 from segpipe.purity.layouts import LAYOUTS, RANKS, Layout, check_diversity, check_layouts

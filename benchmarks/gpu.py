@@ -21,7 +21,7 @@ from segpipe.data.catalog import STREET
 from segpipe.data.loader import ShardBatch
 from segpipe.data.samples import open_samples
 from segpipe.distributed.group import Group
-from segpipe.losses import shard_loss, valid_pixels
+from segpipe.losses.total import shard_loss, valid_pixels
 from segpipe.models import MODELS, build_model
 from segpipe.models.preprocess import Preprocess
 from segpipe.run.launch import train

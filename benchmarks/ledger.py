@@ -17,7 +17,7 @@ from segpipe.data.catalog import STREET
 from segpipe.data.loader import ShardBatch
 from segpipe.determinism import flags
 from segpipe.distributed.group import Group
-from segpipe.losses import valid_pixels
+from segpipe.losses.total import valid_pixels
 from segpipe.settings.config import Config
 from segpipe.train.recorder import Recorder
 from segpipe.train.state import build_state

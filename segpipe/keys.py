@@ -1,4 +1,4 @@
-"""Randomness as a function of names: no generator is ever carried along, so none can be shared or lost."""
+"""Randomness as a function of names: no generator is passed around, so none can be shared or lost."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import numpy as np
 
 
 def sample_key(seed: int, epoch: int, index: int, stream: str) -> int:
-    """128-bit key of one purpose (`stream`) of one sample in one epoch.
+    """128-bit key for one purpose (`stream`) of one sample in one epoch; numbers from 0 to 2**63 - 1.
 
-    Two different argument lists give unrelated keys; the value depends on nothing else: not on process, machine or
-    library version. Numbers lie in 0 to 2**63 - 1.
+    Different arguments give unrelated keys. Nothing else affects the value: not process, machine or library version.
     """
     packed = struct.pack("<qqq", seed, epoch, index) + stream.encode()
     return int.from_bytes(hashlib.blake2b(packed, digest_size=16).digest(), "little")

@@ -25,8 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from examples.race import augment, plain
-from segpipe.data.samples import Samples
-from segpipe.data.synthetic.scenes import SyntheticSamples
+from segpipe.data.samples import Samples, SyntheticSamples
 from segpipe.errors import ImpureAugmentError
 from segpipe.run.pictures import blend
 

@@ -7,8 +7,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from segpipe.data.augment import Augmenter
-from segpipe.data.cache import CachedSamples
-from segpipe.data.samples import open_samples
+from segpipe.data.samples import CachedSamples, open_samples
 from segpipe.determinism import flags
 from segpipe.errors import ImpureAugmentError
 from segpipe.purity import checker as purity

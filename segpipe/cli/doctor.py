@@ -6,7 +6,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from segpipe.data.samples import Samples, class_pixels, image_sizes, open_samples, problems
+from segpipe.data.problems import problems
+from segpipe.data.samples import Samples, class_pixels, image_sizes, open_samples
 from segpipe.errors import DataError
 from segpipe.settings.compose import compose
 from segpipe.settings.config import DataConfig, check

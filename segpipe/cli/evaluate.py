@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from segpipe.data.samples import open_samples, verify
+from segpipe.data.problems import verify
+from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.distributed.group import Group, choose_device
 from segpipe.errors import ConfigError

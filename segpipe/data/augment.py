@@ -1,8 +1,8 @@
 """Augmentation of one sample: a pure function of the sample's bytes and its key.
 
-albumentations makes its random state when a pipeline is built, and every forked worker inherits a copy of it: 8 samples
-from 4 workers then get 2 distinct augmentations. Here every sample brings its own key, and every process builds its
-own pipeline.
+albumentations creates its random state when a pipeline is built, and every forked worker inherits a copy of it: 8
+samples from 4 workers then get 2 distinct augmentations. Here every sample has its own key, and every process builds
+its own pipeline.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # importing it would ask the network for a newer release
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # or its import asks the network for a newer release
 
 import albumentations as A
 import cv2
@@ -27,10 +27,13 @@ from segpipe import IGNORE_INDEX
 from segpipe.data.transforms import PAD_COLOUR, Builder, builder
 from segpipe.errors import ConfigError
 from segpipe.keys import generator
-from segpipe.settings.config import AugmentConfig
+
+if TYPE_CHECKING:
+    from segpipe.settings.config import AugmentConfig
 
 Uint8 = NDArray[np.uint8]
-Look = Callable[[str, Uint8, Uint8], None]  # is given the name of a transform, and its image and target
+Look = Callable[[str, Uint8, Uint8], None]  # called with a transform's name and its input image and target
+Transform: TypeAlias = A.BasicTransform | A.BaseCompose
 GREY = np.array([0.299, 0.587, 0.114])
 RGB_TO_YIQ = np.array([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
 
@@ -38,11 +41,11 @@ RGB_TO_YIQ = np.array([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.211
 class ScaleCrop(A.DualTransform):  # type: ignore[misc]
     """Random resize and random crop in one resampling.
 
-    The factor is uniform in its logarithm. The box of the source that will fill the crop is cut first and only that is
+    The logarithm of the factor is uniform. The box of the source that fills the crop is cut first and only that is
     resized: the same views as resizing the whole frame and then cropping, for a fraction of the work. Where the box is
-    larger than the source, the frame lands at a random place and the rest is padding (mean colour; ignore).
+    larger than the source, the frame is placed at random and the rest is padding (mean colour; ignore).
 
-    Image and target share every coordinate: both resamplers take pixel centres at half integers, and both compute in
+    Image and target share every coordinate: both resamplers put pixel centres at half integers, and both compute in
     integers, so that another CPU gives the same bytes.
     """
 
@@ -72,7 +75,7 @@ class ScaleCrop(A.DualTransform):  # type: ignore[misc]
         if resized:
             part = cv2.resize(part, size[::-1], interpolation=how)
         if size == self.crop_size:
-            return np.asarray(part) if resized else part.copy()  # never the memory of a sample that a cache may hold
+            return np.asarray(part) if resized else part.copy()  # never memory of the sample, which may be cached
         canvas = np.empty((*self.crop_size, *array.shape[2:]), np.uint8)
         canvas[:] = fill
         canvas[place] = part
@@ -80,7 +83,7 @@ class ScaleCrop(A.DualTransform):  # type: ignore[misc]
 
 
 def _spans(length: int, crop: int, factor: float, draw: float) -> tuple[slice, slice]:
-    """Along one axis: the part of the source that is used, and where in the crop it lands."""
+    """Along one axis: the part of the source that is used, and its place in the crop."""
     box = max(1, round(crop / factor))
     start = min(math.floor(draw * (abs(length - box) + 1)), abs(length - box)) + min(0, length - box)
     first, last = max(0, start), min(length, start + box)
@@ -91,8 +94,8 @@ def _spans(length: int, crop: int, factor: float, draw: float) -> tuple[slice, s
 class ColourMatrix(A.ImageOnlyTransform):  # type: ignore[misc]
     """Random brightness, contrast, saturation and hue as one affine map of RGB, rounded once.
 
-    Contrast turns about the padding colour and hue is a rotation in YIQ, so all four are matrices and their product
-    costs one pass over the pixels; libraries that go through HSV spend a pass or two on each.
+    Contrast scales around the padding colour and hue rotates in YIQ, so all four are matrices and their product costs
+    one pass over the pixels. Libraries that convert to HSV need a pass or two for each.
     """
 
     def __init__(self, *, brightness: float, contrast: float, saturation: float, hue: float) -> None:
@@ -108,7 +111,7 @@ class ColourMatrix(A.ImageOnlyTransform):  # type: ignore[misc]
 
 
 def colour_matrix(brightness: float, contrast: float, saturation: float, hue: float) -> NDArray[np.float64]:
-    """Affine map (3, 4) of RGB values 0 to 255; all zeros give the identity. Hue in turns, the rest relative."""
+    """Affine map (3, 4) of RGB values 0 to 255; the identity for zeros. Hue in turns, the rest relative."""
     angle = 2 * math.pi * hue
     turn = np.array([[1, 0, 0], [0, math.cos(angle), -math.sin(angle)], [0, math.sin(angle), math.cos(angle)]])
     rotate = np.linalg.solve(RGB_TO_YIQ, turn @ RGB_TO_YIQ) if hue else np.eye(3)
@@ -119,14 +122,12 @@ def colour_matrix(brightness: float, contrast: float, saturation: float, hue: fl
 
 
 def steps(config: AugmentConfig, extra: tuple[Builder, ...]) -> list[tuple[str, Builder]]:
-    """What builds each transform, with its name, in the order in which they are applied; the first three have no name.
+    """Name and builder of each transform, in the order of application; the first three have no name.
 
-    One whose strength is zero is left out, so that it changes nothing and costs nothing.
+    Transforms of strength zero are left out.
     """
-    height, width = config.crop_size
-    found: list[tuple[str, Builder]] = [
-        ("", partial(ScaleCrop, (height, width), (config.scale[0], config.scale[1]))),
-    ]
+    crop_size = (config.crop_size[0], config.crop_size[1])
+    found: list[tuple[str, Builder]] = [("", partial(ScaleCrop, crop_size, (config.scale[0], config.scale[1])))]
     if config.flip:
         found.append(("", partial(A.HorizontalFlip, p=config.flip)))
     strengths = {name: getattr(config, name) for name in ("brightness", "contrast", "saturation", "hue")}
@@ -135,9 +136,9 @@ def steps(config: AugmentConfig, extra: tuple[Builder, ...]) -> list[tuple[str, 
     return [*found, *zip(config.extra, extra, strict=True)]
 
 
-def _made(name: str, make: Builder) -> A.BasicTransform | A.BaseCompose:
-    step = make()
-    if not isinstance(step, A.BasicTransform | A.BaseCompose):
+def _built(name: str, build: Builder) -> Transform:
+    step = build()
+    if not isinstance(step, Transform):
         raise ConfigError(
             f"augment.extra = {name!r} builds {step!r}, but a transform of albumentations was needed: an instance of "
             f"A.BasicTransform or A.BaseCompose."
@@ -145,8 +146,8 @@ def _made(name: str, make: Builder) -> A.BasicTransform | A.BaseCompose:
     return step
 
 
-def _leaves(step: A.BasicTransform | A.BaseCompose, certain: bool = True) -> list[tuple[A.BasicTransform, bool]]:
-    """A transform, or those inside of OneOf and the like; and whether each is applied to every sample."""
+def _leaves(step: Transform, certain: bool = True) -> list[tuple[A.BasicTransform, bool]]:
+    """The transform, or those inside OneOf and the like, and whether each is applied to every sample."""
     if isinstance(step, A.BaseCompose):
         return [leaf for inner in step.transforms for leaf in _leaves(inner, False)]
     return [(step, certain and step.p >= 1)]
@@ -155,12 +156,12 @@ def _leaves(step: A.BasicTransform | A.BaseCompose, certain: bool = True) -> lis
 class Augmenter:
     """Crop of a sample, as `augmenter(image, target, key)`; equal bytes and keys give equal bytes.
 
-    Cheap to make and to pickle: the pipeline is built where it is first used, once per process, also after a fork.
-    The functions behind `config.extra` are looked up here and travel along, so that a worker which has never seen the
-    program that added them can use them. Raises ConfigError on a name that TRANSFORMS does not have.
+    Cheap to create and to pickle: each process builds the pipeline at the first use, also after a fork. The builders
+    behind `config.extra` are looked up here and pickled too, so a worker can use transforms that only the main program
+    has registered. Raises ConfigError on a name that is not in TRANSFORMS.
 
-    With `config.keyed=False` the key is ignored and the pipeline keeps the random state it got from `seed` when it was
-    built, as other trainers do: forked workers then repeat each other. That is the control, not a way to train.
+    `config.keyed=False` is the control, not a way to train: the key is ignored and the pipeline keeps the random state
+    it was built with from `seed`, as in other trainers, so forked workers repeat each other.
 
     Shapes: image uint8 (H, W, 3), target uint8 (H, W) -> the same of `config.crop_size`, C-contiguous.
     """
@@ -178,70 +179,68 @@ class Augmenter:
         return {**self.__dict__, "_pipeline": None}
 
     def __call__(self, image: Uint8, target: Uint8, key: int) -> tuple[Uint8, Uint8]:
-        return _applied(self._at(key), image, target)
+        return _apply(self._keyed_pipeline(key), image, target)
 
     def looked_at(self, image: Uint8, target: Uint8, key: int, look: Look) -> tuple[Uint8, Uint8]:
-        """The same crop, by the same pipeline; `look` is told what each of its transforms is given."""
-        pipeline = self._at(key)
+        """The same crop by the same pipeline; `look` is called with the input of each transform."""
+        pipeline = self._keyed_pipeline(key)
         inner = pipeline.transforms
         names = [name for name, _ in steps(self.config, self.extra)]
         pipeline.transforms = [partial(_shown, *step, look) for step in zip(names, inner, strict=True)]
         try:
-            return _applied(pipeline, image, target)
+            return _apply(pipeline, image, target)
         finally:
             pipeline.transforms = inner
 
     def fresh(self) -> Augmenter:
-        """The same function, which has never been called."""
+        """The same function, not called yet."""
         return copy.copy(self)
 
     def parts(self) -> list[Part]:
-        """Every transform of the pipeline alone, in the order in which they are applied.
+        """Every transform of the pipeline alone, in the order of application.
 
-        The first takes a sample; the others take what the first gives.
+        The first takes a sample; the others take the output of the first.
         """
-        numbers = [len(_leaves(_made(*step))) for step in steps(self.config, self.extra)]
+        numbers = [len(_leaves(_built(*step))) for step in steps(self.config, self.extra)]
         return [Part(self, step, leaf) for step, number in enumerate(numbers) for leaf in range(number)]
 
-    def _at(self, key: int) -> A.Compose:
-        """The pipeline, ready for the sample of this key."""
+    def _keyed_pipeline(self, key: int) -> A.Compose:
         pipeline = self._own_pipeline()
         if self.config.keyed:
             pipeline.set_random_state(generator(key), random.Random(key))
         return pipeline
 
-    def _build(self) -> A.Compose:
-        transforms = [_made(*step) for step in steps(self.config, self.extra)]
-        return A.Compose(transforms, seed=None if self.config.keyed else self.seed)
-
     def _own_pipeline(self) -> A.Compose:
-        """The pipeline of this very process; one that came through a fork is dropped."""
+        """The pipeline that this process built; one inherited through a fork is dropped."""
         inherited = self.config.keyed and self._owner != os.getpid()
         if self._pipeline is None or inherited:
             self._pipeline, self._owner = self._build(), os.getpid()
         return self._pipeline
 
+    def _build(self) -> A.Compose:
+        transforms = [_built(*step) for step in steps(self.config, self.extra)]
+        return A.Compose(transforms, seed=None if self.config.keyed else self.seed)
 
-def _applied(pipeline: A.Compose, image: Uint8, target: Uint8) -> tuple[Uint8, Uint8]:
+
+def _apply(pipeline: A.Compose, image: Uint8, target: Uint8) -> tuple[Uint8, Uint8]:
     augmented = pipeline(image=image, mask=target)
     return np.ascontiguousarray(augmented["image"]), np.ascontiguousarray(augmented["mask"])
 
 
-def _shown(name: str, step: A.BasicTransform | A.BaseCompose, look: Look, **data: Any) -> dict[str, Any]:
-    """A step of a pipeline, after a look at what it is given."""
+def _shown(name: str, step: Transform, look: Look, **data: Any) -> dict[str, Any]:
     look(_title(name, step), data["image"], data["mask"])
-    gives: dict[str, Any] = step(**data)
-    return gives
+    output: dict[str, Any] = step(**data)
+    return output
 
 
-def _title(name: str, step: A.BasicTransform | A.BaseCompose) -> str:
-    """How a transform is called in messages: by its name in the configuration, if it has one, and its class."""
+def _title(name: str, step: Transform) -> str:
+    """Name of a transform in messages: its name in the configuration, if it has one, and its class."""
     kind = type(step).__name__
     return f"{name} ({kind})" if name else kind
 
 
 class Part(Augmenter):
-    """One transform of a pipeline, applied always and keyed always: what the purity checker asks about.
+    """One transform of a pipeline, always applied and always keyed, for the purity checker.
 
     `certain` tells whether the pipeline applies it to every sample.
     """
@@ -259,4 +258,4 @@ class Part(Augmenter):
 
     def _leaf(self) -> tuple[A.BasicTransform, bool]:
         step, leaf = self.place
-        return _leaves(_made(*steps(self.config, self.extra)[step]))[leaf]
+        return _leaves(_built(*steps(self.config, self.extra)[step]))[leaf]

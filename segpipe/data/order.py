@@ -1,4 +1,4 @@
-"""Which sample is used when: a function of the position, so that resuming is arithmetic."""
+"""Order of the samples as a function of the position in training, so that resuming is arithmetic."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from segpipe.keys import generator, sample_key
 
 
-@lru_cache(maxsize=2)  # a batch that straddles two epochs needs both
+@lru_cache(maxsize=2)  # a batch that spans two epochs needs both
 def permutation(seed: int, epoch: int, n: int) -> NDArray[np.int64]:
     """Order of the n samples in one epoch, read-only int64 (n,).
 
-    Sorts raw 64-bit draws: the raw stream of Philox is fixed for ever, while the methods of numpy's Generator may
-    change between releases.
+    Sorts raw 64-bit draws: the raw stream of Philox never changes, while the methods of numpy's Generator may change
+    between releases.
     """
     draws = generator(sample_key(seed, epoch, 0, "order")).bit_generator.random_raw(n)
     order = np.argsort(draws, kind="stable").astype(np.int64)
@@ -26,10 +26,10 @@ def permutation(seed: int, epoch: int, n: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Order:
-    """Place of every sample in an endless sequence of epochs.
+    """The sample at every position of an endless sequence of epochs.
 
-    Shard v of step t holds the positions (t * shards + v) * samples_per_shard + j. Batches straddle epochs: nothing is
-    dropped and nothing is repeated to fill a batch.
+    Shard v of step t has the positions (t * shards + v) * samples_per_shard + j. Batches span epochs: no sample is
+    dropped, and none is repeated to fill a batch.
     """
 
     seed: int
@@ -43,6 +43,6 @@ class Order:
         return epoch, int(permutation(self.seed, epoch, self.num_samples)[place])
 
     def shard(self, step: int, shard: int) -> list[tuple[int, int]]:
-        """(epoch, index) of the samples that logical shard `shard` uses in `step`."""
+        """(epoch, index) of the samples of logical shard `shard` in `step`."""
         first = (step * self.shards + shard) * self.samples_per_shard
         return [self.sample(first + j) for j in range(self.samples_per_shard)]

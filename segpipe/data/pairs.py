@@ -1,14 +1,17 @@
-"""Which files of a split belong together, without opening any of them."""
+"""Which files of a split belong together, without opening any image."""
 
 from __future__ import annotations
 
 import difflib
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from segpipe.settings.config import DataConfig
-from segpipe.settings.setting import nearest
+from segpipe.errors import DataError
+
+if TYPE_CHECKING:
+    from segpipe.settings.config import DataConfig
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 
@@ -22,15 +25,14 @@ class Pair(NamedTuple):
 
 
 def scan(data: DataConfig, split: str) -> tuple[list[Pair], list[str]]:
-    """Pairs of a split, sorted by name, and what keeps files from being pairs."""
+    """Pairs of a split, sorted by name, and a message for every file that is not part of a pair."""
     root = Path(data.root)
     listing = root / f"{split}.txt"
+    listed = data.name != "camvid" and listing.is_file() and not (root / "images" / split).is_dir()
     if data.name == "camvid":
-        image_dir, mask_dir, listed = root / split, root / f"{split}annot", False
+        image_dir, mask_dir = root / split, root / f"{split}annot"
     else:
-        listed = listing.is_file() and not (root / "images" / split).is_dir()
-        part = "" if listed else split
-        image_dir, mask_dir = root / "images" / part, root / "masks" / part
+        image_dir, mask_dir = (root / kind / ("" if listed else split) for kind in ("images", "masks"))
     for folder in (image_dir, mask_dir):
         if not folder.is_dir():
             return [], [missing(folder)]
@@ -50,7 +52,7 @@ def scan(data: DataConfig, split: str) -> tuple[list[Pair], list[str]]:
 
 
 def _stems(folder: Path, suffixes: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
-    """Files by path below `folder` without suffix, and the pairs of files that share one."""
+    """Files below `folder` by their relative path without suffix, and a message for every two that share it."""
     found: dict[str, str] = {}
     faults: list[str] = []
     for path in sorted(folder.rglob("*")):
@@ -63,21 +65,36 @@ def _stems(folder: Path, suffixes: tuple[str, ...]) -> tuple[dict[str, str], lis
 
 
 def _listed(listing: Path, images: dict[str, str]) -> tuple[list[str], list[str]]:
-    """Stems of a split file, and what is wrong with its lines."""
+    """Stems in a split file, and a message for every wrong line."""
     stems = [line.strip() for line in listing.read_text().splitlines() if line.strip()]
     faults = [f"{listing} lists {stem} {times} times." for stem, times in Counter(stems).items() if times > 1]
     for stem in stems:
         if stem not in images:
-            faults.append(f"{listing} lists {stem}, but images has no such stem.{nearest(stem, list(images))}")
+            near = _nearest(stem, images)
+            hint = f" Did you mean {near}?" if near else ""
+            faults.append(f"{listing} lists {stem}, but images has no such stem.{hint}")
     return stems, faults
 
 
 def missing(folder: Path) -> str:
-    """A sentence about a folder that does not exist, with the nearest one that does."""
+    """Message about a folder that does not exist, with the nearest one that does."""
     parent, absent = folder, folder
     while not parent.is_dir():
         parent, absent = parent.parent, parent
     siblings = sorted(path.name for path in parent.iterdir() if path.is_dir())
-    near = difflib.get_close_matches(absent.name, siblings, n=1, cutoff=0.5)
-    hint = f"Nearest: {parent / near[0]}" if near else f"{parent} holds {', '.join(siblings[:8]) or 'no folders'}"
+    near = _nearest(absent.name, siblings)
+    hint = f"Nearest: {parent / near}" if near else f"{parent} holds {', '.join(siblings[:8]) or 'no folders'}"
     return f"{absent} does not exist. {hint}. Set data.root and the split to existing folders."
+
+
+def _nearest(name: str, choices: Iterable[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)), None)
+
+
+def check_sizes(pair: Pair, image: Sequence[int], mask: Sequence[int]) -> None:
+    """Raise DataError unless image and mask have the same (height, width)."""
+    if tuple(image) != tuple(mask):
+        raise DataError(
+            f"{pair.image} is {image[0]}x{image[1]}, but its mask {pair.mask} is {mask[0]}x{mask[1]} (height x width). "
+            "Take the mask of this image; do not resize one of them blindly."
+        )

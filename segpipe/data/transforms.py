@@ -1,17 +1,17 @@
 """Further transforms by name: `augment.extra=[noise, jpeg]` applies them after scale, crop, flip and colour.
 
-To add one, put a function that builds it into TRANSFORMS before training starts, and start training from there:
+To add one, register a function that builds it before training starts, and start training from there:
 
     def rain() -> A.BasicTransform:
         return A.RandomRain(p=0.1)
 
     TRANSFORMS["rain"] = rain
 
-The function and the line that adds it stand at the top level of a module or of your program: processes that are
-spawned import it again, and find the function by its module and name. A transform draws from `self.py_random` and
-`self.random_generator` alone, which are set from the sample's key before every call, and keeps nothing from one call to
-the next; scripts/check_augment.py tells whether it does. albumentations' GaussNoise, AdditiveNoise and RGBShift do not:
-they write OpenCV's global generator and know only 65,536 seeds.
+Function and registration must be at the top level of a module or of your program: spawned processes import it again and
+find the function by module and name. A transform may draw only from `self.py_random` and `self.random_generator`,
+which are set from the sample's key before every call, and must keep nothing from one call to the next;
+scripts/check_augment.py checks this. albumentations' GaussNoise, AdditiveNoise and RGBShift fail it: they seed OpenCV's
+global generator with one of only 65,536 values.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # importing it would ask the network for a newer release
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # or its import asks the network for a newer release
 
 import albumentations as A
 import numpy as np
@@ -33,16 +34,16 @@ from segpipe.settings.setting import nearest
 
 Uint8 = NDArray[np.uint8]
 Builder = Callable[[], "A.BasicTransform | A.BaseCompose"]
-PAD_COLOUR = (124, 116, 104)  # mean colour of ImageNet: about 0 after normalisation
+PAD_COLOUR = (124, 116, 104)  # mean colour of ImageNet: about 0 after normalization
 BYTE_SUM_STD = math.sqrt(4 * (256**2 - 1) / 12)  # of the sum of four uniform bytes
 
 
 class SensorNoise(A.ImageOnlyTransform):  # type: ignore[misc]
-    """Noise of a camera, new for every pixel and channel: variance = read**2 + shot * value, in 8-bit levels.
+    """Camera noise, independent per pixel and channel: variance = read**2 + shot * value, in 8-bit levels.
 
     All bits come from the raw stream of the sample's own generator, and the rest is integer arithmetic, so that every
-    release of numpy and every CPU gives the same bytes. A sum of four uniform bytes stands for the normal
-    distribution; it ends at 3.45 standard deviations.
+    release of numpy and every CPU gives the same bytes. A sum of four uniform bytes approximates the normal
+    distribution up to 3.45 standard deviations.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class SensorNoise(A.ImageOnlyTransform):  # type: ignore[misc]
 
 
 class Fog(A.ImageOnlyTransform):  # type: ignore[misc]
-    """Light that is scattered into the camera, denser towards the top of the image, where things are further away."""
+    """Light scattered into the camera, denser towards the top of the image, where objects are further away."""
 
     def __init__(self, density: tuple[float, float] = (0.1, 0.6), light: tuple[int, int] = (180, 235), p: float = 0.5):
         super().__init__(p=p)
@@ -79,72 +80,34 @@ class Fog(A.ImageOnlyTransform):  # type: ignore[misc]
 
     def apply(self, img: Uint8, density: float, light: int, **_: Any) -> Uint8:
         share = np.rint(256 * density * np.linspace(1.0, 0.4, img.shape[0])).astype(np.uint16)[:, None, None]
-        # At most 255 * 256 + 128, which uint16 holds.
+        # At most 255 * 256 + 128, which fits in uint16.
         mixed = img * (np.uint16(256) - share) + np.uint16(light) * share
         return np.asarray((mixed + np.uint16(128)) >> 8, np.uint8)
 
 
-def shadow() -> A.BasicTransform:
-    """One or two dark polygons in the lower half."""
-    return A.RandomShadow(num_shadows_limit=(1, 2), shadow_intensity_range=(0.3, 0.6), p=0.2)
-
-
-def fog() -> A.BasicTransform:
-    """Scattered light."""
-    return Fog(p=0.15)
-
-
-def gaussian_blur() -> A.BasicTransform:
-    """Lens out of focus."""
-    return A.GaussianBlur(sigma_limit=(0.3, 1.5), p=0.15)
-
-
-def motion_blur() -> A.BasicTransform:
-    """Camera that moves while it exposes; the image stays where its target is."""
-    return A.MotionBlur(blur_limit=(3, 9), allow_shifted=False, direction_range=(0.0, 0.0), p=0.15)
-
-
-def gamma() -> A.BasicTransform:
-    """Exposure and tone curve."""
-    return A.RandomGamma(gamma_limit=(65, 150), p=0.3)
-
-
-def noise() -> A.BasicTransform:
-    """Read and shot noise."""
-    return SensorNoise(p=0.3)
-
-
-def jpeg() -> A.BasicTransform:
-    """Blocks and ringing of a compressed stream."""
-    return A.ImageCompression(quality_range=(30, 90), p=0.2)
-
-
-def cutout() -> A.BasicTransform:
-    """Rectangles without content; nothing is learnt there."""
-    return A.CoarseDropout(
+TRANSFORMS: dict[str, Builder] = {
+    "shadow": partial(A.RandomShadow, num_shadows_limit=(1, 2), shadow_intensity_range=(0.3, 0.6), p=0.2),
+    "fog": partial(Fog, p=0.15),
+    "gaussian_blur": partial(A.GaussianBlur, sigma_limit=(0.3, 1.5), p=0.15),
+    # Camera motion during the exposure; without a shift, the image stays aligned with its target.
+    "motion_blur": partial(A.MotionBlur, blur_limit=(3, 9), allow_shifted=False, direction_range=(0.0, 0.0), p=0.15),
+    "gamma": partial(A.RandomGamma, gamma_limit=(65, 150), p=0.3),
+    "noise": partial(SensorNoise, p=0.3),
+    "jpeg": partial(A.ImageCompression, quality_range=(30, 90), p=0.2),
+    "cutout": partial(
+        A.CoarseDropout,
         num_holes_range=(1, 4),
         hole_height_range=(0.05, 0.2),
         hole_width_range=(0.05, 0.2),
         fill=PAD_COLOUR,
         fill_mask=IGNORE_INDEX,
         p=0.2,
-    )
-
-
-TRANSFORMS: dict[str, Builder] = {
-    "shadow": shadow,
-    "fog": fog,
-    "gaussian_blur": gaussian_blur,
-    "motion_blur": motion_blur,
-    "gamma": gamma,
-    "noise": noise,
-    "jpeg": jpeg,
-    "cutout": cutout,
+    ),
 }
 
 
 def builder(name: str) -> Builder:
-    """The function that builds the transform of this name. Raises ConfigError with the nearest one."""
+    """The builder of this transform. Raises ConfigError with the nearest name."""
     if name not in TRANSFORMS:
         valid = list(TRANSFORMS)
         raise ConfigError(f"augment.extra = {name!r} is not one of {', '.join(valid)}.{nearest(name, valid)}")

@@ -1,6 +1,1 @@
-"""Losses as pure functions of (logits, target); `shard_loss` is what the engine calls."""
-
-from segpipe.losses.pixelwise import class_weights
-from segpipe.losses.total import shard_loss, valid_pixels
-
-__all__ = ["class_weights", "shard_loss", "valid_pixels"]
+"""Losses as pure functions: pixelwise.py has the terms, total.py the loss of a shard, which training calls."""

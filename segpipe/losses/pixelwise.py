@@ -1,4 +1,4 @@
-"""Per-pixel class losses. All sums are over valid pixels only; the caller divides by the global count."""
+"""Loss terms of a shard. Each is a sum over valid pixels only; the caller divides by the global count."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from segpipe import IGNORE_INDEX
 
-
-def pixel_losses(logits: Tensor, target: Tensor, class_weights: Tensor | None = None) -> Tensor:
+def pixel_losses(logits: Tensor, target: Tensor, class_weights: Tensor | None = None, *, ignore_index: int) -> Tensor:
     """Cross-entropy of every pixel, 0 where the target is ignored.
 
     `reduction="none"` because the reducing kernels have no deterministic form on CUDA.
@@ -19,7 +17,7 @@ def pixel_losses(logits: Tensor, target: Tensor, class_weights: Tensor | None = 
     Shapes: logits (B, C, H, W), target uint8 (B, H, W), class_weights (C,) -> float32 (B, H, W).
     """
     return F.cross_entropy(
-        logits.float(), target.long(), weight=class_weights, ignore_index=IGNORE_INDEX, reduction="none"
+        logits.float(), target.long(), weight=class_weights, ignore_index=ignore_index, reduction="none"
     )
 
 
@@ -27,7 +25,7 @@ def class_weights(pixels: Tensor, name: str) -> Tensor:
     """Weight of each class from its pixel count, scaled so that the mean over the training pixels is 1.
 
     "log": 1 / log(1.02 + frequency), which lifts rare classes by at most a factor of 50. A class without a pixel gets
-    the weight of frequency 0, which no pixel uses.
+    the weight of frequency 0.
 
     Shapes: int64 (C,) -> float32 (C,). Source: ENet, arXiv:1606.02147, equation 1.
     """
@@ -40,8 +38,8 @@ def class_weights(pixels: Tensor, name: str) -> Tensor:
 def kth_largest(values: Tensor, k: Tensor) -> Tensor:
     """The k-th largest of non-negative float32 `values` (1-based), exactly, as a 0-d tensor.
 
-    Builds the answer bit by bit: the bits of non-negative floats are ordered as integers, so 31 counts replace a sort.
-    Depends on values only, never on their order, and does not synchronise with the host.
+    Builds the answer bit by bit: the bits of non-negative floats are ordered like integers, so 31 counts replace a
+    sort. Depends on the values only, not on their order, and does not synchronise with the host.
     """
     bits = values.flatten().view(torch.int32)
     answer = torch.zeros((), dtype=torch.int32, device=values.device)
@@ -52,9 +50,9 @@ def kth_largest(values: Tensor, k: Tensor) -> Tensor:
 
 
 def ohem_sum(losses: Tensor, valid: Tensor, *, threshold: float, min_kept: float) -> Tensor:
-    """Sum of the hard pixels' losses, scaled up to all valid pixels: mean of the kept times the number of the valid.
+    """Mean loss of the hard pixels times the number of valid pixels.
 
-    A pixel is hard when its loss exceeds `-log(threshold)`; when fewer than `min_kept` (a fraction of the shard's
+    A pixel is hard when its loss exceeds `-log(threshold)`. When fewer than `min_kept` (a fraction of the shard's
     pixels) are hard, the highest losses down to that number are kept, ties included.
 
     Shapes: losses float32 (B, H, W), valid bool (B, H, W) -> 0-d. Source: OHEM, arXiv:1604.03540, by value.
@@ -65,6 +63,58 @@ def ohem_sum(losses: Tensor, valid: Tensor, *, threshold: float, min_kept: float
     if fewest > 0:
         count = torch.tensor(fewest, device=losses.device)
         cut = torch.minimum(cut, kth_largest(detached, count))
-    kept = valid & ~(detached < cut)  # a NaN counts as hard, so that it reaches the sum and is seen
+    kept = valid & ~(detached < cut)  # NaN counts as hard, so that it reaches the sum and is noticed
     num_kept = kept.sum().clamp_min(1)
     return torch.where(kept, losses, 0.0).sum() * (valid.sum() / num_kept)
+
+
+def dice_sum(logits: Tensor, target: Tensor, *, ignore_index: int) -> Tensor:
+    """Soft Dice loss, 1 - 2 |P T| / (|P| + |T|), averaged over the shard's classes, times its valid pixels.
+
+    P are the probabilities and T the target of a class over all valid pixels of the shard. Classes without a target
+    pixel in the shard are left out. Without any labelled pixel, loss and gradient are 0.
+
+    Shapes: logits float32 (B, C, H, W), target uint8 (B, H, W) -> 0-d. Source: V-Net, arXiv:1606.04797, with the plain
+    sums of arXiv:1707.03237 in the denominator.
+    """
+    valid = (target != ignore_index).unsqueeze(1)
+    probability = logits.softmax(1) * valid.float()  # on a CPU, torch.where takes ten times as long
+    classes = torch.arange(logits.shape[1], device=target.device, dtype=target.dtype).view(1, -1, 1, 1)
+    one_hot = (target.unsqueeze(1) == classes).float()
+    common = (probability * one_hot).sum((0, 2, 3))
+    size = one_hot.sum((0, 2, 3))
+    loss = 1.0 - 2.0 * common / (probability.sum((0, 2, 3)) + size).clamp_min(1e-6)
+    present = size > 0
+    mean = torch.where(present, loss, 0.0).sum() / present.sum().clamp_min(1)
+    return mean * valid.sum()
+
+
+def boundary_target(target: Tensor, *, width: int = 2, ignore_index: int) -> Tensor:
+    """Band around class changes that supervises the edge branch.
+
+    A pixel is positive when another labelled class lies within `width` pixels (square window). Contact with ignored
+    pixels makes no edge, so an unlabelled car bonnet does not become one long boundary. `ignore_index` must be above
+    all classes.
+
+    Shapes: target uint8 (B, H, W) -> float32 (B, 1, H, W), values 0 or 1. No gradient.
+    Source: edge supervision as in PIDNet, arXiv:2206.02066; the ignore rule is ours.
+    """
+    labels = target.unsqueeze(1).float()
+    ignored = labels == ignore_index
+    window = 2 * width + 1
+    highest = F.max_pool2d(labels.masked_fill(ignored, -1.0), window, stride=1, padding=width)
+    lowest = -F.max_pool2d(-labels, window, stride=1, padding=width)
+    return ((highest > lowest) & ~ignored).float()
+
+
+def boundary_sum(logits: Tensor, edge: Tensor, valid: Tensor) -> Tensor:
+    """Binary cross-entropy summed over the valid pixels, with edges weighted as much as all other pixels together.
+
+    Shapes: logits (B, 1, H, W), edge float32 (B, 1, H, W), valid bool (B, H, W) -> 0-d.
+    """
+    mask = valid.unsqueeze(1)
+    positives = (edge * mask).sum()
+    total = mask.sum().clamp_min(1)
+    weight = torch.where(edge > 0.5, (total - positives) / total, positives / total)
+    losses = F.binary_cross_entropy_with_logits(logits.float(), edge, weight=weight, reduction="none")
+    return torch.where(mask, losses, 0.0).sum()

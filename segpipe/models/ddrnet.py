@@ -1,4 +1,4 @@
-"""DDRNet-23, arXiv:2101.06085: a context branch and a stride-8 detail branch that exchange features twice."""
+"""DDRNet-23, arXiv:2101.06085: a context branch and a detail branch at stride 8 that exchange features twice."""
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ def ddrnet23_slim(num_classes: int) -> "DDRNet":
 
 
 class DDRNet(SegmentationNet):
-    """DDRNet-23 of base width `planes`. The auxiliary head "aux" reads the detail branch after the first exchange."""
+    """DDRNet-23 with base width `planes`. The head "aux" reads the detail branch after the first exchange."""
 
     aux_heads = ("aux",)
 
@@ -63,13 +63,8 @@ class DDRNet(SegmentationNet):
             logits["aux"] = self.train_only["aux"](exchanged)
         return logits
 
-    def heads(self, image: Tensor) -> dict[str, Tensor]:
-        """Heads "main" and "aux" at stride 8; a network of `published.load` has them under the reference's names."""
-        logits = self.logits(image, aux=True)
-        return {self.reference_names.get(name, name): value for name, value in logits.items()}
-
     def _exchange3(self, stride8: Tensor) -> tuple[Tensor, Tensor]:
-        """Context at stride 16 after its ReLU and detail at stride 8 before it: the auxiliary head wants the latter."""
+        """Context at stride 16 after its ReLU, and detail at stride 8 before it, as the auxiliary head reads it."""
         context = self.context3(stride8)
         detail = self.detail3(stride8)
         exchanged = detail + upsample_like(self.to_detail3(F.relu(context)), detail)
@@ -88,7 +83,7 @@ class DDRNet(SegmentationNet):
 
 
 class DAPPM(PyramidPool):
-    """Pyramid whose scales are added one after the other, each sum passing a 3x3 convolution."""
+    """Serial mixing: each scale is added to the previous output and passes a 3x3 convolution."""
 
     def __init__(self, num_in: int, planes: int, num_out: int) -> None:
         super().__init__(num_in, planes, num_out)
@@ -118,4 +113,4 @@ PUBLISHED_KEYS = {
     "head.": "final_layer.",
     "train_only.aux.": "seghead_extra.",
 }
-"""Prefix of a key here -> prefix in the published state dict; the longest match counts."""
+"""Key prefix here -> prefix in the published state dict; the longest match counts."""

@@ -1,7 +1,7 @@
-"""Fast-SCNN, arXiv:1902.04502, as the published weights need it.
+"""Fast-SCNN, arXiv:1902.04502, in the variant of the published weights.
 
-That is: a 1x1 convolution after the pyramid, ReLU after both convolutions of a separable block, no padding in the
-first convolution, and align_corners True in every resize.
+It has a 1x1 convolution after the pyramid, ReLU after both convolutions of a separable block, no padding in the first
+convolution, and align_corners True in every resize.
 """
 
 from collections.abc import Iterator
@@ -17,10 +17,10 @@ _BINS = (1, 2, 3, 6)
 
 
 class FastSCNN(SegmentationNet):
-    """1,138,051 parameters for inference and, with the auxiliary head, 1,157,174 for training (19 classes).
+    """1,157,174 parameters in training, 1,138,051 in inference (19 classes).
 
-    Without the biases that the published network has in front of two BatchNorms of the fusion it would be 1,137,795
-    and 1,156,918. The first convolution is not padded, so sides that are no multiple of 8 give floor-like logit sizes.
+    256 of them are biases that the published network has in front of two BatchNorms of the fusion. The first
+    convolution is not padded, so logit sizes are rounded down where a side is not a multiple of 8.
     """
 
     align_corners = True
@@ -48,7 +48,7 @@ class FastSCNN(SegmentationNet):
         init_weights(self)
 
     def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
-        """Logits per head at stride 8: "main" and, with `aux` and a network that has it, "aux"."""
+        """Logits per head at stride 8: "main" and, with `aux`, "aux" where the network has it."""
         high = self.detail(image)
         fused = self.fusion(high, self.ppm(self.context(high)))
         logits = {"main": self.classifier(fused)}
@@ -56,15 +56,9 @@ class FastSCNN(SegmentationNet):
             logits |= {name: head(high) for name, head in self.train_only.items()}
         return logits
 
-    def heads(self, image: Tensor) -> dict[str, Tensor]:
-        """All heads at the image's size. The published network has "main" only."""
-        size = (image.shape[-2], image.shape[-1])
-        logits = self.logits(image, aux=True)
-        return {name: bilinear(x, size, align_corners=True) for name, x in logits.items()}
-
 
 class InvertedResidual(nn.Module):
-    """1x1 to six times the width, depthwise 3x3, linear 1x1; with a shortcut where the shape stays."""
+    """1x1 to six times the width, depthwise 3x3, linear 1x1; a shortcut where the shape does not change."""
 
     def __init__(self, num_in: int, num_out: int, *, stride: int) -> None:
         super().__init__()
@@ -79,7 +73,7 @@ class InvertedResidual(nn.Module):
 
 
 class PyramidPooling(nn.Module):
-    """(B, 128, h, w) -> same shape: means over 1, 2, 3 and 6 bins a side, concatenated with the input."""
+    """(B, 128, h, w) -> same shape: averages over 1, 2, 3 and 6 bins per side, concatenated with the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,4 +146,4 @@ PUBLISHED_KEYS = {
     "classifier.1.": "classifier.dsconv2.conv.",
     "classifier.3.": "classifier.conv.1.",
 }
-"""Prefix of a key here -> prefix in the published state dict."""
+"""Key prefix here -> prefix in the published state dict; the longest match counts."""

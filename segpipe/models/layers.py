@@ -1,6 +1,5 @@
-"""Blocks that two or more networks share, and the interface all of them have."""
+"""The interface of all networks, and the blocks that several of them share."""
 
-from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -11,25 +10,20 @@ from segpipe.models.resize import adaptive_avg_pool, bilinear
 
 
 class SegmentationNet(nn.Module):
-    """A network that gives logits at `output_stride`, and auxiliary ones for training.
+    """A network that computes logits at `output_stride`, and auxiliary logits for training.
 
-    `align_corners` says how the main logits are brought to the image's size. `aux_heads` names the heads that exist
-    for training only; their modules are in `train_only`, under the same names. The image is float (B, 3, H, W) of any
-    size from 32x32 on; the networks normalise nothing.
+    `align_corners` says how the main logits are upsampled to the image's size. `aux_heads` names the heads that exist
+    for training only; `train_only` holds their modules under the same names. The image is float (B, 3, H, W), already
+    normalized, at least 32x32.
     """
 
     output_stride: int = 8
     align_corners: bool = False
     aux_heads: tuple[str, ...] = ()
     train_only: nn.ModuleDict
-    reference_names: Mapping[str, str] = {}  # head: its name in the published outputs, where it differs
 
     def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
-        """Logits (B, channels, h, w) per head at `output_stride`: "main", and with `aux` those of `aux_heads`."""
-        raise NotImplementedError
-
-    def heads(self, image: Tensor) -> dict[str, Tensor]:
-        """All heads with the names, order and sizes of the published network."""
+        """Logits (B, channels, h, w) per head at `output_stride`: "main" and, with `aux`, `aux_heads`."""
         raise NotImplementedError
 
     def forward(self, image: Tensor) -> Tensor:
@@ -38,9 +32,9 @@ class SegmentationNet(nn.Module):
 
 
 class StridedDepthwise(nn.Conv2d):
-    """A depthwise convolution with a stride, in fp32 under a CPU's autocast.
+    """A strided depthwise convolution that runs in fp32 under autocast on a CPU.
 
-    The gradient of its input in bf16 has no fast kernel there: 49 ms instead of 1.5 ms for (8, 384, 40, 52).
+    There the gradient of its input has no fast bf16 kernel: 49 ms instead of 1.5 ms for (8, 384, 40, 52).
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,17 +45,17 @@ class StridedDepthwise(nn.Conv2d):
 
 
 class Classifier(nn.Conv2d):
-    """The 1x1 convolution with bias that makes logits."""
+    """The 1x1 convolution with bias that computes logits."""
 
     def __init__(self, num_in: int, num_classes: int) -> None:
         super().__init__(num_in, num_classes, 1)
 
 
 def init_weights(net: nn.Module) -> None:
-    """Kaiming normal (fan out, relu) for convolution weights; BatchNorm starts at weight 1, bias 0.
+    """Initialize convolutions with Kaiming normal (fan out, relu) and BatchNorm with weight 1, bias 0.
 
-    The layers that make logits start near 0 instead, so that the first loss is log(classes): by fan out, over the few
-    classes, it was 4.9 instead of 2.4 on CamVid, with gradient norms of 400.
+    Classifiers start near 0 instead, so that the first loss is log(classes). With Kaiming, whose fan out is the small
+    number of classes, it was 4.9 instead of 2.4 on CamVid, with gradient norms of 400.
     """
     for module in net.modules():
         if isinstance(module, Classifier):
@@ -88,7 +82,7 @@ def conv_bn(
 
 
 def bn_relu_conv(num_in: int, num_out: int, kernel: int, *, groups: int = 1) -> nn.Sequential:
-    """BatchNorm, ReLU, convolution without bias: the pre-activation order of the pyramids."""
+    """BatchNorm, ReLU, convolution without bias: the pre-activation order of the pyramid pooling."""
     conv = nn.Conv2d(num_in, num_out, kernel, padding=kernel // 2, groups=groups, bias=False)
     return nn.Sequential(nn.BatchNorm2d(num_in), nn.ReLU(inplace=True), conv)
 
@@ -105,7 +99,7 @@ def _shortcut(num_in: int, num_out: int, stride: int) -> nn.Sequential | None:
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut; the last ReLU only with `final_relu`."""
+    """Two 3x3 convolutions and a shortcut; ReLU after the sum only with `final_relu`."""
 
     def __init__(self, num_in: int, num_out: int, *, stride: int = 1, final_relu: bool = False) -> None:
         super().__init__()
@@ -123,7 +117,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions from `num_in` over `planes` to 2 * planes, and a shortcut; no final ReLU."""
+    """1x1, 3x3 and 1x1 convolutions, num_in -> planes -> planes -> 2 * planes, and a shortcut; no final ReLU."""
 
     def __init__(self, num_in: int, planes: int, *, stride: int = 1) -> None:
         super().__init__()
@@ -144,22 +138,14 @@ class Bottleneck(nn.Module):
 
 
 def basic_stage(num_in: int, num_out: int, num_blocks: int, *, stride: int = 1) -> nn.Sequential:
-    """`num_blocks` basic blocks, the first with `stride`; the last ends before its ReLU, so a tap can see both."""
-    return nn.Sequential(
-        *(
-            BasicBlock(
-                num_out if i else num_in,
-                num_out,
-                stride=1 if i else stride,
-                final_relu=i < num_blocks - 1,
-            )
-            for i in range(num_blocks)
-        )
-    )
+    """`num_blocks` basic blocks, the first with `stride`; the last without its final ReLU."""
+    first = BasicBlock(num_in, num_out, stride=stride, final_relu=num_blocks > 1)
+    later = (BasicBlock(num_out, num_out, final_relu=i < num_blocks - 1) for i in range(1, num_blocks))
+    return nn.Sequential(first, *later)
 
 
 class SegHead(nn.Module):
-    """BN, ReLU, 3x3 to `planes`, BN, ReLU, 1x1 to `num_out` logits; leaves its input as it was."""
+    """BN, ReLU, 3x3 to `planes`, BN, ReLU, 1x1 to `num_out` logits. Does not modify its input."""
 
     def __init__(self, num_in: int, planes: int, num_out: int) -> None:
         super().__init__()
@@ -182,10 +168,10 @@ class GlobalPool(nn.Module):
 
 
 class PyramidPool(nn.Module):
-    """Scales and frame that PIDNet's and DDRNet's pyramids share; subclasses say how the scales are mixed.
+    """Pyramid pooling of PIDNet and DDRNet; subclasses define how the scales are mixed.
 
     Shapes: (B, num_in, h, w) -> (B, num_out, h, w). In training, the global scale gives BatchNorm one value per
-    image, so a batch needs two images.
+    image, so a batch needs at least two images.
     """
 
     def __init__(self, num_in: int, planes: int, num_out: int) -> None:
@@ -197,7 +183,7 @@ class PyramidPool(nn.Module):
         self.shortcut = bn_relu_conv(num_in, num_out, 1)
 
     def mix(self, finest: Tensor, coarser: list[Tensor]) -> Tensor:
-        """(B, 5 * planes, h, w) from the scale at full size and the four coarser ones, upsampled to it."""
+        """(B, 5 * planes, h, w) from the finest scale and the four coarser ones, already upsampled to it."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
@@ -207,8 +193,5 @@ class PyramidPool(nn.Module):
         return out
 
 
-PYRAMID_KEYS = {
-    "ppm.": "spp.",
-    **{f"ppm.scales.{i}.": f"spp.scale{i}." for i in range(5)},
-}
-"""Prefixes of `PyramidPool` and the published ones."""
+PYRAMID_KEYS = {"ppm.": "spp.", **{f"ppm.scales.{i}.": f"spp.scale{i}." for i in range(5)}}
+"""Key prefix of `PyramidPool` -> prefix in the published state dict."""

@@ -28,8 +28,8 @@ def pidnet_s(num_classes: int) -> "PIDNet":
 class PIDNet(SegmentationNet):
     """PIDNet-S (`planes` 32) or PIDNet-M (64). "aux_p" reads branch P, "boundary" (1 channel) branch D.
 
-    Both auxiliary heads read their branch after its ReLU: the published figures draw them before it, but the
-    published in-place ReLU changes the tapped tensor, and its weights were trained so.
+    Both auxiliary heads read their branch after its ReLU. The paper's figures show them before it, but the published
+    code applies an in-place ReLU to the tapped tensor, and its weights were trained that way.
     """
 
     aux_heads = ("aux_p", "boundary")
@@ -76,20 +76,15 @@ class PIDNet(SegmentationNet):
             logits["boundary"] = self.train_only["boundary"](tap_d)
         return logits
 
-    def heads(self, image: Tensor) -> dict[str, Tensor]:
-        """Heads "aux_p", "main" and "boundary" at stride 8."""
-        logits = self.logits(image, aux=True)
-        return {name: logits[name] for name in ("aux_p", "main", "boundary")}
-
     def _detail(self, stride8: Tensor, stride16: Tensor, stride32: Tensor) -> tuple[Tensor, Tensor]:
-        """Branch P: the tap of "aux_p" and the branch's end."""
+        """Branch P: the input of "aux_p", and the output of the branch."""
         gated = self.gate3(self.detail3(stride8), self.to_detail3(stride16))
         tap = F.relu(gated, inplace=True)
         gated = self.gate4(self.detail4(tap), self.to_detail4(stride32))
         return tap, self.detail5(F.relu(gated, inplace=True))
 
     def _boundary(self, stride8: Tensor, stride16: Tensor, stride32: Tensor) -> tuple[Tensor, Tensor]:
-        """Branch D: the tap of "boundary" and the branch's end."""
+        """Branch D: the input of "boundary", and the output of the branch."""
         edges = self.boundary3(stride8)
         edges = F.relu(edges + upsample_like(self.to_boundary3(stride16), edges), inplace=True)
         edges = self.boundary4(edges)
@@ -98,7 +93,7 @@ class PIDNet(SegmentationNet):
 
 
 class PixelAttention(nn.Module):
-    """Per pixel, as much of the context as it agrees with the detail: (1 - s) detail + s up(context).
+    """(1 - s) detail + s up(context), where s is, per pixel, how well the two agree.
 
     Shapes: detail (B, num_in, h, w) and context (B, num_in, any size) -> (B, num_in, h, w).
     """
@@ -110,13 +105,13 @@ class PixelAttention(nn.Module):
 
     def forward(self, detail: Tensor, context: Tensor) -> Tensor:
         agreement = self.key(detail) * upsample_like(self.query(context), detail)
-        # Autocast sums in fp32; without the cast back the rest of the branch would stay in fp32.
+        # Autocast sums in fp32. Without the cast the rest of the branch would run in fp32 as well.
         share = torch.sigmoid(agreement.sum(dim=1, keepdim=True)).to(detail.dtype)
         return (1 - share) * detail + share * upsample_like(context, detail)
 
 
 class LightBag(nn.Module):
-    """Fusion that takes detail at boundaries and context elsewhere; all tensors (B, num_in, h, w)."""
+    """Fusion that weights detail at boundaries and context elsewhere; all tensors (B, num_in, h, w)."""
 
     def __init__(self, num_in: int) -> None:
         super().__init__()
@@ -130,7 +125,7 @@ class LightBag(nn.Module):
 
 
 class PAPPM(PyramidPool):
-    """Pyramid whose scales are processed side by side by one grouped convolution."""
+    """Parallel mixing: one grouped convolution processes all scales."""
 
     def __init__(self, num_in: int, planes: int, num_out: int) -> None:
         super().__init__(num_in, planes, num_out)
@@ -167,4 +162,4 @@ PUBLISHED_KEYS = {
     "train_only.aux_p.": "seghead_p.",
     "train_only.boundary.": "seghead_d.",
 }
-"""Prefix of a key here -> prefix in the published state dict; the longest match counts."""
+"""Key prefix here -> prefix in the published state dict; the longest match counts."""

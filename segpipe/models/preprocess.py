@@ -1,4 +1,4 @@
-"""What happens between the uint8 batch and the network, in training, in validation and inside the exported file."""
+"""Preprocessing between the uint8 batch and the network: in training, in validation and inside the exported file."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 class Preprocess(nn.Module):
-    """Normalised float32 image from uint8 RGB, on the device of its buffers.
+    """Normalized float32 image from uint8 RGB, on the device of its buffers.
 
-    Computes image * scale + bias with scale = 1 / (255 * std) and bias = -mean / std, which is
-    (image - 255 * mean) / (255 * std), in fp32, always as one multiplication and then one addition. Draws no random
-    numbers. Mean and std are per channel, RGB, in units of 0 to 1.
+    Computes image * scale + bias in fp32, always as one multiplication and one addition, with scale = 1 / (255 * std)
+    and bias = -mean / std, which is (image / 255 - mean) / std. Mean and std are per RGB channel, in units of 0 to 1.
 
-    Shapes: uint8 (B, H, W, 3) -> float32 (B, 3, H, W). The result keeps the memory order of its input: channels_last
-    comes for free, without a copy. Raises TypeError when the image is not uint8 and ValueError when its last
-    axis is not RGB: both would otherwise broadcast to something that looks like an image.
+    Shapes: uint8 (B, H, W, 3) -> float32 (B, 3, H, W). The result keeps the memory order of its input, so it is
+    channels_last without a copy. Raises TypeError for another dtype and ValueError when the last axis is not RGB:
+    both would otherwise broadcast to something that looks like an image.
     """
 
     scale: Tensor
@@ -28,16 +27,14 @@ class Preprocess(nn.Module):
 
     def __init__(self, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD) -> None:
         super().__init__()
-        wide_mean, wide_std = (
-            torch.tensor(list(values), dtype=torch.float64).view(1, 3, 1, 1) for values in (mean, std)
-        )
-        self.register_buffer("scale", (1 / (255 * wide_std)).float())
-        self.register_buffer("bias", (-wide_mean / wide_std).float())
+        mean64, std64 = (torch.tensor(list(values), dtype=torch.float64).view(1, 3, 1, 1) for values in (mean, std))
+        self.register_buffer("scale", (1 / (255 * std64)).float())
+        self.register_buffer("bias", (-mean64 / std64).float())
 
     def forward(self, image: Tensor) -> Tensor:
         if image.dtype != torch.uint8:
             raise TypeError(f"image is {image.dtype}, but uint8 (B, H, W, 3) in RGB order was needed.")
         tracing = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
-        if not tracing and image.shape[-1] != 3:  # a tracer would only warn
+        if not tracing and image.shape[-1] != 3:  # under tracing the comparison would only warn
             raise ValueError(f"image has shape {tuple(image.shape)}, but (B, H, W, 3) was needed.")
         return image.permute(0, 3, 1, 2).to(torch.float32) * self.scale + self.bias

@@ -13,11 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe.data.augment import Augmenter
-from segpipe.data.cache import CachedSamples
 from segpipe.data.catalog import ClassTable
 from segpipe.data.loader import ShardBatch, train_batches
 from segpipe.data.order import Order
-from segpipe.data.samples import Samples
+from segpipe.data.samples import CachedSamples, Samples
 from segpipe.keys import sample_key
 from segpipe.purity.probes import Finding, first_difference
 

@@ -83,7 +83,8 @@ def _world_size(config: Config) -> int:
 def prepare(config: Config, world_size: int) -> None:
     """Check everything that can be checked before the first process starts, then claim the run's folder."""
     from segpipe.data.augment import Augmenter
-    from segpipe.data.samples import open_samples, verify
+    from segpipe.data.problems import verify
+    from segpipe.data.samples import open_samples
     from segpipe.purity import checker as purity
 
     check(config, world_size=world_size)

@@ -15,10 +15,9 @@ import torch
 
 from segpipe import __version__
 from segpipe.data.augment import Augmenter
-from segpipe.data.cache import CachedSamples
 from segpipe.data.loader import ShardBatch, train_batches
 from segpipe.data.order import Order
-from segpipe.data.samples import Samples, class_pixels, open_samples
+from segpipe.data.samples import CachedSamples, Samples, class_pixels, open_samples
 from segpipe.determinism import flags
 from segpipe.distributed.watch.agreement import agree_on_step, common_fingerprint
 from segpipe.errors import CheckpointError, Interrupted, NumericsError
@@ -26,7 +25,7 @@ from segpipe.files import to_json, write_atomically
 from segpipe.ledger import inputs
 from segpipe.ledger.digest import state_digest
 from segpipe.ledger.files import last_seals
-from segpipe.losses import class_weights
+from segpipe.losses.pixelwise import class_weights
 from segpipe.models.preprocess import Preprocess
 from segpipe.purity.canary import Canary
 from segpipe.settings.config import Config, config_hash, to_mapping

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from segpipe.distributed.reduce import FlatLayout, RankSum, TreeSum, tree_over_ranks
 from segpipe.keys import torch_seed
-from segpipe.losses import shard_loss
+from segpipe.losses.total import shard_loss
 from segpipe.models.preprocess import Preprocess
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from segpipe.losses import valid_pixels
+from segpipe.losses.total import valid_pixels
 from segpipe.train.gradients import BatchLoss, DdpGradients, ElasticGradients, norms, statistics
 from segpipe.train.optim import learning_rate
 

@@ -48,7 +48,7 @@ def test_the_sample_is_left_alone(frame):
 
 @pytest.mark.parametrize("crop_size", [[60, 80], [32, 48]])
 def test_the_output_is_never_memory_of_the_sample(frame, crop_size):
-    """A cache may hold the sample; whoever writes into the crop must not change it."""
+    """A cache may hold the sample, so writing into the crop must not change it."""
     augmenter = Augmenter(config(crop_size=crop_size, scale=[1.0, 1.0], flip=0.0, **NO_COLOUR))
     for output in augmenter(*frame, 1):
         assert not any(np.may_share_memory(output, part) for part in frame)
@@ -120,7 +120,7 @@ def test_the_pipeline_is_neither_pickled_nor_shared_across_a_fork(frame, monkeyp
 
 
 def test_the_unkeyed_control_depends_on_history(frame):
-    """What `keyed=False` is for: it must fail the promises above."""
+    """The control must break the promises above."""
     augmenter = Augmenter(config(keyed=False))
     assert digest(augmenter, frame, 1) != digest(augmenter, frame, 1)
     pair = [pickle.loads(pickle.dumps(augmenter)) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""The cache changes no bit, keeps to its budget, and starts empty in another process."""
+"""Cached samples: no bit changes, the budget holds, and a copy for another process starts empty."""
 
 import pickle
 
@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from segpipe.data.augment import Augmenter
-from segpipe.data.cache import CachedSamples, Pair
 from segpipe.data.catalog import CAMVID, ClassTable
 from segpipe.data.loader import train_batches
 from segpipe.data.order import Order
-from segpipe.data.samples import open_samples
+from segpipe.data.samples import CachedSamples, Sample, open_samples
 from segpipe.settings.config import AugmentConfig, DataConfig
 
 PAIR_BYTES = 64 * 64 * 4
@@ -30,7 +29,7 @@ class Counted:
     def name(self, index: int) -> str:
         return f"sample{index}"
 
-    def read(self, index: int) -> Pair:
+    def read(self, index: int) -> Sample:
         self.reads[index] += 1
         random = np.random.default_rng(index)
         image = random.integers(0, 256, (64, 64, 3), dtype=np.uint8)

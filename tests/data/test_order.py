@@ -1,4 +1,4 @@
-"""Order: every sample once per epoch, wherever the run was stopped and however it is divided."""
+"""Order: every sample once per epoch, for any number of ranks and wherever the run was stopped."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def test_seeds_and_epochs_give_other_orders():
 
 
 def test_the_permutation_is_fair():
-    """Every sample is as likely at the first place as any other: chi-square with 9 degrees of freedom, p = 0.001."""
+    """Every sample is equally likely at the first place: chi-square with 9 degrees of freedom, p = 0.001."""
     first = [int(permutation(0, epoch, 10)[0]) for epoch in range(2000)]
     counts = np.bincount(first, minlength=10)
     assert ((counts - 200) ** 2 / 200).sum() < 27.9
@@ -36,10 +36,10 @@ def test_the_cached_order_cannot_be_changed():
         permutation(0, 0, 5)[0] = 1
 
 
-def test_batches_straddle_epochs_and_drop_nothing():
-    order = Order(seed=0, num_samples=10, shards=2, samples_per_shard=3)
+def test_batches_span_epochs_and_drop_nothing():
+    order = Order(seed=3, num_samples=10, shards=2, samples_per_shard=3)
     seen = [pair for step in range(5) for shard in range(2) for pair in order.shard(step, shard)]
-    assert seen == [(epoch, index) for epoch in range(3) for index in permutation(0, epoch, 10)]
+    assert seen == [(epoch, index) for epoch in range(3) for index in permutation(3, epoch, 10)]
     assert {epoch for epoch, _ in order.shard(1, 1)} == {0, 1}
 
 
@@ -49,8 +49,8 @@ def test_a_batch_may_be_larger_than_the_data():
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
-def test_the_number_of_ranks_does_not_enter(ranks):
-    """Each rank asks for its own shards only; together they are the same global batch."""
+def test_the_number_of_ranks_does_not_matter(ranks):
+    """Each rank takes only its own shards; together they are the same global batch."""
     order = Order(seed=5, num_samples=37, shards=16, samples_per_shard=2)
     whole = [order.sample(3 * 32 + position) for position in range(32)]
     per_rank = 16 // ranks

@@ -1,4 +1,4 @@
-"""Readers of files: exact pixels, and every fault of the data named with its file."""
+"""Reading files: exact pixels, and every fault is reported with its file."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from segpipe.cli.main import main as segpipe
-from segpipe.data import samples
-from segpipe.data.decode import read_image, read_mask
-from segpipe.data.samples import class_pixels, open_samples, problems, verify
+from segpipe.data.problems import problems, verify
+from segpipe.data.readers import read_image, read_mask, threaded
+from segpipe.data.samples import class_pixels, open_samples
 from segpipe.errors import DataError
 from segpipe.settings.config import DataConfig
 
@@ -213,14 +213,14 @@ def test_every_fault_is_named_with_its_file(data: DataConfig, fault: str, mode: 
 
 
 @pytest.mark.parametrize("fault", ["root", "split", "table", "empty", "no mask", "no image", "twice"])
-def test_open_refuses_what_is_no_split(data: DataConfig, fault: str) -> None:
+def test_open_refuses_an_incomplete_split(data: DataConfig, fault: str) -> None:
     FAULTS[fault][0](Path(data.root))
     with pytest.raises(DataError):
         open_samples(data, "train" if fault.startswith("no") else "val", 0)
 
 
 @pytest.mark.parametrize("fault", ["size", "colours", "depth", "id", "torn image", "torn mask", "torn jpeg"])
-def test_reading_refuses_what_is_no_sample(data: DataConfig, fault: str) -> None:
+def test_reading_refuses_a_faulty_sample(data: DataConfig, fault: str) -> None:
     FAULTS[fault][0](Path(data.root))
     samples = open_samples(data, "train", 0)
     with pytest.raises(DataError, match="frame1"):
@@ -274,7 +274,7 @@ def test_the_control_opencv_accepts_a_torn_file(tmp_path: Path, capfd: pytest.Ca
     path = tmp_path / "torn.jpg"
     write(path, image_of(0))
     truncate(path, 0.6)
-    assert cv2.imread(str(path)) is not None  # why decode.py walks the file itself
+    assert cv2.imread(str(path)) is not None  # why readers.py checks the structure itself
     capfd.readouterr()
 
 
@@ -309,11 +309,11 @@ def test_camvid_has_the_published_counts() -> None:
 
 
 def test_no_thread_outlives_a_read_of_many_files() -> None:
-    """One that the system has not ended yet may hold OpenCV's lock when a loader process is forked."""
+    """A thread that is still ending may hold OpenCV's lock while a loader process is forked."""
     tasks = Path("/proc/self/task")
     before = set(tasks.iterdir())
     for _ in range(50):
-        assert len(list(samples._threaded(lambda number: cv2.flip(NOISE, number % 2), range(32)))) == 32
+        assert len(list(threaded(lambda number: cv2.flip(NOISE, number % 2), range(32)))) == 32
         assert set(tasks.iterdir()) <= before
 
 

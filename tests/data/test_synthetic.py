@@ -1,7 +1,8 @@
-"""Synthetic scenes: pure functions of (seed, split, index), with every class in sight."""
+"""Synthetic scenes: pure functions of (seed, split, index) that show every class."""
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import random
 
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 
 from segpipe.data.catalog import STREET
-from segpipe.data.samples import class_pixels, open_samples, problems
-from segpipe.data.synthetic.scenes import SyntheticSamples
+from segpipe.data.problems import problems
+from segpipe.data.samples import SyntheticSamples, class_pixels, open_samples
+from segpipe.data.synthetic import street
 from segpipe.settings.config import DataConfig
 
 SIZE = (96, 192)
@@ -39,6 +41,21 @@ def test_shapes_types_and_ids() -> None:
         assert image.flags.c_contiguous
         assert target.flags.c_contiguous
         assert target.max() < STREET.num_classes
+
+
+def test_painted_ids_are_those_of_the_class_table() -> None:
+    assert [getattr(street, name.upper()) for name in STREET.names] == list(range(STREET.num_classes))
+
+
+def test_the_pixels_are_frozen() -> None:
+    """The README's accuracy and the digests of runs on scenes depend on them.
+
+    Colours may differ in the last bit on another CPU, where OpenCV computes in floats; targets may not.
+    """
+    images, targets = zip(*(scenes().read(index) for index in range(4)), strict=True)
+    digest = hashlib.sha256(b"".join(target.tobytes() for target in targets)).hexdigest()
+    assert digest == "2c9cdf4355a37e2f89aa3eaef61f7a5ffb96c6241f8780e9cad8fd28d64eca8e"
+    assert np.mean(images, (0, 1, 2)) == pytest.approx([115.309, 115.461, 112.225], abs=2e-3)
 
 
 def test_the_same_scene_whatever_came_before() -> None:
@@ -87,7 +104,7 @@ def test_scenes_are_diverse() -> None:
     assert len({scenes().read(index)[1].tobytes() for index in range(60)}) == 60
 
 
-def test_every_class_is_common_enough_to_be_learnt() -> None:
+def test_every_class_is_common_enough_to_be_learned() -> None:
     samples = SyntheticSamples(1, "train", 60, (192, 384))
     counts = np.stack([np.bincount(samples.read(index)[1].ravel(), minlength=10) for index in range(60)])
     share = counts.sum(0) / counts.sum()
@@ -96,7 +113,7 @@ def test_every_class_is_common_enough_to_be_learnt() -> None:
 
 
 def test_image_and_target_show_the_same_things() -> None:
-    """Colours differ far more between the classes of a scene than chance would have it; the control breaks the pair."""
+    """Class explains far more of a scene's colour variance than chance; the control mixes images and targets."""
 
     def explained(image: np.ndarray, target: np.ndarray) -> float:
         pixels = image.reshape(-1, 3).astype(float)
@@ -113,7 +130,7 @@ def test_image_and_target_show_the_same_things() -> None:
 
 
 def test_targets_are_crisp() -> None:
-    """No id appears between two classes that the painting did not put there: single odd pixels are rare."""
+    """Isolated pixels are rare: downsampling creates no ids between two classes."""
     target = SyntheticSamples(2, "val", 4, (192, 384)).read(0)[1]
     same = np.zeros(target[1:-1, 1:-1].shape, bool)
     for rows, columns in ((0, 1), (2, 1), (1, 0), (1, 2)):

@@ -1,4 +1,4 @@
-"""Further transforms: each does what it says, image and target stay in register, and names are checked."""
+"""Further transforms: each has its effect, image and target stay aligned, and names are checked."""
 
 import math
 import pickle
@@ -55,7 +55,7 @@ def test_shape_type_and_target(name, frame):
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_they_are_left_out_by_chance(name, frame):
-    """A transform that always applies would hide what the network meets on a good day."""
+    """A transform that always applies would never show the network a clean image."""
     augmenter = Augmenter(AugmentConfig(crop_size=[64, 96], extra=[name], **PLAIN))
     seen = [augmenter(*frame, sample_key(0, 0, index, "augment"))[0] for index in range(60)]
     untouched = sum(np.array_equal(image, frame[0]) for image in seen)

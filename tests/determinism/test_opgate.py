@@ -17,7 +17,7 @@ from segpipe.determinism import opgate
 from segpipe.determinism.opgate import RULES, OpGate
 from segpipe.distributed.group import Group
 from segpipe.errors import UnsafeOpError
-from segpipe.losses import shard_loss, valid_pixels
+from segpipe.losses.total import shard_loss, valid_pixels
 from segpipe.models import MODELS, build_model, resize
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config, LossConfig
@@ -86,8 +86,8 @@ def test_control_a_network_that_resizes_as_on_a_cpu_is_caught(monkeypatch: pytes
 
 
 def test_control_a_loss_that_reduces_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mean(logits: Tensor, target: Tensor, class_weights: Tensor | None) -> Tensor:
-        return F.cross_entropy(logits, target.long(), ignore_index=255)
+    def mean(logits: Tensor, target: Tensor, class_weights: Tensor | None, *, ignore_index: int) -> Tensor:
+        return F.cross_entropy(logits, target.long(), ignore_index=ignore_index)
 
     monkeypatch.setattr("segpipe.losses.total.pixel_losses", mean)
     heads = {"main": torch.randn(2, C, 8, 8)}

@@ -1,6 +1,7 @@
-"""Losses against slow references in float64, and what must hold when nothing is labelled."""
+"""Losses against slow references in float64, and batches without any labelled pixel."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,15 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from segpipe.losses import class_weights, shard_loss, valid_pixels
-from segpipe.losses.boundary import boundary_sum, boundary_target
-from segpipe.losses.dice import dice_sum
-from segpipe.losses.pixelwise import kth_largest, ohem_sum, pixel_losses
+from segpipe.losses import pixelwise
+from segpipe.losses.pixelwise import boundary_sum, class_weights, kth_largest, ohem_sum
+from segpipe.losses.total import shard_loss, valid_pixels
 from segpipe.models.resize import bilinear
 from segpipe.settings.config import LossConfig
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
 C = 5
+pixel_losses = partial(pixelwise.pixel_losses, ignore_index=255)
+dice_sum = partial(pixelwise.dice_sum, ignore_index=255)
+boundary_target = partial(pixelwise.boundary_target, ignore_index=255)
 
 
 def batch(seed: int, *, size: tuple[int, int] = (12, 16), count: int = 2, ignored: float = 0.3) -> Tensor:
@@ -67,7 +70,7 @@ def test_class_weights_have_mean_1_over_the_training_pixels() -> None:
 @pytest.mark.parametrize("stride", [1, 2, 3, 4])
 @pytest.mark.parametrize("align_corners", [False, True])
 @pytest.mark.parametrize("size", [(24, 36), (25, 38)])
-def test_strided_loss_looks_at_the_same_logits_as_the_full_one(
+def test_strided_loss_uses_the_same_logits_as_the_full_one(
     stride: int, align_corners: bool, size: tuple[int, int]
 ) -> None:
     target, logits = batch(2, size=size), noise(2, C, 6, 9)
@@ -96,7 +99,7 @@ def test_stride_keeps_the_loss_of_a_constant_image(stride: int, size: tuple[int,
     assert float(parts["total"]) == pytest.approx(1.5 * expected, rel=1e-5)
 
 
-def test_strided_loss_has_gradients_only_where_it_looks() -> None:
+def test_strided_loss_has_gradients_only_at_its_pixels() -> None:
     target = batch(3, ignored=0.0)
     logits = noise(2, C, 12, 16).requires_grad_()
     loss({"main": logits}, target, LossConfig(stride=4))["total"].backward()
@@ -132,7 +135,7 @@ def test_nothing_labelled_is_loss_0_and_gradient_0(name: str, stride: int, elsew
 @pytest.mark.parametrize("stride", [1, 2])
 def test_shards_add_up_to_the_whole_batch(stride: int) -> None:
     target, main, aux = batch(5, count=8), noise(8, C, 3, 4), noise(8, C, 3, 4, seed=1)
-    target[2:4] = 255  # a shard without a label takes nothing from the others
+    target[2:4] = 255  # a shard without labels does not change the others
     config, valid = LossConfig(stride=stride), valid_pixels(target)
     whole = loss({"main": main, "aux": aux}, target, config, valid)
     shards = [
@@ -140,7 +143,7 @@ def test_shards_add_up_to_the_whole_batch(stride: int) -> None:
     ]
     for name, value in whole.items():
         assert float(sum(part[name] for part in shards)) == pytest.approx(float(value), rel=1e-5)
-    # The control: means of shards, as other trainers take them, are another number when shards differ in labels.
+    # The control: the mean over shards, as other trainers take it, differs when shards have different label counts.
     means = [loss({"main": main[i : i + 2]}, target[i : i + 2], config)["main"] for i in (0, 2, 4, 6)]
     assert float(sum(means)) / 4 != pytest.approx(float(whole["main"]), rel=1e-3)
 
@@ -166,7 +169,70 @@ def test_edge_part_counts_only_where_the_boundary_head_is_sure() -> None:
     assert float(parts["edge"]) == pytest.approx(expected, rel=1e-5)
     parts["total"].backward()
     assert boundary.grad is not None
-    assert not boundary.grad.any()  # the mask is no way back into the boundary head
+    assert not boundary.grad.any()  # no gradient flows through the mask
+
+
+@pytest.mark.parametrize(("probability", "counted"), [(0.79, False), (0.81, True)])
+def test_the_boundary_head_is_sure_above_80_percent(probability: float, counted: bool) -> None:
+    target, main = batch(6), noise(2, C, 12, 16)
+    boundary = torch.full((2, 1, 12, 16), math.log(probability / (1 - probability)))
+    parts = loss({"main": main, "boundary": boundary}, target, LossConfig(boundary_weight=0.0))
+    expected = reference(main, target).sum() / valid_pixels(target) if counted else 0.0
+    assert float(parts["edge"]) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("stride", [2, 3])
+def test_edge_part_under_stride_counts_what_a_strided_pixel_stands_for(stride: int) -> None:
+    target, main = batch(6, size=(24, 36)), noise(2, C, 6, 9)
+    boundary = torch.full((2, 1, 6, 9), 10.0)
+    parts = loss({"main": main, "boundary": boundary}, target, LossConfig(stride=stride))
+    assert float(parts["edge"]) == pytest.approx(float(parts["main"]), rel=1e-6)
+
+
+@pytest.mark.parametrize("align_corners", [False, True])
+def test_boundary_part_is_weighted_and_at_the_size_of_the_target(align_corners: bool) -> None:
+    target = batch(6, size=(4, 6)).repeat_interleave(6, 1).repeat_interleave(6, 2)
+    heads = {"main": noise(2, C, 6, 9), "boundary": noise(2, 1, 6, 9)}
+    found = shard_loss(
+        heads,
+        target,
+        LossConfig(boundary_weight=7.0),
+        class_weights=None,
+        global_valid=torch.tensor(100),
+        align_corners=align_corners,
+    )["boundary"]
+    logits = bilinear(heads["boundary"], (24, 36), align_corners=align_corners)
+    expected = 7.0 * boundary_sum(logits, boundary_target(target), target != 255) / 100
+    assert float(expected) > 1
+    assert float(found) == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_main_and_auxiliary_heads_have_their_own_strides() -> None:
+    target, logits = batch(2, size=(24, 36)), noise(2, C, 6, 9)
+    parts = loss({"main": logits, "aux": logits}, target, LossConfig(stride=2, aux_stride=3, aux_weight=0.5))
+    alone = {n: loss({"main": logits}, target, LossConfig(stride=n))["main"] for n in (2, 3)}
+    assert float(parts["main"]) == float(alone[2])
+    assert float(parts["aux"]) == pytest.approx(0.5 * float(alone[3]), rel=1e-6)
+
+
+def test_ohem_settings_reach_the_loss() -> None:
+    target, logits = batch(2), noise(2, C, 12, 16)
+    losses = pixel_losses(logits, target)
+    for threshold, min_kept in ((0.7, 0.0625), (0.2, 0.0625), (0.001, 0.5)):
+        config = LossConfig(name="ohem", ohem_threshold=threshold, ohem_min_kept=min_kept)
+        expected = ohem_sum(losses, target != 255, threshold=threshold, min_kept=min_kept) / valid_pixels(target)
+        assert float(loss({"main": logits}, target, config)["main"]) == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_dice_part_under_stride_counts_what_a_strided_pixel_stands_for(stride: int) -> None:
+    target, logits = batch(12, size=(24, 36)), noise(2, C, 6, 9)
+    parts = loss({"main": logits, "aux": logits}, target, LossConfig(stride=stride, dice_weight=0.7))
+    pick = (slice(stride // 2, None, stride), slice(stride // 2, None, stride))
+    seen, resized = target[:, *pick], bilinear(logits, (24, 36))[:, :, *pick]
+    expected = 0.7 * dice_sum(resized, seen) * target.numel() / seen.numel() / valid_pixels(target)
+    assert float(parts["dice"]) == pytest.approx(float(expected), rel=1e-5)
+    assert float(parts["total"]) == pytest.approx(float(parts["main"] + parts["aux"] + parts["dice"]), rel=1e-6)
 
 
 # --- OHEM
@@ -204,10 +270,17 @@ def test_ohem_gives_easy_pixels_no_gradient() -> None:
     assert losses.grad.tolist() == [[[0.0, 0.0, 2.0, 2.0, 0.0]]]  # 4 valid for 2 kept
 
 
-def test_ohem_shows_a_nan_instead_of_calling_it_easy() -> None:
+def test_ohem_keeps_a_nan() -> None:
     valid = torch.ones(1, 2, 2, dtype=torch.bool)
     for losses in (torch.full((1, 2, 2), math.nan), torch.tensor([[[0.1, math.nan], [3.0, 0.0]]])):
         assert ohem_sum(losses, valid, threshold=0.7, min_kept=0.25).isnan()
+
+
+def test_ohem_keeps_the_hardest_pixel_when_all_are_easy() -> None:
+    losses, valid = torch.tensor([[[0.01, 0.03, 0.02, 0.0]]]), torch.ones(1, 1, 4, dtype=torch.bool)
+    found = ohem_sum(losses, valid, threshold=0.7, min_kept=0.1)
+    assert float(found) == pytest.approx(4 * 0.03)
+    assert float(ohem_sum(losses, valid, threshold=0.7, min_kept=0.0)) == 0
 
 
 def special_values(random: np.random.Generator, size: int) -> np.ndarray:
@@ -273,6 +346,7 @@ def test_boundary_sum_balances_edges_against_the_rest() -> None:
     target = batch(7, size=(20, 25), ignored=0.2)
     edge, valid, logits = boundary_target(target, width=1), target != 255, noise(2, 1, 20, 25)
     edge = edge * (torch.rand(edge.shape, generator=torch.Generator().manual_seed(0)) < 0.1)
+    edge[~valid.unsqueeze(1)] = 1.0  # must not count
     x, e, v = logits[:, 0].double().numpy(), edge[:, 0].numpy(), valid.numpy()
     positives, total = (e * v).sum(), v.sum()
     bce = np.logaddexp(0, x) - x * e
@@ -298,7 +372,7 @@ def test_dice_is_that_of_float64_over_the_classes_that_occur() -> None:
     ]
     found = float(dice_sum(logits, target))
     assert found == pytest.approx(np.mean(losses) * valid_pixels(target), rel=1e-5)
-    with_absent = (sum(losses) + 1) / C  # the control: a class that does not occur would count as missed
+    with_absent = (sum(losses) + 1) / C  # the control: counting absent classes as missed
     assert found != pytest.approx(with_absent * valid_pixels(target), rel=1e-3)
 
 

@@ -1,4 +1,4 @@
-"""Every network there is, and every later one: trained for a moment by the real command, its files pass every gate."""
+"""Every network in MODELS: after a short training with the real command, its exported files pass every gate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preprocessing: the formula to the last bits, RGB order, memory order, and the same when traced."""
+"""Preprocessing: the formula to the last bits, RGB order, memory order, and tracing."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def test_formula(every_value):
 
 
 def test_swapped_channels_are_seen(every_value):
-    """The control: BGR instead of RGB, the commonest mistake on a robot, misses the bound by far."""
+    """The control: BGR instead of RGB, the most common mistake on a robot, exceeds the bound by far."""
     assert error_of(Preprocess()(every_value.flip(-1)), every_value) > 1
 
 

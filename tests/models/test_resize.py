@@ -1,4 +1,4 @@
-"""The matrix path against torch's own resize and pooling."""
+"""The matrix path of resize and pooling against torch's own."""
 
 import pytest
 import torch
@@ -7,8 +7,15 @@ from torch.nn import functional as F
 
 from segpipe.models import resize
 
-SIZES = [((1, 1), (3, 5)), ((2, 3), (16, 24)), ((5, 7), (33, 49)), ((9, 13), (65, 97)), ((8, 6), (8, 6))]
-"""(from, to): one pixel, whole factors, odd sizes, no change."""
+SIZES = [
+    ((1, 1), (3, 5)),
+    ((4, 5), (1, 1)),
+    ((2, 3), (16, 24)),
+    ((5, 7), (33, 49)),
+    ((9, 13), (65, 97)),
+    ((8, 6), (8, 6)),
+]
+"""(from, to): from and to one pixel, whole factors, odd sizes, no change."""
 
 
 @pytest.mark.parametrize("align_corners", [False, True])
@@ -40,15 +47,43 @@ def test_matrix_resize_in_fp32_within_5e_7(align_corners: bool) -> None:
     assert (ours - torchs).abs().max() <= 5e-7
 
 
-def test_half_precision_is_computed_in_fp32_also_under_autocast() -> None:
-    x = torch.randn(1, 4, 9, 13).bfloat16()
+@pytest.mark.parametrize("align_corners", [False, True])
+@pytest.mark.parametrize("stride", [2, 3, 4])
+def test_a_strided_resize_is_every_nth_pixel_of_the_full_one(stride: int, align_corners: bool) -> None:
+    x = torch.randn(2, 3, 5, 7)
+    full = resize.bilinear_matmul(x, (33, 49), align_corners=align_corners)
+    found = resize.bilinear_matmul(x, (33, 49), align_corners=align_corners, stride=stride)
+    expected = full[..., stride // 2 :: stride, stride // 2 :: stride]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_the_cuda_path_is_taken_inside_its_context_only_and_never_in_export() -> None:
+    x = torch.randn(1, 2, 5, 7)
+    as_matmul = resize.bilinear_matmul(x, (33, 49))
+    as_interpolate = F.interpolate(x, (33, 49), mode="bilinear")
+    assert not torch.equal(as_matmul, as_interpolate)
+    with resize.as_on_cuda():
+        assert torch.equal(resize.bilinear(x, (33, 49)), as_matmul)
+        exported = torch.export.export(Upsample(), (x,))
+    assert "upsample_bilinear2d" in str(exported.graph)
+    assert torch.equal(resize.bilinear(x, (33, 49)), as_interpolate)
+
+
+class Upsample(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return resize.bilinear(x, (33, 49))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_computed_in_fp32_also_under_autocast(dtype: torch.dtype) -> None:
+    x = torch.randn(1, 4, 9, 13).to(dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ours = resize.bilinear_matmul(x, (36, 52))
         wide = resize.bilinear_matmul(x.float(), (36, 52))
-    assert ours.dtype == torch.bfloat16
+    assert ours.dtype == dtype
     assert wide.dtype == torch.float32
     torch.testing.assert_close(wide, F.interpolate(x.float(), size=(36, 52), mode="bilinear"), rtol=0, atol=1e-6)
-    torch.testing.assert_close(ours, wide.bfloat16(), rtol=0, atol=0)
+    torch.testing.assert_close(ours, wide.to(dtype), rtol=0, atol=0)
 
 
 def test_matrices_of_inference_mode_serve_a_later_backward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,10 +21,10 @@ import impure
 from impure import Noise, config
 from runs import command, settings
 from segpipe.data.augment import Augmenter
-from segpipe.data.cache import CachedSamples
 from segpipe.data.loader import ShardBatch, train_batches
 from segpipe.data.order import Order
 from segpipe.data.plan import REPEATS, Member, Request, chosen, requests
+from segpipe.data.samples import CachedSamples
 from segpipe.data.transforms import TRANSFORMS
 from segpipe.errors import ConfigError, ImpureAugmentError
 from segpipe.ledger import native

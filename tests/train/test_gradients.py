@@ -22,7 +22,7 @@ from segpipe.distributed.group import Group, Level
 from segpipe.distributed.reduce import FlatLayout, TreeSum
 from segpipe.errors import ConfigError
 from segpipe.ledger.digest import state_digest
-from segpipe.losses import valid_pixels
+from segpipe.losses.total import valid_pixels
 from segpipe.models.layers import SegmentationNet
 from segpipe.settings.config import Config, check, from_mapping
 from segpipe.train import gradients

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from segpipe.data.loader import ShardBatch
 from segpipe.distributed.group import Group
-from segpipe.losses import valid_pixels
+from segpipe.losses.total import valid_pixels
 from segpipe.models.layers import SegmentationNet
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config, from_mapping

@@ -1,1 +1,1 @@
-"""Procedural street scenes."""
+"""Procedural street scenes: scenes.py composes them, the other modules paint."""

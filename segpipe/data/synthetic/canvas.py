@@ -1,8 +1,8 @@
-"""A pinhole camera over a curved street, and the two pictures it paints at once: colours and class ids.
+"""A pinhole camera over a curved street, and the two images it paints at once: colours and class ids.
 
-World coordinates are metres: x to the right of the camera, y up from the ground, z ahead. Along the street, a place is
-(side, z): `side` metres to the right of the middle of the road. Painting goes from far to near; what is painted later
-hides what was there, in both pictures alike.
+World coordinates are in metres: x to the right of the camera, y up from the ground, z ahead. A place on the street is
+(side, z), with `side` metres to the right of the middle of the road. Painting goes from far to near: later objects hide
+earlier ones in both images.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Point = tuple[float, float, float]
 Colour = tuple[float, float, float]
 SUPERSAMPLE = 2  # colours are averaged over 2x2 painted pixels, class ids are taken from one of them
 SHORT, LONG = np.linspace(0, 1, 3), np.linspace(0, 1, 16)  # steps along a strip of ground
-NEAR = 1.2  # metres; nothing nearer is painted, which keeps divisions by z harmless
+NEAR = 1.2  # metres; nothing nearer is painted, so no division by z gets too large
 
 
 class Chance:
-    """Draws from one generator; a block at a time, because a single draw by numpy costs a microsecond."""
+    """Random draws from one generator, taken in blocks because a single draw by numpy costs a microsecond."""
 
     def __init__(self, generator: np.random.Generator) -> None:
         self.generator = generator
@@ -42,14 +42,11 @@ class Chance:
         return min(high, int(self.uniform(low, high + 1)))
 
     def colour(self, palette: Sequence[Colour], spread: float) -> Colour:
-        """One of the palette, each channel moved by at most `spread`."""
-        red, green, blue = palette[self.integer(0, len(palette) - 1)]
+        """One of the palette, with brightness moved by at most `spread` and each channel by a third of it."""
+        chosen = palette[self.integer(0, len(palette) - 1)]
         shift, third = self.uniform(-spread, spread), spread / 3
-        return (
-            max(0.0, red + shift + self.uniform(-third, third)),
-            max(0.0, green + shift + self.uniform(-third, third)),
-            max(0.0, blue + shift + self.uniform(-third, third)),
-        )
+        red, green, blue = (max(0.0, part + shift + self.uniform(-third, third)) for part in chosen)
+        return red, green, blue
 
 
 @dataclass(frozen=True)
@@ -66,14 +63,14 @@ class Light:
 
 @dataclass(frozen=True)
 class Camera:
-    """Where the picture is taken; lengths in pixels of the painted canvas and metres."""
+    """Where the image is taken; lengths in pixels of the painted canvas and in metres."""
 
     focal: float
     column: float  # of the vanishing point
     row: float  # of the horizon
     height: float
     side: float  # of the camera, from the middle of the road
-    heading: float  # of the road against the camera, as a slope
+    heading: float  # of the road relative to the camera, as a slope
     bend: float  # curvature of the road, 1/m
 
     def across(self, side: float, z: float) -> float:
@@ -86,7 +83,7 @@ class Camera:
 
 
 class Canvas:
-    """The two pictures in the making, uint8 (2H, 2W, 4): red, green, blue, class id. One call paints them both."""
+    """Both images in one array, uint8 (2H, 2W, 4): red, green, blue, class id. One call paints both."""
 
     def __init__(self, size: tuple[int, int], camera: Camera, light: Light) -> None:
         self.height, self.width = size[0] * SUPERSAMPLE, size[1] * SUPERSAMPLE
@@ -116,21 +113,24 @@ class Canvas:
 
     def fill(self, points: Sequence[Point], colour: Colour, label: int, gain: float = 1.0) -> None:
         """Paint a polygon of world points."""
-        cv2.fillPoly(self.pixels, [self.project(points)], (*self.shade(colour, points[0][2], gain), label))
+        self.fill_pixels([self.project(points)], self.shade(colour, points[0][2], gain), label)
 
     def fill_pixels(self, polygons: Sequence[NDArray[np.int32]], shaded: Colour, label: int) -> None:
-        """Paint polygons of pixels, which must not overlap, in a colour that is shaded already."""
+        """Paint polygons of pixels, which must not overlap, in an already shaded colour."""
         cv2.fillPoly(self.pixels, polygons, (*shaded, label))
 
     def ball(self, centre: Point, radius: float, colour: Colour, label: int, gain: float = 1.0) -> None:
         """Paint a disc that faces the camera; radius in metres."""
-        x, y, z = centre
-        camera, scale = self.camera, self.camera.focal / max(z, NEAR)
-        place = (round(camera.column + x * scale), round(camera.row + (camera.height - y) * scale))
-        cv2.circle(self.pixels, place, max(1, round(radius * scale)), (*self.shade(colour, z, gain), label), cv2.FILLED)
+        ((column, row),) = self.project([centre]).tolist()
+        pixels = max(1, round(radius * (self.camera.focal / max(centre[2], NEAR))))
+        cv2.circle(self.pixels, (column, row), pixels, (*self.shade(colour, centre[2], gain), label), cv2.FILLED)
+
+    def fill_strip(self, strip: tuple[float, float, float, float], shaded: Colour, label: int) -> None:
+        """Paint a strip of ground, given as for `strip`."""
+        self.fill_pixels([self.strip(*strip)], shaded, label)
 
     def strip(self, left: float, right: float, near: float, far: float) -> NDArray[np.int32]:
-        """Pixels of a ground strip between two sides of the street, following its bend."""
+        """Pixels of a strip of ground between two sides of the street, following its bend."""
         camera = self.camera
         near = max(near, NEAR)
         z = near * (far / near) ** (SHORT if far < 1.6 * near else LONG)

@@ -1,8 +1,7 @@
-"""Street scenes painted from nothing, so that training works before any data set is downloaded.
+"""Procedural street scenes, so that training works before any data set is downloaded.
 
-Scene i of a split is a pure function of (seed, split, i) and the size: layout, weather and noise come from one
-counter-based generator per scene, and OpenCV only paints. See atmosphere.py for light and lens, street.py for the
-things.
+A scene is a pure function of its generator and the size: layout, weather and noise are drawn from it, and OpenCV only
+paints. street.py has the objects, atmosphere.py light and lens.
 """
 
 from __future__ import annotations
@@ -15,54 +14,13 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from segpipe.data.catalog import STREET, ClassTable
+from segpipe.data.synthetic import street
 from segpipe.data.synthetic.atmosphere import draw_light, expose, paint_sky
 from segpipe.data.synthetic.canvas import SUPERSAMPLE, Camera, Canvas, Chance, Colour
-from segpipe.data.synthetic.street import (
-    BUILDING,
-    LANE_MARK,
-    LEAVES,
-    ROAD,
-    SIDEWALK,
-    VEGETATION,
-    WALLS,
-    building,
-    hedge,
-    lamp_post,
-    pedestrian,
-    traffic_light,
-    traffic_sign,
-    tree,
-    vehicle,
-)  # fmt: skip
-from segpipe.keys import generator, sample_key
+from segpipe.data.synthetic.street import BUILDING, LANE_MARK, LEAVES, ROAD, SIDEWALK, SKY, VEGETATION, WALLS
 
 FAR = 150.0  # metres; the ground ends there, behind the skyline
-
-
-@dataclass(frozen=True)
-class SyntheticSamples:
-    """`num` scenes of a split; nothing is stored, each is painted when it is read."""
-
-    seed: int
-    split: str
-    num: int
-    size: tuple[int, int]  # (height, width) in pixels
-
-    @property
-    def classes(self) -> ClassTable:
-        return STREET
-
-    def __len__(self) -> int:
-        return self.num
-
-    def name(self, index: int) -> str:
-        return f"{self.split}_{index:06d}"
-
-    def read(self, index: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        if not 0 <= index < self.num:
-            raise IndexError(f"scene {index} of {self.num}")
-        return paint_scene(generator(sample_key(self.seed, 0, index, f"scene/{self.split}")), self.size)
+Thing = tuple[float, Callable[[], None]]  # distance by which it is sorted, and the call that paints it
 
 
 @dataclass(frozen=True)
@@ -70,7 +28,7 @@ class Layout:
     """Cross-section of a street: metres from the middle of the road."""
 
     road: float  # half width
-    verge: float  # width of grass between kerb and pavement on the right, 0 = none
+    verge: float  # width of the grass between kerb and pavement on the right, 0 = none
     left: float  # building lines, as positive distances
     right: float
     parking: bool
@@ -78,11 +36,11 @@ class Layout:
 
 
 def paint_scene(source: np.random.Generator, size: tuple[int, int]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Image uint8 (H, W, 3) RGB and target uint8 (H, W) of the next scene that `source` describes."""
+    """Image uint8 (H, W, 3) RGB and target uint8 (H, W) of the scene that `source` draws."""
     chance = Chance(source)
     layout = _layout(chance)
-    canvas = Canvas(size, _camera(chance, layout, size), draw_light(chance))
-    paint_sky(canvas, chance)
+    canvas = Canvas(size, _camera(chance, size), draw_light(chance))
+    paint_sky(canvas, chance, SKY)
     _ground(canvas, chance, layout)
     _marks(canvas, chance, layout)
     _shadows(canvas, chance, layout)
@@ -97,9 +55,6 @@ def paint_scene(source: np.random.Generator, size: tuple[int, int]) -> tuple[NDA
     return expose(canvas, chance, size)
 
 
-Thing = tuple[float, Callable[[], None]]  # distance by which it is ordered, and how it is painted
-
-
 def _layout(chance: Chance) -> Layout:
     parking = chance.happens(0.45)
     road = chance.uniform(3.4, 4.2) + (2.0 if parking else 0.0)
@@ -108,7 +63,7 @@ def _layout(chance: Chance) -> Layout:
     return Layout(road, verge, left, right + verge, parking, -1 if chance.happens(0.5) else 1)
 
 
-def _camera(chance: Chance, layout: Layout, size: tuple[int, int]) -> Camera:
+def _camera(chance: Chance, size: tuple[int, int]) -> Camera:
     height, width = size[0] * SUPERSAMPLE, size[1] * SUPERSAMPLE
     return Camera(
         focal=width * chance.uniform(0.7, 0.92),
@@ -129,21 +84,18 @@ def _ground(canvas: Canvas, chance: Chance, layout: Layout) -> None:
     stone = chance.colour([(168, 160, 150), (150, 146, 142), (176, 158, 140)], 10)
     asphalt = chance.colour([(84, 84, 88), (98, 96, 94), (72, 74, 80)], 8)
     road, middle = layout.road, 12
-    walks = [(-layout.left, -road), (road + layout.verge, layout.right)]
-    for left, right in walks:
-        canvas.fill_pixels([canvas.strip(left, right, 1.3, FAR)], canvas.shade(stone, middle), SIDEWALK)
+    for left, right in ((-layout.left, -road), (road + layout.verge, layout.right)):
+        canvas.fill_strip((left, right, 1.3, FAR), canvas.shade(stone, middle), SIDEWALK)
         _joints(canvas, chance, left, right, canvas.shade(stone, middle, 0.84))
-    canvas.fill_pixels([canvas.strip(-road - 0.02, road + 0.3, 1.3, FAR)], canvas.shade(stone, middle, 1.22), SIDEWALK)
-    canvas.fill_pixels([canvas.strip(-road - 0.3, road, 1.3, FAR)], canvas.shade(stone, middle, 1.22), SIDEWALK)
-    canvas.fill_pixels([canvas.strip(-road, road, 1.3, FAR)], canvas.shade(asphalt, middle), ROAD)
-    for lane in (-1.75, 1.75):
-        for track in (-0.75, 0.75):
-            strip = canvas.strip(lane + track - 0.28, lane + track + 0.28, 1.3, 60)
-            canvas.fill_pixels([strip], canvas.shade(asphalt, middle, 0.93), ROAD)
+    for left, right in ((-road - 0.02, road + 0.3), (-road - 0.3, road)):
+        canvas.fill_strip((left, right, 1.3, FAR), canvas.shade(stone, middle, 1.22), SIDEWALK)
+    canvas.fill_strip((-road, road, 1.3, FAR), canvas.shade(asphalt, middle), ROAD)
+    for track in (-2.5, -1.0, 1.0, 2.5):  # where wheels run
+        canvas.fill_strip((track - 0.28, track + 0.28, 1.3, 60), canvas.shade(asphalt, middle, 0.93), ROAD)
     for _ in range(chance.integer(0, 4)):
         z, side, gain = chance.uniform(4, 24), chance.uniform(-road, road - 1.2), chance.uniform(0.72, 1.14)
-        patch = canvas.strip(side, side + chance.uniform(0.5, 1.8), z, z + chance.uniform(0.6, 4))
-        canvas.fill_pixels([patch], canvas.shade(asphalt, middle, gain), ROAD)
+        patch = (side, side + chance.uniform(0.5, 1.8), z, z + chance.uniform(0.6, 4))
+        canvas.fill_strip(patch, canvas.shade(asphalt, middle, gain), ROAD)
 
 
 def _joints(canvas: Canvas, chance: Chance, left: float, right: float, colour: Colour) -> None:
@@ -162,10 +114,8 @@ def _marks(canvas: Canvas, chance: Chance, layout: Layout) -> None:
     centre = (226, 186, 60) if chance.happens(0.2) else white
     width = chance.uniform(0.11, 0.15)
 
-    def mark(left: float, right: float, near: float, far: float, colour: Colour) -> None:
-        canvas.fill_pixels(
-            [canvas.strip(left, right, near, far)], canvas.shade(colour, (near + min(far, 40)) / 2), LANE_MARK
-        )
+    def mark(left: float, right: float, near: float, far: float, colour: Colour = white) -> None:
+        canvas.fill_strip((left, right, near, far), canvas.shade(colour, (near + min(far, 40)) / 2), LANE_MARK)
 
     if chance.happens(0.3):
         mark(-0.26, -0.06, 1.3, 70, centre)
@@ -175,22 +125,21 @@ def _marks(canvas: Canvas, chance: Chance, layout: Layout) -> None:
         while z < 55:
             mark(-width, width, max(z, 1.3), z + 3.2, centre)
             z += 6.0 if z < 40 else 9.0
-    edge = layout.road - (2.1 if layout.parking else 0.35)
+    road = layout.road
     if layout.parking or chance.happens(0.7):
+        edge = road - (2.1 if layout.parking else 0.35)
         for side in (-edge, edge):
-            mark(side - 0.1, side + 0.1, 1.3, 60, white)
+            mark(side - 0.1, side + 0.1, 1.3, 60)
     if chance.happens(0.4):
         z = chance.uniform(7, 15)
-        canvas.fill_pixels(
-            [canvas.strip(-layout.road, layout.road, z - 0.2, z + 3.2)], canvas.shade((84, 84, 86), z), ROAD
-        )
-        for side in np.arange(-layout.road + 0.4, layout.road - 0.5, 1.05).tolist():
-            mark(side, side + 0.55, z, z + 3.0, white)
-        mark(0.15, layout.road - 0.3, z - 1.3, z - 0.9, white)
+        canvas.fill_strip((-road, road, z - 0.2, z + 3.2), canvas.shade((84, 84, 86), z), ROAD)
+        for side in np.arange(-road + 0.4, road - 0.5, 1.05).tolist():
+            mark(side, side + 0.55, z, z + 3.0)
+        mark(0.15, road - 0.3, z - 1.3, z - 0.9)
 
 
 def _shadows(canvas: Canvas, chance: Chance, layout: Layout) -> None:
-    """Shadows of houses and trees that fall across the ground when the sun shines."""
+    """Shadows of houses and trees across the ground when the sun shines."""
     if canvas.light.sun < 0.5:
         return
     horizon = max(0, int(canvas.camera.row))
@@ -199,8 +148,8 @@ def _shadows(canvas: Canvas, chance: Chance, layout: Layout) -> None:
     z = chance.uniform(-4, 6)
     while z < 60:
         length, reach = chance.uniform(5, 16), chance.uniform(1.5, 6.5)
-        ends = sorted((line + layout.sun_side * 3, line - layout.sun_side * reach))
-        strip = canvas.strip(ends[0], ends[1], max(z, 1.3), max(z, 1.3) + length)
+        left, right = sorted((line + layout.sun_side * 3, line - layout.sun_side * reach))
+        strip = canvas.strip(left, right, max(z, 1.3), max(z, 1.3) + length)
         cv2.fillPoly(shadow, [strip - np.array([0, horizon], np.int32)], 255)
         z += length + chance.uniform(1, 9)
     ground = canvas.pixels[horizon:]
@@ -217,15 +166,14 @@ def _skyline(canvas: Canvas, chance: Chance) -> None:
     while column < canvas.width:
         width, height = chance.uniform(30, 90) * unit, chance.uniform(8, 34) * unit
         if chance.happens(0.4):
-            box = np.array(
-                [[column, base], [column, base - height], [column + width, base - height], [column + width, base]]
-            )
-            canvas.fill_pixels([np.rint(box).astype(np.int32)], canvas.shade(chance.colour(WALLS, 10), 110), BUILDING)
+            across, up = np.array([0.0, 0.0, width, width]), np.array([0.0, height, height, 0.0])
+            shaded, label = canvas.shade(chance.colour(WALLS, 10), 110), BUILDING
         else:
-            colour = canvas.shade(chance.colour(LEAVES, 10), 95)
             turns = np.linspace(0, np.pi, 9)
-            dome = np.stack([column + width / 2 - 0.62 * width * np.cos(turns), base - height * np.sin(turns)], -1)
-            canvas.fill_pixels([np.rint(dome).astype(np.int32)], colour, VEGETATION)
+            across, up = width / 2 - 0.62 * width * np.cos(turns), height * np.sin(turns)
+            shaded, label = canvas.shade(chance.colour(LEAVES, 10), 95), VEGETATION
+        outline = np.stack([column + across, base - up], -1)
+        canvas.fill_pixels([np.rint(outline).astype(np.int32)], shaded, label)
         column += width * 0.85
 
 
@@ -235,20 +183,21 @@ def _buildings(canvas: Canvas, chance: Chance, layout: Layout) -> list[Thing]:
     town = chance.uniform(0.45, 1.0)  # how closed the rows are
     tall = chance.uniform(1.0, 1.9)
     for sign, line in ((-1, layout.left), (1, layout.right)):
-        gains = (0.94 - 0.24 * sign * layout.sun_side * max(canvas.light.sun, 0.15), 0.84)
+        gain = 0.94 - 0.24 * sign * layout.sun_side * max(canvas.light.sun, 0.15)
         z = chance.uniform(-6, 5)
         while z < 70:
             if chance.happens(town):
                 far, side = z + chance.uniform(8, 18), sign * (line + chance.uniform(0, 0.8))
                 height = round(chance.uniform(2, 3.4 * tall)) * 3.0 + 0.8
                 if far > 4:
-                    things.append((far, partial(building, canvas, chance, side, sign, z, far, height, gains)))
+                    house = partial(street.building, canvas, chance, side, sign, (z, far), height, gain)
+                    things.append((far, house))
             else:
                 near, far = max(z, 4.0), max(z, 4.0) + chance.uniform(5, 12)
                 side, middle = sign * (line + chance.uniform(1.5, 4)), max((near + far) / 2, 7.0)
-                things.append((middle, partial(tree, canvas, chance, side, middle, chance.uniform(5, 9))))
-                side, height = sign * (line + 0.5), chance.uniform(0.9, 1.6)
-                things.append((far, partial(hedge, canvas, chance, side, near, far, height)))
+                things.append((middle, partial(street.tree, canvas, chance, side, middle, chance.uniform(5, 9))))
+                hedge = partial(street.hedge, canvas, chance, sign * (line + 0.5), near, far, chance.uniform(0.9, 1.6))
+                things.append((far, hedge))
             z = far + chance.uniform(0.0, 2.5)
     return things
 
@@ -265,17 +214,17 @@ def _furniture(canvas: Canvas, chance: Chance, layout: Layout) -> list[Thing]:
         spacing, z = chance.uniform(13, 22), chance.uniform(6.5, 16)
         while z < 48:
             if chance.happens(0.85):
-                add(lamp_post, sign * kerb, z)
+                add(street.lamp_post, sign * kerb, z)
             if chance.happens(0.5):
-                add(tree, sign * (kerb + 0.3), z + spacing / 2, chance.uniform(4.2, 6.5))
+                add(street.tree, sign * (kerb + 0.3), z + spacing / 2, chance.uniform(4.2, 6.5))
             z += spacing
         for _ in range(chance.integer(1, 2) if sign > 0 else chance.integer(0, 2)):
-            paint = traffic_light if chance.happens(0.3) else traffic_sign
+            paint = street.traffic_light if chance.happens(0.3) else street.traffic_sign
             add(paint, sign * (kerb + chance.uniform(0, 0.5)), chance.uniform(7.5, 20))
         for _ in range(chance.integer(1, 3)):
-            add(pedestrian, sign * chance.uniform(kerb + 0.2, line - 0.3), chance.uniform(5.5, 14))
+            add(street.pedestrian, sign * chance.uniform(kerb + 0.2, line - 0.3), chance.uniform(5.5, 14))
     for _ in range(chance.integer(0, 2) if chance.happens(0.35) else 0):
-        add(pedestrian, chance.uniform(-layout.road, layout.road), chance.uniform(7.5, 14))
+        add(street.pedestrian, chance.uniform(-layout.road, layout.road), chance.uniform(7.5, 14))
     return things
 
 
@@ -292,6 +241,6 @@ def _traffic(canvas: Canvas, chance: Chance, layout: Layout) -> list[Thing]:
             kind = "bus" if draw < 0.05 and z > 12 else "van" if draw < 0.22 else "car"
             if chance.happens(odds):
                 place = side + chance.uniform(-0.2, 0.2)
-                things.append((z, partial(vehicle, canvas, chance, kind, place, z, oncoming)))
+                things.append((z, partial(street.vehicle, canvas, chance, kind, place, z, oncoming)))
             z += {"bus": 12.0, "van": 7.0, "car": 6.0}[kind] + chance.uniform(0, gap)
     return things
