@@ -1,8 +1,7 @@
-"""What every module of a network read, gave and passed back in one update, and the first at which two runs part.
+"""Digests of the inputs, outputs and gradients of every module in one update, and the first module at which two differ.
 
-Forward, a module is known by the digests of its inputs and outputs. Backward, by the gradients that reach its outputs
-and leave through its inputs and parameters; these hooks sit on tensors, because hooks on modules forbid the in-place
-operations that networks use. No hook changes a number: the ledger of a traced run is that of the run.
+Gradients are hooked on tensors, because backward hooks on modules forbid the in-place operations that networks use. No
+hook changes a number: the ledger of a traced run is that of the run.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from torch import Tensor, nn
 
 from segpipe.ledger.digest import digest_many
 
-INPUT, OUTPUT, WEIGHT = "input", "output", "weight"  # whose gradient an event of the backward pass is
+INPUT, OUTPUT, WEIGHT = "input", "output", "weight"  # kinds of gradients
 
 
 class Call(NamedTuple):
-    """A module that returned, and the digests of what it read and gave."""
+    """Digests of inputs and outputs of a module that returned."""
 
     name: str
-    read: int
-    gave: int
+    inputs: int
+    outputs: int
 
 
 class Gradient(NamedTuple):
-    """A gradient that is complete: of a module's input or output, or of a parameter."""
+    """A complete gradient of a module's input or output, or of a parameter."""
 
     kind: str
     name: str
@@ -39,7 +38,7 @@ class Gradient(NamedTuple):
 
 
 class ShardTrace(NamedTuple):
-    """One shard: calls in the order in which they returned (children before parents), gradients as they came."""
+    """One shard: calls in the order in which they returned (children before parents), gradients in order of arrival."""
 
     forward: list[Call]
     backward: list[Gradient]
@@ -49,7 +48,7 @@ Traces: TypeAlias = dict[int, ShardTrace]  # by shard
 
 
 class Culprit(NamedTuple):
-    """The first module at which two traces part."""
+    """The first module at which two traces differ."""
 
     step_of: str  # forward | backward
     shard: int
@@ -58,18 +57,18 @@ class Culprit(NamedTuple):
 
 
 class Tracer:
-    """Hooks on all modules below a network, from `watch` on until it ends."""
+    """Hooks on all modules of a network, while inside `watch`."""
 
     def __init__(self, model: nn.Module, start: nn.Module, shards: Sequence[int]) -> None:
-        """`start` is called once for each of `shards`, in their order, before anything of the network."""
+        """`start` is called once for each of `shards`, in their order, before the network."""
         self._model, self._start, self._shards = model, start, list(shards)
         self._forward: dict[int, list[tuple[str, Tensor, Tensor]]] = {}
         self._backward: dict[int, list[tuple[str, str, Tensor]]] = {}
-        self._read: list[Tensor] = []  # digests of the inputs of the modules that have not returned yet
+        self._inputs: list[Tensor] = []  # digests of the inputs of the modules that have not returned yet
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Trace what is computed inside."""
+        """Trace the updates inside."""
         handles = [self._start.register_forward_pre_hook(self._next_shard)]
         for name, module in self._model.named_modules():
             if name:
@@ -86,10 +85,10 @@ class Tracer:
                 handle.remove()
 
     def traces(self) -> Traces:
-        """What was traced; waits for the device."""
+        """The traces; waits for the device."""
         return {
             shard: ShardTrace(
-                [Call(name, int(read), int(gave)) for name, read, gave in calls],
+                [Call(name, int(inputs), int(outputs)) for name, inputs, outputs in calls],
                 [Gradient(kind, name, int(value)) for kind, name, value in self._backward[shard]],
             )
             for shard, calls in self._forward.items()
@@ -101,16 +100,16 @@ class Tracer:
 
     def _enter(self, name: str, module: nn.Module, inputs: Any) -> None:
         tensors = list(_tensors(inputs))
-        self._read.append(digest_many(tensors))  # now: the module may write into them
-        self._listen(INPUT, name, tensors)
+        self._inputs.append(digest_many(tensors))  # now: the module may write into them
+        self._hook(INPUT, name, tensors)
 
     def _leave(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         tensors = list(_tensors(output))
         calls = self._forward[self._shard]
-        calls.append((name, self._read.pop(), digest_many(tensors)))
-        self._listen(OUTPUT, name, tensors)
+        calls.append((name, self._inputs.pop(), digest_many(tensors)))
+        self._hook(OUTPUT, name, tensors)
 
-    def _listen(self, kind: str, name: str, tensors: Iterable[Tensor]) -> None:
+    def _hook(self, kind: str, name: str, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._gradient, kind, name))  # type: ignore[no-untyped-call]
@@ -124,7 +123,7 @@ class Tracer:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Tensors inside what a module reads or gives."""
+    """Tensors in the inputs or outputs of a module."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -150,9 +149,9 @@ def read_traces(folder: Path) -> Traces:
 
 
 def first_culprit(a: Traces, b: Traces) -> Culprit | None:
-    """The first module with equal input and other output, in the lowest shard that has one; forward before backward.
+    """The first module with equal input and another output, in the lowest shard that has one; forward before backward.
 
-    None where all modules agree, or already read other things: then the difference is older than the network.
+    None if all modules agree, or if inputs already differ: then the difference arose before the network.
     """
     shards = sorted(a.keys() & b.keys())
     forward = (_forward_culprit(shard, a[shard].forward, b[shard].forward) for shard in shards)
@@ -167,13 +166,13 @@ def _forward_culprit(shard: int, a: Sequence[Call], b: Sequence[Call]) -> Culpri
     for one, two in zip(a, b, strict=False):
         if one.name != two.name:
             return Culprit("forward", shard, one.name, f"A calls {one.name} where B calls {two.name}")
-        if one.read == two.read and one.gave != two.gave:
-            return Culprit("forward", shard, one.name, f"{one.name} reads the same and gives another output")
+        if one.inputs == two.inputs and one.outputs != two.outputs:
+            return Culprit("forward", shard, one.name, f"{one.name} has equal inputs and other outputs")
     return None
 
 
 def _backward_culprit(shard: int, a: Sequence[Gradient], b: Sequence[Gradient]) -> Culprit | None:
-    """By the first gradient that differs; gradients of one tensor come together and are equal."""
+    """By the first gradient that differs; gradients of one tensor arrive together and are equal."""
     pairs = list(zip(a, b, strict=False))
     place = next((number for number, (one, two) in enumerate(pairs) if one != two), None)
     if place is None:
@@ -190,14 +189,14 @@ def _backward_culprit(shard: int, a: Sequence[Gradient], b: Sequence[Gradient]) 
 
 
 def _blame(shard: int, events: Sequence[Gradient]) -> Culprit:
-    """The innermost module that the gradient leaves; where it leaves none, it is what follows the module it reaches."""
+    """The innermost module whose input gradient differs; without one, what follows the module it reaches."""
     left = [event.name for event in events if event.kind == INPUT]
     if left:
         layer = max(left, key=lambda name: name.count("."))
-        words = f"{layer} is passed the same gradient and passes another one back"
+        words = f"{layer} receives the same gradient and passes another one back"
     elif events[0].kind == WEIGHT:
         layer = events[0].name.rpartition(".")[0]
-        words = f"{layer} is passed the same gradient and gives another one for {events[0].name}"
+        words = f"{layer} receives the same gradient and returns another one for {events[0].name}"
     else:
         layer = events[0].name
         words = f"what follows {layer} passes another gradient back to it: the loss, or an operation between modules"

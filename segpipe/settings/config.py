@@ -146,7 +146,7 @@ class TrainConfig:
 class ComputeConfig:
     mode: str = setting(
         "elastic",
-        "which runs give the same bits: none; with the same processes; any; any, recording more",
+        "which runs give equal bits: ddp with the same processes, elastic and audit with any number",
         choices=("off", "ddp", "elastic", "audit"),
     )
     nproc: str = setting("auto", "processes on this machine; auto: the number of GPUs, or 1", free=True)
@@ -307,6 +307,10 @@ def config_hash(config: Config) -> str:
 
 def check(config: Config, *, world_size: int) -> None:
     """Raise ConfigError for the first setting that a run could not work with. Reads no files."""
+    if config.compute.mode == "run":  # in checkpoints and commands from before the name changed
+        raise ConfigError(
+            "compute.mode = run is now called ddp: torch's DDP, deterministic run to run. Set compute.mode=ddp."
+        )
     for key, entry in SETTINGS.items():
         if problem := entry.problem(attrgetter(key)(config)):
             raise ConfigError(problem)
