@@ -242,7 +242,7 @@ def _sum_faults(path: Path, recorded: Mapping[str, list[str]]) -> list[str]:
 
 
 def _state_faults(found: CheckedCheckpoint, ledger: RunLedger, state_ledger: StateLedger) -> list[str]:
-    """The state of a checkpoint, recorded anew, against the run's ledger."""
+    """The state of a checkpoint, recorded again, against the run's ledger."""
     try:
         again = state_ledger(found.path, found.step)
     except DataError:

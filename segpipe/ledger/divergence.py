@@ -148,9 +148,7 @@ def _obstacle(a: RunLedger, b: RunLedger) -> str:
 
 
 def _common(a: Rows, b: Rows) -> tuple[Rows, Rows]:
-    """Rows whose keys both have, in key order; none when the shards have different sizes."""
-    if a.dtype != b.dtype:
-        return a[:0], a[:0]
+    """Rows whose keys both have, in key order."""
     keys = row_keys(a), row_keys(b)
     if np.array_equal(*keys):
         return a, b
@@ -199,12 +197,12 @@ class _StepPair:
         self.parts[key] = (here, there)
 
     def shards(self, entry: Field) -> list[int] | None:
-        """Where a field differs, ascending; -1 is the step as a whole. None when one of the two lacks the field."""
+        """Where a field differs; -1 is the step as a whole. None when one of the two lacks the field."""
         keys = {key for values in (self.whole, self.parts) for key in values if key[:2] == (entry.kind, entry.name)}
-        return sorted(key[2] for key in keys if self.places(*key)) if keys else None
+        return [key[2] for key in keys if self.places(*key)] if keys else None
 
     def places(self, kind: int, name: str, shard: int) -> list[int]:
-        """Indices of the samples or tensors of a field that differ; by its part rows where they tell."""
+        """Indices of the samples or tensors of a field that differ."""
         key = (kind, name, shard)
         return _places(self.parts, key) or _places(self.whole, key)
 

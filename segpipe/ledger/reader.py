@@ -264,7 +264,7 @@ def first_broken(path: Path, seals: list[Seal]) -> tuple[int, int] | None:
     """
     running, place = hashlib.sha256(), 0
     with path.open("rb") as file:
-        for seal in sorted(seals, key=lambda each: each.size):
+        for seal in seals:
             before = place
             while place < seal.size and (content := file.read(min(CHUNK, seal.size - place))):
                 running.update(content)

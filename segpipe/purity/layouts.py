@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from segpipe.data.augment import Augmenter
-from segpipe.data.catalog import ClassTable
 from segpipe.data.loader import ShardBatch, train_batches
 from segpipe.data.order import Order
-from segpipe.data.samples import CachedSamples, Samples
+from segpipe.data.samples import CachedSamples
 from segpipe.keys import sample_key
 from segpipe.purity.probes import Finding, Frame, first_difference
+
+if TYPE_CHECKING:
+    from segpipe.data.augment import Augmenter
+    from segpipe.data.catalog import ClassTable
+    from segpipe.data.samples import Samples
 
 Layout = tuple[int, str]  # workers, start method
 LAYOUTS: tuple[Layout, ...] = (

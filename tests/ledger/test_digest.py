@@ -134,6 +134,7 @@ def test_words_of_many_tensors_are_the_formula(block: int) -> None:
     tensors = [example(dtype, *shape) for dtype, shape in zip(DTYPES, shapes, strict=False)]
     tensors += [example(torch.float32, 9)[1:], example(torch.float32, 4, 6).t(), example(torch.float32, 0)]
     assert many(*tensors) == words(*tensors)
+    assert on_device(tensors[-3]) == [words(tensors[-3])]  # whole words that start between two of its memory
     for length in (1, 2, block - 1, block, block + 1, 2 * block, 9 * block + 2):
         tensor = example(torch.float64, length)
         assert many(tensor) == words(tensor) == many(tensor[:1], tensor[1:])

@@ -343,3 +343,17 @@ def test_ranks_that_diverge_later_do_not_hide_an_earlier_difference(tmp_path: Pa
     ledger_path(b, 3).write_bytes(ledger_path(other, 3).read_bytes())
     found = compare(read_run(a), read_run(b))
     assert (found.step, found.stage) == (1, "preprocess")
+
+
+def test_values_of_ranks_are_told_with_the_rank_and_session_that_has_them(tmp_path: Path) -> None:
+    b = ledgers.write_session(tmp_path / "b", ledgers.header(), STEPS, ranks=4)
+    other = ledgers.write_session(tmp_path / "c", ledgers.header(), STEPS, ranks=4, changed={(1, None, "lr", 0): 1})
+    ledger_path(b, 3).write_bytes(ledger_path(other, 3).read_bytes())
+    found = compare(read_run(b), read_run(b))
+    assert "learning rate differs (1.5 on rank 0, 2.5 on rank 3)" in found.sentence
+    later = ledgers.header(session=1, first_step=2)
+    resumed = ledgers.write_session(tmp_path / "d", ledgers.header(), range(2), ranks=1)
+    ledgers.write_session(resumed, later, range(2, 4), start=True, changed={(1, None, "weights", 0): 1})
+    found = compare(read_run(resumed), read_run(resumed))
+    assert "rank 0 of session 1 of " in found.sentence
+    assert found.sentence.endswith("differs from rank 0 of session 0")

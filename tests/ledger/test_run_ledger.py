@@ -164,3 +164,26 @@ def test_what_a_crash_leaves_is_a_note_and_what_is_missing_a_fault(tmp_path: Pat
     assert (len(run.notes), run.faults) == (1, ())
     ledgers.write_session(tmp_path, ledgers.header(session=1, first_step=7), range(7, 9))
     assert len(read_run(tmp_path).faults) == 2
+
+
+def test_updates_are_counted_and_a_single_missing_step_is_a_fault(tmp_path: Path) -> None:
+    ledgers.write_session(tmp_path, ledgers.header(), range(3), start=True)
+    run = read_run(tmp_path)
+    assert (run.num_updates, run.faults) == (3, ())
+    ledgers.write_session(tmp_path, ledgers.header(session=1, first_step=4), range(4, 6))
+    run = read_run(tmp_path)
+    assert run.num_updates == 6
+    assert run.faults == ("no shard rows between step 2 and step 4", "no step rows between step 2 and step 4")
+
+
+def test_only_the_first_changes_of_environment_are_listed(tmp_path: Path) -> None:
+    for session in range(6):
+        changed = {"fingerprint": {"torch": f"2.{session}", "threads": 1}}
+        ledgers.write_session(tmp_path, ledgers.header(session=session, first_step=session, **changed), [session])
+    notes = read_run(tmp_path).notes
+    assert [note.partition(" had")[0] for note in notes] == [f"session {n} on rank 0" for n in (1, 2, 3)]
+
+
+def test_a_fault_of_ranks_names_fields_and_not_single_tensors(tmp_path: Path) -> None:
+    run = read_run(diverged(tmp_path, 4, 2, {(2, None, "weights", 3): 1}, level=1, parts=ledgers.AUDITED))
+    assert "part" not in run.faults[0].partition(" of rank ")[0]

@@ -21,7 +21,7 @@ from segpipe.data.transforms import TRANSFORMS
 from segpipe.errors import ImpureAugmentError
 from segpipe.keys import sample_key
 from segpipe.purity import checker as purity
-from segpipe.purity.probes import PROBES, Finding, Pixel, first_difference
+from segpipe.purity.probes import PROBES, Case, Finding, Pixel, first_difference, run
 from segpipe.run import launch
 from segpipe.settings.compose import compose
 
@@ -338,6 +338,23 @@ def test_first_difference():
     assert first_difference(frame, other)[:4] == ("image", 7, 5, 2)
     assert "(60, 80, 3), then uint8 (60, 79, 3)" in first_difference(frame, (frame[0][:, 1:], frame[1]))
     assert "uint8" in first_difference(frame, (frame[0].astype(int), frame[1]))
+
+
+def test_what_another_sample_leaves_behind_is_found():
+    """By the second half of the probe: the output before it stays as it was."""
+    frames = Noise().read(0), Noise().read(1)
+
+    class Remembers:
+        name, others = "remembers", 0
+
+        def __call__(self, image, target, key):
+            self.others += int(not np.array_equal(image, frames[0][0]))
+            return image + np.uint8(self.others), target
+
+    function = Remembers()
+    case = Case(function, frames, [run(function, frames[0], purity.KEYS[0])])
+    [probe] = [probe for probe in PROBES if probe.name == "after unrelated calls"]
+    assert probe.run(case)[:4] == ("image", 0, 0, 0)
 
 
 def test_keys_are_not_those_of_training():
