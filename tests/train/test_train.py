@@ -49,6 +49,7 @@ from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
 from segpipe.run import tracking
 from segpipe.settings.compose import compose
+from segpipe.train import batches as batches_module
 from segpipe.train import checkpoint, engine
 from segpipe.train.stop import StopRequest
 from segpipe.train.validate import Validation, validate
@@ -522,7 +523,7 @@ def test_ranks_that_see_different_checkpoints_are_told_apart() -> None:
 
 def test_shuffled_labels_reach_training_and_not_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Samples] = {}
-    batches, check = engine.train_batches, engine.validate
+    batches, check = batches_module.train_batches, engine.validate
 
     def spied_batches(samples: Samples, *rest: Any, **named: Any) -> Any:
         seen["train"] = samples
@@ -532,7 +533,7 @@ def test_shuffled_labels_reach_training_and_not_validation(tmp_path: Path, monke
         seen["val"] = samples
         return check(model, preprocess, samples, *rest, **named)
 
-    monkeypatch.setattr(engine, "train_batches", spied_batches)
+    monkeypatch.setattr(batches_module, "train_batches", spied_batches)
     monkeypatch.setattr(engine, "validate", spied_validate)
     assert run(tmp_path / "run", "train.steps=1", "data.shuffle_labels=true") == 0
     config = compose(settings(tmp_path / "run"))
