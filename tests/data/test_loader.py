@@ -1,4 +1,4 @@
-"""Loader: the same bits for any workers and any start method, distinct samples, errors that arrive, and no hanging."""
+"""Loader: the same bits for any workers and start method, distinct samples, errors from workers, and no hang."""
 
 import hashlib
 import multiprocessing
@@ -87,7 +87,7 @@ class Selfish(OneImage):
 
 
 class Stuck(OneImage):
-    """A disk that does not answer any more."""
+    """A disk that stops answering."""
 
     def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         if index == 4:

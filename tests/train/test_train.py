@@ -1,4 +1,4 @@
-"""A run from first step to result: interrupted, killed, diverged or out of disk, nothing is lost and no bit changes."""
+"""Whole runs: interrupted, killed, diverged or out of disk space, they lose nothing and change no bit."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _runs_as_it_is(line: str, folder: Path) -> None:
 def test_an_export_that_differs_ends_the_command_with_its_code(
     ending: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The training is not lost by it: all that it left is there, but no file for a robot."""
+    """The files of the training stay; there is no file for a robot."""
     folder, right = ending, FORMATS["torchscript"]
     for name in ("report.html", "result.json"):
         (folder / name).unlink()
@@ -290,7 +290,7 @@ def test_diverged_run_names_step_rank_and_rate_and_keeps_its_state(
 def test_a_loss_that_nobody_looked_at_is_dated_and_not_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, stopped: bool
 ) -> None:
-    """As on a GPU, where the host waits for some updates only: it sees the second that is spoiled."""
+    """As on a GPU, where the host waits for some updates only: it sees the second bad update, not the first."""
     folder, apply = tmp_path / "run", engine.TrainStep.apply
 
     def spoiled(step: engine.TrainStep) -> None:
@@ -315,7 +315,7 @@ def test_a_loss_that_nobody_looked_at_is_dated_and_not_kept(
 def test_fp16_that_overflows_at_any_scale_has_diverged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scaler skips every such update, so the run would end well with the weights that it began with."""
+    """The scaler skips every such update, so the run would finish with its initial weights."""
     build = engine.build_state
 
     def overflowing(*args: Any) -> Any:
@@ -472,7 +472,7 @@ class Frames:
 
 
 class Rank:
-    """Stands for segpipe.distributed.group.Group; `gather` ends a first pass, and answers in a second one."""
+    """A fake segpipe.distributed.group.Group; `gather` ends a first pass, and answers in a second one."""
 
     device = torch.device("cpu")
 
