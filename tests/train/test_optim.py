@@ -189,7 +189,7 @@ print("torch._dynamo" in sys.modules)
 
 @pytest.mark.parametrize(
     ("change", "loaded"),
-    [("", "False"), ("from segpipe import optim; optim._SGD = torch.optim.SGD", "True")],
+    [("", "False"), ("from segpipe.train import optim; optim._SGD = torch.optim.SGD", "True")],
     ids=["as_it_is", "control"],
 )
 def test_no_process_loads_the_compiler(change: str, loaded: str) -> None:
