@@ -299,7 +299,7 @@ import test_loader
 items = test_loader.batches(test_loader.Stuck(), workers=2, steps=range({without}, 9))
 next(items)
 """
-    folders = os.pathsep.join(str(folder) for folder in (ROOT, ROOT / "tests", ROOT / "tests" / "data"))
+    folders = os.pathsep.join(str(folder) for folder in (ROOT, ROOT / "tests" / "data"))
     environment = os.environ | {"PYTHONPATH": folders, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=120, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
