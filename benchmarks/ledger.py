@@ -57,7 +57,6 @@ class Timed:
 
     def __init__(self, recorders: dict[int, Recorder]) -> None:
         self.recorders, self.first = recorders, 0
-        self.group, self.state = recorders[0].group, recorders[0].state
         self.seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
         self.total = 0.0
 
@@ -128,6 +127,7 @@ def _set_up(folder: Path) -> tuple[TrainStep, ShardBatch, Timed]:
         recorders[level] = Recorder(config, group, state, samples, flags.fingerprint())  # type: ignore[arg-type]
     config.compute.mode = "elastic"
     timed = Timed(recorders)
+    timed.group, timed.state = group, state  # type: ignore[attr-defined]
     step = TrainStep(config, timed)  # type: ignore[arg-type]
     random = torch.Generator().manual_seed(0)
     image = torch.randint(0, 256, (BATCH, SIZE, SIZE, 3), generator=random).to(torch.uint8)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from segpipe.audit.trace import Tracer, write_traces
-from segpipe.train.engine import loss_weights, open_state, shard_stream
+from segpipe.train.batches import loss_weights, shard_stream
+from segpipe.train.engine import open_state
 from segpipe.train.recorder import Recorder
 from segpipe.train.step import TrainStep, train_step
 

@@ -14,10 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from segpipe import __version__
-from segpipe.data.augment import Augmenter
-from segpipe.data.loader import ShardBatch, train_batches
-from segpipe.data.order import Order
-from segpipe.data.samples import CachedSamples, Samples, class_pixels, open_samples
+from segpipe.data.samples import Samples, open_samples
 from segpipe.determinism import flags
 from segpipe.distributed.watch.agreement import agree_on_step, common_fingerprint
 from segpipe.errors import CheckpointError, Interrupted, NumericsError
@@ -25,11 +22,10 @@ from segpipe.files import to_json, write_atomically
 from segpipe.ledger import inputs
 from segpipe.ledger.digest import state_digest
 from segpipe.ledger.reader import last_seals
-from segpipe.losses.pixelwise import class_weights
 from segpipe.models.preprocess import Preprocess
-from segpipe.purity.canary import Canary
 from segpipe.settings.config import Config, config_hash, to_mapping
 from segpipe.train import checkpoint
+from segpipe.train.batches import loss_weights, shard_stream
 from segpipe.train.metrics import miou, summary
 from segpipe.train.recorder import Recorder
 from segpipe.train.state import TrainState, build_state
@@ -39,6 +35,7 @@ from segpipe.train.validate import Validation, validate
 from segpipe.train.watch import Watch
 
 if TYPE_CHECKING:
+    from segpipe.data.loader import ShardBatch
     from segpipe.distributed.group import Group
 
 
@@ -249,34 +246,8 @@ def _keep(run: Run) -> None:
         _save(run, f"step_{done:06d}.pt")
 
 
-def loss_weights(config: Config, samples: Samples) -> torch.Tensor | None:
-    """Weight of every class in the loss, (C,), from its share of the pixels in `samples`; None without weights."""
-    if config.loss.class_weights == "none":
-        return None
-    return class_weights(torch.from_numpy(class_pixels(samples)), config.loss.class_weights)
-
-
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def shard_stream(config: Config, group: Group, samples: Samples, steps: range) -> Generator[ShardBatch, None, None]:
-    """This rank's shard batches of `steps`; workers start when the first is asked for."""
-    compute, data = config.compute, config.data
-    return train_batches(
-        CachedSamples(samples, data.cache_mib) if data.cache_mib else samples,
-        Augmenter(config.augment),
-        Order(config.seed, len(samples), compute.shards, compute.samples_per_shard),
-        seed=config.seed,
-        shards=group.own_shards(compute.shards),
-        steps=steps,
-        workers=data.workers,
-        start_method=data.start_method,
-        prefetch=data.prefetch,
-        pin_memory=group.device.type == "cuda",
-        timeout_s=data.timeout_s,
-        repeats=None if compute.mode == "off" else Canary(samples),
-    )
 
 
 def _logs(config: Config, done: int) -> bool:

@@ -171,7 +171,7 @@ def test_the_loss_is_blamed_when_its_gradient_differs_first() -> None:
 def test_inputs_that_differ_already_blame_no_layer() -> None:
     one, two = run()[0], run()[0]
     moved = {
-        shard: trace._replace(forward=[call._replace(read=1, gave=1) for call in trace.forward])
+        shard: trace._replace(forward=[call._replace(inputs=1, outputs=1) for call in trace.forward])
         for shard, trace in two.items()
     }
     assert first_culprit(one, moved) is None

@@ -1,4 +1,4 @@
-"""Loader: the same bits for any workers and any start method, distinct samples, errors that arrive, and no hanging."""
+"""Loader: the same bits for any workers and start method, distinct samples, errors from workers, and no hang."""
 
 import hashlib
 import multiprocessing
@@ -88,7 +88,7 @@ class Selfish(OneImage):
 
 
 class Stuck(OneImage):
-    """A disk that does not answer any more."""
+    """A disk that stops answering."""
 
     def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         if index == 4:
@@ -300,7 +300,7 @@ import test_loader
 items = test_loader.batches(test_loader.Stuck(), workers=2, steps=range({without}, 9))
 next(items)
 """
-    folders = os.pathsep.join(str(folder) for folder in (ROOT, ROOT / "tests", ROOT / "tests" / "data"))
+    folders = os.pathsep.join(str(folder) for folder in (ROOT, ROOT / "tests" / "data"))
     environment = os.environ | {"PYTHONPATH": folders, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, timeout=PATIENCE_S, capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""Race canary: which samples are made again and by whom, what it finds and how it says so, how often, at what cost."""
+"""Race canary: which samples are repeated and by which worker, what it finds and reports, how often, and its cost."""
 
 from __future__ import annotations
 
@@ -328,7 +328,7 @@ def test_batches_are_the_same_with_it_and_without(workers: int, every: int) -> N
 
 
 def test_a_receiver_may_write_into_its_batches(plant: Plant) -> None:
-    """No alarm for pure pipelines; and a true one, without a pixel that nobody knows any more."""
+    """No false alarm for pure pipelines; a true one does not name a pixel that the receiver has overwritten."""
 
     def overwrite(augmenter: Augmenter) -> None:
         stream = train_batches(

@@ -1,4 +1,4 @@
-"""Checkpoints are whole or not there: torn, foreign, altered, no room, killed in the middle."""
+"""Truncated, foreign and altered checkpoints are refused; a full disk or a kill leaves the old file."""
 
 import errno
 import itertools

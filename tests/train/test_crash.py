@@ -1,4 +1,4 @@
-"""The benchmark of kills: whom it kills, what it compares, and when it passes."""
+"""The benchmark that kills runs: which processes it kills, what it compares, and when it passes."""
 
 from __future__ import annotations
 

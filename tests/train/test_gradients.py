@@ -1,4 +1,4 @@
-"""The two ways to gradients: overlapped and over machines the tree keeps its bits; torch's DDP does across a resume."""
+"""Gradients: the tree keeps its bits for any schedule and any machines, torch's DDP across a resume."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def batches(step: int) -> list[ShardBatch]:
 def updates(
     state: TrainState, config: Config, group: Group, count: int, *, dawdle: Callable[[], None] = lambda: None
 ) -> str:
-    """Digest of weights, statistics and average after `count` more updates; before each this rank dawdles."""
+    """Digest of weights, statistics and average after `count` more updates; before each this rank waits."""
     step, own = TrainStep(config, Watch(group, state)), group.own_shards(V)
     for _ in range(count):
         shards = batches(state.step)
@@ -96,7 +96,7 @@ def updates(
 
 
 def resumed(config: Config, group: Group) -> str:
-    """As `updates` of four, with everything but the state made anew in the middle."""
+    """As `updates` of four, with everything but the state rebuilt in the middle."""
     state = fresh(config)
     updates(state, config, group, 2)
     other = fresh(config)
@@ -128,7 +128,7 @@ class CountedExchange(gradients._Exchange):
 
 
 class ByArrival:
-    """The control in place of RankSum: what the ranks send is added in the order in which it comes."""
+    """The control for RankSum: contributions are added in order of arrival."""
 
     order: ClassVar[tuple[int, ...]] = ()
 
@@ -229,7 +229,7 @@ def test_the_loss_scale_of_fp16_moves_alike_on_any_number_of_processes(answers: 
 
 
 def test_no_bucket_leaves_before_statistics_and_figures_are_in_it() -> None:
-    """They are copied after the backward; gradients alone may go while it runs."""
+    """They are copied after the backward; only gradients may be sent while it runs."""
     early, late = nn.Parameter(torch.zeros(10)), nn.Parameter(torch.zeros(25))
     tensors = [torch.zeros(30), torch.zeros(3), early, late]  # statistics, figures, and two parameters
     layout = FlatLayout(tensors, pad_to=1, bucket_size=13)

@@ -1,4 +1,4 @@
-"""An audit writes a ledger that does not depend on the processes, and names what was planted between two runs."""
+"""The ledger of an audit does not depend on the processes, and names a fault planted between two runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A state that is saved and brought back goes on with the same bits; another recipe does not get in."""
+"""A restored state continues with the same bits; a checkpoint of another recipe is refused."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""One update against the whole batch written out: gradients, statistics, counters, and the state in between."""
+"""One update against a direct computation on the whole batch: gradients, statistics, counters, and hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run from first step to result: interrupted, killed, diverged or out of disk, nothing is lost and no bit changes."""
+"""Whole runs: interrupted, killed, diverged or out of disk space, they lose nothing and change no bit."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
 from segpipe.run import tracking
 from segpipe.settings.compose import compose
+from segpipe.train import batches as batches_module
 from segpipe.train import checkpoint, engine
 from segpipe.train.stop import StopRequest
 from segpipe.train.validate import Validation, validate
@@ -141,7 +142,7 @@ def _runs_as_it_is(line: str, folder: Path) -> None:
 def test_an_export_that_differs_ends_the_command_with_its_code(
     ending: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The training is not lost by it: all that it left is there, but no file for a robot."""
+    """The files of the training stay; there is no file for a robot."""
     folder, right = ending, FORMATS["torchscript"]
     for name in ("report.html", "result.json"):
         (folder / name).unlink()
@@ -294,7 +295,7 @@ def test_diverged_run_names_step_rank_and_rate_and_keeps_its_state(
 def test_a_loss_that_nobody_looked_at_is_dated_and_not_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, stopped: bool
 ) -> None:
-    """As on a GPU, where the host waits for some updates only: it sees the second that is spoiled."""
+    """As on a GPU, where the host waits for some updates only: it sees the second bad update, not the first."""
     folder, apply = tmp_path / "run", engine.TrainStep.apply
 
     def spoiled(step: engine.TrainStep) -> None:
@@ -319,7 +320,7 @@ def test_a_loss_that_nobody_looked_at_is_dated_and_not_kept(
 def test_fp16_that_overflows_at_any_scale_has_diverged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scaler skips every such update, so the run would end well with the weights that it began with."""
+    """The scaler skips every such update, so the run would finish with its initial weights."""
     build = engine.build_state
 
     def overflowing(*args: Any) -> Any:
@@ -476,7 +477,7 @@ class Frames:
 
 
 class Rank:
-    """Stands for segpipe.distributed.group.Group; `gather` ends a first pass, and answers in a second one."""
+    """A fake segpipe.distributed.group.Group; `gather` ends a first pass, and answers in a second one."""
 
     device = torch.device("cpu")
 
@@ -527,7 +528,7 @@ def test_ranks_that_see_different_checkpoints_are_told_apart() -> None:
 
 def test_shuffled_labels_reach_training_and_not_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Samples] = {}
-    batches, check = engine.train_batches, engine.validate
+    batches, check = batches_module.train_batches, engine.validate
 
     def spied_batches(samples: Samples, *rest: Any, **named: Any) -> Any:
         seen["train"] = samples
@@ -537,7 +538,7 @@ def test_shuffled_labels_reach_training_and_not_validation(tmp_path: Path, monke
         seen["val"] = samples
         return check(model, preprocess, samples, *rest, **named)
 
-    monkeypatch.setattr(engine, "train_batches", spied_batches)
+    monkeypatch.setattr(batches_module, "train_batches", spied_batches)
     monkeypatch.setattr(engine, "validate", spied_validate)
     assert run(tmp_path / "run", "train.steps=1", "data.shuffle_labels=true") == 0
     config = compose(settings(tmp_path / "run"))

@@ -100,7 +100,7 @@ class Ranks(NamedTuple):
     """What ranks reported; a rank that does not answer is only in `counts`, if anywhere."""
 
     rings: dict[int, list[tuple[int, str]]]  # (number, call), oldest first
-    stands: dict[int, str]  # the lines where their main threads are
+    positions: dict[int, str]  # the lines where their main threads are
     counts: list[int]  # of calls, by rank
 
 
@@ -144,10 +144,10 @@ def _missing(ranks: Ranks, waited_s: float) -> str:
     known = {number: call for ring in ranks.rings.values() for number, call in ring}
     awaited = known.get(least + 1, "a call that is no longer remembered")
     last = f"its last was {least}, {known.get(least, 'no longer remembered')}" if least else "it made none before"
-    stands = [f" Rank {rank} is at {ranks.stands[rank]}." for rank in late[:4] if rank in ranks.stands]
+    positions = [f" Rank {rank} is at {ranks.positions[rank]}." for rank in late[:4] if rank in ranks.positions]
     return (
         f"collective {least + 1}, {awaited}, was not reached by {_listed(late)} ({last}), while {_listed(waiting)} "
-        f"waited {waited_s:g} s.{''.join(stands)} If it only needs longer, raise compute.timeout_s."
+        f"waited {waited_s:g} s.{''.join(positions)} If it only needs longer, raise compute.timeout_s."
     )
 
 

@@ -235,7 +235,7 @@ class Watcher:
             return
         self._answered, self._alarm_seen = True, time.monotonic()
         calls = [(entry.number, str(entry.call)) for entry in self.log.last()]
-        self._store.set(f"calls/{self._rank}", json.dumps({"calls": calls, "stands": _stands()}))
+        self._store.set(f"calls/{self._rank}", json.dumps({"calls": calls, "position": _position()}))
         if self.stacks is not None:
             self.stacks.dump("ranks called different collectives, or one does not come")
 
@@ -247,9 +247,9 @@ class Watcher:
         self._signal([rank for rank in range(self._world_size) if rank not in answered])
         answers = {rank: json.loads(self._store.get(f"calls/{rank}")) for rank in answered}
         rings = {rank: [(number, call) for number, call in answer["calls"]] for rank, answer in answers.items()}
-        stands = {rank: answer["stands"] for rank, answer in answers.items()}
+        positions = {rank: answer["position"] for rank, answer in answers.items()}
         counts = [State.unpack(self._store.get(key)).calls if self._store.check([key]) else 0 for key in self._states]
-        text = diagnose(Ranks(rings, stands, counts), self._timeout_s if late else None)
+        text = diagnose(Ranks(rings, positions, counts), self._timeout_s if late else None)
         if self.stacks is not None:
             text += f" The stacks of all ranks are in {self.stacks.path.parent}."
         self.say(text)
@@ -272,7 +272,7 @@ class Watcher:
         self._decided.set()
 
 
-def _stands() -> str:
+def _position() -> str:
     """Where the main thread is: the innermost line of segpipe outside segpipe/distributed, and the innermost of all."""
     innermost = frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and not is_ours(frame):

@@ -1,4 +1,4 @@
-"""Ranks that no longer hold the same bits stop within one step, and the tensor and the rank are named."""
+"""Ranks with different bits stop within one step, and the message names the tensor and the rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that call different things are told apart, of both sides, in time: simulated, and as processes over gloo."""
+"""Different collectives on different ranks are found in time and named on both sides: simulated, and over gloo."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_an_error_of_ours_is_said_once_by_the_rank_that_has_it() -> None:
 def test_a_rank_that_ended_without_a_word_is_named_by_those_that_lost_it(
     lost: int, others: slice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The word of the backend is that a connection was closed; all calls up to there are the same."""
+    """The backend only reports a closed connection; all calls up to there are the same."""
     ranks = Ranks(3)
     ranks.enter("all_reduce", 2, 2, 2)
     ranks.look(times=1)
@@ -231,7 +231,7 @@ def test_a_rank_that_ended_without_a_word_is_named_by_those_that_lost_it(
 
 
 def _impatient(wait: Callable[[Watcher, float], CollectiveError | None]) -> Callable[..., CollectiveError | None]:
-    """A wait that is over at once where it is for what another rank might tell."""
+    """A wait that returns at once when it waits for another rank's report."""
     return lambda watcher, seconds: wait(watcher, 0.0 if seconds == 2.0 else seconds)
 
 
@@ -417,7 +417,7 @@ def test_ranks_that_cannot_be_one_run_are_named(change: dict[str, Any], named: s
 
 
 def test_a_held_port_is_for_a_store_alone() -> None:
-    """Nobody else gets it in between, and whoever comes too early is refused instead of waiting."""
+    """No other process gets it in between, and an early client is refused instead of waiting."""
     with held_port() as port:
         with pytest.raises(OSError, match="in use"), socket.socket() as stranger:
             stranger.bind(("localhost", port))

@@ -1,4 +1,4 @@
-"""Memory of every rank: figures, who stands out, what grows, and what is said when it runs out."""
+"""Memory of every rank: figures, outliers, growth, and the message when it runs out."""
 
 from __future__ import annotations
 
