@@ -1,4 +1,4 @@
-"""Ledgers of synthetic runs. Every number is a function of its place, so runs agree where nothing was changed."""
+"""Ledgers of made-up runs: every number is a function of its place, so that runs agree where nothing was changed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Place = tuple[int, int | None, str, int]  # step, shard (None: the step), field,
 
 
 def header(*, session: int = 0, first_step: int = 0, rank: int = 0, world_size: int = 1, **changes: Any) -> Header:
-    """Header of a synthetic run; `changes` are settings by name with a double underscore for the dot, or its fields."""
+    """Header of a made-up run; `changes` are settings by name with a double underscore for the dot, or its fields."""
     fields = {name: changes.pop(name) for name in ("fingerprint", "parts", "sample_names", "level") if name in changes}
     settings = {"seed": 0, "compute.shards": 4, "compute.samples_per_shard": 2, "data.name": "synthetic", "optim.lr": 1}
     settings |= {name.replace("__", "."): value for name, value in changes.items()}
@@ -44,7 +44,7 @@ def order(step: int, shard: int, shards: int, samples: int) -> tuple[list[int], 
 
 
 class Content:
-    """What a synthetic run computes; `changed` adds to the number at a place."""
+    """What a made-up run computes; `changed` adds to the number at a place."""
 
     def __init__(self, changed: Mapping[Place, int], salt: str, without: Sequence[str]) -> None:
         self.changed, self.salt, self.without = changed, salt, without

@@ -287,11 +287,7 @@ def test_the_copy_itself_passes(copy: Path) -> None:
 
 
 def test_every_source_is_hashed_the_c_of_the_digests_too() -> None:
-    assert {
-        "train/engine.py",
-        "ledger/digest.c",
-        "export/artifact/manifest.schema.json",
-    } <= inputs.source_hashes().keys()
+    assert {"train/engine.py", "ledger/digest.c", "export/artifact/manifest.schema.json"} <= inputs.source_hashes().keys()
 
 
 def test_other_sources_are_noted_and_fail_nothing_while_the_bits_are_the_same(
