@@ -245,15 +245,19 @@ def run_module(folder: Path, module: str, tests: Sequence[str], sample: int | No
     equivalent = len(whole) - len(tried)
     if sample is not None and sample < len(tried):
         tried = sorted(random.Random(f"{seed} {module}").sample(tried, sample), key=lambda each: each.line)
-    alive = [each for each in tried if survives(folder, module, tests, each, timeout_s)]
+    survivors = []
+    for each in tried:
+        if survives(folder, module, tests, each, timeout_s):
+            survivors.append(f"{module}:{each.line}: {each.before} -> {each.after}")
+            print("survived", survivors[-1], file=sys.stderr, flush=True)
     return {
         "tests": list(tests),
         "mutants": len(whole),
         "equivalent": equivalent,
         "tried": len(tried),
-        "killed": len(tried) - len(alive),
+        "killed": len(tried) - len(survivors),
         "seconds": round(time.monotonic() - start),
-        "survivors": [f"{module}:{each.line}: {each.before} -> {each.after}" for each in alive],
+        "survivors": survivors,
     }
 
 
@@ -297,7 +301,6 @@ def main() -> int:
         folder = copy_of_the_repository(Path(scratch) / "copy")
         for module in [name for name in MODULES if any(part in name for part in given.module)]:
             figures = run_module(folder, module, MODULES[module], None if given.all else given.sample, given.seed)
-            print("\n".join(figures["survivors"]), flush=True)
             old = json.loads(given.out.read_text())["modules"] if given.out.exists() else {}
             found = {**old, module: {"commit": _git("rev-parse", "HEAD"), **figures}}
             given.out.write_text(json.dumps({"machine": machine(), "modules": found}, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""Ledgers of synthetic runs. Every number is a function of its place, so runs agree where nothing was changed."""
+"""Ledgers of made-up runs: every number is a function of its place, so that runs agree where nothing was changed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def order(step: int, shard: int, shards: int, samples: int) -> tuple[list[int], 
 
 
 class Content:
-    """What a synthetic run computes; `changed` adds to the number at a place."""
+    """What a made-up run computes; `changed` adds to the number at a place."""
 
     def __init__(self, changed: Mapping[Place, int], salt: str, without: Sequence[str]) -> None:
         self.changed, self.salt, self.without = changed, salt, without

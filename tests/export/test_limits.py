@@ -207,6 +207,8 @@ def test_answers_are_compared_output_by_output() -> None:
     assert np.array_equal(found.reference_mask, right.mask)
     assert np.array_equal(found.mask, mask)
     assert compare_answers(check("x"), right, probe, Answer(mask)).confidence_difference == 0
+    two = right._replace(logits=right.logits[:2] + 3)
+    assert compare_answers(check("x"), two, two, Answer(mask)).margins.tolist() == [4.0]
     alone = right._replace(logits=right.logits[:1] + 3)
     assert compare_answers(check("x"), alone, alone, Answer(mask)).margins.tolist() == [3.0]
 

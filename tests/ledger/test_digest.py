@@ -141,6 +141,15 @@ def test_words_of_many_tensors_are_the_formula(block: int) -> None:
         assert on_device(tensor, tensor + 1) == [words(tensor), words(tensor + 1)]
 
 
+def test_known_values_of_many_tensors_and_of_a_state_stay() -> None:
+    """They are in every ledger and checkpoint. The tests above follow BLOCK, which is part of the definition."""
+    x = torch.arange(3 * 2**15 + 5)
+    assert many(x) == 17065823432701038774
+    assert many(x[:7].float(), x.to(torch.uint8)) == 15667322718796810617
+    state = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(4)}
+    assert state_digest(state) == "addf2f0120495c7ea23161eb92e4e3e7"
+
+
 def test_words_see_the_order_of_tensors() -> None:
     one, two = example(torch.float32, 3), example(torch.float32, 4, seed=1)
     assert len({many(one, two), many(two, one), many(torch.cat([one, two])), many(one, -two), many(one)}) == 5
