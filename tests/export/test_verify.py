@@ -625,7 +625,7 @@ def test_int8_is_held_to_its_own_limits(
     with monkeypatch.context() as patch:
         int8_takes(patch, 0.91)
         assert export(run, folder, *wanted) == 12
-        assert "> 0.9 of the fp32 file's: so the file is no gain in model.int8.onnx" in last_line(capsys)
+        assert "> 0.9 of the fp32 file's, so the file is no gain in model.int8.onnx" in last_line(capsys)
         assert [path.name for path in tmp_path.iterdir()] == ["export.rejected"]
     int8_takes(monkeypatch, 0.89)
     for place in (folder, tmp_path / "again"):
@@ -718,7 +718,7 @@ def test_other_profiles_pass_the_same_gates(
     shutil.copytree(folder, altered)
     golden_changed(altered)
     assert verify(run, altered) == 7
-    assert "golden/mask.npy is not what" in last_line(capsys)
+    assert "golden/mask.npy differs from what" in last_line(capsys)
     edited(folder / "model.fp16.onnx", folder / "model.fp16.onnx", std)
     sign(folder)
     assert verify(run, folder) == 4
