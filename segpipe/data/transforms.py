@@ -10,7 +10,7 @@ To add one, register a function that builds it before training starts, and start
 Function and registration must be at the top level of a module or of your program: spawned processes import it again and
 find the function by module and name. A transform may draw only from `self.py_random` and `self.random_generator`,
 which are set from the sample's key before every call, and must keep nothing from one call to the next;
-scripts/check_augment.py checks this. albumentations' GaussNoise, AdditiveNoise and RGBShift fail it: they seed OpenCV's
+segpipe check-augment checks this. albumentations' GaussNoise, AdditiveNoise and RGBShift fail it: they seed OpenCV's
 global generator with one of only 65,536 values.
 """
 

@@ -135,12 +135,12 @@ def _cause(before: Trail, now: Trail) -> str:
     if not unlike:
         return (
             f"{impure}: it {depends} (or the file was changed meanwhile). Find the transform with python "
-            f"scripts/check_augment.py, and keep its parameters inside the call"
+            f"segpipe check-augment, and keep its parameters inside the call"
         )
     first = before[unlike.index(True) - 1 if any(unlike) else -1][0]
     return (
         f"{impure}: the first transform whose output differs is {first}. It {depends}. Keep its parameters inside the "
-        f"call, and check it with python scripts/check_augment.py"
+        f"call, and check it with segpipe check-augment"
     )
 
 

@@ -118,13 +118,13 @@ def quick(augmenter: Augmenter, samples: Samples, *, budget_s: float = 2.0) -> s
         others = f" ({len(findings) - 1} more)" if len(findings) > 1 else ""
         raise ImpureAugmentError(
             f"augmentation is not a pure function of sample and key. {findings[0]}{others} List all with "
-            f"scripts/check_augment.py; augment.check=false trains anyway."
+            f"segpipe check-augment; augment.check=false trains anyway."
         )
     if answers.asked == len(questions):
         return ""
     return (
         f"purity of the augmentation: {answers.asked} of {len(questions)} probes ran in {budget_s:g} s; "
-        f"scripts/check_augment.py runs all."
+        f"segpipe check-augment runs all."
     )
 
 

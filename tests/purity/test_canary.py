@@ -213,7 +213,7 @@ def test_stale_parameters_are_found_and_named(plant: Plant, workers: int, every:
     assert re.search(r"image \(y, x, channel\) = \(0, \d, \d\) is \d+, then \d+\.", message)
     assert "not a pure function of sample and key" in message
     assert "the first transform whose output differs is planted (StaleParameters). " in message
-    assert "scripts/check_augment.py" in message
+    assert "segpipe check-augment" in message
     assert "augment.canary=0" in message
     assert "\n" not in message
     assert caught.value.exit_code == 8
@@ -290,7 +290,7 @@ def test_without_compiled_digests_the_check_is_to_name_it(plant: Plant, monkeypa
     found, made = augment_watched(pure, frame, 7)
     assert made.trail == ()
     assert [part.tobytes() for part in found] == [part.tobytes() for part in pure(*frame, 7)]
-    with pytest.raises(ImpureAugmentError, match=r"changed meanwhile\). Find the transform with python scripts/"):
+    with pytest.raises(ImpureAugmentError, match=r"changed meanwhile\). Find the transform with segpipe "):
         batches(plant(impure.StaleParameters, canary=1), 0)
 
 

@@ -241,7 +241,7 @@ def test_what_was_left_out_is_told_before_training(tmp_path, monkeypatch, capsys
     cases = len(Augmenter(compose(settings(tmp_path / "run")).augment).parts()) + 1
     assert told(0.0) == (
         f"purity of the augmentation: {2 * cases} of {len(purity.QUICK) * cases} probes ran in 0 s; "
-        "scripts/check_augment.py runs all.\n"
+        "segpipe check-augment runs all.\n"
     )
     assert told(600.0) == ""
 

@@ -83,4 +83,4 @@ def _result(folder: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
-        raise DataError(f"{path} is not valid JSON ({error}). Run scripts/evaluate.py, or remove the file.") from None
+        raise DataError(f"{path} is not valid JSON ({error}). Run segpipe evaluate, or remove the file.") from None
