@@ -13,9 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from segpipe.audit import evidence
-from segpipe.audit.task import Task, in_folder
+from segpipe.audit.task import RunTasks, Task, in_folder
 from segpipe.audit.verdict import FAILED, PASSED, UNCHECKED, Audit, Line
-from segpipe.audit.worker import run_tasks
 from segpipe.determinism import flags
 from segpipe.errors import CheckpointError, CollectiveError, SegpipeError
 from segpipe.files import sha256
@@ -34,7 +33,7 @@ EVIDENCE = ("config.json", INPUTS, "result.json", HASHES, "*.pt", f"{FOLDER}/*",
 
 
 @dataclass(frozen=True)
-class Request:
+class AuditRequest:
     """What the auditor asks for."""
 
     run: Path
@@ -74,8 +73,8 @@ def choose_spans(starts: Mapping[int, Path | None], end: int, *, count: int, lon
     return [spans[place] for place in sorted(chosen)]
 
 
-def examine(request: Request, progress: Progress) -> Audit:
-    """All lines of the report.
+def examine(request: AuditRequest, progress: Progress, run_tasks: RunTasks) -> Audit:
+    """All lines of the report; `run_tasks` replays.
 
     Raises CheckpointError when there is no run at all, ConfigError for a request that cannot be met, and
     CollectiveError when the replaying processes failed to work together.
@@ -99,7 +98,7 @@ def examine(request: Request, progress: Progress) -> Audit:
     replayable = config if ledger and config and _data_is_here(config) and consistent else None
     spans: list[Span] = []
     with tempfile.TemporaryDirectory(prefix="segpipe-audit-") as scratch:
-        replays = _Replays(replayable, request, Path(scratch), progress) if replayable else None
+        replays = _Replays(replayable, request, Path(scratch), progress, run_tasks) if replayable else None
         checkpoints, checkpoint_lines = evidence.check_checkpoints(run, ledger, replays.state if replays else None)
         lines += ledger_lines + checkpoint_lines
         if replays and ledger and not obstacle:
@@ -129,7 +128,7 @@ def _data_is_here(config: Config) -> bool:
     return config.data.name == "synthetic" or Path(config.data.root).is_dir()
 
 
-def _obstacle(config: Config | None, ledger: RunLedger | None, request: Request) -> str:
+def _obstacle(config: Config | None, ledger: RunLedger | None, request: AuditRequest) -> str:
     """Why nothing can be replayed; empty when it can."""
     if config is None or ledger is None:
         return "without config.json and a ledger there is nothing to replay and compare with"
@@ -157,13 +156,16 @@ def _obstacle(config: Config | None, ledger: RunLedger | None, request: Request)
 class _Replays:
     """Replays of a run into folders of their own."""
 
-    def __init__(self, config: Config, request: Request, scratch: Path, progress: Progress) -> None:
+    def __init__(
+        self, config: Config, request: AuditRequest, scratch: Path, progress: Progress, run_tasks: RunTasks
+    ) -> None:
         self._config, self._request, self._scratch, self._progress = config, request, scratch, progress
+        self._run_tasks = run_tasks
 
     def state(self, path: Path, step: int) -> RunLedger:
         """A ledger with the state of a checkpoint."""
         folder = self._scratch / f"state-{path.stem}"
-        run_tasks([Task(in_folder(self._config, folder, any_environment=True), str(path), step, step)], nproc=1)
+        self._run_tasks([Task(in_folder(self._config, folder, any_environment=True), str(path), step, step)], nproc=1)
         return read_run(folder)
 
     def spans(self, spans: Sequence[Span], ledger: RunLedger) -> list[Line]:
@@ -179,7 +181,7 @@ class _Replays:
                 self._progress(f"replaying {span}", base + done, total)
 
             try:
-                run_tasks([task], nproc=self._request.nproc, report=report)
+                self._run_tasks([task], nproc=self._request.nproc, report=report)
                 lines.append(_judge(span, ledger, read_run(folder)))
             except CollectiveError:  # the replaying processes failed, which says nothing about the run
                 raise

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from segpipe.audit.evidence import read_config
-from segpipe.audit.task import Task, in_folder
+from segpipe.audit.task import RunTasks, Task, in_folder
 from segpipe.audit.trace import first_culprit, read_traces
-from segpipe.audit.worker import run_tasks
 from segpipe.errors import CheckpointError, ConfigError
 from segpipe.ledger.divergence import Comparison, compare
 from segpipe.ledger.reader import RunLedger, read_run
@@ -54,8 +53,8 @@ def _digests(folder: Path, step: int) -> dict[int, list[tuple[Path, tuple[str, s
     return found
 
 
-def compare_again(a: Path, b: Path, *, nproc: int, progress: Progress) -> Comparison:
-    """Where run `b` first differs from run `a`, by their ledgers and by a replay of both.
+def compare_again(a: Path, b: Path, *, nproc: int, progress: Progress, run_tasks: RunTasks) -> Comparison:
+    """Where run `b` first differs from run `a`, by their ledgers and by a replay of both with `run_tasks`.
 
     Raises CheckpointError, ConfigError or DataError when the files of a run, or its data, cannot be read.
     """
@@ -71,12 +70,18 @@ def compare_again(a: Path, b: Path, *, nproc: int, progress: Progress) -> Compar
     start = f"step {common.step}" if common.step else "the seed"
     how = f"replayed from {start} to step {found.step}, each with its own settings, by {nproc} process"
     with tempfile.TemporaryDirectory(prefix="segpipe-replay-") as scratch:
-        again = _replay_both(found.step, common, runs, Path(scratch), nproc, progress)
+        again = _replay_both(found.step, common, runs, Path(scratch), nproc, progress, run_tasks)
         return _conclude(found, runs, again, f"{how}{'es' * (nproc > 1)}: ")
 
 
 def _replay_both(
-    step: int, common: CommonState, runs: Sequence[RunLedger], scratch: Path, nproc: int, progress: Progress
+    step: int,
+    common: CommonState,
+    runs: Sequence[RunLedger],
+    scratch: Path,
+    nproc: int,
+    progress: Progress,
+    run_tasks: RunTasks,
 ) -> list[RunLedger]:
     updates = step + 1 - common.step
     configs = [_config(run.folder, nproc) for run in runs]

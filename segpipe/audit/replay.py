@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from segpipe.audit.trace import Tracer, write_traces
+from segpipe.data.samples import open_samples
+from segpipe.determinism import flags
+from segpipe.distributed.watch.agreement import common_fingerprint
+from segpipe.train import checkpoint
 from segpipe.train.batches import loss_weights, shard_stream
-from segpipe.train.engine import open_state
 from segpipe.train.recorder import Recorder
+from segpipe.train.state import build_state
 from segpipe.train.step import TrainStep, train_step
 
 if TYPE_CHECKING:
@@ -25,8 +29,13 @@ def replay(task: Task, group: Group, report: Callable[[int], None]) -> None:
     the checkpoint is truncated, altered, or of another recipe or environment, and DataError when a sample cannot be
     read.
     """
-    config, start = task.config, Path(task.checkpoint) if task.checkpoint else None
-    samples, current, fingerprint, _ = open_state(config, group, start)
+    config = task.config
+    flags.apply(config.compute.threads, config.compute.mode)
+    samples = open_samples(config.data, "train", config.seed)
+    current = build_state(config, samples.classes, group.device)
+    fingerprint, _ = common_fingerprint(config, group)
+    if task.checkpoint:
+        checkpoint.restore(Path(task.checkpoint), current, config, samples.classes, fingerprint)
     assert current.step == task.first, (current.step, task)
     with contextlib.closing(Recorder(config, group, current, samples, fingerprint)) as recorder:
         if task.first == task.last:

@@ -21,7 +21,7 @@ from segpipe.ledger.digest import digest_many
 INPUT, OUTPUT, WEIGHT = "input", "output", "weight"  # kinds of gradients
 
 
-class Call(NamedTuple):
+class ModuleCall(NamedTuple):
     """Digests of inputs and outputs of a module that returned."""
 
     name: str
@@ -40,7 +40,7 @@ class Gradient(NamedTuple):
 class ShardTrace(NamedTuple):
     """One shard: calls in the order in which they returned (children before parents), gradients in order of arrival."""
 
-    forward: list[Call]
+    forward: list[ModuleCall]
     backward: list[Gradient]
 
 
@@ -88,7 +88,7 @@ class Tracer:
         """The traces; waits for the device."""
         return {
             shard: ShardTrace(
-                [Call(name, int(inputs), int(outputs)) for name, inputs, outputs in calls],
+                [ModuleCall(name, int(inputs), int(outputs)) for name, inputs, outputs in calls],
                 [Gradient(kind, name, int(value)) for kind, name, value in self._backward[shard]],
             )
             for shard, calls in self._forward.items()
@@ -144,7 +144,9 @@ def read_traces(folder: Path) -> Traces:
     found: Traces = {}
     for path in sorted(folder.glob("trace*.json")):
         for shard, (forward, backward) in json.loads(path.read_text()).items():
-            found[int(shard)] = ShardTrace([Call(*call) for call in forward], [Gradient(*event) for event in backward])
+            found[int(shard)] = ShardTrace(
+                [ModuleCall(*call) for call in forward], [Gradient(*event) for event in backward]
+            )
     return found
 
 
@@ -162,7 +164,7 @@ def first_culprit(a: Traces, b: Traces) -> Culprit | None:
     return next((culprit for culprit in backward if culprit), None)
 
 
-def _forward_culprit(shard: int, a: Sequence[Call], b: Sequence[Call]) -> Culprit | None:
+def _forward_culprit(shard: int, a: Sequence[ModuleCall], b: Sequence[ModuleCall]) -> Culprit | None:
     for one, two in zip(a, b, strict=False):
         if one.name != two.name:
             return Culprit("forward", shard, one.name, f"A calls {one.name} where B calls {two.name}")

@@ -7,12 +7,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from segpipe.audit.task import Task
+from segpipe.audit.task import Report, Task
 from segpipe.determinism import flags
 from segpipe.distributed import environment
 from segpipe.errors import CollectiveError, DivergenceError, SegpipeError
@@ -20,7 +20,6 @@ from segpipe.settings.config import config_hash
 
 ROOT = Path(__file__).resolve().parents[2]
 ERROR = "error.txt"
-Report = Callable[[int, int], None]  # number of the task, updates done
 
 
 def run_tasks(tasks: Sequence[Task], *, nproc: int, report: Report = lambda number, done: None) -> None:

@@ -12,8 +12,9 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from segpipe.audit.examine import Request, examine
+from segpipe.audit.examine import AuditRequest, examine
 from segpipe.audit.verdict import Audit, check_folder, write_audit
+from segpipe.audit.worker import run_tasks
 from segpipe.errors import SegpipeError
 
 COLOURS = {"passed": "green", "failed": "bold red", "noted": "yellow", "not checked": "dim"}
@@ -30,6 +31,7 @@ def main(given: dict[str, Any]) -> int:
         audit = examine(
             request(given),
             lambda what, done, total: bar.update(task, description=what, completed=done, total=total or None),
+            run_tasks,
         )
     console.print(table(audit))
     console.print(f"{audit.sentence}.", markup=False)
@@ -41,9 +43,9 @@ def main(given: dict[str, Any]) -> int:
     return audit.exit_code
 
 
-def request(given: dict[str, Any]) -> Request:
+def request(given: dict[str, Any]) -> AuditRequest:
     """What to audit; draws a seed if none is given."""
-    return Request(
+    return AuditRequest(
         Path(given["run"]),
         seed=secrets.randbelow(2**32) if given["seed"] < 0 else given["seed"],
         spans=given["spans"],

@@ -33,13 +33,19 @@ def main(given: dict[str, Any]) -> int:
 
 def replayed(a: Path, b: Path, nproc: int) -> Comparison:
     """The comparison of two run folders after training both again up to the first difference."""
-    from segpipe.audit.locate import compare_again  # imports torch, which a comparison without replay does not need
+    # These import torch, which a comparison without replay does not need.
+    from segpipe.audit.locate import compare_again
+    from segpipe.audit.worker import run_tasks
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("training again", total=None)
         return compare_again(
-            a, b, nproc=nproc, progress=lambda done, total: bar.update(task, completed=done, total=total)
+            a,
+            b,
+            nproc=nproc,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            run_tasks=run_tasks,
         )
 
 

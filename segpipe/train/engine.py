@@ -153,7 +153,12 @@ def _open(
     """The run at the step at which it starts or resumes, its batches, and notes for the user."""
     last = config.run_dir / "last.pt"
     resuming = config.run.exists == "resume" and last.is_file()
-    samples, current, fingerprint, differences = open_state(config, group, last if resuming else None)
+    flags.apply(config.compute.threads, config.compute.mode)
+    samples = open_samples(config.data, "train", config.seed)
+    current = build_state(config, samples.classes, group.device)
+    fingerprint, differences = common_fingerprint(config, group)
+    if resuming:
+        checkpoint.restore(last, current, config, samples.classes, fingerprint)
     val_samples = open_samples(config.data, config.data.split, config.seed)
     agree_on_step(last, current.step, group)
     stream = shard_stream(config, group, samples, range(current.step, config.train.steps))
@@ -173,22 +178,6 @@ def _open(
     run = Run(config, group, samples, val_samples, current, fingerprint, watch, view, log, saved=done)
     notes = _notes(config, group, differences)
     return run, stream, [*notes, f"resuming {config.run_dir} at step {done}"] if resuming else notes
-
-
-def open_state(
-    config: Config, group: Group, start: Path | None
-) -> tuple[Samples, TrainState, dict[str, Any], list[str]]:
-    """Training samples, the state of checkpoint `start` (None: fresh), fingerprint of rank 0, and how ranks differ.
-
-    Sets torch's switches. Raises CheckpointError when the checkpoint cannot be read or does not fit, and DataError.
-    """
-    flags.apply(config.compute.threads, config.compute.mode)
-    samples = open_samples(config.data, "train", config.seed)
-    current = build_state(config, samples.classes, group.device)
-    fingerprint, differences = common_fingerprint(config, group)
-    if start is not None:
-        checkpoint.restore(start, current, config, samples.classes, fingerprint)
-    return samples, current, fingerprint, differences
 
 
 def _keeps_ledger(config: Config) -> bool:

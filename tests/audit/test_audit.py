@@ -14,8 +14,9 @@ import pytest
 
 from runs import run, settings, torch_restored, write_camvid
 from segpipe.audit import examine as examination
-from segpipe.audit.examine import Request, examine
+from segpipe.audit.examine import AuditRequest, examine
 from segpipe.audit.verdict import FAILED, Audit, Line, markdown
+from segpipe.audit.worker import run_tasks
 from segpipe.cli import audit as command
 from segpipe.cli.main import main as segpipe
 from segpipe.determinism import flags
@@ -78,7 +79,7 @@ def copy(whole: Path, tmp_path: Path) -> Path:
 def audited(folder: Path, **wishes: object) -> Audit:
     """Audit with one update of one span, in this process."""
     asked: dict[str, object] = {"seed": 1, "spans": 1, "span_steps": 1, "settings": {"data.root": str(folder / "data")}}
-    return examine(Request(folder / "run", **{**asked, **wishes}), lambda what, done, total: None)  # type: ignore[arg-type]
+    return examine(AuditRequest(folder / "run", **{**asked, **wishes}), lambda what, done, total: None, run_tasks)  # type: ignore[arg-type]
 
 
 def failures(audit: Audit) -> dict[str, str]:
@@ -336,7 +337,7 @@ def test_what_cannot_be_audited_says_why(
 @pytest.mark.parametrize("mode", ["ddp", "off"])
 def test_modes_that_promise_less_cannot_be_audited(whole: Path, mode: str) -> None:
     config = compose(settings(whole / "run", f"compute.mode={mode}"))
-    words = examination._obstacle(config, read_run(whole / "run"), Request(whole / "run", seed=0))
+    words = examination._obstacle(config, read_run(whole / "run"), AuditRequest(whole / "run", seed=0))
     assert f"compute.mode = {mode} does not promise" in words
 
 

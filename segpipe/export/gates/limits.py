@@ -8,26 +8,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from segpipe.export.gates.comparison import ImageComparison
+    from segpipe.export.gates.comparison import ImageComparison, Sigma
 
 MAX_CLASSES = 255  # ids 0..254: 255 in a mask means no answer
-
-
-@dataclass(frozen=True)
-class Sigma:
-    """Standard deviation of the reference logits over the whole check set, and over its real images.
-
-    It is the unit for differences of logits, since absolute limits do not carry over from one network to the next.
-    Real images use their own where it is smaller: untrained weights gave noise and checkerboard 30 times the logits of
-    photographs, which would have hidden faults on photographs.
-    """
-
-    everything: float
-    real: float
-
-    def of(self, *, is_real: bool) -> float:
-        """Unit for the differences of an image."""
-        return min(self.everything, self.real) if is_real else self.everything
 
 
 @dataclass(frozen=True)
