@@ -20,13 +20,15 @@ from benchmarks import measure as measuring
 from segpipe.data.catalog import ClassTable
 from segpipe.data.samples import Samples, open_samples
 from segpipe.errors import ConfigError
-from segpipe.export import deploy_model, spread
 from segpipe.export.artifact.manifest import describe
 from segpipe.export.artifact.origin import Origin
-from segpipe.export.graph.convert import to_onnx, to_torchscript
-from segpipe.export.graph.formats import Run, one_thread, open_onnx, open_torchscript, run_eager
+from segpipe.export.dataset import spread
+from segpipe.export.graph.formats import FORMATS
+from segpipe.export.graph.network import deploy_model, one_thread, run_eager
+from segpipe.export.graph.onnx_format import open_onnx
+from segpipe.export.graph.profiles import Run
 from segpipe.export.lowprec.half import to_fp16
-from segpipe.export.lowprec.quantize import SCHEMES, to_int8
+from segpipe.export.lowprec.int8 import SCHEMES, to_int8
 from segpipe.models import MODELS, build_model
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.arguments import parse, with_settings
@@ -108,12 +110,12 @@ def forms(trained: TrainedNetwork, frames: Sequence[Image], folder: Path) -> tup
     paths = {name: folder / f"{name.replace(' ', '_')}.onnx" for name in (FP32, FP16, *INT8)}
     script = folder / "model.torchscript.pt"
     manifest = describe(trained, model, size, Origin(), {})
-    to_onnx(model, size, manifest, paths[FP32], folder / "probe.onnx")
-    to_torchscript(model, size, manifest, script, folder / "probe.pt")
+    FORMATS["onnx"].write(model, size, manifest, paths[FP32], folder / "probe.onnx")
+    FORMATS["torchscript"].write(model, size, manifest, script, folder / "probe.pt")
     to_fp16(paths[FP32], paths[FP16])
     for scheme in SCHEMES:
         to_int8(paths[FP32], paths[f"onnx int8 {scheme}"], frames, scheme=scheme)
-    runs = {EAGER: run_eager(model), "torchscript": open_torchscript(script)}
+    runs = {EAGER: run_eager(model), "torchscript": FORMATS["torchscript"].open(script, model.profile)}
     runs |= {name: open_onnx(path) for name, path in paths.items()}
     files = {"torchscript": script, **paths}
     return runs, {name: round(path.stat().st_size / 2**20, 2) for name, path in files.items()}

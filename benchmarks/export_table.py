@@ -29,12 +29,12 @@ from segpipe.data.samples import open_samples
 from segpipe.export.artifact.manifest import describe
 from segpipe.export.artifact.origin import Origin
 from segpipe.export.artifact.outcome import ExportReport
-from segpipe.export.gates.checks import Check, check_images, check_set
+from segpipe.export.dataset import check_images
+from segpipe.export.gates.check_set import Check, check_set
 from segpipe.export.gates.comparison import Candidate, as_trained, compare
-from segpipe.export.gates.judge import problems
 from segpipe.export.gates.limits import LIMITS, gate_logits, gate_mask, gate_preprocessing
-from segpipe.export.graph.deploy import deploy_model
-from segpipe.export.graph.formats import FORMATS, one_thread, run_eager
+from segpipe.export.graph.formats import FORMATS
+from segpipe.export.graph.network import deploy_model, one_thread, run_eager
 from segpipe.export.produce import produce
 from segpipe.models import MODELS
 from segpipe.train.checkpoint import TrainedNetwork, load_network
@@ -72,7 +72,7 @@ def rows(trained: TrainedNetwork, checks: Sequence[Check]) -> list[dict[str, Any
         eager = run_eager(model)
         candidates = []
         for subject in subjects:
-            assert not problems(subject), problems(subject)
+            assert not subject.problems(), subject.problems()
             kind = FORMATS[subject.format]
             candidates.append(
                 Candidate(kind.open(subject.probe, model.profile), kind.open(subject.path, model.profile))

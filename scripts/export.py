@@ -7,8 +7,8 @@
                              ['export.critical_classes=[person]'] [data.root=FOLDER] [data.split=val]
                              [export.allow_unverified=true export.height=H export.width=W]
 
-Exit codes: 0 published, 2 usage, 3 not convertible, 4 other answers (G2, G3, G4) or blind gates (G6), 5 worse on
-labelled images (G5), 6 too slow, 7 not whole (G1).
+Exit codes: 0 published, 2 usage, 3 not convertible, 4 other answers (G2, G3, G4) or blind gates (G6), 7 not whole
+(G1), 11 worse on labelled images (G5), 12 too slow.
 """
 
 import sys
@@ -19,8 +19,11 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from segpipe.errors import SegpipeError
-from segpipe.export import NOT_EXPORTED, every_tensor_used, export_checkpoint, training_images, validation_samples
-from segpipe.export.artifact.summary import table
+from segpipe.export.artifact.origin import every_tensor_used
+from segpipe.export.artifact.outcome import NOT_EXPORTED
+from segpipe.export.artifact.verify_report import table
+from segpipe.export.dataset import training_images, validation_samples
+from segpipe.export.publish import export_checkpoint
 from segpipe.settings.arguments import parse, with_settings
 from segpipe.settings.export_settings import EXPORT_KEYS
 from segpipe.train.checkpoint import load_network

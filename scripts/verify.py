@@ -4,8 +4,8 @@
                              [export.images=16] [export.quality_images=100] [export.latency_budget_ms=33]
                              ['export.critical_classes=[person]'] [export.allow_unverified=true]
 
-Exit codes: 0 verified, 2 usage, 4 other answers (G2, G3, G4) or blind gates (G6), 5 worse on labelled images (G5),
-6 too slow, 7 altered, not whole, or of another checkpoint (G1). The last line says which.
+Exit codes: 0 verified, 2 usage, 4 other answers (G2, G3, G4) or blind gates (G6), 7 altered, not whole, or
+of another checkpoint (G1), 11 worse on labelled images (G5), 12 too slow. The last line says which.
 """
 
 import sys
@@ -16,18 +16,11 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from segpipe.errors import ConfigError, SegpipeError
-from segpipe.export import (
-    NOT_VERIFIED,
-    every_tensor_used,
-    gather,
-    image_size,
-    origin_of,
-    read_manifest,
-    training_images,
-    validation_samples,
-    verify_folder,
-)
-from segpipe.export.artifact.summary import table
+from segpipe.export.artifact.origin import every_tensor_used, origin_of
+from segpipe.export.artifact.outcome import NOT_VERIFIED
+from segpipe.export.artifact.verify_report import table
+from segpipe.export.dataset import gather, training_images, validation_samples
+from segpipe.export.verify import image_size, read_manifest, verify_folder
 from segpipe.settings.arguments import parse, with_settings
 from segpipe.train.checkpoint import load_network
 
@@ -42,7 +35,7 @@ def main(arguments: list[str]) -> int:
     try:
         given = parse(arguments, SETTINGS)
         if not given.get("artifact"):
-            raise ConfigError(f"{' '.join(arguments)!r} names no artefact. Set artifact=runs/NAME/export.")
+            raise ConfigError(f"{' '.join(arguments)!r} names no artifact. Set artifact=runs/NAME/export.")
         folder = Path(given["artifact"])
         with every_tensor_used(NOT_VERIFIED):
             trained = load_network(Path(given["run"]), given["which"])
@@ -63,7 +56,7 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     Console().print(table(report))
-    print(report.line("ARTEFACT"))
+    print(report.line("ARTIFACT"))
     return 0
 
 

@@ -4,6 +4,9 @@ A message says where and what was found, what was needed, and what to do. Each c
 the command line ends, so that a cluster script can tell a typing mistake from a diverged run.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 
 class SegpipeError(Exception):
     """Root of all errors that segpipe raises on purpose; they are printed without a traceback."""
@@ -69,21 +72,28 @@ class ExportError(SegpipeError):
 
 
 class ExportMismatch(ExportError):
-    """An exported file does not compute what the trained network computes; no file is left behind."""
+    """An exported file does not compute what the trained network computes; no file is left behind.
+
+    failed: (file name, GateResult) of every gate that failed, with its figures.
+    """
 
     exit_code = 4
+
+    def __init__(self, message: str, *, failed: Sequence[tuple[str, Any]] = ()) -> None:
+        super().__init__(message)
+        self.failed = tuple(failed)
 
 
 class QualityError(ExportMismatch):
     """An exported file segments labelled images worse than the trained network; no file is left behind."""
 
-    exit_code = 5
+    exit_code = 11
 
 
 class LatencyError(ExportMismatch):
-    """An exported file is slower than it may be; no file is left behind."""
+    """An exported file exceeds a latency limit; no file is left behind."""
 
-    exit_code = 6
+    exit_code = 12
 
 
 class IntegrityError(ExportMismatch):

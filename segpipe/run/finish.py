@@ -89,8 +89,9 @@ def _overlay(run: Run, index: int, score: float) -> Overlay:
 
 def _export(run: Run, console: Console) -> None:
     """Export the checkpoint that was just written, in the same way as the export command."""
-    from segpipe.export import export_checkpoint, spread
-    from segpipe.export.artifact.summary import table
+    from segpipe.export.artifact.verify_report import table
+    from segpipe.export.dataset import spread
+    from segpipe.export.publish import export_checkpoint
     from segpipe.train.checkpoint import load_network
 
     started = time.perf_counter()

@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from .segmenter import Segmenter
+if TYPE_CHECKING:
+    from .segmenter import Segmenter
 
 FLAT_MIB = (
     4.0  # growth that counts as none: allocators take and return pages; a leak of 0.5 KiB in 9,000 frames is more

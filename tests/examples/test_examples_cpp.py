@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from exports import IMAGES, NAMES, tiny_network
-from segpipe.export import export_run
 from segpipe.export.gates import latency
+from segpipe.export.publish import export_run
 from segpipe.runtime.artifact import FORMAT
 
 SOURCES = Path(__file__).resolve().parents[2] / "examples" / "cpp"

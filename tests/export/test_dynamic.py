@@ -21,17 +21,17 @@ import scripts.export as export_command
 import scripts.verify as verify_command
 from exports import CLASSES, IMAGES, NAMES, SIZE, Tiny, structured, tiny_network, write_run
 from segpipe.errors import ConfigError, ExportMismatch, IntegrityError
-from segpipe.export import DeployModel, deploy_model, export_run, publish
-from segpipe.export.artifact.manifest import in_file
+from segpipe.export import publish
+from segpipe.export.artifact.manifest import in_file, schema_problems
 from segpipe.export.artifact.place import write_sums
-from segpipe.export.artifact.schema import violations
 from segpipe.export.gates import judge
-from segpipe.export.gates.checks import Check
+from segpipe.export.gates.check_set import Check, trials
 from segpipe.export.graph import profiles
-from segpipe.export.graph.convert import manifest_text
 from segpipe.export.graph.formats import FORMATS
-from segpipe.export.graph.probes import write_probe
-from segpipe.export.graph.shapes import dynamic_of, free_lengths, further_sizes, trials
+from segpipe.export.graph.network import DeployModel, deploy_model
+from segpipe.export.graph.onnx_format import write_probe
+from segpipe.export.graph.profiles import dynamic_of, free_lengths, further_sizes, manifest_text
+from segpipe.export.publish import export_run
 from segpipe.models.layers import upsample_like
 from segpipe.models.preprocess import Preprocess
 from segpipe.models.resize import adaptive_avg_pool, pool_weights, traced_pool_weights
@@ -151,7 +151,7 @@ def test_lengths_go_opposite_ways_between_those_that_are_tried() -> None:
 
 @pytest.mark.parametrize("size", [(60, 96), (64, 98), (56, 96), (64, 32)])
 def test_sizes_from_which_nothing_can_be_tried(size: tuple[int, int], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"the images are {size[0]}x{size[1]}; multiples of 4 from 64 on"):
+    with pytest.raises(ConfigError, match=f"the images are {size[0]}x{size[1]}; it needs multiples of 4 from 64 up"):
         export_run(
             tiny_network(), structured(1, size), tmp_path / "export", ["onnx"], {}, settings=ExportConfig(dynamic="hw")
         )
@@ -232,12 +232,12 @@ def test_a_manifest_that_tells_too_little_is_refused(change: Callable[[Any], Any
 
 def test_the_contract_of_the_manifest_knows_free_lengths(free_size: publish.ExportReport) -> None:
     manifest = manifest_of(free_size)
-    assert violations(manifest) == []
+    assert schema_problems(manifest) == []
     manifest["io"]["inputs"][0]["shape"][1] = "rows"
     manifest["io"]["free"]["width"].pop("tried")
-    assert [text.partition(":")[0] for text in violations(manifest)] == [
-        "manifest.io.free.width.tried",
-        "manifest.io.inputs[0].shape[1] = 'rows'",
+    assert [text.partition(":")[0] for text in schema_problems(manifest)] == [
+        "manifest.io.free.width",
+        "manifest.io.inputs[0].shape[1]",
     ]
 
 
@@ -268,7 +268,7 @@ def test_two_conversions_are_equal_and_silent(free_size: publish.ExportReport, t
     for name in ("onnx", "pt2"):
         shipped = tmp_path / FORMATS[name].file_name()
         manifest = in_file(free_size.manifest, "fp32")
-        FORMATS[name].convert(deploy_model(pooled_network(), profile=profile), SIZE, manifest, shipped, tmp_path / name)
+        FORMATS[name].write(deploy_model(pooled_network(), profile=profile), SIZE, manifest, shipped, tmp_path / name)
         content = shipped.read_bytes()
         assert content == (free_size.folder / shipped.name).read_bytes(), name
         assert not [place for place in here if place in content], name
@@ -401,7 +401,7 @@ def test_a_length_that_the_converter_fixed_is_refused(tmp_path: Path, monkeypatc
     plant(
         monkeypatch, "onnx", lambda model: setattr(model, "profile", dataclasses.replace(model.profile, dynamic="none"))
     )
-    with pytest.raises(IntegrityError, match=r"G1 integrity: inputs \[.*\[1, 64, 96, 3\].* needed .*'height'"):
+    with pytest.raises(IntegrityError, match=r"G1 integrity: inputs = .*\[1, 64, 96, 3\].*, but .*'height'"):
         export(tiny_network(), tmp_path / "export", "hw", ["onnx"])
 
 
@@ -437,7 +437,7 @@ def test_from_the_command_line_to_verify(run: Path, tmp_path: Path, capsys: pyte
     assert verify_command.main(shown) == 0
     out = capsys.readouterr().out
     assert "G2 logits, 32x144" in out
-    assert "ARTEFACT" in out
+    assert "ARTIFACT" in out
     sound = json.loads((folder / "manifest.json").read_text())
     wider = copy.deepcopy(sound)
     wider["io"]["free"]["width"]["max"] = 960
@@ -447,7 +447,7 @@ def test_from_the_command_line_to_verify(run: Path, tmp_path: Path, capsys: pyte
     edited(folder / "model.onnx", constant_target)
     sign(folder, sound)
     assert verify_command.main(shown) == 7
-    assert "ARTEFACT REFUSED: G1 integrity" in capsys.readouterr().err
+    assert "ARTIFACT REFUSED: G1 integrity" in capsys.readouterr().err
 
 
 def test_axes_of_a_manifest_in_numbers() -> None:

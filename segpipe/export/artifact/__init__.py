@@ -1,1 +1,1 @@
-"""The files around the model: manifest, checksums, golden answers, model card, robot files."""
+"""The files around the models: manifest, checksums, golden answers, report, model card, robot files."""

@@ -1,42 +1,44 @@
-"""Frames with the answers of the trained network, so that any machine and any language can check itself."""
+"""Golden frames: images with the trained network's answers, so that any machine and language can check itself."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from segpipe.export.gates.checks import Check
-from segpipe.export.gates.comparison import Comparison, Sigma
-from segpipe.export.gates.limits import FP32
-from segpipe.export.graph.deploy import DeployModel
-from segpipe.export.graph.formats import one_thread, run_eager
+from segpipe.export.gates.limits import FP32, Sigma
+from segpipe.export.graph.network import DeployModel, one_thread, run_eager
+
+if TYPE_CHECKING:
+    from segpipe.export.gates.check_set import Check
+    from segpipe.export.gates.comparison import ImageComparison
 
 FOLDER = "golden"
-ROOM = {"image_agreement": FP32.image_agreement, "confidence_levels": FP32.confidence_levels}  # between two machines
+# How far another machine's answers may be from these.
+TOLERANCE = {"image_agreement": FP32.image_agreement, "confidence_levels": FP32.confidence_levels}
 _IMAGES = 2
 _LOGITS = 64
 _PATCH = 16
 
 
 def golden_entry(checks: Sequence[Check]) -> dict[str, Any]:
-    """`golden` of the manifest: names of the frames, and how far another machine may be from the answers."""
-    return {"images": [check.name for check in _chosen(checks)], **ROOM}
+    """`golden` of the manifest: names of the frames, and the tolerance."""
+    return {"images": [check.name for check in _chosen(checks)], **TOLERANCE}
 
 
-def write_golden(model: DeployModel, checks: Sequence[Check], files: Path) -> None:
-    """Writes golden/*.npy: frames and the answers of the eager reference, as `golden_arrays` has them."""
-    (files / FOLDER).mkdir()
+def write_golden(model: DeployModel, checks: Sequence[Check], folder: Path) -> None:
+    """Writes golden/*.npy below `folder`: the arrays of `golden_arrays`."""
+    (folder / FOLDER).mkdir()
     for name, array in golden_arrays(model, np.stack([check.image for check in _chosen(checks)])).items():
-        np.save(files / FOLDER / f"{name}.npy", array, allow_pickle=False)
+        np.save(folder / FOLDER / f"{name}.npy", array, allow_pickle=False)
 
 
 def golden_arrays(model: DeployModel, images: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
-    """By name, for frames uint8 (n, H, W, 3), which they are under every profile.
+    """Arrays by name for frames uint8 (n, H, W, 3), the same frames in every profile.
 
     image (n, H, W, 3), mask (n, H, W) and, where the profile has it, confidence (n, h, w) uint8; logits float32 (64,)
     at logits_index int64 (64, 4), rows of (image, class, row, column); preprocess_input uint8 (1, 16, 16, 3) from the
@@ -63,21 +65,22 @@ def golden_arrays(model: DeployModel, images: NDArray[np.uint8]) -> dict[str, ND
     return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
 
-def unlike_golden(model: DeployModel, files: Path, entry: Mapping[str, Any], sigma: Sigma) -> list[str]:
-    """What in golden/ is not what the trained network answers to its frames; `entry` is `golden` of the manifest.
+def golden_problems(model: DeployModel, folder: Path, entry: Mapping[str, Any], sigma: Sigma) -> list[str]:
+    """What in golden/ differs from the trained network's answers; `entry` is `golden` of the manifest.
 
-    Answers may be as far off as those of a file in fp32 on another machine.
+    Answers may differ as far as those of an fp32 file on another machine.
     """
-    wrong = [f"golden.{name} is not {room}" for name, room in ROOM.items() if entry[name] != room]
+    wrong = [f"golden.{name} = {entry[name]}, but {limit} is required" for name, limit in TOLERANCE.items()
+             if entry[name] != limit]  # fmt: skip
     try:
-        found = {path.stem: np.load(path, allow_pickle=False) for path in sorted((files / FOLDER).iterdir())}
+        found = {path.stem: np.load(path, allow_pickle=False) for path in sorted((folder / FOLDER).iterdir())}
         expected = golden_arrays(model, found["image"])
-    except Exception as error:  # whatever numpy or torch make of foreign arrays
-        return [*wrong, f"{FOLDER}/ cannot be repeated ({type(error).__name__}: {error})"]
+    except Exception as error:  # numpy and torch raise many types for arrays that do not fit
+        return [*wrong, f"{FOLDER}/ cannot be compared ({type(error).__name__}: {error})"]
     if len(found["image"]) != len(entry["images"]):
-        wrong.append(f"{FOLDER}/image.npy holds {len(found['image'])} frames, not {len(entry['images'])}")
+        wrong.append(f"{FOLDER}/image.npy has {len(found['image'])} frames, but the manifest {len(entry['images'])}")
     return wrong + [
-        f"{FOLDER}/{name}.npy is not what the trained network gives"
+        f"{FOLDER}/{name}.npy differs from what the trained network gives"
         for name in sorted(expected.keys() | found.keys())
         if name not in found or name not in expected or not _agree(name, expected[name], found[name], sigma)
     ]
@@ -96,8 +99,8 @@ def _agree(name: str, expected: NDArray[Any], found: NDArray[Any], sigma: Sigma)
     return bool(np.abs(found.astype(np.float64) - expected).max() <= limits.get(name, 0.0))
 
 
-def golden_figures(checks: Sequence[Check], comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    """How far a file of reduced precision was from the golden answers on this machine: another may be no further."""
+def golden_figures(checks: Sequence[Check], comparisons: Sequence[ImageComparison]) -> dict[str, Any]:
+    """How far a file of reduced precision is from the golden answers here; another machine may be no further."""
     names = {check.name for check in _chosen(checks)}
     found = [entry for entry in comparisons if entry.name in names]
     return {
@@ -107,11 +110,11 @@ def golden_figures(checks: Sequence[Check], comparisons: Sequence[Comparison]) -
 
 
 def _chosen(checks: Sequence[Check]) -> list[Check]:
-    """Real frames; without any, the made ones that are no constants."""
+    """Real frames; without any, generated ones that are not constant."""
     real = [check for check in checks if check.is_real]
     return (real or [check for check in checks if not check.name.startswith("constant")])[:_IMAGES]
 
 
-def _middle(images: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _middle(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
     row, column = (max(0, (size - _PATCH) // 2) for size in images.shape[1:3])
     return images[:, row : row + _PATCH, column : column + _PATCH].copy()

@@ -1,46 +1,45 @@
-"""What a file says about itself; the same text is inside every exported file."""
+"""manifest.json: what it says about a network, and its JSON Schema. The same text is inside every exported file."""
 
 from __future__ import annotations
 
+import json
 import math
 import platform
 from collections.abc import Mapping
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jsonschema import Draft202012Validator
 
 from segpipe import __version__
-from segpipe.errors import IntegrityError
-from segpipe.export.artifact.origin import Origin
-from segpipe.export.artifact.schema import violations
-from segpipe.export.graph.deploy import DeployModel
-from segpipe.export.graph.profiles import CONFIDENCE, INPUT, LOGITS, MASK
-from segpipe.export.graph.shapes import free_lengths
-from segpipe.runtime import NO_ANSWER
+from segpipe.export.artifact.outcome import NOT_EXPORTED, integrity_refusal
+from segpipe.export.graph.profiles import CONFIDENCE, INPUT, LOGITS, MASK, Manifest, Size, free_lengths
 from segpipe.runtime.artifact import FORMAT
+from segpipe.runtime.frames import NO_ANSWER
 from segpipe.settings.config import config_hash
 
 if TYPE_CHECKING:
+    from segpipe.export.artifact.origin import Origin
+    from segpipe.export.graph.network import DeployModel
     from segpipe.train.checkpoint import TrainedNetwork
 
-# Known once there are files.
+SCHEMA = Path(__file__).with_name("manifest.schema.json")
+# Entries that exist only once there are files.
 FIGURES = ("status", "created", "check_images", "real_images", "sigma", "gates", "files", "latency")
 _OF_THE_NETWORK = ("model", "class_table", "classes", "preprocess", "align_corners", "stored_values", "io")
 _OF_THE_WEIGHTS = ("config_hash", "weights_digest", "seed", "step")
 _PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnxruntime")
+_LONGEST = 200  # characters of a schema message, which may quote a whole entry
 
 
 def describe(
-    trained: TrainedNetwork,
-    model: DeployModel,
-    size: tuple[int, int],
-    origin: Origin,
-    extra: Mapping[str, Any],
-) -> dict[str, Any]:
-    """The manifest without figures of the gates and without time stamps, so that equal exports have equal files.
+    trained: TrainedNetwork, model: DeployModel, size: Size, origin: Origin, extra: Mapping[str, Any]
+) -> Manifest:
+    """The manifest without gate figures and time stamps, so that equal exports have equal files.
 
-    `extra` adds entries: those of calibration, frames and golden answers, and any of the caller; it may replace none.
+    extra: further entries (calibration, frames, golden answers, the caller's own); they must not replace any.
     """
     manifest = {
         "format": FORMAT,
@@ -52,8 +51,15 @@ def describe(
             {"id": index, "name": name, "color": list(color)}
             for index, (name, color) in enumerate(zip(trained.classes.names, trained.classes.palette, strict=True))
         ],
-        "source": _source(trained, origin),
-        "metrics": _finite(origin.metrics),
+        "source": {
+            "git": origin.git,
+            "config_hash": config_hash(trained.config),
+            "checkpoint": origin.checkpoint,
+            "weights_digest": trained.weights_digest,
+            "seed": trained.config.seed,
+            "step": trained.step,
+        },
+        "metrics": _without_nan(origin.metrics),
         "preprocess": {name: buffer.flatten().tolist() for name, buffer in model.preprocess.named_buffers()},
         "align_corners": model.align_corners,
         "stored_values": sum(tensor.numel() for tensor in model.state_dict().values()),
@@ -69,43 +75,49 @@ def describe(
     return {**manifest, **extra}
 
 
-def require_schema(manifest: Mapping[str, Any]) -> None:
-    """Raises IntegrityError that names the first places at which the manifest breaks its own contract."""
-    found = violations(dict(manifest))
+def parse_manifest(text: str) -> Any:
+    """The JSON value of `text`. Raises ValueError for invalid JSON, and for NaN and infinity.
+
+    Python's parser accepts NaN, and a NaN limit would pass every comparison written as `value > limit`.
+    """
+
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"{constant} is not a JSON number")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def schema_problems(manifest: Any) -> list[str]:
+    """Places where `manifest` breaks manifest.schema.json, each as `manifest.path: what was needed`."""
+    errors = Draft202012Validator(json.loads(SCHEMA.read_text())).iter_errors(manifest)
+    found = sorted((error.json_path.replace("$", "manifest", 1), error.message) for error in errors)
+    return [f"{path}: {message[:_LONGEST]}" for path, message in found]
+
+
+def require_schema(manifest: Manifest) -> None:
+    """Raises IntegrityError (G1) with the first places at which the manifest breaks its schema."""
+    found = schema_problems(manifest)
     if found:
-        raise IntegrityError(f"EXPORT REJECTED: G1 integrity: {'; '.join(found[:3])} - see docs/manifest.md")
+        raise integrity_refusal(NOT_EXPORTED, found, "docs/manifest.md")
 
 
-def in_file(manifest: Mapping[str, Any], precision: str) -> dict[str, Any]:
-    """The part of manifest.json that stands in a file of this precision: all but what is known once files are there."""
+def in_file(manifest: Manifest, precision: str) -> Manifest:
+    """The part of manifest.json that is inside a file of this precision: all but the figures."""
     inside = {name: value for name, value in manifest.items() if name not in FIGURES}
     return {**inside, "precision": precision}
 
 
-def strangers(manifest: Mapping[str, Any], described: Mapping[str, Any]) -> list[str]:
-    """Entries in which a manifest says something else than the trained network, as `describe` has it, does."""
+def checkpoint_differences(manifest: Manifest, described: Manifest) -> list[str]:
+    """Entries of a manifest that differ from what `describe` says about the trained network."""
     found = [name for name in _OF_THE_NETWORK if manifest[name] != described[name]]
     source, needed = manifest["source"], described["source"]
     return found + [f"source.{name}" for name in _OF_THE_WEIGHTS if source[name] != needed[name]]
 
 
-def _source(trained: TrainedNetwork, origin: Origin) -> dict[str, Any]:
-    return {
-        "git": origin.git,
-        "config_hash": config_hash(trained.config),
-        "checkpoint": origin.checkpoint,
-        "weights_digest": trained.weights_digest,
-        "seed": trained.config.seed,
-        "step": trained.step,
-    }
-
-
-def _io(model: DeployModel, size: tuple[int, int]) -> dict[str, Any]:
+def _io(model: DeployModel, size: Size) -> dict[str, Any]:
     profile = model.profile
     network: Any = model.network
     free = free_lengths(profile.dynamic, size, network.output_stride)
-    image = {"name": INPUT, "dtype": profile.input_dtype, "shape": profile.input_axes(size)}
-    layout = {"layout": "NCHW" if profile.planar else "NHWC", "color_order": "RGB", "range": [0, 255]}
     meanings: dict[str, dict[str, Any]] = {
         MASK: {"meaning": "class id", "stride": 1, "invalid": NO_ANSWER},
         CONFIDENCE: {"meaning": "largest probability * 255", "stride": network.output_stride},
@@ -113,8 +125,17 @@ def _io(model: DeployModel, size: tuple[int, int]) -> dict[str, Any]:
     }
     with torch.no_grad():
         outputs = model(torch.zeros(profile.input_shape(size), dtype=getattr(torch, profile.input_dtype)))
+    image = {
+        "name": INPUT,
+        "dtype": profile.input_dtype,
+        "shape": profile.input_axes(size),
+        "layout": "NCHW" if profile.planar else "NHWC",
+        "color_order": "RGB",
+        "range": [0, 255],
+        "normalised": "in the graph",
+    }
     return {
-        "inputs": [{**image, **layout, "normalised": "in the graph"}],
+        "inputs": [image],
         "outputs": [
             {
                 "name": name,
@@ -128,8 +149,8 @@ def _io(model: DeployModel, size: tuple[int, int]) -> dict[str, Any]:
     }
 
 
-def _finite(value: Any) -> Any:
-    """`value` with None for NaN, which JSON has no word for."""
+def _without_nan(value: Any) -> Any:
+    """`value` with None for NaN, which JSON does not have."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _without_nan(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""Where a trained network comes from: the commit, the checkpoint file, and what its run measured."""
+"""Where a trained network comes from: commit, checkpoint file, and what its run measured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from segpipe.errors import DataError, IntegrityError, WeightsError
+from segpipe.errors import DataError, WeightsError
+from segpipe.export.artifact.outcome import integrity_refusal
 from segpipe.files import sha256
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ _METRICS = ("miou", "pixel_accuracy", "iou", "absent", "pixels")
 
 @dataclass(frozen=True)
 class Origin:
-    """Entries of the manifest that the weights alone do not tell; None where nobody knows."""
+    """Manifest entries that the weights do not tell; None where unknown."""
 
     git: dict[str, Any] | None = None  # commit, dirty, known_at: train or export
     checkpoint: dict[str, str] | None = None  # file, sha256
@@ -30,9 +31,9 @@ class Origin:
 
 
 def origin_of(run: Path, which: str, trained: TrainedNetwork) -> Origin:
-    """Origin of a network that was loaded from a run folder, or from one checkpoint file.
+    """Origin of a network loaded from a run folder, or from one checkpoint file.
 
-    Metrics are taken from result.json if it speaks of the very same weights. Raises DataError when it is torn.
+    Metrics come from result.json if it is about the same weights. Raises DataError when that file is not valid JSON.
     """
     path = run
     if run.is_dir():
@@ -51,18 +52,15 @@ def origin_of(run: Path, which: str, trained: TrainedNetwork) -> Origin:
 
 @contextlib.contextmanager
 def every_tensor_used(verdict: str) -> Iterator[None]:
-    """Around `load_network`, for those who export or verify.
-
-    Raises IntegrityError (G1), headed by `verdict`, that names tensors which are missing, too many or of another shape.
-    """
+    """Turns a WeightsError of `load_network` into the refusal of G1: tensors are missing, unexpected or misshaped."""
     try:
         yield
     except WeightsError as error:
-        raise IntegrityError(f"{verdict}: G1 integrity: {' '.join(str(error).split())}") from error
+        raise integrity_refusal(verdict, [str(error)], "the checkpoint") from error
 
 
 def git_state(root: Path) -> dict[str, Any] | None:
-    """Commit of the checkout at `root`, and whether files differ from it; None where there is no checkout or no git."""
+    """Commit of the checkout at `root` and whether tracked files differ; None without a checkout or without git."""
     if not (root / ".git").exists():
         return None
     try:
@@ -85,4 +83,4 @@ def _result(folder: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
-        raise DataError(f"{path} is torn ({error}). Run scripts/evaluate.py, or move the file away.") from None
+        raise DataError(f"{path} is not valid JSON ({error}). Run scripts/evaluate.py, or remove the file.") from None

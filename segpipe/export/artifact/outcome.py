@@ -1,23 +1,25 @@
-"""What came out of an export or of a verification, and the error that a failed one ends with."""
+"""Result of an export or a verification: figures, status, and the error of a refusal."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from segpipe.errors import ExportMismatch, IntegrityError, LatencyError, QualityError
-from segpipe.export.gates.comparison import Sigma
-from segpipe.export.gates.limits import GateResult
-from segpipe.export.graph.convert import Manifest
+from segpipe.export.gates.limits import GateResult, Sigma, gate_integrity
 from segpipe.settings.export_settings import ENOUGH_IMAGES
 
+if TYPE_CHECKING:
+    from segpipe.export.graph.profiles import Manifest
+
 EAGER = "eager"
-NOT_EXPORTED, NOT_VERIFIED = "EXPORT REJECTED", "ARTEFACT REFUSED"  # how the last line of a refusal begins
+NOT_EXPORTED, NOT_VERIFIED = "EXPORT REJECTED", "ARTIFACT REFUSED"  # first words of a refusal
 VERIFIED, FEW_IMAGES = "verified", "VERIFIED_FEW_IMAGES"
 UNVERIFIED, REJECTED = "UNVERIFIED_REAL_DATA", "rejected"
-# By the first word of a gate's name; the first of these that failed decides.
+# The first gate in this order that failed decides the error.
 _ERRORS: dict[str, type[ExportMismatch]] = {
     "G1": IntegrityError,
     "G2": ExportMismatch,
@@ -30,17 +32,34 @@ _ERRORS: dict[str, type[ExportMismatch]] = {
 
 
 def caveat(status: str, real_images: int) -> str:
-    """What a status leaves to be wished, as half a sentence; empty for verified."""
+    """What a status lacks, as half a sentence; empty for verified."""
     if status == UNVERIFIED:
-        return "compared on made images alone"
+        return "compared on generated images only"
     if status == FEW_IMAGES:
-        return f"compared on {real_images} real images, and verified needs {ENOUGH_IMAGES}"
+        return f"compared on {real_images} real images, verified needs {ENOUGH_IMAGES}"
     return ""
+
+
+def refusal(verdict: str, failed: Sequence[tuple[str, GateResult]], see: str) -> ExportMismatch:
+    """Error that names every failed gate (file name, result); its class and exit code are those of the worst one.
+
+    The gates are in its attribute `failed`.
+    """
+    gates = {gate.gate for _, gate in failed}
+    kind = next(kind for gate, kind in _ERRORS.items() if gate in gates)
+    findings = "; ".join(f"{gate.message} in {name}" if name else gate.message for name, gate in failed)
+    # On one line: messages of checkers and loaders have many.
+    return kind(f"{verdict}: {' '.join(findings.split())} - see {see}", failed=failed)
+
+
+def integrity_refusal(verdict: str, problems: Sequence[str], see: str) -> ExportMismatch:
+    """Error of G1 for the first three problems of the artifact as a whole."""
+    return refusal(verdict, [("", gate_integrity(problems[:3]))], see)
 
 
 @dataclass
 class ExportReport:
-    """Figures of an export: `gates` and `files` by file name, `latency` by file name; "eager" is the reference."""
+    """Figures of an export: `gates`, `files` and `latency` by file name; the reference is called "eager"."""
 
     folder: Path
     manifest: Manifest
@@ -53,18 +72,23 @@ class ExportReport:
 
     @property
     def free(self) -> dict[str, dict[str, Any]]:
-        """Lengths that the files leave open, by axis; empty for files of one shape."""
+        """Free axes of the files; empty for files of one shape."""
         found: dict[str, dict[str, Any]] = self.manifest["io"].get("free", {})
         return found
 
     @property
+    def failed(self) -> list[tuple[str, GateResult]]:
+        """File names and results of the gates that failed."""
+        return [(name, gate) for name, gates in self.gates.items() for gate in gates if not gate.passed]
+
+    @property
     def passed(self) -> bool:
         """Whether every gate of every file passed."""
-        return all(gate.passed for gates in self.gates.values() for gate in gates)
+        return not self.failed
 
     @property
     def status(self) -> str:
-        """verified; VERIFIED_FEW_IMAGES below 16 real ones; UNVERIFIED_REAL_DATA without any; rejected."""
+        """verified; VERIFIED_FEW_IMAGES below 16 real images; UNVERIFIED_REAL_DATA without any; rejected."""
         if not self.passed:
             return REJECTED
         if not self.real_images:
@@ -72,18 +96,6 @@ class ExportReport:
         return VERIFIED if self.real_images >= ENOUGH_IMAGES else FEW_IMAGES
 
     def line(self, subject: str) -> str:
-        """The last line of a command that ends well, such as `EXPORT verified: model.onnx in runs/NAME/export`."""
-        few = caveat(self.status, self.real_images)
-        return f"{subject} {self.status}: {', '.join(self.files)} in {self.folder}{f'; {few}' if few else ''}"
-
-    def failed(self) -> list[tuple[str, GateResult]]:
-        """Gates that failed, with the names of their files."""
-        return [(name, gate) for name, gates in self.gates.items() for gate in gates if not gate.passed]
-
-    def error(self, verdict: str, see: str) -> ExportMismatch:
-        """The error of a failed export; its line names every failed gate, its exit code is that of the gravest."""
-        words = {gate.name.split()[0] for _, gate in self.failed()}
-        kind = next(kind for word, kind in _ERRORS.items() if word in words)
-        # On one line: what checkers and loaders raise has many.
-        told = " ".join("; ".join(f"{gate.message} in {name}" for name, gate in self.failed()).split())
-        return kind(f"{verdict}: {told} - see {see}")
+        """Last line of a command that succeeds, such as `EXPORT verified: model.onnx in runs/NAME/export`."""
+        note = caveat(self.status, self.real_images)
+        return f"{subject} {self.status}: {', '.join(self.files)} in {self.folder}{f'; {note}' if note else ''}"

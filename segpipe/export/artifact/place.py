@@ -1,4 +1,4 @@
-"""A finished folder into its place: whole and on the disk, or not there."""
+"""The exported folder on disk: checksums, and publishing it in one rename."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from pathlib import Path
 
 from segpipe.errors import ConfigError
 from segpipe.files import sha256
-from segpipe.runtime.artifact import MANIFEST, SUMS
+from segpipe.runtime.artifact import MANIFEST, SUMS, ArtifactError, read_sums
 
 
 def beside(out_dir: Path, suffix: str) -> Path:
-    """Path next to `out_dir`, on the same file system, so that a rename is one step."""
+    """Path next to `out_dir`, on the same file system, so that a rename is atomic."""
     return out_dir.with_name(f"{out_dir.name}.{suffix}")
 
 
 @contextlib.contextmanager
 def writing(out_dir: Path) -> Iterator[None]:
-    """Raises ConfigError for what the system says against writing to `out_dir`: no folder, no right, no space."""
+    """Turns an OSError while writing to `out_dir` into ConfigError."""
     try:
         yield
     except OSError as error:
-        told = error.strerror or str(error)
-        raise ConfigError(f"export.dir = {out_dir} cannot be written ({told}). Choose another folder.") from error
+        reason = error.strerror or str(error)
+        raise ConfigError(f"export.dir = {out_dir} cannot be written ({reason}). Choose another folder.") from error
 
 
 def check_place(out_dir: Path) -> None:
-    """Raises ConfigError when `out_dir` cannot be written, or holds what no export would be allowed to replace."""
+    """Raises ConfigError when `out_dir` cannot be written, or holds files that are no export."""
     with writing(out_dir):
         nearest = next(path for path in out_dir.absolute().parents if path.exists())
         if not nearest.is_dir():
@@ -38,35 +38,38 @@ def check_place(out_dir: Path) -> None:
         if not os.access(nearest, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         is_export = not out_dir.exists() or (out_dir / MANIFEST).is_file()
-        is_foreign = not is_export and (out_dir.is_file() or any(out_dir.iterdir()))
-    if is_foreign:
+        has_other_files = not is_export and (out_dir.is_file() or any(out_dir.iterdir()))
+    if has_other_files:
         raise ConfigError(f"export.dir = {out_dir} holds other files, and an export replaces it. Choose a new folder.")
 
 
 def write_sums(folder: Path) -> None:
-    """Writes SHA256SUMS of all files below `folder`, as `sha256sum --check` reads it."""
-    names = sorted({path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {SUMS})
+    """Writes SHA256SUMS of all files below `folder`, in the format of `sha256sum --check`."""
+    names = sorted(_files(folder))
     (folder / SUMS).write_text("".join(f"{sha256(folder / name)}  {name}\n" for name in names))
 
 
-def wrong_sums(folder: Path) -> list[str]:
-    """What is wrong with the files below `folder` according to SHA256SUMS: altered, missing or not listed ones."""
+def sums_problems(folder: Path) -> list[str]:
+    """Differences between the files below `folder` and SHA256SUMS: missing, unlisted and altered ones."""
     try:
-        lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        return [f"{SUMS} cannot be read ({error})"]
-    listed = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {SUMS}
+        listed = read_sums(folder)
+    except ArtifactError as error:
+        return [str(error)]
+    there = _files(folder)
     found = [f"{name} is missing" for name in sorted(listed.keys() - there)]
     found += [f"{name} is not in {SUMS}" for name in sorted(there - listed.keys())]
     altered = [name for name in sorted(there & listed.keys()) if sha256(folder / name) != listed[name]]
-    return found + [f"{name} was altered: its sha256 is not that of {SUMS}" for name in altered]
+    return found + [f"{name} was altered: its sha256 differs from {SUMS}" for name in altered]
+
+
+def _files(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {SUMS}
 
 
 def put_in_place(folder: Path, out_dir: Path) -> None:
-    """Renames `folder` to `out_dir`; an earlier export is out of the way for two renames at most."""
+    """Renames `folder` to `out_dir`, replacing an earlier export; an error restores the earlier one."""
     for path in (*folder.rglob("*"), folder):
-        _to_disk(path)
+        _sync(path)
     old = beside(out_dir, "old")
     try:
         if out_dir.exists():
@@ -75,20 +78,20 @@ def put_in_place(folder: Path, out_dir: Path) -> None:
     except BaseException:
         recover(out_dir)
         raise
-    _to_disk(out_dir.parent)
+    _sync(out_dir.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
 def recover(out_dir: Path) -> None:
-    """Puts back an export that a crash between the two renames of `put_in_place` left aside."""
+    """Restores the earlier export after a crash between the two renames of `put_in_place`."""
     old = beside(out_dir, "old")
     if old.exists() and not out_dir.exists():
         os.rename(old, out_dir)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _to_disk(path: Path) -> None:
-    """Without it a power cut can leave the new name in place and the content not."""
+def _sync(path: Path) -> None:
+    """Flushes a file or folder to disk: a power cut could keep the new name and lose the content."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

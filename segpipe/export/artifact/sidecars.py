@@ -1,122 +1,81 @@
-"""Files beside the model that people and other programs read; they say what the manifest says, in their words."""
+"""Files for people and other programs, rendered from the manifest by the templates in templates/."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from segpipe import __version__
-from segpipe.export.artifact.card import model_card
-from segpipe.export.graph.convert import Manifest
-from segpipe.runtime import NO_ANSWER
+from segpipe.export.artifact.outcome import caveat
+from segpipe.export.graph.profiles import Manifest
 from segpipe.runtime.artifact import MANIFEST
 
-_TRITON_TYPES = {"uint8": "TYPE_UINT8", "int32": "TYPE_INT32", "float32": "TYPE_FP32"}
+
+def sidecars(manifest: Manifest) -> dict[str, str]:
+    """Text by file name: model_card.md, ros/labels.yaml, and for an ONNX file the Isaac ROS and Triton files.
+
+    Free of time stamps and latencies, so equal exports have equal files. Sources: vision_msgs 4, msg/LabelInfo.msg;
+    isaac_ros_image_proc, isaac_ros_tensor_proc and isaac_ros_tensor_rt of Isaac ROS 3.2 (from their documentation, not
+    run); triton-inference-server/common, protobuf/model_config.proto.
+    """
+    names = ["model_card.md", "ros/labels.yaml"]
+    if "model.onnx" in manifest["files"]:
+        names.append("triton/config.pbtxt")
+        # Nothing in Isaac ROS reads logits, and its nodes take one shape.
+        if manifest["profile"] != "logits" and "free" not in manifest["io"]:
+            names.append("ros/isaac_params.yaml")
+    note = caveat(manifest["status"], manifest["real_images"])
+    return {name: render(Path(name).name, {**manifest, "caveat": note}) for name in names}
 
 
-def write_sidecars(manifest: Manifest, files: Path) -> None:
-    """Writes the files of `sidecars`."""
+def write_sidecars(manifest: Manifest, folder: Path) -> None:
+    """Writes the files of `sidecars` below `folder`."""
     for name, text in sidecars(manifest).items():
-        path = files / name
+        path = folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
 
 
-def unlike_sidecars(manifest: Manifest, files: Path) -> list[str]:
-    """What is wrong with those files below `files`: each is the manifest in other words, byte by byte."""
+def sidecar_problems(manifest: Manifest, folder: Path) -> list[str]:
+    """One finding for each file below `folder` that differs in any byte from what the manifest renders to."""
     return [
         f"{name} is not what segpipe {__version__} writes for {MANIFEST}"
         for name, text in sidecars(manifest).items()
-        if not (files / name).is_file() or (files / name).read_bytes() != text.encode()
+        if not (folder / name).is_file() or (folder / name).read_bytes() != text.encode()
     ]
 
 
-def sidecars(manifest: Manifest) -> dict[str, str]:
-    """By name: model_card.md, ros/labels.yaml, and for an ONNX file ros/isaac_params.yaml and triton/config.pbtxt."""
-    texts = {"model_card.md": model_card(manifest), "ros/labels.yaml": label_info(manifest)}
-    if "model.onnx" in manifest["files"]:
-        texts["triton/config.pbtxt"] = triton_config(manifest)
-        # Nothing of Isaac ROS reads logits, and its nodes take one shape.
-        if manifest["profile"] != "logits" and "free" not in manifest["io"]:
-            texts["ros/isaac_params.yaml"] = isaac_params(manifest)
-    return texts
+def render(name: str, values: dict[str, Any]) -> str:
+    """Text of the template `name`. Raises UndefinedError for a missing value."""
+    return _environment().get_template(f"{name}.j2").render(values)
 
 
-def label_info(manifest: Manifest) -> str:
-    """YAML of a vision_msgs/msg/LabelInfo, for `ros2 topic pub` or a latched publisher.
-
-    Source: vision_msgs 4 (ROS 2), msg/LabelInfo.msg and msg/VisionClass.msg.
-    """
-    classes = [(entry["id"], entry["name"]) for entry in manifest["classes"]]
-    lines = [
-        # A JSON string is a YAML string.
-        f"  - {{class_id: {index}, class_name: {json.dumps(name, ensure_ascii=False)}}}"
-        for index, name in [*classes, (NO_ANSWER, "no_answer")]
-    ]
-    head = [
-        "# vision_msgs/msg/LabelInfo: ros2 topic pub --once --qos-durability transient_local /label_info \\",
-        '#   vision_msgs/msg/LabelInfo "$(cat labels.yaml)"',
-        'header: {stamp: {sec: 0, nanosec: 0}, frame_id: ""}',
-        "class_map:",
-    ]
-    return "\n".join([*head, *lines, "threshold: 0.0", ""])
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).with_name("templates")),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # Markdown, YAML and protobuf text
+    )
+    environment.filters |= {
+        "percent": _percent,
+        "dims": _dims,
+        "json": lambda value: json.dumps(value, ensure_ascii=False),
+    }
+    return environment
 
 
-def isaac_params(manifest: Manifest) -> str:
-    """YAML of ROS 2 parameters for a graph of Isaac ROS nodes; written from their documentation, not run.
-
-    Source: isaac_ros_image_proc, isaac_ros_tensor_proc and isaac_ros_tensor_rt of Isaac ROS 3.2.
-    """
-    image, outputs = manifest["io"]["inputs"][0], manifest["io"]["outputs"]
-    is_planar = image["layout"] == "NCHW"
-    height, width = image["shape"][2:] if is_planar else image["shape"][1:3]
-    names = json.dumps([entry["name"] for entry in outputs])
-    nodes: dict[str, list[str]] = {
-        "resize_node": [
-            f"output_width: {width}", f"output_height: {height}", "keep_aspect_ratio: false",
-            'encoding_desired: "rgb8"',
-        ],
-        "image_to_tensor_node": ["scale: false", f'tensor_name: "{image["name"]}"'],
-        **({"interleaved_to_planar_node": [f"input_tensor_shape: [{height}, {width}, 3]"]} if is_planar else {}),
-        "reshape_node": [
-            f'input_tensor_name: "{image["name"]}"', f'output_tensor_name: "{image["name"]}"',
-            f"input_tensor_shape: {json.dumps(image['shape'][1:])}",
-            f"output_tensor_shape: {json.dumps(image['shape'])}",
-        ],
-        "tensor_rt_node": [
-            'model_file_path: "model.onnx"', 'engine_file_path: "model.plan"',
-            f'input_tensor_names: ["{image["name"]}"]', f'input_binding_names: ["{image["name"]}"]',
-            f"output_tensor_names: {names}", f"output_binding_names: {names}", "force_engine_update: false",
-        ],
-    }  # fmt: skip
-    lines = [
-        "# Not run on Isaac ROS: compare the first answers with golden/ before you trust them.",
-        f"# The graph takes {image['dtype']} {image['layout']} {image['color_order']} of exactly {height}x{width} and "
-        "normalises inside: no mean, no std, no scale outside.",
-    ]
-    if is_planar:
-        lines.append("# Levels stay 0 to 255 on the way to float32: a node that divides by 255 would be a fault.")
-    for node, parameters in nodes.items():
-        lines += [f"{node}:", "  ros__parameters:", *(f"    {parameter}" for parameter in parameters)]
-    return "\n".join([*lines, ""])
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.2f} %"
 
 
-def triton_config(manifest: Manifest) -> str:
-    """Model configuration for Triton's onnxruntime backend; put model.onnx into NAME/1/ beside it.
-
-    Source: triton-inference-server/common, protobuf/model_config.proto.
-    """
-    lines = [
-        f'name: "{manifest["model"]}"',
-        'backend: "onnxruntime"',
-        'default_model_filename: "model.onnx"',
-        "max_batch_size: 0  # the shapes below are whole",
-    ]
-    for kind in ("input", "output"):
-        tensors = []
-        for entry in manifest["io"][f"{kind}s"]:
-            dims = [axis if isinstance(axis, int) else -1 for axis in entry["shape"]]  # -1: of any length
-            tensors.append(f'  {{ name: "{entry["name"]}" data_type: {_TRITON_TYPES[entry["dtype"]]} dims: {dims} }}')
-        lines += [f"{kind} [", ",\n".join(tensors), "]"]
-    lines += ["instance_group [ { kind: KIND_AUTO count: 1 } ]", ""]
-    return "\n".join(lines)
+def _dims(shape: Sequence[int | str]) -> list[int]:
+    return [axis if isinstance(axis, int) else -1 for axis in shape]  # -1: any length

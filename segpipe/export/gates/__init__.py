@@ -1,1 +1,1 @@
-"""Gates G1 to G6: comparisons that a file passes before it is published."""
+"""Gates G1 to G6 and latency: every check that a file must pass before it is published."""

@@ -1,9 +1,6 @@
-"""A file and the trained network side by side, image by image.
+"""Side-by-side comparison of a file and the trained network, image by image.
 
-Differences of logits are measured in sigma, the standard deviation of the reference logits over the check set, because
-an absolute limit means another thing for every network. Real images are held to their own standard deviation where that
-is smaller: untrained weights gave noise and checkerboard 30 times the logits of photographs, which would have hidden
-faults on the latter. The reference is the eager deploy model on one CPU thread.
+The reference is the eager deploy model on one CPU thread. Differences of logits are measured in its sigma.
 """
 
 from __future__ import annotations
@@ -11,32 +8,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from segpipe.export.gates.checks import Check
+from segpipe.export.gates.limits import Sigma
 from segpipe.export.graph.profiles import Answer, Image, Run, Runner
 
-
-@dataclass(frozen=True)
-class Sigma:
-    """Standard deviation of the reference logits over the check set, and over its real images alone."""
-
-    everything: float
-    real: float
-
-    def of(self, *, is_real: bool) -> float:
-        """What an image's differences are measured in."""
-        return min(self.everything, self.real) if is_real else self.everything
+if TYPE_CHECKING:
+    from segpipe.export.gates.check_set import Check
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """One image through reference and file. `margins` belongs to the differing pixels, in the reference's logits."""
+class ImageComparison:
+    """One image through reference and file. `margins`: reference top-1 minus top-2 logit at the differing pixels."""
 
     name: str
     is_real: bool
@@ -53,32 +41,32 @@ class Comparison:
         return 1.0 - self.margins.size / self.mask.size
 
     def relative(self, sigma: Sigma) -> float:
-        """Largest difference of a logit in sigma; infinite where that means nothing."""
+        """Largest logit difference in sigma; infinite when sigma is 0 or not finite."""
         scale = sigma.of(is_real=self.is_real)
         return self.logits_difference / scale if scale > 0 and math.isfinite(scale) else math.inf
 
     def unexplained(self, sigma: Sigma, margin_sigma: float) -> int:
-        """Differing pixels whose reference was further than `margin_sigma` from a tie."""
+        """Number of differing pixels whose reference was not within `margin_sigma` of a tie; NaN margins count."""
         return int(np.count_nonzero(~(self.margins <= margin_sigma * sigma.of(is_real=self.is_real))))
 
 
 @dataclass
 class Moments:
-    """Running count, sum and sum of squares of logits."""
+    """Running count, sum and sum of squares."""
 
     count: int = 0
     total: float = 0.0
     squares: float = 0.0
 
     def add(self, values: NDArray[np.float32]) -> None:
-        """Takes `values` in."""
+        """Adds `values`."""
         self.count += values.size
         self.total += float(values.sum(dtype=np.float64))
         self.squares += float(np.square(values, dtype=np.float64).sum())
 
     @property
     def sigma(self) -> float:
-        """Standard deviation of all values taken in; NaN of none."""
+        """Standard deviation of all values; NaN without any."""
         if self.count == 0:
             return math.nan
         mean = self.total / self.count
@@ -87,19 +75,16 @@ class Moments:
 
 @dataclass
 class Candidate:
-    """A file under test: `probe` gives logits and the normalised image, `shipped` is the file itself.
-
-    `broken` says what was raised when it ran; nothing is compared after that.
-    """
+    """An opened file and its probe, with the comparisons so far. After an error (`broken`) nothing more is compared."""
 
     probe: Run
     shipped: Run
-    comparisons: list[Comparison] = field(default_factory=list)
+    comparisons: list[ImageComparison] = field(default_factory=list)
     broken: str = ""
 
 
 def as_trained(reference: Run, preprocess: nn.Module) -> Run:
-    """`reference` with the normalised image that training makes of the decoded one, whatever its own graph does."""
+    """`reference`, with the normalised image taken from the training module rather than from its own graph."""
 
     def run(image: Image) -> Answer:
         with torch.no_grad():
@@ -110,10 +95,10 @@ def as_trained(reference: Run, preprocess: nn.Module) -> Run:
 
 
 def compare(reference: Run, candidates: Sequence[Candidate], checks: Sequence[Check], batch_size: int = 1) -> Sigma:
-    """Sigma; fills each candidate's comparisons. Batch by batch, since full-resolution logits are large.
+    """Sigma of the check set, after filling the comparisons of all candidates.
 
-    The reference sees every image alone, whatever `batch_size` is; candidates see that many at a time, the last few
-    perhaps fewer.
+    Works batch by batch, since full-resolution logits are large. The reference always gets single images; candidates
+    get `batch_size` at a time, the last batch possibly fewer.
     """
     everything, real = Moments(), Moments()
     for start in range(0, len(checks), batch_size):
@@ -135,7 +120,7 @@ def _compare_batch(batch: Sequence[Check], expected: Sequence[Answer], candidate
     try:
         probed, shipped = _answers(candidate.probe, images), _answers(candidate.shipped, images)
         found = [compare_answers(*entry) for entry in zip(batch, expected, probed, shipped, strict=True)]
-    except Exception as error:  # whatever the libraries raise: a file that does not run is refused
+    except Exception as error:  # the libraries raise many types; a file that does not run is refused
         candidate.broken = f"{type(error).__name__}: {error} (on {', '.join(check.name for check in batch)})"
     else:
         candidate.comparisons += found
@@ -144,25 +129,25 @@ def _compare_batch(batch: Sequence[Check], expected: Sequence[Answer], candidate
 def _answers(run: Run, images: Sequence[Image]) -> list[Answer]:
     if len(images) == 1:
         return [run(images[0])]
-    assert isinstance(run, Runner), "a run of one image at a time has no batches"
+    assert isinstance(run, Runner), "a plain Run takes one image at a time"
     return run.batch(images)
 
 
-def compare_answers(check: Check, expected: Answer, probe: Answer, shipped: Answer) -> Comparison:
-    """Comparison of one image: logits and normalised image of the probe, mask and confidence of the shipped file.
+def compare_answers(check: Check, expected: Answer, probe: Answer, shipped: Answer) -> ImageComparison:
+    """ImageComparison of one image: logits and normalised image of the probe, mask and confidence of the shipped file.
 
     Raises ValueError when an answer has another shape than the reference's.
     """
     _require_shapes(expected, probe)
     _require_shapes(expected, shipped)
     assert expected.logits is not None
-    # The reference's logits at the differing pixels, (C, n), ascending along the classes.
+    # Reference logits at the differing pixels, (C, n), sorted over the classes.
     ranked = np.sort(expected.logits[:, expected.mask != shipped.mask], axis=0)
     margins = ranked[-1] - ranked[-2] if len(ranked) > 1 else ranked[-1]
     levels = 0
     if expected.confidence is not None and shipped.confidence is not None:
         levels = int(np.abs(expected.confidence.astype(np.int16) - shipped.confidence.astype(np.int16)).max())
-    return Comparison(
+    return ImageComparison(
         name=check.name,
         is_real=check.is_real,
         logits_difference=_difference(expected.logits, probe.logits),
@@ -175,14 +160,14 @@ def compare_answers(check: Check, expected: Answer, probe: Answer, shipped: Answ
 
 
 def _require_shapes(expected: Answer, found: Answer) -> None:
-    # Without it numpy would repeat a mask of one row or column to the size of the other.
+    # numpy would broadcast a mask of one row or column.
     for name, wanted, given in zip(Answer._fields, expected, found, strict=True):
         if wanted is not None and given is not None and wanted.shape != given.shape:
-            raise ValueError(f"{name} is {given.shape}, but {wanted.shape} was needed")
+            raise ValueError(f"{name} has shape {given.shape}, but the reference has {wanted.shape}")
 
 
 def _difference(expected: NDArray[np.float32] | None, found: NDArray[np.float32] | None) -> float:
-    """Largest absolute difference; infinite when a side is not there or not finite."""
+    """Largest absolute difference; infinite when a side is missing or not finite."""
     if expected is None or found is None or not (np.isfinite(expected).all() and np.isfinite(found).all()):
         return math.inf
     return float(np.abs(expected - found).max())

@@ -1,51 +1,44 @@
-"""G6: faults planted on purpose, each of which the other gates must refuse; gates that see none prove nothing."""
+"""G6: faults planted on purpose. Gates that do not refuse all of them prove nothing about the files they pass."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from segpipe.export.gates.checks import Check
-from segpipe.export.gates.comparison import Sigma, compare_answers
-from segpipe.export.gates.limits import GateResult, gate_logits, gate_mask, gate_preprocessing
-from segpipe.export.graph.deploy import DeployModel
-from segpipe.export.graph.formats import run_eager
-from segpipe.export.graph.profiles import Answer, Run
+from segpipe.export.gates.comparison import compare_answers
+from segpipe.export.gates.limits import GateResult, Sigma, gate_logits, gate_mask, gate_preprocessing
+from segpipe.export.graph.network import DeployModel, run_eager
 from segpipe.models.preprocess import Preprocess
 
-_MOST = 3  # check images on which a control is tried
-NAME = "G6 power"
+if TYPE_CHECKING:
+    from segpipe.export.gates.check_set import Check
+    from segpipe.export.graph.profiles import Answer, Run
+
+Change = Callable[[Tensor], Tensor]
+_MAX_CHECKS = 3  # check images on which a control is tried
 
 
-class _Swapped(nn.Module):
-    """A preprocessing that sees BGR."""
+class _Changed(nn.Module):
+    """A module whose input or output is changed."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, before: Change, after: Change) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.before, self.after = inner, before, after
 
     def forward(self, image: Tensor) -> Tensor:
-        swapped: Tensor = self.inner(image.flip(-1))
-        return swapped
+        return self.after(self.inner(self.before(image)))
 
 
-class _Permuted(nn.Module):
-    """A network whose classes changed places."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, image: Tensor) -> Tensor:
-        permuted: Tensor = self.inner(image).roll(1, 1)
-        return permuted
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 def _bgr(model: DeployModel) -> None:
-    model.preprocess = _Swapped(model.preprocess)
+    model.preprocess = _Changed(model.preprocess, lambda image: image.flip(-1), _same)
 
 
 def _no_normalisation(model: DeployModel) -> None:
@@ -61,19 +54,19 @@ def _align_corners_flipped(model: DeployModel) -> None:
 
 
 def _one_weight_scaled(model: DeployModel) -> None:
-    # The largest: the first or the last would be seen too easily, and one picked by its place may lie in a branch that
-    # the network has hardly learned to use.
+    # The largest tensor: the first or last would be too easy to notice, and one chosen by position may be in a branch
+    # that the network hardly uses yet.
     convolutions = [module for module in model.network.modules() if isinstance(module, nn.Conv2d)]
     with torch.no_grad():
         max(convolutions, key=lambda module: module.weight.numel()).weight.mul_(1.01)
 
 
 def _classes_permuted(model: DeployModel) -> None:
-    model.network = _Permuted(model.network)
+    model.network = _Changed(model.network, _same, lambda logits: logits.roll(1, 1))
 
 
 def _batchnorm_in_training_mode(model: DeployModel) -> None:
-    # The first alone: those after a global pooling have one value per channel and would raise an error.
+    # Only the first: one after a global pooling has a single value per channel and would raise.
     next(module for module in model.network.modules() if isinstance(module, nn.BatchNorm2d)).train()
 
 
@@ -91,26 +84,26 @@ CONTROLS: dict[str, Callable[[DeployModel], None]] = {
 def gate_power(model: DeployModel, reference: Run, checks: Sequence[Check], sigma: Sigma) -> GateResult:
     """G6: every control fails G2, G3 or G4 of fp32. `reference` is `as_trained` of this model.
 
-    Controls are tried in eager mode under the profile robot, image by image until one of the gates refuses.
+    Controls run in eager mode in the profile robot, image by image until a gate refuses.
     """
-    noticed: dict[str, str] = {}
+    refused_by: dict[str, str] = {}
     for check in _chosen(checks):
         expected = reference(check.image)
-        for name in [name for name in CONTROLS if name not in noticed]:
+        for name in [name for name in CONTROLS if name not in refused_by]:
             refusing = _refusing(_faulty(model, name), expected, check, sigma)
             if refusing:
-                noticed[name] = ", ".join(refusing)
-    unseen = [name for name in CONTROLS if name not in noticed]
+                refused_by[name] = ", ".join(refusing)
+    unseen = [name for name in CONTROLS if name not in refused_by]
     message = f"all {len(CONTROLS)} negative controls are refused"
     if unseen:
-        message = f"G6 power: the gates pass {', '.join(unseen)}, so what they pass proves nothing"
-    return GateResult(NAME, not unseen, {"refused_by": noticed, "unseen": unseen}, message)
+        message = f"G6 power: the gates pass {', '.join(unseen)}, so passing them proves nothing"
+    return GateResult("G6", not unseen, {"refused_by": refused_by, "unseen": unseen}, message)
 
 
 def _chosen(checks: Sequence[Check]) -> list[Check]:
-    """Real images first, then structured ones: a constant shows little."""
+    """Real images first, then structured ones: constants reveal little."""
     rank = {"noise": 1, "checkerboard": 2}
-    return sorted(checks, key=lambda check: 0 if check.is_real else rank.get(check.name, 3))[:_MOST]
+    return sorted(checks, key=lambda check: 0 if check.is_real else rank.get(check.name, 3))[:_MAX_CHECKS]
 
 
 def _faulty(model: DeployModel, name: str) -> DeployModel:
@@ -120,8 +113,8 @@ def _faulty(model: DeployModel, name: str) -> DeployModel:
 
 
 def _refusing(faulty: DeployModel, expected: Answer, check: Check, sigma: Sigma) -> list[str]:
-    """Short names of the gates that refuse the faulty network on this image."""
+    """Gates that refuse the faulty network on this image."""
     answer = run_eager(faulty)(check.image)
     found = [compare_answers(check, expected, answer, answer)]
     gates = (gate_logits(found, sigma), gate_mask(found, sigma), gate_preprocessing(found))
-    return [gate.name.split()[0] for gate in gates if not gate.passed]
+    return [result.gate for result in gates if not result.passed]

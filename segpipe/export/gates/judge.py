@@ -1,167 +1,173 @@
-"""All gates on all files, in the order in which they make sense: a file that is not whole is not compared."""
+"""All gates on all files, in order: a file that is not whole is not compared."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
 from torch import nn
 
 from segpipe.export.artifact.outcome import EAGER, ExportReport
 from segpipe.export.gates import latency
-from segpipe.export.gates.checks import Check, Labelled
-from segpipe.export.gates.comparison import Candidate, Comparison, Sigma, as_trained, compare
+from segpipe.export.gates.check_set import Check, Trial, trials
+from segpipe.export.gates.comparison import Candidate, ImageComparison, as_trained, compare
 from segpipe.export.gates.controls import gate_power
-from segpipe.export.gates.integrity import foreign_tensors
 from segpipe.export.gates.limits import (
     LIMITS,
     GateResult,
+    Sigma,
     gate_integrity,
-    gate_latency,
     gate_logits,
     gate_mask,
     gate_preprocessing,
 )
 from segpipe.export.gates.quality import gate_quality, scores
-from segpipe.export.graph.convert import Manifest
-from segpipe.export.graph.deploy import DeployModel
-from segpipe.export.graph.formats import FORMATS, open_onnx, run_eager
-from segpipe.export.graph.profiles import Profile, Run
-from segpipe.export.graph.shapes import Trial, trials
-from segpipe.settings.export_settings import ExportConfig
+from segpipe.export.graph.formats import FORMATS, ModelFile
+from segpipe.export.graph.network import DeployModel, run_eager
+from segpipe.export.graph.onnx_format import open_onnx
+from segpipe.export.graph.profiles import ROBOT, Profile, Run, further_sizes
+from segpipe.runtime.segmenter import Segmenter
+
+if TYPE_CHECKING:
+    from segpipe.export.dataset import Labelled
+    from segpipe.settings.export_settings import ExportConfig
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A file under test, the variant of it that shows its inside, and the manifest that must be in it."""
-
-    format: str
-    precision: str
-    path: Path
-    probe: Path
-    manifest: Manifest
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """On what is judged: check images, labelled images where there are some, and what the user asked for."""
+class GateInputs:
+    """What the gates judge by: check images, labelled images if there are any, and the user's settings."""
 
     checks: Sequence[Check]
     labelled: Labelled | None
     settings: ExportConfig
 
 
-def problems(subject: Subject) -> list[str]:
-    """What is wrong with the file as a file."""
-    found = sorted(path.name for path in subject.path.parent.iterdir() if path.name.startswith(subject.path.name))
-    if found != [subject.path.name]:
-        return [f"needs more than one file: {', '.join(found)}"]
-    try:
-        return FORMATS[subject.format].problems(subject.path, subject.manifest)
-    except Exception as error:  # whatever checker or loader raise: a file that cannot be read is refused
-        return [f"{type(error).__name__}: {error}"]
-
-
 def judge(
-    result: ExportReport, model: DeployModel, preprocess: nn.Module, subjects: Sequence[Subject], evidence: Evidence
-) -> dict[str, list[Comparison]]:
+    result: ExportReport, model: DeployModel, preprocess: nn.Module, files: Sequence[ModelFile], inputs: GateInputs
+) -> dict[str, list[ImageComparison]]:
     """Comparisons by file name, after filling gates, sigma, images and latency of `result`.
 
     Call it inside `one_thread`. `model` is the reference, `preprocess` what training applies to a decoded image. A file
-    that leaves lengths open is compared at several; sigma is that of the exported shape. Quality is measured when the
-    gates before it passed, latency when all others did, both in that shape.
+    with free lengths is compared in several shapes; `result.sigma` is that of the exported shape. Quality runs when
+    the gates before it passed, latency when all others did, both in the exported shape.
     """
     reference = as_trained(run_eager(model), preprocess)
-    result.images = [check.name for check in evidence.checks]
-    result.real_images = sum(check.is_real for check in evidence.checks)
-    candidates = _open(result, model, subjects)
-    by_name = {subject.path.name: subject for subject in subjects}
-    comparisons: dict[str, list[Comparison]] = {name: [] for name in candidates}
-    for trial in trials(result.free, evidence.checks):
+    result.images = [check.name for check in inputs.checks]
+    result.real_images = sum(check.is_real for check in inputs.checks)
+    candidates = _open(result, model, files)
+    by_name = {file.path.name: file for file in files}
+    comparisons: dict[str, list[ImageComparison]] = {name: [] for name in candidates}
+    for trial in trials(result.free, inputs.checks):
         tried = {name: Candidate(opened.probe, opened.shipped) for name, opened in candidates.items()}
         sigma = compare(reference, list(tried.values()), trial.checks, trial.batch)
         result.sigma = sigma if not trial.name else result.sigma
         for name, candidate in tried.items():
             result.gates[name] += _gates_of_answers(model, by_name[name], candidate, sigma, trial)
             comparisons[name] += candidate.comparisons
-    result.gates[EAGER] = [gate_power(model, reference, evidence.checks, result.sigma)]
+    result.gates[EAGER] = [gate_power(model, reference, inputs.checks, result.sigma)]
     runs: dict[str, Run] = {
         EAGER: run_eager(model),
         **{name: candidate.shipped for name, candidate in candidates.items()},
     }
-    if result.passed and evidence.labelled is not None:
-        _judge_quality(result, runs, by_name, evidence)
+    if result.passed and inputs.labelled is not None:
+        _judge_quality(result, runs, by_name, inputs)
     if result.passed:
-        _judge_latency(result, runs, by_name, evidence)
+        _judge_latency(result, runs, by_name, inputs)
     return comparisons
 
 
-def _open(result: ExportReport, model: DeployModel, subjects: Sequence[Subject]) -> dict[str, Candidate]:
-    """Candidates of the files that are whole, by name, after filling G1 of all."""
+def load_as_robot(result: ExportReport, folder: Path) -> None:
+    """Loads every ONNX file of the folder with segpipe.runtime, including its self-test; a failure is one of G1.
+
+    Where sizes are free, it also runs a frame of each further size. The runtime is for the profile robot; files of
+    other profiles are skipped.
+    """
+    if result.manifest["profile"] != ROBOT.name:
+        return
+    for name, entry in result.files.items():
+        if entry["format"] == "onnx":
+            try:
+                segmenter = Segmenter.load(folder, precision=entry["precision"])
+                for size in further_sizes(result.free):
+                    segmenter.session.run(np.zeros((*size, 3), dtype=np.uint8))
+            except Exception as error:  # ArtifactError, or one of onnxruntime's many types
+                found = str(error).replace(str(folder), result.folder.name)  # the temporary folder will be gone
+                result.gates[name][0] = gate_integrity([found])
+
+
+def _open(result: ExportReport, model: DeployModel, files: Sequence[ModelFile]) -> dict[str, Candidate]:
+    """Candidates of the files that are whole, by name, after filling G1 of all files."""
     candidates = {}
-    for subject in subjects:
-        found, kind = problems(subject), FORMATS[subject.format]
+    for file in files:
+        found = file.problems()
         if not found:
             try:
-                probe = _open_probe(subject, model.profile)
-                candidates[subject.path.name] = Candidate(probe, kind.open(subject.path, model.profile))
-            except Exception as error:  # as in `problems`
+                shipped = FORMATS[file.format].open(file.path, model.profile)
+                candidates[file.path.name] = Candidate(_open_probe(file, model.profile), shipped)
+            except Exception as error:  # as in ModelFile.problems
                 found = [f"{type(error).__name__}: {error}"]
-        result.gates[subject.path.name] = [gate_integrity(found)]
+        result.gates[file.path.name] = [gate_integrity(found)]
     return candidates
 
 
-def _open_probe(subject: Subject, profile: Profile) -> Run:
-    if subject.precision == "int8":
-        # onnxruntime 1.31 moves quantisation across a transposition and then shows `normalised` after it: 0.05 off.
-        return open_onnx(subject.probe, profile, optimise=False)
-    return FORMATS[subject.format].open(subject.probe, profile)
+def _open_probe(file: ModelFile, profile: Profile) -> Run:
+    if file.precision == "int8":
+        # onnxruntime 1.31 moves quantisation across a transpose, and `normalised` is then off by 0.05.
+        return open_onnx(file.probe, profile, optimise=False)
+    return FORMATS[file.format].open(file.probe, profile)
 
 
 def _gates_of_answers(
-    model: DeployModel, subject: Subject, candidate: Candidate, sigma: Sigma, trial: Trial
+    model: DeployModel, file: ModelFile, candidate: Candidate, sigma: Sigma, trial: Trial
 ) -> list[GateResult]:
     if candidate.broken:
         return [_in_shape(trial, gate_integrity([candidate.broken]))]
-    found, limits = candidate.comparisons, LIMITS[subject.precision]
-    tensors = FORMATS[subject.format].tensors if not trial.name else None  # which are the same in every shape
-    foreign = foreign_tensors(tensors(subject.path), model.state_dict()) if tensors else []
-    gates = (gate_logits(found, sigma, limits, foreign), gate_mask(found, sigma, limits))
+    found, limits = candidate.comparisons, LIMITS[file.precision]
+    tensors = FORMATS[file.format].tensors if not trial.name else None  # they are the same in every shape
+    changed = _changed_tensors(tensors(file.path), model.state_dict()) if tensors else []
+    gates = (gate_logits(found, sigma, limits, changed), gate_mask(found, sigma, limits))
     return [_in_shape(trial, gate) for gate in (*gates, gate_preprocessing(found, limits))]
 
 
+def _changed_tensors(stored: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of tensors that differ from the trained network's in any bit, or are in only one of the two."""
+    return [
+        name
+        for name in sorted(stored.keys() | trained.keys())
+        if name not in stored or name not in trained or not torch.equal(stored[name].cpu(), trained[name].cpu())
+    ]
+
+
 def _in_shape(trial: Trial, gate: GateResult) -> GateResult:
-    """The verdict under a name that tells the shape, where it is not the exported one."""
     if not trial.name:
         return gate
-    return replace(gate, name=f"{gate.name}, {trial.name}", figures={**gate.figures, "shape": trial.name})
+    return replace(gate, shape=trial.name, figures={**gate.figures, "shape": trial.name})
 
 
-def _judge_quality(
-    result: ExportReport, runs: dict[str, Run], subjects: dict[str, Subject], evidence: Evidence
-) -> None:
-    assert evidence.labelled is not None
+def _judge_quality(result: ExportReport, runs: dict[str, Run], files: dict[str, ModelFile], inputs: GateInputs) -> None:
+    assert inputs.labelled is not None
     names = [entry["name"] for entry in result.manifest["classes"]]
-    found = scores(runs, evidence.labelled, len(names))
-    for name, subject in subjects.items():
-        limits = LIMITS[subject.precision]
-        gate = gate_quality(found[EAGER], found[name], names, limits, evidence.settings.critical_classes)
+    found = scores(runs, inputs.labelled, len(names))
+    for name, file in files.items():
+        limits = LIMITS[file.precision]
+        gate = gate_quality(found[EAGER], found[name], names, limits, inputs.settings.critical_classes)
         result.gates[name].append(gate)
 
 
-def _judge_latency(
-    result: ExportReport, runs: dict[str, Run], subjects: dict[str, Subject], evidence: Evidence
-) -> None:
-    result.latency = latency.measure(runs, evidence.checks[0].image)
-    whole = FORMATS["onnx"].file_name()
-    fp32_p50_ms = result.latency[whole]["p50_ms"] if whole in result.latency else None
-    for name, subject in subjects.items():
+def _judge_latency(result: ExportReport, runs: dict[str, Run], files: dict[str, ModelFile], inputs: GateInputs) -> None:
+    result.latency = latency.measure(runs, inputs.checks[0].image)
+    onnx_fp32 = FORMATS["onnx"].file_name()
+    fp32_p50_ms = result.latency[onnx_fp32]["p50_ms"] if onnx_fp32 in result.latency else None
+    for name, file in files.items():
         result.gates[name].append(
-            gate_latency(
+            latency.gate_latency(
                 result.latency[name]["p50_ms"],
-                budget_ms=evidence.settings.latency_budget_ms,
+                budget_ms=inputs.settings.latency_budget_ms,
                 fp32_p50_ms=fp32_p50_ms,
-                limits=LIMITS[subject.precision],
+                limits=LIMITS[file.precision],
             )
         )

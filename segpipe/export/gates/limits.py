@@ -1,109 +1,122 @@
-"""The gates: what was compared against the limits, as verdicts in a line each."""
+"""Limits of the gates per precision, and the gates that compare answers: G1 to G4."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from segpipe.export.gates.comparison import Comparison, Sigma
+if TYPE_CHECKING:
+    from segpipe.export.gates.comparison import ImageComparison
 
-MAX_CLASSES = 255  # ids 0..254: 255 in a mask says "no answer"
+MAX_CLASSES = 255  # ids 0..254: 255 in a mask means no answer
+
+
+@dataclass(frozen=True)
+class Sigma:
+    """Standard deviation of the reference logits over the whole check set, and over its real images.
+
+    It is the unit for differences of logits, since absolute limits do not carry over from one network to the next.
+    Real images use their own where it is smaller: untrained weights gave noise and checkerboard 30 times the logits of
+    photographs, which would have hidden faults on photographs.
+    """
+
+    everything: float
+    real: float
+
+    def of(self, *, is_real: bool) -> float:
+        """Unit for the differences of an image."""
+        return min(self.everything, self.real) if is_real else self.everything
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How far a file may be from the reference; None where it is measured and not judged."""
+    """How far a file may be from the reference. None: measured, not judged."""
 
     logits_sigma: float | None = 1e-3  # largest difference of a logit
-    agreement: float = 0.9999  # equal pixels of the whole check set
+    agreement: float = 0.9999  # equal pixels over the whole check set
     image_agreement: float | None = 0.999  # equal pixels of each image
-    margin_sigma: float | None = 2e-3  # a pixel may differ where the reference's two best classes are this close
+    margin_sigma: float | None = 2e-3  # a pixel may differ where the reference's top two classes are this close
     confidence_levels: int | None = 1  # rounding
     normalised: float = 1e-5  # largest difference of the normalised image
-    miou_points: float = 0.01  # that mIoU may fall, in points of 100; and rise, with `both_ways`
+    miou_points: float = 0.01  # fall of mIoU in points of 100; with `both_ways` also a rise
     class_points: float | None = 0.05  # the same for each class
-    critical_points: float | None = None  # that a class of export.critical_classes may fall
+    critical_points: float | None = None  # fall of a class of export.critical_classes
     both_ways: bool = True
     relative_latency: float | None = None  # p50 over that of the fp32 file
 
 
 FP32 = Limits()
+_REDUCED = Limits(image_agreement=None, margin_sigma=None, confidence_levels=None, class_points=None, both_ways=False)
 LIMITS = {
     "fp32": FP32,
-    "fp16": Limits(
-        logits_sigma=3e-2,
-        agreement=0.995,
-        image_agreement=None,
-        margin_sigma=6e-2,
-        confidence_levels=None,
-        miou_points=0.1,
-        class_points=None,
-        both_ways=False,
+    "fp16": replace(_REDUCED, logits_sigma=3e-2, agreement=0.995, margin_sigma=6e-2, miou_points=0.1),
+    "int8": replace(
+        _REDUCED, logits_sigma=None, agreement=0.97, miou_points=1.0, critical_points=2.0, relative_latency=0.9
     ),
-    "int8": Limits(
-        logits_sigma=None,
-        agreement=0.97,
-        image_agreement=None,
-        margin_sigma=None,
-        confidence_levels=None,
-        miou_points=1.0,
-        class_points=None,
-        critical_points=2.0,
-        both_ways=False,
-        relative_latency=0.9,
-    ),
+}
+TITLES = {
+    "G1": "G1 integrity",
+    "G2": "G2 logits",
+    "G3": "G3 mask",
+    "G4": "G4 preprocessing",
+    "G5": "G5 quality",
+    "G6": "G6 power",
+    "latency": "latency",
 }
 
 
 @dataclass(frozen=True)
 class GateResult:
-    """A gate's verdict; `message` says in a line what was found, and against which limit when it failed."""
+    """Verdict of a gate, a key of TITLES. `message` is one line: the finding, and the limit when it failed."""
 
-    name: str
+    gate: str
     passed: bool
     figures: dict[str, Any]
     message: str
+    shape: str = ""  # of the images, unless it is the exported one
+
+    @property
+    def name(self) -> str:
+        """Name in reports, such as `G2 logits, 32x144`."""
+        return f"{TITLES[self.gate]}, {self.shape}" if self.shape else TITLES[self.gate]
 
 
 def gate_integrity(problems: Sequence[str]) -> GateResult:
     """G1: the file is whole, alone, loadable, and what the manifest says."""
-    message = "checker, loader and manifest agree" if not problems else f"G1 integrity: {'; '.join(problems)}"
-    return GateResult("G1 integrity", not problems, {"problems": list(problems)}, message)
+    message = f"G1 integrity: {'; '.join(problems)}" if problems else "checker, loader and manifest agree"
+    return GateResult("G1", not problems, {"problems": list(problems)}, message)
 
 
 def gate_logits(
-    comparisons: Sequence[Comparison], sigma: Sigma, limits: Limits = FP32, foreign: Sequence[str] = ()
+    comparisons: Sequence[ImageComparison], sigma: Sigma, limits: Limits = FP32, changed_tensors: Sequence[str] = ()
 ) -> GateResult:
-    """G2: no logit is further from the reference's than `limits.logits_sigma`, none is NaN or infinite.
+    """G2: no logit differs by more than `limits.logits_sigma`, and none is NaN or infinite.
 
-    `foreign` names stored tensors that are not those of the trained network: a file with one fails.
+    changed_tensors: stored tensors that differ from the checkpoint's; a file with any fails.
     """
     worst = max(comparisons, key=lambda entry: entry.relative(sigma))
     relative, limit = worst.relative(sigma), limits.logits_sigma
-    figures = {
-        "max_sigma": relative if math.isfinite(relative) else None,
-        "limit_sigma": limit,
-        "worst": worst.name,
-    }
-    passed = math.isfinite(relative) and (limit is None or relative <= limit) and not foreign
+    is_finite = math.isfinite(relative)
+    figures = {"max_sigma": relative if is_finite else None, "limit_sigma": limit, "worst": worst.name}
+    passed = is_finite and (limit is None or relative <= limit) and not changed_tensors
     if passed:
         message = f"largest difference {relative:.1e} sigma" + ("" if limit is not None else ", not judged")
-    elif math.isfinite(relative) and limit is not None and relative > limit:
+    elif is_finite and limit is not None and relative > limit:
         message = f"G2 logits differ by {relative:.2g} > {limit:g} sigma (worst: {worst.name})"
-    elif math.isfinite(relative):
-        more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
-        message = f"G2 logits come from other weights: {', '.join(foreign[:3])}{more} differ from the checkpoint's"
+    elif is_finite:
+        more = f" and {len(changed_tensors) - 3} more" if len(changed_tensors) > 3 else ""
+        message = f"G2 logits come from other weights: {', '.join(changed_tensors[:3])}{more} not as in the checkpoint"
     elif math.isfinite(worst.logits_difference):
-        message = "G2 logits of the trained network are the same everywhere, which compares with nothing"
+        message = "G2 logits of the trained network are constant, so there is nothing to compare"
     else:
         message = f"G2 logits are NaN or infinite (worst: {worst.name})"
-    return GateResult("G2 logits", passed, figures, message)
+    return GateResult("G2", passed, figures, message)
 
 
-def gate_mask(comparisons: Sequence[Comparison], sigma: Sigma, limits: Limits = FP32) -> GateResult:
-    """G3: masks agree but for pixels at which the reference itself was close to a tie, and confidences to a level."""
+def gate_mask(comparisons: Sequence[ImageComparison], sigma: Sigma, limits: Limits = FP32) -> GateResult:
+    """G3: masks agree except where the reference itself is close to a tie, and confidence agrees to a level."""
     margin = limits.margin_sigma if limits.margin_sigma is not None else math.inf
     levels_limit = limits.confidence_levels if limits.confidence_levels is not None else math.inf
     image_limit = limits.image_agreement or 0.0
@@ -123,23 +136,21 @@ def gate_mask(comparisons: Sequence[Comparison], sigma: Sigma, limits: Limits = 
         "images": len(comparisons),
     }
     where = f"(worst: {worst.name}, {worst.unexplained(sigma, margin)} unexplained pixels)"
-    failures = [
-        text
-        for failed, text in (
-            (agreement < limits.agreement, f"mask agreement {_percent(agreement, limits.agreement)} {where}"),
-            (lowest < image_limit, f"mask agreement {_percent(lowest, image_limit)} {where}"),
-            (unexplained > 0, f"mask differs where the reference is {margin:g} sigma from a tie {where}"),
-            (levels > levels_limit, f"confidence differs by {levels} > {levels_limit} levels"),
-        )
-        if failed
-    ]
+    failures = []
+    if agreement < limits.agreement:
+        failures.append(f"mask agreement {_percent(agreement, limits.agreement)} {where}")
+    if lowest < image_limit:
+        failures.append(f"mask agreement {_percent(lowest, image_limit)} {where}")
+    if unexplained:
+        failures.append(f"mask differs where the reference is more than {margin:g} sigma from a tie {where}")
+    if levels > levels_limit:
+        failures.append(f"confidence differs by {levels} > {levels_limit} levels")
     tie = ", each near a tie" if limits.margin_sigma is not None else ""
     equal = f"{differing} of {pixels} pixels differ{tie}" if differing else "all pixels equal"
-    message = f"G3 {failures[0]}" if failures else equal
-    return GateResult("G3 mask", not failures, figures, message)
+    return GateResult("G3", not failures, figures, f"G3 {failures[0]}" if failures else equal)
 
 
-def gate_preprocessing(comparisons: Sequence[Comparison], limits: Limits = FP32) -> GateResult:
+def gate_preprocessing(comparisons: Sequence[ImageComparison], limits: Limits = FP32) -> GateResult:
     """G4: the normalised image inside the graph is the one that training makes of the decoded image."""
     worst = max(comparisons, key=lambda entry: entry.normalised_difference)
     found = worst.normalised_difference
@@ -153,26 +164,7 @@ def gate_preprocessing(comparisons: Sequence[Comparison], limits: Limits = FP32)
         message = f"largest difference of the normalised image {found:.1e}"
     else:
         message = f"G4 preprocessing differs by {found:.2g} > {limits.normalised:.2g} (worst: {worst.name})"
-    return GateResult("G4 preprocessing", passed, figures, message)
-
-
-def gate_latency(
-    p50_ms: float, *, budget_ms: float, fp32_p50_ms: float | None = None, limits: Limits = FP32
-) -> GateResult:
-    """Latency: p50 on one thread within `budget_ms` (0 for none), and within the share of the fp32 file's it may take.
-
-    The figures hold limits alone: equal exports have equal reports but for `latency`.
-    """
-    share = limits.relative_latency if fp32_p50_ms is not None else None
-    figures = {"budget_ms": budget_ms, "share_of_fp32": share}
-    if 0 < budget_ms < p50_ms:
-        message = f"latency p50 {p50_ms:.1f} ms > {budget_ms:g} ms of export.latency_budget_ms, 1 thread"
-    elif share is not None and fp32_p50_ms is not None and p50_ms > share * fp32_p50_ms:
-        message = f"latency p50 is {p50_ms / fp32_p50_ms:.2f} > {share:g} of the fp32 file's: no win, so no file"
-    else:
-        limit = f"within {budget_ms:g} ms" if budget_ms else "no budget"
-        return GateResult("latency", True, figures, limit + (f", at most {share:g} of fp32" if share else ""))
-    return GateResult("latency", False, figures, message)
+    return GateResult("G4", passed, figures, message)
 
 
 def _percent(share: float, limit: float) -> str:

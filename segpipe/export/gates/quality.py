@@ -1,41 +1,42 @@
-"""G5: whether a file segments the validation images as well as the trained network does, by their labels."""
+"""G5: a file segments the labelled validation images as well as the trained network does."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from segpipe.export.gates.checks import Target
 from segpipe.export.gates.limits import FP32, GateResult, Limits
 from segpipe.export.graph.profiles import Image, Run
 from segpipe.train.metrics import confusion, iou_per_class, miou
 
-NAME = "G5 quality"
-
 
 @dataclass
 class Score:
-    """Confusion of a file over the labelled images, int64 (C, C); `foreign` pixels hold an id that no class has."""
+    """Confusion over the labelled images, int64 (C, C), and the number of pixels with an id outside 0..C-1."""
 
     counts: torch.Tensor
     images: int = 0
-    foreign: int = 0
+    invalid_pixels: int = 0
 
-    def add(self, mask: np.ndarray, target: Target) -> None:
-        """Takes one image in; a pixel with a foreign id counts as class 0."""
+    def add(self, mask: NDArray[Any], target: NDArray[np.uint8]) -> None:
+        """Adds one image; a pixel with an invalid id counts as class 0."""
         num_classes = len(self.counts)
-        outside = (mask < 0) | (mask >= num_classes)
-        self.foreign += int(np.count_nonzero(outside))
-        pred = np.where(outside, 0, mask).astype(np.uint8)
+        invalid = (mask < 0) | (mask >= num_classes)
+        self.invalid_pixels += int(np.count_nonzero(invalid))
+        pred = np.where(invalid, 0, mask).astype(np.uint8)
         self.counts += confusion(torch.from_numpy(pred), torch.from_numpy(target.copy()), num_classes)
         self.images += 1
 
 
-def scores(runs: Mapping[str, Run], labelled: Iterable[tuple[Image, Target]], num_classes: int) -> dict[str, Score]:
-    """Score of every run, all on the same images."""
+def scores(
+    runs: Mapping[str, Run], labelled: Iterable[tuple[Image, NDArray[np.uint8]]], num_classes: int
+) -> dict[str, Score]:
+    """Score of each run, all on the same images."""
     found = {name: Score(torch.zeros(num_classes, num_classes, dtype=torch.int64)) for name in runs}
     for image, target in labelled:
         for name, run in runs.items():
@@ -48,20 +49,19 @@ def gate_quality(
 ) -> GateResult:
     """G5: mIoU and the IoU of each class against the reference's on the same labels, in points of 100.
 
-    fp32 may move by the limits in either direction, fp16 and int8 may fall by them.
+    fp32 may move by the limits in either direction; fp16 and int8 may only not fall by more.
     """
     pairs = zip(names, iou_per_class(reference.counts), iou_per_class(found.counts), strict=True)
     moves = {name: 100 * (now - before) for name, before, now in pairs if before is not None and now is not None}
     if not moves:
         message = f"G5 quality: no labelled pixel in {reference.images} images; choose another data.split"
-        return GateResult(NAME, False, {"images": reference.images}, message)
+        return GateResult("G5", False, {"images": reference.images}, message)
     before, now = 100 * miou(reference.counts), 100 * miou(found.counts)
 
     def size(move: float) -> float:
         return abs(move) if limits.both_ways else -move
 
     worst = max(moves, key=lambda name: size(moves[name]))
-    falling = [name for name in critical if name in moves and size(moves[name]) > (limits.critical_points or 0.0)]
     figures = {
         "miou_reference": before,
         "miou": now,
@@ -70,24 +70,19 @@ def gate_quality(
         "class_points": moves[worst],
         "images": reference.images,
     }
-    failures = [
-        text
-        for failed, text in (
-            (found.foreign > 0, f"{found.foreign} pixels hold an id that no class has"),
-            (
-                size(now - before) > limits.miou_points,
-                f"mIoU {before:.3f} -> {now:.3f} % moves by {now - before:+.3f} points, limit {limits.miou_points:g}",
-            ),
-            (
-                limits.class_points is not None and size(moves[worst]) > limits.class_points,
-                f"IoU of {worst} moves by {moves[worst]:+.3f} points, limit {limits.class_points}",
-            ),
-            (
-                limits.critical_points is not None and bool(falling),
-                f"IoU of critical class {', '.join(falling)} falls by more than {limits.critical_points} points",
-            ),
+    failures = []
+    if found.invalid_pixels:
+        failures.append(f"{found.invalid_pixels} pixels have an id that is no class")
+    if not size(now - before) <= limits.miou_points:
+        failures.append(
+            f"mIoU {before:.3f} -> {now:.3f} % moves by {now - before:+.3f} points, limit {limits.miou_points:g}"
         )
-        if failed
-    ]
-    moved = f"mIoU {before:.2f} % moves by {now - before:+.4f} points on {reference.images} images"
-    return GateResult(NAME, not failures, figures, f"G5 quality: {failures[0]}" if failures else moved)
+    if limits.class_points is not None and not size(moves[worst]) <= limits.class_points:
+        failures.append(f"IoU of {worst} moves by {moves[worst]:+.3f} points, limit {limits.class_points}")
+    if limits.critical_points is not None:
+        falling = [name for name in critical if name in moves and not size(moves[name]) <= limits.critical_points]
+        if falling:
+            names_of = ", ".join(falling)
+            failures.append(f"IoU of critical class {names_of} falls by more than {limits.critical_points} points")
+    message = f"mIoU {before:.2f} % moves by {now - before:+.4f} points on {reference.images} images"
+    return GateResult("G5", not failures, figures, f"G5 quality: {failures[0]}" if failures else message)

@@ -1,78 +1,36 @@
-"""Every file format in one table: how it is written, opened, and looked over."""
+"""Table of file formats: how each is converted, opened and checked."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from segpipe.export.gates.integrity import (
-    Tensors,
-    problems_of_onnx,
-    problems_of_pt2,
-    problems_of_torchscript,
-    tensors_of_pt2,
-    tensors_of_torchscript,
-)
-from segpipe.export.gates.sessions import open_session
-from segpipe.export.graph.convert import Manifest, jit, quiet_torchscript, to_onnx, to_pt2, to_torchscript
-from segpipe.export.graph.deploy import DeployModel
-from segpipe.export.graph.profiles import INPUT, ROBOT, Answer, Image, Profile, Run, Runner, answers_of
+from segpipe.errors import ExportError
+from segpipe.export.graph.onnx_format import open_onnx, problems_of_onnx, to_onnx
+from segpipe.export.graph.profiles import Manifest, Profile, Run, Size
+from segpipe.export.graph.torch_formats import Loaded, Tensors, load_pt2, load_torchscript, to_pt2, to_torchscript
 
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """torch on one CPU thread: the number of threads changes sums, and the reference must be one thing."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def run_eager(model: DeployModel) -> Runner:
-    """The reference: torch's eager mode, fp32, with all that the gates look at. Call it inside `one_thread`."""
-    return _run_torch(model.probe(), model.profile)
-
-
-def open_torchscript(path: Path, profile: Profile = ROBOT) -> Runner:
-    """A TorchScript file on the CPU. Call it inside `one_thread`."""
-    with quiet_torchscript():
-        module = jit.load(str(path), map_location="cpu")
-    return _run_torch(module, profile)
-
-
-def open_pt2(path: Path, profile: Profile = ROBOT) -> Runner:
-    """A file of torch.export on the CPU. Call it inside `one_thread`."""
-    return _run_torch(torch.export.load(path).module(), profile)
-
-
-def open_onnx(path: Path, profile: Profile = ROBOT, *, optimise: bool = True) -> Runner:
-    """An ONNX file in onnxruntime, one CPU thread, not spinning."""
-    session = open_session(path, optimise=optimise)
-    names = [output.name for output in session.get_outputs()]
-
-    def batch(images: Sequence[Image]) -> list[Answer]:
-        return answers_of(names, session.run(None, {INPUT: profile.encode(*images)}))
-
-    return Runner(batch)
+if TYPE_CHECKING:
+    from segpipe.export.graph.network import DeployModel
 
 
 @dataclass(frozen=True)
 class Format:
-    """One row: `convert` writes shipped file and probe, `open` runs either, `problems` looks the shipped one over.
+    """A file format. `convert` writes the shipped file and its probe, `open` runs either, `problems` is G1.
 
-    `tensors` gives the stored tensors by their names in the trained network, where the format keeps them.
+    A probe is the same graph with `logits` and `normalised` as further outputs; the gates compare it, it is not
+    shipped. `tensors` returns the stored tensors by their names in the network, where the format keeps those names.
     """
 
+    name: str
     stem: str
     suffix: str
-    convert: Callable[[DeployModel, tuple[int, int], Manifest, Path, Path], None]
+    convert: Callable[[DeployModel, Size, Manifest, Path, Path], None]
     open: Callable[[Path, Profile], Run]
     problems: Callable[[Path, Manifest], list[str]]
     tensors: Callable[[Path], Tensors] | None = None
@@ -81,20 +39,58 @@ class Format:
         """Name of the file, such as model.int8.onnx."""
         return f"{self.stem}{'' if precision == 'fp32' else f'.{precision}'}{self.suffix}"
 
+    def write(self, model: DeployModel, size: Size, manifest: Manifest, shipped: Path, probe: Path) -> None:
+        """Converts `model` for images of `size`. Raises ExportError when torch cannot convert the network."""
+        with warnings.catch_warnings():
+            for category in (FutureWarning, DeprecationWarning):
+                warnings.filterwarnings("ignore", category=category, module=r"(torch|onnxscript|onnx_ir|copyreg)\b")
+            try:
+                self.convert(model, size, manifest, shipped, probe)
+            except Exception as error:
+                if isinstance(error, OSError) and error.errno:  # the disk's fault, not the network's
+                    raise
+                raise ExportError(
+                    f"export.formats = {self.name}: torch {torch.__version__} could not convert the network "
+                    f"({type(error).__name__}: {error}). Leave {self.name} out of export.formats, or change the named "
+                    "operation."
+                ) from error
+
+
+def _torch_format(name: str, stem: str, suffix: str, convert: Any, load: Callable[[Path], Loaded]) -> Format:
+    return Format(
+        name,
+        stem,
+        suffix,
+        convert,
+        open=lambda path, profile: load(path).runner(profile),
+        problems=lambda path, manifest: load(path).problems(manifest),
+        tensors=lambda path: load(path).tensors,
+    )
+
 
 FORMATS: dict[str, Format] = {
-    "onnx": Format("model", ".onnx", to_onnx, open_onnx, problems_of_onnx),
-    "torchscript": Format(
-        "model.torchscript", ".pt", to_torchscript, open_torchscript, problems_of_torchscript, tensors_of_torchscript
-    ),
-    "pt2": Format("model", ".pt2", to_pt2, open_pt2, problems_of_pt2, tensors_of_pt2),
+    "onnx": Format("onnx", "model", ".onnx", to_onnx, open_onnx, problems_of_onnx),
+    "torchscript": _torch_format("torchscript", "model.torchscript", ".pt", to_torchscript, load_torchscript),
+    "pt2": _torch_format("pt2", "model", ".pt2", to_pt2, load_pt2),
 }
 
 
-def _run_torch(module: Any, profile: Profile) -> Runner:
-    def batch(images: Sequence[Image]) -> list[Answer]:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            outputs = module(torch.from_numpy(profile.encode(*images)))
-        return profile.answers([output.numpy() for output in outputs])
+@dataclass(frozen=True)
+class ModelFile:
+    """A file to check: the shipped file, its probe, and the manifest that it must contain."""
 
-    return Runner(batch)
+    format: str
+    precision: str
+    path: Path
+    probe: Path
+    manifest: Manifest
+
+    def problems(self) -> list[str]:
+        """G1 findings about this file alone; empty when it is whole and what its manifest says."""
+        found = sorted(path.name for path in self.path.parent.iterdir() if path.name.startswith(self.path.name))
+        if found != [self.path.name]:
+            return [f"needs more than one file: {', '.join(found)}"]
+        try:
+            return FORMATS[self.format].problems(self.path, self.manifest)
+        except Exception as error:  # checkers and loaders raise many types; an unreadable file is refused
+            return [f"{type(error).__name__}: {error}"]

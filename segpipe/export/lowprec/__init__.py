@@ -1,1 +1,1 @@
-"""fp16 and int8 versions of an ONNX graph."""
+"""ONNX files in fp16 and int8, made from the fp32 file."""

@@ -1,8 +1,8 @@
-"""An ONNX file in int8: static quantisation after the training, in the QDQ form of onnxruntime.
+"""int8 ONNX files: static post-training quantisation in onnxruntime's QDQ form.
 
-Weights are signed and have a scale per output channel, activations have one scale each, taken from real frames.
-Preprocessing, the convolution that makes the logits, and all that follows it stay in fp32: eight bits of logits
-would tie classes, and that convolution is a hundredth of the work.
+Weights are signed with a scale per output channel; each activation has one scale, calibrated on real frames.
+Preprocessing, the convolution that makes the logits and all that follows stay in fp32: logits in eight bits would tie
+classes, and that convolution is a hundredth of the work.
 """
 
 from __future__ import annotations
@@ -18,48 +18,52 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnxruntime.quantization import CalibrationMethod, QDQQuantizer, QuantType, TensorData, TensorsData
+from onnxruntime.quantization.calibrate import HistogramCollector
 
-from segpipe.errors import ConfigError
+from segpipe.errors import ConfigError, ExportError
 from segpipe.export.gates.limits import LIMITS
-from segpipe.export.graph.profiles import answers_of
-from segpipe.export.lowprec.fold import fold_batchnorm, norms_as_convolutions
-from segpipe.export.lowprec.ranges import Range, activation_ranges, as_input, least_squares, one_thread_session
-from segpipe.export.lowprec.region import CONV, before_convolutions, between_convolutions
-from segpipe.export.lowprec.stem import widen_stem
+from segpipe.export.graph.onnx_format import open_session
+from segpipe.export.graph.profiles import Image, answers_of
+from segpipe.export.lowprec.rewrite import (
+    CONV,
+    before_convolutions,
+    between_convolutions,
+    fold_batchnorm,
+    norms_as_convolutions,
+    widen_constants,
+    widen_stem,
+)
 
-Image = NDArray[np.uint8]
-# Name: type of the activations, and whether weights have 7 bits. A CPU with AVX2 alone adds products in 16 bits, where
+# Name: type of the activations, and whether weights have 7 bits. A CPU with AVX2 only adds products in 16 bits, where
 # 8-bit weights overflow: on one, a small network kept 90 % of its mask, and 99 % with weights of 7 bits.
 SCHEMES = {"U8S8": (QuantType.QUInt8, False), "S8S8": (QuantType.QInt8, False), "U8S7": (QuantType.QUInt8, True)}
-RANGE = least_squares  # docs/log.md has what the others gave
 
-# Between two convolutions these stay in int8, so that nothing is converted to and fro.
+_BINS, _PERCENTILE = 2048, 99.99  # of each activation; docs/log.md compares others
+# Between two convolutions these stay in int8, so that nothing is converted back and forth.
 _ALONG = ("Relu", "Add", "Concat", "Resize", "Transpose", "Reshape", "Slice")
-_DATA_INPUTS = {CONV: 1, "Resize": 1, "Reshape": 1, "Slice": 1}  # how many inputs are activations; others: all
+_DATA_INPUTS = {CONV: 1, "Resize": 1, "Reshape": 1, "Slice": 1}  # number of inputs that are activations; others: all
 _INFERRED = "onnx.infer"  # metadata key by which onnxruntime.quantization knows that types were inferred
 _ROUNDS = 15
 _FRAMES = 8  # calibration frames on which the schemes are compared with fp32
-_CLEARLY = 0.95  # a scheme further down the table must be this much faster, so that noise seldom decides
+_CLEARLY = 0.95  # a later scheme must be this much faster, so that noise seldom decides
 
 
 def to_int8(source: Path, out: Path, images: Sequence[Image], *, scheme: str = "") -> str:
     """Name of the scheme in which `out`, the int8 form of the fp32 file `source`, was written.
 
     images: real frames uint8 (H, W, 3) RGB of the size of the graph. scheme: one of SCHEMES; "" makes all and keeps, of
-    those whose masks agree with fp32's as the int8 gate demands, the one that is faster on one thread of this machine;
-    the closest where none does. Inputs, outputs, opset and metadata are those of `source`; a file of one scheme has the
-    same bytes every time. Raises ConfigError for an unknown scheme or no image, ExportError when an activation is not
-    finite.
+    those whose masks agree with fp32's as the int8 gate demands, the fastest on one thread of this machine, or else the
+    closest. Inputs, outputs, opset and metadata are those of `source`; the same scheme gives the same bytes. Raises
+    ConfigError for an unknown scheme or no image, ExportError when an activation is not finite.
     """
     if scheme and scheme not in SCHEMES:
-        raise ConfigError(f"scheme = {scheme!r}, but one of {', '.join(SCHEMES)}, or nothing, was needed.")
+        raise ConfigError(f"scheme = {scheme!r}, but it must be one of {', '.join(SCHEMES)}, or empty.")
     if not images:
-        raise ConfigError("int8 needs calibration frames, but none was given. Set data.root to the training images.")
+        raise ConfigError("int8 needs calibration frames, but there are none. Set data.root to the training images.")
     original = onnx.load(source)
     model = _prepared(original)
-    nodes = quantized_nodes(model.graph)
-    names = _activations(model.graph, nodes)
-    ranges = activation_ranges(model, names, images, RANGE)
+    nodes = _quantized_nodes(model.graph)
+    ranges = activation_ranges(model, _activations(model.graph, nodes), images)
     made = {
         name: _quantized(model, original, nodes, ranges, *kind)
         for name, kind in SCHEMES.items()
@@ -70,8 +74,36 @@ def to_int8(source: Path, out: Path, images: Sequence[Image], *, scheme: str = "
     return chosen
 
 
-def quantized_nodes(graph: onnx.GraphProto) -> list[str]:
-    """Names of the nodes that are computed in int8."""
+def activation_ranges(
+    model: onnx.ModelProto, names: Sequence[str], images: Sequence[Image]
+) -> dict[str, tuple[float, float]]:
+    """Bounds of each tensor in `names` over all images, by onnxruntime, without the outermost 0.01 % of its values.
+
+    One frame at a time on one thread, so the result does not depend on the machine's cores, nor the memory on the
+    number of frames. Raises ExportError for a tensor that is not finite.
+    """
+    watched = onnx.ModelProto()
+    watched.CopyFrom(model)
+    del watched.graph.output[:]
+    watched.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    session = open_session(watched)
+    collector = HistogramCollector("percentile", False, _BINS, _BINS, _PERCENTILE, "same")
+    with contextlib.redirect_stdout(None):  # it prints
+        for image in images:
+            values = dict(zip(names, session.run(None, _feed(model, image)), strict=True))
+            for name, value in values.items():
+                if not np.isfinite(value).all():
+                    raise ExportError(
+                        f"activation {name} is NaN or infinite on a calibration frame; int8 needs finite ones. Leave "
+                        "int8 out of export.precision."
+                    )
+            collector.collect(values)
+        found = collector.compute_collection_result()
+    return {name: (min(float(low), 0.0), max(float(high), 0.0)) for name, (low, high, *_) in found.items()}
+
+
+def _quantized_nodes(graph: onnx.GraphProto) -> list[str]:
+    """Names of the nodes that run in int8."""
     needed = before_convolutions(graph)
     weights = {tensor.name for tensor in graph.initializer}
     found = []
@@ -87,16 +119,16 @@ def quantized_nodes(graph: onnx.GraphProto) -> list[str]:
 
 
 def _prepared(original: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy that computes the same in a shape that quantises well, with names and types."""
+    """A copy that computes the same in a form that quantises well, with names and types."""
     model = onnx.ModelProto()
     model.CopyFrom(original)
     fold_batchnorm(model.graph)
     norms_as_convolutions(model.graph)
     model = _named(model)
-    _spread_constants(model.graph)
+    widen_constants(model.graph)
     if widen_stem(model):
         model = _named(model)
-    # Else the quantizer would infer them again, by way of files.
+    # Otherwise the quantizer would infer types again, through temporary files.
     onnx.helper.set_model_props(model, {_INFERRED: "onnxruntime.quant"})
     return model
 
@@ -107,29 +139,6 @@ def _named(model: onnx.ModelProto) -> onnx.ModelProto:
         node.name = f"{node.op_type}_{index}"
     del model.graph.value_info[:]
     return onnx.shape_inference.infer_shapes(model, strict_mode=True)
-
-
-def _spread_constants(graph: onnx.GraphProto) -> None:
-    """Constants per channel outside the network, those of the normalisation, repeated along the width.
-
-    onnxruntime runs it with the channels last, as the int8 convolutions want them, and there a constant of 3 values
-    per pixel took 1.9 ms for 360x480, a row of them 0.1 ms.
-    """
-    weights = {tensor.name: tensor for tensor in graph.initializer}
-    widths = {
-        entry.name: entry.type.tensor_type.shape.dim[3].dim_value
-        for entry in graph.value_info
-        if len(entry.type.tensor_type.shape.dim) == 4
-    }
-    for node, is_inside in zip(graph.node, between_convolutions(graph), strict=True):
-        width = widths.get(node.output[0], 0)
-        if is_inside or node.op_type not in ("Mul", "Add") or width == 0:
-            continue
-        for place, name in enumerate(node.input):
-            if name in weights and len(weights[name].dims) == 4 and weights[name].dims[2:] == [1, 1]:
-                values = np.repeat(onnx.numpy_helper.to_array(weights[name]), width, axis=3)
-                node.input[place] = f"{node.name}_row"
-                graph.initializer.append(onnx.numpy_helper.from_array(values, node.input[place]))
 
 
 def _activations(graph: onnx.GraphProto, nodes: Sequence[str]) -> list[str]:
@@ -151,14 +160,14 @@ def _quantized(
     model: onnx.ModelProto,
     original: onnx.ModelProto,
     nodes: Sequence[str],
-    ranges: dict[str, Range],
+    ranges: dict[str, tuple[float, float]],
     activations: QuantType,
     is_reduced: bool,
 ) -> onnx.ModelProto:
     copied = onnx.ModelProto()
     copied.CopyFrom(model)
     data = {name: TensorData(lowest=np.float32(low), highest=np.float32(high)) for name, (low, high) in ranges.items()}
-    with _own_logging():
+    with _silent_logging():
         quantizer = QDQQuantizer(
             copied,
             per_channel=True,
@@ -183,7 +192,7 @@ def _quantized(
 def _close(
     made: dict[str, onnx.ModelProto], original: onnx.ModelProto, images: Sequence[Image]
 ) -> dict[str, onnx.ModelProto]:
-    """Those of `made` that a gate would let pass, or else the closest: what is refused cannot be faster."""
+    """The models that the int8 gate would pass, or else the closest one; a refused file's speed does not matter."""
     agreement = _agreement(made, original, images)
     closest = max(agreement, key=lambda name: agreement[name])
     passing = {name: model for name, model in made.items() if agreement[name] >= LIMITS["int8"].agreement}
@@ -193,7 +202,7 @@ def _close(
 def _agreement(
     made: dict[str, onnx.ModelProto], original: onnx.ModelProto, images: Sequence[Image]
 ) -> dict[str, float]:
-    """Share of the pixels of all images in which the mask is that of `original`, by name."""
+    """Share of the pixels of all images whose class is that of `original`, by name."""
     expected = list(_masks(original, images))
     return {
         name: float(np.mean([found == mask for found, mask in zip(_masks(model, images), expected, strict=True)]))
@@ -202,22 +211,22 @@ def _agreement(
 
 
 def _masks(model: onnx.ModelProto, images: Sequence[Image]) -> Iterator[NDArray[Any]]:
-    session, names = one_thread_session(model), [entry.name for entry in model.graph.output]
+    session, names = open_session(model), [entry.name for entry in model.graph.output]
     for image in images:
-        (answer,) = answers_of(names, session.run(None, as_input(model, image)))
+        (answer,) = answers_of(names, session.run(None, _feed(model, image)))
         yield answer.mask
 
 
 def _fastest(made: dict[str, onnx.ModelProto], image: Image) -> str:
-    """Name of the model with the lowest median time, taken in turns."""
+    """Name of the model with the lowest median time; the models run in turns."""
     if len(made) == 1:
         return next(iter(made))
-    sessions = {name: one_thread_session(model) for name, model in made.items()}
+    sessions = {name: open_session(model) for name, model in made.items()}
     seconds: dict[str, list[float]] = {name: [] for name in made}
     for number in range(_ROUNDS + 1):
         for name, session in sessions.items():
             started = time.perf_counter()
-            session.run(None, as_input(made[name], image))
+            session.run(None, _feed(made[name], image))
             if number:  # the first run warms up
                 seconds[name].append(time.perf_counter() - started)
     medians = {name: float(np.median(values)) for name, values in seconds.items()}
@@ -226,9 +235,13 @@ def _fastest(made: dict[str, onnx.ModelProto], image: Image) -> str:
     return fastest if medians[fastest] < _CLEARLY * medians[first] else first
 
 
+def _feed(model: onnx.ModelProto, image: Image) -> dict[str, NDArray[Any]]:
+    return {model.graph.input[0].name: image[None]}
+
+
 @contextlib.contextmanager
-def _own_logging() -> Iterator[None]:
-    """The quantizer logs through the root logger, which would get a handler by it and print."""
+def _silent_logging() -> Iterator[None]:
+    """The quantizer logs through the root logger, which would install a handler and print."""
     root = logging.getLogger()
     handlers, before = list(root.handlers), root.manager.disable
     logging.disable(logging.CRITICAL)

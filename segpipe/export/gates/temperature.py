@@ -1,23 +1,30 @@
-"""A temperature for the confidence: softmax of logits / temperature is right as often as it says.
+"""Temperature scaling: makes the confidence, softmax of logits / temperature, as accurate as it claims to be.
 
 Source: Guo et al., On Calibration of Modern Neural Networks, arXiv:1706.04599.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from segpipe import IGNORE_INDEX
 from segpipe.errors import DataError
 from segpipe.keys import generator, sample_key
 
-PIXELS = 2048  # of every image, so that a large data set fits into memory
+if TYPE_CHECKING:
+    from segpipe.export.graph.profiles import Image
+    from segpipe.train.checkpoint import TrainedNetwork
+
+PIXELS = 2048  # per image, so that a large data set fits into memory
 BINS = 15
-LOWEST, HIGHEST = 0.02, 50.0  # of the temperature
-_STEPS = 60
+LOWEST, HIGHEST = 0.02, 50.0  # temperature
+_MAX_STEPS = 60
 _TOLERANCE = 1e-9
 
 Logits = NDArray[np.float32]
@@ -26,7 +33,7 @@ Target = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Calibration:
-    """The fitted temperature; ece: expected calibration error, 0 to 1, at temperature 1 and at the fitted one."""
+    """The fitted temperature, and the expected calibration error (0 to 1) at temperature 1 and at the fitted one."""
 
     temperature: float
     ece_before: float
@@ -34,13 +41,21 @@ class Calibration:
     images: int
 
 
-def fit_temperature(logits_and_targets: Iterable[tuple[Logits, Target]], *, ignore_index: int) -> Calibration:
-    """The temperature, 0.02 to 50, with the least negative log-likelihood of the targets, and the error it leaves.
+def calibration_entry(trained: TrainedNetwork, labelled: Iterable[tuple[Image, Target]] | None) -> dict[str, Any]:
+    """`calibration` of the manifest; without labels, temperature 1. Call it inside `one_thread`."""
+    if labelled is None:
+        return {"method": "none", "temperature": 1.0}
+    fitted = fit_temperature(_logits(trained, labelled), ignore_index=IGNORE_INDEX)
+    return {"method": "temperature", **asdict(fitted)}
 
-    Logits are at the output stride, where the exported file computes its confidence: float32 (C, h, w). The target,
-    uint8 (H, W), is brought to h x w by taking the pixel at each cell's centre; a target of h x w is taken as it is.
-    At most 2048 labelled pixels of an image count, drawn by the place of the image alone: the same every time.
-    Raises DataError when no pixel is labelled, a target is no class, or logits are not finite.
+
+def fit_temperature(logits_and_targets: Iterable[tuple[Logits, Target]], *, ignore_index: int) -> Calibration:
+    """Temperature in 0.02..50 with the least negative log-likelihood of the targets.
+
+    Shapes: logits float32 (C, h, w) at the output stride, where the exported file computes its confidence; target
+    uint8 (H, W), read at the pixel in the center of each cell. At most 2048 labelled pixels per image are used, drawn
+    by the index of the image only. Raises DataError when no pixel is labelled, a target is no class, or logits are not
+    finite.
     """
     scores: list[NDArray[np.float64]] = []
     labels: list[NDArray[np.int64]] = []
@@ -50,8 +65,8 @@ def fit_temperature(logits_and_targets: Iterable[tuple[Logits, Target]], *, igno
         labels.append(label)
     if not sum(map(len, labels)):
         raise DataError(
-            f"{len(labels)} images hold no labelled pixel, but the confidence is calibrated on labels. Choose a "
-            "data.split that has them."
+            f"{len(labels)} images have no labelled pixel, but the confidence is calibrated on labels. Choose a "
+            "data.split with labels."
         )
     score, label = np.concatenate(scores), np.concatenate(labels)
     temperature = _most_likely(score, label)
@@ -60,7 +75,7 @@ def fit_temperature(logits_and_targets: Iterable[tuple[Logits, Target]], *, igno
 
 
 def calibration_error(score: NDArray[np.float64], label: NDArray[np.int64]) -> float:
-    """Expected calibration error: mean distance of confidence and accuracy over 15 equal bins of confidence.
+    """Expected calibration error: mean distance between confidence and accuracy over 15 equal bins of confidence.
 
     Shapes: score float64 (n, C), logits; label (n,). Confidence is the largest softmax probability.
     """
@@ -71,10 +86,19 @@ def calibration_error(score: NDArray[np.float64], label: NDArray[np.int64]) -> f
     return float(np.abs(sums).sum() / len(label))
 
 
+def _logits(trained: TrainedNetwork, labelled: Iterable[tuple[Image, Target]]) -> Iterator[tuple[Logits, Target]]:
+    device = next(trained.model.parameters()).device
+    for image, target in labelled:
+        batch = torch.from_numpy(image.copy())[None].to(device)
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            logits = trained.model(trained.preprocess(batch))
+        yield logits[0].float().cpu().numpy(), target
+
+
 def _pixels(
     index: int, logits: Logits, target: Target, ignore_index: int
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Logits (n, C) and classes (n,) of labelled pixels of an image."""
+    """Logits (n, C) and classes (n,) of the labelled pixels of an image."""
     classes, height, width = logits.shape
     rows, columns = (
         (2 * np.arange(small) + 1) * large // (2 * small)
@@ -87,19 +111,19 @@ def _pixels(
     label = label[place]
     score = logits.reshape(classes, -1)[:, place].T.astype(np.float64)
     if label.max(initial=0) >= classes:
-        raise DataError(f"target {index} holds class {label.max()}, but the logits have {classes} classes.")
+        raise DataError(f"target {index} has class {label.max()}, but the logits have {classes} classes.")
     if not np.isfinite(score).all():
-        raise DataError(f"logits of image {index} are NaN or infinite, which no temperature mends.")
+        raise DataError(f"logits of image {index} are NaN or infinite; no temperature can be fitted.")
     return score, label
 
 
 def _most_likely(score: NDArray[np.float64], label: NDArray[np.int64]) -> float:
-    """Newton's method for 1 / temperature, in which the likelihood is convex; bisection where it would leave the
-    interval."""
+    """Minimises over 1 / temperature, in which the loss is convex: Newton steps, bisection where one would leave the
+    bracket."""
     own = score[np.arange(len(label)), label].mean()
     low, high = 1 / HIGHEST, 1 / LOWEST
     sharpness = 1.0
-    for _ in range(_STEPS):
+    for _ in range(_MAX_STEPS):
         probability = _softmax(score * sharpness)
         mean = (probability * score).sum(1)
         slope = mean.mean() - own

@@ -13,9 +13,9 @@ from onnx import TensorProto, numpy_helper
 
 from exports import SIZE, structured
 from segpipe.errors import ConfigError, ExportError
-from segpipe.export.graph.formats import open_onnx
-from segpipe.export.lowprec import quantize
-from segpipe.export.lowprec.quantize import SCHEMES, to_int8
+from segpipe.export.graph.onnx_format import open_onnx
+from segpipe.export.lowprec import int8
+from segpipe.export.lowprec.int8 import SCHEMES, activation_ranges, to_int8
 
 FRAMES = structured(6, SIZE, seed=3)
 IMAGES = structured(4, SIZE, seed=4)
@@ -115,7 +115,7 @@ def test_the_quantizer_may_log_and_nobody_hears(
 ) -> None:
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])  # as in a process that has not set up logging
-    with quantize._own_logging():
+    with int8._silent_logging():
         logging.warning("please consider something")
     assert root.handlers == []
     assert capfd.readouterr() == ("", "")
@@ -124,6 +124,41 @@ def test_the_quantizer_may_log_and_nobody_hears(
 def test_other_frames_give_another_file(folder: Path, tmp_path: Path) -> None:
     to_int8(folder / "fp32.onnx", tmp_path / "other.onnx", FRAMES[:1], scheme="U8S8")
     assert (tmp_path / "other.onnx").read_bytes() != (folder / "U8S8.onnx").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> onnx.ModelProto:
+    return onnx.load(folder / "fp32.onnx")
+
+
+def test_ranges_cover_every_image(model: onnx.ModelProto) -> None:
+    found = activation_ranges(model, ["wide", "normalised", "stem_norm_relu"], IMAGES)
+    levels = np.stack(IMAGES)
+    low, high = np.quantile(levels, (0.001, 0.999))
+    assert found["wide"][0] == 0
+    assert found["wide"][1] == pytest.approx(high, abs=0.5)  # two bins of the histogram
+    assert found["normalised"][0] == pytest.approx(low / 57.0 - 2.1, abs=0.05)
+    assert found["normalised"][1] == pytest.approx(high / 57.0 - 2.1, abs=0.05)
+    assert found["stem_norm_relu"][0] == 0, "0 is in every range"
+    dark = [image // 4 for image in IMAGES]
+    assert activation_ranges(model, ["wide"], dark)["wide"][1] < found["wide"][1] / 2
+    last = activation_ranges(model, ["wide"], [*dark, IMAGES[0]])["wide"][1]
+    assert last > 0.9 * found["wide"][1], "the last image counts too"
+
+
+def test_a_rare_outlier_does_not_widen_a_range(model: onnx.ModelProto) -> None:
+    calm = np.full((*SIZE, 3), 60, np.uint8)
+    one = calm.copy()
+    one[0, 0, 0] = 255
+    many = calm.copy()
+    many[:16] = 255
+    assert activation_ranges(model, ["wide"], [one, calm, calm, calm])["wide"][1] < 70
+    assert activation_ranges(model, ["wide"], [many] * 4)["wide"][1] > 250, "the control: frequent values count"
+
+
+def test_an_activation_of_zeros_has_a_range(model: onnx.ModelProto) -> None:
+    low, high = activation_ranges(model, ["wide"], [np.zeros((*SIZE, 3), np.uint8)])["wide"]
+    assert (low, high) == (0.0, 0.0)
 
 
 class FakeSession:
@@ -142,15 +177,13 @@ class FakeSession:
     ("seconds", "chosen"),
     [((1.0, 2.0, 1.0), "U8S8"), ((2.0, 1.0, 1.5), "S8S8"), ((1.0, 0.97, 0.96), "U8S8")],  # the last one is noise
 )
-def test_the_faster_scheme_is_kept(
-    seconds: tuple[float, ...], chosen: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_faster_scheme_is_chosen(
+    seconds: tuple[float, ...], chosen: str, model: onnx.ModelProto, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting = list(seconds)
-    monkeypatch.setattr(quantize, "_agreement", lambda made, *_: dict.fromkeys(made, AGREEMENT))
-    monkeypatch.setattr(quantize, "one_thread_session", lambda _: FakeSession(waiting.pop(0)))
-    monkeypatch.setattr(quantize.time, "perf_counter", lambda: FakeSession.clock)
-    assert to_int8(folder / "fp32.onnx", tmp_path / "int8.onnx", FRAMES) == chosen
-    assert (tmp_path / "int8.onnx").read_bytes() == (folder / f"{chosen}.onnx").read_bytes()
+    monkeypatch.setattr(int8, "open_session", lambda _: FakeSession(waiting.pop(0)))
+    monkeypatch.setattr(int8.time, "perf_counter", lambda: FakeSession.clock)
+    assert int8._fastest(dict.fromkeys(SCHEMES, model), FRAMES[0]) == chosen
 
 
 @pytest.mark.parametrize(
@@ -169,19 +202,20 @@ def test_a_scheme_that_a_gate_would_refuse_is_not_kept_for_its_speed(
     def fastest(made: dict[str, onnx.ModelProto], _: np.ndarray) -> str:
         return next((name for name in made if name != chosen), chosen)
 
-    monkeypatch.setattr(quantize, "_agreement", lambda *_: dict(zip(SCHEMES, agreement, strict=True)))
-    monkeypatch.setattr(quantize, "_fastest", fastest)  # the other one is faster, if it may run at all
+    monkeypatch.setattr(int8, "_agreement", lambda *_: dict(zip(SCHEMES, agreement, strict=True)))
+    monkeypatch.setattr(int8, "_fastest", fastest)  # the other one is faster, if it may run at all
     assert to_int8(folder / "fp32.onnx", tmp_path / "int8.onnx", FRAMES) == chosen
+    assert (tmp_path / "int8.onnx").read_bytes() == (folder / f"{chosen}.onnx").read_bytes()
 
 
 def test_agreement_is_measured_on_masks(folder: Path) -> None:
     made = {scheme: onnx.load(folder / f"{scheme}.onnx") for scheme in SCHEMES}
-    found = quantize._agreement(made, onnx.load(folder / "fp32.onnx"), IMAGES)
+    found = int8._agreement(made, onnx.load(folder / "fp32.onnx"), IMAGES)
     assert found == {scheme: agreement(folder / "fp32.onnx", folder / f"{scheme}.onnx") for scheme in SCHEMES}
 
 
 def test_unusable_requests(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="scheme = 'U4', but one of U8S8, S8S8"):
+    with pytest.raises(ConfigError, match="scheme = 'U4', but it must be one of U8S8, S8S8"):
         to_int8(folder / "fp32.onnx", tmp_path / "out.onnx", FRAMES, scheme="U4")
     with pytest.raises(ConfigError, match="calibration frames"):
         to_int8(folder / "fp32.onnx", tmp_path / "out.onnx", [])

@@ -1,14 +1,16 @@
-"""The one model that is exported in every format and is also the eager reference."""
+"""The deploy model: the one module that is exported in every format and is also the eager reference."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from segpipe.export.graph.profiles import CONFIDENCE, LOGITS, MASK, NORMALISED, ROBOT, Profile
+from segpipe.export.graph.profiles import CONFIDENCE, LOGITS, MASK, NORMALISED, ROBOT, Profile, Runner, torch_runner
 from segpipe.models.resize import bilinear
 
 if TYPE_CHECKING:
@@ -16,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class DeployModel(nn.Module):
-    """A camera image to class ids and confidence: preprocessing, network, upsampling and argmax in one graph.
+    """Camera image in, class ids and confidence out: preprocessing, network, upsampling and argmax in one graph.
 
-    `preprocess` is the training module itself, so the graph cannot normalise differently from the training. A planar
-    profile takes its buffers in the same two operations, since the module takes bytes.
+    `preprocess` is the training module itself, so the graph cannot normalise differently from training. That module
+    takes bytes, so a planar profile applies its two buffers in the same two operations.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class DeployModel(nn.Module):
         self.is_probe = is_probe
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
-        """The outputs of the profile, and those on which the gates look in the variant that has them.
+        """Outputs of the profile; a probe adds the tensors that the gates compare.
 
         Shapes: image as the profile has it -> mask (B, H, W), class ids, never 255; confidence uint8 (B, h, w) at the
         output stride, 255 * largest probability of softmax(logits / temperature); logits float32 (B, C, H, W);
@@ -64,11 +66,11 @@ class DeployModel(nn.Module):
         return packed
 
     def probe(self) -> DeployModel:
-        """The same modules and weights with `logits` and `normalised` as further outputs."""
+        """Same modules and weights, with `logits` and `normalised` as further outputs."""
         return self._variant(self.profile, is_probe=True)
 
     def as_robot(self) -> DeployModel:
-        """The same modules and weights under the profile `robot`."""
+        """Same modules and weights in the profile `robot`."""
         return self._variant(ROBOT, is_probe=False)
 
     def _variant(self, profile: Profile, *, is_probe: bool) -> DeployModel:
@@ -80,11 +82,26 @@ class DeployModel(nn.Module):
             temperature=self.temperature,
             is_probe=is_probe,
         )
-        variant.training = self.training  # of this module alone: train() would set the shared ones too
+        variant.training = self.training  # train() would also set the shared modules
         return variant
 
 
-def _unsynchronise(network: nn.Module) -> None:
+def deploy_model(trained: TrainedNetwork, *, profile: Profile = ROBOT, temperature: float = 1.0) -> DeployModel:
+    """DeployModel of a trained network: a copy on the CPU, fp32, eval mode, without the training-only heads.
+
+    SyncBatchNorm, which neither CPUs nor export formats support, becomes BatchNorm: the same function in eval mode.
+    """
+    network = copy.deepcopy(trained.model)
+    del network.train_only
+    _replace_sync_batchnorm(network)
+    preprocess = copy.deepcopy(trained.preprocess)
+    model = DeployModel(
+        network, preprocess, align_corners=network.align_corners, profile=profile, temperature=temperature
+    )
+    return model.cpu().float().eval().requires_grad_(False)
+
+
+def _replace_sync_batchnorm(network: nn.Module) -> None:
     for parent in list(network.modules()):
         for name, norm in parent.named_children():
             if isinstance(norm, nn.SyncBatchNorm):
@@ -95,16 +112,17 @@ def _unsynchronise(network: nn.Module) -> None:
                 setattr(parent, name, plain)
 
 
-def deploy_model(trained: TrainedNetwork, *, profile: Profile = ROBOT, temperature: float = 1.0) -> DeployModel:
-    """DeployModel of a trained network: a copy on the CPU, fp32, in eval mode, without the training-only heads.
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Runs torch on one CPU thread: the thread count changes sums, and there must be one reference."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
-    SyncBatchNorm, which no CPU and no format has, becomes the BatchNorm that it is in eval mode.
-    """
-    network = copy.deepcopy(trained.model)
-    del network.train_only
-    _unsynchronise(network)
-    preprocess = copy.deepcopy(trained.preprocess)
-    model = DeployModel(
-        network, preprocess, align_corners=network.align_corners, profile=profile, temperature=temperature
-    )
-    return model.cpu().float().eval().requires_grad_(False)
+
+def run_eager(model: DeployModel) -> Runner:
+    """The reference: eager fp32 with all tensors that the gates compare. Call it inside `one_thread`."""
+    return torch_runner(model.probe(), model.profile)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from segpipe.errors import DataError
-from segpipe.export.gates import calibration
-from segpipe.export.gates.calibration import calibration_error, fit_temperature
+from segpipe.export.gates import temperature
+from segpipe.export.gates.temperature import calibration_error, fit_temperature
 
 IGNORE, CLASSES, SIZE = 255, 6, (24, 32)
 
@@ -81,13 +81,13 @@ def test_ignored_pixels_do_not_count() -> None:
 
 
 def test_pixels_are_drawn_by_the_place_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "PIXELS", 200)
+    monkeypatch.setattr(temperature, "PIXELS", 200)
     np.random.seed(1)
     one = fit_temperature(iter(calibrated(factor=2.0)), ignore_index=IGNORE)
     np.random.seed(2)
     assert fit_temperature(calibrated(factor=2.0), ignore_index=IGNORE) == one
     assert one.temperature == pytest.approx(2.0, rel=0.15)
-    monkeypatch.setattr(calibration, "PIXELS", 199)
+    monkeypatch.setattr(temperature, "PIXELS", 199)
     assert fit_temperature(calibrated(factor=2.0), ignore_index=IGNORE) != one
 
 
@@ -96,9 +96,9 @@ def test_the_ends_of_the_scale() -> None:
     target = np.zeros(SIZE, dtype=np.uint8)
     assert fit_temperature([(logits, target)], ignore_index=IGNORE).temperature == 1.0
     logits[0] = 1.0  # always right: no confidence is too high
-    assert calibration.LOWEST <= fit_temperature([(logits, target)], ignore_index=IGNORE).temperature < 0.05
+    assert temperature.LOWEST <= fit_temperature([(logits, target)], ignore_index=IGNORE).temperature < 0.05
     logits[0] = -1.0  # always wrong: none is too low
-    assert fit_temperature([(logits, target)], ignore_index=IGNORE).temperature == pytest.approx(calibration.HIGHEST)
+    assert fit_temperature([(logits, target)], ignore_index=IGNORE).temperature == pytest.approx(temperature.HIGHEST)
 
 
 def unusable() -> Iterator[tuple[np.ndarray, np.ndarray, str]]:

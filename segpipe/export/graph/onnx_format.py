@@ -1,0 +1,141 @@
+"""ONNX files: conversion, the probe that shows logits and the normalised image, loading, and integrity."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import onnx
+import torch
+
+from segpipe.export.graph.profiles import (
+    INPUT,
+    PROBES,
+    ROBOT,
+    Answer,
+    Image,
+    Manifest,
+    Profile,
+    Runner,
+    Size,
+    answers_of,
+    io_problems,
+    manifest_text,
+)
+from segpipe.runtime.artifact import MANIFEST_KEY
+from segpipe.runtime.session import make_session
+
+if TYPE_CHECKING:
+    from segpipe.export.graph.network import DeployModel
+
+OPSET = 18
+_NUMPY_NAMES = {"tensor(uint8)": "uint8", "tensor(float)": "float32", "tensor(int32)": "int32"}
+
+
+def to_onnx(model: DeployModel, size: Size, manifest: Manifest, shipped: Path, probe: Path) -> None:
+    """Writes the shipped file, with weights and manifest inside, and its probe."""
+    # One conversion for both: the shipped graph is the probe's without the additional outputs, node for node.
+    with contextlib.redirect_stdout(None):
+        torch.onnx.export(
+            model.probe(),
+            (model.profile.example(size),),
+            probe,
+            dynamic_shapes=model.profile.dynamic_shapes(manifest),
+            dynamo=True,
+            external_data=False,
+            opset_version=OPSET,
+            input_names=[INPUT],
+            output_names=list(model.profile.probe_outputs),
+            verbose=False,
+        )
+    graph_file = onnx.load(probe)
+    _drop_debug_info(graph_file)
+    _name_free_axes(graph_file.graph, manifest)
+    onnx.helper.set_model_props(graph_file, {MANIFEST_KEY: manifest_text(manifest)})
+    _keep_outputs(graph_file.graph, model.profile.outputs)
+    onnx.save(graph_file, shipped)
+    write_probe(shipped, probe)
+
+
+def write_probe(shipped: Path, probe: Path) -> None:
+    """Writes the graph of `shipped` with its tensors `logits` and `normalised` as further outputs.
+
+    Raises ValueError when the graph has no tensor of that name.
+    """
+    model = onnx.load(shipped)
+    inside = {name for node in model.graph.node for name in node.output}
+    for name in PROBES:
+        if name not in inside:
+            raise ValueError(f"the graph has no tensor {name!r}, which the gates compare")
+        if name not in {output.name for output in model.graph.output}:
+            # No type: onnxruntime infers it, and it differs in an fp16 file.
+            model.graph.output.append(onnx.ValueInfoProto(name=name))
+    onnx.save(model, probe)
+
+
+def open_session(model: Path | onnx.ModelProto, *, optimise: bool = True) -> Any:
+    """onnxruntime.InferenceSession on one CPU thread. Without `optimise` it runs node by node as written.
+
+    Raises what onnxruntime raises.
+    """
+    return make_session(str(model) if isinstance(model, Path) else model.SerializeToString(), optimize=optimise)
+
+
+def open_onnx(path: Path, profile: Profile = ROBOT, *, optimise: bool = True) -> Runner:
+    """An ONNX file in onnxruntime on one CPU thread."""
+    session = open_session(path, optimise=optimise)
+    names = [output.name for output in session.get_outputs()]
+
+    def batch(images: Sequence[Image]) -> list[Answer]:
+        return answers_of(names, session.run(None, {INPUT: profile.encode(*images)}))
+
+    return Runner(batch)
+
+
+def problems_of_onnx(path: Path, manifest: Manifest) -> list[str]:
+    """G1 findings; empty when checker, loader and manifest agree. Raises what the checker and the loader raise."""
+    model = onnx.load(path, load_external_data=False)
+    onnx.checker.check_model(model, full_check=True)
+    found = []
+    opsets = {entry.domain: entry.version for entry in model.opset_import}
+    if opsets != {"": OPSET}:
+        found.append(f"opsets = {opsets}, but only opset {OPSET} of the standard domain is allowed")
+    if any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in model.graph.initializer):
+        found.append("weights are stored outside the file")
+    if {entry.key: entry.value for entry in model.metadata_props} != {MANIFEST_KEY: manifest_text(manifest)}:
+        found.append("metadata_props do not hold the manifest")
+    session = open_session(path)
+    for kind, entries in (("inputs", session.get_inputs()), ("outputs", session.get_outputs())):
+        got = [
+            {"name": entry.name, "dtype": _NUMPY_NAMES.get(entry.type, entry.type), "shape": entry.shape}
+            for entry in entries
+        ]
+        found += io_problems(kind, got, manifest["io"][kind])
+    return found
+
+
+def _keep_outputs(graph: onnx.GraphProto, names: Collection[str]) -> None:
+    kept = [output for output in graph.output if output.name in names]
+    del graph.output[:]
+    graph.output.extend(kept)
+
+
+def _name_free_axes(graph: onnx.GraphProto, manifest: Manifest) -> None:
+    """Gives free lengths the manifest's names. An axis that the converter fixed stays fixed, and G1 refuses it."""
+    axes = {entry["name"]: entry["shape"] for kind in ("inputs", "outputs") for entry in manifest["io"][kind]}
+    for value in (*graph.input, *graph.output):
+        for length, axis in zip(value.type.tensor_type.shape.dim, axes.get(value.name, ()), strict=False):
+            if length.HasField("dim_param") and isinstance(axis, str):
+                length.dim_param = axis
+
+
+def _drop_debug_info(model: onnx.ModelProto) -> None:
+    """Removes the exporter's stack traces: they hold paths of this machine and outweigh small graphs."""
+    graph = model.graph
+    del model.metadata_props[:], graph.metadata_props[:]
+    graph.doc_string = ""
+    for entry in (*graph.node, *graph.initializer, *graph.value_info, *graph.input, *graph.output):
+        del entry.metadata_props[:]
+        entry.doc_string = ""
