@@ -22,13 +22,13 @@ Bytes = NDArray[np.uint8]
 
 
 def make_session(
-    model: bytes,
+    model: bytes | str,
     *,
     threads: int = 1,
     providers: Sequence[str] = ("CPUExecutionProvider",),
     optimize: bool = True,
 ) -> Any:
-    """onnxruntime.InferenceSession of an ONNX model, on `threads` CPU threads that sleep while they wait.
+    """onnxruntime.InferenceSession of an ONNX model, given as bytes or path; its CPU threads sleep while they wait.
 
     optimize=False runs the graph node by node as written. Raises whatever onnxruntime raises.
     """

@@ -80,7 +80,7 @@ def open_session(model: Path | onnx.ModelProto, *, optimise: bool = True) -> Any
 
     Raises what onnxruntime raises.
     """
-    return make_session(model.read_bytes() if isinstance(model, Path) else model.SerializeToString(), optimize=optimise)
+    return make_session(str(model) if isinstance(model, Path) else model.SerializeToString(), optimize=optimise)
 
 
 def open_onnx(path: Path, profile: Profile = ROBOT, *, optimise: bool = True) -> Runner:
