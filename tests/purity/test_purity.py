@@ -357,6 +357,45 @@ def test_what_another_sample_leaves_behind_is_found():
     assert probe.run(case)[:4] == ("image", 0, 0, 0)
 
 
+class Plain:
+    """A function for single probes."""
+
+    name, table = "plain", None
+
+    def __init__(self, writes: bool = False) -> None:
+        self.writes = writes
+
+    def __call__(self, image, target, key):
+        self.table = self.table or [1]  # built once
+        if self.writes:
+            image[0, 0] ^= 1
+            image[0, 0] ^= 1
+        return image.copy(), target.copy()
+
+
+@pytest.mark.parametrize(
+    ("probe", "function", "varies", "words"),
+    [
+        ("input untouched", Plain(writes=True), False, "on read-only input it raises"),  # though it puts it back
+        ("input untouched", Plain(), False, ""),
+        ("key matters", Plain(), True, "the same output for different keys"),
+        ("key matters", Plain(), False, ""),
+        ("own state", Plain(), False, ""),  # what the first call builds is no state that a call changes
+    ],
+)
+def test_single_probes(probe, function, varies, words):
+    frame = Noise().read(0)
+    case = Case(function, (frame, frame), [tuple(part.copy() for part in frame)] * 2, varies=varies)
+    found = next(each for each in PROBES if each.name == probe).run(case)
+    assert (words in found) if words else found is None
+
+
+def test_a_split_of_one_sample_is_probed_with_its_mirror_image():
+    first, second = purity._two_frames(Noise(num=1))
+    assert np.array_equal(first[0][:, ::-1], second[0])
+    assert not np.array_equal(first[0], second[0])
+
+
 def test_keys_are_not_those_of_training():
     assert not {sample_key(0, 0, index, "augment") for index in range(100)} & set(purity.KEYS)
 
