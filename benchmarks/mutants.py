@@ -42,8 +42,6 @@ LOSSES, GATES = ("tests/losses",), ("tests/export/test_limits.py", "tests/export
 MODULES: dict[str, tuple[str, ...]] = {  # the tests that must notice a change of the module
     "segpipe/keys.py": ("tests/test_keys.py",),
     "segpipe/data/order.py": ("tests/data/test_order.py",),
-    "segpipe/losses/boundary.py": LOSSES,
-    "segpipe/losses/dice.py": LOSSES,
     "segpipe/losses/pixelwise.py": LOSSES,
     "segpipe/losses/total.py": LOSSES,
     "segpipe/models/published.py": ("tests/models/test_models.py",),

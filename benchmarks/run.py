@@ -1,7 +1,7 @@
 """One command per claim: python benchmarks/run.py C9 [--out FILE]; without an id, what there is.
 
 C8 takes a finished run: python benchmarks/run.py C8 run=runs/NAME [which=best] [data.root=FOLDER] [--out FILE].
-runtime takes an export: python benchmarks/run.py runtime artefact=FOLDER [--out FILE].
+runtime takes an export: python benchmarks/run.py runtime artifact=FOLDER [--out FILE].
 Prints JSON with the machine it ran on. Most take minutes; nothing else should run meanwhile.
 """
 
@@ -28,7 +28,7 @@ CLAIMS = {  # id: what is measured, and the module whose `measure` does it
     "desync": ("ways to deadlock or desync 4 ranks end, with the cause named", "desync"),
     "crash": ("equal digests after a rank was killed at random moments", "crash"),
 }
-WITH_SETTINGS = {"C8": "run=runs/NAME and more", "runtime": "artefact=FOLDER"}
+WITH_SETTINGS = {"C8": "run=runs/NAME and more", "runtime": "artifact=FOLDER"}
 
 
 def main() -> int:

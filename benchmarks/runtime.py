@@ -1,4 +1,4 @@
-"""An artefact on a robot's side: latency, its spread and growth of memory, in a process that has not imported torch."""
+"""An artifact on a robot's side: latency, its spread and growth of memory, in a process that has not imported torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from segpipe.runtime.bench import bench
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """What `python -m segpipe.runtime bench` tells of `artefact=FOLDER`, on `--repeats` frames (10000), one thread."""
+    """What `python -m segpipe.runtime bench` tells of `artifact=FOLDER`, on `--repeats` frames (10000), one thread."""
     key, _, folder = " ".join(given.settings).partition("=")
-    if key != "artefact" or not folder:
-        raise ConfigError(f"{' '.join(given.settings)!r} names no artefact. Set artefact=FOLDER, an exported folder.")
+    if key != "artifact" or not folder:
+        raise ConfigError(f"{' '.join(given.settings)!r} names no artifact. Set artifact=FOLDER, an exported folder.")
     try:
         segmenter = Segmenter.load(folder)
     except ArtifactError as error:

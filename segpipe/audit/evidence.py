@@ -25,7 +25,7 @@ from segpipe.ledger.rows import (
     mapping_differences,
     read_file,
 )
-from segpipe.runtime.artifact import MANIFEST, SUMS
+from segpipe.runtime.artifact import MANIFEST, SUMS, ArtifactError, read_sums
 from segpipe.settings.config import Config, check, config_hash, from_mapping, recipe, to_mapping
 from segpipe.train import checkpoint
 
@@ -306,13 +306,14 @@ def check_export(run: Path, config: Config | None, checkpoints: Sequence[Checked
         return Line("export", UNCHECKED, f"{folder} holds no exported network")
     try:
         source = dict(json.loads((folder / MANIFEST).read_bytes())["source"])
-    except (ValueError, KeyError, TypeError) as error:
-        return Line("export", FAILED, f"{folder / MANIFEST} cannot be read: {error!r}")
+        sums = read_sums(folder)
+    except (ValueError, KeyError, TypeError, ArtifactError) as error:
+        return Line("export", FAILED, f"{folder} cannot be read as an export: {error!r}")
     faults = []
-    for name, digests in _sums(folder / SUMS).items():
+    for name, digest in sums.items():
         if not (folder / name).is_file():
             faults.append(f"{name} is missing")
-        elif sha256(folder / name) != digests[-1]:
+        elif sha256(folder / name) != digest:
             faults.append(f"{name} was altered")
     file = source.get("checkpoint") or {}
     origin = next((each for each in checkpoints if each.path.name == file.get("file")), None)

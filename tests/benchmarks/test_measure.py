@@ -118,22 +118,22 @@ def test_the_command_names_its_claims(arguments: list[str]) -> None:
     assert all(name in done.stdout + done.stderr for name in ("C9", "runtime", "augment", "bits", "crash"))
 
 
-def test_an_artefact_is_timed_with_its_machine(tmp_path: Path) -> None:
-    folder = write_artifact(tmp_path / "artefact")
-    found = runtime.measure(argparse.Namespace(settings=[f"artefact={folder}"], repeats=20))
+def test_an_artifact_is_timed_with_its_machine(tmp_path: Path) -> None:
+    folder = write_artifact(tmp_path / "artifact")
+    found = runtime.measure(argparse.Namespace(settings=[f"artifact={folder}"], repeats=20))
     assert found["passed"] == (found["memory_flat"] is not False)
     assert found["statuses"] == {"OK": 30}  # 10 to warm up
     assert {"onnxruntime", "torch", "cpu", "code"} <= found["machine"].keys()
     assert str(tmp_path) not in json.dumps(found)
 
 
-def test_an_artefact_is_timed_without_torch() -> None:
+def test_an_artifact_is_timed_without_torch() -> None:
     """As on a robot; the machine, which needs torch, is asked afterwards."""
     code = "import sys; from benchmarks import runtime; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-@pytest.mark.parametrize("settings", [[], ["artefact="], ["run=x"], ["artefact=nowhere"]])
-def test_an_artefact_that_is_not_there_is_a_sentence(settings: list[str]) -> None:
-    with pytest.raises(SegpipeError, match=r"names no artefact|nowhere"):
+@pytest.mark.parametrize("settings", [[], ["artifact="], ["run=x"], ["artifact=nowhere"]])
+def test_an_artifact_that_is_not_there_is_a_sentence(settings: list[str]) -> None:
+    with pytest.raises(SegpipeError, match=r"names no artifact|nowhere"):
         runtime.measure(argparse.Namespace(settings=settings, repeats=1))
