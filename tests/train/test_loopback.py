@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -22,8 +21,6 @@ from segpipe.train.optim import Ema, build_optimizer
 from segpipe.train.state import TrainState
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
-# Where the name of torch's DDP is looked up.
-DDP_HOME: Any = gradients if hasattr(gradients, "DistributedDataParallel") else getattr(gradients, "ddp", None)
 
 
 @pytest.fixture
@@ -34,7 +31,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Loopback]:
         loopback = Loopback(num_ranks)
         monkeypatch.setattr(reduce, "dist", loopback)
         monkeypatch.setattr(reduce, "_all_gather", loopback.all_gather)
-        monkeypatch.setattr(DDP_HOME, "DistributedDataParallel", loopback.data_parallel)
+        monkeypatch.setattr(gradients, "DistributedDataParallel", loopback.data_parallel)
         return loopback
 
     return made
