@@ -25,18 +25,13 @@ from segpipe.export.gates.comparison import (
     as_trained,
     compare,
     compare_answers,
-)
-from segpipe.export.gates.controls import CONTROLS, gate_power
-from segpipe.export.gates.latency import gate_latency
-from segpipe.export.gates.limits import (
-    LIMITS,
-    GateResult,
-    Limits,
-    Sigma,
     gate_logits,
     gate_mask,
     gate_preprocessing,
 )
+from segpipe.export.gates.controls import CONTROLS, gate_power
+from segpipe.export.gates.latency import gate_latency
+from segpipe.export.gates.limits import LIMITS, GateResult, Limits, Sigma
 from segpipe.export.gates.quality import Score, gate_quality, scores
 from segpipe.export.gates.temperature import calibration_entry
 from segpipe.export.graph.formats import ModelFile

@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from segpipe.export.gates.comparison import Candidate, ImageComparison, Moments, Sigma, compare, compare_answers
-from segpipe.export.gates.limits import (
-    LIMITS,
-    MAX_CLASSES,
-    Limits,
-    gate_integrity,
+from segpipe.export.gates.comparison import (
+    Candidate,
+    ImageComparison,
+    Moments,
+    compare,
+    compare_answers,
     gate_logits,
     gate_mask,
     gate_preprocessing,
 )
+from segpipe.export.gates.limits import LIMITS, MAX_CLASSES, Limits, Sigma, gate_integrity
 from segpipe.export.graph.profiles import Answer, Runner
 
 ONE = Sigma(1.0, 1.0)

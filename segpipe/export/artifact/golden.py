@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from segpipe.export.gates.comparison import Sigma
-from segpipe.export.gates.limits import FP32
+from segpipe.export.gates.limits import FP32, Sigma
 from segpipe.export.graph.network import DeployModel, one_thread, run_eager
 
 if TYPE_CHECKING:

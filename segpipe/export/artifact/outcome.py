@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from segpipe.errors import ExportMismatch, IntegrityError, LatencyError, QualityError
-from segpipe.export.gates.limits import GateResult, gate_integrity
+from segpipe.export.gates.limits import GateResult, Sigma, gate_integrity
 from segpipe.settings.config import ENOUGH_IMAGES
 
 if TYPE_CHECKING:
-    from segpipe.export.gates.comparison import Sigma
     from segpipe.export.graph.profiles import Manifest
 
 EAGER = "eager"

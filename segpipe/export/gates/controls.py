@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from segpipe.export.gates.comparison import Sigma, compare_answers
-from segpipe.export.gates.limits import GateResult, gate_logits, gate_mask, gate_preprocessing
+from segpipe.export.gates.comparison import compare_answers, gate_logits, gate_mask, gate_preprocessing
+from segpipe.export.gates.limits import GateResult, Sigma
 from segpipe.export.graph.network import DeployModel, run_eager
 from segpipe.models.preprocess import Preprocess
 

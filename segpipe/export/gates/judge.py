@@ -14,16 +14,17 @@ from torch import nn
 from segpipe.export.artifact.outcome import EAGER, ExportReport
 from segpipe.export.gates import latency
 from segpipe.export.gates.check_set import Check, Trial, trials
-from segpipe.export.gates.comparison import Candidate, ImageComparison, Sigma, as_trained, compare
-from segpipe.export.gates.controls import gate_power
-from segpipe.export.gates.limits import (
-    LIMITS,
-    GateResult,
-    gate_integrity,
+from segpipe.export.gates.comparison import (
+    Candidate,
+    ImageComparison,
+    as_trained,
+    compare,
     gate_logits,
     gate_mask,
     gate_preprocessing,
 )
+from segpipe.export.gates.controls import gate_power
+from segpipe.export.gates.limits import LIMITS, GateResult, Sigma, gate_integrity
 from segpipe.export.gates.quality import gate_quality, scores
 from segpipe.export.graph.formats import FORMATS, ModelFile
 from segpipe.export.graph.network import DeployModel, run_eager
