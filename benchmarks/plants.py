@@ -38,7 +38,7 @@ from segpipe.models.preprocess import Preprocess
 from segpipe.run import launch
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config
-from segpipe.train import engine, gradients, optim, step
+from segpipe.train import gradients, optim, state, step
 from segpipe.train.state import TrainState
 
 MODULE, LAYER, NORM = "ppm.out.0", "ppm.out.0.weight", "ppm.out.1.running_mean"
@@ -180,14 +180,14 @@ def in_backward(enter: Enter, rank: int) -> None:
 
 def _with_model(enter: Enter, use: Callable[[nn.Module], Any]) -> None:
     """Do `use` with the network of the run."""
-    build = engine.build_state
+    build = state.build_state
 
     def around(*given: Any) -> TrainState:
         found = build(*given)
         use(found.model)
         return found
 
-    enter(mock.patch.object(engine, "build_state", around))
+    enter(mock.patch.object(state, "build_state", around))
 
 
 def reduced_on_one_rank(enter: Enter, rank: int) -> None:
@@ -244,13 +244,13 @@ _STATE: list[TrainState] = []
 
 
 def _keep_state(enter: Enter) -> None:
-    build = engine.build_state
+    build = state.build_state
 
     def around(*given: Any) -> TrainState:
         _STATE[:] = [build(*given)]
         return _STATE[0]
 
-    enter(mock.patch.object(engine, "build_state", around))
+    enter(mock.patch.object(state, "build_state", around))
 
 
 def _momentum(state: TrainState) -> None:
@@ -414,13 +414,13 @@ def trained_again(baseline: Path, planted: Path, name: str) -> Comparison:
 
 def _choose_run(enter: Enter) -> None:
     """Have the fault only in the second of the runs that are trained again, which compare_again calls b."""
-    build = engine.build_state
+    build = state.build_state
 
     def around(config: Config, *given: Any) -> TrainState:
         Here.faulty = config.run.name == "b"
         return build(config, *given)
 
-    enter(mock.patch.object(engine, "build_state", around))
+    enter(mock.patch.object(state, "build_state", around))
 
 
 def trained_again_apart(baseline: Path, folder: Path, names: Sequence[str]) -> dict[str, Comparison]:

@@ -11,10 +11,9 @@ from segpipe.audit.trace import Tracer, write_traces
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.distributed.watch.agreement import common_fingerprint
-from segpipe.train import checkpoint
+from segpipe.train import checkpoint, state
 from segpipe.train.batches import loss_weights, shard_stream
 from segpipe.train.recorder import Recorder
-from segpipe.train.state import build_state
 from segpipe.train.step import TrainStep, train_step
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ def replay(task: Task, group: Group, report: Callable[[int], None]) -> None:
     config = task.config
     flags.apply(config.compute.threads, config.compute.mode)
     samples = open_samples(config.data, "train", config.seed)
-    current = build_state(config, samples.classes, group.device)
+    current = state.build_state(config, samples.classes, group.device)
     fingerprint, _ = common_fingerprint(config, group)
     if task.checkpoint:
         checkpoint.restore(Path(task.checkpoint), current, config, samples.classes, fingerprint)

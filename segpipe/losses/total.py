@@ -51,7 +51,7 @@ def shard_loss(
         strided = target[:, stride // 2 :: stride, stride // 2 :: stride]
         resized = _at_target(logits, target, stride, align_corners)
         losses = pixel_losses(resized, strided, class_weights, ignore_index=IGNORE_INDEX)
-        weight = target.numel() / max(strided.numel(), 1) * (1.0 if name == "main" else config.aux_weight)
+        weight = target.numel() / strided.numel() * (1.0 if name == "main" else config.aux_weight)
         parts[name] = weight * scale * _class_sum(losses, strided != IGNORE_INDEX, config)
         if name == "main" and config.dice_weight:
             dice = dice_sum(resized, strided, ignore_index=IGNORE_INDEX)

@@ -24,11 +24,10 @@ from segpipe.ledger.digest import state_digest
 from segpipe.ledger.reader import last_seals
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config, config_hash, to_mapping
-from segpipe.train import checkpoint
+from segpipe.train import checkpoint, state
 from segpipe.train.batches import loss_weights, shard_stream
 from segpipe.train.metrics import miou, summary
 from segpipe.train.recorder import Recorder
-from segpipe.train.state import TrainState, build_state
 from segpipe.train.step import StepResult, TrainStep, train_step
 from segpipe.train.stop import StopRequest
 from segpipe.train.validate import Validation, validate
@@ -37,6 +36,7 @@ from segpipe.train.watch import Watch
 if TYPE_CHECKING:
     from segpipe.data.loader import ShardBatch
     from segpipe.distributed.group import Group
+    from segpipe.train.state import TrainState
 
 
 class View(contextlib.AbstractContextManager[Any], Protocol):
@@ -155,7 +155,7 @@ def _open(
     resuming = config.run.exists == "resume" and last.is_file()
     flags.apply(config.compute.threads, config.compute.mode)
     samples = open_samples(config.data, "train", config.seed)
-    current = build_state(config, samples.classes, group.device)
+    current = state.build_state(config, samples.classes, group.device)
     fingerprint, differences = common_fingerprint(config, group)
     if resuming:
         checkpoint.restore(last, current, config, samples.classes, fingerprint)

@@ -16,7 +16,7 @@ from segpipe.audit.locate import compare_again, last_common
 from segpipe.audit.worker import run_tasks
 from segpipe.cli.main import main as segpipe
 from segpipe.ledger.divergence import Comparison
-from segpipe.train import engine
+from segpipe.train import state
 from segpipe.train.checkpoint import load, save
 from segpipe.train.state import TrainState
 
@@ -48,7 +48,7 @@ def again(a: Path, b: Path) -> Comparison:
 
 def planted(monkeypatch: pytest.MonkeyPatch, plant: Plant) -> None:
     """From now on runs that are called b have a fault in one layer in update STEP, and only they."""
-    build = engine.build_state
+    build = state.build_state
 
     def faulty(config: Any, *arguments: Any) -> TrainState:
         current = build(config, *arguments)
@@ -56,7 +56,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, plant: Plant) -> None:
             plant(current)
         return current
 
-    monkeypatch.setattr(engine, "build_state", faulty)
+    monkeypatch.setattr(state, "build_state", faulty)
 
 
 def nudged(tensor: Tensor) -> Tensor:

@@ -105,7 +105,7 @@ def test_the_verdict_follows_the_figures(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["C8"], 2, "names no run"),
+        (["C8"], 2, "run is missing"),
         (["C8", "run=nowhere", "modle=x"], 2, "modle"),
         (["C9", "run=nowhere"], 2, "C9 takes no run=nowhere"),
     ],

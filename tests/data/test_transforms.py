@@ -106,7 +106,7 @@ def test_fog_is_denser_at_the_top_and_never_overflows():
 def test_unknown_names_are_refused_with_the_nearest():
     with pytest.raises(ConfigError, match=r"augment.extra = 'nois' is not one of .*Did you mean noise\?"):
         Augmenter(AugmentConfig(extra=["nois"]))
-    with pytest.raises(ConfigError, match=r"augment.extra = \['noise', 'noise'\] names a transform twice"):
+    with pytest.raises(ConfigError, match=r"augment.extra = \['noise', 'noise'\] names one twice"):
         check(compose(["augment.extra=[noise,noise]"]), world_size=1)
 
 

@@ -185,7 +185,7 @@ def test_each_of_a_batch_is_digested_as_if_alone() -> None:
     for batch in (example(torch.uint8, 3, 4, 5, 3), example(torch.uint8, 4, 7, 9), example(torch.float32, 2, 6)):
         assert [int(value) % 2**64 for value in digest_each(batch)] == [words(sample) for sample in batch]
         assert on_device(*batch) == [words(sample) for sample in batch]
-        rows = module._on_device(module._words(batch, len(batch)))  # as a batch on a GPU
+        rows = module._digest_rows(module._words(batch, len(batch)), module.DEVICE_CHUNK)  # as a batch on a GPU
         assert [int(value) % 2**64 for value in rows] == [words(sample) for sample in batch]
     assert digest_each(batch.flip(0)).tolist() == digest_each(batch).tolist()[::-1]
 

@@ -434,11 +434,6 @@ def test_one_labelled_pixel_in_the_whole_step_has_its_whole_loss() -> None:
     assert float(found["total"]) == pytest.approx(float(reference(logits, target).sum()), rel=1e-5)
 
 
-def test_an_image_smaller_than_the_stride_has_no_loss() -> None:
-    target, logits = torch.zeros(1, 1, 1, dtype=torch.uint8), noise(1, C, 1, 1)
-    assert float(loss({"main": logits}, target, LossConfig(stride=4))["total"]) == 0
-
-
 @pytest.mark.parametrize("stride", [1, 2])
 def test_ohem_reaches_every_class_head(stride: int) -> None:
     target, main, aux = batch(10), noise(2, C, 12, 16), noise(2, C, 12, 16, seed=1)

@@ -459,7 +459,7 @@ def test_it_costs_at_most_half_a_percent_of_the_loaders_time() -> None:
 
 
 def test_its_setting_is_checked_and_free() -> None:
-    with pytest.raises(ConfigError, match=r"augment.canary = -1, but a value from 0 to 1000000"):
+    with pytest.raises(ConfigError, match=r"augment.canary = -1, but a value of 0 to 1000000"):
         check(Config(augment=AugmentConfig(canary=-1)), world_size=1)
     assert "augment.canary" in FREE_KEYS
 

@@ -50,7 +50,7 @@ from segpipe.models.preprocess import Preprocess
 from segpipe.run import tracking
 from segpipe.settings.compose import compose
 from segpipe.train import batches as batches_module
-from segpipe.train import checkpoint, engine
+from segpipe.train import checkpoint, engine, state
 from segpipe.train.stop import StopRequest
 from segpipe.train.validate import Validation, validate
 
@@ -321,7 +321,7 @@ def test_fp16_that_overflows_at_any_scale_has_diverged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scaler skips every such update, so the run would finish with its initial weights."""
-    build = engine.build_state
+    build = state.build_state
 
     def overflowing(*args: Any) -> Any:
         state = build(*args)
@@ -329,7 +329,7 @@ def test_fp16_that_overflows_at_any_scale_has_diverged(
         next(state.model.parameters()).register_hook(lambda grad: grad * float("nan"))
         return state
 
-    monkeypatch.setattr(engine, "build_state", overflowing)
+    monkeypatch.setattr(state, "build_state", overflowing)
     small = ("train.steps=2", "compute.shards=1", "augment.crop_size=[32,32]")
     assert run(tmp_path / "run", "train.precision=fp16", *small) == 6
     text = told(capsys)
@@ -416,8 +416,8 @@ def test_evaluate_repeats_the_miou_of_the_run(whole: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (["which=first"], "which = first"),
-        (["model.name=pidnet_s"], "model.name = 'pidnet_s'"),
+        (["which=first"], "which = 'first'"),
+        (["model.name=pidnet_s"], "'model.name=pidnet_s'"),
         (["run=nowhere"], "nowhere"),
     ],
 )
