@@ -134,7 +134,7 @@ def _cause(before: Trail, now: Trail) -> str:
     depends = "depends on earlier samples, on other threads, or on a generator that the key does not set"
     if not unlike:
         return (
-            f"{impure}: it {depends} (or the file was changed meanwhile). Find the transform with python "
+            f"{impure}: it {depends} (or the file was changed meanwhile). Find the transform with "
             f"segpipe check-augment, and keep its parameters inside the call"
         )
     first = before[unlike.index(True) - 1 if any(unlike) else -1][0]
