@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from segpipe.keys import generator, sample_key
+from segpipe.keys import generator, sample_key, torch_seed
 
 GOLDEN_KEY = 0x3CC4D625A8444EB6437F1B7B29B5365E
 GOLDEN_KEY_123 = 0x66B6DB3D6D1C0EE9DE38BB651DEBCC84
@@ -18,6 +18,7 @@ def test_values_are_frozen():
     assert sample_key(0, 0, 0, "augment") == GOLDEN_KEY
     assert sample_key(1, 2, 3, "augment") == GOLDEN_KEY_123
     assert int(generator(GOLDEN_KEY).bit_generator.random_raw()) == GOLDEN_DRAW
+    assert torch_seed(1, 2, 3, "augment") == GOLDEN_KEY_123 % 2**63  # its 64th bit is set, and goes
 
 
 def test_every_argument_counts():

@@ -1,0 +1,87 @@
+"""Draws the pictures of the README: python docs/images/draw.py runs/street, after `make train`.
+
+result.png: validation images, targets and predictions of the run. divergence.svg: two short runs on the same images, of
+which the second has one changed pixel in one mask, compared by `segpipe compare`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import cv2
+import numpy as np
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from segpipe.data.samples import open_samples
+from segpipe.run.pictures import blend
+from segpipe.train.checkpoint import load_network
+from segpipe.train.validate import predict
+
+HERE = Path(__file__).parent
+SHOWN = (5, 21)  # validation images
+CLASSES = "names: [road, lane_mark, sidewalk, building, vegetation, vehicle, pedestrian, pole, sign, sky]\n"
+
+
+def draw_result(run: Path) -> None:
+    """One row per image: image, target, prediction."""
+    trained = load_network(run, "last")
+    samples = open_samples(trained.config.data, "val", trained.config.seed)
+    rows = []
+    for index in SHOWN:
+        image, target = samples.read(index)
+        pred = predict(trained.model, trained.preprocess, torch.from_numpy(image)[None])[0].numpy()
+        rows.append(np.hstack([image, *(blend(image, ids, samples.classes.palette) for ids in (target, pred))]))
+    cv2.imwrite(str(HERE / "result.png"), np.vstack(rows)[..., ::-1])
+
+
+def draw_divergence(run: Path) -> None:
+    """The terminal's output of a comparison, as SVG."""
+    config = load_network(run, "last").config
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        for split in ("train", "val"):
+            samples = open_samples(config.data, split, config.seed)
+            for kind in ("images", "masks"):
+                (folder / "data" / kind / split).mkdir(parents=True)
+            for index in range(8):
+                for kind, pixels in zip(("images", "masks"), samples.read(index), strict=True):
+                    path = folder / "data" / kind / split / f"street_{index:03d}.png"
+                    cv2.imwrite(str(path), pixels[..., ::-1] if pixels.ndim == 3 else pixels)
+        (folder / "data" / "classes.yaml").write_text(CLASSES)
+        _train(folder, "A")
+        mask = folder / "data" / "masks" / "train" / "street_006.png"
+        ids = cv2.imread(str(mask), cv2.IMREAD_UNCHANGED)
+        ids[120, 200] = (ids[120, 200] + 1) % 10
+        cv2.imwrite(str(mask), ids)
+        _train(folder, "B")
+        shown = subprocess.run(
+            [sys.executable, "-m", "segpipe", "compare", "runs/A", "runs/B"],
+            cwd=folder, capture_output=True, text=True, check=False,
+            env={**os.environ, "FORCE_COLOR": "1", "COLUMNS": "110"},
+        )  # fmt: skip
+    console = Console(record=True, width=110, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(Text("$ segpipe compare runs/A runs/B", style="bold"))
+    console.print(Text.from_ansi(shown.stdout))
+    console.save_svg(str(HERE / "divergence.svg"), title="")
+
+
+def _train(folder: Path, name: str) -> None:
+    settings = (
+        "data=folder", "data.root=data", "data.workers=0", "augment.crop_size=[96,160]", "train.steps=4",
+        "compute.samples_per_shard=2", "compute.shards=1", "compute.threads=1", "compute.device=cpu",
+        "export.enabled=false", "augment.check=false", f"run.name={name}",
+    )  # fmt: skip
+    subprocess.run(
+        [sys.executable, "-m", "segpipe", "train", *settings], cwd=folder, check=True, stdout=subprocess.DEVNULL
+    )
+
+
+if __name__ == "__main__":
+    draw_divergence(Path(sys.argv[1]))
+    draw_result(Path(sys.argv[1]))
