@@ -2,6 +2,7 @@
 
 import ast
 import io
+import re
 import subprocess
 import sys
 import tokenize
@@ -248,3 +249,9 @@ def test_code_lines_counts_code() -> None:
     assert (
         code_lines('"""Doc\nstring."""\n\n# why\nx = """a\nb"""\ndef f():\n    """Doc."""\n    return 1  # so\n') == 4
     )
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))])
+def test_links_of_the_pages_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        assert "://" in target or (page.parent / target).exists(), f"{page.name} links to {target}"

@@ -1,12 +1,13 @@
 """Draws the pictures of the README: python docs/images/draw.py runs/street, after `make train`.
 
-result.png: validation images, targets and predictions of the run. divergence.svg: two short runs on the same images, of
+result.jpg: validation images, targets and predictions of the run. divergence.svg: two short runs on the same images, of
 which the second has one changed pixel in one mask, compared by `segpipe compare`.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import torch
+import yaml
 from rich.console import Console
 from rich.text import Text
 
@@ -25,7 +27,6 @@ from segpipe.train.validate import predict
 
 HERE = Path(__file__).parent
 SHOWN = (5, 21)  # validation images
-CLASSES = "names: [road, lane_mark, sidewalk, building, vegetation, vehicle, pedestrian, pole, sign, sky]\n"
 
 
 def draw_result(run: Path) -> None:
@@ -37,7 +38,7 @@ def draw_result(run: Path) -> None:
         image, target = samples.read(index)
         pred = predict(trained.model, trained.preprocess, torch.from_numpy(image)[None])[0].numpy()
         rows.append(np.hstack([image, *(blend(image, ids, samples.classes.palette) for ids in (target, pred))]))
-    cv2.imwrite(str(HERE / "result.png"), np.vstack(rows)[..., ::-1])
+    cv2.imwrite(str(HERE / "result.jpg"), np.vstack(rows)[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 90])
 
 
 def draw_divergence(run: Path) -> None:
@@ -53,7 +54,8 @@ def draw_divergence(run: Path) -> None:
                 for kind, pixels in zip(("images", "masks"), samples.read(index), strict=True):
                     path = folder / "data" / kind / split / f"street_{index:03d}.png"
                     cv2.imwrite(str(path), pixels[..., ::-1] if pixels.ndim == 3 else pixels)
-        (folder / "data" / "classes.yaml").write_text(CLASSES)
+        table = {"names": list(samples.classes.names), "palette": [list(color) for color in samples.classes.palette]}
+        (folder / "data" / "classes.yaml").write_text(yaml.safe_dump(table))
         _train(folder, "A")
         mask = folder / "data" / "masks" / "train" / "street_006.png"
         ids = cv2.imread(str(mask), cv2.IMREAD_UNCHANGED)
@@ -63,17 +65,19 @@ def draw_divergence(run: Path) -> None:
         shown = subprocess.run(
             [sys.executable, "-m", "segpipe", "compare", "runs/A", "runs/B"],
             cwd=folder, capture_output=True, text=True, check=False,
-            env={**os.environ, "FORCE_COLOR": "1", "COLUMNS": "110"},
+            env={**os.environ, "FORCE_COLOR": "1", "COLUMNS": "100"},
         )  # fmt: skip
-    console = Console(record=True, width=110, file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(Text("$ segpipe compare runs/A runs/B", style="bold"))
     console.print(Text.from_ansi(shown.stdout))
-    console.save_svg(str(HERE / "divergence.svg"), title="")
+    svg = console.export_svg(title="")
+    (HERE / "divergence.svg").write_text(re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL))  # no web fonts
 
 
 def _train(folder: Path, name: str) -> None:
     settings = (
-        "data=folder", "data.root=data", "data.workers=0", "augment.crop_size=[96,160]", "train.steps=4",
+        "data=folder", "data.root=data", "data.workers=0", "augment.crop_size=[192,384]", "augment.scale=[1,1]",
+        "train.steps=6",
         "compute.samples_per_shard=2", "compute.shards=1", "compute.threads=1", "compute.device=cpu",
         "export.enabled=false", "augment.check=false", f"run.name={name}",
     )  # fmt: skip
