@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from exports import IMAGES, NUM_CLASSES, tiny_network
 from segpipe.data.augment import Augmenter
@@ -282,11 +283,35 @@ def test_controls_leave_the_model_as_it_was() -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_a_control_that_passes_shows_blind_gates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_control_without_effect_says_nothing_of_the_gates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(controls.CONTROLS, "nothing", lambda model: None)
     result = power()
-    assert not result.passed
-    assert result.message == "G6 power: the gates pass nothing, so passing them proves nothing"
+    assert result.passed
+    assert (result.figures["without_effect"], result.figures["unseen"]) == (["nothing"], [])
+    assert result.message == "the network is too flat to show nothing; the other controls are refused"
+    report = ExportReport(Path("export"), {}, gates={"eager": [result]}, real_images=16)
+    assert (report.status, report.passed) == ("UNVERIFIED_FLAT_NETWORK", True)
+    assert ExportReport(Path("export"), {}, gates={"eager": [result]}).status == "UNVERIFIED_REAL_DATA"
+
+
+def test_the_effect_of_a_control_is_measured_in_spreads_of_the_logits() -> None:
+    logits, normalised = np.zeros((2, 4, 4), np.float32), np.zeros((3, 4, 4), np.float32)
+    logits[0] = 2.0  # standard deviation 1
+    expected = Answer(np.zeros((4, 4), np.uint8), None, logits, normalised)
+    assert controls._effect(expected, expected) == 0
+    assert controls._effect(expected, expected._replace(logits=logits + np.float32(0.5))) == pytest.approx(0.5)
+    assert controls._effect(expected, expected._replace(normalised=normalised - 3)) == 3
+    flat = expected._replace(logits=np.zeros_like(logits))
+    assert controls._effect(flat, flat) == 0
+
+
+def test_the_scaled_weight_is_the_one_that_moves_the_logits_most() -> None:
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 64, 1), nn.Conv2d(64, 2, 1))
+    with torch.no_grad():
+        network[1].bias.fill_(5.0)  # which the last weights multiply, and those before it do not
+        before = [weight.clone() for weight in network.parameters()]
+        assert controls._most_influential(network) is network[2].weight
+    assert all(map(torch.equal, before, network.parameters()))
 
 
 def test_a_gate_that_was_widened_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 EAGER = "eager"
 NOT_EXPORTED, NOT_VERIFIED = "EXPORT REJECTED", "ARTIFACT REFUSED"  # first words of a refusal
 VERIFIED, FEW_IMAGES = "verified", "VERIFIED_FEW_IMAGES"
-UNVERIFIED, REJECTED = "UNVERIFIED_REAL_DATA", "rejected"
+UNVERIFIED, FLAT, REJECTED = "UNVERIFIED_REAL_DATA", "UNVERIFIED_FLAT_NETWORK", "rejected"
 # The first gate in this order that failed decides the error.
 _ERRORS: dict[str, type[ExportMismatch]] = {
     "G1": IntegrityError,
@@ -35,6 +35,8 @@ def caveat(status: str, real_images: int) -> str:
     """What a status lacks, as half a sentence; empty for verified."""
     if status == UNVERIFIED:
         return "compared on generated images only"
+    if status == FLAT:
+        return "the network is too flat to show planted faults, so its gates prove little; train it longer"
     if status == FEW_IMAGES:
         return f"compared on {real_images} real images, verified needs {ENOUGH_IMAGES}"
     return ""
@@ -88,11 +90,14 @@ class ExportReport:
 
     @property
     def status(self) -> str:
-        """verified; VERIFIED_FEW_IMAGES below 16 real images; UNVERIFIED_REAL_DATA without any; rejected."""
+        """verified; VERIFIED_FEW_IMAGES below 16 real images; rejected; UNVERIFIED_REAL_DATA without real images;
+        UNVERIFIED_FLAT_NETWORK when a control of G6 has no effect on this network."""
         if not self.passed:
             return REJECTED
         if not self.real_images:
             return UNVERIFIED
+        if any(gate.figures.get("without_effect") for gate in self.gates.get(EAGER, [])):
+            return FLAT
         return VERIFIED if self.real_images >= ENOUGH_IMAGES else FEW_IMAGES
 
     def line(self, subject: str) -> str:

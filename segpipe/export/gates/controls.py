@@ -1,4 +1,8 @@
-"""G6: faults planted on purpose. Gates that do not refuse all of them prove nothing about the files they pass."""
+"""G6: faults planted on purpose. Gates that do not refuse all of them prove nothing about the files they pass.
+
+A fault that hardly changes the answers of this network is no test of the gates. After a few updates a network can be so
+flat that some faults have no effect; then the gates were not shown to work, which is a status and not a refusal.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +25,9 @@ if TYPE_CHECKING:
 
 Change = Callable[[Tensor], Tensor]
 _MAX_CHECKS = 3  # check images on which a control is tried
+# Smallest effect of a control that the gates must notice: ten times G2's limit, in standard deviations of the logits.
+_EFFECT = 1e-2
+_NOISE = (1, 3, 96, 96)  # shape of the image on which the influence of weights is measured
 
 
 class _Changed(nn.Module):
@@ -54,11 +62,23 @@ def _align_corners_flipped(model: DeployModel) -> None:
 
 
 def _one_weight_scaled(model: DeployModel) -> None:
-    # The largest tensor: the first or last would be too easy to notice, and one chosen by position may be in a branch
-    # that the network hardly uses yet.
-    convolutions = [module for module in model.network.modules() if isinstance(module, nn.Conv2d)]
+    # The tensor that matters most: one chosen by position or size may lie in a branch that the network hardly uses yet.
     with torch.no_grad():
-        max(convolutions, key=lambda module: module.weight.numel()).weight.mul_(1.01)
+        _most_influential(model.network).mul_(1.01)
+
+
+def _most_influential(network: nn.Module) -> Tensor:
+    """Weights of the convolution that move the logits of a noise image most when they grow by 1 %."""
+    weights = [module.weight for module in network.modules() if isinstance(module, nn.Conv2d)]
+    image = torch.randn(_NOISE, generator=torch.Generator().manual_seed(0))
+    logits = network(image)
+    moved = []
+    for weight in weights:
+        kept = weight.clone()
+        weight.mul_(1.01)
+        moved.append(float((network(image) - logits).abs().max()))
+        weight.copy_(kept)
+    return weights[max(range(len(weights)), key=moved.__getitem__)]
 
 
 def _classes_permuted(model: DeployModel) -> None:
@@ -82,22 +102,41 @@ CONTROLS: dict[str, Callable[[DeployModel], None]] = {
 
 
 def gate_power(model: DeployModel, reference: Run, checks: Sequence[Check], sigma: Sigma) -> GateResult:
-    """G6: every control fails G2, G3 or G4 of fp32. `reference` is `as_trained` of this model.
+    """G6: every control that has an effect fails G2, G3 or G4 of fp32. `reference` is `as_trained` of this model.
 
-    Controls run in eager mode in the profile robot, image by image until a gate refuses.
+    Controls run in eager mode in the profile robot, image by image until a gate refuses. The figures list the `unseen`
+    ones, for which the gates are blind, and those `without_effect` on this network.
     """
     refused_by: dict[str, str] = {}
+    effects = dict.fromkeys(CONTROLS, 0.0)
     for check in _chosen(checks):
         expected = reference(check.image)
         for name in [name for name in CONTROLS if name not in refused_by]:
-            refusing = _refusing(_faulty(model, name), expected, check, sigma)
-            if refusing:
+            answer = run_eager(_faulty(model, name))(check.image)
+            effects[name] = max(effects[name], _effect(expected, answer))
+            if refusing := _refusing(answer, expected, check, sigma):
                 refused_by[name] = ", ".join(refusing)
-    unseen = [name for name in CONTROLS if name not in refused_by]
+    unseen = [name for name in CONTROLS if name not in refused_by and effects[name] > _EFFECT]
+    without = [name for name in CONTROLS if name not in refused_by and effects[name] <= _EFFECT]
     message = f"all {len(CONTROLS)} negative controls are refused"
+    if without:
+        message = f"the network is too flat to show {', '.join(without)}; the other controls are refused"
     if unseen:
         message = f"G6 power: the gates pass {', '.join(unseen)}, so passing them proves nothing"
-    return GateResult("G6", not unseen, {"refused_by": refused_by, "unseen": unseen}, message)
+    return GateResult(
+        "G6", not unseen, {"refused_by": refused_by, "unseen": unseen, "without_effect": without}, message
+    )
+
+
+def _effect(expected: Answer, answer: Answer) -> float:
+    """Largest change of a logit in standard deviations, or of a normalised pixel. Measured without the gates' code."""
+    assert expected.logits is not None
+    assert answer.logits is not None
+    assert expected.normalised is not None
+    assert answer.normalised is not None
+    spread = float(expected.logits.std())
+    moved = float(np.abs(answer.logits - expected.logits).max()) / spread if spread > 0 else 0.0
+    return max(moved, float(np.abs(answer.normalised - expected.normalised).max()))
 
 
 def _chosen(checks: Sequence[Check]) -> list[Check]:
@@ -112,9 +151,8 @@ def _faulty(model: DeployModel, name: str) -> DeployModel:
     return faulty
 
 
-def _refusing(faulty: DeployModel, expected: Answer, check: Check, sigma: Sigma) -> list[str]:
-    """Gates that refuse the faulty network on this image."""
-    answer = run_eager(faulty)(check.image)
+def _refusing(answer: Answer, expected: Answer, check: Check, sigma: Sigma) -> list[str]:
+    """Gates that refuse the answer of a faulty network on this image."""
     found = [compare_answers(check, expected, answer, answer)]
     gates = (gate_logits(found, sigma), gate_mask(found, sigma), gate_preprocessing(found))
     return [result.gate for result in gates if not result.passed]
