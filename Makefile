@@ -33,7 +33,7 @@ test: check
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile
 
 # What matters, in under 2 minutes: all tests but those that start processes or take long.
-quick:
+quick: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile -m "not slow"
 
 # Changes the core in one place at a time and runs that module's tests: which change does no test notice? 15 minutes;

@@ -98,13 +98,13 @@ class LossConfig:
     class_weights: str = setting(
         "none", "log: 1 / log(1.02 + frequency), with mean 1 over the training pixels", choices=("none", "log")
     )
-    aux_weight: float = setting(0.4, "weight of each auxiliary class head", low=0)
+    aux_weight: float = setting(0.4, "weight of each auxiliary class head", low=0, high=1e6)
     stride: int = setting(1, "the main head's loss reads every n-th row and column of the target", low=1, high=8)
     aux_stride: int = setting(1, "the same for the auxiliary class heads", low=1, high=8)
     dice_weight: float = setting(
         0.0, "weight of a soft Dice loss on the main head, in which all classes count equally", low=0
     )
-    boundary_weight: float = setting(20.0, "weight of the boundary head, if the network has one", low=0)
+    boundary_weight: float = setting(20.0, "weight of the boundary head, if the network has one", low=0, high=1e6)
     ohem_threshold: float = setting(
         0.7, "ohem: pixels whose correct class has a higher probability are easy", low=0, high=1
     )
@@ -114,15 +114,15 @@ class LossConfig:
 @dataclass
 class OptimConfig:
     name: str = setting("sgd", "optimizer", choices=("sgd", "adamw"))
-    lr: float = setting(0.05, "learning rate after the warm-up", low=0)
+    lr: float = setting(0.05, "learning rate after the warm-up", low=0, high=1000)
     momentum: float = setting(0.9, "sgd: momentum", low=0, high=1)
     betas: list[float] = setting([0.9, 0.999], "adamw: decay rates of the two moments", length=2, low=0, high=1 - 1e-9)
-    weight_decay: float = setting(5e-4, "weight decay; not applied to norms and biases", low=0)
+    weight_decay: float = setting(5e-4, "weight decay; not applied to norms and biases", low=0, high=1000)
     schedule: str = setting("poly", "decay of the learning rate", choices=("poly", "cosine"))
-    power: float = setting(0.9, "poly: exponent", low=0)
+    power: float = setting(0.9, "poly: exponent", low=0, high=100)
     schedule_steps: int = setting(0, "updates after which the learning rate reaches 0; 0: train.steps", low=0)
     warmup_steps: int = setting(20, "updates of linear warm-up", low=0)
-    clip_norm: float = setting(0.0, "largest gradient norm; 0: no clipping", low=0)
+    clip_norm: float = setting(0.0, "largest gradient norm; 0: no clipping", low=0, high=1e30)
 
 
 @dataclass

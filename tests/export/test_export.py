@@ -29,9 +29,15 @@ from segpipe.export.artifact.manifest import describe
 from segpipe.export.artifact.origin import Origin
 from segpipe.export.dataset import check_images
 from segpipe.export.gates.check_set import Check
-from segpipe.export.gates.comparison import Candidate, as_trained, compare
+from segpipe.export.gates.comparison import (
+    Candidate,
+    as_trained,
+    compare,
+    gate_logits,
+    gate_mask,
+    gate_preprocessing,
+)
 from segpipe.export.gates.controls import CONTROLS
-from segpipe.export.gates.limits import gate_logits, gate_mask, gate_preprocessing
 from segpipe.export.graph import torch_formats
 from segpipe.export.graph.formats import FORMATS, ModelFile
 from segpipe.export.graph.network import DeployModel, deploy_model, run_eager
