@@ -72,8 +72,8 @@ class ClassTable:
         row, column = np.argwhere(mask == found[0])[0]
         return (
             f"{where} has {ids} ({counts.sum()} pixels, the first at row {row}, column {column}); the {self.name} "
-            f"table knows {_ranges(sorted(self.train_ids))}. Correct the mask, or extend the table as "
-            "segpipe/data/catalog.py shows."
+            f"table knows {_ranges(sorted(self.train_ids))}. Correct the mask, or extend the table: "
+            "data=folder reads ids and ignore from its classes.yaml, see docs/data.md."
         )
 
 
