@@ -106,7 +106,7 @@ def where_it_goes(step: TrainStep) -> dict[str, float]:
     from segpipe.distributed.reduce import FlatLayout
 
     tensors = [*step.statistics, *step.parameters]
-    layout = FlatLayout(tensors, pad_to=1)
+    layout = FlatLayout(tensors)
     flat, values = layout.new(), [value.detach().clone() for value in tensors]
     views, statistics = layout.views(flat), step.statistics
     actions: dict[str, Callable[[], Any]] = {

@@ -22,7 +22,7 @@ from segpipe.keys import generator, sample_key
 from segpipe.ledger.divergence import compare
 from segpipe.ledger.inputs import combined
 from segpipe.ledger.reader import RunLedger, read_run
-from segpipe.ledger.rows import FOLDER, INPUTS, SHARD, STEP, mapping_differences, row_keys
+from segpipe.ledger.rows import FOLDER, INPUTS, SHARD, STEP, row_keys
 from segpipe.runtime.artifact import SUMS
 from segpipe.settings.arguments import with_settings
 from segpipe.settings.config import Config, check
@@ -143,7 +143,7 @@ def _obstacle(config: Config | None, ledger: RunLedger | None, request: AuditReq
     flags.set_environment(config.compute.threads * request.nproc, mode)
     flags.apply(config.compute.threads, mode)
     now = flags.fingerprint()
-    changed = next((found for each in ledger.headers if (found := mapping_differences(each.fingerprint, now))), {})
+    changed = next((found for each in ledger.headers if (found := flags.differences(each.fingerprint, now))), {})
     if changed and not request.any_environment:
         listed = evidence.differences(changed, "the ledger", "this environment")
         return (

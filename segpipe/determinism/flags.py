@@ -4,13 +4,34 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from segpipe.errors import ConfigError
 
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
+NEEDED = ENVIRONMENT | {  # values of variables that may be unset, but not set to something else
+    "NVIDIA_TF32_OVERRIDE": "0",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0",
+    "OMP_DYNAMIC": "false",  # true chooses the number of threads by the load of the machine
+}
+SELECTING = re.compile(  # variables by which libraries choose kernels
+    r"(ONEDNN|DNNL|MKL|OMP|KMP|GOMP|NCCL|TORCH|PYTORCH)_|CUBLAS|CUDNN"
+    r"|(NVIDIA_TF32_OVERRIDE|ATEN_CPU_CAPABILITY|OPENCV_CPU_DISABLE|OPENCV_IPP|OPENBLAS_CORETYPE|GLIBC_TUNABLES)$"
+    r"|NPY_(DISABLE|ENABLE)_CPU_FEATURES$"
+)
+# Of those, the ones that launchers set, or that differ between machines, and that choose no kernel: threads (which
+# compute.threads sets), their places and waiting, timeouts, connections, logs, labels of container images, folders.
+NOT_SELECTING = re.compile(
+    r"OMP_(NUM_THREADS|WAIT_POLICY|PLACES|PROC_BIND|STACKSIZE)$"
+    r"|GOMP_(CPU_AFFINITY|SPINCOUNT|STACKSIZE)$"
+    r"|KMP_(AFFINITY|BLOCKTIME|DUPLICATE_LIB_OK|INIT_AT_FORK|STACKSIZE|WARNINGS)$"
+    r"|TORCH_(NCCL|ELASTIC|FR|SHOW)_|NCCL_(SOCKET|IB|NET)_|NCCL_(COMM_ID|HOSTID)$"
+    r"|\w+_(DEBUG|DISPLAY|DUMP|LOG|VERBOSE)|\w+_(DIR|HOME|PATH|ROOT|TRACE|VERSION)$"
+)
 INSTRUCTIONS = (  # beyond `cpu_capability`; they select kernels, above all for bf16 and int8
     "avx_vnni", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_int8", "amx_bf16", "amx_fp16", "bf16", "i8mm",
     "sve_bf16",
@@ -42,9 +63,9 @@ def set_environment(threads: int = 1, mode: str = "elastic") -> None:
 
 def check_environment(mode: str) -> None:
     """Raises ConfigError when an environment variable contradicts `compute.mode`."""
-    for name, value in ENVIRONMENT.items() if mode != "off" else ():
+    for name, value in NEEDED.items() if mode != "off" else ():
         found = os.environ.get(name, value)
-        if found != value:
+        if found.lower() != value:
             raise ConfigError(
                 f"{name} = {found} in the environment, but compute.mode = {mode} needs {value} for equal bits. "
                 f"Unset it, or set compute.mode=off to train without determinism."
@@ -118,7 +139,7 @@ def switches() -> dict[str, Any]:
 
 
 def fingerprint() -> dict[str, Any]:
-    """Versions and hardware that the bits depend on, as plain JSON values."""
+    """Versions, hardware and environment variables that the bits depend on, as plain JSON values."""
     import albumentations
     import cv2
     import numpy
@@ -141,6 +162,27 @@ def fingerprint() -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "instructions": " ".join(name for name in INSTRUCTIONS if found.get(name)) if found else None,
         "threads": torch.get_num_threads(),
+        "variables": _variables(),
+    }
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Entries of two fingerprints that differ, as name -> (value in a, value in b); None stands for a missing one.
+
+    Environment variables are entries of their own. A fingerprint of a release that did not record them does not differ
+    by them.
+    """
+    recorded = "variables" in a and "variables" in b
+    flat_a, flat_b = ({**each, **(each["variables"] if recorded else {}), "variables": None} for each in (a, b))
+    return {n: (flat_a.get(n), flat_b.get(n)) for n in {**flat_a, **flat_b} if flat_a.get(n) != flat_b.get(n)}
+
+
+def _variables() -> dict[str, str]:
+    """Variables by which libraries choose kernels; without those that have the value set here in every run."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if SELECTING.match(name) and not NOT_SELECTING.match(name) and ENVIRONMENT.get(name) != value
     }
 
 

@@ -10,16 +10,21 @@ a number.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 if TYPE_CHECKING:
     from segpipe.distributed.group import Group, Level
     from segpipe.distributed.watch.contract import Contract
+
+ALIGNMENT = 128  # elements between starts of tensors: 512 bytes, to which CUDA's allocator aligns every tensor
+BASE_ALIGNMENT = 64  # bytes: what torch's allocators guarantee on a CPU
 
 # torch 2.14 warns at each use of the old name; torch 2.11 has only that.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -30,10 +35,14 @@ class FlatLayout:
 
     Views have the tensors' memory format, so that a channels_last gradient is copied and used without a reorder.
     `buckets` are the consecutive parts that are sent at once: each ends with the tensor that brings it to
-    `bucket_size` elements, and is padded to a multiple of `pad_to`.
+    `bucket_size` elements.
+
+    Alignment selects kernels: `_foreach_norm` on CUDA adds in another order where a tensor does not start at a multiple
+    of 16 bytes. So every tensor, and with it every bucket, starts at a multiple of ALIGNMENT. The layout does not
+    depend on the number of ranks.
     """
 
-    def __init__(self, like: Sequence[Tensor], *, pad_to: int, bucket_size: int | None = None) -> None:
+    def __init__(self, like: Sequence[Tensor], *, bucket_size: int | None = None) -> None:
         self._entries: list[tuple[torch.Size, tuple[int, ...], int]] = []
         self.buckets: list[slice] = []
         self.members: list[range] = []  # of each bucket: its places in `like`
@@ -42,9 +51,8 @@ class FlatLayout:
         for place, tensor in enumerate(like):
             self._entries.append((tensor.shape, torch.empty_like(tensor).stride(), offset))
             self.bucket_of.append(len(self.buckets))
-            offset += tensor.numel()
+            offset += -(-tensor.numel() // ALIGNMENT) * ALIGNMENT
             if place == len(like) - 1 or (bucket_size is not None and offset - start >= bucket_size):
-                offset = -(-offset // pad_to) * pad_to
                 self.buckets.append(slice(start, offset))
                 self.members.append(range(first, place + 1))
                 start, first = offset, place + 1
@@ -53,7 +61,9 @@ class FlatLayout:
 
     def new(self) -> Tensor:
         """A fresh vector; the padding is zero."""
-        return torch.zeros(self.size, dtype=torch.float32, device=self.device)
+        flat = torch.zeros(self.size, dtype=torch.float32, device=self.device)
+        assert flat.data_ptr() % BASE_ALIGNMENT == 0, "another allocator than torch's aligns memory otherwise"
+        return flat
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The tensors inside `flat`, without a copy."""
@@ -113,26 +123,32 @@ class RankSum:
     """Sums parts of a vector over the ranks, in place, by the tree continued above the ranks.
 
     A started part is sent while the next is computed. Every rank must start parts of the same lengths in the same
-    order; lengths are multiples of the world size.
+    order. A part whose length is no multiple of the world size travels as a copy with zeros at its end; buckets of a
+    FlatLayout are multiples of 128, so no power of two up to 128 ranks needs one.
     """
 
     def __init__(self, group: Group) -> None:
         self._levels, self._contract = group.levels, group.contract
-        self._started: list[tuple[Tensor, Tensor, dist.Work]] = []
+        self._world_size = math.prod(level.size for level in self._levels)
+        self._started: list[tuple[Tensor, Tensor, Tensor, dist.Work]] = []
 
     def start(self, part: Tensor) -> None:
         """Send the chunks of a contiguous `part`, which must not be touched until `finish`."""
-        received = torch.empty_like(part)
-        self._contract.enter("all_to_all", part)
-        work = dist.all_to_all_single(received, part, group=self._levels[0].ranks, async_op=True)
+        missing = -part.numel() % self._world_size
+        sent = F.pad(part, (0, missing)) if missing else part
+        received = torch.empty_like(sent)
+        self._contract.enter("all_to_all", sent)
+        work = dist.all_to_all_single(received, sent, group=self._levels[0].ranks, async_op=True)
         assert work is not None
-        self._started.append((part, received, work))
+        self._started.append((part, sent, received, work))
 
     def finish(self) -> None:
         """Leave the sums in all parts that were started; equal on every rank."""
-        for part, received, work in self._started:
+        for part, sent, received, work in self._started:
             work.wait()
-            _climb(part, received, self._levels, self._contract)
+            _climb(sent, received, self._levels, self._contract)
+            if sent is not part:
+                part.copy_(sent[: part.numel()])
         self._started.clear()
 
 
@@ -152,10 +168,7 @@ def _climb(vector: Tensor, received: Tensor, levels: Sequence[Level], contract: 
 
 
 def tree_over_ranks(vector: Tensor, group: Group) -> Tensor:
-    """`vector`, overwritten by the sum of every rank's vector of this length; equal on every rank.
-
-    The length must be a multiple of the world size.
-    """
+    """`vector`, overwritten by the sum of every rank's vector of this length; equal on every rank."""
     if group.world_size > 1:
         across = RankSum(group)
         across.start(vector)

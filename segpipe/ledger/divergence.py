@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from segpipe.determinism import flags
 from segpipe.ledger.rows import PART, SHARD, STEP, Rows, differing, mapping_differences, part_fields, row_keys, slots
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def compare(a: RunLedger, b: RunLedger) -> Comparison:
     steps = np.unique(np.concatenate([pairs[kind][0]["step"] for kind in (SHARD, STEP)]))
     facts: dict[str, Any] = {
         "steps": int((steps >= 0).sum()),
-        "fingerprint": mapping_differences(a.first.fingerprint, b.first.fingerprint),
+        "fingerprint": flags.differences(a.first.fingerprint, b.first.fingerprint),
         "recipe": mapping_differences(a.first.recipe, b.first.recipe),
         "processes": (a.first.world_size, b.first.world_size),
         "notes": (*_limits(a, b), *(f"{name}: {note}" for name, run in _named(a, b) for note in run.notes)),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from segpipe.determinism import flags
 from segpipe.errors import CheckpointError
 from segpipe.ledger.rows import (
     FOLDER,
@@ -23,7 +24,6 @@ from segpipe.ledger.rows import (
     SessionHeader,
     differing,
     ledger_files,
-    mapping_differences,
     read_file,
     row_keys,
 )
@@ -187,7 +187,7 @@ def _environment_changes(headers: Sequence[SessionHeader]) -> list[str]:
     """Notes on sessions whose environment differs from the first one."""
     found = []
     for header in headers:
-        changed = mapping_differences(headers[0].fingerprint, header.fingerprint)
+        changed = flags.differences(headers[0].fingerprint, header.fingerprint)
         if changed:
             text = ", ".join(f"{name} {before} -> {now}" for name, (before, now) in changed.items())
             found.append(f"session {header.session} on rank {header.rank} had another environment: {text}")

@@ -75,7 +75,7 @@ def render(data: ReportData) -> str:
 
     figures = summary(data.confusion, data.names)
     default, settings = _flat(to_mapping(Config())), _flat(data.config)
-    result, versions = dict(data.result), dict(data.result.get("versions", {}))
+    result, versions = dict(data.result), _flat(data.result.get("versions", {}))
     result.pop("versions", None)
     return _template().render(
         name=str(data.config.get("run", {}).get("name", "run")),

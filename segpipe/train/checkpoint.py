@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from segpipe.data.catalog import ClassTable
+from segpipe.determinism import flags
 from segpipe.errors import CheckpointError, WeightsError
 from segpipe.files import write_atomically
 from segpipe.ledger.digest import state_digest
@@ -97,8 +98,7 @@ def _check_recipe(path: Path, saved: dict[str, Any], config: Config) -> None:
 
 
 def _check_environment(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    names = [*before, *(name for name in now if name not in before)]
-    changed = [f"{name}: {before.get(name)} -> {now.get(name)}" for name in names if before.get(name) != now.get(name)]
+    changed = [f"{name}: {there} -> {here}" for name, (there, here) in flags.differences(before, now).items()]
     if changed:
         raise CheckpointError(
             f"{path} was trained in another environment, which may give other bits ({'; '.join(changed)}). Resume "

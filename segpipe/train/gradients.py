@@ -157,7 +157,7 @@ class ElasticGradients:
             self._part_names = list(parts)
             figures = torch.zeros(len(parts), device=self.group.device)
             tensors = [*self.statistics, figures, *self.parameters]
-            self._layout = FlatLayout(tensors, pad_to=self.group.world_size, bucket_size=BUCKET_SIZE)
+            self._layout = FlatLayout(tensors, bucket_size=BUCKET_SIZE)
         return self._layout
 
     def _unpack(self, root: Tensor, losses: dict[int, Tensor]) -> Reduced:
@@ -264,7 +264,7 @@ class DdpGradients:
         total = parts["total"] * world_size  # DDP takes the mean over ranks, but the loss is divided by all pixels
         self.state.scaler.scale(total).backward()  # type: ignore[no-untyped-call]
         tensors = [*self.statistics, torch.stack([part.detach() for part in parts.values()])]
-        layout = FlatLayout(tensors, pad_to=world_size)
+        layout = FlatLayout(tensors)
         flat = layout.new()
         _copy(layout.views(flat), tensors)
         _copy(self.statistics, before)

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import runs
+from segpipe.cli.main import main as segpipe
 from segpipe.determinism import flags
-from segpipe.errors import ConfigError
+from segpipe.errors import CheckpointError, ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 EXACT = {
@@ -95,17 +96,26 @@ def test_a_switch_that_does_not_hold_is_named(name: str, mode: str, monkeypatch:
     )
 
 
-@pytest.mark.parametrize(("name", "value"), [("CUBLAS_WORKSPACE_CONFIG", ":16:8"), ("NCCL_NVLS_ENABLE", "1")])
+@pytest.mark.parametrize(
+    ("name", "value", "needed"),
+    [
+        ("CUBLAS_WORKSPACE_CONFIG", ":16:8", ":4096:8"),
+        ("NCCL_NVLS_ENABLE", "1", "0"),
+        ("NVIDIA_TF32_OVERRIDE", "1", "0"),
+        ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1", "0"),
+        ("OMP_DYNAMIC", "TRUE", "FALSE"),
+    ],
+)
 @pytest.mark.parametrize("mode", ["elastic", "audit", "ddp"])
 def test_another_wish_of_the_environment_is_refused(
-    name: str, value: str, mode: str, monkeypatch: pytest.MonkeyPatch
+    name: str, value: str, needed: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"^{name} = {value} in the environment, but compute.mode = {mode} needs"):
         flags.apply(1, mode)
     assert os.environ[name] == value
     flags.apply(1, "off")
-    monkeypatch.setenv(name, flags.ENVIRONMENT[name])
+    monkeypatch.setenv(name, needed)
     flags.apply(1, mode)
 
 
@@ -147,6 +157,71 @@ def test_a_fingerprint_tells_processor_instructions_and_driver(tmp_path: Path, m
     there = {"avx512_bf16": True, "amx_bf16": False, "avx2": True, "avx512_vnni": True}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: there, raising=False)
     assert flags.fingerprint()["instructions"] == "avx512_vnni avx512_bf16"
+
+
+def test_a_fingerprint_holds_the_variables_that_select_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    selecting = {
+        "ONEDNN_MAX_CPU_ISA": "AVX2", "DNNL_DEFAULT_FPMATH_MODE": "BF16", "MKL_CBWR": "COMPATIBLE", "GOMP_OTHER": "1",
+        "KMP_HW_SUBSET": "1s", "OMP_SCHEDULE": "dynamic", "CUBLASLT_OTHER": "1", "NCCL_ALGO": "Tree",
+        "NVIDIA_TF32_OVERRIDE": "0", "TORCH_BLAS_PREFER_CUBLASLT": "1", "PYTORCH_OTHER": "1", "CUDNN_OTHER": "1",
+        "ATEN_CPU_CAPABILITY": "avx2", "OPENCV_CPU_DISABLE": "AVX2", "NPY_DISABLE_CPU_FEATURES": "AVX2",
+        "OPENBLAS_CORETYPE": "Haswell", "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX2", "CUBLAS_WORKSPACE_CONFIG": ":16:8",
+    }  # fmt: skip
+    for name in selecting:
+        monkeypatch.delenv(name, raising=False)
+    before = flags.fingerprint()
+    for name, value in selecting.items():
+        monkeypatch.setenv(name, value)
+    found = flags.fingerprint()
+    assert selecting.items() <= found["variables"].items()
+    assert list(found["variables"]) == sorted(found["variables"])
+    assert flags.differences(before, found) == {name: (None, selecting[name]) for name in sorted(selecting)}
+
+
+def test_a_fingerprint_does_not_hold_what_launchers_set_or_what_selects_no_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """These differ between ranks, machines, numbers of processes or launchers, whose bits are equal."""
+    before = flags.fingerprint()
+    for name in (
+        "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PLACES", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY",
+        "KMP_DUPLICATE_LIB_OK", "TORCHELASTIC_RUN_ID", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "TORCH_FR_BUFFER_SIZE",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_DISTRIBUTED_DEBUG", "TORCH_HOME",
+        "TORCH_LOGS", "TORCH_CPP_LOG_LEVEL", "NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA",
+        "NCCL_HOSTID", "ONEDNN_VERBOSE", "MKL_VERBOSE", "CUDNN_LOGINFO_DBG", "CUBLASLT_LOG_LEVEL", "CUDNN_VERSION",
+        "NCCL_VERSION", "PYTORCH_VERSION", "RANK", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "HOME",
+    ):  # fmt: skip
+        monkeypatch.setenv(name, "7")
+    for name, value in flags.ENVIRONMENT.items():  # set in every mode but off; another value is recorded
+        monkeypatch.setenv(name, value)
+    assert flags.fingerprint() == before
+
+
+def test_a_fingerprint_without_variables_does_not_differ_by_them() -> None:
+    """As those of checkpoints and ledgers that were written before variables were recorded."""
+    old, plain = {"torch": "2.14.1"}, {"torch": "2.14.1", "variables": {}}
+    narrow = {"torch": "2.14.1", "variables": {"ONEDNN_MAX_CPU_ISA": "AVX2"}}
+    assert flags.differences(old, narrow) == flags.differences(narrow, old) == {}
+    assert flags.differences(plain, narrow) == {"ONEDNN_MAX_CPU_ISA": (None, "AVX2")}
+    assert flags.differences(old | {"threads": 1}, narrow) == {"threads": (1, None)}
+
+
+def test_compare_names_a_variable_and_a_resume_under_another_value_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert runs.run(a, "train.steps=1") == 0
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert runs.run(b, "train.steps=1") == 0
+    assert runs.result(a)["versions"] != runs.result(b)["versions"]
+    capsys.readouterr()
+    segpipe(["compare", str(a), str(b)])
+    assert "environment ONEDNN_MAX_CPU_ISA: None in A, AVX2 in B" in capsys.readouterr().out
+    again = ("train.steps=1", "run.exists=resume")
+    assert runs.run(a, *again) == CheckpointError.exit_code
+    assert "ONEDNN_MAX_CPU_ISA: None -> AVX2" in capsys.readouterr().err
+    assert runs.run(a, *again, "run.allow_fingerprint_change=true") == 0
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ CPU = torch.device("cpu")
 RANKS, SHARDS, LENGTH = 8, 16, 24
 Job = tuple[int, int, int]  # ranks, length, seed
 MACHINES = 3  # seed of the job whose ranks sit on several machines
-JOBS: list[Job] = [(ranks, length, seed) for ranks in (1, 2, 4, 8) for length, seed in ((LENGTH, 0), (8, 1), (4000, 2))]
+JOBS: list[Job] = [
+    (ranks, length, seed) for ranks in (1, 2, 4, 8) for length, seed in ((LENGTH, 0), (8, 1), (4000, 2), (13, 4))
+]
 JOBS += [(RANKS, 4000, MACHINES)]
 
 
@@ -90,8 +92,8 @@ def test_layout_keeps_values_strides_and_padding() -> None:
         torch.randn(2, 3).t(),
         torch.randn(2, 3, 2, 2),
     ]
-    layout = FlatLayout(tensors, pad_to=16)
-    assert layout.size == 400  # 360 + 7 + 1 + 6 + 24 = 398, up to a multiple of 16
+    layout = FlatLayout(tensors)
+    assert layout.size == 384 + 4 * 128  # 360, 7, 1, 6 and 24 elements, each up to a multiple of 128
     flat = layout.new()
     views = layout.views(flat)
     for view, tensor in zip(views, tensors, strict=True):
@@ -99,30 +101,33 @@ def test_layout_keeps_values_strides_and_padding() -> None:
         view.copy_(tensor)
     assert all(torch.equal(view, tensor) for view, tensor in zip(views, tensors, strict=True))
     assert flat.dtype == torch.float32
-    assert torch.equal(flat[:398].sort().values, torch.cat([t.flatten() for t in tensors]).sort().values)  # no overlap
-    assert not flat[398:].any()
+    starts, ends = [0, 384, 512, 640, 768], [360, 391, 513, 646, 792]
+    assert [view.storage_offset() for view in views] == starts
+    filled = torch.cat([flat[start:end] for start, end in zip(starts, ends, strict=True)])
+    assert torch.equal(filled.sort().values, torch.cat([t.flatten() for t in tensors]).sort().values)  # no overlap
+    assert flat.count_nonzero() == filled.count_nonzero()
     part = torch.cat([torch.full((5,), 9.0), flat])[5:]  # a vector that does not start where its memory does
     assert all(torch.equal(view, tensor) for view, tensor in zip(layout.views(part), tensors, strict=True))
 
 
 def test_buckets_end_with_the_tensor_that_fills_them_and_are_padded() -> None:
-    layout = FlatLayout([torch.zeros(n) for n in (3, 6, 1, 9, 2)], pad_to=4, bucket_size=7)
-    assert layout.buckets == [slice(0, 12), slice(12, 24), slice(24, 28)]
+    sizes = (3, 130, 128, 200, 2)
+    layout = FlatLayout([torch.zeros(n) for n in sizes], bucket_size=300)
+    assert layout.buckets == [slice(0, 384), slice(384, 768), slice(768, 896)]
     assert layout.members == [range(0, 2), range(2, 4), range(4, 5)]
     assert layout.bucket_of == [0, 0, 1, 1, 2]
     flat = layout.new()
     for place, view in enumerate(layout.views(flat)):
         view.fill_(place + 1)
-    assert flat.tolist() == [1] * 3 + [2] * 6 + [0] * 3 + [3] + [4] * 9 + [0] * 2 + [5] * 2 + [0] * 2
+    expected = [[place] * n + [0] * (-n % 128) for place, n in enumerate(sizes, 1)]
+    assert flat.tolist() == [value for each in expected for value in each]
 
 
 def test_a_tensor_that_fills_a_bucket_exactly_ends_it_and_one_tensor_is_a_layout() -> None:
-    assert FlatLayout([torch.zeros(n) for n in (3, 4, 1)], pad_to=1, bucket_size=7).buckets == [
-        slice(0, 7),
-        slice(7, 8),
-    ]
-    alone = FlatLayout([torch.zeros(3)], pad_to=2)
-    assert (alone.size, alone.device, alone.buckets) == (4, CPU, [slice(0, 4)])
+    layout = FlatLayout([torch.zeros(n) for n in (3, 4, 1)], bucket_size=256)
+    assert layout.buckets == [slice(0, 256), slice(256, 384)]
+    alone = FlatLayout([torch.zeros(3)])
+    assert (alone.size, alone.device, alone.buckets) == (128, CPU, [slice(0, 128)])
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
@@ -212,6 +217,25 @@ def test_two_ranks_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reduce, "_all_gather", ranks.all_gather)
     found = ranks.run(lambda rank: tree_over_ranks(parts[rank].clone(), Group(rank, rank, 2, CPU)))
     assert all(same_bits(vector, by_recursion(parts)) for vector in found)
+
+
+@pytest.mark.parametrize("machines", [False, True])
+@pytest.mark.parametrize("length", [1, 3, 30, 33])
+def test_a_length_that_does_not_divide_among_the_ranks_is_padded_for_the_transport(
+    loopback: Loopback, machines: bool, length: int
+) -> None:
+    parts, contracts = vectors(4, length=length + 2, seed=7), [Announced() for _ in range(4)]
+
+    def work(rank: int) -> Tensor:
+        group = Group(rank, rank, 4, CPU, levels_of(rank, machines), contract=contracts[rank])  # type: ignore[arg-type]
+        flat = parts[rank].clone()
+        tree_over_ranks(flat[1:-1], group)
+        return flat
+
+    for rank, found in enumerate(loopback.run(work)):
+        assert same_bits(found[1:-1], by_recursion(parts)[1:-1])
+        assert same_bits(found[[0, -1]], parts[rank][[0, -1]])  # what lies beside the part stays
+    assert contracts[0].calls[0] == ("all_to_all", -(-length // 4) * 4, 0)
 
 
 def test_one_process_communicates_nothing(loopback: Loopback) -> None:

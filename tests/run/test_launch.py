@@ -51,6 +51,7 @@ def test_sixteen_processes_compute_the_same_bits(alone: Path, tmp_path: Path) ->
     assert launched(16, _rank_of_sixteen, str(folder)) == [0] * 16
     assert result(folder)["world_size"] == 16
     assert outcome(folder) == outcome(alone)
+    assert result(folder)["versions"] == result(alone)["versions"]
 
 
 @pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["python", "torchrun"])
@@ -62,6 +63,7 @@ def test_two_processes_compute_the_same_bits(alone: Path, tmp_path: Path, launch
     assert done.returncode == 0, done.stderr
     assert result(folder)["world_size"] == 2
     assert outcome(folder) == outcome(alone)
+    assert result(folder)["versions"] == result(alone)["versions"]
 
 
 def test_multirun_makes_two_runs_and_a_table(alone: Path, tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import copy
 import random
 import time
 from collections.abc import Callable
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from segpipe.distributed.reduce import FlatLayout, TreeSum
 from segpipe.errors import ConfigError
 from segpipe.ledger.digest import state_digest
 from segpipe.losses.total import valid_pixels
+from segpipe.models import MODELS
 from segpipe.models.layers import SegmentationNet
 from segpipe.settings.config import Config, check, from_mapping
 from segpipe.train import gradients
@@ -166,7 +168,7 @@ def _work(rank: int) -> dict[str, Any]:
     half = settings("elastic", precision="fp16")
     gradients._Exchange = CountedExchange  # type: ignore[misc]
     found: dict[str, Any] = {"one bucket": updates(fresh(elastic, unused=True), elastic, group, 4)}
-    gradients.BUCKET_SIZE = 100
+    gradients.BUCKET_SIZE = 600
     CountedExchange.early.clear()
     found["many buckets"] = updates(fresh(elastic, unused=True), elastic, group, 4)
     found["sent early"] = " ".join(map(str, CountedExchange.early))
@@ -231,8 +233,8 @@ def test_the_loss_scale_of_fp16_moves_alike_on_any_number_of_processes(answers: 
 def test_no_bucket_leaves_before_statistics_and_figures_are_in_it() -> None:
     """They are copied after the backward; only gradients may be sent while it runs."""
     early, late = nn.Parameter(torch.zeros(10)), nn.Parameter(torch.zeros(25))
-    tensors = [torch.zeros(30), torch.zeros(3), early, late]  # statistics, figures, and two parameters
-    layout = FlatLayout(tensors, pad_to=1, bucket_size=13)
+    tensors = [torch.zeros(300), torch.zeros(3), early, late]  # statistics, figures, and two parameters
+    layout = FlatLayout(tensors, bucket_size=256)
     sent: list[int] = []
 
     class Across:
@@ -243,9 +245,28 @@ def test_no_bucket_leaves_before_statistics_and_figures_are_in_it() -> None:
     early.grad, late.grad = torch.ones(10), torch.ones(25)
     exchange.on_grad_ready(1)
     exchange.on_grad_ready(0)
-    assert sent == [25]
+    assert sent == [128]
     exchange.send_rest()
-    assert sent == [25, 13, 30]
+    assert sent == [128, 256, 384]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_view_starts_at_the_same_512_bytes_for_any_number_of_ranks(name: str) -> None:
+    """CUDA kernels add in another order where a tensor starts between two multiples of 16 bytes; no CPU kernel does."""
+    model = MODELS[name](C).to(memory_format=torch.channels_last)
+
+    def places(world_size: int) -> list[tuple[int, torch.Size, tuple[int, ...]]]:
+        group = Group(0, 0, world_size, CPU)
+        loss = SimpleNamespace(state=SimpleNamespace(model=model), group=group)
+        parts = dict.fromkeys(("main", "aux", "total"), torch.zeros(()))
+        layout = gradients.ElasticGradients(cast(Any, loss))._layout_for(parts)
+        views = layout.views(layout.new())
+        assert views[0].data_ptr() % 64 == 0
+        return [(4 * view.storage_offset(), view.shape, view.stride()) for view in views]
+
+    alone = places(1)
+    assert [start % 512 for start, *_ in alone] == [0] * len(alone)
+    assert [places(world_size) for world_size in range(2, 17)] == [alone] * 15
 
 
 def test_ddp_repeats_its_bits_and_keeps_them_across_a_resume(answers: list[dict[str, Any]]) -> None:

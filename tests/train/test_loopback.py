@@ -60,7 +60,7 @@ def group_of(rank: int, world_size: int, *, machines: bool = False) -> Group:
     return Group(rank, rank, world_size, CPU, levels)
 
 
-@pytest.mark.parametrize("bucket_size", [20, 100, 1 << 20])
+@pytest.mark.parametrize("bucket_size", [20, 600, 1 << 20])
 @pytest.mark.parametrize(("world_size", "machines"), [(2, False), (4, False), (4, True)])
 def test_elastic_gives_the_bits_of_one_process(
     ranks: Callable[[int], Loopback],

@@ -119,6 +119,15 @@ def test_other_classes_are_refused(saved: Path) -> None:
             restore(saved, build_state(config(), CAMVID, CPU), config(), table, HERE)
 
 
+def test_another_variable_is_refused_by_name_except_by_a_checkpoint_without_any(tmp_path: Path, saved: Path) -> None:
+    narrow = HERE | {"variables": {"ONEDNN_MAX_CPU_ISA": "AVX2"}}
+    restore(saved, build_state(config(), CAMVID, CPU), config(), CAMVID, narrow)  # written before they were recorded
+    path = tmp_path / "plain.pt"
+    save_state(path, build_state(config(), CAMVID, CPU), config(), CAMVID, HERE | {"variables": {}})
+    with pytest.raises(CheckpointError, match=r"\(ONEDNN_MAX_CPU_ISA: None -> AVX2\)"):
+        restore(path, build_state(config(), CAMVID, CPU), config(), CAMVID, narrow)
+
+
 def test_another_environment_is_refused_by_name_unless_it_is_allowed(saved: Path) -> None:
     other = {"torch": "2.15.0", "device": "A", "cudnn": 9}
     with pytest.raises(CheckpointError, match=r"torch: 2\.14\.1 -> 2\.15\.0; cudnn: None -> 9\)") as caught:

@@ -39,10 +39,9 @@ def common_fingerprint(config: Config, group: Group) -> tuple[dict[str, Any], li
     divided = {} if config.compute.mode in ("elastic", "audit") else {"world_size": group.world_size}
     first, *others = group.gather({**flags.fingerprint(), **divided})
     differ = [
-        f"rank {rank}: {name} {other[name]}, rank 0: {first[name]}"
+        f"rank {rank}: {name} {there}, rank 0: {here}"
         for rank, other in enumerate(others, 1)
-        for name in first
-        if other[name] != first[name]
+        for name, (here, there) in flags.differences(first, other).items()
     ]
     return first, differ
 
