@@ -10,9 +10,11 @@ from pathlib import Path
 
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.run import lock
+from segpipe.run.tracking import FILE_NAME, read_metrics
 from segpipe.settings.config import Config
 
-TRACES = ("last.pt", "config.json", "result.json")  # a folder with one of these holds a run
+# A folder with one of these, or with any checkpoint, holds a run.
+TRACES = ("config.json", "result.json", "checkpoints.sha256", FILE_NAME)
 
 
 def claim_folder(config: Config) -> None:
@@ -53,6 +55,11 @@ def _check_earlier_run(config: Config) -> None:
             f"{folder} already holds {_progress(folder)}. Set run.exists=resume to continue it, run.exists=replace "
             f"to delete it, or choose another run.name."
         )
+    if config.run.exists == "resume" and not _has_checkpoint(folder) and (progress := _progress_without(folder)):
+        raise ConfigError(
+            f"run.exists = resume, but {folder} holds no checkpoint, although {progress}. Put a copy of last.pt or of "
+            f"a step_*.pt back, or start again at step 0 with run.exists=replace."
+        )
 
 
 def clear_folder(config: Config) -> None:
@@ -78,13 +85,29 @@ def clear_folder(config: Config) -> None:
 
 
 def _holds_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in TRACES)
+    return _has_checkpoint(folder) or any((folder / name).exists() for name in TRACES)
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    from segpipe.train.checkpoint import candidates
+
+    return bool(candidates(folder))
 
 
 def _progress(folder: Path) -> str:
-    from segpipe.train.checkpoint import load
+    from segpipe.train.checkpoint import newest_whole
 
     try:
-        return f"step {load(folder / 'last.pt')['step']}"
+        found = newest_whole(folder)
     except SegpipeError:
-        return "a run without a readable checkpoint"
+        found = None
+    return f"step {found.content['step']}" if found else "a run without a readable checkpoint"
+
+
+def _progress_without(folder: Path) -> str:
+    """What shows that updates were done, beside checkpoints; empty if nothing does."""
+    steps = [entry["step"] for entry in read_metrics(folder / FILE_NAME) if isinstance(entry["step"], int)]
+    if max(steps, default=0) > 0:
+        return f"{FILE_NAME} reaches step {max(steps)}"
+    left = [name for name in ("result.json", "checkpoints.sha256") if (folder / name).exists()]
+    return f"it has a {left[0]}" if left else ""

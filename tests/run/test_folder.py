@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,12 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from runs import ROOT, finished, outcome, run, settings, start, updates, wait_for
+from runs import ROOT, finished, metrics, outcome, run, settings, start, updates, wait_for
 from segpipe.distributed import environment
-from segpipe.errors import ConfigError
+from segpipe.errors import CheckpointError, ConfigError
 from segpipe.files import process_start, this_host, write_atomically
+from segpipe.ledger.divergence import compare
+from segpipe.ledger.reader import read_run
 from segpipe.run import lock
+from segpipe.train.checkpoint import load, newest_whole
 
 LONG = ("train.steps=2000", "train.log_every=1", "checkpoint.every=2")
 HOLD = """
@@ -254,6 +260,123 @@ def test_a_forked_child_does_not_release(tmp_path: Path) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
         assert (tmp_path / lock.NAME).exists()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+# --- resuming from what is left
+
+STEPPED = ("train.steps=8", "train.log_every=1", "checkpoint.every=2", "checkpoint.keep_every=3")
+
+
+@pytest.fixture(scope="module")
+def stepped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was never disturbed."""
+    folder = tmp_path_factory.mktemp("stepped") / "run"
+    assert run(folder, *STEPPED) == 0
+    return folder
+
+
+def tear(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+@pytest.mark.parametrize(
+    ("damage", "found", "step"),
+    [
+        ("last.pt is missing", "step_000006.pt", 6),
+        ("last.pt is damaged", "step_000006.pt", 6),
+        ("last.pt and step_000006.pt are damaged", "step_000003.pt", 3),
+        ("last.pt and all step files are missing", "best.pt", 8),
+    ],
+)
+def test_without_a_whole_last_pt_the_newest_whole_checkpoint_is_continued(
+    stepped: Path, tmp_path: Path, damage: str, found: str, step: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rows of metrics and ledger after it are written again, and nothing is left of the others."""
+    folder = Path(shutil.copytree(stepped, tmp_path / "run"))
+    last, newest, oldest = (folder / name for name in ("last.pt", "step_000006.pt", "step_000003.pt"))
+    if "step files" not in damage:
+        (folder / "best.pt").unlink()
+    if "missing" in damage:
+        last.unlink()
+    else:
+        tear(last)
+    if "step_000006.pt are" in damage:
+        tear(newest)
+    if "step files" in damage:
+        newest.unlink()
+        oldest.unlink()
+    assert run(folder, *STEPPED, "run.exists=resume") == 0
+    (said,) = capsys.readouterr().err.splitlines()
+    assert f"{last} is {'missing' if 'missing' in damage else 'damaged'}" in said
+    assert f"the newest whole checkpoint is {found} of step {step}" in said
+    assert outcome(folder) == outcome(stepped)
+    assert [(line["step"], line["kind"]) for line in metrics(folder)] == [
+        (line["step"], line["kind"]) for line in metrics(stepped)
+    ]
+    again = read_run(folder)
+    assert again.faults == ()
+    assert compare(read_run(stepped), again).sentence == "identical in all 8 common steps"
+    assert load(last)["step"] == 8
+
+
+def test_a_whole_last_pt_is_continued_as_ever(
+    stepped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(stepped, tmp_path / "run"))
+    tear(folder / "step_000006.pt")
+    assert run(folder, *STEPPED, "run.exists=resume") == 0
+    assert capsys.readouterr().err == ""
+    assert outcome(folder) == outcome(stepped)
+
+
+@pytest.mark.parametrize("left", ["torn checkpoints", "metrics and ledger", "the list of checkpoints", "metrics"])
+def test_a_run_with_progress_and_nothing_whole_never_starts_again_unasked(
+    stepped: Path, tmp_path: Path, left: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(stepped, tmp_path / "run"))
+    for path in folder.glob("*.pt"):
+        tear(path) if left == "torn checkpoints" else path.unlink()
+    if left == "the list of checkpoints":
+        (folder / "metrics.jsonl").unlink()
+        (folder / "result.json").unlink()
+    if left == "metrics":
+        for path in folder.iterdir():
+            if path.name != "metrics.jsonl":
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert run(folder, *STEPPED, "run.exists=resume") == 2
+    said = capsys.readouterr().err
+    assert "no whole checkpoint" in said if left == "torn checkpoints" else "no checkpoint" in said
+    assert "back" in said
+    assert "run.exists=replace" in said
+    assert run(folder, *STEPPED) == 2  # run.exists=error
+    capsys.readouterr()
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert run(folder, *STEPPED, "run.exists=replace") == 0  # the second way on
+    assert outcome(folder) == outcome(stepped)
+
+
+def test_an_empty_folder_or_a_run_without_a_step_starts(stepped: Path, tmp_path: Path) -> None:
+    """A job that always sets run.exists=resume starts the first time, also after it was killed before a step."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    shutil.copy(stepped / "config.json", folder)
+    (folder / "metrics.jsonl").write_text("")
+    assert run(folder, *STEPPED, "run.exists=resume") == 0
+    assert outcome(folder) == outcome(stepped)
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_a_torn_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(*_: object, **__: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    (tmp_path / "last.pt").write_bytes(b"x")
+    (tmp_path / "best.pt").write_bytes(b"x")
+    monkeypatch.setattr(torch, "load", stale)
+    with pytest.raises(CheckpointError, match=r"last\.pt .*Stale file handle"):
+        newest_whole(tmp_path)
 
 
 # --- temporary files, tasks
