@@ -88,11 +88,12 @@ def torment(folder: Path, kills: int, chance: random.Random, alone: Path) -> dic
 
 
 def start(folder: Path, processes: int, *changes: str) -> subprocess.Popen[bytes]:
-    """The run under torchrun, from its last checkpoint if it has one."""
+    """The run under torchrun, from its last checkpoint; anew if it was killed before the first, which needs asking."""
+    exists = "resume" if (folder / "last.pt").is_file() else "replace"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     settings = dict(part.split("=", 1) for part in (*RECIPE, *changes))
     command += ["train.py", *(f"{key}={value}" for key, value in settings.items())]
-    command += [f"run.root={folder.parent}", f"run.name={folder.name}", "run.exists=resume"]
+    command += [f"run.root={folder.parent}", f"run.name={folder.name}", f"run.exists={exists}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     log = (folder.parent / f"{folder.name}.log").open("ab")
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import platform
 from collections.abc import Mapping
 from glob import escape
 from pathlib import Path
@@ -21,16 +22,41 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def this_host() -> str:
+    """This machine's name, with a digest of its boot and process namespace: inside it, a pid means one process.
+
+    Machines of one name, and containers that share a host's name, have other digests.
+    """
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    with contextlib.suppress(OSError):
+        inside = hashlib.blake2b(f"{boot.read_text()}{os.readlink(namespace)}".encode(), digest_size=4)
+        return f"{platform.node()}-{inside.hexdigest()}"
+    return platform.node()
+
+
+def process_start(pid: int) -> str | None:
+    """When a process of this host started, in ticks since the boot; None if it has ended, "" if it is not known."""
+    try:
+        os.kill(pid, 0)
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except ProcessLookupError:
+        return None
+    except OSError:  # of another user, or a system without /proc
+        return ""
+    return None if fields[0] in "ZX" else fields[19]  # Z: ended, but its parent has not noticed yet
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Put `content` at `path` so that a crash leaves either the old file or the new one, never a part.
 
     Raises CheckpointError when it cannot be written (a full disk, say); what was at `path` is then still there.
     """
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    aside = path.with_name(f".{path.name}.{this_host()}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob(f".{escape(path.name)}.*.tmp"):  # of a process that was killed while it wrote
-            left.unlink(missing_ok=True)
+        for left in path.parent.glob(f".{escape(path.name)}.*.tmp"):
+            if _writer_was_killed(left, path.name):
+                left.unlink(missing_ok=True)
         with aside.open("wb") as file:
             file.write(content)
             file.flush()
@@ -49,6 +75,12 @@ def write_atomically(path: Path, content: bytes) -> None:
             f"{path} ({len(content) / 2**20:.1f} MiB) could not be written: {error.strerror or error}; {kept}. "
             f"Free some space, or choose another run.root, then continue with run.exists=resume."
         ) from error
+
+
+def _writer_was_killed(aside: Path, name: str) -> bool:
+    """Whether a temporary file of `write_atomically` was left by a process of this host that is gone."""
+    host, _, pid = aside.name[len(name) + 2 : -len(".tmp")].rpartition(".")
+    return host == this_host() and pid.isdecimal() and process_start(int(pid)) is None
 
 
 def plain(value: Any) -> Any:

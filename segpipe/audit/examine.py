@@ -193,7 +193,7 @@ class _Replays:
 
 def _judge(span: Span, ledger: RunLedger, again: RunLedger) -> Line:
     found = compare(ledger, again)
-    if found.verdict != "identical":
+    if not found.no_difference:
         return Line("replay", FAILED, f"{span}: {found.sentence} (A: the ledger, B: the replay)")
     rows = 0
     for kind in (SHARD, STEP):

@@ -110,7 +110,7 @@ def _config(run: Path, nproc: int) -> Config:
 def _conclude(found: Comparison, runs: Sequence[RunLedger], again: Sequence[RunLedger], how: str) -> Comparison:
     """The conclusion from which recorded runs each replay agrees with."""
     agrees = [
-        "".join(name for name, run in zip("AB", runs, strict=True) if compare(run, each).verdict == "identical")
+        "".join(name for name, run in zip("AB", runs, strict=True) if compare(run, each).no_difference)
         for each in again
     ]
     if agrees == ["A", "B"]:

@@ -14,7 +14,7 @@ from segpipe.ledger.rows import PART, SHARD, STEP, Rows, differing, mapping_diff
 if TYPE_CHECKING:
     from segpipe.ledger.reader import RankDivergence, RunLedger
 
-EXIT_CODES = {"identical": 0, "diverged": 5, "incomparable": 2}
+EXIT_CODES = {"identical": 0, "identical_up_to": 2, "diverged": 5, "incomparable": 2}
 
 
 class Field(NamedTuple):
@@ -62,7 +62,7 @@ IN_RUNS = ("in A", "in B")
 class Comparison:
     """The verdict on two runs; None where something is unknown or does not apply."""
 
-    verdict: str  # identical | diverged | incomparable
+    verdict: str  # identical | identical_up_to (one run has further steps) | diverged | incomparable
     sentence: str
     step: int | None = None  # the first that differs; -1 stands for the state before step 0
     stage: str | None = None  # one of STAGES
@@ -83,8 +83,13 @@ class Comparison:
 
     @property
     def exit_code(self) -> int:
-        """0 identical, 5 diverged, 2 incomparable."""
+        """0 identical, 5 diverged, 2 incomparable, also in the steps that one of the two lacks."""
         return EXIT_CODES[self.verdict]
+
+    @property
+    def no_difference(self) -> bool:
+        """Whether all that both recorded is equal."""
+        return self.verdict in ("identical", "identical_up_to")
 
     def to_json(self) -> dict[str, Any]:
         """Everything as plain JSON values."""
@@ -121,7 +126,8 @@ def compare(a: RunLedger, b: RunLedger) -> Comparison:
     limits = "; ".join(_limits(a, b))
     sentence = f"identical in all {facts['steps']} common steps"
     sentence += f", but not everything could be compared: {limits}" if limits else ""
-    return Comparison("identical", sentence, fields=fields, **facts)
+    verdict = "identical" if _span(a) == _span(b) else "identical_up_to"
+    return Comparison(verdict, sentence, fields=fields, **facts)
 
 
 def _named(a: RunLedger, b: RunLedger) -> tuple[tuple[str, RunLedger], tuple[str, RunLedger]]:

@@ -22,8 +22,9 @@ from rich.console import Console
 from segpipe.determinism import flags
 from segpipe.distributed import environment
 from segpipe.errors import CheckpointError, ConfigError, DivergenceError, Interrupted, NumericsError, SegpipeError
+from segpipe.run import lock
 from segpipe.run.console import TrainView
-from segpipe.run.folder import claim_folder, clear_folder
+from segpipe.run.folder import claim_folder, clear_folder, owned
 from segpipe.run.tracking import Tracker, check_tracking, open_tracker
 from segpipe.settings.config import Config, check, config_hash
 from segpipe.train.stop import handlers_kept
@@ -51,6 +52,7 @@ def launch(config: Config, *, finish: Finish | None = None, isolated: bool = Fal
     if environment.under_launcher():
         return work(config, finish=finish)
     try:
+        environment.check_tasks()
         if not isolated:  # in a sweep, this process computes nothing
             flags.set_environment(config.compute.threads, config.compute.mode)  # before anything imports torch
         world_size = _world_size(config)
@@ -62,7 +64,10 @@ def launch(config: Config, *, finish: Finish | None = None, isolated: bool = Fal
         return Interrupted.exit_code
     if world_size == 1 and not isolated:
         return work(config, finish=finish, prepared=True)
-    return _spawn(config, world_size, finish)
+    try:
+        return _spawn(config, world_size, finish)
+    finally:
+        lock.remove_dead(config.run_dir)  # rank 0 may have been killed; another machine could not know it
 
 
 def _world_size(config: Config) -> int:
@@ -191,7 +196,9 @@ def work(config: Config, *, finish: Finish | None = None, prepared: bool = False
             if not prepared:
                 _check_launcher(config)
                 group.together(lambda: prepare(config, group.world_size) if group.is_main else None)
-            return _train(config, group, finish)
+            with contextlib.ExitStack() as held:  # to the end of what rank 0 does after the training
+                group.together(lambda: _own(config, group, held))
+                return _train(config, group, finish)
         except Exception as error:
             if not isinstance(error, COMMON_ERRORS) and not getattr(error, "told", False):
                 group.contract.fail(error, lost=isinstance(error, RuntimeError) and _lost_another_rank(error))
@@ -210,6 +217,12 @@ def work(config: Config, *, finish: Finish | None = None, prepared: bool = False
         if not _lost_another_rank(error):
             raise
         return _outlive(error)
+
+
+def _own(config: Config, group: Group, held: contextlib.ExitStack) -> None:
+    """Own the run's folder on rank 0, which writes; the parent of spawned processes may die without them."""
+    if group.is_main:
+        held.enter_context(owned(config, alone=group.world_size == 1))
 
 
 def _check_launcher(config: Config) -> None:

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -66,13 +66,69 @@ def _on_cpu(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().cpu() for name, value in model.state_dict().items()}
 
 
-def restore(path: Path, state: TrainState, config: Config, classes: ClassTable, fingerprint: dict[str, Any]) -> None:
-    """Load a checkpoint into `state`.
+class Found(NamedTuple):
+    """A whole checkpoint."""
+
+    path: Path
+    content: dict[str, Any]
+    note: str = ""  # why it is not last.pt
+
+
+def candidates(folder: Path) -> list[Path]:
+    """Checkpoints in the folder from which a run could be resumed, whole or not: last.pt first, then the newest."""
+    numbered = [path for path in folder.glob("step_*.pt") if path.stem[5:].isdecimal()]
+    newest_first = sorted(numbered, key=lambda path: int(path.stem[5:]), reverse=True)
+    return [path for path in (folder / "last.pt", folder / "best.pt", *newest_first) if path.is_file()]
+
+
+def newest_whole(folder: Path) -> Found | None:
+    """The checkpoint to resume from: last.pt, or if it is missing or damaged, the newest other one that is whole.
+
+    None if there is no checkpoint. Raises CheckpointError when none is whole, or a file cannot be read now.
+    """
+    best, faults = None, []
+    for path in candidates(folder):
+        try:
+            found = Found(path, load(path))
+        except CheckpointError as error:
+            if isinstance(error.__cause__, OSError):  # the disk's fault: the file may be whole
+                raise
+            faults.append(str(error))
+            continue
+        if path.name == "last.pt":
+            return found
+        if best is None or found.content["step"] > best.content["step"]:
+            best = found
+        if path.name != "best.pt":  # the others are older
+            break
+    if best is not None:
+        last = folder / "last.pt"
+        what = f"damaged ({faults[0]})" if last.is_file() else "missing"
+        note = f"the newest whole checkpoint is {best.path.name} of step {best.content['step']}; {last} is {what}"
+        return best._replace(note=note)
+    if not faults:
+        return None
+    raise CheckpointError(
+        f"{folder} holds no whole checkpoint. {' '.join(faults[:2])} Put a copy of last.pt or of a step_*.pt back, or "
+        f"start again at step 0 with run.exists=replace."
+    )
+
+
+def restore(
+    path: Path,
+    state: TrainState,
+    config: Config,
+    classes: ClassTable,
+    fingerprint: dict[str, Any],
+    *,
+    saved: dict[str, Any] | None = None,
+) -> None:
+    """Load a checkpoint into `state`; `saved` is its content, if it was read already.
 
     Raises CheckpointError when it cannot be read, or when recipe, classes or environment are not those it was trained
     with; names what differs.
     """
-    saved = load(path)
+    saved = load(path) if saved is None else saved
     _check_recipe(path, saved["config"], config)
     if config.compute.mode != "off" and not config.run.allow_fingerprint_change:
         _check_environment(path, saved["fingerprint"], fingerprint)

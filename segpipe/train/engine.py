@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -152,19 +153,21 @@ def _open(
 ) -> tuple[Run, Generator[ShardBatch, None, None], list[str]]:
     """The run at the step at which it starts or resumes, its batches, and notes for the user."""
     last = config.run_dir / "last.pt"
-    resuming = config.run.exists == "resume" and last.is_file()
+    found = checkpoint.newest_whole(config.run_dir) if config.run.exists == "resume" else None
     flags.apply(config.compute.threads, config.compute.mode)
     samples = open_samples(config.data, "train", config.seed)
     current = state.build_state(config, samples.classes, group.device)
     fingerprint, differences = common_fingerprint(config, group)
-    if resuming:
-        checkpoint.restore(last, current, config, samples.classes, fingerprint)
+    if found:
+        checkpoint.restore(found.path, current, config, samples.classes, fingerprint, saved=found.content)
+        if found.note and group.is_main:
+            print(found.note, file=sys.stderr)  # also without train.progress
     val_samples = open_samples(config.data, config.data.split, config.seed)
-    agree_on_step(last, current.step, group)
+    agree_on_step(found.path if found else last, current.step, group)
     stream = shard_stream(config, group, samples, range(current.step, config.train.steps))
-    done = current.step if resuming else None
+    done = current.step if found else None
     view, log = open_outputs(done)
-    if group.is_main and not resuming:
+    if group.is_main and not found:
         write_atomically(config.run_dir / "config.json", to_json(to_mapping(config)))
     if group.is_main and _keeps_ledger(config):
         inputs.record(config, {"train": samples, config.data.split: val_samples})
@@ -175,9 +178,12 @@ def _open(
         if _keeps_ledger(config)
         else Watch(group, current, config.run_dir, cache_mib=cache_mib)
     )
-    run = Run(config, group, samples, val_samples, current, fingerprint, watch, view, log, saved=done)
+    run = Run(config, group, samples, val_samples, current, fingerprint, watch, view, log)
     notes = _notes(config, group, differences)
-    return run, stream, [*notes, f"resuming {config.run_dir} at step {done}"] if resuming else notes
+    if found:
+        run.saved = None if found.note else done
+        notes.append(f"resuming {config.run_dir} at step {done}")
+    return run, stream, notes
 
 
 def _keeps_ledger(config: Config) -> bool:

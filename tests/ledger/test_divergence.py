@@ -196,7 +196,8 @@ def test_only_what_both_have_is_compared_and_that_is_said(tmp_path: Path) -> Non
     a = ledgers.write_session(tmp_path / "a", ledgers.header(), range(9))
     b = ledgers.write_session(tmp_path / "b", ledgers.header(), range(5))
     found = compare(read_run(a), read_run(b))
-    assert (found.verdict, found.steps) == ("identical", 5)
+    assert (found.verdict, found.exit_code, found.steps) == ("identical_up_to", 2, 5)
+    assert found.no_difference
     assert found.notes == ("A has steps 0 to 8, B has steps 0 to 4",)
     limits = "A has steps 0 to 8, B has steps 0 to 4"
     assert found.sentence == f"identical in all 5 common steps, but not everything could be compared: {limits}"

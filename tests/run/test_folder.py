@@ -1,0 +1,436 @@
+"""A run's folder has one owner: living ones are respected on every file system, dead ones are replaced with a word."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runs import ROOT, finished, metrics, outcome, run, settings, start, updates, wait_for
+from segpipe.distributed import environment
+from segpipe.errors import CheckpointError, ConfigError
+from segpipe.files import process_start, this_host, write_atomically
+from segpipe.ledger.divergence import compare
+from segpipe.ledger.reader import read_run
+from segpipe.run import lock
+from segpipe.train.checkpoint import load, newest_whole
+
+LONG = ("train.steps=2000", "train.log_every=1", "checkpoint.every=2")
+HOLD = """
+import sys, time
+from pathlib import Path
+from segpipe.run import lock
+with lock.held(Path(sys.argv[1]), released_by_signals=sys.argv[2] == "alone"):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def hold(folder: Path, alone: bool = True) -> subprocess.Popen[str]:
+    """A process that owns the folder."""
+    process = start("-c", HOLD, str(folder), "alone" if alone else "of several")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def kill(process: subprocess.Popen[str], number: signal.Signals = signal.SIGKILL) -> int:
+    os.killpg(process.pid, number)
+    return finished(process).returncode
+
+
+def write_lock(folder: Path, *, silent_s: float = 0.0, **changes: Any) -> Path:
+    path = folder / lock.NAME
+    owner = {"id": "x", "host": "far-1", "pid": 77, "started": "5", "since": 0.0, **changes}
+    path.write_text(json.dumps(owner))
+    os.utime(path, (time.time() - silent_s,) * 2)
+    return path
+
+
+def taken(folder: Path) -> str:
+    """What taking the lock says; it is released again."""
+    with lock.held(folder, released_by_signals=False) as dead:
+        assert (folder / lock.NAME).exists()
+    assert not (folder / lock.NAME).exists()
+    return dead
+
+
+# --- jobs
+
+
+def test_a_second_job_of_one_name_is_refused_and_a_killed_one_is_continued(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, changes = tmp_path / "run", (*LONG, "train.steps=40")
+    first = start("train.py", *settings(folder, *changes))
+    try:
+        wait_for(lambda: (folder / "last.pt").exists(), first)
+        os.kill(first.pid, signal.SIGSTOP)  # or it would be done before the others have tried
+        for exists in ("error", "resume", "replace"):
+            assert run(folder, f"run.exists={exists}") == 2
+            said = capsys.readouterr().err
+            assert f"{folder} is in use by process {first.pid} on " in said
+            assert all(part in said for part in ("since 20", "last sign of life", f"kill {first.pid}", "run.name"))
+        steps = len(updates(folder))
+        os.kill(first.pid, signal.SIGCONT)
+        wait_for(lambda: len(updates(folder)) > steps, first)
+    finally:
+        assert kill(first) == -signal.SIGKILL
+    assert (folder / lock.NAME).exists()
+    assert run(folder, *changes, "run.exists=resume") == 0
+    assert f"taken over from process {first.pid} on " in capsys.readouterr().err
+    assert not (folder / lock.NAME).exists()
+    assert run(tmp_path / "alone", *changes) == 0
+    assert outcome(folder) == outcome(tmp_path / "alone")
+
+
+def test_two_jobs_that_start_together_have_one_winner(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    jobs = [start("train.py", *settings(folder, f"seed={seed}")) for seed in (1, 2)]
+    done = [finished(job) for job in jobs]
+    assert sorted(job.returncode for job in done) == [0, 2], [job.stderr for job in done]
+    loser = next(job for job in done if job.returncode)
+    assert "is in use by process" in loser.stderr or "already holds" in loser.stderr
+    winner = next(seed for seed, job in zip((1, 2), done, strict=True) if not job.returncode)
+    assert run(tmp_path / "alone", f"seed={winner}") == 0
+    assert outcome(folder) == outcome(tmp_path / "alone")
+
+
+def test_rank_0_owns_the_folder_and_the_parent_removes_its_lock_when_it_was_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    parent = start("train.py", *settings(folder, *LONG, "compute.nproc=2"))
+    wait_for(lambda: len(updates(folder)) > 0, parent)
+    owner = json.loads((folder / lock.NAME).read_text())["pid"]
+    assert owner != parent.pid
+    assert run(folder, "run.exists=replace") == 2
+    assert f"process {owner} on " in capsys.readouterr().err
+    os.kill(owner, signal.SIGKILL)
+    assert finished(parent).returncode != 0
+    assert not (folder / lock.NAME).exists()
+
+
+# --- the lock
+
+
+@pytest.mark.parametrize(("number", "left"), [(signal.SIGTERM, False), (signal.SIGHUP, False), (signal.SIGKILL, True)])
+def test_only_sigkill_leaves_the_lock_and_it_is_taken_over(tmp_path: Path, number: signal.Signals, left: bool) -> None:
+    process = hold(tmp_path)
+    with pytest.raises(ConfigError, match=f"in use by process {process.pid} on "):
+        lock.check(tmp_path)
+    assert kill(process, number) == -number
+    assert (tmp_path / lock.NAME).exists() is left
+    assert (f"taken over from process {process.pid} on " in taken(tmp_path)) is left
+
+
+def test_a_process_that_has_ended_but_is_still_listed_is_dead(tmp_path: Path) -> None:
+    process = hold(tmp_path)
+    os.kill(process.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert "taken over" in taken(tmp_path)
+    finished(process)
+
+
+def test_a_suspended_process_lives(tmp_path: Path) -> None:
+    process = hold(tmp_path)
+    os.kill(process.pid, signal.SIGSTOP)
+    os.utime(tmp_path / lock.NAME, (0, 0))
+    with pytest.raises(ConfigError, match="in use"):
+        taken(tmp_path)
+    kill(process)
+
+
+def test_a_pid_that_another_process_has_now_is_dead(tmp_path: Path) -> None:
+    start_of_own = process_start(os.getpid())
+    write_lock(tmp_path, host=this_host(), pid=os.getpid(), started=start_of_own)
+    with pytest.raises(ConfigError, match=f"process {os.getpid()} on "):
+        taken(tmp_path)
+    write_lock(tmp_path, host=this_host(), pid=os.getpid(), started=f"{start_of_own}0")
+    assert "taken over" in taken(tmp_path)
+
+
+def test_an_owner_on_another_machine_is_judged_by_its_last_touch_not_by_a_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_lock(tmp_path, silent_s=lock.SILENT_S - 60)
+    monkeypatch.setattr(time, "time", lambda: 4e9)  # this machine's clock is decades ahead
+    with pytest.raises(
+        ConfigError, match=r"process 77 on far since .* last sign of life 5[34]\d s ago.* its lock ends"
+    ):
+        taken(tmp_path)
+    monkeypatch.undo()
+    write_lock(tmp_path, silent_s=lock.SILENT_S + 60)
+    assert "taken over from process 77 on far" in taken(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"pid": "1"}'])
+def test_a_lock_that_cannot_be_read_is_respected_for_a_while(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / lock.NAME).write_bytes(content)
+    with pytest.raises(ConfigError, match="an unknown process"):
+        taken(tmp_path)
+    os.utime(tmp_path / lock.NAME, (0, 0))
+    assert "taken over" in taken(tmp_path)
+
+
+def test_of_many_that_find_a_dead_owner_one_takes_over(tmp_path: Path) -> None:
+    """Each holds it until all have tried."""
+    everyone, won = threading.Barrier(8), []
+
+    def take(number: int) -> None:
+        for attempt in range(30):
+            if number == 0:
+                write_lock(tmp_path, silent_s=2 * lock.SILENT_S)
+            everyone.wait()
+            try:
+                with lock.held(tmp_path, released_by_signals=False):
+                    won.append(attempt)
+                    everyone.wait()
+            except ConfigError:
+                everyone.wait()
+            everyone.wait()
+
+    threads = [threading.Thread(target=take, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert won == list(range(30))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_removal_that_was_killed_does_not_block_for_ever(tmp_path: Path) -> None:
+    write_lock(tmp_path, silent_s=2 * lock.SILENT_S)
+    beside = tmp_path / f".{lock.NAME}.removal"
+    beside.touch()
+    os.utime(beside, (0, 0))
+    assert "taken over" in taken(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_owner_touches_its_lock_and_puts_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "BEAT_S", 0.02)
+    path = tmp_path / lock.NAME
+    with lock.held(tmp_path, released_by_signals=False):
+        os.utime(path, (0, 0))
+        deadline = time.monotonic() + 60
+        while path.stat().st_mtime == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        path.unlink()
+        while not path.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert not path.exists()
+
+
+def test_an_owner_that_lost_its_folder_ends_without_a_word_to_its_files(tmp_path: Path) -> None:
+    code = HOLD.replace("with lock", "lock.BEAT_S = 0.02\nwith lock")
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path), "alone"], cwd=ROOT, stdout=-1, stderr=-1, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    os.kill(process.pid, signal.SIGSTOP)
+    path = write_lock(tmp_path)
+    os.kill(process.pid, signal.SIGCONT)
+    done = finished(process)
+    assert done.returncode == 2
+    assert "taken over by process 77 on far" in done.stderr
+    assert json.loads(path.read_text())["pid"] == 77
+
+
+def test_a_forked_child_does_not_release(tmp_path: Path) -> None:
+    with lock.held(tmp_path, released_by_signals=True):
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert (tmp_path / lock.NAME).exists()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+# --- resuming from what is left
+
+STEPPED = ("train.steps=8", "train.log_every=1", "checkpoint.every=2", "checkpoint.keep_every=3")
+
+
+@pytest.fixture(scope="module")
+def stepped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was never disturbed."""
+    folder = tmp_path_factory.mktemp("stepped") / "run"
+    assert run(folder, *STEPPED) == 0
+    return folder
+
+
+def tear(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+@pytest.mark.parametrize(
+    ("damage", "found", "step"),
+    [
+        ("last.pt is missing", "step_000006.pt", 6),
+        ("last.pt is damaged", "step_000006.pt", 6),
+        ("last.pt and step_000006.pt are damaged", "step_000003.pt", 3),
+        ("last.pt and all step files are missing", "best.pt", 8),
+    ],
+)
+def test_without_a_whole_last_pt_the_newest_whole_checkpoint_is_continued(
+    stepped: Path, tmp_path: Path, damage: str, found: str, step: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rows of metrics and ledger after it are written again, and nothing is left of the others."""
+    folder = Path(shutil.copytree(stepped, tmp_path / "run"))
+    last, newest, oldest = (folder / name for name in ("last.pt", "step_000006.pt", "step_000003.pt"))
+    if "step files" not in damage:
+        (folder / "best.pt").unlink()
+    if "missing" in damage:
+        last.unlink()
+    else:
+        tear(last)
+    if "step_000006.pt are" in damage:
+        tear(newest)
+    if "step files" in damage:
+        newest.unlink()
+        oldest.unlink()
+    assert run(folder, *STEPPED, "run.exists=resume") == 0
+    (said,) = capsys.readouterr().err.splitlines()
+    assert f"{last} is {'missing' if 'missing' in damage else 'damaged'}" in said
+    assert f"the newest whole checkpoint is {found} of step {step}" in said
+    assert outcome(folder) == outcome(stepped)
+    assert [(line["step"], line["kind"]) for line in metrics(folder)] == [
+        (line["step"], line["kind"]) for line in metrics(stepped)
+    ]
+    again = read_run(folder)
+    assert again.faults == ()
+    assert compare(read_run(stepped), again).sentence == "identical in all 8 common steps"
+    assert load(last)["step"] == 8
+
+
+def test_a_whole_last_pt_is_continued_as_ever(
+    stepped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(stepped, tmp_path / "run"))
+    tear(folder / "step_000006.pt")
+    assert run(folder, *STEPPED, "run.exists=resume") == 0
+    assert capsys.readouterr().err == ""
+    assert outcome(folder) == outcome(stepped)
+
+
+@pytest.mark.parametrize("left", ["torn checkpoints", "metrics and ledger", "the list of checkpoints", "metrics"])
+def test_a_run_with_progress_and_nothing_whole_never_starts_again_unasked(
+    stepped: Path, tmp_path: Path, left: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(stepped, tmp_path / "run"))
+    for path in folder.glob("*.pt"):
+        tear(path) if left == "torn checkpoints" else path.unlink()
+    if left == "the list of checkpoints":
+        (folder / "metrics.jsonl").unlink()
+        (folder / "result.json").unlink()
+    if left == "metrics":
+        for path in folder.iterdir():
+            if path.name != "metrics.jsonl":
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert run(folder, *STEPPED, "run.exists=resume") == 2
+    said = capsys.readouterr().err
+    assert "no whole checkpoint" in said if left == "torn checkpoints" else "no checkpoint" in said
+    assert "back" in said
+    assert "run.exists=replace" in said
+    assert run(folder, *STEPPED) == 2  # run.exists=error
+    capsys.readouterr()
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert run(folder, *STEPPED, "run.exists=replace") == 0  # the second way on
+    assert outcome(folder) == outcome(stepped)
+
+
+def test_an_empty_folder_or_a_run_without_a_step_starts(stepped: Path, tmp_path: Path) -> None:
+    """A job that always sets run.exists=resume starts the first time, also after it was killed before a step."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    shutil.copy(stepped / "config.json", folder)
+    (folder / "metrics.jsonl").write_text("")
+    assert run(folder, *STEPPED, "run.exists=resume") == 0
+    assert outcome(folder) == outcome(stepped)
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_a_torn_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(*_: object, **__: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    (tmp_path / "last.pt").write_bytes(b"x")
+    (tmp_path / "best.pt").write_bytes(b"x")
+    monkeypatch.setattr(torch, "load", stale)
+    with pytest.raises(CheckpointError, match=r"last\.pt .*Stale file handle"):
+        newest_whole(tmp_path)
+
+
+# --- temporary files, tasks
+
+
+def test_temporary_files_of_living_processes_and_other_machines_stay(tmp_path: Path) -> None:
+    sleeper = start("-c", "import time; time.sleep(600)")
+    living, far = tmp_path / f".last.pt.{this_host()}.{sleeper.pid}.tmp", tmp_path / f".last.pt.far-1.{sleeper.pid}.tmp"
+    other = tmp_path / f".last.pt.sha.{this_host()}.{sleeper.pid}.tmp"  # of another file
+    for path in (living, far, other):
+        path.write_bytes(b"half")
+    write_atomically(tmp_path / "last.pt", b"whole")
+    assert sorted(tmp_path.iterdir()) == sorted([living, far, other, tmp_path / "last.pt"])
+    kill(sleeper)
+    write_atomically(tmp_path / "last.pt", b"whole")
+    assert sorted(tmp_path.iterdir()) == sorted([far, other, tmp_path / "last.pt"])
+
+
+def test_old_temporary_files_of_other_machines_are_removed_by_the_next_owner(tmp_path: Path) -> None:
+    old, new = tmp_path / ".last.pt.far-1.7.tmp", tmp_path / ".best.pt.far-1.7.tmp"
+    for path in (old, new):
+        path.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    lock.remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == [new]
+
+
+@pytest.mark.parametrize(
+    ("variables", "refused"),
+    [
+        ({"SLURM_NTASKS": "4"}, True),
+        ({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}, False),
+        ({"SLURM_NTASKS": "1"}, False),
+        ({"SLURM_NTASKS": "4", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "-"}, False),
+        ({}, False),
+    ],
+)
+def test_srun_without_a_launcher_is_refused_with_the_command(
+    variables: dict[str, str], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if not refused:
+        return environment.check_tasks()
+    with pytest.raises(ConfigError, match=r"SLURM_NTASKS = 4.*srun --ntasks-per-node=1 torchrun --nnodes"):
+        environment.check_tasks()
+
+
+def test_no_task_of_srun_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    assert run(tmp_path / "run") == 2
+    assert "srun --ntasks=1 segpipe train" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
