@@ -35,8 +35,7 @@ DEVICE_CHUNK = 1 << 22  # words mixed at a time on a GPU, a multiple of BLOCK: f
 
 
 def _signed(value: int) -> int:
-    """`value` mod 2^64 in the range of int64."""
-    value &= (1 << 64) - 1
+    """The int64 with the bits of an unsigned 64-bit `value`."""
     return value - (1 << 64) if value >> 63 else value
 
 
