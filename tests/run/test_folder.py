@@ -24,6 +24,8 @@ from segpipe.files import process_start, this_host, write_atomically
 from segpipe.ledger.divergence import compare
 from segpipe.ledger.reader import read_run
 from segpipe.run import lock
+from segpipe.run.folder import clear_folder
+from segpipe.settings.compose import compose
 from segpipe.train.checkpoint import load, newest_whole
 
 LONG = ("train.steps=2000", "train.log_every=1", "checkpoint.every=2")
@@ -120,6 +122,17 @@ def test_rank_0_owns_the_folder_and_the_parent_removes_its_lock_when_it_was_kill
     os.kill(owner, signal.SIGKILL)
     assert finished(parent).returncode != 0
     assert not (folder / lock.NAME).exists()
+
+
+def test_replace_deletes_all_but_the_lock(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "ledger").mkdir(parents=True)
+    for name in ("config.json", "ledger/rank00.bin"):
+        (folder / name).touch()
+    config = compose(settings(folder, "run.exists=replace"))
+    with lock.held(folder, released_by_signals=False):
+        clear_folder(config)
+        assert [path.name for path in folder.iterdir()] == [lock.NAME]
 
 
 # --- the lock
