@@ -47,6 +47,8 @@ def test_rate_is_a_function_of_the_step_alone() -> None:
     forwards = [learning_rate(step, 400, config) for step in range(400)]
     assert [learning_rate(step, 400, config) for step in reversed(range(400))] == forwards[::-1]
     assert all(math.isfinite(learning_rate(step, 4, config)) for step in range(4))  # shorter than the warm-up
+    steps = config.warmup_steps
+    assert learning_rate(steps, steps, config) == config.lr  # a schedule that is all warm-up, after its end
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
@@ -82,6 +84,9 @@ def test_settings_reach_the_optimizer() -> None:
     adam = build_optimizer(net, OptimConfig(name="adamw", betas=[0.8, 0.95]))
     assert isinstance(adam, torch.optim.AdamW)
     assert all(group["betas"] == (0.8, 0.95) for group in adam.param_groups)
+    assert all(
+        group["foreach"] for optimizer in (sgd, adam) for group in optimizer.param_groups
+    )  # a step in few kernels
 
 
 class Tiny(SegmentationNet):
