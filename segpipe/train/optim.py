@@ -70,9 +70,9 @@ class Ema:
         self._pairs = self._match(model)
 
     def _match(self, model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        averaged, live = self.model.state_dict(keep_vars=True), model.state_dict(keep_vars=True)
+        averaged, live = self.model.state_dict(), model.state_dict()  # which share memory with the networks
         names = [name for name, value in live.items() if value.is_floating_point()]
-        return [averaged[name].data for name in names], [live[name].data for name in names]
+        return [averaged[name] for name in names], [live[name] for name in names]
 
     @torch.no_grad()
     def update(self, step: int) -> None:
