@@ -223,6 +223,19 @@ def test_of_many_that_find_a_dead_owner_one_takes_over(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dead_lock_is_deleted_by_one_job_and_never_another_lock(tmp_path: Path) -> None:
+    path, beside = write_lock(tmp_path), tmp_path / f".{lock.NAME}.removal"
+    dead = path.read_bytes()
+    lock._remove(path, b"of an owner that was replaced meanwhile")
+    assert path.exists()
+    beside.touch()  # another job is at it
+    lock._remove(path, dead)
+    assert path.exists()
+    beside.unlink()
+    lock._remove(path, dead)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_removal_that_was_killed_does_not_block_for_ever(tmp_path: Path) -> None:
     write_lock(tmp_path, silent_s=2 * lock.SILENT_S)
     beside = tmp_path / f".{lock.NAME}.removal"
@@ -388,7 +401,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_a_torn_one(
     (tmp_path / "last.pt").write_bytes(b"x")
     (tmp_path / "best.pt").write_bytes(b"x")
     monkeypatch.setattr(torch, "load", stale)
-    with pytest.raises(CheckpointError, match=r"last\.pt .*Stale file handle"):
+    with pytest.raises(CheckpointError, match=r"^\S+last\.pt .*Stale file handle"):
         newest_whole(tmp_path)
 
 
