@@ -65,7 +65,11 @@ def check_config(run: Path, config: Config, ledger: RunLedger) -> Line:
             return Line("config", FAILED, differences(changed, f"the ledger (session {header.session})", "config.json"))
     if config_hash(config) != ledger.first.config_hash:
         changed = mapping_differences(_first_settings(run, ledger), _flat(config))
-        named = differences(changed, "a checkpoint", "config.json") if changed else "run.*, data.workers or the like"
+        named = (
+            differences(changed, "a checkpoint", "config.json")
+            if changed
+            else "settings that may change, such as run.* and data.workers"
+        )
         text = f"config.json differs from the ledger in a setting that does not affect the numbers ({named})"
         return Line("config", FAILED, text)
     return Line("config", PASSED, f"config.json matches the ledger: {len(now)} settings, hash {config_hash(config)}")
@@ -185,7 +189,7 @@ class CheckedCheckpoint(NamedTuple):
 
 
 def _sums(path: Path) -> dict[str, list[str]]:
-    """SHA-256 of files by name, the last one last, from lines `digest  name ...`; empty without the file."""
+    """SHA-256 of files by name, in the order of the lines `digest  name ...`; empty without the file."""
     found: dict[str, list[str]] = {}
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
         parts = line.split()

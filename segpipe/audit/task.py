@@ -30,12 +30,12 @@ class Task:
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Task:
-        """The task that `dataclasses.asdict` made `values` of."""
+        """Inverse of `dataclasses.asdict`."""
         return cls(**{**values, "config": from_mapping(values["config"])})
 
 
 def in_folder(config: Config, folder: Path, *, mode: str = "", any_environment: bool = False) -> Config:
-    """Configuration for a replay of a run into `folder`; no setting that reaches a number is changed."""
+    """Configuration for a replay of a run into `folder`; settings that affect numbers are unchanged."""
     values = to_mapping(config)
     values["run"] |= {"root": str(folder.parent), "name": folder.name, "exists": "resume"}
     values["run"]["allow_fingerprint_change"] = any_environment

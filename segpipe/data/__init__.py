@@ -1,1 +1,1 @@
-"""From files, or from nothing, to batches: catalog, samples, synthetic, augment, order, loader."""
+"""Data sets, real or synthetic, as batches: catalog, samples, synthetic, augment, order, loader."""

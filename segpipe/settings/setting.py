@@ -26,7 +26,7 @@ class Setting:
 
     @property
     def valid(self) -> str:
-        """Valid values in words; empty when every value of the type is valid."""
+        """Description of the valid values; empty if every value of the type is valid."""
         if self.choices:
             return f"{'any' if isinstance(self.default, list) else 'one'} of {', '.join(self.choices)}"
         if math.isinf(self.low):
@@ -74,7 +74,7 @@ def declared(kind: type, prefix: str = "", **inherited: Any) -> Iterator[Setting
 
 
 def shown(value: Any) -> str:
-    """A value as one types it."""
+    """A value in command-line syntax."""
     if isinstance(value, list):
         return f"[{','.join(map(shown, value))}]"
     return value if isinstance(value, str) else json.dumps(value)

@@ -258,7 +258,7 @@ def _waits(run: Run) -> bool:
 
 
 def _check(run: Run, step: TrainStep, result: StepResult) -> None:
-    """Raises NumericsError when this update, or an earlier one that nobody looked at, is not finite."""
+    """Raises NumericsError when this update, or an earlier one that the host did not check, is not finite."""
     config, current, group = run.config, run.state, run.group
     first = int(step.first_bad)
     overflow = current.scaler.is_enabled() and not bool(torch.isfinite(result.grad_norm))
@@ -282,12 +282,12 @@ def _check(run: Run, step: TrainStep, result: StepResult) -> None:
 
 
 def _last_good_state(run: Run, first: int) -> str:
-    """Saves the state before this update, unless an earlier update spoiled it; a sentence says where it is."""
+    """Saves the state before this update, unless an earlier update was not finite; returns a message that says where."""
     if first >= run.state.step:
         _save(run, "diverged.pt")
         return f"The state before this step is kept in {run.folder / 'diverged.pt'}."
     good = f"last.pt of step {run.saved} is the last good state" if run.saved is not None else "no last.pt was written"
-    return f"Step {first} was the first that was not finite, {run.state.step} the first that was looked at; {good}."
+    return f"Step {first} was the first that was not finite, {run.state.step} the first that was checked; {good}."
 
 
 def _log(run: Run, result: StepResult) -> None:

@@ -153,7 +153,7 @@ class Recorder(Watch):
             self.group.together(self.flush)
 
     def flush(self, *, sync: bool = False) -> None:
-        """Write what is pending; with `sync` it survives a power cut, as the checkpoint beside it will."""
+        """Write what is pending; with `sync` it is on the disk, as the checkpoint beside it will be."""
         self._writer.flush(sync=sync)
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ class Watch:
     state_digest: Tensor | int = 0  # of what the last update left behind; equal on all ranks
 
     def __init__(self, group: Group, state: TrainState, folder: Path = Path(), *, cache_mib: float = 0.0) -> None:
-        """`folder` receives what is left of a failure; `cache_mib`: what caches of this process may take."""
+        """`folder`: for reports of failures; `cache_mib`: memory that this process's caches may use."""
         self.group, self.state, self._folder = group, state, folder
         self.health = Health(group, allowance_mib=cache_mib)
         # Sums integers over the ranks, which compare their states on the way. Bound, not wrapped: the line of a
@@ -35,7 +35,7 @@ class Watch:
         self.sum = Agreement(group, self, folder).sum
 
     def forward(self, seen: Tensor, heads: Mapping[str, Tensor]) -> None:
-        """A shard's network was given `seen` and returned `heads`."""
+        """After a shard's forward pass, with the network's input and outputs."""
 
     def shard(self, batch: ShardBatch, loss: Tensor, statistics: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """The backward of a shard is done; `gradients` in the order of the trained parameters."""
@@ -54,7 +54,7 @@ class Watch:
         self.health.after_step(self.state.step)
 
     def flush(self, *, sync: bool = False) -> None:
-        """Write what is pending; with `sync` it survives a power cut."""
+        """Write what is pending; with `sync` it is on the disk afterwards."""
 
     def close(self) -> None:
         """Write what is pending, and end."""

@@ -104,22 +104,27 @@ def test_ddp_moves_the_weights_as_one_process_does(ranks: Callable[[int], Loopba
             torch.testing.assert_close(value - start[name], moved[name], rtol=1e-3, atol=1e-6, msg=f"{mode} {name}")
 
 
-@pytest.mark.parametrize("mode", ["ddp", "elastic"])
-def test_statistics_are_the_mean_over_ranks(ranks: Callable[[int], Loopback], mode: str) -> None:
+@pytest.mark.parametrize(("mode", "world_size"), [("ddp", 4), ("ddp", 2), ("elastic", 4), ("elastic", 2)])
+def test_statistics_are_the_mean_over_ranks(ranks: Callable[[int], Loopback], mode: str, world_size: int) -> None:
+    """Over the shards in mode elastic; DDP computes all shards of a rank as one batch."""
     config = config_of(mode)
 
-    states = [state_of(config) for _ in range(4)]
+    states = [state_of(config) for _ in range(world_size)]
 
     def work(rank: int) -> tuple[list[Tensor], str]:
-        updates(states[rank], config, group_of(rank, 4), 1)
+        updates(states[rank], config, group_of(rank, world_size), 1)
         return statistics(states[rank].model), state_digest(states[rank].model.state_dict())
 
+    images = [batch.image for batch in batches(0)]
+    if mode == "ddp":
+        size = V // world_size
+        images = [torch.cat(images[first : first + size]) for first in range(0, V, size)]
     singles = []
-    for batch in batches(0):
+    for image in images:
         twin = state_of(config).model
-        twin.logits(Preprocess()(batch.image), aux=True)
+        twin.logits(Preprocess()(image), aux=True)
         singles.append(statistics(twin))
-    found = ranks(4).run(work)
+    found = ranks(world_size).run(work)
     assert V == 4
     for single in zip(found[0][0], *singles, strict=True):
         torch.testing.assert_close(single[0], torch.stack(single[1:]).mean(0), rtol=1e-5, atol=1e-6)
