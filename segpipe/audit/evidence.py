@@ -65,11 +65,7 @@ def check_config(run: Path, config: Config, ledger: RunLedger) -> Line:
             return Line("config", FAILED, differences(changed, f"the ledger (session {header.session})", "config.json"))
     if config_hash(config) != ledger.first.config_hash:
         changed = mapping_differences(_first_settings(run, ledger), _flat(config))
-        named = (
-            differences(changed, "a checkpoint", "config.json")
-            if changed
-            else "settings that may change, such as run.* and data.workers"
-        )
+        named = differences(changed, "a checkpoint", "config.json") if changed else "such as run.* or data.workers"
         text = f"config.json differs from the ledger in a setting that does not affect the numbers ({named})"
         return Line("config", FAILED, text)
     return Line("config", PASSED, f"config.json matches the ledger: {len(now)} settings, hash {config_hash(config)}")

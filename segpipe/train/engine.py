@@ -282,7 +282,7 @@ def _check(run: Run, step: TrainStep, result: StepResult) -> None:
 
 
 def _last_good_state(run: Run, first: int) -> str:
-    """Saves the state before this update, unless an earlier update was not finite; returns a message that says where."""
+    """Saves the state before this update, unless an earlier one was not finite; returns a message that says where."""
     if first >= run.state.step:
         _save(run, "diverged.pt")
         return f"The state before this step is kept in {run.folder / 'diverged.pt'}."

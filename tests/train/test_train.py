@@ -311,7 +311,7 @@ def test_a_loss_that_nobody_looked_at_is_dated_and_not_kept(
     assert run(folder, "train.steps=9", "checkpoint.every=3", "compute.shards=1") == 6
     text = told(capsys)
     assert "step 5: loss nan" in text
-    assert "Step 4 was the first that was not finite, 5 the first that was looked at; last.pt of step 3 is" in text
+    assert "Step 4 was the first that was not finite, 5 the first that was checked; last.pt of step 3 is" in text
     assert all(value.isfinite().all() for value in checkpoint.load(folder / "last.pt")["model"].values())
     assert checkpoint.load(folder / "last.pt")["step"] == 3
     assert not (folder / "diverged.pt").exists()

@@ -122,9 +122,7 @@ def gate_power(model: DeployModel, reference: Run, checks: Sequence[Check], sigm
     if without:
         message = f"the network is too flat to show {', '.join(without)}; the other controls are refused"
     if unseen:
-        message = (
-            f"G6 power: negative controls are not detected: {', '.join(unseen)}, so the comparison is inconclusive"
-        )
+        message = f"G6 power: negative controls pass: {', '.join(unseen)}, so the gates are inconclusive"
     return GateResult(
         "G6", not unseen, {"refused_by": refused_by, "unseen": unseen, "without_effect": without}, message
     )
