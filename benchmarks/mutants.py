@@ -48,7 +48,7 @@ MODULES: dict[str, tuple[str, ...]] = {  # the tests that must notice a change o
     "segpipe/ledger/digest.py": ("tests/ledger/test_digest.py", "tests/ledger/test_native.py"),
     "segpipe/distributed/reduce.py": ("tests/distributed/test_reduce.py",),
     "segpipe/train/optim.py": ("tests/train/test_optim.py",),
-    "segpipe/train/checkpoint.py": ("tests/train/test_checkpoint.py",),
+    "segpipe/train/checkpoint.py": ("tests/train/test_checkpoint.py", "tests/train/test_state.py"),
     "segpipe/train/gradients.py": ("tests/train/test_gradients.py", "tests/train/test_loopback.py"),
     "segpipe/train/step.py": ("tests/train/test_step.py", "tests/train/test_loopback.py"),
     "segpipe/export/gates/limits.py": GATES,

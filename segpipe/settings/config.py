@@ -114,7 +114,7 @@ class LossConfig:
 @dataclass
 class OptimConfig:
     name: str = setting("sgd", "optimizer", choices=("sgd", "adamw"))
-    lr: float = setting(0.05, "learning rate after the warm-up", low=0, high=1000)
+    lr: float = setting(0.05, "learning rate after the warm-up", low=0, high=3e38)
     momentum: float = setting(0.9, "sgd: momentum", low=0, high=1)
     betas: list[float] = setting([0.9, 0.999], "adamw: decay rates of the two moments", length=2, low=0, high=1 - 1e-9)
     weight_decay: float = setting(5e-4, "weight decay; not applied to norms and biases", low=0, high=1000)
