@@ -319,3 +319,28 @@ def test_with_sync_batchnorm_norms_keep_the_names_of_the_weights() -> None:
     assert list(synchronised.state_dict()) == list(plain.state_dict())
     converted = sum(isinstance(module, nn.SyncBatchNorm) for module in synchronised.modules())
     assert converted == sum(isinstance(module, nn.BatchNorm2d) for module in plain.modules()) > 0
+
+
+def shard_losses(weights: Tensor | None = None, *, step: int = 0, align_corners: bool = False) -> dict[int, Tensor]:
+    """Losses of an update of which every shard holds the same images and targets."""
+    config = settings("elastic")
+    state = fresh(config)
+    state.step, state.model.align_corners = step, align_corners
+    same = [batches(0)[0]._replace(shard=shard) for shard in range(V)]
+    valid = torch.tensor(V * valid_pixels(same[0].target))
+    return TrainStep(config, Watch(ALONE, state), weights)(same, valid).shard_losses
+
+
+def test_dropout_is_keyed_by_step_and_shard() -> None:
+    losses, again, later = shard_losses(), shard_losses(), shard_losses(step=1)
+    assert list(losses) == list(range(V))
+    assert len({float(loss) for loss in losses.values()}) == V, "equal images, so only dropout can differ"
+    assert {shard: float(loss) for shard, loss in again.items()} == {s: float(loss) for s, loss in losses.items()}
+    assert all(float(losses[shard]) != float(later[shard]) for shard in losses)
+
+
+def test_class_weights_and_the_corners_of_the_network_reach_the_loss() -> None:
+    plain = shard_losses()
+    weighted = shard_losses(torch.tensor([4.0, 1.0, 1.0, 1.0, 1.0]))
+    assert all(float(weighted[shard]) > float(plain[shard]) for shard in plain)
+    assert all(float(loss) != float(plain[shard]) for shard, loss in shard_losses(align_corners=True).items())
