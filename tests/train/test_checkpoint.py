@@ -21,7 +21,7 @@ from segpipe.files import write_atomically
 from segpipe.models import build_model
 from segpipe.settings.config import Config, ModelConfig, to_mapping
 from segpipe.train import checkpoint
-from segpipe.train.checkpoint import load, load_network, save
+from segpipe.train.checkpoint import candidates, load, load_network, save
 
 SMALL = {
     "step": 7,
@@ -382,3 +382,14 @@ def test_weights_of_another_network_are_refused(run: Path) -> None:
     save(run / "last.pt", {key: value for key, value in state.items() if key in SMALL})
     with pytest.raises(CheckpointError, match=r"last\.pt does not fit DDRNet"):
         load_network(run, "last")
+
+
+def test_candidates_for_resuming_come_newest_first(tmp_path: Path) -> None:
+    for name in ("step_000002.pt", "step_000010.pt", "step_9.pt", "step_x.pt", "best.pt", "diverged.pt"):
+        (tmp_path / name).touch()
+    (tmp_path / "last.pt").mkdir()
+    names = [path.name for path in candidates(tmp_path)]
+    assert names == ["best.pt", "step_000010.pt", "step_9.pt", "step_000002.pt"]
+    (tmp_path / "last.pt").rmdir()
+    (tmp_path / "last.pt").touch()
+    assert [path.name for path in candidates(tmp_path)] == ["last.pt", *names]
