@@ -19,6 +19,7 @@ def test_values_are_frozen():
     assert sample_key(1, 2, 3, "augment") == GOLDEN_KEY_123
     assert int(generator(GOLDEN_KEY).bit_generator.random_raw()) == GOLDEN_DRAW
     assert torch_seed(1, 2, 3, "augment") == GOLDEN_KEY_123 % 2**63  # its 64th bit is set, and goes
+    assert {torch_seed(0, 0, index, "augment") % 2 for index in range(16)} == {0, 1}
 
 
 def test_every_argument_counts():

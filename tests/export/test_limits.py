@@ -270,3 +270,8 @@ def test_a_candidate_that_raised_is_not_asked_again() -> None:
     assert bad.comparisons == []
     assert all(part in bad.broken for part in ("RuntimeError", "torn", "first"))
     assert (good.broken, len(good.comparisons)) == ("", 2)
+
+
+def test_a_gate_is_named_with_the_shape_in_which_it_ran() -> None:
+    result = gate_integrity([])
+    assert (result.name, replace(result, shape="32x144").name) == ("G1 integrity", "G1 integrity, 32x144")
