@@ -32,7 +32,7 @@ check: $(READY)
 test: check
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile
 
-# What matters, in under 2 minutes: all tests but those that start processes or take long.
+# What matters, in about 2 minutes: all tests but those that start processes or take long.
 quick: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile -m "not slow"
 
