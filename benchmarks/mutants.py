@@ -119,7 +119,7 @@ def _changes(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
     if isinstance(node, ast.stmt):
         if _is_removable(node):
             yield node, "pass"
-        if isinstance(node, ast.Return) and node.value is not None:
+        if isinstance(node, ast.Return) and node.value is not None and ast.unparse(node.value) != "None":
             yield node, "return None"
     elif isinstance(node, ast.expr):
         yield from ((node, f"({ast.unparse(new)})") for new in _expressions(node))
