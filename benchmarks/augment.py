@@ -15,8 +15,8 @@ from segpipe.determinism import flags
 from segpipe.purity import checker as purity
 from segpipe.purity.layouts import LAYOUTS, RANKS, Layout, check_diversity, check_layouts
 from segpipe.purity.probes import Finding
+from segpipe.settings.check import check
 from segpipe.settings.compose import compose
-from segpipe.settings.config import check
 
 PIPELINES = ("standard", "robust")
 ROW = dict[str, Any]

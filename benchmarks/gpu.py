@@ -25,7 +25,8 @@ from segpipe.losses.total import shard_loss, valid_pixels
 from segpipe.models import MODELS, build_model
 from segpipe.models.preprocess import Preprocess
 from segpipe.run.launch import train
-from segpipe.settings.config import Config, LossConfig
+from segpipe.settings.config import Config
+from segpipe.settings.groups import LossConfig
 from segpipe.train.state import build_state
 from segpipe.train.step import TrainStep
 from segpipe.train.watch import Watch

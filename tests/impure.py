@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from segpipe.data.augment import ScaleCrop
-from segpipe.settings.config import AugmentConfig
+from segpipe.settings.groups import AugmentConfig
 
 LAST = {"number": 0}
 SHARED: list[int] = []

@@ -26,7 +26,8 @@ from segpipe.ledger.rows import (
     read_file,
 )
 from segpipe.runtime.artifact import MANIFEST, SUMS, ArtifactError, read_sums
-from segpipe.settings.config import Config, check, config_hash, from_mapping, recipe, to_mapping
+from segpipe.settings.check import check
+from segpipe.settings.config import Config, config_hash, from_mapping, recipe, to_mapping
 from segpipe.train import checkpoint
 
 SHOWN = 5  # names in a line

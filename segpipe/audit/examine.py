@@ -25,7 +25,8 @@ from segpipe.ledger.reader import RunLedger, read_run
 from segpipe.ledger.rows import FOLDER, INPUTS, SHARD, STEP, row_keys
 from segpipe.runtime.artifact import SUMS
 from segpipe.settings.arguments import with_settings
-from segpipe.settings.config import Config, check
+from segpipe.settings.check import check
+from segpipe.settings.config import Config
 from segpipe.train.checkpoint import HASHES
 
 Progress = Callable[[str, int, int], None]  # what is being done, updates done, updates in all

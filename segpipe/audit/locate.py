@@ -14,7 +14,8 @@ from segpipe.audit.trace import first_culprit, read_traces
 from segpipe.errors import CheckpointError, ConfigError
 from segpipe.ledger.divergence import Comparison, compare
 from segpipe.ledger.reader import RunLedger, read_run
-from segpipe.settings.config import Config, check
+from segpipe.settings.check import check
+from segpipe.settings.config import Config
 from segpipe.train import checkpoint
 
 Progress = Callable[[int, int], None]  # updates done, updates in all

@@ -13,8 +13,9 @@ from segpipe.errors import ImpureAugmentError
 from segpipe.purity import checker as purity
 from segpipe.purity.layouts import LAYOUTS, RANKS, check_diversity, check_layouts
 from segpipe.purity.probes import Finding
+from segpipe.settings.check import check
 from segpipe.settings.compose import compose
-from segpipe.settings.config import Config, check
+from segpipe.settings.config import Config
 
 CONSOLE = Console(highlight=False, soft_wrap=True)
 

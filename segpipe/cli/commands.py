@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from segpipe.settings.arguments import RUN, WHICH
 from segpipe.settings.config import SETTINGS
 from segpipe.settings.setting import Setting
 
+RUN = Setting("run", "runs/NAME", "folder of the run", required=True)
+WHICH = Setting("which", "last", "checkpoint to use", choices=("last", "best"))
 DATA = ("data.root", "data.split")
 EXPORT = tuple(key for key in SETTINGS if key.startswith("export.") and key != "export.enabled")
 

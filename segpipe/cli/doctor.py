@@ -9,8 +9,9 @@ from rich.table import Table
 from segpipe.data.problems import problems
 from segpipe.data.samples import Samples, class_pixels, image_sizes, open_samples
 from segpipe.errors import DataError
+from segpipe.settings.check import check
 from segpipe.settings.compose import compose
-from segpipe.settings.config import DataConfig, check
+from segpipe.settings.groups import DataConfig
 
 CONSOLE = Console(highlight=False, soft_wrap=True)
 

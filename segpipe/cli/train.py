@@ -13,13 +13,13 @@ from segpipe.errors import ConfigError, SegpipeError
 from segpipe.run.finish import finish
 from segpipe.run.launch import launch
 from segpipe.run.sweep import Sweep
-from segpipe.settings.compose import CONF, check_overrides, compose
+from segpipe.settings.compose import CONF, checked_overrides, compose
 
 
 def main(arguments: list[str]) -> int:
     """Exit code."""
     try:
-        check_overrides(arguments)
+        arguments = checked_overrides(arguments)
         if under_launcher() and any(argument in ("-m", "--multirun") for argument in arguments):
             raise ConfigError(
                 "--multirun under torchrun would run the whole sweep once per rank. Use: segpipe train --multirun "

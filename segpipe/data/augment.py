@@ -29,7 +29,7 @@ from segpipe.errors import ConfigError
 from segpipe.keys import generator
 
 if TYPE_CHECKING:
-    from segpipe.settings.config import AugmentConfig
+    from segpipe.settings.groups import AugmentConfig
 
 Uint8 = NDArray[np.uint8]
 Look = Callable[[str, Uint8, Uint8], None]  # called with a transform's name and its input image and target

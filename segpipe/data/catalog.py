@@ -30,7 +30,7 @@ from segpipe.errors import DataError
 from segpipe.settings.setting import nearest
 
 if TYPE_CHECKING:
-    from segpipe.settings.config import DataConfig
+    from segpipe.settings.groups import DataConfig
 
 KEYS = ("name", "names", "palette", "ids", "ignore")
 

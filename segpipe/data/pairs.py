@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from segpipe.errors import DataError
 
 if TYPE_CHECKING:
-    from segpipe.settings.config import DataConfig
+    from segpipe.settings.groups import DataConfig
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 

@@ -11,7 +11,7 @@ from segpipe.data.readers import check_mask, read_header, read_image, read_mask,
 from segpipe.errors import DataError
 
 if TYPE_CHECKING:
-    from segpipe.settings.config import DataConfig
+    from segpipe.settings.groups import DataConfig
 
 FULL_VERIFY_PIXELS = 300_000_000  # about 6 s of decoding on two cores
 T = TypeVar("T")

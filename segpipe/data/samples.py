@@ -27,7 +27,7 @@ from segpipe.errors import DataError
 from segpipe.keys import generator, sample_key
 
 if TYPE_CHECKING:
-    from segpipe.settings.config import DataConfig
+    from segpipe.settings.groups import DataConfig
 
 Sample = tuple[NDArray[np.uint8], NDArray[np.uint8]]  # image (H, W, 3) RGB and target (H, W)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from segpipe.distributed import environment, meeting
 from segpipe.distributed.watch.contract import MARGIN_S, Contract, watch
 from segpipe.errors import ConfigError, SegpipeError
-from segpipe.settings.config import ComputeConfig
+from segpipe.settings.groups import ComputeConfig
 
 T = TypeVar("T")
 

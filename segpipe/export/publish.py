@@ -30,7 +30,8 @@ from segpipe.export.graph.network import DeployModel, deploy_model, one_thread
 from segpipe.export.graph.profiles import CONFIDENCE, PROFILES, Image, Manifest, Size, free_lengths, manifest_text
 from segpipe.export.produce import produce
 from segpipe.runtime.artifact import MANIFEST
-from segpipe.settings.config import ExportConfig, export_problems
+from segpipe.settings.check import export_problems
+from segpipe.settings.groups import ExportConfig
 
 if TYPE_CHECKING:
     from segpipe.data.samples import Samples

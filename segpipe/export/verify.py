@@ -28,7 +28,7 @@ from segpipe.runtime.artifact import MANIFEST, exported_lengths, resolved
 
 if TYPE_CHECKING:
     from segpipe.export.dataset import Labelled
-    from segpipe.settings.config import ExportConfig
+    from segpipe.settings.groups import ExportConfig
     from segpipe.train.checkpoint import TrainedNetwork
 
 

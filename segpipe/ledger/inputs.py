@@ -20,7 +20,8 @@ from segpipe.data.pairs import scan
 from segpipe.errors import CheckpointError, DataError
 from segpipe.files import sha256, write_atomically
 from segpipe.ledger.rows import INPUTS
-from segpipe.settings.config import Config, DataConfig
+from segpipe.settings.config import Config
+from segpipe.settings.groups import DataConfig
 
 Hashes = dict[str, str]  # path -> SHA-256
 SOURCES = Path(segpipe.__file__).parent

@@ -12,7 +12,7 @@ from segpipe.losses.pixelwise import boundary_sum, boundary_target, dice_sum, oh
 from segpipe.models.resize import bilinear, bilinear_matmul
 
 if TYPE_CHECKING:
-    from segpipe.settings.config import LossConfig
+    from segpipe.settings.groups import LossConfig
 
 EDGE_CONFIDENCE = 0.8  # pixels that the boundary head calls an edge this surely get the extra class loss
 

@@ -26,7 +26,8 @@ from segpipe.run import lock
 from segpipe.run.console import TrainView
 from segpipe.run.folder import claim_folder, clear_folder, owned
 from segpipe.run.tracking import Tracker, check_tracking, open_tracker
-from segpipe.settings.config import Config, check, config_hash
+from segpipe.settings.check import check
+from segpipe.settings.config import Config, config_hash
 from segpipe.train.stop import handlers_kept
 
 if TYPE_CHECKING:

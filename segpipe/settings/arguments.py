@@ -10,11 +10,9 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from segpipe.errors import ConfigError
-from segpipe.settings.config import SETTINGS, Config, check, convert, from_mapping, to_mapping
+from segpipe.settings.check import check
+from segpipe.settings.config import SETTINGS, Config, convert, from_mapping, to_mapping
 from segpipe.settings.setting import Setting, nearest
-
-RUN = Setting("run", "runs/NAME", "folder of the run", required=True)
-WHICH = Setting("which", "last", "checkpoint to use", choices=("last", "best"))
 
 
 def parse(

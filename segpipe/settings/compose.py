@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from segpipe.errors import ConfigError
-from segpipe.settings.config import SETTINGS, Config, from_mapping
+from segpipe.settings.config import MAPPINGS, SETTINGS, Config, from_mapping
 from segpipe.settings.setting import nearest
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -32,7 +32,7 @@ ConfigStore.instance().store(name="schema", node=Config)
 
 def compose(overrides: list[str]) -> Config:
     """The configuration of a single run. Raises ConfigError naming the key, the value and the nearest valid ones."""
-    check_overrides(overrides)
+    overrides = checked_overrides(overrides)
     logging.getLogger("hydra").setLevel(logging.ERROR)
     GlobalHydra.instance().clear()
     try:
@@ -60,13 +60,18 @@ def _explain(error: Exception) -> str:
     return f"{text}.{nearest(named, valid)}" if named and named not in valid else text
 
 
-def check_overrides(overrides: list[str]) -> None:
-    """Raise ConfigError for the first override whose key or config file does not exist, before Hydra sees it."""
+def checked_overrides(overrides: list[str]) -> list[str]:
+    """The overrides as Hydra needs them: entries of a mapping are added, which Hydra writes as `++key=value`.
+
+    Raises ConfigError for the first override whose key or config file does not exist.
+    """
     flags = [text.partition("=")[0] for text in overrides if text.startswith("-")]
     if any(flag in COMPLETION for flag in flags):  # what follows is install=bash, not a setting
-        return
+        return overrides
     own_files = not any(flag in OTHER_CONF for flag in flags)
+    found = []
     for text in overrides:
+        found.append(text)
         if text.startswith("-") or (flags and "=" not in text):  # a flag of Hydra or its value, such as --cfg job
             continue
         override = _parse(text)
@@ -76,8 +81,11 @@ def check_overrides(overrides: list[str]) -> None:
         if key in GROUPS:
             if own_files:
                 _check_choice(override)
+        elif any(f"{key}.".startswith(f"{mapping}.") for mapping in MAPPINGS):
+            found[-1] = f"++{text.lstrip('+')}"
         elif key not in SETTINGS and not any(known.startswith(f"{key}.") for known in SETTINGS):
             raise ConfigError(f"{key} is not a setting of segpipe (in {text!r}).{nearest(key, [*SETTINGS, *GROUPS])}")
+    return found
 
 
 def _parse(text: str) -> Override:

@@ -35,7 +35,10 @@ class Setting:
 
     def problem(self, value: Any) -> str:
         """What is wrong with `value`, which has the right type; empty when it is valid."""
-        items = value if isinstance(value, list) else [value]
+        if isinstance(value, dict):
+            items = list(value.values()) if math.isfinite(self.low) else []
+        else:
+            items = value if isinstance(value, list) else [value]
         if self.length and len(items) != self.length:
             return f"{self.key} = {value}, but {self.length} values were needed, such as {self.default}."
         for item in items:
@@ -52,7 +55,7 @@ class Setting:
 def setting(default: Any, doc: str, **properties: Any) -> Any:
     """Dataclass field of a setting; `properties` are those of Setting."""
     metadata = {"doc": doc, **properties}
-    if isinstance(default, list):
+    if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
 

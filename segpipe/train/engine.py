@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config, config_hash, to_mapping
 from segpipe.train import checkpoint, state
 from segpipe.train.batches import loss_weights, shard_stream
+from segpipe.train.clock import Clock
 from segpipe.train.metrics import miou, summary
 from segpipe.train.recorder import Recorder
 from segpipe.train.step import StepResult, TrainStep, train_step
@@ -61,38 +61,6 @@ class Log(Protocol):
 # Makes both when nothing but the training itself can fail any more; given the step from which a run is resumed, or
 # None, which clears the folder of an earlier run.
 OpenOutputs = Callable[[int | None], tuple[View, Log]]
-
-
-class Clock:
-    """Time spent on updates, without validations and checkpoints."""
-
-    def __init__(self) -> None:
-        self.seconds, self.updates = 0.0, 0
-        self._mark = time.perf_counter()
-        self._recent = (0.0, 0)
-
-    def tick(self) -> None:
-        """Count an update. The first is left out of the figures: it starts workers and picks kernels."""
-        now = time.perf_counter()
-        self.seconds += now - self._mark if self.updates else 0.0
-        self.updates, self._mark = self.updates + 1, now
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Time inside is not counted."""
-        before = time.perf_counter()
-        yield
-        self._mark += time.perf_counter() - before
-
-    def rate(self) -> float:
-        """Updates per second so far; 0 before the second."""
-        return (self.updates - 1) / self.seconds if self.seconds > 0 else 0.0
-
-    def recent_rate(self) -> float:
-        """Updates per second since the last call."""
-        seconds, updates = self._recent
-        self._recent = (self.seconds, self.updates)
-        return (self.updates - updates) / (self.seconds - seconds) if self.seconds > seconds else 0.0
 
 
 @dataclass

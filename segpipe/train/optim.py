@@ -12,7 +12,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from segpipe.models.layers import SegmentationNet
-    from segpipe.settings.config import EmaConfig, OptimConfig
+    from segpipe.settings.groups import EmaConfig, OptimConfig
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

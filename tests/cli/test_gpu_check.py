@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from segpipe.settings.config import Config, check
+from segpipe.settings.check import check
+from segpipe.settings.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,7 +13,7 @@ from segpipe.data import augment
 from segpipe.data.augment import PAD_COLOUR, Augmenter, colour_matrix
 from segpipe.data.transforms import TRANSFORMS
 from segpipe.keys import generator, sample_key
-from segpipe.settings.config import AugmentConfig
+from segpipe.settings.groups import AugmentConfig
 
 NO_COLOUR = {"brightness": 0.0, "contrast": 0.0, "saturation": 0.0, "hue": 0.0}
 

@@ -10,7 +10,7 @@ from segpipe.data.catalog import CAMVID, ClassTable
 from segpipe.data.loader import train_batches
 from segpipe.data.order import Order
 from segpipe.data.samples import CachedSamples, Sample, open_samples
-from segpipe.settings.config import AugmentConfig, DataConfig
+from segpipe.settings.groups import AugmentConfig, DataConfig
 
 PAIR_BYTES = 64 * 64 * 4
 

@@ -25,7 +25,7 @@ from segpipe.data.order import Order
 from segpipe.errors import ConfigError, DataError
 from segpipe.keys import sample_key
 from segpipe.purity.canary import Canary
-from segpipe.settings.config import AugmentConfig
+from segpipe.settings.groups import AugmentConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 CROP = AugmentConfig(crop_size=[32, 48], canary=5)  # so that every layout here makes samples again

@@ -15,7 +15,7 @@ from segpipe.data.problems import problems, verify
 from segpipe.data.readers import read_image, read_mask, threaded
 from segpipe.data.samples import class_pixels, open_samples
 from segpipe.errors import DataError
-from segpipe.settings.config import DataConfig
+from segpipe.settings.groups import DataConfig
 
 CAMVID_ROOT = Path(__file__).resolve().parents[3] / "shared" / "data" / "camvid"
 CAMVID_TRAIN_PIXELS = [

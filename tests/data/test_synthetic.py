@@ -14,7 +14,7 @@ from segpipe.data.catalog import STREET
 from segpipe.data.problems import problems
 from segpipe.data.samples import SyntheticSamples, class_pixels, open_samples
 from segpipe.data.synthetic import street
-from segpipe.settings.config import DataConfig
+from segpipe.settings.groups import DataConfig
 
 SIZE = (96, 192)
 

@@ -12,8 +12,9 @@ from segpipe.data.augment import Augmenter
 from segpipe.data.transforms import TRANSFORMS, Fog, SensorNoise, builder
 from segpipe.errors import ConfigError
 from segpipe.keys import generator, sample_key
+from segpipe.settings.check import check
 from segpipe.settings.compose import compose
-from segpipe.settings.config import AugmentConfig, check
+from segpipe.settings.groups import AugmentConfig
 
 PLAIN = {"scale": [1.0, 1.0], "flip": 0.0, "brightness": 0.0, "contrast": 0.0, "saturation": 0.0, "hue": 0.0}
 

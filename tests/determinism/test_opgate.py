@@ -20,7 +20,8 @@ from segpipe.distributed.group import Group
 from segpipe.losses.total import shard_loss, valid_pixels
 from segpipe.models import MODELS, build_model, resize
 from segpipe.models.preprocess import Preprocess
-from segpipe.settings.config import Config, LossConfig
+from segpipe.settings.config import Config
+from segpipe.settings.groups import LossConfig
 from segpipe.train.metrics import confusion
 from segpipe.train.state import build_state
 from segpipe.train.step import TrainStep

@@ -36,7 +36,9 @@ from segpipe.models.preprocess import Preprocess
 from segpipe.models.resize import adaptive_avg_pool, pool_weights, traced_pool_weights
 from segpipe.runtime import Segmenter, Status
 from segpipe.runtime.artifact import Shapes, resolved
-from segpipe.settings.config import Config, ExportConfig, check
+from segpipe.settings.check import check
+from segpipe.settings.config import Config
+from segpipe.settings.groups import ExportConfig
 from segpipe.train import checkpoint
 from segpipe.train.checkpoint import TrainedNetwork
 

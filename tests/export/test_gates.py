@@ -39,7 +39,9 @@ from segpipe.export.graph.formats import ModelFile
 from segpipe.export.graph.network import deploy_model, run_eager
 from segpipe.export.graph.profiles import PROFILES, ROBOT, Answer, Image
 from segpipe.models.preprocess import Preprocess
-from segpipe.settings.config import AugmentConfig, Config, check
+from segpipe.settings.check import check
+from segpipe.settings.config import Config
+from segpipe.settings.groups import AugmentConfig
 
 ONE = Sigma(1.0, 1.0)
 

@@ -13,7 +13,7 @@ from segpipe.losses import pixelwise
 from segpipe.losses.pixelwise import boundary_sum, class_weights, kth_largest, ohem_sum
 from segpipe.losses.total import shard_loss, valid_pixels
 from segpipe.models.resize import bilinear
-from segpipe.settings.config import LossConfig
+from segpipe.settings.groups import LossConfig
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
 C = 5

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from segpipe.cli.commands import RUN, WHICH
 from segpipe.errors import ConfigError
 from segpipe.settings import compose as module
-from segpipe.settings.arguments import RUN, WHICH, parse, with_settings
-from segpipe.settings.compose import check_overrides, compose
-from segpipe.settings.config import SETTINGS, Config, check, from_mapping
+from segpipe.settings.arguments import parse, with_settings
+from segpipe.settings.check import check
+from segpipe.settings.compose import checked_overrides, compose
+from segpipe.settings.config import SETTINGS, Config, from_mapping
 from segpipe.settings.setting import Setting
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,13 +84,13 @@ def test_wrong_overrides_say_what_is_wrong(override: str, named: str) -> None:
 
 
 def test_flags_of_hydra_and_sweeps_pass_the_first_check() -> None:
-    check_overrides(["--multirun", "seed=1,2,3", "model=fast_scnn,pidnet_s", "--cfg", "job", "hydra.verbose=true"])
+    checked_overrides(["--multirun", "seed=1,2,3", "model=fast_scnn,pidnet_s", "--cfg", "job", "hydra.verbose=true"])
     with pytest.raises(ConfigError, match="fast_scn "):
-        check_overrides(["-m", "model=fast_scn,pidnet_s"])
-    check_overrides(["-sc", "install=bash"])
-    check_overrides(["--config-dir=mine", "experiment=mine"])
+        checked_overrides(["-m", "model=fast_scn,pidnet_s"])
+    checked_overrides(["-sc", "install=bash"])
+    checked_overrides(["--config-dir=mine", "experiment=mine"])
     with pytest.raises(ConfigError, match=r"optim\.lrr"):
-        check_overrides(["--config-dir=mine", "optim.lrr=1"])
+        checked_overrides(["--config-dir=mine", "optim.lrr=1"])
 
 
 @pytest.fixture
@@ -247,3 +249,13 @@ def test_other_settings_are_converted_and_checked() -> None:
     for wrong in ({"data.workers": "two"}, {"data.workers": "{a"}, {"data.workers": "-1"}, {"compute.device": "gpu"}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             with_settings(Config(), wrong)
+
+
+def test_entries_of_a_mapping_need_no_plus() -> None:
+    composed = compose(["run.name=x", "model.args.width=3", "+model.args.deep.er=[1,2]"])
+    assert composed.model.args == {"width": 3, "deep": {"er": [1, 2]}}
+    assert compose(["run.name=x", "model.args={head.*: 0.5}"]).model.args == {"head.*": 0.5}
+    with pytest.raises(ConfigError, match="model.arg.width is not a setting.*model.args"):
+        compose(["model.arg.width=3"])
+    with pytest.raises(ConfigError, match="model.args = 3, but a mapping"):
+        from_mapping({"model": {"args": 3}})

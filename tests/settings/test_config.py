@@ -8,17 +8,9 @@ import pytest
 
 from segpipe.errors import ConfigError
 from segpipe.models import MODELS
-from segpipe.settings.config import (
-    FREE_KEYS,
-    MODEL_NAMES,
-    SETTINGS,
-    Config,
-    check,
-    config_hash,
-    from_mapping,
-    recipe,
-    to_mapping,
-)
+from segpipe.settings.check import check
+from segpipe.settings.config import FREE_KEYS, SETTINGS, Config, config_hash, from_mapping, recipe, to_mapping
+from segpipe.settings.groups import MODEL_NAMES
 from segpipe.settings.setting import nearest
 
 ALL = list(SETTINGS)
@@ -44,6 +36,8 @@ def another(value: Any) -> Any:
     """A value of the same type that differs."""
     if isinstance(value, bool):
         return not value
+    if isinstance(value, dict):
+        return {**value, "other": 1}
     if isinstance(value, list):
         return [another(item) for item in value] or ["x"]
     return value + "x" if isinstance(value, str) else value + 1
@@ -97,6 +91,7 @@ WRONG = {
     bool: ("true", 0, 1, None, []),
     str: (True, None, ["a"], {"a": 1}),
     list: ("a", 1, [], None, {"a": 1}),
+    dict: (1, "x", [], None, {1: 2}),
 }
 
 

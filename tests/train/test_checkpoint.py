@@ -19,7 +19,8 @@ from segpipe.data.catalog import CAMVID
 from segpipe.errors import CheckpointError
 from segpipe.files import write_atomically
 from segpipe.models import build_model
-from segpipe.settings.config import Config, ModelConfig, to_mapping
+from segpipe.settings.config import Config, to_mapping
+from segpipe.settings.groups import ModelConfig
 from segpipe.train import checkpoint
 from segpipe.train.checkpoint import candidates, load, load_network, save
 

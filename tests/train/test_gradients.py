@@ -26,7 +26,8 @@ from segpipe.ledger.digest import state_digest
 from segpipe.losses.total import valid_pixels
 from segpipe.models import MODELS
 from segpipe.models.layers import SegmentationNet
-from segpipe.settings.config import Config, check, from_mapping
+from segpipe.settings.check import check
+from segpipe.settings.config import Config, from_mapping
 from segpipe.train import gradients
 from segpipe.train.optim import Ema, build_optimizer
 from segpipe.train.state import TrainState, _with_sync_batchnorm, build_state

@@ -12,7 +12,7 @@ from torch import nn
 
 from segpipe.models import build_model
 from segpipe.models.layers import SegmentationNet
-from segpipe.settings.config import EmaConfig, OptimConfig
+from segpipe.settings.groups import EmaConfig, OptimConfig
 from segpipe.train.optim import Ema, build_optimizer, learning_rate, parameter_groups
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -176,7 +176,7 @@ def test_updates_are_those_of_torch_bit_by_bit(name: str) -> None:
 
 CODE = """
 import sys, torch
-from segpipe.settings.config import OptimConfig
+from segpipe.settings.groups import OptimConfig
 from segpipe.models import build_model
 from segpipe.train.optim import build_optimizer
 {change}

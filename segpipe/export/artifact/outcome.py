@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from segpipe.errors import ExportMismatch, IntegrityError, LatencyError, QualityError
 from segpipe.export.gates.limits import GateResult, Sigma, gate_integrity
-from segpipe.settings.config import ENOUGH_IMAGES
+from segpipe.settings.groups import ENOUGH_IMAGES
 
 if TYPE_CHECKING:
     from segpipe.export.graph.profiles import Manifest

@@ -34,7 +34,7 @@ from segpipe.runtime.segmenter import Segmenter
 
 if TYPE_CHECKING:
     from segpipe.export.dataset import Labelled
-    from segpipe.settings.config import ExportConfig
+    from segpipe.settings.groups import ExportConfig
 
 
 @dataclass(frozen=True)
