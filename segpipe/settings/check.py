@@ -50,13 +50,16 @@ def _check_processes(config: Config, world_size: int) -> None:
     compute = config.compute
     if compute.nproc != "auto" and not (compute.nproc.isdecimal() and int(compute.nproc) > 0):
         raise ConfigError(f"compute.nproc = {compute.nproc!r}, but auto or at least 1 was needed.")
-    if compute.shards & (compute.shards - 1):
-        raise ConfigError(f"compute.shards = {compute.shards}, but a power of two was needed: the reduction is a tree.")
-    if compute.shards % world_size:
-        enough = "" if world_size & (world_size - 1) else f", or set compute.shards={world_size}"
+    if compute.shards < world_size:
         raise ConfigError(
-            f"compute.shards = {compute.shards} cannot be divided among {world_size} processes. Use a number of "
-            f"processes that divides it, a power of two{enough}."
+            f"compute.shards = {compute.shards}, but there are {world_size} processes and each needs a shard. Start at "
+            f"most {compute.shards} processes, or set compute.shards={world_size} (another global batch)."
+        )
+    if compute.mode in ("off", "ddp") and compute.shards % world_size:
+        raise ConfigError(
+            f"compute.shards = {compute.shards} cannot be divided among {world_size} processes, and compute.mode = "
+            f"{compute.mode} gives all of them equal batches. Use compute.mode=elastic, which takes any number of "
+            f"processes up to {compute.shards}, or a number that divides it."
         )
     if config.model.norm == "sync" and compute.mode in ("elastic", "audit"):
         raise ConfigError(

@@ -143,7 +143,7 @@ class ComputeConfig:
     nproc: str = setting("auto", "processes on this machine; auto: the number of GPUs, or 1", free=True)
     device: str = setting("auto", "device to train on", choices=("auto", "cpu", "cuda"))
     shards: int = setting(
-        4, "logical shards, a power of two; the global batch is shards * samples_per_shard", low=1, high=65536
+        4, "logical shards, at least one per process; the global batch is shards * samples_per_shard", low=1, high=65536
     )
     # At least 2: the networks pool whole images, which leaves BatchNorm one value per image.
     samples_per_shard: int = setting(4, "samples per logical shard", low=2)

@@ -124,7 +124,7 @@ def test_numbers_become_the_declared_type() -> None:
         ("train.log_every", (0,)),
         ("train.validate_every", (-1,)),
         ("checkpoint.every", (-1,)),
-        ("compute.shards", (0, -4, 3, 6, 12, 131072)),
+        ("compute.shards", (0, -4, 131072)),
         ("compute.samples_per_shard", (1, 0, -1)),
         ("compute.threads", (0,)),
         ("compute.timeout_s", (0.0, -1.0)),
@@ -180,14 +180,22 @@ def test_run_names_below_the_root_are_accepted(name: str) -> None:
     assert Path("runs").resolve() in config.run_dir.resolve().parents
 
 
-@pytest.mark.parametrize("world_size", [3, 5, 6, 8, 16])
-def test_shards_that_cannot_be_divided_are_refused_with_advice_that_works(world_size: int) -> None:
-    message = refused(Config(), world_size=world_size)
-    assert message.startswith(f"compute.shards = 4 cannot be divided among {world_size} processes")
-    advice = message.partition("set compute.shards=")[2].rstrip(".")
-    assert bool(advice) == (world_size in (8, 16))
-    if advice:
-        check(with_value("compute.shards", int(advice)), world_size=world_size)
+@pytest.mark.parametrize("mode", ["elastic", "audit", "ddp", "off"])
+@pytest.mark.parametrize("shards", [1, 4, 6, 16])
+def test_which_numbers_of_processes_a_mode_takes(mode: str, shards: int) -> None:
+    """Elastic ones take any number up to that of the shards, the others only equal shares."""
+    config = from_mapping({"compute": {"mode": mode, "shards": shards}})
+    for world_size in range(1, 18):
+        if world_size > shards:
+            message = refused(config, world_size=world_size)
+            assert message.startswith(f"compute.shards = {shards}, but there are {world_size} processes")
+            assert f"at most {shards} processes, or set compute.shards={world_size}" in message
+        elif mode in ("ddp", "off") and shards % world_size:
+            message = refused(config, world_size=world_size)
+            assert message.startswith(f"compute.shards = {shards} cannot be divided among {world_size} processes")
+            assert "compute.mode=elastic" in message
+        else:
+            check(config, world_size=world_size)
 
 
 def test_a_schedule_may_be_left_early_but_not_outlived() -> None:

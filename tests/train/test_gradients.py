@@ -77,21 +77,21 @@ def fresh(config: Config, **kind: Any) -> TrainState:
     return TrainState(model, Ema(model, config.ema), build_optimizer(model, config.optim), scaler)
 
 
-def batches(step: int) -> list[ShardBatch]:
+def batches(step: int, shards: int = V) -> list[ShardBatch]:
     generator = torch.Generator().manual_seed(step)
-    image = torch.randint(0, 256, (V, B, SIZE, SIZE, 3), generator=generator).to(torch.uint8)
-    target = torch.randint(0, C, (V, B, SIZE, SIZE), generator=generator).to(torch.uint8)
+    image = torch.randint(0, 256, (shards, B, SIZE, SIZE, 3), generator=generator).to(torch.uint8)
+    target = torch.randint(0, C, (shards, B, SIZE, SIZE), generator=generator).to(torch.uint8)
     ids = torch.zeros(B, dtype=torch.int64)
-    return [ShardBatch(step, shard, image[shard], target[shard], ids, ids) for shard in range(V)]
+    return [ShardBatch(step, shard, image[shard], target[shard], ids, ids) for shard in range(shards)]
 
 
 def updates(
     state: TrainState, config: Config, group: Group, count: int, *, dawdle: Callable[[], None] = lambda: None
 ) -> str:
     """Digest of weights, statistics and average after `count` more updates; before each this rank waits."""
-    step, own = TrainStep(config, Watch(group, state)), group.own_shards(V)
+    step, own = TrainStep(config, Watch(group, state)), group.own_shards(config.compute.shards)
     for _ in range(count):
-        shards = batches(state.step)
+        shards = batches(state.step, config.compute.shards)
         dawdle()
         step([shards[shard] for shard in own], torch.tensor(sum(valid_pixels(batch.target) for batch in shards)))
         step.apply()
@@ -135,10 +135,11 @@ class ByArrival:
 
     order: ClassVar[tuple[int, ...]] = ()
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, leaves: int) -> None:
         self.world_size = group.world_size
 
-    def start(self, part: Tensor) -> None:
+    def start(self, parts: list[Tensor]) -> None:
+        (part,) = parts
         everyone = [torch.empty_like(part) for _ in range(self.world_size)]
         dist.all_gather(everyone, part.clone())
         first, *others = (everyone[rank] for rank in self.order)
@@ -239,10 +240,10 @@ def test_no_bucket_leaves_before_statistics_and_figures_are_in_it() -> None:
     sent: list[int] = []
 
     class Across:
-        def start(self, part: Tensor) -> None:
-            sent.append(part.numel())
+        def start(self, parts: list[Tensor]) -> None:
+            sent.append(parts[0].numel())
 
-    exchange = gradients._Exchange(layout, TreeSum(), layout.new(), [early, late], Across())  # type: ignore[arg-type]
+    exchange = gradients._Exchange(layout, TreeSum(1), layout.new(), [early, late], Across())  # type: ignore[arg-type]
     early.grad, late.grad = torch.ones(10), torch.ones(25)
     exchange.on_grad_ready(1)
     exchange.on_grad_ready(0)

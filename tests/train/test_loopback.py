@@ -37,8 +37,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Loopback]:
     return made
 
 
-def config_of(mode: str, *, clip_norm: float = 1.0) -> Config:
-    config = settings(mode)
+def config_of(mode: str, *, clip_norm: float = 1.0, shards: int = V) -> Config:
+    config = settings(mode, shards)
     config.optim.clip_norm = clip_norm
     return config
 
@@ -55,9 +55,10 @@ def state_of(config: Config, *, norm: bool = True, unused: bool = False) -> Trai
 
 
 def group_of(rank: int, world_size: int, *, machines: bool = False) -> Group:
+    if not machines:
+        return Group(rank, rank, world_size, CPU)
     within, across = ((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]
-    levels = (Level(2, within), Level(2, across)) if machines else ()  # type: ignore[arg-type]
-    return Group(rank, rank, world_size, CPU, levels)
+    return Group(rank, rank, world_size, CPU, (Level(2, within), Level(2, across)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bucket_size", [20, 600, 1 << 20])
@@ -79,6 +80,20 @@ def test_elastic_gives_the_bits_of_one_process(
 
     alone = updates(state_of(config, unused=True), config, ALONE, 2)
     assert ranks(world_size).run(work) == [alone] * world_size
+
+
+@pytest.mark.parametrize(
+    ("world_size", "shards"), [*((r, 16) for r in (2, 3, 5, 7, 8, 12, 16)), *((r, 6) for r in range(2, 7))]
+)
+def test_any_number_of_processes_up_to_the_shards_gives_the_bits_of_one(
+    ranks: Callable[[int], Loopback], monkeypatch: pytest.MonkeyPatch, world_size: int, shards: int
+) -> None:
+    monkeypatch.setattr(gradients, "BUCKET_SIZE", 600)
+    config = config_of("elastic", shards=shards)
+    states = [state_of(config, unused=True) for _ in range(world_size)]
+    alone = updates(state_of(config, unused=True), config, ALONE, 2)
+    found = ranks(world_size).run(lambda rank: updates(states[rank], config, group_of(rank, world_size), 2))
+    assert found == [alone] * world_size
 
 
 def values(state: TrainState) -> dict[str, Tensor]:
