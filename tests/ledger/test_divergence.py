@@ -178,7 +178,7 @@ def test_runs_of_different_work_cannot_be_compared(tmp_path: Path, changes: Any,
     a = ledgers.write_session(tmp_path / "a", ledgers.header(), STEPS)
     b = ledgers.write_session(tmp_path / "b", ledgers.header(**changes), STEPS)
     found = compare(read_run(a), read_run(b))
-    assert (found.verdict, found.exit_code) == ("incomparable", 2)
+    assert (found.verdict, found.exit_code) == ("not_comparable", 2)
     assert f"not comparable: {reason}" in found.sentence
 
 
@@ -186,7 +186,7 @@ def test_runs_without_a_common_step_cannot_be_compared(tmp_path: Path) -> None:
     a = ledgers.write_session(tmp_path / "a", ledgers.header(), range(2))
     b = ledgers.write_session(tmp_path / "b", ledgers.header(first_step=5), range(5, 8))
     found = compare(read_run(a), read_run(b))
-    assert found.verdict == "incomparable"
+    assert found.verdict == "not_comparable"
     assert "no step is in both ledgers: A has steps 0 to 1, B has steps 5 to 7" in found.sentence
     empty = ledgers.write_session(tmp_path / "c", ledgers.header(), [])
     assert "B has no step" in compare(read_run(a), read_run(empty)).sentence
@@ -307,7 +307,7 @@ def test_the_command_refuses_what_it_cannot_read(
     assert told in capsys.readouterr().out
     assert segpipe(["compare", str(a), str(b), "--json"]) == 2
     found = json.loads(capsys.readouterr().out)
-    assert found["verdict"] == "incomparable"
+    assert found["verdict"] == "not_comparable"
     assert told in found["sentence"]
 
 
