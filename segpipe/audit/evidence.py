@@ -288,7 +288,7 @@ def check_result(run: Path, checkpoints: Sequence[CheckedCheckpoint], ledger: Ru
         return Line("result", FAILED, f"result.json: {shortened(faults)}")
     against = " and the ledger" if ledger is not None else ""
     status = PASSED if last is not None else UNCHECKED
-    return Line("result", status, f"result.json matches last.pt{against} (its mIoU was not measured again)")
+    return Line("result", status, f"result.json matches last.pt{against}")
 
 
 def _seal_faults(result: Mapping[str, Any], ledger: RunLedger) -> list[str]:
@@ -300,9 +300,14 @@ def _seal_faults(result: Mapping[str, Any], ledger: RunLedger) -> list[str]:
     return faults
 
 
+def export_folder(run: Path, config: Config | None) -> Path:
+    """Where a run exports to."""
+    return Path(config.export.dir) if config and config.export.dir else run / "export"
+
+
 def check_export(run: Path, config: Config | None, checkpoints: Sequence[CheckedCheckpoint]) -> Line:
     """The exported folder against its checksums and the checkpoint that it was made from."""
-    folder = Path(config.export.dir) if config and config.export.dir else run / "export"
+    folder = export_folder(run, config)
     if not (folder / MANIFEST).is_file() or not (folder / SUMS).is_file():
         return Line("export", UNCHECKED, f"{folder} holds no exported network")
     try:
