@@ -97,9 +97,7 @@ def examine(
     ledger, ledger_lines = evidence.check_ledger(run)
     original, config, lines = _settings(request, ledger)
     obstacle = _obstacle(config, ledger, request)
-    # Spans are replayed although data or sources changed: it shows where that mattered.
-    consistent = not any(line.part == "config" and line.status == FAILED for line in lines)
-    replayable = config if ledger and config and _data_is_here(config) and consistent else None
+    replayable = config if ledger and _is_replayable(config, lines) else None
     spans: list[Span] = []
     with tempfile.TemporaryDirectory(prefix="segpipe-audit-") as scratch:
         replays = _Replays(replayable, request, Path(scratch), progress, run_tasks) if replayable else None
@@ -161,6 +159,12 @@ def _updates(replays: _Replays, ledger: RunLedger, obstacle: str) -> list[Line]:
 def _chosen(request: AuditRequest, ledger: RunLedger, starts: Mapping[int, Path | None]) -> list[Span]:
     longest, end = request.span_steps, ledger.num_updates
     return choose_spans({0: None, **starts}, end, count=request.spans, longest=longest, seed=request.seed)
+
+
+def _is_replayable(config: Config | None, lines: Sequence[Line]) -> bool:
+    """Also when data or sources changed: a replay shows where that mattered."""
+    consistent = not any(line.part == "config" and line.status == FAILED for line in lines)
+    return config is not None and _data_is_here(config) and consistent
 
 
 def _data_is_here(config: Config) -> bool:
