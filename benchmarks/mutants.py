@@ -39,6 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 EQUIVALENT: list[dict[str, str]] = json.loads((ROOT / "benchmarks" / "mutants_equivalent.json").read_text())
 LOSSES, GATES = ("tests/losses",), ("tests/export/test_limits.py", "tests/export/test_gates.py")
+JUDGE = ("tests/export/test_judge.py",)
 MODULES: dict[str, tuple[str, ...]] = {  # the tests that must notice a change of the module
     "segpipe/keys.py": ("tests/test_keys.py",),
     "segpipe/data/order.py": ("tests/data/test_order.py",),
@@ -46,6 +47,7 @@ MODULES: dict[str, tuple[str, ...]] = {  # the tests that must notice a change o
     "segpipe/losses/total.py": LOSSES,
     "segpipe/models/published.py": ("tests/models/test_models.py",),
     "segpipe/ledger/digest.py": ("tests/ledger/test_digest.py", "tests/ledger/test_native.py"),
+    "segpipe/ledger/divergence.py": ("tests/ledger/test_divergence.py",),
     "segpipe/distributed/reduce.py": ("tests/distributed/test_reduce.py",),
     "segpipe/train/optim.py": ("tests/train/test_optim.py",),
     "segpipe/train/checkpoint.py": ("tests/train/test_checkpoint.py", "tests/train/test_state.py"),
@@ -53,7 +55,12 @@ MODULES: dict[str, tuple[str, ...]] = {  # the tests that must notice a change o
     "segpipe/train/step.py": ("tests/train/test_step.py", "tests/train/test_loopback.py"),
     "segpipe/export/gates/limits.py": GATES,
     "segpipe/export/gates/comparison.py": GATES,
-    "segpipe/export/gates/judge.py": GATES,
+    "segpipe/export/gates/judge.py": JUDGE,
+    "segpipe/export/gates/check_set.py": JUDGE,
+    "segpipe/export/gates/controls.py": GATES,
+    "segpipe/export/gates/quality.py": GATES,
+    "segpipe/export/gates/latency.py": GATES,
+    "segpipe/export/gates/temperature.py": ("tests/export/test_temperature.py", "tests/export/test_gates.py"),
 }
 PRELOADED = ("torch", "torch.distributed", "torch.utils.data", "torchvision", "cv2", "albumentations", "hydra", "onnx",
              "onnxruntime", "pytest", "psutil", "rich")  # fmt: skip

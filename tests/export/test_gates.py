@@ -17,7 +17,7 @@ from segpipe.data.augment import Augmenter
 from segpipe.errors import ConfigError, ExportMismatch, IntegrityError, LatencyError, QualityError
 from segpipe.export.artifact.outcome import ExportReport, refusal
 from segpipe.export.dataset import Labelled
-from segpipe.export.gates import controls, judge
+from segpipe.export.gates import controls
 from segpipe.export.gates.check_set import Check, check_set
 from segpipe.export.gates.comparison import (
     Candidate,
@@ -35,7 +35,6 @@ from segpipe.export.gates.latency import gate_latency
 from segpipe.export.gates.limits import LIMITS, GateResult, Limits, Sigma
 from segpipe.export.gates.quality import Score, gate_quality, scores
 from segpipe.export.gates.temperature import calibration_entry
-from segpipe.export.graph.formats import ModelFile
 from segpipe.export.graph.network import deploy_model, run_eager
 from segpipe.export.graph.profiles import PROFILES, ROBOT, Answer, Image
 from segpipe.models.preprocess import Preprocess
@@ -385,14 +384,6 @@ def test_a_file_that_does_not_run_is_broken_not_a_traceback() -> None:
     compare(as_trained(run_eager(model), Preprocess()), [bad, good], check_set(IMAGES[:1], ["x"]))
     assert bad.broken == "RuntimeError: torn (on x)"
     assert len(good.comparisons) == 6
-
-
-def test_the_probe_of_an_int8_file_runs_node_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise onnxruntime may show the normalised image after its quantisation, and G4 refuses a sound file."""
-    asked: list[bool] = []
-    monkeypatch.setattr(judge, "open_onnx", lambda path, profile, *, optimise=True: asked.append(optimise))
-    judge._open_probe(ModelFile("onnx", "int8", Path("a"), Path("b"), {}), ROBOT)
-    assert asked == [False]
 
 
 # Confidence and profiles
