@@ -1,4 +1,4 @@
-"""The judge: every file passes through the gates in order, and what stops one file does not hide another.
+"""The judge and its check set: every file passes the gates in order, and what stops one does not hide another.
 
 A model file is an empty file here, and what it computes is a deploy model in memory: nothing is converted.
 """
@@ -10,14 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 import torch
 
 from exports import CLASSES, IMAGES, NAMES, NUM_CLASSES, SIZE, tiny_network
+from segpipe.errors import ConfigError
 from segpipe.export.artifact.outcome import EAGER, ExportReport
 from segpipe.export.gates import judge, latency
-from segpipe.export.gates.check_set import check_set
+from segpipe.export.gates.check_set import Check, check_set, trials
 from segpipe.export.gates.controls import CONTROLS
 from segpipe.export.gates.judge import GateInputs
 from segpipe.export.graph.formats import FORMATS, ModelFile
@@ -183,6 +185,62 @@ def test_a_file_that_fails_on_an_image_has_one_finding_of_integrity_more(shelf: 
     assert gates(report, "model.onnx") == ["G1", "G1"]
     assert failures(report) == [("model.onnx", "G1")]
     assert "out of shape" in report.gates["model.onnx"][1].message
+
+
+# --- the check set
+
+
+def test_the_check_set_is_real_images_and_generated_ones_of_their_size() -> None:
+    checks = check_set(IMAGES[:2], NAMES[:2])
+    assert [(check.name, check.is_real) for check in checks[:2]] == [(name, True) for name in NAMES[:2]]
+    assert all(check.image is image for check, image in zip(checks[:2], IMAGES[:2], strict=True))
+    made = {check.name: check.image for check in checks[2:]}
+    assert not any(check.is_real for check in checks[2:])
+    assert {(image.shape, image.dtype) for image in made.values()} == {((*SIZE, 3), np.dtype(np.uint8))}
+    for level in (0, 128, 255):
+        assert (made[f"constant_{level}"] == level).all()
+    assert len(np.unique(made["noise"])) == 256
+    assert int(made["noise"].sum()) == 2353661, "the same in every export"
+    board = made["checkerboard"]
+    assert sorted(np.unique(board)) == [0, 255]
+    assert (board == board[..., :1]).all()
+    assert [board[0, 0, 0], board[7, 7, 0], board[0, 8, 0], board[8, 0, 0], board[8, 8, 0]] == [0, 0, 255, 255, 0]
+    assert board.mean() == 127.5
+    alone = check_set([], [], (16, 24))
+    assert [check.image.shape for check in alone] == [(16, 24, 3)] * 5
+
+
+@pytest.mark.parametrize(
+    ("images", "told"),
+    [
+        (
+            [IMAGES[0], IMAGES[1][:32]],
+            r"check image scene_1 is uint8 \(32, 96, 3\), but all must be uint8 \(64, 96, 3\)",
+        ),
+        ([IMAGES[0].astype(np.float32)], "check image scene_0 is float32"),
+        ([IMAGES[0][..., :2]], r"scene_0 is uint8 \(64, 96, 2\)"),
+        ([IMAGES[0][..., 0]], r"scene_0 is uint8 \(64, 96\)"),
+        ([IMAGES[0][..., 0, None, None]], r"scene_0 is uint8 \(64, 96, 1, 1\)"),
+        ([], "only after a check on real images"),
+    ],
+)
+def test_unusable_check_images_are_named(images: list[Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        check_set(images, NAMES[: len(images)])
+
+
+def test_the_check_set_in_every_shape() -> None:
+    checks = [Check(name, image) for name, image in zip(NAMES, IMAGES, strict=True)]
+    own, wide, high = trials(free_lengths("hw", SIZE, 4), checks)
+    assert own.checks is checks
+    assert [(trial.name, trial.batch) for trial in (own, wide, high)] == [("", 1), ("32x144", 1), ("96x48", 1)]
+    assert {entry.image.shape for entry in wide.checks} == {(32, 144, 3)}
+    assert high.checks[1].name == "scene_1 (96x48)"
+    assert np.array_equal(wide.checks[1].image, cv2.resize(IMAGES[1], (144, 32), interpolation=cv2.INTER_LINEAR))
+    batched = list(trials(free_lengths("batch", SIZE, 4), checks))
+    assert [(trial.name, trial.batch) for trial in batched] == [("", 1), ("batches of 2", 2), ("batches of 3", 3)]
+    assert [check.name for check in batched[1].checks] == [f"{name} (batches of 2)" for name in NAMES]
+    assert len(list(trials({}, checks))) == 1
 
 
 # --- stored weights
