@@ -217,7 +217,7 @@ def test_quality_needs_labels_and_known_ids() -> None:
     assert "no labelled pixel" in nothing.message
     target = np.zeros((1, 4), np.uint8)
     counted = Score(torch.zeros(2, 2, dtype=torch.int64))
-    counted.add(np.array([[0, 1, 200, -1]], np.int32), target)
+    counted.add(Answer(np.array([[0, 1, 200, -1]], np.int32)), target)
     assert counted.invalid_pixels == 2
     assert counted.counts.sum() == 4
     result = gate_quality(counted, counted, ("a", "b"))

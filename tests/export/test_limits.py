@@ -30,13 +30,16 @@ ONE = Sigma(1.0, 1.0)
 FP32 = {
     "logits_sigma": 1e-3, "agreement": 0.9999, "image_agreement": 0.999, "margin_sigma": 2e-3, "confidence_levels": 1,
     "normalised": 1e-5, "miou_points": 0.01, "class_points": 0.05, "critical_points": None, "both_ways": True,
-    "relative_latency": None,
+    "relative_latency": None, "confidence_mean": None, "calibration_points": None,
 }  # fmt: skip
 REDUCED = {"image_agreement": None, "confidence_levels": None, "class_points": None, "both_ways": False}
-FP16 = {"logits_sigma": 3e-2, "agreement": 0.995, "margin_sigma": 6e-2, "miou_points": 0.1}
+FP16 = {
+    "logits_sigma": 3e-2, "agreement": 0.995, "margin_sigma": 6e-2, "miou_points": 0.1, "confidence_levels": 2,
+    "calibration_points": 1.0,
+}  # fmt: skip
 INT8 = {
     "logits_sigma": None, "agreement": 0.97, "margin_sigma": None, "miou_points": 1.0, "critical_points": 2.0,
-    "relative_latency": 0.9,
+    "relative_latency": 0.9, "confidence_mean": 8.0, "calibration_points": 5.0,
 }  # fmt: skip
 
 
@@ -110,6 +113,7 @@ def test_mask_figures_are_those_of_all_images() -> None:
         "worst_image_agreement": pytest.approx(1 - 3 / 10_000),
         "unexplained_pixels": 1,
         "confidence_levels": 1,
+        "confidence_mean": 0.0,
         "worst": "far",
         "images": 3,
     }
@@ -305,6 +309,8 @@ def test_quality_figures_and_limits_are_in_points_of_100() -> None:
         "points": pytest.approx(points),
         "worst_class": "road",
         "class_points": pytest.approx(-10),
+        "calibration_error_reference": 0.0,
+        "calibration_error": 0.0,
         "images": 3,
     }
     assert f"mIoU 100.00 % moves by {points:+.4f} points on 3 images" in found.message
@@ -326,9 +332,37 @@ def test_quality_figures_and_limits_are_in_points_of_100() -> None:
 def test_pixels_are_counted_by_target_and_prediction() -> None:
     score = Score(torch.zeros(3, 3, dtype=torch.int64))
     for _ in range(2):
-        score.add(np.array([[0, 1, 2, 2, 3, -1]]), np.array([[0, 0, 1, 255, 2, 2]], np.uint8))
+        answer = Answer(np.array([[0, 1, 2, 2, 3, -1]]))
+        score.add(answer, np.array([[0, 0, 1, 255, 2, 2]], np.uint8))
     assert score.counts.tolist() == [[2, 2, 0], [0, 0, 2], [4, 0, 0]]
     assert (score.images, score.invalid_pixels) == (2, 4)
+
+
+def test_confidence_is_judged_by_its_mean_on_real_images_and_by_its_calibration() -> None:
+    """A file may be unsure elsewhere than the trained network, but no more wrong about being sure."""
+    limits = Limits(agreement=0.0, image_agreement=None, confidence_levels=None, confidence_mean=8.0)
+    near, made = compared(confidence_mean=8.0), compared("noise", is_real=False, confidence_mean=90.0)
+    assert gate_mask([near, made], ONE, limits).passed
+    for level in (8.1, math.nan):
+        refused = gate_mask([compared(confidence_mean=level), made], ONE, limits)
+        assert not refused.passed
+        assert "8 levels on average" in refused.message
+    target = np.zeros((8, 8), np.uint8)
+    target[:, 4:] = 1
+    mask, levels = np.zeros((8, 8), np.uint8), np.full((4, 4), 128, np.uint8)  # half of it right, and half sure
+    honest, boastful = (Score(torch.zeros(2, 2, dtype=torch.int64)) for _ in range(2))
+    honest.add(Answer(mask, levels), target)
+    boastful.add(Answer(mask, np.full((4, 4), 255, np.uint8)), target)
+    assert honest.calibration_error == pytest.approx(128 / 255 - 0.5)
+    assert boastful.calibration_error == pytest.approx(0.5)
+    points = 100 * (boastful.calibration_error - honest.calibration_error)
+    for limit, passed in ((points, True), (math.nextafter(points, 0), False)):
+        found = gate_quality(honest, boastful, ("a", "b"), Limits(calibration_points=limit))
+        assert found.passed is passed
+        assert passed or "calibration error grows by 49.8 points" in found.message
+    unlabelled = Score(torch.zeros(2, 2, dtype=torch.int64))
+    unlabelled.add(Answer(mask, levels), np.full((8, 8), 255, np.uint8))
+    assert unlabelled.calibration_error == 0.0
 
 
 class Clock:
