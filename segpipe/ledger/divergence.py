@@ -104,7 +104,7 @@ def incomparable(reason: str, **facts: Any) -> Comparison:
 def compare(a: RunLedger, b: RunLedger) -> Comparison:
     """Where run `b` first differs from run `a`, by their ledgers alone."""
     pairs = {kind: _common(a.rows[kind], b.rows[kind]) for kind in (SHARD, STEP, PART)}
-    steps = np.unique(np.concatenate([pairs[kind][0]["step"] for kind in (SHARD, STEP)]))
+    steps = pairs[STEP][0]["step"]  # whose last row both have: a crash may leave shards of a step without it
     facts: dict[str, Any] = {
         "steps": int((steps >= 0).sum()),
         "fingerprint": flags.differences(a.first.fingerprint, b.first.fingerprint),
@@ -170,7 +170,7 @@ def _first_step(kind: int, pair: tuple[Rows, Rows]) -> list[int]:
 
 
 def _span(run: RunLedger) -> str:
-    steps = np.concatenate([run.rows[kind]["step"] for kind in (SHARD, STEP)])
+    steps = run.rows[STEP]["step"]
     steps = steps[steps >= 0]
     return f"steps {steps.min()} to {steps.max()}" if len(steps) else "no step"
 
