@@ -125,10 +125,15 @@ def _edits(node: ast.AST) -> Iterator[tuple[Any, str]]:
     if isinstance(node, ast.Raise):
         return
     for name, value in ast.iter_fields(node):
-        if name not in SKIPPED_FIELDS:
+        if name not in SKIPPED_FIELDS and not (name == "keywords" and _is_zip(node)):
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST):
                     yield from _edits(child)
+
+
+def _is_zip(node: ast.AST) -> bool:
+    """Whether its only keyword, `strict`, is an assertion of ours."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "zip"
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:

@@ -100,6 +100,14 @@ def test_device_and_host_mix_alike() -> None:
     assert (on_host.numpy().view(U) == mix64(x.numpy().view(U))).all()
 
 
+def test_words_of_another_device_are_mixed_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixed: list[Tensor] = []
+    monkeypatch.setattr(module, "_mix64_on_device", mixed.append)
+    elsewhere = torch.empty(3, dtype=torch.int64, device="meta")
+    assert module._mix64_(elsewhere) is elsewhere
+    assert [each is elsewhere for each in mixed] == [True]
+
+
 def words(*tensors: Tensor) -> int:
     """H over H of every block of the bytes of tensors, each filled up to whole words."""
     octets = [bytes(tensor.contiguous().view(torch.uint8).flatten().tolist()) for tensor in tensors]

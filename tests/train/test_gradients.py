@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
@@ -26,6 +26,7 @@ from segpipe.ledger.digest import state_digest
 from segpipe.losses.total import valid_pixels
 from segpipe.models import MODELS
 from segpipe.models.layers import SegmentationNet
+from segpipe.models.preprocess import Preprocess
 from segpipe.settings.check import check
 from segpipe.settings.config import Config, from_mapping
 from segpipe.train import gradients
@@ -346,3 +347,78 @@ def test_class_weights_and_the_corners_of_the_network_reach_the_loss() -> None:
     weighted = shard_losses(torch.tensor([4.0, 1.0, 1.0, 1.0, 1.0]))
     assert all(float(weighted[shard]) > float(plain[shard]) for shard in plain)
     assert all(float(loss) != float(plain[shard]) for shard, loss in shard_losses(align_corners=True).items())
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", None), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_the_network_runs_in_the_configured_precision_and_the_loss_in_fp32(
+    precision: str, dtype: torch.dtype | None
+) -> None:
+    config = settings("elastic", precision=precision)
+    state = fresh(config)
+    inside: set[torch.dtype] = set()
+    state.model.main.register_forward_hook(lambda *call: inside.add(call[2].dtype))  # type: ignore[operator, union-attr]
+    loss = gradients.BatchLoss(config, Watch(ALONE, state), None)
+    batch = batches(0)[0]
+    parts = loss(gradients.AllHeads(state.model), batch.image, batch.target, torch.tensor(V * B * SIZE * SIZE), shard=0)
+    assert inside == {dtype or torch.float32}
+    assert {part.dtype for part in parts.values()} == {torch.float32}
+
+
+class Seen(Watch):
+    """Keeps what an update shows to its watch."""
+
+    def __init__(self, state: TrainState) -> None:
+        super().__init__(ALONE, state)
+        self.inputs: list[Tensor] = []
+        self.shards: list[tuple[Any, ...]] = []
+        self.batches: list[int] = []
+
+    def forward(self, seen: Tensor, heads: Mapping[str, Tensor]) -> None:
+        assert list(heads) == ["main", "aux"]
+        self.inputs.append(seen)
+
+    def shard(self, batch: ShardBatch, loss: Tensor, statistics: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        copies = [[value.clone() for value in values] for values in (statistics, gradients)]
+        self.shards.append((batch.shard, loss.item(), *copies))
+
+    def whole_batch(self, shards: Sequence[ShardBatch]) -> None:
+        self.batches += [batch.shard for batch in shards]
+
+
+@pytest.mark.parametrize("mode", ["elastic", "ddp"])
+def test_the_watch_sees_the_input_and_what_each_shard_adds(mode: str) -> None:
+    config, shards = settings(mode), batches(0)
+    state = fresh(config, dropout=0.0)
+    watch = Seen(state)
+    valid = torch.tensor(V * B * SIZE * SIZE)
+    result = TrainStep(config, watch)(shards, valid)
+    assert torch.equal(torch.cat(watch.inputs), Preprocess()(torch.cat([batch.image for batch in shards])))
+    if mode == "ddp":
+        assert (watch.batches, watch.shards) == ([0, 1, 2, 3], [])
+        return
+    assert (watch.batches, [shown[0] for shown in watch.shards]) == ([], [0, 1, 2, 3])
+    assert {shard: loss for shard, loss, *_ in watch.shards} == {
+        shard: float(loss) for shard, loss in result.shard_losses.items()
+    }
+    for shard, _, statistics, grads in watch.shards:
+        twin = fresh(config, dropout=0.0)
+        alone = TrainStep(config, Watch(ALONE, twin))
+        alone.gradients([shards[shard]], valid)
+        assert all(map(torch.equal, grads, [parameter.grad for parameter in twin.model.parameters()]))
+        twin = fresh(config, dropout=0.0)
+        twin.model.logits(watch.inputs[shard], aux=True)
+        assert all(map(torch.equal, statistics, gradients.statistics(twin.model)))
+
+
+def test_memory_for_gradients_grows_with_the_depth_of_the_tree_and_is_kept() -> None:
+    """Four shards need three vectors, and no more are made in later updates."""
+    config = settings("elastic")
+    step = TrainStep(config, Watch(ALONE, fresh(config)))
+    assert isinstance(step.gradients, gradients.ElasticGradients)
+    found = []
+    for _ in range(3):
+        step(batches(0), torch.tensor(V * B * SIZE * SIZE))
+        step.apply()
+        found.append([vector.data_ptr() for vector in step.gradients._vectors])
+    assert len(found[0]) == 3
+    assert found[0] == found[1] == found[2]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_gradients import ALONE, CPU, SIZE, B, Net, V, batches, fresh, settings, updates
+from test_gradients import ALONE, CPU, SIZE, B, CountedExchange, Net, V, batches, fresh, settings, updates
 from torch import Tensor, nn
 
 from ranks import Loopback
@@ -73,7 +73,10 @@ def test_elastic_gives_the_bits_of_one_process(
     machines: bool,
     bucket_size: int,
 ) -> None:
+    """Also with buckets that leave while the backward still runs: none of one bucket, which waits for statistics."""
     monkeypatch.setattr(gradients, "BUCKET_SIZE", bucket_size)
+    monkeypatch.setattr(gradients, "_Exchange", CountedExchange)
+    monkeypatch.setattr(CountedExchange, "early", [])
     config = config_of("elastic")
 
     states = [state_of(config, unused=True) for _ in range(world_size)]
@@ -83,6 +86,7 @@ def test_elastic_gives_the_bits_of_one_process(
 
     alone = updates(state_of(config, unused=True), config, ALONE, 2)
     assert ranks(world_size).run(work) == [alone] * world_size
+    assert [count > 0 for count in CountedExchange.early] == [bucket_size != 1 << 20] * 2 * world_size
 
 
 @pytest.mark.parametrize(
