@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from segpipe.data.folders import missing, near
 from segpipe.errors import DataError
 
 if TYPE_CHECKING:
@@ -70,25 +70,10 @@ def _listed(listing: Path, images: dict[str, str]) -> tuple[list[str], list[str]
     faults = [f"{listing} lists {stem} {times} times." for stem, times in Counter(stems).items() if times > 1]
     for stem in stems:
         if stem not in images:
-            near = _nearest(stem, images)
-            hint = f" Did you mean {near}?" if near else ""
+            other = near(stem, images)
+            hint = f" Did you mean {other}?" if other else ""
             faults.append(f"{listing} lists {stem}, but images has no such stem.{hint}")
     return stems, faults
-
-
-def missing(folder: Path) -> str:
-    """Message about a folder that does not exist, with the nearest one that does."""
-    parent, absent = folder, folder
-    while not parent.is_dir():
-        parent, absent = parent.parent, parent
-    siblings = sorted(path.name for path in parent.iterdir() if path.is_dir())
-    near = _nearest(absent.name, siblings)
-    hint = f"Nearest: {parent / near}" if near else f"{parent} holds {', '.join(siblings[:8]) or 'no folders'}"
-    return f"{absent} does not exist. {hint}. Set data.root and the split to existing folders."
-
-
-def _nearest(name: str, choices: Iterable[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)), None)
 
 
 def check_sizes(pair: Pair, image: Sequence[int], mask: Sequence[int]) -> None:
