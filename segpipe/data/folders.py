@@ -47,7 +47,7 @@ def locate(root: Path, split: str, images: str = "", masks: str = "") -> FolderL
         if not behind and not listing.is_file():
             return no_split(root, split)
         return FolderLayout(image_place[0], mask_place[0], image_place[1], mask_place[1], None if behind else listing)
-    inner, outer = _synonyms(root, split), _synonyms(root / split, "")
+    inner, outer = _synonyms(root), _synonyms(root / split)
     if isinstance(inner, str):
         return FolderLayout(root, root, table=table) if table.is_file() else inner
     if (inner.images / split).is_dir():
@@ -63,6 +63,22 @@ def locate(root: Path, split: str, images: str = "", masks: str = "") -> FolderL
     if inner.images.is_dir() and inner.masks.is_dir() and not _has_folders(inner.images):
         return no_split(root, split)
     return FolderLayout(inner.images / split, inner.masks / split)
+
+
+def undivided(root: Path, images: str = "", masks: str = "") -> FolderLayout | str:
+    """Layout of all files of a data set whose folders no split divides, or a message why there is none."""
+    for divided in (root / "images" / "train", root / "train" / "images"):
+        if divided.is_dir() and not (images and masks):
+            return (
+                f"{divided} exists, so {root} is divided into splits already. To divide one of its folders again, name "
+                "it here and in every other command: data.images=images/train data.masks=masks/train."
+            )
+    if not (images or masks):
+        return _synonyms(root)
+    (images_at, image_ending), (masks_at, mask_ending) = (
+        _place(root, value or kind, "") for value, kind in ((images, "images"), (masks, "masks"))
+    )
+    return FolderLayout(images_at, masks_at, image_ending, mask_ending)
 
 
 def no_split(root: Path, split: str) -> str:
@@ -85,7 +101,7 @@ def _place(root: Path, pattern: str, split: str) -> tuple[Path, str | None]:
     return root / folder, ending if star else None
 
 
-def _synonyms(root: Path, split: str) -> FolderLayout | str:
+def _synonyms(root: Path) -> FolderLayout | str:
     """Folders of images and masks below `root`, or a message if one of them has two candidates."""
     found = []
     for kind, names in (("images", IMAGE_FOLDERS), ("masks", MASK_FOLDERS)):

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from segpipe.data.folders import SUFFIXES, FolderLayout, locate, missing, near
+from segpipe.data.folders import SUFFIXES, FolderLayout, locate, missing, near, undivided
 from segpipe.errors import DataError
 
 if TYPE_CHECKING:
@@ -50,6 +50,12 @@ def scan(data: DataConfig, split: str) -> tuple[list[Pair], list[str]]:
     if layout.table:
         return _pairs_of_table(root, layout.table)
     return _pairs_of_folders(layout, split)
+
+
+def scan_undivided(data: DataConfig) -> tuple[list[Pair], list[str]]:
+    """All pairs of a folder data set that has no splits yet, and messages as those of `scan`."""
+    layout = undivided(Path(data.root), data.images, data.masks)
+    return ([], [layout]) if isinstance(layout, str) else _pairs_of_folders(layout, "all")
 
 
 def pairing(data: DataConfig, split: str) -> Path | None:
