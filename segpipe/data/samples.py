@@ -3,10 +3,9 @@
 Layouts on disk, below `data.root`:
 
     camvid   {split}/*.png with {split}annot/*.png
-    folder   images/{split}/ with masks/{split}/, or images/ with masks/ and a list of stems in {split}.txt
+    folder   images and masks as pairs.py finds them
 
-Images are PNG or JPEG, masks single-channel 8-bit PNG of raw ids. The files of a pair have the same path except for
-the suffix. catalog.py describes the class table of a folder.
+masks.py says what the pixels of a mask mean, catalog.py describes the class table of a folder.
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
-from segpipe.data.catalog import STREET, ClassTable, class_table
+from segpipe.data.catalog import STREET, ClassTable, MaskTable, mask_table
+from segpipe.data.masks import orientation, read_target, settled
 from segpipe.data.pairs import Pair, check_sizes, scan
-from segpipe.data.readers import read_header, read_image, read_mask, threaded
+from segpipe.data.readers import read_header, read_image, threaded
 from segpipe.data.synthetic.scenes import paint_scene
 from segpipe.errors import DataError
 from segpipe.keys import generator, sample_key
@@ -52,8 +52,12 @@ class Samples(Protocol):
 class FileSamples:
     """Pairs of image and mask files."""
 
-    classes: ClassTable
+    table: MaskTable
     pairs: tuple[Pair, ...]
+
+    @property
+    def classes(self) -> ClassTable:
+        return self.table.classes
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -62,14 +66,14 @@ class FileSamples:
         return self.pairs[index].name
 
     def read(self, index: int) -> Sample:
-        image, target = read_image(self.pairs[index].image), self.target(index)
-        check_sizes(self.pairs[index], image.shape[:2], target.shape)
+        pair, target = self.pairs[index], self.target(index)
+        image = read_image(pair.image, lambda header: orientation(header, target.shape, self.table.exif, pair.image))
+        check_sizes(pair, image.shape[:2], target.shape)
         return image, target
 
     def target(self, index: int) -> NDArray[np.uint8]:
         """Train ids alone."""
-        path = self.pairs[index].mask
-        return self.classes.target(read_mask(path), path)
+        return read_target(self.table, self.pairs[index].mask)
 
 
 @dataclass(frozen=True)
@@ -170,11 +174,11 @@ def _open(data: DataConfig, split: str, seed: int) -> Samples:
     if data.name == "synthetic":
         num = data.num_train if split == "train" else data.num_val
         return SyntheticSamples(seed=seed, split=split, num=num, size=(data.size[0], data.size[1]))
-    classes = class_table(data)
+    table = mask_table(data)
     pairs, faults = scan(data, split)
     if faults:
         raise DataError(faults[0])
-    return FileSamples(classes, tuple(pairs))
+    return FileSamples(settled(table, [pair.mask for pair in pairs]), tuple(pairs))
 
 
 def _unwrapped(samples: Samples) -> Samples:
@@ -185,7 +189,7 @@ def image_sizes(samples: Samples) -> Counter[tuple[int, int]]:
     """Number of images of each (height, width) in a split; of files, only the headers are read."""
     source = _unwrapped(samples)
     if isinstance(source, FileSamples):
-        return Counter(read_header(pair.image)[:2] for pair in source.pairs)
+        return Counter(read_header(pair.mask)[:2] for pair in source.pairs)  # as its image, if that is turned upright
     return Counter({source.read(0)[1].shape: len(source)})
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import segpipe
-from segpipe.data.pairs import scan
+from segpipe.data.pairs import pairing, scan
 from segpipe.errors import CheckpointError, DataError
 from segpipe.files import sha256, write_atomically
 from segpipe.ledger.rows import INPUTS
@@ -78,9 +78,11 @@ def data_hashes(data: DataConfig, splits: Iterable[str]) -> Hashes:
     """
     if data.name == "synthetic":
         return {}
+    splits = list(splits)
     paths = {path for split in splits for path in _files(data, split)}
     if data.name == "folder":
         paths.add(data.classes or str(Path(data.root) / "classes.yaml"))
+        paths |= {str(table) for split in splits if (table := pairing(data, split))}
     return _hashed({Path(os.path.relpath(path, data.root)).as_posix(): Path(path) for path in paths})
 
 

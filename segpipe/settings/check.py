@@ -44,6 +44,9 @@ def _check_names(config: Config) -> None:
             raise ConfigError(f"run.name = {config.run.name!r} must name a folder below run.root = {config.run.root}.")
     if config.data.name in ("camvid", "folder") and not config.data.root:
         raise ConfigError(f"data.root is empty, but data={config.data.name} reads files. Set data.root=FOLDER.")
+    for key, value in (("images", config.data.images), ("masks", config.data.masks)):
+        if value and config.data.name != "folder":
+            raise ConfigError(f"data.{key} = {value}, but only data=folder reads it. Remove it, or set data=folder.")
 
 
 def _check_processes(config: Config, world_size: int) -> None:

@@ -39,6 +39,8 @@ class DataConfig:
     root: str = setting("", "folder of the data set; not used by synthetic", free=True)
     split: str = setting("val", "split that validation reads")
     classes: str = setting("", "YAML class table of data=folder; empty: <data.root>/classes.yaml", free=True)
+    images: str = setting("", "folder: images below data.root, as FOLDER/SPLIT or FOLDER/SPLIT/*ENDING; empty: found")
+    masks: str = setting("", "folder: masks below data.root, in the same form; empty: found")
     size: list[int] = setting([192, 384], "synthetic: [height, width] in pixels", length=2, low=32)
     num_train: int = setting(2000, "synthetic: number of distinct training scenes", low=1)
     num_val: int = setting(64, "synthetic: number of validation scenes", low=1)
