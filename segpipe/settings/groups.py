@@ -68,6 +68,12 @@ class AugmentConfig:
     scale: list[float] = setting(
         [0.75, 1.5], "[smallest, largest] factor of the random resize, log-uniform", length=2, low=0.1, high=10
     )
+    rare_crop: float = setting(
+        0.0,
+        "probability of a crop around a pixel of a class that is rare in its image, see docs/sampling.md",
+        low=0,
+        high=1,
+    )
     flip: float = setting(0.5, "probability of a horizontal flip", low=0, high=1)
     brightness: float = setting(0.2, "largest relative change of brightness", low=0, high=1)
     contrast: float = setting(0.2, "largest relative change of contrast", low=0, high=1)
