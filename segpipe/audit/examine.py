@@ -15,6 +15,7 @@ import numpy as np
 from segpipe.audit import evidence
 from segpipe.audit.task import RunTasks, Task, in_folder
 from segpipe.audit.verdict import FAILED, PASSED, UNCHECKED, Audit, Line
+from segpipe.data.mix import absent_root
 from segpipe.determinism import flags
 from segpipe.errors import CheckpointError, CollectiveError, SegpipeError
 from segpipe.files import sha256
@@ -96,7 +97,7 @@ def examine(request: AuditRequest, progress: Progress, run_tasks: RunTasks) -> A
     obstacle = _obstacle(config, ledger, request)
     # Spans are replayed although data or sources changed: it shows where that mattered.
     consistent = not any(line.part == "config" and line.status == FAILED for line in lines)
-    replayable = config if ledger and config and _data_is_here(config) and consistent else None
+    replayable = config if ledger and config and not absent_root(config.data) and consistent else None
     spans: list[Span] = []
     with tempfile.TemporaryDirectory(prefix="segpipe-audit-") as scratch:
         replays = _Replays(replayable, request, Path(scratch), progress, run_tasks) if replayable else None
@@ -125,16 +126,12 @@ def examine(request: AuditRequest, progress: Progress, run_tasks: RunTasks) -> A
     )
 
 
-def _data_is_here(config: Config) -> bool:
-    return config.data.name == "synthetic" or Path(config.data.root).is_dir()
-
-
 def _obstacle(config: Config | None, ledger: RunLedger | None, request: AuditRequest) -> str:
     """Why nothing can be replayed; empty when it can."""
     if config is None or ledger is None:
         return "without config.json and a ledger there is nothing to replay and compare with"
-    if not _data_is_here(config):
-        return f"data.root = {config.data.root} does not exist here. Set data.root=FOLDER"
+    if absent := absent_root(config.data):
+        return f"data.root = {absent} does not exist here. Set {'data.mix' if config.data.mix else 'data.root=FOLDER'}"
     mode = config.compute.mode
     if mode not in ("elastic", "audit"):
         return f"compute.mode = {mode} does not promise the same bits for any number of processes; elastic does"

@@ -89,7 +89,7 @@ COMMANDS = {
             Setting("any_environment", False, "train even if versions or hardware differ"),
             Setting("out", "", "folder of the report; empty: <run>/audit"),
         ),
-        ("data.root", "data.classes", "data.workers", "data.start_method", "compute.device"),
+        ("data.root", "data.classes", "data.mix", "data.workers", "data.start_method", "compute.device"),
     ),
     "check-augment": Command(
         "check that augmentation is a pure function of sample and key",

@@ -7,7 +7,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from segpipe.data.problems import problems
-from segpipe.data.samples import Samples, class_pixels, image_sizes, open_samples
+from segpipe.data.samples import Samples, class_pixels, image_sizes, one_by_one, open_samples
 from segpipe.errors import DataError
 from segpipe.settings.check import check
 from segpipe.settings.compose import compose
@@ -29,6 +29,15 @@ def find_problems(data: DataConfig, splits: list[str]) -> int:
     return found
 
 
+def by_set(opened: dict[str, Samples]) -> dict[str, Samples]:
+    """The splits, and in place of one that is a mixture its data sets, with the classes of the shared table."""
+    found: dict[str, Samples] = {}
+    for split, samples in opened.items():
+        sets = one_by_one(samples)
+        found |= {f"{split}: {name}": one for name, one in sets.items()} if sets else {split: samples}
+    return found
+
+
 def contents(opened: dict[str, Samples]) -> Table:
     """Share of each class in the labelled pixels of each split."""
     classes = next(iter(opened.values())).classes
@@ -47,11 +56,11 @@ def main(overrides: list[str]) -> int:
     check(config, world_size=1)
     splits = list(dict.fromkeys(["train", config.data.split]))
     if found := find_problems(config.data, splits):
-        CONSOLE.print(f"{found} problem{'s' * (found > 1)} in {config.data.root}")
+        CONSOLE.print(f"{found} problem{'s' * (found > 1)} in {config.data.root or 'data.mix'}")
         return DataError.exit_code
     opened = {split: open_samples(config.data, split, config.seed) for split in splits}
-    for split, samples in opened.items():
+    for split, samples in by_set(opened).items():
         sizes = [f"{height}x{width} ({times})" for (height, width), times in image_sizes(samples).most_common(8)]
         CONSOLE.print(f"{split}: {len(samples)} images of {', '.join(sizes)}")
-    CONSOLE.print(contents(opened))
+    CONSOLE.print(contents(by_set(opened)))
     return 0

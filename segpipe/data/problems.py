@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from segpipe.data.catalog import ClassTable, class_table
+from segpipe.data.mix import all_parts
 from segpipe.data.pairs import Pair, check_sizes, scan
 from segpipe.data.readers import check_mask, read_header, read_image, read_mask, threaded
 from segpipe.errors import DataError
@@ -31,6 +32,10 @@ def problems(
     data: DataConfig, splits: Iterable[str], *, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> Iterator[str]:
     """Message for every problem of the data; calls `progress(done, total)` after each file pair."""
+    if data.mix:
+        for part in all_parts(data, splits):
+            yield from problems(part.data, [part.split], progress=progress)
+        return
     if data.name == "synthetic":
         return
     try:

@@ -37,6 +37,18 @@ class ModelConfig:
 class DataConfig:
     name: str = setting("synthetic", "data set", choices=DATA_NAMES)
     root: str = setting("", "folder of the data set; not used by synthetic", free=True)
+    mix: list[Any] = setting(
+        [],
+        "data sets to train on together, as {root: FOLDER, name: KIND, weight: SHARE, map: {CLASS: SHARED CLASS}}, see "
+        "docs/sampling.md",
+        mappings=True,
+    )
+    balance: float = setting(
+        0.0,
+        "images with a class that fewer than this fraction of the images hold come more often; 0: each once per epoch",
+        low=0,
+        high=1,
+    )
     split: str = setting("val", "split that validation reads")
     classes: str = setting("", "YAML class table of data=folder; empty: <data.root>/classes.yaml", free=True)
     size: list[int] = setting([192, 384], "synthetic: [height, width] in pixels", length=2, low=32)
@@ -92,8 +104,14 @@ class AugmentConfig:
 @dataclass
 class LossConfig:
     name: str = setting("cross_entropy", "loss of the class heads", choices=("cross_entropy", "ohem"))
-    class_weights: str = setting(
-        "none", "log: 1 / log(1.02 + frequency), with mean 1 over the training pixels", choices=("none", "log")
+    class_weights: Any = setting(
+        "none",
+        "weight of each class, with mean 1 over the training pixels: log: 1 / log(1.02 + frequency), sqrt: "
+        "1 / sqrt(frequency); a list: these weights as they are, in the order of the classes",
+        choices=("none", "log", "sqrt"),
+        numbers=True,
+        low=0,
+        high=1e6,
     )
     aux_weight: float = setting(0.4, "weight of each auxiliary class head", low=0, high=1e6)
     stride: int = setting(1, "the main head's loss reads every n-th row and column of the target", low=1, high=8)
