@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from segpipe.audit.verdict import FAILED, NOTED, PASSED, UNCHECKED, Line
+from segpipe.data.mix import absent_root, all_parts
 from segpipe.errors import CheckpointError, DataError, SegpipeError
 from segpipe.files import sha256
 from segpipe.ledger import inputs
@@ -108,14 +109,15 @@ def check_inputs(run: Path, config: Config, ledger: RunLedger | None) -> list[Li
 
 def _check_data(config: Config, recorded: dict[str, Any]) -> Line:
     files = recorded["files"]
-    if config.data.name == "synthetic":
+    splits = ("train", config.data.split)
+    if all(part.data.name == "synthetic" for part in all_parts(config.data, splits)):
         return Line("data", PASSED, "scenes are rendered from the seed: there are no files")
     if not files:
         return Line("data", UNCHECKED, "data.hash was false: the files were not recorded")
-    if not Path(config.data.root).is_dir():
-        return Line("data", UNCHECKED, f"data.root = {config.data.root} does not exist here")
+    if absent := absent_root(config.data):
+        return Line("data", UNCHECKED, f"data.root = {absent} does not exist here")
     try:
-        changed = inputs.changes(files, inputs.data_hashes(config.data, ("train", config.data.split)))
+        changed = inputs.changes(files, inputs.data_hashes(config.data, splits))
     except SegpipeError as error:
         return Line("data", FAILED, f"the data cannot be read: {error}")
     if changed:

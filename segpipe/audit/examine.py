@@ -17,6 +17,7 @@ from segpipe.audit.outcomes import Evaluate, Verify, check_gates, check_scores
 from segpipe.audit.task import RunTasks, Task, in_folder
 from segpipe.audit.updates import check_updates
 from segpipe.audit.verdict import FAILED, NOTED, PASSED, UNCHECKED, Audit, Line
+from segpipe.data.mix import absent_root
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.errors import CheckpointError, CollectiveError, SegpipeError
@@ -164,19 +165,15 @@ def _chosen(request: AuditRequest, ledger: RunLedger, starts: Mapping[int, Path 
 def _is_replayable(config: Config | None, lines: Sequence[Line]) -> bool:
     """Also when data or sources changed: a replay shows where that mattered."""
     consistent = not any(line.part == "config" and line.status == FAILED for line in lines)
-    return config is not None and _data_is_here(config) and consistent
-
-
-def _data_is_here(config: Config) -> bool:
-    return config.data.name == "synthetic" or Path(config.data.root).is_dir()
+    return config is not None and not absent_root(config.data) and consistent
 
 
 def _obstacle(config: Config | None, ledger: RunLedger | None, request: AuditRequest) -> str:
     """Why nothing can be replayed; empty when it can."""
     if config is None or ledger is None:
         return "without config.json and a ledger there is nothing to replay and compare with"
-    if not _data_is_here(config):
-        return f"data.root = {config.data.root} does not exist here. Set data.root=FOLDER"
+    if absent := absent_root(config.data):
+        return f"data.root = {absent} does not exist here. Set {'data.mix' if config.data.mix else 'data.root=FOLDER'}"
     mode = config.compute.mode
     if mode not in ("elastic", "audit"):
         return f"compute.mode = {mode} does not promise the same bits for any number of processes; elastic does"

@@ -21,7 +21,7 @@ from segpipe.cli.verify import verify
 from segpipe.errors import SegpipeError
 
 COLOURS = {"passed": "green", "failed": "bold red", "noted": "yellow", "not checked": "dim"}
-SETTINGS = ("data.root", "data.classes", "data.workers", "data.start_method", "compute.device")
+SETTINGS = ("data.root", "data.classes", "data.mix", "data.workers", "data.start_method", "compute.device")
 
 
 def main(given: dict[str, Any]) -> int:

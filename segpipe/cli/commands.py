@@ -110,7 +110,7 @@ COMMANDS = {
             Setting("verify", True, "run the gates of the exported folder again"),
             Setting("out", "", "folder of the report; empty: <run>/audit"),
         ),
-        ("data.root", "data.classes", "data.workers", "data.start_method", "compute.device"),
+        ("data.root", "data.classes", "data.mix", "data.workers", "data.start_method", "compute.device"),
     ),
     "check-augment": Command(
         "check that augmentation is a pure function of sample and key",

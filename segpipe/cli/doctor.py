@@ -14,7 +14,7 @@ from segpipe.data.division import shared_sequences
 from segpipe.data.pairs import scan, scan_undivided
 from segpipe.data.problems import problems
 from segpipe.data.proposal import propose
-from segpipe.data.samples import Samples, class_pixels, image_sizes, open_samples
+from segpipe.data.samples import Samples, class_pixels, image_sizes, one_by_one, open_samples
 from segpipe.errors import DataError
 from segpipe.settings.arguments import parse
 from segpipe.settings.check import check
@@ -75,6 +75,15 @@ def warn_of_shared_sequences(train: list[str], val: list[str]) -> None:
     )
 
 
+def by_set(opened: dict[str, Samples]) -> dict[str, Samples]:
+    """The splits, and in place of one that is a mixture its data sets, with the classes of the shared table."""
+    found: dict[str, Samples] = {}
+    for split, samples in opened.items():
+        sets = one_by_one(samples)
+        found |= {f"{split}: {name}": one for name, one in sets.items()} if sets else {split: samples}
+    return found
+
+
 def contents(opened: dict[str, Samples]) -> Table:
     """Share of each class in the labelled pixels of each split."""
     classes = next(iter(opened.values())).classes
@@ -97,13 +106,13 @@ def main(overrides: list[str]) -> int:
     if not offer_table(config.data, splits, write=given["write"]):
         return DataError.exit_code
     if found := find_problems(config.data, splits, given["lines"]):
-        CONSOLE.print(f"{found} problem{'s' * (found > 1)} in {config.data.root}")
+        CONSOLE.print(f"{found} problem{'s' * (found > 1)} in {config.data.root or 'data.mix'}")
         return DataError.exit_code
     opened = {split: open_samples(config.data, split, config.seed) for split in splits}
-    for split, samples in opened.items():
+    for split, samples in by_set(opened).items():
         sizes = [f"{height}x{width} ({times})" for (height, width), times in image_sizes(samples).most_common(8)]
         CONSOLE.print(f"{split}: {len(samples)} images of {', '.join(sizes)}")
-    CONSOLE.print(contents(opened))
+    CONSOLE.print(contents(by_set(opened)))
     if len(opened) == 2 and config.data.name != "synthetic":
         warn_of_shared_sequences(*([samples.name(i) for i in range(len(samples))] for samples in opened.values()))
     return 0

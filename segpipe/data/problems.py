@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 from segpipe.data.catalog import MaskTable, mask_table
 from segpipe.data.headers import Header
 from segpipe.data.masks import check_kind, orientation, read_target, settled
+from segpipe.data.mix import all_parts
 from segpipe.data.pairs import Pair, check_sizes, scan
 from segpipe.data.readers import check_mask, read_header, read_image, threaded
 from segpipe.errors import DataError
@@ -34,6 +35,10 @@ def problems(
     data: DataConfig, splits: Iterable[str], *, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> Iterator[str]:
     """Message for every problem of the data; calls `progress(done, total)` after each file pair."""
+    if data.mix:
+        for part in all_parts(data, splits):
+            yield from problems(part.data, [part.split], progress=progress)
+        return
     if data.name == "synthetic":
         return
     try:
