@@ -91,6 +91,7 @@ def examine(request: AuditRequest, progress: Progress, run_tasks: RunTasks) -> A
         config = with_settings(original, request.settings)
         lines += evidence.check_inputs(run, config, ledger)
         lines += [evidence.check_config(run, original, ledger)] if ledger else []
+        lines += evidence.check_weights(config)
     except CheckpointError as error:
         lines.append(Line("config", FAILED, str(error)))
     obstacle = _obstacle(config, ledger, request)
@@ -103,13 +104,10 @@ def examine(request: AuditRequest, progress: Progress, run_tasks: RunTasks) -> A
         checkpoints, checkpoint_lines = evidence.check_checkpoints(run, ledger, replays.state if replays else None)
         lines += ledger_lines + checkpoint_lines
         if replays and ledger and not obstacle:
-            starts: dict[int, Path | None] = {0: None, **{each.step: each.path for each in checkpoints if each.step}}
-            spans = choose_spans(
-                starts, ledger.num_updates, count=request.spans, longest=request.span_steps, seed=request.seed
-            )
+            spans = _spans(checkpoints, ledger, request, from_seed=not _no_weights(lines))
             lines += replays.spans(spans, ledger)
     if not spans:
-        obstacle = obstacle or "the configuration does not match the ledger, so nothing can be replayed"
+        obstacle = obstacle or _no_weights(lines) or "config.json does not match the ledger, so nothing can be replayed"
         lines.append(Line("replay", UNCHECKED, obstacle))
     lines += [evidence.check_result(run, checkpoints, ledger), evidence.check_export(run, original, checkpoints)]
     return Audit(
@@ -123,6 +121,19 @@ def examine(request: AuditRequest, progress: Progress, run_tasks: RunTasks) -> A
         evidence=combined(_file_hashes(run)),
         seconds=round(time.monotonic() - started, 1),
     )
+
+
+def _spans(
+    checkpoints: Sequence[evidence.CheckedCheckpoint], ledger: RunLedger, request: AuditRequest, *, from_seed: bool
+) -> list[Span]:
+    starts: dict[int, Path | None] = {0: None} if from_seed else {}
+    starts |= {each.step: each.path for each in checkpoints if each.step}
+    return choose_spans(starts, ledger.num_updates, count=request.spans, longest=request.span_steps, seed=request.seed)
+
+
+def _no_weights(lines: Sequence[Line]) -> str:
+    """Why step 0 cannot be replayed, for a run that started from a file of weights; empty when it can."""
+    return next((line.text for line in lines if line.part == "weights" and line.status != PASSED), "")
 
 
 def _data_is_here(config: Config) -> bool:

@@ -64,6 +64,17 @@ COMMANDS = {
             "export.allow_unverified",
         ),
     ),
+    "weights": Command(
+        "write the weights of a run to a .safetensors file",
+        "Writes the averaged weights and what is needed to use them: model.weights=FILE starts another run from them,\n"
+        "and docs/weights.md says how other programs read them.",
+        (
+            RUN,
+            WHICH,
+            Setting("out", "FILE.safetensors", "file to write; must not exist yet", required=True),
+            Setting("names", "segpipe", "names of the tensors", choices=("segpipe", "published")),
+        ),
+    ),
     "compare": Command(
         "find the first difference between two runs",
         "segpipe compare runs/A runs/B names the first step that differs, and there the first stage in causal order,\n"
@@ -89,7 +100,7 @@ COMMANDS = {
             Setting("any_environment", False, "train even if versions or hardware differ"),
             Setting("out", "", "folder of the report; empty: <run>/audit"),
         ),
-        ("data.root", "data.classes", "data.workers", "data.start_method", "compute.device"),
+        ("data.root", "data.classes", "data.workers", "data.start_method", "compute.device", "model.weights"),
     ),
     "check-augment": Command(
         "check that augmentation is a pure function of sample and key",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ def check(config: Config, *, world_size: int) -> None:
         if problem := entry.problem(attrgetter(key)(config)):
             raise ConfigError(problem)
     _check_names(config)
+    _check_start(config)
     _check_processes(config, world_size)
     steps, schedule_steps = config.train.steps, config.optim.schedule_steps
     if 0 < schedule_steps < steps:
@@ -44,6 +46,20 @@ def _check_names(config: Config) -> None:
             raise ConfigError(f"run.name = {config.run.name!r} must name a folder below run.root = {config.run.root}.")
     if config.data.name in ("camvid", "folder") and not config.data.root:
         raise ConfigError(f"data.root is empty, but data={config.data.name} reads files. Set data.root=FOLDER.")
+
+
+def _check_start(config: Config) -> None:
+    model = config.model
+    if model.weights_sha256 and not re.fullmatch("[0-9a-f]{64}", model.weights_sha256):
+        raise ConfigError(
+            f"model.weights_sha256 = {model.weights_sha256!r}, but 64 digits 0-9a-f were needed, as sha256sum prints."
+        )
+    for key in ("weights_sha256", "weights_partial"):
+        if getattr(model, key) and not model.weights:
+            raise ConfigError(f"model.{key} is set, but model.weights is empty. Set model.weights=FILE.")
+    for pattern, factor in config.optim.lr_scale.items():
+        if isinstance(factor, bool) or not isinstance(factor, int | float):
+            raise ConfigError(f"optim.lr_scale of {pattern!r} is {factor!r}, but a number such as 0.1 was needed.")
 
 
 def _check_processes(config: Config, world_size: int) -> None:

@@ -210,7 +210,7 @@ FREE = {
     "data.hash", "data.workers", "data.start_method", "data.prefetch", "data.timeout_s", "data.cache_mib",
     "augment.check", "augment.canary", "train.log_every", "train.validate_every", "train.progress", "compute.nproc",
     "compute.timeout_s", "compute.ledger", "checkpoint.every", "checkpoint.keep_every", "track.name", "track.project",
-    "track.entity", "track.mode",
+    "track.entity", "track.mode", "model.weights",
 }  # fmt: skip
 
 
