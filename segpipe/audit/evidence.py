@@ -30,6 +30,7 @@ from segpipe.runtime.artifact import MANIFEST, SUMS, ArtifactError, read_sums
 from segpipe.settings.check import check
 from segpipe.settings.config import Config, config_hash, from_mapping, recipe, to_mapping
 from segpipe.train import checkpoint
+from segpipe.train.start import weights_path
 
 SHOWN = 5  # names in a line
 # Raised for content that matches its own digests but is not what a run writes.
@@ -123,6 +124,19 @@ def _check_data(config: Config, recorded: dict[str, Any]) -> Line:
     if changed:
         return Line("data", FAILED, f"{config.data.root}: {shortened(changed)}")
     return Line("data", PASSED, f"{len(files)} files in {config.data.root} are unchanged: {recorded['sha256']}")
+
+
+def check_weights(config: Config) -> list[Line]:
+    """The file of `model.weights` against its SHA-256 in config.json; nothing for a run from the seed."""
+    if not config.model.weights:
+        return []
+    path = weights_path(config)
+    if not path.is_file():
+        return [Line("weights", UNCHECKED, f"{path} does not exist here. Set model.weights=FILE to replay from step 0")]
+    if sha256(path) != config.model.weights_sha256:
+        text = f"{path} is not the file that the run was started with: its SHA-256 was {config.model.weights_sha256}"
+        return [Line("weights", UNCHECKED, text)]
+    return [Line("weights", PASSED, f"{path} is unchanged: {config.model.weights_sha256}")]
 
 
 def _check_code(recorded: dict[str, Any]) -> Line:

@@ -105,12 +105,12 @@ def examine(
         checkpoints, checkpoint_lines = evidence.check_checkpoints(run, ledger, replays.state if replays else None)
         lines += ledger_lines + checkpoint_lines
         if replays and ledger:
-            lines += _updates(replays, ledger, obstacle)
+            lines += _updates(replays, ledger, obstacle or _no_weights(lines))
         if replays and ledger and not obstacle:
-            spans = _chosen(request, ledger, {each.step: each.path for each in checkpoints if each.step})
+            spans = _chosen(request, ledger, checkpoints, from_seed=not _no_weights(lines))
             lines += replays.spans(spans, ledger)
     if not spans:
-        obstacle = obstacle or "the configuration does not match the ledger, so nothing can be replayed"
+        obstacle = obstacle or _no_weights(lines) or "config.json does not match the ledger, so nothing can be replayed"
         lines.append(Line("replay", UNCHECKED, obstacle))
     lines.append(evidence.check_result(run, checkpoints, ledger))
     progress("measuring the scores and comparing the exported files again", 0, 0)
@@ -136,9 +136,11 @@ def _settings(request: AuditRequest, ledger: RunLedger | None) -> tuple[Config |
         original = evidence.read_config(request.run)
         config = with_settings(original, request.settings)
         lines = evidence.check_inputs(request.run, config, ledger)
+        found = evidence.check_weights(config)
     except CheckpointError as error:
         return None, None, [Line("config", FAILED, str(error))]
-    return original, config, lines + ([evidence.check_config(request.run, original, ledger)] if ledger else [])
+    lines += [evidence.check_config(request.run, original, ledger)] if ledger else []
+    return original, config, lines + found
 
 
 def _updates(replays: _Replays, ledger: RunLedger, obstacle: str) -> list[Line]:
@@ -157,9 +159,17 @@ def _updates(replays: _Replays, ledger: RunLedger, obstacle: str) -> list[Line]:
     return [*lines, *check_updates(config, ledger, len(recorded or names), None if obstacle else replays.start())]
 
 
-def _chosen(request: AuditRequest, ledger: RunLedger, starts: Mapping[int, Path | None]) -> list[Span]:
-    longest, end = request.span_steps, ledger.num_updates
-    return choose_spans({0: None, **starts}, end, count=request.spans, longest=longest, seed=request.seed)
+def _chosen(
+    request: AuditRequest, ledger: RunLedger, checkpoints: Sequence[evidence.CheckedCheckpoint], *, from_seed: bool
+) -> list[Span]:
+    starts: dict[int, Path | None] = {0: None} if from_seed else {}
+    starts |= {each.step: each.path for each in checkpoints if each.step}
+    return choose_spans(starts, ledger.num_updates, count=request.spans, longest=request.span_steps, seed=request.seed)
+
+
+def _no_weights(lines: Sequence[Line]) -> str:
+    """Why step 0 cannot be replayed, for a run that started from a file of weights; empty when it can."""
+    return next((line.text for line in lines if line.part == "weights" and line.status != PASSED), "")
 
 
 def _is_replayable(config: Config | None, lines: Sequence[Line]) -> bool:

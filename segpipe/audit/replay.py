@@ -14,6 +14,7 @@ from segpipe.distributed.watch.agreement import common_fingerprint
 from segpipe.train import checkpoint, state
 from segpipe.train.batches import counted, loss_weights, shard_stream
 from segpipe.train.recorder import Recorder
+from segpipe.train.start import read_start
 from segpipe.train.step import TrainStep, train_step
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ def replay(task: Task, group: Group, report: Callable[[int], None]) -> None:
     config = task.config
     flags.apply(config.compute.threads, config.compute.mode)
     samples = open_samples(config.data, "train", config.seed)
-    current = state.build_state(config, samples.classes, group.device)
+    start = None if task.checkpoint else read_start(config, checkpoint.load)
+    current = state.build_state(config, samples.classes, group.device, start)
     fingerprint, _ = common_fingerprint(config, group)
     if task.checkpoint:
         checkpoint.restore(Path(task.checkpoint), current, config, samples.classes, fingerprint)

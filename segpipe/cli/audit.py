@@ -16,12 +16,13 @@ from rich.table import Table
 from segpipe.audit.examine import AuditRequest, examine
 from segpipe.audit.verdict import Audit, check_folder, write_audit
 from segpipe.audit.worker import run_tasks
+from segpipe.cli.commands import COMMANDS
 from segpipe.cli.evaluate import evaluate
 from segpipe.cli.verify import verify
 from segpipe.errors import SegpipeError
 
 COLOURS = {"passed": "green", "failed": "bold red", "noted": "yellow", "not checked": "dim"}
-SETTINGS = ("data.root", "data.classes", "data.mix", "data.workers", "data.start_method", "compute.device")
+SETTINGS = COMMANDS["audit"].settings
 
 
 def main(given: dict[str, Any]) -> int:

@@ -83,6 +83,17 @@ COMMANDS = {
             "export.allow_unverified",
         ),
     ),
+    "weights": Command(
+        "write the weights of a run to a .safetensors file",
+        "Writes the averaged weights and what is needed to use them: model.weights=FILE starts another run from them,\n"
+        "and docs/weights.md says how other programs read them.",
+        (
+            RUN,
+            WHICH,
+            Setting("out", "FILE.safetensors", "file to write; must not exist yet", required=True),
+            Setting("names", "segpipe", "names of the tensors", choices=("segpipe", "published")),
+        ),
+    ),
     "compare": Command(
         "find the first difference between two runs",
         "segpipe compare runs/A runs/B names the first step that differs, and there the first stage in causal order,\n"
@@ -110,7 +121,15 @@ COMMANDS = {
             Setting("verify", True, "run the gates of the exported folder again"),
             Setting("out", "", "folder of the report; empty: <run>/audit"),
         ),
-        ("data.root", "data.classes", "data.mix", "data.workers", "data.start_method", "compute.device"),
+        (
+            "data.root",
+            "data.classes",
+            "data.mix",
+            "data.workers",
+            "data.start_method",
+            "compute.device",
+            "model.weights",
+        ),
     ),
     "check-augment": Command(
         "check that augmentation is a pure function of sample and key",

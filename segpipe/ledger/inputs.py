@@ -55,7 +55,10 @@ def record(config: Config, splits: Iterable[str]) -> None:
 
 def _content(config: Config, splits: Iterable[str]) -> dict[str, Any]:
     files, sources = data_hashes(config.data, splits) if config.data.hash else {}, source_hashes()
+    model = config.model
+    weights = {"weights": {"file": model.weights, "sha256": model.weights_sha256}} if model.weights else {}
     return {
+        **weights,
         "data": {"name": config.data.name, "hashed": config.data.hash, "sha256": combined(files), "files": files},
         "code": {"segpipe": segpipe.__version__, "sha256": combined(sources), "files": sources},
     }

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +96,7 @@ def prepare(config: Config, world_size: int) -> None:
     from segpipe.purity import checker as purity
 
     check(config, world_size=world_size)
+    _pin(config)
     check_tracking(config)
     verify(config.data, ["train", config.data.split])
     open_samples(config.data, config.data.split, config.seed)
@@ -103,6 +105,7 @@ def prepare(config: Config, world_size: int) -> None:
     check_labelled(samples)
     if isinstance(config.loss.class_weights, list):
         check_given_weights(config.loss.class_weights, samples.classes.names)
+    _check_network(config, samples)
     if config.compute.mode != "off" and (skipped := purity.quick(Augmenter(config.augment), samples)):
         Console(stderr=True).print(skipped, markup=False, highlight=False, soft_wrap=True)
     if config.export.enabled and config.export.dir:
@@ -125,6 +128,22 @@ def _check_crop(config: Config, samples: Samples) -> None:
             f"augment.crop_size = {crop}, but the training images have at most {height}x{width} pixels (height x width)"
             f" and augment.scale reaches {largest}. Set 'augment.crop_size={fitting}' or smaller."
         )
+
+
+def _check_network(config: Config, samples: Samples) -> None:
+    """Refuse weights that do not fit and patterns that match no parameter, before any process starts."""
+    if not (config.model.weights or config.model.freeze or config.optim.lr_scale):
+        return
+    import torch
+
+    from segpipe.train import checkpoint
+    from segpipe.train.start import read_start
+    from segpipe.train.state import build_state
+
+    resumes = config.run.exists == "resume" and checkpoint.candidates(config.run_dir)
+    batch_norm = replace(config, model=replace(config.model, norm="batch"))  # the other needs a GPU
+    start = None if resumes else read_start(config, checkpoint.load)
+    build_state(batch_norm, samples.classes, torch.device("cpu"), start)
 
 
 def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
@@ -200,7 +219,8 @@ def work(config: Config, *, finish: Finish | None = None, prepared: bool = False
         try:
             if not prepared:
                 _check_launcher(config)
-                group.together(lambda: prepare(config, group.world_size) if group.is_main else None)
+                group.together(lambda: prepare(config, group.world_size) if group.is_main else _pin(config))
+                _check_pins(config, group)
             with contextlib.ExitStack() as held:  # to the end of what rank 0 does after the training
                 group.together(lambda: _own(config, group, held))
                 return _train(config, group, finish)
@@ -228,6 +248,23 @@ def _own(config: Config, group: Group, held: contextlib.ExitStack) -> None:
     """Own the run's folder on rank 0, which writes; the parent of spawned processes may die without them."""
     if group.is_main:
         held.enter_context(owned(config, alone=group.world_size == 1))
+
+
+def _pin(config: Config) -> None:
+    from segpipe.train.start import pin_weights
+
+    pin_weights(config)
+
+
+def _check_pins(config: Config, group: Group) -> None:
+    """Refuse files of weights that differ between ranks, as copies on the disks of several machines may."""
+    found = group.gather(config.model.weights_sha256)
+    if len(set(found)) > 1:
+        listed = ", ".join(f"rank {rank} {digest[:12] or 'none'}" for rank, digest in enumerate(found[:8]))
+        raise ConfigError(
+            f"model.weights = {config.model.weights} has other content on other machines (SHA-256: {listed}). Copy one "
+            f"file to all of them."
+        )
 
 
 def _check_launcher(config: Config) -> None:

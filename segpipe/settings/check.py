@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -28,6 +29,7 @@ def check(config: Config, *, world_size: int) -> None:
         if problem := entry.problem(attrgetter(key)(config)):
             raise ConfigError(problem)
     _check_names(config)
+    _check_start(config)
     _check_processes(config, world_size)
     steps, schedule_steps = config.train.steps, config.optim.schedule_steps
     if 0 < schedule_steps < steps:
@@ -85,6 +87,20 @@ def mix_problems(data: DataConfig) -> list[str]:
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str)
+
+
+def _check_start(config: Config) -> None:
+    model = config.model
+    if model.weights_sha256 and not re.fullmatch("[0-9a-f]{64}", model.weights_sha256):
+        raise ConfigError(
+            f"model.weights_sha256 = {model.weights_sha256!r}, but 64 digits 0-9a-f were needed, as sha256sum prints."
+        )
+    for key in ("weights_sha256", "weights_partial"):
+        if getattr(model, key) and not model.weights:
+            raise ConfigError(f"model.{key} is set, but model.weights is empty. Set model.weights=FILE.")
+    for pattern, factor in config.optim.lr_scale.items():
+        if isinstance(factor, bool) or not isinstance(factor, int | float):
+            raise ConfigError(f"optim.lr_scale of {pattern!r} is {factor!r}, but a number such as 0.1 was needed.")
 
 
 def _check_processes(config: Config, world_size: int) -> None:

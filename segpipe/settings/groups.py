@@ -26,6 +26,14 @@ class RunConfig:
 class ModelConfig:
     name: str = setting("fast_scnn", "network", choices=MODEL_NAMES)
     args: dict[str, Any] = setting({}, "arguments of the network: model.args.KEY=VALUE")
+    weights: str = setting(
+        "", "file of weights, or folder of a run, to start from, see docs/weights.md; empty: from the seed", free=True
+    )
+    weights_sha256: str = setting("", "SHA-256 that the file of model.weights must have; filled in at the start")
+    weights_partial: bool = setting(
+        False, "take the tensors of model.weights that fit and leave the others, for an encoder alone"
+    )
+    freeze: list[str] = setting([], "patterns of parameter names that are not trained, such as [detail.*]")
     norm: str = setting(
         "batch",
         "BatchNorm statistics: per shard, or over all ranks (GPUs, compute.mode=ddp or off)",
@@ -140,6 +148,9 @@ class OptimConfig:
     schedule_steps: int = setting(0, "updates after which the learning rate reaches 0; 0: train.steps", low=0)
     warmup_steps: int = setting(20, "updates of linear warm-up", low=0)
     clip_norm: float = setting(0.0, "largest gradient norm; 0: no clipping", low=0, high=1e30)
+    lr_scale: dict[str, Any] = setting(
+        {}, "{pattern of parameter names: factor of their learning rate}", low=1e-9, high=1e9
+    )
 
 
 @dataclass

@@ -30,6 +30,7 @@ from segpipe.train.batches import counted, loss_weights, shard_stream
 from segpipe.train.clock import Clock
 from segpipe.train.metrics import miou, summary
 from segpipe.train.recorder import Recorder
+from segpipe.train.start import WEIGHTS, read_start, weights_summary
 from segpipe.train.step import StepResult, TrainStep, train_step
 from segpipe.train.stop import StopRequest
 from segpipe.train.validate import Validation, validate
@@ -127,7 +128,8 @@ def _open(
     found = checkpoint.newest_whole(config.run_dir) if config.run.exists == "resume" else None
     flags.apply(config.compute.threads, config.compute.mode)
     samples = open_samples(config.data, "train", config.seed)
-    current = state.build_state(config, samples.classes, group.device)
+    start = None if found else read_start(config, checkpoint.load)
+    current = state.build_state(config, samples.classes, group.device, start)
     fingerprint, differences = common_fingerprint(config, group)
     if found:
         checkpoint.restore(found.path, current, config, samples.classes, fingerprint, saved=found.content)
@@ -142,6 +144,8 @@ def _open(
     view, log = open_outputs(done)
     if group.is_main and not found:
         write_atomically(config.run_dir / "config.json", to_json(to_mapping(config)))
+        if current.weights:
+            write_atomically(config.run_dir / WEIGHTS, to_json(current.weights))
     if group.is_main and counts is not None and not (found and kept.is_file()):
         counts.save(kept)
     if group.is_main and _keeps_ledger(config):
@@ -154,7 +158,7 @@ def _open(
         else Watch(group, current, config.run_dir, cache_mib=cache_mib)
     )
     run = Run(config, group, samples, val_samples, counts, current, fingerprint, watch, view, log)
-    notes = _notes(config, group, differences)
+    notes = [*current.notes, *_notes(config, group, differences)]
     if found:
         run.saved = None if found.note else done
         notes.append(f"resuming {config.run_dir} at step {done}")
@@ -251,7 +255,7 @@ def _check(run: Run, step: TrainStep, result: StepResult) -> None:
         (rank, shard, loss) for rank, losses in enumerate(group.gather(own)) for shard, loss in losses.items()
     ]
     bad = [f"rank {rank} shard {shard} loss {loss}" for rank, shard, loss in everywhere if loss - loss != 0]
-    rate = current.optimizer.param_groups[0]["lr"]
+    rate = result.rate
     scale = f" at loss scale {current.scaler.get_scale():g}" if current.scaler.is_enabled() else ""
     or_fp32 = "" if config.train.precision == "fp32" else " or train.precision=fp32"
     raise NumericsError(
@@ -273,7 +277,7 @@ def _last_good_state(run: Run, first: int) -> str:
 
 def _log(run: Run, result: StepResult) -> None:
     current = run.state
-    rate = current.optimizer.param_groups[0]["lr"]
+    rate = result.rate
     speed = run.clock.recent_rate() * run.config.global_batch
     values = {
         "loss": float(result.loss),
@@ -360,6 +364,7 @@ def _result(run: Run, found: Validation, images_per_second: float) -> dict[str, 
         "versions": run.fingerprint,
         "switches": flags.switches(),
         "ledger": last_seals(run.folder),
+        **weights_summary(config),
     }
 
 

@@ -35,12 +35,12 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
 
 
 def norms(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
-    """All BatchNorm layers, in module order."""
-    return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    """BatchNorm layers that gather statistics, in module order: not those in frozen parts, which are in eval mode."""
+    return [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
 
 
 def statistics(model: nn.Module) -> list[Tensor]:
-    """Running means and variances of all BatchNorm layers, in module order."""
+    """Running means and variances of `norms`, in module order."""
     return [b for m in norms(model) for b in (m.running_mean, m.running_var) if b is not None]
 
 

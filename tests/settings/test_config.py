@@ -209,7 +209,7 @@ def test_the_recipe_of_a_mixture_holds_all_but_its_folders() -> None:
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
-        ([{"root": "a", "wieght": 2}], "wieght is not one of root, name, weight, map, classes, split. Did you mean weight?"),
+        ([{"root": "a", "wieght": 2}], "wieght is not one of root, name, weight, map, classes, split. Did you mean"),
         ([MIX, {"root": "b"}], "gives some sets a weight and others none"),
         ([{"root": "a", "weight": 0}], "weight = 0, but a number above 0"),
         ([{"root": "a", "weight": float("nan")}], "but a number above 0"),
@@ -276,7 +276,7 @@ FREE = {
     "data.hash", "data.workers", "data.start_method", "data.prefetch", "data.timeout_s", "data.cache_mib",
     "augment.check", "augment.canary", "train.log_every", "train.validate_every", "train.progress", "compute.nproc",
     "compute.timeout_s", "compute.ledger", "checkpoint.every", "checkpoint.keep_every", "track.name", "track.project",
-    "track.entity", "track.mode",
+    "track.entity", "track.mode", "model.weights",
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config
 from segpipe.train import gradients
 from segpipe.train.gradients import statistics
-from segpipe.train.optim import Ema, build_optimizer
+from segpipe.train.optim import Ema, build_optimizer, freeze
 from segpipe.train.state import TrainState
 from segpipe.train.step import TrainStep
 from segpipe.train.watch import Watch
@@ -53,6 +54,7 @@ def state_of(config: Config, *, norm: bool = True, unused: bool = False) -> Trai
     model.dropout = nn.Dropout(0.0)
     if not norm:
         model.norm = nn.Identity()  # type: ignore[assignment]
+    freeze(model, config.model.freeze)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     return TrainState(model, Ema(model, config.ema), build_optimizer(model, config.optim), scaler)
 
@@ -101,6 +103,31 @@ def test_any_number_of_processes_up_to_the_shards_gives_the_bits_of_one(
     alone = updates(state_of(config, unused=True), config, ALONE, 2)
     found = ranks(world_size).run(lambda rank: updates(states[rank], config, group_of(rank, world_size), 2))
     assert found == [alone] * world_size
+
+
+@pytest.mark.parametrize("mode", ["elastic", "ddp"])
+@pytest.mark.parametrize("frozen", [["first.*", "second.*", "norm.*"], ["main.*", "aux.weight"]])
+def test_frozen_parts_and_scaled_rates_give_the_same_bits_on_any_number_of_ranks(
+    ranks: Callable[[int], Loopback], mode: str, frozen: list[str]
+) -> None:
+    """Weights and statistics of frozen parts stay as they are, in all ranks; the others move."""
+    config = config_of(mode)
+    config.model.freeze, config.optim.lr_scale = frozen, {"aux.bias": 10.0}
+    states = [state_of(config) for _ in range(4)]
+
+    def work(rank: int) -> str:
+        return updates(states[rank], config, group_of(rank, 4), 2)
+
+    found = ranks(4).run(work)
+    alone, before = state_of(config), values(state_of(config))
+    digest = updates(alone, config, ALONE, 2)
+    assert found == ([digest] * 4 if mode == "elastic" else found[:1] * 4)
+    for state in (alone, states[3]):
+        for name, value in values(state).items():
+            if name == "second.bias":  # BatchNorm behind it takes its gradient away
+                continue
+            kept = any(fnmatchcase(name, pattern) for pattern in frozen)
+            assert torch.equal(value, before[name]) == kept, name
 
 
 def values(state: TrainState) -> dict[str, Tensor]:
