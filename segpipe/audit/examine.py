@@ -12,11 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from segpipe import plugins
 from segpipe.audit import evidence
 from segpipe.audit.task import RunTasks, Task, in_folder
 from segpipe.audit.verdict import FAILED, PASSED, UNCHECKED, Audit, Line
 from segpipe.determinism import flags
-from segpipe.errors import CheckpointError, CollectiveError, SegpipeError
+from segpipe.distributed.watch.agreement import plugin_sources
+from segpipe.errors import CheckpointError, CollectiveError, ConfigError, SegpipeError
 from segpipe.files import sha256
 from segpipe.keys import generator, sample_key
 from segpipe.ledger.divergence import compare
@@ -96,7 +98,8 @@ def examine(request: AuditRequest, progress: Progress, run_tasks: RunTasks) -> A
     obstacle = _obstacle(config, ledger, request)
     # Spans are replayed although data or sources changed: it shows where that mattered.
     consistent = not any(line.part == "config" and line.status == FAILED for line in lines)
-    replayable = config if ledger and config and _data_is_here(config) and consistent else None
+    usable = config and _data_is_here(config) and not _unusable_plugins(config)
+    replayable = config if ledger and usable and consistent else None
     spans: list[Span] = []
     with tempfile.TemporaryDirectory(prefix="segpipe-audit-") as scratch:
         replays = _Replays(replayable, request, Path(scratch), progress, run_tasks) if replayable else None
@@ -129,12 +132,24 @@ def _data_is_here(config: Config) -> bool:
     return config.data.name == "synthetic" or Path(config.data.root).is_dir()
 
 
+def _unusable_plugins(config: Config) -> str:
+    """Why the code that the run names cannot be imported; empty when it can."""
+    try:
+        for key, path in config.import_paths:
+            plugins.load(key, path)
+    except ConfigError as error:
+        return str(error).rstrip(".")
+    return ""
+
+
 def _obstacle(config: Config | None, ledger: RunLedger | None, request: AuditRequest) -> str:
     """Why nothing can be replayed; empty when it can."""
     if config is None or ledger is None:
         return "without config.json and a ledger there is nothing to replay and compare with"
     if not _data_is_here(config):
         return f"data.root = {config.data.root} does not exist here. Set data.root=FOLDER"
+    if unusable := _unusable_plugins(config):
+        return unusable
     mode = config.compute.mode
     if mode not in ("elastic", "audit"):
         return f"compute.mode = {mode} does not promise the same bits for any number of processes; elastic does"
@@ -143,7 +158,7 @@ def _obstacle(config: Config | None, ledger: RunLedger | None, request: AuditReq
     check(config, world_size=request.nproc)
     flags.set_environment(config.compute.threads * request.nproc, mode)
     flags.apply(config.compute.threads, mode)
-    now = flags.fingerprint()
+    now = {**flags.fingerprint(), **plugin_sources(config)}
     changed = next((found for each in ledger.headers if (found := flags.differences(each.fingerprint, now))), {})
     if changed and not request.any_environment:
         listed = evidence.differences(changed, "the ledger", "this environment")

@@ -9,6 +9,7 @@ from segpipe.settings.setting import Setting
 
 RUN = Setting("run", "runs/NAME", "folder of the run", required=True)
 WHICH = Setting("which", "last", "checkpoint to use", choices=("last", "best"))
+TRUST = Setting("trust", [], "packages that code named by the run may be imported from, see docs/plugins.md")
 DATA = ("data.root", "data.split")
 EXPORT = tuple(key for key in SETTINGS if key.startswith("export.") and key != "export.enabled")
 
@@ -37,7 +38,7 @@ COMMANDS = {
         "evaluate a run on a split",
         "Prints one line of JSON with `miou` and `iou` per class: whole images at their own size, fp32, averaged\n"
         "weights.",
-        (RUN, WHICH),
+        (RUN, WHICH, TRUST),
         (*DATA, "data.workers", "compute.device", "compute.threads"),
     ),
     "doctor": Command(
@@ -48,13 +49,13 @@ COMMANDS = {
     "export": Command(
         "export a run to model files",
         "Publishes files that compute what the trained network computes, or nothing.",
-        (RUN, WHICH),
+        (RUN, WHICH, TRUST),
         (*EXPORT, *DATA),
     ),
     "verify": Command(
         "repeat all gates on an exported folder",
         "Compares the files as they are now with the run that they claim to come from.",
-        (Setting("artifact", "runs/NAME/export", "exported folder", required=True), RUN, WHICH),
+        (Setting("artifact", "runs/NAME/export", "exported folder", required=True), RUN, WHICH, TRUST),
         (
             *DATA,
             "export.images",
@@ -74,6 +75,7 @@ COMMANDS = {
             Setting("json", False, "print one line of JSON"),
             Setting("replay", False, "train both again from their last common checkpoint, to name the layer"),
             Setting("nproc", 1, "processes for the replay", low=1),
+            TRUST,
         ),
         positional=("a", "b"),
     ),
@@ -88,6 +90,7 @@ COMMANDS = {
             Setting("compute.nproc", 1, "processes that train", low=1),
             Setting("any_environment", False, "train even if versions or hardware differ"),
             Setting("out", "", "folder of the report; empty: <run>/audit"),
+            TRUST,
         ),
         ("data.root", "data.classes", "data.workers", "data.start_method", "compute.device"),
     ),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import segpipe
+from segpipe import plugins
 from segpipe.data.pairs import scan
 from segpipe.errors import CheckpointError, DataError
 from segpipe.files import sha256, write_atomically
@@ -54,9 +55,11 @@ def record(config: Config, splits: Iterable[str]) -> None:
 
 def _content(config: Config, splits: Iterable[str]) -> dict[str, Any]:
     files, sources = data_hashes(config.data, splits) if config.data.hash else {}, source_hashes()
+    own = plugins.sources(path for _, path in config.import_paths)
     return {
         "data": {"name": config.data.name, "hashed": config.data.hash, "sha256": combined(files), "files": files},
         "code": {"segpipe": segpipe.__version__, "sha256": combined(sources), "files": sources},
+        **({"plugins": {"sha256": combined(own), "files": own}} if own else {}),
     }
 
 

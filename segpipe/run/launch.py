@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from segpipe import plugins
 from segpipe.determinism import flags
 from segpipe.distributed import environment
 from segpipe.errors import CheckpointError, ConfigError, DivergenceError, Interrupted, NumericsError, SegpipeError
@@ -95,6 +96,8 @@ def prepare(config: Config, world_size: int) -> None:
 
     check(config, world_size=world_size)
     check_tracking(config)
+    for key, path in config.import_paths:
+        plugins.load(key, path)
     verify(config.data, ["train", config.data.split])
     open_samples(config.data, config.data.split, config.seed)
     samples = open_samples(config.data, "train", config.seed)
@@ -187,6 +190,7 @@ def work(config: Config, *, finish: Finish | None = None, prepared: bool = False
 
     `prepared` means that a parent process has called `prepare` already.
     """
+    plugins.trust(path for _, path in config.import_paths)  # the user of this process's parent named them
     try:
         flags.set_environment(environment.local_world_size() * config.compute.threads, config.compute.mode)
         from segpipe.distributed import group as processes

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from segpipe import plugins
 from segpipe.errors import ConfigError
 from segpipe.settings.config import MAPPINGS, SETTINGS, Config, from_mapping
 from segpipe.settings.setting import nearest
@@ -43,11 +44,16 @@ def compose(overrides: list[str]) -> Config:
 
 
 def resolve(composed: DictConfig) -> Config:
-    """Config from what Hydra composed. Raises ConfigError for unknown keys and wrong types."""
+    """Config from what Hydra composed, whose plug-ins are trusted: the user named them.
+
+    Raises ConfigError for unknown keys and wrong types.
+    """
     values = OmegaConf.to_container(composed, resolve=True, enum_to_str=True, throw_on_missing=True)
     assert isinstance(values, dict)
     values.pop("hydra", None)
-    return from_mapping({str(key): value for key, value in values.items()})
+    config = from_mapping({str(key): value for key, value in values.items()})
+    plugins.trust(path for _, path in config.import_paths)
+    return config
 
 
 def _explain(error: Exception) -> str:

@@ -23,15 +23,20 @@ class Setting:
     length: int = 0  # items that a list must have; 0 means any number
     free: bool = False  # cannot reach the numbers: may change when a run is resumed
     required: bool = False  # has no default; `default` is then an example
+    plugin: bool = False  # an import path package.module:Name is valid too; its form is checked where it is imported
 
     @property
     def valid(self) -> str:
         """Description of the valid values; empty if every value of the type is valid."""
         if self.choices:
-            return f"{'any' if isinstance(self.default, list) else 'one'} of {', '.join(self.choices)}"
+            return f"{'any' if isinstance(self.default, list) else 'one'} of {self._names}"
         if math.isinf(self.low):
             return ""
         return f"at least {self.low}" if math.isinf(self.high) else f"{self.low} to {self.high}"
+
+    @property
+    def _names(self) -> str:
+        return f"{', '.join(self.choices)}{', or package.module:Name of your own' if self.plugin else ''}"
 
     def problem(self, value: Any) -> str:
         """What is wrong with `value`, which has the right type; empty when it is valid."""
@@ -42,8 +47,8 @@ class Setting:
         if self.length and len(items) != self.length:
             return f"{self.key} = {value}, but {self.length} values were needed, such as {self.default}."
         for item in items:
-            if self.choices and item not in self.choices:
-                return f"{self.key} = {item!r} is not one of {', '.join(self.choices)}.{nearest(item, self.choices)}"
+            if self.choices and item not in self.choices and not (self.plugin and ":" in item):
+                return f"{self.key} = {item!r} is not one of {self._names}.{nearest(item, self.choices)}"
             if not isinstance(item, str) and not self.low <= item <= self.high:
                 needed = f"values of {self.valid} were" if self.length else f"a value of {self.valid} was"
                 return f"{self.key} = {value}, but {needed} needed."

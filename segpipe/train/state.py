@@ -34,7 +34,7 @@ class TrainState:
 def build_state(config: Config, classes: ClassTable, device: torch.device) -> TrainState:
     """A fresh state; its weights are a function of the seed and the network alone."""
     torch.manual_seed(torch_seed(config.seed, 0, 0, "weights"))
-    model = build_model(config.model.name, classes.num_classes).to(device)
+    model = build_model(config.model.name, classes.num_classes, config.model.args).to(device)
     if config.model.norm == "sync":
         model = _with_sync_batchnorm(model, device)
     if config.train.channels_last:
