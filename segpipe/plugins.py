@@ -20,7 +20,6 @@ from functools import cache
 from importlib import import_module, invalidate_caches, metadata
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from segpipe.errors import CheckpointError, ConfigError
@@ -137,11 +136,10 @@ def _no_module(key: str, path: str, missing: str) -> str:
     folder = folder.joinpath(*parent.split(".")[1:]) if folder and parent else folder
     beside = [one for one in (folder.iterdir() if folder and folder.is_dir() else ()) if one.name[0] not in "._"]
     names = [one.stem for one in beside if one.suffix == ".py" or one.is_dir()]
-    where = f"{folder} or among the installed packages" if not parent else str(folder)
-    return (
-        f"{key} = {path}, but there is no module {name} in {where}.{_nearest(name, names)} Run the command in the "
-        f"folder that holds {missing.partition('.')[0]}."
-    )
+    if parent:
+        return f"{key} = {path}, but there is no module {name} in {folder}.{_nearest(name, names)}"
+    hint = _nearest(name, names) or f" Run the command in the folder that holds {name}."
+    return f"{key} = {path}, but there is no module {name} in {folder} or among the installed packages.{hint}"
 
 
 def _nearest(word: str, names: Iterable[str]) -> str:
@@ -154,19 +152,19 @@ def located(error: BaseException) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
-    frames = [frame for frame in traceback.extract_tb(_own_frames(error.__traceback__)) if _is_code(frame.filename)]
-    where = f"{frames[-1].filename}, line {frames[-1].lineno} ({frames[-1].line}): " if frames else ""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_code(frame.filename)]
+    own = [frame for frame in frames if not _is_installed(Path(frame.filename))] or frames
+    where = f"{own[-1].filename}, line {own[-1].lineno} ({own[-1].line}): " if own else ""
     return f"{where}{type(error).__name__}: {text}".rstrip(".")
 
 
-def _own_frames(found: TracebackType | None) -> TracebackType | None:
-    while found is not None and found.tb_frame.f_code.co_filename == __file__:
-        found = found.tb_next
-    return found
-
-
 def _is_code(file: str) -> bool:
-    return not file.startswith("<frozen") and f"{Path(__file__).parent}/" not in file and "importlib" not in file
+    return not file.startswith("<frozen") and not Path(file).is_relative_to(Path(__file__).parent)
+
+
+def _is_installed(place: Path) -> bool:
+    """Whether a file belongs to the standard library or an installed package."""
+    return bool(set(INSTALLED) & set(place.parts)) or place.is_relative_to(sysconfig.get_paths()["stdlib"])
 
 
 def call(key: str, name: str, function: Callable[..., Any], args: Mapping[str, Any], *given: Any, **named: Any) -> Any:
@@ -217,19 +215,19 @@ def _shown(function: Callable[..., Any], given: Iterable[Any], named: Iterable[s
     return f"{getattr(function, '__name__', function)}({', '.join(parts)})"
 
 
-def sources(paths: Iterable[str]) -> dict[str, str]:
-    """SHA-256 of the files that these import paths stand for, and the versions of the packages they import.
+def sources(named: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """SHA-256 of the files behind import paths, each given with its setting, and versions of packages that they import.
 
     The files are the module itself, the packages it lies in, and the modules beside them that these import, and so on,
     as the import statements say, wherever they stand; keys are relative to the folder on the search path. Imports
     nothing. Raises ConfigError for a module that does not exist.
     """
     found: dict[str, str] = {}
-    for path in paths:
-        module = split("import path", path)[0]
+    for key, path in named:
+        module = split(key, path)[0]
         place = _place(module.partition(".")[0])
         if place is None:
-            raise ConfigError(_no_module("import path", path, module.partition(".")[0]))
+            raise ConfigError(_no_module(key, path, module.partition(".")[0]))
         found |= _closure(module, place.parent)
     return dict(sorted(found.items()))
 
@@ -302,7 +300,7 @@ def check_unchanged(key: str, path: str, recorded: Mapping[str, str], where: obj
     """
     if _is_named(path):
         return
-    now = sources([path])
+    now = sources([(key, path)])
     changed = [name for name, value in now.items() if recorded.get(name) != value]
     if changed:
         raise CheckpointError(

@@ -136,7 +136,7 @@ def _check_code(recorded: dict[str, Any]) -> Line:
 
 def _check_plugins(config: Config, recorded: dict[str, Any]) -> Line:
     try:
-        now = plugins.sources(path for _, path in config.import_paths)
+        now = plugins.sources(config.import_paths)
     except SegpipeError as error:
         return Line("plug-ins", UNCHECKED, str(error))
     if changed := inputs.changes(recorded.get("files", {}), now):

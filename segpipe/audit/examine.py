@@ -129,7 +129,7 @@ def examine(request: AuditRequest, progress: Progress, run_tasks: RunTasks) -> A
 
 
 def _data_is_here(config: Config) -> bool:
-    return config.data.name == "synthetic" or Path(config.data.root).is_dir()
+    return config.data.name == "synthetic" or Path(config.data.root).is_dir()  # also without a root: "." is one
 
 
 def _unusable_plugins(config: Config) -> str:

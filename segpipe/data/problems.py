@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, TypeVar
 from segpipe.data.catalog import ClassTable, class_table
 from segpipe.data.pairs import Pair, check_sizes, scan
 from segpipe.data.readers import check_mask, read_header, read_image, read_mask, threaded
+from segpipe.data.samples import open_plugin
 from segpipe.errors import DataError
+from segpipe.plugins import is_path
 
 if TYPE_CHECKING:
     from segpipe.settings.groups import DataConfig
 
 FULL_VERIFY_PIXELS = 300_000_000  # about 6 s of decoding on two cores
+SOME = 16  # samples of a user's class that are read to check it
 T = TypeVar("T")
 
 
@@ -32,6 +35,9 @@ def problems(
 ) -> Iterator[str]:
     """Message for every problem of the data; calls `progress(done, total)` after each file pair."""
     if data.name == "synthetic":
+        return
+    if is_path(data.name):
+        yield from _plugin_problems(data, splits, progress)
         return
     try:
         classes = class_table(data)
@@ -55,6 +61,21 @@ def problems(
             yield from faults
             progress(len(pairs) + done, 2 * len(pairs))
     progress(1, 1)
+
+
+def _plugin_problems(data: DataConfig, splits: Iterable[str], progress: Callable[[int, int], None]) -> Iterator[str]:
+    """Problems of a data set of the user: of all samples with data.verify=full, else of some of each split."""
+    for split in splits:
+        try:
+            samples = open_plugin(data, split)
+        except DataError as error:
+            yield str(error)
+            continue
+        number = len(samples) if data.verify == "full" else min(len(samples), SOME)
+        chosen = [place * len(samples) // number for place in range(number)]
+        for done, index in enumerate(chosen, 1):
+            yield from samples.problems([index])
+            progress(done, number)
 
 
 def _check_headers(pair: Pair) -> tuple[int, dict[str, str]]:

@@ -21,10 +21,12 @@ from numpy.typing import NDArray
 from segpipe import IGNORE_INDEX
 from segpipe.data.catalog import STREET, ClassTable, class_table
 from segpipe.data.pairs import Pair, check_sizes, scan
+from segpipe.data.plugin_samples import PluginSamples, open_source
 from segpipe.data.readers import read_header, read_image, read_mask, threaded
 from segpipe.data.synthetic.scenes import paint_scene
 from segpipe.errors import DataError
 from segpipe.keys import generator, sample_key
+from segpipe.plugins import is_path
 
 if TYPE_CHECKING:
     from segpipe.settings.groups import DataConfig
@@ -170,6 +172,8 @@ def _open(data: DataConfig, split: str, seed: int) -> Samples:
     if data.name == "synthetic":
         num = data.num_train if split == "train" else data.num_val
         return SyntheticSamples(seed=seed, split=split, num=num, size=(data.size[0], data.size[1]))
+    if is_path(data.name):
+        return open_plugin(data, split)
     classes = class_table(data)
     pairs, faults = scan(data, split)
     if faults:
@@ -177,22 +181,44 @@ def _open(data: DataConfig, split: str, seed: int) -> Samples:
     return FileSamples(classes, tuple(pairs))
 
 
+def open_plugin(data: DataConfig, split: str) -> PluginSamples:
+    """Samples of a data set of the user. Raises ConfigError and DataError for what is wrong with its class."""
+    source = open_source(data.name, data.args, data.root, split)
+    table = source.classes
+    if not isinstance(table, ClassTable):
+        names, colors = tuple(map(str, table)), getattr(source, "palette", ())
+        palette = tuple((int(red), int(green), int(blue)) for red, green, blue in colors)
+        if len(palette) != len(names) or not 1 <= len(set(names)) == len(names) < IGNORE_INDEX:
+            raise DataError(
+                f"data.name = {data.name}: classes has {len(names)} names and palette {len(palette)} colours, but a "
+                f"ClassTable, or different names with one RGB colour each, were needed."
+            )
+        ids = {train: train for train in range(len(names))} | {IGNORE_INDEX: IGNORE_INDEX}
+        table = ClassTable(data.name.rpartition(":")[2], names, palette, ids)
+    return PluginSamples(source, table, data.name, split)
+
+
 def _unwrapped(samples: Samples) -> Samples:
     return _unwrapped(samples.samples) if isinstance(samples, _Wrapper) else samples
 
 
 def image_sizes(samples: Samples) -> Counter[tuple[int, int]]:
-    """Number of images of each (height, width) in a split; of files, only the headers are read."""
+    """Number of images of each (height, width) in a split; of files, only the headers are read.
+
+    Samples of the user's class are read if it has no method `size`.
+    """
     source = _unwrapped(samples)
     if isinstance(source, FileSamples):
         return Counter(read_header(pair.image)[:2] for pair in source.pairs)
+    if isinstance(source, PluginSamples):
+        return Counter(source.size(index) for index in range(len(source)))
     return Counter({source.read(0)[1].shape: len(source)})
 
 
 def class_pixels(samples: Samples) -> NDArray[np.int64]:
     """Pixels of each train id over a split, int64 (C,); ignored pixels are not counted.
 
-    Reads every mask of a split that lies in files, and at most 64 scenes of any other.
+    Reads every mask of a split that lies in files, every sample of the user's class, and at most 64 synthetic scenes.
     """
     source = _unwrapped(samples)
 
@@ -200,8 +226,9 @@ def class_pixels(samples: Samples) -> NDArray[np.int64]:
         target = source.target(index) if isinstance(source, FileSamples) else source.read(index)[1]
         return np.bincount(target.ravel(), minlength=IGNORE_INDEX + 1)
 
-    num = len(source) if isinstance(source, FileSamples) else min(64, len(source))
+    num = min(64, len(source)) if isinstance(source, SyntheticSamples) else len(source)
     total = np.zeros(IGNORE_INDEX + 1, np.int64)
-    for counts in threaded(count, range(num)):
+    # The user's class need not be safe to use from several threads.
+    for counts in map(count, range(num)) if isinstance(source, PluginSamples) else threaded(count, range(num)):
         total += counts
     return total[: samples.classes.num_classes]

@@ -18,6 +18,7 @@ from typing import Any
 import segpipe
 from segpipe import plugins
 from segpipe.data.pairs import scan
+from segpipe.data.samples import open_plugin
 from segpipe.errors import CheckpointError, DataError
 from segpipe.files import sha256, write_atomically
 from segpipe.ledger.rows import INPUTS
@@ -55,7 +56,7 @@ def record(config: Config, splits: Iterable[str]) -> None:
 
 def _content(config: Config, splits: Iterable[str]) -> dict[str, Any]:
     files, sources = data_hashes(config.data, splits) if config.data.hash else {}, source_hashes()
-    own = plugins.sources(path for _, path in config.import_paths)
+    own = plugins.sources(config.import_paths)
     return {
         "data": {"name": config.data.name, "hashed": config.data.hash, "sha256": combined(files), "files": files},
         "code": {"segpipe": segpipe.__version__, "sha256": combined(sources), "files": sources},
@@ -81,10 +82,26 @@ def data_hashes(data: DataConfig, splits: Iterable[str]) -> Hashes:
     """
     if data.name == "synthetic":
         return {}
+    if plugins.is_path(data.name):
+        return _plugin_hashes(data, splits)
     paths = {path for split in splits for path in _files(data, split)}
     if data.name == "folder":
         paths.add(data.classes or str(Path(data.root) / "classes.yaml"))
     return _hashed({Path(os.path.relpath(path, data.root)).as_posix(): Path(path) for path in paths})
+
+
+def _plugin_hashes(data: DataConfig, splits: Iterable[str]) -> Hashes:
+    """Of the files that the samples of a user's class name, or else of what it reads, by split and name."""
+    paths: dict[str, Path] = {}
+    contents: Hashes = {}
+    for split in splits:
+        samples = open_plugin(data, split)
+        for index in range(len(samples)):
+            files = samples.files(index)
+            paths |= {Path(os.path.relpath(path, data.root or ".")).as_posix(): path for path in files}
+            if not files:
+                contents[f"{split}/{samples.name(index)}"] = samples.content(index)
+    return dict(sorted({**_hashed(paths), **contents}.items()))
 
 
 def _files(data: DataConfig, split: str) -> Iterable[str]:

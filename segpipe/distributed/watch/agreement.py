@@ -59,8 +59,8 @@ def common_fingerprint(config: Config, group: Group) -> tuple[dict[str, Any], li
 
 def plugin_sources(config: Config) -> dict[str, dict[str, str]]:
     """The entry of a fingerprint for the plug-ins of a configuration; empty without any."""
-    paths = [path for _, path in config.import_paths]
-    return {flags.PLUGINS: plugins.sources(paths)} if paths else {}
+    found = plugins.sources(config.import_paths)
+    return {flags.PLUGINS: found} if found else {}
 
 
 def agree_on_step(last: Path, step: int, group: Group) -> None:
