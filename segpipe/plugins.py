@@ -63,7 +63,7 @@ def load(key: str, path: str) -> Any:
         raise ConfigError(f"{key} = {path}: importing {module} failed: {located(error)}.") from error
     if not callable(found):
         raise ConfigError(f"{key} = {path} is {found!r}, but a class or function was needed.")
-    if not _is_named(path) and not _in_project(home := str(getattr(found, "__module__", "")).partition(".")[0]):
+    if not is_trusted(path) and not _in_project(home := str(getattr(found, "__module__", "")).partition(".")[0]):
         raise ConfigError(
             f"{key} = {path} is named by a run, and {module} has it from {home or 'elsewhere'}, which is outside this "
             f"project. If you trust it, add trust=[{top}]."
@@ -90,7 +90,7 @@ def check_place(key: str, path: str) -> None:
     place = _place(top)
     if place is None:
         raise ConfigError(_no_module(key, path, top))
-    if not _is_named(path) and not _in_project(top):
+    if not is_trusted(path) and not _in_project(top):
         raise ConfigError(
             f"{key} = {path} is named by a run, but {top} lies in {place}, outside the project in {Path.cwd()}: code "
             f"that a run names is imported from the current folder only. Run the command in the folder that holds "
@@ -98,7 +98,8 @@ def check_place(key: str, path: str) -> None:
         )
 
 
-def _is_named(path: str) -> bool:
+def is_trusted(path: str) -> bool:
+    """Whether the user named this import path, or its package."""
     return path in _trusted or path.partition(":")[0].partition(".")[0] in _trusted
 
 
@@ -298,7 +299,7 @@ def check_unchanged(key: str, path: str, recorded: Mapping[str, str], where: obj
 
     Not for a path or package that the user named: then it is taken as it is now.
     """
-    if _is_named(path):
+    if is_trusted(path):
         return
     now = sources([(key, path)])
     changed = [name for name, value in now.items() if recorded.get(name) != value]
