@@ -28,6 +28,7 @@ FLOORS = (
     ("distributed", "purity"),
     ("train",),
     ("audit", "export"),
+    ("contracts",),
     ("run",),
     ("cli", "__main__"),
 )

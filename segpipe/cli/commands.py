@@ -99,6 +99,12 @@ COMMANDS = {
         "Checks every transform by itself, and all of them in real loader processes.",
         overrides=("data", "augment"),
     ),
+    "check-plugin": Command(
+        "check a network, loss, data set or transform of your own",
+        "segpipe check-plugin model.name=package.module:Class loss.name=... data.name=... augment.extra=[...]\n"
+        "names what training, validation or export would stumble over, see docs/plugins.md.",
+        overrides=("model", "loss", "data", "augment"),
+    ),
     "gpu-check": Command(
         "check this machine's GPU",
         "Runs the checks of benchmarks/gpu.py, which needs a clone of the repository. Without a GPU there is nothing\n"

@@ -30,12 +30,21 @@ def build_model(name: str, num_classes: int, args: Mapping[str, Any] = MappingPr
     `num_classes` and `args` by keyword and returns a module. Raises ConfigError for an unknown name or argument, and
     for an error in the user's code.
     """
-    if not plugins.is_path(name):
-        if name not in MODELS:
-            raise ConfigError(f"{KEY} = {name!r} is not one of {', '.join(MODELS)}.{nearest(name, list(MODELS))}")
-        built: SegmentationNet = plugins.call(KEY, name, MODELS[name], args, num_classes=num_classes)
-        return built
-    net = plugins.call(KEY, name, plugins.load(KEY, name), args, num_classes=num_classes)
+    net = plugins.call(KEY, name, _builder(name), args, num_classes=num_classes)
     if not isinstance(net, nn.Module):
         raise ConfigError(f"{KEY} = {name} returned a {type(net).__name__}, but a torch.nn.Module was needed.")
     return net if isinstance(net, SegmentationNet) else PluginNetwork(net, num_classes, name)
+
+
+def check_model(name: str, args: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless the network exists and takes these arguments. Builds nothing."""
+    plugins.check_arguments(KEY, name, _builder(name), args, num_classes=1)
+
+
+def _builder(name: str) -> Callable[..., Any]:
+    if plugins.is_path(name):
+        found: Callable[..., Any] = plugins.load(KEY, name)
+        return found
+    if name not in MODELS:
+        raise ConfigError(f"{KEY} = {name!r} is not one of {', '.join(MODELS)}.{nearest(name, list(MODELS))}")
+    return MODELS[name]
