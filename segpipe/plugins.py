@@ -92,9 +92,9 @@ def check_place(key: str, path: str) -> None:
         raise ConfigError(_no_module(key, path, top))
     if not is_trusted(path) and not _in_project(top):
         raise ConfigError(
-            f"{key} = {path} is named by a run, but {top} lies in {place}, outside the project in {Path.cwd()}: code "
-            f"that a run names is imported from the current folder only. Run the command in the folder that holds "
-            f"{top}, or, if you trust it, add trust=[{top}]."
+            f"{key} = {path} is named by a run, but {top} lies in {place if place.is_absolute() else 'Python itself'}, "
+            f"outside the project in {Path.cwd()}: code that a run names is imported from the current folder only. Run "
+            f"the command in the folder that holds {top}, or, if you trust it, add trust=[{top}]."
         )
 
 
@@ -122,7 +122,7 @@ def _place(top: str) -> Path | None:
 
 def _in_project(top: str) -> bool:
     place = _place(top) if top else None
-    if place is None or top == "segpipe" or not place.is_absolute():  # the last: built in
+    if place is None or top in ("segpipe", "__main__") or not place.is_absolute():  # the last: built in
         return False
     folder, standard = Path.cwd(), Path(sysconfig.get_paths()["stdlib"])
     if not place.is_relative_to(folder) or place.is_relative_to(standard):
@@ -287,11 +287,16 @@ def _imports(text: bytes, package: str) -> list[str]:
 
 @cache
 def _version(package: str) -> str | None:
+    """Version of an installed package; the SHA-256 of its first file where its distribution has another name.
+
+    metadata.packages_distributions knows that name, but takes seconds. None for a package that is not installed.
+    """
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        names = metadata.packages_distributions().get(package, [])
-        return metadata.version(names[0]) if names else None
+        place = _place(package)
+        file = place / "__init__.py" if place and place.is_dir() else place
+        return hashlib.sha256(file.read_bytes()).hexdigest() if file and file.is_file() else None
 
 
 def check_unchanged(key: str, path: str, recorded: Mapping[str, str], where: object) -> None:
