@@ -10,6 +10,7 @@ from segpipe.settings.setting import Setting
 RUN = Setting("run", "runs/NAME", "folder of the run", required=True)
 WHICH = Setting("which", "last", "checkpoint to use", choices=("last", "best"))
 WAYS = ("sequence", "image", "tail")
+TRUST = Setting("trust", [], "packages that code named by the run may be imported from, see docs/plugins.md")
 DATA = ("data.root", "data.split")
 EXPORT = tuple(key for key in SETTINGS if key.startswith("export.") and key != "export.enabled")
 
@@ -38,7 +39,7 @@ COMMANDS = {
         "evaluate a run on a split",
         "Prints one line of JSON with `miou` and `iou` per class: whole images at their own size, fp32, averaged\n"
         "weights.",
-        (RUN, WHICH),
+        (RUN, WHICH, TRUST),
         (*DATA, "data.workers", "compute.device", "compute.threads"),
     ),
     "doctor": Command(
@@ -67,13 +68,13 @@ COMMANDS = {
     "export": Command(
         "export a run to model files",
         "Publishes files that compute what the trained network computes, or nothing.",
-        (RUN, WHICH),
+        (RUN, WHICH, TRUST),
         (*EXPORT, *DATA),
     ),
     "verify": Command(
         "repeat all gates on an exported folder",
         "Compares the files as they are now with the run that they claim to come from.",
-        (Setting("artifact", "runs/NAME/export", "exported folder", required=True), RUN, WHICH),
+        (Setting("artifact", "runs/NAME/export", "exported folder", required=True), RUN, WHICH, TRUST),
         (
             *DATA,
             "export.images",
@@ -104,6 +105,7 @@ COMMANDS = {
             Setting("json", False, "print one line of JSON"),
             Setting("replay", False, "train both again from their last common checkpoint, to name the layer"),
             Setting("nproc", 1, "processes for the replay", low=1),
+            TRUST,
         ),
         positional=("a", "b"),
     ),
@@ -120,6 +122,7 @@ COMMANDS = {
             Setting("evaluate", True, "measure the scores of last.pt again"),
             Setting("verify", True, "run the gates of the exported folder again"),
             Setting("out", "", "folder of the report; empty: <run>/audit"),
+            TRUST,
         ),
         (
             "data.root",
@@ -135,6 +138,12 @@ COMMANDS = {
         "check that augmentation is a pure function of sample and key",
         "Checks every transform by itself, and all of them in real loader processes.",
         overrides=("data", "augment"),
+    ),
+    "check-plugin": Command(
+        "check a network, loss, data set or transform of your own",
+        "segpipe check-plugin model.name=package.module:Class loss.name=... data.name=... augment.extra=[...]\n"
+        "names what training, validation or export would stumble over, see docs/plugins.md.",
+        overrides=("model", "loss", "data", "augment"),
     ),
     "gpu-check": Command(
         "check this machine's GPU",

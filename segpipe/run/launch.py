@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from segpipe import plugins
 from segpipe.determinism import flags
 from segpipe.distributed import environment
 from segpipe.errors import CheckpointError, ConfigError, DivergenceError, Interrupted, NumericsError, SegpipeError
@@ -98,6 +99,7 @@ def prepare(config: Config, world_size: int) -> None:
     check(config, world_size=world_size)
     _pin(config)
     check_tracking(config)
+    _check_plugins(config)
     verify(config.data, ["train", config.data.split])
     open_samples(config.data, config.data.split, config.seed)
     samples = open_samples(config.data, "train", config.seed)
@@ -113,6 +115,21 @@ def prepare(config: Config, world_size: int) -> None:
 
         check_place(Path(config.export.dir))  # now, not after hours of training
     claim_folder(config)
+
+
+def _check_plugins(config: Config) -> None:
+    """Import the code that the configuration names, and refuse what is known to be wrong with it before it runs."""
+    for key, path in config.import_paths:
+        plugins.load(key, path)
+    if config.model.args:
+        from segpipe.models import check_model
+
+        check_model(config.model.name, config.model.args)
+    if plugins.is_path(config.loss.name):
+        from segpipe.contracts.loss_contract import LossContract
+
+        if problem := LossContract(config).refusal():
+            raise ConfigError(problem)
 
 
 def _check_crop(config: Config, samples: Samples) -> None:
@@ -210,6 +227,7 @@ def work(config: Config, *, finish: Finish | None = None, prepared: bool = False
 
     `prepared` means that a parent process has called `prepare` already.
     """
+    plugins.trust(path for _, path in config.import_paths)  # the user of this process's parent named them
     try:
         flags.set_environment(environment.local_world_size() * config.compute.threads, config.compute.mode)
         from segpipe.distributed import group as processes

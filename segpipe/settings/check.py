@@ -37,6 +37,12 @@ def check(config: Config, *, world_size: int) -> None:
             f"optim.schedule_steps = {schedule_steps}, but the run has train.steps = {steps} updates: the last ones "
             f"would have a learning rate of 0. Set optim.schedule_steps=0, or at least train.steps."
         )
+    for key, args, name in (
+        ("loss.args", config.loss.args, config.loss.name),
+        ("data.args", config.data.args, config.data.name),
+    ):
+        if args and ":" not in name:
+            raise ConfigError(f"{key} = {args}, but {name} takes none: only plug-ins (package.module:Name) do.")
     low, high = config.augment.scale
     if low > high:
         raise ConfigError(f"augment.scale = {config.augment.scale}, but [smallest, largest] was needed.")

@@ -24,7 +24,7 @@ class RunConfig:
 
 @dataclass
 class ModelConfig:
-    name: str = setting("fast_scnn", "network", choices=MODEL_NAMES)
+    name: str = setting("fast_scnn", "network; docs/plugins.md has those of your own", choices=MODEL_NAMES, plugin=True)
     args: dict[str, Any] = setting({}, "arguments of the network: model.args.KEY=VALUE")
     weights: str = setting(
         "", "file of weights, or folder of a run, to start from, see docs/weights.md; empty: from the seed", free=True
@@ -43,7 +43,8 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    name: str = setting("synthetic", "data set", choices=DATA_NAMES)
+    name: str = setting("synthetic", "data set", choices=DATA_NAMES, plugin=True)
+    args: dict[str, Any] = setting({}, "arguments of a data set of your own: data.args.KEY=VALUE")
     root: str = setting("", "folder of the data set; not used by synthetic", free=True)
     mix: list[Any] = setting(
         [],
@@ -101,7 +102,7 @@ class AugmentConfig:
     contrast: float = setting(0.2, "largest relative change of contrast", low=0, high=1)
     saturation: float = setting(0.2, "largest relative change of saturation", low=0, high=1)
     hue: float = setting(0.02, "largest shift of the hue, in turns", low=0, high=0.5)
-    extra: list[str] = setting([], "further transforms by name, see segpipe/data/transforms.py")
+    extra: list[str] = setting([], "further transforms by name, or package.module:Class of your own", plugin=True)
     check: bool = setting(
         True, "check before training that augmentation is a pure function of sample and key", free=True
     )
@@ -113,7 +114,8 @@ class AugmentConfig:
 
 @dataclass
 class LossConfig:
-    name: str = setting("cross_entropy", "loss of the class heads", choices=("cross_entropy", "ohem"))
+    name: str = setting("cross_entropy", "loss of the class heads", choices=("cross_entropy", "ohem"), plugin=True)
+    args: dict[str, Any] = setting({}, "arguments of a loss of your own: loss.args.KEY=VALUE")
     class_weights: Any = setting(
         "none",
         "weight of each class, with mean 1 over the training pixels: log: 1 / log(1.02 + frequency), sqrt: "
