@@ -45,7 +45,7 @@ COMMANDS = {
         "evaluate a run on a split",
         "Prints one line of JSON with `miou` and `iou` per class: whole images at their own size, fp32, averaged\n"
         "weights.",
-        (RUN, WHICH),
+        (RUN, WHICH, *INFERENCE),
         (*DATA, "data.workers", "compute.device", "compute.threads"),
     ),
     "predict": Command(

@@ -40,6 +40,13 @@ class Inference:
         """Scale and flip of each forward; the image as it is comes first."""
         return [(scale, flip) for scale in self.scales for flip in ((False, True) if self.flip else (False,))]
 
+    @property
+    def described(self) -> dict[str, Any]:
+        """What was asked for beyond one forward of the whole image; empty if nothing was."""
+        tiles = {"tile": "x".join(map(str, self.tile)), "overlap": self.overlap} if self.tile else {}
+        views = [FLIP] * self.flip + [f"{scale:g}" for scale in self.scales[1:]]
+        return tiles | ({"tta": ",".join(views)} if views else {})
+
 
 def inference(given: Mapping[str, Any]) -> Inference:
     """Inference of a command's keys tile, overlap, tta, and of precision and batch if it has them.

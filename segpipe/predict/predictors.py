@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -42,19 +41,9 @@ def of_network(trained: TrainedNetwork, device: torch.device, how: Inference, *,
         trained.classes.names,
         trained.classes.palette,
         {"weights_digest": trained.weights_digest, "step": trained.step},
-        {**settings(how), "ids": "raw" if raw else "train"},
+        {**how.described, "precision": how.precision, "ids": "raw" if raw else "train"},  # the batch changes last bits
         raw_ids(trained.classes.train_ids) if raw else None,
     )
-
-
-def settings(how: Inference) -> dict[str, Any]:
-    """What the answers depend on, as stamps have it. The batch is no part: it may change the last bits only."""
-    return {
-        "tile": "x".join(map(str, how.tile)) if how.tile else "",
-        "overlap": how.overlap if how.tile else 0.0,
-        "tta": ",".join(["flip"] * how.flip + [f"{scale:g}" for scale in how.scales[1:]]),
-        "precision": how.precision,
-    }
 
 
 def raw_ids(train_ids: Mapping[int, int]) -> Pixels:
