@@ -69,9 +69,9 @@ def _comment(stamp: Stamp) -> PngInfo:
 
 
 def picture_jpeg(pixels: NDArray[np.uint8], stamp: Stamp) -> bytes:
-    """A JPEG of RGB pixels (H, W, 3)."""
+    """A JPEG of RGB pixels (H, W, 3), with color at full resolution: a pole is 2 pixels wide."""
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "JPEG", quality=90, comment=encoded(stamp))
+    Image.fromarray(pixels).save(buffer, "JPEG", quality=90, subsampling=0, comment=encoded(stamp))
     return buffer.getvalue()
 
 

@@ -69,7 +69,9 @@ def read_frames(path: Path) -> Iterator[NDArray[np.uint8]]:
 def _opened(path: Path) -> Iterator[cv2.VideoCapture]:
     if not os.access(path, os.R_OK):
         raise DataError(f"{path} cannot be read: {'permission denied' if path.exists() else 'no such file'}.")
+    level = cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_ERROR)  # its warnings name no file
     capture = cv2.VideoCapture(str(path), cv2.CAP_FFMPEG)
+    cv2.utils.logging.setLogLevel(level)
     try:
         if not capture.isOpened():
             raise DataError(f"{path} cannot be opened as a video. It is truncated, or no video. Copy it again.")
@@ -168,7 +170,7 @@ def _keep(outputs: Outputs, source: Input, film: Film | None, stamp: Stamp) -> s
     if film is None or not film.frames:
         return ""
     path = outputs.picture(source, ".partial.mp4")
-    film.finish(path, stamp)
+    film.finish(path, stamp | {"partial": True})
     return f"The overlays up to there are in {path}. "
 
 
