@@ -27,7 +27,7 @@ FLOORS = (
     ("ledger",),
     ("distributed", "purity"),
     ("train",),
-    ("audit", "export"),
+    ("audit", "export", "predict"),
     ("contracts",),
     ("run",),
     ("cli", "__main__"),

@@ -11,6 +11,14 @@ RUN = Setting("run", "runs/NAME", "folder of the run", required=True)
 WHICH = Setting("which", "last", "checkpoint to use", choices=("last", "best"))
 WAYS = ("sequence", "image", "tail")
 TRUST = Setting("trust", [], "packages that code named by the run may be imported from, see docs/plugins.md")
+INFERENCE = (
+    Setting("tile", "", "HEIGHTxWIDTH of the tiles that images are cut into; empty: whole images"),
+    Setting("overlap", 0.25, "share of a tile that it has in common with the next one, at least", low=0, high=0.9),
+    Setting("tta", [], "average over views of the image: [flip,0.75,1.25] for mirrored and scaled ones"),
+)
+PRECISIONS = ("fp32", "bf16", "fp16", "int8")
+IDS = ("train", "raw")
+EXISTS = ("keep", "replace")
 DATA = ("data.root", "data.split")
 EXPORT = tuple(key for key in SETTINGS if key.startswith("export.") and key != "export.enabled")
 
@@ -39,8 +47,33 @@ COMMANDS = {
         "evaluate a run on a split",
         "Prints one line of JSON with `miou` and `iou` per class: whole images at their own size, fp32, averaged\n"
         "weights.",
-        (RUN, WHICH, TRUST),
+        (RUN, WHICH, *INFERENCE, TRUST),
         (*DATA, "data.workers", "compute.device", "compute.threads"),
+    ),
+    "predict": Command(
+        "segment images and videos",
+        "Writes masks (PNG, pixel values are class ids), overlays (JPEG, or MP4 for a video) and predictions.json\n"
+        "into `out`. Give run= or artifact=. What the same model has already written is kept. See docs/predict.md.",
+        (
+            Setting("source", "images", "image, video, folder, or glob pattern in quotes", required=True),
+            Setting("out", "predictions", "folder for the results", required=True),
+            Setting("run", "", "folder of the run"),
+            WHICH,
+            Setting("artifact", "", "exported folder, in place of a run"),
+            *INFERENCE,
+            Setting("precision", "fp32", "of the network; int8: an exported file", choices=PRECISIONS),
+            Setting("batch", 1, "images of one size, or tiles, in one forward", low=1),
+            Setting("fit", "tile", "exported file: what to do with images of other sizes", choices=("tile", "resize")),
+            Setting("provider", "CPUExecutionProvider", "exported file: execution provider of onnxruntime"),
+            Setting("ids", "train", "ids in the masks: of the network, or of the data set's masks", choices=IDS),
+            Setting("overlay", True, "write overlays"),
+            Setting("alpha", 0.5, "opacity of the class colors in an overlay", low=0, high=1),
+            Setting("legend", True, "name the classes beside an overlay"),
+            Setting("frames", False, "video: write the mask of each frame"),
+            Setting("exists", "keep", "other outputs in `out`: keep them and stop, or replace", choices=EXISTS),
+            TRUST,
+        ),
+        ("compute.device", "compute.threads"),
     ),
     "doctor": Command(
         "check a data set",

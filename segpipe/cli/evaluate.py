@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from segpipe.determinism import flags
 from segpipe.distributed.group import Group, choose_device
 from segpipe.errors import ConfigError
 from segpipe.files import plain
+from segpipe.predict.inference import inference, segment
 from segpipe.settings.arguments import with_settings
 from segpipe.train.checkpoint import load_network
 from segpipe.train.metrics import summary
@@ -26,6 +28,7 @@ def main(given: dict[str, Any]) -> int:
 
 def evaluate(given: dict[str, Any]) -> dict[str, object]:
     """What the command prints."""
+    how = inference(given)
     trained = load_network(Path(given["run"]), given["which"])
     config = with_settings(trained.config, given)
     flags.apply(config.compute.threads)
@@ -37,6 +40,15 @@ def evaluate(given: dict[str, Any]) -> dict[str, object]:
     model, preprocess = trained.model.to(group.device), trained.preprocess.to(group.device)
     workers = min(config.data.workers, 1)
     method = config.data.start_method
-    found = validate(model, preprocess, samples, group, precision="fp32", workers=workers, start_method=method)
-    figures = summary(found.total, samples.classes.names)
+    found = validate(
+        model,
+        preprocess,
+        samples,
+        group,
+        answer=partial(segment, how=how) if how.described else None,
+        precision=how.precision,
+        workers=workers,
+        start_method=method,
+    )
+    figures = summary(found.total, samples.classes.names) | how.described
     return {"run": given["run"], "split": config.data.split, "images": len(samples), "step": trained.step, **figures}
