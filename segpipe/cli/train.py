@@ -13,13 +13,14 @@ from segpipe.errors import ConfigError, SegpipeError
 from segpipe.run.finish import finish
 from segpipe.run.launch import launch
 from segpipe.run.sweep import Sweep
-from segpipe.settings.compose import CONF, checked_overrides, compose
+from segpipe.settings.compose import CONF, checked_overrides, compose, is_sweep
 
 
 def main(arguments: list[str]) -> int:
     """Exit code."""
     try:
         arguments = checked_overrides(arguments)
+        arguments = ["--multirun", *arguments] if is_sweep(arguments) else arguments
         if under_launcher() and any(argument in ("-m", "--multirun") for argument in arguments):
             raise ConfigError(
                 "--multirun under torchrun would run the whole sweep once per rank. Use: segpipe train --multirun "

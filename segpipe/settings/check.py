@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,6 +45,14 @@ def _check_names(config: Config) -> None:
             raise ConfigError(f"run.name = {config.run.name!r} must name a folder below run.root = {config.run.root}.")
     if config.data.name in ("camvid", "folder") and not config.data.root:
         raise ConfigError(f"data.root is empty, but data={config.data.name} reads files. Set data.root=FOLDER.")
+    try:
+        re.compile(config.data.sequence)
+    except re.error as error:
+        raise ConfigError(f"data.sequence = {config.data.sequence!r} is not a regular expression: {error}.") from None
+    if config.data.name == "synthetic" and config.data.hold_out:
+        raise ConfigError(
+            f"data.hold_out = {config.data.hold_out}, but data=synthetic has no sequences. Leave it empty."
+        )
 
 
 def _check_processes(config: Config, world_size: int) -> None:

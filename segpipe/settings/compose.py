@@ -105,6 +105,13 @@ def _check_choice(override: Override) -> None:
             raise ConfigError(f"{group} = {name} is not one of {', '.join(valid)}.{nearest(name, valid)}")
 
 
+def is_sweep(overrides: list[str]) -> bool:
+    """Whether the chosen experiment of conf/ is a sweep, which needs Hydra's own command line."""
+    names = [text.removeprefix("experiment=") for text in overrides if text.startswith("experiment=")]
+    files = [path for name in names if (path := CONF / "experiment" / f"{name}.yaml").is_file()]
+    return any(OmegaConf.select(OmegaConf.load(path), "hydra.mode") == "MULTIRUN" for path in files)
+
+
 def choices(group: str) -> list[str]:
     """Names of the files in a folder of conf/."""
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))

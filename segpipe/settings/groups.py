@@ -38,6 +38,12 @@ class DataConfig:
     name: str = setting("synthetic", "data set", choices=DATA_NAMES)
     root: str = setting("", "folder of the data set; not used by synthetic", free=True)
     split: str = setting("val", "split that validation reads")
+    sequence: str = setting(
+        "",
+        "regular expression that finds an image's sequence (drive) in its name; empty: its folder, or what stands "
+        "before the last number",
+    )
+    hold_out: str = setting("", "sequence that training leaves out and validation consists of, see docs/evaluate.md")
     classes: str = setting("", "YAML class table of data=folder; empty: <data.root>/classes.yaml", free=True)
     size: list[int] = setting([192, 384], "synthetic: [height, width] in pixels", length=2, low=32)
     num_train: int = setting(2000, "synthetic: number of distinct training scenes", low=1)

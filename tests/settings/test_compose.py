@@ -12,7 +12,7 @@ from segpipe.errors import ConfigError
 from segpipe.settings import compose as module
 from segpipe.settings.arguments import parse, with_settings
 from segpipe.settings.check import check
-from segpipe.settings.compose import checked_overrides, compose
+from segpipe.settings.compose import checked_overrides, compose, is_sweep
 from segpipe.settings.config import SETTINGS, Config, from_mapping
 from segpipe.settings.setting import Setting
 
@@ -259,3 +259,9 @@ def test_entries_of_a_mapping_need_no_plus() -> None:
         compose(["model.arg.width=3"])
     with pytest.raises(ConfigError, match="model.args = 3, but a mapping"):
         from_mapping({"model": {"args": 3}})
+
+
+def test_an_experiment_that_is_a_sweep_is_known_by_its_file() -> None:
+    assert is_sweep(["experiment=camvid_drives", "data.root=x"])
+    assert not is_sweep(["experiment=camvid_cpu", "data.root=x"])
+    assert not is_sweep(["experiment=no", "data.root=x"])
