@@ -90,14 +90,16 @@ def prepare(config: Config, world_size: int) -> None:
     """Check everything that can be checked before the first process starts, then claim the run's folder."""
     from segpipe.data.augment import Augmenter
     from segpipe.data.problems import verify
-    from segpipe.data.samples import open_samples
+    from segpipe.data.samples import open_samples, sequences
     from segpipe.purity import checker as purity
 
     check(config, world_size=world_size)
     check_tracking(config)
     verify(config.data, ["train", config.data.split])
-    open_samples(config.data, config.data.split, config.seed)
+    validation = open_samples(config.data, config.data.split, config.seed)
     samples = open_samples(config.data, "train", config.seed)
+    for opened in (samples, validation):
+        sequences(opened, config.data.sequence)  # the scores are told by sequence, after the training
     _check_crop(config, samples)
     if config.compute.mode != "off" and (skipped := purity.quick(Augmenter(config.augment), samples)):
         Console(stderr=True).print(skipped, markup=False, highlight=False, soft_wrap=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from segpipe import __version__
-from segpipe.data.samples import Samples, open_samples
+from segpipe.data.samples import Samples, open_samples, sequences
 from segpipe.determinism import flags
 from segpipe.distributed.watch.agreement import agree_on_step, common_fingerprint
 from segpipe.errors import CheckpointError, Interrupted, NumericsError
@@ -27,8 +27,10 @@ from segpipe.settings.config import Config, config_hash, to_mapping
 from segpipe.train import checkpoint, state
 from segpipe.train.batches import loss_weights, shard_stream
 from segpipe.train.clock import Clock
+from segpipe.train.header import header
 from segpipe.train.metrics import miou, summary
 from segpipe.train.recorder import Recorder
+from segpipe.train.scores import scores
 from segpipe.train.step import StepResult, TrainStep, train_step
 from segpipe.train.stop import StopRequest
 from segpipe.train.validate import Validation, validate
@@ -147,7 +149,7 @@ def _open(
         else Watch(group, current, config.run_dir, cache_mib=cache_mib)
     )
     run = Run(config, group, samples, val_samples, current, fingerprint, watch, view, log)
-    notes = _notes(config, group, differences)
+    notes = [header(config, group, samples, val_samples, current.model), *_notes(config, group, differences)]
     if found:
         run.saved = None if found.note else done
         notes.append(f"resuming {config.run_dir} at step {done}")
@@ -330,9 +332,11 @@ def _save(run: Run, name: str) -> None:
 def _result(run: Run, found: Validation, images_per_second: float) -> dict[str, Any]:
     """Content of result.json. `miou` is that of the last averaged weights in fp32, not of the best checkpoint."""
     config, current = run.config, run.state
+    where, seen = (sequences(samples, config.data.sequence) for samples in (run.val_samples, run.train_samples))
     return {
         "name": config.run.name,
-        **summary(found.total, run.val_samples.classes.names),
+        "images": len(run.val_samples),
+        **scores(found, run.val_samples.classes.names, where, set(seen)),
         "best_miou": current.best_miou,
         "steps": current.step,
         **_speed(run, images_per_second),
