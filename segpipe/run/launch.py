@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,7 @@ def launch(config: Config, *, finish: Finish | None = None, isolated: bool = Fal
         environment.check_tasks()
         if not isolated:  # in a sweep, this process computes nothing
             flags.set_environment(config.compute.threads, config.compute.mode)  # before anything imports torch
+        config = with_steps(config)
         world_size = _world_size(config)
         prepare(config, world_size)
     except SegpipeError as error:
@@ -84,6 +86,17 @@ def _world_size(config: Config) -> int:
     if device == "cuda" and gpus == 0:
         raise ConfigError("compute.device = cuda, but torch sees no GPU. Set compute.device=cpu, or check the driver.")
     return max(gpus, 1) if number == "auto" else int(number)
+
+
+def with_steps(config: Config) -> Config:
+    """`config` with the number of updates that `train.epochs` stands for; checkpoints and ranks see nothing else."""
+    if not config.train.epochs:
+        return config
+    check(config, world_size=1)
+    from segpipe.data.samples import open_samples
+
+    images = config.train.epochs * len(open_samples(config.data, "train", config.seed))
+    return replace(config, train=replace(config.train, steps=math.ceil(images / config.global_batch), epochs=0))
 
 
 def prepare(config: Config, world_size: int) -> None:
@@ -193,6 +206,7 @@ def work(config: Config, *, finish: Finish | None = None, prepared: bool = False
         flags.set_environment(environment.local_world_size() * config.compute.threads, config.compute.mode)
         from segpipe.distributed import group as processes
 
+        config = with_steps(config)
         flags.apply(config.compute.threads, config.compute.mode)  # before the group: NCCL reads its variables there
         group = processes.join(config.compute, {"configuration": config_hash(config)})
         try:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from segpipe.errors import ConfigError
 from segpipe.settings.config import SETTINGS
+from segpipe.settings.groups import STEPS
 
 if TYPE_CHECKING:
     from segpipe.settings.config import Config
@@ -26,17 +27,41 @@ def check(config: Config, *, world_size: int) -> None:
             raise ConfigError(problem)
     _check_names(config)
     _check_processes(config, world_size)
-    steps, schedule_steps = config.train.steps, config.optim.schedule_steps
-    if 0 < schedule_steps < steps:
-        raise ConfigError(
-            f"optim.schedule_steps = {schedule_steps}, but the run has train.steps = {steps} updates: the last ones "
-            f"would have a learning rate of 0. Set optim.schedule_steps=0, or at least train.steps."
-        )
+    _check_length(config)
     low, high = config.augment.scale
     if low > high:
         raise ConfigError(f"augment.scale = {config.augment.scale}, but [smallest, largest] was needed.")
     for problem in export_problems(config.export):
         raise ConfigError(problem)
+
+
+def _check_length(config: Config) -> None:
+    train, schedule_steps = config.train, config.optim.schedule_steps
+    if train.epochs and train.steps not in (0, STEPS):
+        raise ConfigError(
+            f"train.steps = {train.steps} and train.epochs = {train.epochs}. Set one of them; if an experiment sets "
+            f"train.steps, train.steps=0 leaves it to train.epochs."
+        )
+    if train.patience and not train.validate_every:
+        raise ConfigError(
+            f"train.patience = {train.patience}, but train.validate_every = 0: there is no validation before the end. "
+            f"Set train.validate_every to a number of updates."
+        )
+    if train.epochs:  # the number of updates is not known yet
+        return
+    if not train.steps:
+        raise ConfigError("train.steps = 0, but a number of updates was needed. Set it, or train.epochs.")
+    earliest = (train.patience + 1) * train.validate_every
+    if train.patience and earliest >= train.steps:
+        raise ConfigError(
+            f"train.patience = {train.patience} and train.validate_every = {train.validate_every}: training could stop "
+            f"after {earliest} updates at the earliest, but ends after train.steps = {train.steps}. Lower one of them."
+        )
+    if 0 < schedule_steps < train.steps:
+        raise ConfigError(
+            f"optim.schedule_steps = {schedule_steps}, but the run has train.steps = {train.steps} updates: the "
+            f"last ones would have a learning rate of 0. Set optim.schedule_steps=0, or at least train.steps."
+        )
 
 
 def _check_names(config: Config) -> None:

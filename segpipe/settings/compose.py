@@ -85,6 +85,9 @@ def checked_overrides(overrides: list[str]) -> list[str]:
             found[-1] = f"++{text.lstrip('+')}"
         elif key not in SETTINGS and not any(known.startswith(f"{key}.") for known in SETTINGS):
             raise ConfigError(f"{key} is not a setting of segpipe (in {text!r}).{nearest(key, [*SETTINGS, *GROUPS])}")
+    lengths = [text for text in found if text.startswith(("train.steps=", "train.epochs=")) and not text.endswith("=0")]
+    if len({text.partition("=")[0] for text in lengths}) > 1:
+        raise ConfigError(f"{' and '.join(lengths)} both say how long to train. Set one of them.")
     return found
 
 

@@ -131,6 +131,8 @@ def to_mapping(config: Config) -> dict[str, Any]:
 def recipe(config: Config) -> dict[str, Any]:
     """Settings that decide what is trained, by dotted name: all except FREE_KEYS."""
     found = {key: attrgetter(key)(config) for key in SETTINGS if key not in FREE_KEYS}
+    if config.train.patience:  # then it decides where training may stop
+        found["train.validate_every"] = config.train.validate_every
     if config.compute.mode == "audit":
         found["compute.mode"] = "elastic"  # the same numbers; audit only records more
     return found

@@ -104,8 +104,8 @@ def train(
                 run.view.say(note)
             images_per_second = _loop(run, stream)
             _save(run, "last.pt")  # before the validation, which may fail
-            final = _validate(run, precision="fp32")
-            if _keep_best(run, final):
+            final = _validate(run, precision="fp32", log=not _stopped_early(run))  # there, this step has its line
+            if _keep_best(run, final, final=True):
                 _save(run, "last.pt")
         result = {**_result(run, final, images_per_second), "git": git}
         if group.is_main:
@@ -179,7 +179,7 @@ def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> float:
     own = run.group.own_shards(config.compute.shards)
     step = TrainStep(config, run.watch, loss_weights(config, run.train_samples))
     with StopRequest(outlive_error=run.group.world_size > 1) as stop, contextlib.closing(stream):
-        while current.step < config.train.steps:
+        while current.step < config.train.steps and not _stopped_early(run):
             result = train_step(
                 step, [next(stream) for _ in own], stop=stop.asked, wait=_waits(run), check=partial(_check, run, step)
             )
@@ -205,10 +205,19 @@ def _keep(run: Run) -> None:
         return
     if _due(done, config.train.validate_every):
         _keep_best(run, _validate(run, precision=config.train.precision))
+        if _stopped_early(run):
+            run.view.say(
+                f"step {done}: stops here, train.patience = {config.train.patience} validations after the best"
+            )
     if _due(done, config.checkpoint.every):
         _save(run, "last.pt")
     if _due(done, config.checkpoint.keep_every):
         _save(run, f"step_{done:06d}.pt")
+
+
+def _stopped_early(run: Run) -> bool:
+    """Whether mIoU has stayed below its best for `train.patience` validations: the same on every rank."""
+    return 0 < run.config.train.patience <= run.state.stale
 
 
 def _due(step: int, every: int) -> bool:
@@ -282,8 +291,8 @@ def _log(run: Run, result: StepResult) -> None:
     run.view.advance(current.step, shown)
 
 
-def _validate(run: Run, *, precision: str) -> Validation:
-    """Confusion of the averaged weights on the validation split, logged."""
+def _validate(run: Run, *, precision: str, log: bool = True) -> Validation:
+    """Confusion of the averaged weights on the validation split."""
     config, current = run.config, run.state
     image, _ = run.val_samples.read(run.group.rank % len(run.val_samples))
     with run.watch.explain_out_of_memory([(1, *image.shape)]):
@@ -299,15 +308,22 @@ def _validate(run: Run, *, precision: str) -> Validation:
             progress=run.view.validating,
         )
     figures = summary(found.total, run.val_samples.classes.names)
-    run.log.log(current.step, "validation", {"precision": precision, **figures})
+    if log:
+        run.log.log(current.step, "validation", {"precision": precision, **figures})
     run.view.say(f"step {current.step}: validation mIoU {100 * figures['miou']:.2f} %")
     return found
 
 
-def _keep_best(run: Run, found: Validation) -> bool:
-    """Whether this validation is the best so far; its weights are then in best.pt."""
+def _keep_best(run: Run, found: Validation, *, final: bool = False) -> bool:
+    """Whether this validation is the best so far; its weights are then in best.pt.
+
+    The final one does not count for `train.patience`: a run that has stopped must not go on when it is resumed.
+    """
     score = miou(found.total)
-    if not score > run.state.best_miou:
+    better = score > run.state.best_miou
+    if not final:
+        run.state.stale = 0 if better else run.state.stale + 1
+    if not better:
         return False
     run.state.best_miou = score
     _save(run, "best.pt")
@@ -339,6 +355,7 @@ def _result(run: Run, found: Validation, images_per_second: float) -> dict[str, 
         **scores(found, run.val_samples.classes.names, where, set(seen)),
         "best_miou": current.best_miou,
         "steps": current.step,
+        "stopped_early": _stopped_early(run),
         **_speed(run, images_per_second),
         "world_size": run.group.world_size,
         "shards": config.compute.shards,

@@ -29,6 +29,7 @@ class TrainState:
     scaler: torch.amp.GradScaler  # does nothing unless train.precision is fp16
     step: int = 0  # updates done
     best_miou: float = -1.0
+    stale: int = 0  # validations since the one with best_miou
 
 
 def build_state(config: Config, classes: ClassTable, device: torch.device) -> TrainState:

@@ -261,6 +261,12 @@ def test_entries_of_a_mapping_need_no_plus() -> None:
         from_mapping({"model": {"args": 3}})
 
 
+def test_steps_and_epochs_on_one_command_line_are_refused() -> None:
+    assert "both say how long to train" in refused("train.steps=400", "train.epochs=3")
+    checked_overrides(["train.steps=0", "train.epochs=3"])
+    checked_overrides(["train.steps=400", "train.epochs=0"])
+
+
 def test_an_experiment_that_is_a_sweep_is_known_by_its_file() -> None:
     assert is_sweep(["experiment=camvid_drives", "data.root=x"])
     assert not is_sweep(["experiment=camvid_cpu", "data.root=x"])
