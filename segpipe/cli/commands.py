@@ -45,10 +45,16 @@ COMMANDS = {
     ),
     "evaluate": Command(
         "evaluate a run on a split",
-        "Prints one line of JSON with `miou` and `iou` per class: whole images at their own size, fp32, averaged\n"
-        "weights.",
-        (RUN, WHICH, *INFERENCE, TRUST),
-        (*DATA, "data.workers", "compute.device", "compute.threads"),
+        "Prints one line of JSON with `miou` and scores per class and sequence, and tables of them on stderr: whole\n"
+        "images at their own size, fp32, averaged weights. What the figures mean: docs/evaluate.md.",
+        (
+            RUN,
+            WHICH,
+            Setting("out", "", "HTML file for a report with the worst images; empty: none"),
+            *INFERENCE,
+            TRUST,
+        ),
+        (*DATA, "data.sequence", "data.hold_out", "data.workers", "compute.device", "compute.threads"),
     ),
     "predict": Command(
         "segment images and videos",

@@ -13,7 +13,7 @@ from segpipe.errors import ConfigError, SegpipeError
 from segpipe.run.finish import finish
 from segpipe.run.launch import launch
 from segpipe.run.sweep import Sweep
-from segpipe.settings.compose import CONF, checked_overrides, compose, config_files
+from segpipe.settings.compose import CONF, checked_overrides, compose, config_files, is_sweep
 
 
 def main(arguments: list[str]) -> int:
@@ -21,6 +21,7 @@ def main(arguments: list[str]) -> int:
     try:
         files, overrides = config_files(arguments)
         overrides = checked_overrides(overrides, files)
+        overrides = ["--multirun", *overrides] if is_sweep(overrides) else overrides
         if under_launcher() and any(argument in ("-m", "--multirun") for argument in overrides):
             raise ConfigError(
                 "--multirun under torchrun would run the whole sweep once per rank. Use: segpipe train --multirun "

@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
@@ -29,10 +29,12 @@ from segpipe.data.mix import DataPart, main_set, parts, shared_ids
 from segpipe.data.pairs import Pair, check_sizes, scan
 from segpipe.data.plugin_samples import PluginSamples, open_source
 from segpipe.data.readers import read_header, read_image, threaded
+from segpipe.data.sequence import sequence
 from segpipe.data.synthetic.scenes import paint_scene
 from segpipe.errors import DataError
 from segpipe.keys import generator, sample_key
 from segpipe.plugins import is_path
+from segpipe.settings.setting import nearest
 
 if TYPE_CHECKING:
     from segpipe.settings.groups import DataConfig
@@ -213,14 +215,37 @@ class CachedSamples(_Wrapper):
 def open_samples(data: DataConfig, split: str, seed: int) -> Samples:
     """Samples of a split, in the order of their names. Raises DataError for the first problem.
 
-    With `data.shuffle_labels` the split "train" has the targets of other images.
+    With `data.shuffle_labels` the split "train" has the targets of other images. With `data.hold_out` it lacks that
+    sequence, and any other split is the sequence itself, from "train" and from that split.
     """
-    samples = _open(data, split, seed)
+    samples = _held_out(data, split) if data.hold_out else _open(data, split, seed)
     if not (data.shuffle_labels and split == "train"):
         return samples
     if len(samples) < 2:
         raise DataError("data.shuffle_labels = True needs at least two training images.")
     return ShuffledTargets(samples)
+
+
+def sequences(samples: Samples, pattern: str = "") -> list[str]:
+    """Sequence of each image of a split, by index; `pattern` is `data.sequence`."""
+    return [sequence(samples.name(index), pattern) for index in range(len(samples))]
+
+
+def _held_out(data: DataConfig, split: str) -> Samples:
+    """The part of the files on one side of `data.hold_out`; checks both sides, so that a run fails before it starts."""
+    splits = list(dict.fromkeys(("train", data.split if split == "train" else split)))
+    found = {each: _files(data, each) for each in splits}
+    where = {pair: sequence(pair.name, data.sequence) for each in splits for pair in found[each].pairs}
+    inside = sorted(pair for pair, name in where.items() if name == data.hold_out)
+    outside = [pair for pair in found["train"].pairs if where[pair] != data.hold_out]
+    if not inside or not outside:
+        counts = ", ".join(f"{name}: {times}" for name, times in sorted(Counter(where.values()).items())[:12])
+        fault = "training would have no image left" if inside else "no image is of that sequence"
+        raise DataError(
+            f"data.hold_out = {data.hold_out}, but {fault}. Images by sequence: {counts}."
+            f"{'' if inside else nearest(data.hold_out, sorted(set(where.values())))}"
+        )
+    return replace(found["train"], pairs=tuple(outside if split == "train" else inside))
 
 
 def _open(data: DataConfig, split: str, seed: int) -> Samples:
@@ -231,6 +256,10 @@ def _open(data: DataConfig, split: str, seed: int) -> Samples:
         return SyntheticSamples(seed=seed, split=split, num=num, size=(data.size[0], data.size[1]))
     if is_path(data.name):
         return open_plugin(data, split)
+    return _files(data, split)
+
+
+def _files(data: DataConfig, split: str) -> FileSamples:
     table = mask_table(data)
     pairs, faults = scan(data, split)
     if faults:

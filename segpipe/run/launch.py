@@ -58,6 +58,7 @@ def launch(config: Config, *, finish: Finish | None = None, isolated: bool = Fal
         environment.check_tasks()
         if not isolated:  # in a sweep, this process computes nothing
             flags.set_environment(config.compute.threads, config.compute.mode)  # before anything imports torch
+        config = with_steps(config)
         world_size = _world_size(config)
         prepare(config, world_size)
     except SegpipeError as error:
@@ -88,12 +89,23 @@ def _world_size(config: Config) -> int:
     return max(gpus, 1) if number == "auto" else int(number)
 
 
+def with_steps(config: Config) -> Config:
+    """`config` with the number of updates that `train.epochs` stands for; checkpoints and ranks see nothing else."""
+    if not config.train.epochs:
+        return config
+    check(config, world_size=1)
+    from segpipe.data.samples import open_samples
+
+    images = config.train.epochs * len(open_samples(config.data, "train", config.seed))
+    return replace(config, train=replace(config.train, steps=math.ceil(images / config.global_batch), epochs=0))
+
+
 def prepare(config: Config, world_size: int) -> None:
     """Check everything that can be checked before the first process starts, then claim the run's folder."""
     from segpipe.data.augment import Augmenter
     from segpipe.data.frequency import check_given_weights
     from segpipe.data.problems import verify
-    from segpipe.data.samples import check_labelled, open_samples
+    from segpipe.data.samples import check_labelled, open_samples, sequences
     from segpipe.purity import checker as purity
 
     check(config, world_size=world_size)
@@ -101,8 +113,10 @@ def prepare(config: Config, world_size: int) -> None:
     check_tracking(config)
     _check_plugins(config)
     verify(config.data, ["train", config.data.split])
-    open_samples(config.data, config.data.split, config.seed)
+    validation = open_samples(config.data, config.data.split, config.seed)
     samples = open_samples(config.data, "train", config.seed)
+    for opened in (samples, validation):
+        sequences(opened, config.data.sequence)  # the scores are told by sequence, after the training
     _check_crop(config, samples)
     check_labelled(samples)
     if isinstance(config.loss.class_weights, list):
@@ -232,6 +246,7 @@ def work(config: Config, *, finish: Finish | None = None, prepared: bool = False
         flags.set_environment(environment.local_world_size() * config.compute.threads, config.compute.mode)
         from segpipe.distributed import group as processes
 
+        config = with_steps(config)
         flags.apply(config.compute.threads, config.compute.mode)  # before the group: NCCL reads its variables there
         group = processes.join(config.compute, {"configuration": config_hash(config)})
         try:

@@ -150,6 +150,9 @@ def checked_overrides(overrides: list[str], files: ConfigFiles = OWN_FILES) -> l
             found[-1] = f"++{text.lstrip('+')}"
         elif key not in SETTINGS and not any(known.startswith(f"{key}.") for known in SETTINGS):
             raise ConfigError(f"{key} is not a setting of segpipe (in {text!r}).{nearest(key, [*SETTINGS, *GROUPS])}")
+    lengths = [text for text in found if text.startswith(("train.steps=", "train.epochs=")) and not text.endswith("=0")]
+    if len({text.partition("=")[0] for text in lengths}) > 1:
+        raise ConfigError(f"{' and '.join(lengths)} both say how long to train. Set one of them.")
     return found
 
 
@@ -167,3 +170,10 @@ def _check_choice(override: Override, valid: list[str]) -> None:
     for name in chosen:
         if name not in valid and not (group == "experiment" and name in ("null", "None")):
             raise ConfigError(f"{group} = {name} is not one of {', '.join(valid)}.{nearest(name, valid)}")
+
+
+def is_sweep(overrides: list[str]) -> bool:
+    """Whether the chosen experiment of conf/ is a sweep, which needs Hydra's own command line."""
+    names = [text.removeprefix("experiment=") for text in overrides if text.startswith("experiment=")]
+    files = [path for name in names if (path := CONF / "experiment" / f"{name}.yaml").is_file()]
+    return any(OmegaConf.select(OmegaConf.load(path), "hydra.mode") == "MULTIRUN" for path in files)

@@ -148,6 +148,8 @@ def recipe(config: Config) -> dict[str, Any]:
     found["data.mix"] = [  # of a data set as of data.root, the place is free
         {key: value for key, value in entry.items() if key not in ("root", "classes")} for entry in config.data.mix
     ]
+    if config.train.patience:  # then it decides where training may stop
+        found["train.validate_every"] = config.train.validate_every
     if config.compute.mode == "audit":
         found["compute.mode"] = "elastic"  # the same numbers; audit only records more
     return found

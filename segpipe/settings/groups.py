@@ -9,6 +9,7 @@ from segpipe.settings.setting import setting
 
 MODEL_NAMES = ("fast_scnn", "ddrnet23_slim", "pidnet_s")
 DATA_NAMES = ("synthetic", "camvid", "folder")
+STEPS = 400  # train.steps unless it is set
 ENOUGH_IMAGES = 16  # real images that an exported file must be compared on to count as verified
 
 
@@ -59,6 +60,12 @@ class DataConfig:
         high=1,
     )
     split: str = setting("val", "split that validation reads")
+    sequence: str = setting(
+        "",
+        "regular expression that finds an image's sequence (drive) in its name; empty: its folder, or what stands "
+        "before the last number",
+    )
+    hold_out: str = setting("", "sequence that training leaves out and validation consists of, see docs/evaluate.md")
     classes: str = setting("", "YAML class table of data=folder; empty: <data.root>/classes.yaml", free=True)
     images: str = setting("", "folder: images below data.root, as FOLDER/SPLIT or FOLDER/SPLIT/*ENDING; empty: found")
     masks: str = setting("", "folder: masks below data.root, in the same form; empty: found")
@@ -162,13 +169,15 @@ class EmaConfig:
 
 @dataclass
 class TrainConfig:
-    steps: int = setting(400, "number of updates", low=1)
+    steps: int = setting(STEPS, "number of updates; 0: left to train.epochs", low=0)
+    epochs: int = setting(0, "passes over the training images instead of train.steps; 0: none", low=0)
     precision: str = setting(
         "fp32", "autocast type of the network; the loss is always fp32", choices=("fp32", "bf16", "fp16")
     )
     channels_last: bool = setting(True, "memory format NHWC")
     log_every: int = setting(10, "updates between lines of metrics.jsonl", low=1, free=True)
     validate_every: int = setting(0, "updates between validations; 0: only at the end", low=0, free=True)
+    patience: int = setting(0, "validations in a row without a better mIoU after which training stops; 0: none", low=0)
     progress: bool = setting(True, "show progress", free=True)
 
 

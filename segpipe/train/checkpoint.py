@@ -34,6 +34,8 @@ KEYS = (
     "best_miou",
 )  # fmt: skip
 
+LATER_KEYS = {"stale": 0}  # missing in older files, with what they stand for
+
 
 @dataclass(frozen=True)
 class TrainedNetwork:
@@ -59,6 +61,7 @@ def save_state(path: Path, state: TrainState, config: Config, classes: ClassTabl
         "optimizer": state.optimizer.state_dict(),
         "scaler": state.scaler.state_dict(),
         "best_miou": state.best_miou,
+        "stale": state.stale,
     }
     save(path, content, listed=True)
 
@@ -144,11 +147,12 @@ def restore(
     state.optimizer.load_state_dict(saved["optimizer"])
     state.scaler.load_state_dict(saved["scaler"])
     state.step, state.best_miou = int(saved["step"]), float(saved["best_miou"])
+    state.stale = int(saved["stale"])
 
 
 def _check_recipe(path: Path, saved: dict[str, Any], config: Config) -> None:
     before, now = recipe(from_mapping(saved)), recipe(config)
-    changed = [f"{name}: {before[name]} -> {now[name]}" for name in now if before[name] != now[name]]
+    changed = [f"{name}: {before.get(name)} -> {now[name]}" for name in now if before.get(name) != now[name]]
     if changed:
         raise CheckpointError(
             f"{path} was trained with another recipe ({'; '.join(changed[:5])}). Resume with the same settings, or "
@@ -181,7 +185,7 @@ def save(path: Path, state: dict[str, Any], *, listed: bool = False) -> None:
     """
     state = {"format": FORMAT, "version": VERSION, **state}
     state["digests"] = _digests(state)
-    assert set(state) == set(KEYS), sorted(set(state) ^ set(KEYS))
+    assert set(state) - set(LATER_KEYS) == set(KEYS), sorted(set(state) ^ set(KEYS))
     buffer = io.BytesIO()
     torch.save(state, buffer)
     content = buffer.getvalue()
@@ -240,7 +244,7 @@ def load(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: {' and '.join(altered)} were altered after they were written. Restore the file."
         )
-    return state
+    return {**LATER_KEYS, **state}
 
 
 def _digests(state: dict[str, Any]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from segpipe.errors import ConfigError
 from segpipe.settings import compose as module
 from segpipe.settings.arguments import parse, with_settings
 from segpipe.settings.check import check
-from segpipe.settings.compose import CONF, checked_overrides, compose, config_files
+from segpipe.settings.compose import CONF, checked_overrides, compose, config_files, is_sweep
 from segpipe.settings.config import SETTINGS, Config, from_mapping
 from segpipe.settings.setting import Setting
 
@@ -308,3 +308,15 @@ def test_entries_of_a_mapping_need_no_plus() -> None:
         compose(["model.arg.width=3"])
     with pytest.raises(ConfigError, match=r"model\.args = 3, but a mapping"):
         from_mapping({"model": {"args": 3}})
+
+
+def test_steps_and_epochs_on_one_command_line_are_refused() -> None:
+    assert "both say how long to train" in refused("train.steps=400", "train.epochs=3")
+    checked_overrides(["train.steps=0", "train.epochs=3"])
+    checked_overrides(["train.steps=400", "train.epochs=0"])
+
+
+def test_an_experiment_that_is_a_sweep_is_known_by_its_file() -> None:
+    assert is_sweep(["experiment=camvid_drives", "data.root=x"])
+    assert not is_sweep(["experiment=camvid_cpu", "data.root=x"])
+    assert not is_sweep(["experiment=no", "data.root=x"])
