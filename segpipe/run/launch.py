@@ -28,7 +28,7 @@ from segpipe.run.folder import check_folder, claim_folder, clear_folder, note_fa
 from segpipe.run.tracking import Tracker, check_tracking, open_tracker
 from segpipe.settings.check import check
 from segpipe.settings.config import Config, config_hash
-from segpipe.train.stop import handlers_kept
+from segpipe.train.stop import handlers_kept, stopping
 
 if TYPE_CHECKING:
     from segpipe.data.samples import Samples
@@ -161,6 +161,7 @@ def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
                 max_restarts=0,
                 monitor_interval=0.1,
                 start_method="spawn",
+                signals_to_handle=",".join(["SIGINT", "SIGQUIT", *(number.name for number in stopping())]),
             )
             elastic_launch(settings, _child)(config, finish)
     except ConfigError as error:

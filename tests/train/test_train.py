@@ -165,10 +165,16 @@ def test_an_export_that_differs_ends_the_command_with_its_code(
 def test_ctrl_c_of_two_processes_then_resume_in_one(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ctrl-C reaches parent and children, as in a terminal, and the parent sends it on: children see it twice."""
+    """Ctrl-C reaches parent and children, as in a terminal, and the parent sends it on: children see it twice.
+
+    SIGUSR1, with which schedulers warn all processes of a job, ends none of them.
+    """
     folder = tmp_path / "run"
     process = start("train.py", *settings(folder, *LONG, "checkpoint.every=0", "compute.nproc=2"))
     wait_for(lambda: len(updates(folder)) >= 3, process)
+    os.killpg(process.pid, signal.SIGUSR1)
+    warned = len(updates(folder))
+    wait_for(lambda: len(updates(folder)) > warned, process)
     os.killpg(process.pid, signal.SIGINT)
     done = finished(process)
     assert done.returncode == 130
@@ -253,6 +259,24 @@ def test_a_rank_that_failed_outlives_the_launchers_sigterm(outlive_error: bool) 
         assert (signal.getsignal(signal.SIGTERM) == signal.SIG_IGN) is outlive_error  # as it was found
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2])
+def test_what_a_scheduler_sends_stops_at_the_end_of_the_step(number: signal.Signals) -> None:
+    with StopRequest() as stop:
+        assert not _interrupts(number)
+        assert stop.asked
+    assert signal.getsignal(number) == signal.SIG_DFL
+
+
+def test_nohup_keeps_a_run_alive() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.asked
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def _interrupts(number: signal.Signals) -> bool:
