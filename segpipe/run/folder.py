@@ -10,16 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from segpipe.errors import ConfigError, Interrupted, SegpipeError
-from segpipe.files import to_json, write_atomically
+from segpipe.errors import ConfigError, SegpipeError
 from segpipe.run import lock
+from segpipe.run.failure import FAILURE, failure
 from segpipe.run.tracking import FILE_NAME, read_metrics
 from segpipe.settings.config import Config, from_mapping, recipe
 
 # A folder with one of these, or with any checkpoint, holds a run.
 TRACES = ("config.json", "result.json", "checkpoints.sha256", FILE_NAME)
-
-FAILURE = "failure.json"  # why the last session ended
 
 
 def check_folder(config: Config) -> None:
@@ -111,25 +109,6 @@ def clear_folder(config: Config) -> None:
         raise ConfigError(
             f"run.exists = replace, but {error.filename} cannot be deleted: {error.strerror}. Choose another run.name."
         ) from error
-
-
-def note_failure(config: Config, code: int, reason: str) -> None:
-    """Write down in the run's folder why the run ended, for the tables of runs and sweeps; Ctrl-C is no failure.
-
-    A full disk does not hide the error itself: then nothing is written.
-    """
-    if code != Interrupted.exit_code:
-        with contextlib.suppress(SegpipeError, OSError):
-            write_atomically(config.run_dir / FAILURE, to_json({"exit_code": code, "reason": reason}))
-
-
-def failure(folder: Path) -> tuple[int, str]:
-    """Exit code and reason, on one line, of the run's last session; (0, "") if it did not fail, or nobody knows."""
-    try:
-        found = json.loads((folder / FAILURE).read_bytes())
-        return int(found["exit_code"]), " ".join(str(found["reason"]).split())
-    except (OSError, ValueError, TypeError, LookupError):
-        return 0, ""
 
 
 def finished(config: Config) -> dict[str, Any] | None:

@@ -24,7 +24,8 @@ from segpipe.distributed import environment
 from segpipe.errors import CheckpointError, ConfigError, DivergenceError, Interrupted, NumericsError, SegpipeError
 from segpipe.run import lock
 from segpipe.run.console import TrainView
-from segpipe.run.folder import check_folder, claim_folder, clear_folder, note_failure, owned
+from segpipe.run.failure import note_failure
+from segpipe.run.folder import check_folder, claim_folder, clear_folder, owned
 from segpipe.run.tracking import Tracker, check_tracking, open_tracker
 from segpipe.settings.check import check
 from segpipe.settings.config import Config, config_hash

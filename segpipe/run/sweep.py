@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from segpipe.errors import ConfigError, Interrupted, NumericsError, SegpipeError
-from segpipe.run.folder import failure, finished
+from segpipe.run.failure import failure
+from segpipe.run.folder import finished
 from segpipe.settings.config import Config, recipe, to_mapping
 
 REFUSALS_SHOWN = 8
-PIPE_WIDTH = 200  # characters of a line in a log file
 NOTE_LENGTH = 100  # characters in the table; failure.json of the run has all
 
 
@@ -136,7 +136,7 @@ class Sweep:
             return 0
         console = Console(markup=False, highlight=False)
         if not console.is_terminal:
-            console.width = PIPE_WIDTH
+            console.width = 10**4  # a table is as wide as it needs
         console.print(_table(self._jobs))
         scored = [job for job in self._jobs if job.miou is not None]
         if len(scored) > 1:

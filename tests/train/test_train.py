@@ -249,7 +249,7 @@ def test_second_ctrl_c_interrupts_at_once_but_an_echo_does_not() -> None:
 @pytest.mark.parametrize("outlive_error", [True, False])
 def test_a_rank_that_failed_outlives_the_launchers_sigterm(outlive_error: bool) -> None:
     """Otherwise it would be ended before it could say which rank broke the contract."""
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)}
     try:
         with pytest.raises(ValueError, match="lost"), StopRequest(outlive_error=outlive_error):
             raise ValueError("lost")
@@ -258,15 +258,17 @@ def test_a_rank_that_failed_outlives_the_launchers_sigterm(outlive_error: bool) 
             pass
         assert (signal.getsignal(signal.SIGTERM) == signal.SIG_IGN) is outlive_error  # as it was found
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2])
 def test_what_a_scheduler_sends_stops_at_the_end_of_the_step(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
     with StopRequest() as stop:
         assert not _interrupts(number)
         assert stop.asked
-    assert signal.getsignal(number) == signal.SIG_DFL
+    assert signal.getsignal(number) == before
 
 
 def test_nohup_keeps_a_run_alive() -> None:
