@@ -11,7 +11,6 @@ import numpy as np
 from segpipe.errors import ConfigError
 from segpipe.export.graph.profiles import BATCH, Free, Image, Size, further_sizes
 
-
 _COPIED = 2  # real images that are also judged in copies
 _DARKER, _BLUR_PIXELS, _NOISE_LEVELS = 4, 2.0, 12.0
 
