@@ -96,7 +96,10 @@ def prepare(config: Config, world_size: int) -> None:
 
     check(config, world_size=world_size)
     check_tracking(config)
-    _check_plugins(config)
+    if config.import_paths or config.model.args:
+        from segpipe.contracts.loss_contract import check_plugins
+
+        check_plugins(config)
     verify(config.data, ["train", config.data.split])
     open_samples(config.data, config.data.split, config.seed)
     samples = open_samples(config.data, "train", config.seed)
@@ -108,21 +111,6 @@ def prepare(config: Config, world_size: int) -> None:
 
         check_place(Path(config.export.dir))  # now, not after hours of training
     claim_folder(config)
-
-
-def _check_plugins(config: Config) -> None:
-    """Import the code that the configuration names, and refuse what is known to be wrong with it before it runs."""
-    for key, path in config.import_paths:
-        plugins.load(key, path)
-    if config.model.args:
-        from segpipe.models import check_model
-
-        check_model(config.model.name, config.model.args)
-    if plugins.is_path(config.loss.name):
-        from segpipe.contracts.loss_contract import LossContract
-
-        if problem := LossContract(config).refusal():
-            raise ConfigError(problem)
 
 
 def _check_crop(config: Config, samples: Samples) -> None:
