@@ -135,7 +135,10 @@ def examine(config: Config) -> None:
     from segpipe.purity import checker as purity
 
     check_tracking(config)
-    _check_plugins(config)
+    if config.import_paths or config.model.args:
+        from segpipe.contracts.loss_contract import check_plugins
+
+        check_plugins(config)
     verify(config.data, ["train", config.data.split])
     validation = open_samples(config.data, config.data.split, config.seed)
     samples = open_samples(config.data, "train", config.seed)
@@ -152,21 +155,6 @@ def examine(config: Config) -> None:
         from segpipe.export.artifact.place import check_place
 
         check_place(Path(config.export.dir))  # now, not after hours of training
-
-
-def _check_plugins(config: Config) -> None:
-    """Import the code that the configuration names, and refuse what is known to be wrong with it before it runs."""
-    for key, path in config.import_paths:
-        plugins.load(key, path)
-    if config.model.args:
-        from segpipe.models import check_model
-
-        check_model(config.model.name, config.model.args)
-    if plugins.is_path(config.loss.name):
-        from segpipe.contracts.loss_contract import LossContract
-
-        if problem := LossContract(config).refusal():
-            raise ConfigError(problem)
 
 
 def _check_crop(config: Config, samples: Samples) -> None:
