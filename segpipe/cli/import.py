@@ -26,14 +26,17 @@ def main(given: dict[str, Any]) -> int:
     origin = {"format": name, "source": str(source.resolve()), "background": given["background"]}
     with Progress(console=CONSOLE, transient=True, disable=not CONSOLE.is_terminal) as bar:
         task = bar.add_task("writing masks", total=None)
-        faults = write_import(
-            plan,
-            out,
-            origin,
-            copy=given["copy"],
-            skip=given["skip"],
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+        try:
+            faults = write_import(
+                plan,
+                out,
+                origin,
+                copy=given["copy"],
+                skip=given["skip"],
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+            )
+        except OSError as error:  # a full disk, say
+            raise DataError(f"out = {out} cannot be written: {error}. The same command continues.") from error
     return report(plan, out, faults, given["lines"])
 
 

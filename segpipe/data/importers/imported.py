@@ -86,7 +86,7 @@ def plan_of_drawings(
     found = [label for label in dict.fromkeys([*labels, *sorted(counts)]) if counts[label] and label not in special]
     first = [BACKGROUND[0]] if background == "class" and BACKGROUND[0] not in names else []
     classes = (*first, *(names or found))
-    ids = {name: place for place, name in enumerate(classes)} | dict.fromkeys(IGNORED, IGNORE_INDEX)
+    ids = dict.fromkeys(IGNORED, IGNORE_INDEX) | {name: place for place, name in enumerate(classes)}
     fill = ids.get(BACKGROUND[0], IGNORE_INDEX) if background == "class" else IGNORE_INDEX
     ids = dict.fromkeys(BACKGROUND, fill) | ids
     for label, count in counts.items():
