@@ -9,6 +9,7 @@ from segpipe.settings.setting import Setting
 
 RUN = Setting("run", "runs/NAME", "folder of the run", required=True)
 WHICH = Setting("which", "last", "checkpoint to use", choices=("last", "best"))
+IMPORTS = ("voc", "coco", "coco_panoptic", "cityscapes", "labelme", "cvat", "roboflow")
 WAYS = ("sequence", "image", "tail")
 TRUST = Setting("trust", [], "packages that code named by the run may be imported from, see docs/plugins.md")
 INFERENCE = (
@@ -103,6 +104,23 @@ COMMANDS = {
             Setting("replace", False, "replace train.txt and val.txt"),
         ),
         ("data.root", "data.classes", "data.images", "data.masks"),
+    ),
+    "import": Command(
+        "turn labels of another format into a data set",
+        "segpipe import labelme source=FOLDER out=FOLDER writes masks, links to the images and classes.yaml, which\n"
+        "data=folder reads. What cannot be imported is reported all together, and then nothing is finished. The same\n"
+        "command continues an import that was interrupted. Formats: docs/data.md.",
+        (
+            Setting("format", "labelme", "format of the labels", choices=IMPORTS, required=True),
+            Setting("source", "FOLDER", "folder (or file, for coco and cvat) of the labels", required=True),
+            Setting("out", "FOLDER", "new folder for the data set", required=True),
+            Setting("names", [], "classes in this order; empty: those found, in the order of the format"),
+            Setting("background", "class", "what pixels outside all shapes are", choices=("class", "ignore")),
+            Setting("copy", False, "copy the images; links to them otherwise"),
+            Setting("skip", False, "leave out what cannot be imported"),
+            Setting("lines", 20, "problems to print; 0: all", low=0),
+        ),
+        positional=("format",),
     ),
     "export": Command(
         "export a run to model files",
