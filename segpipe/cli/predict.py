@@ -60,8 +60,8 @@ def main(given: dict[str, Any]) -> int:
             replace=given["exists"] == "replace",
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         ).run()
-    for problem in done.problems:
-        print(problem, file=sys.stderr)
+    for line in [*done.problems, *filter(None, [predictor.note()])]:
+        print(line, file=sys.stderr)
     print(json.dumps(summary(done, outputs)))
     return 2 if done.problems else 0
 

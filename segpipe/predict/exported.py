@@ -31,6 +31,7 @@ class Exported:
         self.tile: Size = tile or (artifact.shapes.exported[0], artifact.shapes.exported[1])
         self.overlap = overlap
         self.resize = resize
+        self.refitted = 0  # images of sizes that the file does not take
         self._session = session
         if not artifact.shapes.fits((*self.tile, 3)):
             raise ConfigError(
@@ -42,7 +43,19 @@ class Exported:
         """Class ids, uint8 (H, W)."""
         if self.artifact.shapes.fits(image.shape):
             return self._session.run(image)[0]
+        self.refitted += 1
         return self._resized(image) if self.resize else self._in_tiles(image)
+
+    def note(self) -> str:
+        """How images of other sizes were answered; empty if there were none."""
+        if not self.refitted:
+            return ""
+        how, other = ("scaled to it", "tile cuts") if self.resize else ("cut into tiles of it", "resize scales")
+        size = "x".join(map(str, self.tile))
+        return (
+            f"{self.refitted} images or frames do not have the size {size} that the exported file answers. They were "
+            f"{how} (fit={'resize' if self.resize else 'tile'}; fit={other} them instead)."
+        )
 
     def _resized(self, image: Image) -> NDArray[np.uint8]:
         height, width = image.shape[:2]

@@ -32,6 +32,7 @@ class Predictor:
     palette: tuple[tuple[int, int, int], ...]
     model: dict[str, Any]  # digests of the network
     settings: dict[str, Any]  # of the inference
+    note: Callable[[], str] = str  # what to say at the end
     raw_ids: Pixels | None = None  # (256,): what is written for each class id, in place of itself
 
 

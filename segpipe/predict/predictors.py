@@ -42,7 +42,7 @@ def of_network(trained: TrainedNetwork, device: torch.device, how: Inference, *,
         trained.classes.palette,
         {"weights_digest": trained.weights_digest, "step": trained.step},
         {**how.described, "precision": how.precision, "ids": "raw" if raw else "train"},  # the batch changes last bits
-        raw_ids(trained.classes.train_ids) if raw else None,
+        raw_ids=raw_ids(trained.classes.train_ids) if raw else None,
     )
 
 
@@ -74,4 +74,5 @@ def of_exported(exported: Exported, *, precision: str) -> Predictor:
             "overlap": exported.overlap,
             "precision": precision,
         },
+        exported.note,
     )

@@ -20,12 +20,15 @@ from exports import SIZE, Tiny, structured, tiny_network, write_run
 from runs import torch_restored
 from segpipe.cli.main import main as segpipe
 from segpipe.data.readers import read_image
+from segpipe.data.samples import open_samples
 from segpipe.errors import DataError, Interrupted
 from segpipe.predict import job as job_module
+from segpipe.predict.inference import Inference, segment
 from segpipe.predict.sources import find, names
 from segpipe.predict.stamp import read_stamp
 from segpipe.train import checkpoint
 from segpipe.train.checkpoint import load_network
+from segpipe.train.metrics import confusion, miou
 from segpipe.train.validate import predict
 
 IMAGES = structured(3, SIZE, seed=5)
@@ -41,7 +44,9 @@ def _tiny_networks() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, _tiny_networks: None) -> Path:
-    return write_run(tmp_path_factory.mktemp("runs") / "scenes", tiny_network)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exports, "SCENES", 4)
+        return write_run(tmp_path_factory.mktemp("runs") / "scenes", tiny_network)
 
 
 def write(path: Path, image: np.ndarray) -> Path:
@@ -273,6 +278,37 @@ def test_files_folders_and_patterns(folder: Path, tmp_path: Path) -> None:
         places(str(out.parent / "empty*"))
 
 
+# The same inference in `segpipe evaluate`
+
+
+def test_evaluate_takes_tiles_and_views_and_changes_nothing_without_them(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def scored(*arguments: str) -> dict[str, Any]:
+        assert segpipe(["evaluate", f"run={run}", "data.workers=0", "compute.threads=1", *arguments]) == 0
+        return dict(json.loads(capsys.readouterr().out))
+
+    network = load_network(run)
+    samples = open_samples(network.config.data, "val", 0)
+
+    def by_hand(how: Inference | None) -> float:
+        counts = torch.zeros(10, 10, dtype=torch.int64)
+        for index in range(len(samples)):
+            image, target = (torch.from_numpy(part)[None] for part in samples.read(index))
+            given = (network.model, network.preprocess, image)
+            counts += confusion(segment(*given, how) if how else predict(*given), target, 10)
+        return miou(counts)
+
+    plain = scored()
+    assert plain["miou"] == by_hand(None)
+    assert "tile" not in plain
+    covered = scored("tile=64x96")
+    assert {key: value for key, value in covered.items() if key not in ("tile", "overlap")} == plain
+    both = scored("tile=48x64", "overlap=0.5", "tta=[flip,0.75]")
+    assert both["miou"] == by_hand(Inference((48, 64), 0.5, True, (1.0, 0.75))) != plain["miou"]
+    assert (both["tile"], both["overlap"], both["tta"]) == ("48x64", 0.5, "flip,0.75")
+
+
 # Exported folders
 
 
@@ -283,13 +319,16 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("size", [(32, 48), (32, 100), (90, 61), (5, 7), (31, 200)])
 def test_images_of_other_sizes_are_cut_into_tiles_of_the_exported_size(
-    toy: Path, tmp_path: Path, size: tuple[int, int]
+    toy: Path, tmp_path: Path, size: tuple[int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     image = np.random.default_rng(1).integers(0, 190, (*size, 3), dtype=np.uint8)
     image[..., 2] = 0  # of the toy file: no loops
     path = write(tmp_path / "one.png", image)
     assert segpipe(["predict", f"artifact={toy}", f"source={path}", f"out={tmp_path}/o", "overlay=false"]) == 0
     assert np.array_equal(ids_of(tmp_path / "o" / "masks" / "one.png"), image[..., 0] // 128)
+    told = capsys.readouterr().err
+    assert ("cut into tiles of it" in told) == (size != TOY_SIZE)
+    assert ("1 images or frames do not have the size 32x48" in told) == (size != TOY_SIZE)
 
 
 def test_images_of_other_sizes_are_resized_if_wanted(toy: Path, tmp_path: Path) -> None:
