@@ -16,6 +16,7 @@ from artifacts import SIZE as TOY_SIZE
 from artifacts import frame, write_artifact, write_sums
 from PIL import Image
 
+import exports
 from exports import SIZE, Tiny, structured, tiny_network, write_run
 from runs import torch_restored
 from segpipe.cli.main import main as segpipe
