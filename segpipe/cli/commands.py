@@ -9,6 +9,8 @@ from segpipe.settings.setting import Setting
 
 RUN = Setting("run", "runs/NAME", "folder of the run", required=True)
 WHICH = Setting("which", "last", "checkpoint to use", choices=("last", "best"))
+WAYS = ("sequence", "image", "tail")
+TRUST = Setting("trust", [], "packages that code named by the run may be imported from, see docs/plugins.md")
 INFERENCE = (
     Setting("tile", "", "HEIGHTxWIDTH of the tiles that images are cut into; empty: whole images"),
     Setting("overlap", 0.25, "share of a tile that it has in common with the next one, at least", low=0, high=0.9),
@@ -23,7 +25,7 @@ EXPORT = tuple(key for key in SETTINGS if key.startswith("export.") and key != "
 
 @dataclass(frozen=True)
 class Command:
-    """A command takes either `overrides` of the settings, as `segpipe train` does, or its own `keys`."""
+    """A command takes `overrides` of the settings, as `segpipe train` does, its own `keys`, or both."""
 
     summary: str
     details: str
@@ -45,7 +47,7 @@ COMMANDS = {
         "evaluate a run on a split",
         "Prints one line of JSON with `miou` and `iou` per class: whole images at their own size, fp32, averaged\n"
         "weights.",
-        (RUN, WHICH, *INFERENCE),
+        (RUN, WHICH, *INFERENCE, TRUST),
         (*DATA, "data.workers", "compute.device", "compute.threads"),
     ),
     "predict": Command(
@@ -69,24 +71,43 @@ COMMANDS = {
             Setting("legend", True, "name the classes beside an overlay"),
             Setting("frames", False, "video: write the mask of each frame"),
             Setting("exists", "keep", "other outputs in `out`: keep them and stop, or replace", choices=EXISTS),
+            TRUST,
         ),
         ("compute.device", "compute.threads"),
     ),
     "doctor": Command(
         "check a data set",
-        "Reports all problems in one pass, or the content of the splits if there are none.",
+        "Reports all problems in one pass, or the content of the splits if there are none. For a folder without a\n"
+        "classes.yaml, it proposes one from the masks.",
+        (
+            Setting("write", False, "write the proposed classes.yaml"),
+            Setting("lines", 20, "problems to print; 0: all", low=0),
+        ),
         overrides=("data",),
+    ),
+    "split": Command(
+        "divide a folder of images into training and validation",
+        "Writes train.txt and val.txt. Whole sequences go to one side, since neighboring frames of a video in both\n"
+        "flatter every score. The same arguments give the same lists.",
+        (
+            Setting("val", 0.2, "share of the images for validation", low=0.01, high=0.99),
+            Setting("by", "sequence", "what stays together; tail: the last frames of each sequence", choices=WAYS),
+            Setting("pattern", "", "regular expression whose first group is the sequence; empty: docs/data.md"),
+            Setting("seed", 0, "seed of the choice", low=0),
+            Setting("replace", False, "replace train.txt and val.txt"),
+        ),
+        ("data.root", "data.classes", "data.images", "data.masks"),
     ),
     "export": Command(
         "export a run to model files",
         "Publishes files that compute what the trained network computes, or nothing.",
-        (RUN, WHICH),
+        (RUN, WHICH, TRUST),
         (*EXPORT, *DATA),
     ),
     "verify": Command(
         "repeat all gates on an exported folder",
         "Compares the files as they are now with the run that they claim to come from.",
-        (Setting("artifact", "runs/NAME/export", "exported folder", required=True), RUN, WHICH),
+        (Setting("artifact", "runs/NAME/export", "exported folder", required=True), RUN, WHICH, TRUST),
         (
             *DATA,
             "export.images",
@@ -94,6 +115,17 @@ COMMANDS = {
             "export.latency_budget_ms",
             "export.critical_classes",
             "export.allow_unverified",
+        ),
+    ),
+    "weights": Command(
+        "write the weights of a run to a .safetensors file",
+        "Writes the averaged weights and what is needed to use them: model.weights=FILE starts another run from them,\n"
+        "and docs/weights.md says how other programs read them.",
+        (
+            RUN,
+            WHICH,
+            Setting("out", "FILE.safetensors", "file to write; must not exist yet", required=True),
+            Setting("names", "segpipe", "names of the tensors", choices=("segpipe", "published")),
         ),
     ),
     "compare": Command(
@@ -106,6 +138,7 @@ COMMANDS = {
             Setting("json", False, "print one line of JSON"),
             Setting("replay", False, "train both again from their last common checkpoint, to name the layer"),
             Setting("nproc", 1, "processes for the replay", low=1),
+            TRUST,
         ),
         positional=("a", "b"),
     ),
@@ -119,14 +152,31 @@ COMMANDS = {
             Setting("seed", -1, "seed that chooses the parts; -1: random", low=-1),
             Setting("compute.nproc", 1, "processes that train", low=1),
             Setting("any_environment", False, "train even if versions or hardware differ"),
+            Setting("evaluate", True, "measure the scores of last.pt again"),
+            Setting("verify", True, "run the gates of the exported folder again"),
             Setting("out", "", "folder of the report; empty: <run>/audit"),
+            TRUST,
         ),
-        ("data.root", "data.classes", "data.workers", "data.start_method", "compute.device"),
+        (
+            "data.root",
+            "data.classes",
+            "data.mix",
+            "data.workers",
+            "data.start_method",
+            "compute.device",
+            "model.weights",
+        ),
     ),
     "check-augment": Command(
         "check that augmentation is a pure function of sample and key",
         "Checks every transform by itself, and all of them in real loader processes.",
         overrides=("data", "augment"),
+    ),
+    "check-plugin": Command(
+        "check a network, loss, data set or transform of your own",
+        "segpipe check-plugin model.name=package.module:Class loss.name=... data.name=... augment.extra=[...]\n"
+        "names what training, validation or export would stumble over, see docs/plugins.md.",
+        overrides=("model", "loss", "data", "augment"),
     ),
     "gpu-check": Command(
         "check this machine's GPU",
