@@ -49,7 +49,9 @@ def main(given: dict[str, Any]) -> int:
     except OSError as error:
         raise unwritable(out, error) from error
     predictor = of_artifact(given) if given["artifact"] else of_run(given)
-    outputs = Outputs(out, predictor, given["overlay"], given["alpha"], given["legend"], given["frames"])
+    outputs = Outputs(
+        out, predictor, given["overlay"], given["alpha"], given["legend"], given["frames"], given["exif"] == "apply"
+    )
     console = Console(stderr=True, highlight=False)
     with progress(console) as bar:
         task = bar.add_task("predict", total=None)

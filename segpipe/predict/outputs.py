@@ -46,6 +46,12 @@ class Outputs:
     alpha: float = 0.5
     legend: bool = True
     frames: bool = False  # masks of the frames of a video
+    upright: bool = True  # images are turned as their EXIF orientation says
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the answers depend on besides the model."""
+        return {**self.predictor.settings, "exif": "apply" if self.upright else "ignore"}
 
     def mask(self, source: Input) -> Path:
         """Of an image its mask, of a video the file that says that its masks are complete."""
@@ -66,7 +72,7 @@ class Outputs:
         return {
             "format": FORMAT,
             "model": self.predictor.model,
-            "settings": self.predictor.settings,
+            "settings": self.settings,
             "source": source.place,
             "source_sha256": sha256,
         }

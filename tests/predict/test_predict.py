@@ -22,9 +22,10 @@ from runs import torch_restored
 from segpipe.cli.main import main as segpipe
 from segpipe.data.readers import read_image
 from segpipe.data.samples import open_samples
-from segpipe.errors import DataError, Interrupted
+from segpipe.errors import ConfigError, DataError, Interrupted
 from segpipe.predict import job as job_module
 from segpipe.predict.inference import Inference, segment
+from segpipe.predict.predictors import raw_ids
 from segpipe.predict.sources import find, names
 from segpipe.predict.stamp import read_stamp
 from segpipe.train import checkpoint
@@ -226,6 +227,24 @@ def test_raw_ids_are_those_of_the_masks_of_the_data_set(
     assert mask.mode == "L"
     ids = whole(run, path)
     assert np.array_equal(np.asarray(mask), np.where(ids == 3, 40, 50 + ids))
+
+
+def test_classes_without_an_id_of_8_bits_cannot_be_written_as_raw() -> None:
+    assert raw_ids({7: 0, 8: 0, 9: 1, 3: 255}, 2)[:2].tolist() == [7, 9]
+    for table in ({7: 0}, {7: 0, 300: 1}):
+        with pytest.raises(ConfigError, match="ids = raw"):
+            raw_ids(table, 2)
+
+
+def test_photos_are_turned_upright_unless_told_otherwise(run: Path, tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # stored turned by 90 degrees
+    Image.fromarray(IMAGES[0]).save(tmp_path / "photo.png", exif=exif)
+    for rule, pixels in (("apply", np.rot90(IMAGES[0], -1)), ("ignore", IMAGES[0])):
+        plain = write(tmp_path / f"{rule}.png", np.ascontiguousarray(pixels))
+        given = (f"run={run}", f"source={tmp_path / 'photo.png'}", f"exif={rule}", "overlay=false")
+        assert start(tmp_path / rule, *given) == 0
+        assert np.array_equal(ids_of(tmp_path / rule / "masks" / "photo.png"), whole(run, plain))
 
 
 @pytest.mark.parametrize(
