@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import cv2
@@ -71,7 +72,7 @@ class Exported:
         image = np.pad(image, ((0, missing[0]), (0, missing[1]), (0, 0)), mode="edge")
         tiling = Tiling.of((image.shape[0], image.shape[1]), self.tile, self.overlap)
         height, width = tiling.tile
-        weights = tiling.weights()
+        weights = replace(tiling, overlap=1.0).weights()  # they rise up to the middle, so that no two tie
         ids, best = np.zeros(tiling.image, np.uint8), np.zeros(tiling.image, np.float32)
         for strip in tiling.strips():
             for left in strip.lefts:

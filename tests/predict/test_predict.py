@@ -24,10 +24,11 @@ from segpipe.data.readers import read_image
 from segpipe.data.samples import open_samples
 from segpipe.errors import ConfigError, DataError, Interrupted
 from segpipe.predict import job as job_module
+from segpipe.predict.exported import load_exported
 from segpipe.predict.inference import Inference, segment
 from segpipe.predict.predictors import raw_ids
 from segpipe.predict.sources import find, names
-from segpipe.predict.stamp import read_stamp
+from segpipe.predict.stamp import put, read_stamp
 from segpipe.train import checkpoint
 from segpipe.train.checkpoint import load_network
 from segpipe.train.metrics import confusion, miou
@@ -349,6 +350,29 @@ def test_images_of_other_sizes_are_cut_into_tiles_of_the_exported_size(
     told = capsys.readouterr().err
     assert ("cut into tiles of it" in told) == (size != TOY_SIZE)
     assert ("1 images or frames do not have the size 32x48" in told) == (size != TOY_SIZE)
+
+
+def test_a_pixel_gets_its_id_from_the_tile_in_which_it_lies_deepest(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exported, calls = load_exported(toy), iter(range(9))
+    monkeypatch.setattr(exported._session, "run", lambda image: (np.full(TOY_SIZE, next(calls), np.uint8), None))
+    found = exported(np.zeros((32, 100, 3), np.uint8))  # tiles of 48 columns from 0, 26 and 52 on
+    assert np.flatnonzero(np.diff(found[0])).tolist() == [36, 62]
+    assert (found == found[0]).all()
+
+
+def test_a_file_whose_writing_is_interrupted_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_bytes = Path.write_bytes
+
+    def half(path: Path, content: bytes) -> int:
+        write_bytes(path, content[:2])
+        raise KeyboardInterrupt
+
+    put(tmp_path / "old", b"before")
+    monkeypatch.setattr(Path, "write_bytes", half)
+    for name in ("old", "new"):
+        with pytest.raises(KeyboardInterrupt):
+            put(tmp_path / name, b"after")
+    assert written(tmp_path) == {"old": b"before"}
 
 
 def test_images_of_other_sizes_are_resized_if_wanted(toy: Path, tmp_path: Path) -> None:
