@@ -73,6 +73,7 @@ COMMANDS = {
             Setting("fit", "tile", "exported file: what to do with images of other sizes", choices=("tile", "resize")),
             Setting("provider", "CPUExecutionProvider", "exported file: execution provider of onnxruntime"),
             Setting("ids", "train", "ids in the masks: of the network, or of the data set's masks", choices=IDS),
+            Setting("exif", "apply", "orientation of photos: turn them upright, or not", choices=("apply", "ignore")),
             Setting("overlay", True, "write overlays"),
             Setting("alpha", 0.5, "opacity of the class colors in an overlay", low=0, high=1),
             Setting("legend", True, "name the classes beside an overlay"),
