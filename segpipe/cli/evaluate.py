@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from segpipe.determinism import flags
 from segpipe.distributed.group import Group, choose_device
 from segpipe.errors import ConfigError, DataError
 from segpipe.files import plain
+from segpipe.predict.inference import inference, segment
 from segpipe.run.console import iou_table, sequence_table
 from segpipe.run.finish import page_data, predictor
 from segpipe.run.report import ReportData, write_report
@@ -66,6 +68,7 @@ def main(given: dict[str, Any]) -> int:
 
 def evaluate(given: dict[str, Any]) -> Evaluation:
     """What the command prints, and what it is made from."""
+    how = inference(given)
     trained = load_network(Path(given["run"]), given["which"])
     config = _config(trained.config, given)
     flags.apply(config.compute.threads)
@@ -84,7 +87,8 @@ def evaluate(given: dict[str, Any]) -> Evaluation:
         trained.preprocess.to(group.device),
         samples,
         group,
-        precision="fp32",
+        answer=partial(segment, how=how) if how.described else None,
+        precision=how.precision,
         workers=min(config.data.workers, 1),
         start_method=config.data.start_method,
         see=see,
@@ -94,6 +98,7 @@ def evaluate(given: dict[str, Any]) -> Evaluation:
     figures |= scores(found, names, where, _seen(trained.config, config))
     figures["boundary_iou"] = dict(zip(names, boundary_iou(boundaries), strict=True))
     figures["mean"]["boundary_iou"] = mean(figures["boundary_iou"].values())
+    figures |= how.described
     figures["note"] = flattering(figures["sequences"])
     return Evaluation(config, trained, samples, found, figures)
 

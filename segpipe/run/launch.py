@@ -20,16 +20,18 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from segpipe import plugins
 from segpipe.determinism import flags
 from segpipe.distributed import environment
 from segpipe.errors import CheckpointError, ConfigError, DivergenceError, Interrupted, NumericsError, SegpipeError
 from segpipe.run import lock
 from segpipe.run.console import TrainView
-from segpipe.run.folder import claim_folder, clear_folder, owned
+from segpipe.run.failure import note_failure
+from segpipe.run.folder import check_folder, claim_folder, clear_folder, owned
 from segpipe.run.tracking import Tracker, check_tracking, open_tracker
 from segpipe.settings.check import check
 from segpipe.settings.config import Config, config_hash
-from segpipe.train.stop import handlers_kept
+from segpipe.train.stop import handlers_kept, stopping
 
 if TYPE_CHECKING:
     from segpipe.data.samples import Samples
@@ -45,18 +47,17 @@ Finish = Callable[["Run", "Validation", dict[str, Any], Console], None]
 COMMON_ERRORS = (ConfigError, CheckpointError, NumericsError, DivergenceError, Interrupted)
 
 
-def launch(config: Config, *, finish: Finish | None = None, isolated: bool = False) -> int:
+def launch(config: Config, *, finish: Finish | None = None) -> int:
     """Train with this configuration; returns the exit code of the command.
 
-    `finish` runs on rank 0 after the training. `isolated` always trains in child processes, so that the runs of a sweep
-    share no state.
+    `finish` runs on rank 0 after the training.
     """
     if environment.under_launcher():
         return work(config, finish=finish)
     try:
         environment.check_tasks()
-        if not isolated:  # in a sweep, this process computes nothing
-            flags.set_environment(config.compute.threads, config.compute.mode)  # before anything imports torch
+        check(config, world_size=1)  # what takes no import of torch comes first
+        flags.set_environment(config.compute.threads, config.compute.mode)  # before anything imports torch
         config = with_steps(config)
         world_size = _world_size(config)
         prepare(config, world_size)
@@ -65,12 +66,20 @@ def launch(config: Config, *, finish: Finish | None = None, isolated: bool = Fal
     except KeyboardInterrupt:
         print("stopped before the first step; nothing was written.", file=sys.stderr)
         return Interrupted.exit_code
-    if world_size == 1 and not isolated:
+    if world_size == 1:
         return work(config, finish=finish, prepared=True)
-    try:
-        return _spawn(config, world_size, finish)
-    finally:
-        lock.remove_dead(config.run_dir)  # rank 0 may have been killed; another machine could not know it
+    return _spawn(config, world_size, finish)
+
+
+def launch_apart(config: Config, *, finish: Finish | None = None) -> int:
+    """Train in child processes, also when there is only one, so that the runs of a sweep share no state.
+
+    Returns the exit code. Raises SegpipeError when the run is refused before its processes start.
+    """
+    config = with_steps(config)
+    world_size = _world_size(config)
+    prepare(config, world_size)
+    return _spawn(config, world_size, finish)
 
 
 def _world_size(config: Config) -> int:
@@ -101,26 +110,63 @@ def with_steps(config: Config) -> Config:
 
 def prepare(config: Config, world_size: int) -> None:
     """Check everything that can be checked before the first process starts, then claim the run's folder."""
+    check(config, world_size=world_size)
+    _pin(config)
+    examine(config)
+    claim_folder(config)
+
+
+def check_job(config: Config) -> None:
+    """Check the settings and the folder of a sweep's job, which starts later; its data is for `examine`."""
+    environment.check_tasks()
+    check(config, world_size=1)
+    config = with_steps(config)
+    check(config, world_size=_world_size(config))
+    _pin(config)
+    check_folder(config)
+
+
+def examine(config: Config) -> None:
+    """Check all that a run needs beside its settings and its folder: tracker, data set, augmentation, export folder."""
     from segpipe.data.augment import Augmenter
+    from segpipe.data.frequency import check_given_weights
     from segpipe.data.problems import verify
-    from segpipe.data.samples import open_samples, sequences
+    from segpipe.data.samples import check_labelled, open_samples, sequences
     from segpipe.purity import checker as purity
 
-    check(config, world_size=world_size)
     check_tracking(config)
+    _check_plugins(config)
     verify(config.data, ["train", config.data.split])
     validation = open_samples(config.data, config.data.split, config.seed)
     samples = open_samples(config.data, "train", config.seed)
     for opened in (samples, validation):
         sequences(opened, config.data.sequence)  # the scores are told by sequence, after the training
     _check_crop(config, samples)
+    check_labelled(samples)
+    if isinstance(config.loss.class_weights, list):
+        check_given_weights(config.loss.class_weights, samples.classes.names)
+    _check_network(config, samples)
     if config.compute.mode != "off" and (skipped := purity.quick(Augmenter(config.augment), samples)):
         Console(stderr=True).print(skipped, markup=False, highlight=False, soft_wrap=True)
     if config.export.enabled and config.export.dir:
         from segpipe.export.artifact.place import check_place
 
         check_place(Path(config.export.dir))  # now, not after hours of training
-    claim_folder(config)
+
+
+def _check_plugins(config: Config) -> None:
+    """Import the code that the configuration names, and refuse what is known to be wrong with it before it runs."""
+    for key, path in config.import_paths:
+        plugins.load(key, path)
+    if config.model.args:
+        from segpipe.models import check_model
+
+        check_model(config.model.name, config.model.args)
+    if plugins.is_path(config.loss.name):
+        from segpipe.contracts.loss_contract import LossContract
+
+        if problem := LossContract(config).refusal():
+            raise ConfigError(problem)
 
 
 def _check_crop(config: Config, samples: Samples) -> None:
@@ -136,6 +182,22 @@ def _check_crop(config: Config, samples: Samples) -> None:
             f"augment.crop_size = {crop}, but the training images have at most {height}x{width} pixels (height x width)"
             f" and augment.scale reaches {largest}. Set 'augment.crop_size={fitting}' or smaller."
         )
+
+
+def _check_network(config: Config, samples: Samples) -> None:
+    """Refuse weights that do not fit and patterns that match no parameter, before any process starts."""
+    if not (config.model.weights or config.model.freeze or config.optim.lr_scale):
+        return
+    import torch
+
+    from segpipe.train import checkpoint
+    from segpipe.train.start import read_start
+    from segpipe.train.state import build_state
+
+    resumes = config.run.exists == "resume" and checkpoint.candidates(config.run_dir)
+    batch_norm = replace(config, model=replace(config.model, norm="batch"))  # the other needs a GPU
+    start = None if resumes else read_start(config, checkpoint.load)
+    build_state(batch_norm, samples.classes, torch.device("cpu"), start)
 
 
 def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
@@ -157,6 +219,7 @@ def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
                 max_restarts=0,
                 monitor_interval=0.1,
                 start_method="spawn",
+                signals_to_handle=",".join(["SIGINT", "SIGQUIT", *(number.name for number in stopping())]),
             )
             elastic_launch(settings, _child)(config, finish)
     except ConfigError as error:
@@ -164,12 +227,15 @@ def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
     except ChildFailedError as error:
         code = int(error.get_first_failure()[1].exitcode)
         if code < 0:
-            print(f"a training process was ended by signal {-code}; its memory may have run out.", file=sys.stderr)
+            reason = f"a training process was ended by signal {-code}; its memory may have run out."
+            print(reason, file=sys.stderr)
+            note_failure(config, 1, reason)
         return max(code, 1)
     except (SignalException, KeyboardInterrupt):
         return Interrupted.exit_code
     finally:
         logging.disable(logging.NOTSET)
+        lock.remove_dead(config.run_dir)  # rank 0 may have been killed; another machine could not know it
     return 0
 
 
@@ -191,8 +257,9 @@ def _environment_of_children(config: Config, world_size: int) -> Iterator[None]:
 def _child(config: Config, finish: Finish | None) -> None:
     try:
         code = work(config, finish=finish, prepared=True)
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
+        note_failure(config, 1, f"{type(error).__name__}: {error}")
         code = 1
     sys.exit(code)
 
@@ -202,7 +269,11 @@ def work(config: Config, *, finish: Finish | None = None, prepared: bool = False
 
     `prepared` means that a parent process has called `prepare` already.
     """
+    plugins.trust(path for _, path in config.import_paths)  # the user of this process's parent named them
+    ours = False
     try:
+        if not prepared:
+            check(config, world_size=1)  # what takes no import of torch comes first
         flags.set_environment(environment.local_world_size() * config.compute.threads, config.compute.mode)
         from segpipe.distributed import group as processes
 
@@ -212,9 +283,11 @@ def work(config: Config, *, finish: Finish | None = None, prepared: bool = False
         try:
             if not prepared:
                 _check_launcher(config)
-                group.together(lambda: prepare(config, group.world_size) if group.is_main else None)
+                group.together(lambda: prepare(config, group.world_size) if group.is_main else _pin(config))
+                _check_pins(config, group)
             with contextlib.ExitStack() as held:  # to the end of what rank 0 does after the training
                 group.together(lambda: _own(config, group, held))
+                ours = True
                 return _train(config, group, finish)
         except Exception as error:
             if not isinstance(error, COMMON_ERRORS) and not getattr(error, "told", False):
@@ -223,6 +296,8 @@ def work(config: Config, *, finish: Finish | None = None, prepared: bool = False
         finally:
             processes.leave(group)
     except SegpipeError as error:
+        if ours and _speaks(error, environment.rank()):
+            note_failure(config, error.exit_code, str(error))
         return _report(error, rank=environment.rank())
     except KeyboardInterrupt:
         return Interrupted.exit_code
@@ -240,6 +315,23 @@ def _own(config: Config, group: Group, held: contextlib.ExitStack) -> None:
     """Own the run's folder on rank 0, which writes; the parent of spawned processes may die without them."""
     if group.is_main:
         held.enter_context(owned(config, alone=group.world_size == 1))
+
+
+def _pin(config: Config) -> None:
+    from segpipe.train.start import pin_weights
+
+    pin_weights(config)
+
+
+def _check_pins(config: Config, group: Group) -> None:
+    """Refuse files of weights that differ between ranks, as copies on the disks of several machines may."""
+    found = group.gather(config.model.weights_sha256)
+    if len(set(found)) > 1:
+        listed = ", ".join(f"rank {rank} {digest[:12] or 'none'}" for rank, digest in enumerate(found[:8]))
+        raise ConfigError(
+            f"model.weights = {config.model.weights} has other content on other machines (SHA-256: {listed}). Copy one "
+            f"file to all of them."
+        )
 
 
 def _check_launcher(config: Config) -> None:
@@ -308,9 +400,14 @@ def _commit() -> dict[str, Any] | None:
 
 def _report(error: SegpipeError, *, rank: int = 0) -> int:
     """Exit code of an error. One rank prints it; the others wait to be ended, so that the launcher blames that one."""
-    if error.told or (rank and isinstance(error, COMMON_ERRORS)):
-        environment.wait_to_be_ended()
-    else:
+    if _speaks(error, rank):
         where = f"rank {rank}: " if rank else ""
         Console(stderr=True).print(f"{where}{error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+    else:
+        environment.wait_to_be_ended()
     return error.exit_code
+
+
+def _speaks(error: SegpipeError, rank: int) -> bool:
+    """Whether this rank is the one that reports the error."""
+    return not error.told and not (rank and isinstance(error, COMMON_ERRORS))

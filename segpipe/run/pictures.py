@@ -12,26 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
+from segpipe.predict.overlay import blend as blend
 
 _LINE, _BEST = "#3b82f6", "#f59e0b"  # readable on white and on black
 _WRONG = (225, 20, 30)
 _METADATA = ("Creator", "Date", "Format", "Type")  # left out, so that equal data gives equal bytes
 _BUCKETS = 240  # points of a long curve; the screen shows no more
-
-
-def blend(
-    image: NDArray[np.uint8], ids: NDArray[np.uint8], palette: Sequence[tuple[int, int, int]], opacity: float = 0.65
-) -> NDArray[np.uint8]:
-    """`image` blended with the colors of its classes. Ids beyond the palette, such as 255, get a dark diagonal hatch.
-
-    Shapes: image uint8 (H, W, 3) RGB, ids uint8 (H, W) -> uint8 (H, W, 3).
-    """
-    lut = np.zeros((256, 3), np.float32)
-    lut[: len(palette)] = palette
-    mixed = (1 - opacity) * image + opacity * lut[ids]
-    row, column = np.indices(ids.shape)
-    hatch = np.where((row + column) % 12 < 2, 96, 24)[..., None]
-    return np.where((ids >= len(palette))[..., None], hatch, mixed).round().astype(np.uint8)
 
 
 def errors(image: NDArray[np.uint8], target: NDArray[np.uint8], pred: NDArray[np.uint8]) -> NDArray[np.uint8]:

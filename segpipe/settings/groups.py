@@ -25,8 +25,16 @@ class RunConfig:
 
 @dataclass
 class ModelConfig:
-    name: str = setting("fast_scnn", "network", choices=MODEL_NAMES)
+    name: str = setting("fast_scnn", "network; docs/plugins.md has those of your own", choices=MODEL_NAMES, plugin=True)
     args: dict[str, Any] = setting({}, "arguments of the network: model.args.KEY=VALUE")
+    weights: str = setting(
+        "", "file of weights, or folder of a run, to start from, see docs/weights.md; empty: from the seed", free=True
+    )
+    weights_sha256: str = setting("", "SHA-256 that the file of model.weights must have; filled in at the start")
+    weights_partial: bool = setting(
+        False, "take the tensors of model.weights that fit and leave the others, for an encoder alone"
+    )
+    freeze: list[str] = setting([], "patterns of parameter names that are not trained, such as [detail.*]")
     norm: str = setting(
         "batch",
         "BatchNorm statistics: per shard, or over all ranks (GPUs, compute.mode=ddp or off)",
@@ -36,8 +44,21 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    name: str = setting("synthetic", "data set", choices=DATA_NAMES)
+    name: str = setting("synthetic", "data set", choices=DATA_NAMES, plugin=True)
+    args: dict[str, Any] = setting({}, "arguments of a data set of your own: data.args.KEY=VALUE")
     root: str = setting("", "folder of the data set; not used by synthetic", free=True)
+    mix: list[Any] = setting(
+        [],
+        "data sets to train on together, as {root: FOLDER, name: KIND, weight: SHARE, map: {CLASS: SHARED CLASS}}, see "
+        "docs/sampling.md",
+        mappings=True,
+    )
+    balance: float = setting(
+        0.0,
+        "images with a class that fewer than this fraction of the images hold come more often; 0: each once per epoch",
+        low=0,
+        high=1,
+    )
     split: str = setting("val", "split that validation reads")
     sequence: str = setting(
         "",
@@ -46,6 +67,8 @@ class DataConfig:
     )
     hold_out: str = setting("", "sequence that training leaves out and validation consists of, see docs/evaluate.md")
     classes: str = setting("", "YAML class table of data=folder; empty: <data.root>/classes.yaml", free=True)
+    images: str = setting("", "folder: images below data.root, as FOLDER/SPLIT or FOLDER/SPLIT/*ENDING; empty: found")
+    masks: str = setting("", "folder: masks below data.root, in the same form; empty: found")
     size: list[int] = setting([192, 384], "synthetic: [height, width] in pixels", length=2, low=32)
     num_train: int = setting(2000, "synthetic: number of distinct training scenes", low=1)
     num_val: int = setting(64, "synthetic: number of validation scenes", low=1)
@@ -75,12 +98,18 @@ class AugmentConfig:
     scale: list[float] = setting(
         [0.75, 1.5], "[smallest, largest] factor of the random resize, log-uniform", length=2, low=0.1, high=10
     )
+    rare_crop: float = setting(
+        0.0,
+        "probability of a crop around a pixel of a class that is rare in its image, see docs/sampling.md",
+        low=0,
+        high=1,
+    )
     flip: float = setting(0.5, "probability of a horizontal flip", low=0, high=1)
     brightness: float = setting(0.2, "largest relative change of brightness", low=0, high=1)
     contrast: float = setting(0.2, "largest relative change of contrast", low=0, high=1)
     saturation: float = setting(0.2, "largest relative change of saturation", low=0, high=1)
     hue: float = setting(0.02, "largest shift of the hue, in turns", low=0, high=0.5)
-    extra: list[str] = setting([], "further transforms by name, see segpipe/data/transforms.py")
+    extra: list[str] = setting([], "further transforms by name, or package.module:Class of your own", plugin=True)
     check: bool = setting(
         True, "check before training that augmentation is a pure function of sample and key", free=True
     )
@@ -92,9 +121,16 @@ class AugmentConfig:
 
 @dataclass
 class LossConfig:
-    name: str = setting("cross_entropy", "loss of the class heads", choices=("cross_entropy", "ohem"))
-    class_weights: str = setting(
-        "none", "log: 1 / log(1.02 + frequency), with mean 1 over the training pixels", choices=("none", "log")
+    name: str = setting("cross_entropy", "loss of the class heads", choices=("cross_entropy", "ohem"), plugin=True)
+    args: dict[str, Any] = setting({}, "arguments of a loss of your own: loss.args.KEY=VALUE")
+    class_weights: Any = setting(
+        "none",
+        "weight of each class, with mean 1 over the training pixels: log: 1 / log(1.02 + frequency), sqrt: "
+        "1 / sqrt(frequency); a list: these weights as they are, in the order of the classes",
+        choices=("none", "log", "sqrt"),
+        numbers=True,
+        low=0,
+        high=1e6,
     )
     aux_weight: float = setting(0.4, "weight of each auxiliary class head", low=0, high=1e6)
     stride: int = setting(1, "the main head's loss reads every n-th row and column of the target", low=1, high=8)
@@ -121,6 +157,9 @@ class OptimConfig:
     schedule_steps: int = setting(0, "updates after which the learning rate reaches 0; 0: train.steps", low=0)
     warmup_steps: int = setting(20, "updates of linear warm-up", low=0)
     clip_norm: float = setting(0.0, "largest gradient norm; 0: no clipping", low=0, high=1e30)
+    lr_scale: dict[str, Any] = setting(
+        {}, "{pattern of parameter names: factor of their learning rate}", low=1e-9, high=1e9
+    )
 
 
 @dataclass
@@ -152,7 +191,7 @@ class ComputeConfig:
     nproc: str = setting("auto", "processes on this machine; auto: the number of GPUs, or 1", free=True)
     device: str = setting("auto", "device to train on", choices=("auto", "cpu", "cuda"))
     shards: int = setting(
-        4, "logical shards, a power of two; the global batch is shards * samples_per_shard", low=1, high=65536
+        4, "logical shards, at least one per process; the global batch is shards * samples_per_shard", low=1, high=65536
     )
     # At least 2: the networks pool whole images, which leaves BatchNorm one value per image.
     samples_per_shard: int = setting(4, "samples per logical shard", low=2)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from segpipe import plugins
 from segpipe.data.catalog import ClassTable
 from segpipe.determinism import flags
 from segpipe.errors import CheckpointError, WeightsError
@@ -133,6 +134,8 @@ def restore(
     """
     saved = load(path) if saved is None else saved
     _check_recipe(path, saved["config"], config)
+    if not config.run.allow_fingerprint_change:
+        _check_plugins(path, saved["fingerprint"].get(flags.PLUGINS, {}), fingerprint.get(flags.PLUGINS, {}))
     if config.compute.mode != "off" and not config.run.allow_fingerprint_change:
         _check_environment(path, saved["fingerprint"], fingerprint)
     for part in ("names", "train_ids"):
@@ -154,6 +157,15 @@ def _check_recipe(path: Path, saved: dict[str, Any], config: Config) -> None:
         raise CheckpointError(
             f"{path} was trained with another recipe ({'; '.join(changed[:5])}). Resume with the same settings, or "
             f"start another run with another run.name."
+        )
+
+
+def _check_plugins(path: Path, before: dict[str, str], now: dict[str, str]) -> None:
+    if changed := [name for name in {**before, **now} if before.get(name) != now.get(name)]:
+        raise CheckpointError(
+            f"{path} was trained with other code of yours: {', '.join(changed[:5])} changed since. Restore it, start "
+            f"another run with another run.name, or set run.allow_fingerprint_change=true and give up the promise of "
+            f"equal bits."
         )
 
 
@@ -202,11 +214,17 @@ def load(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} does not exist. A run writes last.pt and best.pt; check run=.")
     expected = f"a checkpoint of format {FORMAT!r} version {VERSION}"
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read now: {error.strerror or error}. It may be whole: check the disk, then try again."
+        ) from error
+    try:  # from memory: of files torn between 4 and 70 kB, torch says OSError, as if the disk had failed
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises RuntimeError, EOFError, UnpicklingError, BadZipFile ...
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise CheckpointError(
-            f"{path} ({path.stat().st_size} bytes) cannot be read as {expected}: {reason}. "
+            f"{path} ({len(content)} bytes) cannot be read as {expected}: {reason}. "
             f"It is truncated or foreign; take another file of the run (last.pt, best.pt)."
         ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
@@ -269,7 +287,10 @@ def load_network(run: Path, which: str = "best") -> TrainedNetwork:
     state = load(path)
     config = from_mapping(state["config"])
     classes = _class_table(state["classes"])
-    model = build_model(config.model.name, classes.num_classes)
+    if plugins.is_path(config.model.name):
+        recorded = state["fingerprint"].get(flags.PLUGINS, {})
+        plugins.check_unchanged("model.name", config.model.name, recorded, path)
+    model = build_model(config.model.name, classes.num_classes, config.model.args)
     load_weights(model, state["ema"], path)
     return TrainedNetwork(
         model=model.eval().requires_grad_(False),

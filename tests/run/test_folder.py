@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -15,18 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from runs import ROOT, finished, metrics, outcome, run, settings, start, updates, wait_for
 from segpipe.distributed import environment
-from segpipe.errors import CheckpointError, ConfigError
+from segpipe.errors import ConfigError
 from segpipe.files import process_start, this_host, write_atomically
 from segpipe.ledger.divergence import compare
 from segpipe.ledger.reader import read_run
 from segpipe.run import lock
 from segpipe.run.folder import clear_folder
 from segpipe.settings.compose import compose
-from segpipe.train.checkpoint import load, newest_whole
+from segpipe.train.checkpoint import load
 
 LONG = ("train.steps=2000", "train.log_every=1", "checkpoint.every=2")
 HOLD = """
@@ -377,6 +375,7 @@ def test_a_run_with_progress_and_nothing_whole_never_starts_again_unasked(
     assert "run.exists=replace" in said
     assert run(folder, *STEPPED) == 2  # run.exists=error
     capsys.readouterr()
+    (folder / "failure.json").unlink(missing_ok=True)  # why it was refused
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     assert run(folder, *STEPPED, "run.exists=replace") == 0  # the second way on
     assert outcome(folder) == outcome(stepped)
@@ -392,17 +391,27 @@ def test_an_empty_folder_or_a_run_without_a_step_starts(stepped: Path, tmp_path:
     assert outcome(folder) == outcome(stepped)
 
 
-def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_a_torn_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stale(*_: object, **__: object) -> None:
-        raise OSError(errno.ESTALE, "Stale file handle")
+@pytest.mark.parametrize("ended", ["killed", "diverged"])
+def test_a_run_that_ended_before_its_first_checkpoint_starts_again(stepped: Path, tmp_path: Path, ended: str) -> None:
+    """At step 1 of a run that saves every 2: a cluster's next attempt must not need a person."""
+    folder = Path(shutil.copytree(stepped, tmp_path / "run"))
+    for path in (*folder.glob("*.pt"), folder / "result.json", folder / "checkpoints.sha256"):
+        path.unlink()
+    if ended == "diverged":
+        (folder / "checkpoints.sha256").write_text(f"{'0' * 64}  diverged.pt  1\n")
+    early = [line for line in (folder / "metrics.jsonl").read_text().splitlines() if json.loads(line)["step"] <= 1]
+    (folder / "metrics.jsonl").write_text("\n".join(early) + "\n")
+    assert run(folder, *STEPPED, "run.exists=resume") == 0
+    assert outcome(folder) == outcome(stepped)
+    assert compare(read_run(stepped), read_run(folder)).sentence == "identical in all 8 common steps"
 
-    (tmp_path / "last.pt").write_bytes(b"x")
-    (tmp_path / "best.pt").write_bytes(b"x")
-    monkeypatch.setattr(torch, "load", stale)
-    with pytest.raises(CheckpointError, match=r"^\S+last\.pt .*Stale file handle"):
-        newest_whole(tmp_path)
+
+def test_another_recipe_is_refused_before_anything_is_loaded(
+    stepped: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("segpipe.run.launch.work", lambda *_, **__: pytest.fail("it started"))
+    assert run(stepped, *STEPPED, "run.exists=resume", "optim.lr=0.125") == 2
+    assert "optim.lr: 0.05 -> 0.125" in capsys.readouterr().err
 
 
 # --- temporary files, tasks
