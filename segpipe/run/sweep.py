@@ -18,6 +18,7 @@ from segpipe.run.failure import failure
 from segpipe.run.folder import finished
 from segpipe.settings.config import Config, recipe, to_mapping
 
+REPEATS = ("seed", "data.hold_out")  # jobs that differ in nothing else that is trained repeat one recipe
 REFUSALS_SHOWN = 8
 NOTE_LENGTH = 100  # characters in the table; failure.json of the run has all
 
@@ -188,25 +189,27 @@ def _table(jobs: Sequence[Job]) -> Table:
 
 
 def _by_recipe(jobs: Sequence[Job]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Results of each recipe with more than one seed, under the settings in which the recipes differ."""
+    """Results of each recipe with more than one run, under the settings in which the recipes differ."""
     groups: dict[str, list[Job]] = {}
-    recipes = {id(job): {key: value for key, value in recipe(job.config).items() if key != "seed"} for job in jobs}
+    recipes = {id(job): {k: value for k, value in recipe(job.config).items() if k not in REPEATS} for job in jobs}
     for job in jobs:
         groups.setdefault(json.dumps(recipes[id(job)], sort_keys=True), []).append(job)
     firsts = [recipes[id(members[0])] for members in groups.values()]
     differing = [key for key in (firsts[0] if firsts else {}) if len({str(first[key]) for first in firsts}) > 1]
     found = []
     for members, first in zip(groups.values(), firsts, strict=True):
-        if len({job.config.seed for job in members}) > 1:
-            title = ", ".join(f"{key}={first[key]}" for key in differing)
+        if len(members) > 1:
+            one_seed = len({job.config.seed for job in members}) == 1
+            repeated = "held-out sequences" if one_seed else "seeds"
+            about = ", ".join(f"{key}={first[key]}" for key in differing)
+            title = f"{len(members)} {repeated}{f' of {about}' if about else ''}: IoU in %"
             found.append((title, [job.result for job in members if job.result is not None]))
     return found
 
 
 def _spread(title: str, results: list[dict[str, Any]]) -> Table:
-    """Mean and range of mIoU and of each class's IoU over the seeds."""
-    heading = f"{len(results)} seeds{f' of {title}' if title else ''}: IoU in %"
-    table = Table("class", "mean", "lowest", "highest", "range", title=heading, title_justify="left")
+    """Mean and range of mIoU and of each class's IoU over the runs of a recipe."""
+    table = Table("class", "mean", "lowest", "highest", "range", title=title, title_justify="left")
     rows = {name: [result["iou"].get(name) for result in results] for name in results[0]["iou"]}
     rows["mean of classes"] = [result["miou"] for result in results]
     for name, scores in rows.items():
