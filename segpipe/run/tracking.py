@@ -19,8 +19,8 @@ from rich.console import Console
 
 from segpipe.errors import ConfigError
 from segpipe.files import plain, write_atomically
-from segpipe.run.track_wandb import check_login
 from segpipe.run.tracked import Mirror, run_end
+from segpipe.run.wandb_login import check_login
 from segpipe.settings.config import Config
 
 FILE_NAME = "metrics.jsonl"
