@@ -10,11 +10,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from segpipe import plugins
 from segpipe.audit.verdict import FAILED, NOTED, PASSED, UNCHECKED, Line
+from segpipe.data.mix import absent_root, all_parts
 from segpipe.errors import CheckpointError, DataError, SegpipeError
 from segpipe.files import sha256
 from segpipe.ledger import inputs
 from segpipe.ledger.reader import RunLedger, first_broken, read_run, read_seals
+from segpipe.ledger.results import changes, read_inputs
 from segpipe.ledger.rows import (
     FOLDER,
     INPUTS,
@@ -29,6 +32,7 @@ from segpipe.runtime.artifact import MANIFEST, SUMS, ArtifactError, read_sums
 from segpipe.settings.check import check
 from segpipe.settings.config import Config, config_hash, from_mapping, recipe, to_mapping
 from segpipe.train import checkpoint
+from segpipe.train.start import weights_path
 
 SHOWN = 5  # names in a line
 # Raised for content that matches its own digests but is not what a run writes.
@@ -97,10 +101,12 @@ def check_inputs(run: Path, config: Config, ledger: RunLedger | None) -> list[Li
             return [Line("data", FAILED, f"{path} is missing, but the ledger has its hash")]
         return [Line("data", UNCHECKED, f"{path} does not exist: files and sources were not recorded")]
     try:
-        content = inputs.read(path)
+        content = read_inputs(path)
     except SegpipeError as error:
         return [Line("data", FAILED, str(error))]
     lines = [_check_data(config, content["data"]), _check_code(content["code"])]
+    if config.import_paths:
+        lines.append(_check_plugins(config, content.get("plugins", {})))
     if ledger and recorded != sha256(path):
         lines.insert(0, Line("data", FAILED, f"{path} is not the file whose hash the ledger has: it was altered"))
     return lines
@@ -108,14 +114,15 @@ def check_inputs(run: Path, config: Config, ledger: RunLedger | None) -> list[Li
 
 def _check_data(config: Config, recorded: dict[str, Any]) -> Line:
     files = recorded["files"]
-    if config.data.name == "synthetic":
+    splits = ("train", config.data.split)
+    if all(part.data.name == "synthetic" for part in all_parts(config.data, splits)):
         return Line("data", PASSED, "scenes are rendered from the seed: there are no files")
     if not files:
         return Line("data", UNCHECKED, "data.hash was false: the files were not recorded")
-    if not Path(config.data.root).is_dir():
-        return Line("data", UNCHECKED, f"data.root = {config.data.root} does not exist here")
+    if absent := absent_root(config.data):
+        return Line("data", UNCHECKED, f"data.root = {absent} does not exist here")
     try:
-        changed = inputs.changes(files, inputs.data_hashes(config.data, ("train", config.data.split)))
+        changed = changes(files, inputs.data_hashes(config.data, splits))
     except SegpipeError as error:
         return Line("data", FAILED, f"the data cannot be read: {error}")
     if changed:
@@ -123,12 +130,35 @@ def _check_data(config: Config, recorded: dict[str, Any]) -> Line:
     return Line("data", PASSED, f"{len(files)} files in {config.data.root} are unchanged: {recorded['sha256']}")
 
 
+def check_weights(config: Config) -> list[Line]:
+    """The file of `model.weights` against its SHA-256 in config.json; nothing for a run from the seed."""
+    if not config.model.weights:
+        return []
+    path = weights_path(config)
+    if not path.is_file():
+        return [Line("weights", UNCHECKED, f"{path} does not exist here. Set model.weights=FILE to replay from step 0")]
+    if sha256(path) != config.model.weights_sha256:
+        text = f"{path} is not the file that the run was started with: its SHA-256 was {config.model.weights_sha256}"
+        return [Line("weights", UNCHECKED, text)]
+    return [Line("weights", PASSED, f"{path} is unchanged: {config.model.weights_sha256}")]
+
+
 def _check_code(recorded: dict[str, Any]) -> Line:
-    changed = inputs.changes(recorded["files"], inputs.source_hashes())
+    changed = changes(recorded["files"], inputs.source_hashes())
     version = f"segpipe {recorded.get('segpipe')}, {inputs.combined(recorded['files'])}"
     if changed:
         return Line("code", NOTED, f"this segpipe is not that of the run ({version}): {shortened(changed)}")
     return Line("code", PASSED, f"{len(recorded['files'])} source files are unchanged: {version}")
+
+
+def _check_plugins(config: Config, recorded: dict[str, Any]) -> Line:
+    try:
+        now = plugins.sources(config.import_paths)
+    except SegpipeError as error:
+        return Line("plug-ins", UNCHECKED, str(error))
+    if changed := changes(recorded.get("files", {}), now):
+        return Line("plug-ins", FAILED, f"this code is not that of the run: {shortened(changed)}")
+    return Line("plug-ins", PASSED, f"{len(now)} files and packages are unchanged: {recorded.get('sha256')}")
 
 
 def check_ledger(run: Path) -> tuple[RunLedger | None, list[Line]]:
@@ -288,7 +318,7 @@ def check_result(run: Path, checkpoints: Sequence[CheckedCheckpoint], ledger: Ru
         return Line("result", FAILED, f"result.json: {shortened(faults)}")
     against = " and the ledger" if ledger is not None else ""
     status = PASSED if last is not None else UNCHECKED
-    return Line("result", status, f"result.json matches last.pt{against} (its mIoU was not measured again)")
+    return Line("result", status, f"result.json matches last.pt{against}")
 
 
 def _seal_faults(result: Mapping[str, Any], ledger: RunLedger) -> list[str]:
@@ -300,9 +330,14 @@ def _seal_faults(result: Mapping[str, Any], ledger: RunLedger) -> list[str]:
     return faults
 
 
+def export_folder(run: Path, config: Config | None) -> Path:
+    """Where a run exports to."""
+    return Path(config.export.dir) if config and config.export.dir else run / "export"
+
+
 def check_export(run: Path, config: Config | None, checkpoints: Sequence[CheckedCheckpoint]) -> Line:
     """The exported folder against its checksums and the checkpoint that it was made from."""
-    folder = Path(config.export.dir) if config and config.export.dir else run / "export"
+    folder = export_folder(run, config)
     if not (folder / MANIFEST).is_file() or not (folder / SUMS).is_file():
         return Line("export", UNCHECKED, f"{folder} holds no exported network")
     try:

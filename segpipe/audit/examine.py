@@ -11,12 +11,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
+from segpipe import plugins
 from segpipe.audit import evidence
+from segpipe.audit.outcomes import Evaluate, Verify, check_gates, check_scores
 from segpipe.audit.task import RunTasks, Task, in_folder
-from segpipe.audit.verdict import FAILED, PASSED, UNCHECKED, Audit, Line
+from segpipe.audit.updates import check_updates
+from segpipe.audit.verdict import FAILED, NOTED, PASSED, UNCHECKED, Audit, Line
+from segpipe.data.mix import absent_root
+from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
-from segpipe.errors import CheckpointError, CollectiveError, SegpipeError
+from segpipe.distributed.group import Group
+from segpipe.distributed.watch.agreement import plugin_sources
+from segpipe.errors import CheckpointError, CollectiveError, ConfigError, SegpipeError
 from segpipe.files import sha256
 from segpipe.keys import generator, sample_key
 from segpipe.ledger.divergence import compare
@@ -27,6 +35,7 @@ from segpipe.runtime.artifact import SUMS
 from segpipe.settings.arguments import with_settings
 from segpipe.settings.check import check
 from segpipe.settings.config import Config
+from segpipe.train.batches import counted, order_of
 from segpipe.train.checkpoint import HASHES
 
 Progress = Callable[[str, int, int], None]  # what is being done, updates done, updates in all
@@ -74,8 +83,15 @@ def choose_spans(starts: Mapping[int, Path | None], end: int, *, count: int, lon
     return [spans[place] for place in sorted(chosen)]
 
 
-def examine(request: AuditRequest, progress: Progress, run_tasks: RunTasks) -> Audit:
-    """All lines of the report; `run_tasks` replays.
+def examine(
+    request: AuditRequest,
+    progress: Progress,
+    run_tasks: RunTasks,
+    *,
+    evaluate: Evaluate | None = None,
+    verify: Verify | None = None,
+) -> Audit:
+    """All lines of the report; `run_tasks` replays. Without `evaluate` or `verify`, that part is not checked.
 
     Raises CheckpointError when there is no run at all, ConfigError for a request that cannot be met, and
     CollectiveError when the replaying processes failed to work together.
@@ -85,33 +101,27 @@ def examine(request: AuditRequest, progress: Progress, run_tasks: RunTasks) -> A
         raise CheckpointError(f"{run} holds no run: neither config.json nor {FOLDER}. Set run=runs/NAME.")
     progress("checking the files", 0, 0)
     ledger, ledger_lines = evidence.check_ledger(run)
-    original, config, lines = None, None, []
-    try:
-        original = evidence.read_config(run)
-        config = with_settings(original, request.settings)
-        lines += evidence.check_inputs(run, config, ledger)
-        lines += [evidence.check_config(run, original, ledger)] if ledger else []
-    except CheckpointError as error:
-        lines.append(Line("config", FAILED, str(error)))
+    original, config, lines = _settings(request, ledger)
     obstacle = _obstacle(config, ledger, request)
-    # Spans are replayed although data or sources changed: it shows where that mattered.
-    consistent = not any(line.part == "config" and line.status == FAILED for line in lines)
-    replayable = config if ledger and config and _data_is_here(config) and consistent else None
+    replayable = config if ledger and _is_replayable(config, lines) else None
     spans: list[Span] = []
     with tempfile.TemporaryDirectory(prefix="segpipe-audit-") as scratch:
         replays = _Replays(replayable, request, Path(scratch), progress, run_tasks) if replayable else None
         checkpoints, checkpoint_lines = evidence.check_checkpoints(run, ledger, replays.state if replays else None)
         lines += ledger_lines + checkpoint_lines
+        if replays and ledger:
+            lines += _updates(replays, ledger, obstacle or _no_weights(lines))
         if replays and ledger and not obstacle:
-            starts: dict[int, Path | None] = {0: None, **{each.step: each.path for each in checkpoints if each.step}}
-            spans = choose_spans(
-                starts, ledger.num_updates, count=request.spans, longest=request.span_steps, seed=request.seed
-            )
+            spans = _chosen(request, ledger, checkpoints, from_seed=not _no_weights(lines))
             lines += replays.spans(spans, ledger)
     if not spans:
-        obstacle = obstacle or "the configuration does not match the ledger, so nothing can be replayed"
+        obstacle = obstacle or _no_weights(lines) or "config.json does not match the ledger, so nothing can be replayed"
         lines.append(Line("replay", UNCHECKED, obstacle))
-    lines += [evidence.check_result(run, checkpoints, ledger), evidence.check_export(run, original, checkpoints)]
+    lines.append(evidence.check_result(run, checkpoints, ledger))
+    progress("measuring the scores and comparing the exported files again", 0, 0)
+    lines += [check_scores(run, evaluate, obstacle), evidence.check_export(run, original, checkpoints)]
+    if lines[-1].status in (PASSED, NOTED):
+        lines.append(check_gates(evidence.export_folder(run, original), verify, obstacle))
     return Audit(
         run=str(run),
         lines=tuple(lines),
@@ -125,16 +135,72 @@ def examine(request: AuditRequest, progress: Progress, run_tasks: RunTasks) -> A
     )
 
 
-def _data_is_here(config: Config) -> bool:
-    return config.data.name == "synthetic" or Path(config.data.root).is_dir()
+def _settings(request: AuditRequest, ledger: RunLedger | None) -> tuple[Config | None, Config | None, list[Line]]:
+    """The configuration of the run, that with the auditor's settings, and what the files say of both."""
+    try:
+        original = evidence.read_config(request.run)
+        config = with_settings(original, request.settings)
+        lines = evidence.check_inputs(request.run, config, ledger)
+        found = evidence.check_weights(config)
+    except CheckpointError as error:
+        return None, None, [Line("config", FAILED, str(error))]
+    lines += [evidence.check_config(request.run, original, ledger)] if ledger else []
+    return original, config, lines + found
+
+
+def _updates(replays: _Replays, ledger: RunLedger, obstacle: str) -> list[Line]:
+    """Checks of every update that need no training."""
+    config, recorded = replays.config, ledger.sample_names
+    try:
+        samples = open_samples(config.data, "train", config.seed)
+        names = [samples.name(index) for index in range(len(samples))]
+        if recorded and names != recorded:
+            unlike = next((pair for pair in zip(recorded, names, strict=False) if pair[0] != pair[1]), None)
+            text = f"{unlike[0]} is now {unlike[1]}" if unlike else f"{len(recorded)} samples are now {len(names)}"
+            return [Line("updates", FAILED, f"the training set is not that of the run: {text}")]
+        order = order_of(config, samples, counted(config, Group(0, 0, 1, torch.device("cpu")), samples))
+    except SegpipeError as error:
+        return [Line("updates", FAILED, f"the training samples cannot be read: {error}")]
+    return [*check_updates(config, ledger, order, None if obstacle else replays.start())]
+
+
+def _chosen(
+    request: AuditRequest, ledger: RunLedger, checkpoints: Sequence[evidence.CheckedCheckpoint], *, from_seed: bool
+) -> list[Span]:
+    starts: dict[int, Path | None] = {0: None} if from_seed else {}
+    starts |= {each.step: each.path for each in checkpoints if each.step}
+    return choose_spans(starts, ledger.num_updates, count=request.spans, longest=request.span_steps, seed=request.seed)
+
+
+def _no_weights(lines: Sequence[Line]) -> str:
+    """Why step 0 cannot be replayed, for a run that started from a file of weights; empty when it can."""
+    return next((line.text for line in lines if line.part == "weights" and line.status != PASSED), "")
+
+
+def _is_replayable(config: Config | None, lines: Sequence[Line]) -> bool:
+    """Also when data or sources changed: a replay shows where that mattered."""
+    consistent = not any(line.part == "config" and line.status == FAILED for line in lines)
+    return config is not None and not absent_root(config.data) and not _unusable_plugins(config) and consistent
+
+
+def _unusable_plugins(config: Config) -> str:
+    """Why the code that the run names cannot be imported; empty when it can."""
+    try:
+        for key, path in config.import_paths:
+            plugins.load(key, path)
+    except ConfigError as error:
+        return str(error).rstrip(".")
+    return ""
 
 
 def _obstacle(config: Config | None, ledger: RunLedger | None, request: AuditRequest) -> str:
     """Why nothing can be replayed; empty when it can."""
     if config is None or ledger is None:
         return "without config.json and a ledger there is nothing to replay and compare with"
-    if not _data_is_here(config):
-        return f"data.root = {config.data.root} does not exist here. Set data.root=FOLDER"
+    if absent := absent_root(config.data):
+        return f"data.root = {absent} does not exist here. Set {'data.mix' if config.data.mix else 'data.root=FOLDER'}"
+    if unusable := _unusable_plugins(config):
+        return unusable
     mode = config.compute.mode
     if mode not in ("elastic", "audit"):
         return f"compute.mode = {mode} does not promise the same bits for any number of processes; elastic does"
@@ -143,7 +209,7 @@ def _obstacle(config: Config | None, ledger: RunLedger | None, request: AuditReq
     check(config, world_size=request.nproc)
     flags.set_environment(config.compute.threads * request.nproc, mode)
     flags.apply(config.compute.threads, mode)
-    now = flags.fingerprint()
+    now = {**flags.fingerprint(), **plugin_sources(config)}
     changed = next((found for each in ledger.headers if (found := flags.differences(each.fingerprint, now))), {})
     if changed and not request.any_environment:
         listed = evidence.differences(changed, "the ledger", "this environment")
@@ -160,13 +226,19 @@ class _Replays:
     def __init__(
         self, config: Config, request: AuditRequest, scratch: Path, progress: Progress, run_tasks: RunTasks
     ) -> None:
-        self._config, self._request, self._scratch, self._progress = config, request, scratch, progress
+        self.config, self._request, self._scratch, self._progress = config, request, scratch, progress
         self._run_tasks = run_tasks
 
     def state(self, path: Path, step: int) -> RunLedger:
         """A ledger with the state of a checkpoint."""
-        folder = self._scratch / f"state-{path.stem}"
-        self._run_tasks([Task(in_folder(self._config, folder, any_environment=True), str(path), step, step)], nproc=1)
+        return self._state(self._scratch / f"state-{path.stem}", str(path), step)
+
+    def start(self) -> RunLedger:
+        """A ledger with the state of a run of these settings before its first update."""
+        return self._state(self._scratch / "start", "", 0)
+
+    def _state(self, folder: Path, checkpoint: str, step: int) -> RunLedger:
+        self._run_tasks([Task(in_folder(self.config, folder, any_environment=True), checkpoint, step, step)], nproc=1)
         return read_run(folder)
 
     def spans(self, spans: Sequence[Span], ledger: RunLedger) -> list[Line]:
@@ -175,7 +247,7 @@ class _Replays:
         for number, span in enumerate(spans):
             self._progress(f"replaying {span}", before, total)
             folder = self._scratch / f"span{number}"
-            copy = in_folder(self._config, folder, any_environment=self._request.any_environment)
+            copy = in_folder(self.config, folder, any_environment=self._request.any_environment)
             task = Task(copy, str(span.start or ""), span.first, span.last)
 
             def report(_: int, done: int, *, base: int = before - span.first, span: Span = span) -> None:

@@ -9,13 +9,23 @@ from segpipe.settings.setting import Setting
 
 RUN = Setting("run", "runs/NAME", "folder of the run", required=True)
 WHICH = Setting("which", "last", "checkpoint to use", choices=("last", "best"))
+WAYS = ("sequence", "image", "tail")
+TRUST = Setting("trust", [], "packages that code named by the run may be imported from, see docs/plugins.md")
+INFERENCE = (
+    Setting("tile", "", "HEIGHTxWIDTH of the tiles that images are cut into; empty: whole images"),
+    Setting("overlap", 0.25, "share of a tile that it has in common with the next one, at least", low=0, high=0.9),
+    Setting("tta", [], "average over views of the image: [flip,0.75,1.25] for mirrored and scaled ones"),
+)
+PRECISIONS = ("fp32", "bf16", "fp16", "int8")
+IDS = ("train", "raw")
+EXISTS = ("keep", "replace")
 DATA = ("data.root", "data.split")
 EXPORT = tuple(key for key in SETTINGS if key.startswith("export.") and key != "export.enabled")
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command takes either `overrides` of the settings, as `segpipe train` does, or its own `keys`."""
+    """A command takes `overrides` of the settings, as `segpipe train` does, its own `keys`, or both."""
 
     summary: str
     details: str
@@ -35,26 +45,75 @@ COMMANDS = {
     ),
     "evaluate": Command(
         "evaluate a run on a split",
-        "Prints one line of JSON with `miou` and `iou` per class: whole images at their own size, fp32, averaged\n"
-        "weights.",
-        (RUN, WHICH),
-        (*DATA, "data.workers", "compute.device", "compute.threads"),
+        "Prints one line of JSON with `miou` and scores per class and sequence, and tables of them on stderr: whole\n"
+        "images at their own size, fp32, averaged weights. What the figures mean: docs/evaluate.md.",
+        (
+            RUN,
+            WHICH,
+            Setting("out", "", "HTML file for a report with the worst images; empty: none"),
+            *INFERENCE,
+            TRUST,
+        ),
+        (*DATA, "data.sequence", "data.hold_out", "data.workers", "compute.device", "compute.threads"),
+    ),
+    "predict": Command(
+        "segment images and videos",
+        "Writes masks (PNG, pixel values are class ids), overlays (JPEG, or MP4 for a video) and predictions.json\n"
+        "into `out`. Give run= or artifact=. What the same model has already written is kept. See docs/predict.md.",
+        (
+            Setting("source", "images", "image, video, folder, or glob pattern in quotes", required=True),
+            Setting("out", "predictions", "folder for the results", required=True),
+            Setting("run", "", "folder of the run"),
+            WHICH,
+            Setting("artifact", "", "exported folder, in place of a run"),
+            *INFERENCE,
+            Setting("precision", "fp32", "of the network; int8: an exported file", choices=PRECISIONS),
+            Setting("batch", 1, "images of one size, or tiles, in one forward", low=1),
+            Setting("fit", "tile", "exported file: what to do with images of other sizes", choices=("tile", "resize")),
+            Setting("provider", "CPUExecutionProvider", "exported file: execution provider of onnxruntime"),
+            Setting("ids", "train", "ids in the masks: of the network, or of the data set's masks", choices=IDS),
+            Setting("overlay", True, "write overlays"),
+            Setting("alpha", 0.5, "opacity of the class colors in an overlay", low=0, high=1),
+            Setting("legend", True, "name the classes beside an overlay"),
+            Setting("frames", False, "video: write the mask of each frame"),
+            Setting("exists", "keep", "other outputs in `out`: keep them and stop, or replace", choices=EXISTS),
+            TRUST,
+        ),
+        ("compute.device", "compute.threads"),
     ),
     "doctor": Command(
         "check a data set",
-        "Reports all problems in one pass, or the content of the splits if there are none.",
+        "Reports all problems in one pass, or the content of the splits if there are none. For a folder without a\n"
+        "classes.yaml, it proposes one from the masks.",
+        (
+            Setting("write", False, "write the proposed classes.yaml"),
+            Setting("lines", 20, "problems to print; 0: all", low=0),
+        ),
         overrides=("data",),
+    ),
+    "split": Command(
+        "divide a folder of images into training and validation",
+        "Writes train.txt and val.txt. Whole sequences go to one side, since neighboring frames of a video in both\n"
+        "flatter every score. The same arguments give the same lists.",
+        (
+            Setting("val", 0.2, "share of the images for validation", low=0.01, high=0.99),
+            Setting("by", "sequence", "what stays together; tail: the last frames of each sequence", choices=WAYS),
+            Setting("pattern", "", "regular expression whose first group is the sequence; empty: docs/data.md"),
+            Setting("seed", 0, "seed of the choice", low=0),
+            Setting("replace", False, "replace train.txt and val.txt"),
+        ),
+        ("data.root", "data.classes", "data.images", "data.masks"),
     ),
     "export": Command(
         "export a run to model files",
         "Publishes files that compute what the trained network computes, or nothing.",
-        (RUN, WHICH),
+        (RUN, WHICH, TRUST),
         (*EXPORT, *DATA),
     ),
     "verify": Command(
         "repeat all gates on an exported folder",
         "Compares the files as they are now with the run that they claim to come from.",
-        (Setting("artifact", "runs/NAME/export", "exported folder", required=True), RUN, WHICH),
+        (Setting("artifact", "runs/NAME/export", "exported folder", required=True), RUN, WHICH, TRUST),
         (
             *DATA,
             "export.images",
@@ -62,6 +121,17 @@ COMMANDS = {
             "export.latency_budget_ms",
             "export.critical_classes",
             "export.allow_unverified",
+        ),
+    ),
+    "weights": Command(
+        "write the weights of a run to a .safetensors file",
+        "Writes the averaged weights and what is needed to use them: model.weights=FILE starts another run from them,\n"
+        "and docs/weights.md says how other programs read them.",
+        (
+            RUN,
+            WHICH,
+            Setting("out", "FILE.safetensors", "file to write; must not exist yet", required=True),
+            Setting("names", "segpipe", "names of the tensors", choices=("segpipe", "published")),
         ),
     ),
     "compare": Command(
@@ -74,6 +144,7 @@ COMMANDS = {
             Setting("json", False, "print one line of JSON"),
             Setting("replay", False, "train both again from their last common checkpoint, to name the layer"),
             Setting("nproc", 1, "processes for the replay", low=1),
+            TRUST,
         ),
         positional=("a", "b"),
     ),
@@ -87,14 +158,31 @@ COMMANDS = {
             Setting("seed", -1, "seed that chooses the parts; -1: random", low=-1),
             Setting("compute.nproc", 1, "processes that train", low=1),
             Setting("any_environment", False, "train even if versions or hardware differ"),
+            Setting("evaluate", True, "measure the scores of last.pt again"),
+            Setting("verify", True, "run the gates of the exported folder again"),
             Setting("out", "", "folder of the report; empty: <run>/audit"),
+            TRUST,
         ),
-        ("data.root", "data.classes", "data.workers", "data.start_method", "compute.device"),
+        (
+            "data.root",
+            "data.classes",
+            "data.mix",
+            "data.workers",
+            "data.start_method",
+            "compute.device",
+            "model.weights",
+        ),
     ),
     "check-augment": Command(
         "check that augmentation is a pure function of sample and key",
         "Checks every transform by itself, and all of them in real loader processes.",
         overrides=("data", "augment"),
+    ),
+    "check-plugin": Command(
+        "check a network, loss, data set or transform of your own",
+        "segpipe check-plugin model.name=package.module:Class loss.name=... data.name=... augment.extra=[...]\n"
+        "names what training, validation or export would stumble over, see docs/plugins.md.",
+        overrides=("model", "loss", "data", "augment"),
     ),
     "gpu-check": Command(
         "check this machine's GPU",

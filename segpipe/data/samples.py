@@ -3,28 +3,38 @@
 Layouts on disk, below `data.root`:
 
     camvid   {split}/*.png with {split}annot/*.png
-    folder   images/{split}/ with masks/{split}/, or images/ with masks/ and a list of stems in {split}.txt
+    folder   images and masks as pairs.py finds them
 
-Images are PNG or JPEG, masks single-channel 8-bit PNG of raw ids. The files of a pair have the same path except for
-the suffix. catalog.py describes the class table of a folder.
+masks.py says what the pixels of a mask mean, catalog.py describes the class table of a folder.
 """
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
-from segpipe.data.catalog import STREET, ClassTable, class_table
+from segpipe.data.catalog import STREET, ClassTable, MaskTable, mask_table
+from segpipe.data.masks import orientation, read_target, settled
+from segpipe.data.mix import DataPart, main_set, parts, shared_ids
 from segpipe.data.pairs import Pair, check_sizes, scan
-from segpipe.data.readers import read_header, read_image, read_mask, threaded
+from segpipe.data.plugin_samples import PluginSamples, open_source
+from segpipe.data.readers import read_header, read_image, threaded
+from segpipe.data.sequence import sequence
 from segpipe.data.synthetic.scenes import paint_scene
 from segpipe.errors import DataError
 from segpipe.keys import generator, sample_key
+from segpipe.plugins import is_path
+from segpipe.settings.setting import nearest
 
 if TYPE_CHECKING:
     from segpipe.settings.groups import DataConfig
@@ -52,8 +62,12 @@ class Samples(Protocol):
 class FileSamples:
     """Pairs of image and mask files."""
 
-    classes: ClassTable
+    table: MaskTable
     pairs: tuple[Pair, ...]
+
+    @property
+    def classes(self) -> ClassTable:
+        return self.table.classes
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -62,14 +76,14 @@ class FileSamples:
         return self.pairs[index].name
 
     def read(self, index: int) -> Sample:
-        image, target = read_image(self.pairs[index].image), self.target(index)
-        check_sizes(self.pairs[index], image.shape[:2], target.shape)
+        pair, target = self.pairs[index], self.target(index)
+        image = read_image(pair.image, lambda header: orientation(header, target.shape, self.table.exif, pair.image))
+        check_sizes(pair, image.shape[:2], target.shape)
         return image, target
 
     def target(self, index: int) -> NDArray[np.uint8]:
         """Train ids alone."""
-        path = self.pairs[index].mask
-        return self.classes.target(read_mask(path), path)
+        return read_target(self.table, self.pairs[index].mask)
 
 
 @dataclass(frozen=True)
@@ -108,10 +122,18 @@ class _Wrapper:
     def name(self, index: int) -> str:
         return self.samples.name(index)
 
+    def target(self, index: int) -> NDArray[np.uint8]:
+        """Train ids alone."""
+        return target_of(self.samples, index)
+
 
 @dataclass
 class ShuffledTargets(_Wrapper):
     """The control experiment: every image comes with the target of the image half a split away."""
+
+    def target(self, index: int) -> NDArray[np.uint8]:
+        """Train ids alone."""
+        return target_of(self.samples, (index + len(self) // 2) % len(self))
 
     def read(self, index: int) -> Sample:
         other = (index + len(self) // 2) % len(self)
@@ -123,6 +145,43 @@ class ShuffledTargets(_Wrapper):
                 f"{other_height}x{other_width}: the control needs images of one size."
             )
         return image, target
+
+
+@dataclass(frozen=True)
+class MixedSamples:
+    """The samples of several data sets, one set after another, with the classes of the shared table."""
+
+    classes: ClassTable
+    parts: tuple[DataPart, ...]
+    sets: tuple[Samples, ...]
+    ids: tuple[NDArray[np.uint8], ...]  # of each set, shared train id per own train id, (256,)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sets))
+
+    @cached_property
+    def firsts(self) -> list[int]:
+        """Index of the first sample of each set."""
+        return [0, *accumulate(map(len, self.sets))][:-1]
+
+    def name(self, index: int) -> str:
+        number, own = self.place(index)
+        return f"{self.parts[number].label}/{self.sets[number].name(own)}"
+
+    def read(self, index: int) -> Sample:
+        number, own = self.place(index)
+        image, target = self.sets[number].read(own)
+        return image, np.asarray(cv2.LUT(target, self.ids[number]), np.uint8)
+
+    def target(self, index: int) -> NDArray[np.uint8]:
+        """Train ids alone."""
+        number, own = self.place(index)
+        return np.asarray(cv2.LUT(target_of(self.sets[number], own), self.ids[number]), np.uint8)
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Number of the set, and index of the sample in it."""
+        number = bisect(self.firsts, index) - 1
+        return number, index - self.firsts[number]
 
 
 @dataclass
@@ -156,9 +215,10 @@ class CachedSamples(_Wrapper):
 def open_samples(data: DataConfig, split: str, seed: int) -> Samples:
     """Samples of a split, in the order of their names. Raises DataError for the first problem.
 
-    With `data.shuffle_labels` the split "train" has the targets of other images.
+    With `data.shuffle_labels` the split "train" has the targets of other images. With `data.hold_out` it lacks that
+    sequence, and any other split is the sequence itself, from "train" and from that split.
     """
-    samples = _open(data, split, seed)
+    samples = _held_out(data, split) if data.hold_out else _open(data, split, seed)
     if not (data.shuffle_labels and split == "train"):
         return samples
     if len(samples) < 2:
@@ -166,42 +226,157 @@ def open_samples(data: DataConfig, split: str, seed: int) -> Samples:
     return ShuffledTargets(samples)
 
 
+def sequences(samples: Samples, pattern: str = "") -> list[str]:
+    """Sequence of each image of a split, by index; `pattern` is `data.sequence`."""
+    return [sequence(samples.name(index), pattern) for index in range(len(samples))]
+
+
+def _held_out(data: DataConfig, split: str) -> Samples:
+    """The part of the files on one side of `data.hold_out`; checks both sides, so that a run fails before it starts."""
+    splits = list(dict.fromkeys(("train", data.split if split == "train" else split)))
+    found = {each: _files(data, each) for each in splits}
+    where = {pair: sequence(pair.name, data.sequence) for each in splits for pair in found[each].pairs}
+    inside = sorted(pair for pair, name in where.items() if name == data.hold_out)
+    outside = [pair for pair in found["train"].pairs if where[pair] != data.hold_out]
+    if not inside or not outside:
+        counts = ", ".join(f"{name}: {times}" for name, times in sorted(Counter(where.values()).items())[:12])
+        fault = "training would have no image left" if inside else "no image is of that sequence"
+        raise DataError(
+            f"data.hold_out = {data.hold_out}, but {fault}. Images by sequence: {counts}."
+            f"{'' if inside else nearest(data.hold_out, sorted(set(where.values())))}"
+        )
+    return replace(found["train"], pairs=tuple(outside if split == "train" else inside))
+
+
 def _open(data: DataConfig, split: str, seed: int) -> Samples:
+    if data.mix:
+        return _open_parts(parts(data, split), main_set(data), data.split, seed)
     if data.name == "synthetic":
         num = data.num_train if split == "train" else data.num_val
         return SyntheticSamples(seed=seed, split=split, num=num, size=(data.size[0], data.size[1]))
-    classes = class_table(data)
+    if is_path(data.name):
+        return open_plugin(data, split)
+    return _files(data, split)
+
+
+def _files(data: DataConfig, split: str) -> FileSamples:
+    table = mask_table(data)
     pairs, faults = scan(data, split)
     if faults:
         raise DataError(faults[0])
-    return FileSamples(classes, tuple(pairs))
+    return FileSamples(settled(table, [pair.mask for pair in pairs]), tuple(pairs))
 
 
-def _unwrapped(samples: Samples) -> Samples:
-    return _unwrapped(samples.samples) if isinstance(samples, _Wrapper) else samples
+def _open_parts(found: Sequence[DataPart], main: DataConfig, split: str, seed: int) -> Samples:
+    sets = [_open(part.data, part.split, seed) for part in found]
+    if not found[0].key:
+        return sets[0]
+    own = next((one for part, one in zip(found, sets, strict=True) if part.data == main), None)
+    shared = (own or _open(main, split, seed)).classes
+    ids = (shared_ids(part, one.classes, shared) for part, one in zip(found, sets, strict=True))
+    return MixedSamples(shared, tuple(found), tuple(sets), tuple(ids))
+
+
+def open_plugin(data: DataConfig, split: str) -> PluginSamples:
+    """Samples of a data set of the user. Raises ConfigError and DataError for what is wrong with its class."""
+    source = open_source(data.name, data.args, data.root, split)
+    table = source.classes
+    if not isinstance(table, ClassTable):
+        names, colors = tuple(map(str, table)), getattr(source, "palette", ())
+        palette = tuple((int(red), int(green), int(blue)) for red, green, blue in colors)
+        if len(palette) != len(names) or not 1 <= len(set(names)) == len(names) < IGNORE_INDEX:
+            raise DataError(
+                f"data.name = {data.name}: classes has {len(names)} names and palette {len(palette)} colours, but a "
+                f"ClassTable, or different names with one RGB colour each, were needed."
+            )
+        ids = {train: train for train in range(len(names))} | {IGNORE_INDEX: IGNORE_INDEX}
+        table = ClassTable(data.name.rpartition(":")[2], names, palette, ids)
+    return PluginSamples(source, table, data.name, split)
+
+
+def target_of(samples: Samples, index: int) -> NDArray[np.uint8]:
+    """Train ids of a sample, uint8 (H, W); without decoding the image, where a data set can."""
+    read = getattr(samples, "target", None)
+    return np.asarray(read(index)) if read is not None else samples.read(index)[1]
+
+
+def unwrapped(samples: Samples) -> Samples:
+    """The samples as they lie on disk, behind caches and controls."""
+    return unwrapped(samples.samples) if isinstance(samples, _Wrapper) else samples
 
 
 def image_sizes(samples: Samples) -> Counter[tuple[int, int]]:
-    """Number of images of each (height, width) in a split; of files, only the headers are read."""
-    source = _unwrapped(samples)
+    """Number of images of each (height, width) in a split; of files, only the headers are read.
+
+    Samples of the user's class are read if it has no method `size`.
+    """
+    source = unwrapped(samples)
+    if isinstance(source, MixedSamples):
+        return sum(map(image_sizes, source.sets), Counter())
     if isinstance(source, FileSamples):
-        return Counter(read_header(pair.image)[:2] for pair in source.pairs)
+        return Counter(read_header(pair.mask)[:2] for pair in source.pairs)  # as its image, if that is turned upright
+    if isinstance(source, PluginSamples):
+        return Counter(source.size(index) for index in range(len(source)))
     return Counter({source.read(0)[1].shape: len(source)})
 
 
 def class_pixels(samples: Samples) -> NDArray[np.int64]:
     """Pixels of each train id over a split, int64 (C,); ignored pixels are not counted.
 
-    Reads every mask of a split that lies in files, and at most 64 scenes of any other.
+    Reads every mask of a split that lies in files, every sample of the user's class, and at most 64 synthetic scenes.
     """
-    source = _unwrapped(samples)
+    total = np.zeros(samples.classes.num_classes, np.int64)
+    for counts in image_pixels(unwrapped(samples), countable(samples)):
+        total += counts
+    return total
+
+
+def one_by_one(samples: Samples) -> dict[str, MixedSamples]:
+    """The data sets of a mixture, with the shared classes, by their labels; empty if it is none."""
+    whole = unwrapped(samples)
+    if not isinstance(whole, MixedSamples):
+        return {}
+    each = zip(whole.parts, whole.sets, whole.ids, strict=True)
+    return {part.label: MixedSamples(whole.classes, (part,), (one,), (ids,)) for part, one, ids in each}
+
+
+def set_weights(samples: Samples) -> list[tuple[int, float]]:
+    """Of each data set of a mixture, number of samples and weight: the given one, or else that number."""
+    whole = unwrapped(samples)
+    if not isinstance(whole, MixedSamples):
+        return [(len(samples), 1.0)]
+    each = zip(whole.sets, whole.parts, strict=True)
+    return [(len(one), float(len(one)) if part.weight is None else part.weight) for one, part in each]
+
+
+def check_labelled(samples: Samples) -> None:
+    """Raise DataError if a data set of these samples has no pixel of any class; reads masks until one has."""
+    for one in one_by_one(samples).values() or [samples]:
+        if not any((target_of(one, index) != IGNORE_INDEX).any() for index in range(len(one))):
+            raise DataError(
+                f"none of the {len(one)} training images has a labelled pixel (the first is {one.name(0)}): there is "
+                f"nothing to learn. Check the masks, and which ids the class table ignores."
+            )
+
+
+def countable(samples: Samples) -> list[int]:
+    """Indices of the samples whose masks tell the frequencies of classes at a bounded cost, in their order.
+
+    All that lie in files, and at most 64 of any other set.
+    """
+    source = unwrapped(samples)
+    if isinstance(source, MixedSamples):
+        found = zip(source.firsts, map(countable, source.sets), strict=True)
+        return [first + index for first, indices in found for index in indices]
+    return list(range(len(source) if isinstance(source, FileSamples) else min(64, len(source))))
+
+
+def image_pixels(samples: Samples, indices: Iterable[int]) -> Iterator[NDArray[np.int64]]:
+    """Pixels of each train id in each of the samples, int64 (C,); ignored pixels are not counted."""
+    num_classes = samples.classes.num_classes
 
     def count(index: int) -> NDArray[np.int64]:
-        target = source.target(index) if isinstance(source, FileSamples) else source.read(index)[1]
-        return np.bincount(target.ravel(), minlength=IGNORE_INDEX + 1)
+        return np.bincount(target_of(samples, index).ravel(), minlength=IGNORE_INDEX + 1)[:num_classes]
 
-    num = len(source) if isinstance(source, FileSamples) else min(64, len(source))
-    total = np.zeros(IGNORE_INDEX + 1, np.int64)
-    for counts in threaded(count, range(num)):
-        total += counts
-    return total[: samples.classes.num_classes]
+    # The user's class need not be safe to use from several threads.
+    return map(count, indices) if isinstance(unwrapped(samples), PluginSamples) else threaded(count, indices)

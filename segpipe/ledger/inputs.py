@@ -16,9 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import segpipe
-from segpipe.data.pairs import scan
-from segpipe.errors import CheckpointError, DataError
+from segpipe import plugins
+from segpipe.data.mix import DataPart, all_parts
+from segpipe.data.pairs import pairing, scan
+from segpipe.data.samples import open_plugin
+from segpipe.errors import DataError
 from segpipe.files import sha256, write_atomically
+from segpipe.ledger.results import changes, read_inputs
 from segpipe.ledger.rows import INPUTS
 from segpipe.settings.config import Config
 from segpipe.settings.groups import DataConfig
@@ -43,7 +47,7 @@ def record(config: Config, splits: Iterable[str]) -> None:
     if not path.is_file():
         write_atomically(path, (json.dumps(_content(config, splits), indent=1) + "\n").encode())
         return
-    files = read(path)["data"]["files"]
+    files = read_inputs(path)["data"]["files"]
     changed = changes(files, data_hashes(config.data, splits)) if files and config.data.hash else []
     if changed:
         raise DataError(
@@ -54,34 +58,56 @@ def record(config: Config, splits: Iterable[str]) -> None:
 
 def _content(config: Config, splits: Iterable[str]) -> dict[str, Any]:
     files, sources = data_hashes(config.data, splits) if config.data.hash else {}, source_hashes()
+    model = config.model
+    weights = {"weights": {"file": model.weights, "sha256": model.weights_sha256}} if model.weights else {}
+    own = plugins.sources(config.import_paths)
     return {
+        **weights,
         "data": {"name": config.data.name, "hashed": config.data.hash, "sha256": combined(files), "files": files},
         "code": {"segpipe": segpipe.__version__, "sha256": combined(sources), "files": sources},
+        **({"plugins": {"sha256": combined(own), "files": own}} if own else {}),
     }
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Content of inputs.json. Raises CheckpointError when it is damaged."""
-    try:
-        content = dict(json.loads(path.read_bytes()))
-        for part in ("data", "code"):
-            content[part]["files"].items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read as the inputs of a run ({error!r}). Restore it.") from error
-    return content
 
 
 def data_hashes(data: DataConfig, splits: Iterable[str]) -> Hashes:
     """SHA-256 of the class table and the files of splits, by path below `data.root`; empty for synthetic data.
 
-    Raises DataError when images and masks are not paired.
+    Of a mixture, by data.mix[n] and the path below the root of that entry; of samples of a user's class that names no
+    files, of what it reads. Raises DataError when images and masks are not paired.
     """
+    paths: dict[str, Path] = {}
+    contents: Hashes = {}
+    for part in all_parts(data, splits):
+        prefix = f"{part.key}{'/' * bool(part.key)}"
+        files, read = _plugin_inputs(part) if plugins.is_path(part.data.name) else (_paths(part), {})
+        paths |= {f"{prefix}{name}": path for name, path in files.items()}
+        contents |= {f"{prefix}{name}": value for name, value in read.items()}
+    return dict(sorted({**_hashed(paths), **contents}.items()))
+
+
+def _paths(part: DataPart) -> dict[str, Path]:
+    """The files of one data set by their path below its root."""
+    data = part.data
     if data.name == "synthetic":
         return {}
-    paths = {path for split in splits for path in _files(data, split)}
+    paths = set(_files(data, part.split))
     if data.name == "folder":
         paths.add(data.classes or str(Path(data.root) / "classes.yaml"))
-    return _hashed({Path(os.path.relpath(path, data.root)).as_posix(): Path(path) for path in paths})
+        paths |= {str(table)} if (table := pairing(data, part.split)) else set()
+    return {Path(os.path.relpath(path, data.root)).as_posix(): Path(path) for path in paths}
+
+
+def _plugin_inputs(part: DataPart) -> tuple[dict[str, Path], Hashes]:
+    """The files that the samples of a user's class name, and SHA-256 of what it reads where it names none."""
+    samples, root = open_plugin(part.data, part.split), part.data.root or "."
+    paths: dict[str, Path] = {}
+    contents: Hashes = {}
+    for index in range(len(samples)):
+        files = samples.files(index)
+        paths |= {Path(os.path.relpath(path, root)).as_posix(): path for path in files}
+        if not files:
+            contents[f"{part.split}/{samples.name(index)}"] = samples.content(index)
+    return paths, contents
 
 
 def _files(data: DataConfig, split: str) -> Iterable[str]:
@@ -102,10 +128,3 @@ def _hashed(paths: Mapping[str, Path]) -> Hashes:
     names = sorted(paths)
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         return dict(zip(names, pool.map(sha256, (paths[name] for name in names)), strict=True))
-
-
-def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Phrases such as "a.png was altered": altered files first, then missing and added ones."""
-    altered = [f"{name} was altered" for name in before if name in now and now[name] != before[name]]
-    missing = [f"{name} is missing" for name in before if name not in now]
-    return altered + missing + [f"{name} was added" for name in now if name not in before]

@@ -145,5 +145,7 @@ PUBLISHED_KEYS = {
     "classifier.0.": "classifier.dsconv1.conv.",
     "classifier.1.": "classifier.dsconv2.conv.",
     "classifier.3.": "classifier.conv.1.",
+    "train_only.aux.0.": "auxlayer.",
+    "train_only.aux.2.": "auxlayer.4.",
 }
 """Key prefix here -> prefix in the published state dict; the longest match counts."""

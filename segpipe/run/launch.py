@@ -14,11 +14,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from segpipe import plugins
 from segpipe.determinism import flags
 from segpipe.distributed import environment
 from segpipe.errors import CheckpointError, ConfigError, DivergenceError, Interrupted, NumericsError, SegpipeError
@@ -45,7 +47,7 @@ Finish = Callable[["Run", "Validation", dict[str, Any], Console], None]
 COMMON_ERRORS = (ConfigError, CheckpointError, NumericsError, DivergenceError, Interrupted)
 
 
-def launch(config: Config, *, finish: Finish | None = None, isolated: bool = False) -> int:
+def launch(config: Config, *, finish: Finish | None = None) -> int:
     """Train with this configuration; returns the exit code of the command.
 
     `finish` runs on rank 0 after the training.
@@ -56,6 +58,7 @@ def launch(config: Config, *, finish: Finish | None = None, isolated: bool = Fal
         environment.check_tasks()
         check(config, world_size=1)  # what takes no import of torch comes first
         flags.set_environment(config.compute.threads, config.compute.mode)  # before anything imports torch
+        config = with_steps(config)
         world_size = _world_size(config)
         prepare(config, world_size)
     except SegpipeError as error:
@@ -73,6 +76,7 @@ def launch_apart(config: Config, *, finish: Finish | None = None) -> int:
 
     Returns the exit code. Raises SegpipeError when the run is refused before its processes start.
     """
+    config = with_steps(config)
     world_size = _world_size(config)
     prepare(config, world_size)
     return _spawn(config, world_size, finish)
@@ -93,9 +97,21 @@ def _world_size(config: Config) -> int:
     return max(gpus, 1) if number == "auto" else int(number)
 
 
+def with_steps(config: Config) -> Config:
+    """`config` with the number of updates that `train.epochs` stands for; checkpoints and ranks see nothing else."""
+    if not config.train.epochs:
+        return config
+    check(config, world_size=1)
+    from segpipe.data.samples import open_samples
+
+    images = config.train.epochs * len(open_samples(config.data, "train", config.seed))
+    return replace(config, train=replace(config.train, steps=math.ceil(images / config.global_batch), epochs=0))
+
+
 def prepare(config: Config, world_size: int) -> None:
     """Check everything that can be checked before the first process starts, then claim the run's folder."""
     check(config, world_size=world_size)
+    _pin(config)
     examine(config)
     claim_folder(config)
 
@@ -104,28 +120,53 @@ def check_job(config: Config) -> None:
     """Check the settings and the folder of a sweep's job, which starts later; its data is for `examine`."""
     environment.check_tasks()
     check(config, world_size=1)
+    config = with_steps(config)
     check(config, world_size=_world_size(config))
+    _pin(config)
     check_folder(config)
 
 
 def examine(config: Config) -> None:
     """Check all that a run needs beside its settings and its folder: tracker, data set, augmentation, export folder."""
     from segpipe.data.augment import Augmenter
+    from segpipe.data.frequency import check_given_weights
     from segpipe.data.problems import verify
-    from segpipe.data.samples import open_samples
+    from segpipe.data.samples import check_labelled, open_samples, sequences
     from segpipe.purity import checker as purity
 
     check_tracking(config)
+    _check_plugins(config)
     verify(config.data, ["train", config.data.split])
-    open_samples(config.data, config.data.split, config.seed)
+    validation = open_samples(config.data, config.data.split, config.seed)
     samples = open_samples(config.data, "train", config.seed)
+    for opened in (samples, validation):
+        sequences(opened, config.data.sequence)  # the scores are told by sequence, after the training
     _check_crop(config, samples)
+    check_labelled(samples)
+    if isinstance(config.loss.class_weights, list):
+        check_given_weights(config.loss.class_weights, samples.classes.names)
+    _check_network(config, samples)
     if config.compute.mode != "off" and (skipped := purity.quick(Augmenter(config.augment), samples)):
         Console(stderr=True).print(skipped, markup=False, highlight=False, soft_wrap=True)
     if config.export.enabled and config.export.dir:
         from segpipe.export.artifact.place import check_place
 
         check_place(Path(config.export.dir))  # now, not after hours of training
+
+
+def _check_plugins(config: Config) -> None:
+    """Import the code that the configuration names, and refuse what is known to be wrong with it before it runs."""
+    for key, path in config.import_paths:
+        plugins.load(key, path)
+    if config.model.args:
+        from segpipe.models import check_model
+
+        check_model(config.model.name, config.model.args)
+    if plugins.is_path(config.loss.name):
+        from segpipe.contracts.loss_contract import LossContract
+
+        if problem := LossContract(config).refusal():
+            raise ConfigError(problem)
 
 
 def _check_crop(config: Config, samples: Samples) -> None:
@@ -141,6 +182,22 @@ def _check_crop(config: Config, samples: Samples) -> None:
             f"augment.crop_size = {crop}, but the training images have at most {height}x{width} pixels (height x width)"
             f" and augment.scale reaches {largest}. Set 'augment.crop_size={fitting}' or smaller."
         )
+
+
+def _check_network(config: Config, samples: Samples) -> None:
+    """Refuse weights that do not fit and patterns that match no parameter, before any process starts."""
+    if not (config.model.weights or config.model.freeze or config.optim.lr_scale):
+        return
+    import torch
+
+    from segpipe.train import checkpoint
+    from segpipe.train.start import read_start
+    from segpipe.train.state import build_state
+
+    resumes = config.run.exists == "resume" and checkpoint.candidates(config.run_dir)
+    batch_norm = replace(config, model=replace(config.model, norm="batch"))  # the other needs a GPU
+    start = None if resumes else read_start(config, checkpoint.load)
+    build_state(batch_norm, samples.classes, torch.device("cpu"), start)
 
 
 def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
@@ -212,6 +269,7 @@ def work(config: Config, *, finish: Finish | None = None, prepared: bool = False
 
     `prepared` means that a parent process has called `prepare` already.
     """
+    plugins.trust(path for _, path in config.import_paths)  # the user of this process's parent named them
     ours = False
     try:
         if not prepared:
@@ -219,12 +277,14 @@ def work(config: Config, *, finish: Finish | None = None, prepared: bool = False
         flags.set_environment(environment.local_world_size() * config.compute.threads, config.compute.mode)
         from segpipe.distributed import group as processes
 
+        config = with_steps(config)
         flags.apply(config.compute.threads, config.compute.mode)  # before the group: NCCL reads its variables there
         group = processes.join(config.compute, {"configuration": config_hash(config)})
         try:
             if not prepared:
                 _check_launcher(config)
-                group.together(lambda: prepare(config, group.world_size) if group.is_main else None)
+                group.together(lambda: prepare(config, group.world_size) if group.is_main else _pin(config))
+                _check_pins(config, group)
             with contextlib.ExitStack() as held:  # to the end of what rank 0 does after the training
                 group.together(lambda: _own(config, group, held))
                 ours = True
@@ -255,6 +315,23 @@ def _own(config: Config, group: Group, held: contextlib.ExitStack) -> None:
     """Own the run's folder on rank 0, which writes; the parent of spawned processes may die without them."""
     if group.is_main:
         held.enter_context(owned(config, alone=group.world_size == 1))
+
+
+def _pin(config: Config) -> None:
+    from segpipe.train.start import pin_weights
+
+    pin_weights(config)
+
+
+def _check_pins(config: Config, group: Group) -> None:
+    """Refuse files of weights that differ between ranks, as copies on the disks of several machines may."""
+    found = group.gather(config.model.weights_sha256)
+    if len(set(found)) > 1:
+        listed = ", ".join(f"rank {rank} {digest[:12] or 'none'}" for rank, digest in enumerate(found[:8]))
+        raise ConfigError(
+            f"model.weights = {config.model.weights} has other content on other machines (SHA-256: {listed}). Copy one "
+            f"file to all of them."
+        )
 
 
 def _check_launcher(config: Config) -> None:

@@ -18,9 +18,10 @@ from segpipe.run.failure import failure
 from segpipe.run.folder import finished
 from segpipe.settings.config import Config, recipe, to_mapping
 
-REPEATS = ("seed", "data.hold_out")  # jobs that differ in nothing else that is trained repeat one recipe
 REFUSALS_SHOWN = 8
 NOTE_LENGTH = 100  # characters in the table; failure.json of the run has all
+
+REPEATS = ("seed", "data.hold_out")  # runs that differ in nothing else repeat one recipe
 
 
 @dataclass
@@ -106,7 +107,8 @@ class Sweep:
     def _examine_once(self, config: Config) -> None:
         """Jobs often share data and augmentation, and reading a large data set takes minutes."""
         values = to_mapping(config)
-        parts = {name: values[name] for name in ("data", "augment", "track", "export")}
+        parts = {name: values[name] for name in ("data", "model", "loss", "augment", "track", "export")}
+        parts["lr_scale"] = config.optim.lr_scale
         key = json.dumps([parts, config.compute.mode == "off"], sort_keys=True)
         if key not in self._examined:
             self._examine(config)
@@ -191,7 +193,7 @@ def _table(jobs: Sequence[Job]) -> Table:
 def _by_recipe(jobs: Sequence[Job]) -> list[tuple[str, list[dict[str, Any]]]]:
     """Results of each recipe with more than one run, under the settings in which the recipes differ."""
     groups: dict[str, list[Job]] = {}
-    recipes = {id(job): {k: value for k, value in recipe(job.config).items() if k not in REPEATS} for job in jobs}
+    recipes = {id(job): {key: value for key, value in recipe(job.config).items() if key not in REPEATS} for job in jobs}
     for job in jobs:
         groups.setdefault(json.dumps(recipes[id(job)], sort_keys=True), []).append(job)
     firsts = [recipes[id(members[0])] for members in groups.values()]
@@ -199,10 +201,9 @@ def _by_recipe(jobs: Sequence[Job]) -> list[tuple[str, list[dict[str, Any]]]]:
     found = []
     for members, first in zip(groups.values(), firsts, strict=True):
         if len(members) > 1:
-            one_seed = len({job.config.seed for job in members}) == 1
-            repeated = "held-out sequences" if one_seed else "seeds"
-            about = ", ".join(f"{key}={first[key]}" for key in differing)
-            title = f"{len(members)} {repeated}{f' of {about}' if about else ''}: IoU in %"
+            repeated = "held-out sequences" if len({job.config.data.hold_out for job in members}) > 1 else "seeds"
+            recipe_of = ", ".join(f"{key}={first[key]}" for key in differing)
+            title = f"{len(members)} {repeated}{f' of {recipe_of}' if recipe_of else ''}: IoU in %"
             found.append((title, [job.result for job in members if job.result is not None]))
     return found
 

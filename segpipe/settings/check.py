@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from segpipe.errors import ConfigError
 from segpipe.settings.config import SETTINGS
+from segpipe.settings.groups import STEPS
+from segpipe.settings.setting import nearest
 
 if TYPE_CHECKING:
     from segpipe.settings.config import Config
-    from segpipe.settings.groups import ExportConfig
+    from segpipe.settings.groups import DataConfig, ExportConfig
+
+MIX_KEYS = ("root", "name", "weight", "map", "classes", "split")
 
 
 def check(config: Config, *, world_size: int) -> None:
@@ -24,13 +30,16 @@ def check(config: Config, *, world_size: int) -> None:
         if problem := entry.problem(attrgetter(key)(config)):
             raise ConfigError(problem)
     _check_names(config)
+    _check_sequences(config.data)
+    _check_start(config)
     _check_processes(config, world_size)
-    steps, schedule_steps = config.train.steps, config.optim.schedule_steps
-    if 0 < schedule_steps < steps:
-        raise ConfigError(
-            f"optim.schedule_steps = {schedule_steps}, but the run has train.steps = {steps} updates: the last ones "
-            f"would have a learning rate of 0. Set optim.schedule_steps=0, or at least train.steps."
-        )
+    for key, args, name in (
+        ("loss.args", config.loss.args, config.loss.name),
+        ("data.args", config.data.args, config.data.name),
+    ):
+        if args and ":" not in name:
+            raise ConfigError(f"{key} = {args}, but {name} takes none: only plug-ins (package.module:Name) do.")
+    _check_length(config)
     low, high = config.augment.scale
     if low > high:
         raise ConfigError(f"augment.scale = {config.augment.scale}, but [smallest, largest] was needed.")
@@ -38,25 +47,121 @@ def check(config: Config, *, world_size: int) -> None:
         raise ConfigError(problem)
 
 
+def _check_length(config: Config) -> None:
+    train, schedule_steps = config.train, config.optim.schedule_steps
+    if train.epochs and train.steps not in (0, STEPS):
+        raise ConfigError(
+            f"train.steps = {train.steps} and train.epochs = {train.epochs}. Set one of them; if an experiment sets "
+            f"train.steps, train.steps=0 leaves it to train.epochs."
+        )
+    if train.patience and not train.validate_every:
+        raise ConfigError(
+            f"train.patience = {train.patience}, but train.validate_every = 0: there is no validation before the end. "
+            f"Set train.validate_every to a number of updates."
+        )
+    if train.epochs:  # the number of updates is not known yet
+        return
+    if not train.steps:
+        raise ConfigError("train.steps = 0, but a number of updates was needed. Set it, or train.epochs.")
+    earliest = (train.patience + 1) * train.validate_every
+    if train.patience and earliest >= train.steps:
+        raise ConfigError(
+            f"train.patience = {train.patience} and train.validate_every = {train.validate_every}: training could stop "
+            f"after {earliest} updates at the earliest, but ends after train.steps = {train.steps}. Lower one of them."
+        )
+    if 0 < schedule_steps < train.steps:
+        raise ConfigError(
+            f"optim.schedule_steps = {schedule_steps}, but the run has train.steps = {train.steps} updates: the "
+            f"last ones would have a learning rate of 0. Set optim.schedule_steps=0, or at least train.steps."
+        )
+
+
 def _check_names(config: Config) -> None:
     for part in (config.run.name, *Path(config.run.name).parts):
         if not part or part in (".", "..") or part.startswith("/") or not part.isprintable():
             raise ConfigError(f"run.name = {config.run.name!r} must name a folder below run.root = {config.run.root}.")
-    if config.data.name in ("camvid", "folder") and not config.data.root:
+    for problem in mix_problems(config.data):
+        raise ConfigError(problem)
+    if config.data.name in ("camvid", "folder") and not config.data.root and not config.data.mix:
         raise ConfigError(f"data.root is empty, but data={config.data.name} reads files. Set data.root=FOLDER.")
+    for key, value in (("images", config.data.images), ("masks", config.data.masks)):
+        if value and config.data.name != "folder":
+            raise ConfigError(f"data.{key} = {value}, but only data=folder reads it. Remove it, or set data=folder.")
+
+
+def mix_problems(data: DataConfig) -> list[str]:
+    """What is wrong with the entries of data.mix, one sentence each, as far as no file is needed to tell."""
+    found = []
+    for number, entry in enumerate(data.mix):
+        key = f"data.mix[{number}]"
+        for name, value in entry.items():
+            if name not in MIX_KEYS:
+                found.append(f"{key}.{name} is not one of {', '.join(MIX_KEYS)}.{nearest(name, MIX_KEYS)}")
+            elif name == "weight" and not (type(value) in (int, float) and 0 < value <= 1e9):
+                found.append(f"{key}.weight = {value!r}, but a number above 0 was needed: the share of the samples.")
+            elif name == "map" and not (isinstance(value, dict) and all(map(_is_text, (*value, *value.values())))):
+                found.append(f"{key}.map = {value!r}, but {{class of this set: class of the shared table}} was needed.")
+            elif name not in ("weight", "map") and not (_is_text(value) and value):
+                found.append(f"{key}.{name} = {value!r}, but text was needed.")
+        kind = replace(SETTINGS["data.name"], key=f"{key}.name")
+        found += [problem] if (problem := kind.problem(entry.get("name", data.name))) else []
+        if not entry.get("root") and (
+            entry.get("name") not in (None, "synthetic") or not ("name" in entry or data.root)
+        ):
+            found.append(f"{key} has no root. Set root to the folder of this data set, such as {{root: FOLDER}}.")
+    if 0 < sum("weight" in entry for entry in data.mix) < len(data.mix):
+        found.append(
+            "data.mix gives some sets a weight and others none. Give all a weight, or none: then each set counts by "
+            "its number of images."
+        )
+    return found
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _check_sequences(data: DataConfig) -> None:
+    try:
+        re.compile(data.sequence)
+    except re.error as error:
+        raise ConfigError(f"data.sequence = {data.sequence!r} is not a regular expression: {error}.") from None
+    if data.hold_out and (data.mix or data.name not in ("folder", "camvid")):
+        kind = "data.mix" if data.mix else f"data={data.name}"
+        raise ConfigError(
+            f"data.hold_out = {data.hold_out}, but {kind} cannot leave a sequence out, as data=folder and data=camvid "
+            f"can. Leave it empty."
+        )
+
+
+def _check_start(config: Config) -> None:
+    model = config.model
+    if model.weights_sha256 and not re.fullmatch("[0-9a-f]{64}", model.weights_sha256):
+        raise ConfigError(
+            f"model.weights_sha256 = {model.weights_sha256!r}, but 64 digits 0-9a-f were needed, as sha256sum prints."
+        )
+    for key in ("weights_sha256", "weights_partial"):
+        if getattr(model, key) and not model.weights:
+            raise ConfigError(f"model.{key} is set, but model.weights is empty. Set model.weights=FILE.")
+    for pattern, factor in config.optim.lr_scale.items():
+        if isinstance(factor, bool) or not isinstance(factor, int | float):
+            raise ConfigError(f"optim.lr_scale of {pattern!r} is {factor!r}, but a number such as 0.1 was needed.")
 
 
 def _check_processes(config: Config, world_size: int) -> None:
     compute = config.compute
     if compute.nproc != "auto" and not (compute.nproc.isdecimal() and int(compute.nproc) > 0):
         raise ConfigError(f"compute.nproc = {compute.nproc!r}, but auto or at least 1 was needed.")
-    if compute.shards & (compute.shards - 1):
-        raise ConfigError(f"compute.shards = {compute.shards}, but a power of two was needed: the reduction is a tree.")
-    if compute.shards % world_size:
-        enough = "" if world_size & (world_size - 1) else f", or set compute.shards={world_size}"
+    if compute.shards < world_size:
         raise ConfigError(
-            f"compute.shards = {compute.shards} cannot be divided among {world_size} processes. Use a number of "
-            f"processes that divides it, a power of two{enough}."
+            f"compute.shards = {compute.shards}, but there are {world_size} processes and each needs a shard. Start at "
+            f"most {compute.shards} processes, or set compute.shards={world_size} (another global batch)."
+        )
+    if compute.mode in ("off", "ddp") and compute.shards % world_size:
+        raise ConfigError(
+            f"compute.shards = {compute.shards} cannot be divided among {world_size} processes, and compute.mode = "
+            f"{compute.mode} gives all of them equal batches. Use compute.mode=elastic, which takes any number of "
+            f"processes up to {compute.shards}, or a number that divides it."
         )
     if config.model.norm == "sync" and compute.mode in ("elastic", "audit"):
         raise ConfigError(

@@ -58,6 +58,13 @@ class Config:
         """Samples of one optimizer update, for any number of processes."""
         return self.compute.shards * self.compute.samples_per_shard
 
+    @property
+    def import_paths(self) -> list[tuple[str, str]]:
+        """Settings that name code of the user, with the import path of each."""
+        values = [(entry.key, attrgetter(entry.key)(self)) for entry in SETTINGS.values() if entry.plugin]
+        named = [(key, name) for key, value in values for name in (value if isinstance(value, list) else [value])]
+        return [(key, name) for key, name in named if ":" in name]
+
 
 SETTINGS = {entry.key: entry for entry in declared(Config)}
 
@@ -107,9 +114,11 @@ def convert(key: str, value: Any, default: Any) -> Any:
         return dict(value)
     if isinstance(default, list):
         if not isinstance(value, list | tuple) or (default and not value):
-            raise ConfigError(f"{key} = {value!r}, but a list such as {default or ['name']} was needed.")
-        kind = default[0] if default else ""  # lists that are empty by default hold names
+            raise ConfigError(f"{key} = {value!r}, but a list such as {default or [_item(key) or 'name']} was needed.")
+        kind = default[0] if default else _item(key)
         return [convert(f"{key}[{place}]", item, kind) for place, item in enumerate(value)]
+    if isinstance(value, list | tuple) and value and key in SETTINGS and SETTINGS[key].numbers:
+        return [convert(f"{key}[{place}]", item, 1.0) for place, item in enumerate(value)]
     if isinstance(default, bool) or isinstance(value, bool):
         fits = isinstance(default, bool) and isinstance(value, bool)
     elif isinstance(default, float):
@@ -123,6 +132,11 @@ def convert(key: str, value: Any, default: Any) -> Any:
     return type(default)(value)
 
 
+def _item(key: str) -> Any:
+    """An example of an item of a list that is empty by default: a mapping, or else a name."""
+    return {} if key in SETTINGS and SETTINGS[key].mappings else ""
+
+
 def to_mapping(config: Config) -> dict[str, Any]:
     """Nested plain dictionaries, as stored in checkpoints and in config.json."""
     return asdict(config)
@@ -131,6 +145,11 @@ def to_mapping(config: Config) -> dict[str, Any]:
 def recipe(config: Config) -> dict[str, Any]:
     """Settings that decide what is trained, by dotted name: all except FREE_KEYS."""
     found = {key: attrgetter(key)(config) for key in SETTINGS if key not in FREE_KEYS}
+    found["data.mix"] = [  # of a data set as of data.root, the place is free
+        {key: value for key, value in entry.items() if key not in ("root", "classes")} for entry in config.data.mix
+    ]
+    if config.train.patience:  # then it decides where training may stop
+        found["train.validate_every"] = config.train.validate_every
     if config.compute.mode == "audit":
         found["compute.mode"] = "elastic"  # the same numbers; audit only records more
     return found

@@ -9,6 +9,7 @@ from segpipe.settings.setting import setting
 
 MODEL_NAMES = ("fast_scnn", "ddrnet23_slim", "pidnet_s")
 DATA_NAMES = ("synthetic", "camvid", "folder")
+STEPS = 400  # train.steps unless it is set
 ENOUGH_IMAGES = 16  # real images that an exported file must be compared on to count as verified
 
 
@@ -24,8 +25,16 @@ class RunConfig:
 
 @dataclass
 class ModelConfig:
-    name: str = setting("fast_scnn", "network", choices=MODEL_NAMES)
+    name: str = setting("fast_scnn", "network; docs/plugins.md has those of your own", choices=MODEL_NAMES, plugin=True)
     args: dict[str, Any] = setting({}, "arguments of the network: model.args.KEY=VALUE")
+    weights: str = setting(
+        "", "file of weights, or folder of a run, to start from, see docs/weights.md; empty: from the seed", free=True
+    )
+    weights_sha256: str = setting("", "SHA-256 that the file of model.weights must have; filled in at the start")
+    weights_partial: bool = setting(
+        False, "take the tensors of model.weights that fit and leave the others, for an encoder alone"
+    )
+    freeze: list[str] = setting([], "patterns of parameter names that are not trained, such as [detail.*]")
     norm: str = setting(
         "batch",
         "BatchNorm statistics: per shard, or over all ranks (GPUs, compute.mode=ddp or off)",
@@ -35,10 +44,31 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    name: str = setting("synthetic", "data set", choices=DATA_NAMES)
+    name: str = setting("synthetic", "data set", choices=DATA_NAMES, plugin=True)
+    args: dict[str, Any] = setting({}, "arguments of a data set of your own: data.args.KEY=VALUE")
     root: str = setting("", "folder of the data set; not used by synthetic", free=True)
+    mix: list[Any] = setting(
+        [],
+        "data sets to train on together, as {root: FOLDER, name: KIND, weight: SHARE, map: {CLASS: SHARED CLASS}}, see "
+        "docs/sampling.md",
+        mappings=True,
+    )
+    balance: float = setting(
+        0.0,
+        "images with a class that fewer than this fraction of the images hold come more often; 0: each once per epoch",
+        low=0,
+        high=1,
+    )
     split: str = setting("val", "split that validation reads")
+    sequence: str = setting(
+        "",
+        "regular expression that finds an image's sequence (drive) in its name; empty: its folder, or what stands "
+        "before the last number",
+    )
+    hold_out: str = setting("", "sequence that training leaves out and validation consists of, see docs/evaluate.md")
     classes: str = setting("", "YAML class table of data=folder; empty: <data.root>/classes.yaml", free=True)
+    images: str = setting("", "folder: images below data.root, as FOLDER/SPLIT or FOLDER/SPLIT/*ENDING; empty: found")
+    masks: str = setting("", "folder: masks below data.root, in the same form; empty: found")
     size: list[int] = setting([192, 384], "synthetic: [height, width] in pixels", length=2, low=32)
     num_train: int = setting(2000, "synthetic: number of distinct training scenes", low=1)
     num_val: int = setting(64, "synthetic: number of validation scenes", low=1)
@@ -68,12 +98,18 @@ class AugmentConfig:
     scale: list[float] = setting(
         [0.75, 1.5], "[smallest, largest] factor of the random resize, log-uniform", length=2, low=0.1, high=10
     )
+    rare_crop: float = setting(
+        0.0,
+        "probability of a crop around a pixel of a class that is rare in its image, see docs/sampling.md",
+        low=0,
+        high=1,
+    )
     flip: float = setting(0.5, "probability of a horizontal flip", low=0, high=1)
     brightness: float = setting(0.2, "largest relative change of brightness", low=0, high=1)
     contrast: float = setting(0.2, "largest relative change of contrast", low=0, high=1)
     saturation: float = setting(0.2, "largest relative change of saturation", low=0, high=1)
     hue: float = setting(0.02, "largest shift of the hue, in turns", low=0, high=0.5)
-    extra: list[str] = setting([], "further transforms by name, see segpipe/data/transforms.py")
+    extra: list[str] = setting([], "further transforms by name, or package.module:Class of your own", plugin=True)
     check: bool = setting(
         True, "check before training that augmentation is a pure function of sample and key", free=True
     )
@@ -85,9 +121,16 @@ class AugmentConfig:
 
 @dataclass
 class LossConfig:
-    name: str = setting("cross_entropy", "loss of the class heads", choices=("cross_entropy", "ohem"))
-    class_weights: str = setting(
-        "none", "log: 1 / log(1.02 + frequency), with mean 1 over the training pixels", choices=("none", "log")
+    name: str = setting("cross_entropy", "loss of the class heads", choices=("cross_entropy", "ohem"), plugin=True)
+    args: dict[str, Any] = setting({}, "arguments of a loss of your own: loss.args.KEY=VALUE")
+    class_weights: Any = setting(
+        "none",
+        "weight of each class, with mean 1 over the training pixels: log: 1 / log(1.02 + frequency), sqrt: "
+        "1 / sqrt(frequency); a list: these weights as they are, in the order of the classes",
+        choices=("none", "log", "sqrt"),
+        numbers=True,
+        low=0,
+        high=1e6,
     )
     aux_weight: float = setting(0.4, "weight of each auxiliary class head", low=0, high=1e6)
     stride: int = setting(1, "the main head's loss reads every n-th row and column of the target", low=1, high=8)
@@ -114,6 +157,9 @@ class OptimConfig:
     schedule_steps: int = setting(0, "updates after which the learning rate reaches 0; 0: train.steps", low=0)
     warmup_steps: int = setting(20, "updates of linear warm-up", low=0)
     clip_norm: float = setting(0.0, "largest gradient norm; 0: no clipping", low=0, high=1e30)
+    lr_scale: dict[str, Any] = setting(
+        {}, "{pattern of parameter names: factor of their learning rate}", low=1e-9, high=1e9
+    )
 
 
 @dataclass
@@ -123,13 +169,15 @@ class EmaConfig:
 
 @dataclass
 class TrainConfig:
-    steps: int = setting(400, "number of updates", low=1)
+    steps: int = setting(STEPS, "number of updates; 0: left to train.epochs", low=0)
+    epochs: int = setting(0, "passes over the training images instead of train.steps; 0: none", low=0)
     precision: str = setting(
         "fp32", "autocast type of the network; the loss is always fp32", choices=("fp32", "bf16", "fp16")
     )
     channels_last: bool = setting(True, "memory format NHWC")
     log_every: int = setting(10, "updates between lines of metrics.jsonl", low=1, free=True)
     validate_every: int = setting(0, "updates between validations; 0: only at the end", low=0, free=True)
+    patience: int = setting(0, "validations in a row without a better mIoU after which training stops; 0: none", low=0)
     progress: bool = setting(True, "show progress", free=True)
 
 
@@ -143,7 +191,7 @@ class ComputeConfig:
     nproc: str = setting("auto", "processes on this machine; auto: the number of GPUs, or 1", free=True)
     device: str = setting("auto", "device to train on", choices=("auto", "cpu", "cuda"))
     shards: int = setting(
-        4, "logical shards, a power of two; the global batch is shards * samples_per_shard", low=1, high=65536
+        4, "logical shards, at least one per process; the global batch is shards * samples_per_shard", low=1, high=65536
     )
     # At least 2: the networks pool whole images, which leaves BatchNorm one value per image.
     samples_per_shard: int = setting(4, "samples per logical shard", low=2)

@@ -35,12 +35,12 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
 
 
 def norms(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
-    """All BatchNorm layers, in module order."""
-    return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    """BatchNorm layers that gather statistics, in module order: not those in frozen parts, which are in eval mode."""
+    return [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
 
 
 def statistics(model: nn.Module) -> list[Tensor]:
-    """Running means and variances of all BatchNorm layers, in module order."""
+    """Running means and variances of `norms`, in module order."""
     return [b for m in norms(model) for b in (m.running_mean, m.running_var) if b is not None]
 
 
@@ -113,7 +113,8 @@ class ElasticGradients:
 
     def __call__(self, shards: Sequence[ShardBatch], global_valid: Tensor) -> Reduced:
         """Leave the reduced gradients in `.grad`. A collective."""
-        tree, free, losses = TreeSum(), list(self._vectors), {}
+        leaves = self.loss.config.compute.shards
+        tree, free, losses = TreeSum(leaves, shards[0].shard), list(self._vectors), {}
         before = [buffer.clone() for buffer in self.statistics]
         for number, batch in enumerate(shards, 1):
             parts = self.loss(self.network, batch.image, batch.target, global_valid, shard=batch.shard)
@@ -121,7 +122,7 @@ class ElasticGradients:
             flat = free.pop() if free else self._new(layout)
             last = number == len(shards)
             if last and self.group.world_size > 1:
-                self._exchange = _Exchange(layout, tree, flat, self.parameters, RankSum(self.group))
+                self._exchange = _Exchange(layout, tree, flat, self.parameters, RankSum(self.group, leaves))
             self.state.scaler.scale(parts["total"]).backward()  # type: ignore[no-untyped-call]
             losses[batch.shard] = parts["total"].detach()
             views = layout.views(flat)
@@ -141,7 +142,7 @@ class ElasticGradients:
                 free += [spare] if spare is not None else []
             elif self.group.world_size == 1:
                 tree.close(flat, slice(None))
-        return self._unpack(tree.root(flat), losses)
+        return self._unpack(tree.last_sum(flat), losses)
 
     def _new(self, layout: FlatLayout) -> Tensor:
         self._vectors.append(layout.new())
@@ -274,8 +275,7 @@ class DdpGradients:
 
 
 def _divided(sums: list[Tensor], count: int) -> list[Tensor]:
-    """Means of sums of `count`, a power of two, so that the division is exact."""
-    return list(torch._foreach_mul(sums, 1.0 / count)) if sums else []
+    return list(torch._foreach_div(sums, count)) if sums else []
 
 
 def _pack(views: list[Tensor], parameters: list[nn.Parameter]) -> None:

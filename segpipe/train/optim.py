@@ -1,31 +1,123 @@
-"""Optimizer, schedule and weight average; the schedule is a pure function of the step."""
+"""What is trained and how fast: frozen parameters, optimizer, schedule (a pure function of the step), average."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import math
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+from segpipe.errors import ConfigError
+from segpipe.settings.setting import nearest
 
 if TYPE_CHECKING:
     from segpipe.models.layers import SegmentationNet
     from segpipe.settings.groups import EmaConfig, OptimConfig
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Two groups: convolution and linear weights with weight decay; norms and biases (all 1-D tensors) without."""
-    decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
-    plain = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
+def freeze(model: nn.Module, patterns: Sequence[str]) -> str:
+    """Stop the training of all parameters whose names match one of the patterns; returns what is frozen, for people.
+
+    A frozen parameter has no gradient, so it gets no weight decay and no part in the gradient norm. Modules of which
+    every parameter is frozen are put into eval mode: their BatchNorm uses its statistics and keeps them, and their
+    dropout does nothing. Raises ConfigError for a pattern that matches nothing, and when nothing is left to train.
+    """
+    if not patterns:
+        return ""
+    parameters = dict(model.named_parameters())
+    frozen = {name for pattern in patterns for name in _matches(model, pattern, "model.freeze")}
+    if len(frozen) == len(parameters):
+        raise ConfigError(f"model.freeze = {list(patterns)} freezes every parameter: nothing is left to train.")
+    for name in frozen:
+        parameters[name].requires_grad_(False)
+    for module in model.modules():
+        if (own := list(module.parameters())) and not any(parameter.requires_grad for parameter in own):
+            module.eval()
+    count, total = sum(parameters[name].numel() for name in frozen), sum(p.numel() for p in parameters.values())
+    return f"frozen: {len(frozen)} of {len(parameters)} tensors, {100 * count / total:.1f} % of the parameters"
+
+
+def _matches(model: nn.Module, pattern: str, key: str) -> list[str]:
+    """Names of the parameters that match, in the network's order. Raises ConfigError if there is none."""
+    names = [name for name, _ in model.named_parameters()]
+    found = [name for name in names if fnmatchcase(name, pattern)]
+    if not found:
+        below = dict.fromkeys(".".join(name.split(".")[:depth]) for depth in (1, 2) for name in names)
+        valid = [*(f"{module}.*" for module in below if module not in names), *names]
+        tops = dict.fromkeys(name.partition(".")[0] for name in names)
+        raise ConfigError(
+            f"{key}: {pattern!r} matches no parameter of {type(model).__name__}, which has "
+            f"{', '.join(f'{top}.*' if top not in names else top for top in tops)}.{nearest(pattern, valid)}"
+        )
+    return found
+
+
+def parameter_groups(
+    model: nn.Module, weight_decay: float, lr_scale: Mapping[str, float] | None = None
+) -> list[dict[str, Any]]:
+    """Convolution and linear weights with weight decay, then norms and biases (all 1-D tensors) without.
+
+    With `lr_scale`, the parameters of each pattern come after all others in two groups of their own, which hold their
+    factor as `lr_scale`. Patterns are sorted, so the groups do not depend on their order in a file. Raises ConfigError
+    for a pattern that matches nothing or only frozen parameters, and for a parameter that matches two.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    scaled = {pattern: _scaled(model, pattern, trained) for pattern in sorted(lr_scale or {})}
+    owners: dict[str, str] = {}
+    for pattern, names in scaled.items():
+        for name in names:
+            if name in owners:
+                raise ConfigError(
+                    f"optim.lr_scale: {name} matches both {owners[name]!r} and {pattern!r}. Give each parameter one "
+                    f"pattern, so that the factor does not depend on their order."
+                )
+            owners[name] = pattern
+    groups = _by_decay([p for name, p in trained.items() if name not in owners], weight_decay)
+    for pattern, names in scaled.items():
+        factor = float((lr_scale or {})[pattern])
+        for group in _by_decay([trained[name] for name in names], weight_decay):
+            groups.append({**group, "lr_scale": factor})
+    return groups
+
+
+def _scaled(model: nn.Module, pattern: str, trained: Mapping[str, nn.Parameter]) -> list[str]:
+    """Trained parameters that match."""
+    found = [name for name in _matches(model, pattern, "optim.lr_scale") if name in trained]
+    if not found:
+        raise ConfigError(f"optim.lr_scale: {pattern!r} matches only parameters that model.freeze keeps from training.")
+    return found
+
+
+def _by_decay(parameters: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    decayed, plain = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate of every group: `rate`, times the factor of its group if it has one."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("lr_scale", 1.0)
+
+
+def describe_rates(optimizer: torch.optim.Optimizer) -> str:
+    """The factors of the learning rate with the number of tensors each, for people; empty if there is one rate."""
+    counts: dict[float, int] = {}
+    for group in optimizer.param_groups:
+        factor = group.get("lr_scale", 1.0)
+        counts[factor] = counts.get(factor, 0) + len(group["params"])
+    parts = [f"{factor:g} x for {count} tensors" for factor, count in sorted(counts.items())]
+    return f"learning rates: {', '.join(parts)}" if set(counts) != {1.0} else ""
+
+
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """SGD with Nesterov-free momentum, or AdamW, over `parameter_groups`."""
-    groups = parameter_groups(model, config.weight_decay)
+    groups = parameter_groups(model, config.weight_decay, config.lr_scale)
     built: torch.optim.Optimizer
     if config.name == "sgd":
         built = _SGD(groups, lr=config.lr, momentum=config.momentum, foreach=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from segpipe.losses.total import valid_pixels
 from segpipe.train.gradients import BatchLoss, DdpGradients, ElasticGradients, norms, statistics
-from segpipe.train.optim import learning_rate
+from segpipe.train.optim import learning_rate, set_rate
 
 if TYPE_CHECKING:
     from segpipe.data.loader import ShardBatch
@@ -27,7 +27,8 @@ class StepResult:
 
     loss: Tensor  # 0-d, over all shards
     parts: dict[str, Tensor]  # of each head, 0-d, over all shards
-    grad_norm: Tensor  # 0-d, after unscaling and before clipping
+    grad_norm: Tensor  # 0-d, of what is trained, after unscaling and before clipping
+    rate: float  # learning rate, before optim.lr_scale
     shard_losses: dict[int, Tensor]  # of this rank's shards
 
 
@@ -40,6 +41,7 @@ class TrainStep:
         self.statistics = statistics(self.state.model)
         self.loss = BatchLoss(config, watch, class_weights)
         self.gradients = _gradients(self.loss)
+        self._rate = 0.0
         self._means: list[Tensor] = []  # BatchNorm statistics that `apply` copies into the network
         # First update that was not finite, int64, 0-d, on the device: the host does not look at every update. An
         # overflow that the scaler skips does not count.
@@ -57,8 +59,8 @@ class TrainStep:
         self._count(self.state.step)
         state, optim = self.state, self.config.optim
         rate = learning_rate(state.step, optim.schedule_steps or self.config.train.steps, optim)
-        for entry in state.optimizer.param_groups:
-            entry["lr"] = rate
+        set_rate(state.optimizer, rate)
+        self._rate = rate
         state.scaler.unscale_(state.optimizer)
         grads = [p.grad for p in self.parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads, foreach=True)
@@ -71,7 +73,7 @@ class TrainStep:
         total = parts.pop("total")
         finite = torch.isfinite(total if state.scaler.is_enabled() else total + norm)
         self.first_bad = torch.where(finite, self.first_bad, self.first_bad.clamp(max=state.step))
-        return StepResult(total, parts, norm, reduced.shard_losses)
+        return StepResult(total, parts, norm, rate, reduced.shard_losses)
 
     def apply(self) -> None:
         """Move weights and statistics by what the call found, then the average; counts the update."""
@@ -84,7 +86,7 @@ class TrainStep:
         state.ema.update(state.step)
         state.step += 1
         self._count(state.step)
-        self.watch.applied(state.optimizer.param_groups[0]["lr"])
+        self.watch.applied(self._rate)
 
     def _count(self, updates: int) -> None:
         """BatchNorm counts forward passes; here it counts updates, for any number of shards."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import cv2
@@ -12,7 +12,7 @@ import pytest
 
 from segpipe.cli.main import main as segpipe
 from segpipe.data.problems import problems, verify
-from segpipe.data.readers import read_image, read_mask, threaded
+from segpipe.data.readers import read_image, threaded
 from segpipe.data.samples import class_pixels, open_samples
 from segpipe.errors import DataError
 from segpipe.settings.groups import DataConfig
@@ -125,6 +125,31 @@ def test_shuffled_labels_need_one_size(data: DataConfig, tmp_path: Path) -> None
         open_samples(data, "train", 0).read(0)
 
 
+def names(data: DataConfig, split: str) -> list[str]:
+    samples = open_samples(data, split, seed=0)
+    return [samples.name(index) for index in range(len(samples))]
+
+
+def test_a_sequence_that_is_held_out_moves_from_training_to_validation(tmp_path: Path) -> None:
+    for split, stems in {"train": ["a_1", "a_2", "b_1", "c_1"], "val": ["a_3", "c_2", "c_1"]}.items():
+        for stem in stems:
+            write(tmp_path / split / f"{stem}.png", image_of(1))
+            write(tmp_path / f"{split}annot" / f"{stem}.png", np.full((HEIGHT, WIDTH), len(stem), np.uint8))
+    data = DataConfig(name="camvid", root=str(tmp_path), hold_out="a")
+    assert names(data, "train") == ["b_1", "c_1"]
+    assert names(data, "val") == ["a_1", "a_2", "a_3"]
+    assert class_pixels(open_samples(data, "train", seed=0)).sum() == 2 * HEIGHT * WIDTH  # not those of `a`
+    assert names(replace(data, hold_out="c"), "val") == ["c_1", "c_1", "c_2"]  # of both splits
+    assert names(replace(data, sequence="_([123])", hold_out="1"), "train") == ["a_2"]
+    assert names(replace(data, hold_out=""), "val") == ["a_3", "c_1", "c_2"]  # the control
+    with pytest.raises(DataError, match=r"no image is of that sequence.*a: 3, b: 1, c: 3. Did you mean a\?"):
+        names(replace(data, hold_out="aa"), "train")
+    with pytest.raises(DataError, match="training would have no image left"):
+        names(replace(data, sequence=r"_", hold_out="_"), "train")
+    with pytest.raises(DataError, match=r"data.sequence = '_\[9\]' does not match a_1"):
+        names(replace(data, sequence="_[9]"), "train")
+
+
 def test_class_pixels_counts_all_but_ignored(data: DataConfig) -> None:
     masks = np.stack([mask_of(number) for number in range(3)])
     counts = class_pixels(open_samples(data, "train", 0))
@@ -150,7 +175,7 @@ def break_colours(root: Path) -> None:
 
 
 def break_depth(root: Path) -> None:
-    write(root / "masks/train/frame1.png", mask_of(1).astype(np.uint16))
+    write(root / "masks/train/frame1.png", image_of(1).astype(np.uint16))
 
 
 def break_id(root: Path) -> None:
@@ -183,7 +208,7 @@ FAULTS = {
         ["images/train/frame1.png is 24x32", "masks/train/frame1.png is 12x32"],
     ),
     "colours": (break_colours, ["masks/train/frame1.png is a mask of colours"]),
-    "depth": (break_depth, ["masks/train/frame1.png is a mask", "not of 8 bits"]),
+    "depth": (break_depth, ["masks/train/frame1.png cannot be a mask: 16 bits"]),
     "id": (break_id, ["masks/train/frame1.png has id 9", "table knows 0, 4, 7, 255", "extend the table"]),
     "torn image": (lambda root: truncate(root / "images/train/frame1.png", 0.6), ["images/train/frame1.png is trunc"]),
     "torn mask": (lambda root: truncate(root / "masks/train/frame1.png", 0.6), ["masks/train/frame1.png is trunc"]),
@@ -276,17 +301,6 @@ def test_the_control_opencv_accepts_a_torn_file(tmp_path: Path, capfd: pytest.Ca
     truncate(path, 0.6)
     assert cv2.imread(str(path)) is not None  # why readers.py checks the structure itself
     capfd.readouterr()
-
-
-def test_palette_masks_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "palette.png"
-    write(path, mask_of(0))
-    content = bytearray(path.read_bytes())
-    content[25] = 3  # colour type: palette
-    content[29:33] = zlib.crc32(bytes(content[12:29])).to_bytes(4)
-    path.write_bytes(content)
-    with pytest.raises(DataError, match="of a palette"):
-        read_mask(str(path))
 
 
 def test_progress_ends_at_its_total(data: DataConfig) -> None:

@@ -1,58 +1,27 @@
 """Networks against the published ones (outputs, parameter counts, key maps), and their common interface."""
 
-import json
-import zlib
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from parity import PARITY, PUBLISHED, description, published_network, state_dict
 from torch import Tensor, nn
 
-from segpipe.errors import CheckpointError, ConfigError
-from segpipe.models import MODELS, SegmentationNet, build_model, published
+from segpipe.errors import ConfigError
+from segpipe.models import MODELS, SegmentationNet, build_model
 from segpipe.models.ddrnet import DDRNet
 from segpipe.models.fast_scnn import FastSCNN
 from segpipe.models.pidnet import PIDNet
 from segpipe.models.resize import bilinear
 
-PARITY = Path(__file__).resolve().parents[1] / "data" / "parity"
 any_model = pytest.mark.parametrize("name", sorted(MODELS))
-
-
-def synthetic(key: str, shape: list[int]) -> Tensor:
-    count = int(np.prod(shape))
-    c, i = zlib.crc32(key.encode()) % 10007, np.arange(count, dtype=np.float64)
-    u = np.sin(0.73 * i + c) * np.cos(0.0137 * ((c % 7) + 1) * i + 0.5 * c)
-    if key.endswith("num_batches_tracked"):
-        return torch.tensor(0)
-    if key.endswith("running_mean"):
-        u = 0.1 * u
-    elif key.endswith("running_var"):
-        u = 1 + 0.5 * u
-    elif len(shape) == 1:
-        u = 1 + 0.1 * u if key.endswith("weight") else 0.05 * u
-    else:
-        u = 1.4 * u * np.sqrt(2 * shape[0] / count)
-    return torch.from_numpy(u.astype(np.float32).reshape(shape))
 
 
 def reference_image() -> Tensor:
     k, y, x = np.ogrid[:3, :128, :256]
     image = 1.5 * np.sin(0.05 * x + 0.03 * y + k) + 0.3 * np.cos(0.4 * x - 0.2 * y * (k + 1))
     return torch.from_numpy(image.astype(np.float32))[None]
-
-
-@cache
-def description(name: str) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((PARITY / f"{name}.json").read_text())
-    return loaded
-
-
-def state_dict(name: str) -> dict[str, Tensor]:
-    return {key: synthetic(key, shape) for key, shape in description(name)["state_dict"]}
 
 
 def published_heads(name: str, net: SegmentationNet) -> dict[str, Tensor]:
@@ -84,9 +53,9 @@ def count(net: nn.Module) -> int:
     return sum(parameter.numel() for parameter in net.parameters())
 
 
-@any_model
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_outputs_are_those_of_the_published_network(name: str) -> None:
-    net = published.load(name, state_dict(name)).eval()
+    net = published_network(name).eval()
     assert set(published_heads(name, net)) == set(description(name)["heads"])
     assert count(net) == description(name)["parameters"]
     assert worst_disagreement(name, net) <= 1e-4
@@ -103,11 +72,11 @@ def test_outputs_are_those_of_the_published_network(name: str) -> None:
 def test_control_one_weight_tensor_off_by_a_percent_fails_parity(name: str, key: str) -> None:
     weights = state_dict(name)
     weights[key] *= 1.01
-    assert worst_disagreement(name, published.load(name, weights)) > 1e-4
+    assert worst_disagreement(name, published_network(name, weights)) > 1e-4
 
 
 def test_control_the_other_align_corners_fails_parity(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = published.load("pidnet_s", state_dict("pidnet_s"))
+    net = published_network("pidnet_s")
     monkeypatch.setattr("segpipe.models.layers.bilinear", lambda x, size: bilinear(x, size, align_corners=True))
     assert worst_disagreement("pidnet_s", net) > 1e-4
 
@@ -189,69 +158,9 @@ def test_a_traced_network_computes_the_same(name: str) -> None:
     torch.testing.assert_close(traced(image), net(image), rtol=0, atol=1e-6)
 
 
-@any_model
-@pytest.mark.parametrize("prefix", ["module.", "model.", "module.model."])
-def test_published_prefixes_are_dropped_when_all_keys_have_them(name: str, prefix: str) -> None:
-    weights = state_dict(name)
-    net = published.load(name, {prefix + key: value for key, value in weights.items()})
-    assert torch.equal(next(net.parameters()), next(published.load(name, weights).parameters()))
-    key, *others = weights
-    mixed = {prefix + key: weights[key], **{other: weights[other] for other in others}}
-    with pytest.raises(CheckpointError, match=f"1 left over \\({prefix}{key}\\)"):
-        published.load(name, mixed)
-
-
-@any_model
-def test_published_keys_that_do_not_fit_are_named(name: str) -> None:
-    weights = state_dict(name)
-    key = next(key for key, value in weights.items() if value.ndim == 4)
-    with pytest.raises(CheckpointError, match=rf"1 missing \({key}\)\."):
-        published.load(name, {other: value for other, value in weights.items() if other != key})
-    with pytest.raises(CheckpointError, match=r"1 left over \(loss\.weight\)\."):
-        published.load(name, {**weights, "loss.weight": torch.zeros(1)})
-    with pytest.raises(CheckpointError, match=rf"1 of another shape \({key} \(2, 3\), needed \(32, 3, 3, 3\)\)\."):
-        published.load(name, {**weights, key: torch.zeros(2, 3)})
-    with pytest.raises(CheckpointError, match=r"with 7 classes: .* of another shape"):
-        published.load(name, weights, num_classes=7)
-
-
-@any_model
-def test_published_errors_name_five_keys_then_count(name: str) -> None:
-    with pytest.raises(CheckpointError, match=r"\d+ missing \(([^,]+, ){4}[^,]+ and \d+ more\)"):
-        published.load(name, {})
-
-
-@pytest.mark.parametrize(
-    ("key", "expected"),
-    [
-        ("b.c.weight", "long.weight"),  # "b.c." is longer than "b."
-        ("b.d.weight", "short.d.weight"),
-        ("b.c.b.c.weight", "long.b.c.weight"),  # only the prefix is replaced
-    ],
-)
-@pytest.mark.parametrize("reverse", [False, True])
-def test_published_key_replaces_the_longest_prefix(key: str, expected: str, reverse: bool) -> None:
-    prefixes = {"b.": "short.", "b.c.": "long.", "c.": "other."}
-    entries = reversed(prefixes.items()) if reverse else prefixes.items()
-    assert published.published_key(key, dict(entries)) == expected
-
-
-def test_published_errors_name_exactly_five_keys() -> None:
-    assert published._listed("missing", list("abcde")) == "5 missing (a, b, c, d, e)"
-
-
-def test_published_key_maps_know_every_key() -> None:
-    """Every key has a prefix in the map, and no two keys get the same name."""
-    for name in MODELS:
-        net = published._BUILD[name](19)
-        keys = [published.published_key(key, published._KEYS[name]) for key in net.state_dict()]
-        assert len(set(keys)) == len(keys)
-
-
-@pytest.mark.parametrize("make", [build_model, lambda name, num: published.load(name, {}, num)])
-def test_an_unknown_name_lists_the_valid_ones(make: Any) -> None:
-    with pytest.raises(ConfigError, match=r"pidnet-s.*fast_scnn, ddrnet23_slim, pidnet_s\."):
-        make("pidnet-s", 19)
+def test_an_unknown_name_lists_the_valid_ones() -> None:
+    with pytest.raises(ConfigError, match=r"pidnet-s.*fast_scnn, ddrnet23_slim, pidnet_s"):
+        build_model("pidnet-s", 19)
 
 
 def test_initial_weights() -> None:

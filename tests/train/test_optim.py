@@ -4,16 +4,27 @@ import itertools
 import math
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from segpipe.errors import ConfigError
 from segpipe.models import build_model
 from segpipe.models.layers import SegmentationNet
 from segpipe.settings.groups import EmaConfig, OptimConfig
-from segpipe.train.optim import Ema, build_optimizer, learning_rate, parameter_groups
+from segpipe.train.gradients import norms
+from segpipe.train.optim import (
+    Ema,
+    build_optimizer,
+    describe_rates,
+    freeze,
+    learning_rate,
+    parameter_groups,
+    set_rate,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("strict_torch")
@@ -72,7 +83,7 @@ def test_only_weights_of_more_than_one_dimension_decay(name: str) -> None:
 def test_every_parameter_is_in_one_group() -> None:
     model = build_model("pidnet_s", 5)
     groups = parameter_groups(model, 0.1)
-    members = [id(p) for group in groups for p in group["params"]]  # type: ignore[attr-defined]
+    members = [id(p) for group in groups for p in group["params"]]
     assert sorted(members) == sorted(id(p) for p in model.parameters())
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
 
@@ -204,3 +215,66 @@ def test_no_process_loads_the_compiler(change: str, loaded: str) -> None:
         [sys.executable, "-c", CODE.format(change=change)], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == loaded
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.Conv2d(4, 4, 1))
+    return nn.Sequential(OrderedDict(encoder=encoder, neck=nn.BatchNorm2d(4), head=nn.Conv2d(4, 2, 1)))
+
+
+def test_frozen_parameters_get_no_gradient_and_whole_frozen_modules_run_in_eval_mode() -> None:
+    net = network().train()
+    told = freeze(net, ["encoder.*", "neck.weight"])
+    assert told.startswith("frozen: 7 of 10 tensors, ")
+    assert {name for name, p in net.named_parameters() if p.requires_grad} == {"neck.bias", "head.weight", "head.bias"}
+    assert {name for name, module in net.named_modules() if not module.training} == {
+        "encoder", "encoder.0", "encoder.1", "encoder.2", "encoder.3"
+    }  # fmt: skip
+    assert norms(net) == [net.neck]
+    groups = parameter_groups(net, 0.1)
+    assert sum(len(group["params"]) for group in groups) == 3
+    assert freeze(network(), []) == ""
+
+
+def test_wrong_patterns_are_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"'enc\.\*' matches no parameter of Sequential, which has encoder\.\*, neck"):
+        freeze(network(), ["head.*", "enc.*"])
+    with pytest.raises(ConfigError, match=r"Did you mean encoder\.1\.\*\?"):
+        parameter_groups(network(), 0.1, {"encodr.1.*": 2.0})
+    with pytest.raises(ConfigError, match="nothing is left to train"):
+        freeze(network(), ["*"])
+    with pytest.raises(ConfigError, match=r"head\.weight matches both '\*weight' and 'head\.\*'"):
+        parameter_groups(network(), 0.1, {"head.*": 10.0, "*weight": 2.0})
+    frozen = network()
+    freeze(frozen, ["encoder.*"])
+    with pytest.raises(ConfigError, match=r"'encoder\.0\.\*' matches only parameters that model\.freeze keeps"):
+        parameter_groups(frozen, 0.1, {"encoder.0.*": 0.5})
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_scaled_rates_move_parameters_by_their_factor_and_leave_the_others_alone(name: str) -> None:
+    def trained(scale: dict[str, float], rate: float) -> dict[str, torch.Tensor]:
+        net = network()
+        optimizer = build_optimizer(net, OptimConfig(name=name, lr=0.5, weight_decay=0.1, lr_scale=scale))
+        set_rate(optimizer, rate)
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        return {key: p.detach() for key, p in net.named_parameters()}
+
+    plain, fast = trained({}, 0.01), trained({}, 0.08)
+    scaled = trained({"head.*": 8.0, "encoder.1.*": 8.0}, 0.01)
+    for key, value in scaled.items():
+        expected = fast if key.startswith(("head.", "encoder.1.")) else plain
+        assert torch.equal(value, expected[key]), key
+
+
+def test_groups_do_not_depend_on_the_order_of_the_patterns() -> None:
+    net, scale = network(), {"head.*": 10.0, "encoder.0.*": 0.1}
+    one, two = (parameter_groups(net, 0.1, dict(items)) for items in (scale.items(), reversed(scale.items())))
+    assert [[id(p) for p in group["params"]] for group in one] == [[id(p) for p in group["params"]] for group in two]
+    assert [group.get("lr_scale") for group in one] == [None, None, 0.1, 0.1, 10.0, 10.0]
+    optimizer = build_optimizer(net, OptimConfig(lr_scale=scale))
+    assert describe_rates(optimizer) == "learning rates: 0.1 x for 2 tensors, 1 x for 6 tensors, 10 x for 2 tensors"
+    assert describe_rates(build_optimizer(net, OptimConfig())) == ""

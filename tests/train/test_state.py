@@ -11,7 +11,7 @@ from segpipe.errors import CheckpointError
 from segpipe.keys import torch_seed
 from segpipe.ledger.digest import state_digest
 from segpipe.settings.config import Config, from_mapping, to_mapping
-from segpipe.train.checkpoint import restore, save_state
+from segpipe.train.checkpoint import HASHES, load, restore, save_state
 from segpipe.train.state import TrainState, build_state
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
@@ -45,14 +45,14 @@ def test_a_restored_state_goes_on_with_the_same_bits(tmp_path: Path, name: str, 
     state = build_state(settings, CAMVID, CPU)
     for number in range(2):
         update(state, number)
-    state.best_miou = 0.375
+    state.best_miou, state.stale = 0.375, 2
     save_state(tmp_path / "last.pt", state, settings, CAMVID, HERE)
     update(state, 2)
     torch.rand(3)  # what else the process did must not matter
     other = build_state(settings, CAMVID, CPU)
     assert digests(other) != digests(state)
     restore(tmp_path / "last.pt", other, settings, CAMVID, HERE)
-    assert (other.step, other.best_miou) == (2, 0.375)
+    assert (other.step, other.best_miou, other.stale) == (2, 0.375, 2)
     update(other, 2)
     assert digests(other) == digests(state)
     assert other.scaler.state_dict() == state.scaler.state_dict()
@@ -135,9 +135,11 @@ def test_another_environment_is_refused_by_name_unless_it_is_allowed(saved: Path
     assert "run.allow_fingerprint_change=true" in str(caught.value)
     allowed = config(run={"allow_fingerprint_change": True})
     restore(saved, build_state(config(), CAMVID, CPU), allowed, CAMVID, other)
+    off = config(compute={"mode": "off"})  # which promises no bits
+    save_state(saved, build_state(off, CAMVID, CPU), off, CAMVID, HERE)
+    restore(saved, build_state(off, CAMVID, CPU), off, CAMVID, other)
 
 
 def test_the_whole_configuration_is_kept(saved: Path) -> None:
-    from segpipe.train.checkpoint import load
-
     assert load(saved)["config"] == to_mapping(config())
+    assert (saved.parent / HASHES).read_text().endswith("  last.pt  0\n"), "a checkpoint of a run is listed"

@@ -34,6 +34,8 @@ class ImageComparison:
     reference_mask: NDArray[Any]
     mask: NDArray[Any]
     normalised_difference: float = 0.0  # largest; infinite as above
+    confidence_mean: float = 0.0  # mean difference, in grey levels
+    is_copy: bool = False  # a degraded copy of a real image
 
     @property
     def agreement(self) -> float:
@@ -42,12 +44,12 @@ class ImageComparison:
 
     def relative(self, sigma: Sigma) -> float:
         """Largest logit difference in sigma; infinite when sigma is 0 or not finite."""
-        scale = sigma.of(is_real=self.is_real)
+        scale = sigma.of(is_real=self.is_real or self.is_copy)
         return self.logits_difference / scale if scale > 0 and math.isfinite(scale) else math.inf
 
     def unexplained(self, sigma: Sigma, margin_sigma: float) -> int:
         """Number of differing pixels whose reference was not within `margin_sigma` of a tie; NaN margins count."""
-        return int(np.count_nonzero(~(self.margins <= margin_sigma * sigma.of(is_real=self.is_real))))
+        return int(np.count_nonzero(~(self.margins <= margin_sigma * sigma.of(is_real=self.is_real or self.is_copy))))
 
 
 @dataclass
@@ -144,14 +146,16 @@ def compare_answers(check: Check, expected: Answer, probe: Answer, shipped: Answ
     # Reference logits at the differing pixels, (C, n), sorted over the classes.
     ranked = np.sort(expected.logits[:, expected.mask != shipped.mask], axis=0)
     margins = ranked[-1] - ranked[-2] if len(ranked) > 1 else ranked[-1]
-    levels = 0
+    levels = np.zeros(1)
     if expected.confidence is not None and shipped.confidence is not None:
-        levels = int(np.abs(expected.confidence.astype(np.int16) - shipped.confidence.astype(np.int16)).max())
+        levels = np.abs(expected.confidence.astype(np.int16) - shipped.confidence.astype(np.int16))
     return ImageComparison(
         name=check.name,
         is_real=check.is_real,
+        is_copy=check.is_copy,
         logits_difference=_difference(expected.logits, probe.logits),
-        confidence_difference=levels,
+        confidence_difference=int(levels.max()),
+        confidence_mean=float(levels.mean()),
         margins=margins,
         reference_mask=expected.mask,
         mask=shipped.mask,
@@ -201,6 +205,8 @@ def gate_logits(
 
 def gate_mask(comparisons: Sequence[ImageComparison], sigma: Sigma, limits: Limits = FP32) -> GateResult:
     """G3: masks agree except where the reference itself is close to a tie, and confidence agrees to a level."""
+    if not limits.made_images:
+        comparisons = [entry for entry in comparisons if entry.is_real or entry.is_copy] or comparisons
     margin = limits.margin_sigma if limits.margin_sigma is not None else math.inf
     levels_limit = limits.confidence_levels if limits.confidence_levels is not None else math.inf
     image_limit = limits.image_agreement or 0.0
@@ -211,11 +217,15 @@ def gate_mask(comparisons: Sequence[ImageComparison], sigma: Sigma, limits: Limi
     lowest = min(entry.agreement for entry in comparisons)
     unexplained = sum(entry.unexplained(sigma, margin) for entry in comparisons)
     levels = max(entry.confidence_difference for entry in comparisons)
+    real = [entry for entry in comparisons if entry.is_real] or comparisons
+    mean_level = sum(entry.confidence_mean for entry in real) / len(real)
+    mean_limit = limits.confidence_mean if limits.confidence_mean is not None else math.inf
     figures = {
         "agreement": agreement,
         "worst_image_agreement": lowest,
         "unexplained_pixels": unexplained,
         "confidence_levels": levels,
+        "confidence_mean": mean_level,
         "worst": worst.name,
         "images": len(comparisons),
     }
@@ -229,6 +239,8 @@ def gate_mask(comparisons: Sequence[ImageComparison], sigma: Sigma, limits: Limi
         failures.append(f"mask differs where the reference is more than {margin:g} sigma from a tie {where}")
     if levels > levels_limit:
         failures.append(f"confidence differs by {levels} > {levels_limit} levels")
+    if not mean_level <= mean_limit:
+        failures.append(f"confidence differs by {mean_level:.1f} > {mean_limit:g} levels on average")
     tie = ", each near a tie" if limits.margin_sigma is not None else ""
     equal = f"{differing} of {pixels} pixels differ{tie}" if differing else "all pixels equal"
     return GateResult("G3", not failures, figures, f"G3 {failures[0]}" if failures else equal)

@@ -1,0 +1,290 @@
+"""Weights from files: read without running code, matched with a network by name and shape, every tensor accounted for.
+
+Used with files of the networks' authors, with those of other trainers, and with encoders alone.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from segpipe.errors import CheckpointError, WeightsError
+from segpipe.models import ddrnet, fast_scnn, pidnet
+
+PUBLISHED_KEYS: dict[type[nn.Module], dict[str, str]] = {
+    fast_scnn.FastSCNN: fast_scnn.PUBLISHED_KEYS,
+    ddrnet.DDRNet: ddrnet.PUBLISHED_KEYS,
+    pidnet.PIDNet: pidnet.PUBLISHED_KEYS,
+}
+# Entries of a file that hold the state dict, the likeliest first.
+PARTS = ("state_dict", "model_state_dict", "model_state", "model", "net", "network", "weights", "params", "model_ema",
+         "state_dict_ema", "ema")  # fmt: skip
+# Left by losses that hold class weights, and by tools that count operations: no part of a network.
+NOT_OF_A_NETWORK = re.compile(r"(^|\.)(\w*loss|criterion)\.|(^|\.)total_(ops|params)$")
+FORMAT = "segpipe-weights"  # of safetensors files that segpipe writes
+NAMED = 5  # names in a message
+PROBES = 8  # tensors by which the prefix of a file is found
+
+
+@dataclass(frozen=True)
+class WeightsSource:
+    """Weights that a network starts from; without tensors, from its initial ones."""
+
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # by name, on the CPU
+    path: str = ""  # of the file, as a person named it
+    part: str = ""  # entry of the file that holds the tensors; empty: the file itself
+    others: tuple[str, ...] = ()  # entries that hold other tensors and were not read
+    sha256: str = ""  # of the file
+    class_names: tuple[str, ...] = ()  # where the file has them
+
+    @property
+    def where(self) -> str:
+        """The file, and the entry of it that was read."""
+        others = f", not {', '.join(self.others)}" if self.others else ""
+        return f"{self.path} (entry {self.part}{others})" if self.part else self.path
+
+
+def read_safetensors(path: Path) -> WeightsSource:
+    """The tensors of a .safetensors file, with class names if segpipe wrote it.
+
+    Raises CheckpointError when it is missing or damaged.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = file.metadata() or {}
+            names = json.loads(about["classes"]) if about.get("format") == FORMAT else ()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return WeightsSource(tensors, str(path), class_names=tuple(names))
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read as safetensors: {error}. Fetch or copy it again.") from error
+
+
+def read_torch(path: Path) -> Any:
+    """What torch.save wrote, read with weights_only. Raises CheckpointError with the reason when that is impossible."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        if found := re.search(r"GLOBAL (\S+)", str(error)):
+            raise CheckpointError(
+                f"{path} holds {found[1]}, a Python object: reading it could run code of the file, so only tensors and "
+                f"plain values are read. Where you trust the file, write its tensors to another one: "
+                f"python -c \"import torch; torch.save(torch.load({str(path)!r}, map_location='cpu', "
+                f"weights_only=False)['state_dict'], 'tensors.pth')\" (or another entry than state_dict)."
+            ) from error
+        raise _unreadable(path, error) from error
+    except Exception as error:  # torch raises RuntimeError, EOFError, BadZipFile ...
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    if not path.is_file():
+        return CheckpointError(f"{path} does not exist. Set model.weights to a file, or to the folder of a run.")
+    reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+    size = path.stat().st_size
+    return CheckpointError(f"{path} ({size} bytes) cannot be read as a file of torch: {reason}. Fetch it again.")
+
+
+def state_dict_in(content: Any, path: Path) -> WeightsSource:
+    """The state dict in what a file of torch holds: the file itself, or its entry of the likeliest name.
+
+    Raises CheckpointError when there is none.
+    """
+    if _is_state_dict(content):
+        return WeightsSource(dict(content), str(path))
+    parts = dict(_state_dicts(content))
+    if not parts:
+        found = ", ".join(map(str, list(content)[:NAMED])) if isinstance(content, Mapping) else type(content).__name__
+        raise CheckpointError(f"{path} holds no state dict (tensors by name), but {found}. Save net.state_dict().")
+    ranks = {name: place for place, name in enumerate(PARTS)}
+    part, *others = sorted(parts, key=lambda name: ranks.get(name.rpartition(".")[2], len(ranks)))
+    return WeightsSource(dict(parts[part]), str(path), part, tuple(others))
+
+
+def _is_state_dict(value: Any) -> bool:
+    if not isinstance(value, Mapping) or not value:
+        return False
+    return all(isinstance(key, str) and isinstance(item, Tensor) for key, item in value.items())
+
+
+def _state_dicts(content: Any, prefix: str = "", depth: int = 2) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+    for key, value in content.items() if isinstance(content, Mapping) and depth else ():
+        if _is_state_dict(value):
+            yield f"{prefix}{key}", value
+        else:
+            yield from _state_dicts(value, f"{prefix}{key}.", depth - 1)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What became of every tensor of a network and of a file. Names are the network's, but for `left_over`."""
+
+    kept: tuple[str, ...]  # taken from the file
+    adapted: tuple[str, ...]  # class layers: the file has another number of classes, so they are initialized
+    fresh: tuple[str, ...]  # initialized: not in the file, or of another shape there
+    left_over: tuple[str, ...]  # of the file, without a place in the network
+    classes: tuple[int, int] | None  # number in the file and in the network, where they differ
+    share: float  # of the network's parameters that come from the file, 0 to 1
+
+    @property
+    def summary(self) -> str:
+        """One sentence with all four counts, and names."""
+        classes = f" ({self.classes[0]} -> {self.classes[1]} classes, initialized)" if self.classes else ""
+        return "; ".join(
+            (
+                f"kept {len(self.kept)} tensors, {100 * self.share:.1f} % of the parameters",
+                f"adapted {_listed(self.adapted)}{classes}",
+                f"fresh {_listed(self.fresh)}",
+                f"left over {_listed(self.left_over)}",
+            )
+        )
+
+    def record(self, source: WeightsSource) -> dict[str, Any]:
+        """All of it with the file, as stored in weights.json."""
+        return {
+            "file": source.path,
+            "entry": source.part,
+            "sha256": source.sha256,
+            "classes": self.classes and {"file": self.classes[0], "network": self.classes[1]},
+            "share_of_parameters": round(self.share, 6),
+            **{name: list(getattr(self, name)) for name in ("kept", "adapted", "fresh", "left_over")},
+        }
+
+
+def fit(model: nn.Module, source: WeightsSource, *, num_classes: int, partial: bool = False) -> Fit:
+    """Copy the tensors into the network and say what became of each.
+
+    Names may be the network's or those of its authors' code, with a prefix such as `module.`, or below one of the
+    network's own modules. Tensors that have `num_classes` rows in the network and another number in the file are class
+    layers and keep their initial weights. `partial` takes what fits; otherwise WeightsError names what is missing, left
+    over or of another shape. Heads that exist for training only may be missing, class weights of a loss left over.
+    """
+    own, tensors, where = model.state_dict(), source.tensors, source.where
+    names = _names(model, own, tensors)
+    found = {name: tensors[key] for name, key in names.items() if key in tensors}
+    kept = [name for name, value in found.items() if _fits(value, own[name])]
+    if not any(own[name].ndim for name in kept):
+        raise WeightsError(
+            f"no tensor of {where} fits {type(model).__name__}: it has {_shown(tensors)}, the network {_shown(own)}. "
+            f"Check that model.name is the network that the weights were trained with."
+        )
+    counts = {name: len(found[name]) for name in found if _is_class_layer(found[name], own[name], num_classes)}
+    adapted = [name for name in counts if len(set(counts.values())) == 1]
+    misshapen = [name for name in found if name not in kept and name not in adapted]
+    missing = [name for name in own if name not in found]
+    left_over = [key for key in tensors if key not in {names[name] for name in found}]
+    if not partial:
+        _refuse(where, f"{type(model).__name__} with {num_classes} classes", {
+            "missing": [names[name] for name in missing if not _may_be_missing(name)],
+            "left over": [key for key in left_over if not NOT_OF_A_NETWORK.search(key)],
+            "of another shape": [f"{names[n]} {_shape(found[n])}, needed {_shape(own[n])}" for n in misshapen],
+        })  # fmt: skip
+    _copy(own, {name: found[name] for name in kept}, where)
+    parameters = {name: value.numel() for name, value in model.named_parameters()}
+    return Fit(
+        kept=tuple(kept),
+        adapted=tuple(adapted),
+        fresh=tuple(missing + misshapen),
+        left_over=tuple(left_over + [names[name] for name in misshapen]),
+        classes=(counts[adapted[0]], num_classes) if adapted else None,
+        share=sum(parameters.get(name, 0) for name in kept) / max(sum(parameters.values()), 1),
+    )
+
+
+def _fits(value: Tensor, own: Tensor) -> bool:
+    return value.shape == own.shape and value.is_floating_point() == own.is_floating_point()
+
+
+def _is_class_layer(value: Tensor, own: Tensor, num_classes: int) -> bool:
+    if value.ndim != own.ndim or not own.ndim or value.shape == own.shape:
+        return False
+    return own.shape[0] == num_classes and value.shape[1:] == own.shape[1:]
+
+
+def _may_be_missing(name: str) -> bool:
+    """Auxiliary heads are not always published, and torch below 0.4.1 had no counters in BatchNorm."""
+    return name.startswith("train_only.") or name.endswith(".num_batches_tracked")
+
+
+def _refuse(where: str, network: str, problems: Mapping[str, list[str]]) -> None:
+    if not any(problems.values()):
+        return
+    listed = "; ".join(f"{len(keys)} {what} ({_first(keys)})" for what, keys in problems.items() if keys)
+    raise WeightsError(
+        f"{where} does not fit {network}: {listed}. Check that model.name is the network that the weights were trained "
+        f"with, or set model.weights_partial=true to take what fits, such as an encoder alone."
+    )
+
+
+def _copy(own: Mapping[str, Tensor], values: Mapping[str, Tensor], where: str) -> None:
+    for name, value in values.items():
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise WeightsError(f"{where}: {name} is not finite: the training that wrote it diverged. Take another.")
+    with torch.no_grad():
+        for name, value in values.items():
+            own[name].copy_(value)
+
+
+def _names(model: nn.Module, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Name in the file of every tensor of the network: the renaming by which most tensors fit."""
+    best, most = {name: name for name in own}, -1
+    for renamed in _renamings(model, own):
+        for prefix in _prefixes(renamed, own, tensors):
+            names = {name: prefix + key for name, key in renamed.items()}
+            count = sum(key in tensors and _fits(tensors[key], own[name]) for name, key in names.items())
+            if count > most:
+                best, most = names, count
+            if count > min(len(own), len(tensors)) / 2:  # no other renaming can do better
+                return names
+    return best
+
+
+def _renamings(model: nn.Module, own: Mapping[str, Tensor]) -> Iterator[dict[str, str]]:
+    """The network's names as they are, as its authors' code has them, and without one of its own modules' names."""
+    yield {name: name for name in own}
+    if keys := PUBLISHED_KEYS.get(type(model)):
+        yield {name: published_key(name, keys) for name in own}
+    modules = dict.fromkeys(".".join(name.split(".")[:depth]) for depth in (1, 2) for name in own)
+    for module in modules:
+        inner = {name: name.removeprefix(f"{module}.") for name in own if name.startswith(f"{module}.")}
+        outer = {name: name for name in own if name not in inner}
+        if inner and not outer.keys() & set(inner.values()):
+            yield inner | outer
+
+
+def _prefixes(renamed: Mapping[str, str], own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, None]:
+    """Prefixes such as `module.` with which names stand in the file; first none."""
+    probes = [key for name, key in renamed.items() if own[name].ndim > 1][:PROBES]
+    found = [key.removesuffix(probe) for key in tensors for probe in probes if key.endswith(f".{probe}")]
+    return dict.fromkeys(["", *found])
+
+
+def published_key(key: str, prefixes: Mapping[str, str]) -> str:
+    """Published name of our `key`: its longest prefix among `prefixes`, replaced; `key` itself if none fits."""
+    longest = max((prefix for prefix in prefixes if key.startswith(prefix)), key=len, default="")
+    return prefixes.get(longest, "") + key.removeprefix(longest)
+
+
+def _shape(value: Tensor) -> str:
+    return str(tuple(value.shape))
+
+
+def _shown(tensors: Mapping[str, Tensor]) -> str:
+    return f"{', '.join(list(tensors)[:3])}, ..."
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return f"{len(names)} ({_first(list(names))})" if names else "0"
+
+
+def _first(names: list[str]) -> str:
+    rest = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"{', '.join(names[:NAMED])}{rest}"

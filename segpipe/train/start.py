@@ -1,0 +1,106 @@
+"""Where a fresh run gets its weights: from the seed, or from the file of `model.weights`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from segpipe.errors import CheckpointError, ConfigError
+from segpipe.files import sha256
+from segpipe.models import weights
+from segpipe.models.weights import WeightsSource
+
+if TYPE_CHECKING:
+    from segpipe.settings.config import Config
+
+LoadCheckpoint = Callable[[Path], dict[str, Any]]  # checkpoint.load; imported here, it would lengthen the chain
+WEIGHTS = "weights.json"  # in a run's folder: what became of every tensor
+
+
+def pin_weights(config: Config) -> None:
+    """Set `model.weights_sha256` to that of the file, so that the recipe names its content.
+
+    A run that is resumed does not need the file any more: where it is gone, the value is that of config.json. Raises
+    ConfigError without a file, and CheckpointError when it has another SHA-256 than the setting.
+    """
+    model = config.model
+    if not model.weights:
+        return
+    path = weights_path(config)
+    if not path.is_file():
+        model.weights_sha256 = _earlier_sha256(config)
+        return
+    found = sha256(path)
+    if model.weights_sha256 not in ("", found):
+        raise CheckpointError(
+            f"{path} has SHA-256 {found}, but model.weights_sha256 = {model.weights_sha256}. The file is not the one "
+            f"that was meant; fetch it again, or leave model.weights_sha256 out."
+        )
+    model.weights_sha256 = found
+
+
+def weights_path(config: Config) -> Path:
+    """The file that `model.weights` names; of a run's folder, last.pt."""
+    path = Path(config.model.weights).expanduser()
+    return path / "last.pt" if path.is_dir() else path
+
+
+def _earlier_sha256(config: Config) -> str:
+    """SHA-256 of the file with which the run was started, from config.json."""
+    path = weights_path(config)
+    try:
+        saved = json.loads((config.run_dir / "config.json").read_bytes())["model"]
+        known = config.run.exists == "resume" and saved["weights"] == config.model.weights
+    except (OSError, ValueError, KeyError, TypeError):
+        known = False
+    if known and config.model.weights_sha256 in ("", saved["weights_sha256"]):
+        return str(saved["weights_sha256"])
+    raise ConfigError(
+        f"model.weights = {config.model.weights}: {path} does not exist. Set it to a file of weights (.pth, .pt, "
+        f".safetensors), or to the folder of a run."
+    )
+
+
+def read_start(config: Config, load: LoadCheckpoint) -> WeightsSource:
+    """The weights for step 0. `load` reads a checkpoint of segpipe and compares its digests.
+
+    Raises CheckpointError when the file is missing, damaged, or was replaced meanwhile.
+    """
+    if not config.model.weights:
+        return WeightsSource()
+    pin_weights(config)
+    path = weights_path(config)
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} does not exist any more, and without a checkpoint the run starts at step 0, which needs it. "
+            f"Put it back, or set model.weights to where it is now."
+        )
+    return replace(_read(path, load), path=config.model.weights, sha256=config.model.weights_sha256)
+
+
+def _read(path: Path, load: LoadCheckpoint) -> WeightsSource:
+    """Tensors of the file; of a checkpoint of segpipe the averaged weights."""
+    if path.suffix == ".safetensors":
+        return weights.read_safetensors(path)
+    saved = weights.read_torch(path)
+    if isinstance(saved, dict) and {"format", "ema", "digests"} <= saved.keys():
+        saved = load(path)  # again, with its digests
+        return WeightsSource(saved["ema"], part="ema", class_names=tuple(saved["classes"]["names"]))
+    return weights.state_dict_in(saved, path)
+
+
+def weights_summary(config: Config) -> dict[str, Any]:
+    """weights.json of the run with numbers of tensors in place of their names, as an entry of result.json.
+
+    Empty for a run from the seed.
+    """
+    if not config.model.weights:
+        return {}
+    try:
+        record = dict(json.loads((config.run_dir / WEIGHTS).read_bytes()))
+    except (OSError, ValueError, TypeError):  # deleted or altered by hand
+        record = {"file": config.model.weights, "sha256": config.model.weights_sha256}
+    return {"weights": {name: len(value) if isinstance(value, list) else value for name, value in record.items()}}

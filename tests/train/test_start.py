@@ -1,0 +1,211 @@
+"""Start from weights: pinned by their hash, not needed to resume; frozen parts and scaled rates over whole runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from runs import outcome, result, run
+from segpipe.cli.main import main as segpipe
+from segpipe.data.catalog import CAMVID, STREET
+from segpipe.errors import CheckpointError, ConfigError, WeightsError
+from segpipe.files import sha256
+from segpipe.models import build_model
+from segpipe.settings.check import check
+from segpipe.settings.config import Config, from_mapping, recipe
+from segpipe.train import checkpoint
+from segpipe.train.start import pin_weights, read_start, weights_summary
+from segpipe.train.state import build_state
+
+CPU = torch.device("cpu")
+TUNED = ("model.freeze=[detail.*,context.0.*]", "optim.lr_scale={classifier.*: 10}", "optim.clip_norm=1.0")
+
+
+def config(path: Path | str, **model: Any) -> Config:
+    return from_mapping({"model": {"weights": str(path), **model}, "run": {"root": str(Path(path).parent)}})
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run that others start from."""
+    folder = tmp_path_factory.mktemp("pretrained") / "run"
+    assert run(folder, "train.steps=2", "seed=7") == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tensors_file(pretrained: Path) -> Path:
+    """Its averaged weights, as `segpipe weights` writes them."""
+    path = pretrained.parent / "street.safetensors"
+    assert segpipe(["weights", f"run={pretrained}", f"out={path}"]) == 0
+    return path
+
+
+def test_written_weights_are_the_averaged_ones_with_all_that_a_reader_needs(
+    pretrained: Path, tensors_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ema = checkpoint.load(pretrained / "last.pt")["ema"]
+    found = load_file(tensors_file)
+    assert found.keys() == ema.keys()
+    assert all(torch.equal(value, ema[name]) for name, value in found.items())
+    with safe_open(tensors_file, framework="pt") as file:
+        about = file.metadata()
+    assert (about["model"], about["step"], about["num_classes"]) == ("fast_scnn", "2", str(STREET.num_classes))
+    assert json.loads(about["classes"]) == list(STREET.names)
+    assert about["weights_digest"] == result(pretrained)["ema_digest"]
+    for out, message in ((tensors_file, "exists already"), (tensors_file.with_suffix(".pt"), "ends in .safetensors")):
+        assert segpipe(["weights", f"run={pretrained}", f"out={out}"]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_names_of_the_authors_are_written_and_read_back(pretrained: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    assert segpipe(["weights", f"run={pretrained}", f"out={path}", "names=published"]) == 0
+    assert "learning_to_downsample.conv.conv.0.weight" in load_file(path)
+    state = build_state(config(path), STREET, CPU, read_start(config(path), checkpoint.load))
+    ema = checkpoint.load(pretrained / "last.pt")["ema"]
+    assert all(torch.equal(value, ema[name]) for name, value in state.model.state_dict().items())
+
+
+def test_both_files_of_a_run_start_the_same_state(pretrained: Path, tensors_file: Path) -> None:
+    ema = checkpoint.load(pretrained / "last.pt")["ema"]
+    for path in (pretrained, pretrained / "last.pt", tensors_file):
+        settings = config(path)
+        state = build_state(settings, STREET, CPU, read_start(settings, checkpoint.load))
+        for model in (state.model, state.ema.model):
+            assert all(torch.equal(value, ema[name]) for name, value in model.state_dict().items())
+        assert state.weights is not None
+        expected = sha256(path / "last.pt" if path == pretrained else path)
+        assert state.weights["sha256"] == settings.model.weights_sha256 == expected
+        assert f"kept {len(ema)} tensors, 100.0 %" in state.notes[0]
+        assert len(state.notes) == 1
+    fresh = build_state(settings, STREET, CPU)  # for a checkpoint to be restored into: the file is not read
+    assert fresh.weights is None
+    assert any(not torch.equal(value, ema[name]) for name, value in fresh.model.state_dict().items())
+
+
+def test_other_classes_are_initialized_from_the_seed_or_told(tensors_file: Path) -> None:
+    settings = config(tensors_file)
+    state = build_state(settings, CAMVID, CPU, read_start(settings, checkpoint.load))
+    scratch = build_state(Config(), CAMVID, CPU).model.state_dict()
+    assert state.weights is not None
+    assert len(state.weights["adapted"]) == 4
+    assert state.weights["classes"] == {"file": 10, "network": 11}
+    for name in state.weights["adapted"]:
+        assert torch.equal(state.model.state_dict()[name], scratch[name])
+    renamed = type(STREET)("street", ("way", *STREET.names[1:]), STREET.palette, STREET.train_ids)
+    notes = build_state(settings, renamed, CPU, read_start(settings, checkpoint.load)).notes
+    assert "were kept, but its classes are road, " in notes[1]
+
+
+def test_the_hash_is_part_of_the_recipe_and_the_path_is_not(tmp_path: Path) -> None:
+    one, two, other = tmp_path / "1.pth", tmp_path / "2.pth", tmp_path / "3.pth"
+    torch.save(build_model("fast_scnn", 10).state_dict(), one)
+    shutil.copy(one, two)
+    torch.save(build_model("fast_scnn", 10).state_dict(), other)
+    pinned = [config(path) for path in (one, two, other)]
+    for each in pinned:
+        pin_weights(each)
+    assert recipe(pinned[0]) == recipe(pinned[1]) != recipe(pinned[2])
+    expected = config(one, weights_sha256=sha256(other))
+    with pytest.raises(CheckpointError, match=r"1\.pth has SHA-256 \w{64}, but model\.weights_sha256 = "):
+        pin_weights(expected)
+    one.unlink()
+    with pytest.raises(ConfigError, match=r"1\.pth does not exist"):
+        pin_weights(config(one))
+    wrong = from_mapping({"model": {"name": "pidnet_s", "weights": str(two)}})
+    start = read_start(wrong, checkpoint.load)
+    with pytest.raises(WeightsError, match=r"2\.pth does not fit PIDNet with 10 classes: \d+ missing"):
+        build_state(wrong, STREET, CPU, start)
+
+
+def test_settings_without_a_file_are_refused() -> None:
+    for model, match in (
+        ({"weights_sha256": "0" * 64}, "weights_sha256 is set, but model.weights is empty"),
+        ({"weights_partial": True}, "weights_partial is set, but"),
+        ({"weights": "x", "weights_sha256": "abc"}, "64 digits"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            check(from_mapping({"model": model}), world_size=1)
+    for factor in ("fast", True):
+        with pytest.raises(ConfigError, match=r"a number such as 0\.1"):
+            check(from_mapping({"optim": {"lr_scale": {"head.*": factor}}}), world_size=1)
+    with pytest.raises(ConfigError, match="lr_scale"):
+        check(from_mapping({"optim": {"lr_scale": {"head.*": 0}}}), world_size=1)
+
+
+def test_a_damaged_checkpoint_of_segpipe_is_not_used(pretrained: Path, tmp_path: Path) -> None:
+    saved = torch.load(pretrained / "last.pt", weights_only=True)
+    saved["ema"]["ppm.out.0.weight"][0] += 1e-3
+    torch.save(saved, tmp_path / "last.pt")
+    with pytest.raises(CheckpointError, match="ema were altered"):
+        read_start(config(tmp_path / "last.pt"), checkpoint.load)
+
+
+def state_of(folder: Path) -> dict[str, Tensor]:
+    return dict(checkpoint.load(folder / "last.pt")["model"])
+
+
+def test_frozen_parts_keep_their_bits_and_a_resumed_run_needs_no_file(
+    tensors_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights, statistics and averages of frozen parts; the others move. In one go and in two sessions."""
+    path = tmp_path / "start.safetensors"
+    shutil.copy(tensors_file, path)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    settings = (*TUNED, f"model.weights={path}", "train.steps=4", "checkpoint.keep_every=2")
+    assert run(whole, *settings, "train.progress=true") == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "kept 276 tensors" in told
+    assert "frozen: " in told
+    assert "10 x for 14 tensors" in told
+    before, after = load_file(path), state_of(whole)
+    ema = checkpoint.load(whole / "last.pt")["ema"]
+    for name, value in before.items():
+        if name in ("fusion.low.0.bias", "fusion.high.0.bias"):  # BatchNorm behind them takes their gradient away
+            continue
+        frozen = name.startswith(("detail.", "context.0."))
+        assert torch.equal(after[name], value) == frozen, name
+        assert not frozen or torch.equal(ema[name], value)
+    recorded = result(whole)["weights"]
+    assert (recorded["kept"], recorded["adapted"], recorded["sha256"]) == (276, 0, sha256(path))
+    assert json.loads((whole / "inputs.json").read_text())["weights"]["sha256"] == sha256(path)
+    shutil.copytree(whole, parts)
+    for name in ("last.pt", "best.pt", "result.json"):
+        (parts / name).unlink()
+    path.rename(tmp_path / "gone")
+    assert run(parts, *settings, "run.exists=resume") == 0
+    assert outcome(parts) == outcome(whole)
+    assert result(parts)["weights"] == recorded
+    torch.save(build_model("fast_scnn", 10).state_dict(), tmp_path / "other.pth")
+    capsys.readouterr()
+    assert run(parts, *settings, "run.exists=resume", f"model.weights={tmp_path / 'other.pth'}") == 2
+    assert "model.weights_sha256: " in capsys.readouterr().err
+
+
+def test_a_file_that_does_not_fit_is_refused_before_the_folder_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save(build_model("pidnet_s", 10).state_dict(), tmp_path / "x.pth")
+    for settings, message in (
+        ((f"model.weights={tmp_path / 'x.pth'}",), "does not fit FastSCNN with 10 classes"),
+        (("model.freeze=[detial.*]",), "Did you mean detail.*?"),
+        (("optim.lr_scale={head.*: 10}",), "matches no parameter of FastSCNN, which has detail.*"),
+    ):
+        assert run(tmp_path / "run", *settings) == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+        assert not (tmp_path / "run").exists()
+
+
+def test_the_summary_survives_a_deleted_record(tmp_path: Path) -> None:
+    settings = config(tmp_path / "x.pth", weights_sha256="0" * 64)
+    assert weights_summary(settings)["weights"]["sha256"] == "0" * 64
+    assert weights_summary(Config()) == {}
