@@ -355,17 +355,27 @@ def _train(config: Config, group: Group, finish: Finish | None) -> int:
     from segpipe.distributed import group as processes
 
     console = Console()
-    run, validation, result = train(config, group, console, git=_commit() if group.is_main else None)
+    git = _commit() if group.is_main else None
+    run, validation, result = train(config, group, console, git=git, ends_later=finish is not None)
     processes.leave(group)  # the other ranks need not wait for what rank 0 does next
     if group.is_main and finish is not None:
-        finish(run, validation, result, console)
+        assert isinstance(run.log, Tracker)
+        exit_code = 1
+        try:
+            finish(run, validation, result, console)
+            exit_code = 0
+        finally:
+            run.log.end(config, result, exit_code)
     return 0
 
 
 def train(
-    config: Config, group: Group, console: Console, *, git: dict[str, Any] | None = None
+    config: Config, group: Group, console: Console, *, git: dict[str, Any] | None = None, ends_later: bool = False
 ) -> tuple[Run, Validation, dict[str, Any]]:
-    """`segpipe.train.engine.train`, reporting to the terminal and to metrics.jsonl."""
+    """`segpipe.train.engine.train`, reporting to the terminal and to metrics.jsonl.
+
+    ends_later: the caller ends `run.log`, with what it makes of the run.
+    """
     from segpipe.train import engine
 
     def open_outputs(step: int | None) -> tuple[TrainView, Tracker]:
@@ -373,7 +383,7 @@ def train(
             clear_folder(config)
         total, enabled = config.train.steps, group.is_main and config.train.progress
         view = TrainView(console, name=config.run.name, done=step or 0, total=total, enabled=enabled)
-        return view, open_tracker(config, config.run_dir, step, rank=group.rank)
+        return view, open_tracker(config, config.run_dir, step, rank=group.rank, ends_later=ends_later)
 
     return engine.train(config, group, open_outputs, git=git)
 

@@ -210,8 +210,12 @@ class CheckpointConfig:
 
 @dataclass
 class TrackConfig:
-    name: str = setting("none", "experiment tracker; metrics.jsonl is always written", choices=("none", "wandb"))
-    project: str = setting("segpipe", "wandb: project")
+    name: str = setting(
+        "none",
+        "experiment tracker, see docs/sweeps.md; metrics.jsonl is always written",
+        choices=("none", "wandb", "tensorboard", "mlflow"),
+    )
+    project: str = setting("segpipe", "wandb: project; mlflow: experiment")
     entity: str = setting("", "wandb: user or team")
     mode: str = setting("online", "wandb: send now, or store for a later `wandb sync`", choices=("online", "offline"))
 
