@@ -13,7 +13,7 @@ from torch import Tensor
 from segpipe import __version__
 from segpipe.errors import ConfigError
 from segpipe.files import sha256, write_atomically
-from segpipe.models.weights import FORMAT, PUBLISHED_KEYS, published_key
+from segpipe.models.weights import FORMAT, published_key
 from segpipe.train.checkpoint import TrainedNetwork, load_network
 
 
@@ -37,8 +37,8 @@ def _tensors(trained: TrainedNetwork, *, published: bool) -> dict[str, Tensor]:
     own = {name: value.clone().contiguous() for name, value in trained.model.state_dict().items()}
     if not published:
         return own
-    keys = PUBLISHED_KEYS.get(type(trained.model))
-    if keys is None:
+    keys = trained.model.published_keys
+    if not keys:
         raise ConfigError(f"names = published, but {trained.config.model.name} has no other names. Leave names out.")
     return {published_key(name, keys): value for name, value in own.items()}
 

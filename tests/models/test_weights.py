@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from segpipe.errors import CheckpointError, WeightsError
 from segpipe.models import build_model
 from segpipe.models.weights import (
-    PUBLISHED_KEYS,
     WeightsSource,
     _first,
     fit,
@@ -62,7 +61,7 @@ def test_files_of_the_authors_training_code_are_read(name: str) -> None:
     assert all(key.startswith("train_only.") for key in found.fresh)
     assert not found.adapted
     assert sorted((*found.kept, *found.fresh)) == sorted(net.state_dict())
-    keys = PUBLISHED_KEYS[type(net)]
+    keys = net.published_keys
     for key, value in net.state_dict().items():
         if key not in found.fresh:
             assert torch.equal(value, tensors[f"model.{published_key(key, keys)}"])
@@ -264,7 +263,7 @@ def test_published_key_replaces_the_longest_prefix(key: str, expected: str, reve
 def test_published_key_maps_know_every_key(name: str) -> None:
     """Every key has a prefix in the map, and no two keys get the same name."""
     net = build_model(name, 19)
-    keys = PUBLISHED_KEYS[type(net)]
+    keys = net.published_keys
     assert all(any(key.startswith(prefix) for prefix in keys) for key in net.state_dict())
     assert len({published_key(key, keys) for key in net.state_dict()}) == len(net.state_dict())
 
