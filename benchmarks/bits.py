@@ -25,7 +25,7 @@ RECIPE = (
     "optim.clip_norm=1", "optim.warmup_steps=0", "export.enabled=false", "train.progress=false", "data.num_val=4",
     "data.num_train=64", "data.size=[96,128]",
 )  # fmt: skip
-PROCESSES = (1, 2, 4, 8, 16)
+PROCESSES = (1, 2, 3, 4, 5, 7, 8, 12, 16)
 LAYOUTS = [(0, "fork"), *((workers, how) for workers in (1, 3) for how in ("fork", "forkserver", "spawn"))]
 
 

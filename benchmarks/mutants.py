@@ -2,6 +2,7 @@
 
     python -m benchmarks.mutants --sample 40                 # 40 mutants of every module
     python -m benchmarks.mutants --module keys order --all   # all mutants of the named modules
+    python -m benchmarks.mutants --module keys --again       # only those that survived, after tests were added
 
 A mutant is one change of one expression or statement. It is killed when a test of its module fails, and when the tests
 take ten times as long as without it. Every mutant runs in a fork of a process that has imported torch, on a copy of the
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import hashlib
 import importlib
 import itertools
 import json
@@ -39,6 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 EQUIVALENT: list[dict[str, str]] = json.loads((ROOT / "benchmarks" / "mutants_equivalent.json").read_text())
 LOSSES, GATES = ("tests/losses",), ("tests/export/test_limits.py", "tests/export/test_gates.py")
+JUDGE = ("tests/export/test_judge.py",)
 MODULES: dict[str, tuple[str, ...]] = {  # the tests that must notice a change of the module
     "segpipe/keys.py": ("tests/test_keys.py",),
     "segpipe/data/order.py": ("tests/data/test_order.py",),
@@ -46,6 +49,7 @@ MODULES: dict[str, tuple[str, ...]] = {  # the tests that must notice a change o
     "segpipe/losses/total.py": LOSSES,
     "segpipe/models/weights.py": ("tests/models/test_models.py", "tests/models/test_weights.py"),
     "segpipe/ledger/digest.py": ("tests/ledger/test_digest.py", "tests/ledger/test_native.py"),
+    "segpipe/ledger/divergence.py": ("tests/ledger/test_divergence.py",),
     "segpipe/distributed/reduce.py": ("tests/distributed/test_reduce.py",),
     "segpipe/train/optim.py": ("tests/train/test_optim.py",),
     "segpipe/train/checkpoint.py": ("tests/train/test_checkpoint.py", "tests/train/test_state.py"),
@@ -53,7 +57,12 @@ MODULES: dict[str, tuple[str, ...]] = {  # the tests that must notice a change o
     "segpipe/train/step.py": ("tests/train/test_step.py", "tests/train/test_loopback.py"),
     "segpipe/export/gates/limits.py": GATES,
     "segpipe/export/gates/comparison.py": GATES,
-    "segpipe/export/gates/judge.py": GATES,
+    "segpipe/export/gates/judge.py": JUDGE,
+    "segpipe/export/gates/check_set.py": JUDGE,
+    "segpipe/export/gates/controls.py": GATES,
+    "segpipe/export/gates/quality.py": GATES,
+    "segpipe/export/gates/latency.py": GATES,
+    "segpipe/export/gates/temperature.py": ("tests/export/test_temperature.py", "tests/export/test_gates.py"),
 }
 PRELOADED = ("torch", "torch.distributed", "torch.utils.data", "torchvision", "cv2", "albumentations", "hydra", "onnx",
              "onnxruntime", "pytest", "psutil", "rich")  # fmt: skip
@@ -80,10 +89,16 @@ class Mutant:
     """One change of a module; `source` is the whole module with it."""
 
     line: int
+    column: int
     code: str  # the line as it was
     before: str
     after: str
     source: str = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        """Where it is, and the change, as results list it."""
+        return f"{self.line}:{self.column}: {self.before} -> {self.after}"
 
 
 def mutants(source: str) -> list[Mutant]:
@@ -97,7 +112,8 @@ def mutants(source: str) -> list[Mutant]:
         text = (source.encode()[:first] + after.encode() + source.encode()[last:]).decode()
         with suppress(SyntaxError):
             compile(text, "mutant", "exec")
-            found.append(Mutant(node.lineno, lines[node.lineno - 1].decode().strip(), ast.unparse(node), after, text))
+            code = lines[node.lineno - 1].decode().strip()
+            found.append(Mutant(node.lineno, node.col_offset, code, ast.unparse(node), after, text))
     return sorted(found, key=lambda mutant: mutant.line)
 
 
@@ -109,10 +125,15 @@ def _edits(node: ast.AST) -> Iterator[tuple[Any, str]]:
     if isinstance(node, ast.Raise):
         return
     for name, value in ast.iter_fields(node):
-        if name not in SKIPPED_FIELDS:
+        if name not in SKIPPED_FIELDS and not (name == "keywords" and _is_zip(node)):
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST):
                     yield from _edits(child)
+
+
+def _is_zip(node: ast.AST) -> bool:
+    """Whether its only keyword, `strict`, is an assertion of ours."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "zip"
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
@@ -231,29 +252,40 @@ def survives(folder: Path, module: str, tests: Sequence[str], mutant: Mutant, ti
     return code == 0
 
 
-def run_module(folder: Path, module: str, tests: Sequence[str], sample: int | None, seed: int) -> dict[str, Any]:
-    """Figures of one module, in `folder`, a copy of the repository."""
+def run_module(
+    folder: Path, module: str, tests: Sequence[str], sample: int | None, seed: int, before: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Figures of one module, in `folder`, a copy of the repository.
+
+    With `before`, its earlier figures, only the survivors in them are tried again.
+    """
     start = time.monotonic()
     if exit_code(run_tests(folder, tests, write_bytecode=True), math.inf) != 0:
         raise SystemExit(f"{module}: its tests fail unchanged:\n{folder.with_suffix('.log').read_text()[-4000:]}")
     timeout_s = SLOWER * (time.monotonic() - start) + GRACE_S
     same = {(entry["code"], entry["before"], entry["after"]) for entry in EQUIVALENT if entry["module"] == module}
-    whole = mutants((folder / module).read_text(encoding="utf-8"))
+    source = (folder / module).read_text(encoding="utf-8")
+    content, whole, killed = hashlib.sha256(source.encode()).hexdigest()[:16], mutants(source), 0
     tried = [each for each in whole if (each.code, each.before, each.after) not in same]
     equivalent = len(whole) - len(tried)
-    if sample is not None and sample < len(tried):
+    if before is not None:
+        if before.get("content") != content:
+            raise SystemExit(f"{module} has changed since its mutants were tried: leave out --again.")
+        killed, tried = before["killed"], [each for each in tried if each.name in before["survivors"]]
+    elif sample is not None and sample < len(tried):
         tried = sorted(random.Random(f"{seed} {module}").sample(tried, sample), key=lambda each: each.line)
     survivors = []
     for each in tried:
         if survives(folder, module, tests, each, timeout_s):
-            survivors.append(f"{module}:{each.line}: {each.before} -> {each.after}")
-            print("survived", survivors[-1], file=sys.stderr, flush=True)
+            survivors.append(each.name)
+            print(f"survived {module}:{each.name}", file=sys.stderr, flush=True)
     return {
         "tests": list(tests),
+        "content": content,
         "mutants": len(whole),
         "equivalent": equivalent,
-        "tried": len(tried),
-        "killed": len(tried) - len(survivors),
+        "tried": killed + len(tried),
+        "killed": killed + len(tried) - len(survivors),
         "seconds": round(time.monotonic() - start),
         "survivors": survivors,
     }
@@ -286,6 +318,7 @@ def main() -> int:
     parser.add_argument("--module", nargs="+", default=[""], help="parts of the paths of modules; default all")
     parser.add_argument("--all", action="store_true", help="all mutants instead of a sample")
     parser.add_argument("--sample", type=int, default=40, help="mutants of each module")
+    parser.add_argument("--again", action="store_true", help="only the mutants that survived, as --out lists them")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--out", type=Path, default=RESULTS, help="JSON; entries of other modules stay")
     given = parser.parse_args()
@@ -298,8 +331,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutants") as scratch:
         folder = copy_of_the_repository(Path(scratch) / "copy")
         for module in [name for name in MODULES if any(part in name for part in given.module)]:
-            figures = run_module(folder, module, MODULES[module], None if given.all else given.sample, given.seed)
             old = json.loads(given.out.read_text())["modules"] if given.out.exists() else {}
+            sample, before = None if given.all else given.sample, old[module] if given.again else None
+            figures = run_module(folder, module, MODULES[module], sample, given.seed, before)
             found = {**old, module: {"commit": _git("rev-parse", "HEAD"), **figures}}
             given.out.write_text(json.dumps({"machine": machine(), "modules": found}, indent=2) + "\n")
     print(table(json.loads(given.out.read_text())["modules"]))

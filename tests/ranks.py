@@ -130,11 +130,20 @@ class Loopback:
         return found
 
     def all_to_all_single(
-        self, output: Tensor, input: Tensor, group: tuple[int, ...] | None = None, async_op: bool = False
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: list[int] | None = None,
+        input_split_sizes: list[int] | None = None,
+        group: tuple[int, ...] | None = None,
+        async_op: bool = False,
     ) -> Any:
-        """As that of torch.distributed, with chunks of equal length."""
-        place = (group or self.everyone).index(self._mine.rank)
-        chunks = [given.view(len(group or self.everyone), -1)[place] for (given,) in self.exchange([input], group)]
+        """As that of torch.distributed; a rank sends chunks of one length."""
+        ranks = group or self.everyone
+        place = ranks.index(self._mine.rank)
+        chunks = [given.view(len(ranks), -1)[place] for (given,) in self.exchange([input], group)]
+        assert output_split_sizes in (None, [len(chunk) for chunk in chunks])
+        assert input_split_sizes in (None, [input.numel() // len(ranks)] * len(ranks))
         output.fill_(torch.nan)
         work = _Received(output, torch.cat(chunks))
         return work if async_op else work.wait()

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from segpipe.audit.verdict import FAILED, NOTED, PASSED, UNCHECKED, Line
+from segpipe.data.mix import absent_root, all_parts
 from segpipe.errors import CheckpointError, DataError, SegpipeError
 from segpipe.files import sha256
 from segpipe.ledger import inputs
@@ -109,14 +110,15 @@ def check_inputs(run: Path, config: Config, ledger: RunLedger | None) -> list[Li
 
 def _check_data(config: Config, recorded: dict[str, Any]) -> Line:
     files = recorded["files"]
-    if config.data.name == "synthetic":
+    splits = ("train", config.data.split)
+    if all(part.data.name == "synthetic" for part in all_parts(config.data, splits)):
         return Line("data", PASSED, "scenes are rendered from the seed: there are no files")
     if not files:
         return Line("data", UNCHECKED, "data.hash was false: the files were not recorded")
-    if not Path(config.data.root).is_dir():
-        return Line("data", UNCHECKED, f"data.root = {config.data.root} does not exist here")
+    if absent := absent_root(config.data):
+        return Line("data", UNCHECKED, f"data.root = {absent} does not exist here")
     try:
-        changed = inputs.changes(files, inputs.data_hashes(config.data, ("train", config.data.split)))
+        changed = inputs.changes(files, inputs.data_hashes(config.data, splits))
     except SegpipeError as error:
         return Line("data", FAILED, f"the data cannot be read: {error}")
     if changed:
@@ -302,7 +304,7 @@ def check_result(run: Path, checkpoints: Sequence[CheckedCheckpoint], ledger: Ru
         return Line("result", FAILED, f"result.json: {shortened(faults)}")
     against = " and the ledger" if ledger is not None else ""
     status = PASSED if last is not None else UNCHECKED
-    return Line("result", status, f"result.json matches last.pt{against} (its mIoU was not measured again)")
+    return Line("result", status, f"result.json matches last.pt{against}")
 
 
 def _seal_faults(result: Mapping[str, Any], ledger: RunLedger) -> list[str]:
@@ -314,9 +316,14 @@ def _seal_faults(result: Mapping[str, Any], ledger: RunLedger) -> list[str]:
     return faults
 
 
+def export_folder(run: Path, config: Config | None) -> Path:
+    """Where a run exports to."""
+    return Path(config.export.dir) if config and config.export.dir else run / "export"
+
+
 def check_export(run: Path, config: Config | None, checkpoints: Sequence[CheckedCheckpoint]) -> Line:
     """The exported folder against its checksums and the checkpoint that it was made from."""
-    folder = Path(config.export.dir) if config and config.export.dir else run / "export"
+    folder = export_folder(run, config)
     if not (folder / MANIFEST).is_file() or not (folder / SUMS).is_file():
         return Line("export", UNCHECKED, f"{folder} holds no exported network")
     try:

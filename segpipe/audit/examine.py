@@ -13,8 +13,12 @@ from typing import NamedTuple
 import numpy as np
 
 from segpipe.audit import evidence
+from segpipe.audit.outcomes import Evaluate, Verify, check_gates, check_scores
 from segpipe.audit.task import RunTasks, Task, in_folder
-from segpipe.audit.verdict import FAILED, PASSED, UNCHECKED, Audit, Line
+from segpipe.audit.updates import check_updates
+from segpipe.audit.verdict import FAILED, NOTED, PASSED, UNCHECKED, Audit, Line
+from segpipe.data.mix import absent_root
+from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.errors import CheckpointError, CollectiveError, SegpipeError
 from segpipe.files import sha256
@@ -74,8 +78,15 @@ def choose_spans(starts: Mapping[int, Path | None], end: int, *, count: int, lon
     return [spans[place] for place in sorted(chosen)]
 
 
-def examine(request: AuditRequest, progress: Progress, run_tasks: RunTasks) -> Audit:
-    """All lines of the report; `run_tasks` replays.
+def examine(
+    request: AuditRequest,
+    progress: Progress,
+    run_tasks: RunTasks,
+    *,
+    evaluate: Evaluate | None = None,
+    verify: Verify | None = None,
+) -> Audit:
+    """All lines of the report; `run_tasks` replays. Without `evaluate` or `verify`, that part is not checked.
 
     Raises CheckpointError when there is no run at all, ConfigError for a request that cannot be met, and
     CollectiveError when the replaying processes failed to work together.
@@ -85,31 +96,27 @@ def examine(request: AuditRequest, progress: Progress, run_tasks: RunTasks) -> A
         raise CheckpointError(f"{run} holds no run: neither config.json nor {FOLDER}. Set run=runs/NAME.")
     progress("checking the files", 0, 0)
     ledger, ledger_lines = evidence.check_ledger(run)
-    original, config, lines = None, None, []
-    try:
-        original = evidence.read_config(run)
-        config = with_settings(original, request.settings)
-        lines += evidence.check_inputs(run, config, ledger)
-        lines += [evidence.check_config(run, original, ledger)] if ledger else []
-        lines += evidence.check_weights(config)
-    except CheckpointError as error:
-        lines.append(Line("config", FAILED, str(error)))
+    original, config, lines = _settings(request, ledger)
     obstacle = _obstacle(config, ledger, request)
-    # Spans are replayed although data or sources changed: it shows where that mattered.
-    consistent = not any(line.part == "config" and line.status == FAILED for line in lines)
-    replayable = config if ledger and config and _data_is_here(config) and consistent else None
+    replayable = config if ledger and _is_replayable(config, lines) else None
     spans: list[Span] = []
     with tempfile.TemporaryDirectory(prefix="segpipe-audit-") as scratch:
         replays = _Replays(replayable, request, Path(scratch), progress, run_tasks) if replayable else None
         checkpoints, checkpoint_lines = evidence.check_checkpoints(run, ledger, replays.state if replays else None)
         lines += ledger_lines + checkpoint_lines
+        if replays and ledger:
+            lines += _updates(replays, ledger, obstacle or _no_weights(lines))
         if replays and ledger and not obstacle:
-            spans = _spans(checkpoints, ledger, request, from_seed=not _no_weights(lines))
+            spans = _chosen(request, ledger, checkpoints, from_seed=not _no_weights(lines))
             lines += replays.spans(spans, ledger)
     if not spans:
         obstacle = obstacle or _no_weights(lines) or "config.json does not match the ledger, so nothing can be replayed"
         lines.append(Line("replay", UNCHECKED, obstacle))
-    lines += [evidence.check_result(run, checkpoints, ledger), evidence.check_export(run, original, checkpoints)]
+    lines.append(evidence.check_result(run, checkpoints, ledger))
+    progress("measuring the scores and comparing the exported files again", 0, 0)
+    lines += [check_scores(run, evaluate, obstacle), evidence.check_export(run, original, checkpoints)]
+    if lines[-1].status in (PASSED, NOTED):
+        lines.append(check_gates(evidence.export_folder(run, original), verify, obstacle))
     return Audit(
         run=str(run),
         lines=tuple(lines),
@@ -123,8 +130,37 @@ def examine(request: AuditRequest, progress: Progress, run_tasks: RunTasks) -> A
     )
 
 
-def _spans(
-    checkpoints: Sequence[evidence.CheckedCheckpoint], ledger: RunLedger, request: AuditRequest, *, from_seed: bool
+def _settings(request: AuditRequest, ledger: RunLedger | None) -> tuple[Config | None, Config | None, list[Line]]:
+    """The configuration of the run, that with the auditor's settings, and what the files say of both."""
+    try:
+        original = evidence.read_config(request.run)
+        config = with_settings(original, request.settings)
+        lines = evidence.check_inputs(request.run, config, ledger)
+        found = evidence.check_weights(config)
+    except CheckpointError as error:
+        return None, None, [Line("config", FAILED, str(error))]
+    lines += [evidence.check_config(request.run, original, ledger)] if ledger else []
+    return original, config, lines + found
+
+
+def _updates(replays: _Replays, ledger: RunLedger, obstacle: str) -> list[Line]:
+    """Checks of every update that need no training."""
+    config, recorded = replays.config, ledger.sample_names
+    try:
+        samples = open_samples(config.data, "train", config.seed)
+    except SegpipeError as error:
+        return [Line("updates", FAILED, f"the training samples cannot be listed: {error}")]
+    names = [samples.name(index) for index in range(len(samples))]
+    lines = []
+    if recorded and names != recorded:
+        unlike = next((pair for pair in zip(recorded, names, strict=False) if pair[0] != pair[1]), None)
+        text = f"sample {unlike[0]} is now {unlike[1]}" if unlike else f"{len(recorded)} samples are now {len(names)}"
+        lines.append(Line("updates", FAILED, f"the training set is not that of the run: {text}"))
+    return [*lines, *check_updates(config, ledger, len(recorded or names), None if obstacle else replays.start())]
+
+
+def _chosen(
+    request: AuditRequest, ledger: RunLedger, checkpoints: Sequence[evidence.CheckedCheckpoint], *, from_seed: bool
 ) -> list[Span]:
     starts: dict[int, Path | None] = {0: None} if from_seed else {}
     starts |= {each.step: each.path for each in checkpoints if each.step}
@@ -136,16 +172,18 @@ def _no_weights(lines: Sequence[Line]) -> str:
     return next((line.text for line in lines if line.part == "weights" and line.status != PASSED), "")
 
 
-def _data_is_here(config: Config) -> bool:
-    return config.data.name == "synthetic" or Path(config.data.root).is_dir()
+def _is_replayable(config: Config | None, lines: Sequence[Line]) -> bool:
+    """Also when data or sources changed: a replay shows where that mattered."""
+    consistent = not any(line.part == "config" and line.status == FAILED for line in lines)
+    return config is not None and not absent_root(config.data) and consistent
 
 
 def _obstacle(config: Config | None, ledger: RunLedger | None, request: AuditRequest) -> str:
     """Why nothing can be replayed; empty when it can."""
     if config is None or ledger is None:
         return "without config.json and a ledger there is nothing to replay and compare with"
-    if not _data_is_here(config):
-        return f"data.root = {config.data.root} does not exist here. Set data.root=FOLDER"
+    if absent := absent_root(config.data):
+        return f"data.root = {absent} does not exist here. Set {'data.mix' if config.data.mix else 'data.root=FOLDER'}"
     mode = config.compute.mode
     if mode not in ("elastic", "audit"):
         return f"compute.mode = {mode} does not promise the same bits for any number of processes; elastic does"
@@ -171,13 +209,19 @@ class _Replays:
     def __init__(
         self, config: Config, request: AuditRequest, scratch: Path, progress: Progress, run_tasks: RunTasks
     ) -> None:
-        self._config, self._request, self._scratch, self._progress = config, request, scratch, progress
+        self.config, self._request, self._scratch, self._progress = config, request, scratch, progress
         self._run_tasks = run_tasks
 
     def state(self, path: Path, step: int) -> RunLedger:
         """A ledger with the state of a checkpoint."""
-        folder = self._scratch / f"state-{path.stem}"
-        self._run_tasks([Task(in_folder(self._config, folder, any_environment=True), str(path), step, step)], nproc=1)
+        return self._state(self._scratch / f"state-{path.stem}", str(path), step)
+
+    def start(self) -> RunLedger:
+        """A ledger with the state of a run of these settings before its first update."""
+        return self._state(self._scratch / "start", "", 0)
+
+    def _state(self, folder: Path, checkpoint: str, step: int) -> RunLedger:
+        self._run_tasks([Task(in_folder(self.config, folder, any_environment=True), checkpoint, step, step)], nproc=1)
         return read_run(folder)
 
     def spans(self, spans: Sequence[Span], ledger: RunLedger) -> list[Line]:
@@ -186,7 +230,7 @@ class _Replays:
         for number, span in enumerate(spans):
             self._progress(f"replaying {span}", before, total)
             folder = self._scratch / f"span{number}"
-            copy = in_folder(self._config, folder, any_environment=self._request.any_environment)
+            copy = in_folder(self.config, folder, any_environment=self._request.any_environment)
             task = Task(copy, str(span.start or ""), span.first, span.last)
 
             def report(_: int, done: int, *, base: int = before - span.first, span: Span = span) -> None:

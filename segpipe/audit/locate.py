@@ -12,7 +12,7 @@ from segpipe.audit.evidence import read_config
 from segpipe.audit.task import RunTasks, Task, in_folder
 from segpipe.audit.trace import first_culprit, read_traces
 from segpipe.errors import CheckpointError, ConfigError
-from segpipe.ledger.divergence import Comparison, compare
+from segpipe.ledger.divergence import RESULT, Comparison, compare
 from segpipe.ledger.reader import RunLedger, read_run
 from segpipe.settings.check import check
 from segpipe.settings.config import Config
@@ -65,6 +65,8 @@ def compare_again(a: Path, b: Path, *, nproc: int, progress: Progress, run_tasks
     found = compare(*runs)
     if found.verdict != "diverged" or found.step is None:
         return found
+    if found.stage == RESULT:
+        return replace(found, replay="not replayed: every update is equal; see what validation read")
     if found.step < 0:
         return replace(found, replay="not replayed: the runs differ before their first update")
     common = last_common(a, b, found.step)

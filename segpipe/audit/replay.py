@@ -12,7 +12,7 @@ from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.distributed.watch.agreement import common_fingerprint
 from segpipe.train import checkpoint, state
-from segpipe.train.batches import loss_weights, shard_stream
+from segpipe.train.batches import counted, loss_weights, shard_stream
 from segpipe.train.recorder import Recorder
 from segpipe.train.start import read_start
 from segpipe.train.step import TrainStep, train_step
@@ -41,9 +41,11 @@ def replay(task: Task, group: Group, report: Callable[[int], None]) -> None:
     with contextlib.closing(Recorder(config, group, current, samples, fingerprint)) as recorder:
         if task.first == task.last:
             return
-        step = TrainStep(config, recorder, loss_weights(config, samples))
+        counts = counted(config, group, samples)
+        step = TrainStep(config, recorder, loss_weights(config, samples, counts))
         own = group.own_shards(config.compute.shards)
-        with contextlib.closing(shard_stream(config, group, samples, range(task.first, task.last))) as stream:
+        stream = shard_stream(config, group, samples, range(task.first, task.last), counts)
+        with contextlib.closing(stream):
             for number in range(task.first, task.last):
                 shards = [next(stream) for _ in own]
                 with _traced(task, step) if number == task.traced else contextlib.nullcontext():

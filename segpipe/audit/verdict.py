@@ -14,7 +14,7 @@ from segpipe.errors import ConfigError
 from segpipe.files import write_atomically
 
 PASSED, FAILED, NOTED, UNCHECKED = "passed", "failed", "noted", "not checked"
-EXIT_CODES = {"passed": 0, "failed": 13, "cannot audit": 2}
+EXIT_CODES = {"passed": 0, "passed in part": 14, "failed": 13, "cannot audit": 2}
 TEMPLATES = Path(__file__).parent
 PAGE = "report.md.j2"
 
@@ -43,14 +43,20 @@ class Audit:
 
     @property
     def verdict(self) -> str:
-        """Passed, failed (the run is not repeatable, or something was altered), or cannot audit."""
+        """Passed, passed in part, failed or cannot audit.
+
+        In part: nothing is wrong, but not every update was trained again. Failed: the run is not repeatable, or
+        something was altered.
+        """
         if any(line.status == FAILED for line in self.lines):
             return "failed"
-        return "cannot audit" if self.obstacle else "passed"
+        if self.obstacle:
+            return "cannot audit"
+        return "passed" if self.replayed >= self.updates else "passed in part"
 
     @property
     def exit_code(self) -> int:
-        """0 passed, 13 failed, 2 cannot audit."""
+        """0 passed, 14 passed in part, 13 failed, 2 cannot audit."""
         return EXIT_CODES[self.verdict]
 
     @property
@@ -59,9 +65,9 @@ class Audit:
         reasons = {
             "failed": "; ".join(f"{line.part}: {line.text}" for line in self.lines if line.status == FAILED),
             "cannot audit": self.obstacle,
-            "passed": f"{self.replayed} of {self.updates} updates were replayed and gave the same bits",
         }
-        return f"{self.verdict}: {reasons[self.verdict]}"
+        share = f"{self.replayed} of {self.updates} updates ({self.replayed / max(self.updates, 1):.0%})"
+        return f"{self.verdict}: {reasons.get(self.verdict, f'{share} were trained again and gave the same bits')}"
 
     def to_json(self) -> dict[str, Any]:
         """Everything as plain JSON values."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ from rich.table import Table
 from segpipe.audit.examine import AuditRequest, examine
 from segpipe.audit.verdict import Audit, check_folder, write_audit
 from segpipe.audit.worker import run_tasks
+from segpipe.cli.commands import COMMANDS
+from segpipe.cli.evaluate import evaluate
+from segpipe.cli.verify import verify
 from segpipe.errors import SegpipeError
 
 COLOURS = {"passed": "green", "failed": "bold red", "noted": "yellow", "not checked": "dim"}
-SETTINGS = ("data.root", "data.classes", "data.workers", "data.start_method", "compute.device")
+SETTINGS = COMMANDS["audit"].settings
 
 
 def main(given: dict[str, Any]) -> int:
@@ -32,6 +36,8 @@ def main(given: dict[str, Any]) -> int:
             request(given),
             lambda what, done, total: bar.update(task, description=what, completed=done, total=total or None),
             run_tasks,
+            evaluate=partial(_evaluate, given) if given["evaluate"] else None,
+            verify=partial(_verify, given) if given["verify"] else None,
         )
     console.print(table(audit))
     console.print(f"{audit.sentence}.", markup=False)
@@ -52,8 +58,20 @@ def request(given: dict[str, Any]) -> AuditRequest:
         span_steps=given["span_steps"],
         nproc=given["compute.nproc"],
         any_environment=given["any_environment"],
-        settings={name: given[name] for name in SETTINGS if name in given},
+        settings=_settings(given),
     )
+
+
+def _evaluate(given: dict[str, Any]) -> dict[str, Any]:
+    return evaluate({**_settings(given), "run": given["run"], "which": "last"})
+
+
+def _verify(given: dict[str, Any], folder: Path) -> str:
+    return verify({**_settings(given), "run": given["run"], "which": "last", "artifact": str(folder)}).line("ARTIFACT")
+
+
+def _settings(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: given[name] for name in SETTINGS if name in given}
 
 
 def table(audit: Audit) -> Table:

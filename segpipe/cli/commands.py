@@ -9,13 +9,14 @@ from segpipe.settings.setting import Setting
 
 RUN = Setting("run", "runs/NAME", "folder of the run", required=True)
 WHICH = Setting("which", "last", "checkpoint to use", choices=("last", "best"))
+WAYS = ("sequence", "image", "tail")
 DATA = ("data.root", "data.split")
 EXPORT = tuple(key for key in SETTINGS if key.startswith("export.") and key != "export.enabled")
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command takes either `overrides` of the settings, as `segpipe train` does, or its own `keys`."""
+    """A command takes `overrides` of the settings, as `segpipe train` does, its own `keys`, or both."""
 
     summary: str
     details: str
@@ -42,8 +43,26 @@ COMMANDS = {
     ),
     "doctor": Command(
         "check a data set",
-        "Reports all problems in one pass, or the content of the splits if there are none.",
+        "Reports all problems in one pass, or the content of the splits if there are none. For a folder without a\n"
+        "classes.yaml, it proposes one from the masks.",
+        (
+            Setting("write", False, "write the proposed classes.yaml"),
+            Setting("lines", 20, "problems to print; 0: all", low=0),
+        ),
         overrides=("data",),
+    ),
+    "split": Command(
+        "divide a folder of images into training and validation",
+        "Writes train.txt and val.txt. Whole sequences go to one side, since neighboring frames of a video in both\n"
+        "flatter every score. The same arguments give the same lists.",
+        (
+            Setting("val", 0.2, "share of the images for validation", low=0.01, high=0.99),
+            Setting("by", "sequence", "what stays together; tail: the last frames of each sequence", choices=WAYS),
+            Setting("pattern", "", "regular expression whose first group is the sequence; empty: docs/data.md"),
+            Setting("seed", 0, "seed of the choice", low=0),
+            Setting("replace", False, "replace train.txt and val.txt"),
+        ),
+        ("data.root", "data.classes", "data.images", "data.masks"),
     ),
     "export": Command(
         "export a run to model files",
@@ -98,9 +117,19 @@ COMMANDS = {
             Setting("seed", -1, "seed that chooses the parts; -1: random", low=-1),
             Setting("compute.nproc", 1, "processes that train", low=1),
             Setting("any_environment", False, "train even if versions or hardware differ"),
+            Setting("evaluate", True, "measure the scores of last.pt again"),
+            Setting("verify", True, "run the gates of the exported folder again"),
             Setting("out", "", "folder of the report; empty: <run>/audit"),
         ),
-        ("data.root", "data.classes", "data.workers", "data.start_method", "compute.device", "model.weights"),
+        (
+            "data.root",
+            "data.classes",
+            "data.mix",
+            "data.workers",
+            "data.start_method",
+            "compute.device",
+            "model.weights",
+        ),
     ),
     "check-augment": Command(
         "check that augmentation is a pure function of sample and key",

@@ -11,7 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from segpipe.errors import SegpipeError
-from segpipe.ledger.divergence import Comparison, compare, incomparable
+from segpipe.ledger.divergence import Comparison, compare, not_comparable
 from segpipe.ledger.reader import read_run
 
 COLOURS = {"differs": "red", "equal": "green", "not recorded": "dim"}
@@ -23,7 +23,7 @@ def main(given: dict[str, Any]) -> int:
     try:
         found = replayed(a, b, given["nproc"]) if given["replay"] else compare(read_run(a), read_run(b))
     except SegpipeError as error:
-        found = incomparable(str(error))
+        found = not_comparable(str(error))
     if given["json"]:
         print(json.dumps(found.to_json()))
     else:
@@ -56,6 +56,7 @@ def show(found: Comparison, console: Console) -> None:
         lines.append(f"processes: {found.processes[0]} in A, {found.processes[1]} in B")
     for title, values in (("environment", found.fingerprint), ("setting", found.recipe)):
         lines += [f"{title} {name}: {here} in A, {there} in B" for name, (here, there) in values.items()]
+    lines += [found.inputs] if found.inputs else []
     lines += [f"note: {note}" for note in found.notes]
     lines += [found.replay] if found.replay else []
     for line in lines:

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from segpipe.cli.commands import COMMANDS
+from segpipe.data.catalog import table_path
+from segpipe.data.division import shared_sequences
+from segpipe.data.pairs import scan, scan_undivided
 from segpipe.data.problems import problems
-from segpipe.data.samples import Samples, class_pixels, image_sizes, open_samples
+from segpipe.data.proposal import propose
+from segpipe.data.samples import Samples, class_pixels, image_sizes, one_by_one, open_samples
 from segpipe.errors import DataError
+from segpipe.settings.arguments import parse
 from segpipe.settings.check import check
 from segpipe.settings.compose import compose
 from segpipe.settings.groups import DataConfig
 
 CONSOLE = Console(highlight=False, soft_wrap=True)
+KEYS = COMMANDS["doctor"].keys
 
 
-def find_problems(data: DataConfig, splits: list[str]) -> int:
-    """Number of problems; prints each one as it is found."""
+def find_problems(data: DataConfig, splits: list[str], lines: int = 0) -> int:
+    """Number of problems; prints each one as it is found, at most `lines` of them."""
     found = 0
     with Progress(console=CONSOLE, transient=True, disable=not CONSOLE.is_terminal) as bar:
         task = bar.add_task("checking files", total=None)
@@ -25,7 +34,53 @@ def find_problems(data: DataConfig, splits: list[str]) -> int:
             data, splits, progress=lambda done, total: bar.update(task, completed=done, total=total)
         ):
             found += 1
-            CONSOLE.print(problem, markup=False)
+            if found <= lines or not lines:
+                CONSOLE.print(problem, markup=False)
+    if found > lines > 0:
+        CONSOLE.print(f"... and {found - lines} more; lines=0 prints all")
+    return found
+
+
+def offer_table(data: DataConfig, splits: list[str], *, write: bool) -> bool:
+    """Whether there is a class table now: if there was none, prints the one that the masks suggest, or writes it."""
+    path = table_path(data)
+    if data.name != "folder" or data.classes or path.exists() or not Path(data.root).is_dir():
+        return True
+    pairs = sorted({pair for split in splits for pair in scan(data, split)[0]}) or scan_undivided(data)[0]
+    if not pairs:
+        return True
+    with Progress(console=CONSOLE, transient=True, disable=not CONSOLE.is_terminal) as bar:
+        task = bar.add_task("reading masks", total=len(pairs))
+        text = propose([pair.mask for pair in pairs], lambda done, total: bar.update(task, completed=done))
+    CONSOLE.print(text, markup=False)
+    if not write:
+        CONSOLE.print(f"{path} does not exist. This would fit its masks: write=true writes it.", markup=False)
+        return False
+    path.write_text(text)
+    CONSOLE.print(f"written to {path}. Give the classes their names before training.", markup=False)
+    return True
+
+
+def warn_of_shared_sequences(train: list[str], val: list[str]) -> None:
+    """Print the sequences that are in training and validation."""
+    shared = shared_sequences(train, val)
+    if not shared:
+        return
+    shown = ", ".join(f"{name} ({counts[0]} and {counts[1]} images)" for name, counts in list(shared.items())[:5])
+    more = f" and {len(shared) - 5} more" if len(shared) > 5 else ""
+    CONSOLE.print(
+        f"Warning: {len(shared)} sequence{'s' * (len(shared) > 1)} in both training and validation: {shown}{more}. If "
+        "they are frames of videos, validation flatters the network. `segpipe split` divides by sequence.",
+        markup=False,
+    )
+
+
+def by_set(opened: dict[str, Samples]) -> dict[str, Samples]:
+    """The splits, and in place of one that is a mixture its data sets, with the classes of the shared table."""
+    found: dict[str, Samples] = {}
+    for split, samples in opened.items():
+        sets = one_by_one(samples)
+        found |= {f"{split}: {name}": one for name, one in sets.items()} if sets else {split: samples}
     return found
 
 
@@ -43,15 +98,21 @@ def contents(opened: dict[str, Samples]) -> Table:
 
 def main(overrides: list[str]) -> int:
     """Exit code."""
-    config = compose(overrides)
+    own = [text for text in overrides if text.partition("=")[0] in [key.key for key in KEYS]]
+    given = parse(own, KEYS)
+    config = compose([text for text in overrides if text not in own])
     check(config, world_size=1)
     splits = list(dict.fromkeys(["train", config.data.split]))
-    if found := find_problems(config.data, splits):
-        CONSOLE.print(f"{found} problem{'s' * (found > 1)} in {config.data.root}")
+    if not offer_table(config.data, splits, write=given["write"]):
+        return DataError.exit_code
+    if found := find_problems(config.data, splits, given["lines"]):
+        CONSOLE.print(f"{found} problem{'s' * (found > 1)} in {config.data.root or 'data.mix'}")
         return DataError.exit_code
     opened = {split: open_samples(config.data, split, config.seed) for split in splits}
-    for split, samples in opened.items():
+    for split, samples in by_set(opened).items():
         sizes = [f"{height}x{width} ({times})" for (height, width), times in image_sizes(samples).most_common(8)]
         CONSOLE.print(f"{split}: {len(samples)} images of {', '.join(sizes)}")
-    CONSOLE.print(contents(opened))
+    CONSOLE.print(contents(by_set(opened)))
+    if len(opened) == 2 and config.data.name != "synthetic":
+        warn_of_shared_sequences(*([samples.name(i) for i in range(len(samples))] for samples in opened.values()))
     return 0

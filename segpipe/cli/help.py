@@ -51,6 +51,8 @@ def _sections(command: Command) -> Iterator[tuple[str, Iterable[tuple[str, str]]
         for group in command.overrides:
             settings = [entry for key, entry in SETTINGS.items() if key.partition(".")[0] == group]
             yield group, [(f"{entry.key}={shown(entry.default)}", meaning(entry)) for entry in settings]
+        if command.keys:
+            yield "keys", [(f"{key.key}={shown(key.default)}", meaning(key)) for key in command.keys]
         if len(command.overrides) < len(COMMANDS["train"].overrides):
             yield "All other settings of segpipe train are accepted too.", ()
         return

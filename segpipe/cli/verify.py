@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from segpipe.export.artifact.origin import every_tensor_used, origin_of
-from segpipe.export.artifact.outcome import NOT_VERIFIED
+from segpipe.export.artifact.outcome import NOT_VERIFIED, ExportReport
 from segpipe.export.artifact.verify_report import table
 from segpipe.export.dataset import gather, training_images, validation_samples
 from segpipe.export.verify import image_size, read_manifest, verify_folder
@@ -18,12 +18,20 @@ from segpipe.train.checkpoint import load_network
 
 def main(given: dict[str, Any]) -> int:
     """Exit code."""
+    report = verify(given)
+    Console().print(table(report))
+    print(report.line("ARTIFACT"))
+    return 0
+
+
+def verify(given: dict[str, Any]) -> ExportReport:
+    """Report of all gates. Raises the error of the first that fails."""
     run, which, folder = Path(given["run"]), given["which"], Path(given["artifact"])
     with every_tensor_used(NOT_VERIFIED):
         trained = load_network(run, which)
     config = with_settings(trained.config, given)
     found = gather(validation_samples(config, trained.classes), config, image_size(read_manifest(folder)))
-    report = verify_folder(
+    return verify_folder(
         trained,
         folder,
         found.images,
@@ -33,6 +41,3 @@ def main(given: dict[str, Any]) -> int:
         origin=origin_of(run, which, trained),
         train_images=training_images(config),
     )
-    Console().print(table(report))
-    print(report.line("ARTIFACT"))
-    return 0

@@ -11,9 +11,11 @@ import copy
 import math
 import os
 import random
+from bisect import bisect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # or its import asks the network for a newer release
@@ -45,20 +47,42 @@ class ScaleCrop(A.DualTransform):  # type: ignore[misc]
     resized: the same views as resizing the whole frame and then cropping, for a fraction of the work. Where the box is
     larger than the source, the frame is placed at random and the rest is padding (mean colour; ignore).
 
+    With probability `rare`, the box is placed so that it contains a pixel of a rare class: a class of the sample, drawn
+    by the inverse of its number of pixels there, and of that class any pixel alike. Nothing but the sample enters, no
+    statistics of the data set. Where the box is resized to fewer pixels, a single one may be skipped.
+
     Image and target share every coordinate: both resamplers put pixel centres at half integers, and both compute in
     integers, so that another CPU gives the same bytes.
     """
 
-    def __init__(self, crop_size: tuple[int, int], scale: tuple[float, float]) -> None:
+    def __init__(self, crop_size: tuple[int, int], scale: tuple[float, float], rare: float = 0.0) -> None:
         super().__init__(p=1.0)
-        self.crop_size, self.scale = crop_size, scale
+        self.crop_size, self.scale, self.rare = crop_size, scale, rare
 
     def get_params_dependent_on_data(self, params: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
         low, high = (math.log(factor) for factor in self.scale)
         factor = math.exp(low + (high - low) * self.py_random.random())
-        rows = _spans(params["shape"][0], self.crop_size[0], factor, self.py_random.random())
-        columns = _spans(params["shape"][1], self.crop_size[1], factor, self.py_random.random())
+        draws = self.py_random.random(), self.py_random.random()
+        row, column = self._rare_pixel(data) or (None, None)
+        rows = _spans(params["shape"][0], self.crop_size[0], factor, draws[0], row)
+        columns = _spans(params["shape"][1], self.crop_size[1], factor, draws[1], column)
         return {"source": (rows[0], columns[0]), "place": (rows[1], columns[1])}
+
+    def _rare_pixel(self, data: dict[str, Any]) -> tuple[int, int] | None:
+        """Row and column of the pixel that the crop shall contain; None for a crop anywhere."""
+        if not self.rare or self.py_random.random() >= self.rare:
+            return None
+        target = data["mask"]
+        counts = cv2.calcHist([target], [0], None, [IGNORE_INDEX], [0, IGNORE_INDEX]).ravel()  # bincount takes 5 times
+        present = np.flatnonzero(counts).tolist()
+        if not present:
+            return None
+        ends = list(accumulate(1.0 / float(counts[train]) for train in present))
+        chosen = present[min(bisect(ends, self.py_random.random() * ends[-1]), len(present) - 1)]
+        places = np.flatnonzero(target == chosen)
+        place = int(places[math.floor(self.py_random.random() * len(places))])
+        row, column = divmod(place, int(target.shape[1]))
+        return row, column
 
     def apply(self, img: Uint8, **params: Any) -> Uint8:
         return self._resample(img, PAD_COLOUR, cv2.INTER_LINEAR_EXACT, **params)
@@ -82,10 +106,13 @@ class ScaleCrop(A.DualTransform):  # type: ignore[misc]
         return canvas
 
 
-def _spans(length: int, crop: int, factor: float, draw: float) -> tuple[slice, slice]:
-    """Along one axis: the part of the source that is used, and its place in the crop."""
+def _spans(length: int, crop: int, factor: float, draw: float, kept: int | None = None) -> tuple[slice, slice]:
+    """Along one axis: the part of the source that is used, and its place in the crop; the pixel `kept` is in it."""
     box = max(1, round(crop / factor))
-    start = min(math.floor(draw * (abs(length - box) + 1)), abs(length - box)) + min(0, length - box)
+    lowest, highest = min(0, length - box), max(0, length - box)
+    if kept is not None and box < length:
+        lowest, highest = max(lowest, kept - box + 1), min(highest, kept)
+    start = lowest + min(math.floor(draw * (highest - lowest + 1)), highest - lowest)
     first, last = max(0, start), min(length, start + box)
     low = min(round((first - start) * crop / box), crop - 1)
     return slice(first, last), slice(low, max(low + 1, round((last - start) * crop / box)))
@@ -126,8 +153,8 @@ def steps(config: AugmentConfig, extra: tuple[Builder, ...]) -> list[tuple[str, 
 
     Transforms of strength zero are left out.
     """
-    crop_size = (config.crop_size[0], config.crop_size[1])
-    found: list[tuple[str, Builder]] = [("", partial(ScaleCrop, crop_size, (config.scale[0], config.scale[1])))]
+    crop_size, scale = (config.crop_size[0], config.crop_size[1]), (config.scale[0], config.scale[1])
+    found: list[tuple[str, Builder]] = [("", partial(ScaleCrop, crop_size, scale, config.rare_crop))]
     if config.flip:
         found.append(("", partial(A.HorizontalFlip, p=config.flip)))
     strengths = {name: getattr(config, name) for name in ("brightness", "contrast", "saturation", "hue")}

@@ -1,19 +1,23 @@
-"""Class tables: names, colours, and which raw mask id is which class.
+"""Class tables: names, colours, and which raw mask id or colour is which class.
 
 A `folder` data set has its own table, a YAML file (`data.classes`, by default ROOT/classes.yaml):
 
     name: warehouse                      # optional; the name of the folder otherwise
     names: [floor, shelf, person]        # the classes; their position is the train id 0, 1, 2
-    palette: [[128, 64, 128], [70, 70, 70], [220, 20, 60]]   # RGB, one colour per class
+    palette: [[128, 64, 128], [70, 70, 70], [220, 20, 60]]   # RGB, one per class; without it, colours are made up
+    masks: ids                           # ids or colors; without it, the first mask decides
     ids: {7: floor, 8: floor, 11: shelf, 24: person}         # mask id: class; without it, ids are train ids
-    ignore: [0, 255]                     # mask ids of unlabelled pixels; without it, 255 alone
+    colors: {shelf: [[0, 70, 70]]}       # further colours of a class, for masks of colours
+    ignore: [0, 255, [0, 0, 0]]          # ids and colours of unlabelled pixels; without it, id 255 and no colour
+    exif: apply                          # apply or ignore; without it, the mask's size decides
 
-A mask id that is in neither `ids` nor `ignore` is an error and never silently ignored.
+A mask id that is in neither `ids` nor `ignore` is an error and never silently ignored; so is a colour.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from colorsys import hsv_to_rgb
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count, groupby
 from pathlib import Path
@@ -25,14 +29,16 @@ from numpy.typing import NDArray
 from omegaconf import OmegaConf
 
 from segpipe import IGNORE_INDEX
-from segpipe.data.pairs import missing
+from segpipe.data.folders import missing
 from segpipe.errors import DataError
 from segpipe.settings.setting import nearest
 
 if TYPE_CHECKING:
     from segpipe.settings.groups import DataConfig
 
-KEYS = ("name", "names", "palette", "ids", "ignore")
+KEYS = ("name", "names", "palette", "masks", "ids", "colors", "ignore", "exif")
+LARGEST_ID = 65535  # of a mask with 16 bits
+Color = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,7 @@ class ClassTable:
 
     name: str
     names: tuple[str, ...]
-    palette: tuple[tuple[int, int, int], ...]  # RGB
+    palette: tuple[Color, ...]  # RGB
     train_ids: dict[int, int]  # raw id -> train id, 255 = ignore; every other raw id is an error
 
     @property
@@ -59,14 +65,28 @@ class ClassTable:
         """Whether the table has each raw id, bool (256,)."""
         return np.isin(np.arange(256), list(self.train_ids))
 
-    def target(self, mask: NDArray[np.uint8], where: object) -> NDArray[np.uint8]:
-        """Train ids of raw ids, both uint8 (H, W). Raises DataError naming the file `where` for unknown ids."""
+    @cached_property
+    def _wide(self) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+        """`lut` and `known` for ids of 16 bits."""
+        lut, known = np.full(LARGEST_ID + 1, IGNORE_INDEX, np.uint8), np.zeros(LARGEST_ID + 1, np.bool_)
+        for raw, train in self.train_ids.items():
+            lut[raw], known[raw] = train, True
+        return lut, known
+
+    def target(self, mask: NDArray[np.uint8] | NDArray[np.uint16], where: object) -> NDArray[np.uint8]:
+        """Train ids uint8 (H, W) of raw ids. Raises DataError naming the file `where` for ids that are not `known`."""
+        if mask.dtype == np.uint16:
+            lut, known = self._wide
+            if not known[mask].all():
+                raise DataError(self._unknown(mask, where))
+            return lut[mask]
         if cv2.countNonZero(cv2.LUT(mask, (~self.known).view(np.uint8))):
             raise DataError(self._unknown(mask, where))
         return np.asarray(cv2.LUT(mask, self.lut), np.uint8)
 
-    def _unknown(self, mask: NDArray[np.uint8], where: object) -> str:
-        counts = np.bincount(mask.ravel(), minlength=256) * ~self.known
+    def _unknown(self, mask: NDArray[np.uint8] | NDArray[np.uint16], where: object) -> str:
+        known = self.known if mask.dtype == np.uint8 else self._wide[1]
+        counts = np.bincount(mask.ravel(), minlength=len(known)) * ~known
         found = np.flatnonzero(counts).tolist()
         ids = f"id {found[0]}" if len(found) == 1 else f"ids {', '.join(map(str, found[:8]))}"
         row, column = np.argwhere(mask == found[0])[0]
@@ -75,6 +95,17 @@ class ClassTable:
             f"table knows {_ranges(sorted(self.train_ids))}. Correct the mask, or extend the table: "
             "data=folder reads ids and ignore from its classes.yaml, see docs/data.md."
         )
+
+
+@dataclass(frozen=True)
+class MaskTable:
+    """What the pixels of mask files mean: a class table, and how it is written in the files."""
+
+    classes: ClassTable
+    kind: str = ""  # ids or colors; empty: not said
+    colors: dict[Color, int] = field(default_factory=dict)  # RGB -> train id; empty if no colours are given
+    exif: str = ""  # apply or ignore; empty: the size of the mask decides
+    first: str = ""  # the mask that decided the kind, if the table does not name it
 
 
 def _ranges(ids: list[int]) -> str:
@@ -86,38 +117,87 @@ def _ranges(ids: list[int]) -> str:
 
 def class_table(data: DataConfig) -> ClassTable:
     """Class table of a data set in files. Raises DataError when its root or its table is missing or wrong."""
+    return mask_table(data).classes
+
+
+def mask_table(data: DataConfig) -> MaskTable:
+    """Class table of a data set in files, and how its masks are written. Raises DataError as `class_table` does."""
     if not Path(data.root).is_dir():
         raise DataError(missing(Path(data.root)))
     if data.name == "camvid":
-        return CAMVID
-    return load_table(Path(data.classes) if data.classes else Path(data.root) / "classes.yaml")
+        return MaskTable(CAMVID, kind="ids")
+    return load_masks(table_path(data))
+
+
+def table_path(data: DataConfig) -> Path:
+    """Where the class table of a folder data set is, or should be."""
+    return Path(data.classes) if data.classes else Path(data.root) / "classes.yaml"
 
 
 def load_table(path: Path) -> ClassTable:
-    """The table of a YAML file of the form shown above. Raises DataError naming file and key."""
+    """The class table of a YAML file of the form shown above. Raises DataError naming file and key."""
+    return load_masks(path).classes
+
+
+def load_masks(path: Path) -> MaskTable:
+    """All that a YAML file of the form shown above says. Raises DataError naming file and key."""
     try:
         entries = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except FileNotFoundError:
         raise DataError(
-            f"{path} does not exist. A folder data set needs a class table; set data.classes=FILE."
+            f"{path} does not exist. A folder data set needs a class table: "
+            f"`segpipe doctor data=folder data.root={path.parent}` proposes one from the masks. "
+            "If it lies elsewhere, set data.classes=FILE."
         ) from None
     except Exception as error:  # the YAML reader has many error types, all of them about this file
         raise DataError(f"{path} cannot be read as YAML: {error}") from None
     if not isinstance(entries, dict):
-        raise DataError(f"{path} holds no keys, but names and palette were needed.")
+        raise DataError(f"{path} holds no keys, but names were needed.")
     try:
-        for key in map(str, entries):
-            if key not in KEYS:
-                raise ValueError(f"{key} is not one of {', '.join(KEYS)}.{nearest(key, KEYS)}")
-        names = _names(entries.get("names"))
-        return ClassTable(
-            name=str(entries.get("name", path.resolve().parent.name)),
-            names=names,
-            palette=_palette(entries.get("palette"), len(names)),
-            train_ids=_train_ids(names, entries.get("ids"), entries.get("ignore", [IGNORE_INDEX])),
-        )
+        return _mask_table({str(key): value for key, value in entries.items()}, path.resolve().parent.name)
     except ValueError as error:
         raise DataError(f"{path}: {error}") from None
+
+
+def _mask_table(entries: dict[str, Any], name: str) -> MaskTable:
+    for key in entries:
+        if key not in KEYS:
+            raise ValueError(f"{key} is not one of {', '.join(KEYS)}.{nearest(key, KEYS)}")
+    names, ignore = _names(entries.get("names")), entries.get("ignore", [IGNORE_INDEX])
+    if not isinstance(ignore, list):
+        raise ValueError(
+            f"ignore = {ignore!r}, but a list of mask ids and colours such as [255, [0, 0, 0]] was needed."
+        )
+    colored = "palette" in entries or "colors" in entries
+    palette = _palette(entries["palette"], len(names)) if "palette" in entries else distinct_colors(len(names))
+    ids = [value for value in ignore if not (isinstance(value, list) and len(value) == 3)]
+    kind = _one_of("masks", entries.get("masks", ""), ("ids", "colors"))
+    if kind == "colors" and not colored:
+        raise ValueError("masks = colors, but there is no palette. Give one colour [R, G, B] per name.")
+    given, more = palette if "palette" in entries else (), entries.get("colors", {})
+    return MaskTable(
+        ClassTable(str(entries.get("name", name)), names, palette, _train_ids(names, entries.get("ids"), ids)),
+        kind,
+        _colors(names, given, more, ignore, strict=kind == "colors") if colored else {},
+        _one_of("exif", entries.get("exif", ""), ("apply", "ignore")),
+    )
+
+
+def _one_of(key: str, value: Any, choices: tuple[str, ...]) -> str:
+    if value not in ("", *choices):
+        raise ValueError(f"{key} = {value!r} is not one of {', '.join(choices)}.{nearest(str(value), choices)}")
+    return str(value)
+
+
+def distinct_colors(num: int) -> tuple[Color, ...]:
+    """Colours for classes that come without: neighbours differ in hue, and no two of 255 are the same."""
+    steps = ((0.65, 0.9), (0.9, 0.6), (0.4, 0.8))  # saturation and value
+    return tuple(_rgb(place * 0.618034 % 1, *steps[place % 3]) for place in range(num))
+
+
+def _rgb(hue: float, saturation: float, value: float) -> Color:
+    red, green, blue = (round(255 * part) for part in hsv_to_rgb(hue, saturation, value))
+    return red, green, blue
 
 
 def _names(value: Any) -> tuple[str, ...]:
@@ -133,19 +213,42 @@ def _palette(value: Any, num_classes: int) -> tuple[tuple[int, int, int], ...]:
     if not isinstance(value, list) or len(value) != num_classes:
         found = f"{len(value)} colours" if isinstance(value, list) else repr(value)
         raise ValueError(f"palette = {found}, but {num_classes} colours [R, G, B] were needed, one per name.")
-    for place, colour in enumerate(value):
-        fits = isinstance(colour, list) and len(colour) == 3
-        if not fits or any(not isinstance(part, int) or not 0 <= part <= 255 for part in colour):
-            raise ValueError(f"palette[{place}] = {colour!r}, but [R, G, B] from 0 to 255 was needed.")
-    return tuple((red, green, blue) for red, green, blue in value)
+    return tuple(_color(f"palette[{place}]", colour) for place, colour in enumerate(value))
 
 
-def _train_ids(names: tuple[str, ...], ids: Any, ignore: Any) -> dict[int, int]:
+def _color(key: str, value: Any) -> Color:
+    fits = isinstance(value, list) and len(value) == 3
+    if not fits or any(not isinstance(part, int) or not 0 <= part <= 255 for part in value):
+        raise ValueError(f"{key} = {value!r}, but [R, G, B] from 0 to 255 was needed.")
+    return value[0], value[1], value[2]
+
+
+def _colors(
+    names: tuple[str, ...], palette: tuple[Color, ...], more: Any, ignore: list[Any], *, strict: bool
+) -> dict[Color, int]:
+    """Train id of each colour. One with two meanings is left out, or refused if `strict`."""
+    if not isinstance(more, dict) or any(not isinstance(value, list) for value in more.values()):
+        raise ValueError(f"colors = {more!r}, but a map such as {{{names[0]}: [[0, 70, 70]]}} was needed.")
+    pairs = list(zip(palette, range(len(names)), strict=False))
+    for name, values in more.items():
+        if name not in names:
+            raise ValueError(f"colors: {name} is not one of names.{nearest(str(name), names)}")
+        pairs += [(_color(f"colors.{name}", value), names.index(name)) for value in values]
+    pairs += [(_color("ignore", value), IGNORE_INDEX) for value in ignore if isinstance(value, list)]
+    found: dict[Color, set[int]] = {}
+    for color, train in pairs:
+        found.setdefault(color, set()).add(train)
+    for color, trains in found.items():
+        if strict and len(trains) > 1:
+            meanings = " and of ".join(names[train] if train < len(names) else "ignore" for train in sorted(trains))
+            raise ValueError(f"{list(color)} is the colour of {meanings}. Give each its own.")
+    return {color: trains.pop() for color, trains in found.items() if len(trains) == 1}
+
+
+def _train_ids(names: tuple[str, ...], ids: Any, ignore: list[Any]) -> dict[int, int]:
     ids = dict(enumerate(names)) if ids is None else ids
     if not isinstance(ids, dict):
         raise ValueError(f"ids = {ids!r}, but a map such as {{7: {names[0]}}} was needed.")
-    if not isinstance(ignore, list):
-        raise ValueError(f"ignore = {ignore!r}, but a list of mask ids such as [255] was needed.")
     table: dict[int, int] = {}
     for raw, name in ids.items():
         if name not in names:
@@ -163,8 +266,8 @@ def _train_ids(names: tuple[str, ...], ids: Any, ignore: Any) -> dict[int, int]:
 
 
 def _raw_id(key: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 255:
-        raise ValueError(f"{key} holds {value!r}, but mask ids are whole numbers from 0 to 255.")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LARGEST_ID:
+        raise ValueError(f"{key} holds {value!r}, but mask ids are whole numbers from 0 to {LARGEST_ID}.")
     return value
 
 

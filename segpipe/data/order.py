@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +25,16 @@ def permutation(seed: int, epoch: int, n: int) -> NDArray[np.int64]:
     return order
 
 
+class Positions(Protocol):
+    """An order in which samples are not simply each taken once per epoch."""
+
+    def sample(self, position: int) -> tuple[int, int]:
+        """Epoch and sample index at `position`, counted from 0; no two positions have the same."""
+
+
 @dataclass(frozen=True)
 class Order:
-    """The sample at every position of an endless sequence of epochs.
+    """The sample at every position of an endless sequence of epochs: each once per epoch, unless `positions` say else.
 
     Shard v of step t has the positions (t * shards + v) * samples_per_shard + j. Batches span epochs: no sample is
     dropped, and none is repeated to fill a batch.
@@ -36,9 +44,12 @@ class Order:
     num_samples: int
     shards: int
     samples_per_shard: int
+    positions: Positions | None = None
 
     def sample(self, position: int) -> tuple[int, int]:
         """Epoch and sample index at `position`, counted from 0."""
+        if self.positions is not None:
+            return self.positions.sample(position)
         epoch, place = divmod(position, self.num_samples)
         return epoch, int(permutation(self.seed, epoch, self.num_samples)[place])
 

@@ -28,7 +28,7 @@ class Request(NamedTuple):
     watched: tuple[int, ...] = ()  # rows of `members` that are compared
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=64)  # a batch of a mixture may hold samples of many epochs
 def chosen(seed: int, epoch: int, num: int, every: int) -> frozenset[int]:
     """Those of the first `num` indices that are watched in an epoch: one in `every` on average, none for 0."""
     if not every:

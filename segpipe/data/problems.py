@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
-from segpipe.data.catalog import ClassTable, class_table
+from segpipe.data.catalog import MaskTable, mask_table
+from segpipe.data.headers import Header
+from segpipe.data.masks import check_kind, orientation, read_target, settled
+from segpipe.data.mix import all_parts
 from segpipe.data.pairs import Pair, check_sizes, scan
-from segpipe.data.readers import check_mask, read_header, read_image, read_mask, threaded
+from segpipe.data.readers import check_mask, read_header, read_image, threaded
 from segpipe.errors import DataError
 
 if TYPE_CHECKING:
@@ -31,10 +35,14 @@ def problems(
     data: DataConfig, splits: Iterable[str], *, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> Iterator[str]:
     """Message for every problem of the data; calls `progress(done, total)` after each file pair."""
+    if data.mix:
+        for part in all_parts(data, splits):
+            yield from problems(part.data, [part.split], progress=progress)
+        return
     if data.name == "synthetic":
         return
     try:
-        classes = class_table(data)
+        table = mask_table(data)
     except DataError as error:
         yield str(error)
         return
@@ -43,39 +51,58 @@ def problems(
         found, faults = scan(data, split)
         pairs += found
         yield from faults
+    table = _settled(table, pairs)
     unreadable: set[str] = set()
     num_pixels = 0
-    for done, (pixels, header_faults) in enumerate(threaded(_check_headers, pairs), 1):
+    for done, (pixels, header_faults) in enumerate(threaded(lambda pair: _check_headers(table, pair), pairs), 1):
         yield from header_faults.values()
         unreadable |= header_faults.keys()
         num_pixels += pixels
         progress(done, 2 * len(pairs))
     if data.verify == "full" or (data.verify == "auto" and num_pixels < FULL_VERIFY_PIXELS):
-        for done, faults in enumerate(threaded(lambda pair: _check_pixels(classes, pair, unreadable), pairs), 1):
+        for done, faults in enumerate(threaded(lambda pair: _check_pixels(table, pair, unreadable), pairs), 1):
             yield from faults
             progress(len(pairs) + done, 2 * len(pairs))
     progress(1, 1)
 
 
-def _check_headers(pair: Pair) -> tuple[int, dict[str, str]]:
+def _settled(table: MaskTable, pairs: list[Pair]) -> MaskTable:
+    """`table` with the kind of the first mask that can be read."""
+    for pair in pairs:
+        with suppress(DataError):
+            return settled(table, [pair.mask])
+    return table
+
+
+def _check_headers(table: MaskTable, pair: Pair) -> tuple[int, dict[str, str]]:
     """Pixels of a pair, and the faults of its headers by path; a difference in size by the name of the pair."""
     faults: dict[str, str] = {}
     image = _collect(faults, pair.image, lambda: read_header(pair.image))
     mask = _collect(faults, pair.mask, lambda: read_header(pair.mask))
     if mask:
-        _collect(faults, pair.mask, lambda: check_mask(mask, pair.mask))
+        _collect(faults, pair.mask, lambda: _check_mask(table, mask, pair.mask))
     if image and mask:
-        _collect(faults, pair.name, lambda: check_sizes(pair, image[:2], mask[:2]))
+        _collect(faults, pair.name, lambda: _check_sizes(table, pair, image, mask))
     return (image.height * image.width if image else 0), faults
 
 
-def _check_pixels(classes: ClassTable, pair: Pair, unreadable: set[str]) -> list[str]:
+def _check_mask(table: MaskTable, header: Header, path: str) -> None:
+    check_mask(header, path)
+    check_kind(table, header, path)
+
+
+def _check_sizes(table: MaskTable, pair: Pair, image: Header, mask: Header) -> None:
+    turned = orientation(image, mask[:2], table.exif, pair.image) != 1
+    check_sizes(pair, image.upright if turned else image[:2], mask[:2])
+
+
+def _check_pixels(table: MaskTable, pair: Pair, unreadable: set[str]) -> list[str]:
     """Faults found by decoding the files of a pair, except those that are `unreadable` already."""
     faults: dict[str, str] = {}
     if pair.image not in unreadable:
         _collect(faults, pair.image, lambda: read_image(pair.image))
     if pair.mask not in unreadable:
-        _collect(faults, pair.mask, lambda: classes.target(read_mask(pair.mask), pair.mask))
+        _collect(faults, pair.mask, lambda: read_target(table, pair.mask))
     return list(faults.values())
 
 

@@ -1,162 +1,199 @@
-"""Image files to arrays. A truncated or damaged file is an error.
-
-Decoders fill the missing part of a truncated file with grey or black and carry on, so the structure of a file is
-checked up to its end marker before OpenCV decodes it. EXIF orientation is not applied, because masks have none.
-"""
+"""Picture files to arrays: PNG, JPEG, BMP, TIFF and WebP. A truncated or damaged file is an error."""
 
 from __future__ import annotations
 
+import mmap
 import os
-import re
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import get_native_id
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from segpipe.data.headers import (
+    HEAD_BYTES,
+    JPEG_END,
+    JPEG_START,
+    PNG_END,
+    PNG_SIGNATURE,
+    TAIL_BYTES,
+    Bytes,
+    Header,
+    check_complete,
+    parse,
+)
 from segpipe.errors import DataError
 
-PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-PNG_END = b"\x00\x00\x00\x00IEND\xaeB`\x82"
-JPEG_START, JPEG_END = b"\xff\xd8", b"\xff\xd9"
-HEAD_BYTES = 1 << 18  # in a JPEG, previews and colour profiles come before the size
-TAIL_BYTES = 1 << 12
-# The marker that ends a JPEG scan: 0xFF00 is a stuffed byte, 0xFFD0 to 0xFFD7 are restarts, 0xFFFF is fill.
-SCAN_END = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]", re.DOTALL)
-SIZE_MARKERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+# How EXIF's orientations turn stored pixels upright: (transpose, flip rows, flip columns), in this order.
+TURNS = {
+    1: (False, False, False), 2: (False, False, True), 3: (False, True, True), 4: (False, True, False),
+    5: (True, False, False), 6: (True, False, True), 7: (True, True, True), 8: (True, True, False),
+}  # fmt: skip
+Pixels = NDArray[np.uint8] | NDArray[np.uint16]
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Header(NamedTuple):
-    """Properties of an image file from its first bytes."""
+class RawMask(NamedTuple):
+    """Pixels of a mask file as they are stored, before a class table says what they mean."""
 
-    height: int
-    width: int
-    single_channel_8bit: bool  # grey, 8 bits, no palette, as a mask must be
-
-
-def read_image(path: str) -> NDArray[np.uint8]:
-    """RGB pixels of a PNG or JPEG, uint8 (H, W, 3). Raises DataError for a missing, truncated or damaged file."""
-    data = _read(path)
-    _check_complete(data, path)
-    return _decode(data, cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION, path)
+    header: Header
+    ids: Pixels | None  # grey values or palette indices (H, W); None if the pixels are colours
+    rgba: NDArray[np.uint8] | None = None  # colours of the pixels, uint8 (H, W, 4)
+    palette: NDArray[np.uint8] | None = None  # colours of the indices, RGBA uint8 (n, 4)
 
 
-def read_mask(path: str) -> NDArray[np.uint8]:
-    """Raw ids of a single-channel 8-bit PNG, uint8 (H, W). Raises DataError for any other file."""
-    data = _read(path)
-    _check_complete(data, path)
-    check_mask(_parse_header(data, path), path)
-    return _decode(data, cv2.IMREAD_UNCHANGED, path)
+def read_image(path: str, orient: Callable[[Header], int] = lambda header: 1) -> NDArray[np.uint8]:
+    """RGB pixels, uint8 (H, W, 3): grey is repeated, alpha dropped, and of 16 bits the upper 8 are kept.
+
+    `orient` chooses the EXIF orientation to apply; by default none. Raises DataError for a missing, truncated or
+    damaged file.
+    """
+    data, header = _read(path)
+    turn = orient(header)
+    pixels = np.asarray(_decode(data, cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION, path), np.uint8)
+    return _turned(pixels, turn)
+
+
+def read_mask(path: str) -> RawMask:
+    """Pixels of a mask file as stored. Raises DataError for a damaged file, and for formats that lose ids."""
+    data, header = _read(path)
+    check_mask(header, path)
+    if header.layout == "palette":
+        return _read_indices(data, header, path)
+    pixels = _decode(data, cv2.IMREAD_UNCHANGED | cv2.IMREAD_IGNORE_ORIENTATION, path)
+    if pixels.ndim == 3:
+        code = cv2.COLOR_BGR2RGBA if pixels.shape[2] == 3 else cv2.COLOR_BGRA2RGBA
+        return RawMask(header, None, np.asarray(cv2.cvtColor(pixels, code), np.uint8))
+    return RawMask(header, _unscaled(pixels, header.bits))
+
+
+def check_mask(header: Header, path: str) -> None:
+    """Raise DataError for a format that cannot hold a mask."""
+    if header.mask_fault:
+        raise DataError(f"{path} cannot be a mask: {header.mask_fault}")
+    if header.orientation != 1:
+        raise DataError(f"{path} is a mask with an EXIF orientation. Write it upright, without EXIF.")
+
+
+def _read_indices(data: bytes, header: Header, path: str) -> RawMask:
+    """Indices and palette. OpenCV would decode to colours, so it gets a PNG whose header says grey instead."""
+    if data.startswith(PNG_SIGNATURE):
+        chunks = list(_png_chunks(data))
+        body = dict(chunks)
+        colors = np.frombuffer(body.get(b"PLTE", b""), np.uint8).reshape(-1, 3)
+        alpha = np.full(len(colors), 255, np.uint8)
+        given = np.frombuffer(body.get(b"tRNS", b""), np.uint8)[: len(colors)]
+        alpha[: len(given)] = given
+        pixels = _unscaled(_decode(_as_grey(chunks), cv2.IMREAD_UNCHANGED, path), header.bits)
+    else:  # BMP with 8 bits: rows of 4-byte multiples, the lowest first unless the height is negative
+        start, info, count = (int.from_bytes(data[place : place + 4], "little") for place in (10, 14, 46))
+        colors = np.frombuffer(data, np.uint8, 4 * (count or 256), 14 + info).reshape(-1, 4)[:, 2::-1]
+        alpha = np.full(len(colors), 255, np.uint8)
+        stride = (header.width + 3) // 4 * 4
+        rows = np.frombuffer(data, np.uint8, stride * header.height, start).reshape(header.height, stride)
+        upright = rows if int.from_bytes(data[22:26], "little", signed=True) < 0 else rows[::-1]
+        pixels = np.ascontiguousarray(upright[:, : header.width])
+    if len(colors) == 0 or pixels.max(initial=0) >= len(colors):
+        raise DataError(
+            f"{path} is damaged: its palette has {len(colors)} colors, its pixels use more. Write it again."
+        )
+    return RawMask(header, pixels, palette=np.column_stack([colors, alpha]))
+
+
+def _png_chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Kind and body of each chunk of a complete PNG."""
+    place = len(PNG_SIGNATURE)
+    while place < len(data):
+        size = int.from_bytes(data[place : place + 4])
+        yield data[place + 4 : place + 8], data[place + 8 : place + 8 + size]
+        place += 12 + size
+        if data[place - 8 - size : place - 4 - size] == b"IEND":
+            return
+
+
+def _as_grey(chunks: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """PNG of the pixels alone, with colour type grey."""
+    parts = [PNG_SIGNATURE]
+    for kind, body in chunks:
+        if kind in (b"IHDR", b"IDAT", b"IEND"):
+            body = body[:9] + b"\0" + body[10:] if kind == b"IHDR" else body
+            parts += [len(body).to_bytes(4), kind, body, zlib.crc32(kind + body).to_bytes(4)]
+    return b"".join(parts)
+
+
+def _unscaled(pixels: Pixels, bits: int) -> Pixels:
+    """Sample values: OpenCV stretches those of fewer than 8 bits to 0 to 255."""
+    return pixels if bits >= 8 else np.asarray(pixels // (255 // (2**bits - 1)), np.uint8)
+
+
+def _turned(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
+    if orientation == 1:
+        return pixels
+    transpose, rows, columns = TURNS[orientation]
+    pixels = pixels.transpose(1, 0, 2) if transpose else pixels
+    return np.ascontiguousarray(pixels[:: -1 if rows else 1, :: -1 if columns else 1])
 
 
 def read_header(path: str) -> Header:
-    """Header of an image file, from its first and last bytes. Raises DataError when the end marker is missing."""
+    """Header of a picture file. Raises DataError when the file does not reach its end; reads little of a large one."""
     try:
         with Path(path).open("rb") as handle:
             head = handle.read(HEAD_BYTES)
+            if not head.startswith((PNG_SIGNATURE, JPEG_START)) and len(head) == HEAD_BYTES:
+                with mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                    return _parsed(content, path)
             length = handle.seek(0, 2)
             handle.seek(max(0, length - TAIL_BYTES))
             tail = handle.read()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from None
-    header = _parse_header(head, path)
-    if (PNG_END if head.startswith(PNG_SIGNATURE) else JPEG_END) not in tail:
+    header = _parsed(head, path)
+    end = PNG_END if head.startswith(PNG_SIGNATURE) else JPEG_END if head.startswith(JPEG_START) else b""
+    if end not in tail:
         raise _truncated(path, length)
     return header
 
 
-def check_mask(header: Header, path: str) -> None:
-    """Raise DataError unless the pixels are one 8-bit channel; a palette PNG would be decoded to colours, not ids."""
-    if not header.single_channel_8bit:
-        raise DataError(
-            f"{path} is a mask of colours, of a palette, or not of 8 bits, but a single-channel 8-bit PNG of class ids "
-            "was needed. Convert it to ids."
-        )
-
-
-def _parse_header(data: bytes, path: str) -> Header:
-    if data.startswith(PNG_SIGNATURE) and len(data) >= 26:
-        width, height = int.from_bytes(data[16:20]), int.from_bytes(data[20:24])
-        return Header(height, width, data[24] == 8 and data[25] == 0)
-    if not data.startswith(JPEG_START):
-        raise _unknown_format(path, data)
-    for marker, place in _jpeg_markers(data):
-        if marker in SIZE_MARKERS and place + 9 <= len(data):
-            height, width = int.from_bytes(data[place + 5 : place + 7]), int.from_bytes(data[place + 7 : place + 9])
-            return Header(height, width, False)
-    raise _truncated(path, len(data))
-
-
-def _check_complete(data: bytes, path: str) -> None:
-    """Raise DataError unless the file is complete up to its end marker, and the checksums of a PNG hold."""
-    if data.startswith(PNG_SIGNATURE):
-        _check_png(data, path)
-    elif not data.startswith(JPEG_START):
-        raise _unknown_format(path, data)
-    elif all(marker != JPEG_END[1] for marker, _ in _jpeg_markers(data)):
-        raise _truncated(path, len(data))
-
-
-def _check_png(data: bytes, path: str) -> None:
-    place = len(PNG_SIGNATURE)
-    while place + 12 <= len(data):
-        end = place + 12 + int.from_bytes(data[place : place + 4])
-        if end > len(data):
-            break
-        if zlib.crc32(memoryview(data)[place + 4 : end - 4]) != int.from_bytes(data[end - 4 : end]):
-            raise DataError(f"{path} is damaged: the checksum of a chunk at byte {place} is wrong. Copy it again.")
-        if data[place + 4 : place + 8] == b"IEND":
-            return
-        place = end
-    raise _truncated(path, len(data))
-
-
-def _jpeg_markers(data: bytes) -> Iterator[tuple[int, int]]:
-    """Code and position of each marker, up to the end of the data or the first byte that is not one."""
-    place = 2
-    while place + 2 <= len(data) and data[place] == 0xFF:
-        marker = data[place + 1]
-        if marker == 0xFF:
-            place += 1
-            continue
-        yield marker, place
-        place += 2 + int.from_bytes(data[place + 2 : place + 4])
-        if marker == 0xDA:
-            found = SCAN_END.search(data, place)
-            place = found.start() if found else len(data)
-
-
-def _read(path: str) -> bytes:
+def _parsed(data: Bytes, path: str, *, complete: bool = False) -> Header:
+    """Header in the content of a file; checks all of its structure if `complete`."""
     try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.") from None
-
-
-def _decode(data: bytes, flags: int, path: str) -> NDArray[np.uint8]:
-    try:
-        pixels = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
-    except cv2.error:
-        pixels = None
-    if pixels is None:
-        raise DataError(f"{path} is complete, but cannot be decoded. Write or copy it again.")
-    return np.asarray(pixels, np.uint8)
+        if complete:
+            check_complete(bytes(data))
+        return parse(data)
+    except EOFError:
+        raise _truncated(path, len(data)) from None
+    except ValueError as error:
+        raise DataError(f"{path} {error}") from None
 
 
 def _truncated(path: str, length: int) -> DataError:
     return DataError(f"{path} is truncated: its {length} bytes end before the image does. Copy it again.")
 
 
-def _unknown_format(path: str, data: bytes) -> DataError:
-    return DataError(f"{path} is {'neither PNG nor JPEG' if data else 'empty'}. Copy it again, or convert it.")
+def _read(path: str) -> tuple[bytes, Header]:
+    """Content and header of a file that is complete."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+    return data, _parsed(data, path, complete=True)
+
+
+def _decode(data: bytes, flags: int, path: str) -> NDArray[Any]:
+    try:
+        pixels = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
+    except cv2.error:
+        pixels = None
+    if pixels is None:
+        raise DataError(f"{path} is complete, but cannot be decoded. Write or copy it again.")
+    return np.asarray(pixels)
 
 
 def threaded(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:

@@ -3,25 +3,31 @@
 Layouts on disk, below `data.root`:
 
     camvid   {split}/*.png with {split}annot/*.png
-    folder   images/{split}/ with masks/{split}/, or images/ with masks/ and a list of stems in {split}.txt
+    folder   images and masks as pairs.py finds them
 
-Images are PNG or JPEG, masks single-channel 8-bit PNG of raw ids. The files of a pair have the same path except for
-the suffix. catalog.py describes the class table of a folder.
+masks.py says what the pixels of a mask mean, catalog.py describes the class table of a folder.
 """
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
-from segpipe.data.catalog import STREET, ClassTable, class_table
+from segpipe.data.catalog import STREET, ClassTable, MaskTable, mask_table
+from segpipe.data.masks import orientation, read_target, settled
+from segpipe.data.mix import DataPart, main_set, parts, shared_ids
 from segpipe.data.pairs import Pair, check_sizes, scan
-from segpipe.data.readers import read_header, read_image, read_mask, threaded
+from segpipe.data.readers import read_header, read_image, threaded
 from segpipe.data.synthetic.scenes import paint_scene
 from segpipe.errors import DataError
 from segpipe.keys import generator, sample_key
@@ -52,8 +58,12 @@ class Samples(Protocol):
 class FileSamples:
     """Pairs of image and mask files."""
 
-    classes: ClassTable
+    table: MaskTable
     pairs: tuple[Pair, ...]
+
+    @property
+    def classes(self) -> ClassTable:
+        return self.table.classes
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -62,14 +72,14 @@ class FileSamples:
         return self.pairs[index].name
 
     def read(self, index: int) -> Sample:
-        image, target = read_image(self.pairs[index].image), self.target(index)
-        check_sizes(self.pairs[index], image.shape[:2], target.shape)
+        pair, target = self.pairs[index], self.target(index)
+        image = read_image(pair.image, lambda header: orientation(header, target.shape, self.table.exif, pair.image))
+        check_sizes(pair, image.shape[:2], target.shape)
         return image, target
 
     def target(self, index: int) -> NDArray[np.uint8]:
         """Train ids alone."""
-        path = self.pairs[index].mask
-        return self.classes.target(read_mask(path), path)
+        return read_target(self.table, self.pairs[index].mask)
 
 
 @dataclass(frozen=True)
@@ -108,10 +118,18 @@ class _Wrapper:
     def name(self, index: int) -> str:
         return self.samples.name(index)
 
+    def target(self, index: int) -> NDArray[np.uint8]:
+        """Train ids alone."""
+        return target_of(self.samples, index)
+
 
 @dataclass
 class ShuffledTargets(_Wrapper):
     """The control experiment: every image comes with the target of the image half a split away."""
+
+    def target(self, index: int) -> NDArray[np.uint8]:
+        """Train ids alone."""
+        return target_of(self.samples, (index + len(self) // 2) % len(self))
 
     def read(self, index: int) -> Sample:
         other = (index + len(self) // 2) % len(self)
@@ -123,6 +141,43 @@ class ShuffledTargets(_Wrapper):
                 f"{other_height}x{other_width}: the control needs images of one size."
             )
         return image, target
+
+
+@dataclass(frozen=True)
+class MixedSamples:
+    """The samples of several data sets, one set after another, with the classes of the shared table."""
+
+    classes: ClassTable
+    parts: tuple[DataPart, ...]
+    sets: tuple[Samples, ...]
+    ids: tuple[NDArray[np.uint8], ...]  # of each set, shared train id per own train id, (256,)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sets))
+
+    @cached_property
+    def firsts(self) -> list[int]:
+        """Index of the first sample of each set."""
+        return [0, *accumulate(map(len, self.sets))][:-1]
+
+    def name(self, index: int) -> str:
+        number, own = self.place(index)
+        return f"{self.parts[number].label}/{self.sets[number].name(own)}"
+
+    def read(self, index: int) -> Sample:
+        number, own = self.place(index)
+        image, target = self.sets[number].read(own)
+        return image, np.asarray(cv2.LUT(target, self.ids[number]), np.uint8)
+
+    def target(self, index: int) -> NDArray[np.uint8]:
+        """Train ids alone."""
+        number, own = self.place(index)
+        return np.asarray(cv2.LUT(target_of(self.sets[number], own), self.ids[number]), np.uint8)
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Number of the set, and index of the sample in it."""
+        number = bisect(self.firsts, index) - 1
+        return number, index - self.firsts[number]
 
 
 @dataclass
@@ -167,25 +222,46 @@ def open_samples(data: DataConfig, split: str, seed: int) -> Samples:
 
 
 def _open(data: DataConfig, split: str, seed: int) -> Samples:
+    if data.mix:
+        return _open_parts(parts(data, split), main_set(data), data.split, seed)
     if data.name == "synthetic":
         num = data.num_train if split == "train" else data.num_val
         return SyntheticSamples(seed=seed, split=split, num=num, size=(data.size[0], data.size[1]))
-    classes = class_table(data)
+    table = mask_table(data)
     pairs, faults = scan(data, split)
     if faults:
         raise DataError(faults[0])
-    return FileSamples(classes, tuple(pairs))
+    return FileSamples(settled(table, [pair.mask for pair in pairs]), tuple(pairs))
 
 
-def _unwrapped(samples: Samples) -> Samples:
-    return _unwrapped(samples.samples) if isinstance(samples, _Wrapper) else samples
+def _open_parts(found: Sequence[DataPart], main: DataConfig, split: str, seed: int) -> Samples:
+    sets = [_open(part.data, part.split, seed) for part in found]
+    if not found[0].key:
+        return sets[0]
+    own = next((one for part, one in zip(found, sets, strict=True) if part.data == main), None)
+    shared = (own or _open(main, split, seed)).classes
+    ids = (shared_ids(part, one.classes, shared) for part, one in zip(found, sets, strict=True))
+    return MixedSamples(shared, tuple(found), tuple(sets), tuple(ids))
+
+
+def target_of(samples: Samples, index: int) -> NDArray[np.uint8]:
+    """Train ids of a sample, uint8 (H, W); without decoding the image, where a data set can."""
+    read = getattr(samples, "target", None)
+    return np.asarray(read(index)) if read is not None else samples.read(index)[1]
+
+
+def unwrapped(samples: Samples) -> Samples:
+    """The samples as they lie on disk, behind caches and controls."""
+    return unwrapped(samples.samples) if isinstance(samples, _Wrapper) else samples
 
 
 def image_sizes(samples: Samples) -> Counter[tuple[int, int]]:
     """Number of images of each (height, width) in a split; of files, only the headers are read."""
-    source = _unwrapped(samples)
+    source = unwrapped(samples)
+    if isinstance(source, MixedSamples):
+        return sum(map(image_sizes, source.sets), Counter())
     if isinstance(source, FileSamples):
-        return Counter(read_header(pair.image)[:2] for pair in source.pairs)
+        return Counter(read_header(pair.mask)[:2] for pair in source.pairs)  # as its image, if that is turned upright
     return Counter({source.read(0)[1].shape: len(source)})
 
 
@@ -194,14 +270,57 @@ def class_pixels(samples: Samples) -> NDArray[np.int64]:
 
     Reads every mask of a split that lies in files, and at most 64 scenes of any other.
     """
-    source = _unwrapped(samples)
+    total = np.zeros(samples.classes.num_classes, np.int64)
+    for counts in image_pixels(unwrapped(samples), countable(samples)):
+        total += counts
+    return total
+
+
+def one_by_one(samples: Samples) -> dict[str, MixedSamples]:
+    """The data sets of a mixture, with the shared classes, by their labels; empty if it is none."""
+    whole = unwrapped(samples)
+    if not isinstance(whole, MixedSamples):
+        return {}
+    each = zip(whole.parts, whole.sets, whole.ids, strict=True)
+    return {part.label: MixedSamples(whole.classes, (part,), (one,), (ids,)) for part, one, ids in each}
+
+
+def set_weights(samples: Samples) -> list[tuple[int, float]]:
+    """Of each data set of a mixture, number of samples and weight: the given one, or else that number."""
+    whole = unwrapped(samples)
+    if not isinstance(whole, MixedSamples):
+        return [(len(samples), 1.0)]
+    each = zip(whole.sets, whole.parts, strict=True)
+    return [(len(one), float(len(one)) if part.weight is None else part.weight) for one, part in each]
+
+
+def check_labelled(samples: Samples) -> None:
+    """Raise DataError if a data set of these samples has no pixel of any class; reads masks until one has."""
+    for one in one_by_one(samples).values() or [samples]:
+        if not any((target_of(one, index) != IGNORE_INDEX).any() for index in range(len(one))):
+            raise DataError(
+                f"none of the {len(one)} training images has a labelled pixel (the first is {one.name(0)}): there is "
+                f"nothing to learn. Check the masks, and which ids the class table ignores."
+            )
+
+
+def countable(samples: Samples) -> list[int]:
+    """Indices of the samples whose masks tell the frequencies of classes at a bounded cost, in their order.
+
+    All that lie in files, and at most 64 of any other set.
+    """
+    source = unwrapped(samples)
+    if isinstance(source, MixedSamples):
+        found = zip(source.firsts, map(countable, source.sets), strict=True)
+        return [first + index for first, indices in found for index in indices]
+    return list(range(len(source) if isinstance(source, FileSamples) else min(64, len(source))))
+
+
+def image_pixels(samples: Samples, indices: Iterable[int]) -> Iterator[NDArray[np.int64]]:
+    """Pixels of each train id in each of the samples, int64 (C,); ignored pixels are not counted."""
+    num_classes = samples.classes.num_classes
 
     def count(index: int) -> NDArray[np.int64]:
-        target = source.target(index) if isinstance(source, FileSamples) else source.read(index)[1]
-        return np.bincount(target.ravel(), minlength=IGNORE_INDEX + 1)
+        return np.bincount(target_of(samples, index).ravel(), minlength=IGNORE_INDEX + 1)[:num_classes]
 
-    num = len(source) if isinstance(source, FileSamples) else min(64, len(source))
-    total = np.zeros(IGNORE_INDEX + 1, np.int64)
-    for counts in threaded(count, range(num)):
-        total += counts
-    return total[: samples.classes.num_classes]
+    return threaded(count, indices)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -39,10 +40,12 @@ class Group:
     subgroups: tuple[Level, ...] = ()  # of several machines: the ranks of one, then those of one local rank on all
     contract: Contract = field(default_factory=Contract, compare=False)  # every collective is announced to it
 
-    @property
-    def levels(self) -> tuple[Level, ...]:
-        """From the shards to the root: one level on one machine, two on several."""
-        return self.subgroups or (Level(self.world_size, None),)
+    def levels(self, leaves: int) -> tuple[Level, ...]:
+        """From the leaves to the root: one level, or two on several machines if each rank holds one subtree."""
+        whole = leaves & (leaves - 1) == 0 and leaves % self.world_size == 0
+        if self.subgroups and (whole or len(self.subgroups) == 1):
+            return self.subgroups
+        return (Level(self.world_size, None),)
 
     @property
     def is_main(self) -> bool:
@@ -50,9 +53,13 @@ class Group:
         return self.rank == 0
 
     def own_shards(self, shards: int) -> range:
-        """The logical shards that this rank computes: `[rank*V/R, (rank+1)*V/R)`."""
-        share = shards // self.world_size
-        return range(self.rank * share, (self.rank + 1) * share)
+        """The logical shards that this rank computes."""
+        return self.runs(shards)[self.rank]
+
+    def runs(self, shards: int) -> list[range]:
+        """The shards of every rank, `[rank*V/R, (rank+1)*V/R)` rounded down; their numbers differ by one at most."""
+        bounds = [rank * shards // self.world_size for rank in range(self.world_size + 1)]
+        return [range(*pair) for pair in pairwise(bounds)]
 
     def sum_tensor(self, counts: Tensor) -> Tensor:
         """Sum over the ranks of an integer tensor; floats are refused because their sum depends on the order."""

@@ -1,18 +1,18 @@
 """The sum over the logical shards as one fixed balanced binary tree, whatever the number of processes.
 
-Floating-point addition is not associative, so the bits of a sum depend on its order. Here neighbouring shards are
-added, then neighbouring results, up to the root. A rank holds a power-of-two run of shards, hence a whole subtree. The
-top of the tree is summed across ranks on chunks, after an all-to-all, and an all-gather returns the root: the traffic
-of a ring all-reduce. Several machines take two levels, within each and then across them: the same tree, with less
-traffic between machines. Collectives only move bytes, so algorithm, protocol and topology of the backend cannot change
-a number.
+Floating-point addition is not associative, so the bits of a sum depend on its order. Here neighboring shards are
+added, then neighboring results, up to the root; a node whose right half lies beyond the last shard is its left half. A
+rank holds a run of shards: whole subtrees, one if the ranks divide a power-of-two number of shards, otherwise a few.
+They are cut into chunks, one per rank, and exchanged by an all-to-all. The owner of a chunk completes the tree, and an
+all-gather returns the root. With one subtree per rank that is the traffic of a ring all-reduce. Several machines then
+take two levels, within each and then across them: the same tree, with less traffic between machines. Collectives only
+move bytes, so algorithm, protocol and topology of the backend cannot change a number.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -71,98 +71,169 @@ class FlatLayout:
         return [flat.as_strided(shape, stride, start + offset) for shape, stride, offset in self._entries]
 
 
-class TreeSum:
-    """Balanced binary tree sum of vectors pushed in shard order, holding at most log2(n) + 1 of them at a time.
+class Node(NamedTuple):
+    """A subtree over the leaves `[place << height, (place + 1) << height)`, or as many of them as there are."""
 
-    Works like a binary counter: level k holds the sum of 2^k neighbours, and two of one level make one of the next.
+    height: int
+    place: int
+
+
+def _grown(node: Node, held: Sequence[Node], leaves: int) -> tuple[Node, int]:
+    """The largest subtree that `node` completes together with the last of `held`, and how many of those it takes in."""
+    taken = 0
+    while True:
+        height, place = node
+        before = held[-1 - taken] if taken < len(held) else None
+        if place % 2 and before == (height, place - 1):
+            taken += 1
+        elif place % 2 or place == 0 or (place + 1) << height < leaves:
+            return node, taken
+        node = Node(height + 1, place // 2)
+
+
+def subtrees(leaves: int, run: Iterable[int]) -> list[Node]:
+    """The fewest subtrees of the tree over `leaves` that make up a run of leaves: at most 2 log2(leaves)."""
+    held: list[Node] = []
+    for leaf in run:
+        node, taken = _grown(Node(0, leaf), held, leaves)
+        held[len(held) - taken :] = [node]
+    return held
+
+
+class TreeSum:
+    """Sum of vectors over the balanced binary tree of `leaves`, pushed from left to right, from leaf `first` on.
+
+    Holds the sums of the largest subtrees that are complete, as a binary counter does: few at a time.
     """
 
-    def __init__(self) -> None:
-        self._levels: list[Tensor | None] = []
+    def __init__(self, leaves: int, first: int = 0) -> None:
+        self._leaves, self._first, self._next = leaves, first, first
+        self._nodes: list[Node] = []
+        self._sums: list[Tensor] = []
 
-    def push(self, vector: Tensor) -> Tensor | None:
-        """Add the next shard's vector, which is consumed. Returns a vector that may be reused, if there is one."""
+    def push(self, vector: Tensor, height: int = 0) -> Tensor | None:
+        """Add the next leaf, or the sum of the next subtree of this height. Consumes the vector.
+
+        Returns a vector that may be reused, if there is one.
+        """
         free: Tensor | None = None
-        level = 0
-        while level < len(self._levels) and (left := self._levels[level]) is not None:
+        node, taken = _grown(Node(height, self._next >> height), self._nodes, self._leaves)
+        for _ in range(taken):
+            left = self._sums.pop()
             left.add_(vector)
             vector, free = left, vector
-            self._levels[level] = None
-            level += 1
-        if level == len(self._levels):
-            self._levels.append(None)
-        self._levels[level] = vector
+        self._nodes[len(self._nodes) - taken :] = [node]
+        self._sums.append(vector)
+        self._next = min(self._next + (1 << height), self._leaves)
         return free
 
     def take(self) -> Tensor:
-        """The sum; the number of pushed vectors must have been a power of two."""
-        held = [vector for vector in self._levels if vector is not None]
-        assert len(held) == 1, "the number of shards of a rank is a power of two"
-        self._levels.clear()
-        return held[0]
+        """The sum over all leaves, every one of which must have been pushed; leaves the tree empty."""
+        (root,) = self._sums
+        assert self._next == self._leaves
+        self._clear()
+        return root
 
-    def close(self, last: Tensor, part: slice) -> Tensor:
-        """`part` of the sum of all pushed vectors and `last`, which is not pushed: its parts become known one by one.
+    def close(self, last: Tensor, part: slice) -> list[Tensor]:
+        """`part` of the sum of every subtree, with the leaf `last`, which is not pushed: parts become known one by one.
 
-        With `last` the number of vectors must be a power of two. Every part is closed once."""
-        for left in self._levels:
-            assert left is not None, "the number of shards of a rank is a power of two"
+        Every part is closed once.
+        """
+        taken = self._taken()
+        for left in reversed(self._sums[len(self._sums) - taken :]):
             left[part].add_(last[part])
             last = left
-        return last[part]
+        return [*(held[part] for held in self._sums[: len(self._sums) - taken]), last[part]]
 
-    def root(self, last: Tensor) -> Tensor:
-        """The vector whose parts `close` returned; leaves the tree empty."""
-        held = self._levels[-1] if self._levels else last
-        assert held is not None
-        self._levels.clear()
-        return held
+    def last_sum(self, last: Tensor) -> Tensor:
+        """The vector whose parts `close` returned last in its lists; leaves the tree empty."""
+        taken = self._taken()
+        found = self._sums[-taken] if taken else last
+        self._clear()
+        return found
+
+    def _taken(self) -> int:
+        return _grown(Node(0, self._next), self._nodes, self._leaves)[1]
+
+    def _clear(self) -> None:
+        self._nodes.clear()
+        self._sums.clear()
+        self._next = self._first
 
 
 class RankSum:
-    """Sums parts of a vector over the ranks, in place, by the tree continued above the ranks.
+    """Sums parts of vectors over the ranks, in place, by the tree over `leaves` continued above the ranks.
 
     A started part is sent while the next is computed. Every rank must start parts of the same lengths in the same
-    order. A part whose length is no multiple of the world size travels as a copy with zeros at its end; buckets of a
-    FlatLayout are multiples of 128, so no power of two up to 128 ranks needs one.
+    order. A rank with several subtrees sends them as a copy. So does one whose part has a length that is no multiple
+    of the world size; buckets of a FlatLayout are multiples of 128.
     """
 
-    def __init__(self, group: Group) -> None:
-        self._levels, self._contract = group.levels, group.contract
-        self._world_size = math.prod(level.size for level in self._levels)
-        self._started: list[tuple[Tensor, Tensor, Tensor, dist.Work]] = []
+    def __init__(self, group: Group, leaves: int) -> None:
+        self._levels, self._contract, self._world_size = group.levels(leaves), group.contract, group.world_size
+        held = [subtrees(leaves, run) for run in group.runs(leaves)]
+        self._counts, self._own = [len(nodes) for nodes in held], len(held[group.rank])  # subtrees of each rank
+        if len(self._levels) == 1:
+            self._leaves, self._heights = leaves, [node.height for nodes in held for node in nodes]
+        else:  # every rank holds one, and all are of one height
+            self._leaves, self._heights = self._levels[0].size, [0] * self._levels[0].size
+        self._started: list[tuple[Tensor, Tensor, Tensor, Tensor, dist.Work]] = []
 
-    def start(self, part: Tensor) -> None:
-        """Send the chunks of a contiguous `part`, which must not be touched until `finish`."""
-        missing = -part.numel() % self._world_size
-        sent = F.pad(part, (0, missing)) if missing else part
-        received = torch.empty_like(sent)
-        self._contract.enter("all_to_all", sent)
-        work = dist.all_to_all_single(received, sent, group=self._levels[0].ranks, async_op=True)
+    def start(self, parts: Sequence[Tensor]) -> None:
+        """Send the chunks of the same contiguous part of every own subtree; not to be touched until `finish`.
+
+        `finish` leaves the sum in the last of them.
+        """
+        assert len(parts) == self._own
+        ranks = self._levels[0].size
+        missing = -parts[0].numel() % self._world_size
+        padded = [F.pad(part, (0, missing)) if missing else part for part in parts]
+        sent = padded[0] if len(parts) == 1 else torch.stack([part.view(ranks, -1) for part in padded], dim=1).flatten()
+        chunk = padded[0].numel() // ranks
+        uneven = max(self._counts) > 1
+        arriving, leaving = [count * chunk for count in self._counts], [len(parts) * chunk] * ranks
+        received = sent.new_empty(len(self._heights) * chunk)
+        self._contract.enter("all_to_all", received)  # what is sent differs between the ranks
+        work = dist.all_to_all_single(
+            received,
+            sent,
+            arriving if uneven else None,
+            leaving if uneven else None,
+            group=self._levels[0].ranks,
+            async_op=True,
+        )
         assert work is not None
-        self._started.append((part, sent, received, work))
+        self._started.append((parts[-1], padded[-1], sent, received, work))
 
     def finish(self) -> None:
         """Leave the sums in all parts that were started; equal on every rank."""
-        for part, sent, received, work in self._started:
+        for part, root, _, received, work in self._started:
             work.wait()
-            _climb(sent, received, self._levels, self._contract)
-            if sent is not part:
-                part.copy_(sent[: part.numel()])
+            _climb(root, received, self._heights, self._leaves, self._levels, self._contract)
+            if root is not part:
+                part.copy_(root[: part.numel()])
         self._started.clear()
 
 
-def _climb(vector: Tensor, received: Tensor, levels: Sequence[Level], contract: Contract, level: int = 0) -> None:
-    """Sum the chunks received from the ranks of the lowest level, continue on the level above, and gather."""
-    tree = TreeSum()
-    for chunk in received.view(levels[0].size, -1).unbind():
-        tree.push(chunk)
+def _climb(
+    vector: Tensor,
+    received: Tensor,
+    heights: Sequence[int],
+    leaves: int,
+    levels: Sequence[Level],
+    contract: Contract,
+    level: int = 0,
+) -> None:
+    """Sum the chunks of subtrees of these heights, received on the lowest level; continue above; gather the roots."""
+    tree = TreeSum(leaves)
+    for chunk, height in zip(received.view(len(heights), -1).unbind(), heights, strict=True):
+        tree.push(chunk, height)
     root = tree.take()
     if len(levels) > 1:
-        above = torch.empty_like(root)
+        size, above = levels[1].size, torch.empty_like(root)
         contract.enter("all_to_all", root, level=level + 1)
         dist.all_to_all_single(above, root, group=levels[1].ranks)
-        _climb(root, above, levels[1:], contract, level + 1)
+        _climb(root, above, [0] * size, size, levels[1:], contract, level + 1)
     contract.enter("all_gather", vector, level=level)
     _all_gather(vector, root.contiguous(), group=levels[0].ranks)
 
@@ -170,7 +241,7 @@ def _climb(vector: Tensor, received: Tensor, levels: Sequence[Level], contract: 
 def tree_over_ranks(vector: Tensor, group: Group) -> Tensor:
     """`vector`, overwritten by the sum of every rank's vector of this length; equal on every rank."""
     if group.world_size > 1:
-        across = RankSum(group)
-        across.start(vector)
+        across = RankSum(group, group.world_size)
+        across.start([vector])
         across.finish()
     return vector

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,11 +30,13 @@ def produce(
     folders: tuple[Path, Path],
     kinds: Sequence[tuple[str, str]],
     frames: Sequence[Image],
+    schemes: Mapping[str, str] | None = None,
 ) -> list[ModelFile]:
     """The files to judge, after describing them in `result.files`.
 
     folders: for the shipped files and for the probes. kinds: (format, precision) of each file, fp32 before what is made
-    from it. frames: (H, W, 3) of `size`, for the calibration of int8. Raises ExportError for what cannot be converted.
+    from it. frames: (H, W, 3) of `size`, for the calibration of int8. schemes: of int8 files by name; without one,
+    speed decides. Raises ExportError for what cannot be converted.
     """
     files = []
     for name, precision in kinds:
@@ -44,7 +46,8 @@ def produce(
         if precision == "fp32":
             FORMATS[name].write(model, size, manifest, shipped, probe)
         else:
-            scheme = _lower(precision, shipped.with_name(FORMATS[name].file_name()), shipped, manifest, frames)
+            source, fixed = shipped.with_name(FORMATS[name].file_name()), (schemes or {}).get(file_name, "")
+            scheme = _lower(precision, source, shipped, manifest, frames, fixed)
             write_probe(shipped, probe)
         result.files[file_name] = {
             "format": name,
@@ -57,14 +60,15 @@ def produce(
     return files
 
 
-def _lower(precision: str, source: Path, out: Path, manifest: Manifest, frames: Sequence[Image]) -> str:
+def _lower(
+    precision: str, source: Path, out: Path, manifest: Manifest, frames: Sequence[Image], scheme: str = ""
+) -> str:
     """Writes `out` with `manifest` inside; returns the scheme of an int8 file, or ""."""
-    scheme = ""
     try:
         if precision == "fp16":
             to_fp16(source, out)
         else:
-            scheme = to_int8(source, out, frames)
+            scheme = to_int8(source, out, frames, scheme=scheme)
         lowered = onnx.load(out)
     except OSError:  # the disk's fault, not the network's
         raise

@@ -6,14 +6,14 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from segpipe.errors import ConfigError
 from segpipe.export.artifact import verify_report
-from segpipe.export.artifact.frame_statistics import frame_entries, unknown_frames
+from segpipe.export.artifact.frame_statistics import frames_of
 from segpipe.export.artifact.golden import golden_entry, golden_figures, write_golden
 from segpipe.export.artifact.manifest import describe, require_schema
 from segpipe.export.artifact.origin import Origin, origin_of
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from segpipe.export.gates.comparison import ImageComparison
     from segpipe.settings.config import Config
     from segpipe.train.checkpoint import TrainedNetwork
-
-_CALIBRATION_IMAGES = 32  # for the activation ranges of int8
 
 
 def export_checkpoint(
@@ -107,7 +105,7 @@ def export_run(
     try:
         _make_room(out_dir, partial)
         with one_thread():
-            frames, kept = _frames(images, train_images, inputs.checks[0].image.shape)
+            frames, kept = frames_of(images, train_images, inputs.checks[0].image.shape)
             model, manifest = _described(trained, inputs, origin or Origin(), {**frames, **extra_manifest})
             result = ExportReport(out_dir, manifest)
             comparisons = _produce_and_judge(trained, model, result, partial, formats, kept, inputs)
@@ -177,23 +175,6 @@ def _make_room(out_dir: Path, partial: Path) -> None:
 def _size(checks: Sequence[Check]) -> Size:
     height, width, _ = checks[0].image.shape
     return height, width
-
-
-def _frames(
-    images: Sequence[Image], train_images: Iterable[Image] | None, shape: tuple[int, ...]
-) -> tuple[dict[str, Any], list[Image]]:
-    """Manifest entries about frames, and the frames of this shape for the calibration of int8."""
-    if train_images is None:
-        return frame_entries(images, "check") if images else unknown_frames(), list(images)
-    kept: list[Image] = []
-
-    def watched() -> Iterator[Image]:
-        for image in train_images:
-            if image.shape == shape and len(kept) < _CALIBRATION_IMAGES:
-                kept.append(image)
-            yield image
-
-    return frame_entries(watched(), "train"), kept or list(images)
 
 
 def _produce_and_judge(

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from segpipe.errors import ConfigError
-from segpipe.export.artifact.frame_statistics import frame_entries, frame_problems, unknown_frames
-from segpipe.export.artifact.golden import golden_problems
+from segpipe.export.artifact.conversion import conversion_problems, harmful, other_versions
+from segpipe.export.artifact.frame_statistics import frame_entries, frame_problems, frames_of, unknown_frames
+from segpipe.export.artifact.golden import golden_frame_problems, golden_problems
 from segpipe.export.artifact.manifest import checkpoint_differences, describe, in_file, parse_manifest, schema_problems
 from segpipe.export.artifact.origin import Origin
 from segpipe.export.artifact.outcome import NOT_VERIFIED, ExportReport, integrity_refusal, refusal
@@ -19,10 +20,12 @@ from segpipe.export.artifact.sidecars import sidecar_problems
 from segpipe.export.gates.check_set import check_set
 from segpipe.export.gates.judge import GateInputs, judge, load_as_robot
 from segpipe.export.gates.limits import gate_integrity
+from segpipe.export.gates.temperature import calibration_entry, calibration_problems
 from segpipe.export.graph.formats import FORMATS, ModelFile
 from segpipe.export.graph.network import DeployModel, deploy_model, one_thread
 from segpipe.export.graph.onnx_format import write_probe
-from segpipe.export.graph.profiles import PROFILES, Image, Manifest, Size, dynamic_of
+from segpipe.export.graph.profiles import CONFIDENCE, PROFILES, Image, Manifest, Size, dynamic_of
+from segpipe.export.produce import produce
 from segpipe.files import sha256
 from segpipe.runtime.artifact import MANIFEST, exported_lengths, resolved
 
@@ -91,18 +94,18 @@ def verify_folder(
     with one_thread(), tempfile.TemporaryDirectory() as scratch:
         model = deploy_model(trained, profile=profile, temperature=manifest["calibration"]["temperature"])
         described = describe(trained, model, size, origin or Origin(), {})
-        differences = checkpoint_differences(manifest, described)
-        if differences:
-            found = f"{MANIFEST} and the checkpoint differ in {', '.join(differences)}"
-            raise integrity_refusal(NOT_VERIFIED, [found], str(folder))
-        files = _model_files(result, model, size, Path(scratch))
+        _refuse_claims(result, trained, described, labelled if CONFIDENCE in profile.outputs else None)
+        entries, frames = frames_of(images, train_images, (*size, 3))
+        again = _convert_again(result, model, size, frames, Path(scratch))
+        files = _model_files(result, again, Path(scratch))
         if result.passed:
             judge(result, model, trained.preprocess, files, GateInputs(checks, labelled, settings))
         if result.passed:
             problems = [
                 *sidecar_problems(manifest, folder),
                 *golden_problems(model, folder, manifest["golden"], result.sigma),
-                *_claim_problems(manifest, described, train_images, dict(zip(names, images, strict=True))),
+                *golden_frame_problems(folder, manifest, checks),
+                *_claim_problems(manifest, described, entries, dict(zip(names, images, strict=True))),
             ]
             result.gates["the folder"] = [gate_integrity(problems)]
     if result.passed:
@@ -112,8 +115,21 @@ def verify_folder(
     return result
 
 
+def _refuse_claims(
+    result: ExportReport, trained: TrainedNetwork, described: Manifest, labelled: Labelled | None
+) -> None:
+    """Raises IntegrityError when the manifest is about another network, or its temperature is not the fitted one."""
+    manifest = result.manifest
+    differences = checkpoint_differences(manifest, described)
+    found = [f"{MANIFEST} and the checkpoint differ in {', '.join(differences)}"] if differences else []
+    if not found:
+        found, result.answers_only = calibration_problems(manifest["calibration"], calibration_entry(trained, labelled))
+    if found:
+        raise integrity_refusal(NOT_VERIFIED, found, str(result.folder))
+
+
 def _claim_problems(
-    manifest: Manifest, described: Manifest, train_images: Iterable[Image] | None, checks: Mapping[str, Image]
+    manifest: Manifest, described: Manifest, entries: Mapping[str, Any], checks: Mapping[str, Image]
 ) -> list[str]:
     """False claims of the manifest about the run's last validation and about frames, where the data is at hand."""
     found = []
@@ -123,35 +139,52 @@ def _claim_problems(
     seen = [name for name in manifest["check_images"] if name in checks]
     if source == "none":
         return found + frame_problems(manifest, unknown_frames())
-    if source == "train" and train_images is not None:
-        return found + frame_problems(manifest, frame_entries(train_images, source))
+    if source == "train" and entries["frame_statistics"]["source"] == source:
+        return found + frame_problems(manifest, entries)
     if source == "check" and len(seen) == manifest["real_images"]:
         return found + frame_problems(manifest, frame_entries([checks[name] for name in seen], source))
     return found
 
 
-def _model_files(result: ExportReport, model: DeployModel, size: Size, scratch: Path) -> list[ModelFile]:
-    """The files with a probe each, after filling G1 of those for which none can be made.
+def _convert_again(
+    result: ExportReport, model: DeployModel, size: Size, frames: Sequence[Image], scratch: Path
+) -> dict[str, ModelFile]:
+    """By name, what the checkpoint converts to now; without int8 where no frame is at hand for its calibration."""
+    entries = result.manifest["files"]
+    kinds = [(entry["format"], entry["precision"]) for entry in entries.values()]
+    kinds = sorted((kind for kind in kinds if frames or kind[1] != "int8"), key=lambda kind: kind[1] != "fp32")
+    folders = scratch / "again", scratch / "probes"
+    for folder in folders:
+        folder.mkdir()
+    schemes = {name: entry["scheme"] for name, entry in entries.items() if "scheme" in entry}
+    made = produce(ExportReport(scratch, result.manifest), model, size, folders, kinds, frames, schemes)
+    return {file.path.name: file for file in made}
 
-    The probe of an ONNX file is its own graph. TorchScript and pt2 do not expose their inside: their probe is converted
-    anew, and the shipped file is compared by its stored tensors and its masks.
+
+def _model_files(result: ExportReport, again: Mapping[str, ModelFile], scratch: Path) -> list[ModelFile]:
+    """The files with a probe each, after filling G1 of those that are not what the checkpoint converts to.
+
+    Nothing is loaded before that comparison. The probe of an ONNX file is its own graph. TorchScript and pt2 do not
+    expose their inside: their probe is that of today's conversion.
     """
-    files = []
+    files, versions = [], other_versions(result.manifest)
+    if versions:
+        result.answers_only = f"compared by answers only, since it was exported with {', '.join(versions)}"
     for name, entry in result.manifest["files"].items():
-        path, probe, kind = result.folder / name, scratch / name, FORMATS[entry["format"]]
-        manifest = in_file(result.manifest, entry["precision"])
-        found = _file_problems(path, entry, kind.file_name(entry["precision"]))
-        if not found:
-            try:
-                if entry["format"] == "onnx":
-                    write_probe(path, probe)
-                else:
-                    kind.write(model, size, manifest, scratch / f"again.{name}", probe)
-            except Exception as error:  # an unreadable file is refused
-                found = [f"{type(error).__name__}: {error}"]
+        path, kind = result.folder / name, entry["format"]
+        found = _file_problems(path, entry, FORMATS[kind].file_name(entry["precision"]))
+        if not found and name not in again:
+            result.answers_only = f"{name} was compared by answers only: no frames of its calibration are here"
+        elif not found and versions:
+            found = harmful(path, again[name].path, kind)
+        elif not found:
+            found = conversion_problems(path, again[name].path, kind, entry["precision"])
+        probe = scratch / name if kind == "onnx" or name not in again else again[name].probe
+        if not found and kind == "onnx":
+            write_probe(path, probe)
         if found:
             result.gates[name] = [gate_integrity(found)]
-        files.append(ModelFile(entry["format"], entry["precision"], path, probe, manifest))
+        files.append(ModelFile(kind, entry["precision"], path, probe, in_file(result.manifest, entry["precision"])))
     return files
 
 

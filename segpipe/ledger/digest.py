@@ -74,11 +74,16 @@ def digest(tensor: Tensor, *, offset: int = 0) -> Tensor:
     flat = tensor.detach().contiguous().reshape(-1)
     bits, device = flat.view(_BITS[flat.element_size()]), tensor.device
     total = torch.zeros((), dtype=torch.int64, device=device)
-    chunk = BLOCK if device.type == "cpu" else DEVICE_CHUNK
+    chunk = _chunk(device)
     for start in range(0, bits.numel(), chunk):
         part = bits[start : start + chunk]
         total += _mix64_(part ^ _mixed_indices(offset + start, part.numel(), device)).sum()
     return total
+
+
+def _chunk(device: torch.device) -> int:
+    """Words to mix at a time."""
+    return BLOCK if device.type == "cpu" else DEVICE_CHUNK
 
 
 def _mixed_indices(start: int, num: int, device: torch.device) -> Tensor:
@@ -98,7 +103,7 @@ def _words(tensor: Tensor, rows: int, *, channels_last: bool = False) -> Tensor:
         tensor = tensor.permute(0, 2, 3, 1)
     octets = tensor.contiguous().reshape(-1).view(torch.uint8)
     num = octets.numel() // rows
-    if num % 8 or octets.storage_offset() % 8 or num == 0:
+    if num % 8 or octets.storage_offset() % 8:
         padded = octets.new_zeros((rows, num + -num % 8))
         padded[:, :num] = octets.view(rows, num)
         octets = padded.view(-1)
@@ -120,21 +125,21 @@ def digest_groups(groups: Sequence[Sequence[Tensor]], *, channels_last: bool = F
     devices = {tensor.device for group in groups for tensor in group} - {torch.device("cpu")}
     if not devices and native.kernels() is not None:
         return _compiled(groups, channels_last=channels_last)
-    device, chunk = (devices.pop(), DEVICE_CHUNK) if devices else (torch.device("cpu"), BLOCK)
+    device = devices.pop() if devices else torch.device("cpu")
     assert not devices, "tensors of one device"
     found = []
     for group in groups:
         parts = [_words(tensor, 1, channels_last=channels_last).to(device, non_blocking=True) for tensor in group]
         parts = parts or [torch.zeros((1, 0), dtype=torch.int64, device=device)]
-        found.append(_digest_rows(torch.cat(parts, dim=1), chunk))
+        found.append(_digest_rows(torch.cat(parts, dim=1), _chunk(device)))
     return torch.cat(found)
 
 
 def digest_each(batch: Tensor) -> Tensor:
     """`digest_many` of every tensor along the first axis, int64 (b,)."""
-    if batch.device.type == "cpu":
-        return digest_groups([[row] for row in batch])
-    return _digest_rows(_words(batch, len(batch)), DEVICE_CHUNK)
+    if batch.device.type == "cpu" and native.kernels() is not None:
+        return _compiled([[row] for row in batch], channels_last=False)
+    return _digest_rows(_words(batch, len(batch)), _chunk(batch.device))
 
 
 def _compiled(groups: Sequence[Sequence[Tensor]], *, channels_last: bool) -> Tensor:

@@ -9,12 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe.determinism import flags
+from segpipe.ledger.results import compare_results
 from segpipe.ledger.rows import PART, SHARD, STEP, Rows, differing, mapping_differences, part_fields, row_keys, slots
 
 if TYPE_CHECKING:
     from segpipe.ledger.reader import RankDivergence, RunLedger
 
-EXIT_CODES = {"identical": 0, "identical_up_to": 2, "diverged": 5, "incomparable": 2}
+EXIT_CODES = {"identical": 0, "identical_up_to": 2, "diverged": 5, "not_comparable": 2}
+RESULT = "result"  # stage of runs whose updates are equal, and whose validations or final digests are not
 
 
 class Field(NamedTuple):
@@ -62,10 +64,10 @@ IN_RUNS = ("in A", "in B")
 class Comparison:
     """The verdict on two runs; None where something is unknown or does not apply."""
 
-    verdict: str  # identical | identical_up_to (one run has further steps) | diverged | incomparable
+    verdict: str  # identical | identical_up_to (one run has further steps) | diverged | not_comparable
     sentence: str
     step: int | None = None  # the first that differs; -1 stands for the state before step 0
-    stage: str | None = None  # one of STAGES
+    stage: str | None = None  # one of STAGES, or RESULT
     shard: int | None = None
     shards: list[int] = field(default_factory=list)  # all that differ at this stage
     sample: int | None = None  # its index in A
@@ -75,6 +77,7 @@ class Comparison:
     steps: int = 0  # that both runs have
     fingerprint: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # entries that differ
     recipe: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # settings that differ
+    inputs: str = ""  # data files and sources that differ
     processes: tuple[int, int] | None = None
     notes: tuple[str, ...] = ()
     advice: str = ""
@@ -83,7 +86,7 @@ class Comparison:
 
     @property
     def exit_code(self) -> int:
-        """0 identical, 5 diverged, 2 incomparable, also in the steps that one of the two lacks."""
+        """0 identical, 5 diverged, 2 not comparable, also in the steps that one of the two lacks."""
         return EXIT_CODES[self.verdict]
 
     @property
@@ -96,36 +99,48 @@ class Comparison:
         return dict(vars(self))
 
 
-def incomparable(reason: str, **facts: Any) -> Comparison:
+def not_comparable(reason: str, **facts: Any) -> Comparison:
     """The verdict on ledgers that cannot be compared."""
-    return Comparison("incomparable", f"not comparable: {reason}", **facts)
+    return Comparison("not_comparable", f"not comparable: {reason}", **facts)
 
 
 def compare(a: RunLedger, b: RunLedger) -> Comparison:
-    """Where run `b` first differs from run `a`, by their ledgers alone."""
+    """Where run `b` first differs from run `a`, by their ledgers; where these are equal, by their results.
+
+    Raises CheckpointError when a file with results cannot be read.
+    """
     pairs = {kind: _common(a.rows[kind], b.rows[kind]) for kind in (SHARD, STEP, PART)}
-    steps = np.unique(np.concatenate([pairs[kind][0]["step"] for kind in (SHARD, STEP)]))
+    steps = pairs[STEP][0]["step"]  # whose last row both have: a crash may leave shards of a step without it
+    ends = compare_results(a.folder, b.folder)
     facts: dict[str, Any] = {
+        "inputs": ends.inputs,
         "steps": int((steps >= 0).sum()),
         "fingerprint": flags.differences(a.first.fingerprint, b.first.fingerprint),
         "recipe": mapping_differences(a.first.recipe, b.first.recipe),
         "processes": (a.first.world_size, b.first.world_size),
-        "notes": (*_limits(a, b), *(f"{name}: {note}" for name, run in _named(a, b) for note in run.notes)),
+        "notes": (
+            *_limits(a, b),
+            *ends.missing,
+            *(f"{name}: {note}" for name, run in _named(a, b) for note in run.notes),
+        ),
     }
     if reason := _obstacle(a, b):
-        return incomparable(reason, **facts)
+        return not_comparable(reason, **facts)
     first = min((step for kind, pair in pairs.items() for step in _first_step(kind, pair)), default=None)
     found = [_explain(first, pairs, a, b, facts)] if first is not None else []
     found += [_explain_ranks(name, run, run.divergence, facts) for name, run in _named(a, b) if run.divergence]
     if found:  # of two at the same place, ranks that diverged within a run are the cause
         return min(reversed(found), key=lambda each: (each.step, STAGES.index(str(each.stage))))
     if not facts["steps"]:
-        return incomparable(f"no step is in both ledgers: A has {_span(a)}, B has {_span(b)}.", **facts)
+        return not_comparable(f"no step is in both ledgers: A has {_span(a)}, B has {_span(b)}.", **facts)
     last = _StepPair(int(steps[-1]), pairs)
     fields = [_cell(entry, last.shards(entry)) for entry in FIELDS]
     limits = "; ".join(_limits(a, b))
     sentence = f"identical in all {facts['steps']} common steps"
     sentence += f", but not everything could be compared: {limits}" if limits else ""
+    if ends.results:
+        sentence += f", but {ends.results[0]}"
+        return Comparison("diverged", sentence, step=last.step, stage=RESULT, fields=fields, **facts)
     verdict = "identical" if _span(a) == _span(b) else "identical_up_to"
     return Comparison(verdict, sentence, fields=fields, **facts)
 
@@ -170,7 +185,7 @@ def _first_step(kind: int, pair: tuple[Rows, Rows]) -> list[int]:
 
 
 def _span(run: RunLedger) -> str:
-    steps = np.concatenate([run.rows[kind]["step"] for kind in (SHARD, STEP)])
+    steps = run.rows[STEP]["step"]
     steps = steps[steps >= 0]
     return f"steps {steps.min()} to {steps.max()}" if len(steps) else "no step"
 
@@ -179,6 +194,7 @@ class _StepPair:
     """What two runs, or two ranks of one, both recorded of one step."""
 
     def __init__(self, step: int, pairs: RowPairs) -> None:
+        self.step = step
         self.whole: Values = {}  # from shard and step rows
         self.parts: Values = {}  # from part rows
         for kind, pair in pairs.items():
@@ -340,6 +356,8 @@ def _advice(entry: Field, layer: str | None, facts: dict[str, Any]) -> str:
     advice = []
     if facts["recipe"]:
         advice.append("The settings differ, which alone can explain it: repeat with equal ones.")
+    if facts["inputs"]:
+        advice.append("The runs read other files: repeat with equal ones.")
     if facts["fingerprint"]:
         advice.append("The environments differ: equal bits are promised within one environment only.")
     if layer is not None and entry.stage == "forward":

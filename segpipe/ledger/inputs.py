@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import segpipe
-from segpipe.data.pairs import scan
+from segpipe.data.mix import DataPart, all_parts
+from segpipe.data.pairs import pairing, scan
 from segpipe.errors import CheckpointError, DataError
 from segpipe.files import sha256, write_atomically
 from segpipe.ledger.rows import INPUTS
@@ -77,14 +78,25 @@ def read(path: Path) -> dict[str, Any]:
 def data_hashes(data: DataConfig, splits: Iterable[str]) -> Hashes:
     """SHA-256 of the class table and the files of splits, by path below `data.root`; empty for synthetic data.
 
-    Raises DataError when images and masks are not paired.
+    Of a mixture, by data.mix[n] and the path below the root of that entry. Raises DataError when images and masks are
+    not paired.
     """
+    paths: dict[str, Path] = {}
+    for part in all_parts(data, splits):
+        paths |= {f"{part.key}{'/' * bool(part.key)}{name}": path for name, path in _paths(part).items()}
+    return _hashed(paths)
+
+
+def _paths(part: DataPart) -> dict[str, Path]:
+    """The files of one data set by their path below its root."""
+    data = part.data
     if data.name == "synthetic":
         return {}
-    paths = {path for split in splits for path in _files(data, split)}
+    paths = set(_files(data, part.split))
     if data.name == "folder":
         paths.add(data.classes or str(Path(data.root) / "classes.yaml"))
-    return _hashed({Path(os.path.relpath(path, data.root)).as_posix(): Path(path) for path in paths})
+        paths |= {str(table)} if (table := pairing(data, part.split)) else set()
+    return {Path(os.path.relpath(path, data.root)).as_posix(): Path(path) for path in paths}
 
 
 def _files(data: DataConfig, split: str) -> Iterable[str]:

@@ -25,13 +25,20 @@ def class_weights(pixels: Tensor, name: str) -> Tensor:
     """Weight of each class from its pixel count, scaled so that the mean over the training pixels is 1.
 
     "log": 1 / log(1.02 + frequency), which lifts rare classes by at most a factor of 50. A class without a pixel gets
-    the weight of frequency 0.
+    the weight of frequency 0. Source: ENet, arXiv:1606.02147, equation 1.
 
-    Shapes: int64 (C,) -> float32 (C,). Source: ENet, arXiv:1606.02147, equation 1.
+    "sqrt": 1 / sqrt(frequency), without a bound: a class of 0.01 % of the pixels weighs 100 times as much as one of
+    all. A class without a pixel gets the weight of a single pixel.
+
+    Shapes: int64 (C,) -> float32 (C,).
     """
-    assert name == "log"
-    frequency = pixels.double() / pixels.sum().clamp_min(1)
-    weights = 1.0 / torch.log(1.02 + frequency)
+    total = pixels.sum().clamp_min(1)
+    frequency = pixels.double() / total
+    if name == "log":
+        weights = 1.0 / torch.log(1.02 + frequency)
+    else:
+        assert name == "sqrt"
+        weights = 1.0 / (pixels.clamp_min(1).double() / total).sqrt()
     return (weights / (weights * frequency).sum().clamp_min(1e-12)).float()
 
 

@@ -90,8 +90,9 @@ def _world_size(config: Config) -> int:
 def prepare(config: Config, world_size: int) -> None:
     """Check everything that can be checked before the first process starts, then claim the run's folder."""
     from segpipe.data.augment import Augmenter
+    from segpipe.data.frequency import check_given_weights
     from segpipe.data.problems import verify
-    from segpipe.data.samples import open_samples
+    from segpipe.data.samples import check_labelled, open_samples
     from segpipe.purity import checker as purity
 
     check(config, world_size=world_size)
@@ -101,6 +102,9 @@ def prepare(config: Config, world_size: int) -> None:
     open_samples(config.data, config.data.split, config.seed)
     samples = open_samples(config.data, "train", config.seed)
     _check_crop(config, samples)
+    check_labelled(samples)
+    if isinstance(config.loss.class_weights, list):
+        check_given_weights(config.loss.class_weights, samples.classes.names)
     _check_network(config, samples)
     if config.compute.mode != "off" and (skipped := purity.quick(Augmenter(config.augment), samples)):
         Console(stderr=True).print(skipped, markup=False, highlight=False, soft_wrap=True)

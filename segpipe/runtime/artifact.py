@@ -20,6 +20,8 @@ MANIFEST = "manifest.json"
 MANIFEST_KEY = "segpipe"  # key in an ONNX file's metadata_props that holds a copy of the manifest
 EXPORT_AGAIN = "Copy the whole folder again, or export again."
 Shape = tuple[int, ...]
+# By precision, whatever a manifest says: how few pixels of a golden frame may agree, how far a confidence may be off.
+_CEILINGS = {"fp32": (0.999, 1), "fp16": (0.98, 4), "int8": (0.85, 128)}
 
 
 class ArtifactError(Exception):
@@ -222,7 +224,7 @@ def _golden(
             arrays[part] = np.load(io.BytesIO(content), allow_pickle=False)
         except (ValueError, EOFError) as error:
             raise ArtifactError(f"{folder}/golden/{part}.npy is not a numpy array ({error}). {EXPORT_AGAIN}") from None
-    limits = manifest["golden"]
+    limits, (least, most) = manifest["golden"], _CEILINGS[model["precision"]]
     # The answers are those of the trained fp32 network. A model of reduced precision differed from them by this much
     # where it was exported; the tolerance between two machines comes on top.
     golden = Golden(
@@ -230,6 +232,13 @@ def _golden(
         image_agreement=limits["image_agreement"] - 1 + model.get("golden_agreement", 1),
         confidence_levels=limits["confidence_levels"] + model.get("golden_confidence_levels", 0),
     )
+    # Written so that NaN fails.
+    if not (least <= golden.image_agreement <= 1 and 0 <= golden.confidence_levels <= most):
+        raise ArtifactError(
+            f"{folder / MANIFEST} lets golden answers differ by {golden.confidence_levels} levels and agree on only "
+            f"{golden.image_agreement:.1%} of the pixels; {model['precision']} allows {most} and {least:.1%}. "
+            f"{EXPORT_AGAIN}"
+        )
     found = {part: array.shape[1:] for part, array in arrays.items()}
     names = [entry["name"] for entry in (*manifest["io"]["inputs"], *manifest["io"]["outputs"])]
     needed = dict(zip(names, (shapes.exported, *shapes.answers(shapes.exported)), strict=True))

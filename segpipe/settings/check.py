@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from segpipe.errors import ConfigError
 from segpipe.settings.config import SETTINGS
+from segpipe.settings.setting import nearest
 
 if TYPE_CHECKING:
     from segpipe.settings.config import Config
-    from segpipe.settings.groups import ExportConfig
+    from segpipe.settings.groups import DataConfig, ExportConfig
+
+MIX_KEYS = ("root", "name", "weight", "map", "classes", "split")
 
 
 def check(config: Config, *, world_size: int) -> None:
@@ -44,8 +48,45 @@ def _check_names(config: Config) -> None:
     for part in (config.run.name, *Path(config.run.name).parts):
         if not part or part in (".", "..") or part.startswith("/") or not part.isprintable():
             raise ConfigError(f"run.name = {config.run.name!r} must name a folder below run.root = {config.run.root}.")
-    if config.data.name in ("camvid", "folder") and not config.data.root:
+    for problem in mix_problems(config.data):
+        raise ConfigError(problem)
+    if config.data.name in ("camvid", "folder") and not config.data.root and not config.data.mix:
         raise ConfigError(f"data.root is empty, but data={config.data.name} reads files. Set data.root=FOLDER.")
+    for key, value in (("images", config.data.images), ("masks", config.data.masks)):
+        if value and config.data.name != "folder":
+            raise ConfigError(f"data.{key} = {value}, but only data=folder reads it. Remove it, or set data=folder.")
+
+
+def mix_problems(data: DataConfig) -> list[str]:
+    """What is wrong with the entries of data.mix, one sentence each, as far as no file is needed to tell."""
+    found = []
+    for number, entry in enumerate(data.mix):
+        key = f"data.mix[{number}]"
+        for name, value in entry.items():
+            if name not in MIX_KEYS:
+                found.append(f"{key}.{name} is not one of {', '.join(MIX_KEYS)}.{nearest(name, MIX_KEYS)}")
+            elif name == "weight" and not (type(value) in (int, float) and 0 < value <= 1e9):
+                found.append(f"{key}.weight = {value!r}, but a number above 0 was needed: the share of the samples.")
+            elif name == "map" and not (isinstance(value, dict) and all(map(_is_text, (*value, *value.values())))):
+                found.append(f"{key}.map = {value!r}, but {{class of this set: class of the shared table}} was needed.")
+            elif name not in ("weight", "map") and not (_is_text(value) and value):
+                found.append(f"{key}.{name} = {value!r}, but text was needed.")
+        kind = replace(SETTINGS["data.name"], key=f"{key}.name")
+        found += [problem] if (problem := kind.problem(entry.get("name", data.name))) else []
+        if not entry.get("root") and (
+            entry.get("name") not in (None, "synthetic") or not ("name" in entry or data.root)
+        ):
+            found.append(f"{key} has no root. Set root to the folder of this data set, such as {{root: FOLDER}}.")
+    if 0 < sum("weight" in entry for entry in data.mix) < len(data.mix):
+        found.append(
+            "data.mix gives some sets a weight and others none. Give all a weight, or none: then each set counts by "
+            "its number of images."
+        )
+    return found
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def _check_start(config: Config) -> None:
@@ -66,13 +107,16 @@ def _check_processes(config: Config, world_size: int) -> None:
     compute = config.compute
     if compute.nproc != "auto" and not (compute.nproc.isdecimal() and int(compute.nproc) > 0):
         raise ConfigError(f"compute.nproc = {compute.nproc!r}, but auto or at least 1 was needed.")
-    if compute.shards & (compute.shards - 1):
-        raise ConfigError(f"compute.shards = {compute.shards}, but a power of two was needed: the reduction is a tree.")
-    if compute.shards % world_size:
-        enough = "" if world_size & (world_size - 1) else f", or set compute.shards={world_size}"
+    if compute.shards < world_size:
         raise ConfigError(
-            f"compute.shards = {compute.shards} cannot be divided among {world_size} processes. Use a number of "
-            f"processes that divides it, a power of two{enough}."
+            f"compute.shards = {compute.shards}, but there are {world_size} processes and each needs a shard. Start at "
+            f"most {compute.shards} processes, or set compute.shards={world_size} (another global batch)."
+        )
+    if compute.mode in ("off", "ddp") and compute.shards % world_size:
+        raise ConfigError(
+            f"compute.shards = {compute.shards} cannot be divided among {world_size} processes, and compute.mode = "
+            f"{compute.mode} gives all of them equal batches. Use compute.mode=elastic, which takes any number of "
+            f"processes up to {compute.shards}, or a number that divides it."
         )
     if config.model.norm == "sync" and compute.mode in ("elastic", "audit"):
         raise ConfigError(

@@ -107,9 +107,11 @@ def convert(key: str, value: Any, default: Any) -> Any:
         return dict(value)
     if isinstance(default, list):
         if not isinstance(value, list | tuple) or (default and not value):
-            raise ConfigError(f"{key} = {value!r}, but a list such as {default or ['name']} was needed.")
-        kind = default[0] if default else ""  # lists that are empty by default hold names
+            raise ConfigError(f"{key} = {value!r}, but a list such as {default or [_item(key) or 'name']} was needed.")
+        kind = default[0] if default else _item(key)
         return [convert(f"{key}[{place}]", item, kind) for place, item in enumerate(value)]
+    if isinstance(value, list | tuple) and value and key in SETTINGS and SETTINGS[key].numbers:
+        return [convert(f"{key}[{place}]", item, 1.0) for place, item in enumerate(value)]
     if isinstance(default, bool) or isinstance(value, bool):
         fits = isinstance(default, bool) and isinstance(value, bool)
     elif isinstance(default, float):
@@ -123,6 +125,11 @@ def convert(key: str, value: Any, default: Any) -> Any:
     return type(default)(value)
 
 
+def _item(key: str) -> Any:
+    """An example of an item of a list that is empty by default: a mapping, or else a name."""
+    return {} if key in SETTINGS and SETTINGS[key].mappings else ""
+
+
 def to_mapping(config: Config) -> dict[str, Any]:
     """Nested plain dictionaries, as stored in checkpoints and in config.json."""
     return asdict(config)
@@ -131,6 +138,9 @@ def to_mapping(config: Config) -> dict[str, Any]:
 def recipe(config: Config) -> dict[str, Any]:
     """Settings that decide what is trained, by dotted name: all except FREE_KEYS."""
     found = {key: attrgetter(key)(config) for key in SETTINGS if key not in FREE_KEYS}
+    found["data.mix"] = [  # of a data set as of data.root, the place is free
+        {key: value for key, value in entry.items() if key not in ("root", "classes")} for entry in config.data.mix
+    ]
     if config.compute.mode == "audit":
         found["compute.mode"] = "elastic"  # the same numbers; audit only records more
     return found

@@ -45,8 +45,22 @@ class ModelConfig:
 class DataConfig:
     name: str = setting("synthetic", "data set", choices=DATA_NAMES)
     root: str = setting("", "folder of the data set; not used by synthetic", free=True)
+    mix: list[Any] = setting(
+        [],
+        "data sets to train on together, as {root: FOLDER, name: KIND, weight: SHARE, map: {CLASS: SHARED CLASS}}, see "
+        "docs/sampling.md",
+        mappings=True,
+    )
+    balance: float = setting(
+        0.0,
+        "images with a class that fewer than this fraction of the images hold come more often; 0: each once per epoch",
+        low=0,
+        high=1,
+    )
     split: str = setting("val", "split that validation reads")
     classes: str = setting("", "YAML class table of data=folder; empty: <data.root>/classes.yaml", free=True)
+    images: str = setting("", "folder: images below data.root, as FOLDER/SPLIT or FOLDER/SPLIT/*ENDING; empty: found")
+    masks: str = setting("", "folder: masks below data.root, in the same form; empty: found")
     size: list[int] = setting([192, 384], "synthetic: [height, width] in pixels", length=2, low=32)
     num_train: int = setting(2000, "synthetic: number of distinct training scenes", low=1)
     num_val: int = setting(64, "synthetic: number of validation scenes", low=1)
@@ -76,6 +90,12 @@ class AugmentConfig:
     scale: list[float] = setting(
         [0.75, 1.5], "[smallest, largest] factor of the random resize, log-uniform", length=2, low=0.1, high=10
     )
+    rare_crop: float = setting(
+        0.0,
+        "probability of a crop around a pixel of a class that is rare in its image, see docs/sampling.md",
+        low=0,
+        high=1,
+    )
     flip: float = setting(0.5, "probability of a horizontal flip", low=0, high=1)
     brightness: float = setting(0.2, "largest relative change of brightness", low=0, high=1)
     contrast: float = setting(0.2, "largest relative change of contrast", low=0, high=1)
@@ -94,8 +114,14 @@ class AugmentConfig:
 @dataclass
 class LossConfig:
     name: str = setting("cross_entropy", "loss of the class heads", choices=("cross_entropy", "ohem"))
-    class_weights: str = setting(
-        "none", "log: 1 / log(1.02 + frequency), with mean 1 over the training pixels", choices=("none", "log")
+    class_weights: Any = setting(
+        "none",
+        "weight of each class, with mean 1 over the training pixels: log: 1 / log(1.02 + frequency), sqrt: "
+        "1 / sqrt(frequency); a list: these weights as they are, in the order of the classes",
+        choices=("none", "log", "sqrt"),
+        numbers=True,
+        low=0,
+        high=1e6,
     )
     aux_weight: float = setting(0.4, "weight of each auxiliary class head", low=0, high=1e6)
     stride: int = setting(1, "the main head's loss reads every n-th row and column of the target", low=1, high=8)
@@ -154,7 +180,7 @@ class ComputeConfig:
     nproc: str = setting("auto", "processes on this machine; auto: the number of GPUs, or 1", free=True)
     device: str = setting("auto", "device to train on", choices=("auto", "cpu", "cuda"))
     shards: int = setting(
-        4, "logical shards, a power of two; the global batch is shards * samples_per_shard", low=1, high=65536
+        4, "logical shards, at least one per process; the global batch is shards * samples_per_shard", low=1, high=65536
     )
     # At least 2: the networks pool whole images, which leaves BatchNorm one value per image.
     samples_per_shard: int = setting(4, "samples per logical shard", low=2)

@@ -23,26 +23,31 @@ class Setting:
     length: int = 0  # items that a list must have; 0 means any number
     free: bool = False  # cannot reach the numbers: may change when a run is resumed
     required: bool = False  # has no default; `default` is then an example
+    numbers: bool = False  # instead of a name, a list of numbers in the range may be given
+    mappings: bool = False  # a list of mappings, empty by default
 
     @property
     def valid(self) -> str:
         """Description of the valid values; empty if every value of the type is valid."""
         if self.choices:
-            return f"{'any' if isinstance(self.default, list) else 'one'} of {', '.join(self.choices)}"
+            names = f"{'any' if isinstance(self.default, list) else 'one'} of {', '.join(self.choices)}"
+            return f"{names}, or a list of numbers of at least {self.low}" if self.numbers else names
         if math.isinf(self.low):
             return ""
         return f"at least {self.low}" if math.isinf(self.high) else f"{self.low} to {self.high}"
 
     def problem(self, value: Any) -> str:
         """What is wrong with `value`, which has the right type; empty when it is valid."""
-        if isinstance(value, dict):
+        if self.mappings:
+            items = []
+        elif isinstance(value, dict):
             items = list(value.values()) if math.isfinite(self.low) else []
         else:
             items = value if isinstance(value, list) else [value]
         if self.length and len(items) != self.length:
             return f"{self.key} = {value}, but {self.length} values were needed, such as {self.default}."
         for item in items:
-            if self.choices and item not in self.choices:
+            if self.choices and item not in self.choices and not (self.numbers and isinstance(value, list)):
                 return f"{self.key} = {item!r} is not one of {', '.join(self.choices)}.{nearest(item, self.choices)}"
             if not isinstance(item, str) and not self.low <= item <= self.high:
                 needed = f"values of {self.valid} were" if self.length else f"a value of {self.valid} was"

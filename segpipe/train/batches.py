@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from segpipe.data import frequency
 from segpipe.data.augment import Augmenter
+from segpipe.data.frequency import PixelCounts
 from segpipe.data.loader import train_batches
 from segpipe.data.order import Order
-from segpipe.data.samples import CachedSamples, class_pixels
+from segpipe.data.samples import CachedSamples, countable, image_pixels, set_weights, unwrapped
+from segpipe.errors import DataError
 from segpipe.losses.pixelwise import class_weights
 from segpipe.purity.canary import Canary
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
+    from pathlib import Path
 
     from segpipe.data.loader import ShardBatch
     from segpipe.data.samples import Samples
@@ -22,13 +28,19 @@ if TYPE_CHECKING:
     from segpipe.settings.config import Config
 
 
-def shard_stream(config: Config, group: Group, samples: Samples, steps: range) -> Generator[ShardBatch, None, None]:
+SAY_EVERY_S = 10.0  # while masks are counted
+
+
+def shard_stream(
+    config: Config, group: Group, samples: Samples, steps: range, counts: PixelCounts | None
+) -> Generator[ShardBatch, None, None]:
     """This rank's shard batches of `steps`; workers start when the first is asked for."""
     compute, data = config.compute, config.data
+    positions = frequency.draws(data.balance, set_weights(samples), counts, config.seed)
     return train_batches(
         CachedSamples(samples, data.cache_mib) if data.cache_mib else samples,
         Augmenter(config.augment),
-        Order(config.seed, len(samples), compute.shards, compute.samples_per_shard),
+        Order(config.seed, len(samples), compute.shards, compute.samples_per_shard, positions),
         seed=config.seed,
         shards=group.own_shards(compute.shards),
         steps=steps,
@@ -41,8 +53,52 @@ def shard_stream(config: Config, group: Group, samples: Samples, steps: range) -
     )
 
 
-def loss_weights(config: Config, samples: Samples) -> torch.Tensor | None:
-    """Weight of every class in the loss, (C,), from its share of the pixels in `samples`; None without weights."""
-    if config.loss.class_weights == "none":
+def counted(
+    config: Config,
+    group: Group,
+    samples: Samples,
+    *,
+    kept: Path | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> PixelCounts | None:
+    """Pixels of each class by sample, equal on every rank; None where neither order nor loss needs them.
+
+    The ranks share the work. `kept` is a file with the counts of an earlier session of the run, if there is one.
+    Raises DataError when a mask cannot be read, or `kept` is not of these samples.
+    """
+    if not config.data.balance and config.loss.class_weights not in ("log", "sqrt"):
         return None
-    return class_weights(torch.from_numpy(class_pixels(samples)), config.loss.class_weights)
+    balance = bool(config.data.balance)  # needs each sample by itself
+    indices = list(range(len(samples))) if balance else countable(samples)
+    source = samples if balance else unwrapped(samples)
+    if kept is not None and (found := group.gather(frequency.load(kept) if group.is_main else None)[0]) is not None:
+        if not np.array_equal(found.indices, indices) or found.pixels.shape[1] != samples.classes.num_classes:
+            raise DataError(
+                f"{kept} counts the classes of {len(found.indices)} masks, but there are {len(indices)} now, or other "
+                f"classes. Restore the data, or start another run with another run.name."
+            )
+        return found
+    own = indices[group.rank :: group.world_size]
+    rows = np.zeros((len(own), samples.classes.num_classes), np.int64)
+    start = last = time.monotonic()
+    for done, row in enumerate(image_pixels(source, own)):
+        rows[done] = row
+        if time.monotonic() - last > SAY_EVERY_S:
+            last = time.monotonic()
+            say(f"counting the classes of the training masks: {done * group.world_size} of {len(indices)}")
+    counts = frequency.merged(group.gather(PixelCounts(rows, np.array(own, np.int64))))
+    say(f"counted the classes of {len(indices)} training masks in {time.monotonic() - start:.1f} s")
+    return counts
+
+
+def loss_weights(config: Config, samples: Samples, counts: PixelCounts | None) -> torch.Tensor | None:
+    """Weight of every class in the loss, (C,): given, or from its share of the pixels; None without weights."""
+    chosen = config.loss.class_weights
+    if chosen == "none":
+        return None
+    if isinstance(chosen, list):
+        frequency.check_given_weights(chosen, samples.classes.names)
+        return torch.tensor(chosen)
+    assert counts is not None
+    pixels = frequency.pixels_seen(config.data.balance, set_weights(samples), counts)
+    return class_weights(torch.from_numpy(pixels), chosen)

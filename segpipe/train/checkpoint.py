@@ -198,11 +198,17 @@ def load(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} does not exist. A run writes last.pt and best.pt; check run=.")
     expected = f"a checkpoint of format {FORMAT!r} version {VERSION}"
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read now: {error.strerror or error}. It may be whole: check the disk, then try again."
+        ) from error
+    try:  # from memory: of files torn between 4 and 70 kB, torch says OSError, as if the disk had failed
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises RuntimeError, EOFError, UnpicklingError, BadZipFile ...
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise CheckpointError(
-            f"{path} ({path.stat().st_size} bytes) cannot be read as {expected}: {reason}. "
+            f"{path} ({len(content)} bytes) cannot be read as {expected}: {reason}. "
             f"It is truncated or foreign; take another file of the run (last.pt, best.pt)."
         ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from segpipe import __version__
+from segpipe.data import frequency
 from segpipe.data.samples import Samples, open_samples
 from segpipe.determinism import flags
 from segpipe.distributed.watch.agreement import agree_on_step, common_fingerprint
@@ -25,7 +26,7 @@ from segpipe.ledger.reader import last_seals
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config, config_hash, to_mapping
 from segpipe.train import checkpoint, state
-from segpipe.train.batches import loss_weights, shard_stream
+from segpipe.train.batches import counted, loss_weights, shard_stream
 from segpipe.train.clock import Clock
 from segpipe.train.metrics import miou, summary
 from segpipe.train.recorder import Recorder
@@ -36,6 +37,7 @@ from segpipe.train.validate import Validation, validate
 from segpipe.train.watch import Watch
 
 if TYPE_CHECKING:
+    from segpipe.data.frequency import PixelCounts
     from segpipe.data.loader import ShardBatch
     from segpipe.distributed.group import Group
     from segpipe.train.state import TrainState
@@ -72,6 +74,7 @@ class Run:
     group: Group
     train_samples: Samples
     val_samples: Samples
+    counts: PixelCounts | None  # pixels of each class in the training samples
     state: TrainState
     fingerprint: dict[str, Any]  # of rank 0
     watch: Watch
@@ -134,13 +137,17 @@ def _open(
             print(found.note, file=sys.stderr)  # also without train.progress
     val_samples = open_samples(config.data, config.data.split, config.seed)
     agree_on_step(found.path if found else last, current.step, group)
-    stream = shard_stream(config, group, samples, range(current.step, config.train.steps))
+    kept = config.run_dir / frequency.FILE_NAME
+    counts = counted(config, group, samples, kept=kept if found else None, say=partial(_tell, config, group))
+    stream = shard_stream(config, group, samples, range(current.step, config.train.steps), counts)
     done = current.step if found else None
     view, log = open_outputs(done)
     if group.is_main and not found:
         write_atomically(config.run_dir / "config.json", to_json(to_mapping(config)))
         if current.weights:
             write_atomically(config.run_dir / WEIGHTS, to_json(current.weights))
+    if group.is_main and counts is not None and not (found and kept.is_file()):
+        counts.save(kept)
     if group.is_main and _keeps_ledger(config):
         inputs.record(config, {"train": samples, config.data.split: val_samples})
     group.keep_stacks(config.run_dir)
@@ -150,12 +157,18 @@ def _open(
         if _keeps_ledger(config)
         else Watch(group, current, config.run_dir, cache_mib=cache_mib)
     )
-    run = Run(config, group, samples, val_samples, current, fingerprint, watch, view, log)
+    run = Run(config, group, samples, val_samples, counts, current, fingerprint, watch, view, log)
     notes = [*current.notes, *_notes(config, group, differences)]
     if found:
         run.saved = None if found.note else done
         notes.append(f"resuming {config.run_dir} at step {done}")
     return run, stream, notes
+
+
+def _tell(config: Config, group: Group, text: str) -> None:
+    """Say something on rank 0 before the view is open."""
+    if group.is_main and config.train.progress:
+        print(text, file=sys.stderr)
 
 
 def _keeps_ledger(config: Config) -> bool:
@@ -179,7 +192,7 @@ def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> float:
     """All updates that are left; returns images per second of the updates alone."""
     config, current, clock = run.config, run.state, run.clock
     own = run.group.own_shards(config.compute.shards)
-    step = TrainStep(config, run.watch, loss_weights(config, run.train_samples))
+    step = TrainStep(config, run.watch, loss_weights(config, run.train_samples, run.counts))
     with StopRequest(outlive_error=run.group.world_size > 1) as stop, contextlib.closing(stream):
         while current.step < config.train.steps:
             result = train_step(

@@ -115,7 +115,8 @@ class ElasticGradients:
 
     def __call__(self, shards: Sequence[ShardBatch], global_valid: Tensor) -> Reduced:
         """Leave the reduced gradients in `.grad`. A collective."""
-        tree, free, losses = TreeSum(), list(self._vectors), {}
+        leaves = self.loss.config.compute.shards
+        tree, free, losses = TreeSum(leaves, shards[0].shard), list(self._vectors), {}
         before = [buffer.clone() for buffer in self.statistics]
         for number, batch in enumerate(shards, 1):
             parts = self.loss(self.network, batch.image, batch.target, global_valid, shard=batch.shard)
@@ -123,7 +124,7 @@ class ElasticGradients:
             flat = free.pop() if free else self._new(layout)
             last = number == len(shards)
             if last and self.group.world_size > 1:
-                self._exchange = _Exchange(layout, tree, flat, self.parameters, RankSum(self.group))
+                self._exchange = _Exchange(layout, tree, flat, self.parameters, RankSum(self.group, leaves))
             self.state.scaler.scale(parts["total"]).backward()  # type: ignore[no-untyped-call]
             losses[batch.shard] = parts["total"].detach()
             views = layout.views(flat)
@@ -143,7 +144,7 @@ class ElasticGradients:
                 free += [spare] if spare is not None else []
             elif self.group.world_size == 1:
                 tree.close(flat, slice(None))
-        return self._unpack(tree.root(flat), losses)
+        return self._unpack(tree.last_sum(flat), losses)
 
     def _new(self, layout: FlatLayout) -> Tensor:
         self._vectors.append(layout.new())
@@ -276,8 +277,7 @@ class DdpGradients:
 
 
 def _divided(sums: list[Tensor], count: int) -> list[Tensor]:
-    """Means of sums of `count`, a power of two, so that the division is exact."""
-    return list(torch._foreach_mul(sums, 1.0 / count)) if sums else []
+    return list(torch._foreach_div(sums, count)) if sums else []
 
 
 def _pack(views: list[Tensor], parameters: list[nn.Parameter]) -> None:

@@ -71,6 +71,7 @@ def test_mutants_are_single_changes_that_compile() -> None:
         ("x = [y for y in z if y in w]", {("y in w", "(not (y in w))"), ("y in w", "(y not in w)")}),
         ("x = max(a, b)", set()),  # the order of its arguments means nothing
         ("def f(x: Literal[3] = True) -> g(1, 2):\n    assert x > 1, f'{1 + 1}'", {("True", "(False)")}),
+        ("y = zip(a, b, strict=True)", {("zip(a, b, strict=True)", "(zip(b, a, strict=True))")}),
         ("if TYPE_CHECKING:\n    x = 1", set()),
     ],
 )  # fmt: skip
@@ -80,17 +81,17 @@ def test_every_operator_and_what_is_left_alone(source: str, expected: set[tuple[
 
 def mutation_run(folder: Path, test: str, **options: Any) -> dict[str, Any]:
     """Figures of `mod.py` under one test file, from a process that has no torch."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "mod.py").write_text(SOURCE)
     (folder / "test_mod.py").write_text(test)
     (folder / "conftest.py").write_text(
         "def pytest_configure(config): config.addinivalue_line('markers', 'slow: not here')"
     )
-    given = {"folder": str(folder), "sample": None, "seed": 0, **options}
+    given = {"folder": str(folder), "options": {"sample": None, "seed": 0, **options}}
     code = (
         "import json, sys, pytest; from pathlib import Path; from benchmarks import mutants; mutants.SLOWER = 2;"
         "given = json.loads(sys.argv[1]); folder = Path(given['folder']);"
-        "print(json.dumps(mutants.run_module(folder, 'mod.py', ['test_mod.py'], given['sample'], given['seed'])))"
+        "print(json.dumps(mutants.run_module(folder, 'mod.py', ['test_mod.py'], **given['options'])))"
     )
     done = subprocess.run([sys.executable, "-c", code, json.dumps(given)], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -106,6 +107,9 @@ def test_a_weak_test_lets_mutants_survive_and_a_strong_one_kills_them(tmp_path: 
     assert not any("total / count" in line or "raise" in line for line in strong["survivors"])
     assert not any("number * 3" in line for line in strong["survivors"])  # never ends: stopped, which kills it
     assert (tmp_path / "strong" / "mod.py").read_text() == SOURCE
+    again = mutation_run(tmp_path / "weak", STRONG, before=weak)
+    assert (again["tried"], set(again["survivors"]) <= set(strong["survivors"])) == (4, True)
+    assert again["killed"] == 4 - len(again["survivors"]) > weak["killed"]
 
 
 def test_every_module_and_its_tests_exist_and_every_equivalent_mutant_has_a_reason() -> None:

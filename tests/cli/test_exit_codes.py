@@ -7,7 +7,7 @@ from pathlib import Path
 from segpipe.errors import SegpipeError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "exit-codes.md"
-WITHOUT_ERROR = {0, 1, 13}  # success, bug, and the verdict of an audit
+WITHOUT_ERROR = {0, 1, 13, 14}  # success, bug, and the verdicts of an audit
 
 
 def table() -> dict[int, list[str]]:

@@ -54,7 +54,7 @@ def test_commands_declare_what_exists() -> None:
         assert name.replace("-", "_") in modules
         assert SETTINGS.keys() >= set(command.settings)
         assert {entry.key for entry in command.keys} >= set(command.positional)
-        assert bool(command.overrides) != bool(command.keys)
+        assert command.overrides or command.keys
 
 
 def test_overview_and_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +125,7 @@ def test_all_entry_points_are_the_same_command() -> None:
 def test_each_script_is_one_command() -> None:
     scripts = [path.read_text() for path in sorted((ROOT / "scripts").glob("*.py"))]
     found = [text.partition('main(["')[2].partition('"')[0] for text in scripts]
-    assert set(found) == COMMANDS.keys() - {"train", "runs"}
+    assert set(found) == COMMANDS.keys() - {"train", "runs", "split"}
     assert not [text for text in scripts if "sys.path" in text or len(text.splitlines()) > 10]
 
 

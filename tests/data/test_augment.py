@@ -1,5 +1,6 @@
 """Augmentation: a pure function of bytes and key, image and target on the same grid, and zero strength does nothing."""
 
+import hashlib
 import os
 import pickle
 import random
@@ -206,12 +207,56 @@ def test_crops_reach_every_border():
     assert set(starts) == {0, 1, 2, 3, 4}
 
 
+@pytest.fixture(scope="module")
+def street() -> tuple[np.ndarray, np.ndarray]:
+    """Class 0 nearly everywhere, 40 pixels of class 1, 10 of class 2, an unlabelled border."""
+    target = np.zeros((60, 80), np.uint8)
+    target[4:8, 60:70], target[50:52, 5:10], target[:1] = 1, 2, 255
+    return np.repeat(target[..., None], 3, axis=2), target
+
+
+def test_rare_crops_hold_each_class_by_the_inverse_of_its_pixels(street):
+    """4,710, 40 and 10 pixels: class 2 is drawn with p = 0.80 and class 1 with 0.20; the two never share a crop."""
+    augmenter = Augmenter(config(crop_size=[32, 32], scale=[1.0, 1.5], rare_crop=1.0, **NO_COLOUR))
+    seen = [set(np.unique(augmenter(*street, key)[1])) - {0, 255} for key in range(400)]
+    assert sum(len(classes) == 1 for classes in seen) >= 395  # class 0 is drawn with p = 0.002
+    assert 0.74 < np.mean([classes == {2} for classes in seen]) < 0.86
+
+
+@pytest.mark.parametrize(("rare_crop", "low", "high"), [(0.0, 0.20, 0.35), (0.5, 0.57, 0.73)])
+def test_rare_crops_come_with_their_probability(street, rare_crop, low, high):
+    """A crop anywhere holds one of the two classes with p = 0.27."""
+    augmenter = Augmenter(config(crop_size=[32, 32], scale=[1.0, 1.0], rare_crop=rare_crop, **NO_COLOUR))
+    held = [bool(np.isin(augmenter(*street, key)[1], (1, 2)).any()) for key in range(400)]
+    assert low < np.mean(held) < high
+
+
+def test_without_rare_crops_the_bytes_are_those_of_ever(frame):
+    """Frozen: a run that does not ask for them keeps its bits, and their draws come after all others."""
+    assert hashlib.sha256(digest(Augmenter(config()), frame, 5)).hexdigest()[:16] == "91bfff2338672d3e"
+    probable = augment.ScaleCrop((32, 48), (0.5, 2.0), rare=1e-9)
+    never = augment.ScaleCrop((32, 48), (0.5, 2.0))
+    for cropper in (probable, never):
+        cropper.set_random_state(generator(0), random.Random(0))
+    one, two = (
+        crop.get_params_dependent_on_data({"shape": (60, 80)}, {"mask": frame[1]}) for crop in (probable, never)
+    )
+    assert one == two
+
+
+def test_a_sample_without_labels_is_cropped_anywhere(frame):
+    augmenter = Augmenter(config(rare_crop=1.0))
+    assert (augmenter(frame[0], np.full_like(frame[1], 255), 1)[1] == 255).all()
+
+
 @pytest.mark.parametrize("size", [(1, 1), (7, 300), (33, 31), (480, 360)])
 def test_any_image_and_any_factor_fit(size):
     draws = random.Random(0)
     for _ in range(300):
         factor, draw = 10 ** draws.uniform(-1, 1), draws.choice([0.0, draws.random(), 1 - 2**-53])
-        source, place = augment._spans(size[0], 32, factor, draw)
+        kept = draws.choice([None, 0, size[0] - 1, draws.randrange(size[0])])
+        source, place = augment._spans(size[0], 32, factor, draw, kept)
+        assert kept is None or source.start <= kept < source.stop
         assert 0 <= source.start < source.stop <= size[0]
         assert 0 <= place.start < place.stop <= 32
 

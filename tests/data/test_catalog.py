@@ -86,7 +86,7 @@ def test_ids_and_ignore_have_defaults(tmp_path: Path) -> None:
         ("[70, 70, 70]", "[70, 70]", r"palette\[1\] = \[70, 70\]"),
         ("[70, 70, 70]", "[70, 70, 256]", r"palette\[1\] = "),
         ("24: person", "24: persn", r"ids\[24\] = 'persn' is not one of names. Did you mean person"),
-        ("24: person", "300: person", "ids holds 300"),
+        ("24: person", "70000: person", "ids holds 70000"),
         ("24: person", "24: floor", "no id in ids maps to person"),
         ("ignore: [0, 255]", "ignore: [7]", "id 7 is in ids and in ignore"),
         ("ignore: [0, 255]", "ignore: [-1]", "ignore holds -1"),

@@ -11,16 +11,19 @@ from torch import Tensor
 from ranks import Loopback, gloo
 from segpipe.distributed import reduce
 from segpipe.distributed.group import Group, Level
-from segpipe.distributed.reduce import FlatLayout, RankSum, TreeSum, tree_over_ranks
+from segpipe.distributed.reduce import FlatLayout, RankSum, TreeSum, subtrees, tree_over_ranks
 
 CPU = torch.device("cpu")
 RANKS, SHARDS, LENGTH = 8, 16, 24
-Job = tuple[int, int, int]  # ranks, length, seed
-MACHINES = 3  # seed of the job whose ranks sit on several machines
+Job = tuple[int, int, int, int]  # ranks, shards, length, seed
+MACHINES = 3  # seed of the jobs whose ranks sit on several machines
 JOBS: list[Job] = [
-    (ranks, length, seed) for ranks in (1, 2, 4, 8) for length, seed in ((LENGTH, 0), (8, 1), (4000, 2), (13, 4))
+    (ranks, SHARDS, length, seed)
+    for ranks in (1, 2, 4, 8)
+    for length, seed in ((LENGTH, 0), (8, 1), (4000, 2), (13, 4))
 ]
-JOBS += [(RANKS, 4000, MACHINES)]
+JOBS += [(ranks, SHARDS, 300, 5) for ranks in (3, 5, 6, 7)] + [(ranks, 6, 300, 6) for ranks in range(1, 7)]
+JOBS += [(RANKS, SHARDS, 4000, MACHINES), (RANKS, 12, 4000, MACHINES)]
 
 
 def vectors(count: int, length: int = LENGTH, seed: int = 0) -> list[Tensor]:
@@ -31,22 +34,30 @@ def vectors(count: int, length: int = LENGTH, seed: int = 0) -> list[Tensor]:
 
 
 def by_recursion(parts: list[Tensor]) -> Tensor:
-    half = len(parts) // 2
+    half = 1 << (len(parts) - 1).bit_length() >> 1  # the largest power of two below the number
     return parts[0] if not half else by_recursion(parts[:half]) + by_recursion(parts[half:])
 
 
 def tree_sum(parts: list[Tensor]) -> Tensor:
-    tree = TreeSum()
+    tree = TreeSum(len(parts))
     for part in parts:
         tree.push(part.clone())
     return tree.take()
+
+
+def sums_of_run(parts: list[Tensor], run: range) -> list[Tensor]:
+    """What a rank with this run of shards sends: the sums of its subtrees."""
+    tree, last = TreeSum(len(parts), run.start), parts[run[-1]].clone()
+    for shard in run[:-1]:
+        tree.push(parts[shard].clone())
+    return tree.close(last, slice(None))
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
-@pytest.mark.parametrize("count", [1, 2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 48, 63, 64])
 def test_tree_is_the_recursive_one(count: int) -> None:
     parts = vectors(count, length=200, seed=count)
     assert same_bits(tree_sum(parts), by_recursion(parts))
@@ -54,15 +65,36 @@ def test_tree_is_the_recursive_one(count: int) -> None:
         assert not same_bits(tree_sum(parts), torch.stack(parts).cumsum(0)[-1])
 
 
-@pytest.mark.parametrize("count", [0, 3, 5, 6, 7])
-def test_other_counts_are_refused(count: int) -> None:
-    with pytest.raises(AssertionError, match="power of two"):
-        tree_sum(vectors(count))
+def test_a_tree_without_all_leaves_has_no_sum() -> None:
+    for count in (0, 3, 4):
+        tree = TreeSum(5)
+        for part in vectors(count):
+            tree.push(part)
+        with pytest.raises((AssertionError, ValueError)):
+            tree.take()
+
+
+@pytest.mark.parametrize("leaves", [1, 2, 6, 7, 12, 16, 21, 48])
+def test_any_run_of_leaves_is_a_few_subtrees_from_which_the_one_tree_is_completed(leaves: int) -> None:
+    """For every number of ranks: what all of them send adds up to the bits of one process."""
+    parts = vectors(leaves, seed=leaves)
+    for ranks in range(1, leaves + 1):
+        runs, tree = Group(0, 0, ranks, CPU).runs(leaves), TreeSum(leaves)
+        assert [shard for run in runs for shard in run] == list(range(leaves))
+        assert max(map(len, runs)) - min(map(len, runs)) <= 1
+        for run in runs:
+            nodes = subtrees(leaves, run)
+            assert len(nodes) <= 2 * max(1, (leaves - 1).bit_length())
+            for node, part in zip(nodes, sums_of_run(parts, run), strict=True):
+                tree.push(part, node.height)
+        assert same_bits(tree.take(), by_recursion(parts))
+    halves = [len(subtrees(16, run)) for run in Group(0, 0, 4, CPU).runs(16)]
+    assert halves == [1, 1, 1, 1]  # no more traffic than a ring where the ranks divide a power of two
 
 
 def test_vectors_that_push_returns_are_free() -> None:
     parts = vectors(64, length=50)
-    tree, spare, made, most = TreeSum(), None, list[weakref.ref[Tensor]](), 0
+    tree, spare, made, most = TreeSum(64), None, list[weakref.ref[Tensor]](), 0
     for part in parts:
         flat = spare if spare is not None else torch.empty(50)
         made += [weakref.ref(flat)] if spare is None else []
@@ -76,7 +108,7 @@ def test_vectors_that_push_returns_are_free() -> None:
 
 
 def test_a_tree_can_be_used_again() -> None:
-    tree = TreeSum()
+    tree = TreeSum(4)
     for seed in (0, 1):
         parts = vectors(4, seed=seed)
         for part in parts:
@@ -130,22 +162,19 @@ def test_a_tensor_that_fills_a_bucket_exactly_ends_it_and_one_tensor_is_a_layout
     assert (alone.size, alone.device, alone.buckets) == (128, CPU, [slice(0, 128)])
 
 
-@pytest.mark.parametrize("count", [1, 2, 8])
+@pytest.mark.parametrize("count", [1, 2, 6, 7, 8])
 def test_a_tree_closed_part_by_part_is_the_tree(count: int) -> None:
     parts = vectors(count, length=30)
-    tree, last = TreeSum(), parts[-1].clone()
+    tree, last = TreeSum(count), parts[-1].clone()
     for part in parts[:-1]:
         tree.push(part.clone())
     for part in (slice(20, 30), slice(7, 20), slice(0, 7)):
-        assert same_bits(tree.close(last, part), by_recursion(parts)[part])
-    assert same_bits(tree.root(last), by_recursion(parts))
-    tree.push(parts[0].clone())  # empty again
-    assert same_bits(tree.take(), parts[0])
-    if count == 8:
-        for part in parts[:-2]:
-            tree.push(part.clone())
-        with pytest.raises(AssertionError, match="power of two"):
-            tree.close(last, slice(None))
+        (closed,) = tree.close(last, part)
+        assert same_bits(closed, by_recursion(parts)[part])
+    assert same_bits(tree.last_sum(last), by_recursion(parts))
+    for part in parts:  # empty again
+        tree.push(part.clone())
+    assert same_bits(tree.take(), by_recursion(parts))
 
 
 # --- across threads, which stand for processes
@@ -183,7 +212,11 @@ def test_ranks_continue_the_tree_and_announce_every_collective(loopback: Loopbac
 
     def work(rank: int) -> Tensor:
         group = Group(rank, rank, 4, CPU, levels_of(rank, machines), contract=contracts[rank])  # type: ignore[arg-type]
-        return tree_over_ranks(tree_sum([parts[shard] for shard in group.own_shards(8)]), group)
+        (own,) = sums_of_run(parts, group.own_shards(8))
+        across = RankSum(group, 8)
+        across.start([own])
+        across.finish()
+        return own
 
     assert all(same_bits(found, by_recursion(parts)) for found in loopback.run(work))
     flat = [("all_to_all", 32, 0), ("all_gather", 32, 0)]
@@ -198,11 +231,11 @@ def test_parts_travel_together_and_a_sum_can_be_used_again(loopback: Loopback, m
 
     def work(rank: int) -> list[Tensor]:
         group = Group(rank, rank, 4, CPU, levels_of(rank, machines), contract=contracts[rank])  # type: ignore[arg-type]
-        across, found = RankSum(group), []
+        across, found = RankSum(group, 4), []
         for _ in range(2):
             flat = parts[rank].clone()
             for part in (slice(20, 28), slice(4, 20), slice(0, 4)):
-                across.start(flat[part])
+                across.start([flat[part]])
             across.finish()
             found.append(flat)
         return found
@@ -257,11 +290,16 @@ def _serve(rank: int, jobs: list[Job]) -> list[Any]:
 
 
 def _sums(rank: int, groups: dict[int, Any], levels: tuple[Level, ...], job: Job) -> tuple[list[int], list[int]]:
-    """Bits of the tree's and of the usual sum over SHARDS shards on the first ranks."""
-    world_size, length, seed = job
+    """Bits of the tree's and of the usual sum over the shards on the first ranks."""
+    world_size, shards, length, seed = job
     group = Group(rank, rank, world_size, CPU, levels if seed == MACHINES else (Level(world_size, groups[world_size]),))
-    own = [vectors(SHARDS, length, seed)[shard] for shard in group.own_shards(SHARDS)]
-    found = tree_over_ranks(tree_sum(own), group)
+    parts, run = vectors(shards, length, seed), group.own_shards(shards)
+    sums = sums_of_run(parts, run)
+    if world_size > 1:
+        across = RankSum(group, shards)
+        across.start(sums)
+        across.finish()
+    found, own = sums[-1], [parts[shard] for shard in run]
     usual = own[0].clone()
     for part in own[1:]:
         usual += part
@@ -278,11 +316,11 @@ def answers() -> dict[Job, list[Any]]:
 
 @pytest.mark.parametrize("job", JOBS)
 def test_ranks_give_the_bits_of_one_process(answers: dict[Job, list[Any]], job: Job) -> None:
-    """The last job is of four machines with two ranks each, which climb the tree in two levels."""
-    expected = by_recursion(vectors(SHARDS, *job[1:])).view(torch.int32).tolist()
+    """The last jobs are of four machines with two ranks each; with 16 shards they climb the tree in two levels."""
+    expected = by_recursion(vectors(*job[1:])).view(torch.int32).tolist()
     assert [found == expected for found, _ in answers[job]] == [True] * job[0]
 
 
 def test_the_control_sequential_sum_and_all_reduce_depends_on_the_ranks(answers: dict[Job, list[Any]]) -> None:
-    usual = [answers[world_size, 4000, 2][0][1] for world_size in (1, 2, 4, 8)]
+    usual = [answers[world_size, SHARDS, 4000, 2][0][1] for world_size in (1, 2, 4, 8)]
     assert all(usual[0] != other for other in usual[1:])

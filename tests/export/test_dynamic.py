@@ -24,7 +24,7 @@ from segpipe.export import publish
 from segpipe.export.artifact.manifest import in_file, schema_problems
 from segpipe.export.artifact.place import write_sums
 from segpipe.export.gates import judge
-from segpipe.export.gates.check_set import Check, trials
+from segpipe.export.gates.check_set import trials
 from segpipe.export.graph import profiles
 from segpipe.export.graph.formats import FORMATS
 from segpipe.export.graph.network import DeployModel, deploy_model
@@ -156,17 +156,6 @@ def test_sizes_from_which_nothing_can_be_tried(size: tuple[int, int], tmp_path: 
             tiny_network(), structured(1, size), tmp_path / "export", ["onnx"], {}, settings=ExportConfig(dynamic="hw")
         )
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_check_set_in_every_shape() -> None:
-    checks = [Check(name, image) for name, image in zip(NAMES, IMAGES, strict=True)]
-    own, wide, high = trials(FREE, checks)
-    assert own.checks is checks
-    assert [trial.name for trial in (own, wide, high)] == ["", "32x144", "96x48"]
-    assert {entry.image.shape for entry in wide.checks} == {(32, 144, 3)}
-    assert high.checks[1].name == "scene_1 (96x48)"
-    assert [trial.batch for trial in trials(free_lengths("batch", SIZE, 4), checks)] == [1, 2, 3]
-    assert len(list(trials({}, checks))) == 1
 
 
 @pytest.mark.parametrize("real", [np.float32, np.float64])

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from exports import IMAGES, NUM_CLASSES, tiny_network
+from exports import IMAGES, NAMES, NUM_CLASSES, tiny_network
 from segpipe.data.augment import Augmenter
 from segpipe.errors import ConfigError, ExportMismatch, IntegrityError, LatencyError, QualityError
 from segpipe.export.artifact.outcome import ExportReport, refusal
 from segpipe.export.dataset import Labelled
-from segpipe.export.gates import controls, judge
+from segpipe.export.gates import controls
 from segpipe.export.gates.check_set import Check, check_set
 from segpipe.export.gates.comparison import (
     Candidate,
@@ -35,8 +35,7 @@ from segpipe.export.gates.latency import gate_latency
 from segpipe.export.gates.limits import LIMITS, GateResult, Limits, Sigma
 from segpipe.export.gates.quality import Score, gate_quality, scores
 from segpipe.export.gates.temperature import calibration_entry
-from segpipe.export.graph.formats import ModelFile
-from segpipe.export.graph.network import deploy_model, run_eager
+from segpipe.export.graph.network import DeployModel, deploy_model, run_eager
 from segpipe.export.graph.profiles import PROFILES, ROBOT, Answer, Image
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.check import check
@@ -218,7 +217,7 @@ def test_quality_needs_labels_and_known_ids() -> None:
     assert "no labelled pixel" in nothing.message
     target = np.zeros((1, 4), np.uint8)
     counted = Score(torch.zeros(2, 2, dtype=torch.int64))
-    counted.add(np.array([[0, 1, 200, -1]], np.int32), target)
+    counted.add(Answer(np.array([[0, 1, 200, -1]], np.int32)), target)
     assert counted.invalid_pixels == 2
     assert counted.counts.sum() == 4
     result = gate_quality(counted, counted, ("a", "b"))
@@ -270,7 +269,8 @@ def test_every_negative_control_is_refused() -> None:
     result = power()
     assert result.passed, result.message
     assert set(result.figures["refused_by"]) == set(CONTROLS)
-    assert len(CONTROLS) == 7
+    assert (result.figures["unseen"], result.figures["without_effect"]) == ([], [])
+    assert result.message == "all 7 negative controls are refused"
     assert "G4" in result.figures["refused_by"]["bgr"]
     assert "G4" not in result.figures["refused_by"]["one_weight_scaled"]
 
@@ -283,6 +283,71 @@ def test_controls_leave_the_model_as_it_was() -> None:
     gate_power(model, reference, checks, compare(reference, [], checks))
     assert not any(module.training for module in model.modules())
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def tensors_of(model: DeployModel) -> dict[str, torch.Tensor]:
+    return dict(model.network.named_parameters())
+
+
+@pytest.mark.parametrize("align_corners", [True, False])
+def test_each_control_is_the_fault_that_its_name_says_and_no_other(align_corners: bool) -> None:
+    model, image = deploy_model(tiny_network()), IMAGES[0]
+    model.align_corners = align_corners
+    right, pixels = run_eager(model)(image), image.transpose(2, 0, 1) / 255
+    assert right.logits is not None
+    faulty = {name: controls._faulty(model, name) for name in CONTROLS}
+    found = {name: run_eager(each)(image) for name, each in faulty.items()}
+    normalised = {
+        "bgr": run_eager(model)(image[..., ::-1].copy()).normalised,
+        "no_normalisation": pixels,
+        "half_mean_and_std": (pixels - 0.5) / 0.5,
+    }
+    for name, answer in found.items():
+        assert answer.normalised is not None
+        np.testing.assert_allclose(answer.normalised, normalised.get(name, right.normalised), atol=1e-5, err_msg=name)
+        changed = [
+            key for key, value in tensors_of(faulty[name]).items() if not value.equal(tensors_of(model).get(key, value))
+        ]
+        assert len(changed) == (name == "one_weight_scaled"), name
+    (scaled,) = (
+        key for key, value in tensors_of(faulty["one_weight_scaled"]).items() if not value.equal(tensors_of(model)[key])
+    )
+    torch.testing.assert_close(tensors_of(faulty["one_weight_scaled"])[scaled], 1.01 * tensors_of(model)[scaled])
+    assert np.array_equal(found["classes_permuted"].mask, (right.mask.astype(int) + 1) % NUM_CLASSES)
+    assert faulty["align_corners_flipped"].align_corners is not align_corners
+    assert not np.array_equal(found["align_corners_flipped"].logits, right.logits)  # type: ignore[arg-type]
+    modes = {
+        name: [type(module).__name__ for module in each.modules() if module.training] for name, each in faulty.items()
+    }
+    assert modes.pop("batchnorm_in_training_mode") == ["BatchNorm2d"]
+    assert not any("BatchNorm2d" in training for training in modes.values())
+
+
+def test_controls_are_tried_on_three_images_that_reveal_most() -> None:
+    checks = check_set(IMAGES, NAMES)
+
+    def names(chosen: list[Check]) -> list[str]:
+        return [entry.name for entry in controls._chosen(chosen)]
+
+    assert names(checks) == NAMES[:3]
+    assert names(checks[3:]) == [NAMES[3], "noise", "checkerboard"]
+    assert names(checks[4:][::-1]) == ["noise", "checkerboard", "constant_255"]
+
+
+@pytest.mark.parametrize(("effects", "unseen"), [([1e-2], False), ([1.001e-2], True), ([0.5, 0.0], True)])
+def test_an_effect_of_a_hundredth_must_be_noticed(
+    monkeypatch: pytest.MonkeyPatch, effects: list[float], unseen: bool
+) -> None:
+    """On the image where it is largest."""
+    found = iter(effects)
+    monkeypatch.setattr(controls, "CONTROLS", {"bgr": controls.CONTROLS["bgr"]})
+    monkeypatch.setattr(controls, "_refusing", lambda *_: [])
+    monkeypatch.setattr(controls, "_effect", lambda *_: next(found))
+    model = deploy_model(tiny_network())
+    result = gate_power(model, run_eager(model), [Check("x", IMAGES[0])] * len(effects), ONE)
+    assert result.passed is not unseen
+    assert (result.figures["unseen"], result.figures["without_effect"]) == ((["bgr"], []) if unseen else ([], ["bgr"]))
+    assert ("bgr, so the gates are inconclusive" if unseen else "too flat to show bgr") in result.message
 
 
 def test_a_control_without_effect_says_nothing_of_the_gates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,14 +450,6 @@ def test_a_file_that_does_not_run_is_broken_not_a_traceback() -> None:
     compare(as_trained(run_eager(model), Preprocess()), [bad, good], check_set(IMAGES[:1], ["x"]))
     assert bad.broken == "RuntimeError: torn (on x)"
     assert len(good.comparisons) == 6
-
-
-def test_the_probe_of_an_int8_file_runs_node_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise onnxruntime may show the normalised image after its quantisation, and G4 refuses a sound file."""
-    asked: list[bool] = []
-    monkeypatch.setattr(judge, "open_onnx", lambda path, profile, *, optimise=True: asked.append(optimise))
-    judge._open_probe(ModelFile("onnx", "int8", Path("a"), Path("b"), {}), ROBOT)
-    assert asked == [False]
 
 
 # Confidence and profiles

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from segpipe.export.gates import latency
 from segpipe.export.gates.comparison import (
     Candidate,
     ImageComparison,
@@ -21,19 +23,23 @@ from segpipe.export.gates.comparison import (
     gate_preprocessing,
 )
 from segpipe.export.gates.limits import LIMITS, MAX_CLASSES, Limits, Sigma, gate_integrity
+from segpipe.export.gates.quality import Score, gate_quality
 from segpipe.export.graph.profiles import Answer, Runner
 
 ONE = Sigma(1.0, 1.0)
 FP32 = {
     "logits_sigma": 1e-3, "agreement": 0.9999, "image_agreement": 0.999, "margin_sigma": 2e-3, "confidence_levels": 1,
     "normalised": 1e-5, "miou_points": 0.01, "class_points": 0.05, "critical_points": None, "both_ways": True,
-    "relative_latency": None,
+    "relative_latency": None, "confidence_mean": None, "calibration_points": None,
 }  # fmt: skip
 REDUCED = {"image_agreement": None, "confidence_levels": None, "class_points": None, "both_ways": False}
-FP16 = {"logits_sigma": 3e-2, "agreement": 0.995, "margin_sigma": 6e-2, "miou_points": 0.1}
+FP16 = {
+    "logits_sigma": 3e-2, "agreement": 0.995, "margin_sigma": 6e-2, "miou_points": 0.1, "confidence_levels": 2,
+    "calibration_points": 1.0,
+}  # fmt: skip
 INT8 = {
     "logits_sigma": None, "agreement": 0.97, "margin_sigma": None, "miou_points": 1.0, "critical_points": 2.0,
-    "relative_latency": 0.9,
+    "relative_latency": 0.9, "confidence_mean": 8.0, "calibration_points": 5.0,
 }  # fmt: skip
 
 
@@ -107,6 +113,7 @@ def test_mask_figures_are_those_of_all_images() -> None:
         "worst_image_agreement": pytest.approx(1 - 3 / 10_000),
         "unexplained_pixels": 1,
         "confidence_levels": 1,
+        "confidence_mean": 0.0,
         "worst": "far",
         "images": 3,
     }
@@ -275,3 +282,132 @@ def test_a_candidate_that_raised_is_not_asked_again() -> None:
 def test_a_gate_is_named_with_the_shape_in_which_it_ran() -> None:
     result = gate_integrity([])
     assert (result.name, replace(result, shape="32x144").name) == ("G1 integrity", "G1 integrity, 32x144")
+
+
+# --- quality and latency
+
+
+def counted(correct: list[int], *mistakes: tuple[int, int, int], images: int = 3) -> Score:
+    """A confusion with these correct pixels by class, and mistakes as (target, prediction, pixels)."""
+    counts = torch.diag(torch.tensor(correct))
+    for target, prediction, pixels in mistakes:
+        counts[target, prediction] += pixels
+    return Score(counts, images=images)
+
+
+def test_quality_figures_and_limits_are_in_points_of_100() -> None:
+    """At a limit a file passes; one unit in the last place below it, it does not."""
+    names, before = ("road", "car", "sky", "none"), counted([100, 100, 200, 0])
+    now = counted([90, 100, 200, 0], (0, 1, 10))  # IoU of road 90 / 100, of car 100 / 110
+    loose = Limits(miou_points=100.0, class_points=None, both_ways=False)
+    found = gate_quality(before, now, names, loose)
+    assert found.passed
+    points = 100 * ((0.9 + 100 / 110 + 1) / 3 - 1)
+    assert found.figures == {
+        "miou_reference": pytest.approx(100),
+        "miou": pytest.approx(100 + points),
+        "points": pytest.approx(points),
+        "worst_class": "road",
+        "class_points": pytest.approx(-10),
+        "calibration_error_reference": 0.0,
+        "calibration_error": 0.0,
+        "images": 3,
+    }
+    assert f"mIoU 100.00 % moves by {points:+.4f} points on 3 images" in found.message
+    fall, class_fall = -found.figures["points"], -found.figures["class_points"]
+    for setting, value, critical in (
+        ("miou_points", fall, []), ("class_points", class_fall, []), ("critical_points", class_fall, ["car", "road"]),
+    ):  # fmt: skip
+        for both_ways in (True, False):
+            at = replace(loose, both_ways=both_ways, **{setting: value})
+            assert gate_quality(before, now, names, at, critical).passed
+            below = replace(at, **{setting: math.nextafter(value, 0)})
+            refused = gate_quality(before, now, names, below, critical)
+            assert not refused.passed
+            assert refused.message.startswith("G5 quality: ")
+            risen = gate_quality(now, before, names, below, critical)
+            assert risen.passed is not both_ways, "a gain is refused where both ways are limited"
+
+
+def test_pixels_are_counted_by_target_and_prediction() -> None:
+    score = Score(torch.zeros(3, 3, dtype=torch.int64))
+    for _ in range(2):
+        answer = Answer(np.array([[0, 1, 2, 2, 3, -1]]))
+        score.add(answer, np.array([[0, 0, 1, 255, 2, 2]], np.uint8))
+    assert score.counts.tolist() == [[2, 2, 0], [0, 0, 2], [4, 0, 0]]
+    assert (score.images, score.invalid_pixels) == (2, 4)
+
+
+def test_confidence_is_judged_by_its_mean_on_real_images_and_by_its_calibration() -> None:
+    """A file may be unsure elsewhere than the trained network, but no more wrong about being sure."""
+    limits = Limits(agreement=0.0, image_agreement=None, confidence_levels=None, confidence_mean=8.0)
+    near, made = compared(confidence_mean=8.0), compared("noise", is_real=False, confidence_mean=90.0)
+    assert gate_mask([near, made], ONE, limits).passed
+    for level in (8.1, math.nan):
+        refused = gate_mask([compared(confidence_mean=level), made], ONE, limits)
+        assert not refused.passed
+        assert "8 levels on average" in refused.message
+    target = np.zeros((8, 8), np.uint8)
+    target[:, 4:] = 1
+    mask, levels = np.zeros((8, 8), np.uint8), np.full((4, 4), 128, np.uint8)  # half of it right, and half sure
+    honest, boastful = (Score(torch.zeros(2, 2, dtype=torch.int64)) for _ in range(2))
+    honest.add(Answer(mask, levels), target)
+    boastful.add(Answer(mask, np.full((4, 4), 255, np.uint8)), target)
+    assert honest.calibration_error == pytest.approx(128 / 255 - 0.5)
+    assert boastful.calibration_error == pytest.approx(0.5)
+    points = 100 * (boastful.calibration_error - honest.calibration_error)
+    for limit, passed in ((points, True), (math.nextafter(points, 0), False)):
+        found = gate_quality(honest, boastful, ("a", "b"), Limits(calibration_points=limit))
+        assert found.passed is passed
+        assert passed or "calibration error grows by 49.8 points" in found.message
+    unlabelled = Score(torch.zeros(2, 2, dtype=torch.int64))
+    unlabelled.add(Answer(mask, levels), np.full((8, 8), 255, np.uint8))
+    assert unlabelled.calibration_error == 0.0
+
+
+class Clock:
+    """Seconds that pass only in runs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.calls = 1000.0, ""
+        monkeypatch.setattr(latency, "time", SimpleNamespace(perf_counter=lambda: self.now))
+
+    def run(self, name: str, seconds: float, first: float) -> Any:
+        """A run that takes `seconds`, and `first` in each of its first two calls."""
+
+        def answer(image: Any) -> Answer:
+            self.now += first if self.calls.count(name) < 2 else seconds
+            self.calls += name
+            return Answer(image)
+
+        return answer
+
+
+@pytest.mark.parametrize(("seconds", "num"), [(1 / 1024, 50), (1 / 16, 14), (1 / 2, 10)])
+def test_latency_is_that_of_warm_runs_that_take_turns(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, num: int
+) -> None:
+    """At least 10, at most 50, and as many as fit into a second for each file."""
+    clock = Clock(monkeypatch)
+    runs = {name: clock.run(name, seconds, first=seconds) for name in "ab"}
+    found = latency.measure(runs, check("x").image)
+    assert clock.calls == "ab" * (num + 2)
+    assert {name: entry["n"] for name, entry in found.items()} == {"a": num, "b": num}
+    clock = Clock(monkeypatch)
+    runs = {"a": clock.run("a", 1 / 8, first=64.0), "b": clock.run("b", 1 / 4, first=64.0)}
+    found = latency.measure(runs, check("x").image)
+    assert [found[name][share] for name in "ab" for share in ("p50_ms", "p99_ms")] == [125, 125, 250, 250]
+
+
+def test_latency_at_its_limits() -> None:
+    """The figures are the limits only, so that equal exports have equal reports."""
+    int8 = Limits(relative_latency=0.5)
+    assert latency.gate_latency(8.0, budget_ms=8.0).message == "within 8 ms"
+    assert latency.gate_latency(8.0, budget_ms=0).message == "no budget"
+    assert "8.0 ms > 0.5 ms of export.latency_budget_ms" in latency.gate_latency(8.0, budget_ms=0.5).message
+    half = latency.gate_latency(8.0, budget_ms=9.0, fp32_p50_ms=16.0, limits=int8)
+    assert (half.passed, half.message) == (True, "within 9 ms, at most 0.5 of fp32")
+    assert half.figures == {"budget_ms": 9.0, "share_of_fp32": 0.5}
+    assert not latency.gate_latency(8.01, budget_ms=9.0, fp32_p50_ms=16.0, limits=int8).passed
+    alone = latency.gate_latency(8.0, budget_ms=9.0, limits=int8)
+    assert (alone.passed, alone.figures) == (True, {"budget_ms": 9.0, "share_of_fp32": None})

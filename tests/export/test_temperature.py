@@ -57,6 +57,29 @@ def test_the_error_by_hand() -> None:
     assert calibration_error(score, np.array([0, 1, 0, 0])) == pytest.approx((0.8 + 0.8) / 4)
 
 
+def test_the_error_is_measured_in_fifteen_bins_of_which_the_last_holds_certainty() -> None:
+    def error(*pixels: tuple[float, bool]) -> float:
+        """Of two classes, with these confidences, right or wrong."""
+        score = np.array([[np.log(share / (1 - share)) if share < 1 else 800.0, 0.0] for share, _ in pixels])
+        return calibration_error(score, np.array([not right for _, right in pixels], np.int64))
+
+    apart = ((0.66, True), (0.67, False))  # on both sides of 10 / 15
+    assert error(*apart) == pytest.approx((0.34 + 0.67) / 2)
+    together = ((1.0, False), (0.99, True))
+    assert error(*together) == pytest.approx((1.99 - 1) / 2)
+
+
+def test_at_most_2048_pixels_of_an_image_are_used() -> None:
+    logits = np.random.Generator(np.random.Philox(key=1)).normal(0, 1, (2, 50, 60)).astype(np.float32)
+    target = np.zeros((50, 60), np.uint8)
+    score, label = temperature._pixels(0, logits, target, IGNORE)
+    assert (score.shape, label.shape) == ((2048, 2), (2048,))
+    assert len(np.unique(score[:, 0])) == 2048, "none twice"
+    target.ravel()[2048:] = IGNORE
+    score, _ = temperature._pixels(0, logits, target, IGNORE)
+    assert np.array_equal(score, logits.reshape(2, -1)[:, :2048].T)
+
+
 def test_targets_are_taken_at_the_centres_of_the_cells() -> None:
     pairs = calibrated(factor=1.5)
     wanted = fit_temperature(pairs, ignore_index=IGNORE)
@@ -96,9 +119,11 @@ def test_the_ends_of_the_scale() -> None:
     target = np.zeros(SIZE, dtype=np.uint8)
     assert fit_temperature([(logits, target)], ignore_index=IGNORE).temperature == 1.0
     logits[0] = 1.0  # always right: no confidence is too high
-    assert temperature.LOWEST <= fit_temperature([(logits, target)], ignore_index=IGNORE).temperature < 0.05
+    assert fit_temperature([(logits, target)], ignore_index=IGNORE).temperature == pytest.approx(0.02, rel=0.5)
+    logits[0] = 0.01  # so that even the lowest is not low enough
+    assert fit_temperature([(logits, target)], ignore_index=IGNORE).temperature == pytest.approx(0.02)
     logits[0] = -1.0  # always wrong: none is too low
-    assert fit_temperature([(logits, target)], ignore_index=IGNORE).temperature == pytest.approx(temperature.HIGHEST)
+    assert fit_temperature([(logits, target)], ignore_index=IGNORE).temperature == pytest.approx(50)
 
 
 def unusable() -> Iterator[tuple[np.ndarray, np.ndarray, str]]:

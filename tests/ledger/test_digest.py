@@ -100,6 +100,14 @@ def test_device_and_host_mix_alike() -> None:
     assert (on_host.numpy().view(U) == mix64(x.numpy().view(U))).all()
 
 
+def test_words_of_another_device_are_mixed_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixed: list[Tensor] = []
+    monkeypatch.setattr(module, "_mix64_on_device", mixed.append)
+    elsewhere = torch.empty(3, dtype=torch.int64, device="meta")
+    assert module._mix64_(elsewhere) is elsewhere
+    assert [each is elsewhere for each in mixed] == [True]
+
+
 def words(*tensors: Tensor) -> int:
     """H over H of every block of the bytes of tensors, each filled up to whole words."""
     octets = [bytes(tensor.contiguous().view(torch.uint8).flatten().tolist()) for tensor in tensors]
@@ -134,11 +142,28 @@ def test_words_of_many_tensors_are_the_formula(block: int) -> None:
     tensors = [example(dtype, *shape) for dtype, shape in zip(DTYPES, shapes, strict=False)]
     tensors += [example(torch.float32, 9)[1:], example(torch.float32, 4, 6).t(), example(torch.float32, 0)]
     assert many(*tensors) == words(*tensors)
-    assert on_device(tensors[-3]) == [words(tensors[-3])]  # whole words that start between two of its memory
+    starts_between = [tensors[-3], example(torch.float32, 29)[9:], example(torch.uint8, 25)[9:]]  # two words of memory
+    for tensor in (*starts_between, example(torch.uint8, 9)):
+        assert on_device(tensor) == [words(tensor)]
     for length in (1, 2, block - 1, block, block + 1, 2 * block, 9 * block + 2):
         tensor = example(torch.float64, length)
         assert many(tensor) == words(tensor) == many(tensor[:1], tensor[1:])
         assert on_device(tensor, tensor + 1) == [words(tensor), words(tensor + 1)]
+
+
+@pytest.mark.parametrize("block", [3, 10], indirect=True)
+def test_a_gpu_mixes_a_chunk_at_a_time(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So its memory is bounded, with few launches; a block of each row is the least."""
+    mixed: list[int] = []
+    mix = module._mix64_
+    monkeypatch.setattr(module, "_mix64_", lambda x: mixed.append(x.numel()) or mix(x))
+    for num_rows, width in ((1, 4), (2, 2), (3, 1), (5, 1)):
+        rows = example(torch.int64, num_rows, 9 * block + 2)
+        on_device(*rows)
+        mixed.clear()
+        assert on_device(*rows) == [words(row) for row in rows]
+        parts = [min(width, 9 - start) * block * num_rows for start in range(0, 9, width)]
+        assert mixed[: len(parts) + 1] == [*parts, 2 * num_rows]
 
 
 def test_known_values_of_many_tensors_and_of_a_state_stay() -> None:
@@ -148,6 +173,12 @@ def test_known_values_of_many_tensors_and_of_a_state_stay() -> None:
     assert many(x[:7].float(), x.to(torch.uint8)) == 15667322718796810617
     state = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(4)}
     assert state_digest(state) == "addf2f0120495c7ea23161eb92e4e3e7"
+    assert state_digest({"a": torch.ones(3)}) == "3cc04671c63dc9030d0b96e9f3f425c9"  # an odd number
+
+
+@pytest.mark.parametrize("value", [0, 1, 2**63 - 1, 2**63, 2**64 - 1, 0x9E3779B97F4A7C15])
+def test_an_unsigned_number_keeps_its_bits(value: int) -> None:
+    assert np.array(module._signed(value), np.int64).view(U) == value
 
 
 def test_words_see_the_order_of_tensors() -> None:

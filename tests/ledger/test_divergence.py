@@ -12,7 +12,7 @@ import ledgers
 from segpipe.cli.main import main as segpipe
 from segpipe.ledger.divergence import FIELDS, SAMPLE_STAGES, STAGES, Comparison, Field, compare
 from segpipe.ledger.reader import read_run
-from segpipe.ledger.rows import SAMPLE_FIELDS, SHARD, STEP_FIELDS, ledger_path
+from segpipe.ledger.rows import SAMPLE_FIELDS, SHARD, STEP_FIELDS, ledger_path, row_type
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = range(4)
@@ -178,7 +178,7 @@ def test_runs_of_different_work_cannot_be_compared(tmp_path: Path, changes: Any,
     a = ledgers.write_session(tmp_path / "a", ledgers.header(), STEPS)
     b = ledgers.write_session(tmp_path / "b", ledgers.header(**changes), STEPS)
     found = compare(read_run(a), read_run(b))
-    assert (found.verdict, found.exit_code) == ("incomparable", 2)
+    assert (found.verdict, found.exit_code) == ("not_comparable", 2)
     assert f"not comparable: {reason}" in found.sentence
 
 
@@ -186,7 +186,7 @@ def test_runs_without_a_common_step_cannot_be_compared(tmp_path: Path) -> None:
     a = ledgers.write_session(tmp_path / "a", ledgers.header(), range(2))
     b = ledgers.write_session(tmp_path / "b", ledgers.header(first_step=5), range(5, 8))
     found = compare(read_run(a), read_run(b))
-    assert found.verdict == "incomparable"
+    assert found.verdict == "not_comparable"
     assert "no step is in both ledgers: A has steps 0 to 1, B has steps 5 to 7" in found.sentence
     empty = ledgers.write_session(tmp_path / "c", ledgers.header(), [])
     assert "B has no step" in compare(read_run(a), read_run(empty)).sentence
@@ -201,6 +201,21 @@ def test_only_what_both_have_is_compared_and_that_is_said(tmp_path: Path) -> Non
     assert found.notes == ("A has steps 0 to 8, B has steps 0 to 4",)
     limits = "A has steps 0 to 8, B has steps 0 to 4"
     assert found.sentence == f"identical in all 5 common steps, but not everything could be compared: {limits}"
+
+
+def test_a_step_whose_last_row_was_lost_is_not_called_identical(tmp_path: Path) -> None:
+    """B was killed between the shards of its last step and its weights, which nobody has compared then."""
+    a, b = (ledgers.write_session(tmp_path / name, ledgers.header(), STEPS, start=True) for name in "ab")
+    path = ledger_path(b, 0)
+    path.write_bytes(path.read_bytes()[: -row_type(SAMPLES).itemsize])
+    found = compare(read_run(a), read_run(b))
+    assert (found.verdict, found.steps) == ("identical_up_to", 3)
+    assert found.notes == ("A has steps 0 to 3, B has steps 0 to 2",)
+    assert {cell["state"] for cell in found.fields if cell["field"] in ("weights", "loss")} == {"equal"}
+    change: dict[ledgers.Place, int] = {(3, 1, "logits", 0): 1}
+    other = ledgers.write_session(tmp_path / "c", ledgers.header(), STEPS, start=True, changed=change)
+    found = compare(read_run(other), read_run(b))
+    assert (found.step, found.stage) == (3, "forward"), "what both have of it is compared"
 
 
 def test_the_file_of_a_rank_that_is_missing_is_said_in_the_first_line(tmp_path: Path) -> None:
@@ -307,7 +322,7 @@ def test_the_command_refuses_what_it_cannot_read(
     assert told in capsys.readouterr().out
     assert segpipe(["compare", str(a), str(b), "--json"]) == 2
     found = json.loads(capsys.readouterr().out)
-    assert found["verdict"] == "incomparable"
+    assert found["verdict"] == "not_comparable"
     assert told in found["sentence"]
 
 

@@ -6,6 +6,7 @@ import multiprocessing as mp
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +63,35 @@ def test_compiled_equals_numpy(plain: list[int], threads: int) -> None:
         assert numbers() == plain
     finally:
         torch.set_num_threads(before)
+
+
+class Shares:
+    """The compiled kernels; notes which words each call takes."""
+
+    def __init__(self) -> None:
+        self.kernels, self.taken = native.kernels(), []  # type: ignore[var-annotated]
+
+    def segpipe_digests(self, *arguments: Any) -> None:
+        self.taken.append(arguments[4:6])
+        self.kernels.segpipe_digests(*arguments)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("num_blocks", "shares"), [(0, 1), (1, 1), (3, 1), (4, 2), (7, 2), (8, 3), (40, 3)])
+def test_threads_share_whole_blocks_evenly_where_each_gets_a_mebibyte(
+    monkeypatch: pytest.MonkeyPatch, num_blocks: int, shares: int
+) -> None:
+    kernels = Shares()
+    monkeypatch.setattr(native, "kernels", lambda: kernels)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        digest_groups([[torch.zeros(5)], [torch.zeros(num_blocks * BLOCK, dtype=torch.int64), torch.zeros(7)]])
+    finally:
+        torch.set_num_threads(before)
+    num_words = num_blocks * BLOCK + 4  # of the longest group
+    width = -(-num_words // (shares * BLOCK)) * BLOCK
+    assert sorted(kernels.taken) == [(place * width, (place + 1) * width) for place in range(shares)]
 
 
 def test_a_group_has_the_number_of_its_tensors_alone() -> None:

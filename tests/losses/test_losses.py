@@ -67,6 +67,13 @@ def test_class_weights_have_mean_1_over_the_training_pixels() -> None:
     assert weights[3] == weights.max()
 
 
+def test_square_root_weights_of_classes() -> None:
+    pixels = torch.tensor([9 * 10**8, 10**8, 4 * 10**4, 0])
+    weights = class_weights(pixels, "sqrt").double()
+    assert float((weights * pixels).sum() / pixels.sum()) == pytest.approx(1, rel=1e-6)
+    torch.testing.assert_close(weights / weights[1], torch.tensor([1 / 3, 1, 50, 10**4], dtype=torch.double))
+
+
 @pytest.mark.parametrize("stride", [1, 2, 3, 4])
 @pytest.mark.parametrize("align_corners", [False, True])
 @pytest.mark.parametrize("size", [(24, 36), (25, 38)])
@@ -406,9 +413,10 @@ def test_the_one_hardest_pixel_is_kept_where_none_is_hard() -> None:
     assert float(ohem_sum(losses, valid, threshold=0.01, min_kept=0.0)) == 0
 
 
+@pytest.mark.parametrize("name", ["log", "sqrt"])
 @pytest.mark.parametrize("pixels", [[1, 0, 0], [0, 0, 0]])
-def test_class_weights_of_a_pixel_or_none_are_finite(pixels: list[int]) -> None:
-    weights = class_weights(torch.tensor(pixels), "log")
+def test_class_weights_of_a_pixel_or_none_are_finite(pixels: list[int], name: str) -> None:
+    weights = class_weights(torch.tensor(pixels), name)
     assert weights.isfinite().all()
     assert weights.dtype == torch.float32
     assert pixels[0] == 0 or float(weights[0]) == pytest.approx(1)

@@ -466,6 +466,37 @@ def test_a_file_of_reduced_precision_may_be_as_far_as_it_was_at_export(folder: P
                 Segmenter.load(folder, precision="int8")
 
 
+@pytest.mark.parametrize(
+    ("precision", "entry"),
+    [
+        ("fp32", {"golden_agreement": 0.9}),
+        ("fp32", {"golden_confidence_levels": 1}),
+        ("fp16", {"golden_agreement": 0.97}),
+        ("fp16", {"golden_confidence_levels": 4}),
+        ("int8", {"golden_agreement": 0.84}),
+        ("int8", {"golden_agreement": float("nan")}),
+        ("int8", {"golden_agreement": 1.5}),
+        ("int8", {"golden_confidence_levels": 128}),
+        ("int8", {"golden_confidence_levels": float("nan")}),
+        ("int8", {"golden_confidence_levels": -5}),
+    ],
+)
+def test_no_manifest_can_raise_the_tolerance_of_the_self_test(
+    folder: Path, precision: str, entry: dict[str, float]
+) -> None:
+    files = toy_manifest()["files"]
+    whole = {"precision": precision, "golden_agreement": 1.0, "golden_confidence_levels": 0}
+    for change, passes in (({}, True), (entry, False)):
+        files["model.onnx"] |= whole | change
+        change_manifest(folder, files=files)
+        write_sums(folder)
+        if passes:
+            read_artifact(folder, precision=precision)
+        else:
+            with pytest.raises(ArtifactError, match=f"{precision} allows"):
+                read_artifact(folder, precision=precision)
+
+
 @pytest.mark.parametrize("given", [{"threads": 0}, {"deadline_ms": 0}, {"max_age_s": -1}, {"frozen_after": -1}])
 def test_settings_out_of_range(given: dict[str, Any], shared_folder: Path) -> None:
     with pytest.raises(ValueError, match=next(iter(given))):

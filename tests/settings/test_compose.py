@@ -255,7 +255,7 @@ def test_entries_of_a_mapping_need_no_plus() -> None:
     composed = compose(["run.name=x", "model.args.width=3", "+model.args.deep.er=[1,2]"])
     assert composed.model.args == {"width": 3, "deep": {"er": [1, 2]}}
     assert compose(["run.name=x", "model.args={head.*: 0.5}"]).model.args == {"head.*": 0.5}
-    with pytest.raises(ConfigError, match="model.arg.width is not a setting.*model.args"):
+    with pytest.raises(ConfigError, match=r"model\.arg\.width is not a setting.*model.args"):
         compose(["model.arg.width=3"])
-    with pytest.raises(ConfigError, match="model.args = 3, but a mapping"):
+    with pytest.raises(ConfigError, match=r"model\.args = 3, but a mapping"):
         from_mapping({"model": {"args": 3}})

@@ -1,6 +1,7 @@
 """Truncated, foreign and altered checkpoints are refused; a full disk or a kill leaves the old file."""
 
 import errno
+import hashlib
 import itertools
 import os
 import random
@@ -16,13 +17,13 @@ import pytest
 import torch
 
 from segpipe.data.catalog import CAMVID
-from segpipe.errors import CheckpointError
+from segpipe.errors import CheckpointError, WeightsError
 from segpipe.files import write_atomically
 from segpipe.models import build_model
 from segpipe.settings.config import Config, to_mapping
 from segpipe.settings.groups import ModelConfig
 from segpipe.train import checkpoint
-from segpipe.train.checkpoint import candidates, load, load_network, save
+from segpipe.train.checkpoint import candidates, load, load_network, newest_whole, save
 
 SMALL = {
     "step": 7,
@@ -76,6 +77,36 @@ def test_round_trip(file: Path) -> None:
     assert [path.name for path in file.parent.iterdir()] == ["last.pt"]
 
 
+def test_digests_of_a_checkpoint_stay(file: Path) -> None:
+    """Otherwise checkpoints of earlier versions would be refused as altered."""
+    assert load(file)["digests"] == {
+        "model": "3f52caad70fb1e50e177fb7b43bd9d63",
+        "ema": "3a97ba7892dcaaca5d26f44cff91f877",
+        "rest": "8e8ceaeff02440357f83224f9179ae5a-8659516fbf6cf58071a47ff1325bc78f",
+    }
+
+
+def test_every_listed_checkpoint_has_its_hash_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, hashes = tmp_path / "last.pt", tmp_path / checkpoint.HASHES
+    for step in (7, 8):
+        save(path, SMALL | {"step": step}, listed=True)
+        *_, line = hashes.read_text().splitlines()
+        assert line == f"{hashlib.sha256(path.read_bytes()).hexdigest()}  last.pt  {step}"
+    save(path, SMALL)
+    assert len(hashes.read_text().splitlines()) == 2, "those that belong to no run are not listed"
+    whole = path.read_bytes()
+    monkeypatch.setattr(os, "replace", no_space)
+    with pytest.raises(CheckpointError):
+        save(path, SMALL | {"step": 9}, listed=True)
+    monkeypatch.undo()
+    assert len(hashes.read_text().splitlines()) == 3, "a file that exists is listed, however the process ends"
+    hashes.unlink()
+    hashes.mkdir()
+    with pytest.raises(CheckpointError, match=r"checkpoints\.sha256 could not be written.*last\.pt is unchanged"):
+        save(path, SMALL | {"step": 10}, listed=True)
+    assert path.read_bytes() == whole
+
+
 def test_torn_file_is_refused_at_any_length(file: Path) -> None:
     whole = file.read_bytes()
     lengths = {0, 1, 4, 100, *range(0, len(whole), len(whole) // 40), len(whole) - 1, len(whole) - 22}
@@ -103,6 +134,7 @@ def test_no_flipped_bit_passes(file: Path) -> None:
     ("content", "found"),
     [
         ({"state_dict": {}, "epoch": 3}, "'epoch', 'state_dict'"),
+        (dict.fromkeys("gfedcba", 0), "['a', 'b', 'c', 'd', 'e']"),
         ([1, 2], "list"),
         (torch.ones(3), "Tensor"),
         ({"format": "other"}, "'format'"),
@@ -113,6 +145,22 @@ def test_foreign_file_is_named(tmp_path: Path, content: Any, found: str) -> None
     message = refused(tmp_path / "x.pt")
     assert found in message
     assert checkpoint.FORMAT in message
+
+
+@pytest.mark.parametrize(
+    ("error", "told", "hidden"),
+    [(EOFError(), "EOFError", "EOFError:"), (RuntimeError(f"{'x' * 300}\nmore"), f"2: {'x' * 200}.", "more")],
+)
+def test_what_torch_says_is_told_in_one_line(
+    file: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, told: str, hidden: str
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(torch, "load", broken)
+    message = refused(file)
+    assert told in message
+    assert hidden not in message
 
 
 def test_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
@@ -385,6 +433,18 @@ def test_weights_of_another_network_are_refused(run: Path) -> None:
         load_network(run, "last")
 
 
+@pytest.mark.parametrize("change", ["missing", "further"])
+def test_weights_that_do_not_fit_are_named(change: str) -> None:
+    network = build_model("fast_scnn", CAMVID.num_classes)
+    weights = network.state_dict()
+    name, value = next(iter(weights.items()))
+    del weights[name]
+    weights |= {name: value, "more": value} if change == "further" else {}
+    with pytest.raises(WeightsError, match=r"x\.pt does not fit FastSCNN") as caught:
+        checkpoint.load_weights(network, weights, Path("x.pt"))
+    assert ("more" if change == "further" else name) in str(caught.value)
+
+
 def test_candidates_for_resuming_come_newest_first(tmp_path: Path) -> None:
     for name in ("step_000002.pt", "step_000010.pt", "step_9.pt", "step_x.pt", "best.pt", "diverged.pt"):
         (tmp_path / name).touch()
@@ -394,3 +454,72 @@ def test_candidates_for_resuming_come_newest_first(tmp_path: Path) -> None:
     (tmp_path / "last.pt").rmdir()
     (tmp_path / "last.pt").touch()
     assert [path.name for path in candidates(tmp_path)] == ["last.pt", *names]
+
+
+# --- which checkpoint a run is resumed from
+
+
+def folder_of(folder: Path, **steps: int) -> Path:
+    """A run folder with checkpoints of these steps, by file name without suffix; those of a negative step are torn."""
+    for name, step in steps.items():
+        path = folder / f"{name}.pt"
+        save(path, SMALL | {"step": abs(step)})
+        if step < 0:
+            path.write_bytes(path.read_bytes()[:-1000])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("files", "found", "step"),
+    [
+        ({"last": 8, "best": 9, "step_9": 9}, "last.pt", 8),
+        ({"last": -8, "best": 4, "step_6": 6, "step_3": 3}, "step_6.pt", 6),
+        ({"best": 4, "step_3": 3}, "best.pt", 4),
+        ({"best": 4, "step_6": -6, "step_5": 5}, "step_5.pt", 5),
+        ({"best": -4, "step_3": 3}, "step_3.pt", 3),
+        ({"last": -8, "best": 4}, "best.pt", 4),
+    ],
+)
+def test_a_run_goes_on_from_the_newest_whole_checkpoint(
+    tmp_path: Path, files: dict[str, int], found: str, step: int
+) -> None:
+    folder_of(tmp_path, **files)
+    answer = newest_whole(tmp_path)
+    assert answer is not None
+    assert (answer.path, answer.content["step"]) == (tmp_path / found, step)
+    last = tmp_path / "last.pt"
+    assert bool(answer.note) is (found != "last.pt")
+    if answer.note:
+        assert f"the newest whole checkpoint is {found} of step {step}" in answer.note
+        assert (f"{last} is damaged ({last} (" if last.is_file() else f"{last} is missing") in answer.note
+
+
+def test_without_a_whole_checkpoint_nothing_is_found_or_the_faults_are_named(tmp_path: Path) -> None:
+    assert newest_whole(tmp_path) is None
+    folder_of(tmp_path, last=-8, best=-4, step_3=-3)
+    with pytest.raises(CheckpointError, match="holds no whole checkpoint") as caught:
+        newest_whole(tmp_path)
+    message = str(caught.value)
+    assert f"{tmp_path / 'last.pt'} (" in message
+    assert f"{tmp_path / 'best.pt'} (" in message
+    assert "run.exists=replace" in message
+
+
+def test_a_file_that_cannot_be_read_now_is_not_taken_for_a_torn_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder_of(tmp_path, best=4, step_6=6, step_3=3)
+    read, unreadable = Path.read_bytes, "step_6.pt"
+
+    def stale(path: Path) -> bytes:
+        if path.name == unreadable:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", stale)
+    with pytest.raises(CheckpointError, match=r"step_6\.pt .*Stale file handle"):
+        newest_whole(tmp_path)
+    unreadable = "step_3.pt"  # which is older than what is found
+    found = newest_whole(tmp_path)
+    assert found is not None
+    assert found.path.name == "step_6.pt"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
@@ -26,6 +26,7 @@ from segpipe.ledger.digest import state_digest
 from segpipe.losses.total import valid_pixels
 from segpipe.models import MODELS
 from segpipe.models.layers import SegmentationNet
+from segpipe.models.preprocess import Preprocess
 from segpipe.settings.check import check
 from segpipe.settings.config import Config, from_mapping
 from segpipe.train import gradients
@@ -77,21 +78,21 @@ def fresh(config: Config, **kind: Any) -> TrainState:
     return TrainState(model, Ema(model, config.ema), build_optimizer(model, config.optim), scaler)
 
 
-def batches(step: int) -> list[ShardBatch]:
+def batches(step: int, shards: int = V) -> list[ShardBatch]:
     generator = torch.Generator().manual_seed(step)
-    image = torch.randint(0, 256, (V, B, SIZE, SIZE, 3), generator=generator).to(torch.uint8)
-    target = torch.randint(0, C, (V, B, SIZE, SIZE), generator=generator).to(torch.uint8)
+    image = torch.randint(0, 256, (shards, B, SIZE, SIZE, 3), generator=generator).to(torch.uint8)
+    target = torch.randint(0, C, (shards, B, SIZE, SIZE), generator=generator).to(torch.uint8)
     ids = torch.zeros(B, dtype=torch.int64)
-    return [ShardBatch(step, shard, image[shard], target[shard], ids, ids) for shard in range(V)]
+    return [ShardBatch(step, shard, image[shard], target[shard], ids, ids) for shard in range(shards)]
 
 
 def updates(
     state: TrainState, config: Config, group: Group, count: int, *, dawdle: Callable[[], None] = lambda: None
 ) -> str:
     """Digest of weights, statistics and average after `count` more updates; before each this rank waits."""
-    step, own = TrainStep(config, Watch(group, state)), group.own_shards(V)
+    step, own = TrainStep(config, Watch(group, state)), group.own_shards(config.compute.shards)
     for _ in range(count):
-        shards = batches(state.step)
+        shards = batches(state.step, config.compute.shards)
         dawdle()
         step([shards[shard] for shard in own], torch.tensor(sum(valid_pixels(batch.target) for batch in shards)))
         step.apply()
@@ -135,10 +136,11 @@ class ByArrival:
 
     order: ClassVar[tuple[int, ...]] = ()
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, leaves: int) -> None:
         self.world_size = group.world_size
 
-    def start(self, part: Tensor) -> None:
+    def start(self, parts: list[Tensor]) -> None:
+        (part,) = parts
         everyone = [torch.empty_like(part) for _ in range(self.world_size)]
         dist.all_gather(everyone, part.clone())
         first, *others = (everyone[rank] for rank in self.order)
@@ -239,10 +241,10 @@ def test_no_bucket_leaves_before_statistics_and_figures_are_in_it() -> None:
     sent: list[int] = []
 
     class Across:
-        def start(self, part: Tensor) -> None:
-            sent.append(part.numel())
+        def start(self, parts: list[Tensor]) -> None:
+            sent.append(parts[0].numel())
 
-    exchange = gradients._Exchange(layout, TreeSum(), layout.new(), [early, late], Across())  # type: ignore[arg-type]
+    exchange = gradients._Exchange(layout, TreeSum(1), layout.new(), [early, late], Across())  # type: ignore[arg-type]
     early.grad, late.grad = torch.ones(10), torch.ones(25)
     exchange.on_grad_ready(1)
     exchange.on_grad_ready(0)
@@ -345,3 +347,78 @@ def test_class_weights_and_the_corners_of_the_network_reach_the_loss() -> None:
     weighted = shard_losses(torch.tensor([4.0, 1.0, 1.0, 1.0, 1.0]))
     assert all(float(weighted[shard]) > float(plain[shard]) for shard in plain)
     assert all(float(loss) != float(plain[shard]) for shard, loss in shard_losses(align_corners=True).items())
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", None), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_the_network_runs_in_the_configured_precision_and_the_loss_in_fp32(
+    precision: str, dtype: torch.dtype | None
+) -> None:
+    config = settings("elastic", precision=precision)
+    state = fresh(config)
+    inside: set[torch.dtype] = set()
+    state.model.main.register_forward_hook(lambda *call: inside.add(call[2].dtype))  # type: ignore[operator, union-attr]
+    loss = gradients.BatchLoss(config, Watch(ALONE, state), None)
+    batch = batches(0)[0]
+    parts = loss(gradients.AllHeads(state.model), batch.image, batch.target, torch.tensor(V * B * SIZE * SIZE), shard=0)
+    assert inside == {dtype or torch.float32}
+    assert {part.dtype for part in parts.values()} == {torch.float32}
+
+
+class Seen(Watch):
+    """Keeps what an update shows to its watch."""
+
+    def __init__(self, state: TrainState) -> None:
+        super().__init__(ALONE, state)
+        self.inputs: list[Tensor] = []
+        self.shards: list[tuple[Any, ...]] = []
+        self.batches: list[int] = []
+
+    def forward(self, seen: Tensor, heads: Mapping[str, Tensor]) -> None:
+        assert list(heads) == ["main", "aux"]
+        self.inputs.append(seen)
+
+    def shard(self, batch: ShardBatch, loss: Tensor, statistics: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        copies = [[value.clone() for value in values] for values in (statistics, gradients)]
+        self.shards.append((batch.shard, loss.item(), *copies))
+
+    def whole_batch(self, shards: Sequence[ShardBatch]) -> None:
+        self.batches += [batch.shard for batch in shards]
+
+
+@pytest.mark.parametrize("mode", ["elastic", "ddp"])
+def test_the_watch_sees_the_input_and_what_each_shard_adds(mode: str) -> None:
+    config, shards = settings(mode), batches(0)
+    state = fresh(config, dropout=0.0)
+    watch = Seen(state)
+    valid = torch.tensor(V * B * SIZE * SIZE)
+    result = TrainStep(config, watch)(shards, valid)
+    assert torch.equal(torch.cat(watch.inputs), Preprocess()(torch.cat([batch.image for batch in shards])))
+    if mode == "ddp":
+        assert (watch.batches, watch.shards) == ([0, 1, 2, 3], [])
+        return
+    assert (watch.batches, [shown[0] for shown in watch.shards]) == ([], [0, 1, 2, 3])
+    assert {shard: loss for shard, loss, *_ in watch.shards} == {
+        shard: float(loss) for shard, loss in result.shard_losses.items()
+    }
+    for shard, _, statistics, grads in watch.shards:
+        twin = fresh(config, dropout=0.0)
+        alone = TrainStep(config, Watch(ALONE, twin))
+        alone.gradients([shards[shard]], valid)
+        assert all(map(torch.equal, grads, [parameter.grad for parameter in twin.model.parameters()]))
+        twin = fresh(config, dropout=0.0)
+        twin.model.logits(watch.inputs[shard], aux=True)
+        assert all(map(torch.equal, statistics, gradients.statistics(twin.model)))
+
+
+def test_memory_for_gradients_grows_with_the_depth_of_the_tree_and_is_kept() -> None:
+    """Four shards need three vectors, and no more are made in later updates."""
+    config = settings("elastic")
+    step = TrainStep(config, Watch(ALONE, fresh(config)))
+    assert isinstance(step.gradients, gradients.ElasticGradients)
+    found = []
+    for _ in range(3):
+        step(batches(0), torch.tensor(V * B * SIZE * SIZE))
+        step.apply()
+        found.append([vector.data_ptr() for vector in step.gradients._vectors])
+    assert len(found[0]) == 3
+    assert found[0] == found[1] == found[2]

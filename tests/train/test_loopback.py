@@ -7,12 +7,13 @@ from fnmatch import fnmatchcase
 
 import pytest
 import torch
-from test_gradients import ALONE, CPU, Net, V, batches, fresh, settings, updates
+from test_gradients import ALONE, CPU, SIZE, B, CountedExchange, Net, V, batches, fresh, settings, updates
 from torch import Tensor, nn
 
 from ranks import Loopback
 from segpipe.distributed import reduce
 from segpipe.distributed.group import Group, Level
+from segpipe.distributed.watch.contract import Contract
 from segpipe.ledger.digest import state_digest
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config
@@ -20,6 +21,8 @@ from segpipe.train import gradients
 from segpipe.train.gradients import statistics
 from segpipe.train.optim import Ema, build_optimizer, freeze
 from segpipe.train.state import TrainState
+from segpipe.train.step import TrainStep
+from segpipe.train.watch import Watch
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
 
@@ -38,8 +41,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Loopback]:
     return made
 
 
-def config_of(mode: str, *, clip_norm: float = 1.0) -> Config:
-    config = settings(mode)
+def config_of(mode: str, *, clip_norm: float = 1.0, shards: int = V) -> Config:
+    config = settings(mode, shards)
     config.optim.clip_norm = clip_norm
     return config
 
@@ -57,9 +60,10 @@ def state_of(config: Config, *, norm: bool = True, unused: bool = False) -> Trai
 
 
 def group_of(rank: int, world_size: int, *, machines: bool = False) -> Group:
+    if not machines:
+        return Group(rank, rank, world_size, CPU)
     within, across = ((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]
-    levels = (Level(2, within), Level(2, across)) if machines else ()  # type: ignore[arg-type]
-    return Group(rank, rank, world_size, CPU, levels)
+    return Group(rank, rank, world_size, CPU, (Level(2, within), Level(2, across)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bucket_size", [20, 600, 1 << 20])
@@ -71,7 +75,10 @@ def test_elastic_gives_the_bits_of_one_process(
     machines: bool,
     bucket_size: int,
 ) -> None:
+    """Also with buckets that leave while the backward still runs: none of one bucket, which waits for statistics."""
     monkeypatch.setattr(gradients, "BUCKET_SIZE", bucket_size)
+    monkeypatch.setattr(gradients, "_Exchange", CountedExchange)
+    monkeypatch.setattr(CountedExchange, "early", [])
     config = config_of("elastic")
 
     states = [state_of(config, unused=True) for _ in range(world_size)]
@@ -81,6 +88,21 @@ def test_elastic_gives_the_bits_of_one_process(
 
     alone = updates(state_of(config, unused=True), config, ALONE, 2)
     assert ranks(world_size).run(work) == [alone] * world_size
+    assert [count > 0 for count in CountedExchange.early] == [bucket_size != 1 << 20] * 2 * world_size
+
+
+@pytest.mark.parametrize(
+    ("world_size", "shards"), [*((r, 16) for r in (2, 3, 5, 7, 8, 12, 16)), *((r, 6) for r in range(2, 7))]
+)
+def test_any_number_of_processes_up_to_the_shards_gives_the_bits_of_one(
+    ranks: Callable[[int], Loopback], monkeypatch: pytest.MonkeyPatch, world_size: int, shards: int
+) -> None:
+    monkeypatch.setattr(gradients, "BUCKET_SIZE", 600)
+    config = config_of("elastic", shards=shards)
+    states = [state_of(config, unused=True) for _ in range(world_size)]
+    alone = updates(state_of(config, unused=True), config, ALONE, 2)
+    found = ranks(world_size).run(lambda rank: updates(states[rank], config, group_of(rank, world_size), 2))
+    assert found == [alone] * world_size
 
 
 @pytest.mark.parametrize("mode", ["elastic", "ddp"])
@@ -157,3 +179,48 @@ def test_statistics_are_the_mean_over_ranks(ranks: Callable[[int], Loopback], mo
     for single in zip(found[0][0], *singles, strict=True):
         torch.testing.assert_close(single[0], torch.stack(single[1:]).mean(0), rtol=1e-5, atol=1e-6)
     assert len({digest for _, digest in found}) == 1
+
+
+class Noted(Contract):
+    """Remembers what was announced of DDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def enter(self, op: str, tensor: Tensor | None = None, *, level: int = 0) -> None:
+        self.calls += [op] if op.endswith("DDP") else []
+
+
+@pytest.mark.parametrize(("mode", "passes"), [("ddp", 2), ("off", 0)])
+def test_ddp_is_warmed_up_where_a_resumed_run_must_repeat_its_bits(
+    ranks: Callable[[int], Loopback], mode: str, passes: int
+) -> None:
+    """Two backward passes give its buckets their final order, and leave nothing behind. Each place is announced."""
+    config = config_of(mode)
+    states, contracts = [state_of(config) for _ in range(2)], [Noted() for _ in range(2)]
+    model, done, shapes = states[0].model, [], set()
+    assert isinstance(model, Net)
+    model.first.weight.register_post_accumulate_grad_hook(lambda _: done.append(1))
+    model.first.register_forward_pre_hook(lambda _, given: shapes.add(given[0].shape))
+    before, loopback = values(states[0]), ranks(2)
+
+    def built(rank: int) -> TrainStep:
+        return TrainStep(config, Watch(Group(rank, rank, 2, CPU, contract=contracts[rank]), states[rank]))
+
+    steps = loopback.run(built)
+    assert len(done) == passes
+    assert shapes == ({(V * B // 2, 3, SIZE, SIZE)} if passes else set())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in values(states[0]).items())
+    announced = ["wrap of DDP", *(["warm-up of DDP"] if passes else [])]
+    assert [each.calls for each in contracts] == [announced] * 2
+    loopback.run(lambda rank: steps[rank](batches(0)[2 * rank : 2 * rank + 2], torch.tensor(V * B * SIZE * SIZE)))
+    assert [each.calls for each in contracts] == [[*announced, "backward of DDP"]] * 2
+
+
+def test_one_process_announces_nothing() -> None:
+    config, contract = config_of("ddp"), Noted()
+    step = TrainStep(config, Watch(Group(0, 0, 1, CPU, contract=contract), state_of(config)))
+    step(batches(0), torch.tensor(V * B * SIZE * SIZE))
+    assert contract.calls == []

@@ -11,7 +11,7 @@ from segpipe.errors import CheckpointError
 from segpipe.keys import torch_seed
 from segpipe.ledger.digest import state_digest
 from segpipe.settings.config import Config, from_mapping, to_mapping
-from segpipe.train.checkpoint import restore, save_state
+from segpipe.train.checkpoint import HASHES, load, restore, save_state
 from segpipe.train.state import TrainState, build_state
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
@@ -135,9 +135,11 @@ def test_another_environment_is_refused_by_name_unless_it_is_allowed(saved: Path
     assert "run.allow_fingerprint_change=true" in str(caught.value)
     allowed = config(run={"allow_fingerprint_change": True})
     restore(saved, build_state(config(), CAMVID, CPU), allowed, CAMVID, other)
+    off = config(compute={"mode": "off"})  # which promises no bits
+    save_state(saved, build_state(off, CAMVID, CPU), off, CAMVID, HERE)
+    restore(saved, build_state(off, CAMVID, CPU), off, CAMVID, other)
 
 
 def test_the_whole_configuration_is_kept(saved: Path) -> None:
-    from segpipe.train.checkpoint import load
-
     assert load(saved)["config"] == to_mapping(config())
+    assert (saved.parent / HASHES).read_text().endswith("  last.pt  0\n"), "a checkpoint of a run is listed"

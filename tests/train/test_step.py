@@ -18,7 +18,7 @@ from segpipe.settings.config import Config, from_mapping
 from segpipe.train.gradients import statistics
 from segpipe.train.optim import Ema, build_optimizer, learning_rate
 from segpipe.train.state import TrainState
-from segpipe.train.step import StepResult, TrainStep, train_step
+from segpipe.train.step import NEVER, StepResult, TrainStep, train_step
 from segpipe.train.watch import Watch
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
@@ -269,6 +269,21 @@ def test_fp16_overflow_skips_the_update_and_its_statistics() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert state.scaler.get_scale() == 32768
     assert state.step == 1
+
+
+@pytest.mark.parametrize(("precision", "noted"), [("fp32", 1), ("fp16", NEVER)])
+def test_the_first_update_that_is_not_finite_is_noted(precision: str, noted: int) -> None:
+    """Its gradients alone can overflow, which the loss scaler of fp16 deals with; later ones do not change it."""
+    settings, shards = config(train={"precision": precision}), batches()
+    state = fresh(settings)
+    step = step_of(state, settings)
+    state.model.main.bias.register_hook(lambda grad: grad * factor)  # type: ignore[operator, union-attr]
+    for factor in (1.0, float("inf"), 1.0):  # noqa: B007 (the hook reads it)
+        result = step(shards, valid(shards))
+        assert torch.isfinite(result.grad_norm) == (state.step == 0 or (precision == "fp16" and state.step == 2))
+        assert int(step.first_bad) == (noted if state.step else NEVER)
+        assert torch.isfinite(result.loss) or state.step == 2
+        step.apply()
 
 
 def test_bf16_runs_with_gradients_in_fp32() -> None:

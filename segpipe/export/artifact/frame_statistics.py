@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _OUTLIERS = 0.05  # share of images at either end that do not move a limit
 _LEVEL_TOLERANCE, _SHARE_TOLERANCE = 0.5, 0.01
+_CALIBRATION_IMAGES = 32  # for the activation ranges of int8
 _NEARLY_ALL = 0.99  # a completely dark or bright frame is refused whatever the training images were
 
 
@@ -44,6 +45,26 @@ def frame_entries(images: Iterable[Image], source: str) -> dict[str, Any]:
         },
         "frame_limits": frame_limits(found)._asdict(),
     }
+
+
+def frames_of(
+    images: Sequence[Image], train_images: Iterable[Image] | None, shape: tuple[int, ...]
+) -> tuple[dict[str, Any], list[Image]]:
+    """Entries of the manifest about frames, and the frames of this shape for the calibration of int8.
+
+    Both come from the training images; without them, from the check images.
+    """
+    if train_images is None:
+        return frame_entries(images, "check") if images else unknown_frames(), list(images)
+    kept: list[Image] = []
+
+    def watched() -> Iterator[Image]:
+        for image in train_images:
+            if image.shape == shape and len(kept) < _CALIBRATION_IMAGES:
+                kept.append(image)
+            yield image
+
+    return frame_entries(watched(), "train"), kept or list(images)
 
 
 def unknown_frames() -> dict[str, Any]:

@@ -23,6 +23,7 @@ TOLERANCE = {"image_agreement": FP32.image_agreement, "confidence_levels": FP32.
 _IMAGES = 2
 _LOGITS = 64
 _PATCH = 16
+_DECODERS = 3  # levels by which two JPEG decoders may differ
 
 
 def golden_entry(checks: Sequence[Check]) -> dict[str, Any]:
@@ -84,6 +85,19 @@ def golden_problems(model: DeployModel, folder: Path, entry: Mapping[str, Any], 
         for name in sorted(expected.keys() | found.keys())
         if name not in found or name not in expected or not _agree(name, expected[name], found[name], sigma)
     ]
+
+
+def golden_frame_problems(folder: Path, manifest: Mapping[str, Any], checks: Sequence[Check]) -> list[str]:
+    """Golden frames that are not those of the check set; nothing when the check set is another than at export."""
+    if manifest["check_images"] != [check.name for check in checks]:
+        return []
+    chosen = _chosen(checks)
+    if manifest["golden"]["images"] != [check.name for check in chosen]:
+        return [f"golden.images = {manifest['golden']['images']}, but they are {[check.name for check in chosen]}"]
+    frames = np.load(folder / FOLDER / "image.npy", allow_pickle=False).astype(np.int64)
+    there = np.stack([check.image for check in chosen])
+    same = frames.shape == there.shape and np.abs(frames - there).max() <= _DECODERS
+    return [] if same else [f"{FOLDER}/image.npy does not hold the images that golden.images names"]
 
 
 def _agree(name: str, expected: NDArray[Any], found: NDArray[Any], sigma: Sigma) -> bool:

@@ -50,7 +50,13 @@ def write_sums(folder: Path) -> None:
 
 
 def sums_problems(folder: Path) -> list[str]:
-    """Differences between the files below `folder` and SHA256SUMS: missing, unlisted and altered ones."""
+    """Differences between the files below `folder` and SHA256SUMS: missing, unlisted and altered ones.
+
+    Links, pipes and devices are refused before any file is read.
+    """
+    strange = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not (path.is_file() or path.is_dir())]
+    if strange:
+        return [f"{path.relative_to(folder)} is a link, a pipe or a device, not a file" for path in strange]
     try:
         listed = read_sums(folder)
     except ArtifactError as error:

@@ -34,6 +34,7 @@ class ImageComparison:
     reference_mask: NDArray[Any]
     mask: NDArray[Any]
     normalised_difference: float = 0.0  # largest; infinite as above
+    confidence_mean: float = 0.0  # mean difference, in grey levels
 
     @property
     def agreement(self) -> float:
@@ -144,14 +145,15 @@ def compare_answers(check: Check, expected: Answer, probe: Answer, shipped: Answ
     # Reference logits at the differing pixels, (C, n), sorted over the classes.
     ranked = np.sort(expected.logits[:, expected.mask != shipped.mask], axis=0)
     margins = ranked[-1] - ranked[-2] if len(ranked) > 1 else ranked[-1]
-    levels = 0
+    levels = np.zeros(1)
     if expected.confidence is not None and shipped.confidence is not None:
-        levels = int(np.abs(expected.confidence.astype(np.int16) - shipped.confidence.astype(np.int16)).max())
+        levels = np.abs(expected.confidence.astype(np.int16) - shipped.confidence.astype(np.int16))
     return ImageComparison(
         name=check.name,
         is_real=check.is_real,
         logits_difference=_difference(expected.logits, probe.logits),
-        confidence_difference=levels,
+        confidence_difference=int(levels.max()),
+        confidence_mean=float(levels.mean()),
         margins=margins,
         reference_mask=expected.mask,
         mask=shipped.mask,
@@ -211,11 +213,15 @@ def gate_mask(comparisons: Sequence[ImageComparison], sigma: Sigma, limits: Limi
     lowest = min(entry.agreement for entry in comparisons)
     unexplained = sum(entry.unexplained(sigma, margin) for entry in comparisons)
     levels = max(entry.confidence_difference for entry in comparisons)
+    real = [entry for entry in comparisons if entry.is_real] or comparisons
+    mean_level = sum(entry.confidence_mean for entry in real) / len(real)
+    mean_limit = limits.confidence_mean if limits.confidence_mean is not None else math.inf
     figures = {
         "agreement": agreement,
         "worst_image_agreement": lowest,
         "unexplained_pixels": unexplained,
         "confidence_levels": levels,
+        "confidence_mean": mean_level,
         "worst": worst.name,
         "images": len(comparisons),
     }
@@ -229,6 +235,8 @@ def gate_mask(comparisons: Sequence[ImageComparison], sigma: Sigma, limits: Limi
         failures.append(f"mask differs where the reference is more than {margin:g} sigma from a tie {where}")
     if levels > levels_limit:
         failures.append(f"confidence differs by {levels} > {levels_limit} levels")
+    if not mean_level <= mean_limit:
+        failures.append(f"confidence differs by {mean_level:.1f} > {mean_limit:g} levels on average")
     tie = ", each near a tie" if limits.margin_sigma is not None else ""
     equal = f"{differing} of {pixels} pixels differ{tie}" if differing else "all pixels equal"
     return GateResult("G3", not failures, figures, f"G3 {failures[0]}" if failures else equal)

@@ -34,10 +34,12 @@ class Limits:
     agreement: float = 0.9999  # equal pixels over the whole check set
     image_agreement: float | None = 0.999  # equal pixels of each image
     margin_sigma: float | None = 2e-3  # a pixel may differ where the reference's top two classes are this close
-    confidence_levels: int | None = 1  # rounding
+    confidence_levels: int | None = 1  # largest difference; of fp32, rounding
+    confidence_mean: float | None = None  # mean difference on real images, in levels
     normalised: float = 1e-5  # largest difference of the normalised image
     miou_points: float = 0.01  # fall of mIoU in points of 100; with `both_ways` also a rise
     class_points: float | None = 0.05  # the same for each class
+    calibration_points: float | None = None  # growth of the expected calibration error in points of 100
     critical_points: float | None = None  # fall of a class of export.critical_classes
     both_ways: bool = True
     relative_latency: float | None = None  # p50 over that of the fp32 file
@@ -47,9 +49,24 @@ FP32 = Limits()
 _REDUCED = Limits(image_agreement=None, margin_sigma=None, confidence_levels=None, class_points=None, both_ways=False)
 LIMITS = {
     "fp32": FP32,
-    "fp16": replace(_REDUCED, logits_sigma=3e-2, agreement=0.995, margin_sigma=6e-2, miou_points=0.1),
+    "fp16": replace(
+        _REDUCED,
+        logits_sigma=3e-2,
+        agreement=0.995,
+        margin_sigma=6e-2,
+        confidence_levels=2,
+        miou_points=0.1,
+        calibration_points=1.0,
+    ),
     "int8": replace(
-        _REDUCED, logits_sigma=None, agreement=0.97, miou_points=1.0, critical_points=2.0, relative_latency=0.9
+        _REDUCED,
+        logits_sigma=None,
+        agreement=0.97,
+        confidence_mean=8.0,
+        miou_points=1.0,
+        calibration_points=5.0,
+        critical_points=2.0,
+        relative_latency=0.9,
     ),
 }
 TITLES = {

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from segpipe import IGNORE_INDEX
 from segpipe.export.gates.limits import FP32, GateResult, Limits
-from segpipe.export.graph.profiles import Image, Run
+from segpipe.export.gates.temperature import BINS
+from segpipe.export.graph.profiles import Answer, Image, Run
 from segpipe.train.metrics import confusion, iou_per_class, miou
 
 
@@ -22,15 +24,37 @@ class Score:
     counts: torch.Tensor
     images: int = 0
     invalid_pixels: int = 0
+    # By bin of confidence: pixels at the centers of its cells, the sum of their confidence, and how many are right.
+    bins: NDArray[np.float64] = field(default_factory=lambda: np.zeros((3, BINS)))
 
-    def add(self, mask: NDArray[Any], target: NDArray[np.uint8]) -> None:
+    @property
+    def calibration_error(self) -> float:
+        """Expected calibration error, 0 to 1; 0 without confidence."""
+        pixels, confidence, right = self.bins
+        return float(np.abs(confidence - right).sum() / max(pixels.sum(), 1))
+
+    def add(self, answer: Answer, target: NDArray[np.uint8]) -> None:
         """Adds one image; a pixel with an invalid id counts as class 0."""
+        mask = answer.mask
         num_classes = len(self.counts)
         invalid = (mask < 0) | (mask >= num_classes)
         self.invalid_pixels += int(np.count_nonzero(invalid))
         pred = np.where(invalid, 0, mask).astype(np.uint8)
         self.counts += confusion(torch.from_numpy(pred), torch.from_numpy(target.copy()), num_classes)
         self.images += 1
+        if answer.confidence is not None:
+            self._add_confidence(answer.confidence, mask, target)
+
+    def _add_confidence(self, levels: NDArray[np.uint8], mask: NDArray[Any], target: NDArray[np.uint8]) -> None:
+        """Reads mask and target at the pixel in the center of each cell of the confidence."""
+        cells = [
+            (2 * np.arange(few) + 1) * many // (2 * few) for few, many in zip(levels.shape, mask.shape, strict=True)
+        ]
+        place = np.ix_(*cells)
+        kept = target[place] != IGNORE_INDEX
+        confidence, right = levels[kept] / 255.0, (mask[place] == target[place])[kept].astype(np.float64)
+        which = np.minimum((confidence * BINS).astype(np.int64), BINS - 1)
+        self.bins += [np.bincount(which, weights, BINS) for weights in (np.ones(len(which)), confidence, right)]
 
 
 def scores(
@@ -40,7 +64,7 @@ def scores(
     found = {name: Score(torch.zeros(num_classes, num_classes, dtype=torch.int64)) for name in runs}
     for image, target in labelled:
         for name, run in runs.items():
-            found[name].add(run(image).mask, target)
+            found[name].add(run(image), target)
     return found
 
 
@@ -68,6 +92,8 @@ def gate_quality(
         "points": now - before,
         "worst_class": worst,
         "class_points": moves[worst],
+        "calibration_error_reference": reference.calibration_error,
+        "calibration_error": found.calibration_error,
         "images": reference.images,
     }
     failures = []
@@ -79,6 +105,9 @@ def gate_quality(
         )
     if limits.class_points is not None and not size(moves[worst]) <= limits.class_points:
         failures.append(f"IoU of {worst} moves by {moves[worst]:+.3f} points, limit {limits.class_points}")
+    growth = 100 * (found.calibration_error - reference.calibration_error)
+    if limits.calibration_points is not None and not growth <= limits.calibration_points:
+        failures.append(f"calibration error grows by {growth:.1f} points, limit {limits.calibration_points:g}")
     if limits.critical_points is not None:
         falling = [name for name in critical if name in moves and not size(moves[name]) <= limits.critical_points]
         if falling:

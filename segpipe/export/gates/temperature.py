@@ -5,7 +5,7 @@ Source: Guo et al., On Calibration of Modern Neural Networks, arXiv:1706.04599.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ BINS = 15
 LOWEST, HIGHEST = 0.02, 50.0  # temperature
 _MAX_STEPS = 60
 _TOLERANCE = 1e-9
+_SAME = 1e-3  # relative: what another processor may change
 
 Logits = NDArray[np.float32]
 Target = NDArray[np.uint8]
@@ -47,6 +48,24 @@ def calibration_entry(trained: TrainedNetwork, labelled: Iterable[tuple[Image, T
         return {"method": "none", "temperature": 1.0}
     fitted = fit_temperature(_logits(trained, labelled), ignore_index=IGNORE_INDEX)
     return {"method": "temperature", **asdict(fitted)}
+
+
+def calibration_problems(claimed: Mapping[str, Any], fitted: Mapping[str, Any]) -> tuple[list[str], str]:
+    """What is wrong with `calibration` of a manifest, and why it could not be fitted again, if it could not.
+
+    fitted: what `calibration_entry` gives now.
+    """
+    temperature = claimed["temperature"]
+    if claimed["method"] == "none":
+        return ([] if temperature == 1.0 else [f"calibration.temperature = {temperature}, but it was not fitted"]), ""
+    if not LOWEST <= temperature <= HIGHEST:
+        return [f"calibration.temperature = {temperature} is not within {LOWEST} to {HIGHEST}"], ""
+    if claimed.get("images") != fitted.get("images"):
+        here = fitted.get("images", "no")
+        return [], f"the temperature was fitted on {claimed.get('images')} labelled images, and there are {here} here"
+    if not abs(temperature - fitted["temperature"]) <= _SAME * fitted["temperature"]:
+        return [f"calibration.temperature = {temperature}, but the labelled images give {fitted['temperature']}"], ""
+    return [], ""
 
 
 def fit_temperature(logits_and_targets: Iterable[tuple[Logits, Target]], *, ignore_index: int) -> Calibration:

@@ -1,0 +1,87 @@
+"""`segpipe split`: divides a folder of images into training and validation, whole sequences at a time."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.progress import Progress
+
+from segpipe.cli.doctor import CONSOLE, contents
+from segpipe.data.catalog import mask_table, table_path
+from segpipe.data.division import divide
+from segpipe.data.masks import read_target, settled
+from segpipe.data.pairs import Pair, scan_undivided
+from segpipe.data.readers import threaded
+from segpipe.data.samples import open_samples
+from segpipe.data.sequence import sequence
+from segpipe.errors import ConfigError, DataError
+from segpipe.settings.arguments import read
+from segpipe.settings.config import SETTINGS
+from segpipe.settings.groups import DataConfig
+
+SPLITS = ("train", "val")
+
+
+def main(given: dict[str, Any]) -> int:
+    """Exit code; `given` are the values of the command's keys."""
+    values = {key.removeprefix("data."): read(SETTINGS[key], given[key]) for key in given if key.startswith("data.")}
+    data = DataConfig(name="folder", **values)
+    root = Path(data.root)
+    if not data.root or not root.is_dir():
+        raise ConfigError(f"data.root = {data.root!r} is not a folder. Set data.root=FOLDER.")
+    listings = [root / f"{split}.txt" for split in SPLITS]
+    for path in [*listings, *(path.with_suffix(".csv") for path in listings)]:
+        if path.exists() and not (given["replace"] and path.suffix == ".txt"):
+            raise ConfigError(
+                f"{path} already divides the images. Set replace=true to write train.txt and val.txt anew."
+            )
+    pairs, faults = scan_undivided(data)
+    if faults:
+        raise DataError(f"{faults[0]}{f' ({len(faults)} problems in all)' if len(faults) > 1 else ''}")
+    names = [pair.name for pair in pairs]
+    pixels = class_pixels_of(data, pairs) if table_path(data).is_file() else None
+    chosen = divide(
+        names, val=given["val"], by=given["by"], seed=given["seed"], pattern=given["pattern"], pixels=pixels
+    )
+    for path, side in zip(listings, (False, True), strict=True):
+        stems = [name for name, of_val in zip(names, chosen, strict=True) if of_val == side]
+        write_list(path, stems)
+        CONSOLE.print(summary(path, stems, len(names), given["pattern"]), markup=False)
+    if pixels is None:
+        CONSOLE.print(f"{table_path(data)} does not exist, so classes did not count: see segpipe doctor.", markup=False)
+    else:
+        CONSOLE.print(contents({split: open_samples(data, split, 0) for split in SPLITS}))
+    return 0
+
+
+def class_pixels_of(data: DataConfig, pairs: list[Pair]) -> NDArray[np.int64]:
+    """Pixels of each class in each mask, int64 (N, C)."""
+    table = settled(mask_table(data), [pair.mask for pair in pairs])
+    num = table.classes.num_classes
+
+    def count(pair: Pair) -> NDArray[np.int64]:
+        return np.bincount(read_target(table, pair.mask).ravel(), minlength=256)[:num]
+
+    with Progress(console=CONSOLE, transient=True, disable=not CONSOLE.is_terminal) as bar:
+        return np.stack(list(bar.track(threaded(count, pairs), len(pairs), description="reading masks")))
+
+
+def write_list(path: Path, stems: list[str]) -> None:
+    """Write stems, a line each, so that the file is whole or as it was."""
+    aside = path.with_name(f".{path.name}.tmp")
+    aside.write_text("".join(f"{stem}\n" for stem in stems))
+    os.replace(aside, path)
+
+
+def summary(path: Path, stems: list[str], num: int, pattern: str) -> str:
+    """What a list holds: share of the images, and sequences with their number of images."""
+    counts = Counter(sequence(stem, pattern) for stem in stems)
+    shown = ", ".join(f"{name} ({count})" for name, count in counts.most_common(10))
+    more = f" and {len(counts) - 10} more" if len(counts) > 10 else ""
+    plural = "sequence" if len(counts) == 1 else "sequences"
+    return f"{path}: {len(stems)} images ({len(stems) / num:.1%}) of {len(counts)} {plural}: {shown}{more}"

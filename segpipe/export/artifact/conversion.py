@@ -1,0 +1,171 @@
+"""Exported files against those that the checkpoint converts to now, before anything loads or runs them.
+
+Conversion is deterministic: with the same versions, the records of a TorchScript or pt2 file are equal byte for byte,
+and so are the nodes and attributes of an ONNX graph. Its tensors may differ by the rounding of another processor. With
+other versions only the answers can be compared; then a file must not hold anything that its own conversion does not
+need: no other operator, no other class in a pickle, no record of another kind.
+"""
+
+from __future__ import annotations
+
+import pickletools
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from segpipe.export.graph.profiles import Manifest
+
+CONVERTERS = ("torch", "onnx", "onnxscript", "onnxruntime")
+ROUNDING = {"fp32": 1e-5, "fp16": 1e-3, "int8": 0.05}  # of a tensor's largest value: what another processor may change
+WEIGHT_STEPS = 1  # of an int8 weight
+LARGER = 2  # times as many bytes as converted now
+_RANDOM = ".data/serialization_id"
+_CALL = re.compile(r"\b(?:torch|ops)\.[\w.]+(?=\()")
+_TARGET = re.compile(r'"target": "([^"]+)"')
+_NUMBERS = re.compile(r"\d+")
+_GRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
+
+
+def other_versions(manifest: Manifest) -> list[str]:
+    """Phrases such as `torch 2.13.0, here 2.14.1` for converters whose version is not that of the export."""
+    then, now = manifest["versions"], {name: version(name) for name in CONVERTERS}
+    return [f"{name} {then.get(name)}, here {now[name]}" for name in CONVERTERS if then.get(name) != now[name]]
+
+
+def conversion_problems(shipped: Path, again: Path, kind: str, precision: str) -> list[str]:
+    """How `shipped` differs from `again`, which the same versions made from the checkpoint; empty when it does not."""
+    compare = onnx_differences if kind == "onnx" else archive_differences
+    return _first(shipped, compare(shipped, again, precision))
+
+
+def harmful(shipped: Path, again: Path, kind: str) -> list[str]:
+    """What `shipped` holds that its conversion by other versions does not need; empty when it holds nothing else."""
+    return _first(shipped, (_onnx_surplus if kind == "onnx" else _archive_surplus)(shipped, again))
+
+
+def _first(shipped: Path, found: Iterator[str]) -> list[str]:
+    try:
+        problem = next(found, None)
+    except Exception as error:  # parsers of an altered file raise many types
+        problem = f"cannot be compared ({type(error).__name__}: {error})"
+    return [f"{shipped.name} is not what the checkpoint converts to: {problem}"] if problem else []
+
+
+def onnx_differences(shipped: Path, again: Path, precision: str) -> Iterator[str]:
+    """Differences between two ONNX files: nodes with their attributes, inputs, outputs, then tensors."""
+    one, two = (onnx.load(path, load_external_data=False) for path in (shipped, again))
+    if one.functions or one.graph.sparse_initializer or one.training_info:
+        yield "it holds functions, sparse tensors or training information"
+    if len(one.graph.node) != len(two.graph.node):
+        yield f"{len(one.graph.node)} nodes instead of {len(two.graph.node)}"
+    for place, (here, there) in enumerate(zip(one.graph.node, two.graph.node, strict=False)):
+        if here.SerializeToString(deterministic=True) != there.SerializeToString(deterministic=True):
+            yield f"node {place} ({here.op_type} {here.name}) is another than {there.op_type} {there.name}"
+    for name in ("input", "output"):
+        here, there = ([v.SerializeToString(deterministic=True) for v in getattr(m.graph, name)] for m in (one, two))
+        if here != there:
+            yield f"its {name}s are others"
+    yield from _tensor_differences(one, two, ROUNDING[precision])
+
+
+def _tensor_differences(one: onnx.ModelProto, two: onnx.ModelProto, rounding: float) -> Iterator[str]:
+    here, there = ({tensor.name: tensor for tensor in model.graph.initializer} for model in (one, two))
+    if list(here) != list(there):
+        yield f"its tensors are others: {sorted(here.keys() ^ there.keys())[:3]}"
+    for name in here.keys() & there.keys():
+        if here[name].data_location == onnx.TensorProto.EXTERNAL:
+            yield f"tensor {name} is stored outside the file"
+        elif here[name].SerializeToString() != there[name].SerializeToString():
+            yield from _value_difference(
+                name, *map(numpy_helper.to_array, (here[name], there[name])), rounding=rounding
+            )
+
+
+def _value_difference(name: str, here: np.ndarray, there: np.ndarray, *, rounding: float) -> Iterator[str]:
+    if here.shape != there.shape or here.dtype != there.dtype:
+        yield f"tensor {name} is {here.dtype} {here.shape} instead of {there.dtype} {there.shape}"
+        return
+    wide, expected = here.astype(np.float64), there.astype(np.float64)
+    allowed = WEIGHT_STEPS if here.dtype.kind in "iu" else rounding * np.abs(expected).max(initial=0.0)
+    if not np.abs(wide - expected).max(initial=0.0) <= allowed:  # NaN fails too
+        yield f"tensor {name} has other values"
+
+
+def archive_differences(shipped: Path, again: Path, precision: str = "fp32") -> Iterator[str]:
+    """Differences between two TorchScript or pt2 files, record by record."""
+    one, two = _records(shipped), _records(again)
+    if one.keys() != two.keys():
+        yield f"record {sorted(one.keys() ^ two.keys())[0]} is in one of them only"
+    for name in one.keys() & two.keys():
+        if not name.endswith(_RANDOM) and one[name]() != two[name]():
+            yield f"record {name} has other bytes"
+
+
+def _records(path: Path) -> dict[str, Callable[[], bytes]]:
+    """Readers of the records of an archive, by name below its top folder. Raises ValueError for a name used twice."""
+    archive = zipfile.ZipFile(path)
+    names = archive.namelist()
+    if len(set(names)) < len(names):
+        raise ValueError("a record has two contents")
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+        raise ValueError("a record is compressed, which torch does not do")
+    return {name.partition("/")[2]: lambda name=name: archive.read(name) for name in names}  # type: ignore[misc]
+
+
+def _onnx_surplus(shipped: Path, again: Path) -> Iterator[str]:
+    one, two = (onnx.load(path, load_external_data=False) for path in (shipped, again))
+    if one.functions or one.training_info:
+        yield "it holds functions or training information"
+    if shipped.stat().st_size > LARGER * again.stat().st_size:
+        yield f"it has {shipped.stat().st_size} bytes, and the conversion {again.stat().st_size}"
+    if unknown := sorted({node.op_type for node in one.graph.node} - {node.op_type for node in two.graph.node}):
+        yield f"it uses {', '.join(unknown[:3])}"
+    for node in one.graph.node:
+        if any(attribute.type in _GRAPHS for attribute in node.attribute):
+            yield f"node {node.name} holds a graph"
+    if any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in one.graph.initializer):
+        yield "its tensors are stored outside the file"
+
+
+def _archive_surplus(shipped: Path, again: Path) -> Iterator[str]:
+    one, two = _records(shipped), _records(again)
+    if unknown := sorted({_NUMBERS.sub("0", name) for name in one} - {_NUMBERS.sub("0", name) for name in two}):
+        yield f"it holds a record {unknown[0]}"
+    if shipped.stat().st_size > LARGER * again.stat().st_size:
+        yield f"it has {shipped.stat().st_size} bytes, and the conversion {again.stat().st_size}"
+    if unknown := sorted(_names(one) - _names(two)):
+        yield f"it uses {', '.join(unknown[:3])}"
+    sample = next((name for name in one if name.endswith("sample_inputs/model.pt")), None)
+    if sample and one[sample]() != two[sample]():
+        yield f"{sample}, which is a pickle, has other bytes"
+
+
+def _names(records: Mapping[str, Callable[[], bytes]]) -> set[str]:
+    """Operators called by code, and classes named by pickles."""
+    found: set[str] = set()
+    for name, read in records.items():
+        if name.startswith("code/"):
+            found |= set(_CALL.findall(read().decode()))
+        elif name.endswith(".pkl"):
+            found |= {_NUMBERS.sub("0", used) for used in _classes(read())}
+        elif name.endswith("models/model.json"):
+            found |= set(_TARGET.findall(read().decode()))
+    return found
+
+
+def _classes(pickled: bytes) -> Iterator[str]:
+    """What a pickle would import, as `module name`, without unpickling it."""
+    strings: list[str] = []
+    for opcode, argument, _ in pickletools.genops(pickled):
+        if opcode.name in ("GLOBAL", "INST"):
+            yield str(argument)
+        elif opcode.name == "STACK_GLOBAL":
+            yield " ".join(strings[-2:])
+        elif isinstance(argument, str):
+            strings.append(argument)

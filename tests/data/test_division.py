@@ -1,0 +1,178 @@
+"""Splits by sequence, proposed class tables, and the commands `segpipe split` and `segpipe doctor` around them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from segpipe.cli.main import main as segpipe
+from segpipe.data.catalog import load_masks
+from segpipe.data.division import divide, shared_sequences
+from segpipe.data.masks import read_target, settled
+from segpipe.data.proposal import propose
+from segpipe.errors import DataError
+
+DRIVES = {"north": 40, "south": 25, "east": 10, "west": 15, "ring": 10}
+NAMES = [f"{drive}_{number:04d}" for drive, count in DRIVES.items() for number in range(count)]
+
+
+def drives(chosen: list[bool], side: bool) -> set[str]:
+    return {name.partition("_")[0] for name, of_val in zip(NAMES, chosen, strict=True) if of_val == side}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sequences_stay_whole_and_the_share_is_near(seed: int) -> None:
+    chosen = divide(NAMES, val=0.2, by="sequence", seed=seed)
+    assert not drives(chosen, True) & drives(chosen, False)
+    assert sum(chosen) == 20, "10 + 10 is nearer to 20 % of 100 than 15 or 25"
+    assert chosen == divide(NAMES, val=0.2, by="sequence", seed=seed)
+    assert shared_sequences(*([n for n, v in zip(NAMES, chosen, strict=True) if v == side] for side in (0, 1))) == {}
+
+
+def test_another_seed_makes_another_choice() -> None:
+    names = [f"{drive:03d}_{number}" for drive in range(50) for number in range(2)]
+    first, second = (divide(names, val=0.2, by="sequence", seed=seed) for seed in (0, 1))
+    assert sum(first) == sum(second) == 20
+    assert first != second
+    assert divide(names, val=0.2, by="image", seed=0) != divide(names, val=0.2, by="image", seed=1)
+
+
+def test_classes_weigh_in_the_choice() -> None:
+    """Only two drives show class 1. Without pixels, any two of ten are as good; with them, one goes to each side."""
+    names = [
+        f"{drive}{number:02d}"
+        for drive in ("a_", "b_", "c_", "d_", "e_", "f_", "g_", "h_", "i_", "j_")
+        for number in range(10)
+    ]
+    rare = np.array([[90, 10 * (name[0] in "af")] for name in names])
+    for seed in range(8):
+        chosen = divide(names, val=0.2, by="sequence", seed=seed, pixels=rare)
+        assert sum(rare[index, 1] for index, of_val in enumerate(chosen) if of_val) == 100
+        assert sum(chosen) == 20
+    without = [divide(names, val=0.2, by="sequence", seed=seed) for seed in range(8)]
+    assert any(sum(rare[i, 1] for i, of_val in enumerate(each) if of_val) != 100 for each in without), "the control"
+
+
+def test_the_tail_is_the_last_frames_by_number() -> None:
+    names = [f"x_{number}" for number in range(1, 11)] + ["y_7"]
+    chosen = divide(names, val=0.2, by="tail", seed=0)
+    assert [name for name, of_val in zip(names, chosen, strict=True) if of_val] == ["x_9", "x_10"]
+
+
+def test_copies_of_one_image_stay_together() -> None:
+    names = [f"photo{number}_jpg.rf.{copy:x}" for number in range(20) for copy in (11, 12, 13)]
+    for by in ("image", "sequence"):
+        pattern = r"photo\d+" if by == "sequence" else ""
+        chosen = divide(names, val=0.2, by=by, seed=3, pattern=pattern)
+        assert set(Counter(n.partition(".")[0] for n, v in zip(names, chosen, strict=True) if v).values()) == {3}
+    assert sum(chosen) == 12
+
+
+@pytest.mark.parametrize("by", ["sequence", "image"])
+def test_a_single_sequence_is_refused_with_the_ways_on(by: str) -> None:
+    names = [f"frame{number}" for number in range(9)] if by == "sequence" else ["a"]
+    with pytest.raises(DataError, match=r"are of one .*by=tail.*by=image.*pattern="):
+        divide(names, val=0.2, by=by, seed=0)
+    with pytest.raises(DataError, match="no sequence of two"):
+        divide(["a", "b"], val=0.5, by="tail", seed=0)
+
+
+def flat(root: Path, masks: dict[str, np.ndarray]) -> str:
+    for name, mask in masks.items():
+        for kind, pixels in (("images", np.zeros((*mask.shape[:2], 3), np.uint8)), ("masks", mask)):
+            (root / kind).mkdir(exist_ok=True, parents=True)
+            cv2.imwrite(str(root / kind / f"{name}.png"), pixels)
+    return f"data.root={root}"
+
+
+def mask_of(*values: int) -> np.ndarray:
+    return np.repeat(np.array(values, np.uint8), 4).reshape(len(values), 4)
+
+
+def test_a_newcomer_gets_from_masks_to_a_checked_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = flat(tmp_path, {f"{drive}_{n}": mask_of(0, n % 2 * 5, 9, 255) for drive in "abcde" for n in range(4)})
+    assert segpipe(["doctor", "data=folder", root]) == 2
+    text = capsys.readouterr().out
+    for part in ("- class5  # id 5: ", "in 10 masks", "9: class9", "write=true"):
+        assert part in text
+    assert not (tmp_path / "classes.yaml").exists()
+    assert segpipe(["doctor", "data=folder", root, "write=true"]) == 2
+    assert "`segpipe split data.root=" in capsys.readouterr().out
+    assert segpipe(["split", root, "val=0.4"]) == 0
+    text = capsys.readouterr().out
+    assert "train.txt: 12 images (60.0%) of 3 sequences" in text
+    assert "val, % of pixels" in text
+    lists = [(tmp_path / f"{split}.txt").read_text().split() for split in ("train", "val")]
+    assert sorted(lists[0] + lists[1]) == sorted(path.stem for path in (tmp_path / "masks").iterdir())
+    assert segpipe(["doctor", "data=folder", root]) == 0
+    assert "Warning" not in capsys.readouterr().out
+    assert segpipe(["split", root]) == 2
+    assert "Set replace=true" in capsys.readouterr().err
+    assert segpipe(["split", root, "by=tail", "replace=true"]) == 0
+    assert segpipe(["doctor", "data=folder", root]) == 0
+    text = capsys.readouterr().out
+    assert "Warning: 5 sequences in both training and validation: a (3 and 1 images)" in text
+
+
+def test_split_refuses_folders_that_are_divided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "images/train").mkdir(parents=True)
+    assert segpipe(["split", f"data.root={tmp_path}"]) == 2
+    assert "divided into splits already" in capsys.readouterr().err
+    assert segpipe(["split", "data.root=/no/where"]) == 2
+
+
+def test_doctor_prints_some_of_many_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = flat(tmp_path, {f"a_{n}": mask_of(0, 1) for n in range(30)})
+    (tmp_path / "classes.yaml").write_text("names: [x]\n")
+    for split in ("train", "val"):
+        (tmp_path / f"{split}.txt").write_text("".join(f"a_{n}\n" for n in range(30)))
+    assert segpipe(["doctor", "data=folder", root]) == 2
+    text = capsys.readouterr().out
+    assert text.count("has id 1") == 20
+    assert "... and 40 more; lines=0 prints all" in text
+    assert segpipe(["doctor", "data=folder", root, "lines=0"]) == 2
+    assert capsys.readouterr().out.count("has id 1") == 60
+
+
+def proposal(tmp_path: Path, masks: list[np.ndarray]) -> tuple[list[str], str]:
+    paths = [str(tmp_path / f"{place}.png") for place in range(len(masks))]
+    for path, mask in zip(paths, masks, strict=True):
+        cv2.imwrite(path, mask[..., ::-1] if mask.ndim == 3 else mask)
+    return paths, propose(paths)
+
+
+COLORED = np.array([[[128, 0, 0], [0, 0, 0]], [[0, 128, 0], [0, 0, 0]]], np.uint8)
+PROPOSED = {
+    "train ids": ([mask_of(0, 1, 2)], [0, 1, 2]),
+    "ids with gaps": ([mask_of(7, 11), mask_of(7, 255)], [[0, 1], [0, 255]]),
+    "black and white": ([mask_of(0, 255)], [0, 1]),
+    "colors, one file black": ([COLORED, COLORED * 0], [[[2, 0], [1, 0]], [[0, 0], [0, 0]]]),
+    "ids in three channels": ([np.dstack([mask_of(3, 4)] * 3), mask_of(4, 4)], [[0, 1], [1, 1]]),
+}
+
+
+@pytest.mark.parametrize("name", PROPOSED)
+def test_a_proposed_table_reads_its_masks(tmp_path: Path, name: str) -> None:
+    masks, wanted = PROPOSED[name]
+    paths, text = proposal(tmp_path, masks)
+    (tmp_path / "classes.yaml").write_text(text)
+    table = settled(load_masks(tmp_path / "classes.yaml"), paths)
+    found = [read_target(table, path) for path in paths]
+    if name.startswith("colors"):
+        assert [each.tolist() for each in found] == wanted
+        assert "color (128, 0, 0): 12.50 % of the pixels, in 1 masks" in text
+    else:
+        rows = [each[:, 0].tolist() for each in found]
+        assert rows == (wanted if isinstance(wanted[0], list) else [wanted])
+
+
+def test_no_table_is_proposed_for_what_are_no_classes(tmp_path: Path) -> None:
+    noise = np.random.Generator(np.random.Philox(1)).integers(0, 256, (32, 32, 3), np.uint8)
+    with pytest.raises(DataError, match=r"10\d\d different colors, too many for classes.*interpolation"):
+        proposal(tmp_path, [noise])
+    with pytest.raises(DataError, match=r"the masks hold colors \(.*0.png\) and ids \(.*1.png\)"):
+        proposal(tmp_path, [COLORED, mask_of(0, 1)])

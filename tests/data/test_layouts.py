@@ -1,0 +1,173 @@
+"""Which files belong together: layouts of folders, lists, tables of pairs, endings of names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from segpipe.data.pairs import scan
+from segpipe.data.problems import problems
+from segpipe.data.samples import open_samples
+from segpipe.errors import ConfigError
+from segpipe.ledger.inputs import data_hashes
+from segpipe.settings.check import check
+from segpipe.settings.compose import compose
+from segpipe.settings.groups import DataConfig
+
+PICTURE = cv2.imencode(".png", np.zeros((4, 6, 3), np.uint8))[1].tobytes()
+MASK = cv2.imencode(".png", np.zeros((4, 6), np.uint8))[1].tobytes()
+
+
+def make(root: Path, *names: str) -> DataConfig:
+    """Files of one picture each, `mask:` before those that are masks; names with other suffixes hold their name."""
+    for name in names:
+        path = root / name.removeprefix("mask:")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(MASK if name.startswith("mask:") else PICTURE if path.suffix == ".png" else name.encode())
+    (root / "classes.yaml").write_text("names: [a]\n")
+    return DataConfig(name="folder", root=str(root))
+
+
+def found(data: DataConfig, split: str = "train") -> list[tuple[str, str, str]]:
+    """Name, image and mask of each pair, the files relative to the root."""
+    pairs, faults = scan(data, split)
+    assert faults == []
+    root = Path(data.root)
+    return [(p.name, str(Path(p.image).relative_to(root)), str(Path(p.mask).relative_to(root))) for p in pairs]
+
+
+LAYOUTS = {
+    "folders of splits": (["images/train/a.png", "mask:masks/train/a.png"], "a"),
+    "subfolders": (["images/train/x/a.png", "mask:masks/train/x/a.png"], "x/a"),
+    "labels": (["images/train/a.png", "mask:labels/train/a.png"], "a"),
+    "annotations": (["imgs/train/a.png", "mask:annotations/train/a.png"], "a"),
+    "splits first": (["train/images/a.png", "mask:train/masks/a.png"], "a"),
+    "splits first, labels": (["train/images/a.png", "mask:train/labels/a.png"], "a"),
+    "mask ending": (["images/train/a.png", "mask:masks/train/a_mask.png"], "a"),
+    "DeepGlobe": (["images/train/7_sat.png", "mask:masks/train/7_mask.png"], "7_sat"),
+    "CamVid's _L": (["images/train/0016E5_1.png", "mask:masks/train/0016E5_1_L.png"], "0016E5_1"),
+    "Cityscapes": (
+        [
+            "leftImg8bit/train/bonn/b_1_leftImg8bit.png",
+            "mask:gtFine/train/bonn/b_1_gtFine_labelIds.png",
+            "gtFine/train/bonn/b_1_gtFine_color.png",
+            "mask:gtFine/train/bonn/b_1_gtFine_instanceIds.png",
+        ],
+        "bonn/b_1_leftImg8bit",
+    ),
+    "a preview beside the mask": (["images/train/a.png", "mask:masks/train/a.png", "masks/train/a.jpg"], "a"),
+    "hidden files": (["images/train/a.png", "images/train/.x/b.png", "mask:masks/train/a.png"], "a"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_is_found(tmp_path: Path, name: str) -> None:
+    files, stem = LAYOUTS[name]
+    data = make(tmp_path, *files)
+    images = [file for file in files if not file.startswith("mask:")]
+    masks = [file.removeprefix("mask:") for file in files if file.startswith("mask:")]
+    assert found(data) == [(stem, images[0], masks[0])]
+    assert list(problems(data, ["train"])) == []
+
+
+def test_a_table_of_pairs_is_read_and_hashed(tmp_path: Path) -> None:
+    data = make(tmp_path, "photos/b.png", "photos/a.png", "mask:drawn/one.png", "mask:drawn/two.png")
+    pairs = [("photos/a", "photos/a.png", "drawn/two.png"), ("photos/b", "photos/b.png", "drawn/one.png")]
+    tables = (
+        "photos/b.png,drawn/one.png\nphotos/a.png,drawn/two.png\n",
+        "image,mask\nphotos/b.png,drawn/one.png\n\nphotos/a.png,drawn/two.png\n",
+        "\ufeffMask;Note;Image\r\ndrawn/one.png;x;photos/b.png\r\ndrawn/two.png;y;photos/a.png\r\n",
+    )
+    for text in tables:
+        (tmp_path / "train.csv").write_text(text)
+        assert found(data) == pairs
+    before = data_hashes(data, ["train"])
+    assert set(before) == {
+        "classes.yaml", "train.csv", "photos/a.png", "photos/b.png", "drawn/one.png", "drawn/two.png",
+    }  # fmt: skip
+    (tmp_path / "train.csv").write_text(tables[0].replace("one", "x").replace("two", "one").replace("x.png", "two.png"))
+    assert data_hashes(data, ["train"])["train.csv"] != before["train.csv"], "the same files, paired otherwise"
+
+
+def test_a_list_holds_stems_or_paths(tmp_path: Path) -> None:
+    names = [f"{kind}/x/{stem}.png" for stem in "abcd" for kind in ("images", "mask:masks")]
+    data = make(tmp_path, *names)
+    (tmp_path / "train.txt").write_text("x/a\nx/b.png\nimages/x/c.png\n./images/x/d.png\n")
+    assert [name for name, _, _ in found(data)] == ["x/a", "x/b", "x/c", "x/d"]
+
+
+def test_settings_name_other_folders(tmp_path: Path) -> None:
+    data = make(
+        tmp_path,
+        "photo/train/a.png",
+        "mask:drawn/train/a_v2.png",
+        "mask:drawn/train/a_v1.png",
+        "mask:masks/train/a.png",
+    )
+    data.images, data.masks = "photo/SPLIT", "drawn/SPLIT/*_v2.png"
+    assert found(data) == [("a", "photo/train/a.png", "drawn/train/a_v2.png")]
+    beside = make(tmp_path / "beside", "train/a.png", "mask:train/a_mask.png")
+    beside.images, beside.masks = "train", "train/*_mask"
+    assert "nothing says which belong to split train" in scan(beside, "train")[1][0]
+    beside.images, beside.masks = "SPLIT", "SPLIT/*_mask"
+    assert found(beside) == [("a", "train/a.png", "train/a_mask.png")]
+    config = compose([f"data.root={tmp_path}", "data=folder", "data.images=photo/SPLIT", "data.masks=x/SPLIT/*_v2.png"])
+    assert config.data.masks == "x/SPLIT/*_v2.png"
+    check(config, world_size=1)
+    with pytest.raises(ConfigError, match=r"data\.images = x, but only data=folder reads it"):
+        check(compose(["data.images=x"]), world_size=1)
+
+
+REFUSED = {
+    "no split": (["images/a.png", "mask:masks/a.png"], ["nothing says which belong", "segpipe split data.root="]),
+    "two synonyms": (
+        ["images/train/a.png", "mask:labels/train/a.png", "mask:gt/train/a.png"],
+        ["labels and gt, and each may hold the masks. Set data.masks=labels"],
+    ),
+    "two endings": (
+        ["images/train/a.png", "mask:masks/train/a_gt.png", "mask:masks/train/a_mask.png"],
+        ["has the masks *_mask and *_gt for its images. Choose with data.masks=FOLDER/SPLIT/*_mask"],
+    ),
+    "two lists": (["images/a.png", "mask:masks/a.png", "train.csv", "train.txt"], ["both list split train"]),
+    "drawings": (
+        ["images/train/a.png", "masks/train/a.json"],
+        [
+            "holds no masks of the 1 images",
+            "1 .json files, which are shapes",
+            "`segpipe import --help` (labelme or coco)",
+        ],
+    ),
+    "heic": (["images/train/a.heic", "mask:masks/train/a.png"], ["a.heic is of a format that is not read"]),
+    "gif beside": (
+        ["images/train/a.png", "images/train/b.gif", "mask:masks/train/a.png"],
+        ["b.gif", "b.gif has no mask"],
+    ),
+    "row without a file": (["a.png", "train.csv=a.png,b.png"], ["train.csv, line 1", "b.png does not exist"]),
+    "row with three columns": (["train.csv=a.png,b.png,c"], ["line 1: 3 columns, but image and mask"]),
+    "row twice": (["a.png", "mask:b.png", "train.csv=a.png,b.png\na.png,b.png"], ["has a 2 times"]),
+    "wrong line": (
+        ["images/frame1.png", "mask:masks/frame1.png", "train.txt=frame1\nfrme1"],
+        ["lists frme1, but images has no such stem. Did you mean frame1?"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_paired_is_refused_with_the_fix(tmp_path: Path, name: str) -> None:
+    files, parts = REFUSED[name]
+    data = make(tmp_path, *(file for file in files if "=" not in file))
+    for file in files:
+        if "=" in file:
+            (tmp_path / file.partition("=")[0]).write_text(file.partition("=")[2])
+    _, faults = scan(data, "train")
+    for part in parts:
+        assert any(part in fault for fault in faults), faults
+
+
+def test_names_of_pairs_stay_those_of_the_images(tmp_path: Path) -> None:
+    data = make(tmp_path, *(f"images/train/{n}_img.png" for n in "ba"), *(f"mask:masks/train/{n}.png" for n in "ab"))
+    samples = open_samples(data, "train", 0)
+    assert [samples.name(index) for index in range(2)] == ["a_img", "b_img"]

@@ -1,0 +1,442 @@
+"""The judge and its check set: every file passes the gates in order, and what stops one does not hide another.
+
+A model file is an empty file here, and what it computes is a deploy model in memory: nothing is converted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from exports import CLASSES, IMAGES, NAMES, NUM_CLASSES, SIZE, tiny_network
+from segpipe.errors import ConfigError
+from segpipe.export.artifact.outcome import EAGER, ExportReport
+from segpipe.export.gates import judge, latency
+from segpipe.export.gates.check_set import Check, check_set, trials
+from segpipe.export.gates.controls import CONTROLS
+from segpipe.export.gates.judge import GateInputs
+from segpipe.export.graph.formats import FORMATS, ModelFile
+from segpipe.export.graph.network import DeployModel, deploy_model, run_eager
+from segpipe.export.graph.profiles import Answer, Image, Run, free_lengths
+from segpipe.settings.groups import ExportConfig
+
+pytestmark = pytest.mark.usefixtures("quick_exports")
+ANSWERS = ["G2", "G3", "G4"]
+TRAINED = tiny_network()
+
+
+class Shelf:
+    """What each path computes, stores and has wrong with it; takes the place of converters and loaders."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.runs: dict[Path, Run] = {}
+        self.stored: dict[Path, dict[str, torch.Tensor]] = {}
+        self.faults: dict[Path, list[str]] = {}
+        self.optimised: dict[Path, bool] = {}
+
+    def open(self, path: Path, _: object, *, optimise: bool = True) -> Run:
+        self.optimised[path] = optimise
+        return self.runs[path]
+
+    def file(
+        self, kind: str = "onnx", precision: str = "fp32", fault: Callable[[DeployModel], None] = lambda model: None
+    ) -> ModelFile:
+        """A file of the trained network with a fault in it."""
+        path = self.folder / FORMATS[kind].file_name(precision)
+        path.touch()
+        model = deploy_model(TRAINED)
+        fault(model)
+        self.runs[path] = self.runs[path.with_suffix(".probe")] = run_eager(model)
+        self.stored[path] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        return ModelFile(kind, precision, path, path.with_suffix(".probe"), {})
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shelf:
+    made = Shelf(tmp_path)
+    for name, kind in list(FORMATS.items()):
+        monkeypatch.setitem(FORMATS, name, dataclasses.replace(
+            kind,
+            open=made.open,
+            problems=lambda path, _: made.faults.get(path, []),
+            tensors=made.stored.__getitem__ if kind.tensors else None,
+        ))  # fmt: skip
+    monkeypatch.setattr(judge, "open_onnx", made.open)
+    return made
+
+
+def judged(
+    *files: ModelFile, dynamic: str = "none", labelled: Any = None, **settings: Any
+) -> tuple[ExportReport, dict[str, Any]]:
+    classes = [{"name": name} for name in CLASSES.names]
+    manifest = {"profile": "robot", "classes": classes, "io": {"free": free_lengths(dynamic, SIZE, 4)}}
+    report = ExportReport(Path("export"), manifest)
+    inputs = GateInputs(check_set(IMAGES[:2], NAMES[:2]), labelled, ExportConfig(**settings))
+    return report, judge.judge(report, deploy_model(TRAINED), TRAINED.preprocess, files, inputs)
+
+
+def gates(report: ExportReport, name: str) -> list[str]:
+    return [gate.gate for gate in report.gates[name]]
+
+
+def failures(report: ExportReport) -> list[tuple[str, str]]:
+    return [(name, gate.gate) for name, gate in report.failed]
+
+
+class Blind:
+    """A file that answers `image` with class 0 and any other image as the network does."""
+
+    def __init__(self, image: Image) -> None:
+        self.image, self.right = image, run_eager(deploy_model(TRAINED))
+
+    def __call__(self, image: Image) -> Answer:
+        answer = self.right(image)
+        return answer._replace(mask=np.zeros_like(answer.mask)) if np.array_equal(image, self.image) else answer
+
+
+def labelled(images: list[Image]) -> Any:
+    """The images with the trained network's own answers as labels, so that its IoU is 1."""
+    run = run_eager(deploy_model(TRAINED))
+    return [(image, run(image).mask) for image in images]
+
+
+def test_sound_files_pass_every_gate_in_order(shelf: Shelf) -> None:
+    report, found = judged(shelf.file(), shelf.file("torchscript"), labelled=labelled(IMAGES))
+    assert report.passed, report.failed
+    names = ["model.onnx", "model.torchscript.pt"]
+    for name in names:
+        assert gates(report, name) == ["G1", *ANSWERS, "G5", "latency"]
+        assert [entry.name for entry in found[name]] == report.images
+        assert report.gates[name][4].figures["miou_reference"] == pytest.approx(100)
+    assert gates(report, EAGER) == ["G6"]
+    assert list(found) == names
+    assert report.images == [*NAMES[:2], "constant_0", "constant_128", "constant_255", "noise", "checkerboard"]
+    assert report.real_images == 2
+    assert set(report.latency) == {EAGER, *names}
+    reference = run_eager(deploy_model(TRAINED))
+    logits = np.stack([reference(check.image).logits for check in check_set(IMAGES[:2], NAMES[:2])])  # type: ignore[misc]
+    assert report.sigma.everything == pytest.approx(logits.std(dtype=np.float64), rel=1e-5)
+    assert report.sigma.real == pytest.approx(logits[:2].std(dtype=np.float64), rel=1e-5)
+
+
+def test_without_labels_quality_is_not_judged_and_latency_is(shelf: Shelf) -> None:
+    report, _ = judged(shelf.file())
+    assert gates(report, "model.onnx") == ["G1", *ANSWERS, "latency"]
+
+
+def test_the_latency_is_that_of_the_first_check_image(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Image] = []
+    monkeypatch.setattr(
+        latency, "measure", lambda runs, image: seen.append(image) or {name: {"p50_ms": 1.0} for name in runs}
+    )
+    judged(shelf.file())
+    assert [np.array_equal(image, IMAGES[0]) for image in seen] == [True]
+
+
+@pytest.mark.parametrize("fault", ["listed", "does not open", "no probe"])
+def test_a_file_that_is_not_whole_is_refused_and_not_compared(shelf: Shelf, fault: str) -> None:
+    torn, good = shelf.file(), shelf.file("torchscript")
+    if fault == "listed":
+        shelf.faults[torn.path] = ["the manifest is missing"]
+    else:
+        del shelf.runs[torn.path if fault == "does not open" else torn.probe]
+    report, found = judged(torn, good, labelled=labelled(IMAGES))
+    assert failures(report) == [("model.onnx", "G1")]
+    assert gates(report, "model.onnx") == ["G1"]
+    assert ("the manifest is missing" if fault == "listed" else "KeyError") in report.gates["model.onnx"][0].message
+    assert gates(report, "model.torchscript.pt") == ["G1", *ANSWERS], "no quality and latency after a refusal"
+    assert list(found) == ["model.torchscript.pt"]
+    assert report.latency == {}
+
+
+def test_a_fault_is_named_at_its_file_and_gate(shelf: Shelf) -> None:
+    report, found = judged(shelf.file(fault=CONTROLS["no_normalisation"]), shelf.file("torchscript"))
+    assert {name for name, _ in failures(report)} == {"model.onnx"}
+    assert {gate for _, gate in failures(report)} == set(ANSWERS)
+    assert report.latency == {}
+    assert len(found["model.onnx"]) == len(report.images)
+
+
+@pytest.mark.parametrize("role", ["probe", "path"])
+def test_logits_come_from_the_probe_and_masks_from_the_shipped_file(shelf: Shelf, role: str) -> None:
+    file = shelf.file()
+    wrong = deploy_model(TRAINED)
+    CONTROLS["no_normalisation"](wrong)
+    shelf.runs[getattr(file, role)] = run_eager(wrong)
+    report, _ = judged(file)
+    assert failures(report) == [("model.onnx", gate) for gate in (["G2", "G4"] if role == "probe" else ["G3"])]
+
+
+def test_a_file_that_fails_on_an_image_has_one_finding_of_integrity_more(shelf: Shelf) -> None:
+    def torn(image: Image) -> Answer:
+        raise RuntimeError("out of shape")
+
+    file = shelf.file()
+    shelf.runs[file.path] = torn
+    report, _ = judged(file)
+    assert gates(report, "model.onnx") == ["G1", "G1"]
+    assert failures(report) == [("model.onnx", "G1")]
+    assert "out of shape" in report.gates["model.onnx"][1].message
+
+
+# --- the check set
+
+
+def test_the_check_set_is_real_images_and_generated_ones_of_their_size() -> None:
+    checks = check_set(IMAGES[:2], NAMES[:2])
+    assert [(check.name, check.is_real) for check in checks[:2]] == [(name, True) for name in NAMES[:2]]
+    assert all(check.image is image for check, image in zip(checks[:2], IMAGES[:2], strict=True))
+    made = {check.name: check.image for check in checks[2:]}
+    assert not any(check.is_real for check in checks[2:])
+    assert {(image.shape, image.dtype) for image in made.values()} == {((*SIZE, 3), np.dtype(np.uint8))}
+    for level in (0, 128, 255):
+        assert (made[f"constant_{level}"] == level).all()
+    assert len(np.unique(made["noise"])) == 256
+    assert int(made["noise"].sum()) == 2353661, "the same in every export"
+    board = made["checkerboard"]
+    assert sorted(np.unique(board)) == [0, 255]
+    assert (board == board[..., :1]).all()
+    assert [board[0, 0, 0], board[7, 7, 0], board[0, 8, 0], board[8, 0, 0], board[8, 8, 0]] == [0, 0, 255, 255, 0]
+    assert board.mean() == 127.5
+    alone = check_set([], [], (16, 24))
+    assert [check.image.shape for check in alone] == [(16, 24, 3)] * 5
+
+
+@pytest.mark.parametrize(
+    ("images", "told"),
+    [
+        (
+            [IMAGES[0], IMAGES[1][:32]],
+            r"check image scene_1 is uint8 \(32, 96, 3\), but all must be uint8 \(64, 96, 3\)",
+        ),
+        ([IMAGES[0].astype(np.float32)], "check image scene_0 is float32"),
+        ([IMAGES[0][..., :2]], r"scene_0 is uint8 \(64, 96, 2\)"),
+        ([IMAGES[0][..., 0]], r"scene_0 is uint8 \(64, 96\)"),
+        ([IMAGES[0][..., 0, None, None]], r"scene_0 is uint8 \(64, 96, 1, 1\)"),
+        ([], "only after a check on real images"),
+    ],
+)
+def test_unusable_check_images_are_named(images: list[Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        check_set(images, NAMES[: len(images)])
+
+
+def test_the_check_set_in_every_shape() -> None:
+    checks = [Check(name, image) for name, image in zip(NAMES, IMAGES, strict=True)]
+    own, wide, high = trials(free_lengths("hw", SIZE, 4), checks)
+    assert own.checks is checks
+    assert [(trial.name, trial.batch) for trial in (own, wide, high)] == [("", 1), ("32x144", 1), ("96x48", 1)]
+    assert {entry.image.shape for entry in wide.checks} == {(32, 144, 3)}
+    assert high.checks[1].name == "scene_1 (96x48)"
+    assert np.array_equal(wide.checks[1].image, cv2.resize(IMAGES[1], (144, 32), interpolation=cv2.INTER_LINEAR))
+    batched = list(trials(free_lengths("batch", SIZE, 4), checks))
+    assert [(trial.name, trial.batch) for trial in batched] == [("", 1), ("batches of 2", 2), ("batches of 3", 3)]
+    assert [check.name for check in batched[1].checks] == [f"{name} (batches of 2)" for name in NAMES]
+    assert len(list(trials({}, checks))) == 1
+
+
+# --- stored weights
+
+
+@pytest.mark.parametrize("change", ["one bit", "missing", "further"])
+def test_stored_weights_must_be_the_checkpoints_to_the_bit(shelf: Shelf, change: str) -> None:
+    """Where the format keeps names: in ONNX files the converter has folded the weights."""
+    files = [shelf.file(), shelf.file("torchscript")]
+    for file in files:
+        weights = shelf.stored[file.path]
+        if change == "one bit":
+            bias = weights["network.classifier.bias"]
+            bias[0] = torch.nextafter(bias[0], torch.tensor(9.0))
+        elif change == "missing":
+            del weights["network.classifier.bias"]
+        else:
+            weights["network.more"] = torch.ones(1)
+    report, _ = judged(*files)
+    assert failures(report) == [("model.torchscript.pt", "G2")]
+    name = "network.more" if change == "further" else "network.classifier.bias"
+    assert f"other weights: {name} not as" in report.gates["model.torchscript.pt"][1].message
+
+
+# --- several shapes
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "names"), [("hw", ["32x144", "96x48"]), ("batch", ["batches of 2", "batches of 3"])]
+)
+def test_every_shape_is_judged_and_named(shelf: Shelf, dynamic: str, names: list[str]) -> None:
+    report, found = judged(shelf.file(), shelf.file("torchscript"), dynamic=dynamic, labelled=labelled(IMAGES))
+    assert report.passed, report.failed
+    for name in ("model.onnx", "model.torchscript.pt"):
+        shapes = [(gate.gate, gate.shape) for gate in report.gates[name]]
+        wanted = [(gate, shape) for shape in ("", *names) for gate in ANSWERS]
+        assert shapes == [("G1", ""), *wanted, ("G5", ""), ("latency", "")]
+        assert [gate.figures.get("shape", "") for gate in report.gates[name]] == [shape for _, shape in shapes]
+        assert len(found[name]) == 3 * len(report.images)
+    alone, _ = judged(shelf.file())
+    assert report.sigma == alone.sigma, "that of the exported shape"
+
+
+def test_a_fault_of_another_shape_is_named_with_it(shelf: Shelf) -> None:
+    file = shelf.file("torchscript")
+    right = shelf.runs[file.path]
+
+    def fixed(image: Image) -> Answer:
+        answer = right(image)
+        return answer if image.shape[:2] == SIZE else answer._replace(mask=np.zeros_like(answer.mask))
+
+    shelf.runs[file.path] = fixed
+    report, _ = judged(file, dynamic="hw")
+    assert [gate.name for _, gate in report.failed] == ["G3 mask, 32x144", "G3 mask, 96x48"]
+
+    def broken(image: Image) -> Answer:
+        assert image.shape[:2] != (96, 48), "no such shape"
+        return right(image)
+
+    shelf.runs[file.path] = broken
+    report, _ = judged(file, dynamic="hw")
+    assert [gate.name for _, gate in report.failed] == ["G1 integrity, 96x48"]
+    assert "no such shape" in report.failed[0][1].message
+
+
+# --- precisions
+
+
+def test_each_precision_is_held_to_its_own_limits(shelf: Shelf) -> None:
+    def shifted(model: DeployModel) -> None:
+        with torch.no_grad():
+            model.network.classifier.bias.add_(1e-3)  # type: ignore[operator, union-attr]
+
+    files = [shelf.file("onnx", precision, shifted) for precision in ("fp32", "fp16", "int8")]
+    report, _ = judged(*files)
+    assert ("model.onnx", "G2") in failures(report)
+    assert {name for name, _ in failures(report)} == {"model.onnx"}
+
+
+def test_the_probe_of_an_int8_file_runs_node_by_node(shelf: Shelf) -> None:
+    """Otherwise onnxruntime may show the normalised image after its quantisation, and G4 refuses a sound file."""
+    files = [shelf.file("onnx", precision) for precision in ("fp32", "int8")]
+    judged(*files)
+    fp32, int8 = files
+    asked = [shelf.optimised[path] for path in (fp32.path, fp32.probe, int8.path, int8.probe)]
+    assert asked == [True, True, True, False]
+
+
+def test_quality_is_judged_on_the_labelled_images(shelf: Shelf) -> None:
+    good, bad = shelf.file(), shelf.file("torchscript")
+    shelf.runs[bad.path] = Blind(IMAGES[3])  # which is no check image
+    report, _ = judged(good, bad, labelled=labelled(IMAGES))
+    assert failures(report) == [("model.torchscript.pt", "G5")]
+    assert report.latency == {}, "a file that was refused is not measured"
+    figures = report.gates["model.torchscript.pt"][-1].figures
+    assert (figures["miou_reference"], figures["images"]) == (pytest.approx(100), len(IMAGES))
+    assert figures["points"] < 0
+
+
+def test_a_critical_class_is_the_users_choice(shelf: Shelf) -> None:
+    """A file whose mIoU stays within the limit of int8 while one class falls by more than two points."""
+    image = IMAGES[3]
+    [(_, target)] = many = labelled([image])
+    counts = np.bincount(target.ravel(), minlength=NUM_CLASSES)
+    rare = int(np.where(counts > 0, counts, counts.max() + 1).argmin())
+    file = shelf.file("onnx", "int8")
+    right = shelf.runs[file.path]
+
+    def misses(shown: Image) -> Answer:
+        """Gives away 3 % of the pixels of the rare class."""
+        answer = right(shown)
+        mask = answer.mask.copy()
+        if np.array_equal(shown, image):
+            places = np.flatnonzero(mask.ravel() == rare)
+            mask.ravel()[places[: max(1, int(0.03 * len(places)))]] = (rare + 1) % NUM_CLASSES
+        return answer._replace(mask=mask)
+
+    shelf.runs[file.path] = misses
+    assert judged(file, labelled=many)[0].passed
+    report, _ = judged(file, labelled=many, critical_classes=[CLASSES.names[rare]])
+    assert failures(report) == [("model.int8.onnx", "G5")]
+    assert CLASSES.names[rare] in report.gates["model.int8.onnx"][-1].message
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, **p50_ms: float) -> None:
+    names = {"int8": "model.int8.onnx", "fp32": "model.onnx", "torch": "model.torchscript.pt", EAGER: EAGER}
+    times = {names[name]: {"p50_ms": value} for name, value in p50_ms.items()}
+    monkeypatch.setattr(latency, "measure", lambda runs, _: {name: times[name] for name in runs})
+
+
+def test_latency_is_held_to_the_budget_and_int8_to_the_fp32_onnx_file(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [shelf.file(), shelf.file("onnx", "int8"), shelf.file("torchscript")]
+    timed(monkeypatch, eager=50.0, fp32=10.0, int8=9.5, torch=20.0)
+    report, _ = judged(*files)
+    assert failures(report) == [("model.int8.onnx", "latency")]
+    assert "0.95 > 0.9 of the fp32 file's" in report.failed[0][1].message
+    assert report.latency["model.onnx"] == {"p50_ms": 10.0}
+    (_, *others) = files
+    assert judged(*others)[0].passed, "without the fp32 file there is nothing to compare with"
+    timed(monkeypatch, eager=50.0, fp32=10.0, int8=8.0, torch=20.0)
+    assert judged(*files)[0].passed
+    assert failures(judged(*files, latency_budget_ms=15.0)[0]) == [("model.torchscript.pt", "latency")]
+
+
+# --- as the robot loads it
+
+
+class Robot:
+    """A segmenter that notes the frames it runs, and fails where it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.loaded, self.frames = folder, [], []  # type: ignore[var-annotated]
+        self.fails_at: object = None
+        self.session = self
+
+    def load(self, folder: Path, *, precision: str) -> Robot:
+        assert folder == self.folder
+        self.loaded.append(precision)
+        self._fail(precision)
+        return self
+
+    def run(self, frame: Image) -> None:
+        assert frame.dtype == np.uint8
+        self.frames.append(frame.shape)
+        self._fail(frame.shape)
+
+    def _fail(self, at: object) -> None:
+        if at == self.fails_at:
+            raise RuntimeError(f"{self.folder}/model.onnx: {at} does not run")
+
+
+@pytest.mark.parametrize(
+    ("profile", "fails_at", "failed"),
+    [("robot", None, []), ("robot", "int8", ["model.int8.onnx"]), ("isaac", "int8", []),
+     ("robot", (96, 48, 3), ["model.onnx", "model.int8.onnx"])],
+)  # fmt: skip
+def test_every_onnx_file_runs_on_the_robot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: str, fails_at: object, failed: list[str]
+) -> None:
+    robot = Robot(tmp_path)
+    robot.fails_at = fails_at
+    monkeypatch.setattr(judge, "Segmenter", robot)
+    entries = {"model.onnx": ("onnx", "fp32"), "model.int8.onnx": ("onnx", "int8"), "model.pt2": ("pt2", "fp32")}
+    report = ExportReport(Path("runs/x/export"), {"profile": profile, "io": {"free": free_lengths("hw", SIZE, 4)}})
+    report.files = {name: {"format": kind, "precision": precision} for name, (kind, precision) in entries.items()}
+    sound, other = (judge.gate_integrity([]) for _ in range(2))
+    report.gates = {name: [sound, other] for name in entries}
+    judge.load_as_robot(report, tmp_path)
+    assert [name for name, _ in report.failed] == failed
+    assert robot.loaded == (["fp32", "int8"] if profile == "robot" else [])
+    if profile == "robot" and not failed:
+        assert robot.frames == [(32, 144, 3), (96, 48, 3)] * 2
+    for name in failed:
+        first, second = report.gates[name]
+        assert (first.gate, first.passed, second) == ("G1", False, other)
+        assert f"export/model.onnx: {fails_at} does not run" in first.message
+        assert str(tmp_path) not in first.message, "a temporary folder that will be gone"
