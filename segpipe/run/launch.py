@@ -132,7 +132,7 @@ def _check_crop(config: Config, samples: Samples) -> None:
 
 def _check_network(config: Config, samples: Samples) -> None:
     """Refuse weights that do not fit and patterns that match no parameter, before any process starts."""
-    if not (config.model.weights or config.model.freeze or config.optim.lr_scale):
+    if not (config.model.weights or config.model.freeze or config.optim.lr_scale or config.model.args):
         return
     import torch
 

@@ -271,7 +271,7 @@ def load_network(run: Path, which: str = "best") -> TrainedNetwork:
     state = load(path)
     config = from_mapping(state["config"])
     classes = _class_table(state["classes"])
-    model = build_model(config.model.name, classes.num_classes)
+    model = build_model(config.model.name, classes.num_classes, config.model.args)
     load_weights(model, state["ema"], path)
     return TrainedNetwork(
         model=model.eval().requires_grad_(False),

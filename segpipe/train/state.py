@@ -43,7 +43,7 @@ def build_state(
     patterns of model.freeze and optim.lr_scale that match nothing, and WeightsError for weights that do not fit.
     """
     torch.manual_seed(torch_seed(config.seed, 0, 0, "weights"))
-    model = build_model(config.model.name, classes.num_classes)
+    model = build_model(config.model.name, classes.num_classes, config.model.args)
     record, notes = _load(model, config, classes, start) if start else (None, [])
     model = model.to(device)
     if config.model.norm == "sync":
