@@ -1,7 +1,9 @@
 """Settings of the whole suite: seeded generators, the marker `slow`, fixtures for a strict torch and for exports."""
 
 import random
-from collections.abc import Iterator
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +66,32 @@ def strict_torch() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = fill
     torch.set_deterministic_debug_mode("default")
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+    """A user's folder, which is the current one: `project("net.py", text)` writes a file. Nothing named is trusted."""
+    from segpipe import plugins
+    from segpipe.losses import total
+
+    folder = tmp_path / "project"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.setattr(plugins, "_trusted", set())
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # or a file written twice in a second would not be read again
+    before = set(sys.modules)
+
+    def write(name: str, text: str) -> None:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+
+    yield write
+    total._loss.cache_clear()
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "") or ""):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="module")

@@ -20,14 +20,15 @@ SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
 # Floors of the house: a room imports rooms of lower floors only, wherever in a file the import stands.
 FLOORS = (
     ("segpipe", "errors", "keys"),
-    ("files",),
+    ("files", "plugins"),
     ("settings",),
     ("models",),
     ("data", "losses", "determinism"),
     ("ledger",),
     ("distributed", "purity"),
     ("train",),
-    ("audit", "export"),
+    ("audit", "export", "predict"),
+    ("contracts",),
     ("run",),
     ("cli", "__main__"),
 )

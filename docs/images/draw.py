@@ -1,6 +1,7 @@
 """Draws the pictures of the README: python docs/images/draw.py runs/street, after `make train`.
 
-result.jpg: validation images, targets and predictions of the run. divergence.svg: two short runs on the same images, of
+result.jpg: validation images, targets and predictions of the run. predict.jpg: frames of a synthetic drive, and of the
+video that `segpipe predict` makes of it. divergence.svg: two short runs on the same images, of
 which the second has one changed pixel in one mask, compared by `segpipe compare`.
 """
 
@@ -11,22 +12,32 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import cv2
 import numpy as np
 import torch
 import yaml
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
 from segpipe.data.samples import open_samples
-from segpipe.run.pictures import blend
+from segpipe.data.synthetic import scenes
+from segpipe.keys import generator, sample_key
+from segpipe.predict.overlay import beside, blend
+from segpipe.predict.video import read_frames
 from segpipe.train.checkpoint import load_network
 from segpipe.train.validate import predict
 
 HERE = Path(__file__).parent
 SHOWN = (5, 21)  # validation images
+SCENE, FRAMES, FPS = 5, 36, 12.0  # the street of the drive, which no training image shows
+STILLS = (0, 17, 35)  # frames of the drive
 
 
 def draw_result(run: Path) -> None:
@@ -39,6 +50,45 @@ def draw_result(run: Path) -> None:
         pred = predict(trained.model, trained.preprocess, torch.from_numpy(image)[None])[0].numpy()
         rows.append(np.hstack([image, *(blend(image, ids, samples.classes.palette) for ids in (target, pred))]))
     cv2.imwrite(str(HERE / "result.jpg"), np.vstack(rows)[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 90])
+
+
+def draw_predict(run: Path) -> None:
+    """Frames of a drive on top, the same frames of its overlay video below, and the legend."""
+    size = load_network(run, "last").config.data.size
+    with tempfile.TemporaryDirectory() as made:
+        drive, out = Path(made) / "drive.avi", Path(made) / "out"
+        writer = cv2.VideoWriter(str(drive), cv2.VideoWriter.fourcc(*"MJPG"), FPS, (size[1], size[0]))
+        for frame in _drive((size[0], size[1])):
+            writer.write(np.ascontiguousarray(frame[..., ::-1]))
+        writer.release()
+        command = [sys.executable, "-m", "segpipe", "predict", f"run={run}", f"source={drive}", f"out={out}"]
+        subprocess.run(command, check=True)
+        rows = [
+            np.hstack([frame for number, frame in enumerate(read_frames(path)) if number in STILLS])
+            for path in (drive, out / "overlays" / "drive.mp4")
+        ]
+        legend = cv2.imread(str(out / "overlays" / "drive.legend.png"))[..., ::-1]
+    picture = beside(np.vstack(rows), np.asarray(legend, np.uint8))
+    cv2.imwrite(str(HERE / "predict.jpg"), picture[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 88])
+
+
+def _drive(size: tuple[int, int]) -> Iterator[NDArray[np.uint8]]:
+    """One street, by a camera that drives to the right lane and turns."""
+    camera = scenes._camera
+    for share in np.linspace(0, 1, FRAMES):
+
+        def moved(*given: Any, share: float = float(share)) -> Any:
+            start = camera(*given)
+            return replace(
+                start,
+                side=start.side - 1.5 + 3.0 * share,
+                heading=start.heading + 0.05 * (share - 0.5),
+                column=start.column + 0.1 * start.focal * (share - 0.5),
+                focal=start.focal * (1 + 0.25 * share),
+            )
+
+        with patch.object(scenes, "_camera", moved):
+            yield scenes.paint_scene(generator(sample_key(0, 0, SCENE, "scene/val")), size)[0]
 
 
 def draw_divergence(run: Path) -> None:
@@ -89,3 +139,4 @@ def _train(folder: Path, name: str) -> None:
 if __name__ == "__main__":
     draw_divergence(Path(sys.argv[1]))
     draw_result(Path(sys.argv[1]))
+    draw_predict(Path(sys.argv[1]))

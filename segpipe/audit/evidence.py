@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from segpipe import plugins
 from segpipe.audit.verdict import FAILED, NOTED, PASSED, UNCHECKED, Line
 from segpipe.data.mix import absent_root, all_parts
 from segpipe.errors import CheckpointError, DataError, SegpipeError
@@ -103,6 +104,8 @@ def check_inputs(run: Path, config: Config, ledger: RunLedger | None) -> list[Li
     except SegpipeError as error:
         return [Line("data", FAILED, str(error))]
     lines = [_check_data(config, content["data"]), _check_code(content["code"])]
+    if config.import_paths:
+        lines.append(_check_plugins(config, content.get("plugins", {})))
     if ledger and recorded != sha256(path):
         lines.insert(0, Line("data", FAILED, f"{path} is not the file whose hash the ledger has: it was altered"))
     return lines
@@ -145,6 +148,16 @@ def _check_code(recorded: dict[str, Any]) -> Line:
     if changed:
         return Line("code", NOTED, f"this segpipe is not that of the run ({version}): {shortened(changed)}")
     return Line("code", PASSED, f"{len(recorded['files'])} source files are unchanged: {version}")
+
+
+def _check_plugins(config: Config, recorded: dict[str, Any]) -> Line:
+    try:
+        now = plugins.sources(config.import_paths)
+    except SegpipeError as error:
+        return Line("plug-ins", UNCHECKED, str(error))
+    if changed := inputs.changes(recorded.get("files", {}), now):
+        return Line("plug-ins", FAILED, f"this code is not that of the run: {shortened(changed)}")
+    return Line("plug-ins", PASSED, f"{len(now)} files and packages are unchanged: {recorded.get('sha256')}")
 
 
 def check_ledger(run: Path) -> tuple[RunLedger | None, list[Line]]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from segpipe import plugins
 from segpipe.audit import evidence
 from segpipe.audit.outcomes import Evaluate, Verify, check_gates, check_scores
 from segpipe.audit.task import RunTasks, Task, in_folder
@@ -20,7 +21,8 @@ from segpipe.audit.verdict import FAILED, NOTED, PASSED, UNCHECKED, Audit, Line
 from segpipe.data.mix import absent_root
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
-from segpipe.errors import CheckpointError, CollectiveError, SegpipeError
+from segpipe.distributed.watch.agreement import plugin_sources
+from segpipe.errors import CheckpointError, CollectiveError, ConfigError, SegpipeError
 from segpipe.files import sha256
 from segpipe.keys import generator, sample_key
 from segpipe.ledger.divergence import compare
@@ -175,7 +177,17 @@ def _no_weights(lines: Sequence[Line]) -> str:
 def _is_replayable(config: Config | None, lines: Sequence[Line]) -> bool:
     """Also when data or sources changed: a replay shows where that mattered."""
     consistent = not any(line.part == "config" and line.status == FAILED for line in lines)
-    return config is not None and not absent_root(config.data) and consistent
+    return config is not None and not absent_root(config.data) and not _unusable_plugins(config) and consistent
+
+
+def _unusable_plugins(config: Config) -> str:
+    """Why the code that the run names cannot be imported; empty when it can."""
+    try:
+        for key, path in config.import_paths:
+            plugins.load(key, path)
+    except ConfigError as error:
+        return str(error).rstrip(".")
+    return ""
 
 
 def _obstacle(config: Config | None, ledger: RunLedger | None, request: AuditRequest) -> str:
@@ -184,6 +196,8 @@ def _obstacle(config: Config | None, ledger: RunLedger | None, request: AuditReq
         return "without config.json and a ledger there is nothing to replay and compare with"
     if absent := absent_root(config.data):
         return f"data.root = {absent} does not exist here. Set {'data.mix' if config.data.mix else 'data.root=FOLDER'}"
+    if unusable := _unusable_plugins(config):
+        return unusable
     mode = config.compute.mode
     if mode not in ("elastic", "audit"):
         return f"compute.mode = {mode} does not promise the same bits for any number of processes; elastic does"
@@ -192,7 +206,7 @@ def _obstacle(config: Config | None, ledger: RunLedger | None, request: AuditReq
     check(config, world_size=request.nproc)
     flags.set_environment(config.compute.threads * request.nproc, mode)
     flags.apply(config.compute.threads, mode)
-    now = flags.fingerprint()
+    now = {**flags.fingerprint(), **plugin_sources(config)}
     changed = next((found for each in ledger.headers if (found := flags.differences(each.fingerprint, now))), {})
     if changed and not request.any_environment:
         listed = evidence.differences(changed, "the ledger", "this environment")

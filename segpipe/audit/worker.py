@@ -12,6 +12,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from segpipe import plugins
 from segpipe.audit.task import Report, Task
 from segpipe.determinism import flags
 from segpipe.distributed import environment
@@ -43,6 +44,8 @@ def run_tasks(tasks: Sequence[Task], *, nproc: int, report: Report = lambda numb
 
 def _launch(tasks: Sequence[Task], nproc: int, report: Report) -> None:
     """Start the workers; rank 0 prints its progress, and a rank that fails leaves a file with its error."""
+    for key, plugin in tasks[0].config.import_paths:
+        plugins.check_place(key, plugin)
     with tempfile.TemporaryDirectory(prefix="segpipe-audit-") as folder:
         listed = Path(folder) / "tasks.json"
         listed.write_text(json.dumps([asdict(task) for task in tasks]))
@@ -73,6 +76,7 @@ def _failure(folder: Path, noise: str) -> SegpipeError:
 def work(listed: Path) -> int:
     """One worker: do the listed tasks; returns the exit code. The message of an error is left beside the list."""
     tasks = [Task.read(values) for values in json.loads(listed.read_text())]
+    plugins.trust(path for task in tasks for _, path in task.config.import_paths)  # `_launch` has checked them
     config = tasks[0].config
     flags.set_environment(environment.local_world_size() * config.compute.threads, config.compute.mode)
     from segpipe.audit.replay import replay

@@ -63,7 +63,8 @@ def request(given: dict[str, Any]) -> AuditRequest:
 
 
 def _evaluate(given: dict[str, Any]) -> dict[str, Any]:
-    return evaluate({**_settings(given), "run": given["run"], "which": "last"})
+    defaults = {key.key: key.default for key in COMMANDS["evaluate"].keys}
+    return evaluate({**defaults, **_settings(given), "run": given["run"], "which": "last"}).figures
 
 
 def _verify(given: dict[str, Any], folder: Path) -> str:

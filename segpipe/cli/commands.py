@@ -10,6 +10,15 @@ from segpipe.settings.setting import Setting
 RUN = Setting("run", "runs/NAME", "folder of the run", required=True)
 WHICH = Setting("which", "last", "checkpoint to use", choices=("last", "best"))
 WAYS = ("sequence", "image", "tail")
+TRUST = Setting("trust", [], "packages that code named by the run may be imported from, see docs/plugins.md")
+INFERENCE = (
+    Setting("tile", "", "HEIGHTxWIDTH of the tiles that images are cut into; empty: whole images"),
+    Setting("overlap", 0.25, "share of a tile that it has in common with the next one, at least", low=0, high=0.9),
+    Setting("tta", [], "average over views of the image: [flip,0.75,1.25] for mirrored and scaled ones"),
+)
+PRECISIONS = ("fp32", "bf16", "fp16", "int8")
+IDS = ("train", "raw")
+EXISTS = ("keep", "replace")
 DATA = ("data.root", "data.split")
 EXPORT = tuple(key for key in SETTINGS if key.startswith("export.") and key != "export.enabled")
 
@@ -36,10 +45,41 @@ COMMANDS = {
     ),
     "evaluate": Command(
         "evaluate a run on a split",
-        "Prints one line of JSON with `miou` and `iou` per class: whole images at their own size, fp32, averaged\n"
-        "weights.",
-        (RUN, WHICH),
-        (*DATA, "data.workers", "compute.device", "compute.threads"),
+        "Prints one line of JSON with `miou` and scores per class and sequence, and tables of them on stderr: whole\n"
+        "images at their own size, fp32, averaged weights. What the figures mean: docs/evaluate.md.",
+        (
+            RUN,
+            WHICH,
+            Setting("out", "", "HTML file for a report with the worst images; empty: none"),
+            *INFERENCE,
+            TRUST,
+        ),
+        (*DATA, "data.sequence", "data.hold_out", "data.workers", "compute.device", "compute.threads"),
+    ),
+    "predict": Command(
+        "segment images and videos",
+        "Writes masks (PNG, pixel values are class ids), overlays (JPEG, or MP4 for a video) and predictions.json\n"
+        "into `out`. Give run= or artifact=. What the same model has already written is kept. See docs/predict.md.",
+        (
+            Setting("source", "images", "image, video, folder, or glob pattern in quotes", required=True),
+            Setting("out", "predictions", "folder for the results", required=True),
+            Setting("run", "", "folder of the run"),
+            WHICH,
+            Setting("artifact", "", "exported folder, in place of a run"),
+            *INFERENCE,
+            Setting("precision", "fp32", "of the network; int8: an exported file", choices=PRECISIONS),
+            Setting("batch", 1, "images of one size, or tiles, in one forward", low=1),
+            Setting("fit", "tile", "exported file: what to do with images of other sizes", choices=("tile", "resize")),
+            Setting("provider", "CPUExecutionProvider", "exported file: execution provider of onnxruntime"),
+            Setting("ids", "train", "ids in the masks: of the network, or of the data set's masks", choices=IDS),
+            Setting("overlay", True, "write overlays"),
+            Setting("alpha", 0.5, "opacity of the class colors in an overlay", low=0, high=1),
+            Setting("legend", True, "name the classes beside an overlay"),
+            Setting("frames", False, "video: write the mask of each frame"),
+            Setting("exists", "keep", "other outputs in `out`: keep them and stop, or replace", choices=EXISTS),
+            TRUST,
+        ),
+        ("compute.device", "compute.threads"),
     ),
     "doctor": Command(
         "check a data set",
@@ -67,13 +107,13 @@ COMMANDS = {
     "export": Command(
         "export a run to model files",
         "Publishes files that compute what the trained network computes, or nothing.",
-        (RUN, WHICH),
+        (RUN, WHICH, TRUST),
         (*EXPORT, *DATA),
     ),
     "verify": Command(
         "repeat all gates on an exported folder",
         "Compares the files as they are now with the run that they claim to come from.",
-        (Setting("artifact", "runs/NAME/export", "exported folder", required=True), RUN, WHICH),
+        (Setting("artifact", "runs/NAME/export", "exported folder", required=True), RUN, WHICH, TRUST),
         (
             *DATA,
             "export.images",
@@ -91,7 +131,12 @@ COMMANDS = {
             RUN,
             WHICH,
             Setting("out", "FILE.safetensors", "file to write; must not exist yet", required=True),
-            Setting("names", "segpipe", "names of the tensors", choices=("segpipe", "published")),
+            Setting(
+                "names",
+                "segpipe",
+                "names of the tensors: as in segpipe, or as in the authors' code, timm, or your own network",
+                choices=("segpipe", "original"),
+            ),
         ),
     ),
     "compare": Command(
@@ -104,6 +149,7 @@ COMMANDS = {
             Setting("json", False, "print one line of JSON"),
             Setting("replay", False, "train both again from their last common checkpoint, to name the layer"),
             Setting("nproc", 1, "processes for the replay", low=1),
+            TRUST,
         ),
         positional=("a", "b"),
     ),
@@ -120,6 +166,7 @@ COMMANDS = {
             Setting("evaluate", True, "measure the scores of last.pt again"),
             Setting("verify", True, "run the gates of the exported folder again"),
             Setting("out", "", "folder of the report; empty: <run>/audit"),
+            TRUST,
         ),
         (
             "data.root",
@@ -135,6 +182,12 @@ COMMANDS = {
         "check that augmentation is a pure function of sample and key",
         "Checks every transform by itself, and all of them in real loader processes.",
         overrides=("data", "augment"),
+    ),
+    "check-plugin": Command(
+        "check a network, loss, data set or transform of your own",
+        "segpipe check-plugin model.name=package.module:Class loss.name=... data.name=... augment.extra=[...]\n"
+        "names what training, validation or export would stumble over, see docs/plugins.md.",
+        overrides=("model", "loss", "data", "augment"),
     ),
     "gpu-check": Command(
         "check this machine's GPU",

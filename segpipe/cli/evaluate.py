@@ -1,42 +1,127 @@
-"""`segpipe evaluate`: mIoU and IoU per class of a run on a split."""
+"""`segpipe evaluate`: scores of a run on a split, in total, by class and by sequence."""
 
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from rich.console import Console
+
 from segpipe.data.problems import verify
-from segpipe.data.samples import open_samples
+from segpipe.data.samples import Samples, open_samples, sequences
 from segpipe.determinism import flags
 from segpipe.distributed.group import Group, choose_device
-from segpipe.errors import ConfigError
+from segpipe.errors import ConfigError, DataError
 from segpipe.files import plain
+from segpipe.predict.inference import inference, segment
+from segpipe.run.console import iou_table, sequence_table
+from segpipe.run.finish import page_data, predictor
+from segpipe.run.report import ReportData, write_report
 from segpipe.settings.arguments import with_settings
-from segpipe.train.checkpoint import load_network
-from segpipe.train.metrics import summary
-from segpipe.train.validate import validate
+from segpipe.settings.config import Config
+from segpipe.train.boundary import boundary_counts, boundary_iou
+from segpipe.train.checkpoint import TrainedNetwork, load_network
+from segpipe.train.metrics import mean
+from segpipe.train.scores import flattering, scores
+from segpipe.train.validate import Validation, validate
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A run scored on a split."""
+
+    config: Config
+    trained: TrainedNetwork
+    samples: Samples
+    found: Validation
+    figures: dict[str, Any]
 
 
 def main(given: dict[str, Any]) -> int:
-    """Exit code."""
-    print(json.dumps(plain(evaluate(given)), allow_nan=False))
+    """Exit code. The line of JSON is all that stdout gets; tables go to stderr."""
+    page = Path(given["out"]) if given["out"] else None
+    if page and page.suffix != ".html":
+        raise ConfigError(f"out = {page}, but the report is a page: the name of an .html file was needed.")
+    done = evaluate(given)
+    figures = done.figures
+    width = None if sys.stderr.isatty() else 100  # of a log file
+    console = Console(stderr=True, markup=False, highlight=False, width=width)
+    pixels = done.found.total.sum(1).double()
+    console.print(iou_table(figures, (pixels / pixels.sum().clamp_min(1)).tolist()))
+    if figures["sequences"]:
+        console.print(sequence_table(figures["sequences"]))
+    if figures["note"]:
+        console.print(figures["note"], soft_wrap=True)
+    if page:
+        write_report(page, _page(done))
+        console.print(f"report {page}", soft_wrap=True)
+    sys.stderr.flush()
+    print(json.dumps(plain(figures), allow_nan=False))
     return 0
 
 
-def evaluate(given: dict[str, Any]) -> dict[str, object]:
-    """What the command prints."""
+def evaluate(given: dict[str, Any]) -> Evaluation:
+    """What the command prints, and what it is made from."""
+    how = inference(given)
     trained = load_network(Path(given["run"]), given["which"])
-    config = with_settings(trained.config, given)
+    config = _config(trained.config, given)
     flags.apply(config.compute.threads)
     verify(config.data, [config.data.split])
     samples = open_samples(config.data, config.data.split, config.seed)
     if samples.classes.names != trained.classes.names:
         raise ConfigError(f"data.root = {config.data.root} has other classes than the network: {samples.classes.names}")
     group = Group(0, 0, 1, choose_device(config.compute.device, 0))
-    model, preprocess = trained.model.to(group.device), trained.preprocess.to(group.device)
-    workers = min(config.data.workers, 1)
-    method = config.data.start_method
-    found = validate(model, preprocess, samples, group, precision="fp32", workers=workers, start_method=method)
-    figures = summary(found.total, samples.classes.names)
-    return {"run": given["run"], "split": config.data.split, "images": len(samples), "step": trained.step, **figures}
+    boundaries = np.zeros((3, samples.classes.num_classes), np.int64)
+
+    def see(index: int, pred: torch.Tensor, target: torch.Tensor) -> None:
+        boundaries[...] += boundary_counts(pred[0].cpu().numpy(), target[0].numpy(), samples.classes.num_classes)
+
+    found = validate(
+        trained.model.to(group.device),
+        trained.preprocess.to(group.device),
+        samples,
+        group,
+        answer=partial(segment, how=how) if how.described else None,
+        precision=how.precision,
+        workers=min(config.data.workers, 1),
+        start_method=config.data.start_method,
+        see=see,
+    )
+    figures = {"run": given["run"], "split": config.data.split, "images": len(samples), "step": trained.step}
+    names, where = samples.classes.names, sequences(samples, config.data.sequence)
+    figures |= scores(found, names, where, _seen(trained.config, config))
+    figures["boundary_iou"] = dict(zip(names, boundary_iou(boundaries), strict=True))
+    figures["mean"]["boundary_iou"] = mean(figures["boundary_iou"].values())
+    figures |= how.described
+    figures["note"] = flattering(figures["sequences"])
+    return Evaluation(config, trained, samples, found, figures)
+
+
+def _config(trained: Config, given: dict[str, Any]) -> Config:
+    """The configuration of the run with the settings that are given. A split that is named is scored whole."""
+    whole = {"data.hold_out": ""} if "data.split" in given else {}
+    return with_settings(trained, whole | given)
+
+
+def _seen(trained: Config, config: Config) -> set[str] | None:
+    """Sequences of the run's training images; None if these are not on this machine."""
+    for data in (trained.data, config.data):
+        try:
+            return set(sequences(open_samples(data, "train", trained.seed), config.data.sequence))
+        except DataError:
+            continue
+    return None
+
+
+def _page(done: Evaluation) -> ReportData:
+    trained = done.trained
+    device = next(trained.model.parameters()).device
+    result = {**done.figures, "device": str(device), "weights_digest": trained.weights_digest}
+    seer = predictor(trained.model, trained.preprocess, device)
+    return page_data(done.config, done.samples, done.found, result, seer)

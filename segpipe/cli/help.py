@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from segpipe.cli.commands import COMMANDS, Command
-from segpipe.settings.compose import GROUPS, choices
+from segpipe.settings.compose import GROUPS, OWN_FILES
 from segpipe.settings.config import SETTINGS
 from segpipe.settings.setting import Setting, shown
 
@@ -46,7 +46,9 @@ def page(name: str) -> str:
 
 def _sections(command: Command) -> Iterator[tuple[str, Iterable[tuple[str, str]]]]:
     if command.overrides:
-        files = {group: choices(group) for group in GROUPS if group in command.overrides or group == "experiment"}
+        files = {
+            group: OWN_FILES.choices(group) for group in GROUPS if group in command.overrides or group == "experiment"
+        }
         yield "files of conf/", [(f"{group}=FILE", f"one of {', '.join(found)}") for group, found in files.items()]
         for group in command.overrides:
             settings = [entry for key, entry in SETTINGS.items() if key.partition(".")[0] == group]

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from segpipe import __version__
-from segpipe.cli.commands import COMMANDS
+from segpipe import __version__, plugins
+from segpipe.cli.commands import COMMANDS, TRUST
 from segpipe.cli.help import complete, overview, page
 from segpipe.errors import ConfigError, Interrupted, SegpipeError
 from segpipe.settings.arguments import parse
@@ -48,6 +48,8 @@ def _run(name: str, rest: list[str]) -> int:
     """Import and run a command's module; not before, since most of them import torch."""
     command = COMMANDS[name]
     given = rest if command.overrides else parse(rest, command.keys, command.settings, command.positional)
+    if isinstance(given, dict):
+        plugins.trust(given.get(TRUST.key, []))
     return int(import_module(f"segpipe.cli.{name.replace('-', '_')}").main(given))
 
 

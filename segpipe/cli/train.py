@@ -13,20 +13,22 @@ from segpipe.errors import ConfigError, SegpipeError
 from segpipe.run.finish import finish
 from segpipe.run.launch import launch
 from segpipe.run.sweep import Sweep
-from segpipe.settings.compose import CONF, checked_overrides, compose
+from segpipe.settings.compose import CONF, checked_overrides, compose, config_files, is_sweep
 
 
 def main(arguments: list[str]) -> int:
     """Exit code."""
     try:
-        arguments = checked_overrides(arguments)
-        if under_launcher() and any(argument in ("-m", "--multirun") for argument in arguments):
+        files, overrides = config_files(arguments)
+        overrides = checked_overrides(overrides, files)
+        overrides = ["--multirun", *overrides] if is_sweep(overrides) else overrides
+        if under_launcher() and any(argument in ("-m", "--multirun") for argument in overrides):
             raise ConfigError(
                 "--multirun under torchrun would run the whole sweep once per rank. Use: segpipe train --multirun "
                 "compute.nproc=N key=1,2,3"
             )
-        if any(argument.startswith("-") for argument in arguments):
-            return _run_hydra(arguments)
+        if any(argument.startswith("-") for argument in overrides):
+            return _run_hydra([*files.flags, *overrides])
         return launch(compose(arguments), finish=finish)
     except SegpipeError as error:
         if local_rank() == 0:  # the other ranks of this machine have the same command line

@@ -26,9 +26,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
+from segpipe.data.plugin_transform import transform_builder
 from segpipe.data.transforms import PAD_COLOUR, Builder, builder
 from segpipe.errors import ConfigError
 from segpipe.keys import generator
+from segpipe.plugins import is_path
 
 if TYPE_CHECKING:
     from segpipe.settings.groups import AugmentConfig
@@ -198,7 +200,7 @@ class Augmenter:
     def __init__(self, config: AugmentConfig, seed: int = 0) -> None:
         self.config = config
         self.seed = seed
-        self.extra = tuple(builder(name) for name in config.extra)
+        self.extra = tuple((transform_builder if is_path(name) else builder)(name) for name in config.extra)
         self._pipeline: A.Compose | None = None if config.keyed else self._build()
         self._owner = os.getpid()
 

@@ -12,12 +12,15 @@ from segpipe.data.masks import check_kind, orientation, read_target, settled
 from segpipe.data.mix import all_parts
 from segpipe.data.pairs import Pair, check_sizes, scan
 from segpipe.data.readers import check_mask, read_header, read_image, threaded
+from segpipe.data.samples import open_plugin
 from segpipe.errors import DataError
+from segpipe.plugins import is_path
 
 if TYPE_CHECKING:
     from segpipe.settings.groups import DataConfig
 
 FULL_VERIFY_PIXELS = 300_000_000  # about 6 s of decoding on two cores
+SOME = 16  # samples of a user's class that are read to check it
 T = TypeVar("T")
 
 
@@ -40,6 +43,9 @@ def problems(
             yield from problems(part.data, [part.split], progress=progress)
         return
     if data.name == "synthetic":
+        return
+    if is_path(data.name):
+        yield from _plugin_problems(data, splits, progress)
         return
     try:
         table = mask_table(data)
@@ -64,6 +70,21 @@ def problems(
             yield from faults
             progress(len(pairs) + done, 2 * len(pairs))
     progress(1, 1)
+
+
+def _plugin_problems(data: DataConfig, splits: Iterable[str], progress: Callable[[int, int], None]) -> Iterator[str]:
+    """Problems of a data set of the user: of all samples with data.verify=full, else of some of each split."""
+    for split in splits:
+        try:
+            samples = open_plugin(data, split)
+        except DataError as error:
+            yield str(error)
+            continue
+        number = len(samples) if data.verify == "full" else min(len(samples), SOME)
+        chosen = [place * len(samples) // number for place in range(number)]
+        for done, index in enumerate(chosen, 1):
+            yield from samples.problems([index])
+            progress(done, number)
 
 
 def _settled(table: MaskTable, pairs: list[Pair]) -> MaskTable:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
@@ -27,10 +27,14 @@ from segpipe.data.catalog import STREET, ClassTable, MaskTable, mask_table
 from segpipe.data.masks import orientation, read_target, settled
 from segpipe.data.mix import DataPart, main_set, parts, shared_ids
 from segpipe.data.pairs import Pair, check_sizes, scan
+from segpipe.data.plugin_samples import PluginSamples, open_source
 from segpipe.data.readers import read_header, read_image, threaded
+from segpipe.data.sequence import sequence
 from segpipe.data.synthetic.scenes import paint_scene
 from segpipe.errors import DataError
 from segpipe.keys import generator, sample_key
+from segpipe.plugins import is_path
+from segpipe.settings.setting import nearest
 
 if TYPE_CHECKING:
     from segpipe.settings.groups import DataConfig
@@ -211,14 +215,37 @@ class CachedSamples(_Wrapper):
 def open_samples(data: DataConfig, split: str, seed: int) -> Samples:
     """Samples of a split, in the order of their names. Raises DataError for the first problem.
 
-    With `data.shuffle_labels` the split "train" has the targets of other images.
+    With `data.shuffle_labels` the split "train" has the targets of other images. With `data.hold_out` it lacks that
+    sequence, and any other split is the sequence itself, from "train" and from that split.
     """
-    samples = _open(data, split, seed)
+    samples = _held_out(data, split) if data.hold_out else _open(data, split, seed)
     if not (data.shuffle_labels and split == "train"):
         return samples
     if len(samples) < 2:
         raise DataError("data.shuffle_labels = True needs at least two training images.")
     return ShuffledTargets(samples)
+
+
+def sequences(samples: Samples, pattern: str = "") -> list[str]:
+    """Sequence of each image of a split, by index; `pattern` is `data.sequence`."""
+    return [sequence(samples.name(index), pattern) for index in range(len(samples))]
+
+
+def _held_out(data: DataConfig, split: str) -> Samples:
+    """The part of the files on one side of `data.hold_out`; checks both sides, so that a run fails before it starts."""
+    splits = list(dict.fromkeys(("train", data.split if split == "train" else split)))
+    found = {each: _files(data, each) for each in splits}
+    where = {pair: sequence(pair.name, data.sequence) for each in splits for pair in found[each].pairs}
+    inside = sorted(pair for pair, name in where.items() if name == data.hold_out)
+    outside = [pair for pair in found["train"].pairs if where[pair] != data.hold_out]
+    if not inside or not outside:
+        counts = ", ".join(f"{name}: {times}" for name, times in sorted(Counter(where.values()).items())[:12])
+        fault = "training would have no image left" if inside else "no image is of that sequence"
+        raise DataError(
+            f"data.hold_out = {data.hold_out}, but {fault}. Images by sequence: {counts}."
+            f"{'' if inside else nearest(data.hold_out, sorted(set(where.values())))}"
+        )
+    return replace(found["train"], pairs=tuple(outside if split == "train" else inside))
 
 
 def _open(data: DataConfig, split: str, seed: int) -> Samples:
@@ -227,6 +254,12 @@ def _open(data: DataConfig, split: str, seed: int) -> Samples:
     if data.name == "synthetic":
         num = data.num_train if split == "train" else data.num_val
         return SyntheticSamples(seed=seed, split=split, num=num, size=(data.size[0], data.size[1]))
+    if is_path(data.name):
+        return open_plugin(data, split)
+    return _files(data, split)
+
+
+def _files(data: DataConfig, split: str) -> FileSamples:
     table = mask_table(data)
     pairs, faults = scan(data, split)
     if faults:
@@ -244,6 +277,23 @@ def _open_parts(found: Sequence[DataPart], main: DataConfig, split: str, seed: i
     return MixedSamples(shared, tuple(found), tuple(sets), tuple(ids))
 
 
+def open_plugin(data: DataConfig, split: str) -> PluginSamples:
+    """Samples of a data set of the user. Raises ConfigError and DataError for what is wrong with its class."""
+    source = open_source(data.name, data.args, data.root, split)
+    table = source.classes
+    if not isinstance(table, ClassTable):
+        names, colors = tuple(map(str, table)), getattr(source, "palette", ())
+        palette = tuple((int(red), int(green), int(blue)) for red, green, blue in colors)
+        if len(palette) != len(names) or not 1 <= len(set(names)) == len(names) < IGNORE_INDEX:
+            raise DataError(
+                f"data.name = {data.name}: classes has {len(names)} names and palette {len(palette)} colours, but a "
+                f"ClassTable, or different names with one RGB colour each, were needed."
+            )
+        ids = {train: train for train in range(len(names))} | {IGNORE_INDEX: IGNORE_INDEX}
+        table = ClassTable(data.name.rpartition(":")[2], names, palette, ids)
+    return PluginSamples(source, table, data.name, split)
+
+
 def target_of(samples: Samples, index: int) -> NDArray[np.uint8]:
     """Train ids of a sample, uint8 (H, W); without decoding the image, where a data set can."""
     read = getattr(samples, "target", None)
@@ -256,19 +306,24 @@ def unwrapped(samples: Samples) -> Samples:
 
 
 def image_sizes(samples: Samples) -> Counter[tuple[int, int]]:
-    """Number of images of each (height, width) in a split; of files, only the headers are read."""
+    """Number of images of each (height, width) in a split; of files, only the headers are read.
+
+    Samples of the user's class are read if it has no method `size`.
+    """
     source = unwrapped(samples)
     if isinstance(source, MixedSamples):
         return sum(map(image_sizes, source.sets), Counter())
     if isinstance(source, FileSamples):
         return Counter(read_header(pair.mask)[:2] for pair in source.pairs)  # as its image, if that is turned upright
+    if isinstance(source, PluginSamples):
+        return Counter(source.size(index) for index in range(len(source)))
     return Counter({source.read(0)[1].shape: len(source)})
 
 
 def class_pixels(samples: Samples) -> NDArray[np.int64]:
     """Pixels of each train id over a split, int64 (C,); ignored pixels are not counted.
 
-    Reads every mask of a split that lies in files, and at most 64 scenes of any other.
+    Reads every mask of a split that lies in files, every sample of the user's class, and at most 64 synthetic scenes.
     """
     total = np.zeros(samples.classes.num_classes, np.int64)
     for counts in image_pixels(unwrapped(samples), countable(samples)):
@@ -323,4 +378,5 @@ def image_pixels(samples: Samples, indices: Iterable[int]) -> Iterator[NDArray[n
     def count(index: int) -> NDArray[np.int64]:
         return np.bincount(target_of(samples, index).ravel(), minlength=IGNORE_INDEX + 1)[:num_classes]
 
-    return threaded(count, indices)
+    # The user's class need not be safe to use from several threads.
+    return map(count, indices) if isinstance(unwrapped(samples), PluginSamples) else threaded(count, indices)

@@ -1,17 +1,9 @@
 """Further transforms by name: `augment.extra=[noise, jpeg]` applies them after scale, crop, flip and colour.
 
-To add one, register a function that builds it before training starts, and start training from there:
-
-    def rain() -> A.BasicTransform:
-        return A.RandomRain(p=0.1)
-
-    TRANSFORMS["rain"] = rain
-
-Function and registration must be at the top level of a module or of your program: spawned processes import it again and
-find the function by module and name. A transform may draw only from `self.py_random` and `self.random_generator`,
-which are set from the sample's key before every call, and must keep nothing from one call to the next;
-segpipe check-augment checks this. albumentations' GaussNoise, AdditiveNoise and RGBShift fail it: they seed OpenCV's
-global generator with one of only 65,536 values.
+One of your own is given by its import path, `augment.extra=[package.module:Class]`, see docs/plugins.md. A transform
+may draw only from `self.py_random` and `self.random_generator`, which are set from the sample's key before every call,
+and must keep nothing from one call to the next; segpipe check-augment checks this. albumentations' GaussNoise,
+AdditiveNoise and RGBShift fail it: they seed OpenCV's global generator with one of only 65,536 values.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ NOT_SELECTING = re.compile(
     r"|TORCH_(NCCL|ELASTIC|FR|SHOW)_|NCCL_(SOCKET|IB|NET)_|NCCL_(COMM_ID|HOSTID)$"
     r"|\w+_(DEBUG|DISPLAY|DUMP|LOG|VERBOSE)|\w+_(DIR|HOME|PATH|ROOT|TRACE|VERSION)$"
 )
+PLUGINS = "plugins"  # in a fingerprint: hashes of the user's own code, as plugins.sources has them
 INSTRUCTIONS = (  # beyond `cpu_capability`; they select kernels, above all for bf16 and int8
     "avx_vnni", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_int8", "amx_bf16", "amx_fp16", "bf16", "i8mm",
     "sve_bf16",
@@ -170,10 +171,13 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[A
     """Entries of two fingerprints that differ, as name -> (value in a, value in b); None stands for a missing one.
 
     Environment variables are entries of their own. A fingerprint of a release that did not record them does not differ
-    by them.
+    by them. So are the files of plug-ins; a fingerprint has them only if there are some.
     """
     recorded = "variables" in a and "variables" in b
-    flat_a, flat_b = ({**each, **(each["variables"] if recorded else {}), "variables": None} for each in (a, b))
+    flat_a, flat_b = (
+        {**each, **(each["variables"] if recorded else {}), **each.get(PLUGINS, {}), "variables": None, PLUGINS: None}
+        for each in (a, b)
+    )
     return {n: (flat_a.get(n), flat_b.get(n)) for n in {**flat_a, **flat_b} if flat_a.get(n) != flat_b.get(n)}
 
 

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import segpipe
+from segpipe import plugins
 from segpipe.data.mix import DataPart, all_parts
 from segpipe.data.pairs import pairing, scan
+from segpipe.data.samples import open_plugin
 from segpipe.errors import CheckpointError, DataError
 from segpipe.files import sha256, write_atomically
 from segpipe.ledger.rows import INPUTS
@@ -57,10 +59,12 @@ def _content(config: Config, splits: Iterable[str]) -> dict[str, Any]:
     files, sources = data_hashes(config.data, splits) if config.data.hash else {}, source_hashes()
     model = config.model
     weights = {"weights": {"file": model.weights, "sha256": model.weights_sha256}} if model.weights else {}
+    own = plugins.sources(config.import_paths)
     return {
         **weights,
         "data": {"name": config.data.name, "hashed": config.data.hash, "sha256": combined(files), "files": files},
         "code": {"segpipe": segpipe.__version__, "sha256": combined(sources), "files": sources},
+        **({"plugins": {"sha256": combined(own), "files": own}} if own else {}),
     }
 
 
@@ -78,13 +82,17 @@ def read(path: Path) -> dict[str, Any]:
 def data_hashes(data: DataConfig, splits: Iterable[str]) -> Hashes:
     """SHA-256 of the class table and the files of splits, by path below `data.root`; empty for synthetic data.
 
-    Of a mixture, by data.mix[n] and the path below the root of that entry. Raises DataError when images and masks are
-    not paired.
+    Of a mixture, by data.mix[n] and the path below the root of that entry; of samples of a user's class that names no
+    files, of what it reads. Raises DataError when images and masks are not paired.
     """
     paths: dict[str, Path] = {}
+    contents: Hashes = {}
     for part in all_parts(data, splits):
-        paths |= {f"{part.key}{'/' * bool(part.key)}{name}": path for name, path in _paths(part).items()}
-    return _hashed(paths)
+        prefix = f"{part.key}{'/' * bool(part.key)}"
+        files, read = _plugin_inputs(part) if plugins.is_path(part.data.name) else (_paths(part), {})
+        paths |= {f"{prefix}{name}": path for name, path in files.items()}
+        contents |= {f"{prefix}{name}": value for name, value in read.items()}
+    return dict(sorted({**_hashed(paths), **contents}.items()))
 
 
 def _paths(part: DataPart) -> dict[str, Path]:
@@ -97,6 +105,19 @@ def _paths(part: DataPart) -> dict[str, Path]:
         paths.add(data.classes or str(Path(data.root) / "classes.yaml"))
         paths |= {str(table)} if (table := pairing(data, part.split)) else set()
     return {Path(os.path.relpath(path, data.root)).as_posix(): Path(path) for path in paths}
+
+
+def _plugin_inputs(part: DataPart) -> tuple[dict[str, Path], Hashes]:
+    """The files that the samples of a user's class name, and SHA-256 of what it reads where it names none."""
+    samples, root = open_plugin(part.data, part.split), part.data.root or "."
+    paths: dict[str, Path] = {}
+    contents: Hashes = {}
+    for index in range(len(samples)):
+        files = samples.files(index)
+        paths |= {Path(os.path.relpath(path, root)).as_posix(): path for path in files}
+        if not files:
+            contents[f"{part.split}/{samples.name(index)}"] = samples.content(index)
+    return paths, contents
 
 
 def _files(data: DataConfig, split: str) -> Iterable[str]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from segpipe import IGNORE_INDEX
+from segpipe import IGNORE_INDEX, plugins
+from segpipe.errors import ConfigError
 from segpipe.losses.pixelwise import boundary_sum, boundary_target, dice_sum, ohem_sum, pixel_losses
 from segpipe.models.resize import bilinear, bilinear_matmul
 
 if TYPE_CHECKING:
     from segpipe.settings.groups import LossConfig
 
+KEY = "loss.name"
 EDGE_CONFIDENCE = 0.8  # pixels that the boundary head calls an edge this surely get the extra class loss
 
 
@@ -40,6 +44,7 @@ def shard_loss(
     Shapes: heads (B, C, h, w), or (B, 1, h, w) for `boundary`; target uint8 (B, H, W).
     """
     scale = global_valid.clamp_min(1).float().reciprocal()
+    needs_pixels = "boundary" in heads or not plugins.is_path(config.name)  # the part `edge` is of cross-entropy
     parts: dict[str, Tensor] = {}
     for name, logits in heads.items():
         if name == "boundary":
@@ -50,9 +55,9 @@ def shard_loss(
         stride = config.stride if name == "main" else config.aux_stride
         strided = target[:, stride // 2 :: stride, stride // 2 :: stride]
         resized = _at_target(logits, target, stride, align_corners)
-        losses = pixel_losses(resized, strided, class_weights, ignore_index=IGNORE_INDEX)
+        losses = pixel_losses(resized, strided, class_weights, ignore_index=IGNORE_INDEX) if needs_pixels else resized
         weight = target.numel() / strided.numel() * (1.0 if name == "main" else config.aux_weight)
-        parts[name] = weight * scale * _class_sum(losses, strided != IGNORE_INDEX, config)
+        parts[name] = weight * scale * _class_sum(losses, resized, strided, class_weights, config)
         if name == "main" and config.dice_weight:
             dice = dice_sum(resized, strided, ignore_index=IGNORE_INDEX)
             parts["dice"] = config.dice_weight * weight * scale * dice
@@ -76,7 +81,50 @@ def _at_target(logits: Tensor, target: Tensor, stride: int, align_corners: bool)
     return bilinear_matmul(logits.float(), size, align_corners=align_corners, stride=stride)
 
 
-def _class_sum(losses: Tensor, valid: Tensor, config: LossConfig) -> Tensor:
+def _class_sum(
+    losses: Tensor, logits: Tensor, target: Tensor, class_weights: Tensor | None, config: LossConfig
+) -> Tensor:
+    if plugins.is_path(config.name):
+        return plugin_sum(config.name, config.args, logits, target, class_weights, ignore_index=IGNORE_INDEX)
     if config.name == "ohem":
+        valid = target != IGNORE_INDEX
         return ohem_sum(losses, valid, threshold=config.ohem_threshold, min_kept=config.ohem_min_kept)
     return losses.sum()
+
+
+def plugin_sum(
+    name: str,
+    args: Mapping[str, Any],
+    logits: Tensor,
+    target: Tensor,
+    class_weights: Tensor | None,
+    *,
+    ignore_index: int,
+) -> Tensor:
+    """Loss of the function `name`, summed over the valid pixels, 0-d float32; what it says of ignored ones is dropped.
+
+    The function returns the loss of each pixel, or their sum. Raises ConfigError when it returns anything else, or
+    does not take the arguments.
+
+    Shapes: logits float32 (B, C, H, W), target uint8 (B, H, W), class_weights (C,).
+    """
+    weights = {} if class_weights is None else {"class_weights": class_weights}
+    found = _loss(name)(logits, target.long(), ignore_index=ignore_index, **weights, **args)
+    if not isinstance(found, Tensor) or found.dtype != torch.float32 or found.shape not in ((), target.shape):
+        what = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise ConfigError(
+            f"{KEY} = {name} returned {what} for logits of {tuple(logits.shape)}, but the float32 loss of each pixel, "
+            f"{tuple(target.shape)}, or their sum, (), was needed."
+        )
+    return torch.where(target != ignore_index, found, 0.0).sum() if found.ndim else found
+
+
+def check_call(name: str, args: Mapping[str, Any], *, weighted: bool) -> None:
+    """Raise ConfigError unless the function can be imported and called with `args`. Calls nothing."""
+    weights = {"class_weights": None} if weighted else {}
+    plugins.check_arguments(KEY, name, _loss(name), args, "logits", "target", ignore_index=0, **weights)
+
+
+@cache
+def _loss(name: str) -> Any:
+    return plugins.load(KEY, name)

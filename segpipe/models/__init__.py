@@ -4,14 +4,19 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from torch import nn
+
+from segpipe import plugins
 from segpipe.errors import ConfigError
 from segpipe.models.ddrnet import ddrnet23_slim
 from segpipe.models.fast_scnn import FastSCNN
 from segpipe.models.layers import SegmentationNet
 from segpipe.models.pidnet import pidnet_s
+from segpipe.models.plugin_network import PluginNetwork
 from segpipe.models.timm_encoder import TimmEncoder
 from segpipe.settings.setting import nearest
 
+KEY = "model.name"
 MODELS: dict[str, Callable[..., SegmentationNet]] = {
     "fast_scnn": FastSCNN,
     "ddrnet23_slim": ddrnet23_slim,
@@ -23,11 +28,25 @@ MODELS: dict[str, Callable[..., SegmentationNet]] = {
 def build_model(name: str, num_classes: int, args: Mapping[str, Any] = MappingProxyType({})) -> SegmentationNet:
     """The network `name` with auxiliary heads and fresh weights, drawn from torch's global generator.
 
-    Raises ConfigError for an unknown name or argument.
+    `name` is one of MODELS, or the import path package.module:Name of a class, or a function, that is called with
+    `num_classes` and `args` by keyword and returns a module. Raises ConfigError for an unknown name or argument, and
+    for an error in the user's code.
     """
+    net = plugins.call(KEY, name, _builder(name), args, num_classes=num_classes)
+    if not isinstance(net, nn.Module):
+        raise ConfigError(f"{KEY} = {name} returned a {type(net).__name__}, but a torch.nn.Module was needed.")
+    return net if isinstance(net, SegmentationNet) else PluginNetwork(net, num_classes, name)
+
+
+def check_model(name: str, args: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless the network exists and takes these arguments. Builds nothing."""
+    plugins.check_arguments(KEY, name, _builder(name), args, num_classes=1)
+
+
+def _builder(name: str) -> Callable[..., Any]:
+    if plugins.is_path(name):
+        found: Callable[..., Any] = plugins.load(KEY, name)
+        return found
     if name not in MODELS:
-        raise ConfigError(f"model.name = {name!r} is not one of {', '.join(MODELS)}.{nearest(name, list(MODELS))}")
-    try:
-        return MODELS[name](num_classes, **args)
-    except TypeError as error:
-        raise ConfigError(f"model.args = {dict(args)} does not fit model.name = {name}: {error}.") from error
+        raise ConfigError(f"{KEY} = {name!r} is not one of {', '.join(MODELS)}.{nearest(name, list(MODELS))}")
+    return MODELS[name]

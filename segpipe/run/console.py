@@ -5,8 +5,9 @@ Names of runs and classes are shown as they are; rich would read brackets in the
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 PLAIN_EVERY_S = 15.0  # between progress lines in a log file
+COLUMNS = {"boundary_iou": "boundary IoU", "precision": "precision", "recall": "recall", "f1": "F1"}
+MOST_ROWS = 20  # of a table of sequences
 
 
 class TrainView:
@@ -69,15 +72,58 @@ class TrainView:
 
 
 def iou_table(summary: dict[str, Any], shares: Sequence[float]) -> Table:
-    """Per-class IoU of a validation; `shares` are the classes' fractions of the labelled pixels."""
-    table = Table(title="IoU per class", title_justify="left")
-    for name in ("class", "IoU %", "", "pixels %"):
+    """Per-class IoU of a validation; `shares` are the classes' fractions of the labelled pixels.
+
+    The keys of `COLUMNS` and `interval_95` that `summary` has get a column; without an interval there is room for bars.
+    """
+    interval = summary.get("interval_95")
+    table = Table(title="IoU per class, in %", title_justify="left")
+    columns = {key: title for key, title in COLUMNS.items() if key in summary}
+    for name in ("class", "IoU", "95 % range" if interval else "", *columns.values(), "pixels"):
         table.add_column(name, justify="left" if name in ("class", "") else "right")
     for (name, iou), share in zip(summary["iou"].items(), shares, strict=True):
         if iou is None:
-            table.add_row(Text(name), "absent", "not in the mean", f"{100 * share:.2f}")
+            table.add_row(Text(name), "absent", "not in the mean", *[""] * len(columns), f"{100 * share:.2f}")
         else:
-            table.add_row(Text(name), f"{100 * iou:.1f}", "█" * round(20 * iou), f"{100 * share:.2f}")
+            beside = percent_range(interval["iou"][name]) if interval else "█" * round(20 * iou)
+            cells = (percent(summary[key][name]) for key in columns)
+            table.add_row(Text(name), percent(iou), beside, *cells, f"{100 * share:.2f}")
     table.add_section()
-    table.add_row("mean", f"{100 * summary['miou']:.2f}", "", "", style="bold")
+    means = (percent(summary["mean"][key]) for key in columns)
+    beside = percent_range(interval["miou"]) if interval else ""
+    table.add_row("mean", percent(summary["miou"], 2), beside, *means, "", style="bold")
     return table
+
+
+def sequence_table(sequences: Mapping[str, Mapping[str, Any]]) -> Table:
+    """mIoU of the sequences of a validation, the lowest first; of many, the 20 lowest."""
+    table = Table(title="mIoU by sequence, in %", title_justify="left")
+    for name, justify in (("sequence", "left"), ("images", "right"), ("mIoU", "right"), ("in training", "left")):
+        table.add_column(name, justify="left" if justify == "left" else "right")
+    rows = lowest_first(sequences)
+    for name, found in rows[:MOST_ROWS]:
+        seen = {None: "unknown", True: "yes", False: "no"}[found["in_training"]]
+        table.add_row(Text(name), str(found["images"]), percent(found["miou"]), seen)
+    if len(rows) > MOST_ROWS:
+        table.caption = f"and {len(rows) - MOST_ROWS} more with a higher mIoU"
+    return table
+
+
+def lowest_first(sequences: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Sequences by rising mIoU; those without a labelled pixel come last."""
+
+    def place(item: tuple[str, Mapping[str, Any]]) -> tuple[float, str]:
+        score = item[1]["miou"]
+        return (math.inf if score is None or math.isnan(score) else score), item[0]
+
+    return sorted(sequences.items(), key=place)
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    """A fraction as a number of per cent; n/a if there is none."""
+    return "n/a" if value is None or math.isnan(value) else f"{100 * value:.{digits}f}"
+
+
+def percent_range(pair: Sequence[float] | None) -> str:
+    """An interval of fractions as 61.2-64.0, in per cent; empty if there is none."""
+    return f"{percent(pair[0])}-{percent(pair[1])}" if pair else ""

@@ -8,20 +8,29 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from segpipe.run.console import iou_table
+import numpy as np
+from numpy.typing import NDArray
+
+from segpipe.run.console import iou_table, sequence_table
 from segpipe.run.report import Overlay, ReportData, pick_extremes, write_report
 from segpipe.run.tracking import FILE_NAME, read_metrics
-from segpipe.settings.config import to_mapping
+from segpipe.settings.config import Config, to_mapping
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
 
+    from segpipe.data.samples import Samples
+    from segpipe.models.layers import SegmentationNet
+    from segpipe.models.preprocess import Preprocess
     from segpipe.train.engine import Run
     from segpipe.train.validate import Validation
 
+Predictor = Callable[[NDArray[np.uint8]], NDArray[np.uint8]]
 EVALUATE = Path(__file__).resolve().parents[2] / "scripts" / "evaluate.py"  # in a checkout
 
 
@@ -30,9 +39,15 @@ def finish(run: Run, found: Validation, result: dict[str, Any], console: Console
 
     The export comes last, so that a refused one hides nothing of the finished training.
     """
+    from segpipe.train.scores import flattering
+
     shares = found.total.sum(1).double() / found.total.sum().clamp_min(1)
     console.print(iou_table(result, shares.tolist()))
-    page = write_report(run.folder, report_data(run, found, result))
+    if len(result["sequences"]) > 1:
+        console.print(sequence_table(result["sequences"]))
+    if note := flattering(result["sequences"]):
+        console.print(note, highlight=False, soft_wrap=True, markup=False)
+    page = write_report(run.folder / "report.html", _page(run, found, result))
     for line in (
         f"mIoU {100 * result['miou']:.2f} % on {len(run.val_samples)} {run.config.data.split} images",
         f"run {run.folder}  (open {page.name}; curves in {FILE_NAME})",
@@ -55,36 +70,58 @@ def _relative(path: Path) -> str:
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
-def report_data(run: Run, found: Validation, result: dict[str, Any]) -> ReportData:
-    """Input of the report page; predicts the best and the worst validation images once more."""
-    from segpipe.train.metrics import miou
+def _page(run: Run, found: Validation, result: dict[str, Any]) -> ReportData:
+    from segpipe.models.preprocess import Preprocess
 
-    classes = run.val_samples.classes
-    scores = {index: miou(counts) for index, counts in found.per_image.items()}
-    best, worst = pick_extremes(list(scores.items()))
-    return ReportData(
-        config=to_mapping(run.config),
-        result={**result, "device": str(run.group.device)},
-        confusion=found.total.numpy(),
-        names=classes.names,
-        palette=classes.palette,
-        history=read_metrics(run.folder / FILE_NAME),
-        best=[_overlay(run, index, scores[index]) for index in best],
-        worst=[_overlay(run, index, scores[index]) for index in worst],
-    )
+    device = run.group.device
+    seer = predictor(run.state.ema.model, Preprocess().to(device), device)
+    history = read_metrics(run.folder / FILE_NAME)
+    return page_data(run.config, run.val_samples, found, {**result, "device": str(device)}, seer, history)
 
 
-def _overlay(run: Run, index: int, score: float) -> Overlay:
+def predictor(model: SegmentationNet, preprocess: Preprocess, device: torch.device) -> Predictor:
+    """A function from an image uint8 (H, W, 3) to its class ids uint8 (H, W)."""
     import torch
 
-    from segpipe.models.preprocess import Preprocess
     from segpipe.train.validate import predict
 
-    image, target = run.val_samples.read(index)
-    device = run.group.device
-    batch = torch.from_numpy(image).unsqueeze(0).to(device)
-    pred = predict(run.state.ema.model, Preprocess().to(device), batch)[0].cpu().numpy()
-    return Overlay(run.val_samples.name(index), score, image, target, pred)
+    def ids(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        batch = torch.from_numpy(image).unsqueeze(0).to(device)
+        return np.asarray(predict(model, preprocess, batch)[0].cpu().numpy(), np.uint8)
+
+    return ids
+
+
+def page_data(
+    config: Config,
+    samples: Samples,
+    found: Validation,
+    result: dict[str, Any],
+    predict: Predictor,
+    history: Sequence[Mapping[str, Any]] = (),
+) -> ReportData:
+    """Input of the report page; predicts the worst and the best images once more."""
+    from segpipe.data.samples import sequences
+    from segpipe.train.metrics import miou
+
+    scores = {index: miou(counts) for index, counts in found.per_image.items()}
+
+    def overlay(index: int) -> Overlay:
+        image, target = samples.read(index)
+        return Overlay(samples.name(index), scores[index], image, target, predict(image))
+
+    worst, best = pick_extremes(scores, sequences(samples, config.data.sequence))
+    return ReportData(
+        config=to_mapping(config),
+        result=result,
+        confusion=found.total.numpy(),
+        names=samples.classes.names,
+        palette=samples.classes.palette,
+        data_name=samples.classes.name,
+        history=history,
+        worst=[overlay(index) for index in worst],
+        best=[overlay(index) for index in best],
+    )
 
 
 def _export(run: Run, console: Console) -> None:

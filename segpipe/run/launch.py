@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from segpipe import plugins
 from segpipe.determinism import flags
 from segpipe.distributed import environment
 from segpipe.errors import CheckpointError, ConfigError, DivergenceError, Interrupted, NumericsError, SegpipeError
@@ -57,6 +58,7 @@ def launch(config: Config, *, finish: Finish | None = None, isolated: bool = Fal
         environment.check_tasks()
         if not isolated:  # in a sweep, this process computes nothing
             flags.set_environment(config.compute.threads, config.compute.mode)  # before anything imports torch
+        config = with_steps(config)
         world_size = _world_size(config)
         prepare(config, world_size)
     except SegpipeError as error:
@@ -87,20 +89,34 @@ def _world_size(config: Config) -> int:
     return max(gpus, 1) if number == "auto" else int(number)
 
 
+def with_steps(config: Config) -> Config:
+    """`config` with the number of updates that `train.epochs` stands for; checkpoints and ranks see nothing else."""
+    if not config.train.epochs:
+        return config
+    check(config, world_size=1)
+    from segpipe.data.samples import open_samples
+
+    images = config.train.epochs * len(open_samples(config.data, "train", config.seed))
+    return replace(config, train=replace(config.train, steps=math.ceil(images / config.global_batch), epochs=0))
+
+
 def prepare(config: Config, world_size: int) -> None:
     """Check everything that can be checked before the first process starts, then claim the run's folder."""
     from segpipe.data.augment import Augmenter
     from segpipe.data.frequency import check_given_weights
     from segpipe.data.problems import verify
-    from segpipe.data.samples import check_labelled, open_samples
+    from segpipe.data.samples import check_labelled, open_samples, sequences
     from segpipe.purity import checker as purity
 
     check(config, world_size=world_size)
     _pin(config)
     check_tracking(config)
+    _check_plugins(config)
     verify(config.data, ["train", config.data.split])
-    open_samples(config.data, config.data.split, config.seed)
+    validation = open_samples(config.data, config.data.split, config.seed)
     samples = open_samples(config.data, "train", config.seed)
+    for opened in (samples, validation):
+        sequences(opened, config.data.sequence)  # the scores are told by sequence, after the training
     _check_crop(config, samples)
     check_labelled(samples)
     if isinstance(config.loss.class_weights, list):
@@ -113,6 +129,21 @@ def prepare(config: Config, world_size: int) -> None:
 
         check_place(Path(config.export.dir))  # now, not after hours of training
     claim_folder(config)
+
+
+def _check_plugins(config: Config) -> None:
+    """Import the code that the configuration names, and refuse what is known to be wrong with it before it runs."""
+    for key, path in config.import_paths:
+        plugins.load(key, path)
+    if config.model.args:
+        from segpipe.models import check_model
+
+        check_model(config.model.name, config.model.args)
+    if plugins.is_path(config.loss.name):
+        from segpipe.contracts.loss_contract import LossContract
+
+        if problem := LossContract(config).refusal():
+            raise ConfigError(problem)
 
 
 def _check_crop(config: Config, samples: Samples) -> None:
@@ -210,10 +241,12 @@ def work(config: Config, *, finish: Finish | None = None, prepared: bool = False
 
     `prepared` means that a parent process has called `prepare` already.
     """
+    plugins.trust(path for _, path in config.import_paths)  # the user of this process's parent named them
     try:
         flags.set_environment(environment.local_world_size() * config.compute.threads, config.compute.mode)
         from segpipe.distributed import group as processes
 
+        config = with_steps(config)
         flags.apply(config.compute.threads, config.compute.mode)  # before the group: NCCL reads its variables there
         group = processes.join(config.compute, {"configuration": config_hash(config)})
         try:

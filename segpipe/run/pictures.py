@@ -11,24 +11,24 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from segpipe import IGNORE_INDEX
+from segpipe.predict.overlay import blend as blend
+
 _LINE, _BEST = "#3b82f6", "#f59e0b"  # readable on white and on black
+_WRONG = (225, 20, 30)
 _METADATA = ("Creator", "Date", "Format", "Type")  # left out, so that equal data gives equal bytes
 _BUCKETS = 240  # points of a long curve; the screen shows no more
 
 
-def blend(
-    image: NDArray[np.uint8], ids: NDArray[np.uint8], palette: Sequence[tuple[int, int, int]], opacity: float = 0.65
-) -> NDArray[np.uint8]:
-    """`image` blended with the colors of its classes. Ids beyond the palette, such as 255, get a dark diagonal hatch.
+def errors(image: NDArray[np.uint8], target: NDArray[np.uint8], pred: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """`image` in pale gray, red where prediction and target differ. Pixels without a label get the hatch of `blend`.
 
-    Shapes: image uint8 (H, W, 3) RGB, ids uint8 (H, W) -> uint8 (H, W, 3).
+    Shapes: image uint8 (H, W, 3) RGB, target and pred uint8 (H, W) -> uint8 (H, W, 3).
     """
-    lut = np.zeros((256, 3), np.float32)
-    lut[: len(palette)] = palette
-    mixed = (1 - opacity) * image + opacity * lut[ids]
-    row, column = np.indices(ids.shape)
-    hatch = np.where((row + column) % 12 < 2, 96, 24)[..., None]
-    return np.where((ids >= len(palette))[..., None], hatch, mixed).round().astype(np.uint8)
+    gray = (128 + image.mean(2) / 2).round().astype(np.uint8)
+    wrong = np.where(target == IGNORE_INDEX, target, target != pred).astype(np.uint8)
+    shown = blend(np.repeat(gray[..., None], 3, axis=2), wrong, ((0, 0, 0), _WRONG), opacity=0.8)
+    return np.where((wrong == 0)[..., None], gray[..., None], shown)
 
 
 def jpeg_url(image: NDArray[np.uint8], quality: int = 85) -> str:
@@ -51,12 +51,19 @@ def shrink(image: NDArray[np.uint8], width: int, *, smooth: bool) -> NDArray[np.
     return np.asarray(shrunk, np.uint8)
 
 
-def curve_svg(points: Sequence[tuple[float, float]], *, label: str, dots: bool = False, floor: float | None = 0) -> str:
+def curve_svg(
+    points: Sequence[tuple[float, float]],
+    *,
+    label: str,
+    dots: bool = False,
+    floor: float | None = 0,
+    ticks: Sequence[float] = (),
+) -> str:
     """SVG of y over x, for light and dark pages: its text gets its color from the page's `.curve` rules.
 
     More than 240 points become means, with a band from the smallest to the largest value of each. `dots` marks every
-    point, and the largest one in another color; the y axis reaches down to `floor`. `label`, for screen readers, must
-    be escaped already.
+    point, and the largest one in another color; the y axis reaches down to `floor`. `ticks`
+    are marked at the x axis. `label`, for screen readers, must be escaped already.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -73,6 +80,9 @@ def curve_svg(points: Sequence[tuple[float, float]], *, label: str, dots: bool =
         axes.plot(x, y, color=_LINE, linewidth=1.6, marker=marker, markersize=4, clip_on=False)
         if dots:
             axes.plot(*max(points, key=lambda point: point[1]), "o", color=_BEST, markersize=7, clip_on=False)
+        if ticks:
+            at_axis = axes.get_xaxis_transform()
+            axes.vlines(ticks, 0, 0.05, colors=_BEST, transform=at_axis, linewidth=1.4, gid="ticks", clip_on=False)
         if floor is not None:
             axes.set_ylim(bottom=min(floor, axes.get_ylim()[0]) if min(low) < floor else floor)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))

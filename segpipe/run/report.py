@@ -1,4 +1,4 @@
-"""runs/NAME/report.html: the results of a run on one page, which needs no network, no server and no script.
+"""The results of a run or of an evaluation on one page, which needs no network, no server and no script.
 
 Everything is inside the file, and a content security policy in its head forbids the browser to load anything else, so
 the page can be mailed or archived as it is.
@@ -18,10 +18,12 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from segpipe.files import write_atomically
-from segpipe.run.pictures import blend, curve_svg, jpeg_url, shrink
+from segpipe.run.console import lowest_first, percent, percent_range
+from segpipe.run.pictures import blend, curve_svg, errors, jpeg_url, shrink
 from segpipe.settings.config import Config, to_mapping
 
-_PANEL_WIDTH = 480  # pixels of an overlay; 24 of them stay below 2 MB
+_PANEL_WIDTH = 480  # pixels of an overlay; 32 of them stay below 2 MB
+_NEIGHBORS = 10  # places in its sequence within which an image looks much like another one
 _NUMBERED_CLASSES = 20  # with more classes, a cell of the confusion matrix is too small for its number
 
 
@@ -41,50 +43,71 @@ class ReportData:
     """Input of the page. The fields with defaults may be missing."""
 
     config: Mapping[str, Any]  # nested, as in config.json
-    result: Mapping[str, Any]  # as in result.json, and `device`
+    result: Mapping[str, Any]  # as in result.json or printed by evaluate, and `device`
     confusion: NDArray[np.int64]  # (C, C), rows target, columns prediction
     names: Sequence[str]
     palette: Sequence[tuple[int, int, int]]
+    data_name: str = ""  # of the class table
     history: Sequence[Mapping[str, Any]] = ()  # lines of metrics.jsonl
-    best: Sequence[Overlay] = ()
     worst: Sequence[Overlay] = ()
+    best: Sequence[Overlay] = ()
 
 
-def pick_extremes(per_image: Sequence[tuple[int, float]], count: int = 4) -> tuple[list[int], list[int]]:
-    """Indices of the best and of the worst images, most extreme first; none is in both lists.
+def pick_extremes(
+    scores: Mapping[int, float], sequence_of: Sequence[str], count: int = 4
+) -> tuple[list[int], list[int]]:
+    """Indices of the worst and of the best images, most extreme first; none is in both lists.
 
-    `per_image` holds (index, mIoU). NaN (nothing labelled) is left out; ties go by index.
+    Of neighbors in a sequence only the most extreme one is in a list. `scores` is the mIoU by index, in the order of
+    the names. NaN (nothing labelled) is left out; ties go by index.
     """
-    scored = [(index, score) for index, score in per_image if not math.isnan(score)]
-    falling = [index for index, _ in sorted(scored, key=lambda pair: (-pair[1], pair[0]))]
-    rising = [index for index, _ in sorted(scored, key=lambda pair: (pair[1], pair[0]))]
-    best = falling[: min(count, (len(scored) + 1) // 2)]
-    return best, [index for index in rising if index not in best][:count]
+    members: dict[str, list[int]] = {}
+    for index in sorted(scores):
+        members.setdefault(sequence_of[index], []).append(index)
+    place = {index: (name, at) for name, found in members.items() for at, index in enumerate(found)}
+    reach = {name: min(_NEIGHBORS, len(found) // 8) for name, found in members.items()}
+
+    def spread(order: Sequence[int], most: int) -> list[int]:
+        chosen: list[int] = []
+        for index in order:
+            name, at = place[index]
+            if all(place[other][0] != name or abs(place[other][1] - at) > reach[name] for other in chosen):
+                chosen.append(index)
+        return chosen[:most]
+
+    known = [index for index in sorted(scores) if not math.isnan(scores[index])]
+    worst = spread(sorted(known, key=lambda index: scores[index]), min(count, (len(known) + 1) // 2))
+    rest = [index for index in sorted(known, key=lambda index: -scores[index]) if index not in worst]
+    return worst, spread(rest, count)
 
 
-def write_report(run_dir: Path, data: ReportData) -> Path:
-    """Path of the written RUN_DIR/report.html. Raises CheckpointError when the disk is full."""
-    path = run_dir / "report.html"
+def write_report(path: Path, data: ReportData) -> Path:
+    """`path`, at which the page is then. Raises CheckpointError when the disk is full."""
     write_atomically(path, render(data).encode())
     return path
 
 
 def render(data: ReportData) -> str:
     """The page. The template escapes all text; the same data gives the same bytes."""
-    from segpipe.train.metrics import iou_per_class, summary  # torch
+    from segpipe.train.metrics import rates, summary  # torch
+    from segpipe.train.scores import flattering
 
-    figures = summary(data.confusion, data.names)
+    figures = {**data.result, **summary(data.confusion, data.names), **rates(data.confusion, data.names)}
     default, settings = _flat(to_mapping(Config())), _flat(data.config)
-    result, versions = dict(data.result), _flat(data.result.get("versions", {}))
-    result.pop("versions", None)
+    versions, sequences = _flat(data.result.get("versions", {})), data.result.get("sequences") or {}
+    result = {key: value for key, value in data.result.items() if key not in _IN_TABLES}
     return _template().render(
         name=str(data.config.get("run", {}).get("name", "run")),
-        about=_about(data.config),
+        about=_about(data),
         miou=figures["miou"],
         present=len(data.names) - len(figures["absent"]),
+        interval=percent_range((data.result.get("interval_95") or {}).get("miou")),
         tiles=_tiles(figures["pixel_accuracy"], data.result),
         curves=_curves(data.history),
-        classes=_classes(data, iou_per_class(data.confusion)),
+        classes=_classes(data, figures),
+        columns={key: title for key, title in _COLUMNS.items() if key in figures},
+        sequences=lowest_first(sequences),
+        note=flattering(sequences),
         confusion=_confusion(data),
         numbered=len(data.names) <= _NUMBERED_CLASSES,
         best=[_panels(overlay, data.palette) for overlay in data.best],
@@ -103,16 +126,28 @@ def _template() -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"percent": _percent, "text": _text}
+    environment.filters |= {"percent": percent, "text": _text}
     return environment.get_template("report.html.j2")
 
 
-def _about(config: Mapping[str, Any]) -> list[str]:
-    model, data = (config.get(group, {}).get("name", "") for group in ("model", "data"))
-    parts = [str(model), f"on {data}" if data else "", f"seed {config['seed']}" if "seed" in config else ""]
+def _about(data: ReportData) -> list[str]:
+    config, images = data.config, data.result.get("images")
+    settings = config.get("data", {})
+    kind, held_out = settings.get("name", ""), settings.get("hold_out")
+    split = data.result.get("split", settings.get("split", ""))
+    name = data.data_name if data.data_name in ("", kind) else f"{data.data_name} ({kind})"
+    parts = [
+        str(config.get("model", {}).get("name", "")),
+        f"data {name or kind}" if name or kind else "",
+        f"sequence {held_out}, held out" if held_out else f"split {split}" if split else "",
+        f"{images} images" if images else "",
+        f"seed {config['seed']}" if "seed" in config else "",
+    ]
     return [part for part in parts if part]
 
 
+_IN_TABLES = ("versions", "iou", "precision", "recall", "f1", "boundary_iou", "sequences", "interval_95", "note")
+_COLUMNS = {"boundary_iou": "boundary IoU, %", "precision": "precision, %", "recall": "recall, %"}
 _TILES = (
     ("steps", "steps", "{:,}".format),
     ("train_seconds", "training", lambda seconds: _duration(seconds)),
@@ -123,7 +158,7 @@ _TILES = (
 
 
 def _tiles(pixel_accuracy: float, result: Mapping[str, Any]) -> list[tuple[str, str]]:
-    tiles = [("pixel accuracy", f"{_percent(pixel_accuracy)} %")]
+    tiles = [("pixel accuracy", f"{percent(pixel_accuracy)} %")]
     for key, label, form in _TILES:
         value = result.get(key)
         if isinstance(value, str):
@@ -133,10 +168,6 @@ def _tiles(pixel_accuracy: float, result: Mapping[str, Any]) -> list[tuple[str, 
     return tiles
 
 
-def _percent(value: float | None, digits: int = 1) -> str:
-    return "n/a" if value is None or math.isnan(value) else f"{100 * value:.{digits}f}"
-
-
 def _duration(seconds: float) -> str:
     minutes, hours = round(seconds / 60), seconds / 3600
     return f"{seconds:.0f} s" if seconds < 120 else f"{minutes} min" if hours < 2 else f"{hours:.1f} h"
@@ -144,6 +175,7 @@ def _duration(seconds: float) -> str:
 
 def _curves(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     curves = []
+    validations = [line["step"] for line in history if line.get("kind") == "validation"]
     for kind, key, title in (
         ("train", "loss", "Loss"),
         ("train", "lr", "Learning rate"),
@@ -154,14 +186,16 @@ def _curves(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         points = [(line["step"], scale * line[key]) for line in lines if math.isfinite(line[key])]
         if points:
             best, last = max(y for _, y in points), points[-1][1]
-            svg = Markup(curve_svg(points, label=f"{title} over steps", dots=key == "miou"))
+            ticks = validations if kind == "train" else ()
+            svg = Markup(curve_svg(points, label=f"{title} over steps", dots=key == "miou", ticks=ticks))
             caption = f"best {best:.3g}" if key == "miou" else f"last {last:.3g}"
             curves.append({"title": title, "caption": caption, "svg": svg})
     return curves
 
 
-def _classes(data: ReportData, iou: Sequence[float | None]) -> list[dict[str, Any]]:
+def _classes(data: ReportData, figures: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Rows of the class table: falling IoU, then the classes without one."""
+    intervals = (data.result.get("interval_95") or {}).get("iou", {})
     counts = np.asarray(data.confusion)
     shares, predicted = counts.sum(axis=1) / max(int(counts.sum()), 1), counts.sum(axis=0)
     rows = [
@@ -169,7 +203,9 @@ def _classes(data: ReportData, iou: Sequence[float | None]) -> list[dict[str, An
             "id": k,
             "name": name,
             "color": f"rgb{tuple(int(part) for part in data.palette[k])}",
-            "iou": iou[k],
+            "iou": figures["iou"][name],
+            "interval": percent_range(intervals.get(name)),
+            "cells": [figures[key].get(name) for key in _COLUMNS if key in figures],
             "share": float(shares[k]),
             "predicted": int(predicted[k]),
         }
@@ -191,7 +227,12 @@ def _confusion(data: ReportData) -> list[dict[str, Any]]:
 def _panels(overlay: Overlay, palette: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
     image = shrink(overlay.image, _PANEL_WIDTH, smooth=True)
     target, pred = (shrink(ids, _PANEL_WIDTH, smooth=False) for ids in (overlay.target, overlay.pred))
-    panels = (("image", image), ("target", blend(image, target, palette)), ("prediction", blend(image, pred, palette)))
+    panels = (
+        ("image", image),
+        ("target", blend(image, target, palette)),
+        ("prediction", blend(image, pred, palette)),
+        ("errors", errors(image, target, pred)),
+    )
     return {
         "name": overlay.name,
         "miou": overlay.miou,

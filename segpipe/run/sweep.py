@@ -18,6 +18,8 @@ from segpipe.errors import ConfigError, Interrupted, SegpipeError
 from segpipe.settings.compose import resolve
 from segpipe.settings.config import Config, recipe
 
+REPEATS = ("seed", "data.hold_out")  # runs that differ in nothing else repeat one recipe
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -25,8 +27,9 @@ class Outcome:
 
     name: str
     code: int
-    recipe: dict[str, Any]  # its settings without the seed
+    recipe: dict[str, Any]  # its settings without those of REPEATS
     result: dict[str, Any] | None  # content of result.json
+    held_out: str = ""  # data.hold_out
 
 
 class Sweep:
@@ -61,8 +64,8 @@ class Sweep:
         self._interrupted = code == Interrupted.exit_code
         path = config.run_dir / "result.json"
         result = json.loads(path.read_text()) if code == 0 and path.is_file() else None
-        settings = {key: value for key, value in recipe(config).items() if key != "seed"}
-        self._outcomes.append(Outcome(str(config.run_dir), code, settings, result))
+        settings = {key: value for key, value in recipe(config).items() if key not in REPEATS}
+        self._outcomes.append(Outcome(str(config.run_dir), code, settings, result, config.data.hold_out))
 
     def _check_own_folder(self, config: Config) -> None:
         """Refuse two jobs in one folder: the second would replace or resume the first."""
@@ -92,7 +95,7 @@ class Sweep:
 
 
 def _by_recipe(outcomes: list[Outcome]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Results of each recipe with more than one seed, under the settings in which the recipes differ."""
+    """Results of each recipe with more than one run, under the settings in which the recipes differ."""
     groups: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         if outcome.result is not None:
@@ -102,15 +105,16 @@ def _by_recipe(outcomes: list[Outcome]) -> list[tuple[str, list[dict[str, Any]]]
     found = []
     for members in groups.values():
         if len(members) > 1:
-            title = ", ".join(f"{key}={members[0].recipe.get(key)}" for key in differing)
+            repeated = "held-out sequences" if len({outcome.held_out for outcome in members}) > 1 else "seeds"
+            recipe_of = ", ".join(f"{key}={members[0].recipe.get(key)}" for key in differing)
+            title = f"{len(members)} {repeated}{f' of {recipe_of}' if recipe_of else ''}: IoU in %"
             found.append((title, [outcome.result for outcome in members if outcome.result is not None]))
     return found
 
 
 def _spread(title: str, results: list[dict[str, Any]]) -> Table:
-    """Mean and range of mIoU and of each class's IoU over the seeds."""
-    heading = f"{len(results)} seeds{f' of {title}' if title else ''}: IoU in %"
-    table = Table("class", "mean", "lowest", "highest", "range", title=heading, title_justify="left")
+    """Mean and range of mIoU and of each class's IoU over the runs of a recipe."""
+    table = Table("class", "mean", "lowest", "highest", "range", title=title, title_justify="left")
     rows = {name: [result["iou"].get(name) for result in results] for name in results[0]["iou"]}
     rows["mean of classes"] = [result["miou"] for result in results]
     for name, scores in rows.items():

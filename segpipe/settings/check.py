@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from segpipe.errors import ConfigError
 from segpipe.settings.config import SETTINGS
+from segpipe.settings.groups import STEPS
 from segpipe.settings.setting import nearest
 
 if TYPE_CHECKING:
@@ -29,19 +30,50 @@ def check(config: Config, *, world_size: int) -> None:
         if problem := entry.problem(attrgetter(key)(config)):
             raise ConfigError(problem)
     _check_names(config)
+    _check_sequences(config.data)
     _check_start(config)
     _check_processes(config, world_size)
-    steps, schedule_steps = config.train.steps, config.optim.schedule_steps
-    if 0 < schedule_steps < steps:
-        raise ConfigError(
-            f"optim.schedule_steps = {schedule_steps}, but the run has train.steps = {steps} updates: the last ones "
-            f"would have a learning rate of 0. Set optim.schedule_steps=0, or at least train.steps."
-        )
+    for key, args, name in (
+        ("loss.args", config.loss.args, config.loss.name),
+        ("data.args", config.data.args, config.data.name),
+    ):
+        if args and ":" not in name:
+            raise ConfigError(f"{key} = {args}, but {name} takes none: only plug-ins (package.module:Name) do.")
+    _check_length(config)
     low, high = config.augment.scale
     if low > high:
         raise ConfigError(f"augment.scale = {config.augment.scale}, but [smallest, largest] was needed.")
     for problem in export_problems(config.export):
         raise ConfigError(problem)
+
+
+def _check_length(config: Config) -> None:
+    train, schedule_steps = config.train, config.optim.schedule_steps
+    if train.epochs and train.steps not in (0, STEPS):
+        raise ConfigError(
+            f"train.steps = {train.steps} and train.epochs = {train.epochs}. Set one of them; if an experiment sets "
+            f"train.steps, train.steps=0 leaves it to train.epochs."
+        )
+    if train.patience and not train.validate_every:
+        raise ConfigError(
+            f"train.patience = {train.patience}, but train.validate_every = 0: there is no validation before the end. "
+            f"Set train.validate_every to a number of updates."
+        )
+    if train.epochs:  # the number of updates is not known yet
+        return
+    if not train.steps:
+        raise ConfigError("train.steps = 0, but a number of updates was needed. Set it, or train.epochs.")
+    earliest = (train.patience + 1) * train.validate_every
+    if train.patience and earliest >= train.steps:
+        raise ConfigError(
+            f"train.patience = {train.patience} and train.validate_every = {train.validate_every}: training could stop "
+            f"after {earliest} updates at the earliest, but ends after train.steps = {train.steps}. Lower one of them."
+        )
+    if 0 < schedule_steps < train.steps:
+        raise ConfigError(
+            f"optim.schedule_steps = {schedule_steps}, but the run has train.steps = {train.steps} updates: the "
+            f"last ones would have a learning rate of 0. Set optim.schedule_steps=0, or at least train.steps."
+        )
 
 
 def _check_names(config: Config) -> None:
@@ -89,6 +121,19 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
+def _check_sequences(data: DataConfig) -> None:
+    try:
+        re.compile(data.sequence)
+    except re.error as error:
+        raise ConfigError(f"data.sequence = {data.sequence!r} is not a regular expression: {error}.") from None
+    if data.hold_out and (data.mix or data.name not in ("folder", "camvid")):
+        kind = "data.mix" if data.mix else f"data={data.name}"
+        raise ConfigError(
+            f"data.hold_out = {data.hold_out}, but {kind} cannot leave a sequence out: data=folder and data=camvid can. "
+            f"Leave it empty."
+        )
+
+
 def _check_start(config: Config) -> None:
     model = config.model
     if model.weights_sha256 and not re.fullmatch("[0-9a-f]{64}", model.weights_sha256):
@@ -102,6 +147,11 @@ def _check_start(config: Config) -> None:
         raise ConfigError(
             f"model.weights = {model.weights} and model.args.pretrained = true, but a run starts from one of them. Set "
             f"model.args.pretrained=false."
+        )
+    if model.freeze and not (model.weights or model.args.get("pretrained") or ":" in model.name):
+        raise ConfigError(
+            f"model.freeze = {model.freeze}, but without model.weights these parameters would stay at their random "
+            f"initial values. Set model.weights=FILE."
         )
     for pattern, factor in config.optim.lr_scale.items():
         if isinstance(factor, bool) or not isinstance(factor, int | float):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 from hydra import compose as hydra_compose
@@ -16,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from segpipe import plugins
 from segpipe.errors import ConfigError
 from segpipe.settings.config import MAPPINGS, SETTINGS, Config, from_mapping
 from segpipe.settings.setting import nearest
@@ -24,30 +26,95 @@ PACKAGE = Path(__file__).resolve().parents[1]
 # In a clone the folder lies beside the package, in an installed wheel inside it.
 CONF = next(path for path in (PACKAGE / "conf", PACKAGE.parent / "conf") if path.is_dir())
 GROUPS = ("model", "data", "augment", "track", "experiment")
-OTHER_CONF = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")  # flags that add or replace files
+FILE_FLAGS = {  # of Hydra
+    "--config-dir": "added", "-cd": "added", "--config-path": "main", "-cp": "main", "--config-name": "name",
+    "-cn": "name",
+}  # fmt: skip
 COMPLETION = ("--shell-completion", "-sc")
 
 ConfigStore.instance().store(name="schema", node=Config)
+OmegaConf.register_new_resolver("label", lambda name: str(name).rpartition(":")[2], replace=True)
 
 
-def compose(overrides: list[str]) -> Config:
+@dataclass(frozen=True)
+class ConfigFiles:
+    """Where config files are looked for: in `main`, which holds the first file `name`.yaml, then in `added`."""
+
+    main: Path = CONF
+    name: str = "config"
+    added: tuple[Path, ...] = ()
+
+    @property
+    def overrides(self) -> list[str]:
+        """The search path as Hydra's override."""
+        listed = ",".join(f"'file://{folder}'" for folder in self.added)
+        return [f"hydra.searchpath=[{listed}]"] if listed else []
+
+    @property
+    def flags(self) -> list[str]:
+        """The same for Hydra's command line; empty for the files of segpipe alone."""
+        main = [f"--config-path={self.main}"] if self.main != CONF else []
+        return [*main, *([f"--config-name={self.name}"] if self.name != "config" else []), *self.overrides]
+
+    def choices(self, group: str) -> list[str]:
+        """Names of the files of a group."""
+        folders = [folder / group for folder in (self.main, *self.added)]
+        paths = ((path, folder) for folder in folders for path in folder.rglob("*.yaml"))
+        return sorted({path.relative_to(folder).with_suffix("").as_posix() for path, folder in paths})
+
+
+OWN_FILES = ConfigFiles()
+
+
+def config_files(arguments: list[str]) -> tuple[ConfigFiles, list[str]]:
+    """The files that `--config-dir`, `--config-path` and `--config-name` choose, and the other arguments.
+
+    Folders are relative to the current one. Raises ConfigError for one that does not exist.
+    """
+    found: dict[str, str] = {}
+    rest, waiting = [], list(arguments)
+    while waiting:
+        flag, equals, value = waiting.pop(0).partition("=")
+        if flag not in FILE_FLAGS:
+            rest.append(f"{flag}{equals}{value}")
+            continue
+        if not equals and not waiting:
+            raise ConfigError(f"{flag} needs a value, such as {flag} FOLDER.")
+        found[FILE_FLAGS[flag]] = value if equals else waiting.pop(0)
+    for name in ("added", "main"):
+        if name in found and not Path(found[name]).is_dir():
+            flag = next(flag for flag, what in FILE_FLAGS.items() if what == name)
+            raise ConfigError(f"{flag} = {found[name]} is not a folder in {Path.cwd()}.")
+    added = [Path(found["added"]).resolve()] if "added" in found else []
+    main = Path(found["main"]).resolve() if "main" in found else CONF
+    added += [CONF] if main != CONF else []  # its groups stay available
+    return ConfigFiles(main, found.get("name", "config").removesuffix(".yaml"), tuple(added)), rest
+
+
+def compose(arguments: list[str]) -> Config:
     """The configuration of a single run. Raises ConfigError naming the key, the value and the nearest valid ones."""
-    overrides = checked_overrides(overrides)
+    files, overrides = config_files(arguments)
+    overrides = checked_overrides(overrides, files)
     logging.getLogger("hydra").setLevel(logging.ERROR)
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-            return resolve(hydra_compose("config", overrides))
+        with initialize_config_dir(version_base="1.3", config_dir=str(files.main)):
+            return resolve(hydra_compose(files.name, [*overrides, *files.overrides]))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(_explain(error)) from error
 
 
 def resolve(composed: DictConfig) -> Config:
-    """Config from what Hydra composed. Raises ConfigError for unknown keys and wrong types."""
+    """Config from what Hydra composed, whose plug-ins are trusted: the user named them.
+
+    Raises ConfigError for unknown keys and wrong types.
+    """
     values = OmegaConf.to_container(composed, resolve=True, enum_to_str=True, throw_on_missing=True)
     assert isinstance(values, dict)
     values.pop("hydra", None)
-    return from_mapping({str(key): value for key, value in values.items()})
+    config = from_mapping({str(key): value for key, value in values.items()})
+    plugins.trust(path for _, path in config.import_paths)
+    return config
 
 
 def _explain(error: Exception) -> str:
@@ -60,7 +127,7 @@ def _explain(error: Exception) -> str:
     return f"{text}.{nearest(named, valid)}" if named and named not in valid else text
 
 
-def checked_overrides(overrides: list[str]) -> list[str]:
+def checked_overrides(overrides: list[str], files: ConfigFiles = OWN_FILES) -> list[str]:
     """The overrides as Hydra needs them: entries of a mapping are added, which Hydra writes as `++key=value`.
 
     Raises ConfigError for the first override whose key or config file does not exist.
@@ -68,7 +135,6 @@ def checked_overrides(overrides: list[str]) -> list[str]:
     flags = [text.partition("=")[0] for text in overrides if text.startswith("-")]
     if any(flag in COMPLETION for flag in flags):  # what follows is install=bash, not a setting
         return overrides
-    own_files = not any(flag in OTHER_CONF for flag in flags)
     found = []
     for text in overrides:
         found.append(text)
@@ -79,12 +145,14 @@ def checked_overrides(overrides: list[str]) -> list[str]:
         if key.startswith("hydra"):
             continue
         if key in GROUPS:
-            if own_files:
-                _check_choice(override)
+            _check_choice(override, files.choices(key))
         elif any(f"{key}.".startswith(f"{mapping}.") for mapping in MAPPINGS):
             found[-1] = f"++{text.lstrip('+')}"
         elif key not in SETTINGS and not any(known.startswith(f"{key}.") for known in SETTINGS):
             raise ConfigError(f"{key} is not a setting of segpipe (in {text!r}).{nearest(key, [*SETTINGS, *GROUPS])}")
+    lengths = [text for text in found if text.startswith(("train.steps=", "train.epochs=")) and not text.endswith("=0")]
+    if len({text.partition("=")[0] for text in lengths}) > 1:
+        raise ConfigError(f"{' and '.join(lengths)} both say how long to train. Set one of them.")
     return found
 
 
@@ -95,9 +163,8 @@ def _parse(text: str) -> Override:
         raise ConfigError(f"{text!r} is not of the form key=value: {' '.join(str(error).split())}") from error
 
 
-def _check_choice(override: Override) -> None:
+def _check_choice(override: Override, valid: list[str]) -> None:
     group = override.key_or_group
-    valid = choices(group)
     value = override.value()
     chosen = [str(item) for item in value.list] if isinstance(value, ChoiceSweep) else [str(value)]
     for name in chosen:
@@ -105,6 +172,8 @@ def _check_choice(override: Override) -> None:
             raise ConfigError(f"{group} = {name} is not one of {', '.join(valid)}.{nearest(name, valid)}")
 
 
-def choices(group: str) -> list[str]:
-    """Names of the files in a folder of conf/."""
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+def is_sweep(overrides: list[str]) -> bool:
+    """Whether the chosen experiment of conf/ is a sweep, which needs Hydra's own command line."""
+    names = [text.removeprefix("experiment=") for text in overrides if text.startswith("experiment=")]
+    files = [path for name in names if (path := CONF / "experiment" / f"{name}.yaml").is_file()]
+    return any(OmegaConf.select(OmegaConf.load(path), "hydra.mode") == "MULTIRUN" for path in files)

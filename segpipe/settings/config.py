@@ -58,6 +58,13 @@ class Config:
         """Samples of one optimizer update, for any number of processes."""
         return self.compute.shards * self.compute.samples_per_shard
 
+    @property
+    def import_paths(self) -> list[tuple[str, str]]:
+        """Settings that name code of the user, with the import path of each."""
+        values = [(entry.key, attrgetter(entry.key)(self)) for entry in SETTINGS.values() if entry.plugin]
+        named = [(key, name) for key, value in values for name in (value if isinstance(value, list) else [value])]
+        return [(key, name) for key, name in named if ":" in name]
+
 
 SETTINGS = {entry.key: entry for entry in declared(Config)}
 
@@ -141,6 +148,8 @@ def recipe(config: Config) -> dict[str, Any]:
     found["data.mix"] = [  # of a data set as of data.root, the place is free
         {key: value for key, value in entry.items() if key not in ("root", "classes")} for entry in config.data.mix
     ]
+    if config.train.patience:  # then it decides where training may stop
+        found["train.validate_every"] = config.train.validate_every
     if config.compute.mode == "audit":
         found["compute.mode"] = "elastic"  # the same numbers; audit only records more
     return found

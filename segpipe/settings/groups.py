@@ -9,6 +9,7 @@ from segpipe.settings.setting import setting
 
 MODEL_NAMES = ("fast_scnn", "ddrnet23_slim", "pidnet_s", "timm")
 DATA_NAMES = ("synthetic", "camvid", "folder")
+STEPS = 400  # train.steps unless it is set
 ENOUGH_IMAGES = 16  # real images that an exported file must be compared on to count as verified
 
 
@@ -24,7 +25,7 @@ class RunConfig:
 
 @dataclass
 class ModelConfig:
-    name: str = setting("fast_scnn", "network", choices=MODEL_NAMES)
+    name: str = setting("fast_scnn", "network; docs/plugins.md has those of your own", choices=MODEL_NAMES, plugin=True)
     args: dict[str, Any] = setting({}, "arguments of the network: model.args.KEY=VALUE")
     weights: str = setting(
         "", "file of weights, or folder of a run, to start from, see docs/weights.md; empty: from the seed", free=True
@@ -43,7 +44,8 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    name: str = setting("synthetic", "data set", choices=DATA_NAMES)
+    name: str = setting("synthetic", "data set", choices=DATA_NAMES, plugin=True)
+    args: dict[str, Any] = setting({}, "arguments of a data set of your own: data.args.KEY=VALUE")
     root: str = setting("", "folder of the data set; not used by synthetic", free=True)
     mix: list[Any] = setting(
         [],
@@ -58,6 +60,12 @@ class DataConfig:
         high=1,
     )
     split: str = setting("val", "split that validation reads")
+    sequence: str = setting(
+        "",
+        "regular expression that finds an image's sequence (drive) in its name; empty: its folder, or what stands "
+        "before the last number",
+    )
+    hold_out: str = setting("", "sequence that training leaves out and validation consists of, see docs/evaluate.md")
     classes: str = setting("", "YAML class table of data=folder; empty: <data.root>/classes.yaml", free=True)
     images: str = setting("", "folder: images below data.root, as FOLDER/SPLIT or FOLDER/SPLIT/*ENDING; empty: found")
     masks: str = setting("", "folder: masks below data.root, in the same form; empty: found")
@@ -101,7 +109,7 @@ class AugmentConfig:
     contrast: float = setting(0.2, "largest relative change of contrast", low=0, high=1)
     saturation: float = setting(0.2, "largest relative change of saturation", low=0, high=1)
     hue: float = setting(0.02, "largest shift of the hue, in turns", low=0, high=0.5)
-    extra: list[str] = setting([], "further transforms by name, see segpipe/data/transforms.py")
+    extra: list[str] = setting([], "further transforms by name, or package.module:Class of your own", plugin=True)
     check: bool = setting(
         True, "check before training that augmentation is a pure function of sample and key", free=True
     )
@@ -113,7 +121,8 @@ class AugmentConfig:
 
 @dataclass
 class LossConfig:
-    name: str = setting("cross_entropy", "loss of the class heads", choices=("cross_entropy", "ohem"))
+    name: str = setting("cross_entropy", "loss of the class heads", choices=("cross_entropy", "ohem"), plugin=True)
+    args: dict[str, Any] = setting({}, "arguments of a loss of your own: loss.args.KEY=VALUE")
     class_weights: Any = setting(
         "none",
         "weight of each class, with mean 1 over the training pixels: log: 1 / log(1.02 + frequency), sqrt: "
@@ -160,13 +169,15 @@ class EmaConfig:
 
 @dataclass
 class TrainConfig:
-    steps: int = setting(400, "number of updates", low=1)
+    steps: int = setting(STEPS, "number of updates; 0: left to train.epochs", low=0)
+    epochs: int = setting(0, "passes over the training images instead of train.steps; 0: none", low=0)
     precision: str = setting(
         "fp32", "autocast type of the network; the loss is always fp32", choices=("fp32", "bf16", "fp16")
     )
     channels_last: bool = setting(True, "memory format NHWC")
     log_every: int = setting(10, "updates between lines of metrics.jsonl", low=1, free=True)
     validate_every: int = setting(0, "updates between validations; 0: only at the end", low=0, free=True)
+    patience: int = setting(0, "validations in a row without a better mIoU after which training stops; 0: none", low=0)
     progress: bool = setting(True, "show progress", free=True)
 
 

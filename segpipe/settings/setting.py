@@ -25,16 +25,21 @@ class Setting:
     required: bool = False  # has no default; `default` is then an example
     numbers: bool = False  # instead of a name, a list of numbers in the range may be given
     mappings: bool = False  # a list of mappings, empty by default
+    plugin: bool = False  # an import path package.module:Name is valid too; its form is checked where it is imported
 
     @property
     def valid(self) -> str:
         """Description of the valid values; empty if every value of the type is valid."""
         if self.choices:
-            names = f"{'any' if isinstance(self.default, list) else 'one'} of {', '.join(self.choices)}"
+            names = f"{'any' if isinstance(self.default, list) else 'one'} of {self._names}"
             return f"{names}, or a list of numbers of at least {self.low}" if self.numbers else names
         if math.isinf(self.low):
             return ""
         return f"at least {self.low}" if math.isinf(self.high) else f"{self.low} to {self.high}"
+
+    @property
+    def _names(self) -> str:
+        return f"{', '.join(self.choices)}{', or package.module:Name of your own' if self.plugin else ''}"
 
     def problem(self, value: Any) -> str:
         """What is wrong with `value`, which has the right type; empty when it is valid."""
@@ -47,8 +52,9 @@ class Setting:
         if self.length and len(items) != self.length:
             return f"{self.key} = {value}, but {self.length} values were needed, such as {self.default}."
         for item in items:
-            if self.choices and item not in self.choices and not (self.numbers and isinstance(value, list)):
-                return f"{self.key} = {item!r} is not one of {', '.join(self.choices)}.{nearest(item, self.choices)}"
+            given = (self.numbers and isinstance(value, list)) or (self.plugin and ":" in item)
+            if self.choices and item not in self.choices and not given:
+                return f"{self.key} = {item!r} is not one of {self._names}.{nearest(item, self.choices)}"
             if not isinstance(item, str) and not self.low <= item <= self.high:
                 needed = f"values of {self.valid} were" if self.length else f"a value of {self.valid} was"
                 return f"{self.key} = {value}, but {needed} needed."

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from segpipe import plugins
 from segpipe.data.catalog import ClassTable
 from segpipe.determinism import flags
 from segpipe.errors import CheckpointError, WeightsError
@@ -32,6 +33,8 @@ KEYS = (
     "format", "version", "step", "config", "classes", "fingerprint", "model", "ema", "optimizer", "scaler", "digests",
     "best_miou",
 )  # fmt: skip
+
+LATER_KEYS = {"stale": 0}  # missing in older files, with what they stand for
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ def save_state(path: Path, state: TrainState, config: Config, classes: ClassTabl
         "optimizer": state.optimizer.state_dict(),
         "scaler": state.scaler.state_dict(),
         "best_miou": state.best_miou,
+        "stale": state.stale,
     }
     save(path, content, listed=True)
 
@@ -130,6 +134,8 @@ def restore(
     """
     saved = load(path) if saved is None else saved
     _check_recipe(path, saved["config"], config)
+    if not config.run.allow_fingerprint_change:
+        _check_plugins(path, saved["fingerprint"].get(flags.PLUGINS, {}), fingerprint.get(flags.PLUGINS, {}))
     if config.compute.mode != "off" and not config.run.allow_fingerprint_change:
         _check_environment(path, saved["fingerprint"], fingerprint)
     for part in ("names", "train_ids"):
@@ -141,15 +147,25 @@ def restore(
     state.optimizer.load_state_dict(saved["optimizer"])
     state.scaler.load_state_dict(saved["scaler"])
     state.step, state.best_miou = int(saved["step"]), float(saved["best_miou"])
+    state.stale = int(saved["stale"])
 
 
 def _check_recipe(path: Path, saved: dict[str, Any], config: Config) -> None:
     before, now = recipe(from_mapping(saved)), recipe(config)
-    changed = [f"{name}: {before[name]} -> {now[name]}" for name in now if before[name] != now[name]]
+    changed = [f"{name}: {before.get(name)} -> {now[name]}" for name in now if before.get(name) != now[name]]
     if changed:
         raise CheckpointError(
             f"{path} was trained with another recipe ({'; '.join(changed[:5])}). Resume with the same settings, or "
             f"start another run with another run.name."
+        )
+
+
+def _check_plugins(path: Path, before: dict[str, str], now: dict[str, str]) -> None:
+    if changed := [name for name in {**before, **now} if before.get(name) != now.get(name)]:
+        raise CheckpointError(
+            f"{path} was trained with other code of yours: {', '.join(changed[:5])} changed since. Restore it, start "
+            f"another run with another run.name, or set run.allow_fingerprint_change=true and give up the promise of "
+            f"equal bits."
         )
 
 
@@ -169,7 +185,7 @@ def save(path: Path, state: dict[str, Any], *, listed: bool = False) -> None:
     """
     state = {"format": FORMAT, "version": VERSION, **state}
     state["digests"] = _digests(state)
-    assert set(state) == set(KEYS), sorted(set(state) ^ set(KEYS))
+    assert set(state) - set(LATER_KEYS) == set(KEYS), sorted(set(state) ^ set(KEYS))
     buffer = io.BytesIO()
     torch.save(state, buffer)
     content = buffer.getvalue()
@@ -228,7 +244,7 @@ def load(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: {' and '.join(altered)} were altered after they were written. Restore the file."
         )
-    return state
+    return {**LATER_KEYS, **state}
 
 
 def _digests(state: dict[str, Any]) -> dict[str, str]:
@@ -271,6 +287,9 @@ def load_network(run: Path, which: str = "best") -> TrainedNetwork:
     state = load(path)
     config = from_mapping(state["config"])
     classes = _class_table(state["classes"])
+    if plugins.is_path(config.model.name):
+        recorded = state["fingerprint"].get(flags.PLUGINS, {})
+        plugins.check_unchanged("model.name", config.model.name, recorded, path)
     model = build_model(config.model.name, classes.num_classes, config.model.args)
     load_weights(model, state["ema"], path)
     return TrainedNetwork(

@@ -15,7 +15,7 @@ import torch
 
 from segpipe import __version__
 from segpipe.data import frequency
-from segpipe.data.samples import Samples, open_samples
+from segpipe.data.samples import Samples, open_samples, sequences
 from segpipe.determinism import flags
 from segpipe.distributed.watch.agreement import agree_on_step, common_fingerprint
 from segpipe.errors import CheckpointError, Interrupted, NumericsError
@@ -28,8 +28,10 @@ from segpipe.settings.config import Config, config_hash, to_mapping
 from segpipe.train import checkpoint, state
 from segpipe.train.batches import counted, loss_weights, shard_stream
 from segpipe.train.clock import Clock
+from segpipe.train.header import header
 from segpipe.train.metrics import miou, summary
 from segpipe.train.recorder import Recorder
+from segpipe.train.scores import scores
 from segpipe.train.start import WEIGHTS, read_start, weights_summary
 from segpipe.train.step import StepResult, TrainStep, train_step
 from segpipe.train.stop import StopRequest
@@ -106,8 +108,8 @@ def train(
                 run.view.say(note)
             images_per_second = _loop(run, stream)
             _save(run, "last.pt")  # before the validation, which may fail
-            final = _validate(run, precision="fp32")
-            if _keep_best(run, final):
+            final = _validate(run, precision="fp32", log=not _stopped_early(run))  # there, this step has its line
+            if _keep_best(run, final, final=True):
                 _save(run, "last.pt")
         result = {**_result(run, final, images_per_second), "git": git}
         if group.is_main:
@@ -158,7 +160,11 @@ def _open(
         else Watch(group, current, config.run_dir, cache_mib=cache_mib)
     )
     run = Run(config, group, samples, val_samples, counts, current, fingerprint, watch, view, log)
-    notes = [*current.notes, *_notes(config, group, differences)]
+    notes = [
+        *current.notes,
+        header(config, group, samples, val_samples, current.model),
+        *_notes(config, group, differences),
+    ]
     if found:
         run.saved = None if found.note else done
         notes.append(f"resuming {config.run_dir} at step {done}")
@@ -194,7 +200,7 @@ def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> float:
     own = run.group.own_shards(config.compute.shards)
     step = TrainStep(config, run.watch, loss_weights(config, run.train_samples, run.counts))
     with StopRequest(outlive_error=run.group.world_size > 1) as stop, contextlib.closing(stream):
-        while current.step < config.train.steps:
+        while current.step < config.train.steps and not _stopped_early(run):
             result = train_step(
                 step, [next(stream) for _ in own], stop=stop.asked, wait=_waits(run), check=partial(_check, run, step)
             )
@@ -220,10 +226,19 @@ def _keep(run: Run) -> None:
         return
     if _due(done, config.train.validate_every):
         _keep_best(run, _validate(run, precision=config.train.precision))
+        if _stopped_early(run):
+            run.view.say(
+                f"step {done}: stops here, train.patience = {config.train.patience} validations after the best"
+            )
     if _due(done, config.checkpoint.every):
         _save(run, "last.pt")
     if _due(done, config.checkpoint.keep_every):
         _save(run, f"step_{done:06d}.pt")
+
+
+def _stopped_early(run: Run) -> bool:
+    """Whether mIoU has stayed below its best for `train.patience` validations: the same on every rank."""
+    return 0 < run.config.train.patience <= run.state.stale
 
 
 def _due(step: int, every: int) -> bool:
@@ -297,8 +312,8 @@ def _log(run: Run, result: StepResult) -> None:
     run.view.advance(current.step, shown)
 
 
-def _validate(run: Run, *, precision: str) -> Validation:
-    """Confusion of the averaged weights on the validation split, logged."""
+def _validate(run: Run, *, precision: str, log: bool = True) -> Validation:
+    """Confusion of the averaged weights on the validation split."""
     config, current = run.config, run.state
     image, _ = run.val_samples.read(run.group.rank % len(run.val_samples))
     with run.watch.explain_out_of_memory([(1, *image.shape)]):
@@ -314,15 +329,22 @@ def _validate(run: Run, *, precision: str) -> Validation:
             progress=run.view.validating,
         )
     figures = summary(found.total, run.val_samples.classes.names)
-    run.log.log(current.step, "validation", {"precision": precision, **figures})
+    if log:
+        run.log.log(current.step, "validation", {"precision": precision, **figures})
     run.view.say(f"step {current.step}: validation mIoU {100 * figures['miou']:.2f} %")
     return found
 
 
-def _keep_best(run: Run, found: Validation) -> bool:
-    """Whether this validation is the best so far; its weights are then in best.pt."""
+def _keep_best(run: Run, found: Validation, *, final: bool = False) -> bool:
+    """Whether this validation is the best so far; its weights are then in best.pt.
+
+    The final one does not count for `train.patience`: a run that has stopped must not go on when it is resumed.
+    """
     score = miou(found.total)
-    if not score > run.state.best_miou:
+    better = score > run.state.best_miou
+    if not final:
+        run.state.stale = 0 if better else run.state.stale + 1
+    if not better:
         return False
     run.state.best_miou = score
     _save(run, "best.pt")
@@ -347,11 +369,14 @@ def _save(run: Run, name: str) -> None:
 def _result(run: Run, found: Validation, images_per_second: float) -> dict[str, Any]:
     """Content of result.json. `miou` is that of the last averaged weights in fp32, not of the best checkpoint."""
     config, current = run.config, run.state
+    where, seen = (sequences(samples, config.data.sequence) for samples in (run.val_samples, run.train_samples))
     return {
         "name": config.run.name,
-        **summary(found.total, run.val_samples.classes.names),
+        "images": len(run.val_samples),
+        **scores(found, run.val_samples.classes.names, where, set(seen)),
         "best_miou": current.best_miou,
         "steps": current.step,
+        "stopped_early": _stopped_early(run),
         **_speed(run, images_per_second),
         "world_size": run.group.world_size,
         "shards": config.compute.shards,

@@ -7,7 +7,7 @@ Rows are the target, columns the prediction.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -72,10 +72,35 @@ def iou_per_class(confusion: Counts) -> list[float | None]:
     ]
 
 
+def precision_per_class(confusion: Counts) -> list[float | None]:
+    """Fraction of the pixels predicted as a class that are of it; None where nothing was, or without a target pixel."""
+    rows: list[list[int]] = confusion.tolist()
+    predicted_pixels = [sum(column) for column in zip(*rows, strict=True)]
+    return [
+        rows[k][k] / predicted_pixels[k] if predicted_pixels[k] and any(row) else None for k, row in enumerate(rows)
+    ]
+
+
+def recall_per_class(confusion: Counts) -> list[float | None]:
+    """Fraction of the pixels of a class that were predicted as it; None without a target pixel."""
+    rows: list[list[int]] = confusion.tolist()
+    return [row[k] / sum(row) if any(row) else None for k, row in enumerate(rows)]
+
+
+def f1_per_class(confusion: Counts) -> list[float | None]:
+    """Harmonic mean of precision and recall, 2 IoU / (1 + IoU); None without a target pixel."""
+    return [None if iou is None else 2 * iou / (1 + iou) for iou in iou_per_class(confusion)]
+
+
+def mean(values: Iterable[float | None]) -> float:
+    """Mean of the values that are not None; NaN when all are."""
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else math.nan
+
+
 def miou(confusion: Counts) -> float:
     """Mean IoU over the classes that occur in the target, 0 to 1; NaN when none does."""
-    present = [iou for iou in iou_per_class(confusion) if iou is not None]
-    return math.fsum(present) / len(present) if present else math.nan
+    return mean(iou_per_class(confusion))
 
 
 def pixel_accuracy(confusion: Counts) -> float:
@@ -105,3 +130,13 @@ def summary(confusion: Counts, names: Sequence[str]) -> dict[str, Any]:
         "false_positives_only": [name for name in absent if predicted[name]],
         "pixels": sum(map(sum, rows)),
     }
+
+
+def rates(confusion: Counts, names: Sequence[str]) -> dict[str, dict[str, float | None]]:
+    """Precision, recall and F1 ("precision", "recall", "f1") of each class by name, 0 to 1 or None."""
+    found = {
+        "precision": precision_per_class(confusion),
+        "recall": recall_per_class(confusion),
+        "f1": f1_per_class(confusion),
+    }
+    return {key: dict(zip(names, values, strict=True)) for key, values in found.items()}

@@ -32,6 +32,7 @@ class TrainState:
     best_miou: float = -1.0
     weights: dict[str, Any] | None = None  # content of weights.json, if a file of weights was read
     notes: tuple[str, ...] = ()  # what a person should know about its start
+    stale: int = 0  # validations since the one with best_miou
 
 
 def build_state(

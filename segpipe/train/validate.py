@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,24 +48,30 @@ def validate(
     samples: Samples,
     group: Group,
     *,
+    answer: Callable[[SegmentationNet, Preprocess, Tensor], Tensor] | None = None,
     precision: str,
     workers: int,
     start_method: str,
     timeout_s: float = 300.0,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    see: Callable[[int, Tensor, Tensor], None] = lambda index, pred, target: None,
 ) -> Validation:
     """Confusion of `model`, which must be in eval mode, over all samples, equal on every rank.
 
+    `answer` gives class ids as `predict` does, which is the default.
     Rank r takes images r, r + R, ...: none is padded, repeated or dropped, whatever the number of ranks.
+    `see` gets the index, prediction and target of each of this rank's images, both uint8 (1, H, W).
     """
     assert not model.training
     num_classes = samples.classes.num_classes
     own = range(group.rank, len(samples), group.world_size)
+    answer = answer or partial(predict, precision=precision)
     per_image: dict[int, Tensor] = {}
     images = eval_images(samples, own, workers=workers, start_method=start_method, timeout_s=timeout_s)
     for index, image, target in images:
-        pred = predict(model, preprocess, image.to(group.device), precision=precision)
+        pred = answer(model, preprocess, image.to(group.device))
         per_image[index] = confusion(pred, target.to(group.device), num_classes).cpu()
+        see(index, pred, target)
         progress(len(per_image), len(own))
     merged = {index: counts for part in group.gather(per_image) for index, counts in part.items()}
     assert len(merged) == len(samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import cv2
@@ -122,6 +123,31 @@ def test_shuffled_labels_need_one_size(data: DataConfig, tmp_path: Path) -> None
     data.shuffle_labels = True
     with pytest.raises(DataError, match="frame0 is 24x32 and frame1 is 8x8"):
         open_samples(data, "train", 0).read(0)
+
+
+def names(data: DataConfig, split: str) -> list[str]:
+    samples = open_samples(data, split, seed=0)
+    return [samples.name(index) for index in range(len(samples))]
+
+
+def test_a_sequence_that_is_held_out_moves_from_training_to_validation(tmp_path: Path) -> None:
+    for split, stems in {"train": ["a_1", "a_2", "b_1", "c_1"], "val": ["a_3", "c_2", "c_1"]}.items():
+        for stem in stems:
+            write(tmp_path / split / f"{stem}.png", image_of(1))
+            write(tmp_path / f"{split}annot" / f"{stem}.png", np.full((HEIGHT, WIDTH), len(stem), np.uint8))
+    data = DataConfig(name="camvid", root=str(tmp_path), hold_out="a")
+    assert names(data, "train") == ["b_1", "c_1"]
+    assert names(data, "val") == ["a_1", "a_2", "a_3"]
+    assert class_pixels(open_samples(data, "train", seed=0)).sum() == 2 * HEIGHT * WIDTH  # not those of `a`
+    assert names(replace(data, hold_out="c"), "val") == ["c_1", "c_1", "c_2"]  # of both splits
+    assert names(replace(data, sequence="_([123])", hold_out="1"), "train") == ["a_2"]
+    assert names(replace(data, hold_out=""), "val") == ["a_3", "c_1", "c_2"]  # the control
+    with pytest.raises(DataError, match=r"no image is of that sequence.*a: 3, b: 1, c: 3. Did you mean a\?"):
+        names(replace(data, hold_out="aa"), "train")
+    with pytest.raises(DataError, match="training would have no image left"):
+        names(replace(data, sequence=r"_", hold_out="_"), "train")
+    with pytest.raises(DataError, match=r"data.sequence = '_\[9\]' does not match a_1"):
+        names(replace(data, sequence="_[9]"), "train")
 
 
 def test_class_pixels_counts_all_but_ignored(data: DataConfig) -> None:

@@ -19,6 +19,7 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from PIL import Image
 
 from exports import SCENES, SIZE, Tiny, scenes, tiny_network, trained_network, write_run
 from segpipe.cli.main import main as segpipe
@@ -758,3 +759,27 @@ def test_other_profiles_pass_the_same_gates(
     sign(folder)
     assert verify(run, folder) == 4
     assert "G4 preprocessing differs by" in last_line(capsys)
+
+
+# The exported file beside the run
+
+
+def test_predict_gives_the_same_ids_by_the_exported_file_as_by_the_run(
+    run: Path, artifact: Path, tmp_path: Path
+) -> None:
+    samples = open_samples(scenes().data, "val", 0)
+    (tmp_path / "images").mkdir()
+    for index in range(3):
+        Image.fromarray(samples.read(index)[0]).save(tmp_path / "images" / f"{index}.png")
+    for name, network in (("a", f"run={run}"), ("b", f"artifact={artifact}")):
+        given = (f"source={tmp_path / 'images'}", f"out={tmp_path / name}", "compute.threads=1")
+        assert segpipe(["predict", network, *given]) == 0
+    manifest = json.loads((artifact / "manifest.json").read_text())
+    for index in range(3):
+        by_run, by_file = (np.asarray(Image.open(tmp_path / name / "masks" / f"{index}.png")) for name in "ab")
+        assert (by_run == by_file).mean() >= manifest["golden"]["image_agreement"]
+        assert len(np.unique(by_run)) > 1
+    found = {name: json.loads((tmp_path / name / "predictions.json").read_text()) for name in "ab"}
+    assert found["a"]["model"]["weights_digest"] == found["b"]["model"]["weights_digest"]
+    assert found["b"]["model"]["artifact"].startswith(f"{manifest['model']}-fp32-")
+    assert found["b"]["settings"]["tile"] == "x".join(map(str, SIZE))

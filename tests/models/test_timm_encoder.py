@@ -110,7 +110,7 @@ def test_without_timm_the_message_names_the_command(monkeypatch: pytest.MonkeyPa
         ({"encoder": "resnet81"}, "'resnet81' is not an encoder of timm. Did you mean resnet"),
         ({"encoder": "vit_tiny_patch16_224"}, "strides 16, 16, 16, but one each at 8, 16 and 32"),
         ({"pretrained": "x.pth"}, "model.weights=x.pth and model.weights_partial=true"),
-        ({"depth": 3}, "does not fit model.name = timm.*depth"),
+        ({"depth": 3}, "model.args.depth is not an argument of timm, which takes encoder, pretrained, width"),
     ],
 )
 def test_wrong_arguments_are_explained(args: dict[str, Any], match: str) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from segpipe.errors import CheckpointError, WeightsError
 from segpipe.models import build_model
+from segpipe.models.plugin_network import PluginNetwork
 from segpipe.models.weights import (
     WeightsSource,
     _first,
@@ -151,6 +152,17 @@ def test_partial_takes_an_encoder_alone_and_names_the_rest() -> None:
     wide = {**other.state_dict(), "encoder.0.weight": torch.ones(4, 3, 3, 3)}
     found = fit(net, source(wide), num_classes=5, partial=True)
     assert (found.fresh, found.left_over) == (("encoder.0.weight",), ("encoder.0.weight",))
+
+
+def test_a_network_of_the_user_is_read_with_its_own_names() -> None:
+    """A plug-in has its names behind "net."; a file has them as the user's code does, or as segpipe wrote them."""
+    other = Small()
+    wrapped = PluginNetwork(Small(), 5, "mine:Small")
+    for tensors in (other.state_dict(), PluginNetwork(other, 5, "mine:Small").state_dict()):
+        found = fit(wrapped, source(tensors), num_classes=5)
+        assert not found.fresh
+        assert all(torch.equal(value, other.state_dict()[key]) for key, value in wrapped.net.state_dict().items())
+    assert published_key("net.head.bias", wrapped.published_keys) == "head.bias"
 
 
 def test_the_share_counts_parameters() -> None:

@@ -6,7 +6,7 @@ import cv2
 import numpy as np
 import pytest
 
-from segpipe.run.pictures import blend, curve_svg, jpeg_url, shrink
+from segpipe.run.pictures import blend, curve_svg, errors, jpeg_url, shrink
 
 PALETTE = ((255, 0, 0), (0, 0, 255))
 
@@ -20,6 +20,19 @@ def test_blend_mixes_the_class_colour_and_hatches_what_is_ignored() -> None:
     assert mixed[0, 0].tolist() == [178, 50, 50]
     assert mixed[0, 10].tolist() == [50, 50, 178]
     assert set(np.unique(mixed[:, 16:])) == {24, 96}
+
+
+def test_errors_are_red_and_what_has_no_label_is_hatched() -> None:
+    image = np.full((24, 24, 3), (0, 100, 200), np.uint8)
+    target, pred = np.zeros((24, 24), np.uint8), np.zeros((24, 24), np.uint8)
+    pred[:, 8:] = 1
+    target[:, 16:] = 255
+    shown = errors(image, target, pred)
+    assert shown[0, 0].tolist() == [178, 178, 178]  # half of the mean, and 128
+    red, green, blue = shown[0, 10].tolist()
+    assert red > 200
+    assert max(green, blue) < 70
+    assert set(np.unique(shown[:, 16:])) == {24, 96}
 
 
 def test_jpeg_keeps_red_red() -> None:

@@ -88,8 +88,7 @@ def assert_self_contained(text: str) -> None:
 
 
 def test_page_is_one_self_contained_file(tmp_path: Path) -> None:
-    path = write_report(tmp_path, make())
-    assert path == tmp_path / "report.html"
+    path = write_report(tmp_path / "report.html", make())
     assert list(tmp_path.iterdir()) == [path]
     text = path.read_text(encoding="utf-8")
     assert_self_contained(text)
@@ -127,9 +126,9 @@ def test_both_kinds_of_overlays_and_the_legend_are_there() -> None:
     page = Page(render(make()))
     pictures = [attributes for tag, attributes in page.tags if tag == "img"]
     assert [picture["alt"] for picture in pictures] == [
-        f"{name}: {kind}" for name in ("best_one", "worst_one") for kind in ("image", "target", "prediction")
+        f"{name}: {kind}" for name in ("worst_one", "best_one") for kind in ("image", "target", "prediction", "errors")
     ]
-    assert len({picture["src"] for picture in pictures}) == 3  # the two overlays hold the same pixels
+    assert len({picture["src"] for picture in pictures}) == 4  # the two overlays hold the same pixels
     assert "mIoU 87.5 %" in page.text
     assert "mIoU 12.5 %" in page.text
     assert page.text.count("ignored") == 1
@@ -211,14 +210,48 @@ def test_large_images_stay_small_on_the_page() -> None:
 
 def test_extremes_go_by_value_then_index_and_do_not_overlap() -> None:
     values = [0.5, 0.9, math.nan, 0.1, 0.9, 0.5, 0.1, 0.7, 0.3, 0.2]
-    pairs = list(enumerate(values))
-    assert pick_extremes(pairs, 4) == ([1, 4, 7, 0], [3, 6, 9, 8])
-    assert pick_extremes(pairs[::-1], 4) == ([1, 4, 7, 0], [3, 6, 9, 8])
-    assert pick_extremes(pairs[:4], 4) == ([1, 0], [3])
-    assert pick_extremes([(0, math.nan)]) == ([], [])
+    scores, names = dict(enumerate(values)), [str(index) for index in range(10)]
+    assert pick_extremes(scores, names) == ([3, 6, 9, 8], [1, 4, 7, 0])
+    assert pick_extremes(dict(reversed(scores.items())), names) == ([3, 6, 9, 8], [1, 4, 7, 0])
+    assert pick_extremes(dict(enumerate(values[:4])), names) == ([3, 0], [1])
+    assert pick_extremes({0: math.nan}, names) == ([], [])
+
+
+def test_of_neighboring_frames_only_the_worst_is_shown() -> None:
+    scores = {index: 0.5 + 0.001 * index for index in range(80)} | {100 + index: 0.9 for index in range(3)}
+    scores |= {40: 0.1, 41: 0.11, 43: 0.12, 52: 0.13}
+    names = ["drive"] * 100 + ["other"] * 3
+    assert pick_extremes(scores, names, count=3) == ([40, 52, 0], [100, 101, 102])  # 10 places apart; 3 are few
+    assert pick_extremes(scores, [str(index) for index in range(103)], count=3)[0] == [40, 41, 43]  # the control
 
 
 def test_importing_the_module_is_cheap() -> None:
     code = "import sys, segpipe.run.report; print([m for m in ('torch', 'matplotlib', 'cv2') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.strip() == "[]"
+
+
+def test_sequences_interval_and_warning_are_on_the_page() -> None:
+    result = {
+        "images": 30,
+        "interval_95": {"miou": [0.61, 0.64], "iou": {"road": [0.7, 0.72]}},
+        "sequences": {
+            "clear": {"images": 10, "miou": 0.75, "in_training": False},
+            "<night>": {"images": 20, "miou": 0.25, "in_training": True},
+        },
+        "boundary_iou": {"road": 0.456},
+    }
+    shown = render(make(result=result, data_name="warehouse"))
+    text = Page(shown).text
+    for wanted in ("61.0-64.0", "70.0-72.0", "45.6", "warehouse", "30 images", "20 of 30 images are from sequences"):
+        assert wanted in text, wanted
+    table = shown.split("<h2>Sequences</h2>")[1]
+    assert table.index("night") < table.index("clear")  # the lowest first
+    unseen = {"sequences": {"clear": {"images": 10, "miou": 0.75, "in_training": False}}}
+    assert "flatter" not in render(make(result=unseen)).split("<h2>Sequences</h2>")[0]
+
+
+def test_validations_are_ticks_of_the_other_curves() -> None:
+    text = render(make())
+    assert text.count('id="ticks"') == 2  # loss and learning rate
+    assert 'id="ticks"' not in render(make(history=[line for line in make().history if line["kind"] == "train"]))

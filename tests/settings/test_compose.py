@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from segpipe import plugins
 from segpipe.cli.commands import RUN, WHICH
 from segpipe.errors import ConfigError
 from segpipe.settings import compose as module
 from segpipe.settings.arguments import parse, with_settings
 from segpipe.settings.check import check
-from segpipe.settings.compose import checked_overrides, compose
+from segpipe.settings.compose import CONF, checked_overrides, compose, config_files, is_sweep
 from segpipe.settings.config import SETTINGS, Config, from_mapping
 from segpipe.settings.setting import Setting
 
@@ -88,9 +89,57 @@ def test_flags_of_hydra_and_sweeps_pass_the_first_check() -> None:
     with pytest.raises(ConfigError, match="fast_scn "):
         checked_overrides(["-m", "model=fast_scn,pidnet_s"])
     checked_overrides(["-sc", "install=bash"])
-    checked_overrides(["--config-dir=mine", "experiment=mine"])
-    with pytest.raises(ConfigError, match=r"optim\.lrr"):
-        checked_overrides(["--config-dir=mine", "optim.lrr=1"])
+
+
+@pytest.fixture
+def own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of the user with config files, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in {
+        "experiment/mine.yaml": "# @package _global_\ndefaults:\n  - override /model: mine\noptim: {lr: 0.125}\n",
+        "experiment/typo.yaml": "# @package _global_\noptim: {lrr: 0.125}\n",
+        "model/mine.yaml": "name: nets.mine:Net\nargs: {width: 3}\n",
+        "config.yaml": "defaults: [schema, _self_, {model: mine}, {augment: standard}]\ndata: {root: here}\nseed: 3\n",
+    }.items():
+        path = tmp_path / "conf mine" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "conf mine"
+
+
+@pytest.mark.parametrize("flags", [["--config-dir", "conf mine"], ["--config-dir=conf mine"], ["-cd", "conf mine"]])
+def test_files_of_the_user_are_added_to_ours(own_files: Path, flags: list[str]) -> None:
+    found = compose([*flags, "experiment=mine", "model.args.deep=1"])
+    assert (found.model.name, found.model.args, found.optim.lr) == ("nets.mine:Net", {"width": 3, "deep": 1}, 0.125)
+    assert found.run.name == "synthetic-Net-seed0"  # a folder without a colon
+    assert compose(["model=pidnet_s", *flags]).model.name == "pidnet_s"
+    assert plugins.is_trusted("nets.mine:Net")
+
+
+def test_files_of_the_user_replace_the_first_of_ours(own_files: Path) -> None:
+    found = compose(["--config-path", str(own_files), "augment=robust"])
+    assert (found.seed, found.model.name, found.data.root) == (3, "nets.mine:Net", "here")
+    assert "fog" in found.augment.extra
+    assert compose(["-cd=conf mine", "-cn", "config.yaml"]).seed == 0
+
+
+def test_typos_in_files_of_the_user_are_refused(own_files: Path) -> None:
+    flags = ["--config-dir", "conf mine"]
+    with pytest.raises(ConfigError, match=r"optim\.lrr.*Did you mean optim\.lr\?"):
+        compose([*flags, "experiment=typo"])
+    with pytest.raises(ConfigError, match=r"experiment = mien is not one of .*mine.*Did you mean mine\?"):
+        compose([*flags, "experiment=mien"])
+    with pytest.raises(ConfigError, match="--config-dir = conf_mine is not a folder in "):
+        compose(["--config-dir", "conf_mine"])
+    with pytest.raises(ConfigError, match="-cd needs a value"):
+        compose(["-cd"])
+
+
+def test_hydra_gets_absolute_folders(own_files: Path) -> None:
+    files, rest = config_files(["--config-path", "conf mine", "-m", "seed=1,2"])
+    assert rest == ["-m", "seed=1,2"]
+    assert files.flags == [f"--config-path={own_files}", f"hydra.searchpath=['file://{CONF}']"]
+    assert config_files(["-m"])[0].flags == []
 
 
 @pytest.fixture
@@ -259,3 +308,15 @@ def test_entries_of_a_mapping_need_no_plus() -> None:
         compose(["model.arg.width=3"])
     with pytest.raises(ConfigError, match=r"model\.args = 3, but a mapping"):
         from_mapping({"model": {"args": 3}})
+
+
+def test_steps_and_epochs_on_one_command_line_are_refused() -> None:
+    assert "both say how long to train" in refused("train.steps=400", "train.epochs=3")
+    checked_overrides(["train.steps=0", "train.epochs=3"])
+    checked_overrides(["train.steps=400", "train.epochs=0"])
+
+
+def test_an_experiment_that_is_a_sweep_is_known_by_its_file() -> None:
+    assert is_sweep(["experiment=camvid_drives", "data.root=x"])
+    assert not is_sweep(["experiment=camvid_cpu", "data.root=x"])
+    assert not is_sweep(["experiment=no", "data.root=x"])

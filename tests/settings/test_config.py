@@ -264,6 +264,30 @@ def test_a_schedule_may_be_left_early_but_not_outlived() -> None:
         check(config, world_size=1)
 
 
+def test_the_length_of_a_run_is_given_once() -> None:
+    both = from_mapping({"train": {"steps": 4200, "epochs": 3}})
+    assert refused(both).startswith("train.steps = 4200 and train.epochs = 3. Set one of them")
+    both.train.steps = 0  # as that message says
+    check(both, world_size=1)
+    check(with_value("train.epochs", 3), world_size=1)
+    assert refused(with_value("train.steps", 0)).startswith("train.steps = 0, but")
+
+
+def test_patience_that_could_not_act_is_refused() -> None:
+    assert refused(with_value("train.patience", 2)).startswith("train.patience = 2, but train.validate_every = 0")
+    config = from_mapping({"train": {"patience": 3, "validate_every": 100, "steps": 400}})
+    assert "could stop after 400 updates at the earliest" in refused(config)
+    config.train.steps = 401
+    check(config, world_size=1)
+
+
+def test_with_patience_the_validations_belong_to_the_recipe() -> None:
+    patient, often = ({"patience": 1, "validate_every": every} for every in (10, 20))
+    assert recipe(from_mapping({"train": patient})) != recipe(from_mapping({"train": often}))
+    rare, usual = ({"validate_every": every} for every in (10, 20))
+    assert recipe(from_mapping({"train": rare})) == recipe(from_mapping({"train": usual}))
+
+
 def test_data_in_files_needs_a_folder() -> None:
     for name in ("camvid", "folder"):
         assert refused(with_value("data.name", name)).startswith("data.root is empty")

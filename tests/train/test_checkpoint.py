@@ -73,7 +73,7 @@ def refused(path: Path) -> str:
 def test_round_trip(file: Path) -> None:
     state = load(file)
     assert all(same(state[key], value) for key, value in SMALL.items())
-    assert set(state) == set(checkpoint.KEYS)
+    assert set(state) == set(checkpoint.KEYS) | set(checkpoint.LATER_KEYS)
     assert [path.name for path in file.parent.iterdir()] == ["last.pt"]
 
 
@@ -198,6 +198,7 @@ def test_other_version_and_missing_part_are_named(file: Path) -> None:
         ("step", 8),
         ("step", 7.0),
         ("best_miou", 0.99),
+        ("stale", 1),
         ("config", {"seed": 4}),
         ("classes", {"names": ("sky", "road"), "train_ids": {1: 0, 2: 1}}),
         ("scaler", {"scale": 2.0}),

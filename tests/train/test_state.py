@@ -45,14 +45,14 @@ def test_a_restored_state_goes_on_with_the_same_bits(tmp_path: Path, name: str, 
     state = build_state(settings, CAMVID, CPU)
     for number in range(2):
         update(state, number)
-    state.best_miou = 0.375
+    state.best_miou, state.stale = 0.375, 2
     save_state(tmp_path / "last.pt", state, settings, CAMVID, HERE)
     update(state, 2)
     torch.rand(3)  # what else the process did must not matter
     other = build_state(settings, CAMVID, CPU)
     assert digests(other) != digests(state)
     restore(tmp_path / "last.pt", other, settings, CAMVID, HERE)
-    assert (other.step, other.best_miou) == (2, 0.375)
+    assert (other.step, other.best_miou, other.stale) == (2, 0.375, 2)
     update(other, 2)
     assert digests(other) == digests(state)
     assert other.scaler.state_dict() == state.scaler.state_dict()

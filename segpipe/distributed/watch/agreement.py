@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from segpipe import plugins
 from segpipe.determinism import flags
-from segpipe.errors import CheckpointError, DivergenceError
+from segpipe.errors import CheckpointError, ConfigError, DivergenceError
 
 if TYPE_CHECKING:
     from segpipe.distributed.group import Group
@@ -35,15 +36,31 @@ class Replica(Protocol):
 
 
 def common_fingerprint(config: Config, group: Group) -> tuple[dict[str, Any], list[str]]:
-    """Fingerprint of the environment on rank 0, and a phrase for each value that another rank has otherwise."""
+    """Fingerprint of the environment on rank 0, and a phrase for each value that another rank has otherwise.
+
+    Raises ConfigError on every rank when the code of a plug-in differs.
+    """
     divided = {} if config.compute.mode in ("elastic", "audit") else {"world_size": group.world_size}
-    first, *others = group.gather({**flags.fingerprint(), **divided})
+    first, *others = group.gather({**flags.fingerprint(), **plugin_sources(config), **divided})
+    for rank, other in enumerate(others, 1):
+        here, there = first.get(flags.PLUGINS, {}), other.get(flags.PLUGINS, {})
+        if changed := [name for name in {**here, **there} if here.get(name) != there.get(name)]:
+            raise ConfigError(
+                f"{', '.join(changed[:4])} on rank {rank} is not that of rank 0. Copy the code of the plug-ins to all "
+                f"machines, or start on a shared folder."
+            )
     differ = [
         f"rank {rank}: {name} {there}, rank 0: {here}"
         for rank, other in enumerate(others, 1)
         for name, (here, there) in flags.differences(first, other).items()
     ]
     return first, differ
+
+
+def plugin_sources(config: Config) -> dict[str, dict[str, str]]:
+    """The entry of a fingerprint for the plug-ins of a configuration; empty without any."""
+    found = plugins.sources(config.import_paths)
+    return {flags.PLUGINS: found} if found else {}
 
 
 def agree_on_step(last: Path, step: int, group: Group) -> None:

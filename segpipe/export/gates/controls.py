@@ -68,8 +68,12 @@ def _one_weight_scaled(model: DeployModel) -> None:
 
 
 def _most_influential(network: nn.Module) -> Tensor:
-    """Weights of the convolution that move the logits of a noise image most when they grow by 1 %."""
-    weights = [module.weight for module in network.modules() if isinstance(module, nn.Conv2d)]
+    """Weights of the convolution that move the logits of a noise image most when they grow by 1 %.
+
+    Of a network without convolutions, any parameter.
+    """
+    convolutions = [module.weight for module in network.modules() if isinstance(module, nn.Conv2d)]
+    weights = convolutions or list(network.parameters())
     image = torch.randn(_NOISE, generator=torch.Generator().manual_seed(0))
     logits = network(image)
     moved = []
@@ -87,7 +91,11 @@ def _classes_permuted(model: DeployModel) -> None:
 
 def _batchnorm_in_training_mode(model: DeployModel) -> None:
     # Only the first: one after a global pooling has a single value per channel and would raise.
-    next(module for module in model.network.modules() if isinstance(module, nn.BatchNorm2d)).train()
+    # A network without BatchNorm stays as it is: a control without effect.
+    for module in model.network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.train()
+            return
 
 
 CONTROLS: dict[str, Callable[[DeployModel], None]] = {

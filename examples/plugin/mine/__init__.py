@@ -1,0 +1,1 @@
+"""Code of a user: nothing of segpipe is edited."""

@@ -1,0 +1,80 @@
+"""`segpipe check-plugin`: the contracts of networks, losses, data sets and transforms, ours and the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from segpipe.contracts.clause import Clause
+from segpipe.contracts.data_contract import DataContract, augment_clauses
+from segpipe.contracts.loss_contract import CLASSES, LossContract
+from segpipe.contracts.network_contract import NetworkContract
+from segpipe.data.samples import open_samples
+from segpipe.determinism import flags
+from segpipe.errors import ConfigError, DataError
+from segpipe.settings.compose import compose, config_files
+from segpipe.settings.config import Config
+
+CONSOLE = Console(highlight=False, soft_wrap=True)
+PARTS = {"model": "model.name", "loss": "loss.name", "data": "data.name", "augment": "augment.extra"}
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code."""
+    config = compose(arguments)
+    parts = chosen(arguments, config)
+    if not parts:
+        raise ConfigError(f"nothing to check. Name a plug-in with {', '.join(f'{key}=...' for key in PARTS.values())}.")
+    flags.apply(config.compute.threads, "off")
+    found = []
+    with CONSOLE.status("checking") as status:
+        for clause in clauses(config, parts):
+            found.append(clause)
+            status.update(f"{clause.part}: {clause.name}")
+    CONSOLE.print(table(found))
+    broken = [clause for clause in found if clause.problem]
+    for clause in broken:
+        CONSOLE.print(f"{clause.part}, {clause.name}: {clause.problem}", markup=False)
+    CONSOLE.print(f"{len(found)} checks of {', '.join(parts)}: {f'{len(broken)} failed' if broken else 'all passed'}")
+    return ConfigError.exit_code if broken else 0
+
+
+def chosen(arguments: list[str], config: Config) -> list[str]:
+    """Parts that the arguments name, and those that are plug-ins."""
+    given = {text.lstrip("+").partition("=")[0] for text in config_files(arguments)[1]}
+    own = {key for key, _ in config.import_paths}
+    return [part for part, key in PARTS.items() if {part, key} & given or key in own]
+
+
+def clauses(config: Config, parts: list[str]) -> Iterator[Clause]:
+    """Clauses of these parts, as they are checked."""
+    if "model" in parts:
+        yield from NetworkContract(config, _num_classes(config)).clauses()
+    if "loss" in parts:
+        yield from LossContract(config).clauses()
+    if "data" in parts:
+        splits = dict.fromkeys(("train", config.data.split))
+        yield from chain.from_iterable(DataContract(config, split).clauses() for split in splits)
+    if "augment" in parts:
+        yield from augment_clauses(config)
+
+
+def _num_classes(config: Config) -> int:
+    """Classes of the data set, or of an example where there is none: a network is checked without data too."""
+    try:
+        return open_samples(config.data, "train", config.seed).classes.num_classes
+    except (ConfigError, DataError):
+        return CLASSES
+
+
+def table(found: list[Clause]) -> Table:
+    """One row for each clause."""
+    rows = Table("part", "check", "", "note")
+    for clause in found:
+        verdict = "[bold red]failed[/]" if clause.problem else "[green]passed[/]"
+        rows.add_row(clause.part, escape(clause.name), verdict, escape(clause.note))
+    return rows

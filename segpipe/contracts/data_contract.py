@@ -1,0 +1,141 @@
+"""The contracts of a data set and of transforms: equal bytes for every process that asks."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any
+
+from segpipe import plugins
+from segpipe.contracts.clause import Clause, Question, answers
+from segpipe.contracts.network_contract import scramble
+from segpipe.data.augment import Augmenter
+from segpipe.data.plugin_samples import PluginSamples
+from segpipe.data.samples import CachedSamples, Samples, open_samples
+from segpipe.errors import SegpipeError
+from segpipe.purity import checker
+
+if TYPE_CHECKING:
+    from segpipe.settings.config import Config
+
+SOME = 6  # samples of a split that are read
+PATIENCE_S = 120.0  # for another process
+
+
+class DataContract:
+    """Checks the splits of a configuration."""
+
+    def __init__(self, config: Config, split: str) -> None:
+        self.config, self.split = config, split
+
+    def clauses(self) -> Iterator[Clause]:
+        """All clauses; the first alone when the split cannot be opened."""
+        first = list(answers("data", [self._question("can be opened", self._opened)]))
+        yield from first
+        if first[0].problem:
+            return
+        asked = (
+            ("images, targets and names", self._samples),
+            ("same bytes twice", self._twice),
+            ("can be pickled", self._pickled),
+            ("same bytes in another process", self._other_process),
+        )
+        yield from answers("data", [self._question(name, ask) for name, ask in asked])
+
+    def _question(self, name: str, ask: Any) -> Question:
+        return Question(f"{self.split}: {name}", ask)
+
+    def _open(self) -> Samples:
+        return open_samples(self.config.data, self.split, self.config.seed)
+
+    def _opened(self) -> str:
+        self.samples = self._open()
+        self.indices = [place * len(self.samples) // SOME for place in range(min(SOME, len(self.samples)))]
+        return ""
+
+    def _samples(self) -> str:
+        if isinstance(self.samples, PluginSamples):
+            return " ".join(list(self.samples.problems(sorted(set(self.indices))))[:3])
+        for index in self.indices:
+            self.samples.read(index)
+        return ""
+
+    def _twice(self) -> str:
+        """In another order, by another object, with other global generators."""
+        scramble(1)
+        before = contents(self.samples, self.indices)
+        scramble(2)
+        again = contents(self._open(), self.indices[::-1])[::-1]
+        return self._different(before, again, "read twice", "Let the index alone decide, and draw nothing at random.")
+
+    def _pickled(self) -> str:
+        try:
+            copied = pickle.loads(pickle.dumps(self.samples))
+        except Exception as error:
+            return (
+                f"{type(error).__name__}: {error}. Loader processes get a copy: open files and databases in read, "
+                f"not in __init__."
+            )
+        found = contents(copied, self.indices)
+        advice = "Keep what read needs in picklable attributes."
+        return self._different(contents(self.samples, self.indices), found, "read by a pickled copy", advice)
+
+    def _other_process(self) -> str:
+        receiver, sender = (context := get_context("spawn")).Pipe(duplex=False)
+        process = context.Process(target=_send, args=(sender, self.samples, self.indices), daemon=True)
+        try:
+            process.start()
+            sender.close()
+            if not receiver.poll(PATIENCE_S):
+                return f"a spawned process did not answer in {PATIENCE_S:.0f} s."
+            found = receiver.recv()
+        except EOFError:
+            return "a spawned process ended without an answer. Define the class at the top of a module."
+        finally:
+            receiver.close()
+            if process.pid is not None:
+                process.kill()
+                process.join()
+        if isinstance(found, str):
+            return found
+        advice = "Do not use hash() of text, the process id, or the order of a set or of os.listdir."
+        return self._different(contents(self.samples, self.indices), found, "read by another process", advice)
+
+    def _different(self, before: list[str], now: list[str], how: str, advice: str) -> str:
+        for index, one, two in zip(self.indices, before, now, strict=True):
+            if one != two:
+                return f"sample {self.samples.name(index)} has other bytes when {how}. {advice}"
+        return ""
+
+
+def contents(samples: Samples, indices: list[int]) -> list[str]:
+    """The bytes of these samples with their names, as text."""
+    read = [(index, *samples.read(index)) for index in indices]
+    return [
+        f"{len(samples)} {samples.name(i)} {image.shape} {image.tobytes()!r} {t.tobytes()!r}" for i, image, t in read
+    ]
+
+
+def _send(sender: Any, samples: Samples, indices: list[int]) -> None:
+    try:
+        sender.send(contents(samples, indices))
+    except Exception as error:
+        sender.send(f"{plugins.located(error)}.")
+    sender.close()
+
+
+def augment_clauses(config: Config) -> Iterator[Clause]:
+    """A clause for each transform, and for all together, by the purity check; a clause of errors when it cannot run."""
+    try:
+        samples = CachedSamples(open_samples(config.data, "train", config.seed), 64)
+        augmenter = Augmenter(config.augment)
+        findings = checker.check(augmenter, samples)
+        names = [part.name for part in augmenter.parts()] + [augmenter.name]
+    except Exception as error:
+        problem = str(error) if isinstance(error, SegpipeError) else f"{plugins.located(error)}."
+        yield Clause("augment", ", ".join(config.augment.extra) or "transforms", problem)
+        return
+    for name in names:
+        own = [f"probe '{one.probe}': {one.detail}. {one.advice}" for one in findings if one.transform == name]
+        yield Clause("augment", f"{name} is pure", own[0] if own else "")

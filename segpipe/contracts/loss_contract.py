@@ -1,0 +1,147 @@
+"""The contract of a loss: shards add up, ignored pixels do not count, gradients are finite."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from segpipe import IGNORE_INDEX, plugins
+from segpipe.contracts.clause import NOTE, Clause, Question, answers
+from segpipe.contracts.network_contract import scramble
+from segpipe.determinism.opgate import SLOW, check_ops
+from segpipe.errors import ConfigError
+from segpipe.losses.total import KEY, check_call, shard_loss, valid_pixels
+
+if TYPE_CHECKING:
+    from segpipe.settings.config import Config
+
+CLASSES = 5
+SHAPE = (4, 12, 16)  # images, height, width
+CLOSE = 1e-4  # relative
+CONFIDENT = 40.0  # factor of the logits at which probabilities round to 0 and 1
+
+
+class LossContract:
+    """Checks the loss of a configuration on random logits, on the CPU."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        draws = torch.Generator().manual_seed(0)
+        batch, height, width = SHAPE
+        self.logits = torch.randn(batch, CLASSES, height, width, generator=draws) * 0.5
+        self.target = torch.randint(0, CLASSES, SHAPE, generator=draws, dtype=torch.uint8)
+        # Halves with 2 and 1 parts of valid pixels: a mean then differs from a sum also by its weights.
+        self.target[batch // 2 :, : height // 2] = IGNORE_INDEX
+
+    def clauses(self) -> Iterator[Clause]:
+        """All clauses; the first alone when the function cannot be called."""
+        first = list(answers("loss", [Question("can be called", self._call)]))
+        yield from first
+        if not first[0].problem:
+            yield from answers("loss", self._questions())
+
+    def refusal(self) -> str:
+        """Why no training should start with this loss; empty when one may. Raises what the call raises."""
+        self._call()
+        return self._sums()
+
+    def _questions(self) -> list[Question]:
+        return [
+            Question("shards add up", self._sums),
+            Question("ignored pixels do not count", self._ignored),
+            Question("a batch without labels", self._unlabelled),
+            Question("gradients are finite", self._finite),
+            Question("no randomness", self._randomness),
+            Question("class weights", self._weights),
+            Question("ops that CUDA repeats", self._ops),
+        ]
+
+    def total(self, logits: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Loss of a batch, divided by the valid pixels of the whole."""
+        valid = torch.tensor(valid_pixels(self.target))
+        parts = shard_loss(
+            {"main": logits}, target, self.config.loss, class_weights=weights, global_valid=valid, align_corners=False
+        )
+        return parts["main"]
+
+    def _call(self) -> str:
+        if plugins.is_path(self.config.loss.name):
+            weighted = self.config.loss.class_weights != "none"
+            check_call(self.config.loss.name, self.config.loss.args, weighted=weighted)
+        self.total(self.logits, self.target)
+        return ""
+
+    def _sums(self) -> str:
+        """Whether the loss of a batch is the sum of the losses of its halves."""
+        half = SHAPE[0] // 2
+        whole = float(self.total(self.logits, self.target))
+        halves = [float(self.total(self.logits[part], self.target[part])) for part in (slice(half), slice(half, None))]
+        if abs(sum(halves) - whole) <= CLOSE * abs(whole):
+            return ""
+        mean = " It looks like a mean." if min(halves) <= whole <= max(halves) else ""
+        return (
+            f"{KEY} = {self.config.loss.name}: a batch has the loss {whole:.6g}, its halves together {sum(halves):.6g}."
+            f'{mean} Return the loss of each pixel (reduction="none"), or their sum: segpipe divides by the number of '
+            f"valid pixels of the whole update."
+        )
+
+    def _gradient(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        logits = logits.clone().requires_grad_()
+        loss = self.total(logits, target)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if logits.grad is None:
+            raise ConfigError("the loss has no gradient. Compute it from the logits, without detach or numpy.")
+        return loss.detach(), logits.grad
+
+    def _ignored(self) -> str:
+        ignored = self.target == IGNORE_INDEX
+        changed = self.logits + 3.0 * ignored.unsqueeze(1)
+        changed[:, 0] += 2.0 * ignored
+        (loss, gradient), (moved, _) = self._gradient(self.logits, self.target), self._gradient(changed, self.target)
+        if not torch.equal(loss, moved):
+            return f"logits of ignored pixels move it from {loss:.6g} to {moved:.6g}. Leave out target == ignore_index."
+        if not bool((gradient.movedim(1, -1)[ignored] == 0).all()):
+            return "ignored pixels have a gradient. Leave out target == ignore_index."
+        return "" if bool((gradient != 0).any()) else "the gradient is 0 everywhere."
+
+    def _unlabelled(self) -> str:
+        loss, gradient = self._gradient(self.logits, torch.full_like(self.target, IGNORE_INDEX))
+        if loss != 0 or bool((gradient != 0).any()):
+            return f"without a valid pixel it is {loss:.6g}, but 0 with gradient 0 was needed. Do not divide by counts."
+        return ""
+
+    def _finite(self) -> str:
+        for factor in (1.0, CONFIDENT):
+            loss, gradient = self._gradient(factor * self.logits, self.target)
+            if not (bool(loss.isfinite()) and bool(gradient.isfinite().all())):
+                sure = " of a network that is sure of its answers" if factor > 1 else ""
+                return f"not finite, or its gradient, for logits{sure}. Use log_softmax, and clamp before log and pow."
+        return ""
+
+    def _randomness(self) -> str:
+        found = []
+        for seed in (1, 2):
+            scramble(seed)
+            torch.manual_seed(seed)
+            found.append(self.total(self.logits, self.target))
+        return "" if torch.equal(*found) else "two calls with the same logits differ. Draw nothing at random."
+
+    def _weights(self) -> str:
+        name = self.config.loss.name
+        if plugins.is_path(name) and "class_weights" not in inspect.signature(plugins.load(KEY, name)).parameters:
+            return f"{NOTE}it has no class_weights, so loss.class_weights must be none"
+        weights = torch.tensor([10.0, *[1.0] * (CLASSES - 1)])
+        if torch.equal(self.total(self.logits, self.target, weights), self.total(self.logits, self.target)):
+            return "class_weights change nothing. Multiply the loss of a pixel by the weight of its class."
+        return ""
+
+    def _ops(self) -> str:
+        found = check_ops(lambda: self._gradient(self.logits, self.target))
+        refused = [str(one) for one in found if one.rule.state != SLOW]
+        if refused:
+            return " ".join(refused[:3])
+        return f"{NOTE}slow on GPUs: {found[0]}" if found else ""

@@ -1,0 +1,205 @@
+"""The contract of a network: what training, validation and export take for granted."""
+
+from __future__ import annotations
+
+import copy
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from segpipe import IGNORE_INDEX
+from segpipe.contracts.clause import NOTE, Clause, Question, answers
+from segpipe.determinism.opgate import SLOW, check_ops
+from segpipe.export.graph.network import DeployModel, one_thread, run_eager
+from segpipe.export.graph.onnx_format import open_onnx, to_onnx
+from segpipe.losses.total import shard_loss, valid_pixels
+from segpipe.models import build_model
+from segpipe.models.preprocess import Preprocess
+
+if TYPE_CHECKING:
+    from segpipe.models.layers import SegmentationNet
+    from segpipe.settings.config import Config
+
+LARGEST = 256  # side of the images, where the crop is larger
+ODD = (13, 27)  # rows and columns that an odd image has less than the crop
+CLOSE = 1e-3  # largest difference of logits that compute the same, in standard deviations
+
+
+class NetworkContract:
+    """Checks the network of a configuration with `num_classes` classes, on the CPU, with random images."""
+
+    def __init__(self, config: Config, num_classes: int) -> None:
+        self.config, self.num_classes = config, num_classes
+        self.size = tuple(min(length, LARGEST) for length in config.augment.crop_size)
+        self.net = nn.Module()  # made by the first question
+        draws = torch.Generator().manual_seed(0)
+        self.image = torch.randn(3, 3, *self.size, generator=draws)
+        self.target = torch.randint(0, num_classes, (2, *self.size), generator=draws, dtype=torch.uint8)
+        self.target[:, :3] = IGNORE_INDEX
+
+    def clauses(self) -> Iterator[Clause]:
+        """All clauses; the first alone when there is no network."""
+        built = list(answers("model", [Question("is built", self._is_built)]))
+        yield from built
+        if not built[0].problem:
+            yield from answers("model", self._questions())
+
+    def _questions(self) -> list[Question]:
+        return [
+            Question("equal seeds give equal weights", self._equal_weights),
+            Question("logits of every head in training", self._training_shapes),
+            Question("odd image sizes", self._odd_sizes),
+            Question("gradients reach all parameters", self._gradients),
+            Question("randomness of torch's generator alone", self._training_randomness),
+            Question("no randomness in eval mode", self._eval_randomness),
+            Question("an image alone as in a batch", self._batch),
+            Question("ops that CUDA repeats", self._ops),
+            Question("copies and state dict", self._round_trip),
+            Question("ONNX computes the same", self._onnx),
+        ]
+
+    def _build(self) -> SegmentationNet:
+        torch.manual_seed(0)
+        return build_model(self.config.model.name, self.num_classes, self.config.model.args)
+
+    def _is_built(self) -> str:
+        self.net = self._build()
+        return ""
+
+    def _equal_weights(self) -> str:
+        scramble(1)
+        one, two = self.net.state_dict(), self._build().state_dict()
+        different = [name for name, value in one.items() if not torch.equal(value, two[name])]
+        if different:
+            return f"{different[0]} differs. Draw initial weights from torch's generator, not from numpy or random."
+        return ""
+
+    def _heads(self, seed: int = 0, net: nn.Module | None = None) -> dict[str, Tensor]:
+        """Heads in training mode for two images."""
+        torch.manual_seed(seed)
+        heads: dict[str, Tensor] = (net or self.net).train().logits(self.image[:2], aux=True)  # type: ignore[operator]
+        return heads
+
+    def _logits(self, image: Tensor, net: nn.Module | None = None) -> Tensor:
+        with torch.no_grad():
+            found: Tensor = (net or self.net).eval()(image)
+        return found
+
+    def _training_shapes(self) -> str:
+        heads = self._heads()
+        sizes = ", ".join(f"{name} {tuple(logits.shape[-2:])}" for name, logits in heads.items())
+        return f"{NOTE}{sizes} for images of {self.size}"
+
+    def _odd_sizes(self) -> str:
+        height, width = (length - less for length, less in zip(self.size, ODD, strict=True))
+        try:
+            self._logits(self.image[:1, :, :height, :width])
+        except Exception as error:
+            return (
+                f"images of {height}x{width} fail ({' '.join(str(error).split())[:200]}). Validation reads whole "
+                f"images at their own size: pad inside forward, or resize features with size=other.shape[-2:]."
+            )
+        return ""
+
+    def _loss(self, heads: dict[str, Tensor]) -> Tensor:
+        return shard_loss(
+            heads,
+            self.target,
+            self.config.loss,
+            class_weights=None,
+            global_valid=torch.tensor(valid_pixels(self.target)),
+            align_corners=self.net.align_corners,  # type: ignore[arg-type]
+        )["total"]
+
+    def _gradients(self) -> str:
+        self.net.zero_grad(set_to_none=True)
+        self._loss(self._heads()).backward()  # type: ignore[no-untyped-call]
+        trained = [(name, parameter) for name, parameter in self.net.named_parameters() if parameter.requires_grad]
+        without = [name for name, parameter in trained if parameter.grad is None]
+        grads = [(name, parameter.grad) for name, parameter in trained if parameter.grad is not None]
+        broken = [name for name, grad in grads if not grad.isfinite().all()]
+        self.net.zero_grad(set_to_none=True)
+        if without:
+            return (
+                f"{', '.join(without[:4])}{f' and {len(without) - 4} more' if len(without) > 4 else ''} get none. Use "
+                f"them in forward, delete them, or set requires_grad=False; compute.mode=ddp would stop."
+            )
+        return f"the gradient of {broken[0]} is not finite." if broken else ""
+
+    def _training_randomness(self) -> str:
+        """Twice the same in training mode, though all other generators moved."""
+        scramble(1)
+        one = self._heads()
+        scramble(2)
+        two = self._heads()
+        if any(not torch.equal(one[name], two[name]) for name in one):
+            return (
+                "two forwards in training mode differ under one seed of torch. Draw from torch's generator alone, and "
+                "keep nothing from one call to the next."
+            )
+        return ""
+
+    def _eval_randomness(self) -> str:
+        scramble(1)
+        torch.manual_seed(1)
+        one = self._logits(self.image)
+        scramble(2)
+        torch.manual_seed(2)
+        if not torch.equal(one, self._logits(self.image)):
+            return "two forwards in eval mode differ. Give F.dropout training=self.training, or use nn.Dropout."
+        return ""
+
+    def _batch(self) -> str:
+        together, alone = self._logits(self.image), self._logits(self.image[1:2])
+        moved = float((together[1:2] - alone).abs().max() / together.std().clamp_min(1e-12))
+        if moved > CLOSE:
+            return (
+                f"logits of an image move by {moved:.2g} standard deviations when others are in its batch. In eval "
+                f"mode, let nothing mix the images."
+            )
+        return ""
+
+    def _ops(self) -> str:
+        found = check_ops(lambda: self._loss(self._heads()).backward())  # type: ignore[no-untyped-call]
+        self.net.zero_grad(set_to_none=True)
+        refused = [str(one) for one in found if one.rule.state != SLOW]
+        if refused:
+            return " ".join(refused[:3])
+        return f"{NOTE}slow on GPUs: {found[0]}" if found else ""
+
+    def _round_trip(self) -> str:
+        expected = self._logits(self.image)
+        fresh = self._build()
+        fresh.load_state_dict(self.net.state_dict())
+        for what, net in (("a copy.deepcopy", copy.deepcopy(self.net)), ("a network that loads its state dict", fresh)):
+            if not torch.equal(self._logits(self.image, net), expected):
+                return f"{what} computes other logits. Keep all state in parameters and buffers."
+        return ""
+
+    def _onnx(self) -> str:
+        network = copy.deepcopy(self.net).requires_grad_(False)
+        model = DeployModel(network, Preprocess(), align_corners=bool(self.net.align_corners)).eval()
+        image = np.random.default_rng(0).integers(0, 256, (*self.size, 3), np.uint8)
+        height, width = self.size
+        with tempfile.TemporaryDirectory(prefix="segpipe-contract-") as folder, one_thread():
+            shipped, probe = Path(folder, "model.onnx"), Path(folder, "probe.onnx")
+            to_onnx(model, (height, width), {"io": {"inputs": [], "outputs": []}}, shipped, probe)
+            expected, found = run_eager(model)(image), open_onnx(probe)(image)
+        assert expected.logits is not None
+        assert found.logits is not None
+        moved = float(np.abs(found.logits - expected.logits).max() / max(float(expected.logits.std()), 1e-12))
+        if moved > CLOSE:
+            return f"logits of the ONNX file differ by {moved:.2g} standard deviations from those of the network."
+        return f"{NOTE}largest difference {moved:.1e} standard deviations"
+
+
+def scramble(seed: int) -> None:
+    """Move the global generators of Python and numpy, on which nothing may depend."""
+    random.seed(seed)
+    np.random.seed(seed)

@@ -1,0 +1,103 @@
+"""Class ids of images of any size by an exported folder, whose file takes images of certain sizes only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import cv2
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+
+from segpipe.errors import ConfigError, ExportMismatch, IntegrityError
+from segpipe.predict.tiles import Size, Tiling
+from segpipe.runtime.artifact import Artifact, ArtifactError, SelfTestError, read_artifact
+from segpipe.runtime.session import Session
+
+Image = NDArray[np.uint8]  # (H, W, 3) RGB
+
+
+class Exported:
+    """The file of an exported folder, after it repeated its golden frames on this machine.
+
+    An image of a size that the file takes is answered as a robot answers it. Any other one is cut into tiles of `tile`
+    (the exported size if None), and each pixel gets its id from the tile in which it lies farthest from the edges; an
+    image smaller than a tile is padded by its edge pixels. With `resize`, it is scaled to that size and its mask back.
+    """
+
+    def __init__(self, artifact: Artifact, session: Session, *, tile: Size | None, overlap: float, resize: bool):
+        self.artifact = artifact
+        self.tile: Size = tile or (artifact.shapes.exported[0], artifact.shapes.exported[1])
+        self.overlap = overlap
+        self.resize = resize
+        self._session = session
+        if not artifact.shapes.fits((*self.tile, 3)):
+            raise ConfigError(
+                f"tile = {self.tile[0]}x{self.tile[1]}, but the file in {artifact.folder} takes images of "
+                f"{artifact.shapes.describe()}. Leave tile out, or export with export.dynamic=hw."
+            )
+
+    def __call__(self, image: Image) -> NDArray[np.uint8]:
+        """Class ids, uint8 (H, W)."""
+        if self.artifact.shapes.fits(image.shape):
+            return self._session.run(image)[0]
+        return self._resized(image) if self.resize else self._in_tiles(image)
+
+    def _resized(self, image: Image) -> NDArray[np.uint8]:
+        height, width = image.shape[:2]
+        shrinks = height * width > self.tile[0] * self.tile[1]
+        kind = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
+        scaled = np.asarray(cv2.resize(image, self.tile[::-1], interpolation=kind), np.uint8)  # cv2 counts width first
+        mask = self._session.run(scaled)[0]
+        return np.asarray(cv2.resize(mask, (width, height), interpolation=cv2.INTER_NEAREST), np.uint8)
+
+    def _in_tiles(self, image: Image) -> NDArray[np.uint8]:
+        size = image.shape[:2]
+        missing = [max(0, tile - length) for tile, length in zip(self.tile, size, strict=True)]
+        image = np.pad(image, ((0, missing[0]), (0, missing[1]), (0, 0)), mode="edge")
+        tiling = Tiling.of((image.shape[0], image.shape[1]), self.tile, self.overlap)
+        height, width = tiling.tile
+        weights = tiling.weights()
+        ids, best = np.zeros(tiling.image, np.uint8), np.zeros(tiling.image, np.float32)
+        for strip in tiling.strips():
+            for left in strip.lefts:
+                place = np.s_[strip.top : strip.top + height, left : left + width]
+                found, better = self._session.run(np.ascontiguousarray(image[place]))[0], weights > best[place]
+                ids[place] = np.where(better, found, ids[place])
+                best[place] = np.maximum(best[place], weights)
+        return ids[: size[0], : size[1]]
+
+
+def load_exported(
+    folder: Path,
+    *,
+    precision: str = "fp32",
+    provider: str = "CPUExecutionProvider",
+    threads: int = 1,
+    tile: Size | None = None,
+    overlap: float = 0.25,
+    resize: bool = False,
+) -> Exported:
+    """The exported folder, ready to answer.
+
+    Raises IntegrityError for an altered or foreign folder, ExportMismatch when its file gives other answers on this
+    machine than where it was exported, ConfigError for a provider or a tile that does not fit.
+    """
+    _check_provider(provider, onnxruntime.get_available_providers())
+    try:
+        artifact = read_artifact(folder, precision=precision)
+        session = Session(artifact, threads=threads, providers=(provider,))
+        session.self_test()
+    except SelfTestError as error:
+        raise ExportMismatch(str(error)) from error
+    except ArtifactError as error:
+        raise IntegrityError(str(error)) from error
+    return Exported(artifact, session, tile=tile, overlap=overlap, resize=resize)
+
+
+def _check_provider(provider: str, available: Sequence[str]) -> None:
+    if provider not in available:
+        raise ConfigError(
+            f"provider = {provider}, but this onnxruntime has {', '.join(available)}. Choose one of them."
+        )

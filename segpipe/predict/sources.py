@@ -1,0 +1,97 @@
+"""Which images and videos a command is about, and the names of what it writes for them."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from glob import glob, has_magic
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from segpipe.errors import DataError
+
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp")
+VIDEOS = (".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm", ".mpg", ".mpeg", ".mjpeg", ".ts", ".wmv")
+
+
+class Input(NamedTuple):
+    """An image or a video."""
+
+    path: Path
+    place: str  # relative to the folder that was given, with suffix
+    name: str  # of its outputs, without their suffix: `place` without suffix, unless two sources share that
+
+    @property
+    def is_video(self) -> bool:
+        """Whether its suffix is that of a video."""
+        return self.path.suffix.lower() in VIDEOS
+
+
+def find(given: str, out: Path) -> list[Input]:
+    """Images and videos of a file, a folder with all below it, or a glob pattern; sorted by place.
+
+    Hidden files, files below `out`, and in folders and patterns all files with other suffixes are left out. Raises
+    DataError when nothing is found.
+    """
+    root, paths = _paths(given)
+    inside = out.resolve()
+    places = {}
+    for path in paths:
+        if inside not in path.resolve().parents:
+            places[path.relative_to(root).as_posix()] = path
+    if not places:
+        known = " ".join((*IMAGES, *VIDEOS))
+        raise DataError(f"source = {given} holds no image and no video. Files with these suffixes are read: {known}.")
+    ordered = sorted(places)
+    return [Input(places[place], place, name) for place, name in zip(ordered, names(ordered), strict=True)]
+
+
+def _paths(given: str) -> tuple[Path, list[Path]]:
+    """The folder that names are relative to, and the files."""
+    path = Path(given)
+    if path.is_dir():
+        return path, [found for found in _below(path) if _is_known(found)]
+    if path.exists():
+        if not _is_known(path):
+            raise DataError(
+                f"source = {given}: the suffix {path.suffix or '(none)'} is not one of an image or a video."
+            )
+        return path.parent, [path]
+    if has_magic(given):
+        found = [Path(name) for name in glob(given, recursive=True)]
+        files = [file for each in found for file in (_below(each) if each.is_dir() else [each])]
+        return _fixed(path), [file for file in files if _is_known(file)]
+    raise DataError(
+        f"source = {given} does not exist. Give a file, a folder, or a pattern in quotes: source='a/*.jpg'."
+    )
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """All files below a folder, through links too, each real folder once."""
+    seen: set[str] = set()
+    for place, folders, files in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        folders[:] = [] if real in seen else sorted(name for name in folders if not name.startswith("."))
+        if real not in seen:
+            yield from (Path(place, name) for name in files)
+        seen.add(real)
+
+
+def _is_known(path: Path) -> bool:
+    return path.suffix.lower() in (*IMAGES, *VIDEOS) and not path.name.startswith(".")
+
+
+def _fixed(pattern: Path) -> Path:
+    """The folders of a pattern up to the first one with a wildcard."""
+    parts = pattern.parts[:-1]
+    magic = (place for place, part in enumerate(parts) if has_magic(part))
+    return Path(*parts[: next(magic, len(parts))])
+
+
+def names(places: Sequence[str]) -> list[str]:
+    """A distinct name for each place: without its suffix, but with it where another one would have the same name."""
+    found = [str(PurePosixPath(place).with_suffix("")) for place in places]
+    while shared := {name for name, count in Counter(found).items() if count > 1}:
+        found = [place if name in shared else name for place, name in zip(places, found, strict=True)]
+    return found

@@ -1,0 +1,114 @@
+"""What surrounds a score: how much it depends on the images that were scored, and which sequences they are from."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from segpipe.keys import generator, sample_key
+from segpipe.train.metrics import mean, miou, rates, summary
+
+if TYPE_CHECKING:
+    from segpipe.train.validate import Validation
+
+LEVEL = 0.95
+RESAMPLES = 1000
+_AT_ONCE = 100  # resamples of one matrix product: 100 x 5,000 images are 4 MB
+
+
+def scores(
+    found: Validation, names: Sequence[str], sequence_of: Sequence[str], seen: Collection[str] | None
+) -> dict[str, Any]:
+    """All figures of a validation: those of `metrics.summary` and `metrics.rates`, means, interval and sequences.
+
+    `names` are those of the classes; `sequence_of` and `seen` as for `by_sequence`.
+    """
+    per_class = rates(found.total, names)
+    return {
+        **summary(found.total, names),
+        **per_class,
+        "mean": {key: mean(values.values()) for key, values in per_class.items()},
+        "interval_95": interval(found.per_image, names),
+        "sequences": by_sequence(found.per_image, sequence_of, seen),
+    }
+
+
+def interval(per_image: Mapping[int, Tensor], names: Sequence[str]) -> dict[str, Any]:
+    """95 % bootstrap interval of mIoU ("miou": [low, high]) and of the IoU of each class ("iou": {name: [low, high]}).
+
+    1,000 times, as many images as there are are drawn with replacement and scored together; the interval holds the
+    middle 95 % of these scores. A class that no resample has is None, and so is everything with a single image. The
+    draws depend on the number of images alone: equal matrices give equal intervals.
+
+    per_image: confusion matrices int64 (C, C).
+    """
+    if len(per_image) < 2:
+        return {"miou": None, "iou": dict.fromkeys(names)}
+    counts = np.stack([per_image[index].numpy() for index in sorted(per_image)])
+    scores = np.concatenate(list(_resampled(counts)))
+    known = np.isfinite(scores)
+    means = np.where(known, scores, 0).sum(1) / np.maximum(known.sum(1), 1)
+    columns = [scores[known[:, k], k] for k in range(len(names))]
+    iou = {name: _middle(column) for name, column in zip(names, columns, strict=True)}
+    return {"miou": _middle(means[known.any(1)]), "iou": iou}
+
+
+def _resampled(counts: NDArray[np.int64]) -> Iterator[NDArray[np.float64]]:
+    """IoU per class of resampled images, (resamples, C) at a time; NaN for a class without a target pixel."""
+    num, _, num_classes = counts.shape
+    target, pred, both = counts.sum(2), counts.sum(1), np.diagonal(counts, axis1=1, axis2=2)
+    # In float64, which BLAS multiplies: whole numbers below 2**53, so the order of its sums does not matter.
+    pixels = np.concatenate([both, target, pred], axis=1).astype(np.float64)
+    random = generator(sample_key(0, 0, num, "bootstrap"))
+    for start in range(0, RESAMPLES, _AT_ONCE):
+        drawn = random.integers(0, num, (min(_AT_ONCE, RESAMPLES - start), num))
+        times = np.stack([np.bincount(row, minlength=num) for row in drawn]).astype(np.float64)
+        hits, targets, preds = np.split(times @ pixels, (num_classes, 2 * num_classes), axis=1)
+        yield np.divide(hits, targets + preds - hits, out=np.full_like(hits, np.nan), where=targets > 0)
+
+
+def _middle(scores: NDArray[np.float64]) -> list[float] | None:
+    if not len(scores):
+        return None
+    edge = 50 * (1 - LEVEL)
+    return [float(value) for value in np.percentile(scores, (edge, 100 - edge))]
+
+
+def by_sequence(
+    per_image: Mapping[int, Tensor], sequence_of: Sequence[str], seen: Collection[str] | None
+) -> dict[str, dict[str, Any]]:
+    """Score of each sequence, sorted: {"0016E5": {"images": 101, "miou": 0.62, "in_training": true}}.
+
+    Empty when each image is a sequence of its own: then names tell nothing. `sequence_of` has the sequence of each
+    image by index; `seen` holds those of the training images, and is None if they are not known, as is `in_training`.
+    """
+    members: dict[str, list[Tensor]] = {}
+    for index in sorted(per_image):
+        members.setdefault(sequence_of[index], []).append(per_image[index])
+    if len(members) == len(per_image):
+        return {}
+    return {
+        name: {
+            "images": len(found),
+            "miou": miou(sum(found[1:], found[0])),
+            "in_training": None if seen is None else name in seen,
+        }
+        for name, found in sorted(members.items())
+    }
+
+
+def flattering(sequences: Mapping[str, Mapping[str, Any]]) -> str:
+    """A sentence when sequences of `by_sequence` are in training too; empty otherwise."""
+    both = [name for name, found in sequences.items() if found["in_training"]]
+    if not both:
+        return ""
+    images, total = (sum(sequences[name]["images"] for name in which) for which in (both, sequences))
+    listed = ", ".join(both[:4]) + (f" and {len(both) - 4} more" if len(both) > 4 else "")
+    return (
+        f"{images} of {total} images are from sequences that training has seen too ({listed}): these scores flatter. "
+        f"Neighboring frames look alike; expect less in new places."
+    )

@@ -1,0 +1,322 @@
+"""`segpipe predict`: what is written for which sources, what is kept, what is refused, what an interrupt leaves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from artifacts import SIZE as TOY_SIZE
+from artifacts import frame, write_artifact, write_sums
+from PIL import Image
+
+from exports import SIZE, Tiny, structured, tiny_network, write_run
+from runs import torch_restored
+from segpipe.cli.main import main as segpipe
+from segpipe.data.readers import read_image
+from segpipe.errors import DataError, Interrupted
+from segpipe.predict import job as job_module
+from segpipe.predict.sources import find, names
+from segpipe.predict.stamp import read_stamp
+from segpipe.train import checkpoint
+from segpipe.train.checkpoint import load_network
+from segpipe.train.validate import predict
+
+IMAGES = structured(3, SIZE, seed=5)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _tiny_networks() -> Iterator[None]:
+    """Checkpoints of this file hold a network that converts in a moment."""
+    with pytest.MonkeyPatch.context() as patch, torch_restored():
+        patch.setattr(checkpoint, "build_model", lambda *_, **__: Tiny(10))
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, _tiny_networks: None) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "scenes", tiny_network)
+
+
+def write(path: Path, image: np.ndarray) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    done, data = cv2.imencode(path.suffix, image[..., ::-1] if image.ndim == 3 else image)
+    assert done
+    path.write_bytes(data.tobytes())
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Images of odd names and sizes."""
+    for place, image in (
+        ("one.png", IMAGES[0]),
+        ("sub dir/straße 1.jpg", IMAGES[1]),
+        ("sub dir/straße 1.png", IMAGES[2]),
+        ("small.png", IMAGES[0][:7, :5]),
+        ("grey.png", IMAGES[1][..., 0]),
+    ):
+        write(tmp_path / "images" / place, image)
+    (tmp_path / "images" / "notes.txt").write_text("no image")
+    write(tmp_path / "images" / ".hidden.png", IMAGES[0])
+    return tmp_path / "images"
+
+
+def start(out: Path, *arguments: str) -> int:
+    return segpipe(["predict", f"out={out}", "compute.device=cpu", "compute.threads=1", *arguments])
+
+
+def ids_of(path: Path) -> np.ndarray:
+    return np.asarray(Image.open(path))
+
+
+def written(out: Path) -> dict[str, bytes]:
+    return {path.relative_to(out).as_posix(): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
+
+
+def record(out: Path) -> dict[str, Any]:
+    return dict(json.loads((out / "predictions.json").read_text()))
+
+
+def whole(run: Path, path: Path) -> np.ndarray:
+    network = load_network(run)
+    pixels = torch.from_numpy(read_image(str(path)))[None]
+    return predict(network.model, network.preprocess, pixels)[0].numpy()
+
+
+def test_every_image_of_a_folder_gets_a_mask_and_an_overlay(
+    run: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = folder / "answers"  # inside the source: a second run must not predict its own overlays
+    assert start(out, f"run={run}", f"source={folder}") == 0
+    line = json.loads(capsys.readouterr().out)
+    assert (line["predicted"], line["kept"], line["images"], line["problems"]) == (5, 0, 5, 0)
+    first = written(out)
+    assert {name for name in first if name.startswith("masks/")} == {
+        "masks/one.png", "masks/small.png", "masks/grey.png",
+        "masks/sub dir/straße 1.jpg.png", "masks/sub dir/straße 1.png.png",
+    }  # fmt: skip
+    network = load_network(run)
+    for entry in record(out)["predictions"]:
+        mask = Image.open(out / entry["mask"])
+        ids = np.asarray(mask)
+        assert mask.mode == "P"
+        assert np.array(mask.getpalette()[:30]).reshape(-1, 3).tolist() == [list(c) for c in network.classes.palette]
+        if entry["source"] != "small.png":  # padded, see test_inference.py
+            assert np.array_equal(ids, whole(run, folder / entry["source"]))
+        counts = np.bincount(ids.ravel(), minlength=10) / ids.size
+        assert list(entry["share"].values()) == pytest.approx(counts.tolist())
+        stamp = read_stamp(out / entry["mask"])
+        assert stamp is not None
+        assert stamp["model"] == {"weights_digest": network.weights_digest, "step": 7}
+        assert read_stamp(out / entry["overlay"])["source_sha256"] == entry["source_sha256"] == stamp["source_sha256"]
+    assert record(out)["complete"]
+    assert sum(record(out)["share"].values()) == pytest.approx(1)
+
+    assert start(out, f"run={run}", f"source={folder}") == 0
+    line = json.loads(capsys.readouterr().out)
+    assert (line["predicted"], line["kept"], line["images"]) == (0, 5, 0)
+    assert written(out) == first
+
+
+def test_an_overlay_shows_the_colors_of_the_classes_beside_their_names(run: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "one.png", IMAGES[0])
+    for name, *changes in (("full", "alpha=1"), ("none", "alpha=0", "legend=false"), ("off", "overlay=false")):
+        assert start(tmp_path / name, f"run={run}", f"source={path}", *changes) == 0
+    network = load_network(run)
+    full = np.asarray(Image.open(tmp_path / "full" / "overlays" / "one.jpg")).astype(int)
+    colors = np.array(network.classes.palette)[whole(run, path)]
+    assert full.shape[1] > SIZE[1]  # the legend is on the right
+    assert np.abs(full[: SIZE[0], : SIZE[1]] - colors).mean() < 12  # of the JPEG
+    plain = np.asarray(Image.open(tmp_path / "none" / "overlays" / "one.jpg")).astype(int)
+    assert plain.shape == (*SIZE, 3)
+    assert np.abs(plain - IMAGES[0]).mean() < 12
+    assert not (tmp_path / "off" / "overlays").exists()
+
+
+def test_bad_files_are_named_and_the_rest_is_predicted(
+    run: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "broken.png").write_bytes((folder / "one.png").read_bytes()[:400])
+    (folder / "empty.jpg").write_bytes(b"")
+    (folder / "film.mp4").write_bytes(b"no film")
+    out = folder.parent / "out"
+    assert start(out, f"run={run}", f"source={folder}", "batch=2") == 2
+    told = capsys.readouterr()
+    assert [name for name in ("broken.png", "empty.jpg", "film.mp4") if name not in told.err] == []
+    assert told.err.count("\n") == 3
+    assert json.loads(told.out)["problems"] == 3
+    assert len(record(out)["predictions"]) == 5
+    assert record(out)["problems"] == told.err.splitlines()
+    assert not record(out)["complete"]
+
+
+def test_what_another_model_wrote_is_refused_unless_it_may_be_replaced(
+    run: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    settings = (f"run={run}", f"source={folder}", "overlay=false")
+    assert start(out, *settings) == 0
+    before = written(out)
+    assert start(out, *settings, "tta=[flip]") == 2
+    told = capsys.readouterr().err
+    assert "5 files of another model, source or setting" in told
+    assert "settings.tta None -> flip" in told
+    assert written(out) == before
+    assert start(out, *settings, "tta=[flip]", "exists=replace") == 0
+    assert read_stamp(out / "masks" / "one.png")["settings"]["tta"] == "flip"
+
+    write(folder / "one.png", IMAGES[2])  # the source changes
+    assert start(out, *settings, "tta=[flip]") == 2
+    assert "masks/one.png (source_sha256" in capsys.readouterr().err
+    shutil.copy(folder / "one.png", out / "masks" / "one.png")  # of somebody else
+    assert start(out, *settings, "tta=[flip]") == 2
+    assert "it is no prediction" in capsys.readouterr().err
+
+
+def test_an_interrupt_leaves_whole_files_and_the_rest_for_the_next_time(
+    run: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = (f"run={run}", f"source={folder}")
+    assert start(tmp_path / "whole", *settings) == 0
+    expected = written(tmp_path / "whole")
+    put, done = job_module.Outputs.write_mask, []
+
+    def interrupted(*given: Any) -> None:
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(given)
+        put(*given)
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(job_module.Outputs, "write_mask", interrupted)
+        assert start(out, *settings) == Interrupted.exit_code
+    assert "2 of 5 sources are finished" in capsys.readouterr().err
+    left = written(out)
+    assert {name: data for name, data in left.items() if name != "predictions.json"}.items() <= expected.items()
+    assert not record(out)["complete"]
+    assert start(out, *settings) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["kept"] == 2
+    assert written(out) == expected
+
+
+def test_raw_ids_are_those_of_the_masks_of_the_data_set(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = load_network(run)
+    table = {50 + train: train for train in range(10)} | {40: 3, 0: 255}
+    object.__setattr__(network.classes, "train_ids", table)
+    monkeypatch.setattr("segpipe.cli.predict.load_network", lambda *_: network)
+    path = write(tmp_path / "one.png", IMAGES[0])
+    assert start(tmp_path / "out", f"run={run}", f"source={path}", "ids=raw") == 0
+    mask = Image.open(tmp_path / "out" / "masks" / "one.png")
+    assert mask.mode == "L"
+    ids = whole(run, path)
+    assert np.array_equal(np.asarray(mask), np.where(ids == 3, 40, 50 + ids))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("source={folder}",), "set one of them"),
+        (("run={run}", "artifact=x", "source={folder}"), "set one of them"),
+        (("run={run}", "source={folder}/nothing.png"), "does not exist"),
+        (("run={run}", "source={folder}/*.gif"), "holds no image and no video"),
+        (("run={run}", "source={folder}/notes.txt"), "the suffix .txt"),
+        (("run={run}", "source={folder}", "fit=resize"), "fit = resize, but run is set"),
+        (("artifact=x", "source={folder}", "tta=[flip]"), "tta = ['flip'], but artifact is set"),
+        (("artifact=x", "source={folder}", "provider=Quantum"), "provider = Quantum"),
+        (("run={run}", "source={folder}", "precision=int8"), "precision = int8"),
+        (("run={run}", "source={folder}", "out={folder}/one.png"), "one.png cannot be written"),
+        (("run={run}", "source={folder}", "out={folder}/one.png/x"), "x cannot be written"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(
+    run: Path, folder: Path, arguments: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [argument.format(run=run, folder=folder) for argument in arguments if "compute" not in argument]
+    out = [] if any(argument.startswith("out=") for argument in given) else [f"out={folder}/out"]
+    assert segpipe(["predict", *given, *out]) == 2
+    told = capsys.readouterr().err
+    assert named in told
+    assert told.count("\n") == 1
+
+
+def test_names_are_distinct_and_stay_near_the_source() -> None:
+    assert names(["a.jpg", "b/a.jpg"]) == ["a", "b/a"]
+    assert names(["a.jpg", "a.png", "b.png"]) == ["a.jpg", "a.png", "b"]
+    assert names(["a.jpg", "a.jpg.png", "a.png"]) == ["a.jpg", "a.jpg.png", "a.png"]
+
+
+def test_files_folders_and_patterns(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def places(given: str) -> list[str]:
+        return [source.place for source in find(given, out)]
+
+    assert places(f"{folder}/sub dir/*.jpg") == ["straße 1.jpg"]
+    assert places(f"{folder}/**/straße*") == ["sub dir/straße 1.jpg", "sub dir/straße 1.png"]
+    assert places(f"{folder}/s*") == ["small.png", "sub dir/straße 1.jpg", "sub dir/straße 1.png"]
+    assert places(str(folder / "one.png")) == ["one.png"]
+    bracket = write(folder / "x[1].png", IMAGES[0])
+    assert places(str(bracket)) == ["x[1].png"]
+    (folder / "loop").symlink_to(folder)
+    assert len(places(str(folder))) == 6
+    with pytest.raises(DataError, match="holds no image"):
+        places(str(out.parent / "empty*"))
+
+
+# Exported folders
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_artifact(tmp_path_factory.mktemp("toy") / "export")
+
+
+@pytest.mark.parametrize("size", [(32, 48), (32, 100), (90, 61), (5, 7), (31, 200)])
+def test_images_of_other_sizes_are_cut_into_tiles_of_the_exported_size(
+    toy: Path, tmp_path: Path, size: tuple[int, int]
+) -> None:
+    image = np.random.default_rng(1).integers(0, 190, (*size, 3), dtype=np.uint8)
+    image[..., 2] = 0  # of the toy file: no loops
+    path = write(tmp_path / "one.png", image)
+    assert segpipe(["predict", f"artifact={toy}", f"source={path}", f"out={tmp_path}/o", "overlay=false"]) == 0
+    assert np.array_equal(ids_of(tmp_path / "o" / "masks" / "one.png"), image[..., 0] // 128)
+
+
+def test_images_of_other_sizes_are_resized_if_wanted(toy: Path, tmp_path: Path) -> None:
+    image = np.zeros((2 * TOY_SIZE[0], 2 * TOY_SIZE[1], 3), np.uint8)
+    image[:, TOY_SIZE[1] :, 0] = 150
+    image[1::2, :, 0] //= 2  # at full size class 0, after averaging of rows too: 112
+    path = write(tmp_path / "one.png", image)
+    for fit in ("tile", "resize"):
+        given = (f"artifact={toy}", f"source={path}", f"out={tmp_path / fit}", f"fit={fit}")
+        assert segpipe(["predict", *given]) == 0
+    tiles, resized = (ids_of(tmp_path / fit / "masks" / "one.png") for fit in ("tile", "resize"))
+    assert resized.shape == image.shape[:2]
+    assert tiles[::2, TOY_SIZE[1] :].all()
+    assert not resized.any()
+
+
+def test_altered_folders_and_other_answers_are_refused(
+    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "one.png", frame(0))
+    altered = shutil.copytree(toy, tmp_path / "altered")
+    (altered / "model.onnx").write_bytes((toy / "model.onnx").read_bytes()[:-1])
+    assert segpipe(["predict", f"artifact={altered}", f"source={path}", f"out={tmp_path}/o"]) == 7
+    other = shutil.copytree(toy, tmp_path / "other")
+    np.save(other / "golden" / "mask.npy", 1 - np.load(toy / "golden" / "mask.npy"))
+    write_sums(other)
+    assert segpipe(["predict", f"artifact={other}", f"source={path}", f"out={tmp_path}/o"]) == 4
+    assert segpipe(["predict", f"artifact={toy}", f"source={path}", f"out={tmp_path}/o", "tile=64x48"]) == 2
+    assert "takes images of 32x48" in capsys.readouterr().err
+    assert not (tmp_path / "o" / "masks").exists()

@@ -1,0 +1,162 @@
+"""`segpipe predict` on videos: frames, size and speed are kept; what breaks off is named and kept so far."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+
+from exports import structured
+from segpipe.errors import ConfigError, DataError, Interrupted
+from segpipe.predict import video as video_module
+from segpipe.predict.job import Job
+from segpipe.predict.outputs import Outputs, Pixels, Predictor
+from segpipe.predict.sources import find
+from segpipe.predict.stamp import read_stamp
+from segpipe.predict.video import CODEC, Clip, Film, probe, read_frames
+
+SIZE, FPS, FRAMES = (48, 64), 12.5, 10
+PALETTE = ((200, 30, 30), (30, 30, 200))
+
+
+def answer(images: Sequence[Pixels]) -> list[Pixels]:
+    """Class 1 where green is above 128."""
+    return [(image[..., 1] > 128).astype(np.uint8) for image in images]
+
+
+def outputs(out: Path, **changes: object) -> Outputs:
+    predictor = Predictor(answer, ("low", "high"), PALETTE, {"weights_digest": "12ab"}, {"precision": "fp32"})
+    return Outputs(out, predictor, **{"frames": True, **changes})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def clip(tmp_path: Path) -> Path:
+    path = tmp_path / "a drive.mp4"
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*CODEC), FPS, SIZE[::-1])
+    for image in structured(FRAMES, SIZE):
+        writer.write(np.ascontiguousarray(image[..., ::-1]))
+    writer.release()
+    return path
+
+
+def run(clip: Path, made: Outputs, batch: int = 3) -> list[str]:
+    return Job(find(str(clip), made.out), made, batch=batch).run().problems
+
+
+def test_a_video_becomes_a_video_of_the_same_size_and_speed_and_a_mask_per_frame(clip: Path, tmp_path: Path) -> None:
+    made = outputs(tmp_path / "out")
+    assert run(clip, made) == []
+    overlay = tmp_path / "out" / "overlays" / "a drive.mp4"
+    assert probe(overlay) == Clip(*SIZE, FPS, FRAMES)
+    pixels = np.zeros(2, int)
+    for number, (image, shown) in enumerate(zip(read_frames(clip), read_frames(overlay), strict=True)):
+        ids = np.asarray(Image.open(tmp_path / "out" / "masks" / "a drive.mp4" / f"{number:06}.png"))
+        assert np.array_equal(ids, answer([image])[0])
+        expected = 0.5 * image + 0.5 * np.array(PALETTE)[ids]
+        assert np.abs(shown - expected).mean() < 12  # of the codec
+        pixels += np.bincount(ids.ravel(), minlength=2)
+    entry = json.loads((tmp_path / "out" / "predictions.json").read_text())["predictions"][0]
+    assert (entry["frames"], entry["fps"], entry["height"], entry["width"]) == (FRAMES, FPS, *SIZE)
+    assert entry["share"] == {"low": pixels[0] / pixels.sum(), "high": pixels[1] / pixels.sum()}
+    assert read_stamp(overlay)["model"] == {"weights_digest": "12ab"}
+    assert (tmp_path / "out" / "overlays" / "a drive.legend.png").is_file()
+
+    done = Job(find(str(clip), made.out), made).run()  # the second time everything is there
+    assert (done.kept, done.answered, list(done.entries.values())) == (1, 0, [entry])
+    with pytest.raises(ConfigError, match=r"overlay\.alpha 0\.5 -> 0.2"):
+        run(clip, outputs(tmp_path / "out", alpha=0.2))
+
+
+def test_a_video_that_breaks_off_is_named_and_kept_up_to_there(tmp_path: Path) -> None:
+    path = tmp_path / "cut.avi"
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"MJPG"), FPS, SIZE[::-1])
+    for image in structured(FRAMES, SIZE):
+        writer.write(image)
+    writer.release()
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    whole = sum(1 for _ in read_frames(path))
+    assert 0 < whole < FRAMES - 2
+    made = outputs(tmp_path / "out")
+    (problem,) = run(path, made)
+    partial = tmp_path / "out" / "overlays" / "cut.partial.mp4"
+    assert f"breaks off: {whole} of {FRAMES} frames could be decoded" in problem
+    assert str(partial) in problem
+    assert list(partial.parent.iterdir()) == [partial]
+    assert sum(1 for _ in read_frames(partial)) == whole
+    assert read_stamp(partial)["partial"] is True
+    assert not made.mask(find(str(path), made.out)[0]).exists()
+
+
+def test_a_header_may_be_off_by_two_frames(clip: Path, tmp_path: Path) -> None:
+    made = outputs(tmp_path / "out")
+    source = find(str(clip), made.out)[0]
+    found = video_module.write_video(made, source, Clip(*SIZE, FPS, FRAMES + 2), 4, lambda: None)
+    assert found["frames"] == FRAMES
+    with pytest.raises(DataError, match="10 of 13 frames"):
+        video_module.write_video(made, source, Clip(*SIZE, FPS, FRAMES + 3), 4, lambda: None)
+
+
+def test_a_file_cut_short_is_a_problem_beside_the_others(clip: Path, tmp_path: Path) -> None:
+    cut = tmp_path / "cut.mp4"
+    cut.write_bytes(clip.read_bytes()[:2000])
+    (tmp_path / "empty.avi").write_bytes(b"")
+    problems = run(tmp_path, outputs(tmp_path / "out"))
+    assert len(problems) == 2
+    assert all("cannot be opened as a video" in problem for problem in problems)
+    assert (tmp_path / "out" / "overlays" / "a drive.mp4").is_file()
+
+
+def test_an_interrupted_video_leaves_no_part_of_a_film(
+    clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = outputs(tmp_path / "out")
+    frames = list(read_frames(clip))
+
+    def interrupted(_: Path) -> object:
+        yield from frames[:5]
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(video_module, "read_frames", interrupted)
+        with pytest.raises(Interrupted, match="0 of 1 sources"):
+            run(clip, made, batch=1)
+    assert list((tmp_path / "out" / "overlays").iterdir()) == []
+    assert len(list((tmp_path / "out" / "masks" / "a drive.mp4").iterdir())) == 5
+    assert run(clip, made) == []
+    assert len(list((tmp_path / "out" / "masks" / "a drive.mp4").iterdir())) == FRAMES + 1
+
+
+def test_masks_of_frames_that_another_model_left_are_refused(clip: Path, tmp_path: Path) -> None:
+    made = outputs(tmp_path / "out", overlay=False)
+    assert run(clip, made) == []
+    made.mask(find(str(clip), made.out)[0]).unlink()  # as if it had been interrupted
+    made.predictor.model["weights_digest"] = "34cd"
+    with pytest.raises(ConfigError, match=r"model\.weights_digest 12ab -> 34cd"):
+        run(clip, made)
+
+
+def test_odd_sizes_grow_by_a_pixel_instead_of_losing_one(tmp_path: Path) -> None:
+    film = Film(tmp_path / "odd.mp4", Clip(33, 47, 5.0, 2))
+    image = np.full((33, 47, 3), (200, 30, 30), np.uint8)
+    film.add(image)
+    film.add(image)
+    film.finish(film.path, {"a": 1})
+    first = next(read_frames(film.path))
+    assert first.shape == (34, 48, 3)
+    assert np.abs(first.astype(int) - image[0, 0]).max() < 25
+    assert read_stamp(film.path) == {"a": 1}
+
+
+def test_a_film_that_lost_frames_is_refused(tmp_path: Path) -> None:
+    film = Film(tmp_path / "short.mp4", Clip(32, 32, 5.0, 2))
+    film.add(np.zeros((32, 32, 3), np.uint8))
+    film.frames = 2
+    with pytest.raises(ConfigError, match="would hold 1 of 2 frames"):
+        film.finish(film.path, {})
+    film.discard()
+    assert list(tmp_path.iterdir()) == []

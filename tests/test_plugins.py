@@ -1,0 +1,160 @@
+"""The user's code: found, refused with what is near, trusted by where it lies, and hashed with what it imports."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from segpipe import plugins
+from segpipe.errors import CheckpointError, ConfigError
+
+Write = Callable[[str, str], None]
+KEY = "model.name"
+
+
+def refused(path: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        plugins.load(KEY, path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_code_of_the_current_folder_is_found(project: Write) -> None:
+    project("net.py", "class Net: pass")
+    project("deep/er/net.py", "class Deeper: pass")  # without __init__.py
+    assert plugins.load(KEY, "net:Net").__name__ == "Net"
+    assert plugins.load(KEY, "deep.er.net:Deeper").__name__ == "Deeper"
+    assert sys.path[0] == str(Path.cwd())
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("net:Nett", "net has no Nett. Did you mean Net?"),
+        ("nets:Net", "there is no module nets in .*project or among the installed packages. Did you mean net[?]"),
+        ("other:Net", "Run the command in the folder that holds other"),
+        ("pack.nets:Net", "there is no module nets in .*project/pack. Did you mean net[?]"),
+        ("net.py:Net", "net.py:Net names a file. Write the module: net:Net"),
+        ("./pack/net.py:Net", "package.module:Name was needed. Did you mean pack.net:Net[?]"),
+        ("net:", "package.module:Name was needed"),
+        ("net:NUMBER", "is 3, but a class or function was needed"),
+        ("broken:Net", r"broken.py, line 2 \(import nothing_there\): ModuleNotFoundError"),
+        ("wrong:Net", "wrong.py, line 1: SyntaxError"),
+        ("borrows:Net", r"borrows.py, line 1 \(from net import Nothing\): ImportError"),
+        ("attribute:Net", r"attribute.py, line 2 \(np.nothing\): AttributeError"),
+        ("leaves:Net", "leaves.py, line 2 .*SystemExit"),
+    ],
+)
+def test_what_cannot_be_imported_is_named(project: Write, path: str, says: str) -> None:
+    project("net.py", "NUMBER = 3\nclass Net: pass")
+    project("pack/__init__.py", "")
+    project("pack/net.py", "class Net: pass")
+    project("broken.py", "import os\nimport nothing_there\n")
+    project("wrong.py", "def f(:\n")
+    project("borrows.py", "from net import Nothing\n")
+    project("attribute.py", "import numpy as np\nnp.nothing\n")
+    project("leaves.py", "import sys\nsys.exit(3)\n")
+    with pytest.raises(ConfigError, match=says):
+        plugins.load(KEY, path)
+
+
+def test_a_run_cannot_name_code_outside_the_project(
+    project: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "outside.py").write_text("raise SystemExit('was imported')")
+    monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
+    project("net.py", "from os import system\nclass Net: pass")
+    project(".venv/lib/site-packages/package.py", "raise SystemExit('was imported')")
+    monkeypatch.syspath_prepend(str(Path(".venv/lib/site-packages").absolute()))
+    for path, place in (
+        ("os:system", "os lies in Python itself"),
+        ("posix:system", "outside the project"),
+        ("outside:Net", "elsewhere"),
+        ("package:Net", "site-packages"),
+        ("segpipe.files:write_atomically", "segpipe"),
+    ):
+        assert place in refused(path)
+        assert f"trust=[{path.partition(':')[0].partition('.')[0]}]" in refused(path)
+    assert "net has it from posix, which is outside this project" in refused("net:system")
+    assert plugins.load(KEY, "net:Net")
+
+
+def test_code_that_the_user_names_is_imported_from_anywhere(project: Write) -> None:
+    plugins.trust(["json:dumps"])
+    assert plugins.load(KEY, "json:dumps")({}) == "{}"
+    assert "trust=[json]" in refused("json:loads")
+    plugins.trust(["json"])
+    assert plugins.load(KEY, "json:loads")("3") == 3
+
+
+def test_a_parent_outside_is_not_imported_to_look_inside(
+    project: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (tmp_path / "pack" / "net.py").write_text("class Net: pass")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    refused("pack.net:Net")
+    assert not (tmp_path / "ran").exists()
+
+
+def function(first: int, *, width: int = 3, depth: int = 2) -> tuple[int, int, int]:
+    if depth == 0:
+        raise ValueError("depth is 0")
+    return first, width, depth
+
+
+def test_arguments_are_those_of_the_signature() -> None:
+    assert plugins.call(KEY, "f:function", function, {"width": 4}, 1) == (1, 4, 2)
+    for args, named, says in (
+        (
+            {"widht": 1},
+            {},
+            "model.args.widht is not an argument of f:function, which takes width, depth. Did you mean width?",
+        ),
+        ({"zzz": 1}, {}, "which takes width, depth.$"),
+        ({"width": 1}, {"width": 2}, "model.args.width is not an argument of f:function, which takes depth."),
+        ({}, {"num_classes": 2}, "must take the keyword num_classes: function(..., num_classes=...)"),
+        ({"depth": 0}, {}, r"test_plugins.py, line \d+ .*ValueError: depth is 0"),
+    ):
+        with pytest.raises(ConfigError, match=says.replace("(...", r"\(\.\.\.").replace("...)", r"...\)")):
+            plugins.call(KEY, "f:function", function, args, 1, **named)
+    with pytest.raises(ConfigError, match=r"cannot be called as function\(\): missing a required argument: 'first'"):
+        plugins.call(KEY, "f:function", function, {})
+
+
+def test_sources_are_what_the_import_statements_reach(project: Write) -> None:
+    project("net.py", "import json, numpy, yaml\nfrom parts import conv\ndef f():\n    from pack.sub import deep\n")
+    project("parts/__init__.py", "from . import conv")
+    project("parts/conv.py", "from .norm import Norm\nfrom ..parts import pool")
+    project("parts/norm.py", "")
+    project("parts/pool.py", "")
+    project("parts/unused.py", "")
+    project("pack/sub.py", "")
+    project("other.py", "")
+    found = plugins.sources([(KEY, "net:Net")])
+    packages = {name: value for name, value in found.items() if not name.endswith(".py")}
+    assert set(found) - set(packages) == {
+        "net.py", "pack/sub.py", "parts/__init__.py", "parts/conv.py", "parts/norm.py", "parts/pool.py",
+    }  # fmt: skip
+    assert set(packages) == {"yaml"}  # the version; numpy's is recorded in every run
+    before = found["parts/norm.py"]
+    project("parts/norm.py", "x = 1")
+    assert plugins.sources([(KEY, "net:Net")])["parts/norm.py"] != before
+    with pytest.raises(ConfigError, match="no module nothing"):
+        plugins.sources([(KEY, "nothing:Net")])
+    assert "parts" not in sys.modules
+
+
+def test_changed_code_is_refused_unless_it_is_named(project: Write) -> None:
+    project("net.py", "import parts")
+    project("parts.py", "a = 1")
+    recorded = plugins.sources([(KEY, "net:Net")])
+    plugins.check_unchanged(KEY, "net:Net", recorded, "last.pt")
+    project("parts.py", "a = 2")
+    with pytest.raises(CheckpointError, match=r"last.pt: .*parts.py changed since the training.*trust=\[net\]"):
+        plugins.check_unchanged(KEY, "net:Net", recorded, "last.pt")
+    plugins.trust(["net"])
+    plugins.check_unchanged(KEY, "net:Net", recorded, "last.pt")

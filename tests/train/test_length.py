@@ -1,0 +1,92 @@
+"""How long a run trains: a number of epochs, and until validations stop improving."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from runs import metrics, outcome, result, run
+from segpipe.run.launch import with_steps
+from segpipe.settings.config import from_mapping
+from segpipe.train import checkpoint, engine
+from segpipe.train.validate import Validation
+
+SCORES = {2: 0.1, 4: 0.3, 6: 0.2, 8: 0.3, 10: 0.25, 12: 0.9, 14: 0.1}  # by step; 8 is not better than 4
+PATIENT = (
+    "train.steps=20",
+    "train.validate_every=2",
+    "train.patience=3",
+    "compute.shards=1",
+    "checkpoint.keep_every=7",
+)
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Validations have the mIoU of SCORES, the final one 0.5, the best of all."""
+    validate, score = engine._validate, 0.0
+
+    def scripted_validation(run: engine.Run, *, precision: str, log: bool = True) -> Validation:
+        nonlocal score
+        final = engine._stopped_early(run)
+        score = 0.5 if final else SCORES[run.state.step]
+        return validate(run, precision=precision, log=log)
+
+    monkeypatch.setattr(engine, "_validate", scripted_validation)
+    monkeypatch.setattr(engine, "miou", lambda total: score)
+
+
+@pytest.mark.usefixtures("scripted")
+def test_training_stops_when_validations_do_not_improve_and_resumes_exactly(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert run(folder, *PATIENT) == 0
+    found = result(folder)
+    assert (found["steps"], found["stopped_early"], found["best_miou"]) == (10, True, 0.5)
+    assert [line["step"] for line in metrics(folder) if line["kind"] == "validation"] == [2, 4, 6, 8, 10]
+    resumed = Path(shutil.copytree(folder, tmp_path / "resumed"))
+    (resumed / "step_000007.pt").replace(resumed / "last.pt")  # after one validation that was not better
+    assert checkpoint.load(resumed / "last.pt")["stale"] == 1
+    assert run(resumed, *PATIENT, "run.exists=resume") == 0
+    assert result(resumed)["steps"] == 10
+    assert outcome(resumed) == outcome(folder)
+    assert run(folder, *PATIENT, "run.exists=resume") == 0  # of a run that has stopped: it does not go on
+    assert result(folder)["steps"] == 10
+    assert outcome(resumed) == outcome(folder)
+
+
+def test_without_patience_a_run_goes_to_its_end(tmp_path: Path) -> None:
+    assert run(tmp_path / "run", "train.validate_every=1", "compute.shards=1") == 0
+    assert (result(tmp_path / "run")["steps"], result(tmp_path / "run")["stopped_early"]) == (3, False)
+    content = checkpoint.load(tmp_path / "run" / "last.pt")
+    assert content["stale"] >= 0
+    older = {key: value for key, value in content.items() if key not in ("stale", "digests", "format", "version")}
+    checkpoint.save(tmp_path / "older.pt", older)
+    assert "stale" not in torch.load(tmp_path / "older.pt", weights_only=True)
+    assert checkpoint.load(tmp_path / "older.pt")["stale"] == 0
+
+
+@pytest.mark.parametrize(("images", "epochs", "steps"), [(16, 3, 6), (17, 3, 7), (1, 1, 1), (8, 1, 1), (9, 1, 2)])
+def test_epochs_are_whole_passes(images: int, epochs: int, steps: int) -> None:
+    values = {
+        "train": {"epochs": epochs},
+        "data": {"num_train": images},
+        "compute": {"shards": 4, "samples_per_shard": 2},
+    }
+    found = with_steps(from_mapping(values))
+    assert (found.train.steps, found.train.epochs) == (steps, 0)
+    assert with_steps(found) is found
+
+
+def test_a_run_stores_steps_and_resumes_with_epochs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    length = ("train.steps=0", "train.epochs=1", "data.num_train=3", "compute.shards=1")
+    assert run(folder, *length) == 0
+    stored = json.loads((folder / "config.json").read_text())["train"]
+    assert (stored["steps"], stored["epochs"], result(folder)["steps"]) == (2, 0, 2)
+    assert run(folder, *length, "run.exists=resume") == 0
+    assert run(folder, *length, "train.epochs=2", "run.exists=resume") == 2
+    assert "train.steps: 2 -> 3" in capsys.readouterr().err
