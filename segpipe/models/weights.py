@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import pickle
 import re
 from collections.abc import Iterator, Mapping
@@ -141,7 +142,7 @@ class Fit:
         classes = f" ({self.classes[0]} -> {self.classes[1]} classes, initialized)" if self.classes else ""
         return "; ".join(
             (
-                f"kept {len(self.kept)} tensors, {100 * self.share:.1f} % of the parameters",
+                f"kept {len(self.kept)} tensors, {math.floor(1000 * self.share) / 10} % of the parameters",
                 f"adapted {_listed(self.adapted)}{classes}",
                 f"fresh {_listed(self.fresh)}",
                 f"left over {_listed(self.left_over)}",

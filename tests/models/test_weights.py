@@ -136,6 +136,9 @@ def test_class_layers_of_two_class_counts_are_refused() -> None:
 def test_a_layer_of_another_width_is_no_class_layer() -> None:
     with pytest.raises(WeightsError, match="of another shape"):
         fit(Small(5, 5), source(Small(5, 9).state_dict()), num_classes=5)
+    other = {**Small(5).state_dict(), "head.weight": torch.ones(7, 9, 1, 1)}  # another class count, and another width
+    with pytest.raises(WeightsError, match=r"1 of another shape \(head\.weight"):
+        fit(Small(5), source(other), num_classes=5)
 
 
 def test_partial_takes_an_encoder_alone_and_names_the_rest() -> None:
