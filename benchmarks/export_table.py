@@ -31,8 +31,15 @@ from segpipe.export.artifact.origin import Origin
 from segpipe.export.artifact.outcome import ExportReport
 from segpipe.export.dataset import check_images
 from segpipe.export.gates.check_set import Check, check_set
-from segpipe.export.gates.comparison import Candidate, as_trained, compare
-from segpipe.export.gates.limits import LIMITS, gate_logits, gate_mask, gate_preprocessing
+from segpipe.export.gates.comparison import (
+    Candidate,
+    as_trained,
+    compare,
+    gate_logits,
+    gate_mask,
+    gate_preprocessing,
+)
+from segpipe.export.gates.limits import LIMITS
 from segpipe.export.graph.formats import FORMATS
 from segpipe.export.graph.network import deploy_model, one_thread, run_eager
 from segpipe.export.produce import produce

@@ -8,6 +8,7 @@ everything happened as described, 1 something did not.
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from collections.abc import Callable
@@ -161,10 +162,12 @@ def in_a_process(settings: list[str]) -> tuple[int, str]:
 
 def main(arguments: list[str]) -> int:
     """Exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=HERE.parents[1] / "runs" / "race", help="of the runs")
+    folder = parser.parse_args(arguments).folder
     console = Console(highlight=False)
     torch.set_num_threads(1)
     cv2.setNumThreads(0)
-    folder = Path(arguments[0]) if arguments else HERE.parents[1] / "runs" / "race"
     fine = Demo(console, in_a_process, folder.resolve()).story()
     verdict = "Found at the start and during the run; silent once fixed." if fine else "Something went differently."
     console.print(f"\n{verdict} See docs/race.md for what is guaranteed.", style="bold green" if fine else "bold red")

@@ -17,6 +17,7 @@ from segpipe.errors import CheckpointError, DataError, SegpipeError
 from segpipe.files import sha256
 from segpipe.ledger import inputs
 from segpipe.ledger.reader import RunLedger, first_broken, read_run, read_seals
+from segpipe.ledger.results import changes, read_inputs
 from segpipe.ledger.rows import (
     FOLDER,
     INPUTS,
@@ -100,7 +101,7 @@ def check_inputs(run: Path, config: Config, ledger: RunLedger | None) -> list[Li
             return [Line("data", FAILED, f"{path} is missing, but the ledger has its hash")]
         return [Line("data", UNCHECKED, f"{path} does not exist: files and sources were not recorded")]
     try:
-        content = inputs.read(path)
+        content = read_inputs(path)
     except SegpipeError as error:
         return [Line("data", FAILED, str(error))]
     lines = [_check_data(config, content["data"]), _check_code(content["code"])]
@@ -121,7 +122,7 @@ def _check_data(config: Config, recorded: dict[str, Any]) -> Line:
     if absent := absent_root(config.data):
         return Line("data", UNCHECKED, f"data.root = {absent} does not exist here")
     try:
-        changed = inputs.changes(files, inputs.data_hashes(config.data, splits))
+        changed = changes(files, inputs.data_hashes(config.data, splits))
     except SegpipeError as error:
         return Line("data", FAILED, f"the data cannot be read: {error}")
     if changed:
@@ -143,7 +144,7 @@ def check_weights(config: Config) -> list[Line]:
 
 
 def _check_code(recorded: dict[str, Any]) -> Line:
-    changed = inputs.changes(recorded["files"], inputs.source_hashes())
+    changed = changes(recorded["files"], inputs.source_hashes())
     version = f"segpipe {recorded.get('segpipe')}, {inputs.combined(recorded['files'])}"
     if changed:
         return Line("code", NOTED, f"this segpipe is not that of the run ({version}): {shortened(changed)}")
@@ -155,7 +156,7 @@ def _check_plugins(config: Config, recorded: dict[str, Any]) -> Line:
         now = plugins.sources(config.import_paths)
     except SegpipeError as error:
         return Line("plug-ins", UNCHECKED, str(error))
-    if changed := inputs.changes(recorded.get("files", {}), now):
+    if changed := changes(recorded.get("files", {}), now):
         return Line("plug-ins", FAILED, f"this code is not that of the run: {shortened(changed)}")
     return Line("plug-ins", PASSED, f"{len(now)} files and packages are unchanged: {recorded.get('sha256')}")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from segpipe import plugins
 from segpipe.audit import evidence
@@ -21,6 +22,7 @@ from segpipe.audit.verdict import FAILED, NOTED, PASSED, UNCHECKED, Audit, Line
 from segpipe.data.mix import absent_root
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
+from segpipe.distributed.group import Group
 from segpipe.distributed.watch.agreement import plugin_sources
 from segpipe.errors import CheckpointError, CollectiveError, ConfigError, SegpipeError
 from segpipe.files import sha256
@@ -33,6 +35,7 @@ from segpipe.runtime.artifact import SUMS
 from segpipe.settings.arguments import with_settings
 from segpipe.settings.check import check
 from segpipe.settings.config import Config
+from segpipe.train.batches import counted, order_of
 from segpipe.train.checkpoint import HASHES
 
 Progress = Callable[[str, int, int], None]  # what is being done, updates done, updates in all
@@ -150,15 +153,15 @@ def _updates(replays: _Replays, ledger: RunLedger, obstacle: str) -> list[Line]:
     config, recorded = replays.config, ledger.sample_names
     try:
         samples = open_samples(config.data, "train", config.seed)
+        names = [samples.name(index) for index in range(len(samples))]
+        if recorded and names != recorded:
+            unlike = next((pair for pair in zip(recorded, names, strict=False) if pair[0] != pair[1]), None)
+            text = f"{unlike[0]} is now {unlike[1]}" if unlike else f"{len(recorded)} samples are now {len(names)}"
+            return [Line("updates", FAILED, f"the training set is not that of the run: {text}")]
+        order = order_of(config, samples, counted(config, Group(0, 0, 1, torch.device("cpu")), samples))
     except SegpipeError as error:
-        return [Line("updates", FAILED, f"the training samples cannot be listed: {error}")]
-    names = [samples.name(index) for index in range(len(samples))]
-    lines = []
-    if recorded and names != recorded:
-        unlike = next((pair for pair in zip(recorded, names, strict=False) if pair[0] != pair[1]), None)
-        text = f"sample {unlike[0]} is now {unlike[1]}" if unlike else f"{len(recorded)} samples are now {len(names)}"
-        lines.append(Line("updates", FAILED, f"the training set is not that of the run: {text}"))
-    return [*lines, *check_updates(config, ledger, len(recorded or names), None if obstacle else replays.start())]
+        return [Line("updates", FAILED, f"the training samples cannot be read: {error}")]
+    return [*check_updates(config, ledger, order, None if obstacle else replays.start())]
 
 
 def _chosen(

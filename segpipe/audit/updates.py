@@ -16,13 +16,13 @@ from segpipe.train.optim import learning_rate
 PART = "updates"
 
 
-def check_updates(config: Config, ledger: RunLedger, num_samples: int, start: RunLedger | None) -> Iterator[Line]:
+def check_updates(config: Config, ledger: RunLedger, order: Order, start: RunLedger | None) -> Iterator[Line]:
     """Findings on all updates in the ledger.
 
-    num_samples: of the training set. start: the ledger of a fresh state of this configuration; None if unknown.
+    order: the samples of each update. start: the ledger of a fresh state of this configuration; None if unknown.
     """
     steps = int((ledger.rows[STEP]["step"] >= 0).sum())
-    faults = [*_start_faults(ledger, start), *_order_faults(config, ledger, num_samples), *_rate_faults(config, ledger)]
+    faults = [*_start_faults(ledger, start), *_order_faults(order, ledger), *_rate_faults(config, ledger)]
     yield from (Line(PART, FAILED, fault) for fault in faults)
     if not faults:
         text = f"all {steps} took the samples and the learning rate that seed and settings give"
@@ -41,8 +41,7 @@ def _start_faults(ledger: RunLedger, start: RunLedger | None) -> list[str]:
     return [f"the run did not start from the state that its settings give: {', '.join(names)} differ"] if names else []
 
 
-def _order_faults(config: Config, ledger: RunLedger, num_samples: int) -> list[str]:
-    order = Order(config.seed, num_samples, config.compute.shards, config.compute.samples_per_shard)
+def _order_faults(order: Order, ledger: RunLedger) -> list[str]:
     rows = ledger.rows[SHARD]
     for row in rows[rows["step"] >= 0]:
         expected = order.shard(int(row["step"]), int(row["shard"]))
@@ -52,7 +51,7 @@ def _order_faults(config: Config, ledger: RunLedger, num_samples: int) -> list[s
             return [
                 f"step {row['step']}, shard {row['shard']}, place {place}: sample {found[place][1]} of epoch "
                 f"{found[place][0]} instead of sample {expected[place][1]} of epoch {expected[place][0]}, which the "
-                f"seed gives for {num_samples} training samples"
+                f"seed gives for {order.num_samples} training samples"
             ]
     return []
 

@@ -206,11 +206,15 @@ COMMANDS = {
         ),
     ),
     "runs": Command(
-        "list runs as a table",
-        "Runs that have not finished show their last logged step.",
+        "compare runs in a table",
+        "The best run first, with the settings in which the runs differ. Runs that have not finished show their last\n"
+        "logged step, and why they ended. out=compare.html writes a page with the table and all curves.",
         (
             Setting("root", "runs", "folder to search for runs"),
-            Setting("sort", "date", "column to sort by", choices=("date", "miou", "name", "model", "data", "steps")),
+            Setting("runs", [], "run folders to compare, or patterns such as runs/lr*; none: all below root"),
+            Setting("sort", "miou", "column to sort by", choices=("date", "miou", "name", "model", "data", "steps")),
+            Setting("group", "", "one line per recipe, with mean and range over this setting: group=seed"),
+            Setting("out", "", "HTML page to write: the table, and the curves of the best runs"),
             Setting("json", False, "print one line of JSON"),
         ),
     ),

@@ -1,13 +1,10 @@
-"""`segpipe runs`: a table of the runs in a folder, read from their config.json, result.json and metrics.jsonl."""
+"""`segpipe runs`: compares runs in one table, on the terminal, as JSON or as a page with their curves."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from datetime import datetime
-from functools import reduce
-from operator import getitem
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,96 +12,84 @@ from rich.console import Console
 from rich.table import Table
 
 from segpipe.errors import ConfigError
-from segpipe.run.tracking import FILE_NAME, read_metrics
+from segpipe.run.overview import RecipeGroup, Row, differing, find_runs, grouped, ordered
+from segpipe.run.overview_page import write_overview
+from segpipe.settings.config import FREE_KEYS, SETTINGS
+from segpipe.settings.setting import nearest, shown
 
-DESCENDING = ("date", "miou", "steps")
-PIPE_WIDTH = 200  # characters, so that nothing is cut off in a file or for grep
-
-
-@dataclass(frozen=True)
-class Row:
-    """One run; None if it is not known yet or cannot be read."""
-
-    name: str  # folder below root
-    model: str | None = None
-    data: str | None = None
-    miou: float | None = None
-    steps: int | None = None
-    digest: str | None = None  # of the averaged weights
-    date: str | None = None  # last change, local time
-    state: str = "finished"
+SETTINGS_SHOWN = 6  # columns; the page and --json have all
+STATE_SHOWN = 60  # characters; the page and failure.json of the run have all
+ALWAYS_SHOWN = ("model.name", "data.name")
 
 
 def main(given: dict[str, Any]) -> int:
     """Exit code."""
-    rows = ordered(list(find_runs(Path(given["root"]))), given["sort"])
-    if given["json"]:
-        print(json.dumps([asdict(row) for row in rows]))
+    by = given["group"]
+    if by and (by not in SETTINGS or by in FREE_KEYS):
+        recipe = [key for key in SETTINGS if key not in FREE_KEYS]
+        raise ConfigError(f"group = {by} is not a setting that decides what is trained.{nearest(by, recipe)}")
+    rows = ordered(find_runs(Path(given["root"]), given["runs"]), given["sort"])
+    groups = grouped(rows, by) if by else []
+    if given["out"]:
+        print(f"written: {write_overview(Path(given['out']), rows, groups, by)}")
         return 0
-    table = Table()
-    for title in ("name", "model", "data", "mIoU %", "steps", "digest", "date", "state"):
-        table.add_column(title, no_wrap=True)
-    for row in rows:
-        miou = None if row.miou is None else f"{100 * row.miou:.2f}"
-        cells = (row.name, row.model, row.data, miou, row.steps, row.digest and row.digest[:12], row.date, row.state)
-        table.add_row(*("-" if cell is None else str(cell) for cell in cells))
-    console = Console(highlight=False)
+    if given["json"]:
+        print(json.dumps([_plain(group) for group in groups] if by else [_plain(row) for row in rows]))
+        return 0
+    table = _group_table(groups, by) if by else _run_table(rows)
+    console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console.width = PIPE_WIDTH
+        console.width = 10**4  # a table is as wide as it needs
     console.print(table)
     return 0
 
 
-def find_runs(root: Path) -> Iterator[Row]:
-    """All runs below `root`. Raises ConfigError if it is not a folder."""
-    if not root.is_dir():
-        raise ConfigError(f"root = {root} is not a folder. Set root to the folder that holds the runs.")
-    for path in sorted(root.rglob("config.json")):
-        yield read_row(path.parent, str(path.parent.relative_to(root)))
+def _plain(item: Row | RecipeGroup) -> dict[str, Any]:
+    """For JSON."""
+    if isinstance(item, Row):
+        values = asdict(item)
+        del values["folder"]
+        return values
+    names = [row.name for row in item.rows]
+    return {"mean": item.mean, "scores": item.scores, "runs": names, "settings": item.settings}
 
 
-def read_row(folder: Path, name: str) -> Row:
-    """The run in `folder`; a file that cannot be read is named in `state`."""
-    config, config_fault = _read(folder / "config.json", {"model.name": str, "data.name": str, "train.steps": int})
-    result, result_fault = _read(folder / "result.json", {"miou": float | None, "steps": int, "ema_digest": str})
-    metrics = read_metrics(folder / FILE_NAME)
-    steps = result.get("steps", metrics[-1]["step"] if metrics else 0)
-    state = "finished" if result else f"unfinished, step {steps} of {config.get('train.steps')}"
-    return Row(
-        name,
-        model=config.get("model.name"),
-        data=config.get("data.name"),
-        miou=result.get("miou"),
-        steps=steps,
-        digest=result.get("ema_digest"),
-        date=_date(folder),
-        state=config_fault or result_fault or state,
-    )
+def _run_table(rows: Sequence[Row]) -> Table:
+    """A line for each run, with the settings in which they differ."""
+    keys = [key for key in differing([row.settings for row in rows]) if key not in ALWAYS_SHOWN]
+    table = _table("name", "model", "data", "mIoU %", "steps", *keys[:SETTINGS_SHOWN], "digest", "date", "state")
+    for row in rows:
+        settings = [shown(row.settings[key]) if row.settings else None for key in keys[:SETTINGS_SHOWN]]
+        digest = row.digest and row.digest[:12]
+        state = row.state if len(row.state) <= STATE_SHOWN else f"{row.state[: STATE_SHOWN - 3]}..."
+        cells = (row.name, row.model, row.data, _percent(row.miou), row.steps, *settings, digest, row.date, state)
+        table.add_row(*("-" if cell is None else str(cell) for cell in cells))
+    if len(keys) > SETTINGS_SHOWN:
+        table.caption = f"They also differ in {', '.join(keys[SETTINGS_SHOWN:])}."
+    return table
 
 
-def _read(path: Path, kinds: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Values of a JSON file by dotted key, and what is wrong with it; no values if it is damaged or does not exist."""
-    if not path.exists():
-        return {}, ""
-    try:
-        content = json.loads(path.read_bytes())
-        found = {key: reduce(getitem, key.split("."), content) for key in kinds}
-    except (OSError, ValueError, TypeError, LookupError):
-        return {}, f"{path.name} is damaged"
-    fits = all(isinstance(found[key], kind) for key, kind in kinds.items())
-    return (found, "") if fits else ({}, f"{path.name} is damaged")
+def _group_table(groups: Sequence[RecipeGroup], by: str) -> Table:
+    """A line for each recipe: mean and range over its runs."""
+    keys = differing([group.settings for group in groups])
+    table = _table(*keys, by, "finished", "mean mIoU %", "lowest", "highest", "range")
+    for group in groups:
+        settings = [shown(group.settings[key]) for key in keys]
+        values = ",".join(shown(row.settings[by]) for row in group.rows)
+        figures = ["-"] * 4
+        if group.mean is not None:
+            low, high = min(group.scores), max(group.scores)
+            figures = [f"{100 * number:.2f}" for number in (group.mean, low, high, high - low)]
+        table.add_row(*settings, values, f"{len(group.scores)} of {len(group.rows)}", *figures)
+    return table
 
 
-def _date(folder: Path) -> str:
-    """When a file of the run's progress last changed."""
-    times = [
-        path.stat().st_mtime for name in ("result.json", FILE_NAME, "config.json") if (path := folder / name).exists()
-    ]
-    return datetime.fromtimestamp(times[0]).strftime("%Y-%m-%d %H:%M")
+def _table(*titles: str) -> Table:
+    table = Table(caption_justify="left")
+    for title in titles:
+        table.add_column(title, no_wrap=True)
+    return table
 
 
-def ordered(rows: list[Row], column: str) -> list[Row]:
-    """Rows sorted by a column, the newest, best or longest first; rows without a value come last."""
-    known = [row for row in rows if getattr(row, column) is not None]
-    known.sort(key=lambda row: getattr(row, column), reverse=column in DESCENDING)
-    return known + [row for row in rows if getattr(row, column) is None]
+def _percent(score: float | None) -> str | None:
+    return None if score is None else f"{100 * score:.2f}"

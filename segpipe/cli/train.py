@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import hydra
-from omegaconf import DictConfig
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus, setup_globals
+from hydra.errors import HydraException
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
 
 from segpipe.distributed.environment import local_rank, under_launcher, wait_to_be_ended
-from segpipe.errors import ConfigError, SegpipeError
+from segpipe.errors import ConfigError, Interrupted, SegpipeError
 from segpipe.run.finish import finish
-from segpipe.run.launch import launch
-from segpipe.run.sweep import Sweep
-from segpipe.settings.compose import CONF, checked_overrides, compose, config_files, is_sweep
+from segpipe.run.launch import check_job, examine, launch, launch_apart
+from segpipe.run.naming import distinct
+from segpipe.run.sweep import Job, Sweep
+from segpipe.settings.compose import CONF, checked_overrides, compose, config_files, explain, is_sweep, resolve
+from segpipe.settings.config import Config
+
+MULTIRUN = ("-m", "--multirun")
+# Hydra starts plug-ins of its own packages only, so ours takes the place of the launcher that it uses by default.
+BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+# Sweepers with a direction: its setting, what it must be, and how to set that. A job returns its mIoU.
+DIRECTIONS = (
+    ("hydra.sweeper.direction", "maximize", "hydra.sweeper.direction=maximize"),
+    ("hydra.sweeper.optim.maximize", True, "hydra.sweeper.optim.maximize=true"),
+    ("hydra.sweeper.ax_config.experiment.minimize", False, "hydra.sweeper.ax_config.experiment.minimize=false"),
+)
 
 
 def main(arguments: list[str]) -> int:
@@ -22,7 +46,7 @@ def main(arguments: list[str]) -> int:
         files, overrides = config_files(arguments)
         overrides = checked_overrides(overrides, files)
         overrides = ["--multirun", *overrides] if is_sweep(overrides) else overrides
-        if under_launcher() and any(argument in ("-m", "--multirun") for argument in overrides):
+        if under_launcher() and any(argument in MULTIRUN for argument in overrides):
             raise ConfigError(
                 "--multirun under torchrun would run the whole sweep once per rank. Use: segpipe train --multirun "
                 "compute.nproc=N key=1,2,3"
@@ -39,20 +63,111 @@ def main(arguments: list[str]) -> int:
 
 def _run_hydra(arguments: list[str]) -> int:
     """Let Hydra act on its flags: --cfg, --multirun, --config-dir, --shell-completion and others."""
-    sweep = Sweep(partial(launch, finish=finish, isolated=True))
+    single: list[Config] = []
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def job(composed: DictConfig) -> None:
-        sweep.job(composed)
+        single.append(resolve(composed))
 
+    sweeps = any(argument in MULTIRUN for argument in arguments)
+    SweepLauncher.sweep = sweep = Sweep(partial(launch_apart, finish=finish), check_job, examine)
+    if sweeps:
+        if any(argument.startswith("hydra/launcher") for argument in arguments):
+            raise ConfigError(
+                "hydra/launcher cannot be set: segpipe trains the jobs of a sweep one after another, each on all "
+                "processes of compute.nproc. For several machines, start a sweep on each: docs/sweeps.md."
+            )
+        Plugins.instance().class_name_to_class[BASIC_LAUNCHER] = SweepLauncher
     flags_first = sorted(arguments, key=lambda text: "=" in text and not text.startswith("-"))  # as argparse needs
-    before, sys.argv = sys.argv, [sys.argv[0], *flags_first]
     try:
-        job()
+        with _hydra_raises(flags_first):
+            job()
     except SystemExit as end:  # Hydra has printed what is wrong, and uses its own exit code
-        if end.code and not sweep.started:
+        if end.code:
             return ConfigError.exit_code
         raise
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explain(error)) from error
+    except (Interrupted, JobFailedError):  # Ctrl-C, or the search gave up: the table says so
+        pass
+    except SegpipeError:  # a later batch was refused
+        sweep.finish()
+        raise
+    if single:
+        return launch(single[0], finish=finish)
+    return sweep.finish()
+
+
+@contextmanager
+def _hydra_raises(arguments: Sequence[str]) -> Iterator[None]:
+    """Give Hydra its arguments, and let its errors pass instead of printing them with a traceback."""
+    before, variable = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv, os.environ["HYDRA_FULL_ERROR"] = [before[0], *arguments], "1"
+    try:
+        yield
     finally:
         sys.argv = before
-    return sweep.finish()
+        del os.environ["HYDRA_FULL_ERROR"]
+        if variable is not None:
+            os.environ["HYDRA_FULL_ERROR"] = variable
+
+
+class JobFailedError(Exception):
+    """Tells a search that a job has no result."""
+
+
+class SweepLauncher(Launcher):
+    """Passes each batch of jobs, which a sweeper of Hydra chose, to `sweep`, and returns their mIoU."""
+
+    sweep: Sweep  # Hydra makes the instance
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self._loader, self._config = hydra_context.config_loader, config
+        self._searched = not str(config.hydra.sweeper._target_).endswith(".BasicSweeper")
+        for key, needed, fix in DIRECTIONS:
+            found = OmegaConf.select(config, key)
+            shown = getattr(found, "name", found)  # of an enumeration
+            if found is not None and shown != needed:
+                raise ConfigError(f"{key} = {shown}, but jobs return their mIoU, higher is better. Set {fix}.")
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
+        setup_globals()
+        jobs = self._jobs(job_overrides, initial_job_idx)
+        self.sweep.batch(jobs, searched=self._searched)
+        if self.sweep.interrupted:
+            raise Interrupted("the sweep was interrupted.")
+        return [self._returned(job, overrides) for job, overrides in zip(jobs, job_overrides, strict=True)]
+
+    def _jobs(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[Job]:
+        """Jobs with names that differ."""
+        parser = OverridesParser.create()
+        given = parser.parse_overrides(list(self._config.hydra.overrides.task))
+        fixed = {override.key_or_group for override in given if not override.is_sweep_override()}
+        composed, swept, names, templates = [], [], [], []
+        for place, overrides in enumerate(job_overrides):
+            config = self._loader.load_sweep_config(self._config, list(overrides))
+            with open_dict(config):
+                config.hydra.job.id = config.hydra.job.num = first + place
+            HydraConfig.instance().set_config(config)  # for ${hydra:job.num}
+            pairs = [text.lstrip("+").partition("=") for text in overrides]
+            swept.append({key: value for key, _, value in pairs if key not in fixed})
+            names.append(str(config.run.name))
+            templates.append(str(OmegaConf.to_container(config.run, resolve=False)["name"]))  # type: ignore[call-overload,index]
+            composed.append(config)
+        jobs = []
+        for config, name, own in zip(
+            composed, distinct(names, templates, swept, always=self._searched), swept, strict=True
+        ):
+            HydraConfig.instance().set_config(config)
+            with read_write(config), open_dict(config):
+                config.run.name = name
+                del config["hydra"]
+            jobs.append(Job(resolve(config), " ".join(f"{key}={value}" for key, value in own.items())))
+        return jobs
+
+    def _returned(self, job: Job, overrides: Sequence[str]) -> JobReturn:
+        """What a sweeper reads. A grid must not end at a failed job, which Hydra's own sweeper would."""
+        failed = job.code != 0 or job.miou is None
+        value: Any = JobFailedError(job.reason or "no labelled pixel") if failed and self._searched else job.miou
+        status = JobStatus.FAILED if failed and self._searched else JobStatus.COMPLETED
+        return JobReturn(overrides=list(overrides), status=status, _return_value=value)

@@ -33,11 +33,11 @@ _EXIT_S = 1.0  # a process closes its socket shortly before its exit can be seen
 def _isolate(worker: int) -> None:
     """Start of every worker: one thread, no shared random state, no CUDA.
 
-    Ctrl-C and SIGTERM reach all processes of a job at once. Workers ignore them: the trainer ends its step first,
-    writes a checkpoint, and needs its workers until then.
+    Ctrl-C and a scheduler's signals reach all processes of a job at once. Workers ignore them: the trainer ends its
+    step first, writes a checkpoint, and needs its workers until then.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     if sys.__stderr__ is not None:
         faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
     cv2.setNumThreads(0)  # OpenCV's threads do not survive a fork: a worker that uses them can hang

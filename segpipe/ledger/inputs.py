@@ -20,8 +20,9 @@ from segpipe import plugins
 from segpipe.data.mix import DataPart, all_parts
 from segpipe.data.pairs import pairing, scan
 from segpipe.data.samples import open_plugin
-from segpipe.errors import CheckpointError, DataError
+from segpipe.errors import DataError
 from segpipe.files import sha256, write_atomically
+from segpipe.ledger.results import changes, read_inputs
 from segpipe.ledger.rows import INPUTS
 from segpipe.settings.config import Config
 from segpipe.settings.groups import DataConfig
@@ -46,7 +47,7 @@ def record(config: Config, splits: Iterable[str]) -> None:
     if not path.is_file():
         write_atomically(path, (json.dumps(_content(config, splits), indent=1) + "\n").encode())
         return
-    files = read(path)["data"]["files"]
+    files = read_inputs(path)["data"]["files"]
     changed = changes(files, data_hashes(config.data, splits)) if files and config.data.hash else []
     if changed:
         raise DataError(
@@ -66,17 +67,6 @@ def _content(config: Config, splits: Iterable[str]) -> dict[str, Any]:
         "code": {"segpipe": segpipe.__version__, "sha256": combined(sources), "files": sources},
         **({"plugins": {"sha256": combined(own), "files": own}} if own else {}),
     }
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Content of inputs.json. Raises CheckpointError when it is damaged."""
-    try:
-        content = dict(json.loads(path.read_bytes()))
-        for part in ("data", "code"):
-            content[part]["files"].items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read as the inputs of a run ({error!r}). Restore it.") from error
-    return content
 
 
 def data_hashes(data: DataConfig, splits: Iterable[str]) -> Hashes:
@@ -138,10 +128,3 @@ def _hashed(paths: Mapping[str, Path]) -> Hashes:
     names = sorted(paths)
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         return dict(zip(names, pool.map(sha256, (paths[name] for name in names)), strict=True))
-
-
-def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Phrases such as "a.png was altered": altered files first, then missing and added ones."""
-    altered = [f"{name} was altered" for name in before if name in now and now[name] != before[name]]
-    missing = [f"{name} is missing" for name in before if name not in now]
-    return altered + missing + [f"{name} was added" for name in now if name not in before]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from segpipe.errors import CheckpointError
-from segpipe.ledger import inputs
 from segpipe.ledger.rows import INPUTS
 
 RESULT, METRICS = "result.json", "metrics.jsonl"
@@ -41,10 +40,8 @@ def compare_results(a: Path, b: Path) -> ResultDifferences:
     only = [f"{name} is in {run} only" for name in (RESULT, INPUTS) for run in _holders(name, a, b)]
     results = [*_validations(a, b)] if METRICS in both else []
     results += [*_finals(a, b)] if RESULT in both else []
-    read = [inputs.read(folder / INPUTS) for folder in (a, b)] if INPUTS in both else []
-    changed = {
-        part: inputs.changes(*(each[part]["files"] for each in read)) if read else [] for part in ("data", "code")
-    }
+    read = [read_inputs(folder / INPUTS) for folder in (a, b)] if INPUTS in both else []
+    changed = {part: changes(*(each[part]["files"] for each in read)) if read else [] for part in ("data", "code")}
     return ResultDifferences(tuple(results), tuple(changed["data"]), tuple(changed["code"]), tuple(only))
 
 
@@ -95,3 +92,21 @@ def _read(path: Path) -> dict[str, Any]:
 def _listed(changes: tuple[str, ...]) -> str:
     more = len(changes) - SHOWN
     return ", ".join(changes[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def read_inputs(path: Path) -> dict[str, Any]:
+    """Content of inputs.json. Raises CheckpointError when it is damaged."""
+    try:
+        content = dict(json.loads(path.read_bytes()))
+        for part in ("data", "code"):
+            content[part]["files"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read as the inputs of a run ({error!r}). Restore it.") from error
+    return content
+
+
+def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Phrases such as "a.png was altered": altered files first, then missing and added ones."""
+    altered = [f"{name} was altered" for name in before if name in now and now[name] != before[name]]
+    missing = [f"{name} is missing" for name in before if name not in now]
+    return altered + missing + [f"{name} was added" for name in now if name not in before]

@@ -132,7 +132,13 @@ def _export(run: Run, console: Console) -> None:
     from segpipe.train.checkpoint import load_network
 
     started = time.perf_counter()
-    console.print("exporting, and comparing the files with the trained network ...", highlight=False)
+    formats, images = " and ".join(run.config.export.formats), run.config.export.quality_images
+    console.print(
+        f"exporting to {formats} and comparing the files with the trained network on up to {images} images "
+        f"(export=off leaves this out) ...",
+        highlight=False,
+        soft_wrap=True,
+    )
     trained = load_network(run.folder, "last")
     training = spread(run.train_samples)
     done = export_checkpoint(run.folder, "last", trained, run.config, validation=run.val_samples, training=training)

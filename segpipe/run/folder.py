@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.run import lock
+from segpipe.run.failure import FAILURE, failure
 from segpipe.run.tracking import FILE_NAME, read_metrics
-from segpipe.settings.config import Config
+from segpipe.settings.config import Config, from_mapping, recipe
 
 # A folder with one of these, or with any checkpoint, holds a run.
 TRACES = ("config.json", "result.json", "checkpoints.sha256", FILE_NAME)
+
+
+def check_folder(config: Config) -> None:
+    """Raise ConfigError if a living process trains into the run's folder, or `run.exists` forbids what it holds."""
+    try:
+        lock.check(config.run_dir)
+    except OSError as error:
+        raise ConfigError(f"{config.run_dir} cannot be read: {error.strerror}. Choose another run.root.") from error
+    _check_earlier_run(config)
 
 
 def claim_folder(config: Config) -> None:
@@ -45,6 +57,7 @@ def owned(config: Config, *, alone: bool) -> Iterator[None]:
             print(dead, file=sys.stderr)
         _check_earlier_run(config)  # again: another job may have trained here since it was claimed
         lock.remove_leftovers(config.run_dir)
+        (config.run_dir / FAILURE).unlink(missing_ok=True)
         yield
 
 
@@ -55,11 +68,25 @@ def _check_earlier_run(config: Config) -> None:
             f"{folder} already holds {_progress(folder)}. Set run.exists=resume to continue it, run.exists=replace "
             f"to delete it, or choose another run.name."
         )
+    if config.run.exists == "resume" and (changed := _changed_recipe(config)):
+        raise ConfigError(
+            f"{folder} was trained with another recipe ({'; '.join(changed[:5])}). Resume with the same settings, or "
+            f"start another run with another run.name."
+        )
     if config.run.exists == "resume" and not _has_checkpoint(folder) and (progress := _progress_without(folder)):
         raise ConfigError(
             f"run.exists = resume, but {folder} holds no checkpoint, although {progress}. Put a copy of last.pt or of "
             f"a step_*.pt back, or start again at step 0 with run.exists=replace."
         )
+
+
+def _changed_recipe(config: Config) -> list[str]:
+    """What is trained differently than config.json says; nothing if there is none, or it is not readable."""
+    try:
+        before = recipe(from_mapping(json.loads((config.run_dir / "config.json").read_bytes())))
+    except (OSError, ValueError, TypeError, ConfigError):
+        return []
+    return [f"{key}: {before[key]} -> {now}" for key, now in recipe(config).items() if before[key] != now]
 
 
 def clear_folder(config: Config) -> None:
@@ -84,6 +111,20 @@ def clear_folder(config: Config) -> None:
         ) from error
 
 
+def finished(config: Config) -> dict[str, Any] | None:
+    """result.json of a run that `run.exists=resume` has nothing left to do for; None if there is work left."""
+    folder = config.run_dir
+    if config.run.exists != "resume" or not (folder / "report.html").is_file() or failure(folder)[0]:
+        return None
+    if config.export.enabled and not (Path(config.export.dir or folder / "export") / "manifest.json").is_file():
+        return None
+    try:
+        result = dict(json.loads((folder / "result.json").read_bytes()))
+        return result if result["steps"] == config.train.steps else None
+    except (OSError, ValueError, TypeError, LookupError):
+        return None
+
+
 def _holds_run(folder: Path) -> bool:
     return _has_checkpoint(folder) or any((folder / name).exists() for name in TRACES)
 
@@ -105,9 +146,25 @@ def _progress(folder: Path) -> str:
 
 
 def _progress_without(folder: Path) -> str:
-    """What shows that updates were done, beside checkpoints; empty if nothing does."""
+    """What shows that a checkpoint was there and is lost; empty if the run may as well start at step 0.
+
+    A run that was killed before its first checkpoint starts again, as a cluster's next attempt must.
+    """
+    if (folder / "result.json").exists():
+        return "it has a result.json"
+    with contextlib.suppress(FileNotFoundError):
+        names = [line.split()[1] for line in (folder / "checkpoints.sha256").read_text().splitlines() if line.strip()]
+        if any(name != "diverged.pt" for name in names):
+            return f"checkpoints.sha256 lists {names[-1]}"
     steps = [entry["step"] for entry in read_metrics(folder / FILE_NAME) if isinstance(entry["step"], int)]
-    if max(steps, default=0) > 0:
-        return f"{FILE_NAME} reaches step {max(steps)}"
-    left = [name for name in ("result.json", "checkpoints.sha256") if (folder / name).exists()]
-    return f"it has a {left[0]}" if left else ""
+    return f"{FILE_NAME} reaches step {max(steps)}" if max(steps, default=0) > _first_save(folder) else ""
+
+
+def _first_save(folder: Path) -> float:
+    """Step of the first checkpoint by config.json; 0 if it is not readable."""
+    try:
+        config = from_mapping(json.loads((folder / "config.json").read_bytes()))
+    except (OSError, ValueError, TypeError, ConfigError):
+        return 0
+    every = [n for n in (config.checkpoint.every, config.checkpoint.keep_every, config.train.validate_every) if n]
+    return min([*every, config.train.steps])

@@ -26,11 +26,12 @@ from segpipe.distributed import environment
 from segpipe.errors import CheckpointError, ConfigError, DivergenceError, Interrupted, NumericsError, SegpipeError
 from segpipe.run import lock
 from segpipe.run.console import TrainView
-from segpipe.run.folder import claim_folder, clear_folder, owned
+from segpipe.run.failure import note_failure
+from segpipe.run.folder import check_folder, claim_folder, clear_folder, owned
 from segpipe.run.tracking import Tracker, check_tracking, open_tracker
 from segpipe.settings.check import check
 from segpipe.settings.config import Config, config_hash
-from segpipe.train.stop import handlers_kept
+from segpipe.train.stop import handlers_kept, stopping
 
 if TYPE_CHECKING:
     from segpipe.data.samples import Samples
@@ -46,18 +47,17 @@ Finish = Callable[["Run", "Validation", dict[str, Any], Console], None]
 COMMON_ERRORS = (ConfigError, CheckpointError, NumericsError, DivergenceError, Interrupted)
 
 
-def launch(config: Config, *, finish: Finish | None = None, isolated: bool = False) -> int:
+def launch(config: Config, *, finish: Finish | None = None) -> int:
     """Train with this configuration; returns the exit code of the command.
 
-    `finish` runs on rank 0 after the training. `isolated` always trains in child processes, so that the runs of a sweep
-    share no state.
+    `finish` runs on rank 0 after the training.
     """
     if environment.under_launcher():
         return work(config, finish=finish)
     try:
         environment.check_tasks()
-        if not isolated:  # in a sweep, this process computes nothing
-            flags.set_environment(config.compute.threads, config.compute.mode)  # before anything imports torch
+        check(config, world_size=1)  # what takes no import of torch comes first
+        flags.set_environment(config.compute.threads, config.compute.mode)  # before anything imports torch
         config = with_steps(config)
         world_size = _world_size(config)
         prepare(config, world_size)
@@ -66,12 +66,20 @@ def launch(config: Config, *, finish: Finish | None = None, isolated: bool = Fal
     except KeyboardInterrupt:
         print("stopped before the first step; nothing was written.", file=sys.stderr)
         return Interrupted.exit_code
-    if world_size == 1 and not isolated:
+    if world_size == 1:
         return work(config, finish=finish, prepared=True)
-    try:
-        return _spawn(config, world_size, finish)
-    finally:
-        lock.remove_dead(config.run_dir)  # rank 0 may have been killed; another machine could not know it
+    return _spawn(config, world_size, finish)
+
+
+def launch_apart(config: Config, *, finish: Finish | None = None) -> int:
+    """Train in child processes, also when there is only one, so that the runs of a sweep share no state.
+
+    Returns the exit code. Raises SegpipeError when the run is refused before its processes start.
+    """
+    config = with_steps(config)
+    world_size = _world_size(config)
+    prepare(config, world_size)
+    return _spawn(config, world_size, finish)
 
 
 def _world_size(config: Config) -> int:
@@ -102,14 +110,30 @@ def with_steps(config: Config) -> Config:
 
 def prepare(config: Config, world_size: int) -> None:
     """Check everything that can be checked before the first process starts, then claim the run's folder."""
+    check(config, world_size=world_size)
+    _pin(config)
+    examine(config)
+    claim_folder(config)
+
+
+def check_job(config: Config) -> None:
+    """Check the settings and the folder of a sweep's job, which starts later; its data is for `examine`."""
+    environment.check_tasks()
+    check(config, world_size=1)
+    config = with_steps(config)
+    check(config, world_size=_world_size(config))
+    _pin(config)
+    check_folder(config)
+
+
+def examine(config: Config) -> None:
+    """Check all that a run needs beside its settings and its folder: tracker, data set, augmentation, export folder."""
     from segpipe.data.augment import Augmenter
     from segpipe.data.frequency import check_given_weights
     from segpipe.data.problems import verify
     from segpipe.data.samples import check_labelled, open_samples, sequences
     from segpipe.purity import checker as purity
 
-    check(config, world_size=world_size)
-    _pin(config)
     check_tracking(config)
     _check_plugins(config)
     verify(config.data, ["train", config.data.split])
@@ -128,7 +152,6 @@ def prepare(config: Config, world_size: int) -> None:
         from segpipe.export.artifact.place import check_place
 
         check_place(Path(config.export.dir))  # now, not after hours of training
-    claim_folder(config)
 
 
 def _check_plugins(config: Config) -> None:
@@ -196,6 +219,7 @@ def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
                 max_restarts=0,
                 monitor_interval=0.1,
                 start_method="spawn",
+                signals_to_handle=",".join(["SIGINT", "SIGQUIT", *(number.name for number in stopping())]),
             )
             elastic_launch(settings, _child)(config, finish)
     except ConfigError as error:
@@ -203,12 +227,15 @@ def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
     except ChildFailedError as error:
         code = int(error.get_first_failure()[1].exitcode)
         if code < 0:
-            print(f"a training process was ended by signal {-code}; its memory may have run out.", file=sys.stderr)
+            reason = f"a training process was ended by signal {-code}; its memory may have run out."
+            print(reason, file=sys.stderr)
+            note_failure(config, 1, reason)
         return max(code, 1)
     except (SignalException, KeyboardInterrupt):
         return Interrupted.exit_code
     finally:
         logging.disable(logging.NOTSET)
+        lock.remove_dead(config.run_dir)  # rank 0 may have been killed; another machine could not know it
     return 0
 
 
@@ -230,8 +257,9 @@ def _environment_of_children(config: Config, world_size: int) -> Iterator[None]:
 def _child(config: Config, finish: Finish | None) -> None:
     try:
         code = work(config, finish=finish, prepared=True)
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
+        note_failure(config, 1, f"{type(error).__name__}: {error}")
         code = 1
     sys.exit(code)
 
@@ -242,7 +270,10 @@ def work(config: Config, *, finish: Finish | None = None, prepared: bool = False
     `prepared` means that a parent process has called `prepare` already.
     """
     plugins.trust(path for _, path in config.import_paths)  # the user of this process's parent named them
+    ours = False
     try:
+        if not prepared:
+            check(config, world_size=1)  # what takes no import of torch comes first
         flags.set_environment(environment.local_world_size() * config.compute.threads, config.compute.mode)
         from segpipe.distributed import group as processes
 
@@ -256,6 +287,7 @@ def work(config: Config, *, finish: Finish | None = None, prepared: bool = False
                 _check_pins(config, group)
             with contextlib.ExitStack() as held:  # to the end of what rank 0 does after the training
                 group.together(lambda: _own(config, group, held))
+                ours = True
                 return _train(config, group, finish)
         except Exception as error:
             if not isinstance(error, COMMON_ERRORS) and not getattr(error, "told", False):
@@ -264,6 +296,8 @@ def work(config: Config, *, finish: Finish | None = None, prepared: bool = False
         finally:
             processes.leave(group)
     except SegpipeError as error:
+        if ours and _speaks(error, environment.rank()):
+            note_failure(config, error.exit_code, str(error))
         return _report(error, rank=environment.rank())
     except KeyboardInterrupt:
         return Interrupted.exit_code
@@ -366,9 +400,14 @@ def _commit() -> dict[str, Any] | None:
 
 def _report(error: SegpipeError, *, rank: int = 0) -> int:
     """Exit code of an error. One rank prints it; the others wait to be ended, so that the launcher blames that one."""
-    if error.told or (rank and isinstance(error, COMMON_ERRORS)):
-        environment.wait_to_be_ended()
-    else:
+    if _speaks(error, rank):
         where = f"rank {rank}: " if rank else ""
         Console(stderr=True).print(f"{where}{error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+    else:
+        environment.wait_to_be_ended()
     return error.exit_code
+
+
+def _speaks(error: SegpipeError, rank: int) -> bool:
+    """Whether this rank is the one that reports the error."""
+    return not error.told and not (rank and isinstance(error, COMMON_ERRORS))

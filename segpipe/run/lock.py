@@ -21,6 +21,7 @@ from typing import Any
 
 from segpipe.errors import CheckpointError, ConfigError
 from segpipe.files import process_start, this_host
+from segpipe.train.stop import stopping
 
 NAME = "run.lock"
 BEAT_S = 15.0
@@ -53,7 +54,8 @@ def held(folder: Path, *, released_by_signals: bool) -> Iterator[str]:
     """Own the folder; gives a line about the dead owner from whom the lock was taken over, or "".
 
     Raises ConfigError while another process owns the folder, CheckpointError when the lock cannot be written.
-    With `released_by_signals`, SIGTERM and SIGHUP end the process as they do by default, but release the lock first.
+    With `released_by_signals`, SIGTERM, SIGHUP and SIGUSR2 end the process as they do by default, but release the lock
+    first.
     Without, they end it even inside a collective, and what started the process removes the lock.
     """
     lock = _Lock(folder / NAME)
@@ -135,7 +137,7 @@ class _Lock:
 
     @contextlib.contextmanager
     def released_by_signals(self) -> Iterator[None]:
-        """Release before SIGTERM or SIGHUP ends the process, where nothing else handles them."""
+        """Release before a signal ends the process, where nothing else handles it."""
 
         def end(number: int, _: object) -> None:
             self.release()
@@ -143,7 +145,7 @@ class _Lock:
             os.kill(os.getpid(), number)
 
         main = threading.current_thread() is threading.main_thread()  # only it may set handlers
-        ours = [n for n in (signal.SIGTERM, signal.SIGHUP) if main and signal.getsignal(n) == signal.SIG_DFL]
+        ours = [n for n in stopping() if main and signal.getsignal(n) == signal.SIG_DFL]
         for number in ours:
             signal.signal(number, end)
         try:

@@ -1,114 +1,209 @@
-"""Trains the jobs of a --multirun one after another, each in processes of its own, and summarizes them."""
+"""The jobs of a --multirun: checked together before the first starts, trained one after another, listed at the end."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from segpipe.errors import ConfigError, Interrupted, SegpipeError
-from segpipe.settings.compose import resolve
-from segpipe.settings.config import Config, recipe
+from segpipe.errors import ConfigError, Interrupted, NumericsError, SegpipeError
+from segpipe.run.failure import failure
+from segpipe.run.folder import finished
+from segpipe.settings.config import Config, recipe, to_mapping
+
+REFUSALS_SHOWN = 8
+NOTE_LENGTH = 100  # characters in the table; failure.json of the run has all
 
 REPEATS = ("seed", "data.hold_out")  # runs that differ in nothing else repeat one recipe
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """One finished job of a sweep."""
+@dataclass
+class Job:
+    """One job of a sweep, and what came of it."""
 
-    name: str
-    code: int
-    recipe: dict[str, Any]  # its settings without those of REPEATS
-    result: dict[str, Any] | None  # content of result.json
-    held_out: str = ""  # data.hold_out
+    config: Config
+    swept: str  # its swept overrides, such as "optim.lr=0.1 seed=2"
+    code: int | None = None  # exit code; None: not started
+    result: dict[str, Any] | None = None  # content of result.json
+    reason: str = ""  # why it failed, or why it did not train
+
+    @property
+    def miou(self) -> float | None:
+        """The objective, higher is better; None if the job failed or no pixel is labelled."""
+        return None if self.result is None else self.result["miou"]
 
 
 class Sweep:
-    """Trains jobs with `train`, which returns an exit code, and keeps their results.
+    """Trains batches of jobs; a grid is one batch, a search such as Optuna's asks for one after another.
 
-    `train` must start other processes for each job, so that the runs share no state.
+    train: trains one job in processes of its own, so that jobs share no state; returns the exit code, raises
+    SegpipeError if it is refused. check: checks settings and folder of a job. examine: checks its data and all else.
     """
 
-    def __init__(self, train: Callable[[Config], int]) -> None:
-        self._train = train
-        self._outcomes: list[Outcome] = []
-        self._folders: set[Path] = set()
-        self._interrupted = False
+    def __init__(
+        self, train: Callable[[Config], int], check: Callable[[Config], None], examine: Callable[[Config], None]
+    ) -> None:
+        self._train, self._check, self._examine = train, check, examine
+        self._jobs: list[Job] = []
+        self._examined: set[str] = set()
+        self.interrupted = False
 
-    @property
-    def started(self) -> bool:
-        """Whether there was a job to train."""
-        return bool(self._outcomes)
+    def batch(self, jobs: Sequence[Job], *, searched: bool) -> None:
+        """Check all jobs, then train them. A failed job does not stop the following ones, but Ctrl-C does.
 
-    def job(self, composed: DictConfig) -> None:
-        """Train one job. A failure does not stop the following jobs, but Ctrl-C does."""
-        if self._interrupted:
+        `searched`: chosen by a search, which may propose a job twice; its first result then counts for both.
+        Raises ConfigError before the first job starts, naming every job that could not.
+        """
+        twins = self._twins(jobs) if searched else {}
+        new = [job for place, job in enumerate(jobs) if place not in twins]
+        self._check_all(new)
+        self._jobs += new
+        for job in new:
+            if not self.interrupted:
+                self._run(job)
+        for place, twin in twins.items():
+            jobs[place].code, jobs[place].result, jobs[place].reason = twin.code, twin.result, twin.reason
+
+    def _twins(self, jobs: Sequence[Job]) -> dict[int, Job]:
+        """Jobs, by place, that an earlier one with the same settings stands for."""
+        known, found = list(self._jobs), {}
+        for place, job in enumerate(jobs):
+            twin = next((other for other in known if other.config == job.config), None)
+            if twin is None:
+                known.append(job)
+            else:
+                found[place] = twin
+        return found
+
+    def _check_all(self, jobs: Sequence[Job]) -> None:
+        taken = Counter(job.config.run_dir for job in [*self._jobs, *jobs])
+        refused: dict[str, list[str]] = {}
+        code = 0
+        for job in jobs:
+            try:
+                if taken[job.config.run_dir] > 1:
+                    raise ConfigError(
+                        f"run.name = {job.config.run.name} is the name of {taken[job.config.run_dir]} jobs. Give each "
+                        f"value once, or include the swept settings: 'run.name=NAME-${{optim.lr}}'."
+                    )
+                self._check(job.config)
+                _recall(job)
+                self._examine_once(job.config)
+            except SegpipeError as error:
+                refused.setdefault(str(error), []).append(job.swept or job.config.run.name)
+                code = code or error.exit_code
+        if refused:
+            refusal = ConfigError(_refusals(refused, len(jobs)))
+            refusal.exit_code = code
+            raise refusal
+
+    def _examine_once(self, config: Config) -> None:
+        """Jobs often share data and augmentation, and reading a large data set takes minutes."""
+        values = to_mapping(config)
+        parts = {name: values[name] for name in ("data", "model", "loss", "augment", "track", "export")}
+        key = json.dumps([parts, config.compute.mode == "off"], sort_keys=True)
+        if key not in self._examined:
+            self._examine(config)
+            self._examined.add(key)
+
+    def _run(self, job: Job) -> None:
+        if job.code is not None:
             return
+        print(f"job {self._jobs.index(job) + 1} of {len(self._jobs)}: {job.config.run_dir}", flush=True)
         try:
-            config = resolve(composed)
-            self._check_own_folder(config)
+            job.code = self._train(job.config)
         except SegpipeError as error:
             print(error, file=sys.stderr)
-            self._outcomes.append(Outcome(str(OmegaConf.select(composed, "run.name")), error.exit_code, {}, None))
-            return
-        code = self._train(config)
-        self._interrupted = code == Interrupted.exit_code
-        path = config.run_dir / "result.json"
-        result = json.loads(path.read_text()) if code == 0 and path.is_file() else None
-        settings = {key: value for key, value in recipe(config).items() if key not in REPEATS}
-        self._outcomes.append(Outcome(str(config.run_dir), code, settings, result, config.data.hold_out))
-
-    def _check_own_folder(self, config: Config) -> None:
-        """Refuse two jobs in one folder: the second would replace or resume the first."""
-        if config.run_dir in self._folders:
-            raise ConfigError(
-                f"run.name = {config.run.name} is also that of another job of this sweep. Include the swept settings: "
-                f"'run.name=NAME-${{optim.lr}}'."
-            )
-        self._folders.add(config.run_dir)
+            job.code, job.reason = error.exit_code, " ".join(str(error).split())
+        except KeyboardInterrupt:
+            job.code = Interrupted.exit_code
+        if job.code == Interrupted.exit_code:
+            self.interrupted, job.reason = True, "interrupted"
+        elif job.code:
+            job.reason = job.reason or failure(job.config.run_dir)[1] or "see the messages above"
+        else:
+            job.result = json.loads((job.config.run_dir / "result.json").read_bytes())
 
     def finish(self) -> int:
-        """Print a table of all runs, and the spread over the seeds of each recipe; returns the first exit code that
-        is not 0."""
-        if not self._outcomes:
+        """Print a table of all jobs, the best one, and the spread over the seeds of each recipe; returns the first
+        exit code that is not 0."""
+        if not self._jobs:
             return 0
-        if self._interrupted:
-            print("the sweep was interrupted; jobs that are not in the table did not start.", file=sys.stderr)
-        table = Table("run", "exit code", "mIoU %", title="sweep", title_justify="left")
-        for outcome in self._outcomes:
-            score = outcome.result["miou"] if outcome.result else None  # also None if no pixel is labelled
-            table.add_row(outcome.name, str(outcome.code), "-" if score is None else f"{100 * score:.2f}")
-        console = Console(markup=False)
-        console.print(table)
-        for title, results in _by_recipe(self._outcomes):
+        console = Console(markup=False, highlight=False)
+        if not console.is_terminal:
+            console.width = 10**4  # a table is as wide as it needs
+        console.print(_table(self._jobs))
+        scored = [job for job in self._jobs if job.miou is not None]
+        if len(scored) > 1:
+            best = max(scored, key=lambda job: job.miou or 0.0)
+            console.print(f"best: {best.config.run_dir}  mIoU {100 * (best.miou or 0.0):.2f} %  {best.swept}")
+        for title, results in _by_recipe(scored):
             console.print(_spread(title, results))
-        return next((outcome.code for outcome in self._outcomes if outcome.code), 0)
+        if self.interrupted:
+            print("the sweep was interrupted. The same command with run.exists=resume continues it.", file=sys.stderr)
+        return next((job.code for job in self._jobs if job.code), 0)
 
 
-def _by_recipe(outcomes: list[Outcome]) -> list[tuple[str, list[dict[str, Any]]]]:
+def _recall(job: Job) -> None:
+    """Take over what an earlier sweep left under run.exists=resume: a result, or a loss that was not finite.
+
+    The same job would compute the same loss again; run.exists=replace trains it all the same.
+    """
+    code, reason = failure(job.config.run_dir)
+    if (result := finished(job.config)) is not None:
+        job.code, job.result, job.reason = 0, result, "was finished already"
+    elif job.config.run.exists == "resume" and code == NumericsError.exit_code:
+        job.code, job.reason = code, f"failed before: {reason}"
+
+
+def _refusals(refused: dict[str, list[str]], number: int) -> str:
+    """One line for each message, with the jobs that it is about."""
+    lines = []
+    for message, jobs in list(refused.items())[:REFUSALS_SHOWN]:
+        about = "all jobs" if len(jobs) == number else "; ".join(jobs[:4]) + (" ..." if len(jobs) > 4 else "")
+        lines.append(f"{about}: {message}" if number > 1 else message)
+    if len(refused) > REFUSALS_SHOWN:
+        lines.append(f"and {len(refused) - REFUSALS_SHOWN} messages more")
+    if number > 1:
+        lines.append("No job was started.")
+    return "\n".join(lines)
+
+
+def _table(jobs: Sequence[Job]) -> Table:
+    table = Table(title=f"sweep in {jobs[0].config.run.root}", title_justify="left")
+    for title in ("run", "overrides", "mIoU %", "exit code", "note"):
+        table.add_column(title, no_wrap=title != "note")
+    for job in jobs:
+        score = "-" if job.miou is None else f"{100 * job.miou:.2f}"
+        state = "-" if job.code is None else str(job.code)
+        note = "not started" if job.code is None else job.reason
+        note = note if len(note) <= NOTE_LENGTH else f"{note[: NOTE_LENGTH - 3]}..."
+        table.add_row(job.config.run.name, job.swept, score, state, note)
+    return table
+
+
+def _by_recipe(jobs: Sequence[Job]) -> list[tuple[str, list[dict[str, Any]]]]:
     """Results of each recipe with more than one run, under the settings in which the recipes differ."""
-    groups: dict[str, list[Outcome]] = {}
-    for outcome in outcomes:
-        if outcome.result is not None:
-            groups.setdefault(json.dumps(outcome.recipe, sort_keys=True), []).append(outcome)
-    recipes = [members[0].recipe for members in groups.values()]
-    differing = [key for key in (recipes[0] if recipes else {}) if len({str(r.get(key)) for r in recipes}) > 1]
+    groups: dict[str, list[Job]] = {}
+    recipes = {id(job): {key: value for key, value in recipe(job.config).items() if key not in REPEATS} for job in jobs}
+    for job in jobs:
+        groups.setdefault(json.dumps(recipes[id(job)], sort_keys=True), []).append(job)
+    firsts = [recipes[id(members[0])] for members in groups.values()]
+    differing = [key for key in (firsts[0] if firsts else {}) if len({str(first[key]) for first in firsts}) > 1]
     found = []
-    for members in groups.values():
+    for members, first in zip(groups.values(), firsts, strict=True):
         if len(members) > 1:
-            repeated = "held-out sequences" if len({outcome.held_out for outcome in members}) > 1 else "seeds"
-            recipe_of = ", ".join(f"{key}={members[0].recipe.get(key)}" for key in differing)
+            repeated = "held-out sequences" if len({job.config.data.hold_out for job in members}) > 1 else "seeds"
+            recipe_of = ", ".join(f"{key}={first[key]}" for key in differing)
             title = f"{len(members)} {repeated}{f' of {recipe_of}' if recipe_of else ''}: IoU in %"
-            found.append((title, [outcome.result for outcome in members if outcome.result is not None]))
+            found.append((title, [job.result for job in members if job.result is not None]))
     return found
 
 

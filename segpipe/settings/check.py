@@ -129,8 +129,8 @@ def _check_sequences(data: DataConfig) -> None:
     if data.hold_out and (data.mix or data.name not in ("folder", "camvid")):
         kind = "data.mix" if data.mix else f"data={data.name}"
         raise ConfigError(
-            f"data.hold_out = {data.hold_out}, but {kind} cannot leave a sequence out: data=folder and data=camvid can. "
-            f"Leave it empty."
+            f"data.hold_out = {data.hold_out}, but {kind} cannot leave a sequence out, as data=folder and data=camvid "
+            f"can. Leave it empty."
         )
 
 

@@ -14,18 +14,18 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 from yaml import YAMLError
 
 from segpipe import plugins
 from segpipe.errors import ConfigError
-from segpipe.settings.config import MAPPINGS, SETTINGS, Config, from_mapping
+from segpipe.settings.config import MAPPINGS, SETTINGS, Config, convert, from_mapping
 from segpipe.settings.setting import nearest
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # In a clone the folder lies beside the package, in an installed wheel inside it.
 CONF = next(path for path in (PACKAGE / "conf", PACKAGE.parent / "conf") if path.is_dir())
-GROUPS = ("model", "data", "augment", "track", "experiment")
+GROUPS = ("model", "data", "augment", "track", "export", "experiment")
 FILE_FLAGS = {  # of Hydra
     "--config-dir": "added", "-cd": "added", "--config-path": "main", "-cp": "main", "--config-name": "name",
     "-cn": "name",
@@ -101,7 +101,7 @@ def compose(arguments: list[str]) -> Config:
         with initialize_config_dir(version_base="1.3", config_dir=str(files.main)):
             return resolve(hydra_compose(files.name, [*overrides, *files.overrides]))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(_explain(error)) from error
+        raise ConfigError(explain(error)) from error
 
 
 def resolve(composed: DictConfig) -> Config:
@@ -117,14 +117,21 @@ def resolve(composed: DictConfig) -> Config:
     return config
 
 
-def _explain(error: Exception) -> str:
-    """Hydra's message and its cause on one line, with the nearest setting if the cause names an unknown one."""
+def explain(error: Exception) -> str:
+    """What is wrong with a setting that Hydra or OmegaConf refused, on one line: in our words, or else in theirs."""
     errors = [error, error.__cause__] if error.__cause__ else [error]
     text = ": ".join(" ".join(str(each).split()) for each in errors)
     omegaconf = next((each for each in (*errors, error.__context__) if isinstance(each, OmegaConfBaseException)), None)
     named = str(omegaconf.full_key or "") if omegaconf else ""
+    key, of_a_list, _ = named.partition("[")
+    if isinstance(omegaconf, ValidationError) and key in SETTINGS:
+        default = SETTINGS[key].default
+        try:
+            convert(named, omegaconf.value, default[0] if of_a_list and default else default)
+        except ConfigError as own:
+            return str(own)
     valid = [*dict.fromkeys(key.partition(".")[0] for key in SETTINGS), *SETTINGS]
-    return f"{text}.{nearest(named, valid)}" if named and named not in valid else text
+    return f"{text}.{nearest(named, valid)}" if named and named not in valid and not named.startswith("hydra") else text
 
 
 def checked_overrides(overrides: list[str], files: ConfigFiles = OWN_FILES) -> list[str]:

@@ -9,6 +9,47 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+# Our setting, then its names in mmsegmentation, Detectron2, Lightning, Ultralytics, timm and torchrun; for hints only.
+TERMS_ELSEWHERE = {
+    "train.epochs": "epochs max_epochs num_epochs total_epochs",
+    "train.steps": "epochs max_epochs num_epochs iters max_iters iterations num_iterations max_steps num_steps updates",
+    "train.patience": "early_stopping early_stop",
+    "train.validate_every": "val_interval eval_interval val_every val_freq eval_freq check_val_every_n_epoch",
+    "train.log_every": "log_interval log_freq log_every_n_steps print_freq",
+    "train.precision": "amp fp16 bf16 half mixed_precision autocast dtype",
+    "compute.samples_per_shard": "batch_size batch samples_per_gpu train_batch_size per_device_batch_size bs",
+    "compute.shards": "accumulate grad_accum gradient_accumulation_steps accumulate_grad_batches accum_iter",
+    "compute.nproc": "gpus devices num_gpus ngpus nproc_per_node num_processes world_size",
+    "compute.device": "accelerator cuda cpu",
+    "compute.mode": "deterministic cudnn_benchmark",
+    "compute.timeout_s": "ddp_timeout dist_timeout",
+    "data.workers": "num_workers workers_per_gpu dataloader_num_workers",
+    "data.root": "data_dir data_path data_root dataset_path dataset_dir dataroot img_dir root",
+    "data": "dataset",
+    "data.classes": "num_classes nc class_names",
+    "data.cache_mib": "cache cache_images",
+    "data.prefetch": "prefetch_factor",
+    "augment.crop_size": "crop img_size image_size imgsz input_size resolution",
+    "augment.flip": "hflip fliplr random_flip",
+    "optim.lr": "learning_rate base_lr lr0 init_lr",
+    "optim.name": "optimizer opt optimiser",
+    "optim.weight_decay": "wd",
+    "optim.schedule": "scheduler lr_scheduler lr_policy sched",
+    "optim.warmup_steps": "warmup warmup_iters warmup_epochs",
+    "optim.clip_norm": "grad_clip clip_grad max_norm gradient_clip_val max_grad_norm",
+    "model.name": "arch architecture network backbone",
+    "model.weights": "pretrained weights load_from ckpt init_weights checkpoint_path finetune",
+    "model.freeze": "freeze_backbone frozen_stages",
+    "model.norm": "sync_bn sync_batchnorm",
+    "loss.name": "criterion loss_fn",
+    "run.name": "name exp_name run_name experiment_name",
+    "run.root": "output_dir out_dir work_dir save_dir default_root_dir out",
+    "run.exists": "resume resume_from auto_resume overwrite exist_ok",
+    "checkpoint.every": "save_every save_interval save_freq ckpt_interval checkpoint_interval save_steps",
+    "track": "logger wandb tensorboard mlflow report_to",
+    "seed": "random_seed manual_seed",
+}
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -95,9 +136,31 @@ def shown(value: Any) -> str:
 
 
 def nearest(word: str, choices: Sequence[str]) -> str:
-    """A sentence that names the choice nearest to `word`, with a leading space; empty without choices."""
-    found = difflib.get_close_matches(word, choices, n=1, cutoff=0.0)
+    """A sentence that names the choice nearest to `word`, with a leading space; empty without choices.
+
+    Knows what other trainers call a setting, and that a setting may be typed without its group or with a wrong one.
+    """
+    known = next((key for key in _from_elsewhere(word) if key in choices), "")
+    if known:
+        return f" Did you mean {known}?"
+    found = max(choices, key=lambda choice: _likeness(word, choice), default="")
     if not found:
         return ""
-    similar = difflib.SequenceMatcher(None, word, found[0]).ratio() >= 0.5
-    return f" Did you mean {found[0]}?" if similar else f" The nearest is {found[0]}."
+    return f" Did you mean {found}?" if _likeness(word, found) >= 0.5 else f" The nearest is {found}."
+
+
+def _from_elsewhere(word: str) -> list[str]:
+    """Our settings for a word of another trainer, the best first; in any group and spelling: `train.batchSize`."""
+    leaf = word.rpartition(".")[2]
+    snake = "".join(f"_{c.lower()}" if c.isupper() else c for c in leaf).replace("-", "_").lstrip("_")
+    return [key for key, terms in TERMS_ELSEWHERE.items() if snake in terms.split()]
+
+
+def _likeness(word: str, choice: str) -> float:
+    """0 to 1; the group counts little beside the name of the setting itself."""
+    whole = difflib.SequenceMatcher(None, word, choice).ratio()
+    if "." not in choice or word.count(".") > 1:
+        return whole
+    leaf, own = word.rpartition(".")[2], choice.rpartition(".")[2]
+    named = 0.95 if leaf == own else 0.85 * difflib.SequenceMatcher(None, leaf, own).ratio()
+    return max(whole, named) + 0.01 * whole  # of equal names, the one whose group is nearer

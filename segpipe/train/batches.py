@@ -36,11 +36,10 @@ def shard_stream(
 ) -> Generator[ShardBatch, None, None]:
     """This rank's shard batches of `steps`; workers start when the first is asked for."""
     compute, data = config.compute, config.data
-    positions = frequency.draws(data.balance, set_weights(samples), counts, config.seed)
     return train_batches(
         CachedSamples(samples, data.cache_mib) if data.cache_mib else samples,
         Augmenter(config.augment),
-        Order(config.seed, len(samples), compute.shards, compute.samples_per_shard, positions),
+        order_of(config, samples, counts),
         seed=config.seed,
         shards=group.own_shards(compute.shards),
         steps=steps,
@@ -51,6 +50,13 @@ def shard_stream(
         timeout_s=data.timeout_s,
         repeats=None if compute.mode == "off" else Canary(samples),
     )
+
+
+def order_of(config: Config, samples: Samples, counts: PixelCounts | None) -> Order:
+    """Which samples each update takes; `counts` as `counted` returns them."""
+    compute = config.compute
+    positions = frequency.draws(config.data.balance, set_weights(samples), counts, config.seed)
+    return Order(config.seed, len(samples), compute.shards, compute.samples_per_shard, positions)
 
 
 def counted(

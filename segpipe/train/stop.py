@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM, deferred to the end of the step."""
+"""Ctrl-C and the signals of schedulers, deferred to the end of the step.
+
+SIGUSR1 is not among them: it writes the stacks of a rank (`segpipe.distributed.watch.stacks`) and ends nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,22 @@ import time
 from collections.abc import Iterator
 
 
+def stopping() -> list[signal.Signals]:
+    """Signals that save and stop a run. A terminal that closes does not, where nohup has SIGHUP ignored."""
+    hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGTERM, *hangup, signal.SIGUSR2]
+
+
 @contextlib.contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Restores the handlers of SIGINT, SIGTERM, SIGHUP and SIGQUIT at the end: torch's launcher leaves its own."""
-    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
+    """Restores the signal handlers at the end, since torch's launcher leaves its own; SIGUSR1 does nothing meanwhile.
+
+    A scheduler may send SIGUSR1 to all processes of a job, also to one that only waits for its children.
+    """
+    watched = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+    before = {n: signal.getsignal(n) for n in watched}
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
         yield
     finally:
@@ -23,7 +38,7 @@ def handlers_kept() -> Iterator[None]:
 
 
 class StopRequest:
-    """Defers SIGINT and SIGTERM to the end of the step; a second Ctrl-C interrupts at once.
+    """Defers SIGINT and the signals of `stopping` to the end of the step; a second Ctrl-C interrupts at once.
 
     A terminal sends Ctrl-C to every process, and launchers forward it to their children, which then see it twice: what
     follows within ECHO_S is the same Ctrl-C.
@@ -32,16 +47,17 @@ class StopRequest:
     ECHO_S = 3.0
 
     def __init__(self, *, outlive_error: bool = False) -> None:
-        """With `outlive_error`, SIGTERM is ignored once an exception has ended the steps.
+        """With `outlive_error`, all but SIGINT are ignored once an exception has ended the steps.
 
-        A launcher sends it to all processes as soon as one has ended, and the others need a moment to report the cause.
+        A launcher sends SIGTERM to all processes as soon as one has ended, and the others need a moment to report the
+        cause.
         """
         self.asked = False
         self._outlive_error = outlive_error
         self._first = 0.0
 
     def __enter__(self) -> StopRequest:
-        self._before = {number: signal.signal(number, self._remember) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {number: signal.signal(number, self._remember) for number in (signal.SIGINT, *stopping())}
         return self
 
     def _remember(self, number: int, frame: object) -> None:
@@ -53,5 +69,5 @@ class StopRequest:
 
     def __exit__(self, kind: object, *error: object) -> None:
         for number, handler in self._before.items():
-            ignored = self._outlive_error and kind is not None and number == signal.SIGTERM
+            ignored = self._outlive_error and kind is not None and number != signal.SIGINT
             signal.signal(number, signal.SIG_IGN if ignored else handler)

@@ -24,6 +24,7 @@ from segpipe.determinism import flags
 from segpipe.errors import DataError
 from segpipe.ledger import inputs
 from segpipe.ledger.reader import read_run
+from segpipe.ledger.results import changes, read_inputs
 from segpipe.ledger.rows import SHARD, STEP, ledger_path, read_file, seal, slots
 from segpipe.ledger.writer import RunningHash
 from segpipe.settings.compose import compose
@@ -110,7 +111,7 @@ def test_a_sound_run_passes_from_the_first_image_to_the_final_file(
     assert report["evidence"] in page
     assert "passed: 4 of 4 updates (100%) were trained again and gave the same bits" in capsys.readouterr().out
     texts = {line["part"]: line["text"] for line in report["lines"]}
-    recorded, last = inputs.read(whole / "run" / "inputs.json"), checkpoint.load(whole / "run" / "last.pt")
+    recorded, last = read_inputs(whole / "run" / "inputs.json"), checkpoint.load(whole / "run" / "last.pt")
     named = {
         "data": [recorded["data"]["sha256"]],
         "code": [recorded["code"]["sha256"]],
@@ -451,7 +452,7 @@ def test_hashes_of_many_files_are_one_that_sees_names_and_contents() -> None:
     files = {"b": "2", "a": "1"}
     assert inputs.combined(files) == hashlib.sha256(b"1  a\n2  b\n").hexdigest()
     assert len({inputs.combined(each) for each in (files, {"a": "2", "b": "1"}, {"a": "1"})}) == 3
-    assert inputs.changes({"a": "1", "b": "2"}, {"b": "3", "c": "4"}) == [
+    assert changes({"a": "1", "b": "2"}, {"b": "3", "c": "4"}) == [
         "b was altered",
         "a is missing",
         "c was added",

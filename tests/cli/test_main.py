@@ -1,6 +1,7 @@
 """`segpipe COMMAND`: help, version, wrong commands and keys, completion."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,22 @@ def test_help_has_a_line_for_each_key(name: str, capsys: pytest.CaptureFixture[s
     for key, entry in SETTINGS.items():
         assert key.partition(".")[0] not in command.overrides or entry.doc in line_of(text, key)
     assert printed(capsys, name, "-h") == text
+
+
+STARTED = [*sorted((ROOT / "scripts").glob("*.py")), ROOT / "train.py", ROOT / "examples" / "race" / "demo.py"]
+STARTED += [ROOT / "benchmarks" / f"{name}.py" for name in ("run", "mutants", "export_table")]
+
+
+@pytest.mark.parametrize("path", STARTED, ids=lambda path: path.name)
+def test_every_script_explains_itself(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+    monkeypatch.setattr(sys, "path", [str(path.parent), *sys.path])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(path), run_name="__main__")
+    assert not ended.value.code
+    assert capsys.readouterr().out.startswith("usage: ")
 
 
 def test_help_of_train_shows_meaning_default_and_choices_of_all_settings(capsys: pytest.CaptureFixture[str]) -> None:

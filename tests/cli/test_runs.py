@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 
 from segpipe.cli.main import main as segpipe
+from segpipe.run.overview import find_runs
+from segpipe.run.overview_page import COLORS, render_overview
+from segpipe.settings.compose import compose
+from segpipe.settings.config import to_mapping
 
 
 def write_run(root: Path, name: str, *, model: str, seconds: int, miou: float | None = None, steps: int = 9) -> Path:
@@ -73,6 +77,96 @@ def test_the_table_shows_percent_and_digest_and_is_not_cut_in_a_pipe(
     line = next(line for line in text.splitlines() if "sweep/b" in line)
     assert [cell.strip() for cell in line.split("│")[1:6]] == ["sweep/b", "fast_scnn", "synthetic", "75.00", "20"]
     assert "0123456789ab " in line
+
+
+def write_recipe(root: Path, name: str, score: float | None, *overrides: str) -> Path:
+    """A run of a whole configuration, with a curve; unfinished without a score."""
+    folder = root / name
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(to_mapping(compose([f"run.name={name}", *overrides]))))
+    lines = [
+        {"step": step, "kind": kind, "time_s": 1.0, "loss": 1.0 / step, "miou": 0.01 * step}
+        for step in range(1, 301)
+        for kind in ("train", "validation")
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if score is not None:
+        (folder / "result.json").write_text(json.dumps({"miou": score, "steps": 300, "ema_digest": "ab" * 20}))
+    return folder
+
+
+@pytest.fixture
+def seeds(tmp_path: Path) -> Path:
+    """Two rates, the better one with three seeds; one run failed, and its name is markup."""
+    write_recipe(tmp_path, "s1", 0.50, "seed=1", "optim.lr=0.1", "data.workers=0")
+    write_recipe(tmp_path, "s2", 0.56, "seed=2", "optim.lr=0.1")
+    failed = write_recipe(tmp_path, "s3", None, "seed=3", "optim.lr=0.1")
+    (failed / "failure.json").write_text('{"exit_code": 6, "reason": "<b>loss nan</b>"}')
+    write_recipe(tmp_path, "slow", 0.40, "seed=1", "optim.lr=0.01")
+    return tmp_path
+
+
+def cells(text: str, name: str) -> list[str]:
+    line = next(line for line in text.splitlines() if f"│ {name} " in line)
+    return [cell.strip() for cell in line.split("│")[1:-1]]
+
+
+def test_columns_are_the_settings_that_differ_and_the_best_comes_first(
+    seeds: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert segpipe(["runs", f"root={seeds}"]) == 0
+    text = capsys.readouterr().out
+    titles = [cell.strip() for cell in text.splitlines()[1].split("┃")[1:-1]]
+    assert titles == ["name", "model", "data", "mIoU %", "steps", "seed", "optim.lr", "digest", "date", "state"]
+    assert [text.index(f"│ {name} ") for name in ("s2", "s1", "slow", "s3")] == sorted(
+        text.index(f"│ {name} ") for name in ("s1", "s2", "s3", "slow")
+    )
+    assert cells(text, "s2")[3:7] == ["56.00", "300", "2", "0.1"]
+    assert cells(text, "s3")[-1] == "failed: <b>loss nan</b>"
+
+
+def test_seeds_are_grouped_with_mean_range_and_number(seeds: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert segpipe(["runs", f"root={seeds}", "group=seed"]) == 0
+    text = capsys.readouterr().out
+    assert cells(text, "0.1") == ["0.1", "1,2,3", "2 of 3", "53.00", "50.00", "56.00", "6.00"]
+    assert cells(text, "0.01") == ["0.01", "1", "1 of 1", "40.00", "40.00", "40.00", "0.00"]
+    best, _ = listed(capsys, seeds, "group=seed")
+    assert best["scores"] == [0.5, 0.56]
+    assert best["runs"] == ["s1", "s2", "s3"]
+    for wrong in ("sead", "data.workers"):
+        assert segpipe(["runs", f"root={seeds}", f"group={wrong}"]) == 2
+    assert "Did you mean seed?" in capsys.readouterr().err
+
+
+def test_runs_are_named_or_matched(seeds: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = f"runs=[{seeds}/s1,{seeds}/s?]"
+    assert [Path(row["name"]).name for row in listed(capsys, seeds, chosen)] == ["s2", "s1", "s3"]
+    assert segpipe(["runs", f"runs=[{seeds}/x*]"]) == 2
+    assert "no run is there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("by", "lines"), [("", 4), ("seed", 4)])
+def test_the_page_has_one_table_and_all_curves_and_loads_nothing(
+    seeds: Path, by: str, lines: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = seeds / "compare.html"
+    assert segpipe(["runs", f"root={seeds}", f"group={by}", f"out={page}"]) == 0
+    assert str(page) in capsys.readouterr().out
+    text = page.read_text()
+    assert text.count("<table>") == 2  # and the settings that all share
+    assert "&lt;b&gt;loss nan" in text
+    assert "<script" not in text
+    assert "http" not in text.replace("http-equiv", "")
+    assert "<th>optim.lr</th>" in text
+    picture = text[text.index("Training loss") : text.index("</figure>", text.index("Training loss"))]
+    colors = [color for color in COLORS if f"stroke: {color}" in picture]
+    assert len(colors) == (2 if by else 4)
+    assert picture.count("stroke-linecap: square") - picture.count('id="patch') >= lines  # a line each
+    if by:
+        assert "50.00 to 56.00" in text
+        assert "2 of 3" in text
+    same = render_overview(find_runs(seeds))
+    assert same == render_overview(find_runs(seeds))
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", "\x00\x00", '{"miou"'])

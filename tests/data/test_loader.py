@@ -282,12 +282,13 @@ def test_a_worker_that_dies_with_a_lock_does_not_hold_up_the_end():
 
 
 @pytest.mark.parametrize("how", ["fork", "forkserver"])
-def test_workers_leave_a_sigterm_of_the_whole_job_to_the_trainer(expected, how):
-    """Schedulers send it to every process; the trainer finishes its step with what the workers still bring."""
+def test_workers_leave_the_signals_of_the_whole_job_to_the_trainer(expected, how):
+    """Schedulers send them to every process; the trainer finishes its step with what the workers still bring."""
     items = batches(workers=2, how=how)
     first = [next(items), next(items)]
     for child in multiprocessing.active_children():
-        os.kill(child.pid, signal.SIGTERM)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
+            os.kill(child.pid, number)
     time.sleep(0.05)
     assert digests([*first, *items]) == expected
     assert not multiprocessing.active_children()

@@ -449,7 +449,7 @@ def test_a_file_that_does_not_run_is_broken_not_a_traceback() -> None:
     good, bad = Candidate(run_eager(model), run_eager(model)), Candidate(torn, torn)
     compare(as_trained(run_eager(model), Preprocess()), [bad, good], check_set(IMAGES[:1], ["x"]))
     assert bad.broken == "RuntimeError: torn (on x)"
-    assert len(good.comparisons) == 6
+    assert len(good.comparisons) == 10
 
 
 # Confidence and profiles

@@ -118,7 +118,9 @@ def test_sound_files_pass_every_gate_in_order(shelf: Shelf) -> None:
         assert report.gates[name][4].figures["miou_reference"] == pytest.approx(100)
     assert gates(report, EAGER) == ["G6"]
     assert list(found) == names
-    assert report.images == [*NAMES[:2], "constant_0", "constant_128", "constant_255", "noise", "checkerboard"]
+    copies = [f"{name} ({how})" for name in NAMES[:2] for how in ("dark", "blurred", "noisy", "shifted")]
+    made = ["constant_0", "constant_128", "constant_255", "noise", "checkerboard"]
+    assert report.images == [*NAMES[:2], *copies, *made]
     assert report.real_images == 2
     assert set(report.latency) == {EAGER, *names}
     reference = run_eager(deploy_model(TRAINED))
@@ -194,7 +196,7 @@ def test_the_check_set_is_real_images_and_generated_ones_of_their_size() -> None
     checks = check_set(IMAGES[:2], NAMES[:2])
     assert [(check.name, check.is_real) for check in checks[:2]] == [(name, True) for name in NAMES[:2]]
     assert all(check.image is image for check, image in zip(checks[:2], IMAGES[:2], strict=True))
-    made = {check.name: check.image for check in checks[2:]}
+    made = {check.name: check.image for check in checks[2:] if not check.is_copy}
     assert not any(check.is_real for check in checks[2:])
     assert {(image.shape, image.dtype) for image in made.values()} == {((*SIZE, 3), np.dtype(np.uint8))}
     for level in (0, 128, 255):
@@ -208,6 +210,16 @@ def test_the_check_set_is_real_images_and_generated_ones_of_their_size() -> None
     assert board.mean() == 127.5
     alone = check_set([], [], (16, 24))
     assert [check.image.shape for check in alone] == [(16, 24, 3)] * 5
+    copies = {check.name: check.image.astype(int) for check in checks if check.is_copy}
+    assert list(copies)[:4] == [f"{NAMES[0]} ({how})" for how in ("dark", "blurred", "noisy", "shifted")]
+    assert len(copies) == 8
+    image = IMAGES[0].astype(int)
+    dark, blurred, noisy, shifted = (copies[f"{NAMES[0]} ({how})"] for how in ("dark", "blurred", "noisy", "shifted"))
+    assert (dark == image // 4).all()
+    assert np.abs(np.diff(blurred, axis=0)).mean() < 0.6 * np.abs(np.diff(image, axis=0)).mean()
+    assert 8 < np.abs(noisy - image).mean() < 11  # of a standard deviation of 12 levels
+    assert (shifted[4:, 6:] == image[:-4, :-6]).all()
+    assert len([check for check in check_set(IMAGES, NAMES) if check.is_copy]) == 8, "of the first two images alone"
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,11 @@ FP32 = {
     "logits_sigma": 1e-3, "agreement": 0.9999, "image_agreement": 0.999, "margin_sigma": 2e-3, "confidence_levels": 1,
     "normalised": 1e-5, "miou_points": 0.01, "class_points": 0.05, "critical_points": None, "both_ways": True,
     "relative_latency": None, "confidence_mean": None, "calibration_points": None,
+    "made_images": True,
 }  # fmt: skip
-REDUCED = {"image_agreement": None, "confidence_levels": None, "class_points": None, "both_ways": False}
+REDUCED = {
+    "image_agreement": None, "confidence_levels": None, "class_points": None, "both_ways": False, "made_images": False,
+}  # fmt: skip
 FP16 = {
     "logits_sigma": 3e-2, "agreement": 0.995, "margin_sigma": 6e-2, "miou_points": 0.1, "confidence_levels": 2,
     "calibration_points": 1.0,
@@ -188,7 +191,7 @@ def test_moments_of_nothing_and_of_a_constant() -> None:
 
 
 def check(name: str, *, is_real: bool = False, level: int = 0) -> Any:
-    return SimpleNamespace(name=name, is_real=is_real, image=np.full((2, 3, 3), level, np.uint8))
+    return SimpleNamespace(name=name, is_real=is_real, is_copy=False, image=np.full((2, 3, 3), level, np.uint8))
 
 
 def answer(image: Any) -> Answer:
@@ -336,6 +339,17 @@ def test_pixels_are_counted_by_target_and_prediction() -> None:
         score.add(answer, np.array([[0, 0, 1, 255, 2, 2]], np.uint8))
     assert score.counts.tolist() == [[2, 2, 0], [0, 0, 2], [4, 0, 0]]
     assert (score.images, score.invalid_pixels) == (2, 4)
+
+
+def test_reduced_precision_is_judged_where_answers_mean_something() -> None:
+    """On real images and their degraded copies; on noise and constants a network may say anything."""
+    real, made = compared("frame"), compared("noise", is_real=False, margins=[0.0] * 9_000)
+    copy = compared("frame (dark)", is_real=False, is_copy=True, margins=[0.0] * 9_000)
+    reduced = LIMITS["int8"]
+    assert gate_mask([real, made], ONE, reduced).passed
+    assert not gate_mask([real, copy], ONE, reduced).passed
+    assert not gate_mask([made], ONE, reduced).passed, "there is nothing else"
+    assert not gate_mask([real, made], ONE, replace(reduced, made_images=True)).passed
 
 
 def test_confidence_is_judged_by_its_mean_on_real_images_and_by_its_calibration() -> None:

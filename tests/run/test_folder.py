@@ -375,6 +375,7 @@ def test_a_run_with_progress_and_nothing_whole_never_starts_again_unasked(
     assert "run.exists=replace" in said
     assert run(folder, *STEPPED) == 2  # run.exists=error
     capsys.readouterr()
+    (folder / "failure.json").unlink(missing_ok=True)  # why it was refused
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     assert run(folder, *STEPPED, "run.exists=replace") == 0  # the second way on
     assert outcome(folder) == outcome(stepped)
@@ -388,6 +389,29 @@ def test_an_empty_folder_or_a_run_without_a_step_starts(stepped: Path, tmp_path:
     (folder / "metrics.jsonl").write_text("")
     assert run(folder, *STEPPED, "run.exists=resume") == 0
     assert outcome(folder) == outcome(stepped)
+
+
+@pytest.mark.parametrize("ended", ["killed", "diverged"])
+def test_a_run_that_ended_before_its_first_checkpoint_starts_again(stepped: Path, tmp_path: Path, ended: str) -> None:
+    """At step 1 of a run that saves every 2: a cluster's next attempt must not need a person."""
+    folder = Path(shutil.copytree(stepped, tmp_path / "run"))
+    for path in (*folder.glob("*.pt"), folder / "result.json", folder / "checkpoints.sha256"):
+        path.unlink()
+    if ended == "diverged":
+        (folder / "checkpoints.sha256").write_text(f"{'0' * 64}  diverged.pt  1\n")
+    early = [line for line in (folder / "metrics.jsonl").read_text().splitlines() if json.loads(line)["step"] <= 1]
+    (folder / "metrics.jsonl").write_text("\n".join(early) + "\n")
+    assert run(folder, *STEPPED, "run.exists=resume") == 0
+    assert outcome(folder) == outcome(stepped)
+    assert compare(read_run(stepped), read_run(folder)).sentence == "identical in all 8 common steps"
+
+
+def test_another_recipe_is_refused_before_anything_is_loaded(
+    stepped: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("segpipe.run.launch.work", lambda *_, **__: pytest.fail("it started"))
+    assert run(stepped, *STEPPED, "run.exists=resume", "optim.lr=0.125") == 2
+    assert "optim.lr: 0.05 -> 0.125" in capsys.readouterr().err
 
 
 # --- temporary files, tasks

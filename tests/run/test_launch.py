@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -16,13 +15,11 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from ranks import launched
 from runs import TORCHRUN, command, finished, outcome, result, run, settings, start, updates, wait_for, write_camvid
-from segpipe.cli import train
 from segpipe.cli.main import main as segpipe
 from segpipe.data.order import Order
 from segpipe.distributed import environment
 from segpipe.errors import CheckpointError, ConfigError, ImpureAugmentError
 from segpipe.run import launch
-from segpipe.run.finish import finish
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config
 
@@ -134,7 +131,7 @@ def test_children_find_their_environment_and_nothing_of_it_stays(
         for nproc in (4, 1):
             changes = (f"compute.nproc={nproc}", "compute.timeout_s=77.5")
             config = compose(settings(tmp_path / f"of{nproc}", *changes))
-            assert launch.launch(config, isolated=True) == 0
+            assert launch.launch_apart(config) == 0
             assert signal.getsignal(signal.SIGTERM) == before
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -212,26 +209,6 @@ def test_multirun_under_a_launcher_ends_with_the_usage_code(capsys: pytest.Captu
     assert "--multirun compute.nproc=N" in capsys.readouterr().err
 
 
-@pytest.fixture
-def swept(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, list[str]]]:
-    """A function of `--multirun` settings: exit code, and the names of the runs that were started but not trained."""
-
-    def sweep(*changes: str, codes: tuple[int, ...] = ()) -> tuple[int, list[str]]:
-        started: list[str] = []
-
-        def pretend(config: Config) -> int:
-            started.append(config.run.name)
-            return codes[len(started) - 1] if codes else 0
-
-        monkeypatch.setattr(train, "launch", lambda config, *, finish, isolated: pretend(config))
-        return segpipe(["train", "--multirun", *changes]), started
-
-    return sweep
-
-
-Swept = Callable[..., tuple[int, list[str]]]
-
-
 def test_a_silent_rank_leaves_the_word_to_the_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,57 +224,6 @@ def test_a_silent_rank_leaves_the_word_to_the_first(
     assert launch._report(ConfigError("said by rank 0"), rank=1) == 2
     assert time.monotonic() - started > 0.5
     assert capsys.readouterr().err == ""
-
-
-def test_jobs_of_a_sweep_train_in_other_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One process, with the report and the export at its end as in a run alone."""
-    spawned: list[tuple[int, object]] = []
-    monkeypatch.setattr(launch, "_spawn", lambda config, size, finish: spawned.append((size, finish)) or 0)
-    monkeypatch.setattr(launch, "work", lambda *_, **__: pytest.fail("it trained in the process of the sweep"))
-    assert segpipe(["train", "--multirun", *settings(tmp_path / "run")]) == 0
-    assert spawned == [(1, finish)]
-
-
-def test_a_failed_job_does_not_cost_the_others(swept: Swept, capsys: pytest.CaptureFixture[str]) -> None:
-    assert swept("seed=1,2,3", codes=(0, 6, 0)) == (6, [f"synthetic-fast_scnn-seed{seed}" for seed in (1, 2, 3)])
-    assert "│ 6 " in capsys.readouterr().out
-
-
-def test_jobs_of_one_folder_are_refused(swept: Swept, capsys: pytest.CaptureFixture[str]) -> None:
-    assert swept("seed=1,2", "run.name=same", "run.exists=replace") == (2, ["same"])
-    assert "run.name = same is also that of another job" in capsys.readouterr().err
-    assert swept("seed=1,2", "run.name=name${seed}") == (0, ["name1", "name2"])
-
-
-def test_ctrl_c_ends_the_sweep(swept: Swept, capsys: pytest.CaptureFixture[str]) -> None:
-    assert swept("seed=1,2,3", codes=(0, 130, 0)) == (130, [f"synthetic-fast_scnn-seed{seed}" for seed in (1, 2)])
-    assert "interrupted" in capsys.readouterr().err
-
-
-def test_seeds_of_one_recipe_are_summed_up_by_class(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def pretend(config: Config) -> int:
-        score = config.optim.lr + 0.01 * config.seed
-        config.run_dir.mkdir(parents=True)
-        found = {"miou": score, "iou": {"road": score + 0.1, "sky": score - 0.1 * config.seed, "lane": None}}
-        (config.run_dir / "result.json").write_text(json.dumps(found))
-        return 0 if config.seed < 4 else 6
-
-    monkeypatch.setattr(train, "launch", lambda config, *, finish, isolated: pretend(config))
-    swept = ["--multirun", "seed=1,2,4", "optim.lr=0.4,0.5", f"run.root={tmp_path}", "run.name=s${seed}-${optim.lr}"]
-    assert segpipe(["train", *swept]) == 6
-    said = capsys.readouterr().out
-    assert "lane" not in said  # no seed knows it
-    for rate, rows in (("0.4", ("51.50 │ 51.00  │ 52.00", "26.50 │ 22.00  │ 31.00")), ("0.5", ("61.50 │ 61.00",))):
-        table = said[said.index(f"2 seeds of optim.lr={rate}") :]
-        assert all(row in table for row in rows), table
-    assert f"{41.5:.2f} │ 41.00  │ 42.00   │ 1.00" in next(x for x in said.splitlines() if "mean of classes" in x)
-
-
-def test_bad_value_in_a_sweep_starts_no_job(swept: Swept, capsys: pytest.CaptureFixture[str]) -> None:
-    assert swept("train.steps=1,abc") == (2, [])
-    assert "train.steps" in capsys.readouterr().err
 
 
 def test_a_rank_that_lost_another_leaves_the_exit_code_to_it(

@@ -165,10 +165,16 @@ def test_an_export_that_differs_ends_the_command_with_its_code(
 def test_ctrl_c_of_two_processes_then_resume_in_one(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ctrl-C reaches parent and children, as in a terminal, and the parent sends it on: children see it twice."""
+    """Ctrl-C reaches parent and children, as in a terminal, and the parent sends it on: children see it twice.
+
+    SIGUSR1, with which schedulers warn all processes of a job, ends none of them.
+    """
     folder = tmp_path / "run"
     process = start("train.py", *settings(folder, *LONG, "checkpoint.every=0", "compute.nproc=2"))
     wait_for(lambda: len(updates(folder)) >= 3, process)
+    os.killpg(process.pid, signal.SIGUSR1)
+    warned = len(updates(folder))
+    wait_for(lambda: len(updates(folder)) > warned, process)
     os.killpg(process.pid, signal.SIGINT)
     done = finished(process)
     assert done.returncode == 130
@@ -243,7 +249,7 @@ def test_second_ctrl_c_interrupts_at_once_but_an_echo_does_not() -> None:
 @pytest.mark.parametrize("outlive_error", [True, False])
 def test_a_rank_that_failed_outlives_the_launchers_sigterm(outlive_error: bool) -> None:
     """Otherwise it would be ended before it could say which rank broke the contract."""
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)}
     try:
         with pytest.raises(ValueError, match="lost"), StopRequest(outlive_error=outlive_error):
             raise ValueError("lost")
@@ -252,7 +258,27 @@ def test_a_rank_that_failed_outlives_the_launchers_sigterm(outlive_error: bool) 
             pass
         assert (signal.getsignal(signal.SIGTERM) == signal.SIG_IGN) is outlive_error  # as it was found
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2])
+def test_what_a_scheduler_sends_stops_at_the_end_of_the_step(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with StopRequest() as stop:
+        assert not _interrupts(number)
+        assert stop.asked
+    assert signal.getsignal(number) == before
+
+
+def test_nohup_keeps_a_run_alive() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.asked
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def _interrupts(number: signal.Signals) -> bool:
@@ -384,7 +410,7 @@ def test_full_disk_leaves_the_last_good_checkpoint(
     for part in (str(folder / "last.pt"), "No space left", "unharmed", "run.exists=resume"):
         assert part in text
     assert checkpoint.load(folder / "last.pt")["step"] == 2
-    kept = ["checkpoints.sha256", "config.json", "inputs.json", "last.pt", "ledger", "metrics.jsonl"]
+    kept = ["checkpoints.sha256", "config.json", "failure.json", "inputs.json", "last.pt", "ledger", "metrics.jsonl"]
     assert sorted(path.name for path in folder.iterdir()) == kept
     monkeypatch.undo()
     assert run(folder, *LONG, "run.exists=resume") == 0

@@ -11,14 +11,18 @@ import numpy as np
 from segpipe.errors import ConfigError
 from segpipe.export.graph.profiles import BATCH, Free, Image, Size, further_sizes
 
+_COPIED = 2  # real images that are also judged in copies
+_DARKER, _BLUR_PIXELS, _NOISE_LEVELS = 4, 2.0, 12.0
+
 
 @dataclass(frozen=True)
 class Check:
-    """An image of the check set; `is_real` when it comes from the data set."""
+    """An image of the check set: `is_real` when it comes from the data set, `is_copy` when it is a degraded copy."""
 
     name: str
     image: Image
     is_real: bool = True
+    is_copy: bool = False
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,9 @@ class Trial:
 
 
 def check_set(images: Sequence[Image], names: Sequence[str], size: Size | None = None) -> list[Check]:
-    """The real images, then three constants, noise and a checkerboard of the same size (`size` without real images).
+    """The real images, degraded copies of the first, three constants, noise and a checkerboard, all of one size.
+
+    `size` is that size where there is no real image.
 
     Raises ConfigError for images of different sizes or of another dtype, and without both images and size.
     """
@@ -50,7 +56,22 @@ def check_set(images: Sequence[Image], names: Sequence[str], size: Size | None =
     made["noise"] = np.random.Generator(np.random.Philox(key=0)).integers(0, 256, shape, dtype=np.uint8)
     made["checkerboard"] = np.repeat(squares[..., None], 3, axis=2)
     real = [Check(name, image) for name, image in zip(names, images, strict=True)]
-    return [*real, *(Check(name, image, is_real=False) for name, image in made.items())]
+    copies = [copy for check in real[:_COPIED] for copy in _copies(check)]
+    return [*real, *copies, *(Check(name, image, is_real=False) for name, image in made.items())]
+
+
+def _copies(check: Check) -> Iterator[Check]:
+    """The image as a robot may see it: in the dark, out of focus, noisy, and from beside."""
+    image, (height, width, _) = check.image, check.image.shape
+    noise = np.random.Generator(np.random.Philox(key=1)).normal(0.0, _NOISE_LEVELS, image.shape)
+    degraded = {
+        "dark": image // _DARKER,
+        "blurred": cv2.GaussianBlur(image, (0, 0), _BLUR_PIXELS),
+        "noisy": np.clip(image + noise, 0, 255),
+        "shifted": np.roll(image, (height // 16, width // 16), (0, 1)),
+    }
+    for how, pixels in degraded.items():
+        yield Check(f"{check.name} ({how})", np.asarray(pixels, np.uint8), is_real=False, is_copy=True)
 
 
 def trials(free: Free, checks: Sequence[Check]) -> Iterator[Trial]:

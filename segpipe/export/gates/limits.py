@@ -42,11 +42,19 @@ class Limits:
     calibration_points: float | None = None  # growth of the expected calibration error in points of 100
     critical_points: float | None = None  # fall of a class of export.critical_classes
     both_ways: bool = True
+    made_images: bool = True  # whether masks of generated images are judged, on which a network may say anything
     relative_latency: float | None = None  # p50 over that of the fp32 file
 
 
 FP32 = Limits()
-_REDUCED = Limits(image_agreement=None, margin_sigma=None, confidence_levels=None, class_points=None, both_ways=False)
+_REDUCED = Limits(
+    image_agreement=None,
+    margin_sigma=None,
+    confidence_levels=None,
+    class_points=None,
+    both_ways=False,
+    made_images=False,
+)
 LIMITS = {
     "fp32": FP32,
     "fp16": replace(

@@ -1,0 +1,168 @@
+"""Finished and unfinished runs, read from their folders: in which settings they differ, and groups of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from segpipe.errors import ConfigError
+from segpipe.run.failure import failure
+from segpipe.run.tracking import FILE_NAME, read_metrics
+from segpipe.settings.config import FREE_KEYS, SETTINGS
+
+DESCENDING = ("date", "miou", "steps")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run; None if it is not known yet or cannot be read."""
+
+    name: str  # folder below root
+    folder: Path
+    model: str | None = None
+    data: str | None = None
+    miou: float | None = None
+    steps: int | None = None
+    digest: str | None = None  # of the averaged weights
+    date: str | None = None  # last change, local time
+    state: str = "finished"
+    settings: dict[str, Any] = field(default_factory=dict)  # of the recipe, by dotted key; without a readable file none
+
+
+@dataclass(frozen=True)
+class RecipeGroup:
+    """Runs of one recipe, up to the setting by which they are grouped."""
+
+    settings: dict[str, Any]
+    rows: Sequence[Row]
+
+    @property
+    def scores(self) -> list[float]:
+        """mIoU of the finished runs."""
+        return [row.miou for row in self.rows if row.miou is not None]
+
+    @property
+    def mean(self) -> float | None:
+        """Mean mIoU of the finished runs; None without one."""
+        return fmean(self.scores) if self.scores else None
+
+
+def find_runs(root: Path, patterns: Sequence[str] = ()) -> list[Row]:
+    """The runs below `root`; with patterns, the run folders that they name or match, and the runs below those.
+
+    Raises ConfigError if root is not a folder, or a pattern matches nothing.
+    """
+    if not patterns:
+        if not root.is_dir():
+            raise ConfigError(f"root = {root} is not a folder. Set root to the folder that holds the runs.")
+        return [read_row(folder, str(folder.relative_to(root))) for folder in _folders(root)]
+    found: dict[Path, Row] = {}
+    for pattern in patterns:
+        path = Path(pattern)
+        anchor = Path(path.anchor or ".")
+        tops = [path] if path.is_dir() else sorted(anchor.glob(str(path.relative_to(anchor) if path.anchor else path)))
+        folders = [folder for top in tops if top.is_dir() for folder in _folders(top)]
+        if not folders:
+            raise ConfigError(f"runs = {pattern}: no run is there. Name run folders, or match them: 'runs=[runs/lr*]'.")
+        found |= {folder: read_row(folder, str(folder)) for folder in folders if folder not in found}
+    return list(found.values())
+
+
+def _folders(top: Path) -> Iterator[Path]:
+    return (path.parent for path in sorted(top.rglob("config.json")))
+
+
+def read_row(folder: Path, name: str) -> Row:
+    """The run in `folder`; a file that cannot be read is named in `state`."""
+    config, config_fault = _read(folder / "config.json", {"model.name": str, "data.name": str, "train.steps": int})
+    result, result_fault = _read(folder / "result.json", {"miou": float | None, "steps": int, "ema_digest": str})
+    metrics = read_metrics(folder / FILE_NAME)
+    steps = result.get("steps", metrics[-1]["step"] if metrics else 0)
+    state = "finished" if result else f"unfinished, step {steps} of {config.get('train.steps')}"
+    failed = failure(folder)[1]
+    return Row(
+        name,
+        folder,
+        model=config.get("model.name"),
+        data=config.get("data.name"),
+        miou=result.get("miou"),
+        steps=steps,
+        digest=result.get("ema_digest"),
+        date=_date(folder),
+        state=config_fault or result_fault or (f"failed: {failed}" if failed else state),
+        settings=_recipe(folder / "config.json") if config else {},
+    )
+
+
+def _read(path: Path, kinds: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Values of a JSON file by dotted key, and what is wrong with it; no values if it is damaged or does not exist."""
+    if not path.exists():
+        return {}, ""
+    try:
+        content = json.loads(path.read_bytes())
+        found = {key: reduce(getitem, key.split("."), content) for key in kinds}
+    except (OSError, ValueError, TypeError, LookupError):
+        return {}, f"{path.name} is damaged"
+    fits = all(isinstance(found[key], kind) for key, kind in kinds.items())
+    return (found, "") if fits else ({}, f"{path.name} is damaged")
+
+
+def _recipe(path: Path) -> dict[str, Any]:
+    """Settings of a config.json that can reach the numbers; one that it lacks has its default."""
+    content, found = json.loads(path.read_bytes()), {}
+    for key, entry in SETTINGS.items():
+        if key not in FREE_KEYS:
+            try:
+                found[key] = reduce(getitem, key.split("."), content)
+            except (LookupError, TypeError):
+                found[key] = entry.default
+    return found
+
+
+def _date(folder: Path) -> str:
+    """When a file of the run's progress last changed."""
+    times = [
+        path.stat().st_mtime for name in ("result.json", FILE_NAME, "config.json") if (path := folder / name).exists()
+    ]
+    return datetime.fromtimestamp(times[0]).strftime("%Y-%m-%d %H:%M")
+
+
+def ordered(rows: Sequence[Row], column: str) -> list[Row]:
+    """Rows sorted by a column, the newest, best or longest first; rows without a value come last."""
+    known = [row for row in rows if getattr(row, column) is not None]
+    known.sort(key=lambda row: getattr(row, column), reverse=column in DESCENDING)
+    return known + [row for row in rows if getattr(row, column) is None]
+
+
+def differing(recipes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Settings in which recipes differ, in the order of the settings page."""
+    known = [recipe for recipe in recipes if recipe]
+    return [key for key in (known[0] if known else {}) if len({_text(recipe.get(key)) for recipe in known}) > 1]
+
+
+def grouped(rows: Sequence[Row], by: str) -> list[RecipeGroup]:
+    """Groups of the runs that differ in setting `by` alone, the best mean first."""
+    members: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.settings:
+            rest = {key: value for key, value in row.settings.items() if key != by}
+            members.setdefault(_text(rest), []).append(row)
+    groups = [
+        RecipeGroup(
+            {key: value for key, value in found[0].settings.items() if key != by},
+            sorted(found, key=lambda row: _text(row.settings[by])),
+        )
+        for found in members.values()
+    ]
+    return sorted(groups, key=lambda group: (group.mean is None, -(group.mean or 0.0)))
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)

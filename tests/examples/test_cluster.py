@@ -1,0 +1,172 @@
+"""docs/cluster.md and examples/cluster: their commands are valid, and two machines compute the bits of one."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from runs import ROOT, finished, outcome, result, run, settings, start
+from segpipe.data.loader import ID_BYTES, PIXEL_BYTES
+from segpipe.settings.check import check
+from segpipe.settings.compose import compose
+
+EXAMPLES = ROOT / "examples" / "cluster"
+SCRIPT = EXAMPLES / "train.sbatch"
+PAGE = (ROOT / "docs" / "cluster.md").read_text()
+
+
+def commands(text: str) -> list[list[str]]:
+    """Words of every command in the bash blocks of a page."""
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.S)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.strip() and not line.startswith("#")]
+
+
+def overrides(words: list[str]) -> list[str]:
+    """What follows `segpipe train`, with a value for each shell variable."""
+    place = next(place for place in range(1, len(words)) if words[place - 1 : place + 1] == ["segpipe", "train"])
+    return [re.sub(r"\$\{?\w+\}?", "1", word) for word in words[place + 1 :] if not word.startswith("-")]
+
+
+def options(words: list[str]) -> dict[str, str]:
+    return dict(word.removeprefix("--").split("=", 1) for word in words if word.startswith("--") and "=" in word)
+
+
+def manifests() -> dict[str, Any]:
+    return {each["kind"]: each for each in yaml.safe_load_all((EXAMPLES / "job.yaml").read_text())}
+
+
+def script_overrides() -> list[str]:
+    listed = SCRIPT.read_text().partition("overrides=(")[2].partition("\n)")[0]
+    return [re.sub(r"\$\{?\w+\}?", "/somewhere", word) for word in shlex.split(listed)]
+
+
+TRAINING = [words for words in commands(PAGE) if "segpipe" in words and "train" in words]
+
+
+@pytest.mark.parametrize("words", TRAINING, ids=lambda words: words[0])
+def test_commands_of_the_page_are_valid(words: list[str]) -> None:
+    assert len(TRAINING) >= 3
+    given = options(words)
+    size = int(given.get("nnodes", 1)) * int(given.get("nproc-per-node", 1))
+    config = compose(overrides(words))
+    check(config, world_size=size)
+    assert config.data.root.startswith("/scratch")
+
+
+def test_torchrun_knows_the_options_that_are_used() -> None:
+    from torch.distributed.run import get_args_parser
+
+    job = manifests()["Job"]["spec"]["template"]["spec"]["containers"][0]["args"]
+    script = SCRIPT.read_text().partition("torchrun")[2].partition("-m segpipe")[0].replace("\\\n", " ")
+    used = [words[: words.index("-m")] for words in [*TRAINING, job] if "-m" in words] + [shlex.split(script)]
+    known = {name for action in get_args_parser()._actions for name in action.option_strings}
+    for words in used:
+        names = {word.partition("=")[0] for word in words if word.startswith("--")}
+        assert len(names) > 3
+        assert names <= known, names - known
+
+
+def test_the_script_for_slurm_is_sound() -> None:
+    assert subprocess.run(["bash", "-n", str(SCRIPT)], check=False).returncode == 0
+    asked = options(re.findall(r"^#SBATCH (--\S+)", SCRIPT.read_text(), re.M))
+    size = int(asked["nodes"]) * int(asked["gpus-per-node"])
+    assert asked["ntasks-per-node"] == "1"
+    assert "#SBATCH --requeue" in SCRIPT.read_text()
+    assert int(asked["signal"].removeprefix("B:USR1@")) > int(
+        re.findall(r"--shutdown-timeout=(\d+)", SCRIPT.read_text())[0]
+    )
+    config = compose(script_overrides())
+    check(config, world_size=size)
+    assert config.run.exists == "resume"
+
+
+@pytest.mark.parametrize("code", [130, 0])
+def test_the_script_saves_and_requeues_before_the_time_limit(tmp_path: Path, code: int) -> None:
+    """With stand-ins for Slurm: `srun` trains until it gets TERM, which `scancel` sends."""
+    bodies = {
+        "srun": f"trap 'exit {code}' TERM; echo $$ > pid; echo \"$@\" > started; while :; do sleep 0.05; done",
+        "scancel": "echo $@ > cancelled; kill -TERM $(cat pid)",
+        "scontrol": 'if [ "$1" = show ]; then printf "node7\\nnode8\\n"; else echo $@ > requeued; fi',
+    }
+    for name, body in bodies.items():
+        path = tmp_path / name
+        path.write_text(f"#!/bin/bash\n{body}\n")
+        path.chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": "2"}
+    env = {**os.environ, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = subprocess.Popen(["bash", str(SCRIPT)], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "started").exists() or not (tmp_path / "started").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    script.send_signal(signal.SIGUSR1)
+    said, _ = script.communicate(timeout=60)
+    assert script.returncode == 0
+    assert "saving, then requeue" in said
+    words = (tmp_path / "started").read_text().split()
+    assert options(words)["rdzv-endpoint"] == "node7:29500"
+    check(compose(overrides(words)), world_size=16)
+    assert (tmp_path / "cancelled").read_text() == "--signal=TERM 42\n"
+    assert (tmp_path / "requeued").exists() is (code != 0)  # a run that was just finished is not started again
+
+
+def test_the_job_for_kubernetes_fits_together() -> None:
+    service, job = manifests()["Service"], manifests()["Job"]
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    container = pod["containers"][0]
+    given = options(container["args"])
+    assert spec["completionMode"] == "Indexed"
+    assert spec["completions"] == spec["parallelism"] == int(given["nnodes"])
+    assert int(given["nproc-per-node"]) == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert given["master-addr"] == f"{job['metadata']['name']}-0.{pod['subdomain']}"
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert container["ports"][0]["containerPort"] == int(given["master-port"])
+    assert pod["terminationGracePeriodSeconds"] > int(given["shutdown-timeout"])
+    mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounted.keys() == {volume["name"] for volume in pod["volumes"]}
+    shm = next(volume["emptyDir"] for volume in pod["volumes"] if mounted[volume["name"]] == "/dev/shm")
+    config = compose(overrides(["segpipe", *container["args"][container["args"].index("train") :]]))
+    check(config, world_size=16)
+    assert (pod["restartPolicy"], config.run.exists) == ("OnFailure", "resume")
+    assert shm["medium"] == "Memory"
+    assert shared_memory(8, config.data.workers, config.data.prefetch, 4, 720, 960) < int(shm["sizeLimit"][:-2]) * 2**30
+
+
+def shared_memory(processes: int, workers: int, prefetch: int, samples: int, height: int, width: int) -> int:
+    return processes * workers * prefetch * samples * (height * width * PIXEL_BYTES + ID_BYTES)
+
+
+def test_the_page_gives_the_formula_of_the_loader() -> None:
+    assert "samples_per_shard * (height * width * 4 + 16) bytes" in PAGE
+    assert f"720x960 are {shared_memory(8, 6, 4, 4, 720, 960) / 2**30:.1f} GiB" in PAGE
+
+
+def test_two_machines_compute_the_bits_of_one_process(tmp_path: Path) -> None:
+    """Two launchers of one host that meet as two machines would, over c10d, with one process each."""
+    changes = ("train.steps=2", "compute.shards=2", "optim.warmup_steps=0")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    meeting = [
+        "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=0", "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=two", "--local-addr=localhost", "-m", "segpipe", "train",
+    ]  # fmt: skip
+    machines = [start(*meeting, *settings(tmp_path / "two", *changes)) for _ in range(2)]
+    assert run(tmp_path / "one", *changes) == 0
+    for machine in machines:
+        done = finished(machine)
+        assert done.returncode == 0, done.stderr
+    assert result(tmp_path / "two")["world_size"] == 2
+    assert outcome(tmp_path / "two") == outcome(tmp_path / "one")

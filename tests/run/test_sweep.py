@@ -1,0 +1,341 @@
+"""Sweeps: every job is named and checked before the first starts; what came of each is told at the end."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
+from omegaconf import OmegaConf
+
+from runs import settings
+from segpipe.cli import train
+from segpipe.cli.main import main as segpipe
+from segpipe.errors import ConfigError, DataError
+from segpipe.run import launch
+from segpipe.run.finish import finish
+from segpipe.run.naming import distinct
+from segpipe.settings.compose import compose
+from segpipe.settings.config import Config, to_mapping
+
+Trained = Callable[[Config], int]
+
+
+class Sweeps:
+    """`segpipe train --multirun` without training: what was started, what was examined, and the output."""
+
+    def __init__(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.root, self._capsys = root, capsys
+        self.started: list[str] = []
+        self.examined: list[Config] = []
+        self.outcome: Callable[[Config], int | Exception] = lambda config: 0
+
+    def train(self, config: Config, finish: object) -> int:
+        """Pretend to train: a score that grows with lr and seed."""
+        self.started.append(config.run.name)
+        code = self.outcome(config)
+        if isinstance(code, Exception):
+            raise code
+        if code == 0:
+            write_result(config)
+        return code
+
+    def __call__(self, *changes: str) -> tuple[int, str]:
+        """Exit code and output of a sweep."""
+        self.started.clear()
+        self.examined.clear()
+        code = segpipe(["train", "--multirun", f"run.root={self.root}", "export=off", *changes])
+        said = self._capsys.readouterr()
+        return code, said.out + said.err
+
+
+def write_result(config: Config) -> None:
+    score = config.optim.lr + 0.01 * config.seed
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    iou = {"road": score + 0.1, "sky": score - 0.1 * config.seed, "lane": None}
+    result = {"miou": score, "iou": iou, "steps": config.train.steps}
+    (config.run_dir / "result.json").write_text(json.dumps(result))
+    (config.run_dir / "config.json").write_text(json.dumps(to_mapping(config)))
+    for name in ("report.html", "last.pt"):
+        (config.run_dir / name).touch()
+
+
+@pytest.fixture
+def sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Sweeps:
+    found = Sweeps(tmp_path, capsys)
+    monkeypatch.setattr(train, "launch_apart", found.train)
+    monkeypatch.setattr(train, "examine", found.examined.append)
+    return found
+
+
+def row(said: str, name: str) -> list[str]:
+    """Cells of a run's line in the table of the sweep."""
+    line = next(line for line in said.splitlines() if "│" in line and f" {name} " in line)
+    return [cell.strip() for cell in line.split("│")[1:-1]]
+
+
+def test_jobs_train_in_other_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One process, with the report and the export at its end as in a run alone."""
+    spawned: list[tuple[int, object]] = []
+
+    def spawn(config: Config, size: int, done: object) -> int:
+        spawned.append((size, done))
+        write_result(config)
+        return 0
+
+    monkeypatch.setattr(launch, "_spawn", spawn)
+    monkeypatch.setattr(launch, "work", lambda *_, **__: pytest.fail("it trained in the process of the sweep"))
+    assert segpipe(["train", "--multirun", *settings(tmp_path / "run")]) == 0
+    assert spawned == [(1, finish)]
+
+
+def test_flags_without_a_sweep_start_the_run_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[Config] = []
+    monkeypatch.setattr(train, "launch", lambda config, *, finish: started.append(config) or 7)
+    arguments = [f"run.root={tmp_path}", "seed=4"]
+    assert segpipe(["train", *arguments, "--config-dir", str(tmp_path)]) == 7
+    assert started == [compose(arguments)]
+
+
+def test_names_show_what_is_swept_and_values_reach_the_jobs(sweeps: Sweeps) -> None:
+    code, said = sweeps("seed=1,2", "optim.lr=0.25,0.5", "train.steps=9")
+    assert code == 0, said
+    names = [f"synthetic-fast_scnn-seed{seed}-lr{rate}" for seed in (1, 2) for rate in (0.25, 0.5)]
+    assert sweeps.started == names
+    assert row(said, names[3])[1:] == ["seed=2 optim.lr=0.5", "52.00", "0", ""]
+    assert f"best: {sweeps.root / names[3]}  mIoU 52.00 %" in said
+    assert all(json.loads((sweeps.root / name / "config.json").read_text())["run"]["name"] == name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("template", "swept", "names"),
+    [
+        ("${data.name}-seed${seed}", [{"seed": "1"}, {"seed": "2"}], ["n0", "n1"]),
+        ("${model.name}", [{"model": "fast_scnn"}, {"model": "pidnet_s"}], ["n0", "n1"]),
+        ("job${hydra:job.num}", [{"seed": "1"}, {"seed": "2"}], ["n0", "n1"]),
+        ("n", [{"run.name": "n0"}, {"run.name": "n1"}], ["n0", "n1"]),
+        ("n", [{"seed": "1"}, {"seed": "2"}], ["n0-seed1", "n1-seed2"]),
+        ("n${seed}", [{"seed": "1", "optim.name": "sgd"}] * 2, ["n0-name_sgd", "n1-name_sgd"]),
+        (
+            "n",
+            [{"augment.crop_size": "[64,64]"}, {"augment.crop_size": "[96,128]"}],
+            ["n0-crop_size64_64", "n1-crop_size96_128"],
+        ),
+    ],
+)
+def test_names_of_a_search_show_what_the_template_does_not(
+    template: str, swept: list[dict[str, str]], names: list[str]
+) -> None:
+    """Also where they differ: the names of a batch must not depend on what else is in it."""
+    assert distinct(["n0", "n1"], [template] * 2, swept, always=True) == names
+    assert distinct(["n0", "n1"], [template] * 2, swept, always=False) == ["n0", "n1"]
+
+
+def test_names_are_safe_short_and_differ() -> None:
+    def suffixes(*swept: dict[str, str]) -> list[str]:
+        return [
+            name.removeprefix("n-") for name in distinct(["n"] * len(swept), ["n"] * len(swept), swept, always=False)
+        ]
+
+    assert suffixes({"a.width": "1", "b.width": "2"}, {"a.width": "1", "b.width": "3"}) == [
+        "a.width1-b.width2",
+        "a.width1-b.width3",
+    ]
+    long = suffixes({"model.weights": f"/data/{'w' * 40}/one.pt"}, {"model.weights": f"/data/{'w' * 40}/two.pt"})
+    assert len(set(long)) == 2
+    assert all(len(name) <= 32 and "/" not in name for name in long)
+    (many,) = set(suffixes({f"k{i}": "x" * 20 for i in range(20)}, {f"k{i}": "x" * 20 for i in range(20)}))
+    assert len(many) <= 120
+    assert suffixes({"data.root": "~/a b"}, {"data.root": ""}) == ["root_a_b", "root_empty"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (["train.steps=1,abc"], "train.steps = 'abc', but int was needed"),
+        (["seed=1,-1"], "seed=-1: seed = -1, but a value of 0 to"),
+        (["compute.shards=4,3", "seed=1,2"], "compute.shards=3 seed=1; compute.shards=3 seed=2: compute.shards = 3"),
+        (["seed=1,1"], "is the name of 2 jobs"),
+        (["seed=1,2", "data=folder"], "all jobs: data.root is empty"),
+        (["seed=1,2", "hydra/launcher=basic"], "hydra/launcher cannot be set"),
+        (["seed=1,2", "hydra/sweeper=optuna2"], "optuna2"),
+    ],
+)
+def test_a_job_that_cannot_start_starts_none(sweeps: Sweeps, changes: list[str], named: str) -> None:
+    code, said = sweeps(*changes)
+    assert (code, sweeps.started) == (2, [])
+    assert named in said
+    assert "Traceback" not in said
+    assert "HYDRA_FULL_ERROR" not in said
+
+
+def test_data_is_examined_before_the_first_job_and_once_for_all(
+    sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sweeps("seed=1,2", "data.num_val=8,9")[0] == 0
+    assert len(sweeps.examined) == 2  # two data sets, four jobs
+
+    def refused(config: Config) -> None:
+        if config.data.num_val == 7:
+            raise DataError("a mask is damaged.")
+
+    monkeypatch.setattr(train, "examine", refused)
+    code, said = sweeps("data.num_val=6,7")
+    assert (code, sweeps.started) == (2, [])
+    assert "data.num_val=7: a mask is damaged.\nNo job was started." in said
+
+
+def test_a_folder_in_use_is_found_before_the_first_job(sweeps: Sweeps) -> None:
+    """It was once found after the first job had trained to its end."""
+    assert sweeps("seed=2")[0] == 0
+    code, said = sweeps("seed=1,2")
+    assert (code, sweeps.started) == (2, [])
+    assert f"seed=2: {sweeps.root / 'synthetic-fast_scnn-seed2'} already holds" in said
+    assert "run.exists=resume" in said
+    assert sweeps("seed=2", "run.exists=replace")[0] == 0
+    assert len(sweeps.started) == 1
+
+
+def test_resume_skips_what_is_finished(sweeps: Sweeps) -> None:
+    assert sweeps("seed=1,2,3")[0] == 0
+    for seed, name in ((2, "result.json"), (3, "report.html")):  # killed during the training, and after it
+        (sweeps.root / f"synthetic-fast_scnn-seed{seed}" / name).unlink()
+    code, said = sweeps("seed=1,2,3", "run.exists=resume")
+    assert (code, sweeps.started) == (0, [f"synthetic-fast_scnn-seed{seed}" for seed in (2, 3)])
+    assert row(said, "synthetic-fast_scnn-seed1")[2:] == ["6.00", "0", "was finished already"]
+    assert "3 seeds: IoU in %" in said
+    code, said = sweeps("seed=1,2", "run.exists=resume", "optim.lr=0.5")
+    assert (code, sweeps.started) == (2, [])
+    assert "optim.lr: 0.05 -> 0.5" in said
+    assert sweeps("seed=1", "run.exists=resume", "export=on")[0] == 0
+    assert len(sweeps.started) == 1  # its export is missing
+
+
+def test_a_failed_job_does_not_cost_the_others(sweeps: Sweeps) -> None:
+    def outcome(config: Config) -> int | Exception:
+        if config.seed == 2:
+            config.run_dir.mkdir()
+            (config.run_dir / "failure.json").write_text('{"exit_code": 6, "reason": "loss nan\\nat step 3"}')
+            return 6
+        return ConfigError("a file is gone") if config.seed == 3 else 0
+
+    sweeps.outcome = outcome
+    code, said = sweeps("seed=1,2,3,4")
+    assert (code, len(sweeps.started)) == (6, 4)
+    assert row(said, "synthetic-fast_scnn-seed2")[1:] == ["seed=2", "-", "6", "loss nan at step 3"]
+    assert row(said, "synthetic-fast_scnn-seed3")[1:] == ["seed=3", "-", "2", "a file is gone"]
+    assert row(said, "synthetic-fast_scnn-seed4")[2:4] == ["9.00", "0"]
+    sweeps.outcome = lambda config: 0
+    code, said = sweeps("seed=1,2,3,4", "run.exists=resume")
+    assert (code, sweeps.started) == (6, ["synthetic-fast_scnn-seed3"])  # the same bits would diverge again
+    assert row(said, "synthetic-fast_scnn-seed2")[4] == "failed before: loss nan at step 3"
+
+
+@pytest.mark.parametrize("how", [130, KeyboardInterrupt()])
+def test_ctrl_c_ends_the_sweep_and_lists_what_is_done(sweeps: Sweeps, how: int | KeyboardInterrupt) -> None:
+    def outcome(config: Config) -> int:
+        if config.seed == 2 and isinstance(how, KeyboardInterrupt):
+            raise how
+        return how if config.seed == 2 and isinstance(how, int) else 0
+
+    sweeps.outcome = outcome
+    code, said = sweeps("seed=1,2,3")
+    assert (code, sweeps.started) == (130, [f"synthetic-fast_scnn-seed{seed}" for seed in (1, 2)])
+    assert [row(said, f"synthetic-fast_scnn-seed{seed}")[2:] for seed in (1, 2, 3)] == [
+        ["6.00", "0", ""],
+        ["-", "130", "interrupted"],
+        ["-", "-", "not started"],
+    ]
+    assert "run.exists=resume continues it" in said
+
+
+def test_seeds_of_one_recipe_are_summed_up_by_class(sweeps: Sweeps) -> None:
+    sweeps.outcome = lambda config: 0 if config.seed < 4 else 6
+    code, said = sweeps("seed=1,2,4", "optim.lr=0.4,0.5", "run.name=s${seed}-${optim.lr}")
+    assert code == 6
+    assert "lane" not in said  # no seed knows it
+    for rate, rows in (("0.4", ("51.50 │ 51.00  │ 52.00", "26.50 │ 22.00  │ 31.00")), ("0.5", ("61.50 │ 61.00",))):
+        table = said[said.index(f"2 seeds of optim.lr={rate}") :]
+        assert all(row in table for row in rows), table
+    assert f"{41.5:.2f} │ 41.00  │ 42.00   │ 1.00" in next(x for x in said.splitlines() if "mean of classes" in x)
+
+
+class HillClimber(Sweeper):
+    """A search in two batches, as Optuna's sweeper does it: the second batch depends on the scores of the first."""
+
+    seen: list[Any]
+    direction: str
+
+    def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: Sequence[str]) -> None:
+        rates = [0.25, 0.5]
+        for first in (0, 2):
+            batch = [[*arguments, f"optim.lr={rate}"] for rate in rates]
+            for rate, returned in zip(rates, self.launcher.launch(batch, first), strict=True):
+                try:
+                    self.seen.append((rate, returned.return_value))
+                except train.JobFailedError as error:
+                    self.seen.append((rate, str(error)))
+            best = max(self.seen, key=lambda pair: pair[1] if isinstance(pair[1], float) else 0.0)[0]
+            rates = [best, 2 * best]
+
+
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Scores that the search saw; it takes the place of Hydra's sweeper, as an installed plug-in would by a setting."""
+    place = "hydra_plugins.hill.HillClimber"
+    HillClimber.seen = []
+    original = Plugins.instance().instantiate_sweeper
+
+    def instantiate(**arguments: Any) -> Sweeper:
+        OmegaConf.set_readonly(arguments["config"], False)
+        OmegaConf.set_struct(arguments["config"], False)
+        arguments["config"].hydra.sweeper = {"_target_": place, "direction": HillClimber.direction}
+        sweeper = HillClimber()
+        sweeper.setup(**arguments)
+        return sweeper
+
+    assert original
+    monkeypatch.setattr(Plugins.instance(), "instantiate_sweeper", instantiate)
+    HillClimber.direction = "maximize"
+    return HillClimber.seen
+
+
+def test_a_search_gets_scores_and_a_job_that_it_repeats_is_not_trained_again(
+    sweeps: Sweeps, searched: list[Any]
+) -> None:
+    code, said = sweeps("run.name=x")
+    assert code == 0, said
+    assert searched == [(0.25, 0.25), (0.5, 0.5), (0.5, 0.5), (1.0, 1.0)]
+    assert sweeps.started == ["x-lr0.25", "x-lr0.5", "x-lr1.0"]
+
+
+def test_a_search_hears_of_failures_and_each_batch_is_checked(sweeps: Sweeps, searched: list[Any]) -> None:
+    sweeps.outcome = lambda config: 6 if config.optim.lr == 0.5 else 0
+    assert sweeps("run.name=x")[0] == 6
+    assert searched[1] == (0.5, "see the messages above")
+    shutil.rmtree(sweeps.root / "x-lr0.25")
+    sweeps.outcome = lambda config: 0
+    HillClimber.seen.clear()
+    (sweeps.root / "x-lr1.0").mkdir()
+    (sweeps.root / "x-lr1.0" / "result.json").write_text("{}")
+    code, said = sweeps("run.name=x")  # the second batch finds a folder in use
+    assert code == 2
+    assert "x-lr1.0 already holds" in said
+    assert row(said, "x-lr0.5")[2] == "50.00"  # the first batch is told all the same
+
+
+def test_a_search_in_the_wrong_direction_is_refused(sweeps: Sweeps, searched: list[Any]) -> None:
+    HillClimber.direction = "minimize"
+    code, said = sweeps()
+    assert (code, sweeps.started) == (2, [])
+    assert "hydra.sweeper.direction = minimize, but jobs return their mIoU" in said
