@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from runs import outcome, result, run
+from runs import outcome, result, run, torch_restored
 from segpipe.cli.main import main as segpipe
 from segpipe.data.catalog import CAMVID, STREET
 from segpipe.errors import CheckpointError, ConfigError, WeightsError
@@ -190,6 +190,24 @@ def test_frozen_parts_keep_their_bits_and_a_resumed_run_needs_no_file(
     capsys.readouterr()
     assert run(parts, *settings, "run.exists=resume", f"model.weights={tmp_path / 'other.pth'}") == 2
     assert "model.weights_sha256: " in capsys.readouterr().err
+
+
+def test_an_audit_replays_step_0_where_the_file_is_at_hand(tensors_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "start.safetensors"
+    shutil.copy(tensors_file, path)
+    assert run(tmp_path / "run", f"model.weights={path}", "train.steps=2", "model.freeze=[detail.*]") == 0
+
+    def audited(name: str) -> dict[str, Any]:
+        with torch_restored():
+            code = segpipe(["audit", f"run={tmp_path / 'run'}", f"out={tmp_path / name}"])
+        lines = json.loads((tmp_path / name / "report.json").read_text())["lines"]
+        return {"exit": code, **{line["part"]: line["status"] for line in lines}}
+
+    found = audited("with")
+    assert (found["exit"], found["weights"], found["replay"]) == (0, "passed", "passed")
+    path.unlink()
+    found = audited("without")
+    assert (found["weights"], found["replay"]) == ("not checked", "not checked")
 
 
 def test_a_file_that_does_not_fit_is_refused_before_the_folder_is_made(
