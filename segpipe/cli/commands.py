@@ -150,7 +150,12 @@ COMMANDS = {
             RUN,
             WHICH,
             Setting("out", "FILE.safetensors", "file to write; must not exist yet", required=True),
-            Setting("names", "segpipe", "names of the tensors", choices=("segpipe", "published")),
+            Setting(
+                "names",
+                "segpipe",
+                "names of the tensors: as in segpipe, or as in the authors' code, timm, or your own network",
+                choices=("segpipe", "original"),
+            ),
         ),
     ),
     "compare": Command(
