@@ -90,15 +90,18 @@ def prepare(config: Config, world_size: int) -> None:
     """Check everything that can be checked before the first process starts, then claim the run's folder."""
     from segpipe.data.augment import Augmenter
     from segpipe.data.frequency import check_given_weights
+    from segpipe.data.overlap import check_overlap
     from segpipe.data.problems import verify
-    from segpipe.data.samples import check_labelled, open_samples
+    from segpipe.data.samples import check_labelled, image_files, open_samples
     from segpipe.purity import checker as purity
 
     check(config, world_size=world_size)
     check_tracking(config)
     verify(config.data, ["train", config.data.split])
-    open_samples(config.data, config.data.split, config.seed)
+    val_samples = open_samples(config.data, config.data.split, config.seed)
     samples = open_samples(config.data, "train", config.seed)
+    if config.data.split != "train" and not config.data.allow_overlap:
+        check_overlap(image_files(samples), image_files(val_samples), config.data.split)
     _check_crop(config, samples)
     check_labelled(samples)
     if isinstance(config.loss.class_weights, list):

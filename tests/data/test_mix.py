@@ -27,7 +27,7 @@ from segpipe.data.samples import (
 from segpipe.errors import DataError
 from segpipe.ledger.inputs import data_hashes
 from segpipe.settings.groups import DataConfig
-from tests.runs import DIGESTS, run
+from runs import DIGESTS, run
 
 TABLES = {
     "town": "names: [road, person, car]\npalette: [[0, 0, 0], [1, 1, 1], [2, 2, 2]]\n",
