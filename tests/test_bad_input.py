@@ -77,6 +77,16 @@ def empty(root: Path) -> None:
             path.unlink()
 
 
+def unlabel(root: Path) -> None:
+    for path in (root / "trainannot").iterdir():
+        cv2.imwrite(str(path), np.full((72, 96), 11, np.uint8))
+
+
+def copy_into_training(root: Path) -> None:
+    for kind in ("", "annot"):
+        (root / f"train{kind}" / "copy.png").write_bytes((root / f"val{kind}" / "frame01.png").read_bytes())
+
+
 def rename(root: Path) -> None:
     root.rename(root.with_name("date"))
 
@@ -89,6 +99,11 @@ BAD_FILES: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
     (truncate, ("/train/frame04.png is truncated", "Copy it again")),
     (damage, ("/val/frame00.png is damaged", "Copy it again")),
     (empty, ("/val is empty", "split val")),
+    (unlabel, ("none of the 8 training images has a labelled pixel (the first is frame00)", "Check the masks")),
+    (
+        copy_into_training,
+        ("1 of the images of split val", "train/copy.png = ", "val/frame01.png", "data.allow_overlap"),
+    ),
 ]
 
 
@@ -123,6 +138,8 @@ BAD_SETTINGS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("compute.nproc=0",), ("compute.nproc = ", "auto")),
     (("compute.samples_per_shard=1",), ("compute.samples_per_shard = 1", "at least 2")),
     (("data.split=test",), ("/test does not exist", "holds train, trainannot")),
+    (("loss.class_weights=[1,2]",), ("loss.class_weights holds 2 weights", "11 classes", "sky, building, pole")),
+    (("loss.class_weights=[0,0,0,0,0,0,0,0,0,0,0]",), ("loss.class_weights holds only zeros",)),
     (("data.root=",), ("data.root is empty", "Set data.root=FOLDER")),
     (("export.dir=/dev/null/export", "export.enabled=true"), ("export.dir = /dev/null/export", "Not a directory")),
     (("run.exists=keep",), ("run.exists = 'keep' is not one of error, resume, replace",)),

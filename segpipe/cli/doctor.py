@@ -12,10 +12,11 @@ from rich.table import Table
 from segpipe.cli.commands import COMMANDS
 from segpipe.data.catalog import table_path
 from segpipe.data.division import shared_sequences
+from segpipe.data.overlap import check_overlap
 from segpipe.data.pairs import scan, scan_undivided
 from segpipe.data.problems import problems
 from segpipe.data.proposal import propose
-from segpipe.data.samples import Samples, class_pixels, image_sizes, one_by_one, open_samples
+from segpipe.data.samples import Samples, class_pixels, image_files, image_sizes, one_by_one, open_samples
 from segpipe.errors import DataError
 from segpipe.settings.arguments import parse
 from segpipe.settings.check import check
@@ -119,6 +120,8 @@ def main(overrides: list[str]) -> int:
         CONSOLE.print(f"{found} problem{'s' * (found > 1)} in {config.data.root or 'data.mix'}")
         return DataError.exit_code
     opened = {split: open_samples(config.data, split, config.seed) for split in splits}
+    if len(opened) > 1 and not config.data.allow_overlap:
+        check_overlap(image_files(opened["train"]), image_files(opened[config.data.split]), config.data.split)
     for split, samples in by_set(opened).items():
         sizes = [f"{height}x{width} ({times})" for (height, width), times in image_sizes(samples).most_common(8)]
         CONSOLE.print(

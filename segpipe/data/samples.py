@@ -340,6 +340,14 @@ def one_by_one(samples: Samples) -> dict[str, MixedSamples]:
     return {part.label: MixedSamples(whole.classes, (part,), (one,), (ids,)) for part, one, ids in each}
 
 
+def image_files(samples: Samples) -> list[str]:
+    """Paths of the images, as far as they lie in files."""
+    whole = unwrapped(samples)
+    if isinstance(whole, MixedSamples):
+        return [path for one in whole.sets for path in image_files(one)]
+    return [pair.image for pair in whole.pairs] if isinstance(whole, FileSamples) else []
+
+
 def set_weights(samples: Samples) -> list[tuple[int, float]]:
     """Of each data set of a mixture, number of samples and weight: the given one, or else that number."""
     whole = unwrapped(samples)

@@ -131,8 +131,9 @@ def examine(config: Config) -> None:
     """Check all that a run needs beside its settings and its folder: tracker, data set, augmentation, export folder."""
     from segpipe.data.augment import Augmenter
     from segpipe.data.frequency import check_given_weights
+    from segpipe.data.overlap import check_overlap
     from segpipe.data.problems import verify
-    from segpipe.data.samples import check_labelled, open_samples, sequences
+    from segpipe.data.samples import check_labelled, image_files, open_samples, sequences
     from segpipe.purity import checker as purity
 
     check_tracking(config)
@@ -143,6 +144,8 @@ def examine(config: Config) -> None:
     verify(config.data, ["train", config.data.split])
     validation = open_samples(config.data, config.data.split, config.seed)
     samples = open_samples(config.data, "train", config.seed)
+    if config.data.split != "train" and not config.data.allow_overlap:
+        check_overlap(image_files(samples), image_files(validation), config.data.split)
     for opened in (samples, validation):
         sequences(opened, config.data.sequence)  # the scores are told by sequence, after the training
     _check_crop(config, samples)

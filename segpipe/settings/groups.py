@@ -69,9 +69,10 @@ class DataConfig:
     classes: str = setting("", "YAML class table of data=folder; empty: <data.root>/classes.yaml", free=True)
     images: str = setting("", "folder: images below data.root, as FOLDER/SPLIT or FOLDER/SPLIT/*ENDING; empty: found")
     masks: str = setting("", "folder: masks below data.root, in the same form; empty: found")
-    size: list[int] = setting([192, 384], "synthetic: [height, width] in pixels", length=2, low=32)
-    num_train: int = setting(2000, "synthetic: number of distinct training scenes", low=1)
-    num_val: int = setting(64, "synthetic: number of validation scenes", low=1)
+    allow_overlap: bool = setting(False, "train although validation reads the same images", free=True)
+    size: list[int] = setting([192, 384], "synthetic: [height, width] in pixels", length=2, low=32, high=8192)
+    num_train: int = setting(2000, "synthetic: number of distinct training scenes", low=1, high=10**7)
+    num_val: int = setting(64, "synthetic: number of validation scenes", low=1, high=10**7)
     shuffle_labels: bool = setting(
         False, "control experiment: targets of other images, from which nothing can be learned"
     )
@@ -94,7 +95,7 @@ class DataConfig:
 
 @dataclass
 class AugmentConfig:
-    crop_size: list[int] = setting([192, 384], "[height, width] of the crop in pixels", length=2, low=32)
+    crop_size: list[int] = setting([192, 384], "[height, width] of the crop in pixels", length=2, low=32, high=8192)
     scale: list[float] = setting(
         [0.75, 1.5], "[smallest, largest] factor of the random resize, log-uniform", length=2, low=0.1, high=10
     )
@@ -136,7 +137,7 @@ class LossConfig:
     stride: int = setting(1, "the main head's loss reads every n-th row and column of the target", low=1, high=8)
     aux_stride: int = setting(1, "the same for the auxiliary class heads", low=1, high=8)
     dice_weight: float = setting(
-        0.0, "weight of a soft Dice loss on the main head, in which all classes count equally", low=0
+        0.0, "weight of a soft Dice loss on the main head, in which all classes count equally", low=0, high=1e6
     )
     boundary_weight: float = setting(20.0, "weight of the boundary head, if the network has one", low=0, high=1e6)
     ohem_threshold: float = setting(
@@ -169,7 +170,7 @@ class EmaConfig:
 
 @dataclass
 class TrainConfig:
-    steps: int = setting(STEPS, "number of updates; 0: left to train.epochs", low=0)
+    steps: int = setting(STEPS, "number of updates; 0: left to train.epochs", low=0, high=10**9)
     epochs: int = setting(0, "passes over the training images instead of train.steps; 0: none", low=0)
     precision: str = setting(
         "fp32", "autocast type of the network; the loss is always fp32", choices=("fp32", "bf16", "fp16")
@@ -194,7 +195,7 @@ class ComputeConfig:
         4, "logical shards, at least one per process; the global batch is shards * samples_per_shard", low=1, high=65536
     )
     # At least 2: the networks pool whole images, which leaves BatchNorm one value per image.
-    samples_per_shard: int = setting(4, "samples per logical shard", low=2)
+    samples_per_shard: int = setting(4, "samples per logical shard", low=2, high=65536)
     threads: int = setting(2, "intra-op threads per process; changes the bits on a CPU", low=1, high=1024)
     ledger: bool = setting(True, "write digests of every step, and compare the state across ranks", free=True)
     timeout_s: float = setting(600.0, "timeout of a collective in seconds", low=1, high=10**9, free=True)

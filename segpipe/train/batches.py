@@ -94,6 +94,11 @@ def counted(
             say(f"counting the classes of the training masks: {done * group.world_size} of {len(indices)}")
     counts = frequency.merged(group.gather(PixelCounts(rows, np.array(own, np.int64))))
     say(f"counted the classes of {len(indices)} training masks in {time.monotonic() - start:.1f} s")
+    if balance:
+        factors = frequency.repeats(config.data.balance, set_weights(samples), counts)
+        unused = "" if factors.max() > 1 else ": no class is that rare. Raise it, at most to 1"
+        times = f"{factors.mean():.2f} times per pass on average, at most {factors.max():.2f} times"
+        say(f"data.balance = {config.data.balance:g}: images come {times}{unused}")
     return counts
 
 

@@ -10,6 +10,7 @@ import cv2
 import numpy as np
 import pytest
 
+from runs import DIGESTS, run
 from segpipe.cli.main import main as segpipe
 from segpipe.data.frequency import FILE_NAME, PixelCounts, load
 from segpipe.data.mix import absent_root, parts
@@ -27,7 +28,6 @@ from segpipe.data.samples import (
 from segpipe.errors import DataError
 from segpipe.ledger.inputs import data_hashes
 from segpipe.settings.groups import DataConfig
-from tests.runs import DIGESTS, run
 
 TABLES = {
     "town": "names: [road, person, car]\npalette: [[0, 0, 0], [1, 1, 1], [2, 2, 2]]\n",

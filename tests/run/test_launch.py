@@ -23,10 +23,11 @@ from segpipe.run import launch
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config
 
-# All that could depend on the division of the shards: OHEM, auxiliary heads, class weights, clipping, validation.
+# All that could depend on the division of the shards: OHEM, auxiliary heads, class weights, clipping, validation, and
+# the counts behind a balanced order, which the ranks share.
 RECIPE = (
     "train.steps=2", "compute.shards=16", "loss.name=ohem", "loss.ohem_threshold=0.2", "loss.class_weights=log",
-    "optim.clip_norm=1", "optim.warmup_steps=0",
+    "optim.clip_norm=1", "optim.warmup_steps=0", "data.balance=1", "augment.rare_crop=0.5",
 )  # fmt: skip
 
 
@@ -79,7 +80,7 @@ def test_multirun_makes_two_runs_and_a_table(alone: Path, tmp_path: Path) -> Non
     assert outcome(tmp_path / "bf16")["weights_digest"] != outcome(alone)["weights_digest"]
 
 
-@pytest.mark.parametrize("change", ["seed=1", "loss.class_weights=none", "optim.clip_norm=2"])
+@pytest.mark.parametrize("change", ["seed=1", "loss.class_weights=none", "optim.clip_norm=2", "data.balance=0"])
 def test_another_recipe_computes_other_bits(alone: Path, tmp_path: Path, change: str) -> None:
     """The control: the digests see what changes the weights, so their equality means something."""
     assert run(tmp_path / "other", *RECIPE, change) == 0
