@@ -21,7 +21,7 @@ from segpipe.errors import ConfigError, DataError
 from segpipe.files import plain
 from segpipe.predict.inference import inference, segment
 from segpipe.run.console import iou_table, sequence_table
-from segpipe.run.finish import page_data, predictor
+from segpipe.run.page import page_data, predictor
 from segpipe.run.report import ReportData, write_report
 from segpipe.settings.arguments import with_settings
 from segpipe.settings.config import Config

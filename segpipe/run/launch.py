@@ -37,7 +37,7 @@ from segpipe.train.stop import handlers_kept, stopping
 if TYPE_CHECKING:
     from segpipe.data.samples import Samples
     from segpipe.distributed.group import Group
-    from segpipe.train.engine import Run
+    from segpipe.train.training import Run
     from segpipe.train.validate import Validation
 
 # What rank 0 does after the training, such as segpipe.run.finish.finish. Spawned processes unpickle it by its name, so

@@ -3,91 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Generator
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from segpipe import __version__
 from segpipe.data import frequency
-from segpipe.data.samples import Samples, open_samples, sequences
+from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.distributed.watch.agreement import agree_on_step, common_fingerprint
 from segpipe.errors import CheckpointError, Interrupted, NumericsError
 from segpipe.files import to_json, write_atomically
 from segpipe.ledger import inputs
-from segpipe.ledger.digest import state_digest
-from segpipe.ledger.reader import last_seals
 from segpipe.models.preprocess import Preprocess
-from segpipe.settings.config import Config, config_hash, to_mapping
+from segpipe.settings.config import Config, to_mapping
 from segpipe.train import checkpoint, state
 from segpipe.train.batches import counted, loss_weights, shard_stream
-from segpipe.train.clock import Clock
 from segpipe.train.header import header
 from segpipe.train.metrics import miou, summary
 from segpipe.train.recorder import Recorder
-from segpipe.train.scores import scores
-from segpipe.train.start import WEIGHTS, read_start, weights_summary
+from segpipe.train.result import result_of
+from segpipe.train.start import WEIGHTS, read_start
 from segpipe.train.step import StepResult, TrainStep, train_step
 from segpipe.train.stop import StopRequest
+from segpipe.train.training import OpenOutputs, Run
 from segpipe.train.validate import Validation, validate
 from segpipe.train.watch import Watch
 
 if TYPE_CHECKING:
-    from segpipe.data.frequency import PixelCounts
     from segpipe.data.loader import ShardBatch
     from segpipe.distributed.group import Group
-    from segpipe.train.state import TrainState
-
-
-class View(contextlib.AbstractContextManager[Any], Protocol):
-    """Shows progress to a person."""
-
-    def say(self, text: str) -> None: ...
-
-    def advance(self, done: int, figures: dict[str, str] | None = None) -> None: ...
-
-    def validating(self, done: int, total: int) -> None: ...
-
-
-class Log(Protocol):
-    """Keeps figures by step and kind; a line that an earlier session of the run has written is not written again."""
-
-    def log(self, step: int, kind: str, values: Mapping[str, Any]) -> None: ...
-
-    def close(self, exit_code: int = 0) -> None: ...
-
-
-# Makes both when nothing but the training itself can fail any more; given the step from which a run is resumed, or
-# None, which clears the folder of an earlier run.
-OpenOutputs = Callable[[int | None], tuple[View, Log]]
-
-
-@dataclass
-class Run:
-    """One training run in this process."""
-
-    config: Config
-    group: Group
-    train_samples: Samples
-    val_samples: Samples
-    counts: PixelCounts | None  # pixels of each class in the training samples
-    state: TrainState
-    fingerprint: dict[str, Any]  # of rank 0
-    watch: Watch
-    view: View
-    log: Log
-    clock: Clock = field(default_factory=Clock)
-    saved: int | None = None  # step of last.pt, if there is one
-
-    @property
-    def folder(self) -> Path:
-        return self.config.run_dir
 
 
 def train(
@@ -111,7 +58,7 @@ def train(
             final = _validate(run, precision="fp32", log=not _stopped_early(run))  # there, this step has its line
             if _keep_best(run, final, final=True):
                 _save(run, "last.pt")
-        result = {**_result(run, final, images_per_second), "git": git}
+        result = {**result_of(run, final, images_per_second, stopped_early=_stopped_early(run)), "git": git}
         if group.is_main:
             write_atomically(run.folder / "result.json", to_json(result))
         exit_code = 0
@@ -364,43 +311,3 @@ def _save(run: Run, name: str) -> None:
     run.group.together(write)  # a full disk ends all ranks, not one alone
     if name == "last.pt":
         run.saved = run.state.step
-
-
-def _result(run: Run, found: Validation, images_per_second: float) -> dict[str, Any]:
-    """Content of result.json. `miou` is that of the last averaged weights in fp32, not of the best checkpoint."""
-    config, current = run.config, run.state
-    where, seen = (sequences(samples, config.data.sequence) for samples in (run.val_samples, run.train_samples))
-    return {
-        "name": config.run.name,
-        "images": len(run.val_samples),
-        **scores(found, run.val_samples.classes.names, where, set(seen)),
-        "best_miou": current.best_miou,
-        "steps": current.step,
-        "stopped_early": _stopped_early(run),
-        **_speed(run, images_per_second),
-        "world_size": run.group.world_size,
-        "shards": config.compute.shards,
-        "global_batch": config.global_batch,
-        "weights_digest": state_digest(current.model.state_dict()),
-        "ema_digest": state_digest(current.ema.model.state_dict()),
-        "config_hash": config_hash(config),
-        "segpipe": __version__,
-        "mode": config.compute.mode,
-        "versions": run.fingerprint,
-        "switches": flags.switches(),
-        "ledger": last_seals(run.folder),
-        **weights_summary(config),
-    }
-
-
-def _speed(run: Run, images_per_second: float) -> dict[str, float]:
-    """How fast the updates were; if a resumed run had none left, the figures of the earlier result.json."""
-    found = {"images_per_second": round(images_per_second, 3), "train_seconds": round(run.clock.seconds, 3)}
-    path = run.folder / "result.json"
-    if run.clock.updates or not path.is_file():
-        return found
-    try:
-        earlier = dict(json.loads(path.read_bytes()))
-    except (ValueError, TypeError):  # altered by hand
-        return found
-    return {name: earlier.get(name, value) for name, value in found.items()}

@@ -1,0 +1,64 @@
+"""One training run in this process: its parts, and where it reports to."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from segpipe.train.clock import Clock
+
+if TYPE_CHECKING:
+    from segpipe.data.frequency import PixelCounts
+    from segpipe.data.samples import Samples
+    from segpipe.distributed.group import Group
+    from segpipe.settings.config import Config
+    from segpipe.train.state import TrainState
+    from segpipe.train.watch import Watch
+
+
+class View(contextlib.AbstractContextManager[Any], Protocol):
+    """Shows progress to a person."""
+
+    def say(self, text: str) -> None: ...
+
+    def advance(self, done: int, figures: dict[str, str] | None = None) -> None: ...
+
+    def validating(self, done: int, total: int) -> None: ...
+
+
+class Log(Protocol):
+    """Keeps figures by step and kind; a line that an earlier session of the run has written is not written again."""
+
+    def log(self, step: int, kind: str, values: Mapping[str, Any]) -> None: ...
+
+    def close(self, exit_code: int = 0) -> None: ...
+
+
+# Makes both when nothing but the training itself can fail any more; given the step from which a run is resumed, or
+# None, which clears the folder of an earlier run.
+OpenOutputs = Callable[[int | None], tuple[View, Log]]
+
+
+@dataclass
+class Run:
+    """One training run in this process."""
+
+    config: Config
+    group: Group
+    train_samples: Samples
+    val_samples: Samples
+    counts: PixelCounts | None  # pixels of each class in the training samples
+    state: TrainState
+    fingerprint: dict[str, Any]  # of rank 0
+    watch: Watch
+    view: View
+    log: Log
+    clock: Clock = field(default_factory=Clock)
+    saved: int | None = None  # step of last.pt, if there is one
+
+    @property
+    def folder(self) -> Path:
+        return self.config.run_dir
