@@ -79,6 +79,8 @@ def test_a_run_cannot_name_code_outside_the_project(
         assert f"trust=[{path.partition(':')[0].partition('.')[0]}]" in refused(path)
     assert "net has it from posix, which is outside this project" in refused("net:system")
     assert plugins.load(KEY, "net:Net")
+    monkeypatch.chdir(Path(plugins.__file__).parents[1])  # in a clone, segpipe itself lies in the current folder
+    assert "trust=[segpipe]" in refused("segpipe.files:write_atomically")
 
 
 def test_code_that_the_user_names_is_imported_from_anywhere(project: Write) -> None:
