@@ -19,7 +19,8 @@ SLOW_FILES = (
 )  # fmt: skip
 SLOW_TESTS = {
     "test_a_command_that_takes_too_long_ends_with_all_that_it_started", "test_a_killed_process_leaves_what_it_flushed",
-    "test_all_ranks_end_when_one_finds_it", "test_an_artifact_is_timed_without_torch",
+    "test_all_ranks_end_when_one_finds_it", "test_an_audit_replays_step_0_where_the_file_is_at_hand",
+    "test_frozen_parts_keep_their_bits_and_a_resumed_run_needs_no_file", "test_an_artifact_is_timed_without_torch",
     "test_an_error_on_one_rank_ends_all_and_is_named", "test_command_line", "test_it_comes_as_told",
     "test_memory_that_really_runs_out_is_explained", "test_mode_run_keeps_its_promise_and_says_its_limit",
     "test_multirun_makes_two_runs_and_a_table", "test_multirun_under_torchrun_is_refused_with_the_form_to_use",
