@@ -375,6 +375,19 @@ def test_a_file_whose_writing_is_interrupted_is_not_there(tmp_path: Path, monkey
     assert written(tmp_path) == {"old": b"before"}
 
 
+def test_no_file_is_written_under_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_bytes, names_written = Path.write_bytes, []
+
+    def watched(path: Path, content: bytes) -> int:
+        names_written.append(path.name)
+        return write_bytes(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", watched)
+    put(tmp_path / "new", b"content")
+    assert names_written == [".new.tmp"]
+    assert written(tmp_path) == {"new": b"content"}
+
+
 def test_images_of_other_sizes_are_resized_if_wanted(toy: Path, tmp_path: Path) -> None:
     image = np.zeros((2 * TOY_SIZE[0], 2 * TOY_SIZE[1], 3), np.uint8)
     image[:, TOY_SIZE[1] :, 0] = 150
