@@ -9,6 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from segpipe.data.samples import Samples
-    from segpipe.models.layers import SegmentationNet
-    from segpipe.models.preprocess import Preprocess
     from segpipe.train.engine import Run
     from segpipe.train.validate import Validation
 
@@ -74,22 +73,23 @@ def _relative(path: Path) -> str:
 
 def _page(run: Run, found: Validation, result: dict[str, Any]) -> ReportData:
     from segpipe.models.preprocess import Preprocess
+    from segpipe.train.validate import predict
 
     device = run.group.device
-    seer = predictor(run.state.ema.model, Preprocess().to(device), device)
+    seer = predictor(partial(predict, run.state.ema.model, Preprocess().to(device)), device)
     history = read_metrics(run.folder / FILE_NAME)
     return page_data(run.config, run.val_samples, found, {**result, "device": str(device)}, seer, history)
 
 
-def predictor(model: SegmentationNet, preprocess: Preprocess, device: torch.device) -> Predictor:
-    """A function from an image uint8 (H, W, 3) to its class ids uint8 (H, W)."""
+def predictor(answer: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> Predictor:
+    """A function from an image uint8 (H, W, 3) to its class ids uint8 (H, W).
+
+    `answer` has it for images uint8 (1, H, W, 3) on `device`.
+    """
     import torch
 
-    from segpipe.train.validate import predict
-
     def ids(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        batch = torch.from_numpy(image).unsqueeze(0).to(device)
-        return np.asarray(predict(model, preprocess, batch)[0].cpu().numpy(), np.uint8)
+        return np.asarray(answer(torch.from_numpy(image).unsqueeze(0).to(device))[0].cpu().numpy(), np.uint8)
 
     return ids
 
