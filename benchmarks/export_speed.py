@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks import measure as measuring
+from segpipe.cli.commands import RUN, WHICH
 from segpipe.data.catalog import ClassTable
 from segpipe.data.samples import Samples, open_samples
 from segpipe.errors import ConfigError
@@ -31,7 +32,7 @@ from segpipe.export.lowprec.half import to_fp16
 from segpipe.export.lowprec.int8 import SCHEMES, to_int8
 from segpipe.models import MODELS, build_model
 from segpipe.models.preprocess import Preprocess
-from segpipe.settings.arguments import RUN, WHICH, parse, with_settings
+from segpipe.settings.arguments import parse, with_settings
 from segpipe.settings.config import Config
 from segpipe.train.checkpoint import TrainedNetwork, load_network
 from segpipe.train.metrics import confusion, miou

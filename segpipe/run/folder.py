@@ -119,9 +119,8 @@ def finished(config: Config) -> dict[str, Any] | None:
     if config.export.enabled and not (Path(config.export.dir or folder / "export") / "manifest.json").is_file():
         return None
     try:
-        result = dict(json.loads((folder / "result.json").read_bytes()))
-        return result if result["steps"] == config.train.steps else None
-    except (OSError, ValueError, TypeError, LookupError):
+        return dict(json.loads((folder / "result.json").read_bytes()))
+    except (OSError, ValueError, TypeError):
         return None
 
 

@@ -108,6 +108,7 @@ class Sweep:
         """Jobs often share data and augmentation, and reading a large data set takes minutes."""
         values = to_mapping(config)
         parts = {name: values[name] for name in ("data", "model", "loss", "augment", "track", "export")}
+        parts["lr_scale"] = config.optim.lr_scale
         key = json.dumps([parts, config.compute.mode == "off"], sort_keys=True)
         if key not in self._examined:
             self._examine(config)

@@ -7,7 +7,7 @@ from typing import Any
 
 from segpipe.settings.setting import setting
 
-MODEL_NAMES = ("fast_scnn", "ddrnet23_slim", "pidnet_s")
+MODEL_NAMES = ("fast_scnn", "ddrnet23_slim", "pidnet_s", "timm")
 DATA_NAMES = ("synthetic", "camvid", "folder")
 STEPS = 400  # train.steps unless it is set
 ENOUGH_IMAGES = 16  # real images that an exported file must be compared on to count as verified
@@ -210,8 +210,12 @@ class CheckpointConfig:
 
 @dataclass
 class TrackConfig:
-    name: str = setting("none", "experiment tracker; metrics.jsonl is always written", choices=("none", "wandb"))
-    project: str = setting("segpipe", "wandb: project")
+    name: str = setting(
+        "none",
+        "experiment tracker, see docs/sweeps.md; metrics.jsonl is always written",
+        choices=("none", "wandb", "tensorboard", "mlflow"),
+    )
+    project: str = setting("segpipe", "wandb: project; mlflow: experiment")
     entity: str = setting("", "wandb: user or team")
     mode: str = setting("online", "wandb: send now, or store for a later `wandb sync`", choices=("online", "offline"))
 

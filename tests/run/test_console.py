@@ -10,7 +10,8 @@ from rich.console import Console
 
 from segpipe.run import console as module
 from segpipe.run.console import TrainView, iou_table
-from segpipe.run.sweep import Outcome, Sweep
+from segpipe.run.sweep import Job, Sweep
+from segpipe.settings.config import from_mapping
 from segpipe.train.metrics import summary
 
 NAMES = ("[/x]", "<b>", "[red]", "road")
@@ -49,12 +50,12 @@ def test_a_run_name_is_not_markup(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_in_the_tables_of_a_sweep_are_not_markup(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    sweep = Sweep(lambda config: 0)
+    sweep = Sweep(lambda config: 0, lambda config: None, lambda config: None)
     result = {"miou": 0.5, "iou": {name: 0.5}}
     for learning_rate in (0.1, 0.2):
         for seed in (1, 2):
-            settings = {"optim.lr": learning_rate, "run.root": name}
-            sweep._outcomes.append(Outcome(f"{name}-{seed}", 0, settings, result))
+            values = {"seed": seed, "optim": {"lr": learning_rate}, "run": {"name": f"{name}-{seed}", "root": "runs"}}
+            sweep._jobs.append(Job(from_mapping(values), f"seed={seed}", 0, result))
     assert sweep.finish() == 0
     text = capsys.readouterr().out
     assert f"│ {name}-1 " in text

@@ -159,7 +159,7 @@ def test_names_are_safe_short_and_differ() -> None:
     [
         (["train.steps=1,abc"], "train.steps = 'abc', but int was needed"),
         (["seed=1,-1"], "seed=-1: seed = -1, but a value of 0 to"),
-        (["compute.shards=4,3", "seed=1,2"], "compute.shards=3 seed=1; compute.shards=3 seed=2: compute.shards = 3"),
+        (["compute.shards=4,0", "seed=1,2"], "compute.shards=0 seed=1; compute.shards=0 seed=2: compute.shards = 0"),
         (["seed=1,1"], "is the name of 2 jobs"),
         (["seed=1,2", "data=folder"], "all jobs: data.root is empty"),
         (["seed=1,2", "hydra/launcher=basic"], "hydra/launcher cannot be set"),

@@ -16,10 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from runs import run
 from segpipe.errors import ConfigError
 from segpipe.run import tracking
-from segpipe.run.tracking import check_tracking, open_tracker, read_metrics, run_id
+from segpipe.run.pictures import jpeg_url
+from segpipe.run.tracked import RunEnd, run_end, run_id
+from segpipe.run.tracking import check_tracking, open_tracker, read_metrics
+from segpipe.settings.compose import compose
 from segpipe.settings.config import FREE_KEYS, SETTINGS, Config, from_mapping, to_mapping
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -164,10 +169,14 @@ def test_login_by_variable_or_settings_file_is_found(no_login: Path, monkeypatch
     check_tracking(with_wandb("online"))
 
 
-def test_wandb_not_installed_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "wheel"), [("wandb", "wandb"), ("tensorboard", "tensorboard"), ("mlflow", "mlflow-skinny")]
+)
+def test_a_package_that_is_missing_is_told_at_the_start(name: str, wheel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="pip install wandb"):
-        check_tracking(with_wandb())
+    with pytest.raises(ConfigError, match=f"Run pip install {wheel}, or set track=none"):
+        check_tracking(compose([f"track={name}", "track.mode=offline"]))
+    check_tracking(Config())
 
 
 def test_run_id_follows_the_recipe_and_not_the_machine() -> None:
@@ -204,52 +213,160 @@ def test_run_id_is_that_of_all_that_may_be_resumed(key: str) -> None:
     assert same is (key in FREE_KEYS)
 
 
-class FakeRun:
-    def __init__(self, broken: bool) -> None:
-        self.broken = broken
-        self.calls: list[tuple[Any, ...]] = []
+class Recorded:
+    """Stand-in for the wandb run, the MLflow client and others: remembers each call, and may break."""
 
-    def log(self, values: dict[str, Any], step: int) -> None:
-        self.calls.append(("log", step, values))
-        if self.broken:
-            raise ConnectionError("the [bold]service[/bold] is gone")
+    def __init__(self, broken: str = "", **results: Any) -> None:
+        self.id, self.summary = "id", {}
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self._broken, self._results = broken, results
 
-    def finish(self, exit_code: int) -> None:
-        self.calls.append(("finish", exit_code))
+    def __getattr__(self, name: str) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            self.calls.append((name, given, named))
+            if name == self._broken:
+                raise ConnectionError("the [bold]service[/bold] is gone")
+            return self._results.get(name)
+
+        return call
+
+    def named(self, name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        return [(given, named) for called, given, named in self.calls if called == name]
 
 
-def fake_wandb(monkeypatch: pytest.MonkeyPatch, *, broken: bool) -> tuple[FakeRun, dict[str, Any]]:
-    run, seen = FakeRun(broken), {}
-    module = SimpleNamespace(Settings=lambda **kwargs: kwargs, init=lambda **kwargs: seen.update(kwargs) or run)
+def fake_wandb(monkeypatch: pytest.MonkeyPatch, *, broken: str = "") -> tuple[Recorded, dict[str, Any], Recorded]:
+    """The run, what `wandb.init` was given, and the artifact."""
+    run, seen, artifact = Recorded(broken), {}, Recorded()
+    module = SimpleNamespace(
+        Settings=lambda **kwargs: kwargs,
+        init=lambda **kwargs: seen.update(kwargs) or run,
+        Table=lambda columns, data: (columns, data),
+        Image=lambda image, caption: (image.shape, caption),
+        Artifact=lambda name, **_: artifact,
+    )
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    return run, seen
+    return run, seen, artifact
 
 
 def test_wandb_receives_what_the_file_receives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, seen = fake_wandb(monkeypatch, broken=False)
+    run, seen, _ = fake_wandb(monkeypatch)
     tracker = open_tracker(with_wandb("online"), tmp_path, 0, rank=0)
-    tracker.log(5, "train", {"loss": 1.5, "lr": math.nan})
+    tracker.log(5, "train", {"loss": 1.5, "lr": math.nan, "mib": [1.0, None], "iou": {"road": 0.5, "bus": None}})
     tracker.close(3)
     tracker.close(3)
-    assert run.calls == [("log", 5, {"train/loss": 1.5}), ("finish", 3)]
+    figures = {"train/loss": 1.5, "train/mib/0": 1.0, "train/iou/road": 0.5}
+    assert run.calls == [("log", (figures,), {"step": 5}), ("finish", (), {"exit_code": 3})]
     assert seen["id"] == run_id(with_wandb("online"), tmp_path)
     assert (seen["mode"], seen["resume"], seen["dir"]) == ("online", "allow", str(tmp_path))
     assert seen["config"]["optim"]["lr"] == 0.05
 
 
-def test_wandb_that_breaks_is_said_once_and_training_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("broken", ["log", "finish", "log_artifact"])
+def test_a_tracker_that_breaks_is_told_once_and_training_goes_on(
+    finished: Config, broken: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, _ = fake_wandb(monkeypatch, broken=True)
-    tracker = open_tracker(with_wandb(), tmp_path, None, rank=0)
+    run, _, _ = fake_wandb(monkeypatch, broken=broken)
+    config = replace(finished, track=with_wandb().track)
+    tracker = open_tracker(config, config.run_dir, None, rank=0, ends_later=True)
     for step in (1, 2, 3):
         tracker.log(step, "train", {"loss": 1.0})
     tracker.close()
-    assert steps(tmp_path) == [1, 2, 3]
-    assert len(run.calls) == 1
+    tracker.end(config, RESULT)
+    assert steps(config.run_dir) == [1, 2, 3]
+    assert len(run.named(broken)) == 1
     said = capsys.readouterr().err
     assert said.count("wandb stopped: ConnectionError: the [bold]service[/bold] is gone") == 1
+
+
+RESULT = {"steps": 7, "miou": 0.25, "iou": {"road": 0.5, "bus": None}}
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Config:
+    """A run whose report has a picture, and whose export has a file."""
+    config = compose(["run.name=done", f"run.root={tmp_path}"])
+    (config.run_dir / "export").mkdir(parents=True)
+    (config.run_dir / "export" / "model.onnx").write_text("graph")
+    url = jpeg_url(np.full((4, 6, 3), (250, 0, 0), np.uint8))
+    (config.run_dir / "report.html").write_text(f'<img src="{url}" alt="a&amp;b: target" loading="lazy">')
+    return config
+
+
+def test_the_end_of_a_run_has_its_pictures_and_files(finished: Config) -> None:
+    end = run_end(finished, RESULT)
+    ((caption, image),) = end.pictures
+    assert (caption, image.shape) == ("a&b: target", (4, 6, 3))
+    assert image[..., 0].min() > 200 > 60 > image[..., 1:].max()  # red, as it was
+    assert [path.name for path in end.files] == ["report.html", "export"]
+    off = replace(finished, export=replace(finished.export, enabled=False))
+    (finished.run_dir / "report.html").unlink()
+    assert run_end(off, RESULT) == RunEnd(7, 0.25, RESULT["iou"], [], [])
+
+
+def test_wandb_gets_classes_pictures_and_the_artifact(finished: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, _, artifact = fake_wandb(monkeypatch)
+    config = replace(finished, track=with_wandb().track)
+    tracker = open_tracker(config, config.run_dir, None, rank=0, ends_later=True)
+    tracker.close(0)
+    assert not run.named("finish"), "the results are still to come"
+    tracker.end(config, RESULT, 4)
+    ((values,), at), *_ = run.named("log")
+    assert values["classes"] == (["class", "IoU"], [["road", 0.5], ["bus", None]])
+    assert values["images"] == [((4, 6, 3), "a&b: target")]
+    assert at == {"step": 7}
+    assert run.summary == {"miou": 0.25}
+    assert artifact.named("add_dir") == [((str(config.run_dir / "export"),), {})]
+    assert run.named("log_artifact") == [((artifact,), {})]
+    assert run.named("finish") == [((), {"exit_code": 4})]
+
+
+def test_mlflow_gets_settings_figures_and_files_and_a_resumed_run_continues(
+    finished: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a stand-in for the package, which is not locked; mlflow-skinny 3.17.2 was tried by hand."""
+    made = SimpleNamespace(info=SimpleNamespace(run_id="r1"))
+    client = Recorded(create_experiment="e1", create_run=made, search_runs=[made])
+    opened: list[str] = []
+    module = SimpleNamespace(MlflowClient=lambda uri: opened.append(uri) or client, entities=SimpleNamespace())
+    module.entities.Param, module.entities.Metric = lambda *given: given, lambda *given: (given[0], given[1], given[3])
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = replace(finished, track=replace(finished.track, name="mlflow"))
+    tracker = open_tracker(config, config.run_dir, None, rank=0)
+    tracker.log(1, "train", {"loss": 1.5})
+    tracker.close(1)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracker.test")
+    tracker = open_tracker(config, config.run_dir, 1, rank=0, ends_later=True)
+    tracker.close()
+    tracker.end(config, RESULT)
+    assert opened == [(Path(config.run.root) / "mlruns").as_uri(), "http://tracker.test"]
+    params = [pair for _, named in client.named("log_batch") for pair in named.get("params", [])]
+    assert ("optim.lr", "0.05") in params
+    metrics = [each for _, named in client.named("log_batch") for each in named.get("metrics", [])]
+    assert metrics == [("train/loss", 1.5, 1), ("class_iou/road", 0.5, 7), ("class_iou/mean", 0.25, 7)]
+    assert len(client.named("create_run")) == 1
+    assert client.named("search_runs")[0][0] == (["e1"], f"tags.`segpipe.id` = '{run_id(config, config.run_dir)}'")
+    assert client.named("log_artifacts") == [(("r1", str(config.run_dir / "export"), "export"), {})]
+    assert [Path(given[1]).name for given, _ in client.named("log_artifact")] == ["00 a_b_ target.jpg", "report.html"]
+    assert [given for given, _ in client.named("set_terminated")] == [("r1", "FAILED"), ("r1", "FINISHED")]
+
+
+def test_tensorboard_shows_a_resumed_run_as_one(tmp_path: Path) -> None:
+    """A real run: figures of both sessions once, settings with the score, and the pictures of the report."""
+    folder = tmp_path / "run"
+    changes = ("track=tensorboard", "train.log_every=1", "train.steps=2", "checkpoint.every=1")
+    assert run(folder, *changes) == 0
+    assert run(folder, *changes, "run.exists=resume") == 0
+    shown = EventAccumulator(str(folder / "tensorboard"))
+    shown.Reload()
+    losses = [(entry["step"], entry["loss"]) for entry in lines(folder) if entry["kind"] == "train"]
+    assert [(event.step, pytest.approx(event.value)) for event in shown.Scalars("train/loss")] == losses
+    assert any(name.endswith(": prediction") for name in shown.Tags()["images"])
+    score = json.loads((folder / "result.json").read_text())["miou"]
+    assert shown.Scalars("miou")[-1].value == pytest.approx(score)
+    assert b"optim.lr" in b"".join(path.read_bytes() for path in (folder / "tensorboard").iterdir())
 
 
 TRAINING = """

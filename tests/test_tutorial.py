@@ -1,0 +1,57 @@
+"""docs/tutorial.md, typed as it stands, in a folder outside the project."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import cv2
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
+SAVED = re.compile(r"[Ss]ave (?:it|this|the recipe) as `([^`]+)`[^\n]*\n\n```\w+\n(.*?)```", re.DOTALL)
+TYPED = re.compile(r"^    ((?:segpipe|python) .*)$", re.MULTILINE)
+PATIENCE_S = 300
+
+pytestmark = pytest.mark.slow
+
+
+def typed(folder: Path, line: str) -> str:
+    """Output of a command of the page, which must end with 0."""
+    program, *arguments = shlex.split(line)
+    command = [sys.executable, *(["-m", "segpipe"] if program == "segpipe" else []), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_the_tutorial_works_as_it_is_typed(tmp_path: Path) -> None:
+    for name, content in SAVED.findall(TUTORIAL):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["crates.yaml", "draw.py", "mine.py"]
+    printed = {line: typed(tmp_path, line) for line in TYPED.findall(TUTORIAL)}
+    said = {line.split()[1]: text for line, text in printed.items()}
+    one, two = (json.loads((tmp_path / "runs" / name / "result.json").read_text()) for name in ("one", "two"))
+    assert two["world_size"] == 2
+    assert [one[name] for name in ("weights_digest", "ema_digest", "miou")] == [
+        two[name] for name in ("weights_digest", "ema_digest", "miou")
+    ]
+    assert "identical in all 60 common steps" in said["compare"]
+    assert json.loads(said["evaluate"])["miou"] == one["miou"] > 0.6
+    assert (tmp_path / "scores.html").stat().st_size > 10_000
+    assert "passed: 60 of 60 updates" in said["audit"]
+    assert "ARTIFACT VERIFIED_FEW_IMAGES" in said["verify"]  # eight images
+    (video,) = (tmp_path / "seen").rglob("*.mp4")
+    assert int(cv2.VideoCapture(str(video)).get(cv2.CAP_PROP_FRAME_COUNT)) == 12
+    assert "encoder" in (tmp_path / "runs" / "tuned" / "weights.json").read_text()
+    assert all(name in said["runs"] for name in ("one", "two", "tuned"))
