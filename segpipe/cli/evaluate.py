@@ -19,7 +19,7 @@ from segpipe.determinism import flags
 from segpipe.distributed.group import Group, choose_device
 from segpipe.errors import ConfigError, DataError
 from segpipe.files import plain
-from segpipe.predict.inference import inference, segment
+from segpipe.predict.inference import Inference, inference, segment
 from segpipe.run.console import iou_table, sequence_table
 from segpipe.run.page import page_data, predictor
 from segpipe.run.report import ReportData, write_report
@@ -40,6 +40,7 @@ class Evaluation:
     trained: TrainedNetwork
     samples: Samples
     found: Validation
+    how: Inference
     figures: dict[str, Any]
 
 
@@ -100,7 +101,7 @@ def evaluate(given: dict[str, Any]) -> Evaluation:
     figures["mean"]["boundary_iou"] = mean(figures["boundary_iou"].values())
     figures |= how.described
     figures["note"] = flattering(figures["sequences"])
-    return Evaluation(config, trained, samples, found, figures)
+    return Evaluation(config, trained, samples, found, how, figures)
 
 
 def _config(trained: Config, given: dict[str, Any]) -> Config:
@@ -123,5 +124,5 @@ def _page(done: Evaluation) -> ReportData:
     trained = done.trained
     device = next(trained.model.parameters()).device
     result = {**done.figures, "device": str(device), "weights_digest": trained.weights_digest}
-    seer = predictor(trained.model, trained.preprocess, device)
+    seer = predictor(partial(segment, trained.model, trained.preprocess, how=done.how), device)
     return page_data(done.config, done.samples, done.found, result, seer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,9 +66,10 @@ def _relative(path: Path) -> str:
 
 def _page(run: Run, found: Validation, result: dict[str, Any]) -> ReportData:
     from segpipe.models.preprocess import Preprocess
+    from segpipe.train.validate import predict
 
     device = run.group.device
-    seer = predictor(run.state.ema.model, Preprocess().to(device), device)
+    seer = predictor(partial(predict, run.state.ema.model, Preprocess().to(device)), device)
     history = read_metrics(run.folder / FILE_NAME)
     return page_data(run.config, run.val_samples, found, {**result, "device": str(device)}, seer, history)
 

@@ -18,22 +18,20 @@ if TYPE_CHECKING:
     import torch
 
     from segpipe.data.samples import Samples
-    from segpipe.models.layers import SegmentationNet
-    from segpipe.models.preprocess import Preprocess
     from segpipe.train.validate import Validation
 
 Predict = Callable[[NDArray[np.uint8]], NDArray[np.uint8]]
 
 
-def predictor(model: SegmentationNet, preprocess: Preprocess, device: torch.device) -> Predict:
-    """A function from an image uint8 (H, W, 3) to its class ids uint8 (H, W)."""
+def predictor(answer: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> Predict:
+    """A function from an image uint8 (H, W, 3) to its class ids uint8 (H, W).
+
+    `answer` has it for images uint8 (1, H, W, 3) on `device`.
+    """
     import torch
 
-    from segpipe.train.validate import predict
-
     def ids(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        batch = torch.from_numpy(image).unsqueeze(0).to(device)
-        return np.asarray(predict(model, preprocess, batch)[0].cpu().numpy(), np.uint8)
+        return np.asarray(answer(torch.from_numpy(image).unsqueeze(0).to(device))[0].cpu().numpy(), np.uint8)
 
     return ids
 

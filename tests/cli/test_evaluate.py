@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from runs import result, run, torch_restored, write_camvid
+from segpipe.cli import evaluate as module
 from segpipe.cli.main import main as segpipe
 
 
@@ -81,3 +82,18 @@ def test_a_split_that_is_named_is_scored_whole(
 def test_a_report_is_a_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert segpipe(["evaluate", "run=x", "out=report"]) == 2
     assert "out = report, but" in capsys.readouterr().err
+
+
+def test_the_page_shows_the_predictions_that_were_scored(
+    held_out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment, asked = module.segment, []
+
+    def spy(*arguments: Any, how: module.Inference) -> Any:
+        asked.append(how.described)
+        return segment(*arguments, how=how)
+
+    monkeypatch.setattr(module, "segment", spy)
+    evaluated(capsys, f"run={held_out}", "tta=[flip]", f"out={tmp_path / 'page.html'}")
+    assert len(asked) == 6 + 6  # scored, and shown as one of the three worst or best
+    assert all(described == asked[0] and described for described in asked)
