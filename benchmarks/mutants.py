@@ -176,7 +176,8 @@ def _expressions(node: ast.expr) -> Iterator[ast.expr]:
             yield from map(ast.Constant, _constants(value))
         case ast.Call(func, [first, second, *rest], keywords):
             starred = isinstance(first, ast.Starred) or isinstance(second, ast.Starred)
-            if not starred and ast.unparse(func).split(".")[-1] not in COMMUTATIVE:
+            same = ast.unparse(first) == ast.unparse(second)
+            if not starred and not same and ast.unparse(func).split(".")[-1] not in COMMUTATIVE:
                 yield ast.Call(func, [second, first, *rest], keywords)
 
 
@@ -191,8 +192,35 @@ def _constants(value: object) -> list[object]:
 # --- running them
 
 
-def run_tests(folder: Path, tests: Sequence[str], *, write_bytecode: bool = False) -> int:
-    """Start the tests of a copy of the repository in a fork with a process group of its own; returns its id."""
+class QuickFirst:
+    """A pytest plugin: in each file the tests that were quick unchanged come first, since one failure is enough."""
+
+    def __init__(self, path: Path, *, note: bool) -> None:
+        """`path`: seconds by test, which an unchanged run writes with `note`."""
+        self.path, self.note = path, note
+        self.before = {} if note else json.loads(path.read_text())
+        self.seconds: dict[str, float] = {}
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Files keep their order, so that fixtures of a module are made once."""
+        files = {path: place for place, path in enumerate(dict.fromkeys(item.path for item in items))}
+        items.sort(key=lambda item: (files[item.path], self.before.get(item.nodeid, 0.0)))
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Setup, call and teardown each have a report."""
+        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        """Only an unchanged run is noted."""
+        if self.note:
+            self.path.write_text(json.dumps(self.seconds))
+
+
+def run_tests(folder: Path, tests: Sequence[str], *, unchanged: bool = False) -> int:
+    """Start the tests of a copy of the repository in a fork with a process group of its own; returns its id.
+
+    The `unchanged` run comes first: it writes bytecode and how long each test takes.
+    """
     pid = os.fork()
     if pid:
         return pid
@@ -201,15 +229,16 @@ def run_tests(folder: Path, tests: Sequence[str], *, write_bytecode: bool = Fals
     sys.path[:] = [str(folder), *[entry for entry in sys.path if entry not in ("", str(ROOT))]]
     for name in [name for name in sys.modules if name.split(".")[0] in ("segpipe", "benchmarks", "tests")]:
         del sys.modules[name]
-    sys.dont_write_bytecode = not write_bytecode
-    os.environ.update({} if write_bytecode else {"PYTHONDONTWRITEBYTECODE": "1"})
+    sys.dont_write_bytecode = not unchanged
+    os.environ.update({} if unchanged else {"PYTHONDONTWRITEBYTECODE": "1"})
     log = os.open(folder.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     code = 4
     try:
-        code = int(sys.modules["pytest"].main([*PYTEST_OPTIONS, f"--basetemp={folder}.tmp", *tests]))
+        order = QuickFirst(folder.with_suffix(".times"), note=unchanged)
+        code = int(sys.modules["pytest"].main([*PYTEST_OPTIONS, f"--basetemp={folder}.tmp", *tests], plugins=[order]))
     except BaseException:
         traceback.print_exc()
     finally:
@@ -260,7 +289,7 @@ def run_module(
     With `before`, its earlier figures, only the survivors in them are tried again.
     """
     start = time.monotonic()
-    if exit_code(run_tests(folder, tests, write_bytecode=True), math.inf) != 0:
+    if exit_code(run_tests(folder, tests, unchanged=True), math.inf) != 0:
         raise SystemExit(f"{module}: its tests fail unchanged:\n{folder.with_suffix('.log').read_text()[-4000:]}")
     timeout_s = SLOWER * (time.monotonic() - start) + GRACE_S
     same = {(entry["code"], entry["before"], entry["after"]) for entry in EQUIVALENT if entry["module"] == module}

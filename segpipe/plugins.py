@@ -176,6 +176,8 @@ def call(key: str, name: str, function: Callable[..., Any], args: Mapping[str, A
     check_arguments(key, name, function, args, *given, **named)
     try:
         return function(*given, **named, **args)
+    except ConfigError:  # of a network of segpipe, which says all there is to say
+        raise
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{key} = {name}: {located(error)}.") from error
 

@@ -9,6 +9,7 @@ from segpipe.settings.setting import Setting
 
 RUN = Setting("run", "runs/NAME", "folder of the run", required=True)
 WHICH = Setting("which", "last", "checkpoint to use", choices=("last", "best"))
+IMPORTS = ("voc", "coco", "coco_panoptic", "cityscapes", "labelme", "cvat", "roboflow")
 WAYS = ("sequence", "image", "tail")
 TRUST = Setting("trust", [], "packages that code named by the run may be imported from, see docs/plugins.md")
 INFERENCE = (
@@ -72,6 +73,7 @@ COMMANDS = {
             Setting("fit", "tile", "exported file: what to do with images of other sizes", choices=("tile", "resize")),
             Setting("provider", "CPUExecutionProvider", "exported file: execution provider of onnxruntime"),
             Setting("ids", "train", "ids in the masks: of the network, or of the data set's masks", choices=IDS),
+            Setting("exif", "apply", "orientation of photos: turn them upright, or not", choices=("apply", "ignore")),
             Setting("overlay", True, "write overlays"),
             Setting("alpha", 0.5, "opacity of the class colors in an overlay", low=0, high=1),
             Setting("legend", True, "name the classes beside an overlay"),
@@ -104,6 +106,23 @@ COMMANDS = {
         ),
         ("data.root", "data.classes", "data.images", "data.masks"),
     ),
+    "import": Command(
+        "turn labels of another format into a data set",
+        "segpipe import labelme source=FOLDER out=FOLDER writes masks, links to the images and classes.yaml, which\n"
+        "data=folder reads. What cannot be imported is reported all together, and then nothing is finished. The same\n"
+        "command continues an import that was interrupted. Formats: docs/data.md.",
+        (
+            Setting("format", "labelme", "format of the labels", choices=IMPORTS, required=True),
+            Setting("source", "FOLDER", "folder (or file, for coco and cvat) of the labels", required=True),
+            Setting("out", "FOLDER", "new folder for the data set", required=True),
+            Setting("names", [], "classes in this order; empty: those found, in the order of the format"),
+            Setting("background", "class", "what pixels outside all shapes are", choices=("class", "ignore")),
+            Setting("copy", False, "copy the images; links to them otherwise"),
+            Setting("skip", False, "leave out what cannot be imported"),
+            Setting("lines", 20, "problems to print; 0: all", low=0),
+        ),
+        positional=("format",),
+    ),
     "export": Command(
         "export a run to model files",
         "Publishes files that compute what the trained network computes, or nothing.",
@@ -131,7 +150,12 @@ COMMANDS = {
             RUN,
             WHICH,
             Setting("out", "FILE.safetensors", "file to write; must not exist yet", required=True),
-            Setting("names", "segpipe", "names of the tensors", choices=("segpipe", "published")),
+            Setting(
+                "names",
+                "segpipe",
+                "names of the tensors: as in segpipe, or as in the authors' code, timm, or your own network",
+                choices=("segpipe", "original"),
+            ),
         ),
     ),
     "compare": Command(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from rich.console import Console
@@ -84,6 +85,15 @@ def by_set(opened: dict[str, Samples]) -> dict[str, Samples]:
     return found
 
 
+def example(data: DataConfig, split: str) -> str:
+    """The first pair of a split in files, which shows how images and masks were found."""
+    if data.name not in ("camvid", "folder") or data.mix:
+        return ""
+    first = scan(data, split)[0][0]
+    image, mask = (os.path.relpath(path, data.root) for path in (first.image, first.mask))
+    return f"; {image} with {mask}"
+
+
 def contents(opened: dict[str, Samples]) -> Table:
     """Share of each class in the labelled pixels of each split."""
     classes = next(iter(opened.values())).classes
@@ -111,7 +121,9 @@ def main(overrides: list[str]) -> int:
     opened = {split: open_samples(config.data, split, config.seed) for split in splits}
     for split, samples in by_set(opened).items():
         sizes = [f"{height}x{width} ({times})" for (height, width), times in image_sizes(samples).most_common(8)]
-        CONSOLE.print(f"{split}: {len(samples)} images of {', '.join(sizes)}")
+        CONSOLE.print(
+            f"{split}: {len(samples)} images of {', '.join(sizes)}{example(config.data, split)}", markup=False
+        )
     CONSOLE.print(contents(by_set(opened)))
     if len(opened) == 2 and config.data.name != "synthetic":
         warn_of_shared_sequences(*([samples.name(i) for i in range(len(samples))] for samples in opened.values()))

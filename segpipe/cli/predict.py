@@ -49,7 +49,9 @@ def main(given: dict[str, Any]) -> int:
     except OSError as error:
         raise unwritable(out, error) from error
     predictor = of_artifact(given) if given["artifact"] else of_run(given)
-    outputs = Outputs(out, predictor, given["overlay"], given["alpha"], given["legend"], given["frames"])
+    outputs = Outputs(
+        out, predictor, given["overlay"], given["alpha"], given["legend"], given["frames"], given["exif"] == "apply"
+    )
     console = Console(stderr=True, highlight=False)
     with progress(console) as bar:
         task = bar.add_task("predict", total=None)
@@ -60,8 +62,8 @@ def main(given: dict[str, Any]) -> int:
             replace=given["exists"] == "replace",
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         ).run()
-    for problem in done.problems:
-        print(problem, file=sys.stderr)
+    for line in [*done.problems, *filter(None, [predictor.note()])]:
+        print(line, file=sys.stderr)
     print(json.dumps(summary(done, outputs)))
     return 2 if done.problems else 0
 

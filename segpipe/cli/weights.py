@@ -13,7 +13,7 @@ from torch import Tensor
 from segpipe import __version__
 from segpipe.errors import ConfigError
 from segpipe.files import sha256, write_atomically
-from segpipe.models.weights import FORMAT, PUBLISHED_KEYS, published_key
+from segpipe.models.weights import FORMAT, published_key
 from segpipe.train.checkpoint import TrainedNetwork, load_network
 
 
@@ -25,21 +25,21 @@ def main(given: dict[str, Any]) -> int:
     if out.exists():
         raise ConfigError(f"out = {out} exists already. Choose another name, or delete it.")
     trained = load_network(Path(given["run"]), given["which"])
-    tensors = _tensors(trained, published=given["names"] == "published")
+    tensors = _tensors(trained, original=given["names"] == "original")
     write_atomically(out, save(tensors, metadata=_metadata(trained, given)))
     print(f"{out}: {len(tensors)} tensors of {trained.config.model.name} after {trained.step} updates")
     print(f"{sha256(out)}  {out}")
     return 0
 
 
-def _tensors(trained: TrainedNetwork, *, published: bool) -> dict[str, Tensor]:
+def _tensors(trained: TrainedNetwork, *, original: bool) -> dict[str, Tensor]:
     """The averaged weights, each in memory of its own, as safetensors wants them."""
     own = {name: value.clone().contiguous() for name, value in trained.model.state_dict().items()}
-    if not published:
+    if not original:
         return own
-    keys = PUBLISHED_KEYS.get(type(trained.model))
-    if keys is None:
-        raise ConfigError(f"names = published, but {trained.config.model.name} has no other names. Leave names out.")
+    keys = trained.model.published_keys
+    if not keys:
+        raise ConfigError(f"names = original, but {trained.config.model.name} has no other names. Leave names out.")
     return {published_key(name, keys): value for name, value in own.items()}
 
 

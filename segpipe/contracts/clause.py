@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+
+import numpy as np
 
 from segpipe import plugins
 from segpipe.errors import SegpipeError
@@ -43,3 +46,9 @@ def answers(part: str, questions: Iterable[Question]) -> Iterator[Clause]:
             yield Clause(part, question.name, note=found.removeprefix(NOTE))
         else:
             yield Clause(part, question.name, found)
+
+
+def scramble(seed: int) -> None:
+    """Move the global generators of Python and numpy, on which nothing may depend."""
+    random.seed(seed)
+    np.random.seed(seed)

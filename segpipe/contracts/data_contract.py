@@ -8,8 +8,7 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 from segpipe import plugins
-from segpipe.contracts.clause import Clause, Question, answers
-from segpipe.contracts.network_contract import scramble
+from segpipe.contracts.clause import Clause, Question, answers, scramble
 from segpipe.data.augment import Augmenter
 from segpipe.data.plugin_samples import PluginSamples
 from segpipe.data.samples import CachedSamples, Samples, open_samples

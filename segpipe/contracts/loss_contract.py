@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from segpipe import IGNORE_INDEX, plugins
-from segpipe.contracts.clause import NOTE, Clause, Question, answers
-from segpipe.contracts.network_contract import scramble
+from segpipe.contracts.clause import NOTE, Clause, Question, answers, scramble
 from segpipe.determinism.opgate import SLOW, check_ops
 from segpipe.errors import ConfigError
 from segpipe.losses.total import KEY, check_call, shard_loss, valid_pixels
+from segpipe.models import check_model
 
 if TYPE_CHECKING:
     from segpipe.settings.config import Config
@@ -145,3 +145,16 @@ class LossContract:
         if refused:
             return " ".join(refused[:3])
         return f"{NOTE}slow on GPUs: {found[0]}" if found else ""
+
+
+def check_plugins(config: Config) -> None:
+    """Import the code that the configuration names, and raise ConfigError for what is known to be wrong before it runs.
+
+    Arguments that a signature does not have, and a loss whose shards do not add up.
+    """
+    for key, path in config.import_paths:
+        plugins.load(key, path)
+    if config.model.args:
+        check_model(config.model.name, config.model.args)
+    if plugins.is_path(config.loss.name) and (problem := LossContract(config).refusal()):
+        raise ConfigError(problem)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from segpipe import IGNORE_INDEX
-from segpipe.contracts.clause import NOTE, Clause, Question, answers
+from segpipe.contracts.clause import NOTE, Clause, Question, answers, scramble
 from segpipe.determinism.opgate import SLOW, check_ops
 from segpipe.export.graph.network import DeployModel, one_thread, run_eager
 from segpipe.export.graph.onnx_format import open_onnx, to_onnx
@@ -197,9 +196,3 @@ class NetworkContract:
         if moved > CLOSE:
             return f"logits of the ONNX file differ by {moved:.2g} standard deviations from those of the network."
         return f"{NOTE}largest difference {moved:.1e} standard deviations"
-
-
-def scramble(seed: int) -> None:
-    """Move the global generators of Python and numpy, on which nothing may depend."""
-    random.seed(seed)
-    np.random.seed(seed)

@@ -118,9 +118,11 @@ def _parse_bmp(data: Bytes) -> Header:
     end = start + rows if coding in (0, 3) else int.from_bytes(data[2:6], "little")
     if len(data) < end:
         raise EOFError
+    if width < 1 or height == 0 or info < 40:
+        raise ValueError("is damaged: its BMP header has no size. Copy it again.")
     layout, fault = "color", ""
     if bits == 8 and coding == 0:
-        count = int.from_bytes(data[46:50], "little") or 256
+        count = min(int.from_bytes(data[46:50], "little") or 256, 256)
         table = data[14 + info : 14 + info + 4 * count]
         ramp = all(table[4 * i : 4 * i + 3] == bytes((i, i, i)) for i in range(count))
         layout = "grey" if ramp else "palette"
@@ -244,7 +246,7 @@ def _directory(data: Bytes, place: int) -> tuple[dict[int, list[int]], int]:
     count = number(place, 2)
     for start in range(place + 2, place + 2 + 12 * count, 12):
         tag, size, times = number(start, 2), NUMBER_BYTES.get(number(start + 2, 2), 0), number(start + 4, 4)
-        if size and times <= MOST_VALUES:
+        if size and 0 < times <= MOST_VALUES:
             values = start + 8 if size * times <= 4 else number(start + 8, 4)
             tags[tag] = [number(values + size * i, size) for i in range(times)]
     return tags, number(place + 2 + 12 * count, 4)

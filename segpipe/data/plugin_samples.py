@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,10 +68,13 @@ class PluginSamples:
         found.update(target.tobytes())
         return found.hexdigest()
 
-    def problems(self, indices: Sequence[int]) -> Iterator[str]:
+    def problems(
+        self, indices: Sequence[int], progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> Iterator[str]:
         """Message for every sample among these that is not as it must be, and for names that occur twice."""
         first: dict[str, int] = {}
-        for index in indices:
+        for done, index in enumerate(indices, 1):
+            progress(done, len(indices))
             try:
                 self.read(index)
                 name = self.name(index)

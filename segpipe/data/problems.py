@@ -82,9 +82,7 @@ def _plugin_problems(data: DataConfig, splits: Iterable[str], progress: Callable
             continue
         number = len(samples) if data.verify == "full" else min(len(samples), SOME)
         chosen = [place * len(samples) // number for place in range(number)]
-        for done, index in enumerate(chosen, 1):
-            yield from samples.problems([index])
-            progress(done, number)
+        yield from samples.problems(chosen, progress)
 
 
 def _settled(table: MaskTable, pairs: list[Pair]) -> MaskTable:

@@ -66,8 +66,11 @@ def read_mask(path: str) -> RawMask:
     data, header = _read(path)
     check_mask(header, path)
     if header.layout == "palette":
-        return _read_indices(data, header, path)
-    pixels = _decode(data, cv2.IMREAD_UNCHANGED | cv2.IMREAD_IGNORE_ORIENTATION, path)
+        try:
+            return _read_indices(data, header, path)
+        except ValueError:  # tables that are shorter than their header says
+            raise DataError(f"{path} is damaged: its palette is incomplete. Write it again.") from None
+    pixels = _decode(data, cv2.IMREAD_UNCHANGED, path)
     if pixels.ndim == 3:
         code = cv2.COLOR_BGR2RGBA if pixels.shape[2] == 3 else cv2.COLOR_BGRA2RGBA
         return RawMask(header, None, np.asarray(cv2.cvtColor(pixels, code), np.uint8))
@@ -94,7 +97,7 @@ def _read_indices(data: bytes, header: Header, path: str) -> RawMask:
         pixels = _unscaled(_decode(_as_grey(chunks), cv2.IMREAD_UNCHANGED, path), header.bits)
     else:  # BMP with 8 bits: rows of 4-byte multiples, the lowest first unless the height is negative
         start, info, count = (int.from_bytes(data[place : place + 4], "little") for place in (10, 14, 46))
-        colors = np.frombuffer(data, np.uint8, 4 * (count or 256), 14 + info).reshape(-1, 4)[:, 2::-1]
+        colors = np.frombuffer(data, np.uint8, 4 * min(count or 256, 256), 14 + info).reshape(-1, 4)[:, 2::-1]
         alpha = np.full(len(colors), 255, np.uint8)
         stride = (header.width + 3) // 4 * 4
         rows = np.frombuffer(data, np.uint8, stride * header.height, start).reshape(header.height, stride)

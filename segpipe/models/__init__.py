@@ -13,6 +13,7 @@ from segpipe.models.fast_scnn import FastSCNN
 from segpipe.models.layers import SegmentationNet
 from segpipe.models.pidnet import pidnet_s
 from segpipe.models.plugin_network import PluginNetwork
+from segpipe.models.timm_encoder import TimmEncoder
 from segpipe.settings.setting import nearest
 
 KEY = "model.name"
@@ -20,6 +21,7 @@ MODELS: dict[str, Callable[..., SegmentationNet]] = {
     "fast_scnn": FastSCNN,
     "ddrnet23_slim": ddrnet23_slim,
     "pidnet_s": pidnet_s,
+    "timm": TimmEncoder,
 }
 
 

@@ -50,6 +50,7 @@ class DDRNet(SegmentationNet):
         )
         self.head = SegHead(4 * c, head_planes, num_classes)
         self.train_only = nn.ModuleDict({"aux": SegHead(2 * c, head_planes, num_classes)})
+        self.published_keys = PUBLISHED_KEYS
         init_weights(self)
 
     def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:

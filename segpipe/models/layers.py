@@ -1,5 +1,7 @@
 """The interface of all networks, and the blocks that several of them share."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -13,18 +15,26 @@ class SegmentationNet(nn.Module):
     """A network that computes logits at `output_stride`, and auxiliary logits for training.
 
     `align_corners` says how the main logits are upsampled to the image's size. `aux_heads` names the heads that exist
-    for training only; `train_only` holds their modules under the same names. The image is float (B, 3, H, W), already
-    normalized, at least 32x32.
+    for training only; `train_only` holds their modules under the same names. `published_keys` maps prefixes of names in
+    the state dict to those in published files. The image is float (B, 3, H, W), already normalized, at least 32x32.
     """
 
     output_stride: int = 8
     align_corners: bool = False
     aux_heads: tuple[str, ...] = ()
     train_only: nn.ModuleDict
+    published_keys: Mapping[str, str] = MappingProxyType({})
 
     def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
         """Logits (B, channels, h, w) per head at `output_stride`: "main" and, with `aux`, `aux_heads`."""
         raise NotImplementedError
+
+    def pretrained(self) -> tuple[str, dict[str, Tensor]]:
+        """Weights that the network's arguments ask for, such as an encoder's: where they are from, and tensors by name.
+
+        Called for step 0 of a run only.
+        """
+        return "", {}
 
     def forward(self, image: Tensor) -> Tensor:
         """Main logits (B, num_classes, h, w) at `output_stride`."""

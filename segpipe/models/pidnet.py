@@ -59,6 +59,7 @@ class PIDNet(SegmentationNet):
         self.fusion = LightBag(4 * c)
         self.head = SegHead(4 * c, 128, num_classes)
         self.train_only = nn.ModuleDict({"aux_p": SegHead(2 * c, 128, num_classes), "boundary": SegHead(2 * c, c, 1)})
+        self.published_keys = PUBLISHED_KEYS
         init_weights(self)
 
     def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:

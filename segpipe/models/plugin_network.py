@@ -30,6 +30,7 @@ class PluginNetwork(SegmentationNet):
         super().__init__()
         self.net, self.num_classes, self.name = net, num_classes, name
         self.align_corners = bool(getattr(net, "align_corners", False))
+        self.published_keys = {"net.": ""}  # files of weights name the tensors as `net` does
         self.train_only = nn.ModuleDict()  # auxiliary heads are inside `net`, wherever it has them
         self._stride: int | None = getattr(net, "output_stride", None)
         self._trained_heads: tuple[str, ...] = ()  # of the first forward in training

@@ -5,7 +5,9 @@ Used with files of the networks' authors, with those of other trainers, and with
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import pickle
 import re
 from collections.abc import Iterator, Mapping
@@ -15,16 +17,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from segpipe.errors import CheckpointError, WeightsError
-from segpipe.models import ddrnet, fast_scnn, pidnet
 
-PUBLISHED_KEYS: dict[type[nn.Module], dict[str, str]] = {
-    fast_scnn.FastSCNN: fast_scnn.PUBLISHED_KEYS,
-    ddrnet.DDRNet: ddrnet.PUBLISHED_KEYS,
-    pidnet.PIDNet: pidnet.PUBLISHED_KEYS,
-}
 # Entries of a file that hold the state dict, the likeliest first.
 PARTS = ("state_dict", "model_state_dict", "model_state", "model", "net", "network", "weights", "params", "model_ema",
          "state_dict_ema", "ema")  # fmt: skip
@@ -93,6 +90,11 @@ def _unreadable(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{path} ({size} bytes) cannot be read as a file of torch: {reason}. Fetch it again.")
 
 
+def sha256_of(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of tensors that stand in no file of their own, as hex digits: that of their safetensors form."""
+    return hashlib.sha256(save({name: value.contiguous() for name, value in tensors.items()})).hexdigest()
+
+
 def state_dict_in(content: Any, path: Path) -> WeightsSource:
     """The state dict in what a file of torch holds: the file itself, or its entry of the likeliest name.
 
@@ -140,7 +142,7 @@ class Fit:
         classes = f" ({self.classes[0]} -> {self.classes[1]} classes, initialized)" if self.classes else ""
         return "; ".join(
             (
-                f"kept {len(self.kept)} tensors, {100 * self.share:.1f} % of the parameters",
+                f"kept {len(self.kept)} tensors, {math.floor(1000 * self.share) / 10} % of the parameters",
                 f"adapted {_listed(self.adapted)}{classes}",
                 f"fresh {_listed(self.fresh)}",
                 f"left over {_listed(self.left_over)}",
@@ -250,7 +252,7 @@ def _names(model: nn.Module, own: Mapping[str, Tensor], tensors: Mapping[str, Te
 def _renamings(model: nn.Module, own: Mapping[str, Tensor]) -> Iterator[dict[str, str]]:
     """The network's names as they are, as its authors' code has them, and without one of its own modules' names."""
     yield {name: name for name in own}
-    if keys := PUBLISHED_KEYS.get(type(model)):
+    if keys := getattr(model, "published_keys", None):
         yield {name: published_key(name, keys) for name in own}
     modules = dict.fromkeys(".".join(name.split(".")[:depth]) for depth in (1, 2) for name in own)
     for module in modules:

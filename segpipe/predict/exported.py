@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import cv2
@@ -31,6 +32,7 @@ class Exported:
         self.tile: Size = tile or (artifact.shapes.exported[0], artifact.shapes.exported[1])
         self.overlap = overlap
         self.resize = resize
+        self.refitted = 0  # images of sizes that the file does not take
         self._session = session
         if not artifact.shapes.fits((*self.tile, 3)):
             raise ConfigError(
@@ -42,7 +44,19 @@ class Exported:
         """Class ids, uint8 (H, W)."""
         if self.artifact.shapes.fits(image.shape):
             return self._session.run(image)[0]
+        self.refitted += 1
         return self._resized(image) if self.resize else self._in_tiles(image)
+
+    def note(self) -> str:
+        """How images of other sizes were answered; empty if there were none."""
+        if not self.refitted:
+            return ""
+        how, other = ("scaled to it", "tile cuts") if self.resize else ("cut into tiles of it", "resize scales")
+        size = "x".join(map(str, self.tile))
+        return (
+            f"{self.refitted} images or frames do not have the size {size} that the exported file answers. They were "
+            f"{how} (fit={'resize' if self.resize else 'tile'}; fit={other} them instead)."
+        )
 
     def _resized(self, image: Image) -> NDArray[np.uint8]:
         height, width = image.shape[:2]
@@ -58,7 +72,7 @@ class Exported:
         image = np.pad(image, ((0, missing[0]), (0, missing[1]), (0, 0)), mode="edge")
         tiling = Tiling.of((image.shape[0], image.shape[1]), self.tile, self.overlap)
         height, width = tiling.tile
-        weights = tiling.weights()
+        weights = replace(tiling, overlap=1.0).weights()  # they rise up to the middle, so that no two tie
         ids, best = np.zeros(tiling.image, np.uint8), np.zeros(tiling.image, np.float32)
         for strip in tiling.strips():
             for left in strip.lefts:

@@ -147,11 +147,15 @@ class Job:
     def _decoded(self, sources: Iterator[Input]) -> Iterator[Decoded]:
         """Images, read ahead by threads, in order; unreadable ones become problems."""
         with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as pool:
-            waiting = deque(pool.submit(_read, source) for source in itertools.islice(sources, AHEAD))
+            waiting = deque(
+                pool.submit(_read, source, self.outputs.upright) for source in itertools.islice(sources, AHEAD)
+            )
             try:
                 while waiting:
                     done = waiting.popleft()
-                    waiting.extend(pool.submit(_read, source) for source in itertools.islice(sources, 1))
+                    waiting.extend(
+                        pool.submit(_read, source, self.outputs.upright) for source in itertools.islice(sources, 1)
+                    )
                     try:
                         yield done.result()
                     except DataError as error:
@@ -170,7 +174,7 @@ class Job:
         content = {
             "format": FORMAT,
             "model": predictor.model,
-            "settings": predictor.settings,
+            "settings": self.outputs.settings,
             "classes": [{"id": place, "name": name, "color": color} for place, (name, color) in enumerate(classes)],
             "complete": len(self.found.entries) == len(self.sources),
             "share": self.outputs.shares(self.found.pixels),
@@ -180,8 +184,8 @@ class Job:
         put(self.outputs.out / SUMMARY, to_json(content))
 
 
-def _read(source: Input) -> Decoded:
-    pixels = read_image(str(source.path))
+def _read(source: Input, upright: bool) -> Decoded:
+    pixels = read_image(str(source.path), (lambda header: header.orientation) if upright else (lambda header: 1))
     return Decoded(source, sha256(source.path), pixels)
 
 

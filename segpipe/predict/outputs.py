@@ -32,6 +32,7 @@ class Predictor:
     palette: tuple[tuple[int, int, int], ...]
     model: dict[str, Any]  # digests of the network
     settings: dict[str, Any]  # of the inference
+    note: Callable[[], str] = str  # what to say at the end
     raw_ids: Pixels | None = None  # (256,): what is written for each class id, in place of itself
 
 
@@ -45,6 +46,12 @@ class Outputs:
     alpha: float = 0.5
     legend: bool = True
     frames: bool = False  # masks of the frames of a video
+    upright: bool = True  # images are turned as their EXIF orientation says
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the answers depend on besides the model."""
+        return {**self.predictor.settings, "exif": "apply" if self.upright else "ignore"}
 
     def mask(self, source: Input) -> Path:
         """Of an image its mask, of a video the file that says that its masks are complete."""
@@ -65,7 +72,7 @@ class Outputs:
         return {
             "format": FORMAT,
             "model": self.predictor.model,
-            "settings": self.predictor.settings,
+            "settings": self.settings,
             "source": source.place,
             "source_sha256": sha256,
         }

@@ -10,7 +10,7 @@ import torch
 
 from segpipe import IGNORE_INDEX
 from segpipe.distributed.watch.health import is_out_of_memory
-from segpipe.errors import OutOfMemory
+from segpipe.errors import ConfigError, OutOfMemory
 from segpipe.files import sha256
 from segpipe.predict.exported import Exported
 from segpipe.predict.inference import Inference, segment
@@ -42,17 +42,21 @@ def of_network(trained: TrainedNetwork, device: torch.device, how: Inference, *,
         trained.classes.palette,
         {"weights_digest": trained.weights_digest, "step": trained.step},
         {**how.described, "precision": how.precision, "ids": "raw" if raw else "train"},  # the batch changes last bits
-        raw_ids(trained.classes.train_ids) if raw else None,
+        raw_ids=raw_ids(trained.classes.train_ids, trained.classes.num_classes) if raw else None,
     )
 
 
-def raw_ids(train_ids: Mapping[int, int]) -> Pixels:
-    """The smallest raw id of each class, uint8 (256,); 255 for one without."""
-    found = np.full(256, IGNORE_INDEX, np.uint8)
+def raw_ids(train_ids: Mapping[int, int], num_classes: int) -> Pixels:
+    """The smallest raw id of each class, uint8 (256,). Raises ConfigError for a class that has none from 0 to 255."""
+    found: dict[int, int] = {}
     for raw, train in sorted(train_ids.items(), reverse=True):
         if train != IGNORE_INDEX:
             found[train] = raw
-    return found
+    if not all(found.get(train, -1) in range(256) for train in range(num_classes)):
+        raise ConfigError(
+            "ids = raw, but a class of this run has no id from 0 to 255 in the class table. Leave it out."
+        )
+    return np.array([found.get(train, IGNORE_INDEX) for train in range(256)], np.uint8)
 
 
 def of_exported(exported: Exported, *, precision: str) -> Predictor:
@@ -74,4 +78,5 @@ def of_exported(exported: Exported, *, precision: str) -> Predictor:
             "overlap": exported.overlap,
             "precision": precision,
         },
+        exported.note,
     )

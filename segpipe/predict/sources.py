@@ -9,9 +9,9 @@ from glob import glob, has_magic
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from segpipe.data.folders import SUFFIXES as IMAGES
 from segpipe.errors import DataError
 
-IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp")
 VIDEOS = (".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm", ".mpg", ".mpeg", ".mjpeg", ".ts", ".wmv")
 
 

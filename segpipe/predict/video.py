@@ -154,9 +154,9 @@ def write_video(outputs: Outputs, source: Input, clip: Clip, batch: int, advance
         if fault:
             raise DataError(f"{fault} {_keep(outputs, source, film, stamp | results)}Copy or convert the video again.")
         if film is not None:
-            film.finish(film.path, outputs.of_picture(stamp) | results)
             if outputs.legend:
                 put(outputs.picture(source, ".legend.png"), picture_png(outputs.key(results["pixels"]), stamp))
+            film.finish(film.path, outputs.of_picture(stamp) | results)
         if outputs.frames:
             put(outputs.mask(source), to_json(stamp | results))
     finally:

@@ -48,8 +48,10 @@ def finish(run: Run, found: Validation, result: dict[str, Any], console: Console
     if note := flattering(result["sequences"]):
         console.print(note, highlight=False, soft_wrap=True, markup=False)
     page = write_report(run.folder / "report.html", _page(run, found, result))
+    held_out = run.config.data.hold_out
+    images = f"images of {held_out}, held out" if held_out else f"{run.config.data.split} images"
     for line in (
-        f"mIoU {100 * result['miou']:.2f} % on {len(run.val_samples)} {run.config.data.split} images",
+        f"mIoU {100 * result['miou']:.2f} % on {len(run.val_samples)} {images}",
         f"run {run.folder}  (open {page.name}; curves in {FILE_NAME})",
         f"next {_next_command(run.folder)}",
     ):

@@ -28,6 +28,7 @@ from segpipe.run import lock
 from segpipe.run.console import TrainView
 from segpipe.run.failure import note_failure
 from segpipe.run.folder import check_folder, claim_folder, clear_folder, owned
+from segpipe.run.network_check import check_network, check_pins, pin
 from segpipe.run.tracking import Tracker, check_tracking, open_tracker
 from segpipe.settings.check import check
 from segpipe.settings.config import Config, config_hash
@@ -111,7 +112,7 @@ def with_steps(config: Config) -> Config:
 def prepare(config: Config, world_size: int) -> None:
     """Check everything that can be checked before the first process starts, then claim the run's folder."""
     check(config, world_size=world_size)
-    _pin(config)
+    pin(config)
     examine(config)
     claim_folder(config)
 
@@ -122,7 +123,7 @@ def check_job(config: Config) -> None:
     check(config, world_size=1)
     config = with_steps(config)
     check(config, world_size=_world_size(config))
-    _pin(config)
+    pin(config)
     check_folder(config)
 
 
@@ -135,7 +136,10 @@ def examine(config: Config) -> None:
     from segpipe.purity import checker as purity
 
     check_tracking(config)
-    _check_plugins(config)
+    if config.import_paths or config.model.args:
+        from segpipe.contracts.loss_contract import check_plugins
+
+        check_plugins(config)
     verify(config.data, ["train", config.data.split])
     validation = open_samples(config.data, config.data.split, config.seed)
     samples = open_samples(config.data, "train", config.seed)
@@ -145,28 +149,13 @@ def examine(config: Config) -> None:
     check_labelled(samples)
     if isinstance(config.loss.class_weights, list):
         check_given_weights(config.loss.class_weights, samples.classes.names)
-    _check_network(config, samples)
+    check_network(config, samples)
     if config.compute.mode != "off" and (skipped := purity.quick(Augmenter(config.augment), samples)):
         Console(stderr=True).print(skipped, markup=False, highlight=False, soft_wrap=True)
     if config.export.enabled and config.export.dir:
         from segpipe.export.artifact.place import check_place
 
         check_place(Path(config.export.dir))  # now, not after hours of training
-
-
-def _check_plugins(config: Config) -> None:
-    """Import the code that the configuration names, and refuse what is known to be wrong with it before it runs."""
-    for key, path in config.import_paths:
-        plugins.load(key, path)
-    if config.model.args:
-        from segpipe.models import check_model
-
-        check_model(config.model.name, config.model.args)
-    if plugins.is_path(config.loss.name):
-        from segpipe.contracts.loss_contract import LossContract
-
-        if problem := LossContract(config).refusal():
-            raise ConfigError(problem)
 
 
 def _check_crop(config: Config, samples: Samples) -> None:
@@ -182,22 +171,6 @@ def _check_crop(config: Config, samples: Samples) -> None:
             f"augment.crop_size = {crop}, but the training images have at most {height}x{width} pixels (height x width)"
             f" and augment.scale reaches {largest}. Set 'augment.crop_size={fitting}' or smaller."
         )
-
-
-def _check_network(config: Config, samples: Samples) -> None:
-    """Refuse weights that do not fit and patterns that match no parameter, before any process starts."""
-    if not (config.model.weights or config.model.freeze or config.optim.lr_scale):
-        return
-    import torch
-
-    from segpipe.train import checkpoint
-    from segpipe.train.start import read_start
-    from segpipe.train.state import build_state
-
-    resumes = config.run.exists == "resume" and checkpoint.candidates(config.run_dir)
-    batch_norm = replace(config, model=replace(config.model, norm="batch"))  # the other needs a GPU
-    start = None if resumes else read_start(config, checkpoint.load)
-    build_state(batch_norm, samples.classes, torch.device("cpu"), start)
 
 
 def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
@@ -283,8 +256,8 @@ def work(config: Config, *, finish: Finish | None = None, prepared: bool = False
         try:
             if not prepared:
                 _check_launcher(config)
-                group.together(lambda: prepare(config, group.world_size) if group.is_main else _pin(config))
-                _check_pins(config, group)
+                group.together(lambda: prepare(config, group.world_size) if group.is_main else pin(config))
+                check_pins(config, group)
             with contextlib.ExitStack() as held:  # to the end of what rank 0 does after the training
                 group.together(lambda: _own(config, group, held))
                 ours = True
@@ -315,23 +288,6 @@ def _own(config: Config, group: Group, held: contextlib.ExitStack) -> None:
     """Own the run's folder on rank 0, which writes; the parent of spawned processes may die without them."""
     if group.is_main:
         held.enter_context(owned(config, alone=group.world_size == 1))
-
-
-def _pin(config: Config) -> None:
-    from segpipe.train.start import pin_weights
-
-    pin_weights(config)
-
-
-def _check_pins(config: Config, group: Group) -> None:
-    """Refuse files of weights that differ between ranks, as copies on the disks of several machines may."""
-    found = group.gather(config.model.weights_sha256)
-    if len(set(found)) > 1:
-        listed = ", ".join(f"rank {rank} {digest[:12] or 'none'}" for rank, digest in enumerate(found[:8]))
-        raise ConfigError(
-            f"model.weights = {config.model.weights} has other content on other machines (SHA-256: {listed}). Copy one "
-            f"file to all of them."
-        )
 
 
 def _check_launcher(config: Config) -> None:

@@ -143,6 +143,16 @@ def _check_start(config: Config) -> None:
     for key in ("weights_sha256", "weights_partial"):
         if getattr(model, key) and not model.weights:
             raise ConfigError(f"model.{key} is set, but model.weights is empty. Set model.weights=FILE.")
+    if model.weights and model.name == "timm" and model.args.get("pretrained"):
+        raise ConfigError(
+            f"model.weights = {model.weights} and model.args.pretrained = true, but a run starts from one of them. Set "
+            f"model.args.pretrained=false."
+        )
+    if model.freeze and not (model.weights or model.args.get("pretrained") or ":" in model.name):
+        raise ConfigError(
+            f"model.freeze = {model.freeze}, but without model.weights these parameters would stay at their random "
+            f"initial values. Set model.weights=FILE."
+        )
     for pattern, factor in config.optim.lr_scale.items():
         if isinstance(factor, bool) or not isinstance(factor, int | float):
             raise ConfigError(f"optim.lr_scale of {pattern!r} is {factor!r}, but a number such as 0.1 was needed.")

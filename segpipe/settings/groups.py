@@ -7,7 +7,7 @@ from typing import Any
 
 from segpipe.settings.setting import setting
 
-MODEL_NAMES = ("fast_scnn", "ddrnet23_slim", "pidnet_s")
+MODEL_NAMES = ("fast_scnn", "ddrnet23_slim", "pidnet_s", "timm")
 DATA_NAMES = ("synthetic", "camvid", "folder")
 STEPS = 400  # train.steps unless it is set
 ENOUGH_IMAGES = 16  # real images that an exported file must be compared on to count as verified

@@ -19,6 +19,7 @@ from segpipe.distributed.reduce import FlatLayout, RankSum, TreeSum, tree_over_r
 from segpipe.keys import torch_seed
 from segpipe.losses.total import shard_loss
 from segpipe.models.preprocess import Preprocess
+from segpipe.train.optim import frozen_modules
 
 if TYPE_CHECKING:
     from segpipe.data.loader import ShardBatch
@@ -35,8 +36,9 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
 
 
 def norms(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
-    """BatchNorm layers that gather statistics, in module order: not those in frozen parts, which are in eval mode."""
-    return [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
+    """BatchNorm layers that gather statistics, in module order: all but those in frozen parts."""
+    frozen = set(frozen_modules(model))
+    return [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m not in frozen]
 
 
 def statistics(model: nn.Module) -> list[Tensor]:

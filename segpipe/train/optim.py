@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 def freeze(model: nn.Module, patterns: Sequence[str]) -> str:
     """Stop the training of all parameters whose names match one of the patterns; returns what is frozen, for people.
 
-    A frozen parameter has no gradient, so it gets no weight decay and no part in the gradient norm. Modules of which
-    every parameter is frozen are put into eval mode: their BatchNorm uses its statistics and keeps them, and their
-    dropout does nothing. Raises ConfigError for a pattern that matches nothing, and when nothing is left to train.
+    A frozen parameter has no gradient, so it gets no weight decay and no part in the gradient norm. `frozen_modules`
+    are put into eval mode: their BatchNorm uses its statistics and keeps them, and their dropout does nothing. Raises
+    ConfigError for a pattern that matches nothing, and when nothing is left to train.
     """
     if not patterns:
         return ""
@@ -35,11 +35,19 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> str:
         raise ConfigError(f"model.freeze = {list(patterns)} freezes every parameter: nothing is left to train.")
     for name in frozen:
         parameters[name].requires_grad_(False)
-    for module in model.modules():
-        if (own := list(module.parameters())) and not any(parameter.requires_grad for parameter in own):
-            module.eval()
+    for module in frozen_modules(model):
+        module.training = False
     count, total = sum(parameters[name].numel() for name in frozen), sum(p.numel() for p in parameters.values())
     return f"frozen: {len(frozen)} of {len(parameters)} tensors, {100 * count / total:.1f} % of the parameters"
+
+
+def frozen_modules(model: nn.Module) -> list[nn.Module]:
+    """Modules that have parameters, all of them frozen, and what is inside them."""
+    found: dict[nn.Module, None] = {}
+    for module in model.modules():
+        if (own := list(module.parameters())) and not any(parameter.requires_grad for parameter in own):
+            found |= dict.fromkeys(module.modules())
+    return list(found)
 
 
 def _matches(model: nn.Module, pattern: str, key: str) -> list[str]:

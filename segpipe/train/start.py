@@ -97,10 +97,10 @@ def weights_summary(config: Config) -> dict[str, Any]:
 
     Empty for a run from the seed.
     """
-    if not config.model.weights:
-        return {}
     try:
         record = dict(json.loads((config.run_dir / WEIGHTS).read_bytes()))
-    except (OSError, ValueError, TypeError):  # deleted or altered by hand
+    except (OSError, ValueError, TypeError):  # from the seed, or altered by hand
+        if not config.model.weights:
+            return {}
         record = {"file": config.model.weights, "sha256": config.model.weights_sha256}
     return {"weights": {name: len(value) if isinstance(value, list) else value for name, value in record.items()}}

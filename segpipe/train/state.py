@@ -12,7 +12,7 @@ from segpipe.errors import ConfigError
 from segpipe.keys import torch_seed
 from segpipe.models import build_model
 from segpipe.models.layers import SegmentationNet
-from segpipe.models.weights import WeightsSource, fit
+from segpipe.models.weights import WeightsSource, fit, sha256_of
 from segpipe.train.optim import Ema, build_optimizer, describe_rates, freeze
 
 if TYPE_CHECKING:
@@ -63,9 +63,13 @@ def _load(
     model: SegmentationNet, config: Config, classes: ClassTable, start: WeightsSource
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Put the weights of the file into the network; content of weights.json, and notes."""
+    partial = config.model.weights_partial
+    if not start.tensors:
+        path, tensors = model.pretrained()
+        start, partial = WeightsSource(tensors, path, sha256=sha256_of(tensors)), True
     if not start.tensors:
         return None, []
-    found = fit(model, start, num_classes=classes.num_classes, partial=config.model.weights_partial)
+    found = fit(model, start, num_classes=classes.num_classes, partial=partial)
     notes = [f"weights of {start.where}, SHA-256 {start.sha256[:16]}: {found.summary}"]
     if start.class_names and not found.classes and start.class_names != classes.names:
         notes.append(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from segpipe.losses.total import valid_pixels
 from segpipe.train.gradients import BatchLoss, DdpGradients, ElasticGradients, norms, statistics
-from segpipe.train.optim import learning_rate, set_rate
+from segpipe.train.optim import frozen_modules, learning_rate, set_rate
 
 if TYPE_CHECKING:
     from segpipe.data.loader import ShardBatch
@@ -38,6 +38,7 @@ class TrainStep:
     def __init__(self, config: Config, watch: Watch, class_weights: Tensor | None = None) -> None:
         self.config, self.watch, self.state, self.group = config, watch, watch.state, watch.group
         self.parameters = [p for p in self.state.model.parameters() if p.requires_grad]
+        self.norms, self.frozen = norms(self.state.model), frozen_modules(self.state.model)
         self.statistics = statistics(self.state.model)
         self.loss = BatchLoss(config, watch, class_weights)
         self.gradients = _gradients(self.loss)
@@ -53,6 +54,8 @@ class TrainStep:
         Changes nothing of the state but `.grad`: until `apply`, a checkpoint of it is that of the last update.
         `global_valid` is the number of valid pixels in all shards of all ranks, int64, 0-d, on the device.
         """
+        for module in self.frozen:  # code of a network or of a test may have called train()
+            module.training = False
         reduced = self.gradients(shards, global_valid)
         self.watch.reduced(global_valid)
         self._means = reduced.means
@@ -90,7 +93,7 @@ class TrainStep:
 
     def _count(self, updates: int) -> None:
         """BatchNorm counts forward passes; here it counts updates, for any number of shards."""
-        for module in norms(self.state.model):
+        for module in self.norms:
             if module.num_batches_tracked is not None:
                 module.num_batches_tracked.fill_(updates)
 

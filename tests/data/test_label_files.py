@@ -15,7 +15,7 @@ from PIL import Image
 from segpipe.data.catalog import MaskTable, load_masks
 from segpipe.data.masks import read_target, settled
 from segpipe.data.problems import problems
-from segpipe.data.readers import TURNS, read_header, read_image
+from segpipe.data.readers import TURNS, read_header, read_image, read_mask
 from segpipe.data.samples import image_sizes, open_samples
 from segpipe.errors import DataError
 from segpipe.settings.groups import DataConfig
@@ -377,3 +377,23 @@ def test_a_set_with_ids_and_colors_is_refused_unless_the_table_decides(tmp_path:
     (tmp_path / "classes.yaml").write_text(text + "masks: colors\n")
     assert list(problems(data, ["train"])) == []
     assert np.array_equal(open_samples(data, "train", 0).read(1)[1], np.full_like(TARGET, 255))
+
+
+def test_damaged_files_end_with_an_error_that_names_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Random bytes of formats without checksums are changed: a file is read, or refused by a DataError."""
+    names = ("bmp palette", "bmp rgb", "tiff grey, lzw", "tiff rgb", "webp", "jpeg")
+    generator = np.random.Generator(np.random.Philox(8))
+    path, refused = tmp_path / "damaged", list[str]()
+    for content in (CASES[name][0]() for name in names):
+        for _ in range(30):
+            damaged = bytearray(content)
+            damaged[generator.integers(0, min(len(content), 300))] = generator.choice([0, 1, 255])
+            path.write_bytes(damaged)
+            for read in (read_header, read_image, read_mask):
+                try:
+                    read(str(path))
+                except DataError as error:
+                    refused.append(str(error))
+    assert len(refused) > 100
+    assert all(str(path) in message for message in refused)
+    capfd.readouterr()  # OpenCV says more

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from segpipe.errors import CheckpointError, WeightsError
 from segpipe.models import build_model
+from segpipe.models.plugin_network import PluginNetwork
 from segpipe.models.weights import (
-    PUBLISHED_KEYS,
     WeightsSource,
     _first,
     fit,
@@ -62,7 +62,7 @@ def test_files_of_the_authors_training_code_are_read(name: str) -> None:
     assert all(key.startswith("train_only.") for key in found.fresh)
     assert not found.adapted
     assert sorted((*found.kept, *found.fresh)) == sorted(net.state_dict())
-    keys = PUBLISHED_KEYS[type(net)]
+    keys = net.published_keys
     for key, value in net.state_dict().items():
         if key not in found.fresh:
             assert torch.equal(value, tensors[f"model.{published_key(key, keys)}"])
@@ -136,6 +136,9 @@ def test_class_layers_of_two_class_counts_are_refused() -> None:
 def test_a_layer_of_another_width_is_no_class_layer() -> None:
     with pytest.raises(WeightsError, match="of another shape"):
         fit(Small(5, 5), source(Small(5, 9).state_dict()), num_classes=5)
+    other = {**Small(5).state_dict(), "head.weight": torch.ones(7, 9, 1, 1)}  # another class count, and another width
+    with pytest.raises(WeightsError, match=r"1 of another shape \(head\.weight"):
+        fit(Small(5), source(other), num_classes=5)
 
 
 def test_partial_takes_an_encoder_alone_and_names_the_rest() -> None:
@@ -152,6 +155,17 @@ def test_partial_takes_an_encoder_alone_and_names_the_rest() -> None:
     wide = {**other.state_dict(), "encoder.0.weight": torch.ones(4, 3, 3, 3)}
     found = fit(net, source(wide), num_classes=5, partial=True)
     assert (found.fresh, found.left_over) == (("encoder.0.weight",), ("encoder.0.weight",))
+
+
+def test_a_network_of_the_user_is_read_with_its_own_names() -> None:
+    """A plug-in has its names behind "net."; a file has them as the user's code does, or as segpipe wrote them."""
+    other = Small()
+    wrapped = PluginNetwork(Small(), 5, "mine:Small")
+    for tensors in (other.state_dict(), PluginNetwork(other, 5, "mine:Small").state_dict()):
+        found = fit(wrapped, source(tensors), num_classes=5)
+        assert not found.fresh
+        assert all(torch.equal(value, other.state_dict()[key]) for key, value in wrapped.net.state_dict().items())
+    assert published_key("net.head.bias", wrapped.published_keys) == "head.bias"
 
 
 def test_the_share_counts_parameters() -> None:
@@ -264,7 +278,7 @@ def test_published_key_replaces_the_longest_prefix(key: str, expected: str, reve
 def test_published_key_maps_know_every_key(name: str) -> None:
     """Every key has a prefix in the map, and no two keys get the same name."""
     net = build_model(name, 19)
-    keys = PUBLISHED_KEYS[type(net)]
+    keys = net.published_keys
     assert all(any(key.startswith(prefix) for prefix in keys) for key in net.state_dict())
     assert len({published_key(key, keys) for key in net.state_dict()}) == len(net.state_dict())
 

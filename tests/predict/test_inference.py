@@ -74,6 +74,17 @@ def test_one_tile_that_covers_the_image_is_the_whole_image_bit_for_bit(tile: tup
     assert torch.equal(ids(covered, pictures), ids(views, pictures))
 
 
+def test_one_tile_decides_between_logits_that_have_the_same_probability() -> None:
+    flat = Tiny().eval()
+    flat.classifier.weight.data.mul_(1e-7)
+    flat.classifier.bias.data.zero_()
+    whole = predict(flat, PREPROCESS, image())
+    assert torch.equal(segment(flat, PREPROCESS, image(), Inference(tile=(500, 500))), whole)
+    with torch.inference_mode():  # the control: probabilities of these logits are rounded to ties
+        logits = torch.nn.functional.interpolate(flat(PREPROCESS(image())), SIZE, mode="bilinear")
+    assert not torch.equal(logits.softmax(1).argmax(1).to(torch.uint8), whole)
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_tiles_are_blended_by_their_weighted_probabilities(batch: int) -> None:
     picture = image((70, 90))

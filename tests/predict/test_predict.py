@@ -16,16 +16,22 @@ from artifacts import SIZE as TOY_SIZE
 from artifacts import frame, write_artifact, write_sums
 from PIL import Image
 
+import exports
 from exports import SIZE, Tiny, structured, tiny_network, write_run
 from runs import torch_restored
 from segpipe.cli.main import main as segpipe
 from segpipe.data.readers import read_image
-from segpipe.errors import DataError, Interrupted
+from segpipe.data.samples import open_samples
+from segpipe.errors import ConfigError, DataError, Interrupted
 from segpipe.predict import job as job_module
+from segpipe.predict.exported import load_exported
+from segpipe.predict.inference import Inference, segment
+from segpipe.predict.predictors import raw_ids
 from segpipe.predict.sources import find, names
-from segpipe.predict.stamp import read_stamp
+from segpipe.predict.stamp import put, read_stamp
 from segpipe.train import checkpoint
 from segpipe.train.checkpoint import load_network
+from segpipe.train.metrics import confusion, miou
 from segpipe.train.validate import predict
 
 IMAGES = structured(3, SIZE, seed=5)
@@ -41,7 +47,9 @@ def _tiny_networks() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, _tiny_networks: None) -> Path:
-    return write_run(tmp_path_factory.mktemp("runs") / "scenes", tiny_network)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exports, "SCENES", 4)
+        return write_run(tmp_path_factory.mktemp("runs") / "scenes", tiny_network)
 
 
 def write(path: Path, image: np.ndarray) -> Path:
@@ -222,6 +230,24 @@ def test_raw_ids_are_those_of_the_masks_of_the_data_set(
     assert np.array_equal(np.asarray(mask), np.where(ids == 3, 40, 50 + ids))
 
 
+def test_classes_without_an_id_of_8_bits_cannot_be_written_as_raw() -> None:
+    assert raw_ids({7: 0, 8: 0, 9: 1, 3: 255}, 2)[:2].tolist() == [7, 9]
+    for table in ({7: 0}, {7: 0, 300: 1}):
+        with pytest.raises(ConfigError, match="ids = raw"):
+            raw_ids(table, 2)
+
+
+def test_photos_are_turned_upright_unless_told_otherwise(run: Path, tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # stored turned by 90 degrees
+    Image.fromarray(IMAGES[0]).save(tmp_path / "photo.png", exif=exif)
+    for rule, pixels in (("apply", np.rot90(IMAGES[0], -1)), ("ignore", IMAGES[0])):
+        plain = write(tmp_path / f"{rule}.png", np.ascontiguousarray(pixels))
+        given = (f"run={run}", f"source={tmp_path / 'photo.png'}", f"exif={rule}", "overlay=false")
+        assert start(tmp_path / rule, *given) == 0
+        assert np.array_equal(ids_of(tmp_path / rule / "masks" / "photo.png"), whole(run, plain))
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -273,6 +299,37 @@ def test_files_folders_and_patterns(folder: Path, tmp_path: Path) -> None:
         places(str(out.parent / "empty*"))
 
 
+# The same inference in `segpipe evaluate`
+
+
+def test_evaluate_takes_tiles_and_views_and_changes_nothing_without_them(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def scored(*arguments: str) -> dict[str, Any]:
+        assert segpipe(["evaluate", f"run={run}", "data.workers=0", "compute.threads=1", *arguments]) == 0
+        return dict(json.loads(capsys.readouterr().out))
+
+    network = load_network(run)
+    samples = open_samples(network.config.data, "val", 0)
+
+    def by_hand(how: Inference | None) -> float:
+        counts = torch.zeros(10, 10, dtype=torch.int64)
+        for index in range(len(samples)):
+            image, target = (torch.from_numpy(part)[None] for part in samples.read(index))
+            given = (network.model, network.preprocess, image)
+            counts += confusion(segment(*given, how) if how else predict(*given), target, 10)
+        return miou(counts)
+
+    plain = scored()
+    assert plain["miou"] == by_hand(None)
+    assert "tile" not in plain
+    covered = scored("tile=64x96")
+    assert {key: value for key, value in covered.items() if key not in ("tile", "overlap")} == plain
+    both = scored("tile=48x64", "overlap=0.5", "tta=[flip,0.75]")
+    assert both["miou"] == by_hand(Inference((48, 64), 0.5, True, (1.0, 0.75))) != plain["miou"]
+    assert (both["tile"], both["overlap"], both["tta"]) == ("48x64", 0.5, "flip,0.75")
+
+
 # Exported folders
 
 
@@ -283,13 +340,39 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("size", [(32, 48), (32, 100), (90, 61), (5, 7), (31, 200)])
 def test_images_of_other_sizes_are_cut_into_tiles_of_the_exported_size(
-    toy: Path, tmp_path: Path, size: tuple[int, int]
+    toy: Path, tmp_path: Path, size: tuple[int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     image = np.random.default_rng(1).integers(0, 190, (*size, 3), dtype=np.uint8)
     image[..., 2] = 0  # of the toy file: no loops
     path = write(tmp_path / "one.png", image)
     assert segpipe(["predict", f"artifact={toy}", f"source={path}", f"out={tmp_path}/o", "overlay=false"]) == 0
     assert np.array_equal(ids_of(tmp_path / "o" / "masks" / "one.png"), image[..., 0] // 128)
+    told = capsys.readouterr().err
+    assert ("cut into tiles of it" in told) == (size != TOY_SIZE)
+    assert ("1 images or frames do not have the size 32x48" in told) == (size != TOY_SIZE)
+
+
+def test_a_pixel_gets_its_id_from_the_tile_in_which_it_lies_deepest(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exported, calls = load_exported(toy), iter(range(9))
+    monkeypatch.setattr(exported._session, "run", lambda image: (np.full(TOY_SIZE, next(calls), np.uint8), None))
+    found = exported(np.zeros((32, 100, 3), np.uint8))  # tiles of 48 columns from 0, 26 and 52 on
+    assert np.flatnonzero(np.diff(found[0])).tolist() == [36, 62]
+    assert (found == found[0]).all()
+
+
+def test_a_file_whose_writing_is_interrupted_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_bytes = Path.write_bytes
+
+    def half(path: Path, content: bytes) -> int:
+        write_bytes(path, content[:2])
+        raise KeyboardInterrupt
+
+    put(tmp_path / "old", b"before")
+    monkeypatch.setattr(Path, "write_bytes", half)
+    for name in ("old", "new"):
+        with pytest.raises(KeyboardInterrupt):
+            put(tmp_path / name, b"after")
+    assert written(tmp_path) == {"old": b"before"}
 
 
 def test_images_of_other_sizes_are_resized_if_wanted(toy: Path, tmp_path: Path) -> None:

@@ -389,9 +389,10 @@ class Seen(Watch):
 def test_the_watch_sees_the_input_and_what_each_shard_adds(mode: str) -> None:
     config, shards = settings(mode), batches(0)
     state = fresh(config, dropout=0.0)
-    watch = Seen(state)
+    watch, before = Seen(state), state_digest(state.model.state_dict())
     valid = torch.tensor(V * B * SIZE * SIZE)
     result = TrainStep(config, watch)(shards, valid)
+    assert state_digest(state.model.state_dict()) == before, "nothing moves before `apply`"
     assert torch.equal(torch.cat(watch.inputs), Preprocess()(torch.cat([batch.image for batch in shards])))
     if mode == "ddp":
         assert (watch.batches, watch.shards) == ([0, 1, 2, 3], [])

@@ -231,6 +231,7 @@ def test_frozen_parameters_get_no_gradient_and_whole_frozen_modules_run_in_eval_
     assert {name for name, module in net.named_modules() if not module.training} == {
         "encoder", "encoder.0", "encoder.1", "encoder.2", "encoder.3"
     }  # fmt: skip
+    net.train()
     assert norms(net) == [net.neck]
     groups = parameter_groups(net, 0.1)
     assert sum(len(group["params"]) for group in groups) == 3

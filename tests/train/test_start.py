@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from runs import outcome, result, run
+from runs import outcome, result, run, torch_restored
 from segpipe.cli.main import main as segpipe
 from segpipe.data.catalog import CAMVID, STREET
 from segpipe.errors import CheckpointError, ConfigError, WeightsError
@@ -68,7 +68,7 @@ def test_written_weights_are_the_averaged_ones_with_all_that_a_reader_needs(
 
 def test_names_of_the_authors_are_written_and_read_back(pretrained: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    assert segpipe(["weights", f"run={pretrained}", f"out={path}", "names=published"]) == 0
+    assert segpipe(["weights", f"run={pretrained}", f"out={path}", "names=original"]) == 0
     assert "learning_to_downsample.conv.conv.0.weight" in load_file(path)
     state = build_state(config(path), STREET, CPU, read_start(config(path), checkpoint.load))
     ema = checkpoint.load(pretrained / "last.pt")["ema"]
@@ -132,6 +132,7 @@ def test_settings_without_a_file_are_refused() -> None:
         ({"weights_sha256": "0" * 64}, "weights_sha256 is set, but model.weights is empty"),
         ({"weights_partial": True}, "weights_partial is set, but"),
         ({"weights": "x", "weights_sha256": "abc"}, "64 digits"),
+        ({"freeze": ["detail.*"]}, "would stay at their random initial values"),
     ):
         with pytest.raises(ConfigError, match=match):
             check(from_mapping({"model": model}), world_size=1)
@@ -191,13 +192,32 @@ def test_frozen_parts_keep_their_bits_and_a_resumed_run_needs_no_file(
     assert "model.weights_sha256: " in capsys.readouterr().err
 
 
+def test_an_audit_replays_step_0_where_the_file_is_at_hand(tensors_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "start.safetensors"
+    shutil.copy(tensors_file, path)
+    assert run(tmp_path / "run", f"model.weights={path}", "train.steps=2", "model.freeze=[detail.*]") == 0
+
+    def audited(name: str) -> dict[str, Any]:
+        with torch_restored():
+            code = segpipe(["audit", f"run={tmp_path / 'run'}", f"out={tmp_path / name}"])
+        lines = json.loads((tmp_path / name / "report.json").read_text())["lines"]
+        return {"exit": code, **{line["part"]: line["status"] for line in lines}}
+
+    found = audited("with")
+    assert (found["exit"], found["weights"], found["replay"]) == (0, "passed", "passed")
+    path.unlink()
+    found = audited("without")
+    assert (found["weights"], found["replay"]) == ("not checked", "not checked")
+
+
 def test_a_file_that_does_not_fit_is_refused_before_the_folder_is_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.save(build_model("pidnet_s", 10).state_dict(), tmp_path / "x.pth")
+    torch.save(build_model("fast_scnn", 10).state_dict(), tmp_path / "y.pth")
     for settings, message in (
         ((f"model.weights={tmp_path / 'x.pth'}",), "does not fit FastSCNN with 10 classes"),
-        (("model.freeze=[detial.*]",), "Did you mean detail.*?"),
+        (("model.freeze=[detial.*]", f"model.weights={tmp_path / 'y.pth'}"), "Did you mean detail.*?"),
         (("optim.lr_scale={head.*: 10}",), "matches no parameter of FastSCNN, which has detail.*"),
     ):
         assert run(tmp_path / "run", *settings) == 2

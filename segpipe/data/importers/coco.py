@@ -1,0 +1,119 @@
+"""COCO instances and stuff (polygons and run lengths in JSON), as COCO, Roboflow and CVAT write them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from segpipe.data.importers.imported import Drawing, ImportPlan, plan_of_drawings, split_name
+from segpipe.data.importers.outlines import Area, Size, coco_counts, polygon, runs
+from segpipe.errors import DataError
+
+NAMES = ("_annotations.coco.json", "annotations/instances_*.json", "annotations/stuff_*.json")
+OTHER = "other"  # the category of stuff_*.json that stands for all things
+
+
+def coco(source: Path, names: Sequence[str], background: str) -> ImportPlan:
+    """Plan for a JSON file beside or above its images, or for a folder with annotations/ or a JSON file per split.
+
+    Larger areas are painted first, so that what lies on something else stays visible. Raises DataError for a source
+    without such files.
+    """
+    files = [source] if source.is_file() else _files(source)
+    drawings, labels, faults = [], dict[str, None](), list[str]()
+    for path in files:
+        found, categories = _drawings(path, source if source.is_dir() else source.parent, faults)
+        drawings += found
+        labels |= dict.fromkeys(categories)
+    return plan_of_drawings(drawings, list(labels), names, background, faults)
+
+
+def _files(source: Path) -> list[Path]:
+    found = sorted({path for name in NAMES for path in (*source.glob(name), *source.glob(f"*/{name}"))})
+    if not found:
+        raise DataError(f"{source} has none of {', '.join(NAMES)}. Set source to a JSON file, or to the folder above.")
+    return found
+
+
+def _split(path: Path, source: Path) -> str:
+    """Split of a JSON file: what its name has behind instances_, or its folder, as in train/_annotations.coco.json."""
+    if path.stem.startswith(("instances_", "stuff_")):
+        name = path.stem.partition("_")[2].rstrip("0123456789")
+        return "" if name == "default" else split_name(name)
+    return "" if path.parent == source else split_name(path.parent.name)
+
+
+def load_json(path: Path, keys: Sequence[str]) -> dict[str, Any]:
+    """Content of a JSON file that has `keys`. Raises DataError for any other file."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as JSON: {error}.") from None
+    for key in keys:
+        if not isinstance(content, dict) or key not in content:
+            raise DataError(f"{path} has no {key!r}, so it is not of this format.")
+    return dict(content)
+
+
+def image_folder(path: Path, source: Path) -> list[Path]:
+    """Folders that may hold the images of a JSON file."""
+    name = path.stem.partition("_")[2]
+    parts = (name, f"images/{name}", "images/default", "images", "")
+    return [path.parent, *(source / part for part in parts)]
+
+
+def find_image(folders: Sequence[Path], file_name: str) -> Path | None:
+    """The first of `folders` that has the file."""
+    for folder in folders:
+        for candidate in (folder / file_name, folder / Path(file_name).name):
+            if candidate.is_file():
+                return candidate
+    return None
+
+
+def _drawings(path: Path, source: Path, faults: list[str]) -> tuple[list[Drawing], list[str]]:
+    content = load_json(path, ("images", "annotations", "categories"))
+    labels = {int(each["id"]): str(each["name"]) for each in content["categories"]}
+    shapes: dict[int, list[tuple[float, str, Callable[[Size], Area]]]] = {}
+    for number, each in enumerate(content["annotations"]):
+        label, where = labels.get(int(each.get("category_id", -1))), f"{path}: annotation {each.get('id', number)}"
+        segmentation = each.get("segmentation")
+        if label is None:
+            faults.append(f"{where} has the category {each.get('category_id')}, which categories does not list.")
+        elif not segmentation:
+            faults.append(f"{where} is a box without a segmentation. Export instance or semantic segmentation.")
+        elif label != OTHER or not path.stem.startswith("stuff_"):
+            area = partial(_area, segmentation)
+            shapes.setdefault(int(each["image_id"]), []).append((-float(each.get("area", 0.0)), label, area))
+    drawings = []
+    folders, split = image_folder(path, source), _split(path, source)
+    for each in content["images"]:
+        image = find_image(folders, str(each["file_name"]))
+        if image is None:
+            faults.append(f"{path} lists {each['file_name']}, which is neither beside it nor in {folders[1]}.")
+            continue
+        ordered = sorted(shapes.get(int(each["id"]), []), key=lambda shape: shape[0])
+        size = (int(each["height"]), int(each["width"]))
+        name = Path(str(each["file_name"])).with_suffix("").as_posix()
+        drawings.append(Drawing(split, name, image, size, [(label, area) for _, label, area in ordered]))
+    return drawings, [labels[number] for number in sorted(labels)]
+
+
+def _area(segmentation: Any, size: Size) -> Area:
+    """Pixels of a segmentation: polygons, whose union it is, or run lengths, compressed or not."""
+    if isinstance(segmentation, dict):
+        counts = segmentation["counts"]
+        if list(segmentation["size"]) != list(size):
+            raise ValueError(f"has run lengths for the size {segmentation['size']}, not {list(size)}")
+        return runs(coco_counts(counts) if isinstance(counts, str) else counts, size, by_column=True)
+    covered = np.zeros(size, np.bool_)
+    for points in segmentation:
+        if len(points) < 6 or len(points) % 2:
+            raise ValueError(f"has a polygon of {len(points)} numbers, but x and y of three points were needed")
+        covered |= polygon(np.array(points, np.float64).reshape(-1, 2), size)
+    return covered

@@ -1,0 +1,79 @@
+"""Pascal VOC and what CVAT exports as `Segmentation mask 1.1`: pictures of masks, and lists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from segpipe import IGNORE_INDEX
+from segpipe.data.catalog import ClassTable, Color, MaskTable
+from segpipe.data.folders import SUFFIXES
+from segpipe.data.importers.imported import IGNORED, ImportEntry, ImportPlan, refuse_names, split_name
+from segpipe.data.masks import read_target
+from segpipe.errors import DataError
+
+VOC = (
+    "background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "diningtable",
+    "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor",
+)  # fmt: skip
+
+
+def voc_color(index: int) -> Color:
+    """Colour of a class in VOC's palette: bit 3n + c of the index is bit 7 - n of channel c."""
+    red, green, blue = (sum((index >> (3 * n + c) & 1) << (7 - n) for n in range(8)) for c in range(3))
+    return red, green, blue
+
+
+def voc(source: Path, names: Sequence[str], background: str) -> ImportPlan:
+    """Plan for JPEGImages, SegmentationClass and ImageSets/Segmentation, with labelmap.txt for other classes.
+
+    `names` and `background` cannot change masks that are drawn; other `names` are refused. Raises DataError.
+    """
+    root = next(
+        (path for path in (source, *sorted(source.glob("**/VOC20*"))) if (path / "SegmentationClass").is_dir()), None
+    )
+    if root is None:
+        raise DataError(f"{source} has no folder SegmentationClass. Set source to the folder above it.")
+    labelmap = root / "labelmap.txt"
+    table = _labelmap(labelmap) if labelmap.is_file() else _table(VOC, tuple(map(voc_color, range(len(VOC)))))
+    refuse_names(names, table.classes.names)
+    lists = sorted(root.glob("ImageSets/Segmentation/*.txt"))
+    whole = {path.stem for path in lists} & {"train", "val"}  # then trainval is their union
+    images = {path.stem: path for path in (root / "JPEGImages").glob("*") if path.suffix.lower() in SUFFIXES}
+    entries, faults = [], list[str]()
+    for path in lists:
+        if whole and path.stem == "trainval":
+            continue
+        for stem in path.read_text().split():
+            image, mask = images.get(stem), root / "SegmentationClass" / f"{stem}.png"
+            if image is None or not mask.is_file():
+                faults.append(f"{path} lists {stem}, which has no {'image in JPEGImages' if image is None else mask}.")
+                continue
+            split = "" if path.stem == "default" else split_name(path.stem)
+            entries.append(ImportEntry(split, stem, image, partial(read_target, table, str(mask))))
+    if not lists:
+        faults.append(
+            f"{root} has no list in ImageSets/Segmentation. Without lists, data=folder reads the two folders."
+        )
+    return ImportPlan(table.classes.names, entries, table.classes.palette, faults)
+
+
+def _table(names: tuple[str, ...], palette: tuple[Color, ...]) -> MaskTable:
+    train_ids = {place: place for place in range(len(names))} | {IGNORE_INDEX: IGNORE_INDEX}
+    return MaskTable(ClassTable("voc", names, palette, train_ids), kind="ids")
+
+
+def _labelmap(path: Path) -> MaskTable:
+    """Table of the colours in CVAT's labelmap.txt, whose lines are `name:r,g,b:parts:actions`."""
+    rows = [line.split(":") for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    colors = {name: tuple(int(part) for part in color.split(",")) for name, color, *_ in rows}
+    names = tuple(name for name in colors if name not in IGNORED)
+    table = {
+        (color[0], color[1], color[2]): names.index(name) if name in names else IGNORE_INDEX
+        for name, color in colors.items()
+    }
+    if len(table) < len(colors):
+        raise DataError(f"{path} gives two labels one colour, so the masks cannot tell them apart. Export them again.")
+    palette = tuple(color for name in names for color, train in table.items() if train == names.index(name))
+    return MaskTable(ClassTable("voc", names, palette, {}), kind="colors", colors=table)

@@ -1,0 +1,149 @@
+"""An encoder of timm, such as one trained on ImageNet, with a light decoder.
+
+The decoder sums the encoder's features at strides 32, 16 and 8 from coarse to fine, as feature pyramids do
+(arXiv:1612.03144). The coarsest are gated by the mean over the image, as in LR-ASPP (arXiv:1905.02244).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from segpipe.errors import ConfigError
+from segpipe.models.layers import (
+    Classifier,
+    GlobalPool,
+    SegHead,
+    SegmentationNet,
+    conv_bn,
+    init_weights,
+    upsample_like,
+)
+from segpipe.models.preprocess import IMAGENET_MEAN, IMAGENET_STD
+from segpipe.settings.setting import nearest
+
+STRIDES = (8, 16, 32)
+
+
+class TimmEncoder(SegmentationNet):
+    """`encoder` of timm below a decoder `width` channels wide; "aux" reads the encoder at stride 8.
+
+    With `pretrained`, timm's weights of the encoder are loaded for step 0, from timm's cache or from the network.
+    `encoder` may name them, as in "resnet18.a1_in1k". Raises ConfigError when timm is not installed, does not know the
+    encoder, or when the encoder has no features at strides 8, 16 and 32.
+    """
+
+    aux_heads = ("aux",)
+
+    def __init__(
+        self, num_classes: int, *, encoder: str = "mobilenetv3_large_100", pretrained: bool = False, width: int = 128
+    ) -> None:
+        super().__init__()
+        if not isinstance(pretrained, bool):
+            raise ConfigError(
+                f"model.args.pretrained = {pretrained!r}, but true or false was needed. For a file of encoder weights "
+                f"set model.weights={pretrained} and model.weights_partial=true."
+            )
+        self.name, self.wants_pretrained = encoder, pretrained
+        self.encoder = _create(encoder, pretrained=False)
+        strides, channels = self.encoder.feature_info.reduction(), self.encoder.feature_info.channels()
+        self.places = [len(strides) - 1 - strides[::-1].index(stride) for stride in STRIDES if stride in strides]
+        if len(self.places) < len(STRIDES) or len(set(strides)) < len(strides):
+            raise ConfigError(
+                f"model.args.encoder = {encoder}: it has features at strides {', '.join(map(str, strides))}, but one "
+                f"each at 8, 16 and 32 was needed. Choose an encoder such as mobilenetv3_large_100 or resnet18."
+            )
+        fine, middle, coarse = (channels[place] for place in self.places)
+        self.lateral = nn.ModuleList(conv_bn(num, width, 1) for num in (fine, middle, coarse))
+        self.gate = nn.Sequential(GlobalPool(), nn.Conv2d(coarse, width, 1, bias=False), nn.Sigmoid())
+        self.smooth = nn.Sequential(
+            *conv_bn(width, width, 3, groups=width), nn.ReLU(inplace=True),
+            *conv_bn(width, width, 1), nn.ReLU(inplace=True),
+        )  # fmt: skip
+        self.head = nn.Sequential(nn.Dropout(0.1), Classifier(width, num_classes))
+        self.train_only = nn.ModuleDict({"aux": SegHead(fine, 64, num_classes)})
+        for part in (self.lateral, self.gate, self.smooth, self.head, self.train_only):  # timm initializes the encoder
+            init_weights(part)
+        self.published_keys = _file_keys(self.encoder)
+        self._scale, self._shift = _normalization(encoder)
+
+    def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
+        """Logits (B, num_classes, H/8, W/8): "main" and, with `aux`, "aux"."""
+        if self._scale is not None:
+            scale, shift = (image.new_tensor(values).view(1, 3, 1, 1) for values in (self._scale, self._shift))
+            image = image * scale + shift
+        features = self.encoder(image)
+        fine, middle, coarse = (features[place] for place in self.places)
+        x = F.relu(self.lateral[2](coarse)) * self.gate(coarse)
+        for lateral, finer in ((self.lateral[1], middle), (self.lateral[0], fine)):
+            finer = lateral(finer)
+            x = F.relu(upsample_like(x, finer) + finer)
+        logits = {"main": self.head(self.smooth(x))}
+        if aux:
+            logits["aux"] = self.train_only["aux"](fine)
+        return logits
+
+    def pretrained(self) -> tuple[str, dict[str, Tensor]]:
+        """timm's weights of the encoder, if the arguments ask for them. Raises ConfigError if they are out of reach."""
+        if not self.wants_pretrained:
+            return "", {}
+        tensors = _create(self.name, pretrained=True).state_dict()
+        return f"timm's {self.name}", {f"encoder.{name}": value for name, value in tensors.items()}
+
+
+def _timm() -> ModuleType:
+    try:
+        return import_module("timm")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "model.name = timm needs the package timm, which is not installed. Run: pip install 'segpipe[timm]'"
+        ) from error
+
+
+def _create(encoder: str, *, pretrained: bool) -> Any:
+    """timm's encoder that returns features. Raises ConfigError for a name that it does not know."""
+    timm = _timm()
+    name = encoder.partition(".")[0]
+    if not timm.is_model(name):
+        known = timm.list_models()
+        raise ConfigError(f"model.args.encoder = {encoder!r} is not an encoder of timm.{nearest(name, known)}")
+    try:
+        return timm.create_model(encoder, features_only=True, pretrained=pretrained)
+    except Exception as error:  # of timm, of the hub's client, of the network
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        if not pretrained:
+            raise ConfigError(f"model.args.encoder = {encoder}: timm cannot build it for features: {reason}") from error
+        raise ConfigError(_unreachable(encoder, reason)) from error
+
+
+def _unreachable(encoder: str, reason: str) -> str:
+    offline = "HF_HUB_OFFLINE is set, so only the cache is read. " if os.environ.get("HF_HUB_OFFLINE") else ""
+    return (
+        f"model.args.pretrained = true, but the weights of {encoder} are neither in timm's cache nor could they be "
+        f"downloaded ({reason}). {offline}Where there is a network, run "
+        f"python -c \"import timm; timm.create_model('{encoder}', pretrained=True)\" and copy ~/.cache/huggingface to "
+        f"this machine (HF_HOME names another place); or download model.safetensors of {encoder} and set "
+        f"model.args.pretrained=false model.weights=FILE model.weights_partial=true."
+    )
+
+
+def _file_keys(encoder: nn.Module) -> dict[str, str]:
+    """Prefixes of our names -> those in timm's own files. timm flattens `stages.0` to `stages_0` to tap its output."""
+    flat = {name: re.sub(r"_(\d+)$", r".\1", name) for name, _ in encoder.named_children()}
+    return {"encoder.": "", **{f"encoder.{name}.": f"{file}." for name, file in flat.items() if file != name}}
+
+
+def _normalization(encoder: str) -> tuple[list[float] | None, list[float]]:
+    """Scale and shift per channel from ImageNet's mean and deviation to those of the encoder; None where equal."""
+    config = import_module("timm.models").get_pretrained_cfg(encoder)
+    mean, std = (config.mean, config.std) if config is not None else (IMAGENET_MEAN, IMAGENET_STD)
+    if (tuple(mean), tuple(std)) == (IMAGENET_MEAN, IMAGENET_STD):
+        return None, []
+    usual = list(zip(IMAGENET_MEAN, IMAGENET_STD, mean, std, strict=True))
+    return [s0 / s for _, s0, _, s in usual], [(m0 - m) / s for m0, _, m, s in usual]

@@ -1,0 +1,260 @@
+"""Each clause of a contract is broken by one network, loss or data set, and kept by ours."""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from segpipe.cli import check_plugin
+from segpipe.contracts.clause import Clause
+from segpipe.contracts.data_contract import DataContract
+from segpipe.contracts.loss_contract import LossContract
+from segpipe.contracts.network_contract import NetworkContract
+from segpipe.errors import ConfigError
+from segpipe.models import MODELS
+from segpipe.run import launch
+from segpipe.settings.compose import compose
+from segpipe.settings.config import Config, from_mapping
+
+Write = Callable[[str, str], None]
+NET = """
+    import random
+    import numpy as np
+    import torch
+    from torch import nn
+    import torch.nn.functional as F
+
+    class Net(nn.Module):
+        def __init__(self, num_classes, fault=""):
+            super().__init__()
+            if fault == "raises":
+                raise ValueError("no")
+            self.fault, self.calls = fault, 0
+            self.conv = nn.Conv2d(3, num_classes, 3, padding=1)
+            self.other = nn.Conv2d(3, num_classes, 3) if fault == "unused" else None
+            if fault == "weights":
+                self.conv.weight.data = torch.from_numpy(np.random.rand(num_classes, 3, 3, 3)).float()
+
+        def forward(self, x):
+            self.calls += 1
+            out = self.conv(x)
+            if self.fault == "channels":
+                return out[:, 1:]
+            if self.fault == "odd":
+                out = out + F.interpolate(F.avg_pool2d(out, 32), scale_factor=32)
+            if self.fault == "detached":
+                return out.detach() + self.conv.bias[:, None, None]
+            if self.fault == "python" and self.training:
+                out = out * random.random()
+            if self.fault == "counter" and self.training:
+                out = out + self.calls
+            if self.fault == "dropout":
+                out = F.dropout(out, 0.5)
+            if self.fault == "batch":
+                out = out - out.mean((0, 2, 3), keepdim=True)
+            if self.fault == "op":
+                out = F.grid_sample(out, torch.zeros(len(x), 4, 4, 2), align_corners=False)
+            if self.fault == "slow":
+                out = F.interpolate(out, scale_factor=2, mode="bilinear")
+            if self.fault == "state":
+                out = out * getattr(self, "scale", 1.0)
+            return out
+
+        def train(self, mode=True):
+            self.scale = 1.0 + self.calls
+            return super().train(mode)
+"""
+LOSS = """
+    import numpy as np
+    import torch
+    import torch.nn.functional as F
+
+    def loss(logits, target, *, ignore_index, class_weights=None, fault=""):
+        if fault == "mean":
+            return F.cross_entropy(logits, target, ignore_index=ignore_index)
+        losses = F.cross_entropy(logits, target, class_weights, ignore_index=ignore_index, reduction="none")
+        valid = target != ignore_index
+        if fault == "square":
+            return losses.sum() ** 2
+        if fault == "ignored":
+            return losses.sum() + logits.pow(2).sum()
+        if fault == "counts":
+            return losses.sum() / valid.sum() * valid.sum()
+        if fault == "log":
+            p = logits.softmax(1).gather(1, target.clamp_max(logits.shape[1] - 1)[:, None])[:, 0]
+            return torch.where(valid, -p.log(), 0.0)
+        if fault == "random":
+            return losses * float(np.random.rand())
+        if fault == "weights":
+            return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")
+        if fault == "detached":
+            return losses.detach()
+        return losses
+
+    def plain(logits, target, *, ignore_index):
+        return loss(logits, target, ignore_index=ignore_index)
+"""
+DATA = """
+    import numpy as np
+    import os
+    import threading
+
+    class Data:
+        classes, palette = ("a", "b"), ((0, 0, 0), (9, 9, 9))
+
+        def __init__(self, root, split, fault=""):
+            self.fault, self.order = fault, np.random.rand()
+            self.held = threading.Lock() if fault == "open" else None  # as an open file, it cannot be pickled
+
+        def __len__(self):
+            return 3
+
+        def name(self, index):
+            return str(index)
+
+        def read(self, index):
+            image = np.full((4, 6, 3), index, np.uint8)
+            if self.fault == "random":
+                image[0] = np.random.randint(256)
+            if self.fault == "init":
+                image[0] = int(255 * self.order)
+            if self.fault == "process":
+                image[0] = os.getpid() % 251
+            return image, np.full((4, 6), 2 if self.fault == "ids" else 0, np.uint8)
+"""
+
+
+@pytest.fixture(autouse=True)
+def code(project: Write) -> None:
+    project("net.py", NET)
+    project("loss.py", LOSS)
+    project("data.py", DATA)
+
+
+def broken(clauses: Iterable[Clause]) -> dict[str, str]:
+    return {clause.name: clause.problem for clause in clauses if clause.problem}
+
+
+def network(monkeypatch: pytest.MonkeyPatch, **model: Any) -> dict[str, Clause]:
+    """Clauses of a network but for the export, which takes seconds."""
+    monkeypatch.setattr(NetworkContract, "_onnx", lambda self: "")
+    config = from_mapping({"model": model, "augment": {"crop_size": [64, 96]}})
+    return {clause.name: clause for clause in NetworkContract(config, 5).clauses()}
+
+
+@pytest.mark.parametrize(
+    ("fault", "clause", "says"),
+    [
+        ("raises", "is built", r"net.py, line \d+ .*ValueError: no"),
+        ("weights", "equal seeds give equal weights", "Draw initial weights from torch's generator"),
+        ("channels", "logits of every head in training", r"\(2, 4, 64, 96\).*\(2, 5, h, w\)"),
+        ("odd", "odd image sizes", "images of 51x69 fail .*pad inside forward"),
+        ("unused", "gradients reach all parameters", "net.other.weight, net.other.bias get none"),
+        ("detached", "gradients reach all parameters", "net.conv.weight get none"),
+        ("python", "randomness of torch's generator alone", "Draw from torch's generator alone"),
+        ("counter", "randomness of torch's generator alone", "keep nothing from one call to the next"),
+        ("dropout", "no randomness in eval mode", "F.dropout training=self.training"),
+        ("batch", "an image alone as in a batch", "let nothing mix the images"),
+        ("op", "ops that CUDA repeats", r"net.py:\d+ calls aten.grid_sampler_2d_backward.*raises under deterministic"),
+        ("state", "copies and state dict", "Keep all state in parameters and buffers"),
+    ],
+)
+def test_a_network_that_breaks_a_clause_is_told_which(
+    monkeypatch: pytest.MonkeyPatch, fault: str, clause: str, says: str
+) -> None:
+    found = broken(network(monkeypatch, name="net:Net", args={"fault": fault}).values())
+    assert re.search(says, found[clause])
+
+
+def test_a_sound_network_keeps_all_clauses_and_a_slow_op_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not broken(network(monkeypatch, name="net:Net").values())
+    found = network(monkeypatch, name="net:Net", args={"fault": "slow"})
+    assert not broken(found.values())
+    assert "aten.upsample_bilinear2d_backward" in found["ops that CUDA repeats"].note
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_our_networks_keep_all_clauses(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    assert not broken(network(monkeypatch, name=name).values())
+
+
+def loss(**settings: Any) -> dict[str, str]:
+    return broken(LossContract(from_mapping({"loss": settings})).clauses())
+
+
+@pytest.mark.parametrize(
+    ("fault", "clause", "says"),
+    [
+        ("mean", "shards add up", 'It looks like a mean. Return the loss of each pixel (reduction="none")'),
+        ("square", "shards add up", "its halves together"),
+        ("ignored", "ignored pixels do not count", "Leave out target == ignore_index"),
+        ("counts", "a batch without labels", "Do not divide by counts"),
+        ("log", "gradients are finite", "Use log_softmax"),
+        ("random", "no randomness", "Draw nothing at random"),
+        ("weights", "class weights", "Multiply the loss of a pixel by the weight of its class"),
+        ("mean", "ops that CUDA repeats", "aten.nll_loss2d_forward"),
+        ("detached", "ignored pixels do not count", "does not require grad"),
+        ("none", "can be called", "loss.args.falt is not an argument of loss:loss"),
+    ],
+)
+def test_a_loss_that_breaks_a_clause_is_told_which(fault: str, clause: str, says: str) -> None:
+    found = loss(name="loss:loss", args={"falt" if fault == "none" else "fault": fault})
+    assert says in found[clause]
+
+
+def test_sound_losses_keep_all_clauses() -> None:
+    for name in ("cross_entropy", "ohem", "loss:loss", "loss:plain"):
+        assert not loss(name=name)
+    assert "must take the keyword class_weights" in loss(name="loss:plain", class_weights="log")["can be called"]
+
+
+def test_no_training_starts_with_a_mean_or_a_wrong_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "claim_folder", lambda config: pytest.fail("the training would have started"))
+    for overrides, says in (
+        (["loss.name=loss:loss", "loss.args.fault=mean"], "It looks like a mean"),
+        (["loss.name=loss:plain", "loss.class_weights=log"], "must take the keyword class_weights"),
+        (["model.name=net:Net", "model.args.falt=x"], "model.args.falt is not an argument of net:Net"),
+        (["model.name=net:Nett"], "net has no Nett"),
+        (["data.name=data:Dat"], "data has no Dat"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            launch.prepare(compose(overrides), 1)
+
+
+def data(split: str = "train", **args: Any) -> dict[str, str]:
+    config = Config()
+    config.data.name, config.data.args = "data:Data", args
+    return broken(DataContract(config, split).clauses())
+
+
+@pytest.mark.parametrize(
+    ("fault", "clause", "says"),
+    [
+        ("ids", "images, targets and names", "sample 0 has class id 2"),
+        ("random", "same bytes twice", "draw nothing at random"),
+        ("init", "same bytes twice", "Let the index alone decide"),
+        ("open", "can be pickled", "open files and databases in read"),
+        ("process", "same bytes in another process", "has other bytes when read by another process"),
+    ],
+)
+def test_data_that_break_a_clause_are_told_which(
+    monkeypatch: pytest.MonkeyPatch, fault: str, clause: str, says: str
+) -> None:
+    if fault != "process":  # a process takes seconds to start
+        monkeypatch.setattr(DataContract, "_other_process", lambda self: "")
+    assert says in data(fault=fault)[f"train: {clause}"]
+
+
+def test_the_command_checks_what_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_plugin.flags, "apply", lambda threads, mode: None)
+    monkeypatch.setattr(DataContract, "_other_process", lambda self: "")
+    assert check_plugin.main(["loss.name=loss:loss", "loss.args.fault=mean"]) == 2
+    shown = capsys.readouterr().out
+    assert "loss, shards add up: loss.name = loss:loss: a batch has the loss" in shown
+    assert "8 checks of loss: 4 failed" in shown
+    assert check_plugin.main(["data.name=data:Data"]) == 0
+    assert "10 checks of data: all passed" in capsys.readouterr().out
+    assert check_plugin.chosen(["model=pidnet_s", "augment.extra=[fog]"], Config()) == ["model", "augment"]
+    with pytest.raises(ConfigError, match=r"nothing to check. Name a plug-in with model.name=..."):
+        check_plugin.main(["seed=1"])

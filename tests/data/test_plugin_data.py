@@ -1,0 +1,207 @@
+"""A data set and transforms of the user: every sample is checked, and what it was made from is hashed."""
+
+import hashlib
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from segpipe.data.augment import Augmenter
+from segpipe.data.problems import problems
+from segpipe.data.samples import class_pixels, image_sizes, open_samples
+from segpipe.errors import ConfigError, DataError
+from segpipe.ledger.inputs import data_hashes
+from segpipe.settings.groups import AugmentConfig, DataConfig
+
+Write = Callable[[str, str], None]
+DATA = """
+    import numpy as np
+
+    class Data:
+        classes, palette = ("a", "b"), ((0, 0, 0), (9, 9, 9))
+
+        def __init__(self, root, split, num=20, fault=""):
+            self.root, self.split, self.num, self.fault = root, split, num, fault
+
+        def __len__(self):
+            return self.num
+
+        def name(self, index):
+            return f"{self.split}{min(index, 0 if self.fault == 'names' else index)}"
+
+        def read(self, index):
+            image = np.full((8 + index, 6, 3), index, np.uint8)
+            target = np.full((8 + index, 6), index % 2, np.uint8)
+            target[0] = 255
+            if self.fault == "float":
+                image = image / 255
+            if self.fault == "grey":
+                image = image[..., 0]
+            if self.fault == "size":
+                target = target[1:]
+            if self.fault == "id" and index == 10:
+                target[3, 3] = 2
+            if self.fault == "raises":
+                raise FileNotFoundError("gone.png")
+            return image, target
+
+    class Listed(Data):
+        def files(self, index):
+            return [f"{self.root}/{self.name(index)}.bin"]
+
+        def size(self, index):
+            return 100, 200
+
+    class Colourless(Data):
+        palette = ()
+
+    class Odd:
+        def __init__(self, root, split):
+            pass
+
+        def __len__(self):
+            return 1
+"""
+TRANSFORMS = """
+    import albumentations as A
+    import numpy as np
+
+    class Row:
+        def __call__(self, image, target, rng):
+            image = image.copy()
+            image[int(rng.integers(len(image)))] = 0
+            return image, target
+
+    class Smaller:
+        def __call__(self, image, target, rng):
+            return image[:8], target[:8]
+
+    class Dark(A.ImageOnlyTransform):
+        def __init__(self):
+            super().__init__(p=1.0)
+
+        def apply(self, img, **_):
+            return img // 2
+
+    class Needs:
+        def __init__(self, strength):
+            pass
+
+    def nothing():
+        return 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def code(project: Write) -> None:
+    project("data.py", DATA)
+    project("transforms.py", TRANSFORMS)
+
+
+def config(name: str = "data:Data", **args: Any) -> DataConfig:
+    return DataConfig(name=name, root="here", args=args)
+
+
+def test_samples_come_from_the_users_class() -> None:
+    samples = open_samples(config(num=3), "train", 0)
+    assert (len(samples), samples.name(2), samples.classes.names) == (3, "train2", ("a", "b"))
+    assert samples.classes.palette[1] == (9, 9, 9)
+    image, target = pickle.loads(pickle.dumps(samples)).read(2)
+    assert (image.shape, target.shape, int(image.max())) == ((10, 6, 3), (10, 6), 2)
+    assert class_pixels(samples).tolist() == [6 * (7 + 9), 6 * 8]
+    assert image_sizes(samples) == {(8, 6): 1, (9, 6): 1, (10, 6): 1}
+    assert image_sizes(open_samples(config("data:Listed", num=3), "train", 0)) == {(100, 200): 3}
+    assert not list(problems(config(), ["train", "val"]))
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("float", "train0 has the image float64 (8, 6, 3), but a numpy array uint8 (H, W, 3) in RGB order"),
+        ("grey", "train0 has the image uint8 (8, 6)"),
+        ("size", "an image (8, 6, 3) and a target (7, 6), but (H, W, 3) and (H, W)"),
+        ("id", "train10 has class id 2, but the classes end at 1; 255 means ignored"),
+        ("raises", "read(0) failed: "),
+    ],
+)
+def test_samples_that_do_not_fit_are_named(fault: str, says: str) -> None:
+    found = list(problems(config(fault=fault), ["train"]))
+    assert says in found[0]
+    assert found[0].startswith("data.name = data:Data, split train: ")
+    if fault == "raises":
+        assert "data.py, line" in found[0]
+        assert "FileNotFoundError: gone.png" in found[0]
+
+
+def test_some_samples_are_checked_before_a_training_and_all_on_demand() -> None:
+    data = config(fault="id", num=50)
+    data.verify = "headers"
+    assert not list(problems(data, ["train"]))  # reads 0, 3, 6, 9, 12 ...
+    data.verify = "full"
+    assert len(list(problems(data, ["train"]))) == 1
+
+
+def test_two_samples_of_one_name_are_refused() -> None:
+    found = list(problems(config(fault="names", num=2), ["train"]))
+    assert found == [
+        "data.name = data:Data, split train: samples 0 and 1 are both named train0. Give each a name of its own."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (config(nmu=3), "data.args.nmu is not an argument of data:Data, which takes num, fault. Did you mean num"),
+        (config(num=0), "split train has no sample"),
+        (config("data:Odd"), "data:Odd: the object has no name, read, classes"),
+        (config("data:Colourless"), "classes has 2 names and palette 0 colours"),
+        (config("data:Date"), "data has no Date. Did you mean Data"),
+    ],
+)
+def test_a_class_that_does_not_fit_is_refused(given: DataConfig, says: str) -> None:
+    with pytest.raises((ConfigError, DataError), match=says):
+        open_samples(given, "train", 0)
+
+
+def test_inputs_are_hashed_by_file_or_by_content(project: Write) -> None:
+    found = data_hashes(config(num=2), ["train", "val"])
+    assert list(found) == ["train/train0", "train/train1", "val/val0", "val/val1"]
+    assert found["train/train0"] == found["val/val0"] != found["train/train1"]
+    Path("here").mkdir()
+    for name in ("train0", "train1"):
+        Path(f"here/{name}.bin").write_text(name)
+    assert data_hashes(config("data:Listed", num=2), ["train"]) == {
+        f"{name}.bin": hashlib.sha256(name.encode()).hexdigest() for name in ("train0", "train1")
+    }
+
+
+def augmented(name: str, key: int = 1) -> np.ndarray[Any, Any]:
+    quiet = dict.fromkeys(("flip", "brightness", "contrast", "saturation", "hue"), 0.0)
+    settings = AugmentConfig(crop_size=[32, 32], scale=[1.0, 1.0], extra=[name], **quiet)  # type: ignore[arg-type]
+    augmenter = pickle.loads(pickle.dumps(Augmenter(settings)))
+    image, _ = augmenter(np.full((32, 32, 3), 200, np.uint8), np.zeros((32, 32), np.uint8), key)
+    return np.asarray(image)
+
+
+def test_transforms_of_the_user_follow_the_key() -> None:
+    assert np.array_equal(augmented("transforms:Dark"), np.full((32, 32, 3), 100, np.uint8))
+    rows = {tuple(np.flatnonzero((augmented("transforms:Row", key) == 0).all((1, 2)))) for key in range(8)}
+    assert len(rows) > 3
+    assert np.array_equal(augmented("transforms:Row", 5), augmented("transforms:Row", 5))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Smaller", r"transforms:Smaller made uint8 \(8, 32, 3\) of the image uint8 \(32, 32, 3\)"),
+        ("Needs", r"augment.extra = transforms:Needs cannot be called as Needs\(\)"),
+        ("nothing", "augment.extra = transforms:nothing made 3, but a transform of albumentations"),
+        ("Roww", "transforms has no Roww. Did you mean Row"),
+    ],
+)
+def test_a_transform_that_does_not_fit_is_refused(name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        augmented(f"transforms:{name}")
