@@ -25,7 +25,7 @@ from segpipe.errors import ConfigError, Interrupted, SegpipeError
 from segpipe.run.finish import finish
 from segpipe.run.launch import check_job, examine, launch, launch_apart
 from segpipe.run.naming import distinct
-from segpipe.run.sweep import Job, Sweep
+from segpipe.run.sweep import Sweep, SweepJob
 from segpipe.settings.compose import CONF, checked_overrides, compose, config_files, explain, is_sweep, resolve
 from segpipe.settings.config import Config
 
@@ -138,7 +138,7 @@ class SweepLauncher(Launcher):
             raise Interrupted("the sweep was interrupted.")
         return [self._returned(job, overrides) for job, overrides in zip(jobs, job_overrides, strict=True)]
 
-    def _jobs(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[Job]:
+    def _jobs(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[SweepJob]:
         """Jobs with names that differ."""
         parser = OverridesParser.create()
         given = parser.parse_overrides(list(self._config.hydra.overrides.task))
@@ -162,10 +162,10 @@ class SweepLauncher(Launcher):
             with read_write(config), open_dict(config):
                 config.run.name = name
                 del config["hydra"]
-            jobs.append(Job(resolve(config), " ".join(f"{key}={value}" for key, value in own.items())))
+            jobs.append(SweepJob(resolve(config), " ".join(f"{key}={value}" for key, value in own.items())))
         return jobs
 
-    def _returned(self, job: Job, overrides: Sequence[str]) -> JobReturn:
+    def _returned(self, job: SweepJob, overrides: Sequence[str]) -> JobReturn:
         """What a sweeper reads. A grid must not end at a failed job, which Hydra's own sweeper would."""
         failed = job.code != 0 or job.miou is None
         value: Any = JobFailedError(job.reason or "no labelled pixel") if failed and self._searched else job.miou

@@ -25,7 +25,7 @@ REPEATS = ("seed", "data.hold_out")  # runs that differ in nothing else repeat o
 
 
 @dataclass
-class Job:
+class SweepJob:
     """One job of a sweep, and what came of it."""
 
     config: Config
@@ -51,11 +51,11 @@ class Sweep:
         self, train: Callable[[Config], int], check: Callable[[Config], None], examine: Callable[[Config], None]
     ) -> None:
         self._train, self._check, self._examine = train, check, examine
-        self._jobs: list[Job] = []
+        self._jobs: list[SweepJob] = []
         self._examined: set[str] = set()
         self.interrupted = False
 
-    def batch(self, jobs: Sequence[Job], *, searched: bool) -> None:
+    def batch(self, jobs: Sequence[SweepJob], *, searched: bool) -> None:
         """Check all jobs, then train them. A failed job does not stop the following ones, but Ctrl-C does.
 
         `searched`: chosen by a search, which may propose a job twice; its first result then counts for both.
@@ -71,7 +71,7 @@ class Sweep:
         for place, twin in twins.items():
             jobs[place].code, jobs[place].result, jobs[place].reason = twin.code, twin.result, twin.reason
 
-    def _twins(self, jobs: Sequence[Job]) -> dict[int, Job]:
+    def _twins(self, jobs: Sequence[SweepJob]) -> dict[int, SweepJob]:
         """Jobs, by place, that an earlier one with the same settings stands for."""
         known, found = list(self._jobs), {}
         for place, job in enumerate(jobs):
@@ -82,7 +82,7 @@ class Sweep:
                 found[place] = twin
         return found
 
-    def _check_all(self, jobs: Sequence[Job]) -> None:
+    def _check_all(self, jobs: Sequence[SweepJob]) -> None:
         taken = Counter(job.config.run_dir for job in [*self._jobs, *jobs])
         refused: dict[str, list[str]] = {}
         code = 0
@@ -114,7 +114,7 @@ class Sweep:
             self._examine(config)
             self._examined.add(key)
 
-    def _run(self, job: Job) -> None:
+    def _run(self, job: SweepJob) -> None:
         if job.code is not None:
             return
         print(f"job {self._jobs.index(job) + 1} of {len(self._jobs)}: {job.config.run_dir}", flush=True)
@@ -152,7 +152,7 @@ class Sweep:
         return next((job.code for job in self._jobs if job.code), 0)
 
 
-def _recall(job: Job) -> None:
+def _recall(job: SweepJob) -> None:
     """Take over what an earlier sweep left under run.exists=resume: a result, or a loss that was not finite.
 
     The same job would compute the same loss again; run.exists=replace trains it all the same.
@@ -177,7 +177,7 @@ def _refusals(refused: dict[str, list[str]], number: int) -> str:
     return "\n".join(lines)
 
 
-def _table(jobs: Sequence[Job]) -> Table:
+def _table(jobs: Sequence[SweepJob]) -> Table:
     table = Table(title=f"sweep in {jobs[0].config.run.root}", title_justify="left")
     for title in ("run", "overrides", "mIoU %", "exit code", "note"):
         table.add_column(title, no_wrap=title != "note")
@@ -190,9 +190,9 @@ def _table(jobs: Sequence[Job]) -> Table:
     return table
 
 
-def _by_recipe(jobs: Sequence[Job]) -> list[tuple[str, list[dict[str, Any]]]]:
+def _by_recipe(jobs: Sequence[SweepJob]) -> list[tuple[str, list[dict[str, Any]]]]:
     """Results of each recipe with more than one run, under the settings in which the recipes differ."""
-    groups: dict[str, list[Job]] = {}
+    groups: dict[str, list[SweepJob]] = {}
     recipes = {id(job): {key: value for key, value in recipe(job.config).items() if key not in REPEATS} for job in jobs}
     for job in jobs:
         groups.setdefault(json.dumps(recipes[id(job)], sort_keys=True), []).append(job)

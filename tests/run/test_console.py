@@ -10,7 +10,7 @@ from rich.console import Console
 
 from segpipe.run import console as module
 from segpipe.run.console import TrainView, iou_table
-from segpipe.run.sweep import Job, Sweep
+from segpipe.run.sweep import Sweep, SweepJob
 from segpipe.settings.config import from_mapping
 from segpipe.train.metrics import summary
 
@@ -55,7 +55,7 @@ def test_names_in_the_tables_of_a_sweep_are_not_markup(name: str, capsys: pytest
     for learning_rate in (0.1, 0.2):
         for seed in (1, 2):
             values = {"seed": seed, "optim": {"lr": learning_rate}, "run": {"name": f"{name}-{seed}", "root": "runs"}}
-            sweep._jobs.append(Job(from_mapping(values), f"seed={seed}", 0, result))
+            sweep._jobs.append(SweepJob(from_mapping(values), f"seed={seed}", 0, result))
     assert sweep.finish() == 0
     text = capsys.readouterr().out
     assert f"│ {name}-1 " in text
