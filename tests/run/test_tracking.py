@@ -197,6 +197,8 @@ def _other(value: Any) -> Any:
     """Another value of the same type."""
     if isinstance(value, bool):
         return not value
+    if isinstance(value, dict):
+        return {**value, "other": 1}
     if isinstance(value, list):
         return [*value, *value[-1:]] or ["other"]
     return value + 1 if isinstance(value, int | float) else f"{value}1"
@@ -208,7 +210,7 @@ def test_run_id_is_that_of_all_that_may_be_resumed(key: str) -> None:
     values = to_mapping(Config())
     group, _, name = key.rpartition(".")
     entries = values[group] if group else values
-    entries[name] = _other(entries[name])
+    entries[name] = [{"weight": 2.0}] if key == "data.mix" else _other(entries[name])
     same = run_id(from_mapping(values), Path("runs/a")) == run_id(Config(), Path("runs/a"))
     assert same is (key in FREE_KEYS)
 
