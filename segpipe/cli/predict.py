@@ -16,7 +16,7 @@ from segpipe.distributed.group import choose_device
 from segpipe.errors import ConfigError
 from segpipe.predict.exported import load_exported
 from segpipe.predict.inference import inference
-from segpipe.predict.job import Job, Predictions
+from segpipe.predict.job import Predictions, PredictJob
 from segpipe.predict.outputs import Outputs, Predictor
 from segpipe.predict.predictors import of_exported, of_network
 from segpipe.predict.sources import find
@@ -55,7 +55,7 @@ def main(given: dict[str, Any]) -> int:
     console = Console(stderr=True, highlight=False)
     with progress(console) as bar:
         task = bar.add_task("predict", total=None)
-        done = Job(
+        done = PredictJob(
             sources,
             outputs,
             batch=given["batch"],

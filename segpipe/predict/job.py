@@ -47,7 +47,7 @@ class Predictions:
 
 
 @dataclass
-class Job:
+class PredictJob:
     """Predicts sources into a folder."""
 
     sources: Sequence[Input]

@@ -402,7 +402,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatc
     def make(classes: Any) -> TrainedNetwork:
         return TrainedNetwork(Pooled(classes.num_classes).eval(), Preprocess(), Config(), classes, "4567", 7)
 
-    monkeypatch.setattr(checkpoint, "build_model", lambda _, num_classes: Pooled(num_classes))
+    monkeypatch.setattr(checkpoint, "build_model", lambda _, num_classes, *args: Pooled(num_classes))
     return write_run(tmp_path_factory.mktemp("runs") / "scenes", make)
 
 

@@ -59,7 +59,7 @@ def _tiny_networks() -> Iterator[None]:
     """
     fixed = {"method": "temperature", "temperature": 0.25, "ece_before": 0.2, "ece_after": 0.1, "images": 4}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "build_model", lambda _, num_classes: Tiny(num_classes))
+        patch.setattr(checkpoint, "build_model", lambda _, num_classes, *args: Tiny(num_classes))
         for module in (publish, verification):
             patch.setattr(module, "calibration_entry", lambda _, labelled: dict(fixed if labelled else NOT_FITTED))
         yield

@@ -14,7 +14,7 @@ from PIL import Image
 from exports import structured
 from segpipe.errors import ConfigError, DataError, Interrupted
 from segpipe.predict import video as video_module
-from segpipe.predict.job import Job
+from segpipe.predict.job import PredictJob
 from segpipe.predict.outputs import Outputs, Pixels, Predictor
 from segpipe.predict.sources import find
 from segpipe.predict.stamp import read_stamp
@@ -45,7 +45,7 @@ def clip(tmp_path: Path) -> Path:
 
 
 def run(clip: Path, made: Outputs, batch: int = 3) -> list[str]:
-    return Job(find(str(clip), made.out), made, batch=batch).run().problems
+    return PredictJob(find(str(clip), made.out), made, batch=batch).run().problems
 
 
 def test_a_video_becomes_a_video_of_the_same_size_and_speed_and_a_mask_per_frame(clip: Path, tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_video_becomes_a_video_of_the_same_size_and_speed_and_a_mask_per_frame
     assert read_stamp(overlay)["model"] == {"weights_digest": "12ab"}
     assert (tmp_path / "out" / "overlays" / "a drive.legend.png").is_file()
 
-    done = Job(find(str(clip), made.out), made).run()  # the second time everything is there
+    done = PredictJob(find(str(clip), made.out), made).run()  # the second time everything is there
     assert (done.kept, done.answered, list(done.entries.values())) == (1, 0, [entry])
     with pytest.raises(ConfigError, match=r"overlay\.alpha 0\.5 -> 0.2"):
         run(clip, outputs(tmp_path / "out", alpha=0.2))
