@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 
 class Clock:
@@ -37,3 +39,15 @@ class Clock:
         seconds, updates = self._recent
         self._recent = (self.seconds, self.updates)
         return (self.updates - updates) / (self.seconds - seconds) if self.seconds > seconds else 0.0
+
+
+def speed(clock: Clock, images_per_second: float, earlier: Path) -> dict[str, float]:
+    """How fast the updates were; if a resumed run had none left, the figures of its `earlier` result.json."""
+    found = {"images_per_second": round(images_per_second, 3), "train_seconds": round(clock.seconds, 3)}
+    if clock.updates or not earlier.is_file():
+        return found
+    try:
+        before = dict(json.loads(earlier.read_bytes()))
+    except (ValueError, TypeError):  # altered by hand
+        return found
+    return {name: before.get(name, value) for name, value in found.items()}

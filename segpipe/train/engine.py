@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config, config_hash, to_mapping
 from segpipe.train import checkpoint, state
 from segpipe.train.batches import counted, loss_weights, shard_stream
-from segpipe.train.clock import Clock
+from segpipe.train.clock import Clock, speed
 from segpipe.train.header import header
 from segpipe.train.metrics import miou, summary
 from segpipe.train.recorder import Recorder
@@ -377,7 +376,7 @@ def _result(run: Run, found: Validation, images_per_second: float) -> dict[str, 
         "best_miou": current.best_miou,
         "steps": current.step,
         "stopped_early": _stopped_early(run),
-        **_speed(run, images_per_second),
+        **speed(run.clock, images_per_second, run.folder / "result.json"),
         "world_size": run.group.world_size,
         "shards": config.compute.shards,
         "global_batch": config.global_batch,
@@ -391,16 +390,3 @@ def _result(run: Run, found: Validation, images_per_second: float) -> dict[str, 
         "ledger": last_seals(run.folder),
         **weights_summary(config),
     }
-
-
-def _speed(run: Run, images_per_second: float) -> dict[str, float]:
-    """How fast the updates were; if a resumed run had none left, the figures of the earlier result.json."""
-    found = {"images_per_second": round(images_per_second, 3), "train_seconds": round(run.clock.seconds, 3)}
-    path = run.folder / "result.json"
-    if run.clock.updates or not path.is_file():
-        return found
-    try:
-        earlier = dict(json.loads(path.read_bytes()))
-    except (ValueError, TypeError):  # altered by hand
-        return found
-    return {name: earlier.get(name, value) for name, value in found.items()}
