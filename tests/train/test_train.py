@@ -410,7 +410,7 @@ def test_full_disk_leaves_the_last_good_checkpoint(
     for part in (str(folder / "last.pt"), "No space left", "unharmed", "run.exists=resume"):
         assert part in text
     assert checkpoint.load(folder / "last.pt")["step"] == 2
-    kept = ["checkpoints.sha256", "config.json", "failure.json", "inputs.json", "last.pt", "ledger", "metrics.jsonl"]
+    kept = ["checkpoints.sha256", "config.json", "inputs.json", "last.pt", "ledger", "metrics.jsonl"]
     assert sorted(path.name for path in folder.iterdir()) == kept
     monkeypatch.undo()
     assert run(folder, *LONG, "run.exists=resume") == 0
