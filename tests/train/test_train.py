@@ -167,12 +167,12 @@ def test_ctrl_c_of_two_processes_then_resume_in_one(
 ) -> None:
     """Ctrl-C reaches parent and children, as in a terminal, and the parent sends it on: children see it twice.
 
-    SIGUSR1, with which schedulers warn all processes of a job, ends none of them.
+    SIGUSR1, with which schedulers warn a job, does not end the parent, which only waits for its children.
     """
     folder = tmp_path / "run"
     process = start("train.py", *settings(folder, *LONG, "checkpoint.every=0", "compute.nproc=2"))
     wait_for(lambda: len(updates(folder)) >= 3, process)
-    os.killpg(process.pid, signal.SIGUSR1)
+    os.kill(process.pid, signal.SIGUSR1)
     warned = len(updates(folder))
     wait_for(lambda: len(updates(folder)) > warned, process)
     os.killpg(process.pid, signal.SIGINT)
