@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from segpipe.errors import DataError
 
 LOOK_S = 1.0  # between looks at the workers while no item comes
-STACKS_S = 1.0  # for hanging workers to write their stacks
+STACK_S = 0.4  # for a worker to write its stack
 _EXIT_S = 1.0  # a process closes its socket shortly before its exit can be seen
 
 
@@ -170,12 +170,16 @@ class Source:
         return None
 
     def _hang(self) -> str:
-        """Have all workers write their stacks, kill them, and return a message that names the one that hangs."""
+        """Have all workers write their stacks, kill them, and return a message that names the one that hangs.
+
+        One after another: two that write at the same time mix their lines.
+        """
         number = self._received % len(self._workers)  # torch gives item n to worker n % num_workers
-        for worker in self._workers:
+        for place, worker in enumerate(self._workers):
             if worker.is_alive() and worker.pid is not None:
+                print(f"stack of loader worker {place} (process {worker.pid}):", file=sys.stderr, flush=True)
                 os.kill(worker.pid, signal.SIGUSR1)
-        time.sleep(STACKS_S)
+                time.sleep(STACK_S)
         _kill(self._workers)
         return (
             f"loader worker {number} (process {self._workers[number].pid}) has sent nothing for {self._timeout_s:g} s; "

@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import cv2
@@ -18,7 +19,6 @@ from segpipe.audit.examine import AuditRequest, examine
 from segpipe.audit.verdict import FAILED, Audit, Line, markdown
 from segpipe.audit.worker import run_tasks
 from segpipe.cli import audit as command
-from segpipe.cli.evaluate import evaluate
 from segpipe.cli.main import main as segpipe
 from segpipe.determinism import flags
 from segpipe.errors import DataError
@@ -82,8 +82,9 @@ def audited(folder: Path, **wishes: object) -> Audit:
     """Audit with one update of one span, in this process."""
     asked: dict[str, object] = {"seed": 1, "spans": 1, "span_steps": 1, "settings": {"data.root": str(folder / "data")}}
     request = AuditRequest(folder / "run", **{**asked, **wishes})  # type: ignore[arg-type]
-    again = {"run": str(folder / "run"), "which": "last", "data.root": str(folder / "data")}
-    return examine(request, lambda what, done, total: None, run_tasks, evaluate=lambda: evaluate(again))
+    given = {"run": str(folder / "run"), "data.root": str(folder / "data")}
+    measured = partial(command._evaluate, given)
+    return examine(request, lambda what, done, total: None, run_tasks, evaluate=measured)
 
 
 def failures(audit: Audit) -> dict[str, str]:

@@ -167,5 +167,5 @@ def test_completion_knows_commands_keys_and_values() -> None:
 def test_hydra_completes_settings(name: str) -> None:
     assert "complete -o nospace" in in_shell("-m", "segpipe", "train", "-sc", "install=bash")
     query = ("-m", "segpipe", "-sc", "query=bash")
-    assert in_shell(*query, COMP_LINE=f"segpipe {name} optim.l").split() == ["optim.lr="]
+    assert in_shell(*query, COMP_LINE=f"segpipe {name} optim.po").split() == ["optim.power="]
     assert "experiment=street_cpu" in in_shell(*query, COMP_LINE=f"segpipe {name} experiment=").split()

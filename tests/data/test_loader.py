@@ -314,9 +314,9 @@ def test_a_worker_that_hangs_is_named_with_its_stack(workers, monkeypatch, capfd
     monkeypatch.setattr("segpipe.data.workers.LOOK_S", 0.1)
     with pytest.raises(DataError, match=r"loader worker [01] \(process \d+\) has sent nothing for 4 s"):
         list(batches(Stuck(), workers=workers, timeout_s=4.0))
-    stack = capfd.readouterr().err
-    assert "test_loader.py" in stack
-    assert " in read" in stack
+    _, *stacks = capfd.readouterr().err.split("stack of loader worker ")
+    assert [stack[0] for stack in stacks] == [str(number) for number in range(workers)]
+    assert any("test_loader.py" in stack and " in read" in stack for stack in stacks)
     assert not multiprocessing.active_children()
 
 

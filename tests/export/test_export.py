@@ -79,7 +79,7 @@ def test_an_export_holds_what_it_promises(exported: publish.ExportReport) -> Non
     assert [gate.name for gate in exported.gates["model.onnx"]] == names
     assert [gate.name for gate in exported.gates["eager"]] == ["G6 power"]
     assert exported.images[:4] == NAMES
-    assert len(exported.images) == 9
+    assert len(exported.images) == 17
     assert exported.latency.keys() == {"eager", "model.onnx", "model.pt2", "model.torchscript.pt"}
     assert all(found["n"] == 10 for found in exported.latency.values())
 
