@@ -136,7 +136,7 @@ BAD_SETTINGS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("compute.nproc=5",), ("compute.shards = 4, but there are 5 processes", "compute.shards=5")),
     (("compute.nproc=many",), ("compute.nproc = ", "many", "auto")),
     (("compute.nproc=0",), ("compute.nproc = ", "auto")),
-    (("compute.samples_per_shard=1",), ("compute.samples_per_shard = 1", "at least 2")),
+    (("compute.samples_per_shard=1",), ("compute.samples_per_shard = 1", "2 to 65536")),
     (("data.split=test",), ("/test does not exist", "holds train, trainannot")),
     (("loss.class_weights=[1,2]",), ("loss.class_weights holds 2 weights", "11 classes", "sky, building, pole")),
     (("loss.class_weights=[0,0,0,0,0,0,0,0,0,0,0]",), ("loss.class_weights holds only zeros",)),

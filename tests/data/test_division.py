@@ -82,8 +82,8 @@ def test_a_single_sequence_is_refused_with_the_ways_on(by: str) -> None:
 
 
 def flat(root: Path, masks: dict[str, np.ndarray]) -> str:
-    for name, mask in masks.items():
-        for kind, pixels in (("images", np.zeros((*mask.shape[:2], 3), np.uint8)), ("masks", mask)):
+    for number, (name, mask) in enumerate(masks.items()):  # no two images alike
+        for kind, pixels in (("images", np.full((*mask.shape[:2], 3), number, np.uint8)), ("masks", mask)):
             (root / kind).mkdir(exist_ok=True, parents=True)
             cv2.imwrite(str(root / kind / f"{name}.png"), pixels)
     return f"data.root={root}"
