@@ -12,6 +12,8 @@ from pathlib import Path
 
 import cv2
 import pytest
+import torch
+from parity import state_dict
 
 ROOT = Path(__file__).resolve().parents[1]
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
@@ -39,6 +41,7 @@ def test_the_tutorial_works_as_it_is_typed(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["crates.yaml", "draw.py", "mine.py"]
+    torch.save(state_dict("fast_scnn"), tmp_path / "fast_scnn_citys.pth")  # in the authors' names, of 19 classes
     printed = {line: typed(tmp_path, line) for line in TYPED.findall(TUTORIAL)}
     said = {line.split()[1]: text for line, text in printed.items()}
     one, two = (json.loads((tmp_path / "runs" / name / "result.json").read_text()) for name in ("one", "two"))
@@ -54,4 +57,7 @@ def test_the_tutorial_works_as_it_is_typed(tmp_path: Path) -> None:
     (video,) = (tmp_path / "seen").rglob("*.mp4")
     assert int(cv2.VideoCapture(str(video)).get(cv2.CAP_PROP_FRAME_COUNT)) == 12
     assert "encoder" in (tmp_path / "runs" / "tuned" / "weights.json").read_text()
-    assert all(name in said["runs"] for name in ("one", "two", "tuned"))
+    published = json.loads((tmp_path / "runs" / "published" / "weights.json").read_text())
+    assert len(published["kept"]) > 100
+    assert published["adapted"]
+    assert all(name in said["runs"] for name in ("one", "two", "tuned", "published"))
