@@ -271,6 +271,35 @@ def test_a_length_that_does_not_divide_among_the_ranks_is_padded_for_the_transpo
     assert contracts[0].calls[0] == ("all_to_all", -(-length // 4) * 4, 0)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "shards", "per_machine"), [(3, 8, 0), (5, 16, 0), (7, 16, 0), (4, 6, 0), (8, 16, 2), (8, 12, 2)]
+)
+def test_ranks_with_several_subtrees_give_the_one_tree(
+    monkeypatch: pytest.MonkeyPatch, world_size: int, shards: int, per_machine: int
+) -> None:
+    """Also on four machines of two ranks each: 16 shards on two levels, 12 on one, since 8 does not divide them."""
+    parts, ranks = vectors(shards, length=33, seed=9), Loopback(world_size)
+    monkeypatch.setattr(reduce, "dist", ranks)
+    monkeypatch.setattr(reduce, "_all_gather", ranks.all_gather)
+
+    def subgroups(rank: int) -> tuple[Level, ...]:
+        if not per_machine:
+            return ()
+        within = tuple(range(rank // per_machine * per_machine, (rank // per_machine + 1) * per_machine))
+        across = tuple(range(rank % per_machine, world_size, per_machine))
+        return (Level(per_machine, within), Level(world_size // per_machine, across))  # type: ignore[arg-type]
+
+    def work(rank: int) -> Tensor:
+        group = Group(rank, rank, world_size, CPU, subgroups(rank))
+        sums = sums_of_run(parts, group.own_shards(shards))
+        across = RankSum(group, shards)
+        across.start(sums)
+        across.finish()
+        return sums[-1]
+
+    assert all(same_bits(found, by_recursion(parts)) for found in ranks.run(work))
+
+
 def test_one_process_communicates_nothing(loopback: Loopback) -> None:
     vector = vectors(1)[0]
     assert tree_over_ranks(vector, Group(0, 0, 1, CPU)) is vector
