@@ -59,9 +59,9 @@ def scan_undivided(data: DataConfig) -> tuple[list[Pair], list[str]]:
 
 
 def pairing(data: DataConfig, split: str) -> Path | None:
-    """The file that says which mask belongs to which image, if the names of the files do not."""
+    """The file that says which images belong to a split, or which mask to which image, if the folders do not."""
     layout = locate(Path(data.root), split, data.images, data.masks) if data.name == "folder" else None
-    return layout.table if isinstance(layout, FolderLayout) else None
+    return layout.table or layout.listing if isinstance(layout, FolderLayout) else None
 
 
 def _pairs_of_folders(layout: FolderLayout, split: str) -> tuple[list[Pair], list[str]]:
@@ -158,7 +158,7 @@ def _listed(listing: Path, images: dict[str, str], ending: str) -> tuple[list[st
     """Stems in a split file, and a message for every wrong line; a line is a stem or the path of an image."""
     known = {f"{stem}{ending}": stem for stem in images} | {stem: stem for stem in images}
     by_path = {os.path.normpath(path): stem for stem, path in images.items()}
-    lines = [line.strip() for line in listing.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    lines = [line.strip() for line in _text(listing).splitlines() if line.strip()]
     faults: list[str] = []
     stems = []
     for line in lines:
@@ -176,7 +176,7 @@ def _listed(listing: Path, images: dict[str, str], ending: str) -> tuple[list[st
 
 def _pairs_of_table(root: Path, table: Path) -> tuple[list[Pair], list[str]]:
     """Pairs of a CSV file with the columns image and mask, whose paths are relative to `root`."""
-    text = table.read_text(encoding="utf-8-sig")
+    text = _text(table)
     first = text.partition("\n")[0]
     rows = list(csv.reader(text.splitlines(), delimiter=max(",;\t", key=first.count)))
     header = [cell.strip().lower() for cell in rows[0]] if rows else []
@@ -198,6 +198,16 @@ def _pairs_of_table(root: Path, table: Path) -> tuple[list[Pair], list[str]]:
     if not pairs and not faults:
         faults.append(f"{table} is empty: it has no pair of image and mask.")
     return sorted(pair for pair in pairs if Path(pair.image).is_file() and Path(pair.mask).is_file()), faults
+
+
+def _text(path: Path) -> str:
+    """Text of a list or table. Raises DataError for one that is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8 text ({error}). Save it as UTF-8 (in PowerShell: -Encoding utf8)."
+        ) from None
 
 
 def _hint(folder: Path) -> str:

@@ -37,7 +37,13 @@ def propose(masks: Sequence[str], progress: Callable[[int, int], None] = lambda 
         tally.files.update(counts.keys())
         if mask.palette is not None:
             known = ((index, mask.palette[index].tolist()) for index in counts if isinstance(index, int))
-            tally.palette.update({index: (color[0], color[1], color[2]) for index, color in known})
+            for index, color in ((index, (color[0], color[1], color[2])) for index, color in known):
+                if (other := tally.palette.setdefault(index, color)) != color:
+                    raise DataError(
+                        f"index {index} of the palette of {path} has the color {color}, but {other} in masks before "
+                        "it: a tool has reordered palettes. Write classes.yaml by hand with `masks: colors` and a "
+                        "palette if the colors count, or `masks: ids` if the indices do."
+                    )
         progress(done, len(masks))
     if "colors" in found and all(len(set(color)) == 1 for color in found["colors"].pixels if isinstance(color, tuple)):
         found["ids"] = _as_ids(found.pop("colors"), found.get("ids"))
@@ -95,5 +101,10 @@ def _text(kind: str, tally: Tally, num: int) -> str:
         lines += ["palette:", *(f"  - {list(color)}" for color in colors)]
     if classes != list(range(len(classes))):
         lines += ["ids:", *(f"  {value}: {name}" for value, name in names.items())]
-    lines.append("ignore: [255]" if values != BINARY else "ignore: []")
+    share = (
+        f"  # {100 * tally.pixels[IGNORE_INDEX] / total:.2f} % of the pixels: a class, if this is not 0"
+        if ignored
+        else ""
+    )
+    lines.append(f"ignore: [255]{share}" if values != BINARY else "ignore: []")
     return "\n".join(lines) + "\n"

@@ -68,12 +68,9 @@ def image_folder(path: Path, source: Path) -> list[Path]:
 
 
 def find_image(folders: Sequence[Path], file_name: str) -> Path | None:
-    """The first of `folders` that has the file."""
-    for folder in folders:
-        for candidate in (folder / file_name, folder / Path(file_name).name):
-            if candidate.is_file():
-                return candidate
-    return None
+    """The first of `folders` that has the file at its whole path; a file of the same name elsewhere is another one."""
+    parts = Path(file_name.replace("\\", "/")).parts
+    return next((path for folder in folders if (path := folder.joinpath(*parts)).is_file()), None)
 
 
 def _drawings(path: Path, source: Path, faults: list[str]) -> tuple[list[Drawing], list[str]]:

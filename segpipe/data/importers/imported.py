@@ -166,12 +166,10 @@ def _twice(entries: Iterable[ImportEntry]) -> list[str]:
 
 
 def _put(entry: ImportEntry, out: Path, copy: bool) -> str:
-    """Write the files of an entry unless they are there; returns what was wrong with it."""
+    """Write the files of an entry, the mask only if it is new or was drawn anew; returns what was wrong with it."""
     suffix = entry.image.suffix.lower()
     image = out / "images" / entry.split / f"{entry.name}{suffix}"
     mask = mask_path(out, entry)
-    if image.exists() and mask.exists():
-        return ""
     if suffix not in SUFFIXES:
         return f"{entry.image} is of a format that is not read. Convert it to PNG or JPEG."
     try:
@@ -183,7 +181,11 @@ def _put(entry: ImportEntry, out: Path, copy: bool) -> str:
             f"{entry.image} is {header.height}x{header.width}, but its labels are for {target.shape[0]}x"
             f"{target.shape[1]} (height x width). Was the image resized after it was labelled?"
         )
-    _replace(mask, cv2.imencode(".png", target)[1].tobytes())
+    content = cv2.imencode(".png", target)[1].tobytes()
+    if not mask.is_file() or mask.read_bytes() != content:
+        _replace(mask, content)
+    if image.exists() and (copy or image.resolve() == entry.image.resolve()):
+        return ""
     image.parent.mkdir(parents=True, exist_ok=True)
     aside = image.with_name(f".{image.name}.tmp")
     aside.unlink(missing_ok=True)

@@ -40,12 +40,17 @@ def voc(source: Path, names: Sequence[str], background: str) -> ImportPlan:
     refuse_names(names, table.classes.names)
     lists = sorted(root.glob("ImageSets/Segmentation/*.txt"))
     whole = {path.stem for path in lists} & {"train", "val"}  # then trainval is their union
-    images = {path.stem: path for path in (root / "JPEGImages").glob("*") if path.suffix.lower() in SUFFIXES}
+    pictures = root / "JPEGImages"
+    images = {
+        path.relative_to(pictures).with_suffix("").as_posix(): path
+        for path in pictures.rglob("*")
+        if path.suffix.lower() in SUFFIXES
+    }
     entries, faults = [], list[str]()
     for path in lists:
         if whole and path.stem == "trainval":
             continue
-        for stem in path.read_text().split():
+        for stem in filter(None, map(str.strip, path.read_text(encoding="utf-8-sig").splitlines())):
             image, mask = images.get(stem), root / "SegmentationClass" / f"{stem}.png"
             if image is None or not mask.is_file():
                 faults.append(f"{path} lists {stem}, which has no {'image in JPEGImages' if image is None else mask}.")
