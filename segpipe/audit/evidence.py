@@ -213,6 +213,7 @@ class CheckedCheckpoint(NamedTuple):
     path: Path
     step: int
     digests: dict[str, str]  # of model, ema and the rest
+    best_miou: float
 
 
 def _sums(path: Path) -> dict[str, list[str]]:
@@ -236,7 +237,7 @@ def check_checkpoints(
     for path in paths:
         try:
             saved = checkpoint.load(path)
-            found = CheckedCheckpoint(path, int(saved["step"]), saved["digests"])
+            found = CheckedCheckpoint(path, int(saved["step"]), saved["digests"], float(saved["best_miou"]))
             settings = recipe(from_mapping(saved["config"]))
         except SegpipeError as error:
             lines.append(Line(path.name, FAILED, str(error)))
@@ -290,8 +291,10 @@ def _state_faults(found: CheckedCheckpoint, ledger: RunLedger, state_ledger: Sta
     return [f"its {', '.join(names)} do not match {row}: one of the two was altered"] if names else []
 
 
-def check_result(run: Path, checkpoints: Sequence[CheckedCheckpoint], ledger: RunLedger | None) -> Line:
-    """result.json against last.pt and the ledger."""
+def check_result(
+    run: Path, config: Config | None, checkpoints: Sequence[CheckedCheckpoint], ledger: RunLedger | None
+) -> Line:
+    """result.json against last.pt, the ledger and the number of updates that the settings ask for."""
     path = run / "result.json"
     if not path.is_file():
         return Line("result", UNCHECKED, f"{path} does not exist: the run did not finish")
@@ -303,11 +306,17 @@ def check_result(run: Path, checkpoints: Sequence[CheckedCheckpoint], ledger: Ru
     expected: dict[str, Any] = {}
     if last is not None:
         expected = {"steps": last.step, "weights_digest": last.digests["model"], "ema_digest": last.digests["ema"]}
+        expected["best_miou"] = last.best_miou
     faults = [
         f"{name} is {result.get(name)!r}, but last.pt has {value!r}"
         for name, value in expected.items()
         if result.get(name) != value
     ]
+    if config is not None and result.get("steps") != config.train.steps:
+        if not result.get("stopped_early"):
+            faults.append(f"steps is {result.get('steps')!r}, but the settings ask for {config.train.steps}")
+        elif not config.train.patience:
+            faults.append("stopped_early is true, but train.patience = 0 never stops a run")
     if ledger is not None:
         if result.get("steps") != ledger.num_updates:
             faults.append(f"steps is {result.get('steps')!r}, but the ledger has {ledger.num_updates}")
@@ -335,11 +344,16 @@ def export_folder(run: Path, config: Config | None) -> Path:
     return Path(config.export.dir) if config and config.export.dir else run / "export"
 
 
+def holds_export(folder: Path) -> bool:
+    """Whether there is an exported network to check."""
+    return (folder / MANIFEST).is_file() and (folder / SUMS).is_file()
+
+
 def check_export(run: Path, config: Config | None, checkpoints: Sequence[CheckedCheckpoint]) -> Line:
     """The exported folder against its checksums and the checkpoint that it was made from."""
     folder = export_folder(run, config)
-    if not (folder / MANIFEST).is_file() or not (folder / SUMS).is_file():
-        return Line("export", UNCHECKED, f"{folder} holds no exported network")
+    if not holds_export(folder):
+        return Line("export", NOTED, f"{folder} holds no exported network")
     try:
         source = dict(json.loads((folder / MANIFEST).read_bytes())["source"])
         sums = read_sums(folder)

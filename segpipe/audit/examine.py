@@ -18,7 +18,7 @@ from segpipe.audit import evidence
 from segpipe.audit.outcomes import Evaluate, Verify, check_gates, check_scores
 from segpipe.audit.task import RunTasks, Task, in_folder
 from segpipe.audit.updates import check_updates
-from segpipe.audit.verdict import FAILED, NOTED, PASSED, UNCHECKED, Audit, Line
+from segpipe.audit.verdict import FAILED, PASSED, UNCHECKED, Audit, Line
 from segpipe.data.mix import absent_root
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
@@ -117,10 +117,10 @@ def examine(
     if not spans:
         obstacle = obstacle or _no_weights(lines) or "config.json does not match the ledger, so nothing can be replayed"
         lines.append(Line("replay", UNCHECKED, obstacle))
-    lines.append(evidence.check_result(run, checkpoints, ledger))
+    lines.append(evidence.check_result(run, original, checkpoints, ledger))
     progress("measuring the scores and comparing the exported files again", 0, 0)
     lines += [check_scores(run, evaluate, obstacle), evidence.check_export(run, original, checkpoints)]
-    if lines[-1].status in (PASSED, NOTED):
+    if evidence.holds_export(evidence.export_folder(run, original)) and lines[-1].status != FAILED:
         lines.append(check_gates(evidence.export_folder(run, original), verify, obstacle))
     return Audit(
         run=str(run),

@@ -52,7 +52,8 @@ class Audit:
             return "failed"
         if self.obstacle:
             return "cannot audit"
-        return "passed" if self.replayed >= self.updates else "passed in part"
+        whole = self.replayed >= self.updates and all(line.status != UNCHECKED for line in self.lines)
+        return "passed" if whole else "passed in part"
 
     @property
     def exit_code(self) -> int:

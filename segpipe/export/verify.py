@@ -16,7 +16,7 @@ from segpipe.export.artifact.manifest import checkpoint_differences, describe, i
 from segpipe.export.artifact.origin import Origin
 from segpipe.export.artifact.outcome import NOT_VERIFIED, ExportReport, integrity_refusal, refusal
 from segpipe.export.artifact.place import sums_problems
-from segpipe.export.artifact.sidecars import sidecar_problems
+from segpipe.export.artifact.sidecars import sidecar_problems, unlisted
 from segpipe.export.gates.check_set import check_set
 from segpipe.export.gates.judge import GateInputs, judge, load_as_robot
 from segpipe.export.gates.limits import gate_integrity
@@ -55,6 +55,8 @@ def read_manifest(folder: Path) -> Manifest:
             found = schema_problems(manifest)
             if not found and "status" not in manifest:
                 found = [f"{MANIFEST} has no status"]
+    if manifest is not None and not found:
+        found = unlisted(manifest, folder)
     if manifest is None or found:
         raise integrity_refusal(NOT_VERIFIED, found, str(folder))
     return dict(manifest)
@@ -172,8 +174,8 @@ def _model_files(result: ExportReport, again: Mapping[str, ModelFile], scratch: 
         result.answers_only = f"compared by answers only, since it was exported with {', '.join(versions)}"
     for name, entry in result.manifest["files"].items():
         path, kind = result.folder / name, entry["format"]
-        found = _file_problems(path, entry, FORMATS[kind].file_name(entry["precision"]))
-        if not found and name not in again:
+        found = _file_problems(name, path, entry, FORMATS[kind].file_name(entry["precision"]))
+        if not found and name not in again:  # int8 alone: every other name is that of a conversion
             result.answers_only = f"{name} was compared by answers only: no frames of its calibration are here"
         elif not found and versions:
             found = harmful(path, again[name].path, kind)
@@ -188,9 +190,9 @@ def _model_files(result: ExportReport, again: Mapping[str, ModelFile], scratch: 
     return files
 
 
-def _file_problems(path: Path, entry: dict[str, Any], file_name: str) -> list[str]:
-    if path.name != file_name:
-        return [f"{path.name} is named {file_name} in an export"]
+def _file_problems(name: str, path: Path, entry: dict[str, Any], file_name: str) -> list[str]:
+    if name != file_name:  # ./model.onnx is another name, too
+        return [f"{name} is named {file_name} in an export"]
     if not path.is_file():
-        return [f"{path.name} is missing"]
-    return [] if sha256(path) == entry["sha256"] else [f"{path.name} has another sha256 than in {MANIFEST}"]
+        return [f"{name} is missing"]
+    return [] if sha256(path) == entry["sha256"] else [f"{name} has another sha256 than in {MANIFEST}"]

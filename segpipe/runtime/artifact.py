@@ -160,6 +160,7 @@ def read_sums(folder: Path) -> dict[str, str]:
     """
     path = folder / SUMS
     try:
+        _require_file(path)
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ArtifactError(f"{path} cannot be read ({error}); expected an exported folder. {EXPORT_AGAIN}") from None
@@ -173,11 +174,18 @@ def read_sums(folder: Path) -> dict[str, str]:
     return sums
 
 
+def _require_file(path: Path) -> None:
+    """A pipe would be waited for forever, and a link leads out of the folder."""
+    if path.exists() and (path.is_symlink() or not path.is_file()):
+        raise ArtifactError(f"{path} is a link, a pipe or a device, not a file. {EXPORT_AGAIN}")
+
+
 def _read(folder: Path, name: str, sums: Mapping[str, str]) -> bytes:
     """Content of a listed file, after comparing it with its checksum."""
     if name not in sums:
         raise ArtifactError(f"{folder / SUMS} does not list {name}. {EXPORT_AGAIN}")
     try:
+        _require_file(folder / name)
         content = (folder / name).read_bytes()
     except OSError as error:
         raise ArtifactError(f"{folder / name} cannot be read: {error.strerror}. {EXPORT_AGAIN}") from None

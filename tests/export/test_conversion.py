@@ -166,6 +166,11 @@ IN_ARCHIVES: dict[str, tuple[str, Plant, str]] = {
     "a pickle among the weights": ("pt2", records(lambda _, data: data, {"data/weights/evil.pkl": EVIL}), "evil.pkl"),
     "a pickle as example": ("pt2", instead("sample_inputs/model.pt", EVIL), "sample_inputs/model.pt"),
     "an operator that writes files": ("torchscript", in_code(b"torch.relu(", b"torch.save("), "torch.save"),
+    "an operator with a space": ("torchscript", in_code(b"torch.relu(", b"torch . save ("), "torch.save"),
+    "a pickle among the weights, by the list": (
+        "pt2", records(lambda name, data: data.replace(b'"use_pickle": false', b'"use_pickle": true', 1)
+                       if name.endswith("weights_config.json") else data), "asks for tensors to be unpickled",
+    ),
     "another namespace": ("torchscript", in_code(b"torch.relu(", b"ops.evil.run("), "ops.evil.run"),
     "a class in a pickle": ("torchscript", instead("constants.pkl", EVIL), "mkdir"),
     "an operator of the graph": (
@@ -197,6 +202,66 @@ def test_other_weights_are_harmless_and_not_the_conversion(made: tuple[Path, Pat
     assert harmful(copy, again, "torchscript") == []  # the gates compare stored tensors and answers
     (found,) = conversion_problems(copy, again, "torchscript", "fp32")
     assert "record data/0 has other bytes" in found
+
+
+def test_two_folders_in_one_archive_are_refused(made: tuple[Path, Path], tmp_path: Path) -> None:
+    """torch reads the first folder; the clean records stand in the second."""
+    copy = tmp_path / "model.torchscript.pt"
+    with zipfile.ZipFile(made[0] / copy.name) as archive:
+        content = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(copy, "w", zipfile.ZIP_STORED) as archive:
+        for name, data in content.items():
+            archive.writestr(name, data.replace(b"torch.relu(", b"torch.neg(") if "/code/" in name else data)
+        for name, data in content.items():
+            archive.writestr(f"zz/{name.partition('/')[2]}", data)
+    assert conversion_problems(copy, made[1] / copy.name, "torchscript", "fp32")
+    assert harmful(copy, made[1] / copy.name, "torchscript")
+
+
+@pytest.mark.parametrize("kind", ["torchscript", "pt2"])
+def test_two_directories_in_one_archive_are_refused(made: tuple[Path, Path], tmp_path: Path, kind: str) -> None:
+    """torch takes the place of the directory from the end record, Python the bytes before it."""
+    name = FORMATS[kind].file_name()
+    clean = (made[0] / name).read_bytes()
+    altered = Path(shutil.copy(made[0] / name, tmp_path / "altered.zip"))
+    records(lambda record, data: data[:-1] + b"\x01" if record.endswith(("/data/0", "weight_0")) else data)(altered)
+    evil = altered.read_bytes()
+    end = evil.rindex(b"PK\x05\x06")  # the end record, with size and place of the directory
+    copy = tmp_path / name
+    copy.write_bytes(evil[:end] + clean[: clean.rindex(b"PK\x05\x06")] + evil[end:])
+    found = conversion_problems(copy, made[1] / name, kind, "fp32")
+    assert found, "some parser sees other records"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda model: model.opset_import.add(domain="evil", version=1), "opsets"),
+        (lambda model: model.graph.initializer[0].external_data.add(key="location", value="x"), "outside the file"),
+        (lambda model: model.graph.initializer[0].float_data.append(1.0), "stored in another way"),
+    ],
+)
+def test_what_readers_may_take_in_two_ways_is_refused(
+    made: tuple[Path, Path], tmp_path: Path, change: Callable[[onnx.ModelProto], object], words: str
+) -> None:
+    copy = Path(shutil.copy(made[0] / "model.onnx", tmp_path))
+    graph(change)(copy)
+    (found,) = conversion_problems(copy, made[1] / "model.onnx", "onnx", "fp32")
+    assert words in found
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "precision", "share"),
+    [
+        ("conv1_scale", np.float32, "int8", 0.05), ("classifier.weight", np.float32, "int8", 1e-5),
+        ("conv1_bias_quantized", np.int32, "int8", 0.05), ("shape", np.int64, "fp32", 0.0),
+        ("weight", np.float32, "fp32", 1e-5), ("weight", np.float16, "fp16", 1e-3),
+    ],
+)  # fmt: skip
+def test_only_what_a_calibration_gives_may_move_by_more_than_rounding(
+    name: str, kind: type, precision: str, share: float
+) -> None:
+    assert conversion._allowed(name, np.dtype(kind), precision) == share
 
 
 def test_one_record_with_two_contents_is_refused(made: tuple[Path, Path], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from segpipe import __version__
 from segpipe.export.artifact.outcome import caveat
 from segpipe.export.graph.profiles import Manifest
-from segpipe.runtime.artifact import MANIFEST
+from segpipe.runtime.artifact import MANIFEST, SUMS
 
 
 def sidecars(manifest: Manifest) -> dict[str, str]:
@@ -31,6 +31,14 @@ def sidecars(manifest: Manifest) -> dict[str, str]:
             names.append("ros/isaac_params.yaml")
     note = caveat(manifest["status"], manifest["real_images"])
     return {name: render(Path(name).name, {**manifest, "caveat": note}) for name in names}
+
+
+def unlisted(manifest: Manifest, folder: Path) -> list[str]:
+    """One finding for each file below `folder` that no export writes for this manifest."""
+    known = {MANIFEST, SUMS, "verify_report.json", "verify_report.md", *manifest["files"], *sidecars(manifest)}
+    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    arrays = {name for name in there if name.startswith("golden/") and name.endswith(".npy")}
+    return [f"{name} is no file that {MANIFEST} tells of" for name in sorted(there - known - arrays)]
 
 
 def write_sidecars(manifest: Manifest, folder: Path) -> None:
