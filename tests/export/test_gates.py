@@ -403,7 +403,9 @@ def test_a_gate_that_was_widened_is_found_out(monkeypatch: pytest.MonkeyPatch) -
      (0.0, 11.0, "int8", False), (0.0, 11.0, "fp16", True)],
 )  # fmt: skip
 def test_latency_gate_at_its_limits(budget: float, fp32: float | None, precision: str, passed: bool) -> None:
-    result = gate_latency(10.0, budget_ms=budget, fp32_p50_ms=fp32, limits=LIMITS[precision])
+    measured = {"p50_ms": 10.0, "cpu_ms": 10.0}
+    others = None if fp32 is None else {"cpu_ms": fp32}
+    result = gate_latency(measured, budget_ms=budget, fp32=others, limits=LIMITS[precision])
     assert result.passed is passed
     assert not any(value == 10.0 for value in result.figures.values() if value != budget), "equal exports, equal gates"
 

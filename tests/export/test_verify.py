@@ -364,6 +364,18 @@ def file_added(folder: Path) -> None:
     (folder / "model.onnx.data").write_bytes(b"weights")
 
 
+def file_added_and_signed(folder: Path) -> None:
+    (folder / "setup.py").write_text("print('a robot would import this')")
+    sign(folder)
+
+
+def file_under_another_name(folder: Path) -> None:
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["files"]["./model.onnx"] = manifest["files"].pop("model.onnx")
+
+    manifest_changed(folder, change)
+
+
 def file_missing(folder: Path) -> None:
     (folder / "golden" / "logits.npy").unlink()
 
@@ -457,6 +469,8 @@ def miou_claimed(folder: Path) -> None:
         (byte_flipped, 7, "G1 integrity: model.onnx was altered"),
         (golden_changed, 7, "G1 integrity"),
         (file_added, 7, "G1 integrity: model.onnx.data is not in SHA256SUMS"),
+        (file_added_and_signed, 7, "G1 integrity: setup.py is no file that manifest.json tells of"),
+        (file_under_another_name, 7, "G1 integrity"),
         (file_missing, 7, "G1 integrity: golden/logits.npy is missing"),
         (names_permuted, 7, "G1 integrity: manifest.json and the checkpoint differ in classes"),
         (other_weights_claimed, 7, "differ in source.weights_digest"),
@@ -635,8 +649,8 @@ def int8_takes(patch: pytest.MonkeyPatch, share: float) -> None:
 
     def measured(runs: Any, image: Any) -> Any:
         found = measure(runs, image)
-        p50_ms = share * found["model.onnx"]["p50_ms"]
-        return {**found, "model.int8.onnx": {**found["model.onnx"], "p50_ms": p50_ms}}
+        cpu_ms = share * found["model.onnx"]["cpu_ms"]
+        return {**found, "model.int8.onnx": {**found["model.onnx"], "cpu_ms": cpu_ms}}
 
     patch.setattr(latency, "measure", measured)
 
@@ -654,7 +668,7 @@ def test_int8_is_held_to_its_own_limits(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, wanted = tmp_path / "export", ("export.formats=[onnx]", "export.precision=[fp32,fp16,int8]", MANY)
-    monkeypatch.setattr(int8, "_fastest", lambda *_: "U8S7")  # else machine and load would choose
+    monkeypatch.setattr(int8, "_best", lambda *_: "U8S7")  # else machine and load would choose
     with monkeypatch.context() as patch:
         int8_takes(patch, 0.91)
         assert export(run, folder, *wanted) == 12

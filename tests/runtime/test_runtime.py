@@ -349,13 +349,17 @@ def test_calls_from_several_threads_get_their_own_answers(shared_folder: Path, m
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "manifest.json", "golden/image.npy", "golden/confidence.npy"])
-@pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "delete", "link", "pipe"])
 def test_damaged_files_are_never_loaded(name: str, damage: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = folder / name
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
-    if damage == "delete":
-        path.unlink()
+    if damage in ("delete", "link", "pipe"):
+        moved = path.rename(path.with_suffix(".moved"))
+        if damage == "link":
+            path.symlink_to(moved)
+        elif damage == "pipe":  # opening it would wait for a writer for ever
+            os.mkfifo(path)
     else:
         path.write_bytes(content if damage == "flip" else content[:-1])
     monkeypatch.setattr(onnxruntime, "InferenceSession", lambda *_, **__: pytest.fail("a session was made"))

@@ -160,14 +160,13 @@ def _judge_quality(result: ExportReport, runs: dict[str, Run], files: dict[str, 
 
 def _judge_latency(result: ExportReport, runs: dict[str, Run], files: dict[str, ModelFile], inputs: GateInputs) -> None:
     result.latency = latency.measure(runs, inputs.checks[0].image)
-    onnx_fp32 = FORMATS["onnx"].file_name()
-    fp32_p50_ms = result.latency[onnx_fp32]["p50_ms"] if onnx_fp32 in result.latency else None
+    fp32 = result.latency.get(FORMATS["onnx"].file_name())
     for name, file in files.items():
         result.gates[name].append(
             latency.gate_latency(
-                result.latency[name]["p50_ms"],
+                result.latency[name],
                 budget_ms=inputs.settings.latency_budget_ms,
-                fp32_p50_ms=fp32_p50_ms,
+                fp32=fp32,
                 limits=LIMITS[file.precision],
             )
         )

@@ -43,7 +43,7 @@ class Limits:
     critical_points: float | None = None  # fall of a class of export.critical_classes
     both_ways: bool = True
     made_images: bool = True  # whether masks of generated images are judged, on which a network may say anything
-    relative_latency: float | None = None  # p50 over that of the fp32 file
+    relative_latency: float | None = None  # processor time over that of the fp32 file
 
 
 FP32 = Limits()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -45,15 +46,14 @@ _DATA_INPUTS = {CONV: 1, "Resize": 1, "Reshape": 1, "Slice": 1}  # number of inp
 _INFERRED = "onnx.infer"  # metadata key by which onnxruntime.quantization knows that types were inferred
 _ROUNDS = 15
 _FRAMES = 8  # calibration frames on which the schemes are compared with fp32
-_CLEARLY = 0.95  # a later scheme must be this much faster, so that noise seldom decides
+_AS_FAST = 1.05  # times the least processor time: such a scheme counts as equally fast, and agreement decides
 
 
 def to_int8(source: Path, out: Path, images: Sequence[Image], *, scheme: str = "") -> str:
     """Name of the scheme in which `out`, the int8 form of the fp32 file `source`, was written.
 
-    images: real frames uint8 (H, W, 3) RGB of the size of the graph. scheme: one of SCHEMES; "" makes all and keeps, of
-    those whose masks agree with fp32's as the int8 gate demands, the fastest on one thread of this machine, or else the
-    closest. Inputs, outputs, opset and metadata are those of `source`; the same scheme gives the same bytes. Raises
+    images: real frames uint8 (H, W, 3) RGB of the size of the graph. scheme: one of SCHEMES; "" makes all, keeps one by
+    `_best`. Inputs, outputs, opset and metadata are those of `source`; the same scheme gives the same bytes. Raises
     ConfigError for an unknown scheme or no image, ExportError when an activation is not finite.
     """
     if scheme and scheme not in SCHEMES:
@@ -69,7 +69,7 @@ def to_int8(source: Path, out: Path, images: Sequence[Image], *, scheme: str = "
         for name, kind in SCHEMES.items()
         if scheme in ("", name)
     }
-    chosen = scheme or _fastest(_close(made, original, images[:_FRAMES]), images[0])
+    chosen = scheme or _best(made, _agreement(made, original, images[:_FRAMES]), images[0])
     onnx.save(made[chosen], out)
     return chosen
 
@@ -189,14 +189,16 @@ def _quantized(
     return result
 
 
-def _close(
-    made: dict[str, onnx.ModelProto], original: onnx.ModelProto, images: Sequence[Image]
-) -> dict[str, onnx.ModelProto]:
-    """The models that the int8 gate would pass, or else the closest one; a refused file's speed does not matter."""
-    agreement = _agreement(made, original, images)
-    closest = max(agreement, key=lambda name: agreement[name])
+def _best(made: dict[str, onnx.ModelProto], agreement: dict[str, float], image: Image) -> str:
+    """Name of the scheme closest to fp32 among the fast ones whose agreement the int8 gate passes, or else among all.
+
+    Fast is within 5 % of the least processor time on this machine, so that another process's load does not decide.
+    """
     passing = {name: model for name, model in made.items() if agreement[name] >= LIMITS["int8"].agreement}
-    return passing or {closest: made[closest]}
+    if len(passing) > 1:
+        seconds = _processor_seconds(passing, image)
+        passing = {name: made[name] for name in passing if seconds[name] <= _AS_FAST * min(seconds.values())}
+    return max(passing or made, key=lambda name: agreement[name])
 
 
 def _agreement(
@@ -217,22 +219,16 @@ def _masks(model: onnx.ModelProto, images: Sequence[Image]) -> Iterator[NDArray[
         yield answer.mask
 
 
-def _fastest(made: dict[str, onnx.ModelProto], image: Image) -> str:
-    """Name of the model with the lowest median time; the models run in turns."""
-    if len(made) == 1:
-        return next(iter(made))
+def _processor_seconds(made: dict[str, onnx.ModelProto], image: Image) -> dict[str, float]:
+    """Least processor time of one run of each model on one thread; the models run in turns."""
     sessions = {name: open_session(model) for name, model in made.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in made}
-    for number in range(_ROUNDS + 1):
+    seconds = dict.fromkeys(made, math.inf)
+    for _ in range(_ROUNDS):
         for name, session in sessions.items():
-            started = time.perf_counter()
+            started = time.process_time()
             session.run(None, _feed(made[name], image))
-            if number:  # the first run warms up
-                seconds[name].append(time.perf_counter() - started)
-    medians = {name: float(np.median(values)) for name, values in seconds.items()}
-    first = next(iter(medians))
-    fastest = min(medians, key=lambda name: medians[name])
-    return fastest if medians[fastest] < _CLEARLY * medians[first] else first
+            seconds[name] = min(seconds[name], time.process_time() - started)
+    return seconds
 
 
 def _feed(model: onnx.ModelProto, image: Image) -> dict[str, NDArray[Any]]:
