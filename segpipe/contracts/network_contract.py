@@ -77,6 +77,7 @@ class NetworkContract:
 
     def refusal(self) -> str:
         """Why no training should start with a network that `runs`; empty when one may."""
+        self._is_built()  # again, since forwards moved its statistics
         questions = [
             Question("equal weights", self._equal_weights),
             Question("training", self._training_randomness),
