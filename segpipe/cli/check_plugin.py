@@ -39,7 +39,9 @@ def main(arguments: list[str]) -> int:
     broken = [clause for clause in found if clause.problem]
     for clause in broken:
         CONSOLE.print(f"{clause.part}, {clause.name}: {clause.problem}", markup=False)
-    CONSOLE.print(f"{len(found)} checks of {', '.join(parts)}: {f'{len(broken)} failed' if broken else 'all passed'}")
+    left = sum(not clause.checked for clause in found)
+    result = f"{len(broken)} failed{f', {left} not checked' if left else ''}" if broken else "all passed"
+    CONSOLE.print(f"{len(found)} checks of {', '.join(parts)}: {result}")
     return ConfigError.exit_code if broken else 0
 
 
@@ -75,6 +77,7 @@ def table(found: list[Clause]) -> Table:
     """One row for each clause."""
     rows = Table("part", "check", "", "note")
     for clause in found:
-        verdict = "[bold red]failed[/]" if clause.problem else "[green]passed[/]"
+        kept = "[green]passed[/]" if clause.checked else "not checked"
+        verdict = "[bold red]failed[/]" if clause.problem else kept
         rows.add_row(clause.part, escape(clause.name), verdict, escape(clause.note))
     return rows

@@ -156,6 +156,7 @@ COMMANDS = {
                 "names of the tensors: as in segpipe, or as in the authors' code, timm, or your own network",
                 choices=("segpipe", "original"),
             ),
+            TRUST,
         ),
     ),
     "compare": Command(

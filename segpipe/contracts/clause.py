@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from segpipe import plugins
 from segpipe.errors import SegpipeError
@@ -14,12 +16,13 @@ from segpipe.errors import SegpipeError
 
 @dataclass(frozen=True)
 class Clause:
-    """A clause that was checked."""
+    """A clause, and what came of its check."""
 
     part: str  # model, loss, data or augment
     name: str
     problem: str = ""  # what is wrong and what to do; empty when it is kept
     note: str = ""  # worth knowing, though it is kept
+    checked: bool = True  # False: it could only repeat the problem of another clause
 
 
 @dataclass(frozen=True)
@@ -52,3 +55,15 @@ def scramble(seed: int) -> None:
     """Move the global generators of Python and numpy, on which nothing may depend."""
     random.seed(seed)
     np.random.seed(seed)
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """Put all global generators of the CPU back at the end, so that a check changes nothing of what follows."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -80,6 +81,11 @@ class LossContract:
         half = SHAPE[0] // 2
         whole = float(self.total(self.logits, self.target))
         halves = [float(self.total(self.logits[part], self.target[part])) for part in (slice(half), slice(half, None))]
+        if not all(map(math.isfinite, (whole, *halves))):
+            return (
+                f"{KEY} = {self.config.loss.name}: the loss of random logits is not finite: {whole:.6g} for a batch, "
+                f"{halves[0]:.6g} and {halves[1]:.6g} for its halves. Look for divisions by 0 and logarithms of 0."
+            )
         if abs(sum(halves) - whole) <= CLOSE * abs(whole):
             return ""
         mean = " It looks like a mean." if min(halves) <= whole <= max(halves) else ""

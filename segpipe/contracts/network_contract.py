@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from segpipe import IGNORE_INDEX
-from segpipe.contracts.clause import NOTE, Clause, Question, answers, scramble
+from segpipe.contracts.clause import NOTE, Clause, Question, answers, generators_kept, scramble
 from segpipe.determinism.opgate import SLOW, check_ops
-from segpipe.export.graph.network import DeployModel, one_thread, run_eager
-from segpipe.export.graph.onnx_format import open_onnx, to_onnx
+from segpipe.errors import ConfigError, SegpipeError
 from segpipe.losses.total import shard_loss, valid_pixels
-from segpipe.models import build_model
+from segpipe.models import KEY, build_model
 from segpipe.models.preprocess import Preprocess
 
 if TYPE_CHECKING:
@@ -26,16 +25,21 @@ if TYPE_CHECKING:
     from segpipe.settings.config import Config
 
 LARGEST = 256  # side of the images, where the crop is larger
+QUICK = 64  # the same before a training
 ODD = (13, 27)  # rows and columns that an odd image has less than the crop
+SHAPES = "logits of every head in training"
 CLOSE = 1e-3  # largest difference of logits that compute the same, in standard deviations
 
 
 class NetworkContract:
-    """Checks the network of a configuration with `num_classes` classes, on the CPU, with random images."""
+    """Checks the network of a configuration with `num_classes` classes, on the CPU, with random images.
 
-    def __init__(self, config: Config, num_classes: int) -> None:
+    The images have the size of the crop, at most `largest` rows and columns.
+    """
+
+    def __init__(self, config: Config, num_classes: int, largest: int = LARGEST) -> None:
         self.config, self.num_classes = config, num_classes
-        self.size = tuple(min(length, LARGEST) for length in config.augment.crop_size)
+        self.size = tuple(min(length, largest) for length in config.augment.crop_size)
         self.net = nn.Module()  # made by the first question
         draws = torch.Generator().manual_seed(0)
         self.image = torch.randn(3, 3, *self.size, generator=draws)
@@ -46,13 +50,46 @@ class NetworkContract:
         """All clauses; the first alone when there is no network."""
         built = list(answers("model", [Question("is built", self._is_built)]))
         yield from built
-        if not built[0].problem:
-            yield from answers("model", self._questions())
+        if built[0].problem:
+            return
+        questions = self._questions()
+        for place, question in enumerate(questions, 1):
+            for clause in answers("model", [question]):
+                yield clause
+                if clause.problem and question.name == SHAPES:
+                    yield from (Clause("model", later.name, checked=False) for later in questions[place:])
+                    return
+
+    def runs(self) -> bool:
+        """Whether the network, which this builds, takes these images on the CPU. Raises SegpipeError for its outputs.
+
+        Many networks need more rows, and some need a GPU.
+        """
+        self._is_built()
+        try:
+            self._heads()
+            self._logits(self.image)
+        except SegpipeError:
+            raise
+        except Exception:
+            return False
+        return True
+
+    def refusal(self) -> str:
+        """Why no training should start with a network that `runs`; empty when one may."""
+        self._is_built()  # again, since forwards moved its statistics
+        questions = [
+            Question("equal weights", self._equal_weights),
+            Question("training", self._training_randomness),
+            Question("eval", self._eval_randomness),
+            Question("copies", self._round_trip),
+        ]
+        return next((clause.problem for clause in answers("model", questions) if clause.problem), "")
 
     def _questions(self) -> list[Question]:
         return [
             Question("equal seeds give equal weights", self._equal_weights),
-            Question("logits of every head in training", self._training_shapes),
+            Question(SHAPES, self._training_shapes),
             Question("odd image sizes", self._odd_sizes),
             Question("gradients reach all parameters", self._gradients),
             Question("randomness of torch's generator alone", self._training_randomness),
@@ -79,10 +116,11 @@ class NetworkContract:
             return f"{different[0]} differs. Draw initial weights from torch's generator, not from numpy or random."
         return ""
 
-    def _heads(self, seed: int = 0, net: nn.Module | None = None) -> dict[str, Tensor]:
+    def _heads(self, image: Tensor | None = None) -> dict[str, Tensor]:
         """Heads in training mode for two images."""
-        torch.manual_seed(seed)
-        heads: dict[str, Tensor] = (net or self.net).train().logits(self.image[:2], aux=True)  # type: ignore[operator]
+        torch.manual_seed(0)
+        images = self.image[:2] if image is None else image
+        heads: dict[str, Tensor] = self.net.train().logits(images, aux=True)  # type: ignore[operator]
         return heads
 
     def _logits(self, image: Tensor, net: nn.Module | None = None) -> Tensor:
@@ -132,15 +170,18 @@ class NetworkContract:
         return f"the gradient of {broken[0]} is not finite." if broken else ""
 
     def _training_randomness(self) -> str:
-        """Twice the same in training mode, though all other generators moved."""
+        """Twice the same in training mode, though all other generators moved and other images came between."""
+        state = copy.deepcopy(self.net.state_dict())
         scramble(1)
         one = self._heads()
+        self._heads(2 * self.image[1:] + 1)
+        self.net.load_state_dict(state)
         scramble(2)
         two = self._heads()
-        if any(not torch.equal(one[name], two[name]) for name in one):
+        if any(not _same(one[name], two[name]) for name in one):
             return (
-                "two forwards in training mode differ under one seed of torch. Draw from torch's generator alone, and "
-                "keep nothing from one call to the next."
+                "two forwards of the same images in training mode differ under one seed of torch. Draw from torch's "
+                "generator alone, and keep nothing from one call to the next."
             )
         return ""
 
@@ -150,7 +191,7 @@ class NetworkContract:
         one = self._logits(self.image)
         scramble(2)
         torch.manual_seed(2)
-        if not torch.equal(one, self._logits(self.image)):
+        if not _same(one, self._logits(self.image)):
             return "two forwards in eval mode differ. Give F.dropout training=self.training, or use nn.Dropout."
         return ""
 
@@ -177,11 +218,14 @@ class NetworkContract:
         fresh = self._build()
         fresh.load_state_dict(self.net.state_dict())
         for what, net in (("a copy.deepcopy", copy.deepcopy(self.net)), ("a network that loads its state dict", fresh)):
-            if not torch.equal(self._logits(self.image, net), expected):
+            if not _same(self._logits(self.image, net), expected):
                 return f"{what} computes other logits. Keep all state in parameters and buffers."
         return ""
 
     def _onnx(self) -> str:
+        from segpipe.export.graph.network import DeployModel, one_thread, run_eager
+        from segpipe.export.graph.onnx_format import open_onnx, to_onnx  # not before every training: it takes seconds
+
         network = copy.deepcopy(self.net).requires_grad_(False)
         model = DeployModel(network, Preprocess(), align_corners=bool(self.net.align_corners)).eval()
         image = np.random.default_rng(0).integers(0, 256, (*self.size, 3), np.uint8)
@@ -196,3 +240,22 @@ class NetworkContract:
         if moved > CLOSE:
             return f"logits of the ONNX file differ by {moved:.2g} standard deviations from those of the network."
         return f"{NOTE}largest difference {moved:.1e} standard deviations"
+
+
+def _same(one: Tensor, two: Tensor) -> bool:
+    """Whether all values are equal, also those that are no numbers."""
+    return torch.equal(one.nan_to_num(), two.nan_to_num())
+
+
+def check_plugin(config: Config, num_classes: int) -> None:
+    """Raise ConfigError for a plug-in network whose training or validation would not be repeated.
+
+    Runs it on the CPU with small images, or with those of the crop; where it takes neither, the training will tell.
+    """
+    with generators_kept():
+        for largest in (QUICK, max(config.augment.crop_size)):
+            contract = NetworkContract(config, num_classes, largest)
+            if contract.runs():
+                if problem := contract.refusal():
+                    raise ConfigError(f"{KEY} = {config.model.name}: {problem}")
+                return

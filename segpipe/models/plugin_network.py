@@ -49,20 +49,15 @@ class PluginNetwork(SegmentationNet):
 
     def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
         """Logits per head: "main" and, with `aux`, all others. Raises ConfigError for outputs that do not fit."""
-        first = self.training and not self._trained_heads
-        versions = [(name, buffer, buffer._version) for name, buffer in self._plain_buffers()] if first else []
+        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+        checked = self.training and not traced
+        before = {name: (buffer, buffer._version) for name, buffer in self._plain_buffers()} if checked else {}
         heads = named_heads(self.net(image), self.name)
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
-            return heads if aux else {"main": heads["main"]}
-        self._check(heads, image)
-        if self.training:
+        if not traced:
+            self._check(heads, image)
+        if checked:
             self._check_names(heads)
-        changed = [name for name, buffer, version in versions if buffer._version != version]
-        if changed:
-            raise ConfigError(
-                f"model.name = {self.name}: its forward changes the buffer {changed[0]}, which is no statistic of a "
-                f"BatchNorm: shards would no longer add up to the same bits. Keep such state out of the forward."
-            )
+            self._check_buffers(before)
         return heads if aux else {"main": heads["main"]}
 
     def _plain_buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -89,6 +84,21 @@ class PluginNetwork(SegmentationNet):
                 f"model.name = {self.name}: its forward returned the heads {', '.join(heads)}, and before that "
                 f"{', '.join(self._trained_heads)}. In training mode it must return the same heads every time."
             )
+
+    def _check_buffers(self, before: Mapping[str, tuple[Tensor, int]]) -> None:
+        """Refuse a forward that wrote into a buffer, or put another tensor of its shape in its place.
+
+        One of another shape is a cache for the size of the image, such as a grid of coordinates.
+        """
+        now = dict(self._plain_buffers())
+        for name, (old, version) in before.items():
+            new = now.get(name)
+            replaced = new is not old and (new is None or new.shape == old.shape)
+            if replaced or old._version != version:
+                raise ConfigError(
+                    f"model.name = {self.name}: its forward changes the buffer {name}, which is no statistic of a "
+                    f"BatchNorm: shards would no longer add up to the same bits. Keep such state out of the forward."
+                )
 
 
 def named_heads(output: Any, name: str) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ PARTS = ("state_dict", "model_state_dict", "model_state", "model", "net", "netwo
 NOT_OF_A_NETWORK = re.compile(r"(^|\.)(\w*loss|criterion)\.|(^|\.)total_(ops|params)$")
 FORMAT = "segpipe-weights"  # of safetensors files that segpipe writes
 NAMED = 5  # names in a message
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 PROBES = 8  # tensors by which the prefix of a file is found
 
 
@@ -75,7 +76,9 @@ def read_torch(path: Path) -> Any:
                 f"{path} holds {found[1]}, a Python object: reading it could run code of the file, so only tensors and "
                 f"plain values are read. Where you trust the file, write its tensors to another one: "
                 f"python -c \"import torch; torch.save(torch.load({str(path)!r}, map_location='cpu', "
-                f"weights_only=False)['state_dict'], 'tensors.pth')\" (or another entry than state_dict)."
+                f"weights_only=False)['state_dict'], 'tensors.pth')\" (or another entry than state_dict). Of a whole "
+                f"network, written by torch.save(net), take .state_dict() in place of ['state_dict']; the command then "
+                f"needs the code of the network."
             ) from error
         raise _unreadable(path, error) from error
     except Exception as error:  # torch raises RuntimeError, EOFError, BadZipFile ...
@@ -172,6 +175,7 @@ def fit(model: nn.Module, source: WeightsSource, *, num_classes: int, partial: b
     own, tensors, where = model.state_dict(), source.tensors, source.where
     names = _names(model, own, tensors)
     found = {name: tensors[key] for name, key in names.items() if key in tensors}
+    _check_plain({names[name]: value for name, value in found.items()}, where)
     kept = [name for name, value in found.items() if _fits(value, own[name])]
     if not any(own[name].ndim for name in kept):
         raise WeightsError(
@@ -199,6 +203,17 @@ def fit(model: nn.Module, source: WeightsSource, *, num_classes: int, partial: b
         classes=(counts[adapted[0]], num_classes) if adapted else None,
         share=sum(parameters.get(name, 0) for name in kept) / max(sum(parameters.values()), 1),
     )
+
+
+def _check_plain(tensors: Mapping[str, Tensor], where: str) -> None:
+    """Refuse tensors whose numbers are not simply there: sparse or float8 ones, and those on `meta`."""
+    for name, value in tensors.items():
+        scaled = value.is_floating_point() and value.dtype not in FLOATS
+        if value.layout is torch.strided and not scaled and not value.is_meta:
+            continue
+        why = ": the scales to multiply it with are not in the tensor" if scaled else ""
+        stored = "device meta, without values" if value.is_meta else f"{value.layout} of {value.dtype}{why}"
+        raise WeightsError(f"{where}: {name} is stored as {stored}. Write the file again with dense float32 tensors.")
 
 
 def _fits(value: Tensor, own: Tensor) -> bool:
@@ -238,9 +253,10 @@ def _copy(own: Mapping[str, Tensor], values: Mapping[str, Tensor], where: str) -
 def _names(model: nn.Module, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Name in the file of every tensor of the network: the renaming by which most tensors fit."""
     best, most = {name: name for name in own}, -1
-    for renamed in _renamings(model, own):
+    for renamed, outer in _renamings(model, own):
         for prefix in _prefixes(renamed, own, tensors):
             names = {name: prefix + key for name, key in renamed.items()}
+            names |= {name: name for name in outer if names[name] not in tensors}
             count = sum(key in tensors and _fits(tensors[key], own[name]) for name, key in names.items())
             if count > most:
                 best, most = names, count
@@ -249,17 +265,20 @@ def _names(model: nn.Module, own: Mapping[str, Tensor], tensors: Mapping[str, Te
     return best
 
 
-def _renamings(model: nn.Module, own: Mapping[str, Tensor]) -> Iterator[dict[str, str]]:
-    """The network's names as they are, as its authors' code has them, and without one of its own modules' names."""
-    yield {name: name for name in own}
+def _renamings(model: nn.Module, own: Mapping[str, Tensor]) -> Iterator[tuple[dict[str, str], list[str]]]:
+    """The network's names as they are, as its authors' code has them, and without one of its own modules' names.
+
+    With the names of the tensors outside that module, which a file of the module alone does not have.
+    """
+    yield {name: name for name in own}, []
     if keys := getattr(model, "published_keys", None):
-        yield {name: published_key(name, keys) for name in own}
+        yield {name: published_key(name, keys) for name in own}, []
     modules = dict.fromkeys(".".join(name.split(".")[:depth]) for depth in (1, 2) for name in own)
     for module in modules:
         inner = {name: name.removeprefix(f"{module}.") for name in own if name.startswith(f"{module}.")}
         outer = {name: name for name in own if name not in inner}
         if inner and not outer.keys() & set(inner.values()):
-            yield inner | outer
+            yield inner | outer, list(outer)
 
 
 def _prefixes(renamed: Mapping[str, str], own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, None]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from segpipe.errors import ConfigError
+from segpipe.plugins import is_path
 
 if TYPE_CHECKING:
     from segpipe.data.samples import Samples
@@ -32,7 +33,14 @@ def check_pins(config: Config, group: Group) -> None:
 
 
 def check_network(config: Config, samples: Samples) -> None:
-    """Refuse weights that do not fit and patterns that match no parameter, before any process starts."""
+    """Refuse what stops or spoils a training, before any process starts.
+
+    Networks of the user with state or foreign randomness, weights that do not fit, patterns that match no parameter.
+    """
+    if is_path(config.model.name):
+        from segpipe.contracts.network_contract import check_plugin
+
+        check_plugin(config, samples.classes.num_classes)
     if not (config.model.weights or config.model.freeze or config.optim.lr_scale or config.model.args):
         return
     import torch

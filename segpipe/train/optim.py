@@ -119,7 +119,7 @@ def describe_rates(optimizer: torch.optim.Optimizer) -> str:
     for group in optimizer.param_groups:
         factor = group.get("lr_scale", 1.0)
         counts[factor] = counts.get(factor, 0) + len(group["params"])
-    parts = [f"{factor:g} x for {count} tensors" for factor, count in sorted(counts.items())]
+    parts = [f"{factor:g} x for {count} tensor{'s' * (count != 1)}" for factor, count in sorted(counts.items())]
     return f"learning rates: {', '.join(parts)}" if set(counts) != {1.0} else ""
 
 

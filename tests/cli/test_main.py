@@ -10,7 +10,7 @@ import pytest
 
 from segpipe import __version__
 from segpipe.cli import gpu_check, main
-from segpipe.cli.commands import COMMANDS
+from segpipe.cli.commands import COMMANDS, RUN, TRUST
 from segpipe.cli.help import complete
 from segpipe.cli.main import main as segpipe
 from segpipe.settings.config import SETTINGS
@@ -144,6 +144,13 @@ def test_each_script_is_one_command() -> None:
     found = [text.partition('main(["')[2].partition('"')[0] for text in scripts]
     assert set(found) == COMMANDS.keys() - {"train", "runs", "split", "import", "check-plugin", "weights"}
     assert not [text for text in scripts if "sys.path" in text or len(text.splitlines()) > 10]
+
+
+def test_commands_that_read_a_run_take_trust() -> None:
+    """Its network may be a plug-in outside the current folder."""
+    reading = {name for name, command in COMMANDS.items() if RUN in command.keys}
+    assert {"evaluate", "export", "weights", "audit"} <= reading
+    assert not {name for name in reading if TRUST not in COMMANDS[name].keys}
 
 
 def test_flags_of_hydra_still_work(tmp_path: Path) -> None:

@@ -1,19 +1,25 @@
 """Each clause of a contract is broken by one network, loss or data set, and kept by ours."""
 
+import random
 import re
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from segpipe.cli import check_plugin
 from segpipe.contracts.clause import Clause
 from segpipe.contracts.data_contract import DataContract
 from segpipe.contracts.loss_contract import LossContract
 from segpipe.contracts.network_contract import NetworkContract
+from segpipe.contracts.network_contract import check_plugin as check_network_of
 from segpipe.errors import ConfigError
 from segpipe.models import MODELS
 from segpipe.run import launch
+from segpipe.run.network_check import check_network
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, from_mapping
 
@@ -49,6 +55,17 @@ NET = """
                 out = out * random.random()
             if self.fault == "counter" and self.training:
                 out = out + self.calls
+            if self.fault == "running" and self.training:
+                mean = out.mean().detach()
+                self.mean = mean if self.calls == 1 else 0.9 * self.mean + 0.1 * mean
+                out = out - self.mean
+            if self.fault == "eval":  # only there, as in a BatchNorm
+                if self.training:
+                    self.mean = out.mean().detach()
+                else:
+                    out = out - getattr(self, "mean", 0)
+            if self.fault == "cuda":
+                raise RuntimeError("no kernel")
             if self.fault == "dropout":
                 out = F.dropout(out, 0.5)
             if self.fault == "batch":
@@ -64,6 +81,19 @@ NET = """
         def train(self, mode=True):
             self.scale = 1.0 + self.calls
             return super().train(mode)
+
+    def running(num_classes):
+        return Net(num_classes, "running")
+
+    class Large(Net):
+        def __init__(self, num_classes, fault=""):
+            super().__init__(num_classes, fault)
+            self.norm = nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            if len(x[0, 0]) < 80:
+                raise RuntimeError("too small")
+            return super().forward(self.norm(x))
 """
 LOSS = """
     import numpy as np
@@ -75,6 +105,8 @@ LOSS = """
             return F.cross_entropy(logits, target, ignore_index=ignore_index)
         losses = F.cross_entropy(logits, target, class_weights, ignore_index=ignore_index, reduction="none")
         valid = target != ignore_index
+        if fault == "infinite":
+            return losses / 0
         if fault == "square":
             return losses.sum() ** 2
         if fault == "ignored":
@@ -154,6 +186,7 @@ def network(monkeypatch: pytest.MonkeyPatch, **model: Any) -> dict[str, Clause]:
         ("detached", "gradients reach all parameters", "net.conv.weight get none"),
         ("python", "randomness of torch's generator alone", "Draw from torch's generator alone"),
         ("counter", "randomness of torch's generator alone", "keep nothing from one call to the next"),
+        ("running", "randomness of torch's generator alone", "keep nothing from one call to the next"),
         ("dropout", "no randomness in eval mode", "F.dropout training=self.training"),
         ("batch", "an image alone as in a batch", "let nothing mix the images"),
         ("op", "ops that CUDA repeats", r"net.py:\d+ calls aten.grid_sampler_2d_backward.*raises under deterministic"),
@@ -172,6 +205,52 @@ def test_a_sound_network_keeps_all_clauses_and_a_slow_op_is_noted(monkeypatch: p
     found = network(monkeypatch, name="net:Net", args={"fault": "slow"})
     assert not broken(found.values())
     assert "aten.upsample_bilinear2d_backward" in found["ops that CUDA repeats"].note
+
+
+def test_what_wrong_shapes_would_break_too_is_not_checked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clauses = list(network(monkeypatch, name="net:Net", args={"fault": "channels"}).values())
+    assert [clause.name for clause in clauses if clause.problem] == ["logits of every head in training"]
+    assert [clause.checked for clause in clauses] == [True] * 3 + [False] * 8
+    monkeypatch.setattr(check_plugin.flags, "apply", lambda threads, mode: None)
+    overrides = ["model.name=net:Net", "model.args.fault=channels", "data.root=none", "augment.crop_size=[32,32]"]
+    assert check_plugin.main(overrides) == 2
+    shown = capsys.readouterr().out
+    assert "11 checks of model: 1 failed, 8 not checked" in shown
+    assert shown.count("not checked") == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "says"),
+    [
+        ("Net", "weights", "net.conv.weight differs. Draw initial weights from torch's generator"),
+        ("Net", "python", "Draw from torch's generator alone"),
+        ("Net", "running", "keep nothing from one call to the next"),
+        ("Net", "eval", "Keep all state in parameters and buffers"),
+        ("Net", "dropout", "F.dropout training=self.training"),
+        ("Net", "channels", "head main is torch.float32"),
+        ("Large", "running", "keep nothing from one call to the next"),
+    ],
+)
+def test_no_training_starts_with_a_network_that_keeps_state(name: str, fault: str, says: str) -> None:
+    config = from_mapping(
+        {"model": {"name": f"net:{name}", "args": {"fault": fault}}, "augment": {"crop_size": [96, 128]}}
+    )
+    with pytest.raises(ConfigError, match=rf"model\.name = net:{name}: .*{says}"):
+        check_network_of(config, 5)
+
+
+def test_the_check_before_a_training_lets_others_pass_and_draws_nothing() -> None:
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    for name, fault in (("Net", ""), ("Large", ""), ("Net", "cuda"), ("Net", "unused")):
+        check_network_of(from_mapping({"model": {"name": f"net:{name}", "args": {"fault": fault}}}), 5)
+    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    assert before[:2] == after[:2]
+    assert torch.equal(before[2], after[2])
+    samples: Any = SimpleNamespace(classes=SimpleNamespace(num_classes=5))
+    with pytest.raises(ConfigError, match="net:running: two forwards of the same images"):
+        check_network(from_mapping({"model": {"name": "net:running"}}), samples)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -195,6 +274,7 @@ def loss(**settings: Any) -> dict[str, str]:
         ("weights", "class weights", "Multiply the loss of a pixel by the weight of its class"),
         ("mean", "ops that CUDA repeats", "aten.nll_loss2d_forward"),
         ("detached", "ignored pixels do not count", "does not require grad"),
+        ("infinite", "shards add up", "not finite: inf for a batch, inf and inf for its halves"),
         ("none", "can be called", "loss.args.falt is not an argument of loss:loss"),
     ],
 )

@@ -105,6 +105,40 @@ def test_state_outside_batchnorm_is_refused() -> None:
     assert not torch.equal(net.net.norm.running_mean, before)
 
 
+@pytest.mark.parametrize("way", ["assigned", "written late", "removed"])
+def test_state_is_refused_however_and_whenever_it_changes(way: str) -> None:
+    net = PluginNetwork(Outputs(lambda x: x), 5, "net:Net")
+
+    def change(module: nn.Module, inputs: Any) -> None:
+        if way == "assigned":
+            module.seen = 0.9 * module.seen + 0.1 * inputs[0].mean()
+        elif way == "removed":
+            module.seen = None
+        else:
+            module.seen.add_(1)
+
+    net.logits(IMAGE, aux=True)
+    net.net.register_forward_pre_hook(change)
+    net.eval().logits(IMAGE, aux=True)
+    if way == "removed":
+        net.net.seen = torch.zeros(())
+    with pytest.raises(ConfigError, match="changes the buffer seen, which is no statistic of a BatchNorm"):
+        net.train().logits(IMAGE, aux=True)
+
+
+def test_a_buffer_may_be_a_cache_for_the_size_of_the_image() -> None:
+    net = PluginNetwork(Outputs(lambda x: x), 5, "net:Net")
+
+    def cache(module: nn.Module, inputs: Any) -> None:
+        if module.seen.shape != inputs[0].shape[2:]:
+            module.seen = torch.ones(inputs[0].shape[2:])
+
+    net.net.register_forward_pre_hook(cache)
+    for image in (IMAGE, IMAGE[..., :8], IMAGE):
+        net.logits(image, aux=True)
+        assert net.net.seen.shape == image.shape[2:]
+
+
 def test_it_is_built_from_an_import_path(project: Callable[[str, str], None]) -> None:
     project("net.py", NETS)
     net = build_model("net:Net", 5, {"width": 6})

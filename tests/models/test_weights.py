@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,11 @@ def test_partial_takes_an_encoder_alone_and_names_the_rest() -> None:
         assert torch.equal(net.encoder[0].weight, other.encoder[0].weight)  # type: ignore[arg-type]
     with pytest.raises(WeightsError, match=r"2 missing \(head\.weight, head\.bias\)"):
         fit(net, source(inner), num_classes=5)
+    prefixed = {f"enc.{key}": value for key, value in inner.items()}
+    with pytest.raises(WeightsError, match=r"2 missing \(net\.head\.weight, net\.head\.bias\)\. Check"):
+        fit(PluginNetwork(Small(), 5, "mine:Small"), source(prefixed), num_classes=5)
+    headed = {**prefixed, **{f"enc.{key}": value for key, value in other.state_dict().items() if "head" in key}}
+    assert not fit(net, source(headed), num_classes=5).fresh
     wide = {**other.state_dict(), "encoder.0.weight": torch.ones(4, 3, 3, 3)}
     found = fit(net, source(wide), num_classes=5, partial=True)
     assert (found.fresh, found.left_over) == (("encoder.0.weight",), ("encoder.0.weight",))
@@ -185,6 +191,21 @@ def test_half_precision_is_converted_and_old_files_lack_counters() -> None:
 
 
 @pytest.mark.parametrize(
+    ("changed", "stored"),
+    [
+        (lambda value: value.to(torch.float8_e4m3fn), r"torch\.strided of torch\.float8_e4m3fn: the scales"),
+        (lambda value: value.to_sparse(), r"torch\.sparse_coo of torch\.float32\."),
+        (lambda value: value.to("meta"), "device meta, without values"),
+    ],
+)
+def test_tensors_without_plain_numbers_are_refused(changed: Callable[[Tensor], Tensor], stored: str) -> None:
+    weights = Small().state_dict()
+    weights["encoder.2.weight"] = changed(weights["encoder.2.weight"])
+    with pytest.raises(WeightsError, match=rf"x\.pth: encoder\.2\.weight is stored as {stored}"):
+        fit(Small(), source(weights), num_classes=5)
+
+
+@pytest.mark.parametrize(
     ("content", "part"),
     [
         (Small().state_dict(), ""),
@@ -208,6 +229,14 @@ def test_a_file_without_a_state_dict_says_what_it_holds(tmp_path: Path) -> None:
         torch.save(content, tmp_path / "x.pth")
         with pytest.raises(CheckpointError, match=f"x.pth holds no state dict .*but {held}"):
             state_dict_in(read_torch(tmp_path / "x.pth"), tmp_path / "x.pth")
+
+
+def test_a_file_of_a_whole_network_is_told_how_to_write_its_tensors(tmp_path: Path) -> None:
+    path = tmp_path / "whole.pth"
+    torch.save(Small(), path)
+    with pytest.raises(CheckpointError, match=r"holds .*Small, .*take \.state_dict\(\) in place of \['state_dict'\]"):
+        read_torch(path)
+    assert torch.load(path, weights_only=False).state_dict().keys() == Small().state_dict().keys()
 
 
 class Evil:

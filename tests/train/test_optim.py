@@ -278,4 +278,6 @@ def test_groups_do_not_depend_on_the_order_of_the_patterns() -> None:
     assert [group.get("lr_scale") for group in one] == [None, None, 0.1, 0.1, 10.0, 10.0]
     optimizer = build_optimizer(net, OptimConfig(lr_scale=scale))
     assert describe_rates(optimizer) == "learning rates: 0.1 x for 2 tensors, 1 x for 6 tensors, 10 x for 2 tensors"
+    one = build_optimizer(net, OptimConfig(lr_scale={"head.bias": 0.5}))
+    assert describe_rates(one) == "learning rates: 0.5 x for 1 tensor, 1 x for 9 tensors"
     assert describe_rates(build_optimizer(net, OptimConfig())) == ""
