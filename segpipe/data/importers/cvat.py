@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import numpy as np
 
 from segpipe.data.importers.coco import find_image
-from segpipe.data.importers.imported import Drawing, ImportPlan, plan_of_drawings, split_name
+from segpipe.data.importers.imported import Drawing, ImportPlan, entry_name, plan_of_drawings, split_name
 from segpipe.data.importers.outlines import Area, Size, ellipse, polygon, rectangle, runs
 from segpipe.errors import DataError
 
@@ -40,17 +40,17 @@ def cvat(source: Path, names: Sequence[str], background: str) -> ImportPlan:
                 f"{path} lists {file_name}, which is neither in images nor beside it. Export with the images."
             )
             continue
-        areas = []
+        areas, unread = [], []
         for shape in sorted(element, key=lambda shape: int(shape.get("z_order", 0))):
             if shape.tag in WITHOUT_AREA:
-                faults.append(
+                unread.append(
                     f"{path}: {file_name} has {shape.tag} of {shape.get('label')}, which has no area. Draw a polygon."
                 )
             elif shape.tag != "tag":
                 areas.append((shape.attrib["label"], _area(shape)))
         split = "" if subset.lower() in ("", "default") else split_name(subset)
         size = (int(element.attrib["height"]), int(element.attrib["width"]))
-        drawings.append(Drawing(split, Path(file_name).with_suffix("").as_posix(), image, size, areas))
+        drawings.append(Drawing(split, entry_name(file_name), image, size, areas, unread))
     return plan_of_drawings(drawings, labels, names, background, faults)
 
 

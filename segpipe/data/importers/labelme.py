@@ -40,16 +40,16 @@ def labelme(source: Path, names: Sequence[str], background: str) -> ImportPlan:
         if image is None:
             faults.append(f"{path} belongs to {listed}, which is not there. Copy the images beside the JSON files.")
             continue
-        areas = []
+        areas, unread = [], []
         for shape in content["shapes"]:
             kind = str(shape.get("shape_type") or "polygon")
             if kind in WITHOUT_AREA:
-                faults.append(f"{path} has a {kind} of {shape['label']}, which has no area. Draw a polygon instead.")
+                unread.append(f"{path} has a {kind} of {shape['label']}, which has no area. Draw a polygon instead.")
             else:
                 areas.append((str(shape["label"]), _area(kind, shape)))
         name = path.relative_to(source).with_suffix("").as_posix()
         size = (int(content["imageHeight"]), int(content["imageWidth"]))
-        drawings.append(Drawing("", name, image, size, areas))
+        drawings.append(Drawing("", name, image, size, areas, unread))
     plan = plan_of_drawings(drawings, (), names, background, faults)
     plan.exif = "apply"
     return plan
