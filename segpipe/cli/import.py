@@ -10,7 +10,7 @@ from rich.progress import Progress
 
 from segpipe.cli.doctor import CONSOLE
 from segpipe.data.importers import IMPORTERS
-from segpipe.data.importers.imported import ImportPlan, mask_path, write_import
+from segpipe.data.importers.imported import INCOMPLETE, ImportPlan, mask_path, write_import
 from segpipe.errors import ConfigError, DataError
 
 
@@ -21,7 +21,7 @@ def main(given: dict[str, Any]) -> int:
         raise ConfigError(f"source = {source} does not exist. Set source to the folder of the labels.")
     try:
         plan = IMPORTERS[name](source, given["names"], given["background"])
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (*INCOMPLETE, OSError, RecursionError) as error:
         raise DataError(f"{source} is not a complete {name} export ({error!r}). Export it again.") from error
     origin = {"format": name, "source": str(source.resolve()), "background": given["background"]}
     with Progress(console=CONSOLE, transient=True, disable=not CONSOLE.is_terminal) as bar:

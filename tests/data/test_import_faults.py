@@ -136,3 +136,112 @@ def test_nothing_is_written_beside_an_image_whose_path_leads_outside(tmp_path: P
     listing.write_text(json.dumps(content))
     assert imported("coco", listing, tmp_path / "out", "skip=true") == 0
     assert photo.read_bytes() == before
+
+
+def square(**changes: Any) -> list[dict[str, Any]]:
+    return [{"label": "car", "points": SQUARE} | changes]
+
+
+def sized(root: Path, **size: Any) -> None:
+    labelme(root, b=[])
+    (root / "b.json").write_text(json.dumps(json.loads((root / "b.json").read_text()) | size))
+
+
+BROKEN: dict[str, tuple[str, Any, tuple[str, ...], list[str]]] = {
+    "coco flat polygon": (
+        "coco",
+        lambda root: coco(root, {"segmentation": FLAT}),
+        ("b.png: an area of car has a segmentation that is no list of polygons",),
+        ["a"],
+    ),
+    "coco null": (
+        "coco",
+        lambda root: coco(root, {"segmentation": [[*FLAT[:-1], None]]}),
+        ("b.png: an area of car has a corner that is no finite number",),
+        ["a"],
+    ),
+    "coco runs without size": (
+        "coco",
+        lambda root: coco(root, {"segmentation": {"counts": "@@@"}}),
+        ("b.png: an area of car cannot be read (KeyError('size'))",),
+        ["a"],
+    ),
+    "coco area null": (
+        "coco",
+        lambda root: coco(root, {"area": None}),
+        ("instances_default.json is not a complete COCO file",),
+        [],
+    ),
+    "coco id of text": (
+        "coco",
+        lambda root: coco(root, {"image_id": "x"}),
+        ("instances_default.json is not a complete COCO file",),
+        [],
+    ),
+    "labelme points of three": (
+        "labelme",
+        lambda root: labelme(root, b=square(points=[[1, 2, 3], [1, 2, 3]])),
+        ("b.json is not complete",),
+        ["a"],
+    ),
+    "labelme without points": (
+        "labelme",
+        lambda root: labelme(root, b=[{"label": "car"}]),
+        ("b.json is not complete (KeyError('points'))",),
+        ["a"],
+    ),
+    "labelme without size": (
+        "labelme",
+        lambda root: sized(root, imageHeight=None),
+        ("b.json is not complete",),
+        ["a"],
+    ),
+    "labelme of no size": ("labelme", lambda root: sized(root, imageHeight=0), ("b.png: its labels are for",), ["a"]),
+    "labelme mask": (
+        "labelme",
+        lambda root: labelme(root, b=square(shape_type="mask", mask="?")),
+        ("b.png: an area of car",),
+        ["a"],
+    ),
+    "cvat point": (
+        "cvat",
+        lambda root: cvat(root, '<polygon label="car" points="1,1;2"/>'),
+        ("annotations.xml: b.png is not complete",),
+        ["a"],
+    ),
+    "cvat label": (
+        "cvat",
+        lambda root: cvat(root, '<polygon points="1,1;2,2;3,1"/>'),
+        ("annotations.xml: b.png is not complete (KeyError('label'))",),
+        ["a"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_malformed_file_is_named_and_ends_in_no_traceback(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind, draw, parts, left = BROKEN[name]
+    draw(tmp_path / "source")
+    assert imported(kind, tmp_path / "source", tmp_path / "out", "skip=true") == (0 if left else 2)
+    told = "".join(capsys.readouterr())
+    for part in parts:
+        assert part in told
+    assert masks(tmp_path / "out") == left
+
+
+def test_a_table_of_roboflow_with_other_columns_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "_classes.csv").write_text("Pixel Value;Class\n0;background\n")
+    assert imported("roboflow", tmp_path, tmp_path / "out") == 2
+    assert "_classes.csv" in capsys.readouterr().err
+
+
+def test_a_file_of_coco_finds_the_images_of_its_own_layout(tmp_path: Path) -> None:
+    listing = coco(tmp_path / "source", file="annotations/instances_val2017.json")
+    (tmp_path / "source/images").rename(tmp_path / "source/val2017")
+    assert imported("coco", listing, tmp_path / "out") == 0
+    assert sorted(path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("a.*")) == [
+        "images/val/a.png",
+        "masks/val/a.png",
+    ]

@@ -317,7 +317,7 @@ FAULTY: dict[str, tuple[str, dict[str, str], str]] = {
     "coco with holes": (
         "coco",
         {"a.json": '{"images": [{}], "annotations": [], "categories": []}'},
-        "not a complete coco",
+        "a.json is not a complete COCO file",
     ),
     "cvat video": ("cvat", {"annotations.xml": "<annotations><track/></annotations>"}, "is of a video"),
     "cvat rotated box": (

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from segpipe.data.importers.imported import Drawing, ImportPlan, entry_name, plan_of_drawings, split_name
+from segpipe.data.importers.imported import INCOMPLETE, Drawing, ImportPlan, entry_name, plan_of_drawings, split_name
 from segpipe.data.importers.outlines import Area, Size, coco_counts, polygon, runs
 from segpipe.errors import DataError
 
@@ -27,7 +27,10 @@ def coco(source: Path, names: Sequence[str], background: str) -> ImportPlan:
     files = [source] if source.is_file() else _files(source)
     drawings, labels, faults = [], dict[str, None](), list[str]()
     for path in files:
-        found, categories = _drawings(path, source if source.is_dir() else source.parent, faults)
+        try:
+            found, categories = _drawings(path, source if source.is_dir() else source.parent, faults)
+        except INCOMPLETE as error:
+            raise DataError(f"{path} is not a complete COCO file ({error!r}). Export it again.") from error
         drawings += found
         labels |= dict.fromkeys(categories)
     return plan_of_drawings(drawings, list(labels), names, background, faults)
@@ -61,10 +64,11 @@ def load_json(path: Path, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def image_folder(path: Path, source: Path) -> list[Path]:
-    """Folders that may hold the images of a JSON file."""
+    """Folders that may hold the images of a JSON file, which may lie in annotations/."""
     name = path.stem.partition("_")[2]
     parts = (name, f"images/{name}", "images/default", "images", "")
-    return [path.parent, *(source / part for part in parts)]
+    above = [path.parent.parent] if path.parent.name == "annotations" else []
+    return [path.parent, *(folder / part for folder in dict.fromkeys([source, *above]) for part in parts)]
 
 
 def find_image(folders: Sequence[Path], file_name: str) -> Path | None:
@@ -120,6 +124,8 @@ def _area(segmentation: Any, size: Size) -> Area:
             raise ValueError(f"has run lengths for the size {segmentation['size']}, not {list(size)}")
         return runs(coco_counts(counts) if isinstance(counts, str) else counts, size, by_column=True)
     covered = np.zeros(size, np.bool_)
+    if not all(isinstance(points, list) for points in segmentation):
+        raise ValueError("has a segmentation that is no list of polygons [[x, y, x, y, x, y]]")
     for points in segmentation:
         if len(points) < 6 or len(points) % 2:
             raise ValueError(f"has a polygon of {len(points)} numbers, but x and y of three points were needed")

@@ -29,6 +29,7 @@ MARK = ".import.json"
 BACKGROUND = ("background", "_background_")
 IGNORED = ("ignore", "__ignore__", "void")
 SPLIT_NAMES = {"training": "train", "valid": "val", "validation": "val"}
+INCOMPLETE = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)  # of content of other types
 Target = NDArray[np.uint8]
 
 
@@ -115,12 +116,16 @@ def _painter(drawing: Drawing, ids: Mapping[str, int], fill: int) -> Callable[[]
         if drawing.unread:
             more = len(drawing.unread) - 1
             raise DataError(f"{drawing.unread[0]}{f' {more} more of {drawing.image} cannot be read.' if more else ''}")
+        if min(drawing.size) < 1:
+            raise DataError(f"{drawing.image}: its labels are for {drawing.size} (height, width).")
         target = np.full(drawing.size, fill, np.uint8)
         for label, area in drawing.areas:
             try:
                 target[area(drawing.size)] = ids.get(label, IGNORE_INDEX)
             except ValueError as error:
                 raise DataError(f"{drawing.image}: an area of {label} {error}.") from None
+            except (*INCOMPLETE, cv2.error) as error:
+                raise DataError(f"{drawing.image}: an area of {label} cannot be read ({error!r}).") from None
         return target
 
     return paint

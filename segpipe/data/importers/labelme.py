@@ -13,7 +13,7 @@ import cv2
 import numpy as np
 
 from segpipe.data.importers.coco import load_json
-from segpipe.data.importers.imported import Drawing, ImportPlan, plan_of_drawings
+from segpipe.data.importers.imported import INCOMPLETE, Drawing, ImportPlan, plan_of_drawings
 from segpipe.data.importers.outlines import Area, Size, ellipse, polygon, rectangle
 from segpipe.errors import DataError
 
@@ -31,32 +31,35 @@ def labelme(source: Path, names: Sequence[str], background: str) -> ImportPlan:
     drawings, faults = [], list[str]()
     for path in files:
         try:
-            content = load_json(path, ("shapes", "imagePath", "imageHeight", "imageWidth"))
+            drawings.append(_drawing(path, path.relative_to(source).with_suffix("").as_posix()))
         except DataError as error:
             faults.append(str(error))
-            continue
-        listed = Path(str(content["imagePath"]).replace("\\", "/"))
-        image = next((each for each in (path.parent / listed, path.parent / listed.name) if each.is_file()), None)
-        if image is None:
-            faults.append(f"{path} belongs to {listed}, which is not there. Copy the images beside the JSON files.")
-            continue
-        areas, unread = [], []
-        for shape in content["shapes"]:
-            kind = str(shape.get("shape_type") or "polygon")
-            if kind in WITHOUT_AREA:
-                unread.append(f"{path} has a {kind} of {shape['label']}, which has no area. Draw a polygon instead.")
-            else:
-                areas.append((str(shape["label"]), _area(kind, shape)))
-        name = path.relative_to(source).with_suffix("").as_posix()
-        size = (int(content["imageHeight"]), int(content["imageWidth"]))
-        drawings.append(Drawing("", name, image, size, areas, unread))
+        except INCOMPLETE as error:
+            faults.append(f"{path} is not complete ({error!r}). Save it with labelme again.")
     plan = plan_of_drawings(drawings, (), names, background, faults)
     plan.exif = "apply"
     return plan
 
 
+def _drawing(path: Path, name: str) -> Drawing:
+    """Content of one file. Raises DataError when it is not of labelme, or its image is missing."""
+    content = load_json(path, ("shapes", "imagePath", "imageHeight", "imageWidth"))
+    listed = Path(str(content["imagePath"]).replace("\\", "/"))
+    image = next((each for each in (path.parent / listed, path.parent / listed.name) if each.is_file()), None)
+    if image is None:
+        raise DataError(f"{path} belongs to {listed}, which is not there. Copy the images beside the JSON files.")
+    areas, unread = [], []
+    for shape in content["shapes"]:
+        kind = str(shape.get("shape_type") or "polygon")
+        if kind in WITHOUT_AREA:
+            unread.append(f"{path} has a {kind} of {shape['label']}, which has no area. Draw a polygon instead.")
+        else:
+            areas.append((str(shape["label"]), _area(kind, shape)))
+    return Drawing("", name, image, (int(content["imageHeight"]), int(content["imageWidth"])), areas, unread)
+
+
 def _area(kind: str, shape: dict[str, Any]) -> Callable[[Size], Area]:
-    points = np.array(shape["points"], np.float64).reshape(-1, 2)
+    points = np.array([(x, y) for x, y in shape["points"]], np.float64).reshape(-1, 2)
     if kind == "polygon" and len(points) > 2:
         return partial(polygon, points)
     if kind == "rectangle" and len(points) > 1:
