@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from segpipe.data.folders import SUFFIXES, FolderLayout, locate, missing, near, undivided
 from segpipe.errors import DataError
+from segpipe.files import files_below
 
 if TYPE_CHECKING:
     from segpipe.settings.groups import DataConfig
@@ -100,7 +101,7 @@ def _stems(folder: Path, inferior: tuple[str, ...]) -> tuple[dict[str, str], lis
     A file with a suffix in `inferior`, or in a format that is not read, counts only if it is the only one of its stem.
     """
     found: dict[str, list[Path]] = {}
-    for path in sorted(folder.rglob("*")):
+    for path in sorted(files_below(folder)):
         relative = path.relative_to(folder)
         if path.suffix.lower() in (*SUFFIXES, *UNREAD) and not any(part.startswith(".") for part in relative.parts):
             found.setdefault(relative.with_suffix("").as_posix(), []).append(path)
@@ -212,7 +213,7 @@ def _text(path: Path) -> str:
 
 def _hint(folder: Path) -> str:
     """What to do about a folder of masks that holds drawings instead."""
-    suffixes = Counter(path.suffix.lower() for path in folder.rglob("*") if path.suffix.lower() in DRAWINGS)
+    suffixes = Counter(path.suffix.lower() for path in files_below(folder) if path.suffix.lower() in DRAWINGS)
     if not suffixes:
         return ""
     (suffix, count), *_ = suffixes.most_common(1)

@@ -171,3 +171,14 @@ def test_names_of_pairs_stay_those_of_the_images(tmp_path: Path) -> None:
     data = make(tmp_path, *(f"images/train/{n}_img.png" for n in "ba"), *(f"mask:masks/train/{n}.png" for n in "ab"))
     samples = open_samples(data, "train", 0)
     assert [samples.name(index) for index in range(2)] == ["a_img", "b_img"]
+
+
+def test_links_to_folders_are_followed_and_real_folders_come_first(tmp_path: Path) -> None:
+    data = make(tmp_path / "set", *(f"{kind}/train/z/a.png" for kind in ("images", "mask:masks")))
+    make(tmp_path / "disk", "images/b.png", "mask:masks/b.png")
+    for kind in ("images", "masks"):
+        folder = tmp_path / "set" / kind / "train"
+        (folder / "drive").symlink_to(tmp_path / "disk" / kind)
+        (folder / "again").symlink_to(folder / "z")
+        (folder / "z/loop").symlink_to(folder)
+    assert [name for name, _, _ in found(data)] == ["drive/b", "z/a"]

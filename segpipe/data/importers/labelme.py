@@ -16,6 +16,7 @@ from segpipe.data.importers.coco import load_json
 from segpipe.data.importers.imported import INCOMPLETE, Drawing, ImportPlan, plan_of_drawings
 from segpipe.data.importers.outlines import Area, Size, ellipse, polygon, rectangle
 from segpipe.errors import DataError
+from segpipe.files import files_below
 
 WITHOUT_AREA = ("line", "linestrip", "point", "points")
 
@@ -25,7 +26,7 @@ def labelme(source: Path, names: Sequence[str], background: str) -> ImportPlan:
 
     labelme turns photos upright as EXIF says, so the class table gets `exif: apply`. Raises DataError without files.
     """
-    files = sorted(path for path in source.rglob("*.json") if not path.name.startswith("."))
+    files = sorted(p for p in files_below(source) if p.suffix == ".json" and not p.name.startswith("."))
     if not files:
         raise DataError(f"{source} has no JSON files. Set source to the folder where labelme saved them.")
     drawings, faults = [], list[str]()
