@@ -123,6 +123,16 @@ def test_settings_name_other_folders(tmp_path: Path) -> None:
 
 REFUSED = {
     "no split": (["images/a.png", "mask:masks/a.png"], ["nothing says which belong", "segpipe split data.root="]),
+    "no split of drives": (
+        ["images/north/a.png", "mask:masks/north/a.png"],
+        ["nothing says which belong", "`segpipe split data.root="],
+    ),
+    "other splits": (["images/val/a.png", "mask:masks/val/a.png"], ["images/train does not exist"]),
+    "a split of another name": (["images/tain/a.png", "mask:masks/tain/a.png"], ["Nearest: ", "images/tain"]),
+    "other lists": (
+        ["images/a.png", "mask:masks/a.png", "val.txt", "test.csv", "notes.txt"],
+        ["no train.txt and no train.csv. The lists that exist are test.csv, val.txt: set the split to one of them"],
+    ),
     "two synonyms": (
         ["images/train/a.png", "mask:labels/train/a.png", "mask:gt/train/a.png"],
         ["labels and gt, and each may hold the masks. Set data.masks=labels"],
