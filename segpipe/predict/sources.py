@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from segpipe.data.folders import SUFFIXES as IMAGES
-from segpipe.errors import DataError
+from segpipe.errors import ConfigError, DataError
 from segpipe.files import files_below
 
 VIDEOS = (".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm", ".mpg", ".mpeg", ".mjpeg", ".ts", ".wmv")
@@ -32,10 +32,15 @@ def find(given: str, out: Path) -> list[Input]:
     """Images and videos of a file, a folder with all below it, or a glob pattern; sorted by place.
 
     Hidden files, files below `out`, and in folders and patterns all files with other suffixes are left out. Raises
-    DataError when nothing is found.
+    DataError when nothing is found, ConfigError when the sources lie in `out`.
     """
     root, paths = _paths(given)
-    inside = out.resolve()
+    inside, above = out.resolve(), root.resolve()
+    if inside in (above, *above.parents):
+        raise ConfigError(
+            f"out = {out} is the folder of source = {given}, or lies above it, so results and sources would be mixed. "
+            f"Choose a folder of its own, such as out={out / 'predictions'}."
+        )
     places = {}
     for path in paths:
         if inside not in path.resolve().parents:
