@@ -184,9 +184,8 @@ SMOOTHED = {
 def test_values_of_smoothed_edges_are_told_from_classes(tmp_path: Path, name: str) -> None:
     masks, wanted = SMOOTHED[name]
     _, text = proposal(tmp_path, [mask.astype(np.uint8) for mask in masks])
-    assert (
-        "# Warning: blended values? Besides 0 and 255, nearly all masks hold a few pixels of 68, 188" in text
-    ) == wanted
+    assert ("blended values?" in text) == wanted
+    assert ("hold a few pixels of 68, 188" in text) == wanted
     (tmp_path / "classes.yaml").write_text(text)
     assert load_masks(tmp_path / "classes.yaml").classes.num_classes > 1
 

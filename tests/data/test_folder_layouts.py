@@ -99,6 +99,15 @@ def test_a_list_holds_stems_or_paths(tmp_path: Path) -> None:
     assert [name for name, _, _ in found(data)] == ["x/a", "x/b", "x/c", "x/d"]
 
 
+@pytest.mark.parametrize(
+    "listed", ["Stra\u00dfe/gr\u00fcn", "Stra\u00dfe/gru\u0308n", "images/Stra\u00dfe/gru\u0308n.png"]
+)
+def test_two_ways_to_write_an_umlaut_are_one_name(tmp_path: Path, listed: str) -> None:
+    data = make(tmp_path, "images/Stra\u00dfe/gru\u0308n.png", "mask:masks/Stra\u00dfe/gr\u00fcn.png")
+    (tmp_path / "train.txt").write_text(f"{listed}\n", encoding="utf-8")
+    assert [name for name, _, _ in found(data)] == ["Stra\u00dfe/gr\u00fcn"]
+
+
 def test_settings_name_other_folders(tmp_path: Path) -> None:
     data = make(
         tmp_path,
