@@ -115,9 +115,11 @@ def test_labels_without_image_and_images_without_labels_are_reported(
     for name in "ab":
         picture(tmp_path / f"roboflow/train/{name}.jpg")
     Image.fromarray(np.zeros(SIZE, np.uint8)).save(tmp_path / "roboflow/train/a_mask.png")
-    (tmp_path / "roboflow/train/_classes.csv").write_text("Pixel Value, Class\n0, background\n")
+    (tmp_path / "roboflow/train/_classes.csv").write_text('Pixel Value, Class\n0, background\n1, "red, blue"\n')
     assert imported("roboflow", tmp_path / "roboflow", tmp_path / "masks") == 2
     assert "b.jpg has no mask b_mask.png" in capsys.readouterr().out
+    assert imported("roboflow", tmp_path / "roboflow", tmp_path / "masks", "skip=true") == 0
+    assert "2 classes (background, red, blue)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("up", [False, True])
@@ -200,7 +202,7 @@ BROKEN: dict[str, tuple[str, Any, tuple[str, ...], list[str]]] = {
     "labelme mask": (
         "labelme",
         lambda root: labelme(root, b=square(shape_type="mask", mask="?")),
-        ("b.png: an area of car",),
+        ("b.png: an area of car has a mask that is not a PNG",),
         ["a"],
     ),
     "cvat point": (
@@ -229,6 +231,13 @@ def test_a_malformed_file_is_named_and_ends_in_no_traceback(
     for part in parts:
         assert part in told
     assert masks(tmp_path / "out") == left
+
+
+def test_skip_is_not_proposed_where_nothing_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    labelme(tmp_path / "source", a=[LINE])
+    for option, wanted in (("false", "or set skip=true"), ("true", "no image is left without them")):
+        assert imported("labelme", tmp_path / "source", tmp_path / "out", f"skip={option}") == 2
+        assert wanted in capsys.readouterr().out
 
 
 def test_a_table_of_roboflow_with_other_columns_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

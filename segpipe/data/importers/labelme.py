@@ -82,7 +82,10 @@ def _area(kind: str, shape: dict[str, Any]) -> Callable[[Size], Area]:
 
 def _pasted(text: str, left: int, top: int, size: Size) -> Area:
     """A mask of part of the image: a PNG in base64 whose pixels are not 0."""
-    part = cv2.imdecode(np.frombuffer(base64.b64decode(text), np.uint8), cv2.IMREAD_GRAYSCALE)
+    try:
+        part = cv2.imdecode(np.frombuffer(base64.b64decode(text), np.uint8), cv2.IMREAD_GRAYSCALE)
+    except (ValueError, cv2.error):  # no base64, or empty
+        part = None
     if part is None:
         raise ValueError("has a mask that is not a PNG")
     area = np.zeros(size, np.bool_)

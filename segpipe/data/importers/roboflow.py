@@ -53,7 +53,7 @@ def roboflow(source: Path, names: Sequence[str], background: str) -> ImportPlan:
 
 def _roboflow_classes(path: Path) -> dict[int, str]:
     try:
-        rows = list(csv.reader(path.read_text(encoding="utf-8-sig").splitlines()))[1:]
+        rows = list(csv.reader(path.read_text(encoding="utf-8-sig").splitlines(), skipinitialspace=True))[1:]
         return {int(row[0]): row[1].strip() for row in rows if row}
     except (ValueError, IndexError) as error:
         raise DataError(f"{path} ({error}) needs rows such as `0, background` below its header.") from None
