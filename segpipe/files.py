@@ -8,7 +8,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,23 @@ def sha256(path: Path) -> str:
     """SHA-256 of a file, as hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """All files below a folder that lie in no hidden one, through links to folders too.
+
+    Each real folder is visited once, so that links in a circle end; those that need no link come first.
+    """
+    seen: set[str] = set()
+    waiting = [str(folder)]
+    for start in waiting:
+        for place, folders, files in os.walk(start):
+            real = os.path.realpath(place)
+            folders[:] = [] if real in seen else sorted(name for name in folders if not name.startswith("."))
+            if real not in seen:
+                yield from (Path(place, name) for name in files)
+            seen.add(real)
+            waiting += [path for name in folders if os.path.islink(path := os.path.join(place, name))]
 
 
 def this_host() -> str:

@@ -10,7 +10,7 @@ from rich.progress import Progress
 
 from segpipe.cli.doctor import CONSOLE
 from segpipe.data.importers import IMPORTERS
-from segpipe.data.importers.imported import ImportPlan, mask_path, write_import
+from segpipe.data.importers.imported import INCOMPLETE, ImportPlan, mask_path, write_import
 from segpipe.errors import ConfigError, DataError
 
 
@@ -21,7 +21,7 @@ def main(given: dict[str, Any]) -> int:
         raise ConfigError(f"source = {source} does not exist. Set source to the folder of the labels.")
     try:
         plan = IMPORTERS[name](source, given["names"], given["background"])
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (*INCOMPLETE, OSError, RecursionError) as error:
         raise DataError(f"{source} is not a complete {name} export ({error!r}). Export it again.") from error
     origin = {"format": name, "source": str(source.resolve()), "background": given["background"]}
     with Progress(console=CONSOLE, transient=True, disable=not CONSOLE.is_terminal) as bar:
@@ -37,19 +37,20 @@ def main(given: dict[str, Any]) -> int:
             )
         except OSError as error:  # a full disk, say
             raise DataError(f"out = {out} cannot be written: {error}. The same command continues.") from error
-    return report(plan, out, faults, given["lines"])
+    return report(plan, out, faults, given["lines"], skip=given["skip"])
 
 
-def report(plan: ImportPlan, out: Path, faults: list[str], lines: int) -> int:
+def report(plan: ImportPlan, out: Path, faults: list[str], lines: int, *, skip: bool) -> int:
     """Print what was imported, and what not; returns the exit code."""
     for fault in faults[: lines or None]:
         CONSOLE.print(fault, markup=False)
     if len(faults) > lines > 0:
         CONSOLE.print(f"... and {len(faults) - lines} more; lines=0 prints all")
     if not (out / "classes.yaml").is_file():
+        left = "no image is left without them" if skip else "or set skip=true to leave them out"
         CONSOLE.print(
             f"{len(faults)} problem{'s' * (len(faults) > 1)}: {out} has no classes.yaml yet. Correct them and repeat "
-            "the command, which keeps what is written, or set skip=true to leave them out."
+            f"the command, which keeps what is written; {left}."
         )
         return DataError.exit_code
     written = [entry for entry in plan.entries if mask_path(out, entry).is_file()]

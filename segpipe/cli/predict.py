@@ -42,6 +42,8 @@ ONLY_ARTIFACT = {
 def main(given: dict[str, Any]) -> int:
     """Exit code: 2 when a source could not be predicted; all others are."""
     out = Path(given["out"])
+    if out.is_file():
+        raise ConfigError(f"out = {out} is a file, but a folder was needed. Choose another out=.")
     sources = find(given["source"], out)
     check(given, has_video=any(source.is_video for source in sources))
     try:

@@ -203,6 +203,11 @@ def _rgb(hue: float, saturation: float, value: float) -> Color:
 def _names(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not 1 <= len(value) <= IGNORE_INDEX:
         raise ValueError(f"names = {value!r}, but a list of 1 to {IGNORE_INDEX} class names was needed.")
+    for name in value:
+        if isinstance(name, bool) or name is None:
+            raise ValueError(
+                f'names holds {name}, which YAML makes of words such as yes, no, on and null: quote it, as in ["no"].'
+            )
     names = tuple(str(name) for name in value)
     if len(set(names)) < len(names):
         raise ValueError(f"names holds {next(n for n in names if names.count(n) > 1)} twice.")

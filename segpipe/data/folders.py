@@ -23,6 +23,7 @@ MASK_FOLDERS = (
     "masks", "mask", "labels", "label", "annotations", "annotation", "annots", "gt", "gtFine", "SegmentationClass",
 )  # fmt: skip
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp")
+SPLITS = ("train", "val", "test", "training", "valid", "validation", "testing", "trainval", "train_val", "dev")
 SPLIT = "SPLIT"  # stands for the name of the split in data.images and data.masks
 
 
@@ -60,7 +61,7 @@ def locate(root: Path, split: str, images: str = "", masks: str = "") -> FolderL
         return FolderLayout(root, root, table=table)
     if listing.is_file():
         return inner._replace(listing=listing)
-    if inner.images.is_dir() and inner.masks.is_dir() and not _has_folders(inner.images):
+    if inner.images.is_dir() and inner.masks.is_dir() and not _divided(inner.images, split):
         return no_split(root, split)
     return FolderLayout(inner.images / split, inner.masks / split)
 
@@ -83,14 +84,22 @@ def undivided(root: Path, images: str = "", masks: str = "") -> FolderLayout | s
 
 def no_split(root: Path, split: str) -> str:
     """Message for images and masks that no list or folder divides."""
+    lists = sorted(path.name for path in root.glob("*") if path.stem in SPLITS and path.suffix in (".txt", ".csv"))
+    fix = (
+        f"The lists that exist are {', '.join(lists)}: set the split to one of them, or write {split}.txt."
+        if lists
+        else f"`segpipe split data.root={root}` writes train.txt and val.txt."
+    )
     return (
         f"{root} has images and masks, but nothing says which belong to split {split}: there is no folder, no "
-        f"{split}.txt and no {split}.csv. `segpipe split data.root={root}` writes train.txt and val.txt."
+        f"{split}.txt and no {split}.csv. {fix}"
     )
 
 
-def _has_folders(folder: Path) -> bool:
-    return any(path.is_dir() and not path.name.startswith(".") for path in folder.iterdir())
+def _divided(folder: Path, split: str) -> bool:
+    """Whether a folder is named like a split; others, a folder per drive say, divide nothing."""
+    names = [path.name.lower() for path in folder.iterdir() if path.is_dir()]
+    return any(name in SPLITS for name in names) or near(split, names) is not None
 
 
 def _place(root: Path, pattern: str, split: str) -> tuple[Path, str | None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import os
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from segpipe.data.folders import SUFFIXES, FolderLayout, locate, missing, near, undivided
 from segpipe.errors import DataError
+from segpipe.files import files_below
 
 if TYPE_CHECKING:
     from segpipe.settings.groups import DataConfig
@@ -100,10 +102,10 @@ def _stems(folder: Path, inferior: tuple[str, ...]) -> tuple[dict[str, str], lis
     A file with a suffix in `inferior`, or in a format that is not read, counts only if it is the only one of its stem.
     """
     found: dict[str, list[Path]] = {}
-    for path in sorted(folder.rglob("*")):
+    for path in sorted(files_below(folder)):
         relative = path.relative_to(folder)
         if path.suffix.lower() in (*SUFFIXES, *UNREAD) and not any(part.startswith(".") for part in relative.parts):
-            found.setdefault(relative.with_suffix("").as_posix(), []).append(path)
+            found.setdefault(_composed(relative.with_suffix("").as_posix()), []).append(path)
     chosen: dict[str, str] = {}
     faults: list[str] = []
     for stem, paths in found.items():
@@ -114,6 +116,11 @@ def _stems(folder: Path, inferior: tuple[str, ...]) -> tuple[dict[str, str], lis
             faults.append(f"{paths[0]} is of a format that is not read. Convert it to PNG or JPEG.")
         chosen[stem] = str(paths[0])
     return chosen, faults
+
+
+def _composed(name: str) -> str:
+    """A name with letters such as ü as one character: macOS and archives made there write two."""
+    return unicodedata.normalize("NFC", name)
 
 
 def _endings(layout: FolderLayout, images: Iterable[str], masks: Iterable[str]) -> tuple[str, str] | str:
@@ -157,13 +164,13 @@ def _without(
 def _listed(listing: Path, images: dict[str, str], ending: str) -> tuple[list[str], list[str]]:
     """Stems in a split file, and a message for every wrong line; a line is a stem or the path of an image."""
     known = {f"{stem}{ending}": stem for stem in images} | {stem: stem for stem in images}
-    by_path = {os.path.normpath(path): stem for stem, path in images.items()}
-    lines = [line.strip() for line in _text(listing).splitlines() if line.strip()]
+    by_path = {_composed(os.path.normpath(path)): stem for stem, path in images.items()}
+    lines = [_composed(line.strip()) for line in _text(listing).splitlines() if line.strip()]
     faults: list[str] = []
     stems = []
     for line in lines:
         stem = known.get(line) or known.get(str(Path(line).with_suffix("").as_posix()))
-        stem = stem or by_path.get(os.path.normpath(listing.parent / line))
+        stem = stem or by_path.get(_composed(os.path.normpath(listing.parent / line)))
         if stem is None:
             other = near(line, known) if len(faults) < HINTS else None
             hint = f" Did you mean {other}?" if other else ""
@@ -212,7 +219,7 @@ def _text(path: Path) -> str:
 
 def _hint(folder: Path) -> str:
     """What to do about a folder of masks that holds drawings instead."""
-    suffixes = Counter(path.suffix.lower() for path in folder.rglob("*") if path.suffix.lower() in DRAWINGS)
+    suffixes = Counter(path.suffix.lower() for path in files_below(folder) if path.suffix.lower() in DRAWINGS)
     if not suffixes:
         return ""
     (suffix, count), *_ = suffixes.most_common(1)

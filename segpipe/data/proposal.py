@@ -15,6 +15,8 @@ from segpipe.errors import DataError
 
 MOST_CLASSES = 254
 BINARY = [0, 255]  # the ids of black and white masks
+EDGE_SHARE = 0.03  # of all pixels, at most, that one value of a smoothed edge covers
+OFTEN = 0.9  # of the masks hold at least one value of smoothed edges
 
 
 class Tally(NamedTuple):
@@ -80,6 +82,22 @@ def _as_ids(colors: Tally, ids: Tally | None) -> Tally:
     return merged
 
 
+def _blended(tally: Tally, num: int) -> list[str]:
+    """A warning if the ids between 0 and 255 look like smoothed edges of black and white masks."""
+    between = [value for value in sorted(tally.pixels) if isinstance(value, int) and value not in BINARY]
+    total = sum(tally.pixels.values())
+    rare = all(tally.pixels[value] < EDGE_SHARE * total for value in between)
+    usual = max((tally.files[value] for value in between), default=0) >= OFTEN * num
+    counted = between == list(range(1, len(between) + 1))  # as people number classes
+    if not (set(BINARY) <= tally.pixels.keys() and len(between) > 1 and rare and usual and not counted):
+        return []
+    shown = f"{', '.join(map(str, between[:6]))}{', ...' if len(between) > 6 else ''}"
+    return [
+        f"# Warning: blended values? Besides 0 and 255, nearly all masks hold a few pixels of {shown}: so do black and",
+        "# white masks with smoothed edges. If they are no classes, export masks without smoothing (anti-aliasing).",
+    ]
+
+
 def _text(kind: str, tally: Tally, num: int) -> str:
     total = sum(tally.pixels.values())
     values = sorted(tally.pixels)
@@ -87,7 +105,7 @@ def _text(kind: str, tally: Tally, num: int) -> str:
     classes = [value for value in values if value not in ignored]
     names = {value: f"class{place if kind == 'colors' else value}" for place, value in enumerate(classes)}
     lines = [f"# Proposed from {num} masks. Give the classes their names."]
-    lines += ["names:"]
+    lines += [*_blended(tally, num), "names:"]
     for value, name in names.items():
         share = f"{100 * tally.pixels[value] / total:.2f} % of the pixels, in {tally.files[value]} masks"
         lines.append(f"  - {name}  # {kind.removesuffix('s')} {value}: {share}")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from segpipe.errors import ConfigError, ExportMismatch, IntegrityError
 from segpipe.predict.tiles import Size, Tiling
-from segpipe.runtime.artifact import Artifact, ArtifactError, SelfTestError, read_artifact
+from segpipe.runtime.artifact import MANIFEST, Artifact, ArtifactError, SelfTestError, read_artifact
 from segpipe.runtime.session import Session
 
 Image = NDArray[np.uint8]  # (H, W, 3) RGB
@@ -96,9 +96,10 @@ def load_exported(
     """The exported folder, ready to answer.
 
     Raises IntegrityError for an altered or foreign folder, ExportMismatch when its file gives other answers on this
-    machine than where it was exported, ConfigError for a provider or a tile that does not fit.
+    machine than where it was exported, ConfigError for a provider or a tile that does not fit, or for a run.
     """
     _check_provider(provider, onnxruntime.get_available_providers())
+    _check_is_no_run(folder)
     try:
         artifact = read_artifact(folder, precision=precision)
         session = Session(artifact, threads=threads, providers=(provider,))
@@ -108,6 +109,14 @@ def load_exported(
     except ArtifactError as error:
         raise IntegrityError(str(error)) from error
     return Exported(artifact, session, tile=tile, overlap=overlap, resize=resize)
+
+
+def _check_is_no_run(folder: Path) -> None:
+    if (folder / MANIFEST).is_file() or not any((folder / name).is_file() for name in ("config.json", "last.pt")):
+        return
+    exported = folder / "export"
+    fix = f"Set artifact={exported}" if exported.is_dir() else f"Export it first: segpipe export run={folder}"
+    raise ConfigError(f"artifact = {folder} is a run, but the folder of its export was needed. {fix}; or run={folder}.")
 
 
 def _check_provider(provider: str, available: Sequence[str]) -> None:

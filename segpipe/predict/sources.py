@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from glob import glob, has_magic
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from segpipe.data.folders import SUFFIXES as IMAGES
-from segpipe.errors import DataError
+from segpipe.errors import ConfigError, DataError
+from segpipe.files import files_below
 
 VIDEOS = (".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm", ".mpg", ".mpeg", ".mjpeg", ".ts", ".wmv")
 
@@ -32,10 +32,15 @@ def find(given: str, out: Path) -> list[Input]:
     """Images and videos of a file, a folder with all below it, or a glob pattern; sorted by place.
 
     Hidden files, files below `out`, and in folders and patterns all files with other suffixes are left out. Raises
-    DataError when nothing is found.
+    DataError when nothing is found, ConfigError when the sources lie in `out`.
     """
     root, paths = _paths(given)
-    inside = out.resolve()
+    inside, above = out.resolve(), root.resolve()
+    if inside in (above, *above.parents):
+        raise ConfigError(
+            f"out = {out} is the folder of source = {given}, or lies above it, so results and sources would be mixed. "
+            f"Choose a folder of its own, such as out={out / 'predictions'}."
+        )
     places = {}
     for path in paths:
         if inside not in path.resolve().parents:
@@ -51,7 +56,7 @@ def _paths(given: str) -> tuple[Path, list[Path]]:
     """The folder that names are relative to, and the files."""
     path = Path(given)
     if path.is_dir():
-        return path, [found for found in _below(path) if _is_known(found)]
+        return path, [found for found in files_below(path) if _is_known(found)]
     if path.exists():
         if not _is_known(path):
             raise DataError(
@@ -60,22 +65,11 @@ def _paths(given: str) -> tuple[Path, list[Path]]:
         return path.parent, [path]
     if has_magic(given):
         found = [Path(name) for name in glob(given, recursive=True)]
-        files = [file for each in found for file in (_below(each) if each.is_dir() else [each])]
+        files = [file for each in found for file in (files_below(each) if each.is_dir() else [each])]
         return _fixed(path), [file for file in files if _is_known(file)]
     raise DataError(
         f"source = {given} does not exist. Give a file, a folder, or a pattern in quotes: source='a/*.jpg'."
     )
-
-
-def _below(folder: Path) -> Iterator[Path]:
-    """All files below a folder, through links too, each real folder once."""
-    seen: set[str] = set()
-    for place, folders, files in os.walk(folder, followlinks=True):
-        real = os.path.realpath(place)
-        folders[:] = [] if real in seen else sorted(name for name in folders if not name.startswith("."))
-        if real not in seen:
-            yield from (Path(place, name) for name in files)
-        seen.add(real)
 
 
 def _is_known(path: Path) -> bool:

@@ -82,6 +82,8 @@ def test_ids_and_ignore_have_defaults(tmp_path: Path) -> None:
         ("ids:", "idz:", "idz is not one of .* Did you mean ids"),
         ("names: [floor, shelf, person]", "names: []", "names = "),
         ("names: [floor, shelf, person]", "names: [floor, shelf, floor]", "names holds floor twice"),
+        ("names: [floor, shelf, person]", "names: [floor, no, person]", "names holds False, .* quote it"),
+        ("names: [floor, shelf, person]", "names: [floor, ~, person]", "names holds None, .* quote it"),
         ("[70, 70, 70], ", "", "palette = 2 colours, but 3"),
         ("[70, 70, 70]", "[70, 70]", r"palette\[1\] = \[70, 70\]"),
         ("[70, 70, 70]", "[70, 70, 256]", r"palette\[1\] = "),

@@ -170,6 +170,26 @@ def test_a_proposed_table_reads_its_masks(tmp_path: Path, name: str) -> None:
         assert rows == (wanted if isinstance(wanted[0], list) else [wanted])
 
 
+EDGES = np.repeat(np.array([0] * 20 + [68, 188] + [255] * 90, np.uint8)[:, None], 4, axis=1)
+SMOOTHED = {
+    "smoothed edges": ([EDGES, EDGES], True),
+    "no ignored pixels": ([EDGES[:100] % 255, EDGES[:50] % 255], False),
+    "large classes": ([mask_of(0, 68, 188, 255)] * 2, False),
+    "numbered classes": ([np.where(EDGES == 68, 1, np.where(EDGES == 188, 2, EDGES))] * 2, False),
+    "in few masks": ([EDGES, *[mask_of(*[0] * 20, *[255] * 20)] * 9], False),
+}
+
+
+@pytest.mark.parametrize("name", SMOOTHED)
+def test_values_of_smoothed_edges_are_told_from_classes(tmp_path: Path, name: str) -> None:
+    masks, wanted = SMOOTHED[name]
+    _, text = proposal(tmp_path, [mask.astype(np.uint8) for mask in masks])
+    assert ("blended values?" in text) == wanted
+    assert ("hold a few pixels of 68, 188" in text) == wanted
+    (tmp_path / "classes.yaml").write_text(text)
+    assert load_masks(tmp_path / "classes.yaml").classes.num_classes > 1
+
+
 def test_no_table_is_proposed_for_what_are_no_classes(tmp_path: Path) -> None:
     noise = np.random.Generator(np.random.Philox(1)).integers(0, 256, (32, 32, 3), np.uint8)
     with pytest.raises(DataError, match=r"10\d\d different colors, too many for classes.*interpolation"):

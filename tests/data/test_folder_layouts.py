@@ -99,6 +99,15 @@ def test_a_list_holds_stems_or_paths(tmp_path: Path) -> None:
     assert [name for name, _, _ in found(data)] == ["x/a", "x/b", "x/c", "x/d"]
 
 
+@pytest.mark.parametrize(
+    "listed", ["Stra\u00dfe/gr\u00fcn", "Stra\u00dfe/gru\u0308n", "images/Stra\u00dfe/gru\u0308n.png"]
+)
+def test_two_ways_to_write_an_umlaut_are_one_name(tmp_path: Path, listed: str) -> None:
+    data = make(tmp_path, "images/Stra\u00dfe/gru\u0308n.png", "mask:masks/Stra\u00dfe/gr\u00fcn.png")
+    (tmp_path / "train.txt").write_text(f"{listed}\n", encoding="utf-8")
+    assert [name for name, _, _ in found(data)] == ["Stra\u00dfe/gr\u00fcn"]
+
+
 def test_settings_name_other_folders(tmp_path: Path) -> None:
     data = make(
         tmp_path,
@@ -123,6 +132,16 @@ def test_settings_name_other_folders(tmp_path: Path) -> None:
 
 REFUSED = {
     "no split": (["images/a.png", "mask:masks/a.png"], ["nothing says which belong", "segpipe split data.root="]),
+    "no split of drives": (
+        ["images/north/a.png", "mask:masks/north/a.png"],
+        ["nothing says which belong", "`segpipe split data.root="],
+    ),
+    "other splits": (["images/val/a.png", "mask:masks/val/a.png"], ["images/train does not exist"]),
+    "a split of another name": (["images/tain/a.png", "mask:masks/tain/a.png"], ["Nearest: ", "images/tain"]),
+    "other lists": (
+        ["images/a.png", "mask:masks/a.png", "val.txt", "test.csv", "notes.txt"],
+        ["no train.txt and no train.csv. The lists that exist are test.csv, val.txt: set the split to one of them"],
+    ),
     "two synonyms": (
         ["images/train/a.png", "mask:labels/train/a.png", "mask:gt/train/a.png"],
         ["labels and gt, and each may hold the masks. Set data.masks=labels"],
@@ -171,3 +190,14 @@ def test_names_of_pairs_stay_those_of_the_images(tmp_path: Path) -> None:
     data = make(tmp_path, *(f"images/train/{n}_img.png" for n in "ba"), *(f"mask:masks/train/{n}.png" for n in "ab"))
     samples = open_samples(data, "train", 0)
     assert [samples.name(index) for index in range(2)] == ["a_img", "b_img"]
+
+
+def test_links_to_folders_are_followed_and_real_folders_come_first(tmp_path: Path) -> None:
+    data = make(tmp_path / "set", *(f"{kind}/train/z/a.png" for kind in ("images", "mask:masks")))
+    make(tmp_path / "disk", "images/b.png", "mask:masks/b.png")
+    for kind in ("images", "masks"):
+        folder = tmp_path / "set" / kind / "train"
+        (folder / "drive").symlink_to(tmp_path / "disk" / kind)
+        (folder / "again").symlink_to(folder / "z")
+        (folder / "z/loop").symlink_to(folder)
+    assert [name for name, _, _ in found(data)] == ["drive/b", "z/a"]

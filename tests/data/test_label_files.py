@@ -166,6 +166,12 @@ CASES: dict[str, Case] = {
         IDS + PALETTE + "masks: ids\n",
         None,
     ),
+    "png palette, transparent entry, ids": (lambda: palette_file("PNG", PAINTED, RAW, transparency=7), IDS, None),
+    "png palette, transparent entry, colors": (
+        lambda: palette_file("PNG", COLORS, OWN_ORDER, transparency=0),
+        BOTH + "masks: colors\n",
+        ("is transparent in ", "without an alpha channel"),
+    ),
     "png rgb": (lambda: encoded(rgb()), BOTH, None),
     "png rgba, opaque": (lambda: encoded(with_alpha(255)), BOTH, None),
     "png rgba, one pixel transparent": (

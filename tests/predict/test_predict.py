@@ -260,7 +260,11 @@ def test_photos_are_turned_upright_unless_told_otherwise(run: Path, tmp_path: Pa
         (("artifact=x", "source={folder}", "tta=[flip]"), "tta = ['flip'], but artifact is set"),
         (("artifact=x", "source={folder}", "provider=Quantum"), "provider = Quantum"),
         (("run={run}", "source={folder}", "precision=int8"), "precision = int8"),
-        (("run={run}", "source={folder}", "out={folder}/one.png"), "one.png cannot be written"),
+        (("run={run}", "source={folder}", "out={folder}/one.png"), "one.png is a file, but a folder"),
+        (("run={run}", "source={folder}", "out={folder}"), "or lies above it, so results and sources would be mixed"),
+        (("run={run}", "source={folder}/one.png", "out={folder}/.."), "or lies above it"),
+        (("run={run}", "source={folder}/*.png", "out={folder}"), "or lies above it"),
+        (("artifact={run}", "source={folder}"), "is a run, but the folder of its export was needed. Export it first"),
         (("run={run}", "source={folder}", "out={folder}/one.png/x"), "x cannot be written"),
     ],
 )
@@ -273,6 +277,13 @@ def test_what_cannot_work_is_refused_in_one_line(
     told = capsys.readouterr().err
     assert named in told
     assert told.count("\n") == 1
+
+
+def test_a_run_in_place_of_its_export_leads_to_the_export(tmp_path: Path) -> None:
+    (tmp_path / "export").mkdir()
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=rf"Set artifact={tmp_path}/export; or run="):
+        load_exported(tmp_path)
 
 
 def test_names_are_distinct_and_stay_near_the_source() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from segpipe.data.importers.imported import Drawing, ImportPlan, plan_of_drawings, split_name
+from segpipe.data.importers.imported import INCOMPLETE, Drawing, ImportPlan, entry_name, plan_of_drawings, split_name
 from segpipe.data.importers.outlines import Area, Size, coco_counts, polygon, runs
 from segpipe.errors import DataError
 
@@ -27,7 +27,10 @@ def coco(source: Path, names: Sequence[str], background: str) -> ImportPlan:
     files = [source] if source.is_file() else _files(source)
     drawings, labels, faults = [], dict[str, None](), list[str]()
     for path in files:
-        found, categories = _drawings(path, source if source.is_dir() else source.parent, faults)
+        try:
+            found, categories = _drawings(path, source if source.is_dir() else source.parent, faults)
+        except INCOMPLETE as error:
+            raise DataError(f"{path} is not a complete COCO file ({error!r}). Export it again.") from error
         drawings += found
         labels |= dict.fromkeys(categories)
     return plan_of_drawings(drawings, list(labels), names, background, faults)
@@ -61,10 +64,11 @@ def load_json(path: Path, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def image_folder(path: Path, source: Path) -> list[Path]:
-    """Folders that may hold the images of a JSON file."""
+    """Folders that may hold the images of a JSON file, which may lie in annotations/."""
     name = path.stem.partition("_")[2]
     parts = (name, f"images/{name}", "images/default", "images", "")
-    return [path.parent, *(source / part for part in parts)]
+    above = [path.parent.parent] if path.parent.name == "annotations" else []
+    return [path.parent, *(folder / part for folder in dict.fromkeys([source, *above]) for part in parts)]
 
 
 def find_image(folders: Sequence[Path], file_name: str) -> Path | None:
@@ -76,17 +80,26 @@ def find_image(folders: Sequence[Path], file_name: str) -> Path | None:
 def _drawings(path: Path, source: Path, faults: list[str]) -> tuple[list[Drawing], list[str]]:
     content = load_json(path, ("images", "annotations", "categories"))
     labels = {int(each["id"]): str(each["name"]) for each in content["categories"]}
-    shapes: dict[int, list[tuple[float, str, Callable[[Size], Area]]]] = {}
+    shapes: dict[int, list[tuple[float, str, Callable[[Size], Area]]]] = {
+        int(each["id"]): [] for each in content["images"]
+    }
+    unread: dict[int, list[str]] = {number: [] for number in shapes}
     for number, each in enumerate(content["annotations"]):
         label, where = labels.get(int(each.get("category_id", -1))), f"{path}: annotation {each.get('id', number)}"
-        segmentation = each.get("segmentation")
-        if label is None:
-            faults.append(f"{where} has the category {each.get('category_id')}, which categories does not list.")
+        segmentation, image_id = each.get("segmentation"), int(each["image_id"])
+        if image_id not in shapes:
+            faults.append(f"{where} has the image_id {image_id}, which images does not list.")
+        elif label is None:
+            unread[image_id].append(
+                f"{where} has the category {each.get('category_id')}, which categories does not list."
+            )
         elif not segmentation:
-            faults.append(f"{where} is a box without a segmentation. Export instance or semantic segmentation.")
+            unread[image_id].append(
+                f"{where} is a box without a segmentation. Export instance or semantic segmentation."
+            )
         elif label != OTHER or not path.stem.startswith("stuff_"):
             area = partial(_area, segmentation)
-            shapes.setdefault(int(each["image_id"]), []).append((-float(each.get("area", 0.0)), label, area))
+            shapes[image_id].append((-float(each.get("area", 0.0)), label, area))
     drawings = []
     folders, split = image_folder(path, source), _split(path, source)
     for each in content["images"]:
@@ -94,10 +107,12 @@ def _drawings(path: Path, source: Path, faults: list[str]) -> tuple[list[Drawing
         if image is None:
             faults.append(f"{path} lists {each['file_name']}, which is neither beside it nor in {folders[1]}.")
             continue
-        ordered = sorted(shapes.get(int(each["id"]), []), key=lambda shape: shape[0])
+        number = int(each["id"])
+        ordered = sorted(shapes[number], key=lambda shape: shape[0])
         size = (int(each["height"]), int(each["width"]))
-        name = Path(str(each["file_name"])).with_suffix("").as_posix()
-        drawings.append(Drawing(split, name, image, size, [(label, area) for _, label, area in ordered]))
+        name = entry_name(str(each["file_name"]))
+        areas = [(label, area) for _, label, area in ordered]
+        drawings.append(Drawing(split, name, image, size, areas, unread[number]))
     return drawings, [labels[number] for number in sorted(labels)]
 
 
@@ -109,6 +124,8 @@ def _area(segmentation: Any, size: Size) -> Area:
             raise ValueError(f"has run lengths for the size {segmentation['size']}, not {list(size)}")
         return runs(coco_counts(counts) if isinstance(counts, str) else counts, size, by_column=True)
     covered = np.zeros(size, np.bool_)
+    if not all(isinstance(points, list) for points in segmentation):
+        raise ValueError("has a segmentation that is no list of polygons [[x, y, x, y, x, y]]")
     for points in segmentation:
         if len(points) < 6 or len(points) % 2:
             raise ValueError(f"has a polygon of {len(points)} numbers, but x and y of three points were needed")

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import numpy as np
 
 from segpipe.data.importers.coco import find_image
-from segpipe.data.importers.imported import Drawing, ImportPlan, plan_of_drawings, split_name
+from segpipe.data.importers.imported import INCOMPLETE, Drawing, ImportPlan, entry_name, plan_of_drawings, split_name
 from segpipe.data.importers.outlines import Area, Size, ellipse, polygon, rectangle, runs
 from segpipe.errors import DataError
 
@@ -40,18 +40,25 @@ def cvat(source: Path, names: Sequence[str], background: str) -> ImportPlan:
                 f"{path} lists {file_name}, which is neither in images nor beside it. Export with the images."
             )
             continue
-        areas = []
-        for shape in sorted(element, key=lambda shape: int(shape.get("z_order", 0))):
-            if shape.tag in WITHOUT_AREA:
-                faults.append(
-                    f"{path}: {file_name} has {shape.tag} of {shape.get('label')}, which has no area. Draw a polygon."
-                )
-            elif shape.tag != "tag":
-                areas.append((shape.attrib["label"], _area(shape)))
         split = "" if subset.lower() in ("", "default") else split_name(subset)
-        size = (int(element.attrib["height"]), int(element.attrib["width"]))
-        drawings.append(Drawing(split, Path(file_name).with_suffix("").as_posix(), image, size, areas))
+        try:
+            areas, unread = _shapes(element, f"{path}: {file_name}")
+            size = (int(element.attrib["height"]), int(element.attrib["width"]))
+            drawings.append(Drawing(split, entry_name(file_name), image, size, areas, unread))
+        except INCOMPLETE as error:
+            faults.append(f"{path}: {file_name} is not complete ({error!r}). Export it again.")
     return plan_of_drawings(drawings, labels, names, background, faults)
+
+
+def _shapes(image: ElementTree.Element, where: str) -> tuple[list[tuple[str, Callable[[Size], Area]]], list[str]]:
+    """Areas of an image by z_order, and a message for each shape that has none."""
+    areas, unread = [], []
+    for shape in sorted(image, key=lambda shape: number_or(shape, "z_order")):
+        if shape.tag in WITHOUT_AREA:
+            unread.append(f"{where} has {shape.tag} of {shape.get('label')}, which has no area. Draw a polygon.")
+        elif shape.tag != "tag":
+            areas.append((shape.attrib["label"], _area(shape)))
+    return areas, unread
 
 
 def _area(shape: ElementTree.Element) -> Callable[[Size], Area]:
@@ -59,7 +66,8 @@ def _area(shape: ElementTree.Element) -> Callable[[Size], Area]:
         return float(shape.attrib[key])
 
     if shape.tag == "polygon":
-        points = [tuple(map(float, point.split(","))) for point in shape.attrib["points"].split(";")]
+        corners = (point.split(",") for point in shape.attrib["points"].split(";"))
+        points = [(float(x), float(y)) for x, y in corners]
         return partial(polygon, np.array(points, np.float64))
     if shape.tag == "box" and number_or(shape, "rotation") == 0:
         return partial(rectangle, number("xtl"), number("ytl"), number("xbr"), number("ybr"))

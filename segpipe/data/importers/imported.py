@@ -11,7 +11,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import cv2
@@ -29,6 +29,7 @@ MARK = ".import.json"
 BACKGROUND = ("background", "_background_")
 IGNORED = ("ignore", "__ignore__", "void")
 SPLIT_NAMES = {"training": "train", "valid": "val", "validation": "val"}
+INCOMPLETE = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)  # of content of other types
 Target = NDArray[np.uint8]
 
 
@@ -49,6 +50,7 @@ class Drawing(NamedTuple):
     image: Path
     size: Size
     areas: list[tuple[str, Callable[[Size], Area]]]  # label and pixels; raises ValueError
+    unread: Sequence[str] = ()  # a message for each shape that is no area: the image is left out
 
 
 @dataclass
@@ -60,6 +62,12 @@ class ImportPlan:
     palette: tuple[Color, ...] = ()
     faults: list[str] = field(default_factory=list)
     exif: str = ""
+
+
+def entry_name(file_name: str) -> str:
+    """Where the files of an image go below those of its split, without suffix: never outside, whatever its path is."""
+    path = PurePosixPath(file_name.replace("\\", "/"))
+    return "/".join(part for part in path.with_suffix("").parts if part not in ("/", ".."))
 
 
 def split_name(name: str) -> str:
@@ -79,7 +87,7 @@ def plan_of_drawings(
     """Plan for formats with areas. `labels` are the classes of the format in its order, `names` those of the user.
 
     With `background` = "class", pixels outside all areas are the class background; with "ignore", they are unlabelled.
-    Labels that nobody drew are left out, unless `names` has them.
+    Labels that nobody drew are left out, unless `names` has them. Areas of labels that `names` lacks are unlabelled.
     """
     counts = Counter(label for drawing in drawings for label, _ in drawing.areas)
     special = {*BACKGROUND, *IGNORED}
@@ -93,7 +101,10 @@ def plan_of_drawings(
         if label not in ids:
             other = near(label, classes)
             hint = f" Did you mean {other}?" if other else ""
-            faults.append(f"label {label} ({count} areas) is not one of names = {', '.join(names)}.{hint}")
+            faults.append(
+                f"label {label} ({count} areas) is not one of names = {', '.join(names)}.{hint} "
+                "With skip=true, these pixels are ignored."
+            )
     entries = [
         ImportEntry(drawing.split, drawing.name, drawing.image, _painter(drawing, ids, fill)) for drawing in drawings
     ]
@@ -102,14 +113,19 @@ def plan_of_drawings(
 
 def _painter(drawing: Drawing, ids: Mapping[str, int], fill: int) -> Callable[[], Target]:
     def paint() -> Target:
+        if drawing.unread:
+            more = len(drawing.unread) - 1
+            raise DataError(f"{drawing.unread[0]}{f' {more} more of {drawing.image} cannot be read.' if more else ''}")
+        if min(drawing.size) < 1:
+            raise DataError(f"{drawing.image}: its labels are for {drawing.size} (height, width).")
         target = np.full(drawing.size, fill, np.uint8)
         for label, area in drawing.areas:
-            if label not in ids:  # reported already
-                continue
             try:
-                target[area(drawing.size)] = ids[label]
+                target[area(drawing.size)] = ids.get(label, IGNORE_INDEX)
             except ValueError as error:
                 raise DataError(f"{drawing.image}: an area of {label} {error}.") from None
+            except (*INCOMPLETE, cv2.error) as error:
+                raise DataError(f"{drawing.image}: an area of {label} cannot be read ({error!r}).") from None
         return target
 
     return paint
@@ -175,6 +191,8 @@ def _put(entry: ImportEntry, out: Path, copy: bool) -> str:
     try:
         header, target = read_header(str(entry.image)), entry.target()
     except DataError as error:
+        for left in (mask, image):  # of an import before, when it could be read
+            left.unlink(missing_ok=True)
         return str(error)
     if target.shape not in (header[:2], header.upright):
         return (

@@ -19,6 +19,8 @@ def polygon(points: NDArray[np.float64], size: Size) -> Area:
     The pixel in row r and column c covers [c, c + 1) x [r, r + 1), as in COCO: neighbours that share an edge neither
     overlap nor leave a gap, which cannot be said of cv2.fillPoly, since it draws the edge into both.
     """
+    if not np.isfinite(points).all():
+        raise ValueError("has a corner that is no finite number")
     height, width = size
     flips = np.zeros((height, width + 1), np.uint8)
     x, y = points[:, 0], points[:, 1]

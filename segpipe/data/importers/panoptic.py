@@ -10,7 +10,7 @@ import numpy as np
 
 from segpipe import IGNORE_INDEX
 from segpipe.data.importers.coco import find_image, image_folder, load_json
-from segpipe.data.importers.imported import ImportEntry, ImportPlan, Target, split_name
+from segpipe.data.importers.imported import ImportEntry, ImportPlan, Target, entry_name, split_name
 from segpipe.data.readers import read_mask
 from segpipe.errors import DataError
 
@@ -43,7 +43,7 @@ def coco_panoptic(source: Path, names: Sequence[str], background: str) -> Import
                 continue
             segments = {int(part["id"]): ids.get(int(part["category_id"]), -1) for part in each["segments_info"]}
             mask = path.with_suffix("") / str(each["file_name"])
-            name = Path(file_name).with_suffix("").as_posix()
+            name = entry_name(file_name)
             entries.append(ImportEntry(split, name, image, partial(_target, mask, segments)))
     return ImportPlan(classes, entries, faults=faults)
 

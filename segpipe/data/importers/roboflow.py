@@ -31,6 +31,7 @@ def roboflow(source: Path, names: Sequence[str], background: str) -> ImportPlan:
     known = tuple(dict.fromkeys(name for each in classes.values() for name in each.values()))
     refuse_names(names, known)
     entries, faults = [], list[str]()
+    known_images = set[Path]()
     for path, ids in classes.items():
         train_ids = {IGNORE_INDEX: IGNORE_INDEX} | {number: known.index(name) for number, name in ids.items()}
         table = MaskTable(ClassTable("roboflow", known, (), train_ids), kind="ids")
@@ -41,10 +42,18 @@ def roboflow(source: Path, names: Sequence[str], background: str) -> ImportPlan:
             if image is None:
                 faults.append(f"{mask} has no image {stem}.jpg.")
                 continue
+            known_images.add(image)
             entries.append(ImportEntry(split, stem, image, partial(read_target, table, str(mask))))
+        others = {each for each in path.parent.iterdir() if each.suffix.lower() in SUFFIXES} - known_images
+        faults += [
+            f"{each} has no mask {each.stem}_mask.png." for each in sorted(others) if not each.stem.endswith("_mask")
+        ]
     return ImportPlan(known, entries, faults=faults)
 
 
 def _roboflow_classes(path: Path) -> dict[int, str]:
-    rows = list(csv.reader(path.read_text(encoding="utf-8-sig").splitlines()))[1:]
-    return {int(row[0]): row[1].strip() for row in rows if row}
+    try:
+        rows = list(csv.reader(path.read_text(encoding="utf-8-sig").splitlines(), skipinitialspace=True))[1:]
+        return {int(row[0]): row[1].strip() for row in rows if row}
+    except (ValueError, IndexError) as error:
+        raise DataError(f"{path} ({error}) needs rows such as `0, background` below its header.") from None

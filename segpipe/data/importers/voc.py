@@ -12,6 +12,7 @@ from segpipe.data.folders import SUFFIXES
 from segpipe.data.importers.imported import IGNORED, ImportEntry, ImportPlan, refuse_names, split_name
 from segpipe.data.masks import read_target
 from segpipe.errors import DataError
+from segpipe.files import files_below
 
 VOC = (
     "background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "diningtable",
@@ -43,7 +44,7 @@ def voc(source: Path, names: Sequence[str], background: str) -> ImportPlan:
     pictures = root / "JPEGImages"
     images = {
         path.relative_to(pictures).with_suffix("").as_posix(): path
-        for path in pictures.rglob("*")
+        for path in files_below(pictures)
         if path.suffix.lower() in SUFFIXES
     }
     entries, faults = [], list[str]()
