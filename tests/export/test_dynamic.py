@@ -17,7 +17,7 @@ import torch
 from onnx import numpy_helper
 from torch import nn
 
-from exports import CLASSES, IMAGES, NAMES, SIZE, Tiny, structured, tiny_network, write_run
+from exports import CLASSES, IMAGES, NAMES, SIZE, Tiny, structured, tiny_network, trained_network, write_run
 from segpipe.cli.main import main as segpipe
 from segpipe.errors import ConfigError, ExportMismatch, IntegrityError
 from segpipe.export import publish
@@ -294,6 +294,22 @@ def test_answers_come_in_the_order_of_the_images(free_batch: publish.ExportRepor
         assert len({mask.tobytes() for mask in alone}) == len(IMAGES), "the control: the images differ"
         for mask, answer in zip(alone, run.batch(IMAGES), strict=True):
             assert (mask == answer.mask).mean() > 0.999
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fast_scnn", "ddrnet23_slim", "pidnet_s"])
+def test_the_pt2_file_of_a_real_network_takes_one_image_and_more(name: str, tmp_path: Path) -> None:
+    """torch.export demands more than one image of these, which the small networks above do not show."""
+    trained = trained_network(name, SIZE)
+    report = export(trained, tmp_path / "export", "batch", ["pt2"], images=2)
+    assert gate_names(report, "model.pt2", BATCHES)
+    module = torch.export.load(report.folder / "model.pt2").module()
+    frames, model = torch.from_numpy(np.stack(IMAGES)), deploy_model(trained)
+    with torch.no_grad():
+        for number in (1, 2, 4):
+            for found, wanted in zip(module(frames[:number]), model(frames[:number]), strict=True):
+                assert found.shape[0] == number
+                assert (found == wanted).double().mean() > 0.999
 
 
 # Faults that one shape does not show

@@ -61,9 +61,13 @@ def to_pt2(model: DeployModel, size: Size, manifest: Manifest, shipped: Path, pr
     # Only broadcasting needs to know, and nothing is broadcast here. torch.onnx.export sets the same option itself.
     with torch.no_grad(), config.patch(backed_size_oblivious=True):
         for variant, path in ((model.probe(), probe), (model, shipped)):
-            program = torch.export.export(
+            program: Any = torch.export.export(
                 variant, (model.profile.example(size),), dynamic_shapes=model.profile.dynamic_shapes(manifest)
             )
+            if model.profile.dynamic == "batch":
+                # Of one image, torch cannot tell the layout channels-last from the other one, so it asks for more.
+                # That decides on strides inside the conversion only; the gates run one image, too.
+                program._guards_code = [guard for guard in program._guards_code if not guard.endswith("size()[0] > 1")]
             for node in program.graph.nodes:
                 node.meta.pop("stack_trace", None)  # paths of this machine
             torch.export.save(program, path, extra_files=dict(extra))
