@@ -296,7 +296,6 @@ def test_answers_come_in_the_order_of_the_images(free_batch: publish.ExportRepor
             assert (mask == answer.mask).mean() > 0.999
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fast_scnn", "ddrnet23_slim", "pidnet_s"])
 def test_the_pt2_file_of_a_real_network_takes_one_image_and_more(name: str, tmp_path: Path) -> None:
     """torch.export demands more than one image of these, which the small networks above do not show."""
