@@ -21,7 +21,6 @@ from segpipe.export.artifact.conversion import conversion_problems, harmful, oth
 from segpipe.export.artifact.manifest import describe, in_file
 from segpipe.export.artifact.origin import Origin
 from segpipe.export.artifact.place import sums_problems, write_sums
-from segpipe.export.gates.temperature import calibration_problems
 from segpipe.export.graph.formats import FORMATS
 from segpipe.export.graph.network import deploy_model
 from segpipe.export.graph.profiles import Manifest
@@ -285,25 +284,6 @@ def test_what_is_no_file_is_refused_before_anything_is_read(tmp_path: Path, kind
     assert sums_problems(tmp_path) == []
     (tmp_path / "model.onnx").symlink_to("/dev/zero") if kind == "link" else os.mkfifo(tmp_path / "model.onnx")
     assert sums_problems(tmp_path) == ["model.onnx is a link, a pipe or a device, not a file"]
-
-
-@pytest.mark.parametrize(
-    ("claimed", "problem", "unchecked"),
-    [
-        ({"method": "temperature", "temperature": 1.5, "images": 8}, "", ""),
-        ({"method": "temperature", "temperature": 1.5005, "images": 8}, "", ""),
-        ({"method": "temperature", "temperature": 30.0, "images": 8}, "the labelled images give 1.5", ""),
-        ({"method": "temperature", "temperature": 1e9, "images": 8}, "is not within", ""),
-        ({"method": "temperature", "temperature": float("nan"), "images": 8}, "is not within", ""),
-        ({"method": "temperature", "temperature": 30.0, "images": 9}, "", "fitted on 9 labelled images"),
-        ({"method": "none", "temperature": 1.0}, "", ""),
-        ({"method": "none", "temperature": 20.0}, "it was not fitted", ""),
-    ],
-)
-def test_the_temperature_is_fitted_again(claimed: dict[str, object], problem: str, unchecked: str) -> None:
-    found, why = calibration_problems(claimed, {"method": "temperature", "temperature": 1.5, "images": 8})
-    assert [problem in text for text in found] == [True] * bool(problem)
-    assert (unchecked in why) if unchecked else not why
 
 
 def test_the_control_a_plain_load_would_have_run_the_pickle(tmp_path: Path) -> None:

@@ -378,6 +378,14 @@ def test_the_scaled_weight_is_the_one_that_moves_the_logits_most() -> None:
         network[1].bias.fill_(5.0)  # which the last weights multiply, and those before it do not
         before = [weight.clone() for weight in network.parameters()]
         assert controls._most_influential(network) is network[2].weight
+        norm = nn.BatchNorm2d(8)
+        norm.weight.fill_(100.0)
+        norm.bias.fill_(1e4)
+        first = nn.Conv2d(3, 8, 3, padding=1)
+        assert controls._most_influential(nn.Sequential(first, norm).eval()) is first.weight, "of a convolution only"
+        alone = nn.BatchNorm2d(3).eval()
+        alone.bias.fill_(1e4)
+        assert controls._most_influential(alone) is alone.bias, "there is no convolution"
     assert all(map(torch.equal, before, network.parameters()))
 
 

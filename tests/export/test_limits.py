@@ -362,18 +362,18 @@ def test_confidence_is_judged_by_its_mean_on_real_images_and_by_its_calibration(
         assert not refused.passed
         assert "8 levels on average" in refused.message
     target = np.zeros((8, 8), np.uint8)
-    target[:, 4:] = 1
-    mask, levels = np.zeros((8, 8), np.uint8), np.full((4, 4), 128, np.uint8)  # half of it right, and half sure
+    target[:, 6:] = 1
+    mask, levels = np.zeros((8, 8), np.uint8), np.full((4, 4), 192, np.uint8)  # three quarters right, and so sure
     honest, boastful = (Score(torch.zeros(2, 2, dtype=torch.int64)) for _ in range(2))
     honest.add(Answer(mask, levels), target)
     boastful.add(Answer(mask, np.full((4, 4), 255, np.uint8)), target)
-    assert honest.calibration_error == pytest.approx(128 / 255 - 0.5)
-    assert boastful.calibration_error == pytest.approx(0.5)
+    assert honest.calibration_error == pytest.approx(192 / 255 - 0.75)
+    assert boastful.calibration_error == pytest.approx(0.25)
     points = 100 * (boastful.calibration_error - honest.calibration_error)
     for limit, passed in ((points, True), (math.nextafter(points, 0), False)):
         found = gate_quality(honest, boastful, ("a", "b"), Limits(calibration_points=limit))
         assert found.passed is passed
-        assert passed or "calibration error grows by 49.8 points" in found.message
+        assert passed or "calibration error grows by 24.7 points" in found.message
     unlabelled = Score(torch.zeros(2, 2, dtype=torch.int64))
     unlabelled.add(Answer(mask, levels), np.full((8, 8), 255, np.uint8))
     assert unlabelled.calibration_error == 0.0

@@ -10,7 +10,7 @@ import pytest
 
 from segpipe.errors import DataError
 from segpipe.export.gates import temperature
-from segpipe.export.gates.temperature import calibration_error, fit_temperature
+from segpipe.export.gates.temperature import calibration_error, calibration_problems, fit_temperature
 
 IGNORE, CLASSES, SIZE = 255, 6, (24, 32)
 
@@ -142,3 +142,43 @@ def test_unusable_data(logits: np.ndarray, target: np.ndarray, message: str) -> 
 def test_no_image_at_all() -> None:
     with pytest.raises(DataError, match="0 images"):
         fit_temperature([], ignore_index=IGNORE)
+
+
+def fitted(temperature: float, images: int = 8) -> dict[str, object]:
+    return {"method": "temperature", "temperature": temperature, "images": images}
+
+
+@pytest.mark.parametrize(
+    ("claimed", "found", "problem", "unchecked"),
+    [
+        (fitted(1.5), fitted(1.5), "", ""),
+        (fitted(2.0019), fitted(2.0), "", ""),  # a thousandth, as of another processor
+        (fitted(1.9981), fitted(2.0), "", ""),
+        (fitted(2.0021), fitted(2.0), "the labelled images give 2.0", ""),
+        (fitted(0.02), fitted(0.02), "", ""),
+        (fitted(0.02), fitted(0.0201), "the labelled images give 0.0201", ""),
+        (fitted(50.0), fitted(50.0), "", ""),
+        (fitted(0.0199), fitted(0.0199), "0.0199 is not within 0.02 to 50.0", ""),
+        (fitted(50.1), fitted(50.1), "is not within", ""),
+        (fitted(float("nan")), fitted(1.5), "is not within", ""),
+        (fitted(1.5), fitted(float("nan")), "the labelled images give nan", ""),
+        (fitted(30.0, 9), fitted(1.5), "", "fitted on 9 labelled images, and there are 8 here"),
+        (fitted(30.0), {"method": "none", "temperature": 1.0}, "", "and there are no here"),
+        ({"method": "none", "temperature": 1.0}, fitted(1.5), "", ""),
+        ({"method": "none", "temperature": 20.0}, fitted(1.5), "= 20.0, but it was not fitted", ""),
+    ],
+)
+def test_a_claimed_temperature_is_held_against_the_fitted_one(
+    claimed: dict[str, object], found: dict[str, object], problem: str, unchecked: str
+) -> None:
+    problems, why = calibration_problems(claimed, found)
+    assert [problem in text for text in problems] == [True] * bool(problem)
+    assert (unchecked in why) if unchecked else not why
+
+
+@pytest.mark.parametrize("scale", [0.03, 0.3, 1.0, 20.0])
+def test_the_zero_of_the_slope_is_found_to_nine_digits(scale: float) -> None:
+    """Two classes at a distance d, right with the share s: the temperature is d / log(s / (1 - s)), by hand."""
+    score = np.tile([scale, 0.0], (10, 1))
+    label = np.array([0] * 7 + [1] * 3)
+    assert temperature._most_likely(score, label) == pytest.approx(scale / np.log(7 / 3), rel=1e-8)
