@@ -51,7 +51,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Seed the global generators before any fixture: tests of one process share them, and their order varies."""
+    """Seed the global generators before any fixture, and undo the determinism that a command of an earlier test set.
+
+    Tests of one process share both, and their order varies.
+    """
+    torch.set_deterministic_debug_mode("default")
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,15 +14,6 @@ CPU = torch.device("cpu")
 INPUTS = ops.make_inputs(CPU, 32, 2)
 BY_INDEX = ("median", "kthvalue", "sort", "topk")  # of equal values these name any; the replacement is not compared
 SUM = next(case for case in ops.CASES if case.op == "scatter_add")
-
-
-@pytest.fixture(autouse=True)
-def _any_algorithm() -> Iterator[None]:
-    """A command that an earlier test ran in this process may have left deterministic algorithms on."""
-    before = torch.get_deterministic_debug_mode()
-    torch.set_deterministic_debug_mode("default")
-    yield
-    torch.set_deterministic_debug_mode(before)
 
 
 def called(case: ops.Case, *, replaced: bool) -> set[str]:
