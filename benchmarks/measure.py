@@ -99,3 +99,8 @@ def ratio(above: list[float], below: list[float]) -> dict[str, float]:
     draws = np.random.default_rng(0).choice(pairs, (4000, len(pairs)))
     low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
     return {"ratio": round(float(np.median(pairs)), 4), "low": round(float(low), 4), "high": round(float(high), 4)}
+
+
+def holds(found: Mapping[str, float], *, at_least: float | None = None, at_most: float | None = None) -> bool:
+    """Whether a claim about a ratio holds on its whole interval: the end that speaks against it decides."""
+    return (at_least is None or found["low"] >= at_least) and (at_most is None or found["high"] <= at_most)

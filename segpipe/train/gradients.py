@@ -76,25 +76,44 @@ class BatchLoss:
         self.device = self.group.device
         self.class_weights = class_weights.to(self.device) if class_weights is not None else None
         self.preprocess = Preprocess().to(self.device)
+        self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def __call__(
         self, network: nn.Module, image: Tensor, target: Tensor, global_valid: Tensor, *, shard: int
     ) -> dict[str, Tensor]:
         """Loss parts, 0-d; dropout is keyed by the step and `shard`, not by what ran before."""
         torch.manual_seed(torch_seed(self.config.seed, self.state.step, shard, "dropout"))
-        seen = self.preprocess(image.to(self.device, non_blocking=True))
-        target = target.to(self.device, non_blocking=True)
-        with autocast(self.device, self.config.train.precision):
+        with self.watch.span("copy"):
+            image, target = self._on_device(image, target)
+        with self.watch.span("forward"), autocast(self.device, self.config.train.precision):
+            seen = self.preprocess(image)
             heads = network(seen)
         self.watch.forward(seen, heads)
-        return shard_loss(
-            heads,
-            target,
-            self.config.loss,
-            class_weights=self.class_weights,
-            global_valid=global_valid,
-            align_corners=self.state.model.align_corners,
-        )
+        with self.watch.span("loss"):
+            return shard_loss(
+                heads,
+                target,
+                self.config.loss,
+                class_weights=self.class_weights,
+                global_valid=global_valid,
+                align_corners=self.state.model.align_corners,
+            )
+
+    def _on_device(self, image: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Both on the device; the host does not wait.
+
+        A stream of its own copies them: the host is ahead of a GPU by up to a step, so a batch is there when the GPU
+        comes to it, and copies take no time of the stream that computes.
+        """
+        if self._copies is None:
+            return image.to(self.device, non_blocking=True), target.to(self.device, non_blocking=True)
+        here = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self._copies):
+            image, target = (value.to(self.device, non_blocking=True) for value in (image, target))
+        here.wait_stream(self._copies)
+        for value in (image, target):
+            value.record_stream(here)  # its memory is not used again before `here` has read it
+        return image, target
 
 
 class ElasticGradients:
@@ -117,7 +136,7 @@ class ElasticGradients:
 
     def __call__(self, shards: Sequence[ShardBatch], global_valid: Tensor) -> Reduced:
         """Leave the reduced gradients in `.grad`: None where no shard of any rank gave one. A collective."""
-        leaves = self.loss.config.compute.shards
+        leaves, watch = self.loss.config.compute.shards, self.loss.watch
         tree, free, losses = TreeSum(leaves, shards[0].shard), list(self._vectors), {}
         before = [buffer.clone() for buffer in self.statistics]
         absent = set(range(len(self.parameters)))  # parameters for which no own shard gave a gradient
@@ -131,29 +150,35 @@ class ElasticGradients:
                 total = free.pop() if free else self._new(layout)
                 across = RankSum(self.group, leaves)
                 self._exchange = _Exchange(layout, tree, flat, self.parameters, across, total)
-            self.state.scaler.scale(parts["total"]).backward()  # type: ignore[no-untyped-call]
+            with watch.span("backward"):
+                self.state.scaler.scale(parts["total"]).backward()  # type: ignore[no-untyped-call]
             losses[batch.shard] = parts["total"].detach()
             views = layout.views(flat)
-            given = self._exchange.given if self._exchange else [p.grad is not None for p in self.parameters]
-            absent -= {place for place, present in enumerate(given) if present}
-            _copy(views[: len(before) + 1], [*self.statistics, self._figures(parts, given)])
-            _copy(self.statistics, before)
-            grads = views[len(before) + 1 :]
-            if self._exchange is not None:
-                self._exchange.send_rest()
-            else:
-                _pack(grads, self.parameters)
-            self.loss.watch.shard(batch, parts["total"], views[: len(before)], grads)
-            if self._exchange is not None:
-                self._exchange.wait()
-                self._exchange = None
-            if not last:
-                spare = tree.push(flat)
-                free += [spare] if spare is not None else []
-            elif self.group.world_size == 1:
-                tree.close(flat, slice(None))
+            with watch.span("reduction"):
+                absent -= self._collect(views, parts, before)
+            watch.shard(batch, parts["total"], views[: len(before)], views[len(before) + 1 :])
+            with watch.span("reduction"):
+                if self._exchange is not None:
+                    self._exchange.wait()
+                    self._exchange = None
+                if not last:
+                    spare = tree.push(flat)
+                    free += [spare] if spare is not None else []
+                elif self.group.world_size == 1:
+                    tree.close(flat, slice(None))
         root = tree.last_sum(flat)
         return self._unpack(root if self.group.world_size == 1 else total, losses, absent)
+
+    def _collect(self, views: list[Tensor], parts: dict[str, Tensor], before: list[Tensor]) -> set[int]:
+        """Move what a shard's pass left behind into its vector; returns the parameters that have a gradient."""
+        given = self._exchange.given if self._exchange else [p.grad is not None for p in self.parameters]
+        _copy(views[: len(before) + 1], [*self.statistics, self._figures(parts, given)])
+        _copy(self.statistics, before)
+        if self._exchange is not None:
+            self._exchange.send_rest()
+        else:
+            _pack(views[len(before) + 1 :], self.parameters)
+        return {place for place, present in enumerate(given) if present}
 
     def _new(self, layout: FlatLayout) -> Tensor:
         self._vectors.append(layout.new())
