@@ -20,13 +20,14 @@ def main(overrides: list[str]) -> int:
     check(config, world_size=1)
     flags.set_environment(environment.local_world_size() * config.compute.threads, config.compute.mode)
     from segpipe.distributed import group as processes
-    from segpipe.train.profiling import TIMED, Profile, measure
+    from segpipe.train.profiling import TIMED, StepProfile, measure
 
     config = with_steps(config)
     group = processes.join(config.compute, {"configuration": config_hash(config)})
     folder = config.run_dir.with_name(f"{config.run_dir.name}_profile")
     try:
-        found: Profile = measure(config, group, folder / f"rank{group.rank:02d}" if group.world_size > 1 else folder)
+        own = folder / f"rank{group.rank:02d}" if group.world_size > 1 else folder
+        found: StepProfile = measure(config, group, own)
     finally:
         processes.leave(group)
     if not group.is_main:
@@ -52,5 +53,5 @@ def main(overrides: list[str]) -> int:
     )
     for sentence in found.advice:
         console.print(sentence, markup=False)
-    console.print(f"trace for chrome://tracing or ui.perfetto.dev: {folder / 'trace.json'}", markup=False)
+    console.print(f"trace for chrome://tracing or ui.perfetto.dev: {own / 'trace.json'}", markup=False)
     return 0

@@ -6,7 +6,7 @@ import contextlib
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from segpipe.train.step import TrainStep, train_step
 from segpipe.train.watch import Watch
 
 if TYPE_CHECKING:
+    from segpipe.data.samples import Samples
     from segpipe.distributed.group import Group
     from segpipe.settings.config import Config
 
@@ -39,7 +40,7 @@ HOOKS = ("forward", "shard", "whole_batch", "reduced", "applied", "after_update"
 
 
 @dataclass(frozen=True)
-class Part:
+class SpanCost:
     """A part of an update: milliseconds per update, and bytes that its tensors take and give."""
 
     name: str
@@ -50,12 +51,12 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Profile:
+class StepProfile:
     """What `measure` found."""
 
     update_ms: float
     images_per_second: float  # of this process
-    parts: list[Part]
+    parts: list[SpanCost]
     copy_gib_per_s: float
     read_ms: float  # per sample, in one process
     augment_ms: float
@@ -134,21 +135,51 @@ class Traffic(TorchDispatchMode):
         return out
 
 
-def measure(config: Config, group: Group, folder: Path) -> Profile:
+def measure(config: Config, group: Group, folder: Path) -> StepProfile:
     """Profile of some updates of a fresh network; writes `folder`/trace.json, for chrome://tracing and Perfetto.
 
     A collective: every rank measures itself. Raises ConfigError and DataError as a training does.
     """
     flags.apply(config.compute.threads, config.compute.mode)
-    samples, device = open_samples(config.data, "train", config.seed), group.device
-    spans, own = Spans(device), group.own_shards(config.compute.shards)
+    samples, spans = open_samples(config.data, "train", config.seed), Spans(group.device)
+    with _updates(config, group, samples, spans) as update:
+        for _ in range(WARM):
+            update()
+        spans.take()
+        before = time.perf_counter()
+        for _ in range(TIMED):
+            update()
+        seconds = {name: spent / TIMED for name, spent in spans.take().items()}
+        whole = (time.perf_counter() - before) / TIMED
+        _trace(update, folder, group.device)
+        with Traffic(spans) as traffic:
+            update()
+    speed, batch = copy_speed(group.device), len(group.own_shards(config.compute.shards))
+    read, augment = _loader(config, samples)
+    batch *= config.compute.samples_per_shard
+    found = StepProfile(
+        update_ms=round(1000 * whole, 2),
+        images_per_second=round(batch / whole, 2),
+        parts=_parts(seconds, whole, traffic.bytes, speed),
+        copy_gib_per_s=round(speed, 2),
+        read_ms=round(read, 2),
+        augment_ms=round(augment, 2),
+        repeated=REPEATS / config.augment.canary if config.augment.canary else 0.0,
+        advice=[],
+    )
+    return replace(found, advice=advice(found, config, group.device, batch))
+
+
+@contextlib.contextmanager
+def _updates(config: Config, group: Group, samples: Samples, spans: Spans) -> Iterator[Callable[[], None]]:
+    """A function that does the next update; nothing of it outlives the block."""
     counts = counted(config, group, samples, kept=None, say=print)
-    updates = range(WARM + TIMED + TRACED + 1)
+    steps = range(WARM + TIMED + TRACED + 1)
     with (
         tempfile.TemporaryDirectory() as scratch,
-        contextlib.closing(shard_stream(config, group, samples, updates, counts)) as stream,
+        contextlib.closing(shard_stream(config, group, samples, steps, counts)) as stream,
     ):
-        state = build_state(config, samples.classes, device)
+        state = build_state(config, samples.classes, group.device)
         kept = replace(config, run=replace(config.run, root=scratch))
         ledger = config.compute.ledger and config.compute.mode != "off"
         watch = Recorder(kept, group, state, samples, flags.fingerprint()) if ledger else Watch(group, state)
@@ -157,39 +188,14 @@ def measure(config: Config, group: Group, folder: Path) -> Profile:
 
         def update() -> None:
             with spans("data", host=True):
-                shards = [next(stream) for _ in own]
-            train_step(step, shards, wait=device.type == "cpu")
+                shards = [next(stream) for _ in group.own_shards(config.compute.shards)]
+            train_step(step, shards, wait=group.device.type == "cpu")
 
-        for _ in range(WARM):
-            update()
-        spans.take()
-        before = time.perf_counter()
-        for _ in range(TIMED):
-            update()
-        seconds = spans.take()
-        whole = (time.perf_counter() - before) / TIMED
-        _trace(update, folder, device)
-        with Traffic(spans) as traffic:
-            update()
+        yield update
         watch.close()
-    speed = copy_speed(device)
-    parts = _parts({name: spent / TIMED for name, spent in seconds.items()}, whole, traffic.bytes, speed)
-    read, augment = _loader(config, samples)
-    batch = len(own) * config.compute.samples_per_shard
-    found = Profile(
-        update_ms=round(1000 * whole, 2),
-        images_per_second=round(batch / whole, 2),
-        parts=parts,
-        copy_gib_per_s=round(speed, 2),
-        read_ms=round(read, 2),
-        augment_ms=round(augment, 2),
-        repeated=REPEATS / config.augment.canary if config.augment.canary else 0.0,
-        advice=[],
-    )
-    return replace(found, advice=advice(found, config, device, batch))
 
 
-def _trace(update: Any, folder: Path, device: torch.device) -> None:
+def _trace(update: Callable[[], None], folder: Path, device: torch.device) -> None:
     cuda = [ProfilerActivity.CUDA] if device.type == "cuda" else []
     with profile(activities=[ProfilerActivity.CPU, *cuda]) as found:
         for _ in range(TRACED):
@@ -198,14 +204,14 @@ def _trace(update: Any, folder: Path, device: torch.device) -> None:
     found.export_chrome_trace(str(folder / "trace.json"))  # type: ignore[no-untyped-call]
 
 
-def _parts(seconds: dict[str, float], whole: float, moved: dict[str, int], speed: float) -> list[Part]:
+def _parts(seconds: dict[str, float], whole: float, moved: dict[str, int], speed: float) -> list[SpanCost]:
     """Parts by time, and `other` for what no span holds."""
     left = {**seconds, "other": max(whole - sum(seconds.values()), 0.0)}
     parts = []
     for name, spent in sorted(left.items(), key=lambda item: -item[1]):
         gib = 0.0 if name == "data" else moved.get("" if name == "other" else name, 0) / 2**30
         used = gib / spent / speed if spent else 0.0
-        parts.append(Part(name, round(1000 * spent, 2), round(spent / whole, 4), round(gib, 3), round(used, 3)))
+        parts.append(SpanCost(name, round(1000 * spent, 2), round(spent / whole, 4), round(gib, 3), round(used, 3)))
     return parts
 
 
@@ -227,7 +233,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _loader(config: Config, samples: Any) -> tuple[float, float]:
+def _loader(config: Config, samples: Samples) -> tuple[float, float]:
     """Milliseconds to read a sample and to augment it, in this process on one thread: medians."""
     augmenter, spent = Augmenter(config.augment), []
     for index in range(SAMPLES + 1):
@@ -240,7 +246,7 @@ def _loader(config: Config, samples: Any) -> tuple[float, float]:
     return 1000 * middle[0], 1000 * middle[1]
 
 
-def advice(found: Profile, config: Config, device: torch.device, batch: int) -> list[str]:
+def advice(found: StepProfile, config: Config, device: torch.device, batch: int) -> list[str]:
     """What to change first, in words: one sentence for each part that takes more than it should."""
     share = {part.name: part.share for part in found.parts}
     per_sample = (found.read_ms + found.augment_ms) * (1 + found.repeated)
