@@ -83,6 +83,7 @@ class Update:
     run: Callable[[], Any]
     prepare: Callable[[], None]
     step: TrainStep | None = None  # of ours
+    between_logs: Callable[[], Any] = lambda: None  # of ours: a step without a wait at its end
 
 
 def arms(scene: Scene, *, threads: int = THREADS) -> dict[str, Update]:
@@ -110,14 +111,24 @@ def ours(scene: Scene, precision: str, threads: int = THREADS, mode: str = "elas
     if scene.device.type == "cuda":
         image, target = image.pin_memory(), target.pin_memory()
 
-    def run() -> None:
+    def between_logs() -> None:
         train_step(step, [ShardBatch(state.step, 0, image, target, ids, ids)], wait=False)
+
+    def run() -> None:
+        between_logs()
         wait(scene.device)
 
-    return Update(run, prepare, step)
+    return Update(run, prepare, step, between_logs)
 
 
-def theirs(scene: Scene, step: Callable[..., dict[str, float]], precision: str, threads: int = THREADS) -> Update:
+def theirs(
+    scene: Scene,
+    step: Callable[..., dict[str, float]],
+    precision: str,
+    threads: int = THREADS,
+    *,
+    compiled: bool = False,
+) -> Update:
     """The same network under another recipe; in bf16 also in channels_last, as a tuned copy of the recipe would be."""
     torch.manual_seed(0)
     model = build_model("pidnet_s", STREET.num_classes).train().to(scene.device)
@@ -129,6 +140,8 @@ def theirs(scene: Scene, step: Callable[..., dict[str, float]], precision: str, 
     edges = boundary_target(target, ignore_index=loops.IGNORE)[:, 0]
     batch = loops.Batch(*(value.to(scene.device) for value in (seen, target.long(), edges)))
     optimizer = loops.optimizer_of(model)
+    if compiled:
+        model.logits = torch.compile(model.logits)  # type: ignore[method-assign]
 
     def amp() -> Any:
         return torch.autocast(scene.device.type, torch.bfloat16) if bf16 else contextlib.nullcontext()
