@@ -163,7 +163,7 @@ def alignment(bench: Bench) -> dict[str, Any]:
     """Every gradient view starts at a multiple of 512 bytes on the device, so kernels choose alike for any ranks."""
     figures = {}
     for name in ("pidnet_s", "ddrnet23_slim", "fast_scnn"):
-        model = build_model(name, 19).to(bench.device, memory_format=torch.channels_last)
+        model = build_model(name, 19).to(bench.device).to(memory_format=torch.channels_last)
         layout = FlatLayout(list(model.parameters()))
         views = layout.views(layout.new())
         step = 4 * ALIGNMENT if bench.device.type == "cuda" else 64  # what the allocator of a CPU promises
