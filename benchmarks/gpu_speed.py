@@ -131,7 +131,7 @@ def loader(bench: Bench) -> dict[str, Any]:
     step, config = update.step, replace(update.step.config)
     side = 2 * bench.size
     config.data = replace(Config().data, num_train=2 * bench.batch, size=[bench.size, side], workers=_workers(bench))
-    config.data.cache_mib = 4096.0 if bench.device.type == "cuda" else 64.0
+    config.data.cache_mib = 4096 if bench.device.type == "cuda" else 64
     samples = open_samples(config.data, "train", 0)
     count = max(bench.updates, 2)
     group = Group(0, 0, 1, bench.device)
