@@ -41,9 +41,10 @@ def main(overrides: list[str]) -> int:
             part.name, f"{part.ms:.1f}", f"{part.share:.1%}", f"{part.gib:.2f}" if part.gib else "", bandwidth
         )
     console.print(
-        f"{config.model.name} on {group.device.type}, {len(group.own_shards(config.compute.shards))} shards of "
-        f"{config.compute.samples_per_shard} per process, {group.world_size} processes: {found.update_ms:.1f} ms per "
-        f"update, {found.images_per_second:.1f} images/s per process ({TIMED} updates)"
+        f"{config.model.name} on {group.device.type}, shards per process: "
+        f"{len(group.own_shards(config.compute.shards))}, of {config.compute.samples_per_shard} samples; processes: "
+        f"{group.world_size}. {found.update_ms:.1f} ms per update, {found.images_per_second:.1f} images/s per process "
+        f"({TIMED} updates)"
     )
     console.print(table)
     console.print(
