@@ -63,7 +63,7 @@ def test_a_run_is_profiled_and_leaves_nothing_but_its_profile(
     monkeypatch.setattr(profiling, "TIMED", 2)
     overrides = [
         "data=synthetic", "data.size=[64,96]", "data.num_train=8", "augment.crop_size=[64,64]", "data.workers=0",
-        "model=fast_scnn", "compute.device=cpu", "compute.shards=2", "compute.samples_per_shard=2",
+        "model=fast_scnn", "compute.device=cpu", "compute.threads=1", "compute.shards=2", "compute.samples_per_shard=2",
         "train.precision=bf16", f"run.root={tmp_path}", "run.name=one",
     ]  # fmt: skip
     assert main(["profile", *overrides]) == 0
