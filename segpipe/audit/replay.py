@@ -11,6 +11,7 @@ from segpipe.audit.trace import Tracer, write_traces
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.distributed.watch.agreement import common_fingerprint
+from segpipe.errors import ConfigError
 from segpipe.train import checkpoint, state
 from segpipe.train.batches import counted, loss_weights, shard_stream
 from segpipe.train.recorder import Recorder
@@ -57,6 +58,8 @@ def replay(task: Task, group: Group, report: Callable[[int], None]) -> None:
 def _traced(task: Task, step: TrainStep) -> Iterator[None]:
     """Writes digests of every module into the folder of the task."""
     config, group = task.config, step.group
+    if config.compute.compile:
+        raise ConfigError("compute.compile = true: a compiled network has no layers to look into. Set replay=false.")
     tracer = Tracer(step.state.model, step.loss.preprocess, group.own_shards(config.compute.shards))
     with tracer.watch():
         yield

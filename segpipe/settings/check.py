@@ -173,6 +173,11 @@ def _check_processes(config: Config, world_size: int) -> None:
             f"{compute.mode} gives all of them equal batches. Use compute.mode=elastic, which takes any number of "
             f"processes up to {compute.shards}, or a number that divides it."
         )
+    if compute.compile and compute.mode != "elastic":
+        raise ConfigError(
+            f"compute.compile = true, but compute.mode = {compute.mode}: DDP needs the gradients one by one, and an "
+            f"audit the layers. Set compute.mode=elastic or compute.compile=false."
+        )
     if config.model.norm == "sync" and compute.mode in ("elastic", "audit"):
         raise ConfigError(
             f"model.norm = sync, but compute.mode = {compute.mode} promises the same bits for any number of processes, "

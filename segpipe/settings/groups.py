@@ -197,6 +197,7 @@ class ComputeConfig:
     # At least 2: the networks pool whole images, which leaves BatchNorm one value per image.
     samples_per_shard: int = setting(4, "samples per logical shard", low=2, high=65536)
     threads: int = setting(2, "intra-op threads per process; changes the bits on a CPU", low=1, high=1024)
+    compile: bool = setting(False, "torch.compile for the network; other bits than without, see docs/performance.md")
     ledger: bool = setting(True, "write digests of every step, and compare the state across ranks", free=True)
     timeout_s: float = setting(600.0, "timeout of a collective in seconds", low=1, high=10**9, free=True)
 

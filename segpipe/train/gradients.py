@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,17 @@ class AllHeads(nn.Module):
         return heads
 
 
+def _compiled(model: nn.Module) -> Any:
+    """The heads by torch.compile, without the trials on the device that would choose kernels by their speed.
+
+    So ranks with equal hardware and versions compile alike, and one shape is compiled once.
+    """
+    from torch._inductor import config
+
+    config.deterministic = True
+    return torch.compile(AllHeads(model), dynamic=False)
+
+
 class BatchLoss:
     """Forward and loss of a batch of uint8 images and targets."""
 
@@ -121,7 +132,7 @@ class ElasticGradients:
 
     def __init__(self, loss: BatchLoss) -> None:
         self.loss, self.state, self.group = loss, loss.state, loss.group
-        self.network = AllHeads(self.state.model)
+        self.network = _compiled(self.state.model) if loss.config.compute.compile else AllHeads(self.state.model)
         self.parameters = [p for p in self.state.model.parameters() if p.requires_grad]
         self.statistics = statistics(self.state.model)
         self._part_names: list[str] = []

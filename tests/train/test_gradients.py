@@ -355,6 +355,15 @@ def test_statistics_over_all_ranks_are_refused_where_they_break_a_promise() -> N
         build_state(config, CAMVID, CPU)
 
 
+@pytest.mark.parametrize("mode", ["off", "ddp", "audit"])
+def test_a_compiled_network_is_refused_where_it_breaks_a_promise(mode: str) -> None:
+    config = from_mapping({"compute": {"compile": True}})
+    check(config, world_size=1)
+    config.compute.mode = mode
+    with pytest.raises(ConfigError, match=rf"compute\.compile = true, but compute\.mode = {mode}"):
+        check(config, world_size=1)
+
+
 def test_with_sync_batchnorm_norms_keep_the_names_of_the_weights() -> None:
     plain = build_state(from_mapping({}), CAMVID, CPU).model
     synchronised = _with_sync_batchnorm(build_state(from_mapping({}), CAMVID, CPU).model, torch.device("cuda"))

@@ -381,6 +381,22 @@ def test_a_step_that_is_to_stop_does_nothing_unless_it_has_to_report_a_bad_updat
     assert len(checked) == 1
 
 
+def test_a_compiled_network_trains_as_the_network_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to rounding; by the compiler's front end alone, since kernels take half a minute to build."""
+    whole, compiled = torch.compile, []
+
+    def front(module: nn.Module, *, dynamic: bool) -> Any:
+        compiled.append(module)
+        return whole(module, backend="aot_eager", dynamic=dynamic)
+
+    monkeypatch.setattr(torch, "compile", front)
+    states = [run(config(compute={"compile": chosen}), 2)[0] for chosen in (True, False)]
+    assert len(compiled) == 1
+    assert torch._inductor.config.deterministic
+    for a, b in zip(*(state.model.state_dict().values() for state in states), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
 class Questions(TorchDispatchMode):
     """Counts operators that a GPU could not run without the host waiting for it: values or sizes go to the host."""
 
