@@ -89,7 +89,9 @@ def compare(trained: TrainedNetwork, samples: Samples, frames: Sequence[Image], 
         "size_mib": sizes,
         "miou": {name: round(value, 5) for name, value in quality.items()},
         "points_lost": lost,
-        "passed": reached[FP32]["low"] >= FP32_LIMIT and reached[best]["low"] >= INT8_LIMIT and lost[best] <= POINTS,
+        "passed": measuring.holds(reached[FP32], at_least=FP32_LIMIT)
+        and measuring.holds(reached[best], at_least=INT8_LIMIT)
+        and lost[best] <= POINTS,
     }
 
 

@@ -94,8 +94,17 @@ def summary(seconds: list[float]) -> dict[str, float]:
 
 
 def ratio(above: list[float], below: list[float]) -> dict[str, float]:
-    """Median of the ratios within each round, and its 95 % interval by bootstrap over the rounds."""
-    pairs = np.array(above) / np.array(below)
-    draws = np.random.default_rng(0).choice(pairs, (4000, len(pairs)))
+    """Median of the ratios within each round, and its 95 % interval."""
+    return interval(np.array(above) / np.array(below), name="ratio")
+
+
+def interval(values: Any, *, name: str) -> dict[str, float]:
+    """Median under this name, and its 95 % interval by bootstrap: `low` and `high`."""
+    draws = np.random.default_rng(0).choice(np.asarray(values), (4000, len(values)))
     low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
-    return {"ratio": round(float(np.median(pairs)), 4), "low": round(float(low), 4), "high": round(float(high), 4)}
+    return {name: round(float(np.median(values)), 4), "low": round(float(low), 4), "high": round(float(high), 4)}
+
+
+def holds(found: Mapping[str, float], *, at_least: float | None = None, at_most: float | None = None) -> bool:
+    """Whether a claim about a figure holds on its whole interval: the end that speaks against it decides."""
+    return (at_least is None or found["low"] >= at_least) and (at_most is None or found["high"] <= at_most)

@@ -20,7 +20,9 @@ from segpipe.errors import SegpipeError
 CLAIMS = {  # id: what is measured, and the module whose `measure` does it
     "C8": ("latency and mIoU of the exported files: eager, TorchScript, fp32, fp16, int8", "export_speed"),
     "runtime": ("latency, its spread and growth of memory of an exported folder, without torch", "runtime"),
+    "C6": ("train step of PIDNet-S against the steps of other recipes, fp32 and bf16", "train_step"),
     "C9": ("cost of compute.mode: step time and peak memory on one batch", "modes"),
+    "C10": ("seconds to --help, and from the start of a run to its first update", "startup"),
     "ledger": ("cost of the digests that every run, and an audit, writes down", "ledger"),
     "augment": ("augmentation is pure: every transform, 13 layouts of workers, 16 ranks", "augment"),
     "bits": ("equal digests for any number of processes, workers and start method", "bits"),

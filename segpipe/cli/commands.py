@@ -209,6 +209,12 @@ COMMANDS = {
         "names what training, validation or export would stumble over, see docs/plugins.md.",
         overrides=("model", "loss", "data", "augment"),
     ),
+    "profile": Command(
+        "show where an update spends its time",
+        "segpipe profile experiment=... runs a few updates of a fresh network in this process, or those of torchrun,\n"
+        "prints a table of their parts with advice, and writes a trace to runs/NAME_profile. See docs/performance.md.",
+        overrides=tuple(dict.fromkeys(key.partition(".")[0] for key in SETTINGS)),
+    ),
     "gpu-check": Command(
         "check this machine's GPU",
         "Runs the checks of benchmarks/gpu.py, which needs a clone of the repository. Without a GPU there is nothing\n"

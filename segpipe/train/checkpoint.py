@@ -21,6 +21,7 @@ from segpipe.ledger.digest import state_digest
 from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config, from_mapping, recipe, to_mapping
+from segpipe.train.optim import load_optimizer
 
 if TYPE_CHECKING:
     from segpipe.models.layers import SegmentationNet
@@ -144,7 +145,7 @@ def restore(
             raise CheckpointError(f"{path} was trained with the class {part} {before}, the data set has {now}.")
     load_weights(state.model, saved["model"], path)
     load_weights(state.ema.model, saved["ema"], path)
-    state.optimizer.load_state_dict(saved["optimizer"])
+    load_optimizer(state.optimizer, saved["optimizer"])
     state.scaler.load_state_dict(saved["scaler"])
     state.step, state.best_miou = int(saved["step"]), float(saved["best_miou"])
     state.stale = int(saved["stale"])

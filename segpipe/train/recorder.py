@@ -107,7 +107,7 @@ class Recorder(Watch):
 
     def reduced(self, valid: Tensor) -> None:
         """Digests of the gradients of the step, before anything scales or clips them."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._parameters]
         self._step = {"valid": valid.long(), "gradient": digest_many(gradients, channels_last=True)}
         if self.audits:
             self._writer.part_rows(self.state.step, None, "gradient", _each(gradients))
