@@ -84,6 +84,17 @@ def _check_names(config: Config) -> None:
         raise ConfigError(problem)
     if config.data.name in ("camvid", "folder") and not config.data.root and not config.data.mix:
         raise ConfigError(f"data.root is empty, but data={config.data.name} reads files. Set data.root=FOLDER.")
+    if (
+        config.data.pack != "off"
+        and not config.data.mix
+        and (config.data.name == "synthetic" or ":" in config.data.name)
+    ):
+        raise ConfigError(
+            f"data.pack = {config.data.pack}, but the samples of data={config.data.name} do not lie in files. Set "
+            f"data.pack=off; data.cache_mib keeps them in memory."
+        )
+    if not config.data.pack:
+        raise ConfigError("data.pack is empty, but off, auto or a folder was needed.")
     for key, value in (("images", config.data.images), ("masks", config.data.masks)):
         if value and config.data.name != "folder":
             raise ConfigError(f"data.{key} = {value}, but only data=folder reads it. Remove it, or set data=folder.")
