@@ -30,6 +30,7 @@ def check(config: Config, *, world_size: int) -> None:
         if problem := entry.problem(attrgetter(key)(config)):
             raise ConfigError(problem)
     _check_names(config)
+    _check_delivery(config.data)
     _check_sequences(config.data)
     _check_start(config)
     _check_processes(config, world_size)
@@ -84,20 +85,23 @@ def _check_names(config: Config) -> None:
         raise ConfigError(problem)
     if config.data.name in ("camvid", "folder") and not config.data.root and not config.data.mix:
         raise ConfigError(f"data.root is empty, but data={config.data.name} reads files. Set data.root=FOLDER.")
-    if (
-        config.data.pack != "off"
-        and not config.data.mix
-        and (config.data.name == "synthetic" or ":" in config.data.name)
-    ):
-        raise ConfigError(
-            f"data.pack = {config.data.pack}, but the samples of data={config.data.name} do not lie in files. Set "
-            f"data.pack=off; data.cache_mib keeps them in memory."
-        )
-    if not config.data.pack:
-        raise ConfigError("data.pack is empty, but off, auto or a folder was needed.")
     for key, value in (("images", config.data.images), ("masks", config.data.masks)):
         if value and config.data.name != "folder":
             raise ConfigError(f"data.{key} = {value}, but only data=folder reads it. Remove it, or set data=folder.")
+
+
+def _check_delivery(data: DataConfig) -> None:
+    if data.pack != "off" and not data.mix and (data.name == "synthetic" or ":" in data.name):
+        raise ConfigError(
+            f"data.pack = {data.pack}, but the samples of data={data.name} do not lie in files. Set data.pack=off; "
+            f"data.cache_mib keeps them in memory."
+        )
+    if not data.pack:
+        raise ConfigError("data.pack is empty, but off, auto or a folder was needed.")
+    if data.on_dead_worker == "replace" and data.transport != "ring":
+        raise ConfigError(
+            "data.on_dead_worker = replace, but torch's DataLoader cannot replace a worker. Set data.transport=ring."
+        )
 
 
 def mix_problems(data: DataConfig) -> list[str]:

@@ -93,6 +93,18 @@ class DataConfig:
         free=True,
     )
     prefetch: int = setting(4, "shard batches that each loader process prepares ahead", low=1, high=1024, free=True)
+    transport: str = setting(
+        "ring",
+        "how batches come from loader processes: a ring of shared memory, or torch's DataLoader",
+        choices=("ring", "dataloader"),
+        free=True,
+    )
+    on_dead_worker: str = setting(
+        "fail",
+        "ring: what to do with a loader process that died or hangs; replace: another one makes the same samples",
+        choices=("fail", "replace"),
+        free=True,
+    )
     timeout_s: float = setting(
         300.0, "seconds without an answer from a loader process before the run stops", low=1, high=10**9, free=True
     )
