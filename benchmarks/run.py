@@ -20,6 +20,11 @@ from segpipe.errors import SegpipeError
 CLAIMS = {  # id: what is measured, and the module whose `measure` does it
     "C8": ("latency and mIoU of the exported files: eager, TorchScript, fp32, fp16, int8", "export_speed"),
     "runtime": ("latency, its spread and growth of memory of an exported folder, without torch", "runtime"),
+    "C1": ("loader from PNG files, against torchvision's recipe", "loader_speed"),
+    "C2": ("loader from a warm pack, against the recipes of torchvision, mmseg and PIDNet from PNG", "loader_speed"),
+    "C2b": ("an epoch in which the pack is built, against an epoch of torchvision's recipe", "loader_speed"),
+    "C3": ("loader from JPEG files, against torchvision's recipe", "loader_speed"),
+    "C4": ("batches from two loader processes, against torchvision's recipe through DataLoader", "loader_speed"),
     "C9": ("cost of compute.mode: step time and peak memory on one batch", "modes"),
     "ledger": ("cost of the digests that every run, and an audit, writes down", "ledger"),
     "augment": ("augmentation is pure: every transform, 13 layouts of workers, 16 ranks", "augment"),

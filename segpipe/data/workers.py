@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import faulthandler
 import os
 import random
@@ -172,12 +174,24 @@ def isolate(worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     if sys.__stderr__ is not None:
         faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
+    keep_memory()
     cv2.setNumThreads(0)  # OpenCV's threads do not survive a fork: a worker that uses them can hang
     torch.set_num_threads(1)
     random.seed(0)
     np.random.seed(0)
     torch.default_generator.manual_seed(0)  # torch.manual_seed would also queue work for CUDA
     cv2.setRNGSeed(0)
+
+
+def keep_memory() -> None:
+    """Let this process keep the memory that it frees, where glibc allocates it.
+
+    Otherwise each decoded image comes as new pages, and goes back at once: at 2048x1024, 7 of 25 ms for JPEG.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: bytes that may lie free at the end of the heap
+        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: the largest that glibc takes; larger blocks are mapped one by one
 
 
 def kill(processes: Iterable[BaseProcess]) -> None:
