@@ -107,13 +107,18 @@ def _arms(claim: str, samples: FileSamples, root: Path) -> dict[str, measuring.A
         "mmseg": Mmseg(CROP, SCALE),
         "pidnet": Pidnet(CROP, SCALE),
     }
-    own = _packed(samples, root / "pack") if claim == "C2" else samples
-    return {"segpipe": _own(own)} | {name: _recipe(recipe, files, PART) for name, recipe in recipes.items()}
+    own: dict[str, measuring.Arm] = {"segpipe": _own(samples)}
+    if claim == "C2":
+        own = {"segpipe": _own(_packed(samples, root / "pack"))}
+    if claim == "C3":
+        own = {"segpipe": _own(_packed(samples, root / "pack", "file")), "segpipe, no pack": _own(samples)}
+    return own | {name: _recipe(recipe, files, PART) for name, recipe in recipes.items()}
 
 
-def _packed(samples: FileSamples, folder: Path) -> FileSamples:
+def _packed(samples: FileSamples, folder: Path, images: str = "raw") -> FileSamples:
     """The samples with a pack that is built, and whose samples this process has checked."""
-    packed = _opened(DataConfig(name="folder", root=str(Path(samples.pairs[0].image).parents[2]), pack=str(folder)))
+    root = str(Path(samples.pairs[0].image).parents[2])
+    packed = _opened(DataConfig(name="folder", root=root, pack=str(folder), pack_images=images))
     for _ in range(2):
         for index in range(len(packed)):
             packed.read(index)

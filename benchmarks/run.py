@@ -23,7 +23,10 @@ CLAIMS = {  # id: what is measured, and the module whose `measure` does it
     "C1": ("loader from PNG files, against torchvision's recipe", "loader_speed"),
     "C2": ("loader from a warm pack, against the recipes of torchvision, mmseg and PIDNet from PNG", "loader_speed"),
     "C2b": ("an epoch in which the pack is built, against an epoch of torchvision's recipe", "loader_speed"),
-    "C3": ("loader from JPEG files, against torchvision's recipe", "loader_speed"),
+    "C3": (
+        "loader from a pack of JPEG files (data.pack_images=file), against torchvision's recipe from the files",
+        "loader_speed",
+    ),
     "C4": ("batches from two loader processes, against torchvision's recipe through DataLoader", "loader_speed"),
     "C9": ("cost of compute.mode: step time and peak memory on one batch", "modes"),
     "ledger": ("cost of the digests that every run, and an audit, writes down", "ledger"),

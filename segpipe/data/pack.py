@@ -1,6 +1,7 @@
 """A pack: the decoded samples of a data set in one file, mapped into memory by every process that reads them.
 
-    FOLDER/pixels   of each sample its image (H, W, 3), then its target (H, W), both uint8 as they lie in memory
+    FOLDER/pixels   of each sample its image (H, W, 3), then its target (H, W), both uint8 as they lie in memory; in
+                    place of the image its file, if data.pack_images=file
     FOLDER/index    a line per sample: a checksum of the line, and a JSON list in the order of PackEntry
 
 Both files only grow. A writer reserves space under a lock, writes the pixels, and adds the line last: a process that
@@ -31,7 +32,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe.errors import DataError
-from segpipe.files import sha256
 
 if TYPE_CHECKING:
     from segpipe.data.catalog import MaskTable
@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 AUTO = ".segpipe-pack"  # below data.root; no reader of a data set looks into hidden folders
 FORMAT = f"1 {cv2.__version__}"  # raise the number when a reader returns other pixels; a decoder may change with OpenCV
 PAGE_BYTES = 4096
-Sample = tuple[NDArray[np.uint8], NDArray[np.uint8]]
+Image = NDArray[np.uint8]  # (H, W, 3)
+Target = NDArray[np.uint8]  # (H, W)
+Sample = tuple[Image, Target]
 
 
 class PackUse(NamedTuple):
@@ -67,6 +69,7 @@ class PackEntry(NamedTuple):
     place: int  # of its first byte in the file of pixels
     height: int
     width: int
+    file_bytes: int  # of the file of the image; 0: pixels
     sha256: str  # of its bytes there
     image: FileState
     mask: FileState
@@ -75,11 +78,12 @@ class PackEntry(NamedTuple):
 class Pack:
     """The pack in `folder`. Small to pickle; a process opens files and map itself, also after a fork."""
 
-    def __init__(self, folder: str, table: str) -> None:
+    def __init__(self, folder: str, table: str, images: str = "raw") -> None:
         """`table`: what, beside the files, decides about their targets. Raises DataError if there can be no folder."""
+        self._images = images
         self.folder = os.path.abspath(folder)
         self.table = table
-        self._opened: _Opened | None = None
+        self._opened: dict[int, _Opened] = {}  # by process
         try:
             os.makedirs(self.folder, exist_ok=True)
         except OSError as error:
@@ -89,29 +93,33 @@ class Pack:
             ) from None
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_opened": None}
+        return {**self.__dict__, "_opened": {}}
 
-    def read(self, pair: Pair, decode: Callable[[], Sample]) -> Sample:
-        """The sample; read-only memory of the map if it is packed. Otherwise that of `decode`, which is then packed."""
+    def read(self, pair: Pair, decode: Callable[..., Sample]) -> Sample:
+        """The sample; read-only memory of the map if it is packed. Otherwise that of `decode`, which is then packed.
+
+        `decode()` reads both files, `decode(content, target)` neither: the content of the image's file is given.
+        """
         opened = self._own()
         key = self._key(pair)
         entry = opened.find(key)
         if entry is not None:
-            found = opened.sample(entry)
+            found = opened.parts(entry)
             if key in opened.trusted and found is not None:
-                return found
+                return _sample(entry, *found, decode)
             fault = _changed(pair, entry) or _damaged(found, entry, f"{self.folder}: {pair.name}")
             if fault is None:
                 assert found is not None
                 opened.trusted.add(key)
-                return found
+                return _sample(entry, *found, decode)
             print(f"{fault}. It is read from its files and packed again.", file=sys.stderr)
             opened.trusted.discard(key)
         before = _times(pair)
         sample = decode()
-        image, mask = (FileState(*times, sha256(Path(path))) for times, path in zip(before, pair[1:], strict=True))
+        image, mask = (FileState(*times, _sha256(path)) for times, path in zip(before, pair[1:], strict=True))
+        file = Path(pair.image).read_bytes() if self._images == "file" else b""
         if _times(pair) == before:
-            self._add(opened, entry, key, sample, image, mask)
+            self._add(opened, entry, key, sample, file, image, mask)
         return sample
 
     def use(self) -> PackUse:
@@ -122,19 +130,30 @@ class Pack:
     def _key(self, pair: Pair) -> str:
         """Of the files by their paths from this folder, so that a data set can be moved with the pack inside it."""
         paths = [os.path.relpath(path, self.folder) for path in pair[1:]]
-        return hashlib.blake2b("\0".join([FORMAT, self.table, *paths]).encode(), digest_size=12).hexdigest()
+        return hashlib.blake2b(
+            "\0".join([FORMAT, self._images, self.table, *paths]).encode(), digest_size=12
+        ).hexdigest()
 
     def _own(self) -> _Opened:
         """What this process has opened; files inherited through a fork are left to the parent."""
-        if self._opened is None or self._opened.pid != os.getpid():
-            self._opened = _Opened(self.folder)
-        return self._opened
+        process = os.getpid()
+        if process not in self._opened:
+            self._opened.setdefault(process, _Opened(self.folder))  # of several threads, one wins
+        return self._opened[process]
 
     def _add(
-        self, opened: _Opened, known: PackEntry | None, key: str, sample: Sample, image: FileState, mask: FileState
+        self,
+        opened: _Opened,
+        known: PackEntry | None,
+        key: str,
+        sample: Sample,
+        file: bytes,
+        image: FileState,
+        mask: FileState,
     ) -> None:
         """Write a sample, unless another process has done so since `known` was found. Does nothing if read-only."""
-        whole = [np.ascontiguousarray(part).data.cast("B") for part in sample]
+        pixels_of_image, target = (np.ascontiguousarray(part).data.cast("B") for part in sample)
+        whole = [memoryview(file) if file else pixels_of_image, target]
         try:
             with _locked(self.folder), open(os.path.join(self.folder, "pixels"), "ab") as pixels:
                 if opened.find(key, news=True) != known:
@@ -149,7 +168,7 @@ class Pack:
                     while part:
                         part = part[pixels.write(part) :]
             height, width = sample[1].shape
-            entry = PackEntry(key, place, height, width, digest.hexdigest(), image, mask)
+            entry = PackEntry(key, place, height, width, len(file), digest.hexdigest(), image, mask)
             with _locked(self.folder) as index:
                 if opened.find(key, news=True) == known:
                     torn = index.tell() and os.pread(index.fileno(), 1, index.tell() - 1) != b"\n"
@@ -170,21 +189,20 @@ def open_pack(data: DataConfig, table: MaskTable) -> Pack | None:
         return None
     folder = f"{data.root}/{AUTO}" if data.pack == "auto" else data.pack
     meaning = sorted(table.classes.train_ids.items()), table.kind, sorted(table.colors.items()), table.exif
-    return Pack(folder, repr(meaning))
+    return Pack(folder, repr(meaning), data.pack_images)
 
 
 class _Opened:
     """Index and map of a pack in one process."""
 
     def __init__(self, folder: str) -> None:
-        self.pid = os.getpid()
         self.folder = folder
         self.trusted: set[str] = set()
         self.added: set[str] = set()
         self.replaced: set[str] = set()
         self._entries: dict[str, PackEntry] = {}
         self._read_to = 0
-        self._map: mmap.mmap | None = None
+        self._map: NDArray[np.uint8] | None = None
 
     def find(self, key: str, *, news: bool = False) -> PackEntry | None:
         """The entry of this key; reads what was added to the index if there is none yet, or if `news`."""
@@ -193,38 +211,41 @@ class _Opened:
         return self._entries.get(key)
 
     def _read_on(self) -> None:
+        start = self._read_to  # two threads may read the same lines
         try:
             with open(os.path.join(self.folder, "index"), "rb") as index:
                 size = os.fstat(index.fileno()).st_size
-                if size < self._read_to:  # somebody has removed the pack
-                    self._read_to, self._map = 0, None
+                if size < start:  # somebody has removed the pack
+                    start, self._map = 0, None
                     self._entries.clear()
                     self.trusted.clear()
-                if size == self._read_to:
-                    return
-                index.seek(self._read_to)
-                text = index.read()
+                index.seek(start)
+                text = index.read() if size > start else b""
         except FileNotFoundError:
             return
         whole = text[: text.rfind(b"\n") + 1]
-        self._read_to += len(whole)
         self._entries |= {entry.key: entry for entry in map(_entry, whole.splitlines()) if entry is not None}
+        self._read_to = start + len(whole)
 
-    def sample(self, entry: PackEntry) -> Sample | None:
-        """Image and target in the map, read-only; None if the file is too short."""
+    def parts(self, entry: PackEntry) -> tuple[NDArray[np.uint8], Target] | None:
+        """Bytes of the image or its file, and target (H, W), read-only in the map; None if the file is too short."""
         area = entry.height * entry.width
-        end = entry.place + 4 * area
-        if self._map is None or end > len(self._map):
+        middle = entry.place + (entry.file_bytes or 3 * area)
+        if self._map is None or middle + area > len(self._map):
             try:
                 with open(os.path.join(self.folder, "pixels"), "rb") as pixels:
-                    if os.fstat(pixels.fileno()).st_size < end:
+                    if os.fstat(pixels.fileno()).st_size < middle + area:
                         return None
-                    self._map = mmap.mmap(pixels.fileno(), 0, access=mmap.ACCESS_READ)
+                    self._map = np.frombuffer(mmap.mmap(pixels.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
             except OSError:
                 return None
-        image = np.frombuffer(self._map, np.uint8, 3 * area, entry.place).reshape(entry.height, entry.width, 3)
-        target = np.frombuffer(self._map, np.uint8, area, entry.place + 3 * area).reshape(entry.height, entry.width)
-        return image, target
+        return self._map[entry.place : middle], self._map[middle:][:area].reshape(entry.height, entry.width)
+
+
+def _sample(entry: PackEntry, image: NDArray[np.uint8], target: Target, decode: Callable[..., Sample]) -> Sample:
+    if entry.file_bytes:
+        return decode(image.tobytes(), target)
+    return image.reshape(entry.height, entry.width, 3), target
 
 
 @contextmanager
@@ -250,8 +271,13 @@ def _entry(line: bytes) -> PackEntry | None:
     checksum, _, text = line.decode("latin-1").partition(" ")
     if checksum != _checksum(text):
         return None
-    key, place, height, width, digest, image, mask = json.loads(text)
-    return PackEntry(key, place, height, width, digest, FileState(*image), FileState(*mask))
+    key, place, height, width, file_bytes, digest, image, mask = json.loads(text)
+    return PackEntry(key, place, height, width, file_bytes, digest, FileState(*image), FileState(*mask))
+
+
+def _sha256(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _times(pair: Pair) -> list[tuple[int, int]]:
@@ -266,12 +292,12 @@ def _times(pair: Pair) -> list[tuple[int, int]]:
 def _changed(pair: Pair, entry: PackEntry) -> str | None:
     """A message if a source file is not the one that was packed."""
     for path, now, packed in zip(pair[1:], _times(pair), entry[-2:], strict=True):
-        if now != packed[:2] and (now[0] != packed.size or sha256(Path(path)) != packed.sha256):
+        if now != packed[:2] and (now[0] != packed.size or _sha256(path) != packed.sha256):
             return f"{path} was changed after it was packed"
     return None
 
 
-def _damaged(found: Sample | None, entry: PackEntry, where: str) -> str | None:
+def _damaged(found: tuple[NDArray[np.uint8], Target] | None, entry: PackEntry, where: str) -> str | None:
     """A message if the pixels are not those that were packed."""
     if found is None:
         return f"{where} is truncated"

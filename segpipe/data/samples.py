@@ -9,7 +9,7 @@ from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,7 +21,7 @@ from segpipe import IGNORE_INDEX
 from segpipe.data.catalog import STREET, ClassTable, MaskTable, mask_table
 from segpipe.data.masks import orientation, read_target, settled
 from segpipe.data.mix import DataPart, main_set, parts, shared_ids
-from segpipe.data.pack import Pack, open_pack
+from segpipe.data.pack import Pack, Sample, open_pack
 from segpipe.data.pairs import Pair, check_sizes, scan
 from segpipe.data.plugin_samples import PluginSamples, open_source
 from segpipe.data.readers import read_header, read_image, threaded
@@ -34,8 +34,6 @@ from segpipe.settings.setting import nearest
 
 if TYPE_CHECKING:
     from segpipe.settings.groups import DataConfig
-
-Sample = tuple[NDArray[np.uint8], NDArray[np.uint8]]  # image (H, W, 3) RGB and target (H, W)
 
 
 class Samples(Protocol):
@@ -73,13 +71,15 @@ class FileSamples:
         return self.pairs[index].name
 
     def read(self, index: int) -> Sample:
-        return self.pack.read(self.pairs[index], lambda: self.decode(index)) if self.pack else self.decode(index)
+        decode = partial(self.decode, index)
+        return self.pack.read(self.pairs[index], decode) if self.pack else decode()
 
-    def decode(self, index: int) -> Sample:
-        """The sample from its two files."""
-        pair, target = self.pairs[index], self.target(index)
-        image = read_image(pair.image, lambda header: orientation(header, target.shape, self.table.exif, pair.image))
-        check_sizes(pair, image.shape[:2], target.shape)
+    def decode(self, index: int, data: bytes | None = None, target: NDArray[np.uint8] | None = None) -> Sample:
+        """The sample from its two files, or from the content of the image's file and the target."""
+        pair, target = self.pairs[index], self.target(index) if target is None else target
+        size = target.shape
+        image = read_image(pair.image, lambda header: orientation(header, size, self.table.exif, pair.image), data)
+        check_sizes(pair, image.shape[:2], size)
         return image, target
 
     def target(self, index: int) -> NDArray[np.uint8]:

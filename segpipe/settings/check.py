@@ -98,6 +98,8 @@ def _check_delivery(data: DataConfig) -> None:
         )
     if not data.pack:
         raise ConfigError("data.pack is empty, but off, auto or a folder was needed.")
+    if data.pack_images != "raw" and data.pack == "off":
+        raise ConfigError(f"data.pack_images = {data.pack_images}, but data.pack = off. Set data.pack=auto.")
     if data.on_dead_worker == "replace" and data.transport != "ring":
         raise ConfigError(
             "data.on_dead_worker = replace, but torch's DataLoader cannot replace a worker. Set data.transport=ring."

@@ -92,6 +92,12 @@ class DataConfig:
         "keep decoded samples of files in a pack, see docs/data.md; auto: below data.root; or its FOLDER",
         free=True,
     )
+    pack_images: str = setting(
+        "raw",
+        "images in a pack: pixels, or their files as they are (JPEG: a fraction of the size, but decoded each time)",
+        choices=("raw", "file"),
+        free=True,
+    )
     prefetch: int = setting(4, "shard batches that each loader process prepares ahead", low=1, high=1024, free=True)
     transport: str = setting(
         "ring",

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import cv2
@@ -12,8 +13,8 @@ import pytest
 
 from segpipe.cli import pack as command
 from segpipe.data import pack as pack_module
-from segpipe.data.pack import AUTO, Pack
-from segpipe.data.samples import FileSamples, Sample, open_samples
+from segpipe.data.pack import AUTO, Pack, Sample
+from segpipe.data.samples import FileSamples, open_samples
 from segpipe.errors import ConfigError, DataError
 from segpipe.settings.check import check
 from segpipe.settings.config import from_mapping
@@ -32,13 +33,16 @@ def write(root: Path, split: str, number: int, seed: int = 0) -> None:
         cv2.imwrite(str(path), pixels.astype(np.uint8))
 
 
-@pytest.fixture
-def data(tmp_path: Path) -> DataConfig:
+@pytest.fixture(params=["raw", "file"])
+def data(tmp_path: Path, request: pytest.FixtureRequest) -> DataConfig:
     for number in range(NUM):
         write(tmp_path / "set", "train", number)
     write(tmp_path / "set", "val", 9)
+    image = tmp_path / "set" / "images" / "train" / "0.png"
+    cv2.imwrite(str(image.with_suffix(".jpg")), cv2.imread(str(image)))
+    image.unlink()
     (tmp_path / "set" / "classes.yaml").write_text("names: [a, b, c]\n")
-    return DataConfig(name="folder", root=str(tmp_path / "set"), pack="auto")
+    return DataConfig(name="folder", root=str(tmp_path / "set"), pack="auto", pack_images=request.param)
 
 
 def opened(data: DataConfig) -> FileSamples:
@@ -75,12 +79,12 @@ def test_packed_samples_are_those_of_the_files_and_no_file_is_decoded_again(
     assert samples.pack is not None
     assert samples.pack.use() == (0, 0, NUM)
     again = opened(data)
-    monkeypatch.setattr(FileSamples, "decode", lambda self, index: pytest.fail("decoded again"))
+    monkeypatch.setattr(FileSamples, "target", lambda self, index: pytest.fail("decoded again"))
     for _ in range(2):
         assert same(read_all(again), expected)
     assert again.pack is not None
     assert again.pack.use() == (NUM, 0, 0)
-    for array in again.read(0):
+    for array in again.read(0) if data.pack_images == "raw" else again.read(0)[1:]:
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 0
 
@@ -96,9 +100,9 @@ def test_another_class_table_has_other_targets(data: DataConfig) -> None:
 def test_a_data_set_may_move_with_its_pack(data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = read_all(opened(data))
     moved = os.rename(data.root, f"{data.root}_moved") or opened(
-        DataConfig(name="folder", root=f"{data.root}_moved", pack="auto")
+        DataConfig(name="folder", root=f"{data.root}_moved", pack="auto", pack_images=data.pack_images)
     )
-    monkeypatch.setattr(FileSamples, "decode", lambda self, index: pytest.fail("decoded again"))
+    monkeypatch.setattr(FileSamples, "target", lambda self, index: pytest.fail("decoded again"))
     assert same(read_all(moved), expected)
 
 
@@ -120,7 +124,7 @@ def test_another_time_alone_decodes_nothing(data: DataConfig, monkeypatch: pytes
     expected = read_all(opened(data))
     for path in Path(data.root).rglob("*.png"):
         os.utime(path, ns=(1, 1))
-    monkeypatch.setattr(FileSamples, "decode", lambda self, index: pytest.fail("decoded again"))
+    monkeypatch.setattr(FileSamples, "target", lambda self, index: pytest.fail("decoded again"))
     assert same(read_all(opened(data)), expected)
 
 
@@ -155,7 +159,7 @@ def test_the_index_of_another_pack(data: DataConfig, tmp_path: Path) -> None:
     read_all(opened(data))
     folder = Path(data.root) / AUTO
     rows = (folder / "index").read_bytes().splitlines(keepends=True)
-    other = DataConfig(name="folder", root=data.root, pack=f"{data.root}/.other")
+    other = replace(data, pack=f"{data.root}/.other")
     for index in reversed(range(NUM)):
         opened(other).read(index)
     (folder / "index").write_bytes(b"".join(rows[:1]) + (Path(data.root) / ".other" / "index").read_bytes())
@@ -217,12 +221,10 @@ def test_a_writer_that_was_killed_is_continued(data: DataConfig, place: str) -> 
 def child_opens(samples: FileSamples) -> None:
     pack = samples.pack
     assert pack is not None
-    before = pack._opened
-    assert before is not None
+    (before,) = pack._opened.values()
     samples.read(0)
-    now = pack._opened
-    assert now is not None
-    os._exit(0 if now is not before and now._map is not before._map and now.pid == os.getpid() else 1)
+    now = pack._opened[os.getpid()]
+    os._exit(0 if now is not before and now._map is not before._map else 1)
 
 
 def test_a_process_opens_its_own_map(data: DataConfig) -> None:
@@ -234,7 +236,7 @@ def test_a_process_opens_its_own_map(data: DataConfig) -> None:
     child.join()
     assert child.exitcode == 0
     copy = pickle.loads(pickle.dumps(samples))
-    assert copy.pack._opened is None
+    assert copy.pack._opened == {}
     assert len(pickle.dumps(samples.pack)) < 500
 
 
@@ -271,6 +273,8 @@ def test_no_folder_for_a_pack(data: DataConfig) -> None:
     [
         ({"pack": "auto"}, "the samples of data=synthetic do not lie in files"),
         ({"pack": "", "name": "folder", "root": "x"}, "data.pack is empty"),
+        ({"pack_images": "file"}, "data.pack_images = file, but data.pack = off"),
+        ({"on_dead_worker": "replace", "transport": "dataloader"}, "cannot replace a worker"),
     ],
 )
 def test_settings_that_cannot_work(given: dict[str, str], expected: str) -> None:
@@ -279,7 +283,7 @@ def test_settings_that_cannot_work(given: dict[str, str], expected: str) -> None
 
 
 def test_the_command_fills_checks_and_repairs(data: DataConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["data=folder", f"data.root={data.root}"]
+    arguments = ["data=folder", f"data.root={data.root}", f"data.pack_images={data.pack_images}", "data.pack=auto"]
 
     def said() -> str:
         assert command.main(arguments) == 0
