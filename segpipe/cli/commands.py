@@ -93,6 +93,13 @@ COMMANDS = {
         ),
         overrides=("data",),
     ),
+    "pack": Command(
+        "decode a data set once, for all epochs and runs",
+        "segpipe pack data=folder data.root=FOLDER fills FOLDER/.segpipe-pack (or data.pack=OTHER) with training and\n"
+        "validation samples, and checks those that are there. Training reads them with data.pack=auto. A command that\n"
+        "was interrupted goes on where it stopped. See docs/data.md.",
+        overrides=("data",),
+    ),
     "split": Command(
         "divide a folder of images into training and validation",
         "Writes train.txt and val.txt. Whole sequences go to one side, since neighboring frames of a video in both\n"

@@ -92,6 +92,7 @@ def evaluate(given: dict[str, Any]) -> Evaluation:
         precision=how.precision,
         workers=min(config.data.workers, 1),
         start_method=config.data.start_method,
+        transport=config.data.transport,
         see=see,
     )
     figures = {"run": given["run"], "split": config.data.split, "images": len(samples), "step": trained.step}

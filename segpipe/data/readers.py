@@ -49,13 +49,15 @@ class RawMask(NamedTuple):
     palette: NDArray[np.uint8] | None = None  # colours of the indices, RGBA uint8 (n, 4)
 
 
-def read_image(path: str, orient: Callable[[Header], int] = lambda header: 1) -> NDArray[np.uint8]:
+def read_image(
+    path: str, orient: Callable[[Header], int] = lambda header: 1, data: bytes | None = None
+) -> NDArray[np.uint8]:
     """RGB pixels, uint8 (H, W, 3): grey is repeated, alpha dropped, and of 16 bits the upper 8 are kept.
 
-    `orient` chooses the EXIF orientation to apply; by default none. Raises DataError for a missing, truncated or
-    damaged file.
+    `orient` chooses the EXIF orientation to apply; by default none. `data`: content of the file, if it was read before.
+    Raises DataError for a missing, truncated or damaged file.
     """
-    data, header = _read(path)
+    data, header = _read(path) if data is None else (data, _parsed(data, path))
     turn = orient(header)
     pixels = np.asarray(_decode(data, cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION, path), np.uint8)
     return _turned(pixels, turn)

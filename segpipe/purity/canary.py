@@ -82,7 +82,7 @@ class _Held:
 
 
 class Canary:
-    """`segpipe.data.loader.Repeats`: holds delivered samples, without a copy, until all their repeats were compared."""
+    """`segpipe.data.loader.Repeats`: holds copies of delivered samples until all their repeats were compared."""
 
     augment = staticmethod(augment_watched)
 
@@ -145,9 +145,6 @@ def _cause(before: Trail, now: Trail) -> str:
 
 
 def _pixel(held: _Held, frame: Frame) -> str:
-    """The first pixel that differs; nothing when the receiver of the batch has written into it."""
-    now = witness(*held.frame)
-    if (now.image, now.target) != (held.witness.image, held.witness.target):
-        return ""
+    """The first pixel that differs."""
     found = first_difference(held.frame, frame)
     return f"; {found}" if found else ""

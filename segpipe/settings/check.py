@@ -30,6 +30,7 @@ def check(config: Config, *, world_size: int) -> None:
         if problem := entry.problem(attrgetter(key)(config)):
             raise ConfigError(problem)
     _check_names(config)
+    _check_delivery(config.data)
     _check_sequences(config.data)
     _check_start(config)
     _check_processes(config, world_size)
@@ -87,6 +88,22 @@ def _check_names(config: Config) -> None:
     for key, value in (("images", config.data.images), ("masks", config.data.masks)):
         if value and config.data.name != "folder":
             raise ConfigError(f"data.{key} = {value}, but only data=folder reads it. Remove it, or set data=folder.")
+
+
+def _check_delivery(data: DataConfig) -> None:
+    if data.pack != "off" and not data.mix and (data.name == "synthetic" or ":" in data.name):
+        raise ConfigError(
+            f"data.pack = {data.pack}, but the samples of data={data.name} do not lie in files. Set data.pack=off; "
+            f"data.cache_mib keeps them in memory."
+        )
+    if not data.pack:
+        raise ConfigError("data.pack is empty, but off, auto or a folder was needed.")
+    if data.pack_images != "raw" and data.pack == "off":
+        raise ConfigError(f"data.pack_images = {data.pack_images}, but data.pack = off. Set data.pack=auto.")
+    if data.on_dead_worker == "replace" and data.transport != "ring":
+        raise ConfigError(
+            "data.on_dead_worker = replace, but torch's DataLoader cannot replace a worker. Set data.transport=ring."
+        )
 
 
 def mix_problems(data: DataConfig) -> list[str]:

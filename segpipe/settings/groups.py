@@ -87,7 +87,30 @@ class DataConfig:
         "fork", "how loader processes start", choices=("fork", "forkserver", "spawn"), free=True
     )
     cache_mib: int = setting(0, "memory for decoded training samples in each loader process, in MiB", low=0, free=True)
+    pack: str = setting(
+        "off",
+        "keep decoded samples of files in a pack, see docs/data.md; auto: below data.root; or its FOLDER",
+        free=True,
+    )
+    pack_images: str = setting(
+        "raw",
+        "images in a pack: pixels, or their files as they are (JPEG: a fraction of the size, but decoded each time)",
+        choices=("raw", "file"),
+        free=True,
+    )
     prefetch: int = setting(4, "shard batches that each loader process prepares ahead", low=1, high=1024, free=True)
+    transport: str = setting(
+        "ring",
+        "how batches come from loader processes: a ring of shared memory, or torch's DataLoader",
+        choices=("ring", "dataloader"),
+        free=True,
+    )
+    on_dead_worker: str = setting(
+        "fail",
+        "ring: what to do with a loader process that died or hangs; replace: another one makes the same samples",
+        choices=("fail", "replace"),
+        free=True,
+    )
     timeout_s: float = setting(
         300.0, "seconds without an answer from a loader process before the run stops", low=1, high=10**9, free=True
     )

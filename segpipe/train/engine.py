@@ -272,6 +272,7 @@ def _validate(run: Run, *, precision: str, log: bool = True) -> Validation:
             precision=precision,
             workers=min(config.data.workers, 1),
             start_method=config.data.start_method,
+            transport=config.data.transport,
             timeout_s=config.data.timeout_s,
             progress=run.view.validating,
         )

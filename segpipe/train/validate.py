@@ -53,6 +53,7 @@ def validate(
     workers: int,
     start_method: str,
     timeout_s: float = 300.0,
+    transport: str = "ring",
     progress: Callable[[int, int], None] = lambda done, total: None,
     see: Callable[[int, Tensor, Tensor], None] = lambda index, pred, target: None,
 ) -> Validation:
@@ -67,7 +68,9 @@ def validate(
     own = range(group.rank, len(samples), group.world_size)
     answer = answer or partial(predict, precision=precision)
     per_image: dict[int, Tensor] = {}
-    images = eval_images(samples, own, workers=workers, start_method=start_method, timeout_s=timeout_s)
+    images = eval_images(
+        samples, own, workers=workers, start_method=start_method, timeout_s=timeout_s, transport=transport
+    )
     for index, image, target in images:
         pred = answer(model, preprocess, image.to(group.device))
         per_image[index] = confusion(pred, target.to(group.device), num_classes).cpu()
