@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from segpipe.losses.pixelwise import ohem_kept
-from segpipe.losses.strips import ClassHead, LossPass, Slopes
+from segpipe.losses.strips import ClassHead, LossPass
 
 Evaluate = Callable[..., LossPass]  # strips.evaluate, or another function that does the same
 
@@ -67,28 +67,24 @@ def _passes(
     head: ClassHead, terms: Terms, evaluate: Evaluate, *, wanted: bool
 ) -> tuple[dict[str, Tensor], Tensor | None]:
     """Parts of the loss, and the gradient of their sum where it is wanted."""
-    valid, dice = head.valid, terms.dice_weight > 0
-    first = evaluate(head, sums=dice) if terms.ohem or dice or not wanted else None
-    factors, slopes, hard, parts = None, None, None, {}
-    if first is not None and terms.ohem:
-        kept, ratio = ohem_kept(first.losses, valid, threshold=terms.ohem[0], min_kept=terms.ohem[1])
-        factors = kept * ratio
-        hard = _sum(torch.where(kept, first.losses, 0.0)) * ratio
-    if terms.sure is not None:
-        factors = terms.sure + (1.0 if factors is None else factors)
-    if first is not None and dice:
-        assert first.sums is not None
-        loss, slopes = _dice(first.sums, head.logits.dtype)
-        amount = terms.dice_weight * valid.sum()
-        parts["dice"] = amount * loss
-        slopes = Slopes(amount * slopes.everywhere, amount * slopes.on_target)
-    last = evaluate(head, gradient=True, factors=factors, slopes=slopes) if wanted else first
-    assert last is not None
-    losses = (first or last).losses
-    parts = {"class": _sum(losses) if hard is None else hard, **parts}
+    dice, valid = terms.dice_weight > 0, head.valid
+    twice = wanted and (terms.ohem is not None or dice)  # a figure of all pixels enters the gradient
+    factors = None if terms.sure is None else 1.0 + terms.sure
+    found = evaluate(head, sums=dice, gradient=wanted and not twice, factors=None if twice else factors)
+    losses, slopes = found.losses, None
+    parts = {"class": _sum(losses)}
+    if terms.ohem is not None:
+        kept, ratio = ohem_kept(losses, valid, threshold=terms.ohem[0], min_kept=terms.ohem[1])
+        parts["class"] = _sum(torch.where(kept, losses, 0.0)) * ratio
+        factors = kept * ratio if terms.sure is None else kept * ratio + terms.sure
+    if dice:
+        assert found.sums is not None
+        parts["dice"], slopes = _dice(found.sums, terms.dice_weight * valid.sum(), losses.dtype)
     if terms.sure is not None:
         parts["edge"] = _sum(torch.where(terms.sure, losses, 0.0))
-    return parts, last.gradient
+    if twice:
+        found = evaluate(head, gradient=True, factors=factors, slopes=slopes)
+    return parts, found.gradient
 
 
 def _sum(losses: Tensor) -> Tensor:
@@ -96,11 +92,11 @@ def _sum(losses: Tensor) -> Tensor:
     return losses.sum(2, dtype=torch.float64).sum()
 
 
-def _dice(sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Slopes]:
-    """`dice_sum` for one valid pixel, and its slopes."""
+def _dice(sums: Tensor, factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """`dice_sum` of a shard with `factor` valid pixels, and its slopes."""
     common, probability, size = sums
     present = size > 0
-    share = present / present.sum().clamp_min(1)
+    share = factor * present / present.sum().clamp_min(1)
     both = (probability + size).clamp_min(1e-6)
     loss = (share * (1.0 - 2.0 * common / both)).sum()
-    return loss, Slopes((share * 2.0 * common / both**2).to(dtype), (share * -2.0 / both).to(dtype))
+    return loss, ((share * 2.0 * common / both**2).to(dtype), (share * -2.0 / both).to(dtype))

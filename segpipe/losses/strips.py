@@ -46,27 +46,16 @@ class ClassHead:
 
 
 @dataclass(frozen=True)
-class Slopes:
-    """Derivatives of a loss by the probabilities of a valid pixel: of each class, and more where it is the target's.
-
-    Shapes: float (C,) each.
-    """
-
-    everywhere: Tensor
-    on_target: Tensor
-
-
-@dataclass(frozen=True)
 class LossPass:
     """What a pass over the pixels of a head found.
 
-    Shapes: losses float (B, H, W), 0 where ignored; gradient as the logits; sums float64 (3, C): for each class its
-    probability at its own pixels, at all valid pixels, and the number of its pixels.
+    Shapes: losses float (B, H, W), 0 where ignored, and perhaps where the factor is 0; gradient as the logits; sums
+    float64 (3, C): for each class its probability at its own pixels, at all valid pixels, and the number of its pixels.
     """
 
     losses: Tensor
-    gradient: Tensor | None = None
-    sums: Tensor | None = None
+    gradient: Tensor | None
+    sums: Tensor | None
 
 
 def evaluate(
@@ -75,11 +64,12 @@ def evaluate(
     gradient: bool = False,
     sums: bool = False,
     factors: Tensor | None = None,
-    slopes: Slopes | None = None,
+    slopes: tuple[Tensor, Tensor] | None = None,
 ) -> LossPass:
     """The loss of every pixel, and on demand the sums, and the gradient of the losses' sum.
 
-    For the gradient, losses count `factors` times, float (B, H, W), and a loss with the slopes is added.
+    For the gradient, losses count `factors` times, float (B, H, W), and a loss is added whose derivatives by the
+    probabilities of a valid pixel are `slopes`: of each class, and more where it is the target's; float (C,) each.
     """
     logits, rows, columns, first = head.logits, head.rows.matrix, head.columns.matrix, head.rows.first
     losses = logits.new_empty(head.target.shape)
@@ -129,7 +119,7 @@ class _Strip:
         found = (probability * one_hot, probability * self.valid.unsqueeze(1), one_hot)
         return torch.stack([each.sum((0, 2, 3), dtype=torch.float64) for each in found])
 
-    def gradient(self, factors: Tensor | None, slopes: Slopes | None) -> Tensor:
+    def gradient(self, factors: Tensor | None, slopes: tuple[Tensor, Tensor] | None) -> Tensor:
         """By the strip's logits; uses up the log probabilities."""
         one_hot, probability = self._at_target(), self.log_probability.exp_()
         on_target, even = self.target_share, self.even_share * self.valid.to(probability.dtype)
@@ -139,7 +129,7 @@ class _Strip:
         if slopes is None:
             found = probability * along.unsqueeze(1)
         else:
-            by_class = slopes.everywhere.view(1, -1, 1, 1) + one_hot * slopes.on_target.view(1, -1, 1, 1)
+            by_class = slopes[0].view(1, -1, 1, 1) + one_hot * slopes[1].view(1, -1, 1, 1)
             by_class = by_class * self.valid.unsqueeze(1)
             mean = (probability * by_class).sum(1)
             found = probability * (by_class + (along - mean).unsqueeze(1))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from segpipe import IGNORE_INDEX, plugins
 from segpipe.errors import ConfigError
-from segpipe.losses import strips
+from segpipe.losses import compiled, strips
 from segpipe.losses.fused import Evaluate, Terms, class_loss
 from segpipe.losses.pixelwise import boundary_sum, boundary_target, boundary_weights, dice_sum, ohem_sum, pixel_losses
 from segpipe.losses.strips import ClassHead
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from segpipe.settings.groups import LossConfig
 
 KEY = "loss.name"
-BACKENDS: dict[str, Evaluate] = {"torch": strips.evaluate}
+BACKENDS: dict[str, Evaluate] = {"torch": strips.evaluate, "native": compiled.evaluate}
 EDGE_CONFIDENCE = 0.8  # pixels that the boundary head calls an edge this surely get the extra class loss
 
 
@@ -62,6 +62,14 @@ def backend(config: LossConfig, device_type: str) -> str:
     """
     if plugins.is_path(config.name) or config.backend == "plain":
         return "plain"
+    if device_type == "cpu" and config.backend in ("auto", "native"):
+        if compiled.library() is not None:
+            return "native"
+        if config.backend == "native":
+            raise ConfigError(
+                "loss.backend = native, but upsampled.c could not be compiled. Install a C compiler (cc or gcc), or "
+                "set loss.backend=torch."
+            )
     return "torch"
 
 

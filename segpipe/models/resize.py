@@ -120,7 +120,7 @@ def _axis(
 ) -> Axis:
     real = np.float64 if dtype == torch.float64 else np.float32
     low, share = bilinear_taps(num_in, num_out, real, align_corners=align_corners)
-    low, share = low[stride // 2 :: stride], share[stride // 2 :: stride]
+    low, share = (np.ascontiguousarray(each[stride // 2 :: stride]) for each in (low, share))
     with torch.inference_mode(False):
         kind = "bilinear_corners" if align_corners else "bilinear"
         matrix = _matrix(kind, num_in, num_out, stride, torch.empty(0, device=device, dtype=dtype))

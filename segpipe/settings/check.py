@@ -49,7 +49,7 @@ def check(config: Config, *, world_size: int) -> None:
 
 
 def _check_loss(config: Config) -> None:
-    loss = config.loss
+    loss, device = config.loss, config.compute.device
     if ":" in loss.name:
         if loss.label_smoothing:
             raise ConfigError(
@@ -61,6 +61,11 @@ def _check_loss(config: Config) -> None:
                 f"loss.backend = {loss.backend}, but {loss.name} takes logits at full resolution. Set "
                 f"loss.backend=auto."
             )
+    if (loss.backend, device) in (("native", "cuda"), ("triton", "cpu")):
+        raise ConfigError(
+            f"loss.backend = {loss.backend}, but compute.device = {device}: native runs on CPUs, triton on CUDA. Set "
+            f"loss.backend=auto."
+        )
 
 
 def _check_length(config: Config) -> None:

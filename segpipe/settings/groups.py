@@ -139,8 +139,9 @@ class LossConfig:
     # Free, because the fingerprint of a run holds what it resolves to, and a resume compares fingerprints.
     backend: str = setting(
         "auto",
-        "what computes upsampling and loss: torch never holds logits at full resolution, plain does; auto: torch",
-        choices=("auto", "torch", "plain"),
+        "what computes upsampling and loss: native (compiled, CPU), triton (CUDA) and torch never hold logits at full "
+        "resolution; plain does. auto: triton on CUDA, native on a CPU with a C compiler, else torch",
+        choices=("auto", "native", "triton", "torch", "plain"),
         free=True,
     )
     aux_weight: float = setting(0.4, "weight of each auxiliary class head", low=0, high=1e6)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from segpipe.losses import strips
+from segpipe.losses import compiled, strips
 from segpipe.losses.fused import Terms, class_loss
 from segpipe.losses.pixelwise import boundary_sum, boundary_target
 from segpipe.losses.strips import ClassHead
@@ -22,7 +22,7 @@ from segpipe.models.resize import bilinear_axes, bilinear_weights
 from segpipe.settings.groups import LossConfig
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
-NAMES = ["torch"]
+NAMES = ["torch", "native"]
 SETTINGS: tuple[dict[str, Any], ...] = (
     {},
     {"label_smoothing": 0.1},
@@ -166,6 +166,20 @@ def test_gradcheck_of_the_strips_in_float64(monkeypatch: pytest.MonkeyPatch) -> 
         return class_loss(replace(head, logits=logits), terms, scale, strips.evaluate)[0]
 
     assert torch.autograd.gradcheck(loss, logits, nondet_tol=0.0)
+
+
+def test_compiled_any_number_of_threads_gives_the_same_bits() -> None:
+    torch.manual_seed(0)
+    target = torch.randint(0, 19, (2, 128, 264), dtype=torch.uint8)
+    head = class_head(torch.randn(2, 19, 16, 33), target, smoothing=0.1)
+    slopes, factors = (torch.randn(19), torch.randn(19)), torch.rand(2, 128, 264)
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        found.append(compiled.evaluate(head, gradient=True, sums=True, factors=factors, slopes=slopes))
+    for other in found[1:]:
+        for part in ("losses", "gradient", "sums"):
+            assert torch.equal(getattr(found[0], part), getattr(other, part)), part
 
 
 @pytest.mark.parametrize("name", NAMES)
