@@ -38,20 +38,16 @@ def on_threads(call: Callable[[int, int], None], num: int, threads: int) -> None
     """`call(first, last)` for even ranges of `num` tasks, one per thread, this one included."""
     threads = max(1, min(threads, num))
     edges = [num * place // threads for place in range(threads + 1)]
-    waiting = [pool(threads - 1).submit(call, *edges[n : n + 2]) for n in range(1, threads)]
+    waiting = [pool(os.getpid()).submit(call, *edges[n : n + 2]) for n in range(1, threads)]
     call(edges[0], edges[1])
     for other in waiting:
         other.result()
 
 
-def pool(threads: int) -> ThreadPoolExecutor:
-    """Threads of this process: those of its parent do not survive a fork."""
-    return _pool(os.getpid(), threads)
-
-
-@lru_cache(maxsize=2)
-def _pool(process_id: int, threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="native")
+@lru_cache(maxsize=1)
+def pool(process_id: int) -> ThreadPoolExecutor:
+    """Threads of this process, started as they are needed: those of its parent do not survive a fork."""
+    return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="native")
 
 
 def _folders() -> Iterator[Path]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -175,7 +176,7 @@ def _compiled(groups: Sequence[Sequence[Tensor]], *, channels_last: bool) -> Ten
     longest = int(words.max(initial=0))
     threads = min(torch.get_num_threads(), longest // (THREAD_BLOCKS * BLOCK) + 1)
     width = -(-longest // (threads * BLOCK)) * BLOCK
-    pool = native.pool(threads)
+    pool = native.pool(os.getpid())
     waiting = [pool.submit(share, n * width, (n + 1) * width) for n in range(1, threads)]
     total = share(0, width)
     for other in waiting:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from segpipe import native
 from segpipe.losses import compiled, strips
 from segpipe.losses.fused import Terms, class_loss
 from segpipe.losses.pixelwise import boundary_sum, boundary_target
@@ -182,6 +185,37 @@ def test_compiled_any_number_of_threads_gives_the_same_bits() -> None:
             assert torch.equal(getattr(found[0], part), getattr(other, part)), part
 
 
+VARIANTS = {
+    "sse2": ["-O3", "-march=x86-64"],
+    "avx2 and fma": ["-O3", "-mavx2", "-mfma"],
+    "avx512": ["-O3", "-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mfma"],
+    "without optimization": ["-O0"],
+}
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other instruction sets")
+def test_any_instruction_set_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with fused multiply-add at hand: contraction is off. Each variant takes its own branch of the compiler."""
+    capable, found = torch.backends.cpu.get_cpu_capability(), {}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target = torch.randint(0, 19, (1, 32, 96), dtype=torch.uint8)
+    head = class_head(torch.randn(1, 19, 4, 12) * 3, target, smoothing=0.1)
+    slopes, factors = (torch.randn(19), torch.randn(19)), torch.rand(1, 32, 96)
+    for name, options in VARIANTS.items():
+        if (name == "avx512" and capable != "AVX512") or (name == "avx2 and fma" and "AVX" not in capable):
+            continue
+        monkeypatch.setattr(native, "FLAGS", (*options, "-ffp-contract=off", "-shared", "-fPIC"))
+        native.load.cache_clear()
+        assert compiled.library() is not None, name
+        given = compiled.evaluate(head, gradient=True, sums=True, factors=factors, slopes=slopes)
+        pred, counts = compiled.classes_and_counts(head)
+        found[name] = (given.losses, given.gradient, given.sums, pred, counts)
+    native.load.cache_clear()
+    first, *others = found.values()
+    assert others
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 def test_numbers_that_are_not_finite_reach_loss_and_gradient(name: str, number: float) -> None:
@@ -197,6 +231,20 @@ def test_numbers_that_are_not_finite_reach_loss_and_gradient(name: str, number: 
         (grad,) = torch.autograd.grad(parts["total"], logits)
         assert parts["total"].isnan()
         assert grad.isnan().any()
+
+
+def test_a_target_that_is_no_class_is_an_error_as_of_torch() -> None:
+    target = torch.full((1, 8, 8), 3, dtype=torch.uint8)
+    for name in (*NAMES, "plain"):
+        with pytest.raises((IndexError, RuntimeError)):
+            shard_loss(
+                {"main": torch.randn(1, 3, 2, 2)},
+                target,
+                LossConfig(backend=name),
+                class_weights=None,
+                global_valid=torch.tensor(64),
+                align_corners=False,
+            )
 
 
 @pytest.mark.parametrize("name", NAMES)
