@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from segpipe.settings.groups import LossConfig
 
 KEY = "loss.name"
-BACKENDS: dict[str, Evaluate] = {"torch": strips.evaluate, "native": compiled.evaluate}
+NEEDS = {"native": "a C compiler and a CPU", "triton": "triton and CUDA"}
 EDGE_CONFIDENCE = 0.8  # pixels that the boundary head calls an edge this surely get the extra class loss
 
 
@@ -51,26 +52,35 @@ def shard_loss(
     """
     scale = global_valid.clamp_min(1).float().reciprocal()
     name = backend(config, target.device.type)
-    loss = _Plain if name == "plain" else partial(_Fused, BACKENDS[name])
+    loss = _Plain if name == "plain" else partial(_Fused, _evaluate(name))
     return loss(heads, target, config, class_weights, scale, align_corners).parts()
 
 
 def backend(config: LossConfig, device_type: str) -> str:
     """What computes the loss on a device (cpu, cuda): `loss.backend`, or what `auto` stands for there.
 
-    Plug-ins take logits at full resolution, so theirs is plain.
+    Plug-ins take logits at full resolution, so theirs is plain. Raises ConfigError for a backend that cannot run here.
     """
-    if plugins.is_path(config.name) or config.backend == "plain":
+    if plugins.is_path(config.name):
         return "plain"
-    if device_type == "cpu" and config.backend in ("auto", "native"):
-        if compiled.library() is not None:
-            return "native"
-        if config.backend == "native":
-            raise ConfigError(
-                "loss.backend = native, but upsampled.c could not be compiled. Install a C compiler (cc or gcc), or "
-                "set loss.backend=torch."
-            )
-    return "torch"
+    fastest = {"cpu": "native", "cuda": "triton"}.get(device_type, "torch")
+    missing = find_spec("triton") is None if fastest == "triton" else compiled.library() is None
+    if config.backend == "auto":
+        return "torch" if missing else fastest
+    if config.backend in ("native", "triton") and (missing or config.backend != fastest):
+        raise ConfigError(
+            f"loss.backend = {config.backend} on {device_type}, but {NEEDS[config.backend]} was needed. Set "
+            f"loss.backend=auto."
+        )
+    return config.backend
+
+
+def _evaluate(name: str) -> Evaluate:
+    if name == "triton":
+        from segpipe.losses import triton_pass  # seconds to import, and not installed everywhere
+
+        return triton_pass.evaluate
+    return compiled.evaluate if name == "native" else strips.evaluate
 
 
 class _Heads:

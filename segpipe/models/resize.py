@@ -93,7 +93,7 @@ def bilinear_weights(num_in: int, num_out: int, real: type[np.floating[Any]], *,
     return matrix
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # each is its own key of a cache
 class Axis:
     """How one axis is resized: the matrix, and the two inputs that each row of it joins.
 

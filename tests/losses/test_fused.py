@@ -16,16 +16,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from segpipe import native
+from segpipe.errors import ConfigError
 from segpipe.losses import compiled, strips
 from segpipe.losses.fused import Terms, class_loss
 from segpipe.losses.pixelwise import boundary_sum, boundary_target
 from segpipe.losses.strips import ClassHead
-from segpipe.losses.total import BACKENDS, shard_loss
+from segpipe.losses.total import backend, shard_loss
 from segpipe.models.resize import bilinear_axes, bilinear_weights
 from segpipe.settings.groups import LossConfig
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
-NAMES = ["torch", "native"]
+EVALUATE = {"torch": strips.evaluate, "native": compiled.evaluate}
+NAMES = list(EVALUATE)
 SETTINGS: tuple[dict[str, Any], ...] = (
     {},
     {"label_smoothing": 0.1},
@@ -252,7 +254,7 @@ def test_huge_logits_give_the_losses_of_float64(name: str) -> None:
     logits = torch.tensor([[[[1e4]], [[-1e4]], [[3e37]], [[-3e38]]]])
     for right in range(4):
         head = class_head(logits, torch.full((1, 2, 2), right, dtype=torch.uint8))
-        found = BACKENDS[name](head, gradient=True)
+        found = EVALUATE[name](head, gradient=True)
         expected = -logits.double().log_softmax(1)[0, right]
         assert found.losses[0, 0, 0] == pytest.approx(float(expected), rel=1e-6)
         assert found.gradient.flatten().tolist() == [4.0 * ((c == 2) - (c == right)) for c in range(4)]
@@ -261,7 +263,7 @@ def test_huge_logits_give_the_losses_of_float64(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_without_a_gradient_nothing_is_differentiated(name: str) -> None:
     seen: list[bool] = []
-    evaluate: Callable[..., Any] = BACKENDS[name]
+    evaluate: Callable[..., Any] = EVALUATE[name]
 
     def watched(head: ClassHead, **wanted: Any) -> Any:
         seen.append(bool(wanted.get("gradient")))
@@ -273,3 +275,17 @@ def test_without_a_gradient_nothing_is_differentiated(name: str) -> None:
     assert parts["class"] == total
     class_loss(replace(head, logits=head.logits.requires_grad_()), Terms(), torch.tensor(1.0), watched)
     assert seen == [False, True]
+
+
+def test_auto_takes_what_the_device_has_and_the_rest_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {device: backend(LossConfig(), device) for device in ("cpu", "cuda", "mps")}
+    assert found == {"cpu": "native", "cuda": "triton", "mps": "torch"}
+    assert backend(LossConfig(name="package.module:Name"), "cuda") == "plain"
+    with pytest.raises(ConfigError, match=r"loss.backend = native on cuda, but a C compiler and a CPU was needed"):
+        backend(LossConfig(backend="native"), "cuda")
+    monkeypatch.setattr(compiled, "library", lambda: None)
+    monkeypatch.setattr("segpipe.losses.total.find_spec", lambda name: None)
+    assert [backend(LossConfig(), device) for device in ("cpu", "cuda")] == ["torch", "torch"]
+    for name, device in (("native", "cpu"), ("triton", "cuda")):
+        with pytest.raises(ConfigError, match=f"loss.backend = {name} on {device}"):
+            backend(LossConfig(backend=name), device)
