@@ -6,6 +6,7 @@ transposes, strip after strip. Nothing larger than a strip has the axis of the c
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -71,24 +72,38 @@ def evaluate(
     For the gradient, losses count `factors` times, float (B, H, W), and a loss is added whose derivatives by the
     probabilities of a valid pixel are `slopes`: of each class, and more where it is the target's; float (C,) each.
     """
-    logits, rows, columns, first = head.logits, head.rows.matrix, head.columns.matrix, head.rows.first
+    logits, rows, columns = head.logits, head.rows.matrix, head.columns.matrix
     losses = logits.new_empty(head.target.shape)
     total = torch.zeros_like(logits) if gradient else None
     found = torch.zeros(3, logits.shape[1], dtype=torch.float64, device=logits.device) if sums else None
-    elements = STRIP if logits.device.type == "cpu" else DEVICE_STRIP
-    depth = max(1, elements // (logits.shape[0] * logits.shape[1] * len(columns)))
-    for start in range(0, len(rows), depth):
-        part = slice(start, start + depth)
-        read = slice(first[part][0], first[part][-1] + 2)
-        band = rows[part, read]
-        strip = _Strip(head, head.target[:, part], band @ (logits[:, :, read] @ columns.t()))
+    for part, read, upsampled in _strips(head):
+        strip = _Strip(head, head.target[:, part], upsampled)
         losses[:, part] = strip.losses()
         if found is not None:
             found += strip.sums()
         if total is not None:
             share = strip.gradient(None if factors is None else factors[:, part], slopes)
-            total[:, :, read] += (band.t() @ share) @ columns
+            total[:, :, read] += (rows[part, read].t() @ share) @ columns
     return LossPass(losses, total, found)
+
+
+def classes(head: ClassHead) -> Tensor:
+    """Most probable class of every pixel, uint8 (B, H, W); the target is not read."""
+    pred = torch.empty_like(head.target)
+    for part, _, logits in _strips(head):
+        pred[:, part] = logits.argmax(1)
+    return pred
+
+
+def _strips(head: ClassHead) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Strips of the output: their rows, the rows of the logits that they read, and their logits (B, C, n, W)."""
+    logits, rows, columns, first = head.logits, head.rows.matrix, head.columns.matrix, head.rows.first
+    elements = STRIP if logits.device.type == "cpu" else DEVICE_STRIP
+    depth = max(1, elements // (logits.shape[0] * logits.shape[1] * len(columns)))
+    for start in range(0, len(rows), depth):
+        part = slice(start, start + depth)
+        read = slice(first[part][0], first[part][-1] + 2)
+        yield part, read, rows[part, read] @ (logits[:, :, read] @ columns.t())
 
 
 class _Strip:

@@ -57,22 +57,24 @@ def shard_loss(
 
 
 def backend(config: LossConfig, device_type: str) -> str:
-    """What computes the loss on a device (cpu, cuda): `loss.backend`, or what `auto` stands for there.
+    """What computes the loss on a device (cpu, cuda). Raises ConfigError for a backend that cannot run there.
 
-    Plug-ins take logits at full resolution, so theirs is plain. Raises ConfigError for a backend that cannot run here.
+    Plug-ins take logits at full resolution, so theirs is plain.
     """
-    if plugins.is_path(config.name):
-        return "plain"
+    return "plain" if plugins.is_path(config.name) else resolved(config.backend, device_type)
+
+
+def resolved(name: str, device_type: str) -> str:
+    """`loss.backend`, or what `auto` stands for on a device. Raises ConfigError for one that cannot run there."""
     fastest = {"cpu": "native", "cuda": "triton"}.get(device_type, "torch")
     missing = find_spec("triton") is None if fastest == "triton" else compiled.library() is None
-    if config.backend == "auto":
+    if name == "auto":
         return "torch" if missing else fastest
-    if config.backend in ("native", "triton") and (missing or config.backend != fastest):
+    if name in NEEDS and (missing or name != fastest):
         raise ConfigError(
-            f"loss.backend = {config.backend} on {device_type}, but {NEEDS[config.backend]} was needed. Set "
-            f"loss.backend=auto."
+            f"loss.backend = {name} on {device_type}, but {NEEDS[name]} was needed. Set loss.backend=auto."
         )
-    return config.backend
+    return name
 
 
 def _evaluate(name: str) -> Evaluate:
