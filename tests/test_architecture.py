@@ -20,7 +20,7 @@ SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
 # Floors of the house: a room imports rooms of lower floors only, wherever in a file the import stands.
 FLOORS = (
     ("segpipe", "errors", "keys"),
-    ("files", "plugins"),
+    ("files", "native", "plugins"),
     ("settings",),
     ("models",),
     ("data", "losses", "determinism"),

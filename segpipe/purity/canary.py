@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from segpipe.data.plan import REPEATS, Member
 from segpipe.errors import ImpureAugmentError
-from segpipe.ledger import native
-from segpipe.ledger.digest import digest_groups
+from segpipe.ledger.digest import digest_groups, kernels
 from segpipe.purity.probes import Frame, first_difference
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def witness(image: NDArray[np.uint8], target: NDArray[np.uint8], trail: Trail = 
 
 def augment_watched(augmenter: Augmenter, frame: Frame, key: int) -> tuple[Frame, Witness]:
     """The augmented sample and its witness, without a trail where digests are not compiled: it would cost too much."""
-    if native.kernels() is None:
+    if kernels() is None:
         made = augmenter(*frame, key)
         return made, witness(*made)
     trail: list[tuple[str, int]] = []

@@ -40,12 +40,33 @@ def check(config: Config, *, world_size: int) -> None:
     ):
         if args and ":" not in name:
             raise ConfigError(f"{key} = {args}, but {name} takes none: only plug-ins (package.module:Name) do.")
+    _check_loss(config)
     _check_length(config)
     low, high = config.augment.scale
     if low > high:
         raise ConfigError(f"augment.scale = {config.augment.scale}, but [smallest, largest] was needed.")
     for problem in export_problems(config.export):
         raise ConfigError(problem)
+
+
+def _check_loss(config: Config) -> None:
+    loss, device = config.loss, config.compute.device
+    if ":" in loss.name:
+        if loss.label_smoothing:
+            raise ConfigError(
+                f"loss.label_smoothing = {loss.label_smoothing}, but {loss.name} is your own loss. Smooth there, and "
+                f"set loss.label_smoothing=0."
+            )
+        if loss.backend not in ("auto", "plain"):
+            raise ConfigError(
+                f"loss.backend = {loss.backend}, but {loss.name} takes logits at full resolution. Set "
+                f"loss.backend=auto."
+            )
+    if (loss.backend, device) in (("native", "cuda"), ("triton", "cpu")):
+        raise ConfigError(
+            f"loss.backend = {loss.backend}, but compute.device = {device}: native runs on CPUs, triton on CUDA. Set "
+            f"loss.backend=auto."
+        )
 
 
 def _check_length(config: Config) -> None:

@@ -156,6 +156,17 @@ class LossConfig:
         low=0,
         high=1e6,
     )
+    label_smoothing: float = setting(
+        0.0, "share of the target that is spread evenly over all classes, in the class heads", low=0, high=1
+    )
+    # Free, because the fingerprint of a run holds what it resolves to, and a resume compares fingerprints.
+    backend: str = setting(
+        "auto",
+        "what computes upsampling and loss: native (compiled, CPU), triton (CUDA) and torch never hold logits at full "
+        "resolution; plain does. auto: triton on CUDA, native on a CPU with a C compiler, else torch",
+        choices=("auto", "native", "triton", "torch", "plain"),
+        free=True,
+    )
     aux_weight: float = setting(0.4, "weight of each auxiliary class head", low=0, high=1e6)
     stride: int = setting(1, "the main head's loss reads every n-th row and column of the target", low=1, high=8)
     aux_stride: int = setting(1, "the same for the auxiliary class heads", low=1, high=8)

@@ -173,9 +173,11 @@ def _check_plugins(path: Path, before: dict[str, str], now: dict[str, str]) -> N
 def _check_environment(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     changed = [f"{name}: {there} -> {here}" for name, (there, here) in flags.differences(before, now).items()]
     if changed:
+        loss = before.get(flags.LOSS, "plain")
+        there = f" with loss.backend={loss}" if loss != now.get(flags.LOSS, "plain") else " where it was trained"
         raise CheckpointError(
-            f"{path} was trained in another environment, which may give other bits ({'; '.join(changed)}). Resume "
-            f"where it was trained, or set run.allow_fingerprint_change=true and give up the promise of equal bits."
+            f"{path} was trained in another environment, which may give other bits ({'; '.join(changed)}). Resume"
+            f"{there}, or set run.allow_fingerprint_change=true and give up the promise of equal bits."
         )
 
 

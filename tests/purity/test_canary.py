@@ -27,7 +27,6 @@ from segpipe.data.plan import REPEATS, Member, Request, chosen, requests
 from segpipe.data.samples import CachedSamples
 from segpipe.data.transforms import TRANSFORMS
 from segpipe.errors import ConfigError, ImpureAugmentError
-from segpipe.ledger import native
 from segpipe.ledger.digest import digest_each, digest_groups
 from segpipe.purity.canary import Canary, augment_watched
 from segpipe.settings.check import check
@@ -286,7 +285,7 @@ def test_the_first_impure_transform_is_named_wherever_it_stands(
 
 def test_without_compiled_digests_the_check_is_to_name_it(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which would cost more than half a percent; what is delivered is the same."""
-    monkeypatch.setattr(native, "kernels", lambda: None)
+    monkeypatch.setattr("segpipe.purity.canary.kernels", lambda: None)
     pure = Augmenter(config())
     frame = Noise().read(0)
     found, made = augment_watched(pure, frame, 7)
