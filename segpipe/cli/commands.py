@@ -9,7 +9,7 @@ from segpipe.settings.setting import Setting
 
 RUN = Setting("run", "runs/NAME", "folder of the run", required=True)
 WHICH = Setting("which", "last", "checkpoint to use", choices=("last", "best"))
-IMPORTS = ("voc", "coco", "coco_panoptic", "cityscapes", "labelme", "cvat", "roboflow")
+IMPORTS = ("voc", "coco", "coco_panoptic", "labelme", "cvat", "roboflow")
 WAYS = ("sequence", "image", "tail")
 TRUST = Setting("trust", [], "packages that code named by the run may be imported from, see docs/plugins.md")
 INFERENCE = (
@@ -91,6 +91,12 @@ COMMANDS = {
             Setting("write", False, "write the proposed classes.yaml"),
             Setting("lines", 20, "problems to print; 0: all", low=0),
         ),
+        overrides=("data",),
+    ),
+    "prepare": Command(
+        "say where a published data set comes from, and check that it is complete",
+        "segpipe prepare data=cityscapes names the page and the archives and shows the folders that are expected;\n"
+        "with data.root=FOLDER it counts what is there. It downloads nothing.",
         overrides=("data",),
     ),
     "split": Command(

@@ -21,7 +21,7 @@ from segpipe.errors import DataError
 from segpipe.settings.arguments import parse
 from segpipe.settings.check import check
 from segpipe.settings.compose import compose
-from segpipe.settings.groups import DataConfig
+from segpipe.settings.groups import FILE_SETS, DataConfig
 
 CONSOLE = Console(highlight=False, soft_wrap=True)
 KEYS = COMMANDS["doctor"].keys
@@ -88,7 +88,7 @@ def by_set(opened: dict[str, Samples]) -> dict[str, Samples]:
 
 def example(data: DataConfig, split: str) -> str:
     """The first pair of a split in files, which shows how images and masks were found."""
-    if data.name not in ("camvid", "folder") or data.mix:
+    if data.name not in FILE_SETS or data.mix:
         return ""
     first = scan(data, split)[0][0]
     image, mask = (os.path.relpath(path, data.root) for path in (first.image, first.mask))
