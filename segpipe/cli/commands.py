@@ -99,6 +99,14 @@ COMMANDS = {
         "with data.root=FOLDER it counts what is there. It downloads nothing.",
         overrides=("data",),
     ),
+    "tune-loader": Command(
+        "find the number of loader processes",
+        "Measures the updates of the configured network on this device, then the loader with 0, 1, 2, ... workers,\n"
+        "until a further one gains less than 5 %. Prints a table, the setting to use, and whether the loader limits\n"
+        "training.",
+        (Setting("seconds", 5.0, "time for each number of workers", low=0.05, high=600),),
+        overrides=("data", "augment"),
+    ),
     "split": Command(
         "divide a folder of images into training and validation",
         "Writes train.txt and val.txt. Whole sequences go to one side, since neighboring frames of a video in both\n"
