@@ -86,8 +86,11 @@ COMMANDS = {
     "doctor": Command(
         "check a data set",
         "Reports all problems in one pass, or the content of the splits if there are none. For a folder without a\n"
-        "classes.yaml, it proposes one from the masks.",
+        "classes.yaml, it proposes one from the masks. out=doctor.html shows all of it with pictures.",
         (
+            Setting(
+                "out", "", "HTML page to write: problems, classes, leaks, samples, an augmented batch; empty: none"
+            ),
             Setting("write", False, "write the proposed classes.yaml"),
             Setting("lines", 20, "problems to print; 0: all", low=0),
         ),
