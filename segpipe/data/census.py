@@ -35,7 +35,7 @@ class _Found(NamedTuple):
 
     kind: str
     values: dict[Value, int]  # pixels
-    pixels: NDArray[np.int64]  # of each class, and last of ignored ones
+    pixels: NDArray[np.int64]  # of each class, of ignored ones, and of values that the class table does not have
     odd: dict[Value, tuple[int, int]]  # palette index: train ids by index and by colour, which differ
     look: int
     size: tuple[int, int]  # (height, width)
@@ -47,7 +47,7 @@ class Census:
 
     names: list[str] = field(default_factory=list)
     places: list[int] = field(default_factory=list)  # their indices
-    pixels: list[NDArray[np.int64]] = field(default_factory=list)  # of each class and, last, of ignored ones
+    pixels: list[NDArray[np.int64]] = field(default_factory=list)  # rows of `table`
     looks: list[int] = field(default_factory=list)
     sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)  # of mask files
@@ -57,13 +57,13 @@ class Census:
 
     @property
     def table(self) -> NDArray[np.int64]:
-        """Pixels of each class and, last, of ignored ones, int64 (n, C + 1)."""
+        """Pixels of each class, of ignored ones, and of values that the class table does not have, int64 (n, C + 2)."""
         return np.array(self.pixels, np.int64).reshape(len(self.names), -1)
 
     @property
     def unlabelled(self) -> list[int]:
-        """Indices of the samples without a pixel of any class."""
-        return [index for index, row in zip(self.places, self.pixels, strict=True) if not row[:-1].any()]
+        """Indices of the samples whose pixels are all ignored."""
+        return [index for index, row in zip(self.places, self.pixels, strict=True) if row[-2] == row.sum()]
 
 
 def take(samples: Samples, progress: Callable[[int, int], None] = lambda done, total: None) -> Census:
@@ -107,7 +107,7 @@ def _of_sample(samples: Samples, index: int) -> _Found | None:
     except DataError:
         return None
     counts = np.bincount(target.ravel(), minlength=IGNORE_INDEX + 1)
-    pixels = np.append(counts[: samples.classes.num_classes], counts[IGNORE_INDEX])
+    pixels = np.append(counts[: samples.classes.num_classes], [counts[IGNORE_INDEX], 0])
     return _Found("", {}, pixels, {}, look(image), (target.shape[0], target.shape[1]))
 
 
@@ -120,11 +120,10 @@ def _of_files(samples: FileSamples, index: int, with_look: bool) -> _Found | Non
         return None
     table = samples.table
     values = _meant(table, mask, count_values(mask)[1])
-    pixels = np.zeros(table.classes.num_classes + 1, np.int64)
+    pixels = np.zeros(table.classes.num_classes + 2, np.int64)
     for value, count in values.items():
         train = train_id(table, value)
-        if train != UNKNOWN:
-            pixels[-1 if train == IGNORE_INDEX else train] += count
+        pixels[{IGNORE_INDEX: -2, UNKNOWN: -1}.get(train, train)] += count
     kind = f"{mask.header.layout}, {mask.header.bits} bits"
     return _Found(kind, values, pixels, _odd(table, mask, values), seen, mask.header[:2])
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from segpipe.data.catalog import ClassTable, MaskTable
 from segpipe.data.census import UNKNOWN, Census, Value, train_id
 from segpipe.data.division import shared_sequences
 from segpipe.data.overlap import NearDuplicate, near_duplicates, shared_files
-from segpipe.data.samples import FileSamples, Samples, image_files, unwrapped
+from segpipe.data.samples import FileSamples, Sample, Samples, image_files, unwrapped
 from segpipe.errors import DataError
 from segpipe.files import write_atomically
 from segpipe.run.pictures import blend, jpeg_url, shrink
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 SHOWN_PROBLEMS = 200
 SHOWN = 8  # images of a kind
-WIDTH = 360  # pixels of a picture
+WIDTH, QUALITY = 360, 80  # of a picture, in pixels and per cent
 VALUES = 300  # rows of the table of ids and colours
 
 
@@ -96,7 +97,7 @@ def _split_row(split: str, samples: Samples, census: Census) -> dict[str, Any]:
         "read": len(census.names),
         "sizes": shown + (f" and {len(census.sizes) - 4} others" if len(census.sizes) > 4 else ""),
         "kinds": ", ".join(f"{kind} ({times})" for kind, times in census.kinds.most_common() if kind),
-        "ignored": int(table[:, -1].sum()) / total if len(table) else 0.0,
+        "ignored": int(table[:, -2].sum()) / total if len(table) else 0.0,
         "unlabelled": len(census.unlabelled),
         "example": f"{first.image} with {first.mask}" if first else "",
     }
@@ -109,10 +110,10 @@ def _classes(found: Checkup) -> list[dict[str, Any]]:
     from segpipe.losses.pixelwise import class_weights
 
     table = _classes_of(found)
-    pixels = {split: census.table for split, census in found.census.items()}
-    train = next(iter(pixels.values()))[:, :-1].sum(0)
+    pixels = {split: census.table[:, : table.num_classes] for split, census in found.census.items()}
+    train = next(iter(pixels.values())).sum(0)
     weights = {kind: class_weights(torch.from_numpy(train), kind).tolist() for kind in ("log", "sqrt")}
-    shares = {split: counts[:, :-1].sum(0) / max(int(counts[:, :-1].sum()), 1) for split, counts in pixels.items()}
+    shares = {split: counts.sum(0) / max(int(counts.sum()), 1) for split, counts in pixels.items()}
     largest = max((float(share.max(initial=0.0)) for share in shares.values()), default=0.0) or 1.0
     return [
         {
@@ -209,7 +210,7 @@ def _pair(train: Samples, val: Samples, of_train: Census, of_val: Census, near: 
     return {
         "distance": near.distance,
         "images": [
-            (census.names[place], _picture(samples.read(census.places[place])[0]))
+            (census.names[place], _picture(samples, census.places[place]))
             for samples, census, place in ((train, of_train, near.first), (val, of_val, near.second))
         ],
     }
@@ -218,7 +219,7 @@ def _pair(train: Samples, val: Samples, of_train: Census, of_val: Census, near: 
 def _unlabelled(found: Checkup) -> list[tuple[str, str]]:
     """Names and pictures of images whose masks label nothing."""
     return [
-        (f"{split}: {samples.name(index)}", _picture(samples.read(index)[0]))
+        (f"{split}: {samples.name(index)}", _picture(samples, index))
         for split, samples in found.samples.items()
         for index in found.census[split].unlabelled[:SHOWN]
     ]
@@ -228,14 +229,8 @@ def _grid(samples: Samples, census: Census) -> list[tuple[str, list[str]]]:
     """Name, image and overlay of samples from all over a split."""
     number = min(SHOWN, len(census.places))
     chosen = [census.places[place * len(census.places) // number] for place in range(number)]
-    shown = []
-    for index in chosen:
-        try:
-            image, target = samples.read(index)
-        except DataError:  # an id that the table does not have
-            continue
-        shown.append((samples.name(index), [_picture(image), _overlay(samples.classes, image, target)]))
-    return shown
+    read = ((samples.name(index), _read(samples, index)) for index in chosen)
+    return [(name, _both(samples.classes, *sample)) for name, sample in read if sample is not None]
 
 
 def _batch(found: Checkup) -> tuple[list[tuple[str, list[str]]], str]:
@@ -249,7 +244,7 @@ def _batch(found: Checkup) -> tuple[list[tuple[str, list[str]]], str]:
     images, targets = batch.image.numpy(), batch.target.numpy()
     names = [samples.name(index) for index in batch.index.tolist()]
     each = zip(names, images, targets, strict=True)
-    return [(name, [_picture(i), _overlay(samples.classes, i, t)]) for name, i, t in each], ""
+    return [(name, _both(samples.classes, image, target)) for name, image, target in each], ""
 
 
 def _worker_faults(found: Checkup) -> list[str]:
@@ -257,13 +252,22 @@ def _worker_faults(found: Checkup) -> list[str]:
     return list(worker_problems(found.config, samples)) if len(samples) and not found.problems else []
 
 
-def _picture(image: NDArray[np.uint8]) -> str:
-    return jpeg_url(shrink(image, WIDTH, smooth=True), 80)
+def _read(samples: Samples, index: int) -> Sample | None:
+    """A sample; None for one that has a problem, such as an id that the table does not have."""
+    with suppress(DataError):
+        return samples.read(index)
+    return None
 
 
-def _overlay(table: ClassTable, image: NDArray[np.uint8], target: NDArray[np.uint8]) -> str:
+def _picture(samples: Samples, index: int) -> str:
+    sample = _read(samples, index)
+    return "" if sample is None else jpeg_url(shrink(sample[0], WIDTH, smooth=True), QUALITY)
+
+
+def _both(table: ClassTable, image: NDArray[np.uint8], target: NDArray[np.uint8]) -> list[str]:
+    """An image, and its target as an overlay."""
     small, ids = shrink(image, WIDTH, smooth=True), shrink(target, WIDTH, smooth=False)
-    return jpeg_url(blend(small, ids, table.palette), 80)
+    return [jpeg_url(small, QUALITY), jpeg_url(blend(small, ids, table.palette), QUALITY)]
 
 
 def _legend(found: Checkup) -> list[tuple[str, str]]:

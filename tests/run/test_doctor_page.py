@@ -134,7 +134,7 @@ def test_a_census_counts_colors_and_samples_of_any_kind(tmp_path: Path) -> None:
     assert colors.values[(255, 255, 255)] == 4 * 128
     assert colors.table[:, 1].tolist() == [10 * number * 128 for number in (1, 2, 3, 4)]
     painted = take(open_samples(DataConfig(size=[64, 96], num_train=3), "train", 0))
-    assert painted.table.shape == (3, 11)
+    assert painted.table.shape == (3, 12)
     assert painted.table.sum(1).tolist() == [64 * 96] * 3
 
 
