@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from segpipe.data.augment import Augmenter
+from segpipe.data.bucket import Bucket
 from segpipe.data.loader import train_batches
 from segpipe.data.order import Order
 from segpipe.data.samples import Samples, image_sizes, open_samples
@@ -109,6 +111,15 @@ def test_any_file_system_of_fsspec_will_do(files: Path, tmp_path: Path) -> None:
         found.read(0)[0], open_samples(DataConfig(name="folder", root=str(files)), "train", 0).read(0)[0]
     )
     assert unpicklable(found) is None
+
+
+def test_a_process_opens_its_own_file_system(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the network run a thread, which a forked process does not have."""
+    own = Bucket(f"file://{files}", "train", str(tmp_path / "cache"))
+    before = own._files()
+    assert own._files() is before
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    assert own._files() is not before
 
 
 def test_what_is_wrong_is_said_with_the_url(files: Path, tmp_path: Path) -> None:

@@ -265,3 +265,13 @@ def test_a_table_of_your_own_replaces_the_published_one(tmp_path: Path) -> None:
     assert samples.classes.names == ("ground", "rest")
     assert samples.read(0)[1].ravel()[:3].tolist() == [0, 0, 1]
     assert any(path.endswith("two.yaml") for path in data_hashes(data, ["train"]))
+
+
+def test_the_coarse_images_of_cityscapes_join_a_mixture(tmp_path: Path) -> None:
+    for name in ("cityscapes", "cityscapes_coarse"):
+        draw(tmp_path, MINIATURES[name])
+    entry = f"{{name: cityscapes_coarse, root: {tmp_path}, split: train_extra}}"
+    data = compose(["data=cityscapes", f"data.root={tmp_path}", f"data.mix=[{{}}, {entry}]"]).data
+    samples = open_samples(data, "train", 0)
+    assert [samples.name(index).rpartition("/")[2][:4] for index in range(len(samples))] == ["aach", "troi"]
+    assert samples.classes == published("cityscapes").table.classes

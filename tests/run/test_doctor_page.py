@@ -102,7 +102,7 @@ def test_a_set_with_broken_files_has_a_page_too(tmp_path: Path) -> None:
     root = sound(tmp_path)
     broken = root / "images/train/drive0_001.png"
     broken.write_bytes(broken.read_bytes()[:-50])
-    mask = np.zeros(SIZE, np.uint8)
+    mask = np.full(SIZE, 255, np.uint8)
     mask[0, :3] = 9
     write(root / "masks/val/drive4_001.png", mask)
     (root / "masks/train/drive2_001.png").unlink()
@@ -112,6 +112,7 @@ def test_a_set_with_broken_files_has_a_page_too(tmp_path: Path) -> None:
     for part in ("drive0_001.png is truncated", "drive4_001.png has id 9 (3 pixels", "drive2_001.png has no mask"):
         assert part in text
     assert "not in the class table" in text
+    assert tile(text, "without a label") == "none"  # what id 9 is, nobody knows yet
     assert "A batch as training sees it" not in text
 
 
