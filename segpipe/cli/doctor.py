@@ -19,6 +19,7 @@ from segpipe.data.problems import open_readable, problems
 from segpipe.data.proposal import propose
 from segpipe.data.samples import Samples, class_pixels, image_files, image_sizes, one_by_one, open_samples
 from segpipe.errors import DataError
+from segpipe.run.preflight import worker_problems
 from segpipe.settings.arguments import parse
 from segpipe.settings.check import check
 from segpipe.settings.compose import compose
@@ -156,6 +157,8 @@ def main(overrides: list[str]) -> int:
             f"{split}: {len(samples)} images of {', '.join(sizes)}{example(config.data, split)}", markup=False
         )
     CONSOLE.print(contents(by_set(opened)))
+    for problem in worker_problems(config, opened["train"]):
+        CONSOLE.print(f"Warning: {problem}", markup=False)
     if len(opened) == 2 and config.data.name != "synthetic":
         warn_of_shared_sequences(*([samples.name(i) for i in range(len(samples))] for samples in opened.values()))
     return 0

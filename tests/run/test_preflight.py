@@ -84,10 +84,12 @@ def test_only_other_start_methods_pickle() -> None:
     assert list(worker_problems(config("data.workers=0", "data.start_method=spawn"), samples)) == []
 
 
-def test_more_files_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_files_than_allowed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(preflight.resource, "getrlimit", lambda kind: (256, 4096))
     (problem,) = worker_problems(config("data.workers=32"), Nested(1))
     assert "may keep 480 files open, but 256 are allowed. Run `ulimit -n 960`" in problem
+    assert segpipe(["doctor", *TINY, "data.workers=32"]) == 0
+    assert f"Warning: {problem}" in capsys.readouterr().out
     assert list(worker_problems(config("data.workers=8"), Nested(1))) == []
 
 
