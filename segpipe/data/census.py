@@ -45,6 +45,7 @@ class _Found(NamedTuple):
 class Census:
     """Of the samples that can be read, in their order."""
 
+    num_classes: int
     names: list[str] = field(default_factory=list)
     places: list[int] = field(default_factory=list)  # their indices
     pixels: list[NDArray[np.int64]] = field(default_factory=list)  # rows of `table`
@@ -58,7 +59,7 @@ class Census:
     @property
     def table(self) -> NDArray[np.int64]:
         """Pixels of each class, of ignored ones, and of values that the class table does not have, int64 (n, C + 2)."""
-        return np.array(self.pixels, np.int64).reshape(len(self.names), -1)
+        return np.array(self.pixels, np.int64).reshape(len(self.names), self.num_classes + 2)
 
     @property
     def unlabelled(self) -> list[int]:
@@ -77,7 +78,7 @@ def take(samples: Samples, progress: Callable[[int, int], None] = lambda done, t
     else:  # the user's class need not be safe to use from several threads
         one = (_of_sample(samples, index) for index in indices)
         found = one if isinstance(whole, PluginSamples) else threaded(lambda index: _of_sample(samples, index), indices)
-    census = Census()
+    census = Census(samples.classes.num_classes)
     for done, (index, each) in enumerate(zip(indices, found, strict=True), 1):
         progress(done, len(indices))
         if each is None:

@@ -273,5 +273,5 @@ def _both(table: ClassTable, image: NDArray[np.uint8], target: NDArray[np.uint8]
 def _legend(found: Checkup) -> list[tuple[str, str]]:
     """Color and name of the classes that occur."""
     table = _classes_of(found)
-    pixels = sum(census.table.sum(0) for census in found.census.values() if census.names)
-    return [(_hex(table, place), name) for place, name in enumerate(table.names) if np.any(pixels[place])]
+    pixels = np.sum([census.table.sum(0) for census in found.census.values()], 0)
+    return [(_hex(table, place), name) for place, name in enumerate(table.names) if pixels[place]]

@@ -114,6 +114,23 @@ def test_a_set_with_broken_files_has_a_page_too(tmp_path: Path) -> None:
     assert "not in the class table" in text
     assert tile(text, "without a label") == "none"  # what id 9 is, nobody knows yet
     assert "A batch as training sees it" not in text
+    for path in root.glob("masks/*/*.png"):
+        path.write_bytes(b"")
+    code, text = page(root)
+    assert code == 2
+    assert tile(text, "problems") == "7"  # a mask is missing, and an image is cut
+
+
+def test_a_mixture_has_a_page(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        sound(tmp_path / name)
+    entries = ",".join(f"{{root: {tmp_path / name}, weight: 1}}" for name in ("a", "b"))
+    out = tmp_path / "page.html"
+    settings = ("data.workers=0", "augment.crop_size=[64,64]", "data.allow_overlap=true", f"out={out}")
+    assert segpipe(["doctor", "data=folder", f"data.root={tmp_path / 'a'}", f"data.mix=[{entries}]", *settings]) == 0
+    text = out.read_text()
+    assert "train: 8 images" in text
+    assert "a/drive0_001" in text
 
 
 def test_indices_and_colors_that_contradict_each_other_are_told(tmp_path: Path) -> None:
