@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from segpipe.data.catalog import PUBLISHED, published
 from segpipe.data.folders import SUFFIXES, FolderLayout, locate, missing, near, undivided
 from segpipe.errors import DataError
 from segpipe.files import files_below
@@ -42,16 +43,20 @@ class Pair(NamedTuple):
 
 def scan(data: DataConfig, split: str) -> tuple[list[Pair], list[str]]:
     """Pairs of a split, sorted by name, and a message for every file that is not part of a pair."""
-    root = Path(data.root)
-    if data.name == "camvid":
-        layout: FolderLayout | str = FolderLayout(root / split, root / f"{split}annot", "", "")
-    else:
-        layout = locate(root, split, data.images, data.masks)
+    layout = _layout(data, split)
     if isinstance(layout, str):
         return [], [layout]
     if layout.table:
-        return _pairs_of_table(root, layout.table)
+        return _pairs_of_table(Path(data.root), layout.table)
     return _pairs_of_folders(layout, split)
+
+
+def _layout(data: DataConfig, split: str) -> FolderLayout | str:
+    if data.name not in PUBLISHED or data.images or data.masks:
+        return locate(Path(data.root), split, data.images, data.masks)
+    layout = published(data.name).layout.of(Path(data.root), split)
+    hint = f" `segpipe prepare data={data.name}` says where it comes from."
+    return f"{layout}{hint}" if isinstance(layout, str) else layout
 
 
 def scan_undivided(data: DataConfig) -> tuple[list[Pair], list[str]]:
@@ -62,7 +67,7 @@ def scan_undivided(data: DataConfig) -> tuple[list[Pair], list[str]]:
 
 def pairing(data: DataConfig, split: str) -> Path | None:
     """The file that says which images belong to a split, or which mask to which image, if the folders do not."""
-    layout = locate(Path(data.root), split, data.images, data.masks) if data.name == "folder" else None
+    layout = _layout(data, split)
     return layout.table or layout.listing if isinstance(layout, FolderLayout) else None
 
 
@@ -77,6 +82,11 @@ def _pairs_of_folders(layout: FolderLayout, split: str) -> tuple[list[Pair], lis
     if isinstance(endings, str):
         return [], [*faults, endings]
     images, masks = _without(images, masks, endings, together=layout.images == layout.masks)
+    if layout.sequences:
+        images, masks = (
+            {stem: path for stem, path in paths.items() if stem.partition("/")[0] in layout.sequences}
+            for paths in (images, masks)
+        )
     if layout.listing:
         wanted, list_faults = _listed(layout.listing, images, endings[0])
         faults += list_faults
@@ -185,7 +195,8 @@ def _pairs_of_table(root: Path, table: Path) -> tuple[list[Pair], list[str]]:
     """Pairs of a CSV file with the columns image and mask, whose paths are relative to `root`."""
     text = _text(table)
     first = text.partition("\n")[0]
-    rows = list(csv.reader(text.splitlines(), delimiter=max(",;\t", key=first.count)))
+    separators = ",;\t" if table.suffix == ".csv" else " "
+    rows = list(csv.reader(text.splitlines(), delimiter=max(separators, key=first.count)))
     header = [cell.strip().lower() for cell in rows[0]] if rows else []
     named = "image" in header and "mask" in header
     image, mask = (header.index("image"), header.index("mask")) if named else (0, 1)

@@ -12,7 +12,7 @@ from segpipe.data.masks import check_kind, orientation, read_target, settled
 from segpipe.data.mix import all_parts
 from segpipe.data.pairs import Pair, check_sizes, scan
 from segpipe.data.readers import check_mask, read_header, read_image, threaded
-from segpipe.data.samples import open_plugin
+from segpipe.data.samples import FileSamples, Samples, open_plugin, open_samples
 from segpipe.errors import DataError
 from segpipe.plugins import is_path
 
@@ -32,6 +32,16 @@ def verify(data: DataConfig, splits: Iterable[str]) -> None:
     """
     for problem in problems(data, splits):
         raise DataError(problem)
+
+
+def open_readable(data: DataConfig, split: str, seed: int) -> Samples | None:
+    """Samples of a split, of its complete pairs if there are other files too; None if there are none."""
+    with suppress(DataError):
+        return open_samples(data, split, seed)
+    with suppress(DataError):
+        pairs = scan(data, split)[0]
+        return FileSamples(_settled(mask_table(data), pairs), tuple(pairs)) if pairs else None
+    return None
 
 
 def problems(

@@ -135,6 +135,7 @@ def examine(config: Config) -> None:
     from segpipe.data.problems import verify
     from segpipe.data.samples import check_labelled, image_files, open_samples, sequences
     from segpipe.purity import checker as purity
+    from segpipe.run.preflight import check_workers
 
     check_tracking(config)
     if config.import_paths or config.model.args:
@@ -153,6 +154,7 @@ def examine(config: Config) -> None:
     if isinstance(config.loss.class_weights, list):
         check_given_weights(config.loss.class_weights, samples.classes.names)
     check_network(config, samples)
+    check_workers(config, samples)
     if config.compute.mode != "off" and (skipped := purity.quick(Augmenter(config.augment), samples)):
         Console(stderr=True).print(skipped, markup=False, highlight=False, soft_wrap=True)
     if config.export.enabled and config.export.dir:

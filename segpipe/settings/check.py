@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from segpipe.errors import ConfigError
 from segpipe.settings.config import SETTINGS
-from segpipe.settings.groups import STEPS
+from segpipe.settings.groups import FILE_SETS, STEPS
 from segpipe.settings.setting import nearest
 
 if TYPE_CHECKING:
@@ -104,11 +104,11 @@ def _check_names(config: Config) -> None:
             raise ConfigError(f"run.name = {config.run.name!r} must name a folder below run.root = {config.run.root}.")
     for problem in mix_problems(config.data):
         raise ConfigError(problem)
-    if config.data.name in ("camvid", "folder") and not config.data.root and not config.data.mix:
+    if config.data.name in FILE_SETS and not config.data.root and not config.data.mix:
         raise ConfigError(f"data.root is empty, but data={config.data.name} reads files. Set data.root=FOLDER.")
     for key, value in (("images", config.data.images), ("masks", config.data.masks)):
-        if value and config.data.name != "folder":
-            raise ConfigError(f"data.{key} = {value}, but only data=folder reads it. Remove it, or set data=folder.")
+        if value and config.data.name not in FILE_SETS:
+            raise ConfigError(f"data.{key} = {value}, but only data in files reads it. Remove it, or set data=folder.")
 
 
 def _check_delivery(data: DataConfig) -> None:
@@ -164,11 +164,11 @@ def _check_sequences(data: DataConfig) -> None:
         re.compile(data.sequence)
     except re.error as error:
         raise ConfigError(f"data.sequence = {data.sequence!r} is not a regular expression: {error}.") from None
-    if data.hold_out and (data.mix or data.name not in ("folder", "camvid")):
+    if data.hold_out and (data.mix or data.name not in FILE_SETS):
         kind = "data.mix" if data.mix else f"data={data.name}"
         raise ConfigError(
-            f"data.hold_out = {data.hold_out}, but {kind} cannot leave a sequence out, as data=folder and data=camvid "
-            f"can. Leave it empty."
+            f"data.hold_out = {data.hold_out}, but {kind} cannot leave a sequence out, as data=folder and other data "
+            f"in files can. Leave it empty."
         )
 
 

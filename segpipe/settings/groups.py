@@ -8,7 +8,11 @@ from typing import Any
 from segpipe.settings.setting import setting
 
 MODEL_NAMES = ("fast_scnn", "ddrnet23_slim", "pidnet_s", "timm")
-DATA_NAMES = ("synthetic", "camvid", "folder")
+FILE_SETS = (
+    "folder", "ade20k", "bdd100k", "camvid", "camvid32", "cityscapes", "cityscapes_coarse", "coco_stuff", "rellis3d",
+    "rugd", "vistas", "voc",
+)  # fmt: skip
+DATA_NAMES = ("synthetic", *FILE_SETS)
 STEPS = 400  # train.steps unless it is set
 ENOUGH_IMAGES = 16  # real images that an exported file must be compared on to count as verified
 
@@ -66,7 +70,9 @@ class DataConfig:
         "before the last number",
     )
     hold_out: str = setting("", "sequence that training leaves out and validation consists of, see docs/evaluate.md")
-    classes: str = setting("", "YAML class table of data=folder; empty: <data.root>/classes.yaml", free=True)
+    classes: str = setting(
+        "", "YAML class table; empty: <data.root>/classes.yaml, or that of a published data set", free=True
+    )
     images: str = setting("", "folder: images below data.root, as FOLDER/SPLIT or FOLDER/SPLIT/*ENDING; empty: found")
     masks: str = setting("", "folder: masks below data.root, in the same form; empty: found")
     allow_overlap: bool = setting(False, "train although validation reads the same images", free=True)
