@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +29,7 @@ from segpipe.data.headers import (
     check_complete,
     parse,
 )
+from segpipe.disk import PASSING, patiently
 from segpipe.errors import DataError
 
 # How EXIF's orientations turn stored pixels upright: (transpose, flip rows, flip columns), in this order.
@@ -147,21 +149,41 @@ def _turned(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
 def read_header(path: str) -> Header:
     """Header of a picture file. Raises DataError when the file does not reach its end; reads little of a large one."""
     try:
-        with Path(path).open("rb") as handle:
-            head = handle.read(HEAD_BYTES)
-            if not head.startswith((PNG_SIGNATURE, JPEG_START)) and len(head) == HEAD_BYTES:
-                with mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                    return _parsed(content, path)
-            length = handle.seek(0, 2)
-            handle.seek(max(0, length - TAIL_BYTES))
-            tail = handle.read()
+        return patiently(Path(path), lambda: _header(path))
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+        raise _unreadable(path, error) from None
+
+
+def _header(path: str) -> Header:
+    _check_regular(path)
+    with Path(path).open("rb") as handle:
+        head = handle.read(HEAD_BYTES)
+        if not head.startswith((PNG_SIGNATURE, JPEG_START)) and len(head) == HEAD_BYTES:
+            with mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                return _parsed(content, path)
+        length = handle.seek(0, 2)
+        handle.seek(max(0, length - TAIL_BYTES))
+        tail = handle.read()
     header = _parsed(head, path)
     end = PNG_END if head.startswith(PNG_SIGNATURE) else JPEG_END if head.startswith(JPEG_START) else b""
     if end not in tail:
         raise _truncated(path, length)
     return header
+
+
+def _check_regular(path: str) -> None:
+    """Raise DataError for what is no file: opening a FIFO waits for ever, and a device has no end."""
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket"}
+        raise DataError(
+            f"{path} is {kinds.get(stat.S_IFMT(mode), 'a device')}, but a picture file was needed. Remove it."
+        )
+
+
+def _unreadable(path: str, error: OSError) -> DataError:
+    tried = ", at six tries. Check the disk or the file server that holds it" if error.errno in PASSING else ""
+    return DataError(f"{path} cannot be read: {error.strerror}{tried}.")
 
 
 def _parsed(data: Bytes, path: str, *, complete: bool = False) -> Header:
@@ -183,9 +205,10 @@ def _truncated(path: str, length: int) -> DataError:
 def _read(path: str) -> tuple[bytes, Header]:
     """Content and header of a file that is complete."""
     try:
-        data = Path(path).read_bytes()
+        _check_regular(path)
+        data = patiently(Path(path), Path(path).read_bytes)
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+        raise _unreadable(path, error) from None
     return data, _parsed(data, path, complete=True)
 
 
