@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import stat
+import sys
+import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import get_native_id
-from typing import Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 import cv2
 import numpy as np
@@ -37,6 +41,12 @@ TURNS = {
     1: (False, False, False), 2: (False, False, True), 3: (False, True, True), 4: (False, True, False),
     5: (True, False, False), 6: (True, False, True), 7: (True, True, True), 8: (True, True, False),
 }  # fmt: skip
+# What libjpeg says of a file that it decodes all the same. Extraneous bytes cost no pixel, and cameras write them.
+JPEG_DAMAGE = re.compile(
+    "premature end of data segment|Premature end of JPEG file|bad Huffman code|found marker .* instead of RST.*"
+    "|Inconsistent progression sequence.*|Invalid SOS parameters.*"
+)
+JPEG_WORDS = re.compile(f"{JPEG_DAMAGE.pattern}|Corrupt JPEG data")
 Pixels = NDArray[np.uint8] | NDArray[np.uint16]
 T = TypeVar("T")
 R = TypeVar("R")
@@ -220,6 +230,42 @@ def _decode(data: bytes, flags: int, path: str) -> NDArray[Any]:
     if pixels is None:
         raise DataError(f"{path} is complete, but cannot be decoded. Write or copy it again.")
     return np.asarray(pixels)
+
+
+@contextmanager
+def decoders_heard() -> Iterator[Callable[[], str]]:
+    """A function that returns what decoders have written to the standard error in the block; the rest is passed on.
+
+    OpenCV decodes a damaged JPEG to grey areas and tells nobody else. Holds the standard error of the whole process.
+    """
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as heard:
+        kept = os.dup(2)
+        os.dup2(heard.fileno(), 2)
+        try:
+            yield lambda: _content(heard)
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            others = [line for line in _content(heard).splitlines(keepends=True) if not JPEG_WORDS.search(line)]
+            sys.stderr.write("".join(others))
+
+
+def _content(file: IO[bytes]) -> str:
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
+
+
+def damaged_jpegs(paths: Iterable[str]) -> Iterator[str]:
+    """A message for each JPEG that is decoded only in part."""
+    for path in paths:
+        with decoders_heard() as words:
+            with suppress(DataError, OSError):
+                if Path(path).read_bytes()[:2] == JPEG_START:
+                    read_image(path)
+            found = JPEG_DAMAGE.search(words())
+        if found:
+            yield f"{path} is damaged: the decoder says {found[0]!r} and fills the rest with grey. Copy it again."
 
 
 def threaded(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:

@@ -60,7 +60,7 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_bytes().split(b"\n")[:-1]:  # after the last newline: nothing, or a torn line
         try:
             entry = json.loads(line)
-        except ValueError:  # a block lost in a power failure
+        except (ValueError, RecursionError):  # a block lost in a power failure
             continue
         if isinstance(entry, dict) and all(type(entry.get(key)) in kinds for key, kinds in _RESERVED.items()):
             yield entry

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import pickle
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -226,6 +228,13 @@ def load(path: Path) -> dict[str, Any]:
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises RuntimeError, EOFError, UnpicklingError, BadZipFile ...
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        if isinstance(error, pickle.UnpicklingError):  # torch's words tell how to run the code in the file
+            if named := re.search(r"GLOBAL (\S+)", str(error)):
+                raise CheckpointError(
+                    f"{path} is not {expected}: it names {named[1]}, a Python object, which could run code and "
+                    f"is in no checkpoint. Nothing of it was run. Take the file from where it was trained."
+                ) from None
+            reason = "its pickle is damaged"
         raise CheckpointError(
             f"{path} ({len(content)} bytes) cannot be read as {expected}: {reason}. "
             f"It is truncated or foreign; take another file of the run (last.pt, best.pt)."
