@@ -10,6 +10,9 @@ import struct
 import threading
 import time
 import uuid
+import warnings
+from collections import OrderedDict
+from contextvars import ContextVar
 from copy import deepcopy
 from datetime import datetime
 from functools import cached_property, lru_cache
@@ -380,6 +383,49 @@ class FileWriter(Planted):
             return file.write("seen") // 5
 
 
+class Generating(Planted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = (number // 1000 for number in range(10**9))
+
+    def number(self) -> int:
+        return next(self.stream)
+
+
+class Iterating(Planted):
+    letters = iter("a" * 10**6)
+
+    def number(self) -> int:
+        return ord(next(self.letters))
+
+
+class ThreadLocal(Planted):
+    local = threading.local()
+
+    def number(self) -> int:
+        before, self.local.drawn = getattr(self.local, "drawn", 0), self.py_random.getrandbits(32)
+        return before
+
+
+class ContextVariable(Planted):
+    drawn: ContextVar[int] = ContextVar("drawn", default=0)
+
+    def number(self) -> int:
+        before = self.drawn.get()
+        self.drawn.set(self.py_random.getrandbits(32))
+        return before
+
+
+class InPlaceTable(Planted):
+    """Writes into an array that a mapping holds; right for the first 200 calls."""
+
+    table: ClassVar[dict[str, np.ndarray]] = {"calls": np.zeros(1, np.int64)}
+
+    def number(self) -> int:
+        self.table["calls"] += 1
+        return int(self.table["calls"][0]) // 10**6
+
+
 class Modest(A.ImageOnlyTransform):
     """A pure transform that stamps a number which follows from its draws, by way of a cache."""
 
@@ -463,8 +509,36 @@ class ClosedTable(Modest):
         return self.scaled(drawn)
 
 
+class SmallMemo(Modest):
+    """Forgets what it has not needed for long."""
+
+    kept: ClassVar[OrderedDict[int, int]] = OrderedDict()
+
+    def number(self, drawn: int) -> int:
+        self.kept[drawn] = drawn * 3
+        if len(self.kept) > 4:
+            self.kept.popitem(last=False)
+        return self.kept[drawn]
+
+
+class Locked(Modest):
+    lock = threading.RLock()
+
+    def number(self, drawn: int) -> int:
+        with self.lock:
+            return drawn
+
+
+class ImportsLate(Modest):
+    def number(self, drawn: int) -> int:
+        import colorsys
+
+        return drawn + int(colorsys.rgb_to_hsv(0, 0, 0)[0])
+
+
 class Logging(Modest):
     def number(self, drawn: int) -> int:
+        warnings.warn("drew a number", RuntimeWarning, stacklevel=1) if drawn > 50 else None
         logging.getLogger("segpipe.tests").debug("drew %d", drawn)
         return deepcopy([drawn])[0]
 
@@ -481,7 +555,7 @@ class ReadsAFile(Modest):
 
 HONEST = (
     CachedFunction, CachedMethod, OwnMemo, ClassMemo, AttributeMemo, ModuleTable, OwnTable, BuiltOnce, ClosedTable,
-    Logging, SeededInTheCall, ReadsAFile,
+    SmallMemo, Locked, ImportsLate, Logging, SeededInTheCall, ReadsAFile,
 )  # fmt: skip
 TWICE, ORDER, UNRELATED = "same key twice", "call order", "after unrelated calls"
 GLOBALS, WIRES, INPUT, STATE = "globals untouched", "tripwires", "input untouched", "own state"
@@ -534,6 +608,11 @@ CORPUS = {
     HashRarely: {WIRES},
     FileState: {WIRES},
     FileWriter: {WIRES},
+    Generating: {STATE},
+    Iterating: {STATE},
+    ThreadLocal: {TWICE},
+    ContextVariable: {TWICE},
+    InPlaceTable: {STATE},
 }
 NAMED = {  # what the message of the check at the start says of some of them
     WorkersRead: "calls torch.utils.data.get_worker_info at impure.py:",
@@ -543,6 +622,9 @@ NAMED = {  # what the message of the check at the start says of some of them
     ClassDict: "ClassDict.tables",
     MutableDefault: "default argument 0 of MutableDefault.apply",
     Closure: "a call changes total in the closure of Closure.count",
+    Generating: "a call changes Generating.stream",
+    Iterating: "a call changes Iterating.letters",
+    InPlaceTable: "a call changes InPlaceTable.table['calls']",
     Thread: "calls _thread.start_new_thread at impure.py:",
     EntropyByName: "calls os.urandom at impure.py:",
     ClockByName: "calls time.time at impure.py:",

@@ -9,7 +9,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -121,7 +121,7 @@ def _object(path: str, thing: Any, seen: dict[int, Any]) -> Iterator[tuple[str, 
     if hasattr(thing, "detach"):  # a tensor
         yield from _walk(path, thing.detach().cpu().numpy(), seen)
     elif not hasattr(thing, "__dict__"):
-        yield path, (b"" if " at 0x" in repr(thing) else repr(thing).encode())  # itertools.count shows its position
+        yield path, _position(thing)
     else:
         number = next(seen.setdefault(-id(kind), itertools.count(1)))
         name = path if path and foreign(kind.__module__) else f"{kind.__name__}{f' {number}' if number > 1 else ''}"
@@ -131,6 +131,19 @@ def _object(path: str, thing: Any, seen: dict[int, Any]) -> Iterator[tuple[str, 
                 yield from _module(owner.__module__, seen)
         yield f"attributes of {name}", repr(sorted(set(vars(thing)) - set(TRANSIENT))).encode()
         yield from _members(name, vars(thing), seen)
+
+
+def _position(thing: Any) -> bytes:
+    """What an object without attributes holds, such as the place of an iterator or a generator."""
+    if isinstance(thing, GeneratorType):
+        frame = thing.gi_frame
+        return repr((frame.f_lasti, frame.f_locals) if frame else None).encode()
+    if " at 0x" not in repr(thing):
+        return repr(thing).encode()  # itertools.count shows its position
+    try:
+        return repr(thing.__reduce_ex__(2)).encode() if isinstance(thing, Iterator) else b""
+    except TypeError:
+        return b""
 
 
 def _module(name: str, seen: dict[int, Any]) -> Iterator[tuple[str, bytes]]:
@@ -159,7 +172,7 @@ def _data(values: Mapping[str, Any], module: str) -> dict[str, Any]:
         if not name.startswith("__")
         and (
             value is None
-            or isinstance(value, DATA + GENERATORS)
+            or isinstance(value, (*DATA, *GENERATORS, Iterator))
             or (isinstance(value, (FunctionType, *WRAPPERS)) and getattr(value, "__module__", module) == module)
         )
     }
