@@ -37,6 +37,7 @@ CLAIMS = {  # id: what is measured, and the module whose `measure` does it
     "plants": ("faults planted into 16 processes are named in a comparison with 4", "plants"),
     "desync": ("ways to deadlock or desync 4 ranks end, with the cause named", "desync"),
     "rare": ("class weights, balanced sampling and rare-class crops on a held-out drive of CamVid", "rare_classes"),
+    "attacks": ("a second owner, another environment, forged evidence and impure transforms are named", "attacks"),
     "crash": ("equal digests after a rank was killed at random moments", "crash"),
 }
 WITH_SETTINGS = {"C8": "run=runs/NAME and more", "runtime": "artifact=FOLDER"}

@@ -234,6 +234,10 @@ class Augmenter:
         """The same function, not called yet."""
         return copy.copy(self)
 
+    def ready(self) -> None:
+        """Build the pipeline, if this process has not yet."""
+        self._own_pipeline()
+
     def parts(self) -> list[Part]:
         """Every transform of the pipeline alone, in the order of application.
 

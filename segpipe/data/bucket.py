@@ -20,9 +20,10 @@ import fsspec
 
 from segpipe.data.catalog import ClassTable, load_masks
 from segpipe.data.masks import settled
+from segpipe.data.pack import Sample
 from segpipe.data.pairs import Pair
 from segpipe.data.readers import read_header
-from segpipe.data.samples import FileSamples, Sample
+from segpipe.data.samples import FileSamples
 from segpipe.errors import DataError
 
 

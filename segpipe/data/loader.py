@@ -54,8 +54,8 @@ class Repeats(Protocol):
     """Compares watched samples (see plan.py) as delivered with the same samples as another process made them."""
 
     @property
-    def augment(self) -> Callable[[Augmenter, Pixels, int], tuple[Pixels, Any]]:
-        """Called in a worker: the augmented sample, and what is compared of it."""
+    def augment(self) -> Callable[[Augmenter, Pixels, int, bool], tuple[Pixels, Any]]:
+        """Called in a worker: the augmented sample, and what is compared of it; the last argument: made again."""
 
     def hold(self, member: Member, pixels: Pixels, made: Any) -> None:
         """A watched sample is delivered."""
@@ -177,7 +177,7 @@ def _shard_batches(
                 yield ShardBatch(*packed.place, image, target, ids[0], ids[1])
 
 
-def _not_watched(augmenter: Augmenter, pixels: Pixels, key: int) -> tuple[Pixels, Any]:
+def _not_watched(augmenter: Augmenter, pixels: Pixels, key: int, again: bool) -> tuple[Pixels, Any]:
     raise AssertionError("a sample is watched, but nothing compares it")
 
 
@@ -186,7 +186,7 @@ class _Shards:
     samples: Samples
     augmenter: Augmenter
     seed: int
-    augment_watched: Callable[[Augmenter, Pixels, int], tuple[Pixels, Any]]
+    augment_watched: Callable[[Augmenter, Pixels, int, bool], tuple[Pixels, Any]]
 
     def make(self, request: Request, room: Room) -> _Packed:
         height, width = self.augmenter.config.crop_size
@@ -197,7 +197,9 @@ class _Shards:
             room.at(row)
             key, pixels = sample_key(self.seed, epoch, index, "augment"), self.samples.read(index)
             if row in request.watched:
-                (image[row], target[row]), found = self.augment_watched(self.augmenter, pixels, key)
+                (image[row], target[row]), found = self.augment_watched(
+                    self.augmenter, pixels, key, request.place is None
+                )
                 made.append((row, found))
             else:
                 image[row], target[row] = self.augmenter(*pixels, key)

@@ -20,7 +20,8 @@ from segpipe.data.catalog import ClassTable, MaskTable
 from segpipe.data.census import UNKNOWN, Census, Value, train_id
 from segpipe.data.division import shared_sequences
 from segpipe.data.overlap import NearDuplicate, near_duplicates, shared_files
-from segpipe.data.samples import FileSamples, Sample, Samples, image_files, unwrapped
+from segpipe.data.pack import Sample
+from segpipe.data.samples import FileSamples, Samples, image_files, unwrapped
 from segpipe.errors import DataError
 from segpipe.files import write_atomically
 from segpipe.run.pictures import blend, jpeg_url, shrink

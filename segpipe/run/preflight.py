@@ -21,7 +21,8 @@ from segpipe.plugins import is_path
 
 if TYPE_CHECKING:
     from segpipe.data.loader import ShardBatch
-    from segpipe.data.samples import Sample, Samples
+    from segpipe.data.pack import Sample
+    from segpipe.data.samples import Samples
     from segpipe.settings.config import Config
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -85,6 +85,9 @@ class DataConfig:
     verify: str = setting(
         "auto", "how much of each file to read before the first step", choices=("auto", "full", "headers"), free=True
     )
+    max_pixels: int = setting(
+        10**8, "pixels of the largest image that is read; a larger one is refused at the start", low=1, free=True
+    )
     hash: bool = setting(
         True, "write the SHA-256 of all files to inputs.json, for audits; reads each file once", free=True
     )
