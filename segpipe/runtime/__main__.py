@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from .artifact import ArtifactError
 from .bench import FLAT_MIB, bench
+from .engines import ENGINES
 from .frames import Status
 from .segmenter import Segmenter
 
@@ -42,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             threads=given.threads,
             precision=given.precision,
             deadline_ms=given.deadline_ms,
+            engine=given.engine,
+            providers=given.providers,
             frozen_after=0,  # files are not a camera: the same one twice is fine
         )
         return int(given.action(segmenter, given))
@@ -71,6 +74,8 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--frames", type=_positive, default=300)
         command.add_argument("--threads", type=_positive, default=1)
         command.add_argument("--precision", default="fp32", help="which ONNX file of the folder")
+        command.add_argument("--engine", default="onnxruntime", help=" or ".join(ENGINES))
+        command.add_argument("--providers", nargs="+", help="of onnxruntime, or one device of OpenVINO; without: CPU")
         command.add_argument("--deadline-ms", type=float, default=None)
     return parser
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 import zlib
 from collections.abc import Callable
 from itertools import count
@@ -27,7 +28,7 @@ import onnxruntime
 import pytest
 from artifacts import SIZE, answer, frame, toy_manifest, write_artifact, write_sums
 
-from segpipe.runtime import ArtifactError, Segmenter, SelfTestError, Status, make_session, read_artifact
+from segpipe.runtime import ArtifactError, EngineError, Segmenter, SelfTestError, Status, make_session, read_artifact
 from segpipe.runtime.__main__ import main, read_image
 from segpipe.runtime.bench import _timed, bench, fixed_work, resident_mib, spread, steadiness
 from segpipe.runtime.frames import FrameLimits, Levels, RepeatCounter, levels, subsample
@@ -106,6 +107,9 @@ SHOTS = {
     "bool": Shot(lambda: frame(7) > 100, Status.BAD_DTYPE),
     "objects": Shot(lambda: np.full(BLANK, None), Status.BAD_DTYPE),
     "records": Shot(lambda: np.zeros(BLANK, [("level", np.uint8)]), Status.BAD_DTYPE),
+    "masked": Shot(lambda: np.ma.masked_greater(frame(7), 200), Status.BAD_DTYPE),
+    "fully masked": Shot(lambda: np.ma.masked_all(BLANK, np.uint8), Status.BAD_DTYPE),
+    "masked nowhere": Shot(lambda: np.ma.array(frame(7)), Status.BAD_DTYPE),
     "none": Shot(lambda: None, Status.BAD_DTYPE),
     "list": Shot(lambda: frame(7).tolist(), Status.BAD_DTYPE),
     "bytes": Shot(lambda: frame(7).tobytes(), Status.BAD_DTYPE),
@@ -126,6 +130,7 @@ SHOTS = {
     "sun": Shot(lambda: np.where(np.arange(BLANK[1])[:, None] < 40, 255, frame(7)).astype(np.uint8), Status.SATURATED),
     "stale": Shot(lambda: frame(7), Status.STALE, stamp=999.0),
     "from the future": Shot(lambda: frame(7), Status.STALE, stamp=1001.0),
+    "overtaken": Shot(lambda: frame(7), Status.STALE, stamp=999.9),
     "no time": Shot(lambda: frame(7), Status.STALE, stamp=math.nan),
     "a stamp of text": Shot(lambda: frame(7), Status.ERROR, stamp="now"),
     "frozen": Shot(lambda: frame(7), Status.FROZEN, times=6),
@@ -135,6 +140,7 @@ SHOTS = {
     "sound, column after column": Shot(lambda: np.asfortranarray(frame(7)), Status.OK),
     "sound, every other pixel": Shot(lambda: frame(7).repeat(2, 0).repeat(2, 1)[::2, ::2], Status.OK),
     "sound, of four channels three": Shot(lambda: np.dstack([frame(7), frame(8)])[..., :3], Status.OK),
+    "sound, mapped from a file": Shot(lambda: frame(7).view(np.memmap), Status.OK),
     "sound, read-only": Shot(lambda: np.frombuffer(frame(7).tobytes(), np.uint8).reshape(BLANK), Status.OK),
     "sound, negative row stride": Shot(lambda: frame(7)[::-1].copy()[::-1], Status.OK),
     "sound, negative column stride": Shot(lambda: frame(7)[:, ::-1].copy()[:, ::-1], Status.OK),
@@ -173,6 +179,21 @@ def test_a_stale_frame(stamp: float, segmenter: Segmenter) -> None:
     assert refuses(segmenter.infer(frame(1), stamp), Status.STALE)
     assert segmenter.infer(frame(2), None).status is Status.OK
     assert refuses(segmenter.infer(frame(3), "now"), Status.ERROR)  # type: ignore[arg-type]
+
+
+def test_a_frame_before_an_earlier_one_is_stale_until_the_clock_is_set_back(shared_folder: Path) -> None:
+    now = [1000.0]
+    segmenter = Segmenter.load(shared_folder, clock=lambda: now[0])
+
+    def statuses(*stamps: float) -> list[Status]:
+        return [segmenter.infer(frame(int(stamp * 10)), stamp).status for stamp in stamps]
+
+    assert statuses(999.7, 999.9, 999.8, 999.9, 1000.1) == [Status.OK] * 2 + [Status.STALE] + [Status.OK] * 2
+    assert statuses(1009.0, 1000.0, 1000.1) == [Status.STALE] * 2 + [Status.OK], "a refused stamp moves nothing"
+    now[0] = 500.0
+    assert statuses(500.0, 499.9, 500.1) == [Status.OK, Status.STALE, Status.OK]
+    now[0] = 500.2
+    assert statuses(500.0, 500.2) == [Status.STALE, Status.OK]
 
 
 def test_a_frozen_camera(shared_folder: Path) -> None:
@@ -345,6 +366,79 @@ def test_calls_from_several_threads_get_their_own_answers(shared_folder: Path, m
     assert most == 1
 
 
+def test_the_deadline_holds_for_the_wait_for_another_thread(segmenter: Segmenter, monkeypatch: Any) -> None:
+    entered, leave = threading.Event(), threading.Event()
+    run = segmenter.session.run
+    monkeypatch.setattr(segmenter.session, "run", lambda *given: (entered.set(), leave.wait(60), run(given[0]))[2])
+    first: list[Any] = []
+    thread = threading.Thread(target=lambda: first.append(segmenter.infer(frame(0))))
+    thread.start()
+    assert entered.wait(60)
+    segmenter.deadline_ms = 1
+    assert refuses(segmenter.infer(frame(1)), Status.DEADLINE), "and not a wait for the first frame"
+    leave.set()
+    thread.join()
+    assert first[0].status is Status.OK
+    segmenter.deadline_ms = 60_000
+    assert answers(segmenter, 2)
+
+
+def test_a_child_process_is_told_to_load_its_own(shared_folder: Path) -> None:
+    segmenter = Segmenter.load(shared_folder, clock=lambda: 1000.0, deadline_ms=60_000)
+    assert answers(segmenter, 0)
+    reader, writer = os.pipe()
+    with warnings.catch_warnings(), segmenter._lock:  # held by another thread of the parent, which the child lacks
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of every fork beside threads
+        child = os.fork()
+    if child == 0:
+        try:
+            refused = refuses(segmenter.infer(frame(1), 1000.0), Status.ERROR)
+            own = Segmenter.load(shared_folder, clock=lambda: 1000.0, deadline_ms=60_000)
+            os.write(writer, f"{refused} {answers(own, 2)} {segmenter.last_error}".encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    told = os.read(reader, 1000).decode()
+    assert told.startswith(f"True True RuntimeError: this Segmenter was loaded in process {os.getpid()}"), told
+    assert answers(segmenter, 3), "the parent goes on"
+
+
+# Engines
+
+
+@pytest.mark.parametrize("providers", [["CUDAExecutionProvider"], ["CPUExecutionProvider", "Nonsense"], []])
+def test_a_provider_that_is_not_here_is_no_silent_cpu(providers: list[str], shared_folder: Path) -> None:
+    with pytest.raises(EngineError, match=f"providers = .*{onnxruntime.__version__} has .*CPUExecutionProvider"):
+        Segmenter.load(shared_folder, providers=providers) if providers else make_session(b"", providers=providers)
+    assert main(["selftest", str(shared_folder), "--providers", "Nonsense"]) == 2
+    assert answers(Segmenter.load(shared_folder, clock=lambda: 1000.0, providers=["CPUExecutionProvider"]), 1)
+
+
+def test_a_provider_that_does_not_start_is_no_silent_cpu(shared_folder: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDA", "CPUExecutionProvider"])
+
+    class OnTheCpu:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+        def get_providers(self) -> list[str]:
+            return ["CPUExecutionProvider"]
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", OnTheCpu)
+    with pytest.raises(EngineError, match=r"providers = CUDA, but onnxruntime .* started CPUExecutionProvider only"):
+        Segmenter.load(shared_folder, providers=["CUDA"])
+
+
+def test_an_onnxruntime_that_is_too_old_is_named(folder: Path, monkeypatch: Any) -> None:
+    change_manifest(folder, requires={"onnxruntime": "1.14"})
+    write_sums(folder)
+    for version, fits in (("1.14.0", True), ("1.100", True), ("2.0", True), ("1.13.1", False), ("1.9.0", False)):
+        monkeypatch.setattr(onnxruntime, "__version__", version)
+        if fits:
+            assert Segmenter.load(folder).infer(frame(0)).status is Status.OK
+        else:
+            with pytest.raises(EngineError, match=f"onnxruntime {version} is too old .* version 1.14 or later"):
+                Segmenter.load(folder)
+
+
 # The folder
 
 
@@ -508,7 +602,7 @@ def test_settings_out_of_range(given: dict[str, Any], shared_folder: Path) -> No
 
 
 def test_waiting_threads_sleep(shared_folder: Path) -> None:
-    options = Segmenter.load(shared_folder, threads=2).session._inner.get_session_options()
+    options = Segmenter.load(shared_folder, threads=2).session.engine.inner.get_session_options()
     assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
     assert options.get_session_config_entry("session.inter_op.allow_spinning") == "0"
     assert options.intra_op_num_threads == 2
@@ -530,7 +624,7 @@ def test_numpy_and_onnxruntime_are_enough(shared_folder: Path, tmp_path: Path) -
     picture.write_bytes(f"P6\n# by a camera\n{SIZE[1]} {SIZE[0]}\n255\n".encode() + frame(4).tobytes())
     code = f"""
 import sys
-BLOCKED = ("torch", "torchvision", "cv2", "PIL", "omegaconf", "hydra", "rich", "yaml", "onnx", "scipy", "psutil")
+BLOCKED = ("torch", "torchvision", "openvino", "cv2", "PIL", "omegaconf", "hydra", "rich", "yaml", "onnx", "scipy")
 class Blocker:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in BLOCKED:
@@ -559,7 +653,7 @@ sys.exit(str(rest) if rest else 0)
 
 
 def test_imports_nothing_else_of_the_project() -> None:
-    allowed = {"numpy", "onnxruntime", "PIL", *sys.stdlib_module_names}
+    allowed = {"numpy", "onnxruntime", "PIL", "openvino", *sys.stdlib_module_names}  # the latter two where installed
     files = list((ROOT / "segpipe" / "runtime").glob("*.py"))
     assert len(files) > 5
     for path in files:

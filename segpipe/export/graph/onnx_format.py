@@ -25,7 +25,7 @@ from segpipe.export.graph.profiles import (
     manifest_text,
 )
 from segpipe.runtime.artifact import MANIFEST_KEY
-from segpipe.runtime.session import make_session
+from segpipe.runtime.engines import make_session
 
 if TYPE_CHECKING:
     from segpipe.export.graph.network import DeployModel
