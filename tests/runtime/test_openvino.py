@@ -95,9 +95,8 @@ def test_the_file_is_compiled_for_fp32_and_the_threads(folder: Path, stand_in: S
 def test_a_request_is_canceled_at_the_deadline(folder: Path, stand_in: StandIn) -> None:
     segmenter = Segmenter.load(folder, engine="openvino", deadline_ms=5)
     stand_in.waits = True
-    for _ in range(50):  # a busy machine may let the deadline pass before the run begins
+    while not stand_in.canceled.is_set():  # a busy machine may let the deadline pass before the run begins
         assert segmenter.infer(frame(3)).status is Status.DEADLINE
-    assert stand_in.canceled.is_set()
     stand_in.waits, segmenter.deadline_ms = False, 60_000
     assert answered(segmenter, frame(4))
 

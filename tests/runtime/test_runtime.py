@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import gc
 import hashlib
 import io
@@ -564,6 +565,20 @@ def test_a_file_of_reduced_precision_may_be_as_far_as_it_was_at_export(folder: P
                 Segmenter.load(folder, precision="int8")
 
 
+@pytest.mark.parametrize(("precision", "off", "passes"), [("fp16", 2, False), ("int8", 9, True), ("int8", 10, False)])
+def test_confidence_of_int8_may_be_rounded_by_another_version(
+    precision: str, off: int, passes: bool, folder: Path
+) -> None:
+    path = folder / "golden" / "confidence.npy"
+    np.save(path, np.load(path) - np.uint8(off))
+    files = toy_manifest()["files"]
+    files["model.onnx"] |= {"precision": precision, "golden_agreement": 1.0, "golden_confidence_levels": 0}
+    change_manifest(folder, files=files)
+    write_sums(folder)
+    with contextlib.nullcontext() if passes else pytest.raises(SelfTestError, match=f"differs by {off} levels"):
+        Segmenter.load(folder, precision=precision)
+
+
 @pytest.mark.parametrize(
     ("precision", "entry"),
     [
@@ -576,7 +591,7 @@ def test_a_file_of_reduced_precision_may_be_as_far_as_it_was_at_export(folder: P
         ("int8", {"golden_agreement": 1.5}),
         ("int8", {"golden_confidence_levels": 128}),
         ("int8", {"golden_confidence_levels": float("nan")}),
-        ("int8", {"golden_confidence_levels": -5}),
+        ("int8", {"golden_confidence_levels": -10}),
     ],
 )
 def test_no_manifest_can_raise_the_tolerance_of_the_self_test(
