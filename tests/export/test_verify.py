@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from openvino_stand_in import StandIn
 from PIL import Image
 from plants import byte_flipped, edited, golden_changed, int8_scale, sign, std
 
@@ -205,6 +206,38 @@ def test_the_inside_of_an_int8_file_is_seen_as_it_is(artifact: Path, tmp_path: P
     assert seen is not None
     assert expected is not None
     assert np.abs(seen - expected).max() <= 1e-5
+
+
+# Other engines
+
+
+def test_an_engine_passes_the_gates_too_or_nothing_is_published(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, wanted = tmp_path / "export", ("export.formats=[onnx]", "export.precision=[fp32,fp16]")
+    stand_in, engine = StandIn(), "export.engines=[openvino]"
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "openvino", None)  # type: ignore[arg-type]
+        patch.setattr("segpipe.export.gates.judge.find_spec", lambda _: None)
+        assert export(run, folder, *wanted, engine) == 2
+        assert "export.engines = ['openvino'], but openvino is not installed" in last_line(capsys)
+    monkeypatch.setitem(sys.modules, "openvino", stand_in)  # type: ignore[arg-type]
+    assert export(run, folder, "export.formats=[torchscript]", engine) == 2
+    assert "only ONNX files run there" in last_line(capsys)
+    assert export(run, folder, *wanted, engine) == 0
+    found = json.loads((folder / "verify_report.json").read_text())
+    for name in ("model.onnx (openvino)", "model.fp16.onnx (openvino)"):
+        assert set(found["gates"][name]) == set(found["gates"]["model.onnx"])
+        assert found["latency"]["files"][name]["n"] >= 10
+    assert set(found["files"]) == {"model.onnx", "model.fp16.onnx"}, "the files are the same"
+    assert verify(run, folder, engine) == 0
+    capsys.readouterr()
+    stand_in.off = 1
+    assert verify(run, folder) == 0, "the control: without the engine nobody asks it"
+    assert verify(run, folder, engine) == 4
+    line = last_line(capsys)
+    assert "in model.onnx (openvino)" in line
+    assert "in model.onnx;" not in line
 
 
 # Without the data set

@@ -25,7 +25,7 @@ from segpipe.export.graph.profiles import (
     manifest_text,
 )
 from segpipe.runtime.artifact import MANIFEST_KEY
-from segpipe.runtime.engines import make_session
+from segpipe.runtime.engines import ENGINES, make_session
 
 if TYPE_CHECKING:
     from segpipe.export.graph.network import DeployModel
@@ -95,6 +95,13 @@ def open_onnx(path: Path, profile: Profile = ROBOT, *, optimise: bool = True) ->
         return answers_of(names, session.run(None, {INPUT: profile.encode(*images)}))
 
     return Runner(batch)
+
+
+def open_in_engine(path: Path, profile: Profile, engine: str) -> Runner:
+    """An ONNX file in another engine of the runtime, on one CPU thread. Raises EngineError when it is not here."""
+    names = [output.name for output in onnx.load(path, load_external_data=False).graph.output]
+    run, _ = ENGINES[engine](path.read_bytes(), threads=1, providers=None).prepare(names)
+    return Runner(lambda images: answers_of(names, run(profile.encode(*images))))
 
 
 def problems_of_onnx(path: Path, manifest: Manifest) -> list[str]:
