@@ -24,15 +24,17 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import cv2
 import numpy as np
 import onnxruntime
 import pytest
 from artifacts import SIZE, answer, frame, toy_manifest, write_artifact, write_sums
 
 from segpipe.runtime import ArtifactError, EngineError, Segmenter, SelfTestError, Status, make_session, read_artifact
-from segpipe.runtime.__main__ import main, read_image
+from segpipe.runtime.__main__ import main
 from segpipe.runtime.bench import _timed, bench, fixed_work, resident_mib, spread, steadiness
 from segpipe.runtime.frames import FrameLimits, Levels, RepeatCounter, levels, subsample
+from segpipe.runtime.media import frames_of, frames_per_second, read_image
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -651,7 +653,8 @@ for name in BLOCKED:
     except ImportError:
         continue
     sys.exit(f"the control: {{name}} is blocked")
-from segpipe.runtime.__main__ import main, read_image
+from segpipe.runtime.__main__ import main
+from segpipe.runtime.media import read_image
 assert main(["selftest", {str(shared_folder)!r}]) == 0
 assert main(["run", {str(shared_folder)!r}, {str(picture)!r}, "--out", {str(tmp_path)!r}]) == 0
 assert main(["run", {str(shared_folder)!r}, "frame.png", "--out", {str(tmp_path)!r}]) == 2
@@ -660,7 +663,7 @@ sys.exit(str(rest) if rest else 0)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "without Pillow only .npy and .ppm are read" in done.stderr
+    assert "without Pillow or OpenCV only .npy and .ppm are read" in done.stderr
     head, pixels = (tmp_path / "frame_mask.pgm").read_bytes().split(b"255\n", 1)
     assert head == b"P5\n48 32\n"
     assert pixels == answer(frame(4))[0].tobytes()
@@ -668,7 +671,14 @@ sys.exit(str(rest) if rest else 0)
 
 
 def test_imports_nothing_else_of_the_project() -> None:
-    allowed = {"numpy", "onnxruntime", "PIL", "openvino", *sys.stdlib_module_names}  # the latter two where installed
+    allowed = {
+        "numpy",
+        "onnxruntime",
+        "PIL",
+        "cv2",
+        "openvino",
+        *sys.stdlib_module_names,
+    }  # the latter two where installed
     files = list((ROOT / "segpipe" / "runtime").glob("*.py"))
     assert len(files) > 5
     for path in files:
@@ -732,6 +742,60 @@ def test_run(shared_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert f"small.npy: 8x9, but {SIZE[0]}x{SIZE[1]} was needed (height x width)" in told.err
     assert main([*arguments, str(tmp_path / "missing.npy")]) == 2
     assert "missing.npy" in capsys.readouterr().err
+
+
+def test_run_takes_folders_and_videos(shared_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, images = tmp_path / "out", tmp_path / "images"
+    images.mkdir()
+    np.save(images / "one.npy", frame(3))
+    (images / "two.ppm").write_bytes(f"P6\n{SIZE[1]} {SIZE[0]}\n255\n".encode() + frame(4).tobytes())
+    cv2.imwrite(str(images / "three.PNG"), frame(5)[..., ::-1])
+    (images / "notes.txt").write_text("no image")
+    assert main(["run", str(shared_folder), str(images), "--out", str(out)]) == 0
+    for name, seed in (("one", 3), ("two", 4), ("three", 5)):
+        assert np.array_equal(read_image(out / f"{name}_mask.png")[..., 0], answer(frame(seed))[0])
+    video = tmp_path / "drive.avi"
+    writer = cv2.VideoWriter(str(video), cv2.VideoWriter.fourcc(*"MJPG"), 10, SIZE[::-1])
+    for level in (60, 180, 0):  # the last one is black
+        writer.write(np.full((*SIZE, 3), level, np.uint8))
+    writer.release()
+    capsys.readouterr()
+    assert main(["run", str(shared_folder), str(video), "--out", str(out)]) == 1
+    shown = capsys.readouterr().out
+    assert [f"drive.avi:{number} {status}" in shown for number, status in enumerate(("OK", "OK", "TOO_DARK"))] == [
+        True
+    ] * 3
+    masks = [read_image(out / "drive_mask" / f"{number:06d}.png") for number in range(3)]
+    assert [int(np.median(mask)) for mask in masks] == [0, 1, 255]
+    drawn = [frame.image for frame in frames_of(out / "drive_overlay.mp4")]
+    assert [image is not None and image.shape == (*SIZE, 3) for image in drawn] == [True] * 3
+    assert frames_per_second(out / "drive_overlay.mp4") == pytest.approx(10)
+    red, blue = (np.median(drawn[1].reshape(-1, 3), 0) - np.median(drawn[0].reshape(-1, 3), 0))[[0, 2]]  # type: ignore[union-attr]
+    assert red > 60 > blue, "colors of the classes in RGB"
+
+
+def test_opencv_decodes_where_pillow_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cv2.imwrite(str(tmp_path / "frame.png"), frame(5)[..., ::-1])
+    (tmp_path / "torn.png").write_bytes(b"no picture")
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    assert np.array_equal(read_image(tmp_path / "frame.png"), frame(5))
+    with pytest.raises(ValueError, match=r"torn\.png cannot be read .*OpenCV cannot decode it"):
+        read_image(tmp_path / "torn.png")
+
+
+def test_run_names_sources_that_hold_nothing(
+    shared_folder: Path, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "torn.mp4").write_bytes(b"no video")
+    given = ["run", str(shared_folder), "--out", str(tmp_path / "out")]
+    assert main([*given, str(tmp_path / "empty")]) == 2
+    assert "empty holds no image and no video" in capsys.readouterr().err
+    assert main([*given, str(tmp_path / "torn.mp4")]) == 1
+    assert "torn.mp4 cannot be read: no frame of the video" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "cv2", None)
+    assert main([*given, str(tmp_path / "torn.mp4")]) == 2
+    assert "torn.mp4: videos need OpenCV" in capsys.readouterr().err
 
 
 def torn_pictures() -> dict[str, bytes]:
