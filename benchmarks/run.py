@@ -1,6 +1,7 @@
 """One command per claim: python benchmarks/run.py C9 [--out FILE]; without an id, what there is.
 
-C8 takes a finished run: python benchmarks/run.py C8 run=runs/NAME [which=best] [data.root=FOLDER] [--out FILE].
+C8 takes a finished run: python benchmarks/run.py C8 run=runs/NAME [which=best] [sizes=[HxW]] [--out FILE].
+engines takes a run with its export: python benchmarks/run.py engines run=runs/NAME [cpp=BUILD] [--out FILE].
 runtime takes an export: python benchmarks/run.py runtime artifact=FOLDER [--out FILE].
 Prints JSON with the machine it ran on. Most take minutes; nothing else should run meanwhile.
 """
@@ -19,6 +20,7 @@ from segpipe.errors import SegpipeError
 
 CLAIMS = {  # id: what is measured, and the module whose `measure` does it
     "C8": ("latency and mIoU of the exported files: eager, TorchScript, fp32, fp16, int8", "export_speed"),
+    "engines": ("one golden frame in torch, libtorch C++, onnxruntime and OpenVINO: equal masks, latency", "engines"),
     "runtime": ("latency, its spread and growth of memory of an exported folder, without torch", "runtime"),
     "C6": ("train step of PIDNet-S against the steps of other recipes, fp32 and bf16", "train_step"),
     "C1": ("loader from PNG files, against torchvision's recipe", "loader_speed"),
@@ -40,7 +42,7 @@ CLAIMS = {  # id: what is measured, and the module whose `measure` does it
     "attacks": ("a second owner, another environment, forged evidence and impure transforms are named", "attacks"),
     "crash": ("equal digests after a rank was killed at random moments", "crash"),
 }
-WITH_SETTINGS = {"C8": "run=runs/NAME and more", "runtime": "artifact=FOLDER"}
+WITH_SETTINGS = {"C8": "run=runs/NAME and more", "engines": "run=runs/NAME and cpp=BUILD", "runtime": "artifact=FOLDER"}
 
 
 def main() -> int:

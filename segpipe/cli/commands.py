@@ -163,6 +163,7 @@ COMMANDS = {
             "export.quality_images",
             "export.latency_budget_ms",
             "export.critical_classes",
+            "export.engines",
             "export.allow_unverified",
         ),
     ),

@@ -230,6 +230,10 @@ def export_problems(export: ExportConfig) -> list[str]:
             f"{precision}, but only ONNX files come in {' or '.join(reduced)} and {formats}. Add onnx.",
         ),
         (
+            export.engines and "onnx" not in export.formats,
+            f"export.engines = {export.engines}, but only ONNX files run there and {formats}. Add onnx.",
+        ),
+        (
             "int8" in reduced and export.profile == "isaac",
             "export.profile = isaac, but int8 is calibrated on a graph that takes bytes. Set export.profile=robot, or "
             "remove int8 from export.precision: TensorRT quantizes the model itself.",

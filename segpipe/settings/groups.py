@@ -274,6 +274,9 @@ class ExportConfig:
         "robot", "inputs and outputs of the model, see docs/export.md", choices=("robot", "isaac", "logits")
     )
     precision: list[str] = setting(["fp32"], "precisions of the ONNX files", choices=("fp32", "fp16", "int8"))
+    engines: list[str] = setting(
+        [], "engines besides onnxruntime in which every ONNX file must pass the gates", choices=("openvino",)
+    )
     dynamic: str = setting("none", "dimensions that stay variable, see docs/export.md", choices=("none", "batch", "hw"))
     images: int = setting(ENOUGH_IMAGES, "validation images that the gates compare", low=1)
     quality_images: int = setting(100, "validation images for the mIoU gate and the fit of the temperature", low=1)
