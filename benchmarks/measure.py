@@ -70,20 +70,25 @@ def kill_with_children(process: subprocess.Popen[Any]) -> None:
 
 
 def interleaved(
-    arms: Mapping[str, Arm], *, repeats: int, prepare: Callable[[str], None] | None = None
+    arms: Mapping[str, Arm],
+    *,
+    repeats: int,
+    prepare: Callable[[str], None] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds of every call of every arm. Rounds go through all arms, in an order that changes from round to round, so
-    that drift of the machine falls on all alike; one round to warm up is not counted. `prepare(name)` is not timed."""
+    that drift of the machine falls on all alike; one round to warm up is not counted. `prepare(name)` is not timed.
+    clock: time.process_time for arms of one thread on a machine that others use too."""
     random, names = np.random.default_rng(0), list(arms)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(repeats + 1):
         for name in random.permutation(names).tolist():
             if prepare is not None:
                 prepare(name)
-            before = time.perf_counter()
+            before = clock()
             arms[name]()
             if number:
-                seconds[name].append(time.perf_counter() - before)
+                seconds[name].append(clock() - before)
     return seconds
 
 

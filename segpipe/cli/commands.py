@@ -9,7 +9,7 @@ from segpipe.settings.setting import Setting
 
 RUN = Setting("run", "runs/NAME", "folder of the run", required=True)
 WHICH = Setting("which", "last", "checkpoint to use", choices=("last", "best"))
-IMPORTS = ("voc", "coco", "coco_panoptic", "cityscapes", "labelme", "cvat", "roboflow")
+IMPORTS = ("voc", "coco", "coco_panoptic", "labelme", "cvat", "roboflow")
 WAYS = ("sequence", "image", "tail")
 TRUST = Setting("trust", [], "packages that code named by the run may be imported from, see docs/plugins.md")
 INFERENCE = (
@@ -86,12 +86,36 @@ COMMANDS = {
     "doctor": Command(
         "check a data set",
         "Reports all problems in one pass, or the content of the splits if there are none. For a folder without a\n"
-        "classes.yaml, it proposes one from the masks.",
+        "classes.yaml, it proposes one from the masks. out=doctor.html shows all of it with pictures.",
         (
+            Setting(
+                "out", "", "HTML page to write: problems, classes, leaks, samples, an augmented batch; empty: none"
+            ),
             Setting("write", False, "write the proposed classes.yaml"),
             Setting("lines", 20, "problems to print; 0: all", low=0),
         ),
         overrides=("data",),
+    ),
+    "pack": Command(
+        "decode a data set once, for all epochs and runs",
+        "segpipe pack data=folder data.root=FOLDER fills FOLDER/.segpipe-pack (or data.pack=OTHER) with training and\n"
+        "validation samples, and checks those that are there. Training reads them with data.pack=auto. A command that\n"
+        "was interrupted goes on where it stopped. See docs/data.md.",
+        overrides=("data",),
+    ),
+    "prepare": Command(
+        "say where a published data set comes from, and check that it is complete",
+        "segpipe prepare data=cityscapes names the page and the archives and shows the folders that are expected;\n"
+        "with data.root=FOLDER it counts what is there. It downloads nothing.",
+        overrides=("data",),
+    ),
+    "tune-loader": Command(
+        "find the number of loader processes",
+        "Measures the updates of the configured network on this device, then the loader with 0, 1, 2, ... workers,\n"
+        "until a further one gains less than 5 %. Prints a table, the setting to use, and whether the loader limits\n"
+        "training.",
+        (Setting("seconds", 5.0, "time for each number of workers", low=0.05, high=600),),
+        overrides=("data", "augment"),
     ),
     "split": Command(
         "divide a folder of images into training and validation",
@@ -139,6 +163,7 @@ COMMANDS = {
             "export.quality_images",
             "export.latency_budget_ms",
             "export.critical_classes",
+            "export.engines",
             "export.allow_unverified",
         ),
     ),

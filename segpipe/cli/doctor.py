@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from segpipe.cli.commands import COMMANDS
@@ -14,32 +15,34 @@ from segpipe.data.catalog import table_path
 from segpipe.data.division import shared_sequences
 from segpipe.data.overlap import check_overlap
 from segpipe.data.pairs import scan, scan_undivided
-from segpipe.data.problems import problems
+from segpipe.data.problems import open_readable, problems
 from segpipe.data.proposal import propose
 from segpipe.data.samples import Samples, class_pixels, image_files, image_sizes, one_by_one, open_samples
 from segpipe.errors import DataError
+from segpipe.run.preflight import worker_problems
 from segpipe.settings.arguments import parse
 from segpipe.settings.check import check
 from segpipe.settings.compose import compose
-from segpipe.settings.groups import DataConfig
+from segpipe.settings.config import Config
+from segpipe.settings.groups import FILE_SETS, DataConfig
 
 CONSOLE = Console(highlight=False, soft_wrap=True)
 KEYS = COMMANDS["doctor"].keys
 
 
-def find_problems(data: DataConfig, splits: list[str], lines: int = 0) -> int:
-    """Number of problems; prints each one as it is found, at most `lines` of them."""
-    found = 0
+def find_problems(data: DataConfig, splits: list[str], lines: int = 0) -> list[str]:
+    """All problems; prints each one as it is found, at most `lines` of them."""
+    found: list[str] = []
     with Progress(console=CONSOLE, transient=True, disable=not CONSOLE.is_terminal) as bar:
         task = bar.add_task("checking files", total=None)
         for problem in problems(
             data, splits, progress=lambda done, total: bar.update(task, completed=done, total=total)
         ):
-            found += 1
-            if found <= lines or not lines:
+            found.append(problem)
+            if len(found) <= lines or not lines:
                 CONSOLE.print(problem, markup=False)
-    if found > lines > 0:
-        CONSOLE.print(f"... and {found - lines} more; lines=0 prints all")
+    if len(found) > lines > 0:
+        CONSOLE.print(f"... and {len(found) - lines} more; lines=0 prints all")
     return found
 
 
@@ -88,7 +91,7 @@ def by_set(opened: dict[str, Samples]) -> dict[str, Samples]:
 
 def example(data: DataConfig, split: str) -> str:
     """The first pair of a split in files, which shows how images and masks were found."""
-    if data.name not in ("camvid", "folder") or data.mix:
+    if data.name not in FILE_SETS or data.mix:
         return ""
     first = scan(data, split)[0][0]
     image, mask = (os.path.relpath(path, data.root) for path in (first.image, first.mask))
@@ -107,6 +110,29 @@ def contents(opened: dict[str, Samples]) -> Table:
     return table
 
 
+def _show(bar: Progress, task: TaskID, done: int, total: int) -> None:
+    bar.update(task, completed=done, total=total)
+
+
+def write_page(config: Config, splits: list[str], found: list[str], out: Path) -> None:
+    """Write the page with pictures: of all that can be read, if there are problems."""
+    from segpipe.data.census import take
+    from segpipe.run.doctor_page import Checkup
+    from segpipe.run.doctor_page import write_page as write
+
+    opened = {split: one for split in splits if (one := open_readable(config.data, split, config.seed)) is not None}
+    census = {}
+    with Progress(console=CONSOLE, transient=True, disable=not CONSOLE.is_terminal) as bar:
+        for split, samples in opened.items():
+            task = bar.add_task(f"reading {split}", total=len(samples))
+            census[split] = take(samples, partial(_show, bar, task))
+    if not opened:
+        CONSOLE.print(f"{out} is not written: no split has a pair of image and mask.", markup=False)
+        return
+    write(out, Checkup(config, found, opened, census))
+    CONSOLE.print(f"page: {out}", markup=False)
+
+
 def main(overrides: list[str]) -> int:
     """Exit code."""
     own = [text for text in overrides if text.partition("=")[0] in [key.key for key in KEYS]]
@@ -116,8 +142,11 @@ def main(overrides: list[str]) -> int:
     splits = list(dict.fromkeys(["train", config.data.split]))
     if not offer_table(config.data, splits, write=given["write"]):
         return DataError.exit_code
-    if found := find_problems(config.data, splits, given["lines"]):
-        CONSOLE.print(f"{found} problem{'s' * (found > 1)} in {config.data.root or 'data.mix'}")
+    found = find_problems(config.data, splits, given["lines"])
+    if given["out"]:
+        write_page(config, splits, found, Path(given["out"]))
+    if found:
+        CONSOLE.print(f"{len(found)} problem{'s' * (len(found) > 1)} in {config.data.root or 'data.mix'}")
         return DataError.exit_code
     opened = {split: open_samples(config.data, split, config.seed) for split in splits}
     if len(opened) > 1 and not config.data.allow_overlap:
@@ -128,6 +157,8 @@ def main(overrides: list[str]) -> int:
             f"{split}: {len(samples)} images of {', '.join(sizes)}{example(config.data, split)}", markup=False
         )
     CONSOLE.print(contents(by_set(opened)))
+    for problem in worker_problems(config, opened["train"]):
+        CONSOLE.print(f"Warning: {problem}", markup=False)
     if len(opened) == 2 and config.data.name != "synthetic":
         warn_of_shared_sequences(*([samples.name(i) for i in range(len(samples))] for samples in opened.values()))
     return 0

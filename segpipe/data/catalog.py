@@ -12,24 +12,27 @@ A `folder` data set has its own table, a YAML file (`data.classes`, by default R
     exif: apply                          # apply or ignore; without it, the mask's size decides
 
 A mask id that is in neither `ids` nor `ignore` is an error and never silently ignored; so is a colour.
+
+The tables of published data sets are in sets/NAME.yaml, with a row `class: [id, R, G, B]` for each class.
 """
 
 from __future__ import annotations
 
+import stat
 from colorsys import hsv_to_rgb
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import count, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cv2
 import numpy as np
+import yaml
 from numpy.typing import NDArray
-from omegaconf import OmegaConf
 
 from segpipe import IGNORE_INDEX
-from segpipe.data.folders import missing
+from segpipe.data.folders import SetLayout, missing
 from segpipe.errors import DataError
 from segpipe.settings.setting import nearest
 
@@ -37,6 +40,9 @@ if TYPE_CHECKING:
     from segpipe.settings.groups import DataConfig
 
 KEYS = ("name", "names", "palette", "masks", "ids", "colors", "ignore", "exif")
+SETS = Path(__file__).parent / "sets"
+PUBLISHED = tuple(sorted(path.stem for path in SETS.glob("*.yaml")))
+MOST_BYTES, DEEPEST = 1 << 20, 20
 LARGEST_ID = 65535  # of a mask with 16 bits
 Color = tuple[int, int, int]
 
@@ -108,6 +114,21 @@ class MaskTable:
     first: str = ""  # the mask that decided the kind, if the table does not name it
 
 
+@dataclass(frozen=True)
+class PublishedSet:
+    """A published data set: where it comes from, where its files lie, and what its masks mean."""
+
+    title: str
+    source: str  # of ids and colours
+    page: str  # with its downloads
+    downloads: tuple[str, ...]
+    splits: dict[str, int]  # number of images; 0: not published
+    layout: SetLayout
+    table: MaskTable
+    root: str = "the folder that holds the following"
+    note: str = ""
+
+
 def _ranges(ids: list[int]) -> str:
     """`0-11, 255` for sorted ids."""
     position = count()
@@ -124,9 +145,52 @@ def mask_table(data: DataConfig) -> MaskTable:
     """Class table of a data set in files, and how its masks are written. Raises DataError as `class_table` does."""
     if not Path(data.root).is_dir():
         raise DataError(missing(Path(data.root)))
-    if data.name == "camvid":
-        return MaskTable(CAMVID, kind="ids")
+    if data.name in PUBLISHED and not data.classes:
+        return published(data.name).table
     return load_masks(table_path(data))
+
+
+@cache
+def published(name: str) -> PublishedSet:
+    """The published data set of that name, one of PUBLISHED."""
+    entries = _entries(name)
+    labels = entries.pop("labels", "")
+    layout = SetLayout(
+        images=entries.pop("images", ""),
+        masks=(labels,) if isinstance(labels, str) else tuple(labels),
+        folders=entries.pop("folders", {}),
+        sequences=entries.pop("sequences", {}),
+        listing=entries.pop("listing", ""),
+        table=entries.pop("table", ""),
+    )
+    splits = entries.pop("splits", dict.fromkeys(layout.sequences or ("train", "val"), 0))
+    texts = {key: entries.pop(key) for key in ("title", "source", "page", "root", "note") if key in entries}
+    downloads = tuple(entries.pop("downloads"))
+    return PublishedSet(
+        **texts, downloads=downloads, splits=splits, layout=layout, table=_mask_table(_rows(entries), name)
+    )
+
+
+def _entries(name: str) -> dict[str, Any]:
+    """Keys of a set's file, and those of the set that it is `like` where it has none of its own."""
+    own = _yaml(SETS / f"{name}.yaml")
+    assert isinstance(own, dict)
+    entries = {str(key): value for key, value in own.items()}
+    return {**_entries(like), **entries} if (like := entries.pop("like", "")) else entries
+
+
+def _rows(entries: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a classes.yaml, from rows `class: [id, R, G, B]` or `[id]`, for masks of colours `[R, G, B]`."""
+    rows, more = entries.pop("classes"), entries.pop("more", {})
+    numbered = entries["masks"] == "ids" and entries.pop("ids", "") != "positions"
+    ids = {row[0]: name for name, row in rows.items()} | more
+    colors = [row[-3:] for row in rows.values()]
+    return {
+        "names": list(rows),
+        **({"ids": ids} if numbered else {}),
+        **({"palette": colors} if len(colors[0]) == 3 else {}),
+        **entries,
+    }
 
 
 def table_path(data: DataConfig) -> Path:
@@ -142,21 +206,64 @@ def load_table(path: Path) -> ClassTable:
 def load_masks(path: Path) -> MaskTable:
     """All that a YAML file of the form shown above says. Raises DataError naming file and key."""
     try:
-        entries = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        entries = _yaml(path)
     except FileNotFoundError:
         raise DataError(
             f"{path} does not exist. A folder data set needs a class table: "
             f"`segpipe doctor data=folder data.root={path.parent}` proposes one from the masks. "
             "If it lies elsewhere, set data.classes=FILE."
         ) from None
-    except Exception as error:  # the YAML reader has many error types, all of them about this file
-        raise DataError(f"{path} cannot be read as YAML: {error}") from None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise DataError(f"{path} cannot be read as YAML: {_one_line(error)}") from None
     if not isinstance(entries, dict):
         raise DataError(f"{path} holds no keys, but names were needed.")
     try:
         return _mask_table({str(key): value for key, value in entries.items()}, path.resolve().parent.name)
     except ValueError as error:
         raise DataError(f"{path}: {error}") from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).replace('in "<unicode string>", ', "").split())
+
+
+def _yaml(path: Path) -> Any:
+    """Content of a YAML file. Raises OSError, YAMLError, and ValueError for what YAML allows and a table never has."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError("it is no regular file.")
+    if path.stat().st_size > MOST_BYTES:
+        raise ValueError(f"it has {path.stat().st_size} bytes, but a class table has a few hundred.")
+    text = path.read_bytes().decode("utf-8-sig")
+    depth = 0
+    for event in yaml.parse(text, yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise ValueError(f"line {event.start_mark.line + 1} has more than {DEEPEST} brackets in each other.")
+        if isinstance(event, yaml.AliasEvent):  # a few lines of them can stand for millions
+            raise ValueError(
+                f"line {event.start_mark.line + 1} has the alias *{event.anchor}. Write its value instead."
+            )
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        _check_once(node)
+        return loader.construct_document(node) if node else None
+    finally:
+        loader.dispose()  # type: ignore[no-untyped-call]
+
+
+def _check_once(node: yaml.Node | None) -> None:
+    """Raise ValueError for a key that a mapping has twice: YAML takes the last, without a word."""
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            if key.value in seen:
+                raise ValueError(f"line {key.start_mark.line + 1} has {key.value} a second time. Remove one of them.")
+            seen.add(str(key.value))
+            _check_once(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _check_once(item)
 
 
 def _mask_table(entries: dict[str, Any], name: str) -> MaskTable:
@@ -208,6 +315,8 @@ def _names(value: Any) -> tuple[str, ...]:
             raise ValueError(
                 f'names holds {name}, which YAML makes of words such as yes, no, on and null: quote it, as in ["no"].'
             )
+        if not str(name).strip() or not str(name).isprintable():
+            raise ValueError(f"names holds {str(name)!r}, but a name of printable characters was needed.")
     names = tuple(str(name) for name in value)
     if len(set(names)) < len(names):
         raise ValueError(f"names holds {next(n for n in names if names.count(n) > 1)} twice.")
@@ -276,18 +385,6 @@ def _raw_id(key: str, value: Any) -> int:
     return value
 
 
-CAMVID = ClassTable(
-    name="camvid",
-    names=(
-        "sky", "building", "pole", "road", "pavement", "tree", "sign_symbol", "fence", "car", "pedestrian", "bicyclist",
-    ),
-    palette=(
-        (128, 128, 128), (128, 0, 0), (192, 192, 128), (128, 64, 128), (60, 40, 222), (128, 128, 0), (192, 128, 128),
-        (64, 64, 128), (64, 0, 128), (64, 64, 0), (0, 128, 192),
-    ),
-    train_ids={**{train: train for train in range(11)}, 11: IGNORE_INDEX},
-)  # fmt: skip
-
 STREET = ClassTable(
     name="street",
     names=(
@@ -299,3 +396,5 @@ STREET = ClassTable(
     ),
     train_ids={train: train for train in range(10)},
 )  # fmt: skip
+
+CAMVID = published("camvid").table.classes

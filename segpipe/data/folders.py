@@ -35,7 +35,36 @@ class FolderLayout(NamedTuple):
     image_ending: str | None = None  # what ends the stems of the images; None: found by pairs.py
     mask_ending: str | None = None
     listing: Path | None = None  # SPLIT.txt
-    table: Path | None = None  # SPLIT.csv
+    table: Path | None = None  # SPLIT.csv, or pairs of paths with a space between them
+    sequences: tuple[str, ...] = ()  # the subfolders that count; none: all
+
+
+class SetLayout(NamedTuple):
+    """Where the files of a published data set are, in the form of data.images and data.masks."""
+
+    images: str
+    masks: tuple[str, ...]  # of each release, the newest first
+    folders: dict[str, str]  # what stands for SPLIT, if it is not the split's name
+    sequences: dict[str, list[str]]  # the subfolders that belong to each split
+    listing: str  # the stems of a split
+    table: str  # the pairs of a split
+
+    def of(self, root: Path, split: str) -> FolderLayout | str:
+        """FolderLayout of a split, or a message why there is none."""
+        named = self.folders.get(split, split)
+        path = root / (self.listing or self.table).replace(SPLIT, named)
+        if (self.listing or self.table) and not path.is_file():
+            return f"{path} does not exist, which lists the files of split {split}."
+        if self.table:
+            return FolderLayout(root, root, table=path)
+        if self.sequences and split not in self.sequences:
+            return f"data.split = {split} is not one of {', '.join(self.sequences)}."
+        images, image_ending = _place(root, self.images, named)
+        places = [_place(root, masks, named) for masks in self.masks]
+        masks, mask_ending = next((place for place in places if place[0].is_dir()), places[0])
+        listing = path if self.listing else None
+        sequences = tuple(self.sequences.get(split, ()))
+        return FolderLayout(images, masks, image_ending, mask_ending, listing, sequences=sequences)
 
 
 def locate(root: Path, split: str, images: str = "", masks: str = "") -> FolderLayout | str:

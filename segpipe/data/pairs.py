@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from segpipe.data.catalog import PUBLISHED, published
 from segpipe.data.folders import SUFFIXES, FolderLayout, locate, missing, near, undivided
 from segpipe.errors import DataError
 from segpipe.files import files_below
@@ -42,16 +43,20 @@ class Pair(NamedTuple):
 
 def scan(data: DataConfig, split: str) -> tuple[list[Pair], list[str]]:
     """Pairs of a split, sorted by name, and a message for every file that is not part of a pair."""
-    root = Path(data.root)
-    if data.name == "camvid":
-        layout: FolderLayout | str = FolderLayout(root / split, root / f"{split}annot", "", "")
-    else:
-        layout = locate(root, split, data.images, data.masks)
+    layout = _layout(data, split)
     if isinstance(layout, str):
         return [], [layout]
     if layout.table:
-        return _pairs_of_table(root, layout.table)
+        return _pairs_of_table(Path(data.root), layout.table)
     return _pairs_of_folders(layout, split)
+
+
+def _layout(data: DataConfig, split: str) -> FolderLayout | str:
+    if data.name not in PUBLISHED or data.images or data.masks:
+        return locate(Path(data.root), split, data.images, data.masks)
+    layout = published(data.name).layout.of(Path(data.root), split)
+    hint = f" `segpipe prepare data={data.name}` says where it comes from."
+    return f"{layout}{hint}" if isinstance(layout, str) else layout
 
 
 def scan_undivided(data: DataConfig) -> tuple[list[Pair], list[str]]:
@@ -62,7 +67,7 @@ def scan_undivided(data: DataConfig) -> tuple[list[Pair], list[str]]:
 
 def pairing(data: DataConfig, split: str) -> Path | None:
     """The file that says which images belong to a split, or which mask to which image, if the folders do not."""
-    layout = locate(Path(data.root), split, data.images, data.masks) if data.name == "folder" else None
+    layout = _layout(data, split)
     return layout.table or layout.listing if isinstance(layout, FolderLayout) else None
 
 
@@ -77,6 +82,11 @@ def _pairs_of_folders(layout: FolderLayout, split: str) -> tuple[list[Pair], lis
     if isinstance(endings, str):
         return [], [*faults, endings]
     images, masks = _without(images, masks, endings, together=layout.images == layout.masks)
+    if layout.sequences:
+        images, masks = (
+            {stem: path for stem, path in paths.items() if stem.partition("/")[0] in layout.sequences}
+            for paths in (images, masks)
+        )
     if layout.listing:
         wanted, list_faults = _listed(layout.listing, images, endings[0])
         faults += list_faults
@@ -102,12 +112,16 @@ def _stems(folder: Path, inferior: tuple[str, ...]) -> tuple[dict[str, str], lis
     A file with a suffix in `inferior`, or in a format that is not read, counts only if it is the only one of its stem.
     """
     found: dict[str, list[Path]] = {}
+    faults: list[str] = []
     for path in sorted(files_below(folder)):
         relative = path.relative_to(folder)
-        if path.suffix.lower() in (*SUFFIXES, *UNREAD) and not any(part.startswith(".") for part in relative.parts):
+        if not _is_text(relative):
+            faults.append(
+                f"{folder}/{str(relative)!a} has a name that is not UTF-8. Rename it, with convmv for instance."
+            )
+        elif path.suffix.lower() in (*SUFFIXES, *UNREAD) and not any(part.startswith(".") for part in relative.parts):
             found.setdefault(_composed(relative.with_suffix("").as_posix()), []).append(path)
     chosen: dict[str, str] = {}
-    faults: list[str] = []
     for stem, paths in found.items():
         for worse in (UNREAD, inferior):
             paths = [path for path in paths if path.suffix.lower() not in worse] or paths
@@ -116,6 +130,14 @@ def _stems(folder: Path, inferior: tuple[str, ...]) -> tuple[dict[str, str], lis
             faults.append(f"{paths[0]} is of a format that is not read. Convert it to PNG or JPEG.")
         chosen[stem] = str(paths[0])
     return chosen, faults
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a name can be written to UTF-8 files, such as inputs.json and the report."""
+    try:
+        return bool(str(path).encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _composed(name: str) -> str:
@@ -174,7 +196,7 @@ def _listed(listing: Path, images: dict[str, str], ending: str) -> tuple[list[st
         if stem is None:
             other = near(line, known) if len(faults) < HINTS else None
             hint = f" Did you mean {other}?" if other else ""
-            faults.append(f"{listing} lists {line}, but images has no such stem.{hint}")
+            faults.append(f"{listing} lists {line:.200}, but images has no such stem.{hint}")
         stems.append(stem or line)
     return stems, [
         f"{listing} lists {stem} {times} times." for stem, times in Counter(stems).items() if times > 1
@@ -185,7 +207,11 @@ def _pairs_of_table(root: Path, table: Path) -> tuple[list[Pair], list[str]]:
     """Pairs of a CSV file with the columns image and mask, whose paths are relative to `root`."""
     text = _text(table)
     first = text.partition("\n")[0]
-    rows = list(csv.reader(text.splitlines(), delimiter=max(",;\t", key=first.count)))
+    separators = ",;\t" if table.suffix == ".csv" else " "
+    try:
+        rows = list(csv.reader(text.splitlines(), delimiter=max(separators, key=first.count)))
+    except csv.Error as error:
+        raise DataError(f"{table} is no table of image and mask: {error}. Write a row for each pair.") from None
     header = [cell.strip().lower() for cell in rows[0]] if rows else []
     named = "image" in header and "mask" in header
     image, mask = (header.index("image"), header.index("mask")) if named else (0, 1)

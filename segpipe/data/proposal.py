@@ -32,7 +32,7 @@ def propose(masks: Sequence[str], progress: Callable[[int, int], None] = lambda 
     found: dict[str, Tally] = {}
     example: dict[str, str] = {}
     for done, (path, mask) in enumerate(zip(masks, threaded(read_mask, masks), strict=True), 1):
-        kind, counts = _count(mask)
+        kind, counts = count_values(mask)
         tally = found.setdefault(kind, Tally(Counter(), Counter(), {}))
         example.setdefault(kind, path)
         tally.pixels.update(counts)
@@ -62,7 +62,7 @@ def propose(masks: Sequence[str], progress: Callable[[int, int], None] = lambda 
     return _text(kind, tally, len(masks))
 
 
-def _count(mask: RawMask) -> tuple[str, dict[int | Color, int]]:
+def count_values(mask: RawMask) -> tuple[str, dict[int | Color, int]]:
     """Whether a mask holds ids or colours, and the number of pixels of each."""
     if mask.ids is None:
         assert mask.rgba is not None

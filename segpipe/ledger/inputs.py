@@ -91,9 +91,9 @@ def _paths(part: DataPart) -> dict[str, Path]:
     if data.name == "synthetic":
         return {}
     paths = set(_files(data, part.split))
-    if data.name == "folder":
+    if data.classes or data.name == "folder":
         paths.add(data.classes or str(Path(data.root) / "classes.yaml"))
-        paths |= {str(table)} if (table := pairing(data, part.split)) else set()
+    paths |= {str(table)} if (table := pairing(data, part.split)) else set()
     return {Path(os.path.relpath(path, data.root)).as_posix(): Path(path) for path in paths}
 
 

@@ -6,7 +6,6 @@ This module imports no torch: the environment of the processes must be set first
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import math
 import os
@@ -22,8 +21,10 @@ from rich.console import Console
 
 from segpipe import plugins
 from segpipe.determinism import flags
+from segpipe.disk import DISK_ERRORS
 from segpipe.distributed import environment
 from segpipe.errors import CheckpointError, ConfigError, DivergenceError, Interrupted, NumericsError, SegpipeError
+from segpipe.files import not_written
 from segpipe.run import lock
 from segpipe.run.console import TrainView
 from segpipe.run.failure import note_failure
@@ -135,6 +136,7 @@ def examine(config: Config) -> None:
     from segpipe.data.problems import verify
     from segpipe.data.samples import check_labelled, image_files, open_samples, sequences
     from segpipe.purity import checker as purity
+    from segpipe.run.preflight import check_workers
 
     check_tracking(config)
     if config.import_paths or config.model.args:
@@ -153,6 +155,7 @@ def examine(config: Config) -> None:
     if isinstance(config.loss.class_weights, list):
         check_given_weights(config.loss.class_weights, samples.classes.names)
     check_network(config, samples)
+    check_workers(config, samples)
     if config.compute.mode != "off" and (skipped := purity.quick(Augmenter(config.augment), samples)):
         Console(stderr=True).print(skipped, markup=False, highlight=False, soft_wrap=True)
     if config.export.enabled and config.export.dir:
@@ -278,9 +281,9 @@ def work(config: Config, *, finish: Finish | None = None, prepared: bool = False
     except KeyboardInterrupt:
         return Interrupted.exit_code
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in DISK_ERRORS:
             raise
-        return _report(CheckpointError(f"{error.filename or config.run_dir} could not be written: {error.strerror}."))
+        return _report(not_written(Path(error.filename or config.run_dir), error))
     except RuntimeError as error:
         if not _lost_another_rank(error):
             raise

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
 from segpipe.files import write_atomically
 from segpipe.run.overview import RecipeGroup, Row, differing
+from segpipe.run.report import template
 from segpipe.run.tracking import FILE_NAME, read_metrics
 from segpipe.settings.setting import shown
 
@@ -38,14 +38,7 @@ def render_overview(rows: Sequence[Row], groups: Sequence[RecipeGroup] = (), by:
     recipes = [group.settings for group in groups] if by else [row.settings for row in rows]
     keys = differing(recipes)
     lines = [_style(place) if place < LINES else None for place in range(len(shown_rows))]
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("overview.html.j2").render(
+    return template("overview.html.j2").render(
         number=len(rows),
         by=by,
         keys=keys,

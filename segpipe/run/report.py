@@ -96,7 +96,7 @@ def render(data: ReportData) -> str:
     default, settings = _flat(to_mapping(Config())), _flat(data.config)
     versions, sequences = _flat(data.result.get("versions", {})), data.result.get("sequences") or {}
     result = {key: value for key, value in data.result.items() if key not in _IN_TABLES}
-    return _template().render(
+    return template("report.html.j2").render(
         name=str(data.config.get("run", {}).get("name", "run")),
         about=_about(data),
         miou=figures["miou"],
@@ -118,7 +118,8 @@ def render(data: ReportData) -> str:
     )
 
 
-def _template() -> jinja2.Template:
+def template(name: str) -> jinja2.Template:
+    """A page of this folder; it escapes all text, and has the filters `percent` and `text`."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -127,7 +128,7 @@ def _template() -> jinja2.Template:
         lstrip_blocks=True,
     )
     environment.filters |= {"percent": percent, "text": _text}
-    return environment.get_template("report.html.j2")
+    return environment.get_template(name)
 
 
 def _about(data: ReportData) -> list[str]:

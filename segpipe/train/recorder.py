@@ -101,7 +101,7 @@ class Recorder(Watch):
         """Digests of the samples before augmentation; reads them again, in this process."""
         pairs = [self.samples.read(int(index)) for index in batch.index]
         images, targets = (
-            [digest_many([torch.from_numpy(part)]) for part in parts] for parts in zip(*pairs, strict=True)
+            [digest_many([torch.from_numpy(part.copy())]) for part in parts] for parts in zip(*pairs, strict=True)
         )
         return {"decoded_image": torch.stack(images), "decoded_target": torch.stack(targets)}
 

@@ -126,7 +126,7 @@ def test_settings_name_other_folders(tmp_path: Path) -> None:
     config = compose([f"data.root={tmp_path}", "data=folder", "data.images=photo/SPLIT", "data.masks=x/SPLIT/*_v2.png"])
     assert config.data.masks == "x/SPLIT/*_v2.png"
     check(config, world_size=1)
-    with pytest.raises(ConfigError, match=r"data\.images = x, but only data=folder reads it"):
+    with pytest.raises(ConfigError, match=r"data\.images = x, but only data in files reads it"):
         check(compose(["data.images=x"]), world_size=1)
 
 

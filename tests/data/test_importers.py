@@ -14,10 +14,9 @@ from PIL import Image
 
 from segpipe.cli.commands import IMPORTS
 from segpipe.cli.main import main as segpipe
+from segpipe.data.catalog import published
 from segpipe.data.importers import IMPORTERS
-from segpipe.data.importers.cityscapes import CITYSCAPES
 from segpipe.data.importers.outlines import coco_counts, ellipse, polygon, rectangle, runs
-from segpipe.data.importers.voc import VOC, voc_color
 from segpipe.data.problems import problems
 from segpipe.data.samples import open_samples
 from segpipe.settings.groups import DataConfig
@@ -59,7 +58,7 @@ def voc(root: Path) -> None:
     ids = scene(7, 15)
     ids[0, 0] = 255
     image = Image.fromarray(ids, "P")
-    image.putpalette([part for index in range(256) for part in voc_color(index)])
+    image.putpalette([part for color in published("voc").table.classes.palette for part in color] + 705 * [224])
     (root / "VOC2012/SegmentationClass").mkdir(parents=True)
     image.save(root / "VOC2012/SegmentationClass/a.png")
     write(root / "VOC2012/JPEGImages/a.jpg", PICTURE)
@@ -146,14 +145,6 @@ def panoptic(root: Path) -> None:
     write(root / "annotations/panoptic_train2017.json", json.dumps(content))
 
 
-def cityscapes(root: Path) -> None:
-    for name, ids in (("labelIds", scene(26, 24, 7)), ("instanceIds", scene(1, 2, 3))):
-        ids[0, 0] = 4
-        write(root / f"gtFine/val/bonn/bonn_1_2_gtFine_{name}.png", ids)
-    write(root / "gtFine/test/x/x_1_gtFine_labelIds.png", scene(0, 0, 0))
-    write(root / "leftImg8bit/val/bonn/bonn_1_2_leftImg8bit.png", PICTURE)
-
-
 def labelme_json(*shapes: dict[str, object]) -> str:
     content = {"imagePath": "..\\x\\a.jpg", "imageHeight": HEIGHT, "imageWidth": WIDTH, "shapes": shapes}
     return json.dumps(content)
@@ -199,21 +190,20 @@ def roboflow(root: Path) -> None:
     write(root / "valid/_classes.csv", "Pixel Value, Class\n0, background\n1, car\n2, person\n")
 
 
-VOC_TARGET, STREET = scene(7, 15), scene(13, 11, 0)
-VOC_TARGET[0, 0] = STREET[0, 0] = 255
+VOC_TARGET = scene(7, 15)
+VOC_TARGET[0, 0] = 255
 TREES, LABELME = scene(1, 0, 2), scene()
 TREES[0, 0] = LABELME[0, 8] = 255
 THREE = ("background", "car", "person")
 # Export: how it is drawn, format, split, name of the image, classes, and the train ids of all pixels.
 EXPORTS: dict[str, tuple[Callable[[Path], None], str, str, str, tuple[str, ...], np.ndarray]] = {
-    "voc": (voc, "voc", "train", "a", VOC, VOC_TARGET),
+    "voc": (voc, "voc", "train", "a", published("voc").table.classes.names, VOC_TARGET),
     "voc of cvat": (voc_of_cvat, "voc", "", "a", THREE, scene()),
     "coco polygons": (coco_polygons, "coco", "val", "a", THREE, scene()),
     "coco compressed runs": (coco_text, "coco", "train", "a", THREE, scene()),
     "coco runs": (coco_counts_of_a_crowd, "coco", "", "a", THREE, scene()),
     "coco of roboflow": (coco_text, "roboflow", "train", "a", THREE, scene()),
     "coco panoptic": (panoptic, "coco_panoptic", "train", "a", ("person", "car", "tree"), TREES),
-    "cityscapes": (cityscapes, "cityscapes", "val", "bonn/bonn_1_2", tuple(c[0] for c in CITYSCAPES), STREET),
     "labelme": (labelme, "labelme", "", "sub/a", THREE, LABELME),
     "cvat": (cvat, "cvat", "val", "a", THREE, scene()),
     "roboflow masks": (roboflow, "roboflow", "val", "a_jpg.rf.1f", THREE, scene()),
@@ -331,7 +321,6 @@ FAULTY: dict[str, tuple[str, dict[str, str], str]] = {
     "cvat line": ("cvat", {"annotations.xml": cvat_xml('<polyline label="car"/>'), "a.jpg": ""}, "polyline of car"),
     "roboflow boxes": ("roboflow", {"train/a.txt": "0 1 1 1 1"}, "Export from Roboflow as COCO Segmentation"),
     "voc detection": ("voc", {"VOC2012/JPEGImages/a.jpg": ""}, "has no folder SegmentationClass"),
-    "cityscapes elsewhere": ("cityscapes", {"gtFine/val/a.png": ""}, "Set source to the folder above them"),
 }
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from segpipe.data.importers.cityscapes import cityscapes
 from segpipe.data.importers.coco import coco
 from segpipe.data.importers.cvat import cvat
 from segpipe.data.importers.imported import ImportPlan
@@ -17,7 +16,6 @@ IMPORTERS: dict[str, Callable[[Path, Sequence[str], str], ImportPlan]] = {
     "voc": voc,
     "coco": coco,
     "coco_panoptic": coco_panoptic,
-    "cityscapes": cityscapes,
     "labelme": labelme,
     "cvat": cvat,
     "roboflow": roboflow,

@@ -7,23 +7,12 @@ from functools import partial
 from pathlib import Path
 
 from segpipe import IGNORE_INDEX
-from segpipe.data.catalog import ClassTable, Color, MaskTable
+from segpipe.data.catalog import ClassTable, MaskTable, published
 from segpipe.data.folders import SUFFIXES
 from segpipe.data.importers.imported import IGNORED, ImportEntry, ImportPlan, refuse_names, split_name
 from segpipe.data.masks import read_target
 from segpipe.errors import DataError
 from segpipe.files import files_below
-
-VOC = (
-    "background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "diningtable",
-    "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor",
-)  # fmt: skip
-
-
-def voc_color(index: int) -> Color:
-    """Colour of a class in VOC's palette: bit 3n + c of the index is bit 7 - n of channel c."""
-    red, green, blue = (sum((index >> (3 * n + c) & 1) << (7 - n) for n in range(8)) for c in range(3))
-    return red, green, blue
 
 
 def voc(source: Path, names: Sequence[str], background: str) -> ImportPlan:
@@ -37,7 +26,7 @@ def voc(source: Path, names: Sequence[str], background: str) -> ImportPlan:
     if root is None:
         raise DataError(f"{source} has no folder SegmentationClass. Set source to the folder above it.")
     labelmap = root / "labelmap.txt"
-    table = _labelmap(labelmap) if labelmap.is_file() else _table(VOC, tuple(map(voc_color, range(len(VOC)))))
+    table = _labelmap(labelmap) if labelmap.is_file() else published("voc").table
     refuse_names(names, table.classes.names)
     lists = sorted(root.glob("ImageSets/Segmentation/*.txt"))
     whole = {path.stem for path in lists} & {"train", "val"}  # then trainval is their union
@@ -63,11 +52,6 @@ def voc(source: Path, names: Sequence[str], background: str) -> ImportPlan:
             f"{root} has no list in ImageSets/Segmentation. Without lists, data=folder reads the two folders."
         )
     return ImportPlan(table.classes.names, entries, table.classes.palette, faults)
-
-
-def _table(names: tuple[str, ...], palette: tuple[Color, ...]) -> MaskTable:
-    train_ids = {place: place for place in range(len(names))} | {IGNORE_INDEX: IGNORE_INDEX}
-    return MaskTable(ClassTable("voc", names, palette, train_ids), kind="ids")
 
 
 def _labelmap(path: Path) -> MaskTable:

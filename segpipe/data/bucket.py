@@ -1,0 +1,99 @@
+"""A data set on object storage, read sample by sample through fsspec and kept on a local disk.
+
+    segpipe train data.name=segpipe.data.bucket:Bucket data.root=s3://bucket/warehouse data.args.cache=/scratch/cache
+
+Below the root: SPLIT.csv with the columns image and mask (paths below the root), classes.yaml, and the files. A sample
+is found by its index, so order and keys are those of the same files on a disk. Objects are taken as unchanging: an
+object that is in the cache is not asked for again.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+from pathlib import Path
+from threading import get_native_id
+from typing import Any
+
+import fsspec
+
+from segpipe.data.catalog import ClassTable, load_masks
+from segpipe.data.masks import settled
+from segpipe.data.pack import Sample
+from segpipe.data.pairs import Pair
+from segpipe.data.readers import read_header
+from segpipe.data.samples import FileSamples
+from segpipe.errors import DataError
+
+
+class Bucket:
+    """A split of a data set at a URL of fsspec; `cache` is a local folder for the objects that were read."""
+
+    def __init__(self, root: str, split: str, cache: str) -> None:
+        self.root, self.cache = root.rstrip("/"), Path(cache).expanduser() / re.sub(r"\W+", "_", root.rstrip("/"))
+        self._own: tuple[int, Any] = (0, None)  # process and file system
+        with self._fetched(f"{split}.csv").open(encoding="utf-8-sig", newline="") as listing:
+            rows = list(csv.DictReader(listing))
+        if not rows or not {"image", "mask"} <= rows[0].keys():
+            raise DataError(f"{self.root}/{split}.csv has no rows below a header with image and mask.")
+        table = load_masks(self._fetched("classes.yaml"))
+        rows.sort(key=lambda row: row["image"])
+        self.objects = [(row["image"], row["mask"]) for row in rows]
+        pairs = (Pair(str(Path(i).with_suffix("")), str(self._local(i)), str(self._local(m))) for i, m in self.objects)
+        first = str(self._fetched(self.objects[0][1]))
+        self.samples = FileSamples(settled(table, [first]), tuple(pairs))
+        self.sizes = [(int(row["height"]), int(row["width"])) for row in rows if row.get("height") and row.get("width")]
+        self.sizes = self.sizes if len(self.sizes) == len(rows) else [read_header(first)[:2]] * len(rows)
+
+    @property
+    def classes(self) -> ClassTable:
+        return self.samples.classes
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def name(self, index: int) -> str:
+        """Path of the image below the root, without suffix."""
+        return self.samples.name(index)
+
+    def read(self, index: int) -> Sample:
+        """Image and train ids, as of files on a disk. Raises DataError naming the object."""
+        for name in self.objects[index]:
+            self._fetched(name)
+        return self.samples.read(index)
+
+    def size(self, index: int) -> tuple[int, int]:
+        """Height and width by the columns height and width of SPLIT.csv; without them, those of the first sample."""
+        return self.sizes[index]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_own": (0, None)}
+
+    def _local(self, name: str) -> Path:
+        path = (self.cache / name).resolve()
+        if not path.is_relative_to(self.cache.resolve()):
+            raise DataError(f"{self.root}: {name} leads out of the data set.")
+        return path
+
+    def _fetched(self, name: str) -> Path:
+        """Local copy of an object, which is whole or absent: many processes may read it at once."""
+        path = self._local(name)
+        if path.is_file():
+            return path
+        try:
+            content = self._files().cat_file(f"{self.root}/{name}")
+        except Exception as error:  # each file system has errors of its own
+            raise DataError(f"{self.root}/{name} cannot be read: {type(error).__name__}: {error}.") from error
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(f".{path.name}.{os.getpid()}.{get_native_id()}")
+        aside.write_bytes(content)
+        os.replace(aside, path)
+        return path
+
+    def _files(self) -> Any:
+        """The file system of this process: one from before a fork has lost its threads."""
+        if self._own[0] != os.getpid():
+            protocol = fsspec.utils.get_protocol(self.root)
+            self._own = os.getpid(), fsspec.filesystem(protocol, skip_instance_cache=True)
+        return self._own[1]

@@ -1,0 +1,178 @@
+"""What would stop the loader processes of a run, found before they start, each with its fix.
+
+Shared memory has its own check, at the first batch. torch and OpenCV are imported inside the functions.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
+
+from segpipe.data.samples import CachedSamples
+from segpipe.errors import ConfigError, DataError, SegpipeError
+from segpipe.plugins import is_path
+
+if TYPE_CHECKING:
+    from segpipe.data.loader import ShardBatch
+    from segpipe.data.pack import Sample
+    from segpipe.data.samples import Samples
+    from segpipe.settings.config import Config
+
+SHARED_MEMORY = Path("/dev/shm")
+FILES_PER_WORKER = 8  # its queues, pipes and sentinel
+FILES_OF_A_RUN = 96  # libraries, logs, checkpoints
+
+
+def check_workers(config: Config, samples: Samples) -> None:
+    """Raise ConfigError for the first thing that would stop loader processes."""
+    for problem in worker_problems(config, samples):
+        raise ConfigError(problem)
+
+
+def worker_problems(config: Config, samples: Samples) -> Iterator[str]:
+    """A message for each thing that would stop loader processes; none without them."""
+    data = config.data
+    if not data.workers:
+        return
+    needed = FILES_OF_A_RUN + data.workers * (FILES_PER_WORKER + data.prefetch)
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if needed > allowed:
+        yield (
+            f"data.workers = {data.workers} and data.prefetch = {data.prefetch} may keep {needed} files open, but "
+            f"{allowed} are allowed. Run `ulimit -n {2 * needed}` before (in Docker: --ulimit nofile={2 * needed}), or "
+            f"lower one of the two."
+        )
+    if data.start_method != "fork":
+        from segpipe.data.augment import Augmenter
+
+        sent = {
+            f"data.name = {data.name}": samples,
+            f"augment.extra = {config.augment.extra}": Augmenter(config.augment),
+        }
+        for setting, value in sent.items():
+            if found := unpicklable(value):
+                yield (
+                    f"{setting}: {type(value).__name__}{found[0]} cannot be pickled ({found[1]}), but "
+                    f"data.start_method = {data.start_method} sends it to every loader process. Open files and "
+                    f"databases in read, not in __init__, and define functions at the top of a module; or set "
+                    f"data.start_method=fork."
+                )
+    elif _uses_cuda(config, samples):
+        yield (
+            "reading or augmenting a sample initialised CUDA in this process, and a loader process that is forked "
+            "later cannot use CUDA again. Keep code of a data set or transform off the GPU, or set "
+            "data.start_method=spawn."
+        )
+
+
+def unpicklable(value: Any, where: str = "") -> tuple[str, str] | None:
+    """Path of the innermost attribute or item that cannot be sent to another process, and why; None if all can."""
+    try:
+        ForkingPickler.dumps(value)
+        return None
+    except Exception as error:  # whatever a class raises in __getstate__ or __reduce__
+        for name, inner in _parts(value):
+            if found := unpicklable(inner, f"{where}{name}"):
+                return found
+        return where, f"{type(error).__name__}: {error}"
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """What pickling a value sends of it: attributes as `.name`, items as `[key]`."""
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", item) for key, item in value.items())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from ((f"[{place}]", item) for place, item in enumerate(value))
+    elif isinstance(value, partial):
+        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
+    elif isinstance(value, MethodType):
+        yield ".__self__", value.__self__
+    elif not isinstance(value, (type, FunctionType)):
+        state = value.__getstate__()
+        for attributes in state if isinstance(state, tuple) else (state,):  # a tuple has those of __slots__ too
+            if isinstance(attributes, dict):
+                yield from ((f".{name}", inner) for name, inner in attributes.items())
+
+
+def _uses_cuda(config: Config, samples: Samples) -> bool:
+    """Whether code of the user, read and augmented once here, initialises CUDA; False where it was before."""
+    if not (is_path(config.data.name) or any(map(is_path, config.augment.extra))):
+        return False
+    import torch
+
+    from segpipe.data.augment import Augmenter
+
+    initialised: Callable[[], bool] = torch.cuda.is_initialized
+    if initialised():
+        return False
+    Augmenter(config.augment)(*samples.read(0), 0)
+    return initialised()
+
+
+def machine(config: Config) -> dict[str, str]:
+    """What this machine gives to loader processes, in words."""
+    threads, workers = config.compute.threads, config.data.workers
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = {
+        "cores": f"{len(os.sched_getaffinity(0))} for one process; a rank uses compute.threads = {threads} and "
+        f"data.workers = {workers}",
+        "open files": f"{soft} (ulimit -n; at most {hard})",
+    }
+    if SHARED_MEMORY.is_dir():
+        usage = shutil.disk_usage(SHARED_MEMORY)
+        found["shared memory"] = f"{usage.free / 2**20:,.0f} of {usage.total / 2**20:,.0f} MiB free in {SHARED_MEMORY}"
+    return found
+
+
+class ThreadsSeen(CachedSamples):
+    """Samples whose `read` raises DataError in a process with threads of OpenCV or OpenMP."""
+
+    def read(self, index: int) -> Sample:
+        import cv2
+        import torch
+
+        sample = super().read(index)
+        for library, number in (("OpenCV", cv2.getNumThreads()), ("torch", torch.get_num_threads())):
+            if number > 1:
+                raise DataError(
+                    f"{library} uses {number} threads in a loader process: code of a data set or transform has set "
+                    f"them, and the workers compete for the cores. Leave the number of threads alone."
+                )
+        return sample
+
+
+def first_batch(config: Config, samples: Samples) -> tuple[ShardBatch | None, str]:
+    """The first shard batch as training would see it, made by one loader process, or a message why there is none."""
+    from contextlib import closing
+
+    from segpipe.data.augment import Augmenter
+    from segpipe.data.loader import train_batches
+    from segpipe.data.order import Order
+
+    compute, data = config.compute, config.data
+    stream: Callable[..., Any] = partial(
+        train_batches,
+        ThreadsSeen(samples, 0) if data.workers else samples,
+        Augmenter(config.augment),
+        Order(config.seed, len(samples), compute.shards, compute.samples_per_shard),
+        seed=config.seed,
+        shards=range(1),
+        steps=range(1),
+        workers=min(data.workers, 1),
+        start_method=data.start_method,
+        prefetch=data.prefetch,
+        pin_memory=False,
+        timeout_s=data.timeout_s,
+    )
+    try:
+        with closing(stream()) as batches:
+            return next(batches), ""
+    except SegpipeError as error:
+        return None, str(error)

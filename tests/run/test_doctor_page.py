@@ -1,0 +1,166 @@
+"""`segpipe doctor out=PAGE`: each fault that is planted in a data set is on the page, and a sound one shows none."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+
+from segpipe.cli.main import main as segpipe
+from segpipe.data.census import take
+from segpipe.data.overlap import UNKNOWN_LOOK, look, near_duplicates
+from segpipe.data.samples import open_samples
+from segpipe.settings.groups import DataConfig
+
+SIZE = (96, 128)
+
+
+def scene(seed: int) -> np.ndarray:
+    """A picture of large random blocks, as RGB."""
+    small = np.random.Generator(np.random.Philox(seed)).integers(0, 256, (12, 16, 3), np.uint8)
+    return cv2.resize(small, SIZE[::-1], interpolation=cv2.INTER_CUBIC)
+
+
+def write(path: Path, pixels: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    cv2.imwrite(str(path), pixels[..., ::-1] if pixels.ndim == 3 else pixels)
+
+
+def sound(root: Path) -> Path:
+    """Four images for training and two for validation, each of its own drive, of the classes floor and shelf."""
+    for split, numbers in (("train", range(4)), ("val", range(4, 6))):
+        for number in numbers:
+            write(root / f"images/{split}/drive{number}_001.png", scene(number))
+            mask = np.zeros(SIZE, np.uint8)
+            mask[: 10 * (number + 1)] = 7
+            mask[-1] = 255
+            write(root / f"masks/{split}/drive{number}_001.png", mask)
+    (root / "classes.yaml").write_text(
+        "names: [floor, shelf]\npalette: [[200, 0, 0], [0, 200, 0]]\nids: {0: floor, 7: shelf}\nmasks: ids\n"
+    )
+    return root
+
+
+def page(root: Path, *changes: str) -> tuple[int, str]:
+    out = root / "doctor.html"
+    out.unlink(missing_ok=True)
+    settings = ("data.workers=0", "augment.crop_size=[64,64]", "compute.threads=1")
+    code = segpipe(["doctor", "data=folder", f"data.root={root}", f"out={out}", *settings, *changes])
+    return code, out.read_text() if out.is_file() else ""
+
+
+def tile(text: str, label: str) -> str:
+    """What the head of the page says of something."""
+    return re.search(rf"<dt>{label}</dt><dd[^>]*>([^<]*)<", text)[1]  # type: ignore[index]
+
+
+def test_a_sound_set_shows_no_fault(tmp_path: Path) -> None:
+    code, text = page(sound(tmp_path))
+    assert code == 0
+    for label in (
+        "problems",
+        "near-duplicates",
+        "shared sequences",
+        "without a label",
+        "equal images in train and val",
+    ):
+        assert tile(text, label) == "none", label
+    assert tile(text, "loader").strip() == "fine"
+    assert "A batch as training sees it" in text
+    assert text.count("data:image/jpeg") == 2 * (4 + 2 + 4)  # image and overlay of samples and of a shard
+    shares = [10 * number * 128 for number in (1, 2, 3, 4)]
+    assert f"<td>{100 * sum(shares) / (4 * 95 * 128):.2f}</td><td>4</td>" in text  # shelf, of what is labelled
+    assert "http" not in text.replace("http-equiv", "")
+    assert "<script" not in text
+
+
+def test_every_planted_fault_is_on_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = sound(tmp_path)
+    write(root / "masks/train/drive1_001.png", np.full(SIZE, 255, np.uint8))
+    darker = cv2.convertScaleAbs(scene(2), alpha=0.8, beta=5)[2:, :-2]
+    write(root / "images/val/drive4_001.png", cv2.resize(darker, SIZE[::-1]))
+    (root / "images/val/drive5_001.png").write_bytes((root / "images/train/drive3_001.png").read_bytes())
+    (root / "images/val/drive5_001.png").rename(root / "images/val/drive0_002.png")
+    (root / "masks/val/drive5_001.png").rename(root / "masks/val/drive0_002.png")
+    code, text = page(root)
+    assert code == 2
+    assert "byte for byte" in capsys.readouterr().err
+    assert tile(text, "problems") == "none"
+    assert tile(text, "near-duplicates") == "2 of 2"
+    assert tile(text, "shared sequences") == "1"
+    assert tile(text, "without a label") == "1"
+    assert tile(text, "equal images in train and val") == "1"
+    assert "drive3_001.png = " in text
+    assert "train: drive1_001" in text
+
+
+def test_a_set_with_broken_files_has_a_page_too(tmp_path: Path) -> None:
+    root = sound(tmp_path)
+    broken = root / "images/train/drive0_001.png"
+    broken.write_bytes(broken.read_bytes()[:-50])
+    mask = np.full(SIZE, 255, np.uint8)
+    mask[0, :3] = 9
+    write(root / "masks/val/drive4_001.png", mask)
+    (root / "masks/train/drive2_001.png").unlink()
+    code, text = page(root)
+    assert code == 2
+    assert tile(text, "problems") == "3"
+    for part in ("drive0_001.png is truncated", "drive4_001.png has id 9 (3 pixels", "drive2_001.png has no mask"):
+        assert part in text
+    assert "not in the class table" in text
+    assert tile(text, "without a label") == "none"  # what id 9 is, nobody knows yet
+    assert "A batch as training sees it" not in text
+    for path in root.glob("masks/*/*.png"):
+        path.write_bytes(b"")
+    code, text = page(root)
+    assert code == 2
+    assert tile(text, "problems") == "7"  # a mask is missing, and an image is cut
+
+
+def test_a_mixture_has_a_page(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        sound(tmp_path / name)
+    entries = ",".join(f"{{root: {tmp_path / name}, weight: 1}}" for name in ("a", "b"))
+    out = tmp_path / "page.html"
+    settings = ("data.workers=0", "augment.crop_size=[64,64]", "data.allow_overlap=true", f"out={out}")
+    assert segpipe(["doctor", "data=folder", f"data.root={tmp_path / 'a'}", f"data.mix=[{entries}]", *settings]) == 0
+    text = out.read_text()
+    assert "train: 8 images" in text
+    assert "a/drive0_001" in text
+
+
+def test_indices_and_colors_that_contradict_each_other_are_told(tmp_path: Path) -> None:
+    root = sound(tmp_path)
+    image = Image.fromarray(np.where(np.arange(96)[:, None] < 20, 7, 0).astype(np.uint8).repeat(128, 1), "P")
+    image.putpalette([0, 200, 0] + 18 * [9] + [200, 0, 0])
+    image.save(root / "masks/train/drive0_001.png")
+    code, text = page(root)
+    assert code == 0
+    assert "index 0 is floor as an id, but its color in the palette is that of shelf" in text
+
+
+def test_a_census_counts_colors_and_samples_of_any_kind(tmp_path: Path) -> None:
+    root = sound(tmp_path)
+    (root / "classes.yaml").write_text(
+        "names: [floor, shelf]\npalette: [[0, 0, 0], [7, 7, 7]]\nmasks: colors\nignore: [[255, 255, 255]]\n"
+    )
+    colors = take(open_samples(DataConfig(name="folder", root=str(root)), "train", 0))
+    assert colors.values[(255, 255, 255)] == 4 * 128
+    assert colors.table[:, 1].tolist() == [10 * number * 128 for number in (1, 2, 3, 4)]
+    painted = take(open_samples(DataConfig(size=[64, 96], num_train=3), "train", 0))
+    assert painted.table.shape == (3, 12)
+    assert painted.table.sum(1).tolist() == [64 * 96] * 3
+
+
+def test_a_look_survives_what_does_not_change_the_scene() -> None:
+    looks = [look(scene(seed)) for seed in range(40)]
+    assert near_duplicates(looks[:20], looks[20:]) == []
+    jpeg = cv2.imdecode(cv2.imencode(".jpg", scene(3), [cv2.IMWRITE_JPEG_QUALITY, 60])[1], cv2.IMREAD_COLOR)
+    (found,) = near_duplicates(looks, [look(cv2.resize(jpeg, (300, 200)))])
+    assert found.first == 3
+    assert look(np.full((30, 40, 3), 90, np.uint8)) == UNKNOWN_LOOK
+    assert near_duplicates([UNKNOWN_LOOK], [UNKNOWN_LOOK]) == []

@@ -1,0 +1,174 @@
+"""What stops loader processes is found before they start, with its fix; and how many of them are worth it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from runs import TINY, torch_restored
+from segpipe.cli.main import main as segpipe
+from segpipe.cli.tune_loader import choose
+from segpipe.data.catalog import STREET, ClassTable
+from segpipe.data.samples import CachedSamples, Sample, open_samples
+from segpipe.run import preflight
+from segpipe.run.preflight import ThreadsSeen, first_batch, unpicklable, worker_problems
+from segpipe.settings.compose import compose
+from segpipe.settings.config import Config
+
+
+@dataclass
+class Nested:
+    """Samples with something that no other process can get, unless `dropped`."""
+
+    inner: Any
+    dropped: Any = None
+    classes: ClassTable = STREET
+    touch: list[Callable[[], Any]] = field(default_factory=list)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "dropped": None}
+
+    def __len__(self) -> int:
+        return 4
+
+    def name(self, index: int) -> str:
+        return str(index)
+
+    def read(self, index: int) -> Sample:
+        for action in self.touch:
+            action()
+        return np.zeros((64, 96, 3), np.uint8), np.zeros((64, 96), np.uint8)
+
+
+LOCK = threading.Lock()
+UNPICKLABLE = [
+    (Nested({"files": [1, LOCK]}), ".inner['files'][1]"),
+    (Nested(Nested(LOCK), dropped=LOCK), ".inner.inner"),
+    (CachedSamples(Nested(partial(print, LOCK)), 1), ".samples.inner.args[0]"),
+    (Nested((LOCK.acquire,)), ".inner[0]"),
+    (Nested(lambda: 1), ".inner"),
+]
+
+
+@pytest.mark.parametrize(("value", "where"), UNPICKLABLE, ids=[where for _, where in UNPICKLABLE])
+def test_what_cannot_be_pickled_is_named_by_its_path(value: object, where: str) -> None:
+    found = unpicklable(value)
+    assert found is not None
+    assert found[0] == where
+
+
+def test_what_a_class_drops_is_not_blamed() -> None:
+    assert unpicklable(Nested(1, dropped=LOCK)) is None
+
+
+def config(*changes: str) -> Config:
+    return compose([*TINY, *changes])
+
+
+def test_only_other_start_methods_pickle() -> None:
+    samples = Nested(LOCK)
+    for method in ("spawn", "forkserver"):
+        (problem,) = worker_problems(config("data.workers=1", f"data.start_method={method}"), samples)
+        for part in ("Nested.inner cannot be pickled", f"data.start_method = {method}", "data.start_method=fork"):
+            assert part in problem
+    assert list(worker_problems(config("data.workers=1"), samples)) == []
+    assert list(worker_problems(config("data.workers=0", "data.start_method=spawn"), samples)) == []
+
+
+def test_more_files_than_allowed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(preflight.resource, "getrlimit", lambda kind: (256, 4096))
+    (problem,) = worker_problems(config("data.workers=32"), Nested(1))
+    assert "may keep 480 files open, but 256 are allowed. Run `ulimit -n 960`" in problem
+    assert segpipe(["doctor", *TINY, "data.workers=32"]) == 0
+    assert f"Warning: {problem}" in capsys.readouterr().out
+    assert list(worker_problems(config("data.workers=8"), Nested(1))) == []
+
+
+def test_code_that_uses_cuda_does_not_survive_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU is needed: the sample says that it has initialised CUDA."""
+    state: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(state))
+    uses = Nested(1, touch=[lambda: state.append(True)])
+    own = config("data.workers=1")
+    own = replace(own, data=replace(own.data, name="mine:Data"))
+    assert list(worker_problems(own, Nested(1))) == []
+    (problem,) = worker_problems(own, uses)
+    assert "initialised CUDA" in problem
+    assert "data.start_method=spawn" in problem
+
+
+def test_threads_in_a_worker_are_seen() -> None:
+    own = config("data.workers=1")
+    batch, problem = first_batch(own, Nested(1))
+    assert problem == ""
+    assert batch is not None
+    assert batch.image.shape == (2, 64, 64, 3)
+    batch, problem = first_batch(own, Nested(1, touch=[partial(cv2.setNumThreads, 3)]))
+    assert batch is None
+    assert "OpenCV uses 3 threads in a loader process" in problem
+    with torch_restored():
+        torch.set_num_threads(1)
+        cv2.setNumThreads(1)
+        assert ThreadsSeen(Nested(1), 0).read(0)[1].shape == (64, 96)
+
+
+def test_a_run_is_refused_before_its_folder_is_claimed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "lockbox.py").write_text(
+        "import threading, numpy as np\n"
+        "class Data:\n"
+        "    classes, palette = ['a', 'b'], [(0, 0, 0), (9, 9, 9)]\n"
+        "    def __init__(self, root, split): self.lock = threading.Lock()\n"
+        "    def __len__(self): return 4\n"
+        "    def name(self, index): return f'n{index}'\n"
+        "    def read(self, index): return np.zeros((64, 96, 3), np.uint8), np.zeros((64, 96), np.uint8)\n"
+    )
+    changes = ("data.name=lockbox:Data", "data.workers=1", "data.start_method=spawn", "data.size=[64,96]")
+    with torch_restored(), pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        assert segpipe(["train", *TINY[:1], *TINY[2:], *changes, "run.root=runs", "run.name=a"]) == 2
+    assert "PluginSamples.source.lock cannot be pickled" in capsys.readouterr().err
+    assert not (tmp_path / "runs/a").exists()
+
+
+def rates(*values: float) -> Callable[[int], float]:
+    return lambda workers: values[workers]
+
+
+@pytest.mark.parametrize(
+    ("measured", "needed", "tried", "workers", "limits"),
+    [
+        (rates(90, 10, 20, 29, 29.5, 99), 500, 5, 3, True),  # the fourth gains 2 %, the fifth is not measured
+        (rates(10, 9, 18, 27, 36), 20, 4, 3, False),  # 27 is 1.35 times what the network takes
+        (rates(10, 9, 9.1, 27, 36), 100, 3, 1, True),
+        (rates(500, 10), 3, 2, 1, False),  # no worker is not chosen: the network would wait while it loads
+    ],
+)
+def test_measuring_stops_where_a_worker_gains_nothing(
+    measured: Callable[[int], float], needed: float, tried: int, workers: int, limits: bool
+) -> None:
+    found = choose(measured, 4 if tried < 5 else 5, needed)
+    assert (len(found.rates), found.workers, found.limits) == (tried, workers, limits)
+
+
+def test_tune_loader_prints_what_to_paste(capsys: pytest.CaptureFixture[str]) -> None:
+    with torch_restored():
+        assert segpipe(["tune-loader", *TINY, "seconds=0.05", "compute.nproc=1000"]) == 0
+    text = capsys.readouterr().out
+    assert "data:\n  workers: 1\n  prefetch: 4\n" in text
+    assert "bottleneck" in text
+    assert "1000 ranks share the cores" in text
+
+
+def test_the_samples_of_a_set_in_files_travel(tmp_path: Path) -> None:
+    """The control: what segpipe itself sends can be pickled."""
+    own = config("data.workers=1", "data.start_method=spawn")
+    assert list(worker_problems(own, open_samples(own.data, "train", 0))) == []
