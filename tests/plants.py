@@ -319,8 +319,8 @@ def triton_type_changed(folder: Path) -> None:
     rewrite(folder, "triton/config.pbtxt", "TYPE_UINT8", "TYPE_FP32")
 
 
-def isaac_missing(folder: Path) -> None:
-    (folder / "ros" / "isaac_params.yaml").unlink()
+def triton_missing(folder: Path) -> None:
+    (folder / "triton" / "config.pbtxt").unlink()
     sign(folder)
 
 
@@ -629,7 +629,7 @@ PLANTS: dict[str, Plant] = {
     # What lies beside the models
     "labels swapped": _as_it_is(labels_swapped, "ros/labels.yaml is not what segpipe"),
     "another type for Triton": _as_it_is(triton_type_changed, "triton/config.pbtxt is not what segpipe"),
-    "no file for Isaac": _as_it_is(isaac_missing, "ros/isaac_params.yaml is not what segpipe"),
+    "no file for Triton": _as_it_is(triton_missing, "triton/config.pbtxt is not what segpipe"),
     "another mIoU on the card": _as_it_is(another_miou_on_the_card, "model_card.md is not what segpipe"),
     "golden logits": _as_it_is(golden_logits_changed, "golden/logits.npy differs from what the trained network"),
     "golden places": _as_it_is(golden_index_changed, "golden/logits_index.npy differs from what the trained network"),

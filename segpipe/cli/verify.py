@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,11 @@ def main(given: dict[str, Any]) -> int:
     return 0
 
 
-def verify(given: dict[str, Any]) -> ExportReport:
-    """Report of all gates. Raises the error of the first that fails."""
+def verify(given: dict[str, Any], *, engines: Sequence[str] = ()) -> ExportReport:
+    """Report of all gates. Raises the error of the first that fails.
+
+    engines: besides those of `export.engines`, names that the caller put into `segpipe.runtime.engines.ENGINES`.
+    """
     run, which, folder = Path(given["run"]), given["which"], Path(given["artifact"])
     with every_tensor_used(NOT_VERIFIED):
         trained = load_network(run, which)
@@ -37,7 +42,7 @@ def verify(given: dict[str, Any]) -> ExportReport:
         found.images,
         names=found.names,
         labelled=found.labelled,
-        settings=config.export,
+        settings=replace(config.export, engines=[*config.export.engines, *engines]),
         origin=origin_of(run, which, trained),
         train_images=training_images(config),
     )

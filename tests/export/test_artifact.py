@@ -50,7 +50,7 @@ FILES = {
     "verify_report.md",
     "model_card.md", "golden/image.npy", "golden/mask.npy", "golden/confidence.npy", "golden/logits.npy",
     "golden/logits_index.npy", "golden/preprocess_input.npy", "golden/preprocess_output.npy", "ros/labels.yaml",
-    "ros/isaac_params.yaml", "triton/config.pbtxt",
+    "triton/config.pbtxt",
 }  # fmt: skip
 METRICS = {
     "split": "val",
@@ -370,12 +370,7 @@ def test_labels_are_a_label_info_message(exported: Path) -> None:
     assert [entry["class_name"] for entry in yaml.safe_load(text)["class_map"]] == [*odd, "no_answer"]
 
 
-def test_isaac_and_triton_get_names_types_and_shapes(exported: Path, manifest: dict[str, Any]) -> None:
-    nodes = yaml.safe_load((exported / "ros" / "isaac_params.yaml").read_text())
-    parameters = {name: node["ros__parameters"] for name, node in nodes.items()}
-    assert (parameters["resize_node"]["output_height"], parameters["resize_node"]["output_width"]) == SIZE
-    assert parameters["reshape_node"]["output_tensor_shape"] == [1, *SIZE, 3]
-    assert parameters["tensor_rt_node"]["output_binding_names"] == ["mask", "confidence"]
+def test_triton_gets_names_types_and_shapes(exported: Path, manifest: dict[str, Any]) -> None:
     text = (exported / "triton" / "config.pbtxt").read_text()
     tensors = re.findall(r'name: "(\w+)" data_type: TYPE_(\w+) dims: \[([\d, ]+)\]', text)
     entries = [*manifest["io"]["inputs"], *manifest["io"]["outputs"]]

@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+import yaml
 from openvino_stand_in import StandIn
 from PIL import Image
 from plants import byte_flipped, edited, golden_changed, int8_scale, sign, std
@@ -293,7 +294,14 @@ def test_other_profiles_pass_the_same_gates(
     image, outputs = manifest["io"]["inputs"][0], manifest["io"]["outputs"]
     needed = {"isaac": ("float32", "NCHW", ["mask"]), "logits": ("uint8", "NHWC", ["logits"])}[profile]
     assert (image["dtype"], image["layout"], [entry["name"] for entry in outputs]) == needed
-    assert (folder / "ros" / "isaac_params.yaml").exists() is (profile == "isaac")
+    parameters = folder / "ros" / "isaac_params.yaml"
+    assert parameters.exists() is (profile == "isaac")
+    if profile == "isaac":
+        nodes = {name: node["ros__parameters"] for name, node in yaml.safe_load(parameters.read_text()).items()}
+        assert (nodes["resize_node"]["output_height"], nodes["resize_node"]["output_width"]) == SIZE
+        assert nodes["interleaved_to_planar_node"]["input_tensor_shape"] == [*SIZE, 3]
+        assert nodes["reshape_node"]["output_tensor_shape"] == [1, 3, *SIZE]
+        assert nodes["tensor_rt_node"]["output_binding_names"] == ["mask"]
     altered = tmp_path / "altered"
     shutil.copytree(folder, altered)
     golden_changed(altered)

@@ -17,7 +17,7 @@ from segpipe.runtime.artifact import MANIFEST, SUMS
 
 
 def sidecars(manifest: Manifest) -> dict[str, str]:
-    """Text by file name: model_card.md, ros/labels.yaml, and for an ONNX file the Isaac ROS and Triton files.
+    """Text by file name: model_card.md, ros/labels.yaml, for an ONNX file that for Triton, with profile isaac one more.
 
     Free of time stamps and latencies, so equal exports have equal files. Sources: vision_msgs 4, msg/LabelInfo.msg;
     isaac_ros_image_proc, isaac_ros_tensor_proc and isaac_ros_tensor_rt of Isaac ROS 3.2 (from their documentation, not
@@ -26,8 +26,8 @@ def sidecars(manifest: Manifest) -> dict[str, str]:
     names = ["model_card.md", "ros/labels.yaml"]
     if "model.onnx" in manifest["files"]:
         names.append("triton/config.pbtxt")
-        # Nothing in Isaac ROS reads logits, and its nodes take one shape.
-        if manifest["profile"] != "logits" and "free" not in manifest["io"]:
+        # Its nodes run TensorRT, which has uint8 at the edge of a network only; the other profiles transpose bytes.
+        if manifest["profile"] == "isaac":
             names.append("ros/isaac_params.yaml")
     note = caveat(manifest["status"], manifest["real_images"])
     return {name: render(Path(name).name, {**manifest, "caveat": note}) for name in names}

@@ -15,6 +15,7 @@ from segpipe_ros.messages import answer, class_map, mono8
 PARAMETERS = {
     "folder": "",  # exported folder, with SHA256SUMS
     "precision": "fp32",
+    "engine": "onnxruntime",
     "threads": 1,
     "deadline_ms": 0.0,  # 0: none
     "max_age_s": 0.5,
@@ -36,6 +37,7 @@ class SegmenterNode:
         self._segmenter = Segmenter.load(
             Path(given["folder"]),
             precision=given["precision"],
+            engine=given["engine"],
             threads=given["threads"],
             deadline_ms=given["deadline_ms"] or None,
             max_age_s=given["max_age_s"],
