@@ -1,11 +1,14 @@
 """A pack delivers the pixels of the files or nothing: damaged, stale, torn, written by two, killed, or read-only."""
 
+import fcntl
 import multiprocessing
 import os
 import pickle
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -184,6 +187,26 @@ def test_two_writers_at_once_write_each_sample_once(data: DataConfig) -> None:
     assert lines(data) == NUM
     samples = opened(data)
     assert same(read_all(samples), decoded(samples))
+
+
+def test_space_is_reserved_and_lines_are_added_under_the_lock(
+    data: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+        def locked(*given: Any) -> Any:
+            with (Path(data.root) / AUTO / "index").open() as other, pytest.raises(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            seen.append(call)
+            return call(*given)
+
+        return locked
+
+    for owner, name in ((pack_module, "_line"), (pack_module.os, "ftruncate")):
+        monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
+    read_all(opened(data))
+    assert len(seen) == 2 * NUM
 
 
 def die_in(data: DataConfig, place: str) -> None:
