@@ -13,12 +13,14 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
+import torch
 
 from segpipe.cli import pack as command
 from segpipe.data import pack as pack_module
 from segpipe.data.pack import AUTO, Pack, Sample
 from segpipe.data.samples import FileSamples, open_samples
 from segpipe.errors import ConfigError, DataError
+from segpipe.run.page import predictor
 from segpipe.settings.check import check
 from segpipe.settings.config import from_mapping
 from segpipe.settings.groups import DataConfig
@@ -319,3 +321,10 @@ def test_the_command_fills_checks_and_repairs(data: DataConfig, capsys: pytest.C
     (folder / "pixels").write_bytes(content)
     assert said() == f"{folder}: {NUM} samples intact, 1 replaced, 0 added\n"
     assert said() == f"{folder}: {NUM + 1} samples intact, 0 replaced, 0 added\n"
+
+
+def test_a_page_shows_packed_images(data: DataConfig) -> None:
+    """torch warns of a tensor of read-only memory, which is an error here."""
+    read_all(opened(data))
+    image, _ = opened(data).read(0)
+    assert np.array_equal(predictor(lambda batch: batch[..., 0], torch.device("cpu"))(image), image[..., 0])
