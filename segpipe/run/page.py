@@ -31,7 +31,7 @@ def predictor(answer: Callable[[torch.Tensor], torch.Tensor], device: torch.devi
     import torch
 
     def ids(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        return np.asarray(answer(torch.from_numpy(image).unsqueeze(0).to(device))[0].cpu().numpy(), np.uint8)
+        return np.asarray(answer(torch.from_numpy(image.copy())[None].to(device))[0].cpu().numpy(), np.uint8)
 
     return ids
 

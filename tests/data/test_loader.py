@@ -12,13 +12,14 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import cv2
 import numpy as np
 import pytest
 import torch
 
-from segpipe.data import loader, ring
+from segpipe.data import loader, ring, slots
 from segpipe.data.augment import Augmenter
 from segpipe.data.loader import eval_images, train_batches
 from segpipe.data.order import Order
@@ -75,11 +76,14 @@ class Sizes(OneImage):
         return np.full((5 + index, 7, 3), index, np.uint8), np.full((5 + index, 7), index + 1, np.uint8)
 
 
+LATE = ORDER.shard(0, 0)[2][1]  # the last sample of the first batch
+
+
 class Deadly(OneImage):
     """A file that kills whoever reads it, as a bug of a decoder does."""
 
     def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        if index == 4:
+        if index == LATE:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().read(index)
 
@@ -303,7 +307,7 @@ def test_a_killed_worker_is_named():
 
 @pytest.mark.parametrize("tries", [0, 3])
 def test_a_worker_that_a_sample_kills_is_named_with_it(tries, capfd):
-    named = r"killed by signal 9 while it made sample 4 \(frame_4\) of epoch \d: often memory"
+    named = rf"killed by signal 9 while it made sample {LATE} \(frame_{LATE}\) of epoch 0: often memory"
     with pytest.raises(DataError, match=named):
         list(batches(Deadly(), workers=2, replace=bool(tries)))
     assert capfd.readouterr().err.count("It is replaced.") == tries
@@ -442,27 +446,73 @@ def test_images_that_do_not_fit_in_a_slot(monkeypatch):
 
 
 def test_nothing_is_left_when_the_trainer_is_killed():
+    """One worker was started with the trainer's end of the other's socket, and is stopped: it cannot close it."""
     code = """
 import multiprocessing, time, test_loader
-items = test_loader.batches(workers=2, steps=range(1000))
+test_loader.ring.LOOK_S = 0.1
+items = test_loader.batches(workers=1, steps=range(1000))
 next(items)
-print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+print(*sorted(child.pid for child in multiprocessing.active_children()), flush=True)
 time.sleep(600)
 """
     folders = os.pathsep.join(str(folder) for folder in (ROOT, ROOT / "tests" / "data"))
     environment = os.environ | {"PYTHONPATH": folders, "OMP_NUM_THREADS": "1"}
     before = set(os.listdir("/dev/shm"))
     trainer = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
-    workers = [int(pid) for pid in trainer.stdout.readline().split()]
-    assert len(workers) == 2
+    first, last = (int(pid) for pid in trainer.stdout.readline().split())
     named = {name for name in set(os.listdir("/dev/shm")) - before if str(trainer.pid) in name}
+    os.kill(last, signal.SIGSTOP)
     trainer.kill()
-    trainer.communicate()
+    trainer.wait()
     deadline = time.monotonic() + PATIENCE_S
-    while any(Path(f"/proc/{pid}").exists() for pid in workers):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    try:
+        while Path(f"/proc/{first}").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        os.kill(last, signal.SIGKILL)
+        trainer.stdout.close()
     assert not named
+
+
+class Event:
+    """Of a GPU that copies until it is told to be done."""
+
+    done: "list[Event]" = []  # noqa: RUF012
+
+    def record(self):
+        pass
+
+    def query(self):
+        return self in self.done
+
+    def synchronize(self):
+        self.done.append(self)
+
+
+def test_a_slot_is_not_used_again_while_the_gpu_copies_from_it(monkeypatch):
+    locked = []
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda *given: locked.append(given) or 0, cudaHostUnregister=locked.append
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    block = slots.Block(4 * slots.PAGE_BYTES)
+    ring_slots = slots.Slots(block, slots.RingLayout(1, slots.PAGE_BYTES), 3, True)
+    place = block.bytes.ctypes.data
+    assert locked == [(place, block.bytes.size, 0)]
+    tensor = ring_slots.tensor(ring_slots.pop(), 10)
+    view = tensor[3:]
+    del tensor
+    assert len(ring_slots) == 2
+    del view  # the host is done with slot 0
+    assert [ring_slots.pop(), ring_slots.pop()] == [1, 2]
+    assert not Event.done
+    assert ring_slots.pop() == 0  # there is no other: waits for the GPU
+    assert len(Event.done) == 1
+    block.close()
+    del ring_slots, block
+    assert locked[1:] == [place]
 
 
 def test_too_little_shared_memory_is_said_before_the_start(monkeypatch):

@@ -1,21 +1,26 @@
 """A pack delivers the pixels of the files or nothing: damaged, stale, torn, written by two, killed, or read-only."""
 
+import fcntl
 import multiprocessing
 import os
 import pickle
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
 import pytest
+import torch
 
 from segpipe.cli import pack as command
 from segpipe.data import pack as pack_module
 from segpipe.data.pack import AUTO, Pack, Sample
 from segpipe.data.samples import FileSamples, open_samples
 from segpipe.errors import ConfigError, DataError
+from segpipe.run.page import predictor
 from segpipe.settings.check import check
 from segpipe.settings.config import from_mapping
 from segpipe.settings.groups import DataConfig
@@ -186,6 +191,26 @@ def test_two_writers_at_once_write_each_sample_once(data: DataConfig) -> None:
     assert same(read_all(samples), decoded(samples))
 
 
+def test_space_is_reserved_and_lines_are_added_under_the_lock(
+    data: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+        def locked(*given: Any) -> Any:
+            with (Path(data.root) / AUTO / "index").open() as other, pytest.raises(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            seen.append(call)
+            return call(*given)
+
+        return locked
+
+    for owner, name in ((pack_module, "_line"), (pack_module.os, "ftruncate")):
+        monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
+    read_all(opened(data))
+    assert len(seen) == 2 * NUM
+
+
 def die_in(data: DataConfig, place: str) -> None:
     real = pack_module._line
 
@@ -296,3 +321,10 @@ def test_the_command_fills_checks_and_repairs(data: DataConfig, capsys: pytest.C
     (folder / "pixels").write_bytes(content)
     assert said() == f"{folder}: {NUM} samples intact, 1 replaced, 0 added\n"
     assert said() == f"{folder}: {NUM + 1} samples intact, 0 replaced, 0 added\n"
+
+
+def test_a_page_shows_packed_images(data: DataConfig) -> None:
+    """torch warns of a tensor of read-only memory, which is an error here."""
+    read_all(opened(data))
+    image, _ = opened(data).read(0)
+    assert np.array_equal(predictor(lambda batch: batch[..., 0], torch.device("cpu"))(image), image[..., 0])
