@@ -301,8 +301,8 @@ FREE = {
     "data.allow_overlap", "data.hash", "data.max_pixels", "data.workers", "data.start_method", "data.prefetch",
     "data.timeout_s", "data.cache_mib",
     "augment.check", "augment.canary", "train.log_every", "train.validate_every", "train.progress", "compute.nproc",
-    "compute.timeout_s", "compute.ledger", "checkpoint.every", "checkpoint.keep_every", "track.name", "track.project",
-    "track.entity", "track.mode", "model.weights",
+    "compute.timeout_s", "compute.ledger", "checkpoint.every", "checkpoint.keep_every", "checkpoint.keep_last",
+    "track.name", "track.project", "track.entity", "track.mode", "model.weights",
 }  # fmt: skip
 
 
