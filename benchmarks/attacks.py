@@ -73,7 +73,7 @@ def row(attack: str, found: tuple[int, str], code: int, *words: str) -> Row:
 
 def second_owner(folder: Path) -> Iterator[Row]:
     """Two jobs with one name; the first is then killed, and the next takes over."""
-    first = train(folder / "run", steps=LONG)
+    first = train(folder / "run", "checkpoint.keep_every=0", steps=LONG)
     while first.poll() is None and not (folder / "run" / "metrics.jsonl").exists():
         time.sleep(0.1)
     for exists in ("error", "resume", "replace"):
