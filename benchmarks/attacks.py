@@ -21,6 +21,7 @@ from benchmarks import measure as measuring
 from segpipe.data.augment import Augmenter
 from segpipe.data.transforms import TRANSFORMS
 from segpipe.errors import ImpureAugmentError
+from segpipe.files import sha256
 from segpipe.purity import checker
 from segpipe.settings.groups import AugmentConfig
 from segpipe.train import checkpoint
@@ -72,7 +73,7 @@ def row(attack: str, found: tuple[int, str], code: int, *words: str) -> Row:
 
 def second_owner(folder: Path) -> Iterator[Row]:
     """Two jobs with one name; the first is then killed, and the next takes over."""
-    first = train(folder / "run", steps=LONG)
+    first = train(folder / "run", "checkpoint.keep_every=0", steps=LONG)
     while first.poll() is None and not (folder / "run" / "metrics.jsonl").exists():
         time.sleep(0.1)
     for exists in ("error", "resume", "replace"):
@@ -122,15 +123,22 @@ def _ledger(run: Path) -> None:
 
 
 def _export(run: Path) -> None:
-    (run / "export").mkdir()
-    (run / "export" / "model.onnx").write_bytes(b"any bytes at all")
+    """With a manifest and sums that fit it and the run."""
+    folder = run / "export"
+    folder.mkdir()
+    (folder / "model.onnx").write_bytes(b"any bytes at all")
+    weights = checkpoint.load(run / "last.pt")["digests"]["ema"]
+    source = {"weights_digest": weights, "checkpoint": {"file": "last.pt", "sha256": sha256(run / "last.pt")}}
+    (folder / "manifest.json").write_text(json.dumps({"source": source}))
+    sums = [f"{sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
+    (folder / "SHA256SUMS").write_text("".join(sums))
 
 
 FORGERIES: dict[str, tuple[Callable[[Path], None], str]] = {
     "miou of result.json": (_score, "miou is 0.9"),
     "weights, with digests and hashes that fit them": (_weights, "last.pt"),
     "the end of the ledger": (_ledger, "ledger"),
-    "an export of any bytes at all": (_export, "export"),
+    "an export of any bytes at all": (_export, "gates"),
 }
 
 

@@ -30,7 +30,7 @@ from segpipe.ledger.rows import (
 )
 from segpipe.runtime.artifact import MANIFEST, SUMS, ArtifactError, read_sums
 from segpipe.settings.check import check
-from segpipe.settings.config import Config, config_hash, from_mapping, recipe, to_mapping
+from segpipe.settings.config import Config, config_hash, course, from_mapping, recipe, to_mapping
 from segpipe.train import checkpoint
 from segpipe.train.start import weights_path
 
@@ -64,11 +64,11 @@ def read_config(run: Path) -> Config:
 
 def check_config(run: Path, config: Config, ledger: RunLedger) -> Line:
     """config.json against the header of every session."""
-    now = recipe(config)
+    now = course(recipe(config))
     for header in ledger.headers:
-        if changed := mapping_differences(header.recipe, now):
+        if changed := mapping_differences(course(header.recipe), now):
             return Line("config", FAILED, differences(changed, f"the ledger (session {header.session})", "config.json"))
-    if config_hash(config) != ledger.first.config_hash:
+    if config_hash(config) not in {header.config_hash for header in ledger.headers}:
         changed = mapping_differences(_first_settings(run, ledger), _flat(config))
         named = differences(changed, "a checkpoint", "config.json") if changed else "such as run.* or data.workers"
         text = f"config.json differs from the ledger in a setting that does not affect the numbers ({named})"
@@ -247,7 +247,7 @@ def check_checkpoints(
             continue
         faults, state = _sum_faults(path, recorded), ""
         if ledger is not None:
-            changed = mapping_differences(ledger.first.recipe, settings)
+            changed = mapping_differences(course(ledger.first.recipe), course(settings))
             faults += [differences(changed, "the ledger", path.name)] if changed else []
         if ledger is not None and state_ledger is not None and not faults:
             with contextlib.suppress(DataError):  # the line of the data reports it

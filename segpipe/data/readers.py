@@ -240,6 +240,9 @@ def decoders_heard() -> Iterator[Callable[[], str]]:
 
     OpenCV decodes a damaged JPEG to grey areas and tells nobody else. Holds the standard error of the whole process.
     """
+    if sys.stderr is None:  # closed, as of a daemon
+        yield lambda: ""
+        return
     sys.stderr.flush()
     with tempfile.TemporaryFile() as heard:
         kept = os.dup(2)

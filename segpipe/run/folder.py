@@ -14,7 +14,7 @@ from segpipe.errors import ConfigError, SegpipeError
 from segpipe.run import lock
 from segpipe.run.failure import FAILURE, failure
 from segpipe.run.tracking import FILE_NAME, read_metrics
-from segpipe.settings.config import Config, from_mapping, recipe
+from segpipe.settings.config import Config, changed_course, from_mapping, recipe
 
 # A folder with one of these, or with any checkpoint, holds a run.
 TRACES = ("config.json", "result.json", "checkpoints.sha256", FILE_NAME)
@@ -69,10 +69,7 @@ def _check_earlier_run(config: Config) -> None:
             f"to delete it, or choose another run.name."
         )
     if config.run.exists == "resume" and (changed := _changed_recipe(config)):
-        raise ConfigError(
-            f"{folder} was trained with another recipe ({'; '.join(changed[:5])}). Resume with the same settings, or "
-            f"start another run with another run.name."
-        )
+        raise ConfigError(f"{folder} {changed}")
     if config.run.exists == "resume" and not _has_checkpoint(folder) and (progress := _progress_without(folder)):
         raise ConfigError(
             f"run.exists = resume, but {folder} holds no checkpoint, although {progress}. Put a copy of last.pt or of "
@@ -80,13 +77,13 @@ def _check_earlier_run(config: Config) -> None:
         )
 
 
-def _changed_recipe(config: Config) -> list[str]:
-    """What is trained differently than config.json says; nothing if there is none, or it is not readable."""
+def _changed_recipe(config: Config) -> str:
+    """What is trained differently than config.json says; empty if there is none, or it is not readable."""
     try:
         before = recipe(from_mapping(json.loads((config.run_dir / "config.json").read_bytes())))
     except (OSError, ValueError, TypeError, ConfigError):
-        return []
-    return [f"{key}: {before[key]} -> {now}" for key, now in recipe(config).items() if before[key] != now]
+        return ""
+    return changed_course(before, recipe(config))
 
 
 def clear_folder(config: Config) -> None:
@@ -119,9 +116,11 @@ def finished(config: Config) -> dict[str, Any] | None:
     if config.export.enabled and not (Path(config.export.dir or folder / "export") / "manifest.json").is_file():
         return None
     try:
-        return dict(json.loads((folder / "result.json").read_bytes()))
+        result = dict(json.loads((folder / "result.json").read_bytes()))
+        longer = not result.get("stopped_early") and int(result.get("steps", 0)) < config.train.steps
     except (OSError, ValueError, TypeError):
         return None
+    return None if longer else result
 
 
 def _holds_run(folder: Path) -> bool:

@@ -168,6 +168,27 @@ def recipe(config: Config) -> dict[str, Any]:
     return found
 
 
+def course(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a recipe decides an update: train.steps only while the learning rates follow it."""
+    return {key: value for key, value in found.items() if key != "train.steps" or not found.get("optim.schedule_steps")}
+
+
+def changed_course(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What differs between the recipes of a run and of its continuation, with what to do; empty if nothing does."""
+    old, new = course(before), course(now)
+    changed = [f"{name}: {before.get(name)} -> {now.get(name)}" for name in new if old.get(name) != new[name]]
+    if not changed:
+        return ""
+    fix = "Resume with the same settings, or start another run with another run.name."
+    if len(changed) == 1 and "train.steps" in changed[0]:
+        fix = (
+            f"The learning rates follow it, since optim.schedule_steps = 0. Resume with train.steps="
+            f"{before.get('train.steps')}, or train on from its weights in another run: model.weights=FOLDER of this "
+            f"run and another run.name. A run with optim.schedule_steps can be made longer."
+        )
+    return f"was trained with another recipe ({'; '.join(changed[:5])}). {fix}"
+
+
 def config_hash(config: Config) -> str:
     """Hex digest of all settings; ranks compare it when they join."""
     text = json.dumps(to_mapping(config), sort_keys=True)

@@ -251,6 +251,7 @@ class CheckpointConfig:
     keep_every: int = setting(
         0, "updates between checkpoints that are kept as step_NNNNNN.pt, for audits; 0: none", low=0
     )
+    keep_last: int = setting(0, "how many of the newest step_NNNNNN.pt are kept; 0: all", low=0)
 
 
 @dataclass

@@ -24,7 +24,7 @@ from segpipe.files import not_written, write_atomically
 from segpipe.ledger.digest import state_digest
 from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
-from segpipe.settings.config import Config, from_mapping, recipe, to_mapping
+from segpipe.settings.config import Config, changed_course, from_mapping, recipe, to_mapping
 from segpipe.train.optim import load_optimizer
 
 if TYPE_CHECKING:
@@ -152,17 +152,21 @@ def restore(
     load_optimizer(state.optimizer, saved["optimizer"])
     state.scaler.load_state_dict(saved["scaler"])
     state.step, state.best_miou = int(saved["step"]), float(saved["best_miou"])
+    if state.step > config.train.steps:
+        raise CheckpointError(f"{path} is of step {state.step}, but train.steps = {config.train.steps}. Raise it.")
     state.stale = int(saved["stale"])
 
 
 def _check_recipe(path: Path, saved: dict[str, Any], config: Config) -> None:
-    before, now = recipe(from_mapping(saved)), recipe(config)
-    changed = [f"{name}: {before.get(name)} -> {now[name]}" for name in now if before.get(name) != now[name]]
-    if changed:
-        raise CheckpointError(
-            f"{path} was trained with another recipe ({'; '.join(changed[:5])}). Resume with the same settings, or "
-            f"start another run with another run.name."
-        )
+    if changed := changed_course(recipe(from_mapping(saved)), recipe(config)):
+        raise CheckpointError(f"{path} {changed}")
+
+
+def keep_newest(folder: Path, number: int) -> None:
+    """Delete all step_NNNNNN.pt but the newest `number`, which is at least 1."""
+    numbered = [path for path in candidates(folder) if path.name.startswith("step_")]
+    for path in numbered[number:]:
+        path.unlink(missing_ok=True)
 
 
 def _check_plugins(path: Path, before: dict[str, str], now: dict[str, str]) -> None:

@@ -26,6 +26,7 @@ from segpipe.train.header import header
 from segpipe.train.metrics import miou, summary
 from segpipe.train.recorder import Recorder
 from segpipe.train.result import result_of
+from segpipe.train.space import check_space
 from segpipe.train.start import WEIGHTS, read_start
 from segpipe.train.step import StepResult, TrainStep, train_step
 from segpipe.train.stop import StopRequest
@@ -87,14 +88,16 @@ def _open(
             print(found.note, file=sys.stderr)  # also without train.progress
     val_samples = open_samples(config.data, config.data.split, config.seed)
     agree_on_step(found.path if found else last, current.step, group)
+    group.together(lambda: check_space(config, current, group.world_size) if group.is_main else None)
     kept = config.run_dir / frequency.FILE_NAME
     counts = counted(config, group, samples, kept=kept if found else None, say=partial(_tell, config, group))
     stream = shard_stream(config, group, samples, range(current.step, config.train.steps), counts)
     done = current.step if found else None
     view, log = open_outputs(done)
-    if group.is_main and not found:
+    longer = found and found.content["config"]["train"]["steps"] != config.train.steps
+    if group.is_main and (longer or not found):
         write_atomically(config.run_dir / "config.json", to_json(to_mapping(config)))
-        if current.weights:
+        if current.weights and not found:
             write_atomically(config.run_dir / WEIGHTS, to_json(current.weights))
     if group.is_main and counts is not None and not (found and kept.is_file()):
         counts.save(kept)
@@ -182,6 +185,8 @@ def _keep(run: Run) -> None:
         _save(run, "last.pt")
     if _due(done, config.checkpoint.keep_every):
         _save(run, f"step_{done:06d}.pt")
+        if config.checkpoint.keep_last and run.group.is_main:
+            checkpoint.keep_newest(run.folder, config.checkpoint.keep_last)
 
 
 def _stopped_early(run: Run) -> bool:

@@ -8,7 +8,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from segpipe.data.samples import CachedSamples
 from segpipe.data.transforms import TRANSFORMS
 from segpipe.errors import ConfigError, ImpureAugmentError
 from segpipe.ledger.digest import digest_each, digest_groups
+from segpipe.purity import canary
 from segpipe.purity.canary import Canary, augment_watched
 from segpipe.settings.check import check
 from segpipe.settings.compose import compose
@@ -231,6 +232,21 @@ def test_a_target_alone_is_told_apart(plant: Plant) -> None:
 def test_other_impurities_are_found(plant: Plant, kind: type, workers: int) -> None:
     with pytest.raises(ImpureAugmentError, match="not a pure function"):
         batches(plant(kind, canary=1), workers, steps=range(6))
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("kind", [impure.WorkersRead, impure.WorkersByName])
+def test_what_all_workers_of_a_run_agree_on_is_found(
+    plant: Plant, monkeypatch: pytest.MonkeyPatch, kind: type, workers: int
+) -> None:
+    """Repeats are made under another layout; the control is made under the same, and `WorkersRead` goes through."""
+    with pytest.raises(
+        ImpureAugmentError, match=rf"first transform whose output differs is planted \({kind.__name__}\)"
+    ):
+        batches(plant(kind, canary=1), workers)
+    if kind is impure.WorkersRead and workers:
+        monkeypatch.setattr(canary, "another_worker", nullcontext)
+        assert len(batches(plant(kind, canary=1), workers)) == 8
 
 
 def test_the_unkeyed_control_is_found() -> None:

@@ -302,8 +302,8 @@ FREE = {
     "data.cache_mib", "data.max_pixels", "data.pack", "data.pack_images", "data.transport", "data.on_dead_worker",
     "loss.backend",
     "augment.check", "augment.canary", "train.log_every", "train.validate_every", "train.progress", "compute.nproc",
-    "compute.timeout_s", "compute.ledger", "checkpoint.every", "checkpoint.keep_every", "track.name", "track.project",
-    "track.entity", "track.mode", "model.weights",
+    "compute.timeout_s", "compute.ledger", "checkpoint.every", "checkpoint.keep_every", "checkpoint.keep_last",
+    "track.name", "track.project", "track.entity", "track.mode", "model.weights",
 }  # fmt: skip
 
 

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from runs import metrics, outcome, result, run
+from segpipe.audit.evidence import check_config, read_config
+from segpipe.ledger.reader import read_run
 from segpipe.run.launch import with_steps
 from segpipe.settings.config import from_mapping
-from segpipe.train import checkpoint, engine
+from segpipe.train import checkpoint, engine, space
 from segpipe.train.validate import Validation
 
 SCORES = {2: 0.1, 4: 0.3, 6: 0.2, 8: 0.3, 10: 0.25, 12: 0.9, 14: 0.1}  # by step; 8 is not better than 4
@@ -89,4 +91,37 @@ def test_a_run_stores_steps_and_resumes_with_epochs(tmp_path: Path, capsys: pyte
     assert (stored["steps"], stored["epochs"], result(folder)["steps"]) == (2, 0, 2)
     assert run(folder, *length, "run.exists=resume") == 0
     assert run(folder, *length, "train.epochs=2", "run.exists=resume") == 2
-    assert "train.steps: 2 -> 3" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    for part in ("train.steps: 2 -> 3", "train.steps=2", "model.weights=FOLDER", "optim.schedule_steps"):
+        assert part in said
+
+
+def test_a_run_with_a_fixed_schedule_is_made_longer_with_the_same_bits(tmp_path: Path) -> None:
+    """And keeps the newest of its numbered checkpoints. The control is the refusal above, without a schedule."""
+    fixed = ("optim.schedule_steps=8", "compute.shards=1", "checkpoint.keep_every=1")
+    assert run(tmp_path / "whole", *fixed, "train.steps=5") == 0
+    folder, kept = tmp_path / "run", (*fixed, "checkpoint.keep_last=2")
+    assert run(folder, *kept, "train.steps=2") == 0
+    assert run(folder, *kept, "train.steps=5", "run.exists=resume") == 0
+    assert outcome(folder) == outcome(tmp_path / "whole")
+    assert json.loads((folder / "config.json").read_text())["train"]["steps"] == result(folder)["steps"] == 5
+    assert sorted(path.name for path in folder.glob("step_*.pt")) == ["step_000003.pt", "step_000004.pt"]
+    assert len([*(tmp_path / "whole").glob("step_*.pt")]) == 4
+    lines = [check_config(folder, read_config(folder), read_run(folder)).status]
+    assert lines == ["passed"], "an audit takes both sessions for one run"
+    assert run(folder, *kept, "train.steps=3", "run.exists=resume") == 2, "it has gone further than that"
+
+
+@pytest.mark.parametrize(("free_mib", "fits"), [(3, False), (3000, True)])
+def test_a_disk_that_is_too_small_is_told_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], free_mib: int, fits: bool
+) -> None:
+    monkeypatch.setattr(space, "_free", lambda folder: free_mib * 2**20)
+    code = run(tmp_path / "run", "compute.shards=1", "checkpoint.keep_every=1")
+    said = capsys.readouterr().err
+    assert code == (0 if fits else 2)
+    if not fits:
+        assert "run will need" in said
+        assert "(5 checkpoints of 13 MiB, ledger 0 MiB, export 0 MiB), but its disk has 3 MiB free" in said
+        assert "checkpoint.keep_last" in said
+        assert not [*(tmp_path / "run").glob("*.pt")]
