@@ -1,0 +1,1 @@
+"""Peers' recipes, written afresh."""
