@@ -19,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from segpipe.errors import SegpipeError
 
 CLAIMS = {  # id: what is measured, and the module whose `measure` does it
+    "C5": ("upsampling and loss against interpolate + cross_entropy: time, peak memory, error", "fused_loss"),
+    "C7": ("from logits to the counts of a validation, against torchvision, PIDNet and mmseg", "validation"),
     "C8": ("latency and mIoU of the exported files: eager, TorchScript, fp32, fp16, int8", "export_speed"),
     "engines": ("one golden frame in torch, libtorch C++, onnxruntime and OpenVINO: equal masks, latency", "engines"),
     "runtime": ("latency, its spread and growth of memory of an exported folder, without torch", "runtime"),

@@ -67,19 +67,19 @@ def _passes(
     head: ClassHead, terms: Terms, evaluate: Evaluate, *, wanted: bool
 ) -> tuple[dict[str, Tensor], Tensor | None]:
     """Parts of the loss, and the gradient of their sum where it is wanted."""
-    dice, valid = terms.dice_weight > 0, head.valid
+    dice = terms.dice_weight > 0
     twice = wanted and (terms.ohem is not None or dice)  # a figure of all pixels enters the gradient
     factors = None if terms.sure is None else 1.0 + terms.sure
     found = evaluate(head, sums=dice, gradient=wanted and not twice, factors=None if twice else factors)
     losses, slopes = found.losses, None
     parts = {"class": _sum(losses)}
     if terms.ohem is not None:
-        kept, ratio = ohem_kept(losses, valid, threshold=terms.ohem[0], min_kept=terms.ohem[1])
+        kept, ratio = ohem_kept(losses, head.valid, threshold=terms.ohem[0], min_kept=terms.ohem[1])
         parts["class"] = _sum(torch.where(kept, losses, 0.0)) * ratio
         factors = kept * ratio if terms.sure is None else kept * ratio + terms.sure
     if dice:
         assert found.sums is not None
-        parts["dice"], slopes = _dice(found.sums, terms.dice_weight * valid.sum(), losses.dtype)
+        parts["dice"], slopes = _dice(found.sums, terms.dice_weight * head.valid.sum(), losses.dtype)
     if terms.sure is not None:
         parts["edge"] = _sum(torch.where(terms.sure, losses, 0.0))
     if twice:
@@ -88,8 +88,8 @@ def _passes(
 
 
 def _sum(losses: Tensor) -> Tensor:
-    """Row by row, and in float64: the number of threads does not enter."""
-    return losses.sum(2, dtype=torch.float64).sum()
+    """Row by row, and those in float64: the number of threads does not enter."""
+    return losses.sum(2).sum(dtype=torch.float64)
 
 
 def _dice(sums: Tensor, factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, Tensor]]:

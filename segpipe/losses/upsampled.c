@@ -73,7 +73,7 @@ typedef struct {
     int64_t image, start, count, first_cell, cells; /* columns, and the columns of the logits that they touch */
     int32_t low[N];
     float share[N];
-    float *memory, *upper, *lower, *to_upper, *to_lower, *strip; /* (C, N) each */
+    float *memory, *upper, *lower, *to_upper, *to_lower, *strip, *probability; /* (C, N) each */
     float *cell_weights;                                         /* (cells, N) */
     int64_t held;                                                /* row of the logits in `upper`; the next in `lower` */
     int wrong;                                                   /* whether a target is neither class nor ignored */
@@ -94,11 +94,11 @@ static int open_block(Block *block, const Pass *pass, int64_t task) {
     }
     block->first_cell = block->low[0];
     block->cells = least(block->low[N - 1] + 1, pass->cols_in - 1) - block->first_cell + 1;
-    block->memory = aligned_alloc(64, sizeof(float) * (5 * size + block->cells * N));
+    block->memory = aligned_alloc(64, sizeof(float) * (6 * size + block->cells * N));
     if (!block->memory) return 0;
     block->upper = block->memory, block->lower = block->upper + size, block->to_upper = block->lower + size;
     block->to_lower = block->to_upper + size, block->strip = block->to_lower + size;
-    block->cell_weights = block->strip + size;
+    block->probability = block->strip + size, block->cell_weights = block->probability + size;
     for (int64_t cell = 0; cell < block->cells; cell++)
         for (int64_t i = 0; i < N; i++) {
             int64_t low = block->low[i] - block->first_cell, high = least(low + 1, block->cells - 1);
@@ -223,15 +223,22 @@ static void exponentials(const Block *block, int64_t row, Pixels *pixels, const 
            sizeof(float) * block->count);
 }
 
-static void add_sums(const Block *block, int64_t task, const Pixels *pixels) {
+/* Adds probabilities of a row to those of its columns, and these to the sums of the task after every 16th row. */
+static void add_sums(const Block *block, int64_t task, int64_t row, const Pixels *pixels) {
     const Pass *pass = block->pass;
     double *common = pass->sums + task * 3 * pass->classes, *all = common + pass->classes, *size = all + pass->classes;
+    const float *restrict strip = block->strip;
+    float *restrict probability = block->probability, share[N];
+    for (int64_t i = 0; i < N; i++) share[i] = pixels->valid[i] / pixels->sum[i];
+    for (int64_t c = 0; c < pass->classes; c++)
+        for (int64_t i = 0; i < N; i++) probability[c * N + i] += strip[c * N + i] * share[i];
     for (int64_t i = 0; i < N; i++) {
-        if (pixels->valid[i] == 0.0f) continue;
-        for (int64_t c = 0; c < pass->classes; c++) all[c] += block->strip[c * N + i] / pixels->sum[i];
-        common[pixels->id[i]] += block->strip[pixels->id[i] * N + i] / pixels->sum[i];
-        size[pixels->id[i]] += 1.0;
+        common[pixels->id[i]] += strip[pixels->id[i] * N + i] * share[i];
+        size[pixels->id[i]] += pixels->valid[i];
     }
+    if (row % 16 != 15 && row != pass->rows - 1) return;
+    for (int64_t c = 0; c < pass->classes; c++)
+        for (int64_t i = 0; i < N; i++) all[c] += probability[c * N + i], probability[c * N + i] = 0.0f;
 }
 
 /* Turns exponentials into the gradient of the logits of a row, and adds it to that of the two rows they come from. */
@@ -279,7 +286,7 @@ int segpipe_losses(const Pass *pass, int64_t first, int64_t last) {
     for (int64_t task = first; task < last; task++) {
         Block block;
         if (!open_block(&block, pass, task)) return 0;
-        memset(block.to_upper, 0, sizeof(float) * 2 * pass->classes * N);
+        memset(block.to_upper, 0, sizeof(float) * 4 * pass->classes * N); /* and strip and probability */
         for (int64_t row = 0; row < pass->rows; row++) {
             if (!read_pixels(&block, row, &pixels)) {
                 float *losses = pass->losses + (block.image * pass->rows + row) * pass->cols + block.start;
@@ -289,7 +296,7 @@ int segpipe_losses(const Pass *pass, int64_t first, int64_t last) {
             move_to(&block, task, row);
             logits_of(&block, pass->row_share[row], top);
             exponentials(&block, row, &pixels, top);
-            if (pass->sums) add_sums(&block, task, &pixels);
+            if (pass->sums) add_sums(&block, task, row, &pixels);
             if (pass->parts) add_gradient(&block, &pixels, pass->row_share[row]);
         }
         reduce_both(&block, task);
