@@ -20,8 +20,8 @@ from segpipe.errors import ConfigError, DataError, SegpipeError
 from segpipe.plugins import is_path
 
 if TYPE_CHECKING:
-    from segpipe.data.loader import ShardBatch
-    from segpipe.data.samples import Sample, Samples
+    from segpipe.data.loader import Pixels, ShardBatch
+    from segpipe.data.samples import Samples
     from segpipe.settings.config import Config
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -133,7 +133,7 @@ def machine(config: Config) -> dict[str, str]:
 class ThreadsSeen(CachedSamples):
     """Samples whose `read` raises DataError in a process with threads of OpenCV or OpenMP."""
 
-    def read(self, index: int) -> Sample:
+    def read(self, index: int) -> Pixels:
         import cv2
         import torch
 

@@ -18,7 +18,8 @@ from runs import TINY, torch_restored
 from segpipe.cli.main import main as segpipe
 from segpipe.cli.tune_loader import choose
 from segpipe.data.catalog import STREET, ClassTable
-from segpipe.data.samples import CachedSamples, Sample, open_samples
+from segpipe.data.loader import Pixels
+from segpipe.data.samples import CachedSamples, open_samples
 from segpipe.run import preflight
 from segpipe.run.preflight import ThreadsSeen, first_batch, unpicklable, worker_problems
 from segpipe.settings.compose import compose
@@ -43,7 +44,7 @@ class Nested:
     def name(self, index: int) -> str:
         return str(index)
 
-    def read(self, index: int) -> Sample:
+    def read(self, index: int) -> Pixels:
         for action in self.touch:
             action()
         return np.zeros((64, 96, 3), np.uint8), np.zeros((64, 96), np.uint8)
