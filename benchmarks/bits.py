@@ -20,12 +20,13 @@ ROOT = Path(__file__).resolve().parents[1]
 DIGESTS = ("weights_digest", "ema_digest", "miou")
 # Real augmentation, BatchNorm, auxiliary and boundary heads, OHEM, class weights, clipping, EMA and bf16.
 RECIPE = (
-    "model=pidnet_s", "train.steps=3", "train.precision=bf16", "compute.shards=16", "compute.samples_per_shard=2",
+    "model=pidnet_s", "train.steps=3", "train.precision=bf16", "compute.samples_per_shard=2",
     "compute.threads=1", "compute.device=cpu", "augment.crop_size=[64,96]", "loss.name=ohem", "loss.class_weights=log",
     "optim.clip_norm=1", "optim.warmup_steps=0", "export.enabled=false", "train.progress=false", "data.num_val=4",
     "data.num_train=64", "data.size=[96,128]",
 )  # fmt: skip
-PROCESSES = (1, 2, 3, 4, 5, 7, 8, 12, 16)
+PROCESSES = (1, 3, 5, 7, 2, 4, 8, 12, 16)  # uneven ones first
+UNEVEN = (1, 3, 4, 5, 6)  # of 6 shards
 LAYOUTS = [(0, "fork"), *((workers, how) for workers in (1, 3) for how in ("fork", "forkserver", "spawn"))]
 
 
@@ -38,18 +39,24 @@ class Case:
     workers: int = 0
     start_method: str = "fork"
     mode: str = "elastic"
+    shards: int = 16
 
     @property
     def changes(self) -> list[str]:
-        return [f"data.workers={self.workers}", f"data.start_method={self.start_method}", f"compute.mode={self.mode}"]
+        return [
+            f"data.workers={self.workers}", f"data.start_method={self.start_method}", f"compute.mode={self.mode}",
+            f"compute.shards={self.shards}",
+        ]  # fmt: skip
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """Digests of all cases; passed when those of one data set are equal, and those of the control are not."""
-    sets = ["synthetic", *(["camvid"] if given.camvid else [])]
-    cases = [Case(data, processes=number) for data in sets for number in PROCESSES]
-    cases += [Case(data, workers=workers, start_method=how) for data in sets for workers, how in LAYOUTS[1:]]
+    """Digests of all cases; passed when those of one data set and number of shards are equal, and those of the control
+    are not. `--repeats` limits the numbers of processes and the layouts of workers to the first so many."""
+    sets, most = ["synthetic", *(["camvid"] if given.camvid else [])], given.repeats
+    cases = [Case(data, processes=number) for data in sets for number in PROCESSES[:most]]
+    cases += [Case(data, workers=workers, start_method=how) for data in sets for workers, how in LAYOUTS[1:][:most]]
     cases += [Case("synthetic", processes=2, workers=3, start_method="spawn")]
+    cases += [Case("synthetic", processes=number, shards=6) for number in UNEVEN[:most]]
     controls = [Case("synthetic", processes=number, mode="ddp") for number in (1, 2, 4)]
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -57,7 +64,12 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             found = digests(case, Path(folder) / f"run{number:03d}", given.camvid)
             rows.append({**case.__dict__, **found})
             Console(stderr=True).print(rows[-1], soft_wrap=True)
-    equal = {data: _equal([row for row in rows if row["data"] == data and row["mode"] == "elastic"]) for data in sets}
+    elastic = [row for row in rows if row["mode"] == "elastic"]
+    kinds = sorted({(row["data"], row["shards"]) for row in elastic})
+    equal = {
+        f"{data}, {shards} shards": _equal([row for row in elastic if (row["data"], row["shards"]) == (data, shards)])
+        for data, shards in kinds
+    }
     control = _equal([row for row in rows if row["mode"] == "ddp"])
     return {
         "what": f"{' '.join(RECIPE)}; torchrun --nproc-per-node=processes",

@@ -62,6 +62,10 @@ def _killed(group: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _stopped(group: Any) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def _raises(group: Any) -> None:
     raise ValueError("a planted mistake")
 
@@ -93,6 +97,10 @@ FAULTS = {
     "killed": Fault(
         "ended by SIGKILL", _killed,
         rf"^rank 3 was lost after call \d+, .* at {CALL} .*No answer from rank 3: ended", TIMEOUT_S + 4.0,
+    ),
+    "stopped": Fault(
+        "stopped by SIGSTOP, as a debugger or a scheduler does", _stopped,
+        r"not reached by rank 3 .*No answer from rank 3: ended, stopped", TIMEOUT_S + 4.0,
     ),
     "raises": Fault("an exception on one rank", _raises, r"^rank 3: ValueError: a planted mistake"),
     "config": Fault("another configuration", lambda group: None, r"configuration = \w+ on rank 3 .* but \w+ on rank"),

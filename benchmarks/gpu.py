@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks import gpu_bits
+from benchmarks import gpu_bits, gpu_speed
 from segpipe.data.catalog import STREET
 from segpipe.data.loader import ShardBatch
 from segpipe.data.samples import open_samples
@@ -252,6 +252,9 @@ def camvid(bench: Bench) -> dict[str, Any]:
     return {key: result[key] for key in ("miou", "iou", "steps", "images_per_second", "train_seconds", "ema_digest")}
 
 
+# In the order in which they run. To add a check: a function that takes a Bench and returns figures, raises
+# AssertionError when a promise is broken, returns {LEFT_OUT: why} when it does not fit into `bench.seconds_left`, and
+# runs on a CPU at the sizes of tests/cli/test_gpu_check.py.
 CHECKS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "preprocessing": preprocessing,
     "networks": networks,
@@ -259,6 +262,10 @@ CHECKS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "gradients": gradients,
     "steps": steps,
     "speed": speed,
+    "syncs": gpu_speed.syncs,
+    "alignment": gpu_speed.alignment,
+    "recipes": gpu_speed.recipes,
+    "loader": gpu_speed.loader,
     "digest": gpu_bits.digest,
     "ops": gpu_bits.ops,
     "repeats": gpu_bits.repeats,

@@ -70,20 +70,25 @@ def kill_with_children(process: subprocess.Popen[Any]) -> None:
 
 
 def interleaved(
-    arms: Mapping[str, Arm], *, repeats: int, prepare: Callable[[str], None] | None = None
+    arms: Mapping[str, Arm],
+    *,
+    repeats: int,
+    prepare: Callable[[str], None] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds of every call of every arm. Rounds go through all arms, in an order that changes from round to round, so
-    that drift of the machine falls on all alike; one round to warm up is not counted. `prepare(name)` is not timed."""
+    that drift of the machine falls on all alike; one round to warm up is not counted. `prepare(name)` is not timed.
+    clock: time.process_time for arms of one thread on a machine that others use too."""
     random, names = np.random.default_rng(0), list(arms)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(repeats + 1):
         for name in random.permutation(names).tolist():
             if prepare is not None:
                 prepare(name)
-            before = time.perf_counter()
+            before = clock()
             arms[name]()
             if number:
-                seconds[name].append(time.perf_counter() - before)
+                seconds[name].append(clock() - before)
     return seconds
 
 
@@ -94,8 +99,17 @@ def summary(seconds: list[float]) -> dict[str, float]:
 
 
 def ratio(above: list[float], below: list[float]) -> dict[str, float]:
-    """Median of the ratios within each round, and its 95 % interval by bootstrap over the rounds."""
-    pairs = np.array(above) / np.array(below)
-    draws = np.random.default_rng(0).choice(pairs, (4000, len(pairs)))
+    """Median of the ratios within each round, and its 95 % interval."""
+    return interval(np.array(above) / np.array(below), name="ratio")
+
+
+def interval(values: Any, *, name: str) -> dict[str, float]:
+    """Median under this name, and its 95 % interval by bootstrap: `low` and `high`."""
+    draws = np.random.default_rng(0).choice(np.asarray(values), (4000, len(values)))
     low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
-    return {"ratio": round(float(np.median(pairs)), 4), "low": round(float(low), 4), "high": round(float(high), 4)}
+    return {name: round(float(np.median(values)), 4), "low": round(float(low), 4), "high": round(float(high), 4)}
+
+
+def holds(found: Mapping[str, float], *, at_least: float | None = None, at_most: float | None = None) -> bool:
+    """Whether a claim about a figure holds on its whole interval: the end that speaks against it decides."""
+    return (at_least is None or found["low"] >= at_least) and (at_most is None or found["high"] <= at_most)

@@ -13,13 +13,18 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
+from segpipe.disk import ADVICE, FULL, patiently
 from segpipe.errors import CheckpointError
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a file, as hex digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """SHA-256 of a file, as hex digits. Raises OSError."""
+
+    def digest() -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    return patiently(path, digest)
 
 
 def files_below(folder: Path) -> Iterator[Path]:
@@ -63,6 +68,12 @@ def process_start(pid: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]  # Z: ended, but its parent has not noticed yet
 
 
+def not_written(path: Path, error: OSError, kept: str = "") -> CheckpointError:
+    """The error for a file that the disk rejects, with what to do; `kept` is what is still there."""
+    advice = ADVICE.get(error.errno or 0, FULL)
+    return CheckpointError(f"{path} could not be written: {error.strerror or error}{kept and f'; {kept}'}. {advice}")
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Put `content` at `path` so that a crash leaves either the old file or the new one, never a part.
 
@@ -70,28 +81,29 @@ def write_atomically(path: Path, content: bytes) -> None:
     """
     aside = path.with_name(f".{path.name}.{this_host()}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob(f".{escape(path.name)}.*.tmp"):
-            if _writer_was_killed(left, path.name):
-                left.unlink(missing_ok=True)
-        with aside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the rename itself must survive a power cut
-        finally:
-            os.close(folder)
+        patiently(path, lambda: _write(path, aside, content))
     except OSError as error:
         with contextlib.suppress(OSError):
             aside.unlink()
         kept = "the file that was there before is unharmed" if path.exists() else "no file was there before"
-        raise CheckpointError(
-            f"{path} ({len(content) / 2**20:.1f} MiB) could not be written: {error.strerror or error}; {kept}. "
-            f"Free some space, or choose another run.root, then continue with run.exists=resume."
-        ) from error
+        raise not_written(path, error, f"{len(content) / 2**20:.1f} MiB, {kept}") from error
+
+
+def _write(path: Path, aside: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".{escape(path.name)}.*.tmp"):
+        if _writer_was_killed(left, path.name):
+            left.unlink(missing_ok=True)
+    with aside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the rename itself must survive a power cut
+    finally:
+        os.close(folder)
 
 
 def _writer_was_killed(aside: Path, name: str) -> bool:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import cv2
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
+from segpipe.cli.main import main as segpipe
 from segpipe.data.catalog import ClassTable
 from segpipe.data.samples import open_samples
 from segpipe.models import build_model
@@ -122,3 +124,22 @@ def write_run(folder: Path, make: Callable[[ClassTable], TrainedNetwork]) -> Pat
     # Else the export would ask git, whose answer may change between two exports.
     (folder / "result.json").write_text(json.dumps({"git": {"commit": "0123456789abcdef", "dirty": False}}))
     return folder
+
+
+FEW = ("export.images=2", "export.quality_images=4")
+
+
+def export(run: Path, folder: Path, *arguments: str) -> int:
+    """Exit code of `segpipe export`, on few images unless told otherwise."""
+    return segpipe(["export", f"run={run}", f"export.dir={folder}", *FEW, *arguments])
+
+
+def verify(run: Path, folder: Path, *arguments: str) -> int:
+    """Exit code of `segpipe verify`, on few images unless told otherwise."""
+    return segpipe(["verify", f"run={run}", f"artifact={folder}", *FEW, *arguments])
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> str:
+    """Of what a command printed."""
+    captured = capsys.readouterr()
+    return (captured.err or captured.out).strip().splitlines()[-1]

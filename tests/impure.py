@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
+import secrets
 import struct
+import threading
 import time
 import uuid
+import warnings
+from collections import OrderedDict
+from contextvars import ContextVar
+from copy import deepcopy
+from datetime import datetime
+from functools import cached_property, lru_cache
+from os import urandom
+from pathlib import Path
 from random import getrandbits
+from time import time as now
+from typing import ClassVar
+from uuid import uuid4
 
 import albumentations as A
 import cv2
 import numpy as np
 import torch
+from numpy.random import default_rng
+from torch.utils.data import get_worker_info
 
 from segpipe.data.augment import ScaleCrop
 from segpipe.settings.groups import AugmentConfig
@@ -222,9 +238,329 @@ class Writer(Planted):
         return 0
 
 
+class WorkersRead(Planted):
+    def number(self) -> int:
+        worker = torch.utils.data.get_worker_info()
+        return worker.num_workers if worker else 0
+
+
+class WorkersByName(Planted):
+    def number(self) -> int:
+        return getattr(get_worker_info(), "id", 0)
+
+
+class Environment(Planted):
+    def number(self) -> int:
+        return int(os.environ.get("OMP_NUM_THREADS", "0"))
+
+
+class Rank(Planted):
+    def number(self) -> int:
+        return int(os.getenv("RANK", "0"))
+
+
+class FunctionAttribute(Planted):
+    """The first image is kept, as an attribute of the method, and mixed into every other one."""
+
+    def apply(self, img: np.ndarray, **_: object) -> np.ndarray:
+        kept = FunctionAttribute.apply.__dict__.setdefault("first", img.copy())
+        return np.where(img > 250, kept, img) if kept.shape == img.shape else img.copy()
+
+
+class ShapeCache(Planted):
+    """A cache keyed by shape keeps what the first sample's key has drawn."""
+
+    def apply(self, img: np.ndarray, **_: object) -> np.ndarray:
+        return np.clip(img + _grain(img.shape, self), 0, 255).astype(np.uint8)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ShapeCache)
+
+
+@lru_cache(maxsize=8)
+def _grain(shape: tuple[int, ...], transform: ShapeCache) -> np.ndarray:
+    return transform.random_generator.integers(0, 9, shape)
+
+
+class ClassDict(Planted):
+    """Tables of the class, filled by whoever comes first."""
+
+    tables: ClassVar[dict[tuple[int, ...], int]] = {}
+
+    def apply(self, img: np.ndarray, **_: object) -> np.ndarray:
+        return stamped(img, self.tables.setdefault(img.shape, self.py_random.getrandbits(64)))
+
+
+class MutableDefault(Planted):
+    def apply(self, img: np.ndarray, seen: list[int] = [], **_: object) -> np.ndarray:  # noqa: B006
+        seen.append(int(img[0, 0, 0]))
+        return stamped(img, seen[0])
+
+
+def _counting():
+    total = 0
+
+    def count() -> int:
+        nonlocal total
+        total += 1
+        return total
+
+    return count
+
+
+class Closure(Planted):
+    count = staticmethod(_counting())
+
+    def number(self) -> int:
+        return self.count() // 1000  # right for the first thousand calls
+
+
+class Thread(Planted):
+    def number(self) -> int:
+        found: list[int] = []
+        thread = threading.Thread(target=found.append, args=(1,))
+        thread.start()
+        thread.join()
+        return found[0]
+
+
+class EntropyByName(Planted):
+    def number(self) -> int:
+        return int(urandom(1)[0] == 0)  # one call in 256
+
+
+class ClockByName(Planted):
+    def number(self) -> int:
+        return int(now()) // 10**6  # another number every eleven days
+
+
+class ClockAsDefault(Planted):
+    def number(self, clock=time.monotonic_ns) -> int:
+        return clock() // 10**18
+
+
+class Date(Planted):
+    def number(self) -> int:
+        return datetime.now().year
+
+
+class Secret(Planted):
+    def number(self) -> int:
+        return int(secrets.randbelow(500) == 0)
+
+
+class UuidByName(Planted):
+    def number(self) -> int:
+        return uuid4().int
+
+
+class UnseededByName(Planted):
+    def number(self) -> int:
+        return int(default_rng().random() < 0.001)
+
+
+class Address(Planted):
+    def number(self) -> int:
+        return id(self) % 2
+
+
+class HashRarely(Planted):
+    def number(self) -> int:
+        return int(hash("segpipe") % 1000 == 0)
+
+
+class FileState(Planted):
+    def number(self) -> int:
+        return int(Path("/segpipe/flag").exists())
+
+
+class FileWriter(Planted):
+    def number(self) -> int:
+        with open(os.devnull, "w") as file:
+            return file.write("seen") // 5
+
+
+class Generating(Planted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = (number // 1000 for number in range(10**9))
+
+    def number(self) -> int:
+        return next(self.stream)
+
+
+class Iterating(Planted):
+    letters = iter("a" * 10**6)
+
+    def number(self) -> int:
+        return ord(next(self.letters))
+
+
+class ThreadLocal(Planted):
+    local = threading.local()
+
+    def number(self) -> int:
+        before, self.local.drawn = getattr(self.local, "drawn", 0), self.py_random.getrandbits(32)
+        return before
+
+
+class ContextVariable(Planted):
+    drawn: ContextVar[int] = ContextVar("drawn", default=0)
+
+    def number(self) -> int:
+        before = self.drawn.get()
+        self.drawn.set(self.py_random.getrandbits(32))
+        return before
+
+
+class InPlaceTable(Planted):
+    """Writes into an array that a mapping holds; right for the first 200 calls."""
+
+    table: ClassVar[dict[str, np.ndarray]] = {"calls": np.zeros(1, np.int64)}
+
+    def number(self) -> int:
+        self.table["calls"] += 1
+        return int(self.table["calls"][0]) // 10**6
+
+
+class Modest(A.ImageOnlyTransform):
+    """A pure transform that stamps a number which follows from its draws, by way of a cache."""
+
+    def __init__(self) -> None:
+        super().__init__(p=1.0)
+        self.memo: dict[int, int] = {}
+        self.table = np.arange(256, dtype=np.uint8)[::-1].copy()
+
+    def apply(self, img: np.ndarray, **_: object) -> np.ndarray:
+        return stamped(img, self.number(self.py_random.randrange(50)))
+
+    def number(self, drawn: int) -> int:
+        raise NotImplementedError
+
+
+@lru_cache(maxsize=4)
+def _kernel(width: int) -> int:
+    return width**3
+
+
+class CachedFunction(Modest):
+    def number(self, drawn: int) -> int:
+        return _kernel(drawn)
+
+
+class CachedMethod(Modest):
+    @lru_cache(maxsize=4)  # noqa: B019
+    def number(self, drawn: int) -> int:
+        return drawn**2
+
+
+class OwnMemo(Modest):
+    def number(self, drawn: int) -> int:
+        return self.memo.setdefault(drawn, drawn**4)
+
+
+class ClassMemo(Modest):
+    powers: ClassVar[dict[int, np.ndarray]] = {}
+
+    def number(self, drawn: int) -> int:
+        if drawn not in self.powers:
+            self.powers[drawn] = np.arange(drawn + 1) ** 2
+        return int(self.powers[drawn][-1])
+
+
+class AttributeMemo(Modest):
+    def number(self, drawn: int) -> int:
+        return AttributeMemo.number.__dict__.setdefault("known", {}).setdefault(drawn, drawn * 7)
+
+
+MODULE_TABLE = np.arange(256) ** 2
+
+
+class ModuleTable(Modest):
+    def number(self, drawn: int) -> int:
+        return int(MODULE_TABLE[drawn])
+
+
+class OwnTable(Modest):
+    def apply(self, img: np.ndarray, **_: object) -> np.ndarray:
+        return self.table[img]
+
+
+class BuiltOnce(Modest):
+    @cached_property
+    def built(self) -> np.ndarray:
+        return np.arange(50) ** 3
+
+    def number(self, drawn: int) -> int:
+        return int(self.built[drawn])
+
+
+def _scaled(factor: int, table: tuple[int, ...] = tuple(range(50))):
+    return lambda drawn: table[drawn] * factor
+
+
+class ClosedTable(Modest):
+    scaled = staticmethod(_scaled(3))
+
+    def number(self, drawn: int) -> int:
+        return self.scaled(drawn)
+
+
+class SmallMemo(Modest):
+    """Forgets what it has not needed for long."""
+
+    kept: ClassVar[OrderedDict[int, int]] = OrderedDict()
+
+    def number(self, drawn: int) -> int:
+        self.kept[drawn] = drawn * 3
+        if len(self.kept) > 4:
+            self.kept.popitem(last=False)
+        return self.kept[drawn]
+
+
+class Locked(Modest):
+    lock = threading.RLock()
+
+    def number(self, drawn: int) -> int:
+        with self.lock:
+            return drawn
+
+
+class ImportsLate(Modest):
+    def number(self, drawn: int) -> int:
+        import colorsys
+
+        return drawn + int(colorsys.rgb_to_hsv(0, 0, 0)[0])
+
+
+class Logging(Modest):
+    def number(self, drawn: int) -> int:
+        warnings.warn("drew a number", RuntimeWarning, stacklevel=1) if drawn > 50 else None
+        logging.getLogger("segpipe.tests").debug("drew %d", drawn)
+        return deepcopy([drawn])[0]
+
+
+class SeededInTheCall(Modest):
+    def number(self, drawn: int) -> int:
+        return int(default_rng(drawn).integers(2**60))
+
+
+class ReadsAFile(Modest):
+    def number(self, drawn: int) -> int:
+        return drawn + len(Path(__file__).read_bytes())
+
+
+HONEST = (
+    CachedFunction, CachedMethod, OwnMemo, ClassMemo, AttributeMemo, ModuleTable, OwnTable, BuiltOnce, ClosedTable,
+    SmallMemo, Locked, ImportsLate, Logging, SeededInTheCall, ReadsAFile,
+)  # fmt: skip
 TWICE, ORDER, UNRELATED = "same key twice", "call order", "after unrelated calls"
 GLOBALS, WIRES, INPUT, STATE = "globals untouched", "tripwires", "input untouched", "own state"
 SEEDS, FRESH, KEY, THREADS = "hostile global seeds", "fresh pipeline", "key matters", "OpenCV threads"
+WORKER = "another worker"
 CORPUS = {
     StaleParameters: {TWICE, ORDER, UNRELATED, STATE},
     SelfCounter: {TWICE, ORDER, STATE, FRESH},
@@ -251,7 +587,63 @@ CORPUS = {
     ProcessId: {"forked process"},
     OpencvThreads: {THREADS},
     Writer: {STATE},
+    WorkersRead: {WIRES, WORKER},
+    WorkersByName: {WIRES, WORKER},
+    Environment: {WIRES},
+    Rank: {WIRES},
+    FunctionAttribute: {WORKER},
+    ShapeCache: {WORKER},
+    ClassDict: {WORKER},
+    MutableDefault: {STATE},
+    Closure: {STATE},
+    Thread: {WIRES},
+    EntropyByName: {WIRES},
+    ClockByName: {WIRES},
+    ClockAsDefault: {WIRES},
+    Date: {WIRES},
+    Secret: {WIRES},
+    UuidByName: {TWICE, WIRES},
+    UnseededByName: {WIRES},
+    Address: {WIRES},
+    HashRarely: {WIRES},
+    FileState: {WIRES},
+    FileWriter: {WIRES},
+    Generating: {STATE},
+    Iterating: {STATE},
+    ThreadLocal: {TWICE},
+    ContextVariable: {TWICE},
+    InPlaceTable: {STATE},
 }
+NAMED = {  # what the message of the check at the start says of some of them
+    WorkersRead: "calls torch.utils.data.get_worker_info at impure.py:",
+    Environment: "calls os.environ['OMP_NUM_THREADS'] at impure.py:",
+    FunctionAttribute: "its calls write into the attributes of FunctionAttribute.apply",
+    ShapeCache: "the cache of impure._grain",
+    ClassDict: "ClassDict.tables",
+    MutableDefault: "default argument 0 of MutableDefault.apply",
+    Closure: "a call changes total in the closure of Closure.count",
+    Generating: "a call changes Generating.stream",
+    Iterating: "a call changes Iterating.letters",
+    InPlaceTable: "a call changes InPlaceTable.table['calls']",
+    Thread: "calls _thread.start_new_thread at impure.py:",
+    EntropyByName: "calls os.urandom at impure.py:",
+    ClockByName: "calls time.time at impure.py:",
+    ClockAsDefault: "calls time.monotonic_ns at impure.py:",
+    Date: "calls datetime.now at impure.py:",
+    Secret: "secrets.randbelow at impure.py:",
+    UnseededByName: "at impure.py:",
+    Address: "calls id() at impure.py:",
+    HashRarely: "calls hash() of text at impure.py:",
+    FileState: "calls posix.stat at impure.py:",
+    FileWriter: "calls open(..., 'w') at impure.py:",
+}
+
+
+def forget() -> None:
+    """Empty the caches that earlier calls in this process have filled."""
+    FunctionAttribute.apply.__dict__.clear()
+    _grain.cache_clear()
+    ClassDict.tables.clear()
 
 
 class Noise:

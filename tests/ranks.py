@@ -148,9 +148,14 @@ class Loopback:
         work = _Received(output, torch.cat(chunks))
         return work if async_op else work.wait()
 
-    def all_gather(self, output: Tensor, input: Tensor, group: tuple[int, ...] | None = None) -> None:
+    def all_gather(
+        self, output: Tensor, input: Tensor, group: tuple[int, ...] | None = None, async_op: bool = False
+    ) -> Any:
         """As `all_gather_into_tensor` of torch.distributed."""
-        output.copy_(torch.cat([given for (given,) in self.exchange([input], group)]).view_as(output))
+        found = torch.cat([given for (given,) in self.exchange([input], group)]).view_as(output)
+        output.fill_(torch.nan)
+        work = _Received(output, found)
+        return work if async_op else work.wait()
 
     def data_parallel(self, network: nn.Module, **_: Any) -> nn.Module:
         """`network` whose gradients become means over the ranks at the end of a backward, as with torch's DDP."""

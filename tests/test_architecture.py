@@ -19,8 +19,8 @@ SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
 
 # Floors of the house: a room imports rooms of lower floors only, wherever in a file the import stands.
 FLOORS = (
-    ("segpipe", "errors", "keys"),
-    ("files", "plugins"),
+    ("segpipe", "errors", "keys", "disk"),
+    ("files", "native", "plugins"),
     ("settings",),
     ("models",),
     ("data", "losses", "determinism"),

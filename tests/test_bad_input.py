@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import cv2
@@ -12,6 +14,11 @@ import pytest
 import torch
 
 from runs import command, metrics, run, settings, write_camvid
+from segpipe.data.catalog import load_table
+from segpipe.data.problems import problems
+from segpipe.data.readers import decoders_heard
+from segpipe.errors import DataError
+from segpipe.settings.groups import DataConfig
 
 EARLIER = b"the only copy of an earlier run"
 
@@ -87,6 +94,52 @@ def copy_into_training(root: Path) -> None:
         (root / f"train{kind}" / "copy.png").write_bytes((root / f"val{kind}" / "frame01.png").read_bytes())
 
 
+def cut_scan(root: Path) -> None:
+    """Of a JPEG, whose end is there: OpenCV decodes the rest to grey."""
+    write_jpeg(root)
+    path = root / "train" / "frame04.jpg"
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2] + b"\xff\xd9")
+
+
+def write_jpeg(root: Path) -> None:
+    path = root / "train" / "frame04.png"
+    cv2.imwrite(str(path.with_suffix(".jpg")), cv2.imread(str(path)))
+    path.unlink()
+
+
+def make_fifos(root: Path) -> None:
+    for kind in ("", "annot"):
+        os.mkfifo(root / f"train{kind}" / "pipe.png")
+
+
+def link_devices(root: Path) -> None:
+    for kind in ("", "annot"):
+        (root / f"train{kind}" / "zero.png").symlink_to("/dev/zero")
+
+
+def make_huge(root: Path) -> None:
+    """Of a header alone: who decodes it would need 1.2 GB."""
+    path = root / "train" / "frame04.png"
+    content = bytearray(path.read_bytes())
+    content[16:24] = (20000).to_bytes(4) * 2
+    content[29:33] = zlib.crc32(content[12:29]).to_bytes(4)
+    path.write_bytes(content)
+
+
+def name_in_latin1(root: Path) -> None:
+    for kind in ("", "annot"):
+        folder = os.fsencode(root / f"train{kind}")
+        os.rename(folder + b"/frame04.png", folder + b"/stra\xdfe.png")
+
+
+def link_a_drive(root: Path) -> None:
+    """A linked folder is read, not dropped: its image has no mask."""
+    (root / "drive").mkdir()
+    (root / "train" / "frame04.png").rename(root / "drive" / "frame04.png")
+    (root / "train" / "linked").symlink_to(root / "drive")
+
+
 def rename(root: Path) -> None:
     root.rename(root.with_name("date"))
 
@@ -104,6 +157,12 @@ BAD_FILES: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
         copy_into_training,
         ("1 of the images of split val", "train/copy.png = ", "val/frame01.png", "data.allow_overlap"),
     ),
+    (cut_scan, ("/train/frame04.jpg is damaged", "premature end of data segment", "grey", "Copy it again")),
+    (make_fifos, ("/train/pipe.png is a FIFO", "Remove it")),
+    (link_devices, ("/train/zero.png is a device", "Remove it")),
+    (make_huge, ("/train/frame04.png is 20000x20000", "data.max_pixels = 100000000", "Cut it into tiles")),
+    (name_in_latin1, ("/train/'stra\\udcdfe.png' has a name that is not UTF-8", "Rename it")),
+    (link_a_drive, ("/train/linked/frame04.png has no mask",)),
 ]
 
 
@@ -127,6 +186,117 @@ def test_sound_files_are_trained_on(data: Path, folder: Path) -> None:
     assert (folder / "last.pt").read_bytes() != EARLIER
 
 
+def test_jpegs_of_cameras_are_trained_on(data: Path, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The control of damaged ones: bytes behind the picture cost no pixel; other words are passed on."""
+    write_jpeg(data)
+    path = data / "train" / "frame04.jpg"
+    path.write_bytes(path.read_bytes()[:-2] + bytes(40) + b"\xff\xd9")
+    with decoders_heard():
+        os.write(2, b"something else\n")
+    assert capfd.readouterr().err == "something else\n"
+    assert run(folder, *from_files(data, "train.steps=1")) == 0
+
+
+BAD_TABLES: list[tuple[str | bytes, tuple[str, ...]]] = [
+    ("names: [a, a]", ("names holds a twice",)),
+    ("names: [a, null, c]", ("names holds None", 'quote it, as in ["no"]')),
+    ("names: [a, no, c]", ("names holds False", 'quote it, as in ["no"]')),
+    ("names: ['', b, c]", ("names holds ''", "printable")),
+    ('names: ["a\\tb", b, c]', ("names holds 'a\\tb'", "printable")),
+    ("names: [a, b, c]\nids: {0: a, 1: b, 1: c, 2: c}", ("line 2 has 1 a second time",)),
+    ("names: [a, b, c]\nids: {0: a, 0: a, 1: b, 2: c}", ("line 2 has 0 a second time",)),
+    ("names: [a, b, c]\nnames: [a, b]", ("line 2 has names a second time",)),
+    ("names: [a, b, c]\nignore: [255, 255]", ("id 255 is in",)),
+    (
+        "a: &a [x, x, x, x, x, x, x, x, x]\n"
+        + "".join(f"{one}: &{one} [{', '.join([f'*{before}'] * 9)}]\n" for before, one in pairwise("abcdefghij"))
+        + "names: *j",
+        ("line 2 has the alias *a. Write its value instead",),
+    ),
+    ("names: &x [*x, b]", ("has the alias *x",)),
+    ("names: [${oc.env:HOME}, b]", ("cannot be read as YAML: while parsing a flow sequence line 1",)),
+    ("!!python/object/apply:os.system ['touch hacked']", ("could not determine a constructor",)),
+    ("[" * 3000, ("more than 20 brackets in each other",)),
+    (b"names: [stra\xdfe, b, c]", ("cannot be read as YAML: 'utf-8' codec",)),
+    (b"\0\0", ("cannot be read as YAML",)),
+    (" " * (1 << 21), ("it has 2097152 bytes",)),
+]
+
+
+@pytest.mark.parametrize(("content", "parts"), BAD_TABLES, ids=range(len(BAD_TABLES)))
+def test_bad_class_tables(tmp_path: Path, content: str | bytes, parts: tuple[str, ...]) -> None:
+    path = tmp_path / "classes.yaml"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(DataError) as caught:
+        load_table(path)
+    message = str(caught.value)
+    assert message.startswith(str(path))
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+    assert DataError.exit_code == 2
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
+def test_a_class_table_that_is_no_file(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "classes.yaml"
+    {"fifo": lambda: os.mkfifo(path), "device": lambda: path.symlink_to("/dev/zero"), "folder": path.mkdir}[kind]()
+    with pytest.raises(DataError, match=r"classes\.yaml cannot be read as YAML: it is no regular file"):
+        load_table(path)
+
+
+BAD_LISTS: list[tuple[str, bytes, tuple[str, ...]]] = [
+    ("train.txt", "straße\n".encode("latin1"), ("/train.txt is not UTF-8 text", "Save it as UTF-8")),
+    ("train.txt", "ü\n".encode("utf-16"), ("/train.txt is not UTF-8 text",)),
+    ("train.txt", b"y" * 5000, ("/train.txt lists yyyy", "no such stem")),
+    ("train.txt", b"", ("/train.txt is empty",)),
+    ("train.csv", "image,mask\nä.png,b.png\n".encode("latin1"), ("/train.csv is not UTF-8 text",)),
+    ("train.csv", b"image,mask\n" + b"x" * 200_000 + b",b\n", ("/train.csv is no table of image and mask",)),
+    ("train.csv", b"image,mask\n\0.png,b.png\n", ("/train.csv, line 2", "does not exist")),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "parts"), BAD_LISTS, ids=range(len(BAD_LISTS)))
+def test_bad_lists(tmp_path: Path, name: str, content: bytes, parts: tuple[str, ...]) -> None:
+    for kind in ("images", "masks"):
+        (tmp_path / kind).mkdir()
+        cv2.imwrite(str(tmp_path / kind / "one.png"), np.zeros((40, 40), np.uint8))
+    (tmp_path / "classes.yaml").write_text("names: [a, b]")
+    (tmp_path / name).write_bytes(content)
+    data = DataConfig(name="folder", root=str(tmp_path), split="train")
+    try:
+        found = next(iter(problems(data, ["train"])))
+    except DataError as error:
+        found = str(error)
+    assert "\n" not in found
+    assert len(found) < 1000
+    for part in parts:
+        assert part in found
+
+
+class Malicious:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, (f"touch {self.mark}",)
+
+
+def test_a_malicious_checkpoint(data: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its code does not run, and the message does not say how it could."""
+    torch.save({"format": "segpipe-checkpoint", "x": Malicious(tmp_path / "hacked")}, folder / "last.pt")
+    code = run(folder, *from_files(data, "run.exists=resume"))
+    said = capsys.readouterr().err
+    assert code == 2
+    assert not (tmp_path / "hacked").exists()
+    assert "last.pt is not a checkpoint" in said
+    assert "system, a Python object, which could run code" in said
+    assert "weights_only" not in said
+    assert "Traceback" not in said
+
+
 BAD_SETTINGS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("model=fast_scn",), ("model = fast_scn is not one of", "Did you mean fast_scnn?")),
     (("model.name=unet",), ("model.name = 'unet' is not one of", "pidnet_s")),
@@ -140,12 +310,18 @@ BAD_SETTINGS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("data.split=test",), ("/test does not exist", "holds train, trainannot")),
     (("loss.class_weights=[1,2]",), ("loss.class_weights holds 2 weights", "11 classes", "sky, building, pole")),
     (("loss.class_weights=[0,0,0,0,0,0,0,0,0,0,0]",), ("loss.class_weights holds only zeros",)),
+    (("optim.lr=1e308",), ("optim.lr = 1e+308", "0 to 3e+38")),
+    (("data=synthetic", "data.size=[100000,100000]"), ("data.size = [100000, 100000]", "32 to 8192")),
+    (("data=synthetic", "data.num_train=1000000000000"), ("data.num_train = 1000000000000", "1 to 10000000")),
+    (("compute.shards=1000000000",), ("compute.shards = 1000000000", "1 to 65536")),
+    (("compute.threads=1000000",), ("compute.threads = 1000000", "1 to 1024")),
+    (("compute.nproc=1000000",), ("compute.shards = 4, but there are 1000000 processes",)),
+    (("data.max_pixels=1000",), ("/train/frame00.png is 72x96, 6912 pixels", "data.max_pixels = 1000")),
     (("data.root=",), ("data.root is empty", "Set data.root=FOLDER")),
     (("export.dir=/dev/null/export", "export.enabled=true"), ("export.dir = /dev/null/export", "Not a directory")),
     (("run.exists=keep",), ("run.exists = 'keep' is not one of error, resume, replace",)),
     (("run.exists=error",), ("already holds", "run.exists=resume", "run.exists=replace")),
     (("run.exists=resume",), ("last.pt (31 bytes) cannot be read", "truncated or foreign")),
-    # Found only when the loader is made, that is after the folder was claimed:
     (("data.workers=8", "data.prefetch=32", "compute.samples_per_shard=65536"), ("shared memory", "data.prefetch")),
 ]
 

@@ -31,6 +31,7 @@ from segpipe.ledger.divergence import compare
 from segpipe.ledger.inputs import combined
 from segpipe.ledger.reader import RunLedger, read_run
 from segpipe.ledger.rows import FOLDER, INPUTS, SHARD, STEP, row_keys
+from segpipe.losses.total import backend
 from segpipe.runtime.artifact import SUMS
 from segpipe.settings.arguments import with_settings
 from segpipe.settings.check import check
@@ -209,7 +210,8 @@ def _obstacle(config: Config | None, ledger: RunLedger | None, request: AuditReq
     check(config, world_size=request.nproc)
     flags.set_environment(config.compute.threads * request.nproc, mode)
     flags.apply(config.compute.threads, mode)
-    now = {**flags.fingerprint(), **plugin_sources(config)}
+    device_type = "cuda" if torch.cuda.is_available() and config.compute.device != "cpu" else "cpu"
+    now = {**flags.fingerprint(), **plugin_sources(config), flags.LOSS: backend(config.loss, device_type)}
     changed = next((found for each in ledger.headers if (found := flags.differences(each.fingerprint, now))), {})
     if changed and not request.any_environment:
         listed = evidence.differences(changed, "the ledger", "this environment")

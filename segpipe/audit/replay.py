@@ -11,6 +11,7 @@ from segpipe.audit.trace import Tracer, write_traces
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.distributed.watch.agreement import common_fingerprint
+from segpipe.losses.total import backend
 from segpipe.train import checkpoint, state
 from segpipe.train.batches import counted, loss_weights, shard_stream
 from segpipe.train.recorder import Recorder
@@ -34,7 +35,7 @@ def replay(task: Task, group: Group, report: Callable[[int], None]) -> None:
     samples = open_samples(config.data, "train", config.seed)
     start = None if task.checkpoint else read_start(config, checkpoint.load)
     current = state.build_state(config, samples.classes, group.device, start)
-    fingerprint, _ = common_fingerprint(config, group)
+    fingerprint, _ = common_fingerprint(config, group, backend(config.loss, group.device.type))
     if task.checkpoint:
         checkpoint.restore(Path(task.checkpoint), current, config, samples.classes, fingerprint)
     assert current.step == task.first, (current.step, task)

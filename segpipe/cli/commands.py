@@ -96,6 +96,13 @@ COMMANDS = {
         ),
         overrides=("data",),
     ),
+    "pack": Command(
+        "decode a data set once, for all epochs and runs",
+        "segpipe pack data=folder data.root=FOLDER fills FOLDER/.segpipe-pack (or data.pack=OTHER) with training and\n"
+        "validation samples, and checks those that are there. Training reads them with data.pack=auto. A command that\n"
+        "was interrupted goes on where it stopped. See docs/data.md.",
+        overrides=("data",),
+    ),
     "prepare": Command(
         "say where a published data set comes from, and check that it is complete",
         "segpipe prepare data=cityscapes names the page and the archives and shows the folders that are expected;\n"
@@ -156,6 +163,7 @@ COMMANDS = {
             "export.quality_images",
             "export.latency_budget_ms",
             "export.critical_classes",
+            "export.engines",
             "export.allow_unverified",
         ),
     ),
@@ -225,6 +233,12 @@ COMMANDS = {
         "segpipe check-plugin model.name=package.module:Class loss.name=... data.name=... augment.extra=[...]\n"
         "names what training, validation or export would stumble over, see docs/plugins.md.",
         overrides=("model", "loss", "data", "augment"),
+    ),
+    "profile": Command(
+        "show where an update spends its time",
+        "segpipe profile experiment=... runs a few updates of a fresh network in this process, or those of torchrun,\n"
+        "prints a table of their parts with advice, and writes a trace to runs/NAME_profile. See docs/performance.md.",
+        overrides=tuple(dict.fromkeys(key.partition(".")[0] for key in SETTINGS)),
     ),
     "gpu-check": Command(
         "check this machine's GPU",

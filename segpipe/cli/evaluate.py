@@ -19,6 +19,7 @@ from segpipe.determinism import flags
 from segpipe.distributed.group import Group, choose_device
 from segpipe.errors import ConfigError, DataError
 from segpipe.files import plain
+from segpipe.losses.total import resolved
 from segpipe.predict.inference import Inference, inference, segment
 from segpipe.run.console import iou_table, sequence_table
 from segpipe.run.page import page_data, predictor
@@ -90,8 +91,10 @@ def evaluate(given: dict[str, Any]) -> Evaluation:
         group,
         answer=partial(segment, how=how) if how.described else None,
         precision=how.precision,
+        backend=resolved(config.loss.backend, group.device.type),
         workers=min(config.data.workers, 1),
         start_method=config.data.start_method,
+        transport=config.data.transport,
         see=see,
     )
     figures = {"run": given["run"], "split": config.data.split, "images": len(samples), "step": trained.step}

@@ -26,10 +26,18 @@ from segpipe.run.finish import finish
 from segpipe.run.launch import check_job, examine, launch, launch_apart
 from segpipe.run.naming import distinct
 from segpipe.run.sweep import Sweep, SweepJob
-from segpipe.settings.compose import CONF, checked_overrides, compose, config_files, explain, is_sweep, resolve
+from segpipe.settings.compose import (
+    CONF,
+    MULTIRUN,
+    checked_overrides,
+    compose,
+    config_files,
+    explain,
+    is_sweep,
+    resolve,
+)
 from segpipe.settings.config import Config
 
-MULTIRUN = ("-m", "--multirun")
 # Hydra starts plug-ins of its own packages only, so ours takes the place of the launcher that it uses by default.
 BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 # Sweepers with a direction: its setting, what it must be, and how to set that. A job returns its mIoU.

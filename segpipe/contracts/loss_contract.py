@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,8 +65,9 @@ class LossContract:
     def total(self, logits: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
         """Loss of a batch, divided by the valid pixels of the whole."""
         valid = torch.tensor(valid_pixels(self.target))
+        plain = replace(self.config.loss, backend="plain")  # whose parts have gradients of their own
         parts = shard_loss(
-            {"main": logits}, target, self.config.loss, class_weights=weights, global_valid=valid, align_corners=False
+            {"main": logits}, target, plain, class_weights=weights, global_valid=valid, align_corners=False
         )
         return parts["main"]
 

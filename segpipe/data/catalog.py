@@ -18,6 +18,7 @@ The tables of published data sets are in sets/NAME.yaml, with a row `class: [id,
 
 from __future__ import annotations
 
+import stat
 from colorsys import hsv_to_rgb
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -27,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 import cv2
 import numpy as np
+import yaml
 from numpy.typing import NDArray
-from omegaconf import OmegaConf
 
 from segpipe import IGNORE_INDEX
 from segpipe.data.folders import SetLayout, missing
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 KEYS = ("name", "names", "palette", "masks", "ids", "colors", "ignore", "exif")
 SETS = Path(__file__).parent / "sets"
 PUBLISHED = tuple(sorted(path.stem for path in SETS.glob("*.yaml")))
+MOST_BYTES, DEEPEST = 1 << 20, 20
 LARGEST_ID = 65535  # of a mask with 16 bits
 Color = tuple[int, int, int]
 
@@ -171,7 +173,7 @@ def published(name: str) -> PublishedSet:
 
 def _entries(name: str) -> dict[str, Any]:
     """Keys of a set's file, and those of the set that it is `like` where it has none of its own."""
-    own = OmegaConf.to_container(OmegaConf.load(SETS / f"{name}.yaml"))
+    own = _yaml(SETS / f"{name}.yaml")
     assert isinstance(own, dict)
     entries = {str(key): value for key, value in own.items()}
     return {**_entries(like), **entries} if (like := entries.pop("like", "")) else entries
@@ -204,21 +206,64 @@ def load_table(path: Path) -> ClassTable:
 def load_masks(path: Path) -> MaskTable:
     """All that a YAML file of the form shown above says. Raises DataError naming file and key."""
     try:
-        entries = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        entries = _yaml(path)
     except FileNotFoundError:
         raise DataError(
             f"{path} does not exist. A folder data set needs a class table: "
             f"`segpipe doctor data=folder data.root={path.parent}` proposes one from the masks. "
             "If it lies elsewhere, set data.classes=FILE."
         ) from None
-    except Exception as error:  # the YAML reader has many error types, all of them about this file
-        raise DataError(f"{path} cannot be read as YAML: {error}") from None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise DataError(f"{path} cannot be read as YAML: {_one_line(error)}") from None
     if not isinstance(entries, dict):
         raise DataError(f"{path} holds no keys, but names were needed.")
     try:
         return _mask_table({str(key): value for key, value in entries.items()}, path.resolve().parent.name)
     except ValueError as error:
         raise DataError(f"{path}: {error}") from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).replace('in "<unicode string>", ', "").split())
+
+
+def _yaml(path: Path) -> Any:
+    """Content of a YAML file. Raises OSError, YAMLError, and ValueError for what YAML allows and a table never has."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError("it is no regular file.")
+    if path.stat().st_size > MOST_BYTES:
+        raise ValueError(f"it has {path.stat().st_size} bytes, but a class table has a few hundred.")
+    text = path.read_bytes().decode("utf-8-sig")
+    depth = 0
+    for event in yaml.parse(text, yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise ValueError(f"line {event.start_mark.line + 1} has more than {DEEPEST} brackets in each other.")
+        if isinstance(event, yaml.AliasEvent):  # a few lines of them can stand for millions
+            raise ValueError(
+                f"line {event.start_mark.line + 1} has the alias *{event.anchor}. Write its value instead."
+            )
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        _check_once(node)
+        return loader.construct_document(node) if node else None
+    finally:
+        loader.dispose()  # type: ignore[no-untyped-call]
+
+
+def _check_once(node: yaml.Node | None) -> None:
+    """Raise ValueError for a key that a mapping has twice: YAML takes the last, without a word."""
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            if key.value in seen:
+                raise ValueError(f"line {key.start_mark.line + 1} has {key.value} a second time. Remove one of them.")
+            seen.add(str(key.value))
+            _check_once(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _check_once(item)
 
 
 def _mask_table(entries: dict[str, Any], name: str) -> MaskTable:
@@ -270,6 +315,8 @@ def _names(value: Any) -> tuple[str, ...]:
             raise ValueError(
                 f'names holds {name}, which YAML makes of words such as yes, no, on and null: quote it, as in ["no"].'
             )
+        if not str(name).strip() or not str(name).isprintable():
+            raise ValueError(f"names holds {str(name)!r}, but a name of printable characters was needed.")
     names = tuple(str(name) for name in value)
     if len(set(names)) < len(names):
         raise ValueError(f"names holds {next(n for n in names if names.count(n) > 1)} twice.")

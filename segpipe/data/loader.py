@@ -1,12 +1,12 @@
-"""Batches of uint8 in shared memory: the same bits for any number of workers and any way of starting them.
+"""Batches of uint8 in shared memory: the same bits for any number of workers, start method and transport.
 
-A worker assembles one whole shard batch and sends it as one flat tensor. torch's sharing strategy stays
-`file_descriptor`: one descriptor per batch alive, about workers * prefetch and those that the caller keeps, far below
-the usual limit of 1024. The other strategy, `file_system`, leaves files in /dev/shm behind when a process is killed.
+A worker assembles one whole shard batch as one flat block: in place, in a slot of the ring (ring.py), or in a tensor of
+its own that torch's DataLoader passes on (workers.py).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from segpipe.data.plan import Member, Request, requests
-from segpipe.data.workers import Source
-from segpipe.errors import ConfigError, SegpipeError
+from segpipe.data.ring import Ring
+from segpipe.data.workers import Delivery, InProcess, Room, Source, TorchLoader
+from segpipe.errors import ConfigError
 from segpipe.keys import sample_key
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 SHARED_MEMORY = "/dev/shm"
 ID_BYTES = 16  # epoch and index of a sample, int64 each
 PIXEL_BYTES = 4  # RGB and class id
+WHOLE_BYTES = 2**28  # of a slot for whole images; memory is only used as far as an image reaches
 Pixels = tuple[NDArray[np.uint8], NDArray[np.uint8]]  # image (H, W, 3) and target (H, W)
 
 
@@ -53,8 +54,8 @@ class Repeats(Protocol):
     """Compares watched samples (see plan.py) as delivered with the same samples as another process made them."""
 
     @property
-    def augment(self) -> Callable[[Augmenter, Pixels, int], tuple[Pixels, Any]]:
-        """Called in a worker: the augmented sample, and what is compared of it."""
+    def augment(self) -> Callable[[Augmenter, Pixels, int, bool], tuple[Pixels, Any]]:
+        """Called in a worker: the augmented sample, and what is compared of it; the last argument: made again."""
 
     def hold(self, member: Member, pixels: Pixels, made: Any) -> None:
         """A watched sample is delivered."""
@@ -76,13 +77,16 @@ def train_batches(
     prefetch: int,
     pin_memory: bool,
     timeout_s: float = 300.0,
+    transport: str = "ring",
+    replace: bool = False,
     repeats: Repeats | None = None,
 ) -> Generator[ShardBatch, None, None]:
     """Shard batches of `steps` and `shards`, step by step and inside a step shard by shard.
 
     Workers start at the first `next` and end with the iterator; closing it half-way is safe. Raises ConfigError at the
     call when shared memory is too small, and from `next` DataError when a sample cannot be read, or when a worker died
-    or sent nothing for `timeout_s`, and what `repeats.compare` raises.
+    or sent nothing for `timeout_s` (with `replace`, another worker then takes its place), and what `repeats.compare`
+    raises.
 
     With `repeats`, one sample in `augment.canary` is made again by another worker. A single worker is joined by a
     process that does nothing else; without workers the caller's own does it, some samples later.
@@ -90,34 +94,44 @@ def train_batches(
     every = augmenter.config.canary if repeats is not None else 0
     height, width = augmenter.config.crop_size
     item_bytes = order.samples_per_shard * (height * width * PIXEL_BYTES + ID_BYTES)
-    _check_shared_memory(workers, prefetch, item_bytes)
+    if transport == "dataloader":
+        _check_shared_memory(workers, prefetch, item_bytes)
     items = _Shards(samples, augmenter, seed, repeats.augment if repeats is not None else _not_watched)
 
     def plan() -> Iterator[Request]:
         return requests(product(steps, shards), order, seed=seed, every=every, workers=workers)
 
-    source = partial(Source, items, start_method=start_method, timeout_s=timeout_s)
-    deliver = partial(source, num_workers=workers, prefetch=prefetch, pin_memory=pin_memory)
+    how = Delivery(workers, start_method, prefetch, pin_memory, timeout_s, transport, replace)
+    # Of two steps, the second may be asked for before the first is dropped; this module keeps one, too.
+    deliver = partial(_source, items, slot_bytes=item_bytes, spare=2 * len(shards) + 1)
     if workers == 1 and every:
         deliveries = (request for request in plan() if request.place is not None)
         again = (request for request in plan() if request.place is None)
-        starts = [partial(deliver, deliveries), partial(source, again, num_workers=1, prefetch=1)]
+        starts = [partial(deliver, deliveries, how), partial(deliver, again, dataclasses.replace(how, prefetch=1))]
         stream = _stream(starts, (int(request.place is None) for request in plan()))
     else:
-        stream = _stream([partial(deliver, plan())])
+        stream = _stream([partial(deliver, plan(), how)])
     return _shard_batches(stream, repeats)
 
 
 def eval_images(
-    samples: Samples, indices: Sequence[int], *, workers: int, start_method: str, timeout_s: float = 300.0
+    samples: Samples,
+    indices: Sequence[int],
+    *,
+    workers: int,
+    start_method: str,
+    timeout_s: float = 300.0,
+    transport: str = "ring",
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Whole images of any size as (index, image uint8 (1, H, W, 3), target uint8 (1, H, W)), in the order of `indices`.
 
     Raises DataError as `train_batches` does.
     """
     places = ((index, 0) for index in indices)
-    with closing(_stream([partial(Source, _Images(samples), places, workers, start_method, timeout_s=timeout_s)])) as s:
-        for packed in s:
+    how = Delivery(workers, start_method, timeout_s=timeout_s, transport=transport)
+    start = partial(_source, _Images(samples), places, how, slot_bytes=WHOLE_BYTES, spare=2)
+    with closing(_stream([start])) as stream:
+        for packed in stream:
             assert packed.place is not None
             image, target, _ = _views(packed)
             yield packed.place[0], image, target
@@ -132,9 +146,8 @@ class _Packed(NamedTuple):
     made: tuple[tuple[int, Any], ...] = ()  # rows of watched samples, and what is compared of them
 
 
-def _pack(place: tuple[int, int] | None, num: int, height: int, width: int) -> _Packed:
-    size = num * (ID_BYTES + height * width * PIXEL_BYTES)
-    return _Packed(place, (num, height, width), torch.empty(size, dtype=torch.uint8))
+def _pack(room: Room, place: tuple[int, int] | None, num: int, height: int, width: int) -> _Packed:
+    return _Packed(place, (num, height, width), room.take(num * (ID_BYTES + height * width * PIXEL_BYTES)))
 
 
 def _views(packed: _Packed) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,72 +167,77 @@ def _shard_batches(
             image, target, ids = _views(packed)
             for row, made in packed.made:
                 assert repeats is not None
-                see = repeats.compare if packed.place is None else repeats.hold
                 epoch, index = ids[:, row].tolist()
-                see((epoch, index), (image[row].numpy(), target[row].numpy()), made)
+                pixels = image[row].numpy(), target[row].numpy()
+                if packed.place is None:
+                    repeats.compare((epoch, index), pixels, made)
+                else:  # held for long: a copy leaves the slot to the next batch
+                    repeats.hold((epoch, index), (pixels[0].copy(), pixels[1].copy()), made)
             if packed.place is not None:
                 yield ShardBatch(*packed.place, image, target, ids[0], ids[1])
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """An expected error of a worker, sent as an item: it reaches the caller in order and without a traceback."""
-
-    error: SegpipeError
-
-
-class _Items(Dataset[Any]):
-    def pack(self, request: Any) -> _Packed:
-        raise NotImplementedError
-
-    def __getitem__(self, request: Any) -> _Packed | _Failure:
-        try:
-            return self.pack(request)
-        except SegpipeError as error:
-            return _Failure(error)
-
-
-def _not_watched(augmenter: Augmenter, pixels: Pixels, key: int) -> tuple[Pixels, Any]:
+def _not_watched(augmenter: Augmenter, pixels: Pixels, key: int, again: bool) -> tuple[Pixels, Any]:
     raise AssertionError("a sample is watched, but nothing compares it")
 
 
 @dataclass(frozen=True)
-class _Shards(_Items):
+class _Shards:
     samples: Samples
     augmenter: Augmenter
     seed: int
-    augment_watched: Callable[[Augmenter, Pixels, int], tuple[Pixels, Any]]
+    augment_watched: Callable[[Augmenter, Pixels, int, bool], tuple[Pixels, Any]]
 
-    def pack(self, request: Request) -> _Packed:
+    def make(self, request: Request, room: Room) -> _Packed:
         height, width = self.augmenter.config.crop_size
-        packed = _pack(request.place, len(request.members), height, width)
+        packed = _pack(room, request.place, len(request.members), height, width)
         image, target, ids = (part.numpy() for part in _views(packed))
         made = []
         for row, (epoch, index) in enumerate(request.members):
+            room.at(row)
             key, pixels = sample_key(self.seed, epoch, index, "augment"), self.samples.read(index)
             if row in request.watched:
-                (image[row], target[row]), found = self.augment_watched(self.augmenter, pixels, key)
+                (image[row], target[row]), found = self.augment_watched(
+                    self.augmenter, pixels, key, request.place is None
+                )
                 made.append((row, found))
             else:
                 image[row], target[row] = self.augmenter(*pixels, key)
             ids[:, row] = epoch, index
         return packed._replace(made=tuple(made))
 
+    def label(self, request: Request, row: int) -> str:
+        if row >= len(request.members):
+            return "no sample"
+        epoch, index = request.members[row]
+        return f"sample {index} ({self.samples.name(index)}) of epoch {epoch}"
+
 
 @dataclass(frozen=True)
-class _Images(_Items):
+class _Images:
     samples: Samples
 
-    def pack(self, request: tuple[int, int]) -> _Packed:
+    def make(self, request: tuple[int, int], room: Room) -> _Packed:
         image, target = self.samples.read(request[0])
-        packed = _pack(request, 1, *target.shape)
+        packed = _pack(room, request, 1, *target.shape)
         views = _views(packed)
         views[0].numpy()[0], views[1].numpy()[0] = image, target
         return packed
 
+    def label(self, request: tuple[int, int], row: int) -> str:
+        return f"image {request[0]} ({self.samples.name(request[0])})"
+
+
+def _source(items: _Shards | _Images, requests: Iterator[Any], how: Delivery, *, slot_bytes: int, spare: int) -> Source:
+    if not how.workers:
+        return InProcess(items, requests, pinned=how.pinned)
+    if how.transport == "dataloader":
+        return TorchLoader(items, requests, how)
+    return Ring(items, requests, how, slot_bytes=slot_bytes, spare=spare)
+
 
 def _stream(starts: Sequence[Callable[[], Source]], turns: Iterable[int] = repeat(0)) -> Generator[_Packed, None, None]:
-    """Items of sources that take `turns`, until one ends; raises the expected errors of their workers."""
+    """Items of sources that take `turns`, until one ends."""
     sources: list[Source] = []
     try:
         for start in starts:
@@ -228,9 +246,6 @@ def _stream(starts: Sequence[Callable[[], Source]], turns: Iterable[int] = repea
             item = next(sources[turn], None)
             if item is None:
                 return
-            if isinstance(item, _Failure):
-                raise item.error
-            assert isinstance(item, _Packed)
             yield item
     finally:
         for source in sources:

@@ -112,12 +112,16 @@ def _stems(folder: Path, inferior: tuple[str, ...]) -> tuple[dict[str, str], lis
     A file with a suffix in `inferior`, or in a format that is not read, counts only if it is the only one of its stem.
     """
     found: dict[str, list[Path]] = {}
+    faults: list[str] = []
     for path in sorted(files_below(folder)):
         relative = path.relative_to(folder)
-        if path.suffix.lower() in (*SUFFIXES, *UNREAD) and not any(part.startswith(".") for part in relative.parts):
+        if not _is_text(relative):
+            faults.append(
+                f"{folder}/{str(relative)!a} has a name that is not UTF-8. Rename it, with convmv for instance."
+            )
+        elif path.suffix.lower() in (*SUFFIXES, *UNREAD) and not any(part.startswith(".") for part in relative.parts):
             found.setdefault(_composed(relative.with_suffix("").as_posix()), []).append(path)
     chosen: dict[str, str] = {}
-    faults: list[str] = []
     for stem, paths in found.items():
         for worse in (UNREAD, inferior):
             paths = [path for path in paths if path.suffix.lower() not in worse] or paths
@@ -126,6 +130,14 @@ def _stems(folder: Path, inferior: tuple[str, ...]) -> tuple[dict[str, str], lis
             faults.append(f"{paths[0]} is of a format that is not read. Convert it to PNG or JPEG.")
         chosen[stem] = str(paths[0])
     return chosen, faults
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a name can be written to UTF-8 files, such as inputs.json and the report."""
+    try:
+        return bool(str(path).encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _composed(name: str) -> str:
@@ -184,7 +196,7 @@ def _listed(listing: Path, images: dict[str, str], ending: str) -> tuple[list[st
         if stem is None:
             other = near(line, known) if len(faults) < HINTS else None
             hint = f" Did you mean {other}?" if other else ""
-            faults.append(f"{listing} lists {line}, but images has no such stem.{hint}")
+            faults.append(f"{listing} lists {line:.200}, but images has no such stem.{hint}")
         stems.append(stem or line)
     return stems, [
         f"{listing} lists {stem} {times} times." for stem, times in Counter(stems).items() if times > 1
@@ -196,7 +208,10 @@ def _pairs_of_table(root: Path, table: Path) -> tuple[list[Pair], list[str]]:
     text = _text(table)
     first = text.partition("\n")[0]
     separators = ",;\t" if table.suffix == ".csv" else " "
-    rows = list(csv.reader(text.splitlines(), delimiter=max(separators, key=first.count)))
+    try:
+        rows = list(csv.reader(text.splitlines(), delimiter=max(separators, key=first.count)))
+    except csv.Error as error:
+        raise DataError(f"{table} is no table of image and mask: {error}. Write a row for each pair.") from None
     header = [cell.strip().lower() for cell in rows[0]] if rows else []
     named = "image" in header and "mask" in header
     image, mask = (header.index("image"), header.index("mask")) if named else (0, 1)

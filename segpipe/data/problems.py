@@ -11,7 +11,15 @@ from segpipe.data.headers import Header
 from segpipe.data.masks import check_kind, orientation, read_target, settled
 from segpipe.data.mix import all_parts
 from segpipe.data.pairs import Pair, check_sizes, scan
-from segpipe.data.readers import check_mask, read_header, read_image, threaded
+from segpipe.data.readers import (
+    JPEG_DAMAGE,
+    check_mask,
+    damaged_jpegs,
+    decoders_heard,
+    read_header,
+    read_image,
+    threaded,
+)
 from segpipe.data.samples import FileSamples, Samples, open_plugin, open_samples
 from segpipe.errors import DataError
 from segpipe.plugins import is_path
@@ -70,15 +78,23 @@ def problems(
     table = _settled(table, pairs)
     unreadable: set[str] = set()
     num_pixels = 0
-    for done, (pixels, header_faults) in enumerate(threaded(lambda pair: _check_headers(table, pair), pairs), 1):
+    for done, (pixels, header_faults) in enumerate(
+        threaded(lambda pair: _check_headers(table, pair, data.max_pixels), pairs), 1
+    ):
         yield from header_faults.values()
         unreadable |= header_faults.keys()
         num_pixels += pixels
         progress(done, 2 * len(pairs))
     if data.verify == "full" or (data.verify == "auto" and num_pixels < FULL_VERIFY_PIXELS):
-        for done, faults in enumerate(threaded(lambda pair: _check_pixels(table, pair, unreadable), pairs), 1):
-            yield from faults
-            progress(len(pairs) + done, 2 * len(pairs))
+        wrong: list[str] = []
+        with decoders_heard() as words:
+            for done, faults in enumerate(threaded(lambda pair: _check_pixels(table, pair, unreadable), pairs), 1):
+                wrong += faults
+                progress(len(pairs) + done, 2 * len(pairs))
+            said = words()
+        yield from wrong
+        if JPEG_DAMAGE.search(said):
+            yield from damaged_jpegs(pair.image for pair in pairs)
     progress(1, 1)
 
 
@@ -103,16 +119,25 @@ def _settled(table: MaskTable, pairs: list[Pair]) -> MaskTable:
     return table
 
 
-def _check_headers(table: MaskTable, pair: Pair) -> tuple[int, dict[str, str]]:
+def _check_headers(table: MaskTable, pair: Pair, most: int) -> tuple[int, dict[str, str]]:
     """Pixels of a pair, and the faults of its headers by path; a difference in size by the name of the pair."""
     faults: dict[str, str] = {}
-    image = _collect(faults, pair.image, lambda: read_header(pair.image))
+    image = _collect(faults, pair.image, lambda: _check_size(read_header(pair.image), pair.image, most))
     mask = _collect(faults, pair.mask, lambda: read_header(pair.mask))
     if mask:
         _collect(faults, pair.mask, lambda: _check_mask(table, mask, pair.mask))
     if image and mask:
         _collect(faults, pair.name, lambda: _check_sizes(table, pair, image, mask))
     return (image.height * image.width if image else 0), faults
+
+
+def _check_size(header: Header, path: str, most: int) -> Header:
+    if header.height * header.width > most:
+        raise DataError(
+            f"{path} is {header.height}x{header.width}, {header.height * header.width} pixels, but data.max_pixels = "
+            f"{most}. Cut it into tiles, or raise data.max_pixels."
+        )
+    return header
 
 
 def _check_mask(table: MaskTable, header: Header, path: str) -> None:

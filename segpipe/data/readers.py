@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
+import stat
+import sys
+import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import get_native_id
-from typing import Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 import cv2
 import numpy as np
@@ -28,6 +33,7 @@ from segpipe.data.headers import (
     check_complete,
     parse,
 )
+from segpipe.disk import PASSING, patiently
 from segpipe.errors import DataError
 
 # How EXIF's orientations turn stored pixels upright: (transpose, flip rows, flip columns), in this order.
@@ -35,6 +41,12 @@ TURNS = {
     1: (False, False, False), 2: (False, False, True), 3: (False, True, True), 4: (False, True, False),
     5: (True, False, False), 6: (True, False, True), 7: (True, True, True), 8: (True, True, False),
 }  # fmt: skip
+# What libjpeg says of a file that it decodes all the same. Extraneous bytes cost no pixel, and cameras write them.
+JPEG_DAMAGE = re.compile(
+    "premature end of data segment|Premature end of JPEG file|bad Huffman code|found marker .* instead of RST.*"
+    "|Inconsistent progression sequence.*|Invalid SOS parameters.*"
+)
+JPEG_WORDS = re.compile(f"{JPEG_DAMAGE.pattern}|Corrupt JPEG data")
 Pixels = NDArray[np.uint8] | NDArray[np.uint16]
 T = TypeVar("T")
 R = TypeVar("R")
@@ -49,13 +61,15 @@ class RawMask(NamedTuple):
     palette: NDArray[np.uint8] | None = None  # colours of the indices, RGBA uint8 (n, 4)
 
 
-def read_image(path: str, orient: Callable[[Header], int] = lambda header: 1) -> NDArray[np.uint8]:
+def read_image(
+    path: str, orient: Callable[[Header], int] = lambda header: 1, data: bytes | None = None
+) -> NDArray[np.uint8]:
     """RGB pixels, uint8 (H, W, 3): grey is repeated, alpha dropped, and of 16 bits the upper 8 are kept.
 
-    `orient` chooses the EXIF orientation to apply; by default none. Raises DataError for a missing, truncated or
-    damaged file.
+    `orient` chooses the EXIF orientation to apply; by default none. `data`: content of the file, if it was read before.
+    Raises DataError for a missing, truncated or damaged file.
     """
-    data, header = _read(path)
+    data, header = _read(path) if data is None else (data, _parsed(data, path))
     turn = orient(header)
     pixels = np.asarray(_decode(data, cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION, path), np.uint8)
     return _turned(pixels, turn)
@@ -147,21 +161,41 @@ def _turned(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
 def read_header(path: str) -> Header:
     """Header of a picture file. Raises DataError when the file does not reach its end; reads little of a large one."""
     try:
-        with Path(path).open("rb") as handle:
-            head = handle.read(HEAD_BYTES)
-            if not head.startswith((PNG_SIGNATURE, JPEG_START)) and len(head) == HEAD_BYTES:
-                with mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                    return _parsed(content, path)
-            length = handle.seek(0, 2)
-            handle.seek(max(0, length - TAIL_BYTES))
-            tail = handle.read()
+        return patiently(Path(path), lambda: _header(path))
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+        raise _unreadable(path, error) from None
+
+
+def _header(path: str) -> Header:
+    _check_regular(path)
+    with Path(path).open("rb") as handle:
+        head = handle.read(HEAD_BYTES)
+        if not head.startswith((PNG_SIGNATURE, JPEG_START)) and len(head) == HEAD_BYTES:
+            with mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                return _parsed(content, path)
+        length = handle.seek(0, 2)
+        handle.seek(max(0, length - TAIL_BYTES))
+        tail = handle.read()
     header = _parsed(head, path)
     end = PNG_END if head.startswith(PNG_SIGNATURE) else JPEG_END if head.startswith(JPEG_START) else b""
     if end not in tail:
         raise _truncated(path, length)
     return header
+
+
+def _check_regular(path: str) -> None:
+    """Raise DataError for what is no file: opening a FIFO waits for ever, and a device has no end."""
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket"}
+        raise DataError(
+            f"{path} is {kinds.get(stat.S_IFMT(mode), 'a device')}, but a picture file was needed. Remove it."
+        )
+
+
+def _unreadable(path: str, error: OSError) -> DataError:
+    tried = ", at six tries. Check the disk or the file server that holds it" if error.errno in PASSING else ""
+    return DataError(f"{path} cannot be read: {error.strerror}{tried}.")
 
 
 def _parsed(data: Bytes, path: str, *, complete: bool = False) -> Header:
@@ -183,9 +217,10 @@ def _truncated(path: str, length: int) -> DataError:
 def _read(path: str) -> tuple[bytes, Header]:
     """Content and header of a file that is complete."""
     try:
-        data = Path(path).read_bytes()
+        _check_regular(path)
+        data = patiently(Path(path), Path(path).read_bytes)
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+        raise _unreadable(path, error) from None
     return data, _parsed(data, path, complete=True)
 
 
@@ -197,6 +232,42 @@ def _decode(data: bytes, flags: int, path: str) -> NDArray[Any]:
     if pixels is None:
         raise DataError(f"{path} is complete, but cannot be decoded. Write or copy it again.")
     return np.asarray(pixels)
+
+
+@contextmanager
+def decoders_heard() -> Iterator[Callable[[], str]]:
+    """A function that returns what decoders have written to the standard error in the block; the rest is passed on.
+
+    OpenCV decodes a damaged JPEG to grey areas and tells nobody else. Holds the standard error of the whole process.
+    """
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as heard:
+        kept = os.dup(2)
+        os.dup2(heard.fileno(), 2)
+        try:
+            yield lambda: _content(heard)
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            others = [line for line in _content(heard).splitlines(keepends=True) if not JPEG_WORDS.search(line)]
+            sys.stderr.write("".join(others))
+
+
+def _content(file: IO[bytes]) -> str:
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
+
+
+def damaged_jpegs(paths: Iterable[str]) -> Iterator[str]:
+    """A message for each JPEG that is decoded only in part."""
+    for path in paths:
+        with decoders_heard() as words:
+            with suppress(DataError, OSError):
+                if Path(path).read_bytes()[:2] == JPEG_START:
+                    read_image(path)
+            found = JPEG_DAMAGE.search(words())
+        if found:
+            yield f"{path} is damaged: the decoder says {found[0]!r} and fills the rest with grey. Copy it again."
 
 
 def threaded(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:

@@ -1,11 +1,6 @@
 """Samples: image and train ids at a place in a split, read on demand.
 
-Layouts on disk, below `data.root`:
-
-    camvid   {split}/*.png with {split}annot/*.png
-    folder   images and masks as pairs.py finds them
-
-masks.py says what the pixels of a mask mean, catalog.py describes the class table of a folder.
+pairs.py finds the files, masks.py says what the pixels of a mask mean, pack.py keeps what was decoded.
 """
 
 from __future__ import annotations
@@ -14,7 +9,7 @@ from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,6 +21,7 @@ from segpipe import IGNORE_INDEX
 from segpipe.data.catalog import STREET, ClassTable, MaskTable, mask_table
 from segpipe.data.masks import orientation, read_target, settled
 from segpipe.data.mix import DataPart, main_set, parts, shared_ids
+from segpipe.data.pack import Pack, Sample, open_pack
 from segpipe.data.pairs import Pair, check_sizes, scan
 from segpipe.data.plugin_samples import PluginSamples, open_source
 from segpipe.data.readers import read_header, read_image, threaded
@@ -38,8 +34,6 @@ from segpipe.settings.setting import nearest
 
 if TYPE_CHECKING:
     from segpipe.settings.groups import DataConfig
-
-Sample = tuple[NDArray[np.uint8], NDArray[np.uint8]]  # image (H, W, 3) RGB and target (H, W)
 
 
 class Samples(Protocol):
@@ -60,10 +54,11 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class FileSamples:
-    """Pairs of image and mask files."""
+    """Pairs of image and mask files, and the pack that holds what was already decoded, if there is one."""
 
     table: MaskTable
     pairs: tuple[Pair, ...]
+    pack: Pack | None = None
 
     @property
     def classes(self) -> ClassTable:
@@ -76,9 +71,15 @@ class FileSamples:
         return self.pairs[index].name
 
     def read(self, index: int) -> Sample:
-        pair, target = self.pairs[index], self.target(index)
-        image = read_image(pair.image, lambda header: orientation(header, target.shape, self.table.exif, pair.image))
-        check_sizes(pair, image.shape[:2], target.shape)
+        decode = partial(self.decode, index)
+        return self.pack.read(self.pairs[index], decode) if self.pack else decode()
+
+    def decode(self, index: int, data: bytes | None = None, target: NDArray[np.uint8] | None = None) -> Sample:
+        """The sample from its two files, or from the content of the image's file and the target."""
+        pair, target = self.pairs[index], self.target(index) if target is None else target
+        size = target.shape
+        image = read_image(pair.image, lambda header: orientation(header, size, self.table.exif, pair.image), data)
+        check_sizes(pair, image.shape[:2], size)
         return image, target
 
     def target(self, index: int) -> NDArray[np.uint8]:
@@ -264,7 +265,8 @@ def _files(data: DataConfig, split: str) -> FileSamples:
     pairs, faults = scan(data, split)
     if faults:
         raise DataError(faults[0])
-    return FileSamples(settled(table, [pair.mask for pair in pairs]), tuple(pairs))
+    table = settled(table, [pair.mask for pair in pairs])
+    return FileSamples(table, tuple(pairs), open_pack(data, table))
 
 
 def _open_parts(found: Sequence[DataPart], main: DataConfig, split: str, seed: int) -> Samples:
@@ -340,12 +342,17 @@ def one_by_one(samples: Samples) -> dict[str, MixedSamples]:
     return {part.label: MixedSamples(whole.classes, (part,), (one,), (ids,)) for part, one, ids in each}
 
 
-def image_files(samples: Samples) -> list[str]:
-    """Paths of the images, as far as they lie in files."""
+def file_samples(samples: Samples) -> list[FileSamples]:
+    """The data sets in files that these samples come from."""
     whole = unwrapped(samples)
     if isinstance(whole, MixedSamples):
-        return [path for one in whole.sets for path in image_files(one)]
-    return [pair.image for pair in whole.pairs] if isinstance(whole, FileSamples) else []
+        return [found for one in whole.sets for found in file_samples(one)]
+    return [whole] if isinstance(whole, FileSamples) else []
+
+
+def image_files(samples: Samples) -> list[str]:
+    """Paths of the images, as far as they lie in files."""
+    return [pair.image for one in file_samples(samples) for pair in one.pairs]
 
 
 def set_weights(samples: Samples) -> list[tuple[int, float]]:

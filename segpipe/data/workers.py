@@ -1,7 +1,9 @@
-"""Loader processes: how they start, and how the trainer notices that one died or hangs."""
+"""Loader processes: how they start, what is said of one that died or hangs, and torch's DataLoader as a transport."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import faulthandler
 import os
 import random
@@ -9,28 +11,160 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterable
-from copy import copy
-from functools import partial
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
-from multiprocessing.util import Finalize
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import cv2
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from segpipe.errors import DataError
+from segpipe.errors import DataError, SegpipeError
 
-LOOK_S = 1.0  # between looks at the workers while no item comes
 STACK_S = 0.4  # for a worker to write its stack
-_EXIT_S = 1.0  # a process closes its socket shortly before its exit can be seen
+_EXIT_S = 1.0  # for a process that was killed to end
 
 
-def _isolate(worker: int) -> None:
+class Room(Protocol):
+    """Where a process makes an item."""
+
+    def take(self, size: int) -> Tensor:
+        """Flat memory for the item, uint8 (size,)."""
+
+    def at(self, row: int) -> None:
+        """This sample of the item is made next."""
+
+
+class Fresh:
+    """New memory for each item; page-locked if `pinned`."""
+
+    def __init__(self, pinned: bool = False) -> None:
+        self._pinned = pinned
+
+    def take(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+
+    def at(self, row: int) -> None:
+        """Nobody looks."""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """How items come from loader processes."""
+
+    workers: int
+    start_method: str
+    prefetch: int = 2  # items that each process makes ahead
+    pinned: bool = False
+    timeout_s: float = 300.0
+    transport: str = "ring"
+    replace: bool = False  # a process that died or hangs
+
+
+class Items(Protocol):
+    """What the processes of a loader make."""
+
+    def make(self, request: Any, room: Room) -> Any:
+        """An item; small to pickle but for `data`, its flat memory, which is a tensor that `room` gave."""
+
+    def label(self, request: Any, row: int) -> str:
+        """A sample of an item, for messages."""
+
+
+class Source(Protocol):
+    """Iterator over the items of requests, in their order."""
+
+    def __next__(self) -> Any: ...
+
+    def end(self) -> None:
+        """End its processes."""
+
+
+class InProcess:
+    """Items made by the caller's own process when they are asked for."""
+
+    def __init__(self, items: Items, requests: Iterable[Any], *, pinned: bool) -> None:
+        room = Fresh(pinned)
+        self._items = (items.make(request, room) for request in requests)
+
+    def __next__(self) -> Any:
+        return next(self._items)
+
+    def end(self) -> None:
+        self._items.close()
+
+
+class _Numbered(Dataset[Any]):
+    def __init__(self, items: Items) -> None:
+        self._items = items
+
+    def __getitem__(self, request: Any) -> Any:
+        try:
+            return self._items.make(request, Fresh())
+        except SegpipeError as error:  # as an item, it keeps its message
+            return error
+
+
+class TorchLoader:
+    """torch's DataLoader. It allocates each item anew, and passes a file descriptor for it through a socket.
+
+    A worker that dies raises RuntimeError wherever the trainer happens to be; a worker that is stopped while it answers
+    hangs the trainer for ever. `Ring` does neither.
+    """
+
+    def __init__(self, items: Items, requests: Iterable[Any], how: Delivery) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
+            warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+            loader: DataLoader[Any] = DataLoader(
+                _Numbered(items),
+                sampler=requests,
+                batch_size=None,
+                num_workers=how.workers,
+                collate_fn=_identity,
+                worker_init_fn=isolate,
+                timeout=how.timeout_s,
+                multiprocessing_context=context_of(how.start_method),
+                prefetch_factor=how.prefetch,
+                pin_memory=how.pinned,
+                generator=torch.Generator(),  # its one draw would otherwise come from the trainer's global state
+            )
+            self._items = iter(loader)
+
+    def __next__(self) -> Any:
+        try:
+            item = next(self._items)
+        except RuntimeError as error:
+            if "DataLoader" not in str(error):  # torch has no class of its own for a worker that died or hangs
+                raise
+            raise DataError(f"{error}. With data.transport=ring, worker and sample are named.") from error
+        if isinstance(item, SegpipeError):
+            raise item
+        return item
+
+    def end(self) -> None:
+        self._items._shutdown_workers()  # type: ignore[attr-defined]  # nothing public ends them at a known time
+
+
+def _identity(item: Any) -> Any:
+    return item
+
+
+def context_of(start_method: str) -> BaseContext:
+    """A way to start processes."""
+    context = get_context(start_method)
+    if start_method == "forkserver":
+        context.set_forkserver_preload(["segpipe.data.loader"])  # torch is imported once instead of once per worker
+    return context
+
+
+def isolate(worker: int) -> None:
     """Start of every worker: one thread, no shared random state, no CUDA.
 
     Ctrl-C and a scheduler's signals reach all processes of a job at once. Workers ignore them: the trainer ends its
@@ -40,6 +174,7 @@ def _isolate(worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     if sys.__stderr__ is not None:
         faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
+    keep_memory()
     cv2.setNumThreads(0)  # OpenCV's threads do not survive a fork: a worker that uses them can hang
     torch.set_num_threads(1)
     random.seed(0)
@@ -48,161 +183,68 @@ def _isolate(worker: int) -> None:
     cv2.setRNGSeed(0)
 
 
-class Flag:
-    """An event as torch's loader needs it, without the lock of multiprocessing's.
+def keep_memory() -> None:
+    """Let this process keep the memory that it frees, where glibc allocates it.
 
-    torch asks its event after every batch. A worker that is killed inside `is_set` never releases the lock of
-    multiprocessing.Event, and then all other processes wait for it, the trainer too.
+    Otherwise each decoded image comes as new pages, and goes back at once: at 2048x1024, 7 of 25 ms for JPEG.
     """
-
-    def __init__(self, context: BaseContext) -> None:
-        self._byte = context.RawValue("b", 0)
-
-    def set(self) -> None:
-        self._byte.value = 1
-
-    def is_set(self) -> bool:
-        return bool(self._byte.value)
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: bytes that may lie free at the end of the heap
+        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: the largest that glibc takes; larger blocks are mapped one by one
 
 
-def _context(start_method: str, workers: list[BaseProcess]) -> BaseContext:
-    """A way to start processes; those that torch starts are appended to `workers`."""
-    context = copy(get_context(start_method))
-    start = context.Process  # type: ignore[attr-defined]
-
-    def process(*args: Any, **named: Any) -> BaseProcess:
-        workers.append(start(*args, **named))
-        return workers[-1]
-
-    context.Process = process  # type: ignore[attr-defined]
-    context.Event = partial(Flag, context)  # type: ignore[method-assign,assignment]
-    if start_method == "forkserver":
-        context.set_forkserver_preload(["segpipe.data.loader"])  # torch is imported once instead of once per worker
-    return context
+def kill(processes: Iterable[BaseProcess]) -> None:
+    """Kill those that still live; SIGTERM is ignored by them."""
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+            process.join(_EXIT_S)
 
 
-class Source:
-    """Iterator over `items[request]` for `requests`, in their order, made by `num_workers` processes.
-
-    Raises DataError when a worker has died, or has sent nothing for `timeout_s`.
-    """
-
-    def __init__(
-        self,
-        items: Dataset[Any],
-        requests: Iterable[Any],
-        num_workers: int,
-        start_method: str,
-        *,
-        prefetch: int = 2,
-        pin_memory: bool = False,
-        timeout_s: float,
-    ) -> None:
-        self._workers: list[BaseProcess] = []
-        self._timeout_s, self._received = timeout_s, 0
-        # torch's SIGCHLD handler raises RuntimeError wherever the trainer happens to be, even inside a write of a
-        # checkpoint. Without it a death is noticed when the next item is asked for.
-        handler = signal.getsignal(signal.SIGCHLD)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
-            # Python 3.12 and later warn of any thread; the workers take no lock that a thread of torch could hold.
-            warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
-            loader: DataLoader[Any] = DataLoader(
-                items,
-                sampler=requests,
-                batch_size=None,
-                num_workers=num_workers,
-                collate_fn=_identity,
-                worker_init_fn=_isolate,
-                timeout=LOOK_S if num_workers else 0,
-                multiprocessing_context=_context(start_method, self._workers) if num_workers else None,
-                prefetch_factor=prefetch if num_workers else None,
-                pin_memory=pin_memory,
-                generator=torch.Generator(),  # its one draw would otherwise come from the trainer's global state
-            )
-            self._items = iter(loader)
-        if signal.getsignal(signal.SIGCHLD) is not handler:
-            signal.signal(signal.SIGCHLD, handler)
-        # Should nobody call `end`: at its exit multiprocessing sends daemons SIGTERM, which they ignore, and waits.
-        # Not atexit, which does not run in a process that multiprocessing has spawned.
-        Finalize(self, _kill, args=(self._workers,), exitpriority=10)
-
-    def __iter__(self) -> Source:
-        return self
-
-    def __next__(self) -> Any:
-        deadline = time.monotonic() + self._timeout_s
-        while True:
-            try:
-                item = next(self._items)
-            except (RuntimeError, OSError, EOFError) as error:
-                if "DataLoader timed out" in str(error):  # torch has no class of its own for it
-                    if time.monotonic() < deadline:
-                        continue
-                    raise DataError(self._hang()) from error
-                if (death := self._death()) is None:
-                    raise
-                raise DataError(death) from error
-            self._received += 1
-            return item
-
-    def end(self) -> None:
-        """End the workers; at once if one of them has died, since others may wait for a lock that it held."""
-        if any(worker.exitcode for worker in self._workers):
-            _kill(self._workers)
-        if self._workers:
-            self._items._shutdown_workers()  # type: ignore[attr-defined]  # nothing public ends them at a known time
-        _kill(self._workers)
-
-    def _death(self) -> str | None:
-        """A message if a worker has died, or None."""
-        deadline = time.monotonic() + _EXIT_S
-        while self._workers:
-            for number, worker in enumerate(self._workers):
-                code = worker.exitcode
-                if code is not None and code < 0:
-                    return f"loader worker {number} was killed by signal {-code}, {_reason(-code)}"
-                if code:
-                    return f"loader worker {number} ended with exit code {code}. Set data.workers=0 to see its error."
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(0.02)
-        return None
-
-    def _hang(self) -> str:
-        """Have all workers write their stacks, kill them, and return a message that names the one that hangs.
-
-        One after another: two that write at the same time mix their lines.
-        """
-        number = self._received % len(self._workers)  # torch gives item n to worker n % num_workers
-        for place, worker in enumerate(self._workers):
-            if worker.is_alive() and worker.pid is not None:
-                print(f"stack of loader worker {place} (process {worker.pid}):", file=sys.stderr, flush=True)
-                os.kill(worker.pid, signal.SIGUSR1)
-                time.sleep(STACK_S)
-        _kill(self._workers)
-        return (
-            f"loader worker {number} (process {self._workers[number].pid}) has sent nothing for {self._timeout_s:g} s; "
-            f"the stacks of all workers are on stderr. The disk may not answer, or a library may not survive a fork: "
-            f"try data.start_method=spawn, or data.workers=0. If it only needs longer, raise data.timeout_s."
-        )
-
-
-def _identity(item: Any) -> Any:
-    return item
-
-
-def _kill(workers: Iterable[BaseProcess]) -> None:
-    """Kill those that still live; SIGTERM, which torch sends, is ignored by them."""
-    for worker in workers:
-        if worker.is_alive():
-            worker.kill()
-            worker.join(_EXIT_S)
+def death(number: int, process: BaseProcess, label: str) -> str:
+    """A message about a worker whose end was noticed."""
+    process.join(_EXIT_S)  # a process closes its socket shortly before its exit can be seen
+    code = process.exitcode
+    if code is not None and code < 0:
+        return f"loader worker {number} was killed by signal {-code}{label}: {_reason(-code)}"
+    at = f"loader worker {number} ended with exit code {code}{label}."
+    return f"{at} Set data.workers=0 to see its error."
 
 
 def _reason(number: int) -> str:
     if number == signal.SIGBUS:
-        return "often full shared memory: enlarge /dev/shm or lower data.workers or data.prefetch."
+        return "a file that it read was cut short, or memory is full."
     if number == signal.SIGKILL:
-        return "often memory: lower data.workers or data.prefetch, or give the job more memory."
-    return "a crash inside a library: set data.workers=0 to see where."
+        return "often memory. Lower data.workers or data.prefetch, or give the job more memory."
+    return "a crash inside a library. Set data.workers=0 to see where."
+
+
+def hang(number: int, processes: Sequence[BaseProcess], label: str, timeout_s: float) -> str:
+    """Have all workers write their stacks, and return a message about the one that does not answer.
+
+    One after another: two that write at the same time mix their lines.
+    """
+    stopped = _is_stopped(processes[number])
+    for place, process in enumerate(processes):
+        if process.is_alive() and process.pid is not None:
+            print(f"stack of loader worker {place} (process {process.pid}):", file=sys.stderr, flush=True)
+            os.kill(process.pid, signal.SIGUSR1)
+            time.sleep(STACK_S)
+    advice = (
+        "It was stopped by a signal (SIGSTOP, a debugger, or a scheduler)."
+        if stopped
+        else "The stacks of all workers are on stderr. The disk may not answer, or a library may not survive a fork: "
+        "try data.start_method=spawn, or data.workers=0. If it only needs longer, raise data.timeout_s."
+    )
+    return (
+        f"loader worker {number} (process {processes[number].pid}) has sent nothing for {timeout_s:g} s{label}. "
+        f"{advice}"
+    )
+
+
+def _is_stopped(process: BaseProcess) -> bool:
+    try:
+        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False

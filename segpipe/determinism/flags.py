@@ -33,6 +33,7 @@ NOT_SELECTING = re.compile(
     r"|\w+_(DEBUG|DISPLAY|DUMP|LOG|VERBOSE)|\w+_(DIR|HOME|PATH|ROOT|TRACE|VERSION)$"
 )
 PLUGINS = "plugins"  # in a fingerprint: hashes of the user's own code, as plugins.sources has them
+LOSS = "loss"  # in a fingerprint: what computed the loss; releases that did not record it had one way only
 INSTRUCTIONS = (  # beyond `cpu_capability`; they select kernels, above all for bf16 and int8
     "avx_vnni", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_int8", "amx_bf16", "amx_fp16", "bf16", "i8mm",
     "sve_bf16",
@@ -175,7 +176,14 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[A
     """
     recorded = "variables" in a and "variables" in b
     flat_a, flat_b = (
-        {**each, **(each["variables"] if recorded else {}), **each.get(PLUGINS, {}), "variables": None, PLUGINS: None}
+        {
+            LOSS: "plain",
+            **each,
+            **(each["variables"] if recorded else {}),
+            **each.get(PLUGINS, {}),
+            "variables": None,
+            PLUGINS: None,
+        }
         for each in (a, b)
     )
     return {n: (flat_a.get(n), flat_b.get(n)) for n in {**flat_a, **flat_b} if flat_a.get(n) != flat_b.get(n)}

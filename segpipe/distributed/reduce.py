@@ -11,7 +11,7 @@ move bytes, so algorithm, protocol and topology of the backend cannot change a n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -162,11 +162,14 @@ class TreeSum:
 
 
 class RankSum:
-    """Sums parts of vectors over the ranks, in place, by the tree over `leaves` continued above the ranks.
+    """Sums parts of vectors over the ranks by the tree over `leaves` continued above the ranks.
 
-    A started part is sent while the next is computed. Every rank must start parts of the same lengths in the same
-    order. A rank with several subtrees sends them as a copy. So does one whose part has a length that is no multiple
-    of the world size; buckets of a FlatLayout are multiples of 128.
+    A part takes an all-to-all, which brings every rank the same chunk of all subtrees, and an all-gather of the sums;
+    two more between machines. Each part that is started moves those before it on by one collective, so data travel both
+    ways while the next part is computed. That order is a function of the number of parts alone, whatever arrives first:
+    every rank must start parts of the same lengths in the same order. A rank with several subtrees sends them as a
+    copy. So does one whose part has a length that is no multiple of the world size; buckets of a FlatLayout are
+    multiples of 128.
     """
 
     def __init__(self, group: Group, leaves: int) -> None:
@@ -177,14 +180,34 @@ class RankSum:
             self._leaves, self._heights = leaves, [node.height for nodes in held for node in nodes]
         else:  # every rank holds one, and all are of one height
             self._leaves, self._heights = self._levels[0].size, [0] * self._levels[0].size
-        self._started: list[tuple[Tensor, Tensor, Tensor, Tensor, dist.Work]] = []
+        self._under_way: list[tuple[dist.Work, Iterator[dist.Work]]] = []  # of each part: its collective, and the rest
 
-    def start(self, parts: Sequence[Tensor]) -> None:
-        """Send the chunks of the same contiguous part of every own subtree; not to be touched until `finish`.
+    def start(self, parts: Sequence[Tensor], into: Tensor | None = None) -> None:
+        """Send the chunks of the same contiguous part of every own subtree; not to be changed until `finish`.
 
-        `finish` leaves the sum in the last of them.
+        By then the sum is in `into`, which is the last of them by default.
         """
         assert len(parts) == self._own
+        collectives = self._sum(parts, parts[-1] if into is None else into)
+        first = next(collectives)
+        self._go_on()
+        self._under_way.append((first, collectives))
+
+    def finish(self) -> None:
+        """Leave the sums of all parts that were started in their places; equal on every rank."""
+        while self._under_way:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Wait for the collective of every part that is under way, and start its next one."""
+        going, self._under_way = self._under_way, []
+        for work, collectives in going:
+            work.wait()
+            if (following := next(collectives, None)) is not None:
+                self._under_way.append((following, collectives))
+
+    def _sum(self, parts: Sequence[Tensor], into: Tensor) -> Iterator[dist.Work]:
+        """Start one collective after the other; each must be complete before the next is asked for."""
         ranks = self._levels[0].size
         missing = -parts[0].numel() % self._world_size
         padded = [F.pad(part, (0, missing)) if missing else part for part in parts]
@@ -194,25 +217,25 @@ class RankSum:
         arriving, leaving = [count * chunk for count in self._counts], [len(parts) * chunk] * ranks
         received = sent.new_empty(len(self._heights) * chunk)
         self._contract.enter("all_to_all", received)  # what is sent differs between the ranks
-        work = dist.all_to_all_single(
-            received,
-            sent,
-            arriving if uneven else None,
-            leaving if uneven else None,
-            group=self._levels[0].ranks,
-            async_op=True,
+        yield _started(
+            dist.all_to_all_single(
+                received,
+                sent,
+                arriving if uneven else None,
+                leaving if uneven else None,
+                group=self._levels[0].ranks,
+                async_op=True,
+            )
         )
-        assert work is not None
-        self._started.append((parts[-1], padded[-1], sent, received, work))
+        root = padded[-1] if missing else into
+        yield from _climb(root, received, self._heights, self._leaves, self._levels, self._contract)
+        if missing:
+            into.copy_(root[: into.numel()])
 
-    def finish(self) -> None:
-        """Leave the sums in all parts that were started; equal on every rank."""
-        for part, root, _, received, work in self._started:
-            work.wait()
-            _climb(root, received, self._heights, self._leaves, self._levels, self._contract)
-            if root is not part:
-                part.copy_(root[: part.numel()])
-        self._started.clear()
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this process is in the group"
+    return work
 
 
 def _climb(
@@ -223,7 +246,7 @@ def _climb(
     levels: Sequence[Level],
     contract: Contract,
     level: int = 0,
-) -> None:
+) -> Iterator[dist.Work]:
     """Sum the chunks of subtrees of these heights, received on the lowest level; continue above; gather the roots."""
     tree = TreeSum(leaves)
     for chunk, height in zip(received.view(len(heights), -1).unbind(), heights, strict=True):
@@ -232,10 +255,10 @@ def _climb(
     if len(levels) > 1:
         size, above = levels[1].size, torch.empty_like(root)
         contract.enter("all_to_all", root, level=level + 1)
-        dist.all_to_all_single(above, root, group=levels[1].ranks)
-        _climb(root, above, [0] * size, size, levels[1:], contract, level + 1)
+        yield _started(dist.all_to_all_single(above, root, group=levels[1].ranks, async_op=True))
+        yield from _climb(root, above, [0] * size, size, levels[1:], contract, level + 1)
     contract.enter("all_gather", vector, level=level)
-    _all_gather(vector, root.contiguous(), group=levels[0].ranks)
+    yield _started(_all_gather(vector, root.contiguous(), group=levels[0].ranks, async_op=True))
 
 
 def tree_over_ranks(vector: Tensor, group: Group) -> Tensor:

@@ -11,7 +11,7 @@ import onnx
 from segpipe.errors import ExportError
 from segpipe.export.artifact.manifest import in_file
 from segpipe.export.graph.formats import FORMATS, ModelFile
-from segpipe.export.graph.onnx_format import write_probe
+from segpipe.export.graph.onnx_format import IR_VERSION, write_probe
 from segpipe.export.graph.profiles import Image, Manifest, Size, manifest_text
 from segpipe.export.lowprec.half import to_fp16
 from segpipe.export.lowprec.int8 import to_int8
@@ -77,6 +77,7 @@ def _lower(
             f"export.precision = {precision}: {source.name} could not be converted ({type(error).__name__}: {error}). "
             f"Leave {precision} out of export.precision."
         ) from error
+    lowered.ir_version = IR_VERSION  # the quantizer raises it
     onnx.helper.set_model_props(lowered, {MANIFEST_KEY: manifest_text(manifest)})
     onnx.save(lowered, out)
     return scheme

@@ -22,7 +22,7 @@ from segpipe.export.artifact.place import beside, check_place, put_in_place, rec
 from segpipe.export.artifact.sidecars import write_sidecars
 from segpipe.export.dataset import gather
 from segpipe.export.gates.check_set import Check, check_set, trials
-from segpipe.export.gates.judge import GateInputs, judge, load_as_robot
+from segpipe.export.gates.judge import GateInputs, judge, load_as_robot, require_engines
 from segpipe.export.gates.limits import MAX_CLASSES
 from segpipe.export.gates.temperature import calibration_entry
 from segpipe.export.graph.formats import FORMATS
@@ -128,6 +128,7 @@ def _check_request(
         raise ConfigError(f"export.formats = {list(formats)}, but it must be one or more of {', '.join(FORMATS)}.")
     for problem in export_problems(replace(settings, formats=list(formats))):
         raise ConfigError(problem)
+    require_engines(settings)
     free_lengths(settings.dynamic, size, trained.model.output_stride)
     classes = trained.classes
     if classes.num_classes > MAX_CLASSES:

@@ -18,7 +18,7 @@ from segpipe.export.artifact.outcome import NOT_VERIFIED, ExportReport, integrit
 from segpipe.export.artifact.place import sums_problems
 from segpipe.export.artifact.sidecars import sidecar_problems, unlisted
 from segpipe.export.gates.check_set import check_set
-from segpipe.export.gates.judge import GateInputs, judge, load_as_robot
+from segpipe.export.gates.judge import GateInputs, judge, load_as_robot, require_engines
 from segpipe.export.gates.limits import gate_integrity
 from segpipe.export.gates.temperature import calibration_entry, calibration_problems
 from segpipe.export.graph.formats import FORMATS, ModelFile
@@ -88,6 +88,7 @@ def verify_folder(
     ExportMismatch or one of its subclasses when a gate fails, a file was altered, or the manifest is about another
     network.
     """
+    require_engines(settings)
     manifest = read_manifest(folder)
     size = image_size(manifest)
     profile = replace(PROFILES[manifest["profile"]], dynamic=dynamic_of(manifest["io"].get("free", {})))

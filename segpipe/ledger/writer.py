@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from segpipe.errors import CheckpointError
+from segpipe.disk import append, patiently
+from segpipe.files import not_written
 from segpipe.ledger.rows import (
     INPUTS,
     PART,
@@ -133,7 +134,8 @@ class LedgerWriter:
         with _disk(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             # Unbuffered: a forked loader process would write a buffer's content a second time.
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            self._file = patiently(path, lambda: os.open(path, flags, 0o644))
             os.ftruncate(self._file, sound)
             self._hash = RunningHash(path)
         self._append(encode(header))
@@ -185,7 +187,7 @@ class LedgerWriter:
             self._rows, self._values, self._num_rows = [], [], 0
             self._append(seal(rows))
         if sync:
-            with _disk(self.path):
+            with _disk(self.path):  # not tried again: after a failed sync, Linux forgets which pages are not written
                 os.fsync(self._file)
                 self._hash.seal()
 
@@ -214,15 +216,7 @@ class LedgerWriter:
 
     def _append(self, content: bytes) -> None:
         with _disk(self.path):
-            before = os.lseek(self._file, 0, os.SEEK_END)
-            left = memoryview(content)
-            try:
-                while left:
-                    left = left[os.write(self._file, left) :]
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.ftruncate(self._file, before)  # part of a row would shift all later ones
-                raise
+            append(self.path, self._file, content)
         self._hash.add(content)
 
 
@@ -231,10 +225,7 @@ def _disk(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(
-            f"{path} could not be written: {error.strerror or error}. Free some space, or choose another run.root, "
-            f"then continue with run.exists=resume."
-        ) from error
+        raise not_written(path, error) from error
 
 
 def _integers(values: Tensor | Sequence[int]) -> list[int]:

@@ -9,7 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def pixel_losses(logits: Tensor, target: Tensor, class_weights: Tensor | None = None, *, ignore_index: int) -> Tensor:
+def pixel_losses(
+    logits: Tensor,
+    target: Tensor,
+    class_weights: Tensor | None = None,
+    *,
+    ignore_index: int,
+    label_smoothing: float = 0.0,
+) -> Tensor:
     """Cross-entropy of every pixel, 0 where the target is ignored.
 
     `reduction="none"` because the reducing kernels have no deterministic form on CUDA.
@@ -17,7 +24,12 @@ def pixel_losses(logits: Tensor, target: Tensor, class_weights: Tensor | None = 
     Shapes: logits (B, C, H, W), target uint8 (B, H, W), class_weights (C,) -> float32 (B, H, W).
     """
     return F.cross_entropy(
-        logits.float(), target.long(), weight=class_weights, ignore_index=ignore_index, reduction="none"
+        logits.float(),
+        target.long(),
+        weight=class_weights,
+        ignore_index=ignore_index,
+        reduction="none",
+        label_smoothing=label_smoothing,
     )
 
 
@@ -56,13 +68,14 @@ def kth_largest(values: Tensor, k: Tensor) -> Tensor:
     return answer.view(torch.float32)
 
 
-def ohem_sum(losses: Tensor, valid: Tensor, *, threshold: float, min_kept: float) -> Tensor:
-    """Mean loss of the hard pixels times the number of valid pixels.
+def ohem_kept(losses: Tensor, valid: Tensor, *, threshold: float, min_kept: float) -> tuple[Tensor, Tensor]:
+    """Which pixels are hard, and the number of valid pixels per hard one.
 
     A pixel is hard when its loss exceeds `-log(threshold)`. When fewer than `min_kept` (a fraction of the shard's
     pixels) are hard, the highest losses down to that number are kept, ties included.
 
-    Shapes: losses float32 (B, H, W), valid bool (B, H, W) -> 0-d. Source: OHEM, arXiv:1604.03540, by value.
+    Shapes: losses float32 (B, H, W), valid bool (B, H, W) -> bool (B, H, W), 0-d. Source: OHEM, arXiv:1604.03540, by
+    value.
     """
     detached = losses.detach().clamp_min(0)
     fewest = min(math.ceil(min_kept * losses.numel()), losses.numel())
@@ -71,8 +84,13 @@ def ohem_sum(losses: Tensor, valid: Tensor, *, threshold: float, min_kept: float
         count = torch.tensor(fewest, device=losses.device)
         cut = torch.minimum(cut, kth_largest(detached, count))
     kept = valid & ~(detached < cut)  # NaN counts as hard, so that it reaches the sum and is noticed
-    num_kept = kept.sum().clamp_min(1)
-    return torch.where(kept, losses, 0.0).sum() * (valid.sum() / num_kept)
+    return kept, valid.sum() / kept.sum().clamp_min(1)
+
+
+def ohem_sum(losses: Tensor, valid: Tensor, *, threshold: float, min_kept: float) -> Tensor:
+    """Mean loss of the hard pixels (`ohem_kept`) times the number of valid pixels, 0-d."""
+    kept, ratio = ohem_kept(losses, valid, threshold=threshold, min_kept=min_kept)
+    return torch.where(kept, losses, 0.0).sum() * ratio
 
 
 def dice_sum(logits: Tensor, target: Tensor, *, ignore_index: int) -> Tensor:
@@ -114,14 +132,20 @@ def boundary_target(target: Tensor, *, width: int = 2, ignore_index: int) -> Ten
     return ((highest > lowest) & ~ignored).float()
 
 
+def boundary_weights(edge: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight of a pixel on an edge and of any other, with which both kinds count equally; 0-d."""
+    positives = (edge * valid.unsqueeze(1)).sum()
+    total = valid.sum().clamp_min(1)
+    return (total - positives) / total, positives / total
+
+
 def boundary_sum(logits: Tensor, edge: Tensor, valid: Tensor) -> Tensor:
     """Binary cross-entropy summed over the valid pixels, with edges weighted as much as all other pixels together.
 
     Shapes: logits (B, 1, H, W), edge float32 (B, 1, H, W), valid bool (B, H, W) -> 0-d.
     """
     mask = valid.unsqueeze(1)
-    positives = (edge * mask).sum()
-    total = mask.sum().clamp_min(1)
-    weight = torch.where(edge > 0.5, (total - positives) / total, positives / total)
+    inside, outside = boundary_weights(edge, valid)
+    weight = torch.where(edge > 0.5, inside, outside)
     losses = F.binary_cross_entropy_with_logits(logits.float(), edge, weight=weight, reduction="none")
     return torch.where(mask, losses, 0.0).sum()

@@ -7,6 +7,8 @@ are linear and separable, so they equal two products with small constant matrice
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -65,8 +67,10 @@ def adaptive_avg_pool(x: Tensor, bins: int) -> Tensor:
     return _separable(x, (bins, bins), "pool")
 
 
-def bilinear_weights(num_in: int, num_out: int, real: type[np.floating[Any]], *, align_corners: bool) -> NDArray[Any]:
-    """Matrix (num_out, num_in) that interpolates one axis; every row sums to 1.
+def bilinear_taps(
+    num_in: int, num_out: int, real: type[np.floating[Any]], *, align_corners: bool
+) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    """Per output position of one axis: index of the lower input, and the share of the next one, 0 to 1.
 
     Coordinates are computed in `real` (np.float32 or np.float64), as torch computes them in the dtype of its input:
     exact ones would differ from an exported fp32 graph by 4e-6.
@@ -77,11 +81,55 @@ def bilinear_weights(num_in: int, num_out: int, real: type[np.floating[Any]], *,
     else:
         source = np.maximum((out + 0.5) * (num_in / num_out) - 0.5, 0)
     low = np.minimum(source.astype(np.int64), num_in - 1)
-    share = source - low.astype(real)
+    return low, source - low.astype(real)
+
+
+def bilinear_weights(num_in: int, num_out: int, real: type[np.floating[Any]], *, align_corners: bool) -> NDArray[Any]:
+    """Matrix (num_out, num_in) that interpolates one axis, by `bilinear_taps`; every row sums to 1."""
+    low, share = bilinear_taps(num_in, num_out, real, align_corners=align_corners)
     matrix = np.zeros((num_out, num_in), real)
     np.add.at(matrix, (np.arange(num_out), low), 1 - share)
     np.add.at(matrix, (np.arange(num_out), np.minimum(low + 1, num_in - 1)), share)
     return matrix
+
+
+@dataclass(frozen=True, eq=False)  # each is its own key of a cache
+class Axis:
+    """How one axis is resized: the matrix, and the two inputs that each row of it joins.
+
+    Shapes: matrix float (num_out, num_in); low int32 and share float (num_out,), as from `bilinear_taps`.
+    """
+
+    matrix: Tensor
+    low: Tensor
+    share: Tensor
+    first: tuple[int, ...]  # `low` for the host
+
+
+def bilinear_axes(
+    x: Tensor, size: tuple[int, int], *, align_corners: bool = False, stride: int = 1
+) -> tuple[Axis, Axis]:
+    """Rows and columns of what `bilinear_matmul` does, on the device of `x` and in its type; cached per process."""
+    lengths = zip(x.shape[-2:], size, strict=True)
+    return tuple(_axis(*each, stride, align_corners, x.device, x.dtype) for each in lengths)  # type: ignore[return-value]
+
+
+@lru_cache(maxsize=256)
+def _axis(
+    num_in: int, num_out: int, stride: int, align_corners: bool, device: torch.device, dtype: torch.dtype
+) -> Axis:
+    real = np.float64 if dtype == torch.float64 else np.float32
+    low, share = bilinear_taps(num_in, num_out, real, align_corners=align_corners)
+    low, share = (np.ascontiguousarray(each[stride // 2 :: stride]) for each in (low, share))
+    with torch.inference_mode(False):
+        kind = "bilinear_corners" if align_corners else "bilinear"
+        matrix = _matrix(kind, num_in, num_out, stride, torch.empty(0, device=device, dtype=dtype))
+        return Axis(
+            matrix,
+            torch.from_numpy(low.astype(np.int32)).to(device),
+            torch.from_numpy(share).to(device, dtype),
+            tuple(low.tolist()),
+        )
 
 
 def pool_weights(num_in: int, bins: int, real: type[np.floating[Any]]) -> NDArray[Any]:

@@ -89,6 +89,7 @@ def _unreadable(path: Path, error: Exception) -> CheckpointError:
     if not path.is_file():
         return CheckpointError(f"{path} does not exist. Set model.weights to a file, or to the folder of a run.")
     reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+    reason = "its pickle is damaged" if isinstance(error, pickle.UnpicklingError) else reason
     size = path.stat().st_size
     return CheckpointError(f"{path} ({size} bytes) cannot be read as a file of torch: {reason}. Fetch it again.")
 

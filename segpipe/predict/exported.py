@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from segpipe.errors import ConfigError, ExportMismatch, IntegrityError
 from segpipe.predict.tiles import Size, Tiling
 from segpipe.runtime.artifact import MANIFEST, Artifact, ArtifactError, SelfTestError, read_artifact
+from segpipe.runtime.engines import EngineError
 from segpipe.runtime.session import Session
 
 Image = NDArray[np.uint8]  # (H, W, 3) RGB
@@ -104,6 +105,8 @@ def load_exported(
         artifact = read_artifact(folder, precision=precision)
         session = Session(artifact, threads=threads, providers=(provider,))
         session.self_test()
+    except EngineError as error:  # such as an onnxruntime that is too old for the file
+        raise ConfigError(str(error)) from error
     except SelfTestError as error:
         raise ExportMismatch(str(error)) from error
     except ArtifactError as error:

@@ -9,6 +9,7 @@ a digest of what it was given, so that the one at fault can be named. docs/race.
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,9 +19,9 @@ from numpy.typing import NDArray
 
 from segpipe.data.plan import REPEATS, Member
 from segpipe.errors import ImpureAugmentError
-from segpipe.ledger import native
-from segpipe.ledger.digest import digest_groups
+from segpipe.ledger.digest import digest_groups, kernels
 from segpipe.purity.probes import Frame, first_difference
+from segpipe.purity.tripwire import another_worker
 
 if TYPE_CHECKING:
     from segpipe.data.augment import Augmenter
@@ -44,9 +45,17 @@ def witness(image: NDArray[np.uint8], target: NDArray[np.uint8], trail: Trail = 
     return Witness(os.getpid(), of_image % 2**64, of_target % 2**64, trail)
 
 
-def augment_watched(augmenter: Augmenter, frame: Frame, key: int) -> tuple[Frame, Witness]:
-    """The augmented sample and its witness, without a trail where digests are not compiled: it would cost too much."""
-    if native.kernels() is None:
+def augment_watched(augmenter: Augmenter, frame: Frame, key: int, again: bool = False) -> tuple[Frame, Witness]:
+    """The augmented sample and its witness, without a trail where digests are not compiled: it would cost too much.
+
+    With `again`, as a worker of another layout, so that a transform which reads the number of workers is seen too.
+    """
+    with another_worker() if again else nullcontext():
+        return _augment_watched(augmenter, frame, key)
+
+
+def _augment_watched(augmenter: Augmenter, frame: Frame, key: int) -> tuple[Frame, Witness]:
+    if kernels() is None:
         made = augmenter(*frame, key)
         return made, witness(*made)
     trail: list[tuple[str, int]] = []
@@ -82,7 +91,7 @@ class _Held:
 
 
 class Canary:
-    """`segpipe.data.loader.Repeats`: holds delivered samples, without a copy, until all their repeats were compared."""
+    """`segpipe.data.loader.Repeats`: holds copies of delivered samples until all their repeats were compared."""
 
     augment = staticmethod(augment_watched)
 
@@ -145,9 +154,6 @@ def _cause(before: Trail, now: Trail) -> str:
 
 
 def _pixel(held: _Held, frame: Frame) -> str:
-    """The first pixel that differs; nothing when the receiver of the batch has written into it."""
-    now = witness(*held.frame)
-    if (now.image, now.target) != (held.witness.image, held.witness.target):
-        return ""
+    """The first pixel that differs."""
     found = first_difference(held.frame, frame)
     return f"; {found}" if found else ""

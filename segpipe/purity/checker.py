@@ -2,24 +2,31 @@
 
 f(sample, key) -> bytes may depend on nothing else and change nothing else. Every probe of probes.py runs on each
 transform alone, always applied, and on the whole pipeline, so a finding names the transform, the probe and the first
-differing pixel. layouts.py checks the pipeline inside real loader workers.
+differing pixel. Before any of them, two processes that have called nothing yet call everything in opposite orders, the
+second as if it were another loader worker: whatever is kept from call to call, and wherever, their results differ.
+layouts.py checks the pipeline inside real loader workers.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import pickle
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cv2
 
-from segpipe.errors import ImpureAugmentError
+from segpipe import plugins
+from segpipe.errors import ConfigError, ImpureAugmentError, SegpipeError
 from segpipe.purity import tripwire
+from segpipe.purity.held import object_state, written
 from segpipe.purity.probes import (
     KEYS,
     PROBES,
@@ -39,7 +46,8 @@ if TYPE_CHECKING:
     from segpipe.data.samples import Samples
 
 QUICK_SIZE = 256  # largest height and width at which `quick` probes single transforms
-PATIENCE_S = 120.0  # for another process
+PATIENCE_S = 120.0  # for another process, as long as it does nothing
+BUDGET_S = 20.0  # processor time of `quick`; all its probes of all shipped transforms take less than 2
 UNANSWERED = {  # advice, by start method
     "fork": "A transform may wait for threads, which do not survive a fork.",
     "spawn": "Define functions in TRANSFORMS at the top of a module; otherwise only data.start_method=fork works.",
@@ -51,19 +59,21 @@ FORKED = Probe("forked process", Case.differs, "Do not use the process id, or st
 SPAWNED = Probe(
     "spawned process", Case.differs, "Do not use hash() of text, addresses, or module data set after the import."
 )
-# Most telling first. Without the pickling probe: only workers that are not forked need it, and they report it.
-QUICK = (
-    PROBES[0],
-    FORKED,
-    *(
-        replace(probe, run=two_thread_counts) if probe.name == "OpenCV threads" else probe
-        for probe in PROBES[1:]
-        if probe.name != "pickled pipeline"
-    ),
+# Most telling first. Without the pickling probe: only workers that are not forked need it, and they report it. That of
+# a forked process is part of ORDER.
+QUICK = tuple(
+    replace(probe, run=two_thread_counts) if probe.name == "OpenCV threads" else probe
+    for probe in PROBES
+    if probe.name != "pickled pipeline"
 )
 ALWAYS = 2  # first probes of QUICK, two calls each, that run on every transform however slow the machine is
 METHODS = {"fork": FORKED, "spawn": SPAWNED}
-NAMES = tuple(probe.name for probe in (*PROBES, *METHODS.values()))
+ORDER = "another worker"
+ORDER_ADVICE = (
+    "Keep nothing from one call to the next, and do not ask which worker this is, or how many there are. A cache may "
+    "hold what follows from its keys alone."
+)
+NAMES = (*(probe.name for probe in (*PROBES, *METHODS.values())), ORDER)
 Report = Callable[[str, str, Finding | None], None]
 Question = tuple[Case, Probe]
 
@@ -73,59 +83,123 @@ class _Answers(NamedTuple):
     asked: int  # number of questions
 
 
+@dataclass(frozen=True)
+class _Outputs:
+    """What one process made, and what its calls have written into."""
+
+    frames: dict[tuple[int, int], Frame]  # by numbers of sample and key
+    written: tuple[str, ...]
+
+
 def check(
     augmenter: Augmenter,
     samples: Samples,
     *,
-    budget_s: float = math.inf,
     report: Report = lambda transform, probe, finding: None,
 ) -> list[Finding]:
     """All findings, transform by transform; empty for a pure pipeline.
 
-    `report(transform, probe, finding or None)` is called after each probe. No probe starts after `budget_s` seconds.
-    Starts a forked and a spawned process; costs about 40 calls of each transform. Global generators and thread counts
-    are restored, except that OpenCV's generator restarts.
+    `report(transform, probe, finding or None)` is called after each probe. Starts three forked processes and a spawned
+    one; costs about 50 calls of each transform. Global generators and thread counts are restored, except that OpenCV's
+    generator restarts.
     """
-    deadline = time.monotonic() + budget_s
+    ordered = _in_two_orders(augmenter, samples)
     cases = _cases(augmenter, samples, len(KEYS))
-    findings = _ask([(case, probe) for case in cases for probe in PROBES], deadline, report=report).findings
+    findings = _ask([(case, probe) for case in cases for probe in PROBES], report=report).findings
+
+    def tell(name: str, found: list[Finding]) -> None:
+        findings.extend(found)
+        for case in cases:
+            report(case.name, name, next((one for one in found if one.transform == case.name), None))
+
     for method, probe in METHODS.items():
-        if time.monotonic() < deadline:
-            found = _in_process(method, [(case, probe) for case in cases], deadline).findings
-            findings += found
-            for case in cases:
-                report(case.name, probe.name, next((one for one in found if one.transform == case.name), None))
+        tell(probe.name, _answers(method, [(case, probe) for case in cases]).findings)
+    tell(ORDER, ordered)
     return _drop_explained(findings, augmenter.name)
 
 
-def quick(augmenter: Augmenter, samples: Samples, *, budget_s: float = 2.0) -> str:
-    """The check before every training; returns how many probes the time did not allow, empty when all ran.
+def quick(augmenter: Augmenter, samples: Samples, *, budget_s: float = BUDGET_S) -> str:
+    """The check before every training; returns how many probes were left out, empty when all ran.
 
-    A forked process does the work, so this one stays untouched. Single transforms are probed at up to 256x256 pixels,
+    Forked processes do the work, so this one stays untouched. Single transforms are probed at up to 256x256 pixels,
     the whole pipeline at its own size. The first `ALWAYS` probes run on every transform and the whole; then, probe by
-    probe, the others, none of which starts after `budget_s` seconds. Does nothing with `augment.check=false`.
+    probe, the others, none of which starts after `budget_s` seconds of processor time: a busy machine loses none. Does
+    nothing with `augment.check=false`.
 
     Raises ImpureAugmentError naming transform, probe, pixel and what to do.
     """
     if not augmenter.config.check:
         return ""
-    deadline = time.monotonic() + budget_s
-    cases = _cases(augmenter, samples, 2, largest=QUICK_SIZE)
-    questions = [(case, probe) for probe in QUICK for case in cases]
-    answers = _in_process("fork", questions, deadline, always=ALWAYS * len(cases))
-    findings = _drop_explained(answers.findings, augmenter.name)
+    ordered = _in_two_orders(augmenter, samples)
+    found = _elsewhere("fork", _probe, augmenter, samples, budget_s)
+    answers, asked_for = (
+        found if not isinstance(found, str) else (_unanswered("fork", augmenter.name, QUICK[0], found), 0)
+    )
+    findings = _drop_explained([*answers.findings, *ordered], augmenter.name)
     if findings:
         others = f" ({len(findings) - 1} more)" if len(findings) > 1 else ""
         raise ImpureAugmentError(
             f"augmentation is not a pure function of sample and key. {findings[0]}{others} List all with "
             f"segpipe check-augment; augment.check=false trains anyway."
         )
-    if answers.asked == len(questions):
+    if answers.asked == asked_for:
         return ""
     return (
-        f"purity of the augmentation: {answers.asked} of {len(questions)} probes ran in {budget_s:g} s; "
+        f"purity of the augmentation: {answers.asked} of {asked_for} probes ran in {budget_s:g} s of processor time; "
         f"segpipe check-augment runs all."
     )
+
+
+def _probe(augmenter: Augmenter, samples: Samples, budget_s: float) -> tuple[_Answers, int]:
+    """The answers of `quick`, and how many there could be."""
+    cases = _cases(augmenter, samples, 2, largest=QUICK_SIZE)
+    questions = [(case, probe) for probe in QUICK for case in cases]
+    return _ask(questions, budget_s, ALWAYS * len(cases)), len(questions)
+
+
+def _in_two_orders(augmenter: Augmenter, samples: Samples) -> list[Finding]:
+    """A finding for each transform whose outputs differ between two fresh processes; empty if one of them fails, which
+    the probes then explain."""
+    try:
+        found = [_elsewhere("fork", _outputs, augmenter, samples, backwards) for backwards in (False, True)]
+    except Exception:
+        return []
+    if any(isinstance(each, str) for each in found):
+        return []
+    findings = []
+    for name, one in found[0].items():
+        other = found[1][name]
+        pixel = next(
+            (d for place in one.frames if (d := first_difference(one.frames[place], other.frames[place]))), None
+        )
+        if pixel is not None:
+            left = [*dict.fromkeys((*one.written, *other.written))][:3]
+            kept = f"; its calls write into {', '.join(left)}" if left else ""
+            place = pixel if isinstance(pixel, Pixel) else None
+            findings.append(Finding(name, ORDER, f"{pixel}{kept}", ORDER_ADVICE, place))
+    return findings
+
+
+def _outputs(augmenter: Augmenter, samples: Samples, backwards: bool) -> dict[str, _Outputs]:
+    """Of each transform and the whole, by name, what it makes of two samples under two keys; the same backwards, and
+    as another worker."""
+    frames, parts = _two_frames(samples), augmenter.parts()
+    order = slice(None, None, -1) if backwards else slice(None)
+    with tripwire.another_worker(environment=True) if backwards else nullcontext():
+        cropped = [run(parts[0].fresh(), frame, KEYS[0]) for frame in frames]
+        small = [(image[:QUICK_SIZE, :QUICK_SIZE], target[:QUICK_SIZE, :QUICK_SIZE]) for image, target in cropped]
+        made = {}
+        for function in [*parts, augmenter][order]:
+            given = small if function in parts[1:] else frames
+            made[function.name] = _called(function.fresh(), given, [(0, 0), (0, 1), (1, 0), (1, 1)][order])
+    return made
+
+
+def _called(function: Augmenter, frames: Sequence[Frame], places: Sequence[tuple[int, int]]) -> _Outputs:
+    function.ready()
+    before = object_state(function)
+    made = {(sample, key): run(function, frames[sample], KEYS[key]) for sample, key in places}
+    return _Outputs(made, tuple(written(before, object_state(function))))
 
 
 def _cases(augmenter: Augmenter, samples: Samples, num_keys: int, *, largest: int | None = None) -> list[Case]:
@@ -161,14 +235,15 @@ def _two_frames(samples: Samples) -> tuple[Frame, Frame]:
 
 def _ask(
     questions: Sequence[Question],
-    deadline: float,
-    *,
+    budget_s: float = math.inf,
     always: int = 0,
+    *,
     report: Report = lambda transform, probe, finding: None,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] = time.process_time,
 ) -> _Answers:
-    """Answers to the first `always` questions, and to more until the deadline."""
+    """Answers to the first `always` questions, and to more until the budget of processor time is spent."""
     findings: list[Finding] = []
+    deadline = clock() + budget_s
     for number, (case, probe) in enumerate(questions):
         if number >= always and clock() >= deadline:
             return _Answers(findings, number)
@@ -199,35 +274,65 @@ def _drop_explained(findings: list[Finding], whole: str) -> list[Finding]:
     return [*parts, *own]
 
 
-def _in_process(method: str, questions: Sequence[Question], deadline: float, *, always: int = 0) -> _Answers:
+def _answers(method: str, questions: Sequence[Question], budget_s: float = math.inf, always: int = 0) -> _Answers:
     """The answers of `_ask` in another process."""
+    found = _elsewhere(method, _ask, questions, budget_s, always)
+    if isinstance(found, _Answers):
+        return found
+    return _unanswered(method, questions[-1][0].name, questions[0][1], str(found))
+
+
+def _unanswered(method: str, name: str, probe: Probe, problem: str) -> _Answers:
+    return _Answers([Finding(name, probe.name, problem, UNANSWERED[method], unanswered=True)], 0)
+
+
+def _elsewhere(method: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function returns in another process; text if there is no answer. Raises what it raises."""
     tripwire.set_opencv_threads(cv2.getNumThreads())
     context = get_context(method)
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(sender, questions, deadline, always), daemon=True)  # type: ignore[attr-defined]
+    process = context.Process(target=_send, args=(sender, function, *arguments), daemon=True)  # type: ignore[attr-defined]
     try:
         with warnings.catch_warnings():
             # Python 3.12 and later warn of any thread; this code takes no lock that a thread could hold.
             warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
             process.start()
         sender.close()
-        if receiver.poll(PATIENCE_S):
-            return _Answers(*receiver.recv())
-        problem = f"no answer in {PATIENCE_S:.0f} s"
+        used = -1.0
+        while not receiver.poll(PATIENCE_S):  # on a busy machine, one that computes needs longer
+            if (now := _processor_s(process.pid)) - used < PATIENCE_S / 100 or now > max(PATIENCE_S, 2 * BUDGET_S):
+                return f"no answer in {PATIENCE_S:.0f} s"
+            used = now
+        found = receiver.recv()
     except EOFError:
-        problem = "the process ended without an answer"
+        return "the process ended without an answer"
     except (AttributeError, TypeError, pickle.PicklingError) as error:
-        problem = f"cannot be sent to another process: {error}"
+        return f"cannot be sent to another process: {error}"
     finally:
         receiver.close()
         sender.close()
         if process.pid is not None:
             process.kill()
             process.join()
-    case, probe = questions[-1][0], questions[0][1]
-    return _Answers([Finding(case.name, probe.name, problem, UNANSWERED[method], unanswered=True)], len(questions))
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
-def _send(sender: Any, questions: Sequence[Question], deadline: float, always: int) -> None:
-    sender.send(tuple(_ask(questions, deadline, always=always)))
+def _processor_s(pid: int | None) -> float:
+    """Processor time of a process; infinity where the system does not tell."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return math.inf
+
+
+def _send(sender: Any, function: Callable[..., Any], *arguments: Any) -> None:
+    try:
+        sender.send(function(*arguments))
+    except SegpipeError as error:
+        sender.send(error)
+    except Exception as error:
+        sender.send(ConfigError(f"the augmentation cannot run. {plugins.located(error)}"))
     sender.close()

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe.keys import sample_key
-from segpipe.purity import tripwire
+from segpipe.purity import held, tripwire
 
 if TYPE_CHECKING:
     from segpipe.data.augment import Augmenter
@@ -183,7 +183,7 @@ def _observe(case: Case) -> Observation:
     """One observed call, after one that builds what a function builds once."""
     image, target = (part.copy() for part in case.frames[0])
     case.call(0)
-    own = tripwire.object_state(case.function)
+    own = held.object_state(case.function)
     image.flags.writeable = target.flags.writeable = False
     with tripwire.preserved(), tripwire.opencv_generator() as opencv_used:
         tripwire.seed_globals(HOSTILE_SEEDS[0], opencv=False)  # otherwise a second seed(0) would change nothing
@@ -196,16 +196,16 @@ def _observe(case: Case) -> Observation:
                 output, problem = (image, target), f"on read-only input it raises {one_line(error)}"
         changed = [name for name, value in tripwire.global_state().items() if value != before[name]]
         changed += ["the global generator of OpenCV"] if opencv_used() else []
-    impure = [name for name in called if name != tripwire.SEEDED]
+    impure = [f"{name} at {where}" if where else name for name, where in called.items() if name != tripwire.SEEDED]
     problems = {
         "globals untouched": f"changes {', '.join(changed)}" if changed else "",
         "tripwires": f"calls {', '.join(impure)}" if impure else "",
         "input untouched": problem or _input_changed(case, image, target, output),
         "own state": "",
     }
-    if tripwire.object_state(case.function) != own:
-        problems["own state"] = "a call changes data of the transform, its class or its module"
-    return Observation(problems, called)
+    if names := held.changed(own, held.object_state(case.function)):
+        problems["own state"] = f"a call changes {', '.join(names[:3])}"
+    return Observation(problems, list(called))
 
 
 def _observed(name: str) -> Callable[[Case], Difference]:

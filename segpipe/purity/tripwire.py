@@ -1,16 +1,17 @@
-"""Detects what a function reads or changes besides its arguments: clocks, entropy, generators, its own state."""
+"""Detects what a function reads or changes besides its arguments: clocks, entropy, generators, the process, files."""
 
 from __future__ import annotations
 
-import hashlib
-import itertools
+import builtins
+import io
+import os
 import pickle
 import random
 import sys
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import cv2
@@ -40,47 +41,211 @@ WIRES = {
     "torch": TORCH,
     "cv2": ("setRNGSeed", "randu", "randn", "randShuffle"),
 }
-SEEDED = "numpy.random.default_rng(seed)"  # allowed: the seed may come from the key
+# What differs between processes, machines and moments. Libraries may ask for it; a transform may not.
+PLACES = {
+    "posix": (
+        "getpid", "getppid", "cpu_count", "sched_getaffinity", "stat", "lstat", "access", "listdir", "scandir", "open",
+        "mkdir", "remove", "unlink", "rename", "replace", "utime", "uname", "times", "getloadavg",
+    ),
+    "_thread": ("start_new_thread", "get_ident", "get_native_id"),
+    "_socket": ("gethostname", "socket"),
+    "gc": ("get_count", "get_objects"),
+    "sys": ("getrefcount",),
+    "cv2": ("imwrite",),
+}  # fmt: skip
+CODES = {
+    "torch.utils.data": ("get_worker_info",),
+    "torch": ("initial_seed",),
+    "multiprocessing.process": ("current_process", "parent_process"),
+    "threading": ("current_thread",),
+}
+# Of these, only direct calls count: the standard library asks for them on its own account, in a repr say.
+DIRECT = (
+    "_thread.get_ident", "_thread.get_native_id", "threading.current_thread", "multiprocessing.process.current_process",
+)  # fmt: skip
+DATES = ("now", "utcnow", "today")  # of classes of datetime
+UNSEEDED = "numpy.random.default_rng"
+SEEDED = f"{UNSEEDED}(seed)"  # allowed: the seed may come from the key
 OPENCV_SEED = 0x51F15EED  # a value that no transform uses
-# Attributes that carry nothing from call to call: the caller sets the random state before every call, and
-# albumentations clears the last parameters at the start of one.
-TRANSIENT = ("random_generator", "py_random", "params")
-LIBRARIES = ("builtins", "albumentations", "numpy", "torch", "cv2")
-GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
-DATA = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, deque, itertools.count, np.ndarray)
+LIBRARIES = frozenset(  # may ask for more than a transform, but not draw
+    ("albumentations", "albucore", "numpy", "torch", "torchvision", "cv2", "scipy", "skimage", "PIL", "segpipe")
+)
+STANDARD = sys.stdlib_module_names
+SILENT = (
+    "importlib", "_frozen_importlib", "_frozen_importlib_external", "logging", "warnings", "linecache", "inspect",
+)  # fmt: skip
+identity = id  # which `watching` replaces
+
+
+class _Watch:
+    """What the watched calls were, and where: `called` holds the name of each and its `file:line`, if known."""
+
+    def __init__(self) -> None:
+        self.called: dict[str, str] = {}
+        self._thread = threading.get_ident()
+        self._functions, self._codes = _by_reference(WIRES | PLACES), _by_code(CODES)
+
+    def note(self, name: str, frame: FrameType | None, *, own: bool = False) -> None:
+        """A call was made in `frame`; with `own`, it counts only if the code of no library asked for it."""
+        if threading.get_ident() != self._thread:
+            return
+        caller = frame if name in DIRECT else _caller(frame)
+        if caller is None or (own and _top(caller) in LIBRARIES | STANDARD):
+            return
+        known = _top(caller) not in LIBRARIES | STANDARD
+        self.called.setdefault(
+            name, f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}" if known else ""
+        )
+
+    def profile(self, frame: FrameType, event: str, argument: Any) -> None:
+        """Sees calls whatever name the function has at the caller: imported by name, a default, in a closure."""
+        if event == "call":
+            if name := self._codes.get(frame.f_code):
+                self.note(name, frame.f_back, own=True)
+        elif event == "c_call":
+            if (name := self._functions.get(identity(argument))) and not _is_default_seed(frame):
+                self.note(name, frame, own=True)
+            elif argument.__name__ in DATES and getattr(argument.__self__, "__module__", "") == "datetime":
+                self.note(f"datetime.{argument.__name__}", frame)
 
 
 @contextmanager
-def watching() -> Iterator[list[str]]:
-    """Names of the watched functions that this thread calls in the block, each once; the calls go through.
+def watching() -> Iterator[dict[str, str]]:
+    """Names of the watched functions that this thread calls in the block, and where; the calls go through.
 
-    Sees functions looked up in their module at the call, not those imported by name before.
+    Functions are seen under any name that they were imported by. Of PLACES and CODES, only calls by the user's own code
+    count: libraries may ask.
     """
-    called: list[str] = []
-    thread = threading.get_ident()
+    watch = _Watch()
     before: list[tuple[Any, str, Any]] = []
+    wires: dict[int, Callable[..., Any]] = {}
+    profile = sys.getprofile()
     try:
         for module_name, names in WIRES.items():
             module = sys.modules.get(module_name)  # a module that is not imported cannot be called
             for name in (name for name in names if hasattr(module, name)):
-                before.append((module, name, getattr(module, name)))
-                setattr(module, name, _wire(before[-1][2], f"{module_name}.{name}", called, thread))
-        yield called
+                original = getattr(module, name)
+                wires[identity(original)] = wire = _wire(original, f"{module_name}.{name}", watch)
+                before.append((module, name, original))
+                setattr(module, name, wire)
+        for module in own_modules():
+            for name, value in [*vars(module).items()]:
+                if (by_name := wires.get(identity(value))) is not None:
+                    before.append((module, name, value))
+                    setattr(module, name, by_name)
+        for owner, name, make in ((builtins, "hash", _hash), (builtins, "id", _id), (builtins, "open", _open),
+                                  (io, "open", _open), (type(os.environ), "__getitem__", _environ)):  # fmt: skip
+            before.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, make(before[-1][2], watch))
+        sys.setprofile(watch.profile)
+        yield watch.called
     finally:
+        sys.setprofile(profile)
         for module, name, original in before:
             setattr(module, name, original)
 
 
-def _wire(original: Callable[..., Any], label: str, called: list[str], thread: int) -> Callable[..., Any]:
+def _wire(original: Callable[..., Any], label: str, watch: _Watch) -> Callable[..., Any]:
     def wired(*arguments: Any, **keywords: Any) -> Any:
         name = label
-        if label == "numpy.random.default_rng":
+        if label == UNSEEDED:
             name = SEEDED if any(value is not None for value in (*arguments, *keywords.values())) else f"{label}()"
-        if threading.get_ident() == thread and name not in called:
-            called.append(name)
+        watch.note(name, sys._getframe(1))
         return original(*arguments, **keywords)
 
     return wired
+
+
+def _hash(original: Callable[[Any], int], watch: _Watch) -> Callable[[Any], int]:
+    def wired(thing: Any, /) -> int:
+        frame = sys._getframe(1)
+        if _salted(thing) and frame.f_code.co_name != "__hash__" and _caller(frame) is frame:
+            watch.note("hash() of text", frame, own=True)
+        return original(thing)
+
+    return wired
+
+
+def _id(original: Callable[[Any], int], watch: _Watch) -> Callable[[Any], int]:
+    def wired(thing: Any, /) -> int:
+        frame = sys._getframe(1)
+        if _caller(frame) is frame:  # copy.deepcopy asks for ids, too
+            watch.note("id()", frame, own=True)
+        return original(thing)
+
+    return wired
+
+
+def _open(original: Callable[..., Any], watch: _Watch) -> Callable[..., Any]:
+    def wired(file: Any, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:
+        if set(mode) & set("wax+"):
+            watch.note(f"open(..., {mode!r})", sys._getframe(1))
+        return original(file, mode, *arguments, **keywords)
+
+    return wired
+
+
+def _environ(original: Callable[[Any, str], str], watch: _Watch) -> Callable[[Any, str], str]:
+    def wired(variables: Any, key: str) -> str:
+        watch.note(f"os.environ[{key!r}]", sys._getframe(1), own=True)
+        return original(variables, key)
+
+    return wired
+
+
+def _salted(thing: Any) -> bool:
+    """Whether the hash of a thing is another in every process."""
+    return isinstance(thing, str | bytes) or (isinstance(thing, tuple | frozenset) and any(map(_salted, thing)))
+
+
+def _functions(table: dict[str, tuple[str, ...]]) -> Iterator[tuple[str, Any]]:
+    """`module.name` and the function, of those modules of a table that are imported."""
+    for module, names in table.items():
+        for name in names:
+            if (function := getattr(sys.modules.get(module), name, None)) is not None:
+                yield f"{module}.{name}", function
+
+
+def _by_reference(table: dict[str, tuple[str, ...]]) -> dict[int, str]:
+    """Names by the id of each function that is written in C."""
+    return {id(function): name for name, function in _functions(table) if not hasattr(function, "__code__")}
+
+
+def _by_code(table: dict[str, tuple[str, ...]]) -> dict[CodeType, str]:
+    """Names by the code of each function that is written in Python."""
+    return {function.__code__: name for name, function in _functions(table) if hasattr(function, "__code__")}
+
+
+def _caller(frame: FrameType | None) -> FrameType | None:
+    """The nearest frame outside the standard library; None for an import, and for a line of a log."""
+    while frame is not None and _top(frame) in STANDARD:
+        if _top(frame) in SILENT:
+            return None
+        frame = frame.f_back
+    return frame
+
+
+def _is_default_seed(frame: FrameType) -> bool:
+    """Whether numpy asks for the entropy of a bit generator, as it does for one with a key, too."""
+    return frame.f_code is random.SystemRandom.getrandbits.__code__ and frame.f_locals.get("k") == 128
+
+
+def own_modules() -> list[ModuleType]:
+    """The imported modules of the user: neither libraries nor installed."""
+    return [module for name, module in [*sys.modules.items()] if module is not None and not foreign(name)]
+
+
+def foreign(module: str | None) -> bool:
+    """Whether a module is no code of the user."""
+    name = module or "builtins"
+    if name.partition(".")[0] in LIBRARIES | STANDARD:
+        return name != "__main__"
+    place = getattr(sys.modules.get(name), "__file__", None) or ""
+    return not place or "site-packages" in place or "dist-packages" in place
+
+
+def _top(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def global_state() -> dict[str, bytes]:
@@ -151,73 +316,25 @@ def set_opencv_threads(number: int) -> None:
     cv2.setNumThreads(number)
 
 
-def object_state(thing: object) -> str:
-    """Digest of the data of an object, of its class, and of the module that defines it.
+@contextmanager
+def another_worker(*, environment: bool = False) -> Iterator[None]:
+    """In the block, this process looks to a transform like a loader worker of another layout: other number, other seed.
 
-    Follows containers and attributes, not functions, and skips TRANSIENT attributes.
+    With `environment`, in a process of its own, also like one that was started with other numbers in its variables, and
+    its threads take turns more often.
     """
-    whole = hashlib.blake2b(digest_size=16)
-    for part in _walk(thing, {}):
-        whole.update(part)
-    return whole.hexdigest()
-
-
-def _walk(thing: Any, seen: dict[int, Any]) -> Iterator[bytes]:
-    if isinstance(thing, np.ndarray):
-        yield f"{thing.dtype}{thing.shape}".encode()
-        yield thing.tobytes()
+    worker: Any = sys.modules.get("torch.utils.data._utils.worker")
+    if worker is None:  # then nothing can ask
+        yield
         return
-    if thing is None or isinstance(thing, int | float | complex | str | bytes):
-        yield repr(thing).encode()
-        return
-    if id(thing) in seen:
-        return
-    seen[id(thing)] = thing  # a reference, so that no other object gets its id
-    if isinstance(thing, np.random.Generator):
-        yield from _walk(thing.bit_generator.state, seen)
-    elif isinstance(thing, np.random.RandomState):
-        yield from _walk(thing.get_state(legacy=False), seen)
-    elif isinstance(thing, random.Random):
-        yield repr(thing.getstate()).encode()
-    elif isinstance(thing, Mapping):
-        for key, value in list(thing.items()):
-            yield repr(key).encode()
-            yield from _walk(value, seen)
-    elif isinstance(thing, set | frozenset):
-        yield repr(sorted(map(repr, thing))).encode()
-    elif isinstance(thing, list | tuple | deque):
-        yield f"{type(thing).__name__}{len(thing)}".encode()
-        for item in list(thing):
-            yield from _walk(item, seen)
-    else:
-        yield from _object(thing, seen)
-
-
-def _object(thing: Any, seen: dict[int, Any]) -> Iterator[bytes]:
-    kind = type(thing)
-    yield f"{kind.__module__}.{kind.__qualname__}".encode()
-    if hasattr(thing, "detach"):  # a tensor
-        yield from _walk(thing.detach().cpu().numpy(), seen)
-    elif not hasattr(thing, "__dict__"):
-        yield (b"" if " at 0x" in repr(thing) else repr(thing).encode())  # itertools.count shows its position
-    elif not isinstance(thing, type) and kind.__name__ not in ("function", "method", "module"):
-        yield from _members(vars(thing), seen)
-        for owner in kind.__mro__:
-            if owner.__module__.partition(".")[0] not in LIBRARIES:
-                yield from _members(_data(vars(owner)), seen)
-                yield from _members(_data(vars(sys.modules.get(owner.__module__, owner))), seen)
-
-
-def _members(values: Mapping[str, Any], seen: dict[int, Any]) -> Iterator[bytes]:
-    for name in sorted(name for name in values if name not in TRANSIENT):
-        yield name.encode()
-        yield from _walk(values[name], seen)
-
-
-def _data(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Data attributes of a class or module: no functions, classes or modules."""
-    return {
-        name: value
-        for name, value in dict(values).items()
-        if not name.startswith("__") and (value is None or isinstance(value, DATA + GENERATORS))
-    }
+    own, interval = worker._worker_info, sys.getswitchinterval()
+    place, number = (own.id, own.num_workers) if own is not None else (0, 0)
+    if environment:
+        os.environ.update({name: str(int(value) + 3) for name, value in os.environ.items() if value.isdecimal()})
+        sys.setswitchinterval(1e-5)
+    worker._worker_info = worker.WorkerInfo(id=place + 7, num_workers=number + 11, seed=OPENCV_SEED, dataset=None)
+    try:
+        yield
+    finally:
+        worker._worker_info = own
+        sys.setswitchinterval(interval)

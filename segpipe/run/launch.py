@@ -6,7 +6,6 @@ This module imports no torch: the environment of the processes must be set first
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import math
 import os
@@ -22,8 +21,10 @@ from rich.console import Console
 
 from segpipe import plugins
 from segpipe.determinism import flags
+from segpipe.disk import DISK_ERRORS
 from segpipe.distributed import environment
 from segpipe.errors import CheckpointError, ConfigError, DivergenceError, Interrupted, NumericsError, SegpipeError
+from segpipe.files import not_written
 from segpipe.run import lock
 from segpipe.run.console import TrainView
 from segpipe.run.failure import note_failure
@@ -280,9 +281,9 @@ def work(config: Config, *, finish: Finish | None = None, prepared: bool = False
     except KeyboardInterrupt:
         return Interrupted.exit_code
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in DISK_ERRORS:
             raise
-        return _report(CheckpointError(f"{error.filename or config.run_dir} could not be written: {error.strerror}."))
+        return _report(not_written(Path(error.filename or config.run_dir), error))
     except RuntimeError as error:
         if not _lost_another_rank(error):
             raise

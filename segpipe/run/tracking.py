@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -17,14 +18,15 @@ from typing import Any
 
 from rich.console import Console
 
+from segpipe.disk import append, patiently
 from segpipe.errors import ConfigError
-from segpipe.files import plain, write_atomically
+from segpipe.files import not_written, plain, write_atomically
 from segpipe.run.tracked import Mirror, run_end
 from segpipe.run.wandb_login import check_login
 from segpipe.settings.config import Config
 
 FILE_NAME = "metrics.jsonl"
-_RESERVED = frozenset({"step", "kind", "time_s"})
+_RESERVED = {"step": (int,), "kind": (str,), "time_s": (int, float)}  # keys of every line, and types of their values
 # track.name -> its package, what pip calls it, and its class in segpipe.run.track_NAME
 TRACKERS = {
     "wandb": ("wandb", "wandb", "WandbMirror"),
@@ -58,9 +60,9 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_bytes().split(b"\n")[:-1]:  # after the last newline: nothing, or a torn line
         try:
             entry = json.loads(line)
-        except ValueError:  # a block lost in a power failure
+        except (ValueError, RecursionError):  # a block lost in a power failure
             continue
-        if isinstance(entry, dict) and entry.keys() >= _RESERVED:
+        if isinstance(entry, dict) and all(type(entry.get(key)) in kinds for key, kinds in _RESERVED.items()):
             yield entry
 
 
@@ -75,7 +77,10 @@ class Tracker:
         kept: Sequence[Mapping[str, Any]] = (),
         ends_later: bool = False,
     ) -> None:
-        self._file = path.open("a", encoding="utf-8") if path else None
+        self._path, self._file = path, None
+        if path:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            self._file = patiently(path, lambda: os.open(path, flags, 0o644))
         self._kept = {(entry["step"], entry["kind"]) for entry in kept}
         earlier_s = kept[-1]["time_s"] if kept else 0.0
         self._mirror, self._ends_later = mirror, ends_later
@@ -88,7 +93,7 @@ class Tracker:
         sessions, without the pauses between them. The line is flushed to the operating system, so it survives a crash
         of the process.
         """
-        clash = _RESERVED & values.keys()
+        clash = _RESERVED.keys() & values.keys()
         if clash:
             raise ValueError(f"log() sets {', '.join(sorted(clash))} itself; leave it out of the values.")
         if self._file is None or (step, kind) in self._kept:
@@ -96,15 +101,18 @@ class Tracker:
         found = plain(values)
         elapsed = round(time.monotonic() - self._start, 3)
         entry = {"step": step, "kind": kind, "time_s": elapsed, **found}
-        self._file.write(json.dumps(entry, allow_nan=False) + "\n")
-        self._file.flush()
+        assert self._path is not None
+        try:
+            append(self._path, self._file, (json.dumps(entry, allow_nan=False) + "\n").encode())
+        except OSError as error:
+            raise not_written(self._path, error) from error
         if self._mirror:
             self._mirror.do(lambda mirror: mirror.log(step, dict(_scalars(found, f"{kind}/"))))
 
     def close(self, exit_code: int = 0) -> None:
         """Close the file. The tracker ends too, failed if `exit_code` is not 0; after a success, `end` may follow."""
-        if self._file:
-            self._file.close()
+        if self._file is not None:
+            os.close(self._file)
         self._file = None
         if exit_code or not self._ends_later:
             self._close_mirror(exit_code)

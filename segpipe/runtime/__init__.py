@@ -4,14 +4,15 @@ Imports are relative, so that the folder also works under another package name.
 """
 
 from .artifact import Artifact, ArtifactError, SelfTestError, read_artifact, read_sums
+from .engines import EngineError, make_session
 from .frames import NO_ANSWER, Result, Status
 from .segmenter import Segmenter
-from .session import make_session
 
 __all__ = [
     "NO_ANSWER",
     "Artifact",
     "ArtifactError",
+    "EngineError",
     "Result",
     "Segmenter",
     "SelfTestError",

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import onnxruntime
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ def bench(segmenter: Segmenter, frames: int, threads: int) -> dict[str, Any]:
         "model_id": segmenter.artifact.model_id,
         "size": list(images[0].shape[:2]),
         "threads": threads,
-        "machine": {"processor": processor(), "cores": os.cpu_count(), "onnxruntime": onnxruntime.__version__},
+        "machine": {"processor": processor(), "cores": os.cpu_count(), "engine": segmenter.session.engine.described},
         "statuses": dict(sorted(statuses.items())),
         "infer": percentiles(inferred.times_ms),
         "run_with_host_copies": percentiles(run.times_ms),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .artifact import Artifact, ArtifactError, read_artifact
-from .frames import NO_ANSWER, FrameLimits, RepeatCounter, Result, Status, levels
+from .frames import NO_ANSWER, FrameLimits, RepeatCounter, Result, StampCheck, Status, levels
 from .session import DeadlineError, Session
 
 _WARMUP = 3  # onnxruntime plans its memory in the first runs
@@ -20,7 +21,10 @@ Masks = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 
 
 class Segmenter:
-    """Answers frames with an exported network; create it with `Segmenter.load`. Thread-safe, one frame at a time."""
+    """Answers the frames of one camera with an exported network; create it with `Segmenter.load`.
+
+    Threads may share it: one frame is answered at a time. Processes may not: after a fork the child loads its own.
+    """
 
     def __init__(
         self,
@@ -41,8 +45,8 @@ class Segmenter:
         self.last_error = ""  # message of the last ERROR
         self._num_classes = len(artifact.manifest["classes"])
         self._limits = FrameLimits.from_manifest(artifact.manifest["frame_limits"])
-        self._repeats = RepeatCounter()
-        self._lock = threading.Lock()
+        self._repeats, self._stamps = RepeatCounter(), StampCheck()
+        self._lock, self._process = threading.Lock(), os.getpid()
 
     @classmethod
     def load(
@@ -55,13 +59,16 @@ class Segmenter:
         max_age_s: float = 0.5,
         frozen_after: int = 5,
         clock: Callable[[], float] = time.time,
-        providers: Sequence[str] = ("CPUExecutionProvider",),
+        engine: str = "onnxruntime",
+        providers: Sequence[str] | None = None,
     ) -> Segmenter:
         """A warmed-up segmenter, after its checksums were compared and its golden frames repeated on this machine.
 
         deadline_ms: from the call of `infer` to its answer; None for no deadline. threads: per run. max_age_s: largest
         difference of a stamp and `clock()`. frozen_after: repetitions of a frame that make it FROZEN; 0 for never.
-        Raises ArtifactError (altered or unknown files), SelfTestError (other answers on this machine), ValueError.
+        engine: onnxruntime, or openvino where it is installed. providers: onnxruntime's, or one device of OpenVINO;
+        None for the CPU. Raises ArtifactError (altered or unknown files), SelfTestError (other answers on this
+        machine), EngineError (engine, version or provider that is not here), ValueError.
         """
         for name, value, fits in (
             ("deadline_ms", deadline_ms, deadline_ms is None or 0 < deadline_ms < math.inf),
@@ -72,7 +79,7 @@ class Segmenter:
             if not fits:
                 raise ValueError(f"{name} = {value}, but a number above 0 was needed (0 for frozen_after: never).")
         artifact = read_artifact(folder, precision=precision)
-        session = Session(artifact, threads=threads, providers=providers)
+        session = Session(artifact, threads=threads, providers=providers, engine=engine)
         session.self_test()
         for _ in range(_WARMUP):
             session.run(artifact.golden.image[0])
@@ -92,18 +99,17 @@ class Segmenter:
         """Answer to a frame uint8 (H, W, 3) RGB; never raises because of a frame.
 
         stamp: when the frame was taken, in seconds of `clock`; None skips the check for STALE. latency_ms counts from
-        the call and includes waiting for another thread's frame.
+        the call and includes waiting for another thread's frame, for which the deadline holds as well.
         """
         start = time.perf_counter()
         due = math.inf if self.deadline_ms is None else start + self.deadline_ms / 1e3
-        with self._lock:
-            try:
-                status, masks = self._answer(image, stamp, due)
-            except DeadlineError:
-                status, masks = Status.DEADLINE, None
-            except Exception as error:  # a robot needs the next frame more than a traceback of this one
-                self.last_error = f"{type(error).__name__}: {error}"
-                status, masks = Status.ERROR, None
+        try:
+            status, masks = self._in_turn(image, stamp, due)
+        except DeadlineError:
+            status, masks = Status.DEADLINE, None
+        except Exception as error:  # a robot needs the next frame more than a traceback of this one
+            self.last_error = f"{type(error).__name__}: {error}"
+            status, masks = Status.ERROR, None
         if masks is not None and time.perf_counter() > due:
             status, masks = Status.DEADLINE, None
         mask, confidence = masks if masks is not None else self._no_answer(image)
@@ -114,6 +120,21 @@ class Segmenter:
         if status is Status.OK:
             raise ValueError("status = OK, but a reason for having no answer was needed.")
         return Result(status, *self._no_answer(None), 0.0, self.artifact.model_id)
+
+    def _in_turn(self, image: NDArray[np.uint8], stamp: float | None, due: float) -> tuple[Status, Masks | None]:
+        """The answer once no other thread has its frame answered. Raises DeadlineError when that takes too long."""
+        if os.getpid() != self._process:  # before the lock, which another thread may have held in the parent
+            raise RuntimeError(
+                f"this Segmenter was loaded in process {self._process}, and the threads of its deadline and its engine "
+                "stayed there when it forked. Call Segmenter.load in the process that uses it."
+            )
+        patience = -1 if math.isinf(due) else min(max(due - time.perf_counter(), 0.0), threading.TIMEOUT_MAX)
+        if not self._lock.acquire(timeout=patience):
+            raise DeadlineError("another thread's frame took until the deadline")
+        try:
+            return self._answer(image, stamp, due)
+        finally:
+            self._lock.release()
 
     def _answer(self, image: NDArray[np.uint8], stamp: float | None, due: float) -> tuple[Status, Masks | None]:
         status = self._check(image, stamp)
@@ -127,14 +148,14 @@ class Segmenter:
 
     def _check(self, image: NDArray[np.uint8], stamp: float | None) -> Status:
         """OK, or why the network does not get to see this frame."""
-        if not isinstance(image, np.ndarray):
+        if not isinstance(image, np.ndarray) or isinstance(image, np.ma.MaskedArray):  # what a mask hides is no pixel
             return Status.BAD_DTYPE
         if not self.artifact.shapes.fits(image.shape):
             return Status.BAD_SHAPE
         if image.dtype != np.uint8:
             return Status.BAD_DTYPE
         repeated = self._repeats.count(image) if self.frozen_after else 0
-        if stamp is not None and not abs(self.clock() - stamp) <= self.max_age_s:  # negated, so that NaN is stale
+        if stamp is not None and not self._stamps.is_fresh(stamp, self.clock(), self.max_age_s):
             return Status.STALE
         status = self._limits.status(levels(image))
         if status is Status.OK and self.frozen_after and repeated >= self.frozen_after:

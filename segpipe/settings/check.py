@@ -30,6 +30,7 @@ def check(config: Config, *, world_size: int) -> None:
         if problem := entry.problem(attrgetter(key)(config)):
             raise ConfigError(problem)
     _check_names(config)
+    _check_delivery(config.data)
     _check_sequences(config.data)
     _check_start(config)
     _check_processes(config, world_size)
@@ -39,12 +40,33 @@ def check(config: Config, *, world_size: int) -> None:
     ):
         if args and ":" not in name:
             raise ConfigError(f"{key} = {args}, but {name} takes none: only plug-ins (package.module:Name) do.")
+    _check_loss(config)
     _check_length(config)
     low, high = config.augment.scale
     if low > high:
         raise ConfigError(f"augment.scale = {config.augment.scale}, but [smallest, largest] was needed.")
     for problem in export_problems(config.export):
         raise ConfigError(problem)
+
+
+def _check_loss(config: Config) -> None:
+    loss, device = config.loss, config.compute.device
+    if ":" in loss.name:
+        if loss.label_smoothing:
+            raise ConfigError(
+                f"loss.label_smoothing = {loss.label_smoothing}, but {loss.name} is your own loss. Smooth there, and "
+                f"set loss.label_smoothing=0."
+            )
+        if loss.backend not in ("auto", "plain"):
+            raise ConfigError(
+                f"loss.backend = {loss.backend}, but {loss.name} takes logits at full resolution. Set "
+                f"loss.backend=auto."
+            )
+    if (loss.backend, device) in (("native", "cuda"), ("triton", "cpu")):
+        raise ConfigError(
+            f"loss.backend = {loss.backend}, but compute.device = {device}: native runs on CPUs, triton on CUDA. Set "
+            f"loss.backend=auto."
+        )
 
 
 def _check_length(config: Config) -> None:
@@ -87,6 +109,22 @@ def _check_names(config: Config) -> None:
     for key, value in (("images", config.data.images), ("masks", config.data.masks)):
         if value and config.data.name not in FILE_SETS:
             raise ConfigError(f"data.{key} = {value}, but only data in files reads it. Remove it, or set data=folder.")
+
+
+def _check_delivery(data: DataConfig) -> None:
+    if data.pack != "off" and not data.mix and (data.name == "synthetic" or ":" in data.name):
+        raise ConfigError(
+            f"data.pack = {data.pack}, but the samples of data={data.name} do not lie in files. Set data.pack=off; "
+            f"data.cache_mib keeps them in memory."
+        )
+    if not data.pack:
+        raise ConfigError("data.pack is empty, but off, auto or a folder was needed.")
+    if data.pack_images != "raw" and data.pack == "off":
+        raise ConfigError(f"data.pack_images = {data.pack_images}, but data.pack = off. Set data.pack=auto.")
+    if data.on_dead_worker == "replace" and data.transport != "ring":
+        raise ConfigError(
+            "data.on_dead_worker = replace, but torch's DataLoader cannot replace a worker. Set data.transport=ring."
+        )
 
 
 def mix_problems(data: DataConfig) -> list[str]:
@@ -190,6 +228,10 @@ def export_problems(export: ExportConfig) -> list[str]:
         (
             reduced and "onnx" not in export.formats,
             f"{precision}, but only ONNX files come in {' or '.join(reduced)} and {formats}. Add onnx.",
+        ),
+        (
+            export.engines and "onnx" not in export.formats,
+            f"export.engines = {export.engines}, but only ONNX files run there and {formats}. Add onnx.",
         ),
         (
             "int8" in reduced and export.profile == "isaac",

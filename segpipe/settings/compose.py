@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,13 +16,18 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException, ValidationError
+from omegaconf.errors import (
+    InterpolationResolutionError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    ValidationError,
+)
 from yaml import YAMLError
 
 from segpipe import plugins
 from segpipe.errors import ConfigError
 from segpipe.settings.config import MAPPINGS, SETTINGS, Config, convert, from_mapping
-from segpipe.settings.setting import nearest
+from segpipe.settings.setting import nearest, shown
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # In a clone the folder lies beside the package, in an installed wheel inside it.
@@ -31,6 +38,14 @@ FILE_FLAGS = {  # of Hydra
     "-cn": "name",
 }  # fmt: skip
 COMPLETION = ("--shell-completion", "-sc")
+MULTIRUN = ("-m", "--multirun")
+HYDRA_FLAGS = (
+    *COMPLETION, *MULTIRUN, *FILE_FLAGS, "--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--resolve",
+    "--package", "-p", "--run", "-r", "--info", "-i", "--experimental-rerun",
+)  # fmt: skip
+OMEGACONF_LINE = re.compile(
+    r"\s*(full_key: |reference_type=|object_type=)"
+)  # below its messages; names only its classes
 
 ConfigStore.instance().store(name="schema", node=Config)
 OmegaConf.register_new_resolver("label", lambda name: str(name).rpartition(":")[2], replace=True)
@@ -120,7 +135,9 @@ def resolve(composed: DictConfig) -> Config:
 def explain(error: Exception) -> str:
     """What is wrong with a setting that Hydra or OmegaConf refused, on one line: in our words, or else in theirs."""
     errors = [error, error.__cause__] if error.__cause__ else [error]
-    text = ": ".join(" ".join(str(each).split()) for each in errors)
+    text = ": ".join(
+        " ".join(line.strip() for line in str(each).splitlines() if not OMEGACONF_LINE.match(line)) for each in errors
+    )
     omegaconf = next((each for each in (*errors, error.__context__) if isinstance(each, OmegaConfBaseException)), None)
     named = str(omegaconf.full_key or "") if omegaconf else ""
     key, of_a_list, _ = named.partition("[")
@@ -130,6 +147,9 @@ def explain(error: Exception) -> str:
             convert(named, omegaconf.value, default[0] if of_a_list and default else default)
         except ConfigError as own:
             return str(own)
+    if isinstance(omegaconf, InterpolationResolutionError | MissingMandatoryValue):
+        return f"{named}: {text}. Give it a value, or name what exists, a setting or a variable; \\${{ stands for ${{."
+    text = text if named in text else f"{named}: {text}"
     valid = [*dict.fromkeys(key.partition(".")[0] for key in SETTINGS), *SETTINGS]
     return f"{text}.{nearest(named, valid)}" if named and named not in valid and not named.startswith("hydra") else text
 
@@ -142,6 +162,14 @@ def checked_overrides(overrides: list[str], files: ConfigFiles = OWN_FILES) -> l
     flags = [text.partition("=")[0] for text in overrides if text.startswith("-")]
     if any(flag in COMPLETION for flag in flags):  # what follows is install=bash, not a setting
         return overrides
+    for flag in flags:
+        if flag not in HYDRA_FLAGS:
+            raise ConfigError(
+                f"{flag} is no option of segpipe. Settings are written without dashes, as KEY=VALUE."
+                f"{nearest(flag.strip('-'), [*SETTINGS, *GROUPS])}"
+            )
+    sweeps = any(flag in MULTIRUN for flag in flags) or is_sweep(overrides)
+    sweeps = sweeps or any(text.startswith("hydra.mode=") for text in overrides)
     found = []
     for text in overrides:
         found.append(text)
@@ -151,12 +179,16 @@ def checked_overrides(overrides: list[str], files: ConfigFiles = OWN_FILES) -> l
         key = override.key_or_group
         if key.startswith("hydra"):
             continue
+        if not sweeps and override.is_sweep_override():
+            raise ConfigError(_several(text))
         if key in GROUPS:
             _check_choice(override, files.choices(key))
         elif any(f"{key}.".startswith(f"{mapping}.") for mapping in MAPPINGS):
             found[-1] = f"++{text.lstrip('+')}"
         elif key not in SETTINGS and not any(known.startswith(f"{key}.") for known in SETTINGS):
             raise ConfigError(f"{key} is not a setting of segpipe (in {text!r}).{nearest(key, [*SETTINGS, *GROUPS])}")
+        else:
+            _check_kind(override, text)
     lengths = [text for text in found if text.startswith(("train.steps=", "train.epochs=")) and not text.endswith("=0")]
     if len({text.partition("=")[0] for text in lengths}) > 1:
         raise ConfigError(f"{' and '.join(lengths)} both say how long to train. Set one of them.")
@@ -164,10 +196,55 @@ def checked_overrides(overrides: list[str], files: ConfigFiles = OWN_FILES) -> l
 
 
 def _parse(text: str) -> Override:
+    key, equals, value = text.partition("=")
+    if not equals and not key.startswith("~"):
+        fix = f" Write {key}=VALUE." if key in SETTINGS else nearest(key, [*SETTINGS, *GROUPS])
+        raise ConfigError(f"{text!r} is not of the form key=value.{fix}")
+    if not key.strip("+~ "):
+        raise ConfigError(f"{text!r} names no setting: key=value was needed, such as optim.lr=0.05.")
     try:
         return OverridesParser.create().parse_override(text)
-    except HydraException as error:
-        raise ConfigError(f"{text!r} is not of the form key=value: {' '.join(str(error).split())}") from error
+    except HydraException:
+        raise ConfigError(f"{text!r} cannot be read. {_fix(key, value)}") from None
+
+
+def _fix(key: str, value: str) -> str:
+    """How a value is written that Hydra cannot read."""
+    entry = SETTINGS.get(key.lstrip("+"))
+    if entry is not None and not isinstance(entry.default, str):
+        return f"Write it like {key}={shown(entry.default)}."
+    home = "~ is not expanded here: write $HOME. " if value.startswith("~") else ""
+    return (
+        f"{home}Text with any of ( ) [ ] {{ }} = , : ' \" ~ $ or a letter such as \u00fc needs quotes within quotes: "
+        f"{_quoted(key, value)}"
+    )
+
+
+def _several(text: str) -> str:
+    key, _, value = text.partition("=")
+    return (
+        f"{text!r} has a comma, which stands for several values. One text with a comma: {_quoted(key, value)}. A list: "
+        f"{key}=[{value}]. One run for each: add --multirun."
+    )
+
+
+def _quoted(key: str, value: str) -> str:
+    """The override as a shell and Hydra take it."""
+    inner = value.strip("'\"").replace("\\", "\\\\").replace('"', '\\"')
+    return shlex.quote(f'{key}="{inner}"')
+
+
+def _check_kind(override: Override, text: str) -> None:
+    """Raise ConfigError for what Hydra refuses in words of its own: a group, a mapping, a setting that is removed."""
+    key = override.key_or_group
+    if override.is_delete():
+        raise ConfigError(f"{text!r} removes {key}, but every setting has a value. Leave it out for the default.")
+    value = override.value()
+    if key in SETTINGS and isinstance(value, dict):
+        convert(key, {str(name): item for name, item in value.items()}, SETTINGS[key].default)
+    elif key not in SETTINGS and not isinstance(value, dict):
+        own = next(known for known in SETTINGS if known.startswith(f"{key}."))
+        raise ConfigError(f"{text!r}: {key} is a group of settings. Set one of them, such as {own}.")
 
 
 def _check_choice(override: Override, valid: list[str]) -> None:
@@ -183,4 +260,7 @@ def is_sweep(overrides: list[str]) -> bool:
     """Whether the chosen experiment of conf/ is a sweep, which needs Hydra's own command line."""
     names = [text.removeprefix("experiment=") for text in overrides if text.startswith("experiment=")]
     files = [path for name in names if (path := CONF / "experiment" / f"{name}.yaml").is_file()]
-    return any(OmegaConf.select(OmegaConf.load(path), "hydra.mode") == "MULTIRUN" for path in files)
+    try:
+        return any(OmegaConf.select(OmegaConf.load(path), "hydra.mode") == "MULTIRUN" for path in files)
+    except YAMLError:  # composing it names file and line
+        return False

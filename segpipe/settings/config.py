@@ -128,8 +128,21 @@ def convert(key: str, value: Any, default: Any) -> Any:
     else:
         fits = isinstance(value, type(default))
     if not fits:
-        raise ConfigError(f"{key} = {value!r}, but {type(default).__name__} was needed, such as {default!r}.")
+        raise ConfigError(f"{key} = {value!r}, but {_needed(key, default)} was needed{_instead(value, default)}.")
     return type(default)(value)
+
+
+def _needed(key: str, default: Any) -> str:
+    entry = SETTINGS.get(key.partition("[")[0])
+    valid = f" of {entry.valid}" if entry and entry.valid and not entry.choices else ""
+    kinds: dict[type, str] = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
+    return f"{kinds[type(default)]}{valid}"
+
+
+def _instead(value: Any, default: Any) -> str:
+    whole = type(default) is int and isinstance(value, float) and value.is_integer()
+    example = int(value) if whole else str(default).lower() if isinstance(default, bool) else repr(default)
+    return f", such as {example}" if example != "''" else ""
 
 
 def _item(key: str) -> Any:

@@ -85,6 +85,9 @@ class DataConfig:
     verify: str = setting(
         "auto", "how much of each file to read before the first step", choices=("auto", "full", "headers"), free=True
     )
+    max_pixels: int = setting(
+        10**8, "pixels of the largest image that is read; a larger one is refused at the start", low=1, free=True
+    )
     hash: bool = setting(
         True, "write the SHA-256 of all files to inputs.json, for audits; reads each file once", free=True
     )
@@ -93,7 +96,30 @@ class DataConfig:
         "fork", "how loader processes start", choices=("fork", "forkserver", "spawn"), free=True
     )
     cache_mib: int = setting(0, "memory for decoded training samples in each loader process, in MiB", low=0, free=True)
+    pack: str = setting(
+        "off",
+        "keep decoded samples of files in a pack, see docs/data.md; auto: below data.root; or its FOLDER",
+        free=True,
+    )
+    pack_images: str = setting(
+        "raw",
+        "images in a pack: pixels, or their files as they are (JPEG: a fraction of the size, but decoded each time)",
+        choices=("raw", "file"),
+        free=True,
+    )
     prefetch: int = setting(4, "shard batches that each loader process prepares ahead", low=1, high=1024, free=True)
+    transport: str = setting(
+        "ring",
+        "how batches come from loader processes: a ring of shared memory, or torch's DataLoader",
+        choices=("ring", "dataloader"),
+        free=True,
+    )
+    on_dead_worker: str = setting(
+        "fail",
+        "ring: what to do with a loader process that died or hangs; replace: another one makes the same samples",
+        choices=("fail", "replace"),
+        free=True,
+    )
     timeout_s: float = setting(
         300.0, "seconds without an answer from a loader process before the run stops", low=1, high=10**9, free=True
     )
@@ -138,6 +164,17 @@ class LossConfig:
         numbers=True,
         low=0,
         high=1e6,
+    )
+    label_smoothing: float = setting(
+        0.0, "share of the target that is spread evenly over all classes, in the class heads", low=0, high=1
+    )
+    # Free, because the fingerprint of a run holds what it resolves to, and a resume compares fingerprints.
+    backend: str = setting(
+        "auto",
+        "what computes upsampling and loss: native (compiled, CPU), triton (CUDA) and torch never hold logits at full "
+        "resolution; plain does. auto: triton on CUDA, native on a CPU with a C compiler, else torch",
+        choices=("auto", "native", "triton", "torch", "plain"),
+        free=True,
     )
     aux_weight: float = setting(0.4, "weight of each auxiliary class head", low=0, high=1e6)
     stride: int = setting(1, "the main head's loss reads every n-th row and column of the target", low=1, high=8)
@@ -237,6 +274,9 @@ class ExportConfig:
         "robot", "inputs and outputs of the model, see docs/export.md", choices=("robot", "isaac", "logits")
     )
     precision: list[str] = setting(["fp32"], "precisions of the ONNX files", choices=("fp32", "fp16", "int8"))
+    engines: list[str] = setting(
+        [], "engines besides onnxruntime in which every ONNX file must pass the gates", choices=("openvino",)
+    )
     dynamic: str = setting("none", "dimensions that stay variable, see docs/export.md", choices=("none", "batch", "hw"))
     images: int = setting(ENOUGH_IMAGES, "validation images that the gates compare", low=1)
     quality_images: int = setting(100, "validation images for the mIoU gate and the fit of the temperature", low=1)

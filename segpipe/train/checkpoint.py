@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
+import pickle
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,12 +18,14 @@ from torch import nn
 from segpipe import plugins
 from segpipe.data.catalog import ClassTable
 from segpipe.determinism import flags
+from segpipe.disk import append, patiently
 from segpipe.errors import CheckpointError, WeightsError
-from segpipe.files import write_atomically
+from segpipe.files import not_written, write_atomically
 from segpipe.ledger.digest import state_digest
 from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config, from_mapping, recipe, to_mapping
+from segpipe.train.optim import load_optimizer
 
 if TYPE_CHECKING:
     from segpipe.models.layers import SegmentationNet
@@ -144,7 +149,7 @@ def restore(
             raise CheckpointError(f"{path} was trained with the class {part} {before}, the data set has {now}.")
     load_weights(state.model, saved["model"], path)
     load_weights(state.ema.model, saved["ema"], path)
-    state.optimizer.load_state_dict(saved["optimizer"])
+    load_optimizer(state.optimizer, saved["optimizer"])
     state.scaler.load_state_dict(saved["scaler"])
     state.step, state.best_miou = int(saved["step"]), float(saved["best_miou"])
     state.stale = int(saved["stale"])
@@ -172,9 +177,11 @@ def _check_plugins(path: Path, before: dict[str, str], now: dict[str, str]) -> N
 def _check_environment(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     changed = [f"{name}: {there} -> {here}" for name, (there, here) in flags.differences(before, now).items()]
     if changed:
+        loss = before.get(flags.LOSS, "plain")
+        there = f" with loss.backend={loss}" if loss != now.get(flags.LOSS, "plain") else " where it was trained"
         raise CheckpointError(
-            f"{path} was trained in another environment, which may give other bits ({'; '.join(changed)}). Resume "
-            f"where it was trained, or set run.allow_fingerprint_change=true and give up the promise of equal bits."
+            f"{path} was trained in another environment, which may give other bits ({'; '.join(changed)}). Resume"
+            f"{there}, or set run.allow_fingerprint_change=true and give up the promise of equal bits."
         )
 
 
@@ -195,14 +202,15 @@ def save(path: Path, state: dict[str, Any], *, listed: bool = False) -> None:
 
 
 def _list_hash(path: Path, digest: str, step: int) -> None:
+    hashes = path.parent / HASHES
     try:
-        with (path.parent / HASHES).open("a", encoding="utf-8") as file:
-            file.write(f"{digest}  {path.name}  {step}\n")
+        descriptor = patiently(hashes, lambda: os.open(hashes, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
+        try:
+            append(hashes, descriptor, f"{digest}  {path.name}  {step}\n".encode())
+        finally:
+            os.close(descriptor)
     except OSError as error:
-        raise CheckpointError(
-            f"{path.parent / HASHES} could not be written: {error.strerror or error}; {path.name} is unchanged. "
-            f"Free some space, or choose another run.root, then continue with run.exists=resume."
-        ) from error
+        raise not_written(hashes, error, f"{path.name} is unchanged") from error
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -214,7 +222,7 @@ def load(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} does not exist. A run writes last.pt and best.pt; check run=.")
     expected = f"a checkpoint of format {FORMAT!r} version {VERSION}"
     try:
-        content = path.read_bytes()
+        content = patiently(path, path.read_bytes)
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read now: {error.strerror or error}. It may be whole: check the disk, then try again."
@@ -223,6 +231,13 @@ def load(path: Path) -> dict[str, Any]:
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises RuntimeError, EOFError, UnpicklingError, BadZipFile ...
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        if isinstance(error, pickle.UnpicklingError):  # torch's words tell how to run the code in the file
+            if named := re.search(r"GLOBAL (\S+)", str(error)):
+                raise CheckpointError(
+                    f"{path} is not {expected}: it names {named[1]}, a Python object, which could run code and "
+                    f"is in no checkpoint. Nothing of it was run. Take the file from where it was trained."
+                ) from None
+            reason = "its pickle is damaged"
         raise CheckpointError(
             f"{path} ({len(content)} bytes) cannot be read as {expected}: {reason}. "
             f"It is truncated or foreign; take another file of the run (last.pt, best.pt)."

@@ -17,6 +17,7 @@ from segpipe.distributed.watch.agreement import agree_on_step, common_fingerprin
 from segpipe.errors import CheckpointError, Interrupted, NumericsError
 from segpipe.files import to_json, write_atomically
 from segpipe.ledger import inputs
+from segpipe.losses.total import backend, resolved
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config, to_mapping
 from segpipe.train import checkpoint, state
@@ -79,7 +80,7 @@ def _open(
     samples = open_samples(config.data, "train", config.seed)
     start = None if found else read_start(config, checkpoint.load)
     current = state.build_state(config, samples.classes, group.device, start)
-    fingerprint, differences = common_fingerprint(config, group)
+    fingerprint, differences = common_fingerprint(config, group, backend(config.loss, group.device.type))
     if found:
         checkpoint.restore(found.path, current, config, samples.classes, fingerprint, saved=found.content)
         if found.note and group.is_main:
@@ -270,8 +271,10 @@ def _validate(run: Run, *, precision: str, log: bool = True) -> Validation:
             run.val_samples,
             run.group,
             precision=precision,
+            backend=resolved(config.loss.backend, run.group.device.type),
             workers=min(config.data.workers, 1),
             start_method=config.data.start_method,
+            transport=config.data.transport,
             timeout_s=config.data.timeout_s,
             progress=run.view.validating,
         )

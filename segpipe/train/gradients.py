@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -75,25 +76,44 @@ class BatchLoss:
         self.device = self.group.device
         self.class_weights = class_weights.to(self.device) if class_weights is not None else None
         self.preprocess = Preprocess().to(self.device)
+        self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def __call__(
         self, network: nn.Module, image: Tensor, target: Tensor, global_valid: Tensor, *, shard: int
     ) -> dict[str, Tensor]:
         """Loss parts, 0-d; dropout is keyed by the step and `shard`, not by what ran before."""
         torch.manual_seed(torch_seed(self.config.seed, self.state.step, shard, "dropout"))
-        seen = self.preprocess(image.to(self.device, non_blocking=True))
-        target = target.to(self.device, non_blocking=True)
-        with autocast(self.device, self.config.train.precision):
+        with self.watch.span("copy"):
+            image, target = self._on_device(image, target)
+        with self.watch.span("forward"), autocast(self.device, self.config.train.precision):
+            seen = self.preprocess(image)
             heads = network(seen)
         self.watch.forward(seen, heads)
-        return shard_loss(
-            heads,
-            target,
-            self.config.loss,
-            class_weights=self.class_weights,
-            global_valid=global_valid,
-            align_corners=self.state.model.align_corners,
-        )
+        with self.watch.span("loss"):
+            return shard_loss(
+                heads,
+                target,
+                self.config.loss,
+                class_weights=self.class_weights,
+                global_valid=global_valid,
+                align_corners=self.state.model.align_corners,
+            )
+
+    def _on_device(self, image: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Both on the device; the host does not wait.
+
+        A stream of its own copies them: the host is ahead of a GPU by up to a step, so a batch is there when the GPU
+        comes to it, and copies take no time of the stream that computes.
+        """
+        if self._copies is None:
+            return image.to(self.device, non_blocking=True), target.to(self.device, non_blocking=True)
+        here = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self._copies):
+            image, target = (value.to(self.device, non_blocking=True) for value in (image, target))
+        here.wait_stream(self._copies)
+        for value in (image, target):
+            value.record_stream(here)  # its memory is not used again before `here` has read it
+        return image, target
 
 
 class ElasticGradients:
@@ -106,6 +126,7 @@ class ElasticGradients:
         self.statistics = statistics(self.state.model)
         self._part_names: list[str] = []
         self._layout: FlatLayout | None = None
+        self._presence: tuple[list[bool], Tensor] | None = None
         # Kept from step to step: fresh memory costs a page fault for every 4 KiB, 1 to 2 % of a small step on a CPU.
         self._vectors: list[Tensor] = []
         self._exchange: _Exchange | None = None
@@ -114,37 +135,50 @@ class ElasticGradients:
                 parameter.register_post_accumulate_grad_hook(partial(self._on_grad_ready, place))  # type: ignore[no-untyped-call]
 
     def __call__(self, shards: Sequence[ShardBatch], global_valid: Tensor) -> Reduced:
-        """Leave the reduced gradients in `.grad`. A collective."""
-        leaves = self.loss.config.compute.shards
+        """Leave the reduced gradients in `.grad`: None where no shard of any rank gave one. A collective."""
+        leaves, watch = self.loss.config.compute.shards, self.loss.watch
         tree, free, losses = TreeSum(leaves, shards[0].shard), list(self._vectors), {}
         before = [buffer.clone() for buffer in self.statistics]
+        absent = set(range(len(self.parameters)))  # parameters for which no own shard gave a gradient
         for number, batch in enumerate(shards, 1):
             parts = self.loss(self.network, batch.image, batch.target, global_valid, shard=batch.shard)
             layout = self._layout_for(parts)
             flat = free.pop() if free else self._new(layout)
             last = number == len(shards)
             if last and self.group.world_size > 1:
-                self._exchange = _Exchange(layout, tree, flat, self.parameters, RankSum(self.group, leaves))
-            self.state.scaler.scale(parts["total"]).backward()  # type: ignore[no-untyped-call]
+                # Not into `flat`: sums come back while its own gradients are still to be read by the watch.
+                total = free.pop() if free else self._new(layout)
+                across = RankSum(self.group, leaves)
+                self._exchange = _Exchange(layout, tree, flat, self.parameters, across, total)
+            with watch.span("backward"):
+                self.state.scaler.scale(parts["total"]).backward()  # type: ignore[no-untyped-call]
             losses[batch.shard] = parts["total"].detach()
             views = layout.views(flat)
-            _copy(views[: len(before) + 1], [*self.statistics, torch.stack([part.detach() for part in parts.values()])])
-            _copy(self.statistics, before)
-            grads = views[len(before) + 1 :]
-            if self._exchange is not None:
-                self._exchange.send_rest()
-            else:
-                _pack(grads, self.parameters)
-            self.loss.watch.shard(batch, parts["total"], views[: len(before)], grads)
-            if self._exchange is not None:
-                self._exchange.wait()
-                self._exchange = None
-            if not last:
-                spare = tree.push(flat)
-                free += [spare] if spare is not None else []
-            elif self.group.world_size == 1:
-                tree.close(flat, slice(None))
-        return self._unpack(tree.last_sum(flat), losses)
+            with watch.span("reduction"):
+                absent -= self._collect(views, parts, before)
+            watch.shard(batch, parts["total"], views[: len(before)], views[len(before) + 1 :])
+            with watch.span("reduction"):
+                if self._exchange is not None:
+                    self._exchange.wait()
+                    self._exchange = None
+                if not last:
+                    spare = tree.push(flat)
+                    free += [spare] if spare is not None else []
+                elif self.group.world_size == 1:
+                    tree.close(flat, slice(None))
+        root = tree.last_sum(flat)
+        return self._unpack(root if self.group.world_size == 1 else total, losses, absent)
+
+    def _collect(self, views: list[Tensor], parts: dict[str, Tensor], before: list[Tensor]) -> set[int]:
+        """Move what a shard's pass left behind into its vector; returns the parameters that have a gradient."""
+        given = self._exchange.given if self._exchange else [p.grad is not None for p in self.parameters]
+        _copy(views[: len(before) + 1], [*self.statistics, self._figures(parts, given)])
+        _copy(self.statistics, before)
+        if self._exchange is not None:
+            self._exchange.send_rest()
+        else:
+            _pack(views[len(before) + 1 :], self.parameters)
+        return {place for place, present in enumerate(given) if present}
 
     def _new(self, layout: FlatLayout) -> Tensor:
         self._vectors.append(layout.new())
@@ -158,18 +192,31 @@ class ElasticGradients:
     def _layout_for(self, parts: dict[str, Tensor]) -> FlatLayout:
         if self._layout is None:
             self._part_names = list(parts)
-            figures = torch.zeros(len(parts), device=self.group.device)
+            figures = torch.zeros(len(parts) + len(self.parameters), device=self.group.device)
             tensors = [*self.statistics, figures, *self.parameters]
             self._layout = FlatLayout(tensors, bucket_size=BUCKET_SIZE)
         return self._layout
 
-    def _unpack(self, root: Tensor, losses: dict[int, Tensor]) -> Reduced:
+    def _figures(self, parts: dict[str, Tensor], given: list[bool]) -> Tensor:
+        """A shard's losses, then 1 for each parameter that it gave a gradient for: sums of these are exact."""
+        if self._presence is None or self._presence[0] != given:  # a copy to the device, as good as once
+            self._presence = given, torch.tensor(given, dtype=torch.float32).to(self.group.device)
+        return torch.cat([torch.stack([part.detach() for part in parts.values()]), self._presence[1]])
+
+    def _unpack(self, root: Tensor, losses: dict[int, Tensor], absent: set[int]) -> Reduced:
+        """Gradients and figures of the sum. Waits for a GPU only if no own shard used some parameter."""
         assert self._layout is not None
         views = self._layout.views(root)
         count = len(self.statistics)
+        figures = views[count].clone()
         for parameter, grad in zip(self.parameters, views[count + 1 :], strict=True):
             parameter.grad = grad
-        parts = dict(zip(self._part_names, views[count].clone().unbind(), strict=True))
+        if absent:
+            shards_with = figures[len(self._part_names) :].tolist()
+            for place in absent:
+                if not shards_with[place]:  # as torch leaves it: no weight decay, no momentum
+                    self.parameters[place].grad = None
+        parts = dict(zip(self._part_names, figures[: len(self._part_names)].unbind(), strict=True))
         return Reduced(parts, _divided(views[:count], self.loss.config.compute.shards), losses)
 
 
@@ -177,12 +224,22 @@ class _Exchange:
     """Sends the last shard's vector to the other ranks, bucket after bucket, while its backward still runs.
 
     Buckets leave in one order on every rank: from the end of the network, whose gradients come first, to its start.
+    Their sums come back in that order too, each while the next buckets are computed.
     """
 
     def __init__(
-        self, layout: FlatLayout, tree: TreeSum, flat: Tensor, parameters: list[nn.Parameter], across: RankSum
+        self,
+        layout: FlatLayout,
+        tree: TreeSum,
+        flat: Tensor,
+        parameters: list[nn.Parameter],
+        across: RankSum,
+        total: Tensor,
     ) -> None:
+        """`flat` is the last shard's vector; `total` receives the sums."""
         self._layout, self._tree, self._flat, self._parameters, self._across = layout, tree, flat, parameters, across
+        self._total = total
+        self.given = [False] * len(parameters)  # which have a gradient
         self._views = layout.views(flat)
         self._first = len(self._views) - len(parameters)  # place of the first gradient
         self._missing = [sum(place >= self._first for place in members) for members in layout.members]
@@ -191,6 +248,7 @@ class _Exchange:
 
     def on_grad_ready(self, place: int) -> None:
         """Send the buckets that the gradient of parameter `place` completes."""
+        self.given[place] = True
         self._missing[self._layout.bucket_of[self._first + place]] -= 1
         while self._next > self._held and self._missing[self._next] == 0:
             self._send()
@@ -201,14 +259,14 @@ class _Exchange:
             self._send()
 
     def wait(self) -> None:
-        """Wait for the sums, which may be written over the vector."""
+        """Wait for the sums."""
         self._across.finish()
 
     def _send(self) -> None:
         members, bucket = self._layout.members[self._next], self._layout.buckets[self._next]
         grads = [place for place in members if place >= self._first]
         _pack([self._views[place] for place in grads], [self._parameters[place - self._first] for place in grads])
-        self._across.start(self._tree.close(self._flat, bucket))
+        self._across.start(self._tree.close(self._flat, bucket), self._total[bucket])
         self._next -= 1
 
 
@@ -229,30 +287,47 @@ class DdpGradients:
             self.group.contract.enter("wrap of DDP")
             ids = [device.index] if device.type == "cuda" else None
             self.network = DistributedDataParallel(
-                self.network, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True
+                self.network,
+                device_ids=ids,
+                broadcast_buffers=False,
+                gradient_as_bucket_view=True,
+                find_unused_parameters=self._leaves_out_parameters(),
             )
             if warm_up:
                 self._warm_up()
+
+    def _leaves_out_parameters(self) -> bool:
+        """Whether trained parameters have no part in the heads: DDP then looks for them in every step, or it stops."""
+        trained = [p for p in self.network.parameters() if p.requires_grad]
+        with self._trial() as image:
+            grads = torch.autograd.grad(self._mean(image[:2]), trained, allow_unused=True)
+        return any(grad is None for grad in grads)
 
     def _warm_up(self) -> None:
         """Two passes without an update, so that the buckets have their final order before the first real step.
 
         DDP packs gradients by parameter order at first and by order of arrival from the second step on, and a sum over
-        ranks depends on the place in the bucket. Without this, a resumed run would differ. Statistics of norms are
-        left as they were.
+        ranks depends on the place in the bucket. Without this, a resumed run would differ.
         """
+        self.group.contract.enter("warm-up of DDP")
+        with self._trial() as image:
+            for _ in range(2):
+                self._mean(image).backward()  # type: ignore[no-untyped-call]
+                self.network.zero_grad(set_to_none=True)
+
+    @contextlib.contextmanager
+    def _trial(self) -> Iterator[Tensor]:
+        """An empty batch of this rank's size, for passes that leave the statistics of norms as they were."""
         config = self.loss.config
         number = len(self.group.own_shards(config.compute.shards)) * config.compute.samples_per_shard
-        image = torch.zeros(number, 3, *config.augment.crop_size, device=self.group.device)
-        self.group.contract.enter("warm-up of DDP")
         before = [buffer.clone() for buffer in self.network.buffers()]
-        for _ in range(2):
-            with autocast(self.group.device, config.train.precision):
-                heads = self.network(image)
-                total = torch.stack([logits.float().mean() for logits in heads.values()]).sum()
-                total.backward()  # type: ignore[no-untyped-call]
-            self.network.zero_grad(set_to_none=True)
+        yield torch.zeros(number, 3, *config.augment.crop_size, device=self.group.device)
         _copy(list(self.network.buffers()), before)
+
+    def _mean(self, image: Tensor) -> Tensor:
+        with autocast(self.group.device, self.loss.config.train.precision):
+            heads = self.network(image)
+            return torch.stack([logits.float().mean() for logits in heads.values()]).sum()
 
     def __call__(self, shards: Sequence[ShardBatch], global_valid: Tensor) -> Reduced:
         """Leave the reduced gradients in `.grad`. A collective."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -47,14 +47,30 @@ def confusion(pred: Tensor, target: Tensor, num_classes: int) -> Tensor:
     counts = torch.bincount(cell.flatten(), minlength=num_cells + 3)
     invalid_counts = counts[invalid_target:].tolist()
     if invalid_counts[0]:
-        ids = [value for value in sorted(set(row.flatten().tolist())) if num_classes <= value < IGNORE_INDEX]
-        raise DataError(
-            f"target holds class {', '.join(map(str, ids))} in {invalid_counts[0]} pixels, but ids 0 to "
-            f"{num_classes - 1} or {IGNORE_INDEX} (ignored) were needed. Map them in the class table."
-        )
+        values = sorted(set(row.flatten().tolist()))
+        _refuse([value for value in values if num_classes <= value < IGNORE_INDEX], invalid_counts[0], num_classes)
     if invalid_counts[1]:
         raise ValueError(f"pred holds {invalid_counts[1]} pixels outside the classes 0 to {num_classes - 1}.")
     return counts[:num_cells].reshape(num_classes, num_classes)
+
+
+def confusion_of(counts: Tensor) -> Tensor:
+    """`confusion` from counts of pixels by target id, 0 to 255, and class.
+
+    Shapes: int64 (256, C) -> int64 (C, C). Raises DataError for targets that are no classes.
+    """
+    num_classes = counts.shape[1]
+    invalid = counts[num_classes:IGNORE_INDEX].sum(1)
+    if invalid.any():
+        _refuse((invalid.nonzero().flatten() + num_classes).tolist(), int(invalid.sum()), num_classes)
+    return counts[:num_classes]
+
+
+def _refuse(ids: list[int], num: int, num_classes: int) -> NoReturn:
+    raise DataError(
+        f"target holds class {', '.join(map(str, ids))} in {num} pixels, but ids 0 to {num_classes - 1} or "
+        f"{IGNORE_INDEX} (ignored) were needed. Map them in the class table."
+    )
 
 
 def iou_per_class(confusion: Counts) -> list[float | None]:

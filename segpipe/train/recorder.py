@@ -101,13 +101,13 @@ class Recorder(Watch):
         """Digests of the samples before augmentation; reads them again, in this process."""
         pairs = [self.samples.read(int(index)) for index in batch.index]
         images, targets = (
-            [digest_many([torch.from_numpy(part)]) for part in parts] for parts in zip(*pairs, strict=True)
+            [digest_many([torch.from_numpy(part.copy())]) for part in parts] for parts in zip(*pairs, strict=True)
         )
         return {"decoded_image": torch.stack(images), "decoded_target": torch.stack(targets)}
 
     def reduced(self, valid: Tensor) -> None:
         """Digests of the gradients of the step, before anything scales or clips them."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._parameters]
         self._step = {"valid": valid.long(), "gradient": digest_many(gradients, channels_last=True)}
         if self.audits:
             self._writer.part_rows(self.state.step, None, "gradient", _each(gradients))

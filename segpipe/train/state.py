@@ -52,9 +52,10 @@ def build_state(
     if config.train.channels_last:
         model = model.to(memory_format=torch.channels_last)
     notes.append(freeze(model, config.model.freeze))
-    optimizer = build_optimizer(model, config.optim)
+    scales = config.train.precision == "fp16"
+    optimizer = build_optimizer(model, config.optim, fused=scales and device.type == "cuda")
     notes.append(describe_rates(optimizer))
-    scaler = torch.amp.GradScaler(device.type, enabled=config.train.precision == "fp16")
+    scaler = torch.amp.GradScaler(device.type, enabled=scales)
     known = tuple(note for note in notes if note)
     return TrainState(model, Ema(model, config.ema), optimizer, scaler, weights=record, notes=known)
 

@@ -64,11 +64,12 @@ class TrainStep:
         rate = learning_rate(state.step, optim.schedule_steps or self.config.train.steps, optim)
         set_rate(state.optimizer, rate)
         self._rate = rate
-        state.scaler.unscale_(state.optimizer)
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads, foreach=True)
-        if optim.clip_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, optim.clip_norm, norm, foreach=True)
+        with self.watch.span("clip"):
+            state.scaler.unscale_(state.optimizer)
+            grads = [p.grad for p in self.parameters if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(grads, foreach=True)
+            if optim.clip_norm > 0:
+                torch.nn.utils.clip_grads_with_norm_(self.parameters, optim.clip_norm, norm, foreach=True)
         if state.scaler.is_enabled():  # it skips an update that overflowed, so its statistics must be dropped too
             finite = torch.isfinite(norm)
             self._means = [torch.where(finite, *pair) for pair in zip(self._means, self.statistics, strict=True)]
@@ -83,10 +84,12 @@ class TrainStep:
         state = self.state
         if self._means:
             torch._foreach_copy_(self.statistics, self._means)
-        state.scaler.step(state.optimizer)
-        state.scaler.update()
-        state.optimizer.zero_grad(set_to_none=True)
-        state.ema.update(state.step)
+        with self.watch.span("optimizer"):
+            state.scaler.step(state.optimizer)
+            state.scaler.update()
+            state.optimizer.zero_grad(set_to_none=True)
+        with self.watch.span("average"):
+            state.ema.update(state.step)
         state.step += 1
         self._count(state.step)
         self.watch.applied(self._rate)
@@ -113,7 +116,8 @@ def train_step(
     `wait` the host neither checks nor stops, so that a GPU is not waited for.
     """
     watch = step.watch
-    pixels, stops = watch.sum([sum(valid_pixels(batch.target) for batch in shards), int(stop)], wait=wait)
+    with watch.span("counts"):
+        pixels, stops = watch.sum([sum(valid_pixels(batch.target) for batch in shards), int(stop)], wait=wait)
     if wait and int(stops) and int(step.first_bad) == NEVER:
         return None
     with watch.explain_out_of_memory([batch.image.shape for batch in shards]):

@@ -10,16 +10,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from segpipe import IGNORE_INDEX
 from segpipe.data.loader import eval_images
-from segpipe.models.resize import bilinear
+from segpipe.losses import compiled, strips
+from segpipe.losses.strips import ClassHead
+from segpipe.models.resize import bilinear, bilinear_axes
 from segpipe.train.gradients import autocast
-from segpipe.train.metrics import confusion
+from segpipe.train.metrics import confusion, confusion_of
 
 if TYPE_CHECKING:
     from segpipe.data.samples import Samples
     from segpipe.distributed.group import Group
     from segpipe.models.layers import SegmentationNet
     from segpipe.models.preprocess import Preprocess
+
+Answer = Callable[["SegmentationNet", "Preprocess", Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,10 +41,49 @@ def predict(model: SegmentationNet, preprocess: Preprocess, image: Tensor, *, pr
 
     Shapes: image uint8 (B, H, W, 3) on the device of the model -> uint8 (B, H, W).
     """
-    with autocast(image.device, precision):
-        logits = model(preprocess(image))
+    logits = _logits(model, preprocess, image, precision)
     size = (image.shape[1], image.shape[2])
-    return bilinear(logits.float(), size, align_corners=model.align_corners).argmax(1).to(torch.uint8)
+    return bilinear(logits, size, align_corners=model.align_corners).argmax(1).to(torch.uint8)
+
+
+def _logits(model: SegmentationNet, preprocess: Preprocess, image: Tensor, precision: str) -> Tensor:
+    with autocast(image.device, precision):
+        logits: Tensor = model(preprocess(image))
+    return logits.float()
+
+
+def classes_and_confusion(
+    logits: Tensor, target: Tensor, *, align_corners: bool, backend: str
+) -> tuple[Tensor, Tensor]:
+    """Class ids at the size of the target, and their confusion with it; logits are never held at that size.
+
+    A pixel whose two largest logits are equal but for rounding may get the other one of the two than by `predict`.
+    `backend` as that of the loss, but not plain.
+
+    Shapes: logits float32 (B, C, h, w), target uint8 (B, H, W) -> uint8 (B, H, W), int64 (C, C), on their device.
+    """
+    rows, columns = bilinear_axes(logits, (target.shape[1], target.shape[2]), align_corners=align_corners)
+    head = ClassHead(logits.contiguous(), target.contiguous(), rows, columns, IGNORE_INDEX)
+    if backend == "native":
+        pred, counts = compiled.classes_and_counts(head)
+        return pred, confusion_of(counts)
+    pred = strips.classes(head)
+    return pred, confusion(pred, target, logits.shape[1])
+
+
+@torch.inference_mode()
+def _classes_and_confusion(
+    model: SegmentationNet, preprocess: Preprocess, image: Tensor, target: Tensor, *, precision: str, backend: str
+) -> tuple[Tensor, Tensor]:
+    logits = _logits(model, preprocess, image, precision)
+    return classes_and_confusion(logits, target, align_corners=model.align_corners, backend=backend)
+
+
+def _confusion_of(
+    answer: Answer, num_classes: int, model: SegmentationNet, preprocess: Preprocess, image: Tensor, target: Tensor
+) -> tuple[Tensor, Tensor]:
+    pred = answer(model, preprocess, image)
+    return pred, confusion(pred, target, num_classes)
 
 
 def validate(
@@ -48,29 +92,35 @@ def validate(
     samples: Samples,
     group: Group,
     *,
-    answer: Callable[[SegmentationNet, Preprocess, Tensor], Tensor] | None = None,
+    answer: Answer | None = None,
     precision: str,
+    backend: str = "plain",
     workers: int,
     start_method: str,
     timeout_s: float = 300.0,
+    transport: str = "ring",
     progress: Callable[[int, int], None] = lambda done, total: None,
     see: Callable[[int, Tensor, Tensor], None] = lambda index, pred, target: None,
 ) -> Validation:
     """Confusion of `model`, which must be in eval mode, over all samples, equal on every rank.
 
-    `answer` gives class ids as `predict` does, which is the default.
+    `answer` gives class ids as `predict` does, which is the default where `backend`, as that of the loss, is plain.
     Rank r takes images r, r + R, ...: none is padded, repeated or dropped, whatever the number of ranks.
     `see` gets the index, prediction and target of each of this rank's images, both uint8 (1, H, W).
     """
     assert not model.training
     num_classes = samples.classes.num_classes
     own = range(group.rank, len(samples), group.world_size)
-    answer = answer or partial(predict, precision=precision)
+    find = partial(_classes_and_confusion, model, preprocess, precision=precision, backend=backend)
+    if answer is not None or backend == "plain":
+        find = partial(_confusion_of, answer or partial(predict, precision=precision), num_classes, model, preprocess)
     per_image: dict[int, Tensor] = {}
-    images = eval_images(samples, own, workers=workers, start_method=start_method, timeout_s=timeout_s)
+    images = eval_images(
+        samples, own, workers=workers, start_method=start_method, timeout_s=timeout_s, transport=transport
+    )
     for index, image, target in images:
-        pred = answer(model, preprocess, image.to(group.device))
-        per_image[index] = confusion(pred, target.to(group.device), num_classes).cpu()
+        pred, counts = find(image.to(group.device), target.to(group.device))
+        per_image[index] = counts.cpu()
         see(index, pred, target)
         progress(len(per_image), len(own))
     merged = {index: counts for part in group.gather(per_image) for index, counts in part.items()}

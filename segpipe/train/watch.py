@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -33,6 +33,10 @@ class Watch:
         # Sums integers over the ranks, which compare their states on the way. Bound, not wrapped: the line of a
         # collective is the nearest outside segpipe/distributed, and must be that of the caller.
         self.sum = Agreement(group, self, folder).sum
+
+    def span(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        """Context of one part of an update, which `segpipe profile` measures; spans do not overlap."""
+        return contextlib.nullcontext()
 
     def forward(self, seen: Tensor, heads: Mapping[str, Tensor]) -> None:
         """After a shard's forward pass, with the network's input and outputs."""

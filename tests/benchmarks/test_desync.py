@@ -18,11 +18,17 @@ LATE = (
     "collective 18, {}, was not reached by rank 3 (its last was 17, barrier at group.py:9 x), while ranks 0, 1, 2 "
     "waited 5 s. Rank 3 is at train/gradients.py:98 __call__ (in desync.py:70 <lambda>)."
 )
+STOPPED = (
+    "collective 14, all_gather_object at train/engine.py:254 _log, was not reached by rank 3 (its last was 13, "
+    "all_gather float32 [8] at train/gradients.py:205 wait), while ranks 0, 1, 2 waited 5 s. If it only needs longer, "
+    "raise compute.timeout_s. No answer from rank 3: ended, stopped, or inside a call that holds the interpreter."
+)
 SAID = {
     **dict.fromkeys(("shape", "extra", "order", "skipped"), BOTH),
     "asleep": LATE.format("all_reduce int64 [4] at agreement.py:72 sum"),
     "forward": LATE.format("backward of DDP at gradients.py:255 __call__"),
     "killed": LOST,
+    "stopped": STOPPED,
     "raises": "rank 3: ValueError: a planted mistake",
     "config": "rank 3: configuration = 6e on rank 3 (host HOST, process 1), but c6 on rank 1 (host HOST, process 2).",
 }

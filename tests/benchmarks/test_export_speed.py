@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import export_speed, run
 from exports import CLASSES, IMAGES, SIZE, tiny_network
+from segpipe.errors import ConfigError
 
 FORMS = {"eager fp32", "torchscript", "onnx fp32", "onnx fp16", "onnx int8 U8S8", "onnx int8 S8S8", "onnx int8 U8S7"}
 
@@ -59,6 +60,20 @@ def test_every_form_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["passed"]
     assert "of fp32's time" in found["verdict"]
     assert json.loads(json.dumps(found)) == found
+
+
+def test_every_size_is_timed_and_its_operators_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    frames = export_speed._scaled(IMAGES, "32x64")
+    assert {frame.shape for frame in frames} == {(32, 64, 3)}
+    for limit, fast in ((0.0, True), (1e9, False)):
+        monkeypatch.setattr(export_speed, "INT8_LIMIT", limit)
+        monkeypatch.setattr(export_speed, "FP32_LIMIT", 0.0)
+        found = export_speed.speed(tiny_network(), frames, repeats=2)
+        assert found["fast"] is fast
+    assert found["operators"].keys() == {"onnx fp32", found["int8"]}
+    assert all(0 < sum(shares.values()) <= 1.01 for shares in found["operators"].values())
+    with pytest.raises(ConfigError, match="sizes = 12, but HEIGHTxWIDTH"):
+        export_speed._scaled(IMAGES, "12")
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_the_judgement_on_processes(bench: gpu.Bench, monkeypatch: pytest.Monkey
         return changes[0] if "compute.mode=ddp" in changes else "same"
 
     monkeypatch.setattr(gpu_bits, "digests", counted(sound))
-    assert gpu_bits.processes(bench) == {"processes": [1, 2, 4], "weights_digest": "same"}
+    assert gpu_bits.processes(bench) == {"processes": [1, 2, 4, 3], "weights_digest": "same"}
 
 
 def test_as_many_processes_are_started_as_are_told(bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch) -> None:

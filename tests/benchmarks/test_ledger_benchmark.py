@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 import pytest
@@ -37,3 +38,12 @@ def test_shares_are_of_an_update_without_the_ledger() -> None:
     base = {"shard": 100.0, "apply": 10.0}
     assert ledger.share(0, 1, parts, base) == round(5 / 110, 5)
     assert ledger.share(1, 4, parts, base) == round((4 * 4 + 6) / 410, 5)
+
+
+def test_the_ledger_is_measured_in_real_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SIZE": 64, "BATCH": 2, "THREADS": 1}.items():
+        monkeypatch.setattr(ledger, name, value)
+    found = ledger.measure(Namespace(repeats=2))
+    for level in (0, 1):
+        one, many = (found["share_by_shards"][level][shards] for shards in (1, 16))
+        assert all(0 < share["low"] <= share["ratio"] <= share["high"] for share in (one, many))

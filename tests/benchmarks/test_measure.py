@@ -121,9 +121,12 @@ def test_the_command_names_its_claims(arguments: list[str]) -> None:
 def test_an_artifact_is_timed_with_its_machine(tmp_path: Path) -> None:
     folder = write_artifact(tmp_path / "artifact")
     found = runtime.measure(argparse.Namespace(settings=[f"artifact={folder}"], repeats=20))
-    assert found["passed"] == (found["memory_flat"] is not False)
+    added = found["overhead"]
+    assert 0 < added["low_ms"] <= added["median_ms"] <= added["high_ms"]
+    assert (added["n"], found["overhead_limit_ms"]) == (20, runtime.OVERHEAD_MS)
+    assert found["passed"] == (found["memory_flat"] is not False and added["high_ms"] <= runtime.OVERHEAD_MS)
     assert found["statuses"] == {"OK": 30}  # 10 to warm up
-    assert {"onnxruntime", "torch", "cpu", "code"} <= found["machine"].keys()
+    assert {"engine", "torch", "cpu", "code"} <= found["machine"].keys()
     assert str(tmp_path) not in json.dumps(found)
 
 

@@ -24,7 +24,10 @@ def bench(tmp_path: Path) -> gpu.Bench:
     return gpu.Bench(torch.device("cpu"), time.monotonic() + 100, size=64, batch=2, updates=1, folder=tmp_path)
 
 
-@pytest.mark.parametrize("name", ["preprocessing", "networks", "loss_and_gradients", "gradients", "speed", "digest"])
+QUICK = ("preprocessing", "networks", "loss_and_gradients", "gradients", "speed", "digest", "syncs", "alignment")
+
+
+@pytest.mark.parametrize("name", [*QUICK, "recipes", "loader"])
 def test_checks_pass_on_a_sound_device(bench: gpu.Bench, name: str) -> None:
     [(found, passed, figures)] = list(gpu.run(bench, [name]))
     assert found == name

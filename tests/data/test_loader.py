@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import cv2
@@ -18,14 +18,15 @@ import numpy as np
 import pytest
 import torch
 
-from segpipe.data import loader
+from segpipe.data import loader, ring
 from segpipe.data.augment import Augmenter
 from segpipe.data.loader import eval_images, train_batches
 from segpipe.data.order import Order
+from segpipe.data.samples import open_samples
 from segpipe.errors import ConfigError, DataError
 from segpipe.keys import sample_key
 from segpipe.purity.canary import Canary
-from segpipe.settings.groups import AugmentConfig
+from segpipe.settings.groups import AugmentConfig, DataConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 CROP = AugmentConfig(crop_size=[32, 48], canary=5)  # so that every layout here makes samples again
@@ -74,16 +75,12 @@ class Sizes(OneImage):
         return np.full((5 + index, 7, 3), index, np.uint8), np.full((5 + index, 7), index + 1, np.uint8)
 
 
-class Selfish(OneImage):
-    """Its second worker dies with the lock that torch's own event takes when workers are ended."""
+class Deadly(OneImage):
+    """A file that kills whoever reads it, as a bug of a decoder does."""
 
     def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        if torch.utils.data.get_worker_info().id == 1:
-            frame = sys._getframe()
-            while "done_event" not in frame.f_locals:
-                frame = frame.f_back
-            with getattr(frame.f_locals["done_event"], "_cond", nullcontext()):
-                os.kill(os.getpid(), signal.SIGKILL)
+        if index == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
         return super().read(index)
 
 
@@ -162,15 +159,46 @@ def test_every_row_has_the_key_of_its_seed_epoch_and_index(workers):
 
 
 @pytest.mark.parametrize(
-    ("how", "workers", "prefetch"),
+    ("transport", "how", "workers", "prefetch"),
     [
-        *(("fork", workers, prefetch) for workers in (1, 2, 3, 8) for prefetch in (1, 4)),
-        *(("forkserver", workers, 2) for workers in (1, 2, 3)),
-        ("spawn", 1, 2),
+        *(("ring", "fork", workers, prefetch) for workers in (1, 2, 3, 8) for prefetch in (1, 4)),
+        *(("ring", "forkserver", workers, 2) for workers in (1, 2, 3)),
+        ("ring", "spawn", 1, 2),
+        *(("dataloader", "fork", workers, 2) for workers in (0, 1, 2, 3)),
+        ("dataloader", "forkserver", 2, 2),
+        ("dataloader", "spawn", 1, 2),
     ],
 )
-def test_workers_and_start_methods_do_not_enter(expected, how, workers, prefetch):
-    assert digests(batches(Sleepy(), workers=workers, how=how, prefetch=prefetch)) == expected
+def test_workers_start_methods_and_transports_do_not_enter(expected, transport, how, workers, prefetch):
+    found = digests(batches(Sleepy(), workers=workers, how=how, prefetch=prefetch, transport=transport))
+    assert found == expected
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> DataConfig:
+    root, random = tmp_path_factory.mktemp("files"), np.random.default_rng(0)
+    for number in range(ORDER.num_samples):
+        for kind, pixels in (
+            ("images", random.integers(0, 256, (60, 80, 3))),
+            ("masks", random.integers(0, 3, (60, 80))),
+        ):
+            (root / kind / "train").mkdir(parents=True, exist_ok=True)
+            cv2.imwrite(str(root / kind / "train" / f"{number}.png"), pixels.astype(np.uint8))
+    (root / "classes.yaml").write_text("names: [a, b, c]\n")
+    return DataConfig(name="folder", root=str(root))
+
+
+@pytest.mark.parametrize(
+    ("transport", "how", "workers"),
+    [("ring", "fork", 0), ("ring", "fork", 3), ("ring", "forkserver", 2), ("dataloader", "fork", 2)],
+)
+def test_a_pack_does_not_enter(files, transport, how, workers, tmp_path):
+    plain = open_samples(files, "train", 0)
+    packed = open_samples(replace(files, pack=str(tmp_path)), "train", 0)
+    expected = digests(batches(plain))
+    for _ in range(2):  # built, then read
+        assert digests(batches(packed, workers=workers, how=how, transport=transport)) == expected
+    assert len((tmp_path / "index").read_bytes().splitlines()) == ORDER.num_samples
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -267,18 +295,43 @@ def test_a_killed_worker_is_named():
     victim = multiprocessing.active_children()[0]
     os.kill(victim.pid, signal.SIGKILL)
     start = time.monotonic()
-    with pytest.raises(DataError, match=r"loader worker [01] was killed by signal 9, often memory"):
+    with pytest.raises(DataError, match=r"loader worker [01] was killed by signal 9.*: often memory"):
         list(items)
     assert time.monotonic() - start < PATIENCE_S
     assert not multiprocessing.active_children()
 
 
-def test_a_worker_that_dies_with_a_lock_does_not_hold_up_the_end():
-    start = time.monotonic()
-    with pytest.raises(DataError, match="loader worker 1 was killed by signal 9"):
-        list(batches(Selfish(), workers=2))
-    assert time.monotonic() - start < PATIENCE_S
+@pytest.mark.parametrize("tries", [0, 3])
+def test_a_worker_that_a_sample_kills_is_named_with_it(tries, capfd):
+    named = r"killed by signal 9 while it made sample 4 \(frame_4\) of epoch \d: often memory"
+    with pytest.raises(DataError, match=named):
+        list(batches(Deadly(), workers=2, replace=bool(tries)))
+    assert capfd.readouterr().err.count("It is replaced.") == tries
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_was_replaced_does_not_enter(expected, number, capfd):
+    items = batches(Sleepy(), workers=2, replace=True, timeout_s=1.0)
+    found = digests([next(items)])
+    os.kill(multiprocessing.active_children()[0].pid, number)
+    assert found + digests(items) == expected
+    assert "It is replaced." in capfd.readouterr().err
+    assert not multiprocessing.active_children()
+
+
+def test_a_worker_that_was_stopped_is_named():
+    items = batches(steps=range(1000), workers=2, timeout_s=1.0)
+    next(items)
+    os.kill(multiprocessing.active_children()[0].pid, signal.SIGSTOP)
+    with pytest.raises(DataError, match=r"nothing for 1 s while it made sample \d .*It was stopped by a signal"):
+        list(items)
+    assert not multiprocessing.active_children()
+
+
+def test_the_dataloader_names_a_worker_that_died():
+    with pytest.raises(DataError, match=r"DataLoader worker .* exited unexpectedly.*data\.transport=ring"):
+        list(batches(Deadly(), workers=2, transport="dataloader"))
 
 
 @pytest.mark.parametrize("how", ["fork", "forkserver"])
@@ -310,10 +363,10 @@ next(items)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_worker_that_hangs_is_named_with_its_stack(workers, monkeypatch, capfd):
-    monkeypatch.setattr("segpipe.data.workers.LOOK_S", 0.1)
-    with pytest.raises(DataError, match=r"loader worker [01] \(process \d+\) has sent nothing for 4 s"):
-        list(batches(Stuck(), workers=workers, timeout_s=4.0))
+def test_a_worker_that_hangs_is_named_with_its_sample_and_stack(workers, capfd):
+    named = r"loader worker [01] \(process \d+\) has sent nothing for 2 s while it made sample 4 \(frame_4\) of epoch 0"
+    with pytest.raises(DataError, match=named):
+        list(batches(Stuck(), workers=workers, timeout_s=2.0))
     _, *stacks = capfd.readouterr().err.split("stack of loader worker ")
     assert [stack[0] for stack in stacks] == [str(number) for number in range(workers)]
     assert any("test_loader.py" in stack and " in read" in stack for stack in stacks)
@@ -333,8 +386,8 @@ def test_a_dying_worker_does_not_interrupt_other_code():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_closing_half_way(workers, monkeypatch):
-    """Workers end by themselves; one that did not would be waited for during torch's interval, and then killed."""
-    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 2 * PATIENCE_S)
+    """Workers end by themselves; one that did not would be killed after END_S."""
+    monkeypatch.setattr(ring, "END_S", 2 * PATIENCE_S)
     items = batches(steps=range(100000), workers=workers)
     next(items)
     start, threads, children = time.monotonic(), threading.active_count(), multiprocessing.active_children()
@@ -355,9 +408,67 @@ def test_descriptors_do_not_pile_up():
     assert max(num_open() - before for _ in items) < 20
 
 
+class Watched(ring.Ring):
+    made: "list[Watched]" = []  # noqa: RUF012
+
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more)
+        self.made.append(self)
+
+
+@pytest.mark.parametrize("keep", [1, 4, 40])
+def test_a_slot_is_used_again_when_its_batch_is_dropped_and_not_before(keep, monkeypatch):
+    """Two shards: 5 slots are to spare. Who keeps more batches gets copies."""
+    monkeypatch.setattr(loader, "Ring", Watched)
+    expected, kept, places, inside = digests(batches(steps=range(20))), [], set(), 0
+    for number, batch in enumerate(batches(steps=range(20), workers=2)):
+        kept.append((number, batch))
+        block = Watched.made[-1]._block.bytes
+        place = batch.image.untyped_storage().data_ptr() - block.ctypes.data
+        if 0 <= place < block.size:
+            inside += 1
+            places.add(place)
+        del batch
+        if len(kept) == keep:
+            assert digests([one for _, one in kept]) == [expected[one] for one, _ in kept]
+            kept.clear()
+    assert inside == (40 if keep < 5 else 5)
+    assert len(places) <= 2 * 2 + 5
+
+
+def test_images_that_do_not_fit_in_a_slot(monkeypatch):
+    monkeypatch.setattr(loader, "WHOLE_BYTES", 200)
+    test_whole_images_in_the_order_asked_for(2)
+
+
+def test_nothing_is_left_when_the_trainer_is_killed():
+    code = """
+import multiprocessing, time, test_loader
+items = test_loader.batches(workers=2, steps=range(1000))
+next(items)
+print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+time.sleep(600)
+"""
+    folders = os.pathsep.join(str(folder) for folder in (ROOT, ROOT / "tests" / "data"))
+    environment = os.environ | {"PYTHONPATH": folders, "OMP_NUM_THREADS": "1"}
+    before = set(os.listdir("/dev/shm"))
+    trainer = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+    workers = [int(pid) for pid in trainer.stdout.readline().split()]
+    assert len(workers) == 2
+    named = {name for name in set(os.listdir("/dev/shm")) - before if str(trainer.pid) in name}
+    trainer.kill()
+    trainer.communicate()
+    deadline = time.monotonic() + PATIENCE_S
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not named
+
+
 def test_too_little_shared_memory_is_said_before_the_start(monkeypatch):
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(loader.shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(ConfigError, match=r"data.workers = 2 and data.prefetch = 2 need .* MiB free"):
-        batches(workers=2)
-    assert len(list(batches(workers=0))) == 8
+        batches(workers=2, transport="dataloader")
+    assert len(list(batches(workers=0, transport="dataloader"))) == 8
+    assert len(list(batches(workers=2))) == 8  # a ring does not lie there

@@ -18,6 +18,8 @@ import runs
 from segpipe.cli.main import main as segpipe
 from segpipe.determinism import flags
 from segpipe.errors import CheckpointError, ConfigError
+from segpipe.losses.total import backend
+from segpipe.settings.groups import LossConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 EXACT = {
@@ -132,7 +134,7 @@ def test_a_run_writes_down_what_was_in_force(tmp_path: Path) -> None:
     assert runs.run(tmp_path / "run", "train.steps=1") == 0
     result = runs.result(tmp_path / "run")
     assert result["switches"] == EXACT
-    assert result["versions"] == flags.fingerprint() | {"threads": 1}
+    assert result["versions"] == flags.fingerprint() | {"threads": 1, "loss": backend(LossConfig(), "cpu")}
 
 
 def test_a_foreign_environment_ends_a_run_with_its_name(
@@ -204,6 +206,21 @@ def test_a_fingerprint_without_variables_does_not_differ_by_them() -> None:
     assert flags.differences(old, narrow) == flags.differences(narrow, old) == {}
     assert flags.differences(plain, narrow) == {"ONEDNN_MAX_CPU_ISA": (None, "AVX2")}
     assert flags.differences(old | {"threads": 1}, narrow) == {"threads": (1, None)}
+
+
+def test_a_fingerprint_without_what_computed_the_loss_means_the_only_way_of_its_time() -> None:
+    assert flags.differences({}, {"loss": "plain"}) == {}
+    assert flags.differences({}, {"loss": "native"}) == {"loss": ("plain", "native")}
+
+
+def test_another_backend_of_the_loss_is_refused_and_the_same_one_resumes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, steps = tmp_path / "run", "train.steps=1"
+    assert runs.run(folder, steps, "loss.backend=plain") == 0
+    assert runs.run(folder, steps, "run.exists=resume", "loss.backend=torch") == CheckpointError.exit_code
+    assert "loss: plain -> torch). Resume with loss.backend=plain, or" in capsys.readouterr().err
+    assert runs.run(folder, steps, "run.exists=resume", "loss.backend=plain") == 0
 
 
 def test_compare_names_a_variable_and_a_resume_under_another_value_is_refused(

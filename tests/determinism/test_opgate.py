@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,15 @@ TARGET[:, :8] = 255
 # The only warning that an op of a plant gives.
 pytestmark = pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")
 
+PLAIN, FUSED = partial(LossConfig, backend="plain"), partial(LossConfig, backend="torch")
 LOSSES: dict[str, tuple[LossConfig, Tensor | None]] = {
-    "cross_entropy": (LossConfig(), None),
-    "class weights": (LossConfig(), torch.rand(C)),
-    "ohem": (LossConfig(name="ohem"), None),
-    "dice": (LossConfig(dice_weight=1.0), None),
-    "strided": (LossConfig(stride=2, aux_stride=4), None),
-    "all at once": (LossConfig(name="ohem", dice_weight=1.0, stride=4, aux_stride=2), torch.rand(C)),
+    "cross_entropy": (PLAIN(), None),
+    "class weights": (PLAIN(), torch.rand(C)),
+    "ohem": (PLAIN(name="ohem"), None),
+    "dice": (PLAIN(dice_weight=1.0), None),
+    "strided": (PLAIN(stride=2, aux_stride=4), None),
+    "all at once": (PLAIN(name="ohem", dice_weight=1.0, stride=4, aux_stride=2), torch.rand(C)),
+    "fused": (FUSED(name="ohem", dice_weight=1.0, stride=4, aux_stride=2, label_smoothing=0.1), torch.rand(C)),
 }
 
 
@@ -90,14 +93,14 @@ def test_control_a_network_that_resizes_as_on_a_cpu_is_caught(monkeypatch: pytes
 
 
 def test_control_a_loss_that_reduces_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mean(logits: Tensor, target: Tensor, class_weights: Tensor | None, *, ignore_index: int) -> Tensor:
+    def mean(logits: Tensor, target: Tensor, class_weights: Tensor | None, *, ignore_index: int, **_: float) -> Tensor:
         return F.cross_entropy(logits, target.long(), ignore_index=ignore_index)
 
     monkeypatch.setattr("segpipe.losses.total.pixel_losses", mean)
     heads = {"main": torch.randn(2, C, 8, 8)}
     [found] = check_ops(
         lambda: shard_loss(
-            heads, TARGET, LossConfig(), class_weights=None, global_valid=torch.tensor(1), align_corners=False
+            heads, TARGET, PLAIN(), class_weights=None, global_valid=torch.tensor(1), align_corners=False
         )
     )
     assert (found.op, found.file) == ("aten.nll_loss2d_forward", __file__)

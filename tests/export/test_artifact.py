@@ -230,6 +230,13 @@ def test_the_manifest_keeps_its_contract(exported: Path, manifest: dict[str, Any
     assert figures <= manifest.keys()
 
 
+def test_old_readers_can_read_the_files(exported: Path, manifest: dict[str, Any]) -> None:
+    versions = {path.name: onnx.load(path).ir_version for path in exported.glob("*.onnx")}
+    assert versions
+    assert set(versions.values()) == {8}
+    assert manifest["requires"] == {"onnxruntime": "1.15"}
+
+
 def test_the_manifest_says_where_the_network_comes_from(exported: Path, manifest: dict[str, Any]) -> None:
     source = manifest["source"]
     assert source["git"] == ORIGIN.git

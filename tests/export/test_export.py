@@ -261,7 +261,7 @@ def test_a_file_that_is_not_what_the_manifest_says_is_refused(
     assert failed_gates(tmp_path) == {"G1"}
 
 
-@pytest.mark.parametrize("change", ["output name", "opset", "no manifest", "torn"])
+@pytest.mark.parametrize("change", ["output name", "opset", "reader", "no manifest", "torn"])
 def test_integrity_of_onnx_sees(change: str, exported: publish.ExportReport, tmp_path: Path) -> None:
     path = exported.folder / "model.onnx"
     assert ModelFile("onnx", "fp32", path, path, exported.manifest).problems() == []
@@ -271,6 +271,8 @@ def test_integrity_of_onnx_sees(change: str, exported: publish.ExportReport, tmp
         model.graph.output[0].name = "classes"
     elif change == "opset":
         model.opset_import[0].version = 19
+    elif change == "reader":
+        model.ir_version = 9
     elif change == "no manifest":
         del model.metadata_props[:]
     changed = tmp_path / "model.onnx"

@@ -22,6 +22,7 @@ from segpipe.export.gates import judge, latency
 from segpipe.export.gates.check_set import Check, check_set, trials
 from segpipe.export.gates.controls import CONTROLS
 from segpipe.export.gates.judge import GateInputs
+from segpipe.export.graph import formats
 from segpipe.export.graph.formats import FORMATS, ModelFile
 from segpipe.export.graph.network import DeployModel, deploy_model, run_eager
 from segpipe.export.graph.profiles import Answer, Image, Run, free_lengths
@@ -69,7 +70,7 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shelf:
             problems=lambda path, _: made.faults.get(path, []),
             tensors=made.stored.__getitem__ if kind.tensors else None,
         ))  # fmt: skip
-    monkeypatch.setattr(judge, "open_onnx", made.open)
+    monkeypatch.setattr(formats, "open_onnx", made.open)
     return made
 
 

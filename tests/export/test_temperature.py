@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import cv2
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from segpipe.errors import DataError
 from segpipe.export.gates import temperature
@@ -48,6 +51,24 @@ def test_no_other_temperature_is_more_likely() -> None:
         return float(total.mean())
 
     assert loss(best) < min(loss(best * 0.999), loss(best * 1.001))
+
+
+def test_both_errors_are_those_of_the_labelled_pixels() -> None:
+    [(logits, target)] = calibrated(1, factor=2.5)
+    found = fit_temperature([(logits, target)], ignore_index=IGNORE)
+    score, label = logits.reshape(CLASSES, -1).T.astype(np.float64), target.ravel().astype(np.int64)
+    assert found.ece_before == calibration_error(score, label)
+    assert found.ece_after == calibration_error(score / found.temperature, label) < found.ece_before
+
+
+def test_logits_are_computed_in_fp32_even_under_autocast() -> None:
+    network = nn.Conv2d(3, CLASSES, 1)
+    image = np.random.Generator(np.random.Philox(key=2)).integers(0, 256, (*SIZE, 3), dtype=np.uint8)
+    trained = SimpleNamespace(model=network, preprocess=lambda batch: batch.permute(0, 3, 1, 2) / 255)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        [(logits, _)] = temperature._logits(trained, [(image, np.zeros(SIZE, np.uint8))])
+    with torch.no_grad():
+        assert np.array_equal(logits, network(trained.preprocess(torch.from_numpy(image)[None]))[0].numpy())
 
 
 def test_the_error_by_hand() -> None:
@@ -130,6 +151,7 @@ def unusable() -> Iterator[tuple[np.ndarray, np.ndarray, str]]:
     logits, target = calibrated(1)[0]
     yield logits, np.full_like(target, IGNORE), "no labelled pixel"
     yield logits, target + np.uint8(CLASSES), f"logits have {CLASSES} classes"
+    yield logits, np.minimum(target + np.uint8(1), np.uint8(CLASSES)), f"has class {CLASSES}, but"
     yield logits * np.float32(np.nan), target, "NaN or infinite"
 
 

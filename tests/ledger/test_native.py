@@ -12,19 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from segpipe.ledger import native
+from segpipe import native
+from segpipe.ledger import digest as digests
 from segpipe.ledger.digest import BLOCK, THREAD_BLOCKS, digest_each, digest_groups, digest_many
 
 SIZES = [0, 1, 2, 3, 7, 19, BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 5]
-needs_compiler = pytest.mark.skipif(native.kernels() is None, reason="no C compiler here")
+needs_compiler = pytest.mark.skipif(digests.kernels() is None, reason="no C compiler here")
 
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """Nothing compiled yet, and nothing left behind."""
-    native.kernels.cache_clear()
+    native.load.cache_clear()
     yield
-    native.kernels.cache_clear()
+    native.load.cache_clear()
 
 
 def tensors() -> list[Tensor]:
@@ -50,7 +51,7 @@ def numbers() -> list[int]:
 @pytest.fixture(scope="module")
 def plain() -> list[int]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "kernels", lambda: None)
+        patch.setattr(digests, "kernels", lambda: None)
         return numbers()
 
 
@@ -69,7 +70,7 @@ class Shares:
     """The compiled kernels; notes which words each call takes."""
 
     def __init__(self) -> None:
-        self.kernels, self.taken = native.kernels(), []  # type: ignore[var-annotated]
+        self.kernels, self.taken = digests.kernels(), []  # type: ignore[var-annotated]
 
     def segpipe_digests(self, *arguments: Any) -> None:
         self.taken.append(arguments[4:6])
@@ -82,7 +83,7 @@ def test_threads_share_whole_blocks_evenly_where_each_gets_a_mebibyte(
     monkeypatch: pytest.MonkeyPatch, num_blocks: int, shares: int
 ) -> None:
     kernels = Shares()
-    monkeypatch.setattr(native, "kernels", lambda: kernels)
+    monkeypatch.setattr(digests, "kernels", lambda: kernels)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -128,12 +129,12 @@ def test_it_is_compiled_once_into_a_private_folder(
     tmp_path: Path, fresh: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert native.kernels() is not None
+    assert digests.kernels() is not None
     [made] = (tmp_path / "segpipe").iterdir()
     assert (tmp_path / "segpipe").stat().st_mode & 0o777 == 0o700
     written = made.stat().st_mtime_ns
-    native.kernels.cache_clear()
-    assert native.kernels() is not None
+    native.load.cache_clear()
+    assert digests.kernels() is not None
     assert [path.stat().st_mtime_ns for path in (tmp_path / "segpipe").iterdir()] == [written]
 
 
@@ -152,5 +153,5 @@ def test_without_it_numpy_does_it(
     else:
         monkeypatch.setattr(os, "getuid", lambda: 12345)
         monkeypatch.setattr(native, "_folders", lambda: iter([tmp_path]))
-    assert native.kernels() is None
+    assert digests.kernels() is None
     assert numbers() == plain

@@ -47,7 +47,7 @@ def parts(
     name: str, heads: tuple[str, ...] = ("main",), weights: Tensor | None = None, **settings: object
 ) -> dict[str, Tensor]:
     logits = {head: LOGITS[:, :1] if head == "boundary" else LOGITS for head in heads}
-    config = LossConfig(name=name, **settings)  # type: ignore[arg-type]
+    config = LossConfig(name=name, backend="plain", **settings)  # type: ignore[arg-type]
     valid = (TARGET != IGNORE_INDEX).sum()
     return shard_loss(logits, TARGET, config, class_weights=weights, global_valid=valid, align_corners=False)
 

@@ -74,6 +74,12 @@ def without_spawn(monkeypatch):
     monkeypatch.setattr(purity, "METHODS", {"fork": purity.FORKED})
 
 
+@pytest.fixture(autouse=True)
+def forgotten():
+    """Caches of plants that an earlier test in this process has filled."""
+    impure.forget()
+
+
 def by_transform(findings: list[Finding]) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for finding in findings:
@@ -100,9 +106,23 @@ def test_training_does_not_start_with_them(plant, kind):
         purity.quick(augmenter, Noise(), budget_s=60)
     message = str(caught.value)
     assert f"{kind.__name__.lower()} ({kind.__name__}), probe '" in message
+    assert impure.NAMED.get(kind, "") in message
     assert "augment.check=false" in message
     assert "\n" not in message
     assert caught.value.exit_code == 8
+
+
+@pytest.mark.usefixtures("without_spawn")
+def test_honest_caches_raise_no_alarm(plant):
+    """The control: memos, tables and caches of pure functions, on instances, classes, modules, functions and closures.
+
+    All in one pipeline, so that none blames another; HashOfText shows that the check would have spoken."""
+    assert len(impure.HONEST) >= 10
+    augmenter = plant(*impure.HONEST)
+    assert purity.check(augmenter, Noise()) == []
+    assert purity.quick(augmenter, Noise()) == ""
+    with pytest.raises(ImpureAugmentError, match=r"\(HashOfText\), probe 'tripwires'"):
+        purity.quick(plant(*impure.HONEST, impure.HashOfText), Noise())
 
 
 @pytest.mark.usefixtures("without_spawn")
@@ -167,9 +187,9 @@ def test_the_impure_ones_of_albumentations_are_found(everything, kind):
     assert everything[f"{name} ({name})"] == {"globals untouched", "tripwires"}
 
 
-@pytest.mark.parametrize("name", ["HashOfText", "LateGlobal"])
-def test_what_only_a_spawned_process_sees(everything, name):
-    assert everything[f"{name} ({name})"] == {"spawned process"}
+@pytest.mark.parametrize(("name", "others"), [("HashOfText", {"tripwires"}), ("LateGlobal", set())])
+def test_what_a_spawned_process_sees(everything, name, others):
+    assert everything[f"{name} ({name})"] == {"spawned process"} | others
 
 
 SHIPPED = {
@@ -189,7 +209,7 @@ def test_shipped_pipelines_raise_no_alarm(name):
     augmenter = Augmenter(config(**SHIPPED[name]))
     passed = []
     assert purity.check(augmenter, Noise(), report=lambda *result: passed.append(result)) == []
-    assert len(passed) == (len(augmenter.parts()) + 1) * (len(PROBES) + 1)
+    assert len(passed) == (len(augmenter.parts()) + 1) * (len(PROBES) + 2)
     assert all(finding is None for _, _, finding in passed)
     assert purity.quick(augmenter, Noise(), budget_s=600) == ""
     assert purity.quick(augmenter, Noise(num=1), budget_s=600) == ""
@@ -212,13 +232,21 @@ def test_quick_is_quick():
 
 @pytest.mark.parametrize("fits", [0, 1, 5, 7, 1000])
 @pytest.mark.parametrize("always", [0, 4])
-def test_no_probe_starts_after_the_deadline_but_those_that_always_do(fits, always):
+def test_no_probe_starts_after_the_budget_but_those_that_always_do(fits, always):
     cases = purity._cases(Augmenter(config()), Noise(), 2)
     asked, questions = [], [(case, probe) for case in cases for probe in PROBES[:2]]
-    answer = purity._ask(
-        questions, deadline=fits, always=always, report=lambda *r: asked.append(r), clock=lambda: len(asked)
-    )
+    answer = purity._ask(questions, fits, always, report=lambda *r: asked.append(r), clock=lambda: len(asked))
     assert len(asked) == answer.asked == min(max(fits, always), 2 * len(cases))
+
+
+def test_the_budget_is_processor_time_which_a_busy_machine_does_not_spend(plant, monkeypatch):
+    """Every call waits; with the wall's clock, the control, probes are left out."""
+    augmenter = plant(Waits, brightness=0.0, contrast=0.0, saturation=0.0, hue=0.0, flip=0.0)
+    cases = purity._cases(augmenter, Noise(), 2)
+    questions = [(case, probe) for probe in purity.QUICK[:4] for case in cases]
+    monkeypatch.setattr(Waits, "waits", 0.1)
+    assert purity._ask(questions, 0.4).asked == len(questions)
+    assert purity._ask(questions, 0.4, clock=time.monotonic).asked < len(questions)
 
 
 @pytest.mark.parametrize(
@@ -228,6 +256,7 @@ def test_without_time_they_are_refused_all_the_same(plant, monkeypatch, kind):
     with pytest.raises(ImpureAugmentError, match=rf"\({kind.__name__}\), probe 'same key twice'"):
         purity.quick(plant(A.ToSepia, kind), Noise(), budget_s=0)
     monkeypatch.setattr(purity, "ALWAYS", 0)  # the control: it passes when nothing is asked
+    monkeypatch.setattr(purity, "_in_two_orders", lambda *_: [])
     assert ": 0 of " in purity.quick(plant(A.ToSepia, kind), Noise(), budget_s=0)
 
 
@@ -240,8 +269,8 @@ def test_what_was_left_out_is_told_before_training(tmp_path, monkeypatch, capsys
 
     cases = len(Augmenter(compose(settings(tmp_path / "run")).augment).parts()) + 1
     assert told(0.0) == (
-        f"purity of the augmentation: {2 * cases} of {len(purity.QUICK) * cases} probes ran in 0 s; "
-        "segpipe check-augment runs all.\n"
+        f"purity of the augmentation: {2 * cases} of {len(purity.QUICK) * cases} probes ran in 0 s of processor "
+        "time; segpipe check-augment runs all.\n"
     )
     assert told(600.0) == ""
 
@@ -257,6 +286,14 @@ def test_quick_leaves_this_process_as_it_was(plant):
     assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
     assert cv2.getNumThreads() == threads
     assert not multiprocessing.active_children()
+
+
+class Waits(impure.Planted):
+    waits = 0.0
+
+    def number(self) -> int:
+        time.sleep(self.waits)
+        return 0
 
 
 PARENT = os.getpid()
@@ -401,8 +438,10 @@ def test_keys_are_not_those_of_training():
 
 
 def test_quick_asks_what_the_whole_check_asks():
-    """All but to pickle, which forked workers never do."""
-    assert set(purity.NAMES) - {probe.name for probe in purity.QUICK} == {"pickled pipeline", "spawned process"}
+    """All but to pickle, which forked workers never do; a forked process is part of the two orders."""
+    assert set(purity.NAMES) - {probe.name for probe in purity.QUICK} == {
+        "pickled pipeline", "spawned process", "forked process", purity.ORDER,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

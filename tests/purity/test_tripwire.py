@@ -1,19 +1,26 @@
 """What a function reaches for and leaves changed is seen, by name, and put back."""
 
+import copy
 import itertools
+import logging
 import os
 import random
+import sys
 import threading
 import time
+from functools import lru_cache
 from typing import ClassVar
 
 import cv2
 import numpy as np
 import pytest
 import torch
+from numpy.random import default_rng as by_name
+from torch.utils.data import get_worker_info
 
 from segpipe.purity import tripwire
-from segpipe.purity.tripwire import global_state, object_state, opencv_generator, preserved, watching
+from segpipe.purity.held import changed, object_state, written
+from segpipe.purity.tripwire import global_state, opencv_generator, preserved, watching
 
 
 @pytest.mark.parametrize(
@@ -35,9 +42,10 @@ def test_calls_are_named_and_go_through(call, name):
         with watching() as called:
             call()
             call()
-        assert called == [name]
+        assert list(called) == [name]
+        assert called[name].startswith("test_tripwire.py:")
         call()
-        assert called == [name], "the wire is gone"
+        assert list(called) == [name], "the wire is gone"
 
 
 def test_wires_are_taken_down_after_an_error():
@@ -48,19 +56,61 @@ def test_wires_are_taken_down_after_an_error():
 
 
 def test_other_threads_may_look_at_the_clock():
+    go, done = threading.Event(), threading.Event()
+
+    def look() -> None:
+        go.wait()
+        time.time()
+        done.set()
+
+    thread = threading.Thread(target=look)
+    thread.start()
     with watching() as called:
-        thread = threading.Thread(target=lambda: time.time())
-        thread.start()
-        thread.join()
-    assert called == []
+        go.set()
+        done.wait()
+    thread.join()
+    assert called == {}
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda clock=time.time: clock(), "time.time"),
+        (lambda: by_name(), "numpy.random.default_rng()"),
+        (lambda: by_name(3), tripwire.SEEDED),
+        (lambda: os.environ.get("HOME"), "os.environ['HOME']"),
+        (lambda: os.getpid(), "posix.getpid"),
+        (lambda: hash(("a", 1)), "hash() of text"),
+        (lambda: get_worker_info(), "torch.utils.data.get_worker_info"),
+        (lambda: threading.current_thread(), "threading.current_thread"),
+        (lambda: os.listdir("/"), "posix.listdir"),
+        (lambda: open(os.devnull, "wb").close(), "open(..., 'wb')"),
+    ],
+)
+def test_calls_are_seen_by_any_name(call, name):
+    with watching() as called:
+        call()
+    assert list(called) == [name]
+
+
+def test_what_a_pure_function_needs_is_no_call():
+    """Hashes of numbers, ids that copies ask for, a generator with a key, files that are read, a line of a log."""
+    with watching() as called:
+        copy.deepcopy([{"a": [hash(3)]}])
+        np.random.Generator(np.random.Philox(key=3)).random()
+        with open(__file__) as file:
+            file.read(1)
+        logging.getLogger("segpipe.tests").debug("none")
+        repr(Holder())
+    assert set(called) <= {tripwire.SEEDED}  # Holder seeds its own
 
 
 def test_every_wire_exists():
     """A name that no release has would watch nothing."""
-    modules = {"numpy.random": np.random, "torch": torch, "cv2": cv2, "random": random, "time": time}
-    for module, names in tripwire.WIRES.items():
-        for name in names if module in modules else ():
-            assert callable(getattr(modules[module], name)), (module, name)
+    for table in (tripwire.WIRES, tripwire.PLACES, tripwire.CODES):
+        for module, names in table.items():
+            for name in names:
+                assert callable(getattr(sys.modules[module], name)), (module, name)
 
 
 @pytest.mark.parametrize(
@@ -130,4 +180,22 @@ def test_object_state_sees_what_is_held(change, seen):
     before = object_state(holder)
     assert object_state(holder) == before
     change(holder)
-    assert (object_state(holder) != before) == seen
+    assert bool(changed(before, object_state(holder))) == seen
+    assert not seen or written(before, object_state(holder))
+
+
+def test_a_memo_is_written_into_but_no_fault():
+    holder = Holder()
+    before = object_state(holder)
+    holder.nested["b"] = 1
+    _squared(3)
+    now = object_state(holder)
+    assert changed(before, now) == []
+    assert sorted(written(before, now)) == ["Holder.nested", f"the cache of {__name__}._squared"]
+    holder.nested["b"] = 2
+    assert changed(now, object_state(holder)) == ["Holder.nested['b']"]
+
+
+@lru_cache
+def _squared(number: int) -> int:
+    return number**2

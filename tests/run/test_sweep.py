@@ -157,7 +157,7 @@ def test_names_are_safe_short_and_differ() -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        (["train.steps=1,abc"], "train.steps = 'abc', but int was needed"),
+        (["train.steps=1,abc"], "train.steps = 'abc', but a whole number"),
         (["seed=1,-1"], "seed=-1: seed = -1, but a value of 0 to"),
         (["compute.shards=4,0", "seed=1,2"], "compute.shards=0 seed=1; compute.shards=0 seed=2: compute.shards = 0"),
         (["seed=1,1"], "is the name of 2 jobs"),

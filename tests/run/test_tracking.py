@@ -100,6 +100,22 @@ def test_resume_cuts_a_torn_last_line(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(
+    "line",
+    ['{"step": "4", "kind": "train", "time_s": 1}', '{"step": true, "kind": "train", "time_s": 1}',
+     '{"step": 4, "kind": null, "time_s": 1}', '{"step": 4, "kind": "train", "time_s": "1"}', "4", "[" * 100_000, "\0"],
+)  # fmt: skip
+def test_lines_of_wrong_types_are_skipped(tmp_path: Path, line: str) -> None:
+    write_steps(tmp_path, range(1, 4))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(f"{line}\n")
+    assert [entry["step"] for entry in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    tracker = open_tracker(Config(), tmp_path, 9, rank=0)
+    tracker.log(4, "train", {})
+    tracker.close()
+    assert steps(tmp_path) == [1, 2, 3, 4]
+
+
 def test_clock_goes_on_where_it_stopped(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "kind": "train", "time_s": 5000.0}\n')
     tracker = open_tracker(Config(), tmp_path, 1, rank=0)

@@ -23,7 +23,7 @@ EXPERIMENTS = sorted((ROOT / "conf" / "experiment").glob("*.yaml"))
 
 def refused(*overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        compose(list(overrides))
+        check(compose(list(overrides)), world_size=1)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -66,23 +66,53 @@ def test_every_misspelled_override_names_the_right_one(prefix: str) -> None:
         ("experiment=no", "experiment = no is not one of"),
         ("data={name: x}", "data ="),
         ("optim=5", "optim"),
-        ("optim.lr", "not of the form key=value"),
-        ("optim.lr=", "optim.lr"),
-        ("optim.lr=fast", "optim.lr = 'fast', but float was needed, such as 0.05."),
-        ("train.steps=1.5", "train.steps = 1.5, but int was needed, such as 400."),
-        ("data.size=[64,big]", "data.size[1] = 'big', but int was needed, such as 192."),
-        ("train.steps=true", "train.steps"),
-        ("run.name=null", "run.name = None, but str was needed"),
-        ("run.name=???", "run.name"),
-        ("run.name=${nowhere}", "'nowhere' not found"),
-        ("seed=1,2,3", "--multirun"),
-        ("optim.lr=nan", "optim.lr"),
+        ("optim.lr", "'optim.lr' is not of the form key=value. Write optim.lr=VALUE."),
+        ("optim.lrr", "Did you mean optim.lr?"),
+        ("=3", "names no setting: key=value was needed"),
+        ("optim.lr=", "optim.lr = '', but a number of 0 to 3e+38 was needed, such as 0.05."),
+        ("optim.lr=fast", "optim.lr = 'fast', but a number of 0 to 3e+38 was needed, such as 0.05."),
+        ("optim.lr=1e308", "optim.lr = 1e+308, but a value of 0 to 3e+38 was needed."),
+        ("optim.lr={a:1}", "optim.lr = {'a': 1}, but a number"),
+        ("train.steps=1.5", "train.steps = 1.5, but a whole number of 0 to 1000000000 was needed, such as 400."),
+        ("train.steps=1e3", "train.steps = 1000.0, but a whole number of 0 to 1000000000 was needed, such as 1000."),
+        ("train.steps=true", "train.steps = True, but a whole number"),
+        ("augment.check=maybe", "augment.check = 'maybe', but true or false was needed, such as true."),
+        ("augment.extra={a:b}", "augment.extra = {'a': 'b'}, but a list such as ['name'] was needed."),
+        ("data.size=[64,big]", "data.size[1] = 'big', but a whole number of 32 to 8192 was needed, such as 192."),
+        ("data.size=[64,96", "'data.size=[64,96' cannot be read. Write it like data.size=[192,384]."),
+        ("augment.crop_size=(64,64)", "Write it like augment.crop_size=[192,384]."),
+        ("optim.lr==3", "Write it like optim.lr=0.05."),
+        ("run.name=null", "run.name = None, but text was needed, such as 'run'."),
+        ("run.name=???", "run.name: Missing mandatory value: name. Give it a value"),
+        ("run.name=${nowhere}", "'nowhere' not found. Give it a value, or name what exists"),
+        ("data.root=${oc.env:SEGPIPE_NOWHERE}", "Environment variable 'SEGPIPE_NOWHERE' not found"),
+        ("data.root=/a(b)", "needs quotes within quotes: 'data.root=\"/a(b)\"'"),
+        ("data.root=/a=b", "'data.root=\"/a=b\"'"),
+        ("data.root=/d\u00fcn", "'data.root=\"/d\u00fcn\"'"),
+        ("data.root=~/data", "~ is not expanded here: write $HOME."),
+        ("data.root='/a", "'data.root=\"/a\"'"),
+        ("seed=1,2,3", "One run for each: add --multirun."),
+        ("data.root=/a,b", "One text with a comma: 'data.root=\"/a,b\"'. A list: data.root=[/a,b]."),
+        ("optim.lr=nan", "optim.lr = nan, but a number"),
         ("~data", "data"),
-        ("~optim.lr", "optim.lr"),
+        ("~optim.lr", "'~optim.lr' removes optim.lr, but every setting has a value. Leave it out for the default."),
+        ("~optim", "'~optim' removes optim"),
+        ("optim=adam", "optim is a group of settings. Set one of them, such as optim.name."),
+        ("train=null", "train is a group of settings. Set one of them, such as train.steps."),
+        (
+            "--lr=3",
+            "--lr is no option of segpipe. Settings are written without dashes, as KEY=VALUE. Did you mean optim.lr?",
+        ),
+        ("data.num_train=1000000000000", "data.num_train = 1000000000000, but a value of 1 to 10000000 was needed."),
+        ("compute.shards=1000000", "compute.shards = 1000000, but a value of 1 to 65536 was needed."),
+        ("compute.threads=1000000", "compute.threads = 1000000, but a value of 1 to 1024 was needed."),
     ],
 )
 def test_wrong_overrides_say_what_is_wrong(override: str, named: str) -> None:
-    assert named in refused(override)
+    message = refused(override)
+    assert named in message
+    for word in ("object_type", "full_key", "DictConfig", "expecting", "viable", "hydra.cc", "\n"):
+        assert word not in message, "raw words of Hydra or OmegaConf"
 
 
 @pytest.mark.parametrize(
@@ -251,7 +281,7 @@ def test_wrong_values_are_refused_in_a_line_each_without_torch(tmp_path: Path) -
     """Half a second; `loss.name=focal` once took 17."""
     wrong = {
         "optim.lrr=1": "Did you mean optim.lr?",
-        "optim.lr=abc": "optim.lr = 'abc', but float was needed",
+        "optim.lr=abc": "optim.lr = 'abc', but a number of",
         "compute.mode=fast": "compute.mode = 'fast' is not one of",
         "data=nosuch": "data = nosuch is not one of",
         "train.steps=0": "train.steps = 0, but a number of updates",
@@ -319,7 +349,7 @@ def test_flags_and_values_without_a_key_are_understood() -> None:
         (["--run"], "run is missing"),
         (["run=a", "which=first"], "which = 'first' is not one of last, best"),
         (["run=a", "spans=0"], "spans = 0, but a value of at least 1 was needed"),
-        (["run=a", "spans=two"], "spans = 'two', but int was needed"),
+        (["run=a", "spans=two"], "spans = 'two', but a whole number"),
         (["run=a", "json=yes"], "json"),
         (["run=a", "data.workers=-1"], "data.workers = -1"),
         (["run=a", "b"], "'b' is not an argument"),

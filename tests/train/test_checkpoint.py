@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from segpipe import disk
 from segpipe.data.catalog import CAMVID
 from segpipe.errors import CheckpointError, WeightsError
 from segpipe.files import write_atomically
@@ -518,6 +519,7 @@ def test_a_file_that_cannot_be_read_now_is_not_taken_for_a_torn_one(
         return read(path)
 
     monkeypatch.setattr(Path, "read_bytes", stale)
+    monkeypatch.setattr(disk, "PAUSES_S", (0.0,))
     with pytest.raises(CheckpointError, match=r"step_6\.pt .*Stale file handle"):
         newest_whole(tmp_path)
     unreadable = "step_3.pt"  # which is older than what is found

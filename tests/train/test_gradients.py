@@ -6,6 +6,7 @@ import copy
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
@@ -21,6 +22,7 @@ from segpipe.data.catalog import CAMVID
 from segpipe.data.loader import ShardBatch
 from segpipe.distributed.group import Group, Level
 from segpipe.distributed.reduce import FlatLayout, TreeSum
+from segpipe.distributed.watch.contract import Contract
 from segpipe.errors import ConfigError
 from segpipe.ledger.digest import state_digest
 from segpipe.losses.total import valid_pixels
@@ -57,7 +59,7 @@ class Net(SegmentationNet):
         self.main, self.aux = nn.Conv2d(24, C, 1), nn.Conv2d(24, C, 1)
         self.dropout = nn.Dropout(dropout)
         if unused:
-            self.unused = nn.Parameter(torch.ones(7))
+            self.unused = nn.Parameter(torch.ones(7, 2))  # of the group with weight decay
 
     def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
         x = self.dropout(F.relu(self.norm(self.second(F.relu(self.first(image))))))
@@ -128,7 +130,18 @@ class CountedExchange(gradients._Exchange):
 
     def send_rest(self) -> None:
         self.early.append(len(self._layout.buckets) - 1 - self._next)
+        Traced.events.append("backward ends")
         super().send_rest()
+
+
+class Traced(Contract):
+    """Remembers the order of the collectives."""
+
+    events: ClassVar[list[str]] = []
+
+    def enter(self, op: str, tensor: Tensor | None = None, *, level: int = 0) -> None:
+        super().enter(op, tensor, level=level)
+        self.events.append(f"{op} {0 if tensor is None else tensor.numel()}")
 
 
 class ByArrival:
@@ -139,14 +152,14 @@ class ByArrival:
     def __init__(self, group: Group, leaves: int) -> None:
         self.world_size = group.world_size
 
-    def start(self, parts: list[Tensor]) -> None:
+    def start(self, parts: list[Tensor], into: Tensor) -> None:
         (part,) = parts
         everyone = [torch.empty_like(part) for _ in range(self.world_size)]
         dist.all_gather(everyone, part.clone())
         first, *others = (everyone[rank] for rank in self.order)
-        part.copy_(first)
+        into.copy_(first)
         for other in others:
-            part.add_(other)
+            into.add_(other)
 
     def finish(self) -> None:
         """Nothing is under way."""
@@ -173,7 +186,11 @@ def _work(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {"one bucket": updates(fresh(elastic, unused=True), elastic, group, 4)}
     gradients.BUCKET_SIZE = 600
     CountedExchange.early.clear()
-    found["many buckets"] = updates(fresh(elastic, unused=True), elastic, group, 4)
+    Traced.events.clear()
+    found["many buckets"] = updates(
+        fresh(elastic, unused=True), elastic, Group(rank, rank, RANKS, CPU, contract=Traced()), 4
+    )
+    found["collectives"] = ", ".join(Traced.events)
     found["sent early"] = " ".join(map(str, CountedExchange.early))
     gradients.BUCKET_SIZE = 20  # less than the statistics, which are known after the backward only
     found["tiny buckets"] = updates(fresh(elastic, unused=True), elastic, group, 4)
@@ -189,6 +206,10 @@ def _work(rank: int) -> dict[str, Any]:
     found["ddp resumed"] = resumed(ddp, group)
     for mode in ("ddp", "off"):
         found[f"{mode} gradients"] = gradients_of_a_step(mode, group)
+        state = fresh(settings(mode), unused=True)
+        updates(state, settings(mode), group, 2)
+        unused = state.model.unused
+        found[f"{mode} unused"] = torch.equal(unused, torch.ones_like(unused)) and not state.optimizer.state.get(unused)
     found["off"] = updates(fresh(off), off, group, 4)
     found["off resumed"] = resumed(off, group)
     return found
@@ -219,6 +240,22 @@ def test_buckets_leave_while_the_backward_runs(answers: list[dict[str, Any]]) ->
     assert [int(count) > 0 for count in answers[0]["sent early"].split()] == [True] * 4
 
 
+def test_sums_come_back_while_the_backward_runs(answers: list[dict[str, Any]]) -> None:
+    """In one order on all ranks; the last bucket, which holds the statistics, leaves when the backward is over."""
+    events = answers[0]["collectives"].split(", ")
+    steps = [list(step) for over, step in groupby(events, "backward ends".__eq__) if not over]
+    there, back = "all_to_all", "all_gather"
+    assert [event.split()[0] for event in steps[0]] == [there, there, back, there, back]
+    assert len(steps) == 5
+    sizes = [[event.split()[1] for event in events if event.startswith(op)] for op in (there, back)]
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("mode", ["ddp", "off"])
+def test_ddp_trains_a_network_with_a_parameter_that_nobody_uses(answers: list[dict[str, Any]], mode: str) -> None:
+    assert all(answer[f"{mode} unused"] for answer in answers)
+
+
 def test_the_loss_scale_of_fp16_moves_alike_on_any_number_of_processes(answers: list[dict[str, Any]]) -> None:
     """Over four updates of which the first overflow and are left out, and the last is not."""
     config = settings("elastic", precision="fp16")
@@ -241,10 +278,12 @@ def test_no_bucket_leaves_before_statistics_and_figures_are_in_it() -> None:
     sent: list[int] = []
 
     class Across:
-        def start(self, parts: list[Tensor]) -> None:
+        def start(self, parts: list[Tensor], into: Tensor) -> None:
+            assert into.numel() == parts[0].numel()
             sent.append(parts[0].numel())
 
-    exchange = gradients._Exchange(layout, TreeSum(1), layout.new(), [early, late], Across())  # type: ignore[arg-type]
+    flat, total = layout.new(), layout.new()
+    exchange = gradients._Exchange(layout, TreeSum(1), flat, [early, late], Across(), total)  # type: ignore[arg-type]
     early.grad, late.grad = torch.ones(10), torch.ones(25)
     exchange.on_grad_ready(1)
     exchange.on_grad_ready(0)

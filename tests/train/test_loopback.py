@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fnmatch import fnmatchcase
+from itertools import pairwise
 
 import pytest
 import torch
-from test_gradients import ALONE, CPU, SIZE, B, CountedExchange, Net, V, batches, fresh, settings, updates
+from test_gradients import ALONE, CPU, SIZE, B, C, CountedExchange, Net, V, batches, fresh, settings, updates
 from torch import Tensor, nn
 
 from ranks import Loopback
+from segpipe.data.loader import ShardBatch
 from segpipe.distributed import reduce
 from segpipe.distributed.group import Group, Level
 from segpipe.distributed.watch.contract import Contract
@@ -19,7 +21,7 @@ from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config
 from segpipe.train import gradients
 from segpipe.train.gradients import statistics
-from segpipe.train.optim import Ema, build_optimizer, freeze
+from segpipe.train.optim import Ema, build_optimizer, freeze, learning_rate, set_rate
 from segpipe.train.state import TrainState
 from segpipe.train.step import TrainStep
 from segpipe.train.watch import Watch
@@ -131,6 +133,80 @@ def test_frozen_parts_and_scaled_rates_give_the_same_bits_on_any_number_of_ranks
             assert torch.equal(value, before[name]) == kept, name
 
 
+class Sometimes(Net):
+    """Its head `spare` is used for the images of step 0, of shard 2 of step 2, and never else."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.spare, self.never = nn.Conv2d(24, C, 1), nn.Conv2d(24, C, 1)
+
+    def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
+        heads = super().logits(image, aux=aux)
+        if bool((image[0, 0, 0, 0] - image[0, 0, 0, 1]).abs() < 1e-6):
+            heads["main"] = heads["main"] + self.spare(torch.relu(self.second(torch.relu(self.first(image)))))
+        return heads
+
+
+def of_some_shards(step: int) -> list[ShardBatch]:
+    made = batches(step)
+    for batch in made:
+        uses = step == 0 or (step, batch.shard) == (2, 2)
+        batch.image[0, 0, 1] = batch.image[0, 0, 0] if uses else batch.image[0, 0, 0] ^ 128
+    return made
+
+
+def losses_in_turn(model: nn.Module, step: int) -> None:
+    """Backward of all shards into `.grad`, as torch accumulates it; every shard starts from the step's statistics."""
+    before = [value.clone() for value in statistics(model)]  # type: ignore[arg-type]
+    for batch in of_some_shards(step):
+        for value, kept in zip(statistics(model), before, strict=True):
+            value.copy_(kept)
+        loss = gradients.BatchLoss(config_of("elastic"), Watch(ALONE, TrainState(model, *[None] * 3)), None)  # type: ignore
+        parts = loss(gradients.AllHeads(model), batch.image, batch.target, torch.tensor(V * B * SIZE * SIZE), shard=0)
+        parts["total"].backward()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_parameter_without_gradient_is_left_as_torch_leaves_it(
+    ranks: Callable[[int], Loopback], world_size: int, name: str
+) -> None:
+    """Without weight decay and momentum when no shard used it; moved on every rank when one shard of one rank did."""
+    config = config_of("elastic", clip_norm=0.0)
+    config.optim.name, config.optim.weight_decay = name, 0.1
+    states = []
+    for _ in range(world_size + 1):
+        torch.manual_seed(0)
+        model = Sometimes().train()
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        states.append(TrainState(model, Ema(model, config.ema), build_optimizer(model, config.optim), scaler))
+    *states, plain = states
+
+    def work(rank: int) -> list[dict[str, Tensor]]:
+        group = Group(rank, rank, world_size, CPU)
+        step, seen = TrainStep(config, Watch(group, states[rank])), []
+        for number in range(4):
+            shards = of_some_shards(number)
+            step([shards[shard] for shard in group.own_shards(V)], torch.tensor(V * B * SIZE * SIZE))
+            step.apply()
+            seen.append(values(states[rank]))
+        return seen
+
+    found = ranks(world_size).run(work) if world_size > 1 else [work(0)]
+    for other in found[1:]:
+        assert all(torch.equal(a[key], b[key]) for a, b in zip(found[0], other, strict=True) for key in a)
+    weights = [step["spare.weight"] for step in found[0]]
+    assert [not torch.equal(a, b) for a, b in pairwise(weights)] == [False, True, False]
+    assert torch.equal(found[0][-1]["never.weight"], values(plain)["never.weight"])
+    for number in range(4):  # the same with torch alone
+        losses_in_turn(plain.model, number)
+        set_rate(plain.optimizer, learning_rate(number, config.train.steps, config.optim))
+        plain.optimizer.step()
+        plain.optimizer.zero_grad(set_to_none=True)
+        for key, parameter in plain.model.named_parameters():
+            torch.testing.assert_close(parameter.detach(), found[0][number][key], rtol=1e-3, atol=1e-4, msg=key)
+
+
 def values(state: TrainState) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in state.model.state_dict().items()}
 
@@ -210,7 +286,7 @@ def test_ddp_is_warmed_up_where_a_resumed_run_must_repeat_its_bits(
 
     steps = loopback.run(built)
     assert len(done) == passes
-    assert shapes == ({(V * B // 2, 3, SIZE, SIZE)} if passes else set())
+    assert shapes == {(2, 3, SIZE, SIZE)} | ({(V * B // 2, 3, SIZE, SIZE)} if passes else set())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in values(states[0]).items())
     announced = ["wrap of DDP", *(["warm-up of DDP"] if passes else [])]

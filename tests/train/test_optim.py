@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from segpipe.train.optim import (
     describe_rates,
     freeze,
     learning_rate,
+    load_optimizer,
     parameter_groups,
     set_rate,
 )
@@ -95,9 +97,66 @@ def test_settings_reach_the_optimizer() -> None:
     adam = build_optimizer(net, OptimConfig(name="adamw", betas=[0.8, 0.95]))
     assert isinstance(adam, torch.optim.AdamW)
     assert all(group["betas"] == (0.8, 0.95) for group in adam.param_groups)
-    assert all(
-        group["foreach"] for optimizer in (sgd, adam) for group in optimizer.param_groups
-    )  # a step in few kernels
+    # On a CPU; on a GPU in few kernels.
+    assert not any(group["foreach"] for optimizer in (sgd, adam) for group in optimizer.param_groups)
+
+
+def steps_of(name: str, *, fused: bool = False, foreach: bool = False, overflows: tuple[int, ...] = ()) -> list[Any]:
+    """Weights and moments after each of some updates under a loss scale, and the scale; some updates overflow."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    optimizer = build_optimizer(net, OptimConfig(name=name, lr=0.1, weight_decay=0.3), fused=fused)
+    for group in optimizer.param_groups:
+        group["foreach"] = foreach
+    scaler, found = torch.amp.GradScaler("cpu", init_scale=8.0), []
+    for number in range(4):
+        for place, p in enumerate(net.parameters()):
+            random = torch.Generator().manual_seed(10 * number + place)
+            p.grad = torch.randn(p.shape, generator=random) * (float("inf") if number in overflows else 1)
+        scaler.scale(torch.zeros(()))
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        moments = [value.float() for p in net.parameters() for _, value in sorted(optimizer.state[p].items())]
+        found.append(([p.detach().clone() for p in net.parameters()], [m.clone() for m in moments], scaler.get_scale()))
+    return found
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_one_parameter_after_the_other_gives_the_bits_of_foreach(name: str) -> None:
+    for (weights, moments, _), (others, their, _) in zip(steps_of(name), steps_of(name, foreach=True), strict=True):
+        assert all(map(torch.equal, [*weights, *moments], [*others, *their]))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_fused_kernels_leave_out_updates_that_overflow_without_asking_the_host(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the first, after which torch's own momentum is whatever memory held."""
+    plain = steps_of(name, overflows=(0, 2))
+    asked = []
+    monkeypatch.setattr(torch.amp.GradScaler, "_maybe_opt_step", lambda *_: asked.append(1))
+    found = steps_of(name, fused=True, overflows=(0, 2))
+    assert not asked
+    assert [scale for *_, scale in found] == [scale for *_, scale in plain] == [4.0, 4.0, 2.0, 2.0]
+    for (weights, moments, _), (others, their, _) in zip(found, plain, strict=True):
+        for a, b in zip([*weights, *(moments if their else [])], [*others, *their], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert all(map(torch.equal, found[1][0], found[2][0]))
+    steps_of(name, overflows=(0,))
+    assert asked, "the control: other kernels ask"
+
+
+def test_a_state_is_restored_without_the_kernels_that_computed_it() -> None:
+    net = nn.Conv2d(2, 2, 3)
+    saved = build_optimizer(net, OptimConfig(momentum=0.5)).state_dict()
+    saved["param_groups"] = [{**group, "foreach": True, "fused": None, "lr": 0.25} for group in saved["param_groups"]]
+    for fused in (False, True):
+        optimizer = build_optimizer(net, OptimConfig(momentum=0.5), fused=fused)
+        load_optimizer(optimizer, saved)
+        assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+        assert not any(group["foreach"] for group in optimizer.param_groups)
+        assert all(bool(group["fused"]) == fused for group in optimizer.param_groups)
 
 
 class Tiny(SegmentationNet):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from segpipe.data.loader import ShardBatch
 from segpipe.distributed.group import Group
@@ -110,7 +111,7 @@ def test_gradients_and_figures_are_those_of_the_whole_batch(channels_last: bool)
     result = step_of(state, settings)(shards, valid(shards))
     expected = {name: p.grad for name, p in twin.named_parameters()}
     for name, p in state.model.named_parameters():
-        wanted = expected[name] if expected[name] is not None else torch.zeros(3)
+        wanted = expected[name]  # None for the weight that nobody uses
         torch.testing.assert_close(p.grad, wanted, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
     assert set(result.parts) == {"main", "aux"}
     for name, part in result.parts.items():
@@ -189,7 +190,8 @@ def test_update_is_the_optimizers_at_the_scheduled_rate() -> None:
     state.step = 100
     step = step_of(state, settings)
     step(shards, valid(shards))
-    moved = {name: p.detach() - learning_rate(100, 400, settings.optim) * p.grad for name, p in named(state)}  # type: ignore[operator]
+    rate = learning_rate(100, 400, settings.optim)
+    moved = {name: p.detach() - rate * (p.grad if p.grad is not None else 0) for name, p in named(state)}
     step.apply()
     for name, p in named(state):
         torch.testing.assert_close(p.detach(), moved[name])
@@ -377,3 +379,51 @@ def test_a_step_that_is_to_stop_does_nothing_unless_it_has_to_report_a_bad_updat
     assert train_step(step, shards, stop=True, check=checked.append) is not None
     assert int(step.first_bad) == 1
     assert len(checked) == 1
+
+
+class Questions(TorchDispatchMode):
+    """Counts operators that a GPU could not run without the host waiting for it: values or sizes go to the host."""
+
+    WAITS = (
+        "aten._local_scalar_dense.default",
+        "aten.nonzero.default",
+        "aten.masked_select.default",
+        "aten.equal.default",
+        "aten.where.default",  # of one argument: nonzero by another name
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        indexes = func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_)
+        by_mask = indexes and any(index is not None and index.dtype == torch.bool for index in args[1])
+        if by_mask or str(func) in self.WAITS:
+            self.asked.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", ["elastic", "off"])
+@pytest.mark.parametrize("loss", ["ohem", "cross_entropy"])
+def test_the_host_asks_nothing_between_logs(monkeypatch: pytest.MonkeyPatch, mode: str, loss: str) -> None:
+    """A count of operators, which is as good on a CPU; targets are counted on the host, before they are copied."""
+    settings = config(compute={"mode": mode}, optim={"clip_norm": 1.0}, loss={"name": loss, "dice_weight": 1.0})
+    monkeypatch.setattr("segpipe.train.step.valid_pixels", lambda target: target.numel() // 2)
+    step, shards = step_of(fresh(settings), settings), batches()
+    train_step(step, shards, wait=False)
+    with Questions() as questions:
+        train_step(step, shards, wait=False)
+    assert questions.asked == []
+    # The controls: a figure that is read, a mask, and a check of the result.
+    monkeypatch.setattr(step.gradients.loss, "preprocess", lambda image: masked(Preprocess()(image)))
+    with Questions() as questions:
+        train_step(step, shards, wait=True, check=lambda result: result.loss.item())  # type: ignore[arg-type, return-value]
+    assert {"aten.nonzero.default", "aten.index.Tensor", "aten._local_scalar_dense.default"} <= set(questions.asked)
+
+
+def masked(image: Tensor) -> Tensor:
+    """The image, which its own mask and its own maximum have looked at."""
+    assert image[image > 0].numel()
+    assert len(torch.nonzero(image > 0))
+    return image

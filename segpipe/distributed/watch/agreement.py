@@ -35,19 +35,26 @@ class Replica(Protocol):
     def part_names(self) -> dict[str, list[str]]: ...
 
 
-def common_fingerprint(config: Config, group: Group) -> tuple[dict[str, Any], list[str]]:
+def common_fingerprint(config: Config, group: Group, loss: str) -> tuple[dict[str, Any], list[str]]:
     """Fingerprint of the environment on rank 0, and a phrase for each value that another rank has otherwise.
 
-    Raises ConfigError on every rank when the code of a plug-in differs.
+    `loss`: what computes it here. Raises ConfigError on every rank when that differs, or the code of a plug-in.
     """
     divided = {} if config.compute.mode in ("elastic", "audit") else {"world_size": group.world_size}
-    first, *others = group.gather({**flags.fingerprint(), **plugin_sources(config), **divided})
+    own = {**flags.fingerprint(), **plugin_sources(config), **divided, flags.LOSS: loss}
+    first, *others = group.gather(own)
     for rank, other in enumerate(others, 1):
         here, there = first.get(flags.PLUGINS, {}), other.get(flags.PLUGINS, {})
         if changed := [name for name in {**here, **there} if here.get(name) != there.get(name)]:
             raise ConfigError(
                 f"{', '.join(changed[:4])} on rank {rank} is not that of rank 0. Copy the code of the plug-ins to all "
                 f"machines, or start on a shared folder."
+            )
+        if config.compute.mode != "off" and first[flags.LOSS] != other[flags.LOSS]:
+            raise ConfigError(
+                f"loss.backend = {config.loss.backend} is {other[flags.LOSS]} on rank {rank} and {first[flags.LOSS]} "
+                f"on rank 0, which gives other bits. Install a C compiler (CPU) or triton (CUDA) on all machines, or "
+                f"set loss.backend=torch."
             )
     differ = [
         f"rank {rank}: {name} {there}, rank 0: {here}"

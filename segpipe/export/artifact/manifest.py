@@ -15,6 +15,7 @@ from jsonschema import Draft202012Validator
 
 from segpipe import __version__
 from segpipe.export.artifact.outcome import NOT_EXPORTED, integrity_refusal
+from segpipe.export.graph.onnx_format import OLDEST_ONNXRUNTIME
 from segpipe.export.graph.profiles import CONFIDENCE, INPUT, LOGITS, MASK, Manifest, Size, free_lengths
 from segpipe.runtime.artifact import FORMAT
 from segpipe.runtime.frames import NO_ANSWER
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 SCHEMA = Path(__file__).with_name("manifest.schema.json")
 # Entries that exist only once there are files.
 FIGURES = ("status", "created", "check_images", "real_images", "sigma", "gates", "files", "latency")
-_OF_THE_NETWORK = ("model", "class_table", "classes", "preprocess", "align_corners", "stored_values", "io")
+_OF_THE_NETWORK = ("model", "class_table", "classes", "preprocess", "align_corners", "stored_values", "io", "requires")
 _OF_THE_WEIGHTS = ("config_hash", "weights_digest", "seed", "step")
 _PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnxruntime")
 _LONGEST = 200  # characters of a schema message, which may quote a whole entry
@@ -64,6 +65,7 @@ def describe(
         "align_corners": model.align_corners,
         "stored_values": sum(tensor.numel() for tensor in model.state_dict().values()),
         "io": _io(model, size),
+        "requires": {"onnxruntime": OLDEST_ONNXRUNTIME},
         "versions": {
             "segpipe": __version__,
             "python": platform.python_version(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from segpipe.errors import ConfigError
 from segpipe.export.artifact.outcome import EAGER, ExportReport
 from segpipe.export.gates import latency
 from segpipe.export.gates.check_set import Check, Trial, trials
@@ -28,8 +30,7 @@ from segpipe.export.gates.limits import LIMITS, GateResult, Sigma, gate_integrit
 from segpipe.export.gates.quality import gate_quality, scores
 from segpipe.export.graph.formats import FORMATS, ModelFile
 from segpipe.export.graph.network import DeployModel, run_eager
-from segpipe.export.graph.onnx_format import open_onnx
-from segpipe.export.graph.profiles import ROBOT, Profile, Run, further_sizes
+from segpipe.export.graph.profiles import ROBOT, Run, further_sizes
 from segpipe.runtime.segmenter import Segmenter
 
 if TYPE_CHECKING:
@@ -55,11 +56,13 @@ def judge(
     with free lengths is compared in several shapes; `result.sigma` is that of the exported shape. Quality runs when
     the gates before it passed, latency when all others did, both in the exported shape.
     """
+    engines = inputs.settings.engines
+    files = [*files, *(replace(file, engine=name) for name in engines for file in files if file.format == "onnx")]
     reference = as_trained(run_eager(model), preprocess)
     result.images = [check.name for check in inputs.checks]
     result.real_images = sum(check.is_real for check in inputs.checks)
     candidates = _open(result, model, files)
-    by_name = {file.path.name: file for file in files}
+    by_name = {file.name: file for file in files}
     comparisons: dict[str, list[ImageComparison]] = {name: [] for name in candidates}
     for trial in trials(result.free, inputs.checks):
         tried = {name: Candidate(opened.probe, opened.shipped) for name, opened in candidates.items()}
@@ -78,6 +81,16 @@ def judge(
     if result.passed:
         _judge_latency(result, runs, by_name, inputs)
     return comparisons
+
+
+def require_engines(settings: ExportConfig) -> None:
+    """Raises ConfigError when an engine of `export.engines` is not installed."""
+    missing = [name for name in settings.engines if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"export.engines = {settings.engines}, but {missing[0]} is not installed. pip install {missing[0]}, or "
+            "leave it out."
+        )
 
 
 def load_as_robot(result: ExportReport, folder: Path) -> None:
@@ -106,19 +119,12 @@ def _open(result: ExportReport, model: DeployModel, files: Sequence[ModelFile]) 
         found = file.problems()
         if not found:
             try:
-                shipped = FORMATS[file.format].open(file.path, model.profile)
-                candidates[file.path.name] = Candidate(_open_probe(file, model.profile), shipped)
+                opened = Candidate(file.open(file.probe, model.profile), file.open(file.path, model.profile))
+                candidates[file.name] = opened
             except Exception as error:  # as in ModelFile.problems
                 found = [f"{type(error).__name__}: {error}"]
-        result.gates[file.path.name] = [gate_integrity(found)]
+        result.gates[file.name] = [gate_integrity(found)]
     return candidates
-
-
-def _open_probe(file: ModelFile, profile: Profile) -> Run:
-    if file.precision == "int8":
-        # onnxruntime 1.31 moves quantisation across a transpose, and `normalised` is then off by 0.05.
-        return open_onnx(file.probe, profile, optimise=False)
-    return FORMATS[file.format].open(file.probe, profile)
 
 
 def _gates_of_answers(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.optimize import brentq
 
 from segpipe import IGNORE_INDEX
 from segpipe.errors import DataError
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
 PIXELS = 2048  # per image, so that a large data set fits into memory
 BINS = 15
 LOWEST, HIGHEST = 0.02, 50.0  # temperature
-_MAX_STEPS = 60
-_TOLERANCE = 1e-9
+_EXACT = 1e-9  # relative error of the fit
 _SAME = 1e-3  # relative: what another processor may change
 
 Logits = NDArray[np.float32]
@@ -137,27 +137,19 @@ def _pixels(
 
 
 def _most_likely(score: NDArray[np.float64], label: NDArray[np.int64]) -> float:
-    """Minimises over 1 / temperature, in which the loss is convex: Newton steps, bisection where one would leave the
-    bracket."""
+    """The zero of the loss's slope in 1 / temperature, in which the loss is convex; an end of the scale without one."""
     own = score[np.arange(len(label)), label].mean()
-    low, high = 1 / HIGHEST, 1 / LOWEST
-    sharpness = 1.0
-    for _ in range(_MAX_STEPS):
-        probability = _softmax(score * sharpness)
-        mean = (probability * score).sum(1)
-        slope = mean.mean() - own
-        if slope == 0:
-            break
-        curvature = ((probability * score**2).sum(1) - mean**2).mean()
-        low, high = (low, sharpness) if slope > 0 else (sharpness, high)
-        step = slope / curvature if curvature > 0 else np.inf
-        following = sharpness - step
-        if not low < following < high:
-            following = float(np.sqrt(low * high))
-        if abs(following - sharpness) < _TOLERANCE * sharpness:
-            break
-        sharpness = following
-    return float(1 / sharpness)
+
+    def slope(temperature: float) -> float:
+        return float((_softmax(score / temperature) * score).sum(1).mean() - own)
+
+    if slope(1.0) == 0:
+        return 1.0
+    if slope(LOWEST) <= 0:
+        return LOWEST
+    if slope(HIGHEST) >= 0:
+        return HIGHEST
+    return float(brentq(slope, LOWEST, HIGHEST, xtol=LOWEST * _EXACT, rtol=_EXACT))
 
 
 def _softmax(score: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -25,12 +25,14 @@ from segpipe.export.graph.profiles import (
     manifest_text,
 )
 from segpipe.runtime.artifact import MANIFEST_KEY
-from segpipe.runtime.session import make_session
+from segpipe.runtime.engines import ENGINES, make_session
 
 if TYPE_CHECKING:
     from segpipe.export.graph.network import DeployModel
 
 OPSET = 18
+IR_VERSION = 8  # the lowest that opset 18 needs; torch writes 10, which onnxruntime reads from 1.18 on
+OLDEST_ONNXRUNTIME = "1.15"  # that repeats golden frames in all precisions (docs/robots.md); 1.14 crashes on fp16
 _NUMPY_NAMES = {"tensor(uint8)": "uint8", "tensor(float)": "float32", "tensor(int32)": "int32"}
 
 
@@ -51,6 +53,7 @@ def to_onnx(model: DeployModel, size: Size, manifest: Manifest, shipped: Path, p
             verbose=False,
         )
     graph_file = onnx.load(probe)
+    graph_file.ir_version = IR_VERSION
     _drop_debug_info(graph_file)
     _name_free_axes(graph_file.graph, manifest)
     onnx.helper.set_model_props(graph_file, {MANIFEST_KEY: manifest_text(manifest)})
@@ -94,6 +97,13 @@ def open_onnx(path: Path, profile: Profile = ROBOT, *, optimise: bool = True) ->
     return Runner(batch)
 
 
+def open_in_engine(path: Path, profile: Profile, engine: str) -> Runner:
+    """An ONNX file in another engine of the runtime, on one CPU thread. Raises EngineError when it is not here."""
+    names = [output.name for output in onnx.load(path, load_external_data=False).graph.output]
+    run, _ = ENGINES[engine](path.read_bytes(), threads=1, providers=None).prepare(names)
+    return Runner(lambda images: answers_of(names, run(profile.encode(*images))))
+
+
 def problems_of_onnx(path: Path, manifest: Manifest) -> list[str]:
     """G1 findings; empty when checker, loader and manifest agree. Raises what the checker and the loader raise."""
     model = onnx.load(path, load_external_data=False)
@@ -102,6 +112,8 @@ def problems_of_onnx(path: Path, manifest: Manifest) -> list[str]:
     opsets = {entry.domain: entry.version for entry in model.opset_import}
     if opsets != {"": OPSET}:
         found.append(f"opsets = {opsets}, but only opset {OPSET} of the standard domain is allowed")
+    if model.ir_version != IR_VERSION:
+        found.append(f"IR version = {model.ir_version}, but {IR_VERSION} was needed: older readers refuse a later one")
     if any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in model.graph.initializer):
         found.append("weights are stored outside the file")
     if {entry.key: entry.value for entry in model.metadata_props} != {MANIFEST_KEY: manifest_text(manifest)}:

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from benchmarks import plants
 from runs import torch_restored
-from segpipe.distributed.watch.agreement import Agreement, first_disagreement
+from segpipe.determinism import flags
+from segpipe.distributed.watch.agreement import Agreement, common_fingerprint, first_disagreement
 from segpipe.distributed.watch.contract import Contract
-from segpipe.errors import CollectiveError, DivergenceError
+from segpipe.errors import CollectiveError, ConfigError, DivergenceError
 from segpipe.ledger.divergence import Comparison
+from segpipe.settings.config import Config
 from segpipe.train.checkpoint import load
 from segpipe.train.watch import Watch
 
@@ -34,6 +36,22 @@ def test_the_first_tensor_and_the_minority_are_named() -> None:
     assert "stem.weight (ema)" in said
     assert "no side has a majority" in said
     assert first_disagreement([same, same], NAMES)[0].startswith("No tensor differs now")
+
+
+@pytest.mark.parametrize("mode", ["elastic", "audit", "ddp", "off"])
+def test_ranks_that_compute_the_loss_otherwise_are_refused_where_bits_are_promised(mode: str) -> None:
+    config = Config()
+    config.compute.mode, config.loss.backend = mode, "plain"
+
+    def gather(own: dict[str, Any]) -> list[dict[str, Any]]:
+        return [own, own, {**own, flags.LOSS: "torch"}]
+
+    group: Any = SimpleNamespace(device=torch.device("cpu"), world_size=3, gather=gather)
+    if mode == "off":
+        assert common_fingerprint(config, group, "plain")[1] == ["rank 2: loss torch, rank 0: plain"]
+    else:
+        with pytest.raises(ConfigError, match=r"loss.backend = plain is torch on rank 2 and plain on rank 0"):
+            common_fingerprint(config, group, "plain")
 
 
 class Ranks:

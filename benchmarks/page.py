@@ -1,0 +1,123 @@
+"""docs/performance.md from benchmarks/results/: python -m benchmarks.page > docs/performance.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.run import CLAIMS
+
+RESULTS = Path(__file__).with_name("results")
+SHOWN = 8  # figures of a result
+NEEDED = ("must", "limits", "limit")
+NOT_FIGURES = ("machine", "rows", "runs", "faults", "plants", "load_average", "untrained", "kills_by_rank", *NEEDED)
+
+HEAD = """# Performance
+
+`segpipe profile experiment=...` runs a few updates of a fresh network and prints where they spend their time: the wait
+for data, the copy to the device, forward, loss, backward, reduction, clipping, optimizer, average and ledger. For each
+part it says how many bytes its tensors hold, and which share of a plain copy's bandwidth that makes; then what a sample
+costs the loader, and what to change first. A trace for ui.perfetto.dev lies in `runs/NAME_profile`. Settings are those
+of `segpipe train`; under torchrun every process takes its own shards. A part near 100 % of a plain copy's bandwidth is
+limited by memory; only fewer bytes make it faster.
+
+## What a step does, and why
+
+- `train.channels_last=true` (the default) and `train.precision=bf16` where the device has instructions for it: below,
+  C6 has both. bf16 changes the numbers, so it is not a default; sums, loss and weights stay fp32 in every precision.
+- On a CPU the optimizer goes through one parameter after the other, on a GPU through all at once (`foreach`). The bits
+  are the same. `fused` kernels give others, and are used for fp16 on GPUs alone, where they leave out an update that
+  overflowed without the host looking at a flag in every step.
+- Between logs the host does not wait for a GPU: a test counts the operators that would make it. Exceptions: the ledger
+  is written every 50 updates, and a trained parameter that no shard of this process used is looked up in every step.
+- Batches are copied by a stream of their own, while the update before is computed.
+- Gradients are sent bucket by bucket during the backward of the last shard, and their sums come back during it too.
+- `torch.compile` and a CUDA graph of the whole step are not offered. A compiled backward hands over all gradients at
+  its end, so nothing would be sent while it runs, and its kernels are not those of an audit's replay layer by layer.
+  A graph would need learning rate, step and decay of the average on the device.
+
+## Results
+
+Every row is one command, `python benchmarks/run.py ID`, which prints JSON; `benchmarks/results/` keeps it. Arms are
+interleaved in one run; a figure in brackets is its 95 % interval. A row is met by the end of the interval that speaks
+against it. What is not met stays in the table. Figures of a CPU say nothing about a GPU.
+"""
+
+
+def page() -> str:
+    """The page as Markdown."""
+    lines = [HEAD, "| id | what | figures | needed | met | machine |", "|---|---|---|---|---|---|"]
+    for path in sorted(RESULTS.glob("*.json"), key=lambda path: (_place(_content(path)), path.name)):
+        content = _content(path)
+        if "passed" in content:
+            lines.append(f"| {' | '.join(_cells(path, content))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _content(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def _place(content: Mapping[str, Any]) -> int:
+    """Claims in the order of benchmarks/run.py, then the rest."""
+    known = list(CLAIMS)
+    return known.index(content["claim"]) if content.get("claim") in known else len(known)
+
+
+def _cells(path: Path, content: Mapping[str, Any]) -> list[str]:
+    claim = str(content.get("claim", path.stem))
+    told = CLAIMS[claim][0] if claim in CLAIMS else ""
+    what = str(content.get("what", ""))
+    setting = what if len(what) <= 120 else f"{what[:117]}..."
+    rows = sorted(figures(content), key=lambda row: not row.endswith("]"))  # those with an interval come first
+    left = f"; {len(rows) - SHOWN} more in {path.name}" if len(rows) > SHOWN else ""
+    needed = next((_needed(content[name]) for name in NEEDED if name in content), "")
+    cells = [claim, f"{told}: {setting}", "; ".join(rows[:SHOWN]) + left, needed, _verdict(content), _machine(content)]
+    return [cell.replace("|", "/").replace("\n", " ") for cell in cells]
+
+
+def figures(value: Any, name: str = "") -> Iterator[str]:
+    """Figures with an interval, and plain numbers, each with its place in the JSON."""
+    if isinstance(value, Mapping) and {"low", "high"} <= value.keys():
+        middle = value.get("ratio", value.get("median"))
+        yield f"{name} {middle:g} [{value['low']:g}, {value['high']:g}]"
+    elif isinstance(value, Mapping) and "median_ms" in value:
+        yield f"{name} {value['median_ms']:g} ms"
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            if key not in NOT_FIGURES:
+                yield from figures(part, f"{name} {key}".strip())
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield f"{name} {value:g}"
+
+
+def _needed(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return str(value)
+    return "; ".join(f"{name} {_needed(part)}" for name, part in value.items())
+
+
+def _verdict(content: Mapping[str, Any]) -> str:
+    more = {name.removeprefix("passed_"): met for name, met in content.items() if name.startswith("passed_")}
+    parts = [f"{name}: {_word(met)}" for name, met in {**content.get("verdicts", {}), **more}.items()]
+    return "; ".join([_word(content["passed"]), *parts])
+
+
+def _word(met: bool) -> str:
+    return "yes" if met else "**no**"
+
+
+def _machine(content: Mapping[str, Any]) -> str:
+    machine = content.get("machine", {})
+    device = machine.get("cpu", "") if machine.get("device") in (None, "x86_64", "aarch64") else machine["device"]
+    code = str(machine.get("code") or machine.get("git") or "")[:7]
+    told = [device, f"{machine['cores']} cores" if "cores" in machine else "", machine.get("cpu_capability", "")]
+    told += [f"torch {machine['torch']}" if "torch" in machine else "", f"code {code}" if code else ""]
+    return ", ".join(str(part) for part in told if part)
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,138 @@
+"""Upsampling and cross-entropy on a CPU by upsampled.c: the same bits for any number of threads and any x86.
+
+A task is a block of 64 columns of an image, whatever the number of threads. The C file uses sums, products and
+divisions only, so IEEE 754 gives its bits; it is compiled without contraction to fused operations (native.FLAGS).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from segpipe import native
+from segpipe.losses.strips import ClassHead, LossPass
+
+SOURCE = Path(__file__).with_name("upsampled.c")
+WIDTH = 64  # columns of a task
+POINTERS = (
+    "logits", "target", "row_low", "col_low", "row_share", "col_share", "weights", "factors", "everywhere",
+    "on_target", "losses", "sums", "parts", "gradient", "pred",
+)  # fmt: skip
+NUMBERS = ("images", "classes", "rows_in", "cols_in", "rows", "cols", "span")
+
+
+class _Pass(ctypes.Structure):
+    """`Pass` of upsampled.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in POINTERS),
+        *((name, ctypes.c_int64) for name in NUMBERS),
+        ("smoothing", ctypes.c_float),
+        ("ignore_index", ctypes.c_int32),
+    )
+
+
+def library() -> Any:
+    """upsampled.c as a ctypes library; None where it cannot be compiled."""
+    found = native.load(SOURCE)
+    if found is not None:
+        found.segpipe_join.restype = None
+        for call in (found.segpipe_losses, found.segpipe_join):
+            call.argtypes = [ctypes.POINTER(_Pass), ctypes.c_int64, ctypes.c_int64]
+        found.segpipe_classes.argtypes = [*found.segpipe_join.argtypes, ctypes.c_void_p]
+    return found
+
+
+def evaluate(
+    head: ClassHead,
+    *,
+    gradient: bool = False,
+    sums: bool = False,
+    factors: Tensor | None = None,
+    slopes: tuple[Tensor, Tensor] | None = None,
+) -> LossPass:
+    """As `strips.evaluate`, for float32 on a CPU. Raises IndexError for a target that is no class."""
+    batch, classes, rows_in, cols_in = head.logits.shape
+    tasks = batch * -(-head.target.shape[2] // WIDTH)
+    span = _span(head.columns.first, cols_in)
+    losses = torch.empty(head.target.shape)
+    held = {
+        "weights": head.class_weights(),
+        "factors": factors,
+        "everywhere": slopes[0] if slopes else None,
+        "on_target": slopes[1] if slopes else None,
+        "losses": losses,
+        "sums": torch.zeros(tasks, 3, classes, dtype=torch.float64) if sums else None,
+        "parts": torch.zeros(tasks, classes, rows_in, span) if gradient else None,
+        "gradient": torch.empty_like(head.logits) if gradient else None,
+    }
+    given = _given(head, **held, span=span, smoothing=head.smoothing)
+    calls, threads, codes = library(), torch.get_num_threads(), []
+
+    def run(first: int, last: int) -> None:
+        codes.append(calls.segpipe_losses(given, first, last))
+
+    native.on_threads(run, tasks, threads)
+    _check(codes)
+    if gradient:
+        native.on_threads(lambda first, last: calls.segpipe_join(given, first, last), batch * classes, threads)
+    found = held["sums"].sum(0) if held["sums"] is not None else None
+    return LossPass(losses, held["gradient"], found)
+
+
+def classes_and_counts(head: ClassHead) -> tuple[Tensor, Tensor]:
+    """Most probable class of every pixel, and how often each comes with each target, ignored ones too.
+
+    Shapes: -> uint8 (B, H, W), int64 (256, C).
+    """
+    classes = head.logits.shape[1]
+    pred = torch.empty_like(head.target)
+    given, calls, codes, found = _given(head, pred=pred, span=0), library(), [], []
+
+    def run(first: int, last: int) -> None:
+        counts = torch.zeros(256, classes, dtype=torch.int64)
+        codes.append(calls.segpipe_classes(given, first, last, counts.data_ptr()))
+        found.append(counts)
+
+    native.on_threads(run, len(pred) * -(-pred.shape[2] // WIDTH), torch.get_num_threads())
+    _check(codes)
+    return pred, torch.stack(found).sum(0)
+
+
+def _span(first: tuple[int, ...], num_in: int) -> int:
+    """Most columns of the logits that a task touches."""
+    lasts = (min(start + WIDTH, len(first)) - 1 for start in range(0, len(first), WIDTH))
+    return max(min(first[last] + 1, num_in - 1) - first[last // WIDTH * WIDTH] + 1 for last in lasts)
+
+
+def _given(head: ClassHead, **others: Any) -> _Pass:
+    """What the C file reads and writes; lives as long as the tensors."""
+    tensors = {
+        "logits": head.logits,
+        "target": head.target,
+        "row_low": head.rows.low,
+        "col_low": head.columns.low,
+        "row_share": head.rows.share,
+        "col_share": head.columns.share,
+        **others,
+    }
+    for name, value in tensors.items():
+        if isinstance(value, Tensor):
+            assert value.is_contiguous(), name
+            assert value.device.type == "cpu", name
+            tensors[name] = value.data_ptr()
+    batch, classes, rows_in, cols_in = head.logits.shape
+    assert head.logits.dtype == torch.float32
+    shape = dict(zip(NUMBERS, (batch, classes, rows_in, cols_in, *head.target.shape[1:]), strict=False))
+    return _Pass(**tensors, **shape, ignore_index=head.ignore_index)
+
+
+def _check(codes: list[int]) -> None:
+    if 0 in codes:
+        raise MemoryError("no memory for the loss")
+    if -1 in codes:
+        raise IndexError("a target is neither a class nor ignored")

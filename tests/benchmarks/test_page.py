@@ -1,0 +1,36 @@
+"""docs/performance.md is what the results say, losses included."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import measure, page
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_page_is_that_of_the_results() -> None:
+    command = "python -m benchmarks.page > docs/performance.md"
+    assert (ROOT / "docs/performance.md").read_text() == page.page(), f"run {command}"
+
+
+def test_a_claim_that_is_not_met_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ratio = {"ratio": 1.2, "low": 1.1, "high": 1.31}
+    result = {"claim": "C6", "what": "a | b", "speed": ratio, "must": 1.3, "machine": {"torch": "9"}, "passed": False}
+    (tmp_path / "c6.json").write_text(json.dumps(result))
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
+    row = page.page().splitlines()[-1]
+    assert row.startswith("| C6 |")
+    assert "a / b" in row
+    assert row.endswith("| speed 1.2 [1.1, 1.31] | 1.3 | **no** | torch 9 |")
+
+
+def test_a_claim_holds_by_the_end_of_its_interval_that_speaks_against_it() -> None:
+    found = {"ratio": 1.4, "low": 1.2, "high": 1.6}
+    assert measure.holds(found, at_least=1.2)
+    assert not measure.holds(found, at_least=1.3)  # though the median is above
+    assert measure.holds(found, at_most=1.6)
+    assert not measure.holds(found, at_most=1.5)  # though the median is below

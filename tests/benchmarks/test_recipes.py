@@ -1,0 +1,65 @@
+"""The recipes of other projects do what they claim: image and target of the crop's size, moved together."""
+
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import frames
+from benchmarks.baselines.recipes import IGNORE, Mmseg, Pidnet, Recipe, Torchvision
+
+CROP, SCALE = 64, (0.5, 2.0)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    """The label of a pixel is whether its red channel is bright."""
+    labels = cv2.resize(np.random.default_rng(0).integers(0, 2, (4, 8), np.uint8), (128, 64), interpolation=0)
+    image, mask = str(tmp_path / "image.png"), str(tmp_path / "mask.png")
+    cv2.imwrite(image, np.dstack([labels * 10, labels * 10, labels * 200]))  # BGR
+    cv2.imwrite(mask, labels)
+    return image, mask
+
+
+@pytest.mark.parametrize("colour", [True, False])
+@pytest.mark.parametrize("raw", [True, False])
+def test_torchvision(files: tuple[str, str], colour: bool, raw: bool) -> None:
+    check(Torchvision(CROP, SCALE, colour=colour, raw=raw), files, torch.uint8 if raw else torch.float32, 0)
+
+
+def test_pidnet(files: tuple[str, str]) -> None:
+    check(lambda *given: parts(Pidnet(CROP, SCALE)(*given)), files, torch.float32, 0)
+
+
+def test_mmseg(files: tuple[str, str]) -> None:
+    check(Mmseg(CROP, SCALE), files, torch.uint8, 2)
+
+
+def parts(found: tuple[object, tuple[object, object]]) -> tuple[torch.Tensor, torch.Tensor]:
+    assert found[1][1].shape == found[1][0].shape  # type: ignore[attr-defined]
+    return torch.from_numpy(found[0]), torch.from_numpy(found[1][0])
+
+
+def check(recipe: Recipe, files: tuple[str, str], dtype: torch.dtype, red: int) -> None:
+    agreeing = []
+    for _ in range(12):
+        image, target = recipe(*files)
+        assert image.dtype == dtype
+        assert image.shape[1:] == target.shape
+        assert max(target.shape) == CROP  # mmseg pads on the GPU
+        bright = image[red].float()
+        bright = bright > (bright.min() + bright.max()) / 2
+        known = target != IGNORE
+        agreeing.append(float((bright == target.bool())[known].float().mean()))
+    assert min(agreeing) > 0.85  # but for edges
+
+
+def test_frames_cost_what_those_of_cityscapes_cost(tmp_path: Path) -> None:
+    image, labels = frames.draw(0)
+    assert image.shape == (1024, 2048, 3)
+    assert (labels.max(), len(np.unique(labels))) == (18, 19)
+    assert not np.array_equal(frames.draw(1)[0], image)
+    jpeg = cv2.imencode(".jpg", cv2.cvtColor(image, cv2.COLOR_RGB2BGR), frames.JPEG)[1]
+    assert 400_000 < len(jpeg) < 600_000

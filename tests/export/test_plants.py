@@ -1,0 +1,202 @@
+"""Every fault of the table is refused by its gate, and nothing of a judged folder is run before that is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import pickle
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import pytest
+import torch
+from plants import PASSED, PLANTS, REFUSED, Evil, Plant, edited, no_fault, sign
+
+from exports import export, last_line, verify
+from segpipe.export import verify as verification
+from segpipe.export.gates import latency
+from segpipe.export.graph.formats import FORMATS, ModelFile
+from segpipe.export.graph.onnx_format import write_probe
+from segpipe.export.lowprec import int8
+
+pytestmark = pytest.mark.usefixtures("quick_exports", "tiny_networks")
+BY_ANSWERS = [name for name, plant in PLANTS.items() if plant.answers]
+BY_LIST = [name for name, plant in PLANTS.items() if plant.listed]
+# Both commands run the same gates: a fault of each gate shows that export listens to all of them.
+BY_EXPORT = ["another opset", "align_corners flipped", "BGR for RGB", "classes permuted", "one frame of the split"]
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def int8_is_fast(patch: pytest.MonkeyPatch) -> None:
+    """Else machine and load would choose the scheme, and refuse it."""
+    measure = latency.measure
+
+    def measured(runs: Any, image: Any) -> Any:
+        return {name: {**found, "cpu_ms": 1 - 0.5 * ("int8" in name)} for name, found in measure(runs, image).items()}
+
+    patch.setattr(int8, "_best", lambda *_: "U8S7")
+    patch.setattr(latency, "measure", measured)
+
+
+@pytest.fixture(scope="module")
+def all_files(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every format and precision."""
+    folder = tmp_path_factory.mktemp("all") / "export"
+    wanted = ("export.formats=[onnx,torchscript,pt2]", "export.precision=[fp32,fp16,int8]", "export.images=16")
+    with pytest.MonkeyPatch.context() as patch:
+        int8_is_fast(patch)
+        assert export(run, folder, *wanted) == 0
+    return folder
+
+
+@pytest.fixture
+def converted_before(all_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversion gives the same files every time (test_conversion.py), so the sound ones are what it would give."""
+
+    def copies(
+        _result: Any, _model: Any, _size: Any, folders: tuple[Path, Path], kinds: Sequence[tuple[str, str]], *_: Any
+    ) -> list[ModelFile]:
+        files = []
+        for name, precision in kinds:
+            path = Path(shutil.copy(all_files / FORMATS[name].file_name(precision), folders[0]))
+            files.append(ModelFile(name, precision, path, folders[1] / path.name, {}))
+        return files
+
+    monkeypatch.setattr(verification, "produce", copies)
+
+
+@pytest.fixture
+def other_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files cannot be compared with a conversion of today."""
+    monkeypatch.setattr(verification, "other_versions", lambda _: ["torch 2.0, here 3.0"])
+
+
+def planted(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Plant, Path]:
+    plant, folder = PLANTS[name], tmp_path / "export"
+    request.getfixturevalue("converted_before")
+    shutil.copytree(request.getfixturevalue("all_files" if plant.all_files else "artifact"), folder)
+    plant.change(folder)
+    return plant, folder
+
+
+def test_the_table_holds_what_it_should() -> None:
+    counts = Counter(plant.before for plant in PLANTS.values())
+    assert counts[PASSED] == 8, "the harmful ones that the first gates verified"
+    assert counts[REFUSED] >= 12
+    assert counts[""] >= 10, "new ones"
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_every_plant_is_refused_before_anything_is_run(
+    name: str, run: Path, tmp_path: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant, folder = planted(name, request, tmp_path)
+    assert verify(run, folder) == 7
+    line = last_line(capsys)
+    assert line.startswith("ARTIFACT REFUSED: G1 integrity: ")
+    assert plant.told in line
+
+
+@pytest.mark.usefixtures("other_versions")
+@pytest.mark.parametrize("name", BY_LIST)
+def test_what_a_conversion_does_not_need_is_refused_by_name(
+    name: str, run: Path, tmp_path: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant, folder = planted(name, request, tmp_path)
+    assert verify(run, folder) == 7
+    assert plant.listed in last_line(capsys)
+
+
+@pytest.mark.usefixtures("other_versions")
+@pytest.mark.parametrize("name", [*BY_ANSWERS, ""])
+def test_answers_alone_show_it_too(
+    name: str,
+    run: Path,
+    artifact: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without the list of operators, which has a test of its own and would refuse some of the faults."""
+    monkeypatch.setattr(verification, "harmful", lambda *_: [])
+    if name:
+        plant, folder = planted(name, request, tmp_path)
+        code, gate = plant.answers or (0, "")
+    else:  # the control: opening, saving and signing alone changes no verdict
+        folder, code, gate = Path(shutil.copytree(artifact, tmp_path / "export")), 0, ""
+        edited(folder / "model.onnx", folder / "model.onnx", no_fault)
+        sign(folder)
+    before = contents(folder)
+    assert verify(run, folder) == code
+    line = last_line(capsys)
+    assert line.startswith("ARTIFACT REFUSED: " if code else "ARTIFACT VERIFIED_BY_ANSWERS: model.onnx")
+    assert gate in line
+    assert contents(folder) == before, "nothing is written there"
+
+
+@pytest.mark.parametrize("name", BY_EXPORT)
+def test_an_export_refuses_it_too(
+    name: str,
+    run: Path,
+    artifact: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plant, folder = planted(name, request, tmp_path / "planted")
+    code, gate = plant.answers or (0, "")
+
+    def wrong(_model: Any, _size: Any, _manifest: Any, shipped: Path, probe: Path) -> None:
+        # An export is the same every time, so the file of the sound one is what a conversion would give.
+        shutil.copy(folder / "model.onnx", shipped)
+        write_probe(shipped, probe)
+
+    monkeypatch.setitem(FORMATS, "onnx", dataclasses.replace(FORMATS["onnx"], convert=wrong))
+    (tmp_path / "out").mkdir()
+    assert export(run, tmp_path / "out" / "export", "export.formats=[onnx]") == code
+    line = last_line(capsys)
+    assert line.startswith("EXPORT REJECTED: ")
+    assert gate in line
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["export.rejected"]
+    assert not [path for path in (tmp_path / "out").rglob("*") if path.suffix in (".onnx", ".pt", ".npy")]
+
+
+def test_a_sound_folder_of_every_file_passes_the_comparison(
+    run: Path, all_files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: the folder into which faults of other files are planted is no fault itself."""
+    int8_is_fast(monkeypatch)
+    assert verify(run, all_files, "export.images=16") == 0
+
+
+@pytest.mark.parametrize("name", ["a pickle in pt2", "an operator that writes files", "a giant shape"])
+def test_nothing_is_loaded_before_it_is_compared(
+    name: str, run: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, folder = planted(name, request, tmp_path)
+
+    def loaded(*_: Any, **__: Any) -> Any:
+        pytest.fail("something of the judged folder was loaded")
+
+    for module, attribute in ((torch.jit, "load"), (torch.export, "load"), (onnxruntime, "InferenceSession")):
+        monkeypatch.setattr(module, attribute, loaded)
+    assert verify(run, folder) == 7
+
+
+def test_the_control_a_plain_load_would_have_run_the_pickle(tmp_path: Path) -> None:
+    pickle.load(io.BytesIO(pickle.dumps(Evil(tmp_path / "here"))))
+    assert (tmp_path / "here").is_dir()

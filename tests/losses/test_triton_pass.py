@@ -1,0 +1,68 @@
+"""The Triton kernels in Triton's interpreter, which runs them on a CPU, against the strips in float64.
+
+The interpreter must be chosen before triton is imported, so another process runs them: this file as a program.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+# Images, classes, size of logits, size of target, stride: whole, odd and equal scales, down to less, blocks of columns.
+CASES = (
+    (2, 3, (2, 3), (16, 24), 1),
+    (1, 19, (3, 14), (10, 115), 1),
+    (1, 5, (5, 4), (3, 3), 1),
+    (2, 4, (4, 17), (4, 17), 1),
+    (1, 2, (3, 5), (25, 41), 2),
+    (1, 3, (1, 1), (5, 70), 1),
+    (1, 70, (1, 5), (2, 40), 1),
+)
+
+
+def difference(number: int) -> float:
+    """Largest error of losses, gradient and sums of a case, each relative to its largest value."""
+    from segpipe.losses import strips, triton_pass
+    from segpipe.losses.strips import ClassHead
+    from segpipe.models.resize import bilinear_axes
+
+    torch.manual_seed(number)
+    batch, classes, small, size, stride = CASES[number]
+    seen = torch.randint(0, classes, (batch, *size), dtype=torch.uint8)
+    seen[torch.rand(seen.shape) < 0.3] = 255
+    seen = seen[:, stride // 2 :: stride, stride // 2 :: stride].contiguous()
+    weights = torch.rand(classes) + 0.1 if number % 2 else None
+    factors = torch.rand(seen.shape) if number % 3 else None
+    slopes = (torch.randn(classes), torch.randn(classes)) if number % 2 == 0 else None
+    found = []
+    for evaluate, kind in ((triton_pass.evaluate, torch.float32), (strips.evaluate, torch.float64)):
+        torch.manual_seed(number)
+        logits = (torch.randn(batch, classes, *small) * 3).to(kind)
+        rows, columns = bilinear_axes(logits, size, align_corners=number % 2 == 1, stride=stride)
+        given = weights.to(kind) if weights is not None else None
+        head = ClassHead(logits, seen, rows, columns, 255, given, 0.1 * (number % 3))
+        found.append(evaluate(head, gradient=True, sums=True, factors=factors, slopes=slopes))
+    parts = [[each.losses, each.gradient, each.sums] for each in found]
+    return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-9)) for a, b in zip(*parts, strict=True))
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="no triton here")
+def test_the_kernels_are_the_strips_of_float64() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    errors = [float(line) for line in done.stdout.split()]
+    assert len(errors) == len(CASES)
+    assert max(errors) <= 1e-6, errors
+
+
+if __name__ == "__main__":
+    for number in range(len(CASES)):
+        print(difference(number))

@@ -1,0 +1,51 @@
+"""A stand-in for OpenVINO that keeps its names; the answers are onnxruntime's."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import onnxruntime
+
+
+class StandIn:
+    """openvino of 2026, as far as the engine uses it; the answers are onnxruntime's."""
+
+    __version__ = "2026.4"
+    __spec__ = importlib.machinery.ModuleSpec("openvino", None)
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[str, dict[str, Any]]] = []
+        self.canceled = threading.Event()
+        self.waits = False
+        self.off = 0  # added to every byte of an answer
+
+    def Core(self) -> Any:  # noqa: N802
+        return SimpleNamespace(available_devices=["CPU", "GPU"], read_model=self._read, compile_model=self._compile)
+
+    def _read(self, content: bytes) -> Any:
+        session = onnxruntime.InferenceSession(content)
+        entries = session.get_modelmeta().custom_metadata_map
+        return SimpleNamespace(
+            session=session,
+            has_rt_info=lambda path: path[0] == "framework" and path[1] in entries,
+            get_rt_info=lambda path: SimpleNamespace(astype=lambda kind: kind(entries[path[1]])),
+        )
+
+    def _compile(self, model: Any, device: str, options: dict[str, Any]) -> Any:
+        self.compiled.append((device, options))
+        names = [output.name for output in model.session.get_outputs()]
+
+        def infer(inputs: dict[int, Any], **_: bool) -> dict[str, Any]:
+            assert inputs[0].flags.c_contiguous
+            if self.waits and not self.canceled.wait(60):
+                raise AssertionError("nothing canceled the request")
+            if self.waits:
+                raise RuntimeError("the request was canceled")
+            found = model.session.run(names, {"image": inputs[0]})
+            return dict(zip(names, (array + array.dtype.type(self.off) for array in found), strict=True))
+
+        request = SimpleNamespace(infer=infer, cancel=self.canceled.set)
+        return SimpleNamespace(create_infer_request=lambda: request)

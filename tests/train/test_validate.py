@@ -1,0 +1,72 @@
+"""Class ids and confusion without logits at full resolution are those of interpolate, argmax and bincount."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from segpipe.errors import DataError
+from segpipe.losses import strips
+from segpipe.train.metrics import confusion
+from segpipe.train.validate import classes_and_confusion
+
+pytestmark = pytest.mark.usefixtures("strict_torch")
+CASES = (((1, 19, 16, 33), (128, 264)), ((2, 3, 5, 7), (33, 49)), ((1, 40, 9, 4), (5, 3)), ((1, 1, 1, 1), (3, 70)))
+
+
+def pair(shape: tuple[int, ...], size: tuple[int, int], seed: int = 0) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(seed)
+    target = torch.randint(0, shape[1], (shape[0], *size), dtype=torch.uint8)
+    return torch.randn(shape) * 3, target.masked_fill(torch.rand(target.shape) < 0.2, 255)
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("align_corners", [False, True])
+def test_integers_are_those_of_interpolate_and_argmax(
+    backend: str, align_corners: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strips, "STRIP", 20000)
+    for shape, size in CASES:
+        logits, target = pair(shape, size)
+        expected = F.interpolate(logits, size, mode="bilinear", align_corners=align_corners).argmax(1)
+        for given in (logits, logits.contiguous(memory_format=torch.channels_last)):
+            pred, counts = classes_and_confusion(given, target, align_corners=align_corners, backend=backend)
+            assert pred.dtype == torch.uint8
+            assert torch.equal(pred.long(), expected)
+            assert torch.equal(counts, confusion(expected, target, shape[1]))
+
+
+@pytest.mark.parametrize("number", [1.0, math.nan], ids=["ties", "nan"])
+def test_ties_and_nan_are_decided_as_by_argmax(number: float) -> None:
+    """The first of equal classes, and a NaN before all numbers."""
+    logits = torch.zeros(1, 4, 2, 6)
+    logits[0, 1, 0, 1:] = 1.0
+    logits[0, 3, 0, 2:] = number
+    target = torch.zeros(1, 4, 12, dtype=torch.uint8)
+    pred, _ = classes_and_confusion(logits, target, align_corners=False, backend="native")
+    expected = F.interpolate(logits, (4, 12), mode="bilinear").argmax(1)
+    assert torch.equal(pred.long(), expected)
+    assert set(expected.flatten().tolist()) == ({0, 1} if number == 1.0 else {0, 1, 3})
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_a_target_that_is_no_class_is_refused_by_its_id(backend: str) -> None:
+    logits, target = pair((1, 3, 2, 2), (8, 8))
+    target[0, 0, :2], target[0, 1, 0] = 3, 200
+    with pytest.raises(DataError, match=r"target holds class 3, 200 in 3 pixels, but ids 0 to 2 or 255 \(ignored\)"):
+        classes_and_confusion(logits, target, align_corners=False, backend=backend)
+
+
+def test_threads_do_not_enter() -> None:
+    logits, target = pair((3, 5, 6, 20), (48, 160))
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        found.append(classes_and_confusion(logits, target, align_corners=False, backend="native"))
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    assert int(found[0][1].sum()) == int(np.count_nonzero(target.numpy() != 255))
