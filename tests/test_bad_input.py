@@ -322,7 +322,6 @@ BAD_SETTINGS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("run.exists=keep",), ("run.exists = 'keep' is not one of error, resume, replace",)),
     (("run.exists=error",), ("already holds", "run.exists=resume", "run.exists=replace")),
     (("run.exists=resume",), ("last.pt (31 bytes) cannot be read", "truncated or foreign")),
-    # Found only when the loader is made, that is after the folder was claimed:
     (("data.workers=8", "data.prefetch=32", "compute.samples_per_shard=65536"), ("shared memory", "data.prefetch")),
 ]
 

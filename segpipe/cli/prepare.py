@@ -49,7 +49,7 @@ def instructions(name: str, entry: PublishedSet) -> list[str]:
         f"  page       {entry.page}",
         f"  download   {', '.join(entry.downloads)}",
         f"  data.root  {entry.root}:",
-        *(f"               {place.replace('*', '.../*', 1)}" for place in places if place),
+        *(f"               {place}" for place in places if place),
         f"  classes    {classes.num_classes}: {', '.join(classes.names[:8])}{', ...' * (classes.num_classes > 8)}",
         f"  source     {entry.source}",
     ]

@@ -163,7 +163,7 @@ def verdict(found: Choice, needed: float, config: Config, cores: int, ranks: int
     else:
         lines.append(
             f"The loader is the bottleneck: at best {rate:.1f} samples/s ({found.workers} workers), and the network "
-            f"takes {needed:.1f}. Keep decoded samples (data.cache_mib, see docs/data.md), "
+            f"takes {needed:.1f}. Keep decoded samples (data.pack=auto, see docs/data.md), "
             f"remove transforms from augment.extra, or take a machine with more cores per GPU."
         )
     if ranks > 1:

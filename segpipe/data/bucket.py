@@ -17,10 +17,11 @@ from threading import get_native_id
 from typing import Any
 
 import fsspec
+import numpy as np
+from numpy.typing import NDArray
 
 from segpipe.data.catalog import ClassTable, load_masks
 from segpipe.data.masks import settled
-from segpipe.data.pack import Sample
 from segpipe.data.pairs import Pair
 from segpipe.data.readers import read_header
 from segpipe.data.samples import FileSamples
@@ -57,7 +58,7 @@ class Bucket:
         """Path of the image below the root, without suffix."""
         return self.samples.name(index)
 
-    def read(self, index: int) -> Sample:
+    def read(self, index: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """Image and train ids, as of files on a disk. Raises DataError naming the object."""
         for name in self.objects[index]:
             self._fetched(name)

@@ -20,7 +20,6 @@ from segpipe.data.catalog import ClassTable, MaskTable
 from segpipe.data.census import UNKNOWN, Census, Value, train_id
 from segpipe.data.division import shared_sequences
 from segpipe.data.overlap import NearDuplicate, near_duplicates, shared_files
-from segpipe.data.pack import Sample
 from segpipe.data.samples import FileSamples, Samples, image_files, unwrapped
 from segpipe.errors import DataError
 from segpipe.files import write_atomically
@@ -29,6 +28,7 @@ from segpipe.run.preflight import first_batch, machine, worker_problems
 from segpipe.run.report import template
 
 if TYPE_CHECKING:
+    from segpipe.data.loader import Pixels
     from segpipe.settings.config import Config
 
 SHOWN_PROBLEMS = 200
@@ -253,7 +253,7 @@ def _worker_faults(found: Checkup) -> list[str]:
     return list(worker_problems(found.config, samples)) if len(samples) and not found.problems else []
 
 
-def _read(samples: Samples, index: int) -> Sample | None:
+def _read(samples: Samples, index: int) -> Pixels | None:
     """A sample; None for one that has a problem, such as an id that the table does not have."""
     with suppress(DataError):
         return samples.read(index)

@@ -1,6 +1,7 @@
 """What would stop the loader processes of a run, found before they start, each with its fix.
 
-Shared memory has its own check, at the first batch. torch and OpenCV are imported inside the functions.
+The room in /dev/shm, which data.transport=dataloader needs, has its own check at the first batch. torch and OpenCV are
+imported inside the functions.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from segpipe.errors import ConfigError, DataError, SegpipeError
 from segpipe.plugins import is_path
 
 if TYPE_CHECKING:
-    from segpipe.data.loader import ShardBatch
-    from segpipe.data.pack import Sample
+    from segpipe.data.loader import Pixels, ShardBatch
     from segpipe.data.samples import Samples
     from segpipe.settings.config import Config
 
 SHARED_MEMORY = Path("/dev/shm")
+BYTES_PER_PIXEL = 4  # RGB and class id
 FILES_PER_WORKER = 8  # its queues, pipes and sentinel
 FILES_OF_A_RUN = 96  # libraries, logs, checkpoints
 
@@ -41,7 +42,16 @@ def worker_problems(config: Config, samples: Samples) -> Iterator[str]:
     data = config.data
     if not data.workers:
         return
-    needed = FILES_OF_A_RUN + data.workers * (FILES_PER_WORKER + data.prefetch)
+    height, width = config.augment.crop_size
+    batches = data.workers * data.prefetch * config.compute.samples_per_shard * height * width * BYTES_PER_PIXEL
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if batches > memory:
+        yield (
+            f"data.workers = {data.workers} and data.prefetch = {data.prefetch} need {batches / 2**20:.0f} MiB of "
+            f"shared memory, but this machine has {memory / 2**20:.0f} MiB. Lower one of the two."
+        )
+    per_batch = int(data.transport == "dataloader")  # the ring has one block of memory for all of them
+    needed = FILES_OF_A_RUN + data.workers * (FILES_PER_WORKER + per_batch * data.prefetch)
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if needed > allowed:
         yield (
@@ -125,7 +135,7 @@ def machine(config: Config) -> dict[str, str]:
         f"data.workers = {workers}",
         "open files": f"{soft} (ulimit -n; at most {hard})",
     }
-    if SHARED_MEMORY.is_dir():
+    if SHARED_MEMORY.is_dir() and config.data.transport == "dataloader":  # the ring does not use it
         usage = shutil.disk_usage(SHARED_MEMORY)
         found["shared memory"] = f"{usage.free / 2**20:,.0f} of {usage.total / 2**20:,.0f} MiB free in {SHARED_MEMORY}"
     return found
@@ -134,7 +144,7 @@ def machine(config: Config) -> dict[str, str]:
 class ThreadsSeen(CachedSamples):
     """Samples whose `read` raises DataError in a process with threads of OpenCV or OpenMP."""
 
-    def read(self, index: int) -> Sample:
+    def read(self, index: int) -> Pixels:
         import cv2
         import torch
 
@@ -170,6 +180,7 @@ def first_batch(config: Config, samples: Samples) -> tuple[ShardBatch | None, st
         prefetch=data.prefetch,
         pin_memory=False,
         timeout_s=data.timeout_s,
+        transport=data.transport,
     )
     try:
         with closing(stream()) as batches:

@@ -18,7 +18,8 @@ from runs import TINY, torch_restored
 from segpipe.cli.main import main as segpipe
 from segpipe.cli.tune_loader import choose
 from segpipe.data.catalog import STREET, ClassTable
-from segpipe.data.samples import CachedSamples, Sample, open_samples
+from segpipe.data.loader import Pixels
+from segpipe.data.samples import CachedSamples, open_samples
 from segpipe.run import preflight
 from segpipe.run.preflight import ThreadsSeen, first_batch, unpicklable, worker_problems
 from segpipe.settings.compose import compose
@@ -43,7 +44,7 @@ class Nested:
     def name(self, index: int) -> str:
         return str(index)
 
-    def read(self, index: int) -> Sample:
+    def read(self, index: int) -> Pixels:
         for action in self.touch:
             action()
         return np.zeros((64, 96, 3), np.uint8), np.zeros((64, 96), np.uint8)
@@ -86,11 +87,14 @@ def test_only_other_start_methods_pickle() -> None:
 
 def test_more_files_than_allowed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(preflight.resource, "getrlimit", lambda kind: (256, 4096))
-    (problem,) = worker_problems(config("data.workers=32"), Nested(1))
+    many = config("data.workers=32", "data.transport=dataloader")
+    (problem,) = worker_problems(many, Nested(1))
     assert "may keep 480 files open, but 256 are allowed. Run `ulimit -n 960`" in problem
-    assert segpipe(["doctor", *TINY, "data.workers=32"]) == 0
+    assert segpipe(["doctor", *TINY, "data.workers=32", "data.transport=dataloader"]) == 0
     assert f"Warning: {problem}" in capsys.readouterr().out
-    assert list(worker_problems(config("data.workers=8"), Nested(1))) == []
+    assert list(worker_problems(config("data.workers=8", "data.transport=dataloader"), Nested(1))) == []
+    monkeypatch.setattr(preflight.resource, "getrlimit", lambda kind: (400, 4096))
+    assert list(worker_problems(config("data.workers=32"), Nested(1))) == [], "a ring is one file, not one per batch"
 
 
 def test_code_that_uses_cuda_does_not_survive_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
