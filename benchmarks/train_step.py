@@ -101,7 +101,8 @@ def ours(scene: Scene, precision: str, threads: int = THREADS, mode: str = "elas
     config.model.name, config.train.precision, config.compute.mode = "pidnet_s", precision, mode
     config.compute.shards, config.compute.samples_per_shard, config.compute.threads = 1, scene.batch, threads
     config.augment.crop_size = [scene.size, scene.size]
-    config.loss.name, config.loss.ohem_threshold, config.loss.ohem_min_kept = "ohem", 0.9, loops.OHEM_KEPT
+    kept = min(loops.OHEM_KEPT / (scene.batch * scene.size**2), 1.0)  # as many pixels as the other recipe
+    config.loss.name, config.loss.ohem_threshold, config.loss.ohem_min_kept = "ohem", loops.OHEM_THRESHOLD, kept
     prepare = partial(flags.apply, threads, mode)
     prepare()
     state = build_state(config, STREET, scene.device)
