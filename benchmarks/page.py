@@ -75,10 +75,11 @@ def _cells(path: Path, content: Mapping[str, Any]) -> list[str]:
     told = CLAIMS[claim][0] if claim in CLAIMS else ""
     what = str(content.get("what", ""))
     setting = what if len(what) <= 120 else f"{what[:117]}..."
-    rows = sorted(figures(content), key=lambda row: not row.endswith("]"))  # those with an interval come first
-    left = f"; {len(rows) - SHOWN} more in {path.name}" if len(rows) > SHOWN else ""
+    rows = list(figures(content))
+    rows = [row for row in rows if row.endswith("]")] or rows  # a ratio with an interval says more than milliseconds
+    left = f"<br>{len(rows) - SHOWN} more in {path.name}" if len(rows) > SHOWN else ""
     needed = next((_needed(content[name]) for name in NEEDED if name in content), "")
-    cells = [claim, f"{told}: {setting}", "; ".join(rows[:SHOWN]) + left, needed, _verdict(content), _machine(content)]
+    cells = [claim, f"{told}: {setting}", "<br>".join(rows[:SHOWN]) + left, needed, _verdict(content), _machine(content)]
     return [cell.replace("|", "/").replace("\n", " ") for cell in cells]
 
 
@@ -86,15 +87,15 @@ def figures(value: Any, name: str = "") -> Iterator[str]:
     """Figures with an interval, and plain numbers, each with its place in the JSON."""
     if isinstance(value, Mapping) and {"low", "high"} <= value.keys():
         middle = value.get("ratio", value.get("median"))
-        yield f"{name} {middle:g} [{value['low']:g}, {value['high']:g}]"
+        yield f"{name}: **{middle:.3g}** [{value['low']:.3g}, {value['high']:.3g}]"
     elif isinstance(value, Mapping) and "median_ms" in value:
-        yield f"{name} {value['median_ms']:g} ms"
+        yield f"{name}: {value['median_ms']:.3g} ms"
     elif isinstance(value, Mapping):
         for key, part in value.items():
             if key not in NOT_FIGURES:
-                yield from figures(part, f"{name} {key}".strip())
+                yield from figures(part, f"{name} {key}".strip().replace("_", " "))
     elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield f"{name} {value:g}"
+        yield f"{name}: {value:.4g}"
 
 
 def _needed(value: Any) -> str:

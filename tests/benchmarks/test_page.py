@@ -25,7 +25,7 @@ def test_a_claim_that_is_not_met_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_p
     row = page.page().splitlines()[-1]
     assert row.startswith("| C6 |")
     assert "a / b" in row
-    assert row.endswith("| speed 1.2 [1.1, 1.31] | 1.3 | **no** | torch 9 |")
+    assert row.endswith("| speed: **1.2** [1.1, 1.31] | 1.3 | **no** | torch 9 |")
 
 
 def test_a_claim_holds_by_the_end_of_its_interval_that_speaks_against_it() -> None:
