@@ -79,7 +79,14 @@ def _cells(path: Path, content: Mapping[str, Any]) -> list[str]:
     rows = [row for row in rows if row.endswith("]")] or rows  # a ratio with an interval says more than milliseconds
     left = f"<br>{len(rows) - SHOWN} more in {path.name}" if len(rows) > SHOWN else ""
     needed = next((_needed(content[name]) for name in NEEDED if name in content), "")
-    cells = [claim, f"{told}: {setting}", "<br>".join(rows[:SHOWN]) + left, needed, _verdict(content), _machine(content)]
+    cells = [
+        claim,
+        f"{told}: {setting}",
+        "<br>".join(rows[:SHOWN]) + left,
+        needed,
+        _verdict(content),
+        _machine(content),
+    ]
     return [cell.replace("|", "/").replace("\n", " ") for cell in cells]
 
 
