@@ -188,6 +188,21 @@ def test_compiled_any_number_of_threads_gives_the_same_bits() -> None:
             assert torch.equal(getattr(found[0], part), getattr(other, part)), part
 
 
+@pytest.mark.parametrize("settings", [SETTINGS[0], SETTINGS[-1]], ids=str)
+def test_threads_and_memory_format_give_the_same_bits_of_the_loss(settings: dict[str, Any]) -> None:
+    """Of a sum in fp32 over so many pixels the order would depend on the threads."""
+    torch.manual_seed(0)
+    target, logits = torch.randint(0, 5, (2, 160, 320), dtype=torch.uint8), torch.randn(2, 5, 20, 40) * 3
+    found = []
+    for threads, memory in ((1, torch.contiguous_format), (2, torch.contiguous_format), (3, torch.channels_last)):
+        torch.set_num_threads(threads)
+        given = logits.clone(memory_format=memory).requires_grad_()
+        config, valid = LossConfig(backend="native", **settings), torch.tensor(target.numel())
+        parts = shard_loss({"main": given}, target, config, class_weights=None, global_valid=valid, align_corners=False)
+        found.append([*(part.detach() for part in parts.values()), torch.autograd.grad(parts["total"], given)[0]])
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
 VARIANTS = {
     "sse2": ["-O3", "-march=x86-64"],
     "avx2 and fma": ["-O3", "-mavx2", "-mfma"],
