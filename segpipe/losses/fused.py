@@ -54,7 +54,7 @@ def class_loss(head: ClassHead, terms: Terms, scale: Tensor, evaluate: Evaluate)
         parts = {name: (scale * part).to(head.logits.dtype) for name, part in parts.items()}
         total = torch.stack(list(parts.values())).sum()
         if gradient is not None:
-            gradient.mul_(scale)
+            gradient.mul_(scale).add_(head.logits, alpha=0)  # no pass hides a NaN where nothing counts
     return total if gradient is None else _with_gradient(given, total, gradient), parts
 
 

@@ -5,10 +5,10 @@ are linear and separable, so they equal two products with small constant matrice
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -95,15 +95,20 @@ def bilinear_weights(num_in: int, num_out: int, real: type[np.floating[Any]], *,
 
 @dataclass(frozen=True, eq=False)  # each is its own key of a cache
 class Axis:
-    """How one axis is resized: the matrix, and the two inputs that each row of it joins.
+    """How one axis is resized: the two inputs that each output joins, and the same as a matrix.
 
-    Shapes: matrix float (num_out, num_in); low int32 and share float (num_out,), as from `bilinear_taps`.
+    Shapes: low int32 and share float (num_out,), as from `bilinear_taps`; matrix float (num_out, num_in).
     """
 
-    matrix: Tensor
     low: Tensor
     share: Tensor
     first: tuple[int, ...]  # `low` for the host
+    build: Callable[[], Tensor]
+
+    @cached_property
+    def matrix(self) -> Tensor:
+        """Made at first use: kernels of our own never use it, and images of many sizes would each leave one behind."""
+        return self.build()
 
 
 def bilinear_axes(
@@ -123,12 +128,11 @@ def _axis(
     low, share = (np.ascontiguousarray(each[stride // 2 :: stride]) for each in (low, share))
     with torch.inference_mode(False):
         kind = "bilinear_corners" if align_corners else "bilinear"
-        matrix = _matrix(kind, num_in, num_out, stride, torch.empty(0, device=device, dtype=dtype))
         return Axis(
-            matrix,
             torch.from_numpy(low.astype(np.int32)).to(device),
             torch.from_numpy(share).to(device, dtype),
             tuple(low.tolist()),
+            partial(_matrix, kind, num_in, num_out, stride, torch.empty(0, device=device, dtype=dtype)),
         )
 
 

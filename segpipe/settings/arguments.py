@@ -62,8 +62,13 @@ def _pairs(
 
 
 def with_settings(config: Config, given: Mapping[str, Any]) -> Config:
-    """`config` with the settings in `given`, as text or value, replaced; keys without a dot are no settings."""
+    """`config` with the settings in `given`, as text or value, replaced; keys without a dot are no settings.
+
+    A `loss.backend` that needs a certain machine becomes auto: the network may have been trained on another one.
+    """
     values = to_mapping(config)
+    if values["loss"]["backend"] in ("native", "triton"):
+        values["loss"]["backend"] = "auto"
     for key, value in given.items():
         group, dot, name = key.partition(".")
         if dot:

@@ -35,6 +35,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"name": "ohem", "ohem_threshold": 0.3, "ohem_min_kept": 0.2},
     {"name": "ohem", "ohem_threshold": 0.9, "ohem_min_kept": 0.0, "label_smoothing": 0.2},
     {"dice_weight": 0.7},
+    {"name": "ohem", "ohem_threshold": 0.05, "ohem_min_kept": 0.0, "dice_weight": 1.0},  # rows of which none is hard
     {"name": "ohem", "dice_weight": 1.0, "stride": 2, "label_smoothing": 0.05},
 )
 
@@ -187,6 +188,21 @@ def test_compiled_any_number_of_threads_gives_the_same_bits() -> None:
             assert torch.equal(getattr(found[0], part), getattr(other, part)), part
 
 
+@pytest.mark.parametrize("settings", [SETTINGS[0], SETTINGS[-1]], ids=str)
+def test_threads_and_memory_format_give_the_same_bits_of_the_loss(settings: dict[str, Any]) -> None:
+    """Of a sum in fp32 over so many pixels the order would depend on the threads."""
+    torch.manual_seed(0)
+    target, logits = torch.randint(0, 5, (2, 160, 320), dtype=torch.uint8), torch.randn(2, 5, 20, 40) * 3
+    found = []
+    for threads, memory in ((1, torch.contiguous_format), (2, torch.contiguous_format), (3, torch.channels_last)):
+        torch.set_num_threads(threads)
+        given = logits.clone(memory_format=memory).requires_grad_()
+        config, valid = LossConfig(backend="native", **settings), torch.tensor(target.numel())
+        parts = shard_loss({"main": given}, target, config, class_weights=None, global_valid=valid, align_corners=False)
+        found.append([*(part.detach() for part in parts.values()), torch.autograd.grad(parts["total"], given)[0]])
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
 VARIANTS = {
     "sse2": ["-O3", "-march=x86-64"],
     "avx2 and fma": ["-O3", "-mavx2", "-mfma"],
@@ -233,6 +249,22 @@ def test_numbers_that_are_not_finite_reach_loss_and_gradient(name: str, number: 
         (grad,) = torch.autograd.grad(parts["total"], logits)
         assert parts["total"].isnan()
         assert grad.isnan().any()
+
+
+@pytest.mark.parametrize("name", [*NAMES, "plain"])
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_not_finite_reach_the_gradient_where_no_pixel_counts(name: str, number: float) -> None:
+    """With a boundary head or OHEM, rows without a pixel that counts are passed over."""
+    target = torch.full((1, 32, 48), 255, dtype=torch.uint8)
+    for settings, heads in (({"name": "ohem"}, ("main",)), ({}, ("main", "boundary"))):
+        logits = torch.zeros(1, 5, 4, 6)
+        logits[0, 2, 1, 2] = number
+        logits.requires_grad_()
+        given = {head: logits if head == "main" else torch.zeros(1, 1, 4, 6) for head in heads}
+        config, valid = LossConfig(backend=name, **settings), torch.tensor(0)  # type: ignore[arg-type]
+        found = shard_loss(given, target, config, class_weights=None, global_valid=valid, align_corners=False)
+        (grad,) = torch.autograd.grad(found["total"], logits)
+        assert not grad.isfinite().all()
 
 
 def test_a_target_that_is_no_class_is_an_error_as_of_torch() -> None:

@@ -398,3 +398,12 @@ def test_an_experiment_that_is_a_sweep_is_known_by_its_file() -> None:
     assert is_sweep(["experiment=camvid_drives", "data.root=x"])
     assert not is_sweep(["experiment=camvid_cpu", "data.root=x"])
     assert not is_sweep(["experiment=no", "data.root=x"])
+
+
+@pytest.mark.parametrize(("trained", "found"), [("triton", "auto"), ("native", "auto"), ("torch", "torch")])
+def test_a_run_is_used_on_a_machine_that_could_not_train_it(trained: str, found: str) -> None:
+    """`segpipe evaluate` and others do not take loss.backend, so its error would have no way out."""
+    config = Config()
+    config.loss.backend = trained
+    for device in ("cpu", "cuda"):
+        assert with_settings(config, {"compute.device": device}).loss.backend == found
