@@ -19,7 +19,7 @@ from segpipe.determinism import flags
 from segpipe.distributed.group import Group, choose_device
 from segpipe.errors import ConfigError, DataError
 from segpipe.files import plain
-from segpipe.losses.total import resolved
+from segpipe.losses.total import backend
 from segpipe.predict.inference import Inference, inference, segment
 from segpipe.run.console import iou_table, sequence_table
 from segpipe.run.page import page_data, predictor
@@ -91,7 +91,7 @@ def evaluate(given: dict[str, Any]) -> Evaluation:
         group,
         answer=partial(segment, how=how) if how.described else None,
         precision=how.precision,
-        backend=resolved(config.loss.backend, group.device.type),
+        backend=backend(config.loss, group.device.type),
         workers=min(config.data.workers, 1),
         start_method=config.data.start_method,
         transport=config.data.transport,

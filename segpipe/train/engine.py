@@ -17,7 +17,7 @@ from segpipe.distributed.watch.agreement import agree_on_step, common_fingerprin
 from segpipe.errors import CheckpointError, Interrupted, NumericsError
 from segpipe.files import to_json, write_atomically
 from segpipe.ledger import inputs
-from segpipe.losses.total import backend, resolved
+from segpipe.losses.total import backend
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config, to_mapping
 from segpipe.train import checkpoint, state
@@ -276,7 +276,7 @@ def _validate(run: Run, *, precision: str, log: bool = True) -> Validation:
             run.val_samples,
             run.group,
             precision=precision,
-            backend=resolved(config.loss.backend, run.group.device.type),
+            backend=backend(config.loss, run.group.device.type),
             workers=min(config.data.workers, 1),
             start_method=config.data.start_method,
             transport=config.data.transport,

@@ -254,7 +254,7 @@ def advice(found: StepProfile, config: Config, device: torch.device, batch: int)
     if share.get("data", 0) > 0.1:
         needed = -(-batch * per_sample // max(found.update_ms * (1 - share["data"]), 1e-9))
         more = (
-            f"About {needed:.0f} workers keep up: set data.workers={needed:.0f} (now {config.data.workers})"
+            f"Set data.workers={needed:.0f} (now {config.data.workers}), which should keep up"
             if needed > config.data.workers
             else "The workers lack cores or memory bandwidth: leave them cores, with compute.threads"
         )
