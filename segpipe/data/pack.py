@@ -152,7 +152,7 @@ class Pack:
         image: FileState,
         mask: FileState,
     ) -> None:
-        """Write a sample, unless another process has done so since `known` was found. Does nothing if read-only."""
+        """Write a sample, unless another process has done so since `known` was found. Does nothing if read-only or gone."""
         pixels_of_image, target = (np.ascontiguousarray(part).data.cast("B") for part in sample)
         whole = [memoryview(file) if file else pixels_of_image, target]
         try:
@@ -176,7 +176,7 @@ class Pack:
                     index.write(b"\n" * bool(torn) + _line(entry))
             (opened.added if known is None else opened.replaced).add(key)
         except OSError as error:
-            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT):  # ENOENT: somebody removed it
                 return
             raise DataError(
                 f"{self.folder} cannot take {sum(map(len, whole)) / 2**20:.1f} MiB more: {error.strerror}. Free some "
@@ -274,8 +274,8 @@ def _entry(line: bytes) -> PackEntry | None:
     if checksum != _checksum(text):
         return None
     try:
-        *first, image, mask = json.loads(text)
-        return PackEntry(*first, FileState(*image), FileState(*mask))
+        key, place, height, width, file_bytes, digest, image, mask = json.loads(text)
+        return PackEntry(key, place, height, width, file_bytes, digest, FileState(*image), FileState(*mask))
     except (TypeError, ValueError):
         return None
 

@@ -164,6 +164,13 @@ def test_a_pack_that_another_process_removed_and_built_anew(data: DataConfig) ->
     assert same(read_all(samples), expected)
 
 
+def test_a_pack_that_is_deleted_while_it_is_filled_stops_nothing(data: DataConfig) -> None:
+    samples = opened(data)
+    samples.read(0)
+    shutil.rmtree(Path(data.root) / AUTO)
+    assert same(read_all(samples), decoded(samples))
+
+
 def test_entries_that_were_added_later_are_not_trusted(data: DataConfig) -> None:
     """The last line of a key counts, also while a process has trusted an earlier one."""
     samples = opened(data)
