@@ -152,7 +152,7 @@ class Pack:
         image: FileState,
         mask: FileState,
     ) -> None:
-        """Write a sample, unless another process has done so since `known` was found. Does nothing if read-only or gone."""
+        """Write a sample, unless another process has done so since `known` was found; not if read-only or gone."""
         pixels_of_image, target = (np.ascontiguousarray(part).data.cast("B") for part in sample)
         whole = [memoryview(file) if file else pixels_of_image, target]
         try:
