@@ -10,8 +10,10 @@ object that is in the cache is not asked for again.
 from __future__ import annotations
 
 import csv
+import hashlib
 import os
 import re
+from itertools import pairwise
 from pathlib import Path
 from threading import get_native_id
 from typing import Any
@@ -32,16 +34,23 @@ class Bucket:
     """A split of a data set at a URL of fsspec; `cache` is a local folder for the objects that were read."""
 
     def __init__(self, root: str, split: str, cache: str) -> None:
-        self.root, self.cache = root.rstrip("/"), Path(cache).expanduser() / re.sub(r"\W+", "_", root.rstrip("/"))
+        self.root = root.rstrip("/")
+        digest = hashlib.sha256(self.root.encode()).hexdigest()[:8]  # s3://a-b and s3://a_b are two data sets
+        self.cache = Path(cache).expanduser() / "-".join([re.sub(r"\W+", "_", self.root), digest])
         self._own: tuple[int, Any] = (0, None)  # process and file system
         with self._fetched(f"{split}.csv").open(encoding="utf-8-sig", newline="") as listing:
             rows = list(csv.DictReader(listing))
         if not rows or not {"image", "mask"} <= rows[0].keys():
             raise DataError(f"{self.root}/{split}.csv has no rows below a header with image and mask.")
         table = load_masks(self._fetched("classes.yaml"))
-        rows.sort(key=lambda row: row["image"])
+        if lacking := [row for row in rows if not (row["image"] and row["mask"])]:
+            raise DataError(f"{self.root}/{split}.csv: {list(lacking[0].values())} is not an image and its mask.")
+        rows.sort(key=lambda row: _name(row["image"]))
+        for before, row in pairwise(rows):
+            if _name(before["image"]) == _name(row["image"]):
+                raise DataError(f"{self.root}/{split}.csv has {_name(row['image'])} twice. Leave one of them.")
         self.objects = [(row["image"], row["mask"]) for row in rows]
-        pairs = (Pair(str(Path(i).with_suffix("")), str(self._local(i)), str(self._local(m))) for i, m in self.objects)
+        pairs = (Pair(_name(i), str(self._local(i)), str(self._local(m))) for i, m in self.objects)
         first = str(self._fetched(self.objects[0][1]))
         self.samples = FileSamples(settled(table, [first]), tuple(pairs))
         self.sizes = [(int(row["height"]), int(row["width"])) for row in rows if row.get("height") and row.get("width")]
@@ -88,8 +97,14 @@ class Bucket:
             raise DataError(f"{self.root}/{name} cannot be read: {type(error).__name__}: {error}.") from error
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(f".{path.name}.{os.getpid()}.{get_native_id()}")
-        aside.write_bytes(content)
-        os.replace(aside, path)
+        try:
+            aside.write_bytes(content)
+            os.replace(aside, path)
+        except OSError as error:
+            aside.unlink(missing_ok=True)
+            raise DataError(
+                f"{path} cannot be written: {error.strerror}. Free some space, or set another data.args.cache."
+            ) from None
         return path
 
     def _files(self) -> Any:
@@ -98,3 +113,8 @@ class Bucket:
             protocol = fsspec.utils.get_protocol(self.root)
             self._own = os.getpid(), fsspec.filesystem(protocol, skip_instance_cache=True)
         return self._own[1]
+
+
+def _name(image: str) -> str:
+    """Of a sample, which orders them as those of files on a disk: `a.png` before `a-1.png`."""
+    return Path(image).with_suffix("").as_posix()

@@ -8,7 +8,7 @@ Both files only grow. A writer reserves space under a lock, writes the pixels, a
 is killed leaves a hole in `pixels` or an unfinished line, which nobody reads. Any number of processes may read and
 write at once. Of lines with one key the last one counts.
 
-Nothing in a pack is trusted: before a process delivers a sample from it for the first time, it compares size and time
+Nothing in a pack is trusted: before a process delivers an entry of it for the first time, it compares size and times
 of both source files (and their SHA-256 if those differ), and the SHA-256 of the pixels. What does not agree is read
 from the source files, reported by name, and packed again. So a pack never changes a bit of what is read.
 """
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from segpipe.settings.groups import DataConfig
 
 AUTO = ".segpipe-pack"  # below data.root; no reader of a data set looks into hidden folders
-FORMAT = f"1 {cv2.__version__}"  # raise the number when a reader returns other pixels; a decoder may change with OpenCV
+FORMAT = f"2 {cv2.__version__}"  # raise the number when a reader returns other pixels; a decoder may change with OpenCV
 PAGE_BYTES = 4096
 Image = NDArray[np.uint8]  # (H, W, 3)
 Target = NDArray[np.uint8]  # (H, W)
@@ -59,6 +59,7 @@ class FileState(NamedTuple):
 
     size: int
     time_ns: int
+    change_ns: int  # of the inode: cp -p, touch and archives set the time above, nothing sets this one
     sha256: str
 
 
@@ -105,15 +106,15 @@ class Pack:
         entry = opened.find(key)
         if entry is not None:
             found = opened.parts(entry)
-            if key in opened.trusted and found is not None:
+            if opened.trusted.get(key) == entry and found is not None:
                 return _sample(entry, *found, decode)
             fault = _changed(pair, entry) or _damaged(found, entry, f"{self.folder}: {pair.name}")
             if fault is None:
                 assert found is not None
-                opened.trusted.add(key)
+                opened.trusted[key] = entry
                 return _sample(entry, *found, decode)
             print(f"{fault}. It is read from its files and packed again.", file=sys.stderr)
-            opened.trusted.discard(key)
+            opened.trusted.pop(key, None)
         before = _times(pair)
         sample = decode()
         image, mask = (FileState(*times, _sha256(path)) for times, path in zip(before, pair[1:], strict=True))
@@ -151,7 +152,7 @@ class Pack:
         image: FileState,
         mask: FileState,
     ) -> None:
-        """Write a sample, unless another process has done so since `known` was found. Does nothing if read-only."""
+        """Write a sample, unless another process has done so since `known` was found; not if read-only or gone."""
         pixels_of_image, target = (np.ascontiguousarray(part).data.cast("B") for part in sample)
         whole = [memoryview(file) if file else pixels_of_image, target]
         try:
@@ -175,7 +176,7 @@ class Pack:
                     index.write(b"\n" * bool(torn) + _line(entry))
             (opened.added if known is None else opened.replaced).add(key)
         except OSError as error:
-            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT):  # ENOENT: somebody removed it
                 return
             raise DataError(
                 f"{self.folder} cannot take {sum(map(len, whole)) / 2**20:.1f} MiB more: {error.strerror}. Free some "
@@ -197,11 +198,11 @@ class _Opened:
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        self.trusted: set[str] = set()
+        self.trusted: dict[str, PackEntry] = {}
         self.added: set[str] = set()
         self.replaced: set[str] = set()
         self._entries: dict[str, PackEntry] = {}
-        self._read_to = 0
+        self._file, self._read_to = 0, 0
         self._map: NDArray[np.uint8] | None = None
 
     def find(self, key: str, *, news: bool = False) -> PackEntry | None:
@@ -214,14 +215,15 @@ class _Opened:
         start = self._read_to  # two threads may read the same lines
         try:
             with open(os.path.join(self.folder, "index"), "rb") as index:
-                size = os.fstat(index.fileno()).st_size
-                if size < start:  # somebody has removed the pack
-                    start, self._map = 0, None
+                state = os.fstat(index.fileno())
+                size = state.st_size
+                if size < start or state.st_ino != self._file:  # somebody has removed the pack
+                    start, self._file, self._map = 0, state.st_ino, None
                     self._entries.clear()
                     self.trusted.clear()
                 index.seek(start)
                 text = index.read() if size > start else b""
-        except FileNotFoundError:
+        except OSError:  # none yet, or of another user: `_add` says what is wrong with it
             return
         whole = text[: text.rfind(b"\n") + 1]
         self._entries |= {entry.key: entry for entry in map(_entry, whole.splitlines()) if entry is not None}
@@ -267,12 +269,15 @@ def _checksum(text: str) -> str:
 
 
 def _entry(line: bytes) -> PackEntry | None:
-    """None for a line that is damaged."""
+    """None for a line that is damaged, or in another format."""
     checksum, _, text = line.decode("latin-1").partition(" ")
     if checksum != _checksum(text):
         return None
-    key, place, height, width, file_bytes, digest, image, mask = json.loads(text)
-    return PackEntry(key, place, height, width, file_bytes, digest, FileState(*image), FileState(*mask))
+    try:
+        key, place, height, width, file_bytes, digest, image, mask = json.loads(text)
+        return PackEntry(key, place, height, width, file_bytes, digest, FileState(*image), FileState(*mask))
+    except (TypeError, ValueError):
+        return None
 
 
 def _sha256(path: str) -> str:
@@ -280,19 +285,19 @@ def _sha256(path: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _times(pair: Pair) -> list[tuple[int, int]]:
-    """Size and time of change of image and mask."""
+def _times(pair: Pair) -> list[tuple[int, int, int]]:
+    """Size and times of change of image and mask, as in FileState."""
     try:
         states = [os.stat(path) for path in pair[1:]]
     except OSError as error:
         raise DataError(f"{error.filename} cannot be read: {error.strerror}.") from None
-    return [(state.st_size, state.st_mtime_ns) for state in states]
+    return [(state.st_size, state.st_mtime_ns, state.st_ctime_ns) for state in states]
 
 
 def _changed(pair: Pair, entry: PackEntry) -> str | None:
     """A message if a source file is not the one that was packed."""
     for path, now, packed in zip(pair[1:], _times(pair), entry[-2:], strict=True):
-        if now != packed[:2] and (now[0] != packed.size or _sha256(path) != packed.sha256):
+        if now != packed[:3] and (now[0] != packed.size or _sha256(path) != packed.sha256):
             return f"{path} was changed after it was packed"
     return None
 

@@ -17,7 +17,6 @@ import socket
 import struct
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -28,8 +27,8 @@ from typing import Any
 import torch
 
 from segpipe.data.slots import PAGE_BYTES, Block, Ended, RingLayout, Slot, Slots
-from segpipe.data.workers import Delivery, Items, context_of, death, hang, isolate, kill
-from segpipe.errors import DataError, SegpipeError
+from segpipe.data.workers import Delivery, Items, context_of, death, hang, isolate, kill, sendable
+from segpipe.errors import DataError
 
 LENGTH = struct.Struct("<Q")  # before each message
 LOOK_S = 5.0  # between looks of an idle worker whether its trainer still lives
@@ -236,7 +235,7 @@ def _work(
                 size = len(item.data) if room.used else None
                 item = item._replace(data=None if room.used else item.data.numpy())
             except Exception as error:
-                item, size = _sendable(error), None
+                item, size = sendable(error), None
             end.sendall(_framed((place, item, size)))
 
 
@@ -255,16 +254,3 @@ def _received(end: socket.socket, starter: int) -> Any:
         if len(content) == LENGTH.size == wanted:
             wanted += LENGTH.unpack(content)[0]
     return pickle.loads(content[LENGTH.size :])
-
-
-def _sendable(error: Exception) -> Exception:
-    """The error, with its traceback in a note unless it is expected; what cannot be pickled becomes a RuntimeError."""
-    if isinstance(error, SegpipeError):
-        return error
-    text = "".join(traceback.format_exception(error))
-    try:
-        error.add_note(f"in a loader process:\n{text}")
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(text)
-    return error

@@ -6,10 +6,12 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import pickle
 import random
 import signal
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -107,8 +109,8 @@ class _Numbered(Dataset[Any]):
     def __getitem__(self, request: Any) -> Any:
         try:
             return self._items.make(request, Fresh())
-        except SegpipeError as error:  # as an item, it keeps its message
-            return error
+        except Exception as error:  # as an item, it keeps its message
+            return sendable(error)
 
 
 class TorchLoader:
@@ -144,7 +146,7 @@ class TorchLoader:
             if "DataLoader" not in str(error):  # torch has no class of its own for a worker that died or hangs
                 raise
             raise DataError(f"{error}. With data.transport=ring, worker and sample are named.") from error
-        if isinstance(item, SegpipeError):
+        if isinstance(item, Exception):
             raise item
         return item
 
@@ -181,6 +183,22 @@ def isolate(worker: int) -> None:
     np.random.seed(0)
     torch.default_generator.manual_seed(0)  # torch.manual_seed would also queue work for CUDA
     cv2.setRNGSeed(0)
+
+
+def sendable(error: Exception) -> Exception:
+    """The error, with its traceback in a note unless it is expected; in another class if that cannot be sent or raised.
+
+    StopIteration would end a stream of batches as if it were over.
+    """
+    expected = isinstance(error, SegpipeError)
+    text = str(error) if expected else "".join(traceback.format_exception(error))
+    try:
+        if not expected:
+            error.add_note(f"in a loader process:\n{text}")
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return DataError(text) if expected else RuntimeError(text)
+    return RuntimeError(text) if isinstance(error, StopIteration) else error
 
 
 def keep_memory() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 from contextlib import closing
 from pathlib import Path
 
@@ -82,6 +83,41 @@ def test_order_keys_and_pixels_are_those_of_files(files: Path, tmp_path: Path, w
     assert not torch.equal(wanted[0], wanted[3])
 
 
+def test_the_order_is_that_of_names_without_suffix(files: Path, tmp_path: Path) -> None:
+    """`-` and a space come before the dot of a suffix."""
+    for kind in ("photos", "drawn"):
+        for number, name in enumerate(("f-1", "f", "f 2", "f.x")):
+            (files / kind / f"f{number}.png").rename(files / kind / f"{name}.png")
+    lines = [f"photos/{name}.png,drawn/{name}.png\n" for name in ("f", "f 2", "f4", "f-1", "f.x", "f5")]
+    (files / "train.csv").write_text("image,mask\n" + "".join(lines))
+    on_disk = open_samples(DataConfig(name="folder", root=str(files)), "train", 0)
+    found = remote(files, tmp_path / "cache")
+    assert [found.name(index) for index in range(6)] == [on_disk.name(index) for index in range(6)]
+    assert all(np.array_equal(found.read(index)[0], on_disk.read(index)[0]) for index in range(6))
+
+
+def test_two_data_sets_of_one_cache(files: Path, tmp_path: Path) -> None:
+    """Their addresses differ only in signs that a folder's name does not keep."""
+    other = shutil.copytree(files, files.with_name("a_b"))
+    files = files.rename(files.with_name("a-b"))
+    cv2.imwrite(str(other / "photos/f0.png"), np.zeros((40, 48, 3), np.uint8))
+    assert remote(files, tmp_path / "cache").read(0)[0].any()
+    assert not remote(other, tmp_path / "cache").read(0)[0].any()
+
+
+def test_a_cache_on_a_full_disk_is_named(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = remote(files, tmp_path / "cache")
+
+    def full(path: Path, content: bytes) -> int:
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(DataError, match=r"f2\.png cannot be written: No space left on device\. Free some"):
+        found.read(2)
+    assert not list((tmp_path / "cache").rglob("*f2.png*")), "no part of it is left"
+
+
 def test_sizes_are_known_without_reading_all(files: Path, tmp_path: Path) -> None:
     found = remote(files, tmp_path / "cache")
     assert image_sizes(found) == {(40, 48): 6}
@@ -126,6 +162,12 @@ def test_what_is_wrong_is_said_with_the_url(files: Path, tmp_path: Path) -> None
     (files / "train.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ConfigError, match=r"bucket/train\.csv has no rows below a header with image and mask"):
         remote(files, tmp_path / "a")
+    (files / "train.csv").write_text("image,mask\nphotos/f0.png\n")
+    with pytest.raises(ConfigError, match=r"train\.csv: \['photos/f0\.png', None\] is not an image and its"):
+        remote(files, tmp_path / "a2")
+    (files / "train.csv").write_text("image,mask\nphotos/f0.png,drawn/f0.png\nphotos/f0.jpg,drawn/f1.png\n")
+    with pytest.raises(ConfigError, match=r"train\.csv has photos/f0 twice"):
+        remote(files, tmp_path / "a3")
     (files / "train.csv").write_text("image,mask\n../../x.png,drawn/f0.png\n")
     with pytest.raises(ConfigError, match=r"\.\./\.\./x\.png leads out of the data set"):
         remote(files, tmp_path / "b")

@@ -71,6 +71,32 @@ class Buggy(OneImage):
         raise ZeroDivisionError("our own mistake")
 
 
+class Exhausted(OneImage):
+    def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return next(iter(()))
+
+
+class TwoParts(DataError):
+    """Unpickled with one argument."""
+
+    def __init__(self, path: str, place: int) -> None:
+        super().__init__(f"{path} is torn at byte {place}. Copy it again.")
+
+
+class Locked(DataError):
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+class Raising(OneImage):
+    def __init__(self, *what) -> None:
+        self.what = what
+
+    def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        raise self.what[0](*self.what[1:])
+
+
 class Sizes(OneImage):
     def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         return np.full((5 + index, 7, 3), index, np.uint8), np.full((5 + index, 7), index + 1, np.uint8)
@@ -291,6 +317,21 @@ def test_a_bad_file_is_named_in_its_turn(workers):
 def test_a_bug_keeps_its_type_and_place():
     with pytest.raises(ZeroDivisionError, match="our own mistake"):
         next(batches(Buggy(), workers=1))
+
+
+@pytest.mark.parametrize("transport", ["ring", "dataloader"])
+def test_what_a_sample_raises_never_ends_the_stream_as_if_it_were_over(transport):
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(batches(Exhausted(), workers=2, transport=transport, timeout_s=PATIENCE_S))
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(eval_images(Exhausted(), range(3), workers=1, start_method="fork", transport=transport))
+
+
+@pytest.mark.parametrize("transport", ["ring", "dataloader"])
+@pytest.mark.parametrize(("what", "said"), [((TwoParts, "a.png", 7), "torn at byte 7"), ((Locked, "a.png"), "a.png")])
+def test_an_error_that_cannot_be_pickled_keeps_its_message(transport, what, said):
+    with pytest.raises(DataError, match=said):
+        list(batches(Raising(*what), workers=1, transport=transport, timeout_s=PATIENCE_S))
 
 
 def test_a_killed_worker_is_named():

@@ -4,6 +4,7 @@ import fcntl
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -131,6 +132,79 @@ def test_another_time_alone_decodes_nothing(data: DataConfig, monkeypatch: pytes
         os.utime(path, ns=(1, 1))
     monkeypatch.setattr(FileSamples, "target", lambda self, index: pytest.fail("decoded again"))
     assert same(read_all(opened(data)), expected)
+
+
+def test_a_mask_of_the_same_size_and_time_is_noticed(data: DataConfig, capfd: pytest.CaptureFixture[str]) -> None:
+    """As cp -p, touch -r, an archive, or a link to other masks leaves it."""
+    path = Path(data.root) / "masks" / "train" / "1.bmp"
+    pixels = cv2.imread(str(path.with_suffix(".png")), cv2.IMREAD_UNCHANGED)
+    path.with_suffix(".png").unlink()
+    cv2.imwrite(str(path), pixels)
+    before = path.stat()
+    read_all(opened(data))
+    cv2.imwrite(str(path), (pixels + 1) % 3)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    samples = opened(data)
+    assert same(read_all(samples), decoded(samples))
+    assert f"{path} was changed after it was packed" in capfd.readouterr().err
+
+
+def test_a_pack_that_another_process_removed_and_built_anew(data: DataConfig) -> None:
+    """The lines of the new index name other places of the pixels than those that this process has mapped."""
+    for kind in ("images", "masks"):
+        path = next((Path(data.root) / kind / "train").glob("1.png"))
+        pixels = cv2.imread(str(path), cv2.IMREAD_UNCHANGED)
+        cv2.imwrite(str(path), np.tile(pixels, (20, 20) + (1,) * (pixels.ndim - 2)))
+    write(Path(data.root), "train", 4)
+    samples = opened(data)
+    expected = decoded(samples)
+    for index in (0, 1, 0, 1):
+        samples.read(index)
+    shutil.rmtree(Path(data.root) / AUTO)
+    other = opened(data)
+    for index in (2, 3, 4, 0, 1):
+        other.read(index)
+    samples.read(3)
+    assert same(read_all(samples), expected)
+
+
+def test_a_pack_that_is_deleted_while_it_is_filled_stops_nothing(data: DataConfig) -> None:
+    samples = opened(data)
+    samples.read(0)
+    shutil.rmtree(Path(data.root) / AUTO)
+    assert same(read_all(samples), decoded(samples))
+
+
+def test_entries_that_were_added_later_are_not_trusted(data: DataConfig) -> None:
+    """The last line of a key counts, also while a process has trusted an earlier one."""
+    samples = opened(data)
+    expected = decoded(samples)
+    for index in (0, 1, 0, 1):
+        samples.read(index)
+    index = Path(data.root) / AUTO / "index"
+    first, second = (pack_module._entry(line) for line in index.read_bytes().splitlines())
+    assert first is not None
+    assert second is not None
+    wrong = first._replace(place=second.place)
+    index.write_bytes(index.read_bytes() + pack_module._line(wrong))
+    samples.read(2)
+    assert same(read_all(samples), expected)
+
+
+def test_lines_of_another_format_and_an_index_that_cannot_be_read(data: DataConfig) -> None:
+    expected = read_all(opened(data))
+    index = Path(data.root) / AUTO / "index"
+    for text in ("[]", "[1, 2, 3]", "7", '["k", 0, 1, 1, 0, "", [1, 2], [3]]'):
+        index.write_bytes(index.read_bytes() + f"{pack_module._checksum(text)} {text}\n".encode())
+    samples = opened(data)
+    assert same(read_all(samples), expected)
+    assert samples.pack is not None
+    assert samples.pack.use() == (NUM, 0, 0)
+    index.unlink()
+    index.mkdir()
+    with pytest.raises(DataError, match=r"\.segpipe-pack cannot take .* MiB more: Is a directory"):
+        opened(data).read(0)
 
 
 def test_whatever_is_damaged_the_pixels_are_right(data: DataConfig, capfd: pytest.CaptureFixture[str]) -> None:
