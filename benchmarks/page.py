@@ -18,9 +18,10 @@ HEAD = """# Performance
 
 `segpipe profile experiment=...` runs a few updates of a fresh network and prints where they spend their time: the wait
 for data, the copy to the device, forward, loss, backward, reduction, clipping, optimizer, average and ledger. For each
-part it says how many bytes its tensors hold, and which share of a plain copy's bandwidth that makes; then what a sample
-costs the loader, and what to change first. A trace for ui.perfetto.dev lies in `runs/NAME_profile`. Settings are those
-of `segpipe train`; under torchrun every process takes its own shards. A part near 100 % of a plain copy's bandwidth is
+part it says how many bytes its tensors hold, and which share of a plain copy's bandwidth that makes (but for the
+loss, whose compiled kernels torch does not see); then what a sample costs the loader, and what to change first. A
+trace for ui.perfetto.dev lies in `runs/NAME_profile`. Settings are those of `segpipe train`; under torchrun every
+process takes its own shards. A part near 100 % of a plain copy's bandwidth is
 limited by memory; only fewer bytes make it faster.
 
 ## What a step does, and why

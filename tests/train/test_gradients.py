@@ -299,7 +299,8 @@ def test_every_view_starts_at_the_same_512_bytes_for_any_number_of_ranks(name: s
 
     def places(world_size: int) -> list[tuple[int, torch.Size, tuple[int, ...]]]:
         group = Group(0, 0, world_size, CPU)
-        loss = SimpleNamespace(state=SimpleNamespace(model=model), group=group)
+        config = SimpleNamespace(compute=SimpleNamespace(compile=False))
+        loss = SimpleNamespace(state=SimpleNamespace(model=model), group=group, config=config)
         parts = dict.fromkeys(("main", "aux", "total"), torch.zeros(()))
         layout = gradients.ElasticGradients(cast(Any, loss))._layout_for(parts)
         views = layout.views(layout.new())
