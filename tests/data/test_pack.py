@@ -150,6 +150,28 @@ def test_a_mask_of_the_same_size_and_time_is_noticed(data: DataConfig, capfd: py
     assert f"{path} was changed after it was packed" in capfd.readouterr().err
 
 
+def test_a_file_that_changes_while_it_is_packed_is_not_packed(
+    data: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pixels would be those before, its hash that of the new content."""
+    digest = pack_module._sha256
+
+    def changed(path: str) -> str:
+        write(Path(data.root), "train", 1, seed=5)
+        return digest(path)
+
+    samples = opened(data)
+    samples.read(2)
+    kept = lines(data)
+    with monkeypatch.context() as patch:
+        patch.setattr(pack_module, "_sha256", changed)
+        samples.read(1)
+    assert lines(data) == kept
+    samples.read(1)
+    assert lines(data) == kept + 1, "packed now, not before"
+    assert same([opened(data).read(1)], [decoded(opened(data))[1]])
+
+
 def test_a_pack_that_another_process_removed_and_built_anew(data: DataConfig) -> None:
     """The lines of the new index name other places of the pixels than those that this process has mapped."""
     for kind in ("images", "masks"):
