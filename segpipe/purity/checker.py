@@ -66,6 +66,7 @@ QUICK = tuple(
     for probe in PROBES
     if probe.name != "pickled pipeline"
 )
+CAUSES = ("tripwires", "own state")  # probes that name a line or an attribute, where others tell what differs
 ALWAYS = 2  # first probes of QUICK, two calls each, that run on every transform however slow the machine is
 METHODS = {"fork": FORKED, "spawn": SPAWNED}
 ORDER = "another worker"
@@ -138,8 +139,9 @@ def quick(augmenter: Augmenter, samples: Samples, *, budget_s: float = BUDGET_S)
     findings = _drop_explained([*answers.findings, *ordered], augmenter.name)
     if findings:
         others = f" ({len(findings) - 1} more)" if len(findings) > 1 else ""
+        telling = min(findings, key=lambda finding: finding.probe not in CAUSES)
         raise ImpureAugmentError(
-            f"augmentation is not a pure function of sample and key. {findings[0]}{others} List all with "
+            f"augmentation is not a pure function of sample and key. {telling}{others} List all with "
             f"segpipe check-augment; augment.check=false trains anyway."
         )
     if answers.asked == asked_for:
