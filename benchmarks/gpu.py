@@ -262,6 +262,7 @@ CHECKS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "gradients": gradients,
     "steps": steps,
     "speed": speed,
+    "graphs": gpu_speed.graphs,
     "syncs": gpu_speed.syncs,
     "alignment": gpu_speed.alignment,
     "recipes": gpu_speed.recipes,

@@ -18,6 +18,7 @@ from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.distributed.group import Group
 from segpipe.distributed.reduce import ALIGNMENT, FlatLayout
+from segpipe.ledger.digest import state_digest
 from segpipe.models import build_model
 from segpipe.settings.config import Config
 from segpipe.train.batches import shard_stream
@@ -81,6 +82,26 @@ def _judged(bench: Bench, met: dict[str, bool]) -> dict[str, Any]:
     missed = [name for name, holds in met.items() if not holds]
     assert not (judged and missed), f"not met: {', '.join(missed)}"
     return {"met": met} if judged else {"met": "not judged: the goals are those of a GPU at 1024x1024"}
+
+
+def graphs(bench: Bench) -> dict[str, Any]:
+    """Small updates with `compute.cuda_graph` against the same without: equal weights after three, and the speedup."""
+    if bench.device.type != "cuda":
+        return {"left out": "needs a GPU"}
+    scene = Scene(bench.device, min(bench.size, 256), min(bench.batch, 4))
+    updates = {
+        name: ours(scene, "bf16", torch.get_num_threads(), cuda_graph=name == "graph") for name in ("eager", "graph")
+    }
+    weights = []
+    for update in updates.values():
+        assert update.step is not None
+        update.prepare()
+        for _ in range(3):
+            update.run()
+        weights.append(state_digest(update.step.state.model.state_dict()))
+    assert weights[0] == weights[1], f"weights {weights[1]} with a graph, {weights[0]} without"
+    seconds = measuring.interleaved({name: update.run for name, update in updates.items()}, repeats=bench.updates)
+    return {"speedup": measuring.ratio(seconds["eager"], seconds["graph"]), "weights_digest": weights[0]}
 
 
 def syncs(bench: Bench) -> dict[str, Any]:

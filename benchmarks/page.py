@@ -40,7 +40,11 @@ limited by memory; only fewer bytes make it faster.
   the compiler is told not to choose kernels by trials (`torch._inductor.config.deterministic`). It works with
   `compute.mode=elastic` alone. A compiled backward hands over all gradients at its end, so with several processes
   nothing is sent while it runs. The first update takes up to minutes; `compare replay=true` cannot look into layers.
-- A CUDA graph of the whole step is not offered: learning rate, step and decay of the average are values of the host.
+- `compute.cuda_graph=true` records forward and backward of the network at the first batch and replays them, which pays
+  where launches take longer than kernels: small networks, small crops. Numbers: the kernels are those of eager, so the
+  bits should be too; `segpipe gpu-check only=[graphs]` compares them on your GPU. As compiled networks, recorded ones
+  hand over all gradients at the end. A graph of the whole step is not offered: learning rate, step and decay of the
+  average are values of the host.
 
 ## Results
 

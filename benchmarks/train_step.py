@@ -95,12 +95,14 @@ def arms(scene: Scene, *, threads: int = THREADS) -> dict[str, Update]:
     return found
 
 
-def ours(scene: Scene, precision: str, threads: int = THREADS, mode: str = "elastic") -> Update:
+def ours(
+    scene: Scene, precision: str, threads: int = THREADS, mode: str = "elastic", *, cuda_graph: bool = False
+) -> Update:
     """A whole update as training does it, without the ledger, which C9 measures."""
     config = Config()
     config.model.name, config.train.precision, config.compute.mode = "pidnet_s", precision, mode
     config.compute.shards, config.compute.samples_per_shard, config.compute.threads = 1, scene.batch, threads
-    config.augment.crop_size = [scene.size, scene.size]
+    config.compute.cuda_graph, config.augment.crop_size = cuda_graph, [scene.size, scene.size]
     kept = min(loops.OHEM_KEPT / (scene.batch * scene.size**2), 1.0)  # as many pixels as the other recipe
     config.loss.name, config.loss.ohem_threshold, config.loss.ohem_min_kept = "ohem", loops.OHEM_THRESHOLD, kept
     prepare = partial(flags.apply, threads, mode)

@@ -59,8 +59,9 @@ def replay(task: Task, group: Group, report: Callable[[int], None]) -> None:
 def _traced(task: Task, step: TrainStep) -> Iterator[None]:
     """Writes digests of every module into the folder of the task."""
     config, group = task.config, step.group
-    if config.compute.compile:
-        raise ConfigError("compute.compile = true: a compiled network has no layers to look into. Set replay=false.")
+    for name in ("compile", "cuda_graph"):
+        if getattr(config.compute, name):
+            raise ConfigError(f"compute.{name} = true: such a network has no layers to look into. Set replay=false.")
     tracer = Tracer(step.state.model, step.loss.preprocess, group.own_shards(config.compute.shards))
     with tracer.watch():
         yield

@@ -211,11 +211,14 @@ def _check_processes(config: Config, world_size: int) -> None:
             f"{compute.mode} gives all of them equal batches. Use compute.mode=elastic, which takes any number of "
             f"processes up to {compute.shards}, or a number that divides it."
         )
-    if compute.compile and compute.mode != "elastic":
-        raise ConfigError(
-            f"compute.compile = true, but compute.mode = {compute.mode}: DDP needs the gradients one by one, and an "
-            f"audit the layers. Set compute.mode=elastic or compute.compile=false."
-        )
+    for name in ("compile", "cuda_graph"):
+        if getattr(compute, name) and compute.mode != "elastic":
+            raise ConfigError(
+                f"compute.{name} = true, but compute.mode = {compute.mode}: DDP needs the gradients one by one, and an "
+                f"audit the layers. Set compute.mode=elastic or compute.{name}=false."
+            )
+    if compute.compile and compute.cuda_graph:
+        raise ConfigError("compute.compile = true and compute.cuda_graph = true: set one of them to false.")
     if config.model.norm == "sync" and compute.mode in ("elastic", "audit"):
         raise ConfigError(
             f"model.norm = sync, but compute.mode = {compute.mode} promises the same bits for any number of processes, "

@@ -241,6 +241,7 @@ class ComputeConfig:
     samples_per_shard: int = setting(4, "samples per logical shard", low=2, high=65536)
     threads: int = setting(2, "intra-op threads per process; changes the bits on a CPU", low=1, high=1024)
     compile: bool = setting(False, "torch.compile for the network; other bits than without, see docs/performance.md")
+    cuda_graph: bool = setting(False, "record the network's passes at the first batch, and replay them: fewer launches")
     ledger: bool = setting(True, "write digests of every step, and compare the state across ranks", free=True)
     timeout_s: float = setting(600.0, "timeout of a collective in seconds", low=1, high=10**9, free=True)
 

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from segpipe.distributed.reduce import FlatLayout, RankSum, TreeSum, tree_over_r
 from segpipe.keys import torch_seed
 from segpipe.losses.total import shard_loss
 from segpipe.models.preprocess import Preprocess
+from segpipe.train.heads import AllHeads, training_heads
 from segpipe.train.optim import frozen_modules
 
 if TYPE_CHECKING:
@@ -54,29 +55,6 @@ class Reduced:
     parts: dict[str, Tensor]  # losses, 0-d, over all shards; "total" is their sum
     means: list[Tensor]  # BatchNorm statistics after the step, as `statistics` lists them
     shard_losses: dict[int, Tensor]  # of this rank; of its first shard where DDP takes all as one batch
-
-
-class AllHeads(nn.Module):
-    """The network's training heads as a forward, which is what DDP hooks into."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, image: Tensor) -> dict[str, Tensor]:
-        heads: dict[str, Tensor] = self.model.logits(image, aux=True)  # type: ignore[operator]
-        return heads
-
-
-def _compiled(model: nn.Module) -> Any:
-    """The heads by torch.compile, without the trials on the device that would choose kernels by their speed.
-
-    So ranks with equal hardware and versions compile alike, and one shape is compiled once.
-    """
-    from torch._inductor import config
-
-    config.deterministic = True
-    return torch.compile(AllHeads(model), dynamic=False)
 
 
 class BatchLoss:
@@ -132,7 +110,7 @@ class ElasticGradients:
 
     def __init__(self, loss: BatchLoss) -> None:
         self.loss, self.state, self.group = loss, loss.state, loss.group
-        self.network = _compiled(self.state.model) if loss.config.compute.compile else AllHeads(self.state.model)
+        self.network = training_heads(self.state.model, loss.config.compute, self.group.device)
         self.parameters = [p for p in self.state.model.parameters() if p.requires_grad]
         self.statistics = statistics(self.state.model)
         self._part_names: list[str] = []

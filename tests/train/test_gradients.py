@@ -32,6 +32,7 @@ from segpipe.models.preprocess import Preprocess
 from segpipe.settings.check import check
 from segpipe.settings.config import Config, from_mapping
 from segpipe.train import gradients
+from segpipe.train.heads import AllHeads
 from segpipe.train.optim import Ema, build_optimizer
 from segpipe.train.state import TrainState, _with_sync_batchnorm, build_state
 from segpipe.train.step import TrainStep
@@ -299,7 +300,7 @@ def test_every_view_starts_at_the_same_512_bytes_for_any_number_of_ranks(name: s
 
     def places(world_size: int) -> list[tuple[int, torch.Size, tuple[int, ...]]]:
         group = Group(0, 0, world_size, CPU)
-        config = SimpleNamespace(compute=SimpleNamespace(compile=False))
+        config = SimpleNamespace(compute=SimpleNamespace(compile=False, cuda_graph=False))
         loss = SimpleNamespace(state=SimpleNamespace(model=model), group=group, config=config)
         parts = dict.fromkeys(("main", "aux", "total"), torch.zeros(()))
         layout = gradients.ElasticGradients(cast(Any, loss))._layout_for(parts)
@@ -357,12 +358,18 @@ def test_statistics_over_all_ranks_are_refused_where_they_break_a_promise() -> N
 
 
 @pytest.mark.parametrize("mode", ["off", "ddp", "audit"])
-def test_a_compiled_network_is_refused_where_it_breaks_a_promise(mode: str) -> None:
-    config = from_mapping({"compute": {"compile": True}})
+@pytest.mark.parametrize("name", ["compile", "cuda_graph"])
+def test_a_compiled_or_recorded_network_is_refused_where_it_breaks_a_promise(name: str, mode: str) -> None:
+    config = from_mapping({"compute": {name: True}})
     check(config, world_size=1)
     config.compute.mode = mode
-    with pytest.raises(ConfigError, match=rf"compute\.compile = true, but compute\.mode = {mode}"):
+    with pytest.raises(ConfigError, match=rf"compute\.{name} = true, but compute\.mode = {mode}"):
         check(config, world_size=1)
+
+
+def test_a_network_is_compiled_or_recorded_but_not_both() -> None:
+    with pytest.raises(ConfigError, match=r"compile = true and compute\.cuda_graph = true"):
+        check(from_mapping({"compute": {"compile": True, "cuda_graph": True}}), world_size=1)
 
 
 def test_with_sync_batchnorm_norms_keep_the_names_of_the_weights() -> None:
@@ -408,7 +415,7 @@ def test_the_network_runs_in_the_configured_precision_and_the_loss_in_fp32(
     state.model.main.register_forward_hook(lambda *call: inside.add(call[2].dtype))  # type: ignore[operator, union-attr]
     loss = gradients.BatchLoss(config, Watch(ALONE, state), None)
     batch = batches(0)[0]
-    parts = loss(gradients.AllHeads(state.model), batch.image, batch.target, torch.tensor(V * B * SIZE * SIZE), shard=0)
+    parts = loss(AllHeads(state.model), batch.image, batch.target, torch.tensor(V * B * SIZE * SIZE), shard=0)
     assert inside == {dtype or torch.float32}
     assert {part.dtype for part in parts.values()} == {torch.float32}
 

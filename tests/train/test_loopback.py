@@ -21,6 +21,7 @@ from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config
 from segpipe.train import gradients
 from segpipe.train.gradients import statistics
+from segpipe.train.heads import AllHeads
 from segpipe.train.optim import Ema, build_optimizer, freeze, learning_rate, set_rate
 from segpipe.train.state import TrainState
 from segpipe.train.step import TrainStep
@@ -162,7 +163,7 @@ def losses_in_turn(model: nn.Module, step: int) -> None:
         for value, kept in zip(statistics(model), before, strict=True):
             value.copy_(kept)
         loss = gradients.BatchLoss(config_of("elastic"), Watch(ALONE, TrainState(model, *[None] * 3)), None)  # type: ignore
-        parts = loss(gradients.AllHeads(model), batch.image, batch.target, torch.tensor(V * B * SIZE * SIZE), shard=0)
+        parts = loss(AllHeads(model), batch.image, batch.target, torch.tensor(V * B * SIZE * SIZE), shard=0)
         parts["total"].backward()
 
 

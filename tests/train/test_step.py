@@ -13,11 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from segpipe.data.loader import ShardBatch
 from segpipe.distributed.group import Group
+from segpipe.errors import ConfigError
 from segpipe.losses.total import valid_pixels
 from segpipe.models.layers import SegmentationNet
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config, from_mapping
-from segpipe.train.gradients import AllHeads, statistics
+from segpipe.train.gradients import ElasticGradients, statistics
+from segpipe.train.heads import AllHeads, GraphedHeads
 from segpipe.train.optim import Ema, build_optimizer, learning_rate
 from segpipe.train.state import TrainState
 from segpipe.train.step import NEVER, StepResult, TrainStep, train_step
@@ -391,6 +393,33 @@ def test_a_compiled_network_is_compiled_once_and_without_trials(monkeypatch: pyt
     assert torch._inductor.config.deterministic
     assert found == bits(run(config(), 2)[0])
     assert len(compiled) == 1
+
+
+def test_a_network_is_recorded_once_with_statistics_and_random_numbers_put_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a stand-in for the recording, which a CPU cannot do: trial passes, and an end to the cache of autocast."""
+    recorded: list[bool] = []
+
+    def record(network: nn.Module, inputs: tuple[Tensor, ...], *, allow_unused_input: bool) -> nn.Module:
+        recorded.append(torch.is_autocast_cache_enabled())
+        assert allow_unused_input, "a parameter of this network has no part in the heads"
+        for _ in range(3):
+            network(*inputs)
+        return network
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
+    settings = config()
+    state = fresh(settings, dropout=0.5)
+    step = step_of(state, settings)
+    assert isinstance(step.gradients, ElasticGradients)
+    step.gradients.network = GraphedHeads(state.model)
+    for number in range(2):
+        train_step(step, batches(number))
+    assert recorded == [False], "recorded once, and weights that were cast are not kept between passes"
+    assert bits(state) == bits(run(config(), 2, dropout=0.5)[0])
+    with pytest.raises(ConfigError, match=r"compute\.cuda_graph = true, but training runs on a CPU"):
+        run(config(compute={"cuda_graph": True}), 1)
 
 
 class Questions(TorchDispatchMode):

@@ -38,6 +38,7 @@ from segpipe.distributed.watch.watcher import State, Watcher, differ
 from segpipe.errors import CollectiveError, DataError
 from segpipe.settings.config import Config
 from segpipe.train import gradients
+from segpipe.train.heads import AllHeads
 
 FAR = 10**6
 
@@ -253,7 +254,7 @@ def test_nobody_waits_for_a_verdict_when_the_store_is_gone(fast: None, monkeypat
 def test_where_torch_ddp_communicates_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that hangs before such a place has made fewer calls than those that hang inside."""
     monkeypatch.setattr(gradients, "DistributedDataParallel", lambda network, **_: network)
-    monkeypatch.setattr(gradients.AllHeads, "forward", lambda self, image: {"main": self.model.weight})
+    monkeypatch.setattr(AllHeads, "forward", lambda self, image: {"main": self.model.weight})
     monkeypatch.setattr(gradients, "tree_over_ranks", lambda flat, group: flat)
     group = Group(0, 0, 2, torch.device("cpu"))
     seen: list[list[str]] = []
