@@ -253,7 +253,7 @@ def _copy(own: Mapping[str, Tensor], values: Mapping[str, Tensor], where: str) -
 
 def _names(model: nn.Module, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Name in the file of every tensor of the network: the renaming by which most tensors fit."""
-    best, most = {name: name for name in own}, -1
+    best, most = {name: name for name in own}, 0
     for renamed, outer in _renamings(model, own):
         for prefix in _prefixes(renamed, own, tensors):
             names = {name: prefix + key for name, key in renamed.items()}
