@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from markupsafe import Markup
 
 from segpipe.files import write_atomically
 from segpipe.run.overview import RecipeGroup, Row, differing
+from segpipe.run.pictures import plot_svg, thin
 from segpipe.run.report import template
 from segpipe.run.tracking import FILE_NAME, read_metrics
 from segpipe.settings.setting import shown
@@ -102,31 +101,18 @@ def _points(history: Sequence[Any], kind: str, key: str) -> list[tuple[float, fl
         for line in history
         if line["kind"] == kind and isinstance(line.get(key), int | float)
     ]
-    size = math.ceil(len(found) / _POINTS) or 1
-    parts = [found[start : start + size] for start in range(0, len(found), size)]
-    return [(math.fsum(x for x, _ in part) / len(part), math.fsum(y for _, y in part) / len(part)) for part in parts]
+    return [(x, y) for x, y, _, _ in thin(found, _POINTS)]
 
 
 def _svg(drawn: Sequence[Line], title: str, *, marker: bool) -> str:
-    """All lines in one picture, whose text gets its color from the page."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
+    """All lines in one picture."""
 
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "segpipe", "font.size": 9}):
-        figure = Figure(figsize=(5.4, 3.2), layout="constrained")
-        axes = figure.subplots()
+    def draw(axes: Any) -> None:
         for color, dashes, points in drawn:
             x, y = zip(*points, strict=True)
             dot = "o" if marker or len(points) == 1 else None
             axes.plot(x, y, color=color, linestyle=dashes, linewidth=1.5, marker=dot, markersize=3.5, clip_on=False)
         axes.set_ylim(bottom=min(0.0, *axes.get_ylim()))
         axes.set_xlabel("step", color="#888888")
-        axes.grid(axis="y", color="#888888", alpha=0.3, linewidth=0.6)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(length=0)
-        buffer = io.StringIO()
-        figure.savefig(
-            buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        )
-    text = re.sub(r'\s+xmlns(:\w+)?="[^"]*"', "", buffer.getvalue())  # not needed inside HTML
-    return f'<svg class="curve" role="img" aria-label="{title}" ' + text[text.index("<svg ") + len("<svg ") :]
+
+    return plot_svg(draw, label=title, size=(5.4, 3.2))
