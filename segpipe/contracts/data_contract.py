@@ -8,12 +8,13 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 from segpipe import plugins
-from segpipe.contracts.clause import Clause, Question, answers, scramble
+from segpipe.contracts.clause import Clause, answers
 from segpipe.data.augment import Augmenter
 from segpipe.data.plugin_samples import PluginSamples
 from segpipe.data.samples import CachedSamples, Samples, open_samples
 from segpipe.errors import SegpipeError
 from segpipe.purity import checker
+from segpipe.purity.tripwire import seed_globals
 
 if TYPE_CHECKING:
     from segpipe.settings.config import Config
@@ -30,20 +31,14 @@ class DataContract:
 
     def clauses(self) -> Iterator[Clause]:
         """All clauses; the first alone when the split cannot be opened."""
-        first = list(answers("data", [self._question("can be opened", self._opened)]))
-        yield from first
-        if first[0].problem:
-            return
         asked = (
+            ("can be opened", self._opened),
             ("images, targets and names", self._samples),
             ("same bytes twice", self._twice),
             ("can be pickled", self._pickled),
             ("same bytes in another process", self._other_process),
         )
-        yield from answers("data", [self._question(name, ask) for name, ask in asked])
-
-    def _question(self, name: str, ask: Any) -> Question:
-        return Question(f"{self.split}: {name}", ask)
+        return answers("data", [(f"{self.split}: {name}", ask) for name, ask in asked])
 
     def _open(self) -> Samples:
         return open_samples(self.config.data, self.split, self.config.seed)
@@ -62,9 +57,9 @@ class DataContract:
 
     def _twice(self) -> str:
         """In another order, by another object, with other global generators."""
-        scramble(1)
+        seed_globals(1)
         before = contents(self.samples, self.indices)
-        scramble(2)
+        seed_globals(2)
         again = contents(self._open(), self.indices[::-1])[::-1]
         return self._different(before, again, "read twice", "Let the index alone decide, and draw nothing at random.")
 
