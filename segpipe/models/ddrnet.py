@@ -27,8 +27,6 @@ def ddrnet23_slim(num_classes: int) -> "DDRNet":
 class DDRNet(SegmentationNet):
     """DDRNet-23 with base width `planes`. The head "aux" reads the detail branch after the first exchange."""
 
-    aux_heads = ("aux",)
-
     def __init__(self, num_classes: int, *, planes: int, head_planes: int) -> None:
         super().__init__()
         c = planes

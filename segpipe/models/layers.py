@@ -14,19 +14,18 @@ from segpipe.models.resize import adaptive_avg_pool, bilinear
 class SegmentationNet(nn.Module):
     """A network that computes logits at `output_stride`, and auxiliary logits for training.
 
-    `align_corners` says how the main logits are upsampled to the image's size. `aux_heads` names the heads that exist
-    for training only; `train_only` holds their modules under the same names. `published_keys` maps prefixes of names in
-    the state dict to those in published files. The image is float (B, 3, H, W), already normalized, at least 32x32.
+    `align_corners` says how the main logits are upsampled to the image's size. `train_only` holds the modules of
+    the heads that exist for training only, by name. `published_keys` maps prefixes of names in the state dict to those
+    in published files. The image is float (B, 3, H, W), already normalized, at least 32x32.
     """
 
     output_stride: int = 8
     align_corners: bool = False
-    aux_heads: tuple[str, ...] = ()
     train_only: nn.ModuleDict
     published_keys: Mapping[str, str] = MappingProxyType({})
 
     def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
-        """Logits (B, channels, h, w) per head at `output_stride`: "main" and, with `aux`, `aux_heads`."""
+        """Logits (B, channels, h, w) per head at `output_stride`: "main" and, with `aux`, those of `train_only`."""
         raise NotImplementedError
 
     def pretrained(self) -> tuple[str, dict[str, Tensor]]:

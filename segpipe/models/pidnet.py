@@ -32,8 +32,6 @@ class PIDNet(SegmentationNet):
     code applies an in-place ReLU to the tapped tensor, and its weights were trained that way.
     """
 
-    aux_heads = ("aux_p", "boundary")
-
     def __init__(self, num_classes: int, *, planes: int) -> None:
         super().__init__()
         c = planes
