@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.progress import Progress
 
-from segpipe.cli.doctor import CONSOLE, contents
+from segpipe.cli.doctor import contents
 from segpipe.data.catalog import mask_table, table_path
 from segpipe.data.division import divide
 from segpipe.data.masks import read_target, settled
@@ -20,6 +19,7 @@ from segpipe.data.readers import threaded
 from segpipe.data.samples import open_samples
 from segpipe.data.sequence import sequence
 from segpipe.errors import ConfigError, DataError
+from segpipe.run.console import CONSOLE, progress
 from segpipe.settings.arguments import read
 from segpipe.settings.config import SETTINGS
 from segpipe.settings.groups import DataConfig
@@ -67,8 +67,12 @@ def class_pixels_of(data: DataConfig, pairs: list[Pair]) -> NDArray[np.int64]:
     def count(pair: Pair) -> NDArray[np.int64]:
         return np.bincount(read_target(table, pair.mask).ravel(), minlength=256)[:num]
 
-    with Progress(console=CONSOLE, transient=True, disable=not CONSOLE.is_terminal) as bar:
-        return np.stack(list(bar.track(threaded(count, pairs), len(pairs), description="reading masks")))
+    counts = []
+    with progress("reading masks", len(pairs)) as show:
+        for row in threaded(count, pairs):
+            counts.append(row)
+            show(len(counts))
+    return np.stack(counts)
 
 
 def write_list(path: Path, stems: list[str]) -> None:

@@ -9,10 +9,10 @@ from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from rich.console import Console
 from rich.table import Table
 
 from segpipe.cli.commands import COMMANDS
+from segpipe.run.console import CONSOLE
 from segpipe.settings.arguments import parse
 from segpipe.settings.check import check
 from segpipe.settings.compose import compose
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from segpipe.data.samples import Samples
     from segpipe.distributed.group import Group
 
-CONSOLE = Console(highlight=False, soft_wrap=True)
 KEYS = COMMANDS["tune-loader"].keys
 GAIN = 0.05  # a further worker that gains less is the last one that is measured
 MARGIN = 1.2  # times the network's rate: more would only wait

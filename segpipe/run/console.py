@@ -1,13 +1,14 @@
-"""Terminal output of rank 0: a progress bar while a run trains, tables when it is done.
+"""Terminal output: progress bars, and the tables of rank 0 when a run is done.
 
 Names of runs and classes are shown as they are; rich would read brackets in them as markup.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -16,9 +17,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+CONSOLE = Console(highlight=False, soft_wrap=True)
 PLAIN_EVERY_S = 15.0  # between progress lines in a log file
 COLUMNS = {"boundary_iou": "boundary IoU", "precision": "precision", "recall": "recall", "f1": "F1"}
 MOST_ROWS = 20  # of a table of sequences
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int | None = None, console: Console = CONSOLE) -> Iterator[Callable[..., None]]:
+    """A function that shows `done`, `total` and `what` of some work in a bar, if the console is a terminal."""
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+
+        def show(done: int, total: int | None = None, what: str | None = None) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        yield show
 
 
 class TrainView:
