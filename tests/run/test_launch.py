@@ -80,7 +80,7 @@ def test_multirun_makes_two_runs_and_a_table(alone: Path, tmp_path: Path) -> Non
     assert outcome(tmp_path / "bf16")["weights_digest"] != outcome(alone)["weights_digest"]
 
 
-@pytest.mark.parametrize("change", ["seed=1", "loss.class_weights=none", "optim.clip_norm=2", "data.balance=0"])
+@pytest.mark.parametrize("change", ["loss.class_weights=none", "optim.clip_norm=2", "data.balance=0"])
 def test_another_recipe_computes_other_bits(alone: Path, tmp_path: Path, change: str) -> None:
     """The control: the digests see what changes the weights, so their equality means something."""
     assert run(tmp_path / "other", *RECIPE, change) == 0
