@@ -202,5 +202,16 @@ class PyramidPool(nn.Module):
         return out
 
 
-PYRAMID_KEYS = {"ppm.": "spp.", **{f"ppm.scales.{i}.": f"spp.scale{i}." for i in range(5)}}
-"""Key prefix of `PyramidPool` -> prefix in the published state dict."""
+BRANCH_KEYS = {
+    "stem.": "conv1.",
+    **{f"context{i}.": f"layer{i}." for i in range(1, 6)},
+    "ppm.": "spp.",
+    **{f"ppm.scales.{i}.": f"spp.scale{i}." for i in range(5)},
+    "detail3.": "layer3_.",
+    "detail4.": "layer4_.",
+    "detail5.": "layer5_.0.",
+    "to_detail3.": "compression3.",
+    "to_detail4.": "compression4.",
+    "head.": "final_layer.",
+}
+"""Key prefix of what PIDNet and DDRNet share -> prefix in the published state dict; the longest match counts."""

@@ -12,8 +12,7 @@ from typing import Any
 
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.run import lock
-from segpipe.run.failure import FAILURE, failure
-from segpipe.run.tracking import FILE_NAME, read_metrics
+from segpipe.run.tracking import FAILURE, FILE_NAME, failure, read_metrics
 from segpipe.settings.config import Config, changed_course, recipe, saved_config
 
 # A folder with one of these, or with any checkpoint, holds a run.

@@ -27,9 +27,8 @@ from segpipe.errors import CheckpointError, ConfigError, DivergenceError, Interr
 from segpipe.files import not_written
 from segpipe.run import lock
 from segpipe.run.console import TrainView
-from segpipe.run.failure import note_failure
 from segpipe.run.folder import check_folder, claim_folder, clear_folder, owned
-from segpipe.run.tracking import Tracker, check_tracking, open_tracker
+from segpipe.run.tracking import Tracker, check_tracking, note_failure, open_tracker
 from segpipe.settings.check import check
 from segpipe.settings.config import Config, config_hash
 from segpipe.train.start import check_pins, pin_weights

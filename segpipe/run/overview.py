@@ -11,8 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from segpipe.errors import ConfigError
-from segpipe.run.failure import failure
-from segpipe.run.tracking import FILE_NAME, read_metrics
+from segpipe.run.tracking import FILE_NAME, failure, read_metrics
 from segpipe.settings.config import FREE_KEYS, flat, saved_config
 
 DESCENDING = ("date", "miou", "steps")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,21 +32,18 @@ def write_overview(path: Path, rows: Sequence[Row], groups: Sequence[RecipeGroup
 
 def render_overview(rows: Sequence[Row], groups: Sequence[RecipeGroup] = (), by: str = "") -> str:
     """The page for runs, or for groups of runs that differ in setting `by` alone."""
-    shown_rows = [group.rows for group in groups] if by else [[row] for row in rows]
-    recipes = [group.settings for group in groups] if by else [row.settings for row in rows]
+    shown_groups = groups if by else [RecipeGroup(row.settings, [row]) for row in rows]
+    recipes = [group.settings for group in shown_groups]
     keys = differing(recipes)
-    lines = [_style(place) if place < LINES else None for place in range(len(shown_rows))]
+    lines = [_style(place) if place < LINES else None for place in range(len(shown_groups))]
     return template("overview.html.j2").render(
         number=len(rows),
         by=by,
         keys=keys,
-        entries=[
-            _entry(members, recipe, keys, by, line)
-            for members, recipe, line in zip(shown_rows, recipes, lines, strict=True)
-        ],
-        curves=_pictures(shown_rows, lines),
+        entries=[_entry(group, keys, by, line) for group, line in zip(shown_groups, lines, strict=True)],
+        curves=_pictures(shown_groups, lines),
         same=_common(recipes),
-        left_out=max(len(shown_rows) - LINES, 0),
+        left_out=max(len(shown_groups) - LINES, 0),
     )
 
 
@@ -55,14 +51,13 @@ def _style(place: int) -> tuple[str, str]:
     return COLORS[place % len(COLORS)], ("solid", "dashed")[place // len(COLORS) % 2]
 
 
-def _entry(members: Sequence[Row], recipe: Any, keys: Sequence[str], by: str, line: Any) -> dict[str, Any]:
+def _entry(group: RecipeGroup, keys: Sequence[str], by: str, line: Any) -> dict[str, Any]:
     """A line of the table."""
-    scores = [row.miou for row in members if row.miou is not None]
-    mean = math.fsum(scores) / len(scores) if scores else None
+    members, scores = group.rows, group.scores
     return {
         "name": members[0].name if not by else ", ".join(shown(row.settings[by]) for row in members),
-        "settings": [shown(recipe[key]) if recipe else "-" for key in keys],
-        "mean": None if mean is None else f"{100 * mean:.2f}",
+        "settings": [shown(group.settings[key]) if group.settings else "-" for key in keys],
+        "mean": None if group.mean is None else f"{100 * group.mean:.2f}",
         "range": f"{100 * min(scores):.2f} to {100 * max(scores):.2f}" if len(scores) > 1 else "",
         "number": f"{len(scores)} of {len(members)}",
         "steps": max((row.steps or 0 for row in members), default=0),
@@ -78,8 +73,8 @@ def _common(recipes: Sequence[Any]) -> dict[str, str]:
     return {key: shown(value) for key, value in known[0].items() if key not in different} if known else {}
 
 
-def _pictures(entries: Sequence[Sequence[Row]], lines: Sequence[tuple[str, str] | None]) -> list[dict[str, Any]]:
-    histories = [[read_metrics(row.folder / FILE_NAME) for row in members] for members in entries[:LINES]]
+def _pictures(groups: Sequence[RecipeGroup], lines: Sequence[tuple[str, str] | None]) -> list[dict[str, Any]]:
+    histories = [[read_metrics(row.folder / FILE_NAME) for row in group.rows] for group in groups[:LINES]]
     pictures = []
     for kind, key, title in _CURVES:
         drawn = [

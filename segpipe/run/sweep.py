@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from segpipe.errors import ConfigError, Interrupted, NumericsError, SegpipeError
-from segpipe.run.failure import failure
 from segpipe.run.folder import finished
+from segpipe.run.tracking import failure
 from segpipe.settings.config import Config, recipe, to_mapping
 
 REFUSALS_SHOWN = 8

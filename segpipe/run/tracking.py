@@ -1,7 +1,7 @@
 """Metrics of a run: metrics.jsonl always, and one tracker on request that shows them elsewhere. Only rank 0 writes.
 
 metrics.jsonl is the record that other code reads; a tracker mirrors it. If the tracker's service is unreachable or
-crashes, that costs one warning and never a step of training.
+crashes, that costs one warning and never a step of training. failure.json says why the last session ended.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from typing import Any
 from rich.console import Console
 
 from segpipe.disk import append, patiently
-from segpipe.errors import ConfigError
-from segpipe.files import not_written, plain, write_atomically
+from segpipe.errors import ConfigError, Interrupted, SegpipeError
+from segpipe.files import not_written, plain, to_json, write_atomically
 from segpipe.run.trackers import Mirror, MlflowMirror, TensorboardMirror, WandbMirror, check_login, run_end
 from segpipe.settings.config import Config
 
 FILE_NAME = "metrics.jsonl"
+FAILURE = "failure.json"
 _RESERVED = {"step": (int,), "kind": (str,), "time_s": (int, float)}  # keys of every line, and types of their values
 # track.name -> what pip calls its package, and its class
 TRACKERS: dict[str, tuple[str, Callable[[Config, Path, int | None], Mirror]]] = {
@@ -56,6 +57,25 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             if isinstance(entry, dict) and all(type(entry.get(key)) in kinds for key, kinds in _RESERVED.items()):
                 found.append(entry)
     return found
+
+
+def note_failure(config: Config, code: int, reason: str) -> None:
+    """Write down why the run ended; Ctrl-C is no failure.
+
+    A full disk does not hide the error itself: then nothing is written.
+    """
+    if code != Interrupted.exit_code:
+        with contextlib.suppress(SegpipeError, OSError):
+            write_atomically(config.run_dir / FAILURE, to_json({"exit_code": code, "reason": reason}))
+
+
+def failure(folder: Path) -> tuple[int, str]:
+    """Exit code and reason, on one line, of the run's last session; (0, "") if it did not fail, or nobody knows."""
+    try:
+        found = json.loads((folder / FAILURE).read_bytes())
+        return int(found["exit_code"]), " ".join(str(found["reason"]).split())
+    except (OSError, ValueError, TypeError, LookupError):
+        return 0, ""
 
 
 class Tracker:
