@@ -16,6 +16,7 @@ from segpipe.data.problems import open_readable, problems
 from segpipe.data.proposal import propose
 from segpipe.data.samples import Samples, class_pixels, image_files, image_sizes, one_by_one, open_samples
 from segpipe.errors import DataError
+from segpipe.files import write_atomically
 from segpipe.run.console import CONSOLE, progress
 from segpipe.run.preflight import worker_problems
 from segpipe.settings.arguments import parse
@@ -106,8 +107,7 @@ def contents(opened: dict[str, Samples]) -> Table:
 def write_page(config: Config, splits: list[str], found: list[str], out: Path) -> None:
     """Write the page with pictures: of all that can be read, if there are problems."""
     from segpipe.data.census import take
-    from segpipe.run.doctor_page import Checkup
-    from segpipe.run.doctor_page import write_page as write
+    from segpipe.run.doctor_page import Checkup, render
 
     opened = {split: one for split in splits if (one := open_readable(config.data, split, config.seed)) is not None}
     census = {}
@@ -117,7 +117,7 @@ def write_page(config: Config, splits: list[str], found: list[str], out: Path) -
     if not opened:
         CONSOLE.print(f"{out} is not written: no split has a pair of image and mask.", markup=False)
         return
-    write(out, Checkup(config, found, opened, census))
+    write_atomically(out, render(Checkup(config, found, opened, census)).encode())
     CONSOLE.print(f"page: {out}", markup=False)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from segpipe.data.readers import threaded
 from segpipe.data.samples import open_samples
 from segpipe.data.sequence import sequence
 from segpipe.errors import ConfigError, DataError
+from segpipe.files import write_atomically
 from segpipe.run.console import CONSOLE, progress
 from segpipe.settings.arguments import read
 from segpipe.settings.config import SETTINGS
@@ -50,7 +50,7 @@ def main(given: dict[str, Any]) -> int:
     )
     for path, side in zip(listings, (False, True), strict=True):
         stems = [name for name, of_val in zip(names, chosen, strict=True) if of_val == side]
-        write_list(path, stems)
+        write_atomically(path, "".join(f"{stem}\n" for stem in stems).encode())
         CONSOLE.print(summary(path, stems, len(names), given["pattern"]), markup=False)
     if pixels is None:
         CONSOLE.print(f"{table_path(data)} does not exist, so classes did not count: see segpipe doctor.", markup=False)
@@ -73,13 +73,6 @@ def class_pixels_of(data: DataConfig, pairs: list[Pair]) -> NDArray[np.int64]:
             counts.append(row)
             show(len(counts))
     return np.stack(counts)
-
-
-def write_list(path: Path, stems: list[str]) -> None:
-    """Write stems, a line each, so that the file is whole or as it was."""
-    aside = path.with_name(f".{path.name}.tmp")
-    aside.write_text("".join(f"{stem}\n" for stem in stems))
-    os.replace(aside, path)
 
 
 def summary(path: Path, stems: list[str], num: int, pattern: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -98,7 +97,10 @@ def load_exported(
     Raises IntegrityError for an altered or foreign folder, ExportMismatch when its file gives other answers on this
     machine than where it was exported, ConfigError for a provider or a tile that does not fit, or for a run.
     """
-    _check_provider(provider, onnxruntime.get_available_providers())
+    if provider not in (available := onnxruntime.get_available_providers()):
+        raise ConfigError(
+            f"provider = {provider}, but this onnxruntime has {', '.join(available)}. Choose one of them."
+        )
     _check_is_no_run(folder)
     try:
         artifact = read_artifact(folder, precision=precision)
@@ -119,13 +121,6 @@ def _check_is_no_run(folder: Path) -> None:
     exported = folder / "export"
     fix = f"Set artifact={exported}" if exported.is_dir() else f"Export it first: segpipe export run={folder}"
     raise ConfigError(f"artifact = {folder} is a run, but the folder of its export was needed. {fix}; or run={folder}.")
-
-
-def _check_provider(provider: str, available: Sequence[str]) -> None:
-    if provider not in available:
-        raise ConfigError(
-            f"provider = {provider}, but this onnxruntime has {', '.join(available)}. Choose one of them."
-        )
 
 
 def of_exported(exported: Exported, *, precision: str) -> Predictor:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
-from segpipe.files import write_atomically
 from segpipe.run.overview import RecipeGroup, Row, differing
 from segpipe.run.pictures import plot_svg, thin
 from segpipe.run.report import template
@@ -22,12 +20,6 @@ _POINTS = 120  # of a curve; more become means
 _CURVES = (("validation", "miou", "Validation mIoU, %"), ("train", "loss", "Training loss"))
 
 Line = tuple[str, str, list[tuple[float, float]]]  # color, dashes, points
-
-
-def write_overview(path: Path, rows: Sequence[Row], groups: Sequence[RecipeGroup], by: str) -> Path:
-    """Path of the written page. Raises CheckpointError when it cannot be written."""
-    write_atomically(path, render_overview(rows, groups, by).encode())
-    return path
 
 
 def render_overview(rows: Sequence[Row], groups: Sequence[RecipeGroup] = (), by: str = "") -> str:
