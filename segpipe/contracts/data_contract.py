@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
-from multiprocessing import get_context
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from segpipe import plugins
 from segpipe.contracts.clause import Clause, answers
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from segpipe.settings.config import Config
 
 SOME = 6  # samples of a split that are read
-PATIENCE_S = 120.0  # for another process
 
 
 class DataContract:
@@ -76,23 +74,9 @@ class DataContract:
         return self._different(contents(self.samples, self.indices), found, "read by a pickled copy", advice)
 
     def _other_process(self) -> str:
-        receiver, sender = (context := get_context("spawn")).Pipe(duplex=False)
-        process = context.Process(target=_send, args=(sender, self.samples, self.indices), daemon=True)
-        try:
-            process.start()
-            sender.close()
-            if not receiver.poll(PATIENCE_S):
-                return f"a spawned process did not answer in {PATIENCE_S:.0f} s."
-            found = receiver.recv()
-        except EOFError:
-            return "a spawned process ended without an answer. Define the class at the top of a module."
-        finally:
-            receiver.close()
-            if process.pid is not None:
-                process.kill()
-                process.join()
+        found = checker.elsewhere("spawn", _read, self.samples, self.indices)
         if isinstance(found, str):
-            return found
+            return f"in a spawned process: {found}."
         advice = "Do not use hash() of text, the process id, or the order of a set or of os.listdir."
         return self._different(contents(self.samples, self.indices), found, "read by another process", advice)
 
@@ -111,12 +95,12 @@ def contents(samples: Samples, indices: list[int]) -> list[str]:
     ]
 
 
-def _send(sender: Any, samples: Samples, indices: list[int]) -> None:
+def _read(samples: Samples, indices: list[int]) -> list[str] | str:
+    """The contents, or in one text why they cannot be read."""
     try:
-        sender.send(contents(samples, indices))
+        return contents(samples, indices)
     except Exception as error:
-        sender.send(f"{plugins.located(error)}.")
-    sender.close()
+        return plugins.located(error)
 
 
 def augment_clauses(config: Config) -> Iterator[Clause]:
