@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rich.table import Table
-
 from segpipe.cli.commands import COMMANDS
 from segpipe.data.catalog import table_path
 from segpipe.data.division import shared_sequences
@@ -17,7 +15,7 @@ from segpipe.data.proposal import propose
 from segpipe.data.samples import Samples, class_pixels, image_files, image_sizes, one_by_one, open_samples
 from segpipe.errors import DataError
 from segpipe.files import write_atomically
-from segpipe.run.console import CONSOLE, progress
+from segpipe.run.console import CONSOLE, progress, share_table
 from segpipe.run.preflight import worker_problems
 from segpipe.settings.arguments import parse
 from segpipe.settings.check import check
@@ -92,18 +90,6 @@ def example(data: DataConfig, split: str) -> str:
     return f"; {image} with {mask}"
 
 
-def contents(opened: dict[str, Samples]) -> Table:
-    """Share of each class in the labelled pixels of each split."""
-    classes = next(iter(opened.values())).classes
-    counts = [class_pixels(samples) for samples in opened.values()]
-    table = Table("id", "class", *(f"{split}, % of pixels" for split in opened), title=f"classes of {classes.name}")
-    for train, name in enumerate(classes.names):
-        colour = "#{:02x}{:02x}{:02x}".format(*classes.palette[train])
-        shares = [f"{100 * count[train] / count.sum():.2f}" if count[train] else "[red]absent[/]" for count in counts]
-        table.add_row(str(train), f"[{colour}]■[/] {name}", *shares)
-    return table
-
-
 def write_page(config: Config, splits: list[str], found: list[str], out: Path) -> None:
     """Write the page with pictures: of all that can be read, if there are problems."""
     from segpipe.data.census import take
@@ -139,12 +125,13 @@ def main(overrides: list[str]) -> int:
     opened = {split: open_samples(config.data, split, config.seed) for split in splits}
     if len(opened) > 1 and not config.data.allow_overlap:
         check_overlap(image_files(opened["train"]), image_files(opened[config.data.split]), config.data.split)
-    for split, samples in by_set(opened).items():
+    sets = by_set(opened)
+    for split, samples in sets.items():
         sizes = [f"{height}x{width} ({times})" for (height, width), times in image_sizes(samples).most_common(8)]
         CONSOLE.print(
             f"{split}: {len(samples)} images of {', '.join(sizes)}{example(config.data, split)}", markup=False
         )
-    CONSOLE.print(contents(by_set(opened)))
+    CONSOLE.print(share_table(opened["train"].classes, {name: class_pixels(one) for name, one in sets.items()}))
     for problem in worker_problems(config, opened["train"]):
         CONSOLE.print(f"Warning: {problem}", markup=False)
     if len(opened) == 2 and config.data.name != "synthetic":

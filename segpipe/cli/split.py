@@ -9,17 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from segpipe.cli.doctor import contents
 from segpipe.data.catalog import mask_table, table_path
 from segpipe.data.division import divide
 from segpipe.data.masks import read_target, settled
 from segpipe.data.pairs import Pair, scan_undivided
 from segpipe.data.readers import threaded
-from segpipe.data.samples import open_samples
+from segpipe.data.samples import class_pixels, open_samples
 from segpipe.data.sequence import sequence
 from segpipe.errors import ConfigError, DataError
 from segpipe.files import write_atomically
-from segpipe.run.console import CONSOLE, progress
+from segpipe.run.console import CONSOLE, progress, share_table
 from segpipe.settings.arguments import read
 from segpipe.settings.config import SETTINGS
 from segpipe.settings.groups import DataConfig
@@ -55,7 +54,9 @@ def main(given: dict[str, Any]) -> int:
     if pixels is None:
         CONSOLE.print(f"{table_path(data)} does not exist, so classes did not count: see segpipe doctor.", markup=False)
     else:
-        CONSOLE.print(contents({split: open_samples(data, split, 0) for split in SPLITS}))
+        opened = {split: open_samples(data, split, 0) for split in SPLITS}
+        shares = {split: class_pixels(samples) for split, samples in opened.items()}
+        CONSOLE.print(share_table(opened["train"].classes, shares))
     return 0
 
 

@@ -10,12 +10,15 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from segpipe.data.catalog import ClassTable
 
 CONSOLE = Console(highlight=False, soft_wrap=True)
 PLAIN_EVERY_S = 15.0  # between progress lines in a log file
@@ -106,6 +109,18 @@ def iou_table(summary: dict[str, Any], shares: Sequence[float]) -> Table:
     means = (percent(summary["mean"][key]) for key in columns)
     beside = percent_range(interval["miou"]) if interval else ""
     table.add_row("mean", percent(summary["miou"], 2), beside, *means, "", style="bold")
+    return table
+
+
+def share_table(classes: ClassTable, pixels: Mapping[str, Any]) -> Table:
+    """Share of each class in the labelled pixels of each split; `pixels` by split, in the order of the classes."""
+    table = Table("id", "class", *(f"{split}, % of pixels" for split in pixels), title=f"classes of {classes.name}")
+    for train, name in enumerate(classes.names):
+        color = "#{:02x}{:02x}{:02x}".format(*classes.palette[train])
+        shares = [
+            f"{100 * count[train] / count.sum():.2f}" if count[train] else "[red]absent[/]" for count in pixels.values()
+        ]
+        table.add_row(str(train), f"[{color}]■[/] {name}", *shares)
     return table
 
 
