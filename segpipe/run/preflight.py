@@ -168,9 +168,7 @@ def first_batch(config: Config, samples: Samples) -> tuple[ShardBatch | None, st
     from segpipe.train.batches import shard_stream
 
     data = replace(config.data, workers=min(config.data.workers, 1), cache_mib=0, balance=0.0, on_dead_worker="fail")
-    alone = replace(
-        config, data=data, compute=replace(config.compute, mode="off")
-    )  # nothing is repeated for the canary
+    alone = replace(config, data=data, compute=replace(config.compute, mode="off"))  # without a canary
     seen, group = ThreadsSeen(samples, 0) if data.workers else samples, Group(0, 0, 1, torch.device("cpu"))
     try:
         with closing(shard_stream(alone, group, seen, range(1), None)) as batches:
