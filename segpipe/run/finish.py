@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from segpipe.train.training import Run
     from segpipe.train.validate import Validation
 
+EVALUATE = Path(__file__).resolve().parents[2] / "scripts" / "evaluate.py"  # in a checkout
+
 
 def finish(run: Run, found: Validation, result: dict[str, Any], console: Console) -> None:
     """Print the results and write the report, then export. Raises ExportMismatch if an exported file differs.
@@ -51,9 +53,14 @@ def finish(run: Run, found: Validation, result: dict[str, Any], console: Console
 
 def _next_command(folder: Path) -> str:
     """Command that evaluates the checkpoint, ready to paste: with this interpreter and without placeholders."""
-    here, python = Path.cwd(), Path(sys.executable)  # links stay: a virtual environment's interpreter is one
-    python = python.relative_to(here) if python.is_relative_to(here) else python
-    return shlex.join([str(python), "-m", "segpipe", "evaluate", f"run={folder}"])
+    script = [_relative(EVALUATE)] if EVALUATE.is_file() else ["-m", "segpipe", "evaluate"]
+    return shlex.join([_relative(Path(sys.executable)), *script, f"run={folder}"])
+
+
+def _relative(path: Path) -> str:
+    """Path from the working directory, if it is below. Links stay: a virtual environment's interpreter is one."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _page(run: Run, found: Validation, result: dict[str, Any]) -> ReportData:

@@ -7,14 +7,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from segpipe.run import finish as module
 
 
-def test_the_next_command_needs_no_editing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("installed", [False, True], ids=["checkout", "wheel"])
+def test_the_next_command_needs_no_editing(installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if installed:
+        monkeypatch.setattr(module, "EVALUATE", tmp_path / "evaluate.py")
     folder = tmp_path / "a run's folder"
     interpreter, *words = shlex.split(module._next_command(folder))
     assert Path.cwd() / interpreter == Path(sys.executable)
-    assert words == ["-m", "segpipe", "evaluate", f"run={folder}"]
+    script = ["-m", "segpipe", "evaluate"] if installed else [str(module.EVALUATE.relative_to(Path.cwd()))]
+    assert words == [*script, f"run={folder}"]
 
 
 def test_importing_the_module_is_cheap() -> None:

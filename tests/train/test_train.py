@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from exports import trained_network
 from runs import (
+    ROOT,
     command,
     finished,
     metrics,
@@ -130,11 +131,12 @@ def test_a_run_ends_with_a_checked_export_and_three_lines(
 
 
 def _runs_as_it_is(line: str, folder: Path) -> None:
-    """The command to try next: this interpreter, and settings with which it works."""
-    word, interpreter, *module, setting = shlex.split(line)
-    assert (word, module, setting) == ("next", ["-m", "segpipe", "evaluate"], f"run={folder}")
+    """The command to try next: this interpreter, a script that is there, and settings with which it works."""
+    word, interpreter, script, *settings_of_it = shlex.split(line)
+    assert (word, settings_of_it) == ("next", [f"run={folder}"])
     assert Path.cwd() / interpreter == Path(sys.executable)
-    assert evaluate([setting]) == 0
+    assert (Path.cwd() / script).samefile(ROOT / "scripts" / "evaluate.py")
+    assert evaluate(settings_of_it) == 0
 
 
 def test_an_export_that_differs_ends_the_command_with_its_code(
