@@ -6,6 +6,7 @@ measured there is reported as a GPU's.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -20,7 +21,9 @@ from benchmarks import gpu_bits, gpu_speed
 from segpipe.data.catalog import STREET
 from segpipe.data.loader import ShardBatch
 from segpipe.data.samples import open_samples
+from segpipe.determinism import flags
 from segpipe.distributed.group import Group
+from segpipe.errors import ConfigError, SegpipeError
 from segpipe.losses.total import shard_loss, valid_pixels
 from segpipe.models import MODELS as ALL_MODELS
 from segpipe.models import build_model
@@ -288,3 +291,32 @@ def run(bench: Bench, chosen: list[str]) -> Iterator[tuple[str, bool, dict[str, 
         if bench.device.type == "cuda":
             torch.cuda.empty_cache()
         yield name, passed, {**figures, "seconds": round(time.monotonic() - started, 1)}
+
+
+def check(given: dict[str, Any]) -> int:
+    """Exit code of `segpipe gpu-check`; `given` are the values of its keys."""
+    names = list(CHECKS) if given["only"] == ["all"] else given["only"]
+    if unknown := [name for name in names if name not in CHECKS]:
+        raise ConfigError(f"only = {unknown[0]} is not one of {', '.join(CHECKS)}.")
+    console = Console()
+    if given["device"] == "cuda" and not torch.cuda.is_available():
+        console.print("no GPU here: nothing was checked")
+        return 0
+    flags.apply(threads=torch.get_num_threads())
+    bench = Bench(
+        torch.device(given["device"]),
+        time.monotonic() + given["seconds"],
+        **{name: given[name] for name in ("size", "batch", "updates")},
+        camvid=Path(given["camvid"]) if given["camvid"] else None,
+        folder=Path(given["folder"]),
+    )
+    report: dict[str, Any] = {"fingerprint": flags.fingerprint(), "device": given["device"], "checks": {}}
+    failed = False
+    for name, sound, figures in run(bench, names):
+        failed = failed or not sound
+        verdict = "FAILED" if not sound else LEFT_OUT if LEFT_OUT in figures else "passed"
+        report["checks"][name] = {"passed": verdict == "passed", **figures}
+        console.print(f"{verdict}  {name}  {json.dumps(figures)}", markup=False, soft_wrap=True)
+        if given["out"]:
+            Path(given["out"]).write_text(json.dumps(report, indent=2) + "\n")
+    return SegpipeError.exit_code if failed else 0

@@ -37,12 +37,6 @@ class WeightsError(CheckpointError):
     """The weights of a checkpoint do not fit its network: missing, of another shape, or not finite."""
 
 
-class UnsafeOpError(SegpipeError):
-    """A network or loss calls an op that is not deterministic on CUDA; the message names each op with its line."""
-
-    exit_code = 2
-
-
 class ExportError(SegpipeError):
     """The network could not be converted."""
 

@@ -46,6 +46,11 @@ LOADS_NOTHING_HEAVY = {
 }
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -83,7 +88,7 @@ def graph(*, for_types: bool) -> dict[str, frozenset[str]]:
     edges = {}
     for name, path in NAMES.items():
         package = name if path.stem == "__init__" else name.rpartition(".")[0]
-        wanted = imports(ast.parse(path.read_text()), for_types=for_types, package=package) & NAMES.keys()
+        wanted = imports(parsed(path), for_types=for_types, package=package) & NAMES.keys()
         edges[name] = frozenset(wanted - {name})
     return edges
 
@@ -174,7 +179,7 @@ def test_one_name_is_one_module() -> None:
 def test_one_name_is_one_public_class() -> None:
     places: dict[str, list[str]] = {}
     for name, path in NAMES.items():
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(name)
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
@@ -204,7 +209,7 @@ def collectives(tree: ast.Module, *, starts_processes: bool) -> list[str]:
 def test_only_one_room_knows_ranks_and_collectives() -> None:
     for path in [*SOURCES, *SCRIPTS, ROOT / "train.py"]:
         if "distributed" not in path.parts:
-            found = collectives(ast.parse(path.read_text()), starts_processes=path.name == "launch.py")
+            found = collectives(parsed(path), starts_processes=path.name == "launch.py")
             assert not found, f"{path} uses {found}"
     assert collectives(ast.parse("import torch.distributed as dist"), starts_processes=True)
     assert collectives(ast.parse("os.environ['RANK']"), starts_processes=True)
@@ -234,8 +239,7 @@ def test_scripts_are_short_and_say_how_they_are_called(path: Path) -> None:
 
 def test_files_stay_readable() -> None:
     for path in SOURCES:
-        text = path.read_text()
-        tree = ast.parse(text)
+        text, tree = path.read_text(), parsed(path)
         assert ast.get_docstring(tree), f"{path} does not say what it is for"
         assert len(text.splitlines()) <= 400, f"{path} is long"
         assert path.stem not in ("utils", "common", "helpers", "base", "misc"), path

@@ -13,7 +13,7 @@ import numpy as np
 from segpipe import plugins
 from segpipe.audit.verdict import FAILED, NOTED, PASSED, UNCHECKED, Line
 from segpipe.data.mix import absent_root, all_parts
-from segpipe.errors import CheckpointError, DataError, SegpipeError
+from segpipe.errors import CheckpointError, ConfigError, DataError, SegpipeError
 from segpipe.files import sha256
 from segpipe.ledger import inputs
 from segpipe.ledger.reader import RunLedger, first_broken, read_run, read_seals
@@ -30,7 +30,7 @@ from segpipe.ledger.rows import (
 )
 from segpipe.runtime.artifact import MANIFEST, SUMS, ArtifactError, read_sums
 from segpipe.settings.check import check
-from segpipe.settings.config import Config, config_hash, course, from_mapping, recipe, to_mapping
+from segpipe.settings.config import Config, config_hash, course, flat, from_mapping, recipe, saved_config
 from segpipe.train import checkpoint
 from segpipe.train.start import weights_path
 
@@ -53,12 +53,11 @@ def differences(changed: dict[str, tuple[Any, Any]], here: str, there: str) -> s
 
 def read_config(run: Path) -> Config:
     """The configuration of a run. Raises CheckpointError when config.json is missing or invalid."""
-    path = run / "config.json"
     try:
-        config = from_mapping(json.loads(path.read_bytes()))
+        config = saved_config(run)
         check(config, world_size=1)
-    except (OSError, ValueError, SegpipeError) as error:
-        raise CheckpointError(f"{path} is not the configuration of a run: {error}") from error
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error
     return config
 
 
@@ -69,7 +68,7 @@ def check_config(run: Path, config: Config, ledger: RunLedger) -> Line:
         if changed := mapping_differences(course(header.recipe), now):
             return Line("config", FAILED, differences(changed, f"the ledger (session {header.session})", "config.json"))
     if config_hash(config) not in {header.config_hash for header in ledger.headers}:
-        changed = mapping_differences(_first_settings(run, ledger), _flat(config))
+        changed = mapping_differences(_first_settings(run, ledger), flat(config))
         named = differences(changed, "a checkpoint", "config.json") if changed else "such as run.* or data.workers"
         text = f"config.json differs from the ledger in a setting that does not affect the numbers ({named})"
         return Line("config", FAILED, text)
@@ -82,14 +81,8 @@ def _first_settings(run: Path, ledger: RunLedger) -> dict[str, Any]:
         with contextlib.suppress(SegpipeError, AttributeError, TypeError):
             config = from_mapping(checkpoint.load(path)["config"])
             if config_hash(config) == ledger.first.config_hash:
-                return _flat(config)
+                return flat(config)
     return {}
-
-
-def _flat(config: Config) -> dict[str, Any]:
-    """All settings by dotted name."""
-    groups = {name: value if isinstance(value, dict) else {"": value} for name, value in to_mapping(config).items()}
-    return {f"{name}.{key}".rstrip("."): value for name, group in groups.items() for key, value in group.items()}
 
 
 def check_inputs(run: Path, config: Config, ledger: RunLedger | None) -> list[Line]:

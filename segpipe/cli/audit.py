@@ -8,9 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
 from rich.table import Table
 
 from segpipe.audit.examine import AuditRequest, examine
@@ -20,6 +18,7 @@ from segpipe.cli.commands import COMMANDS
 from segpipe.cli.evaluate import evaluate
 from segpipe.cli.verify import verify
 from segpipe.errors import SegpipeError
+from segpipe.run.console import CONSOLE, progress
 
 COLOURS = {"passed": "green", "failed": "bold red", "noted": "yellow", "not checked": "dim"}
 SETTINGS = COMMANDS["audit"].settings
@@ -27,22 +26,20 @@ SETTINGS = COMMANDS["audit"].settings
 
 def main(given: dict[str, Any]) -> int:
     """Exit code."""
-    console = Console(highlight=False, soft_wrap=True)
     out = Path(given["out"] or Path(given["run"], "audit"))
     check_folder(out)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("audit", total=None)
+    with progress("audit") as show:
         audit = examine(
             request(given),
-            lambda what, done, total: bar.update(task, description=what, completed=done, total=total or None),
+            lambda what, done, total: show(done, total or None, what),
             run_tasks,
             evaluate=partial(_evaluate, given) if given["evaluate"] else None,
             verify=partial(_verify, given) if given["verify"] else None,
         )
-    console.print(table(audit))
-    console.print(f"{audit.sentence}.", markup=False)
+    CONSOLE.print(table(audit))
+    CONSOLE.print(f"{audit.sentence}.", markup=False)
     try:
-        console.print(f"Report: {write_audit(audit, out)}", markup=False)
+        CONSOLE.print(f"Report: {write_audit(audit, out)}", markup=False)
     except SegpipeError as error:
         print(f"{error} Set out=FOLDER for the report.", file=sys.stderr)
         return audit.exit_code or error.exit_code

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from segpipe.data.augment import Augmenter
@@ -13,11 +11,10 @@ from segpipe.errors import ImpureAugmentError
 from segpipe.purity import checker as purity
 from segpipe.purity.layouts import LAYOUTS, RANKS, check_diversity, check_layouts
 from segpipe.purity.probes import Finding
+from segpipe.run.console import CONSOLE, progress
 from segpipe.settings.check import check
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config
-
-CONSOLE = Console(highlight=False, soft_wrap=True)
 
 
 def main(overrides: list[str]) -> int:
@@ -46,12 +43,11 @@ def examine(config: Config) -> tuple[dict[str, dict[str, bool]], list[Finding]]:
     samples = CachedSamples(open_samples(config.data, "train", config.seed), 256)
     augmenter = Augmenter(config.augment)
     passed: dict[str, dict[str, bool]] = {}
-    with Progress(console=CONSOLE, transient=True, disable=not CONSOLE.is_terminal) as bar:
-        task = bar.add_task("", total=len(purity.NAMES) * (len(augmenter.parts()) + 1) + len(LAYOUTS) + 1)
+    with progress("", len(purity.NAMES) * (len(augmenter.parts()) + 1) + len(LAYOUTS) + 1) as show:
 
         def note(transform: str, probe: str, finding: Finding | None) -> None:
             passed.setdefault(transform, {})[probe] = finding is None
-            bar.update(task, advance=1, description=f"{transform}, {probe}")
+            show(sum(map(len, passed.values())), what=f"{transform}, {probe}")
 
         findings = purity.check(augmenter, samples, report=note)
         findings += check_layouts(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -16,10 +15,10 @@ from segpipe.contracts.network_contract import NetworkContract
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.errors import ConfigError, DataError
+from segpipe.run.console import CONSOLE
 from segpipe.settings.compose import compose, config_files
 from segpipe.settings.config import Config
 
-CONSOLE = Console(highlight=False, soft_wrap=True)
 PARTS = {"model": "model.name", "loss": "loss.name", "data": "data.name", "augment": "augment.extra"}
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from segpipe.errors import SegpipeError
 from segpipe.ledger.divergence import Comparison, compare, not_comparable
 from segpipe.ledger.reader import read_run
+from segpipe.run.console import progress
 
 COLOURS = {"differs": "red", "equal": "green", "not recorded": "dim"}
 
@@ -37,16 +37,8 @@ def replayed(a: Path, b: Path, nproc: int) -> Comparison:
     from segpipe.audit.locate import compare_again
     from segpipe.audit.worker import run_tasks
 
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("training again", total=None)
-        return compare_again(
-            a,
-            b,
-            nproc=nproc,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-            run_tasks=run_tasks,
-        )
+    with progress("training again", console=Console(stderr=True)) as show:
+        return compare_again(a, b, nproc=nproc, progress=show, run_tasks=run_tasks)
 
 
 def show(found: Comparison, console: Console) -> None:

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import Progress, TaskID
-from rich.table import Table
 
 from segpipe.cli.commands import COMMANDS
 from segpipe.data.catalog import table_path
@@ -19,6 +14,8 @@ from segpipe.data.problems import open_readable, problems
 from segpipe.data.proposal import propose
 from segpipe.data.samples import Samples, class_pixels, image_files, image_sizes, one_by_one, open_samples
 from segpipe.errors import DataError
+from segpipe.files import write_atomically
+from segpipe.run.console import CONSOLE, progress, share_table
 from segpipe.run.preflight import worker_problems
 from segpipe.settings.arguments import parse
 from segpipe.settings.check import check
@@ -26,18 +23,14 @@ from segpipe.settings.compose import compose
 from segpipe.settings.config import Config
 from segpipe.settings.groups import FILE_SETS, DataConfig
 
-CONSOLE = Console(highlight=False, soft_wrap=True)
 KEYS = COMMANDS["doctor"].keys
 
 
 def find_problems(data: DataConfig, splits: list[str], lines: int = 0) -> list[str]:
     """All problems; prints each one as it is found, at most `lines` of them."""
     found: list[str] = []
-    with Progress(console=CONSOLE, transient=True, disable=not CONSOLE.is_terminal) as bar:
-        task = bar.add_task("checking files", total=None)
-        for problem in problems(
-            data, splits, progress=lambda done, total: bar.update(task, completed=done, total=total)
-        ):
+    with progress("checking files") as show:
+        for problem in problems(data, splits, progress=show):
             found.append(problem)
             if len(found) <= lines or not lines:
                 CONSOLE.print(problem, markup=False)
@@ -54,9 +47,8 @@ def offer_table(data: DataConfig, splits: list[str], *, write: bool) -> bool:
     pairs = sorted({pair for split in splits for pair in scan(data, split)[0]}) or scan_undivided(data)[0]
     if not pairs:
         return True
-    with Progress(console=CONSOLE, transient=True, disable=not CONSOLE.is_terminal) as bar:
-        task = bar.add_task("reading masks", total=len(pairs))
-        text = propose([pair.mask for pair in pairs], lambda done, total: bar.update(task, completed=done))
+    with progress("reading masks") as show:
+        text = propose([pair.mask for pair in pairs], show)
     CONSOLE.print(text, markup=False)
     if not write:
         CONSOLE.print(f"{path} does not exist. This would fit its masks: write=true writes it.", markup=False)
@@ -98,38 +90,20 @@ def example(data: DataConfig, split: str) -> str:
     return f"; {image} with {mask}"
 
 
-def contents(opened: dict[str, Samples]) -> Table:
-    """Share of each class in the labelled pixels of each split."""
-    classes = next(iter(opened.values())).classes
-    counts = [class_pixels(samples) for samples in opened.values()]
-    table = Table("id", "class", *(f"{split}, % of pixels" for split in opened), title=f"classes of {classes.name}")
-    for train, name in enumerate(classes.names):
-        colour = "#{:02x}{:02x}{:02x}".format(*classes.palette[train])
-        shares = [f"{100 * count[train] / count.sum():.2f}" if count[train] else "[red]absent[/]" for count in counts]
-        table.add_row(str(train), f"[{colour}]■[/] {name}", *shares)
-    return table
-
-
-def _show(bar: Progress, task: TaskID, done: int, total: int) -> None:
-    bar.update(task, completed=done, total=total)
-
-
 def write_page(config: Config, splits: list[str], found: list[str], out: Path) -> None:
     """Write the page with pictures: of all that can be read, if there are problems."""
     from segpipe.data.census import take
-    from segpipe.run.doctor_page import Checkup
-    from segpipe.run.doctor_page import write_page as write
+    from segpipe.run.doctor_page import Checkup, render
 
     opened = {split: one for split in splits if (one := open_readable(config.data, split, config.seed)) is not None}
     census = {}
-    with Progress(console=CONSOLE, transient=True, disable=not CONSOLE.is_terminal) as bar:
-        for split, samples in opened.items():
-            task = bar.add_task(f"reading {split}", total=len(samples))
-            census[split] = take(samples, partial(_show, bar, task))
+    for split, samples in opened.items():
+        with progress(f"reading {split}") as show:
+            census[split] = take(samples, show)
     if not opened:
         CONSOLE.print(f"{out} is not written: no split has a pair of image and mask.", markup=False)
         return
-    write(out, Checkup(config, found, opened, census))
+    write_atomically(out, render(Checkup(config, found, opened, census)).encode())
     CONSOLE.print(f"page: {out}", markup=False)
 
 
@@ -151,12 +125,13 @@ def main(overrides: list[str]) -> int:
     opened = {split: open_samples(config.data, split, config.seed) for split in splits}
     if len(opened) > 1 and not config.data.allow_overlap:
         check_overlap(image_files(opened["train"]), image_files(opened[config.data.split]), config.data.split)
-    for split, samples in by_set(opened).items():
+    sets = by_set(opened)
+    for split, samples in sets.items():
         sizes = [f"{height}x{width} ({times})" for (height, width), times in image_sizes(samples).most_common(8)]
         CONSOLE.print(
             f"{split}: {len(samples)} images of {', '.join(sizes)}{example(config.data, split)}", markup=False
         )
-    CONSOLE.print(contents(by_set(opened)))
+    CONSOLE.print(share_table(opened["train"].classes, {name: class_pixels(one) for name, one in sets.items()}))
     for problem in worker_problems(config, opened["train"]):
         CONSOLE.print(f"Warning: {problem}", markup=False)
     if len(opened) == 2 and config.data.name != "synthetic":

@@ -22,14 +22,12 @@ from segpipe.files import plain
 from segpipe.losses.total import backend
 from segpipe.predict.inference import Inference, inference, segment
 from segpipe.run.console import iou_table, sequence_table
-from segpipe.run.page import page_data, predictor
-from segpipe.run.report import ReportData, write_report
+from segpipe.run.report import ReportData, page_data, predictor, write_report
 from segpipe.settings.arguments import with_settings
 from segpipe.settings.config import Config
-from segpipe.train.boundary import boundary_counts, boundary_iou
 from segpipe.train.checkpoint import TrainedNetwork, load_network
 from segpipe.train.metrics import mean
-from segpipe.train.scores import flattering, scores
+from segpipe.train.scores import boundary_counts, boundary_iou, flattering, scores
 from segpipe.train.validate import Validation, validate
 
 

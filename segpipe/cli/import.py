@@ -6,12 +6,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from rich.progress import Progress
-
-from segpipe.cli.doctor import CONSOLE
 from segpipe.data.importers import IMPORTERS
 from segpipe.data.importers.imported import INCOMPLETE, ImportPlan, mask_path, write_import
 from segpipe.errors import ConfigError, DataError
+from segpipe.run.console import CONSOLE, progress
 
 
 def main(given: dict[str, Any]) -> int:
@@ -24,17 +22,9 @@ def main(given: dict[str, Any]) -> int:
     except (*INCOMPLETE, OSError, RecursionError) as error:
         raise DataError(f"{source} is not a complete {name} export ({error!r}). Export it again.") from error
     origin = {"format": name, "source": str(source.resolve()), "background": given["background"]}
-    with Progress(console=CONSOLE, transient=True, disable=not CONSOLE.is_terminal) as bar:
-        task = bar.add_task("writing masks", total=None)
+    with progress("writing masks") as show:
         try:
-            faults = write_import(
-                plan,
-                out,
-                origin,
-                copy=given["copy"],
-                skip=given["skip"],
-                progress=lambda done, total: bar.update(task, completed=done, total=total),
-            )
+            faults = write_import(plan, out, origin, copy=given["copy"], skip=given["skip"], progress=show)
         except OSError as error:  # a full disk, say
             raise DataError(f"out = {out} cannot be written: {error}. The same command continues.") from error
     return report(plan, out, faults, given["lines"], skip=given["skip"])

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rich.progress import Progress
-
-from segpipe.cli.doctor import CONSOLE
 from segpipe.data.readers import threaded
 from segpipe.data.samples import FileSamples, file_samples, open_samples
 from segpipe.errors import ConfigError
+from segpipe.run.console import CONSOLE, progress
 from segpipe.settings.check import check
 from segpipe.settings.compose import compose
 
@@ -25,9 +23,9 @@ def main(overrides: list[str]) -> int:
     if not found:
         raise ConfigError("data.mix has no data set in files: there is nothing to pack.")
     work = [(one, index) for one in found for index in range(len(one))]
-    with Progress(console=CONSOLE, transient=True, disable=not CONSOLE.is_terminal) as bar:
-        for _ in bar.track(threaded(_read, work), len(work), description="packing"):
-            pass
+    with progress("packing", len(work)) as show:
+        for done, _ in enumerate(threaded(_read, work), 1):
+            show(done)
     for folder in dict.fromkeys(one.pack.folder for one in found if one.pack):
         intact, replaced, added = map(
             sum, zip(*(one.pack.use() for one in found if one.pack and one.pack.folder == folder), strict=True)

@@ -8,20 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from segpipe.cli.commands import COMMANDS
 from segpipe.determinism import flags
 from segpipe.distributed.group import choose_device
 from segpipe.errors import ConfigError
-from segpipe.predict.exported import load_exported
-from segpipe.predict.inference import inference
+from segpipe.predict.exported import load_exported, of_exported
+from segpipe.predict.inference import inference, of_network
 from segpipe.predict.job import Predictions, PredictJob
 from segpipe.predict.outputs import Outputs, Predictor
-from segpipe.predict.predictors import of_exported, of_network
 from segpipe.predict.sources import find
 from segpipe.predict.stamp import unwritable
 from segpipe.predict.tiles import parse_size
+from segpipe.run.console import progress
 from segpipe.settings.arguments import with_settings
 from segpipe.settings.groups import ComputeConfig
 from segpipe.train.checkpoint import load_network
@@ -54,16 +53,9 @@ def main(given: dict[str, Any]) -> int:
     outputs = Outputs(
         out, predictor, given["overlay"], given["alpha"], given["legend"], given["frames"], given["exif"] == "apply"
     )
-    console = Console(stderr=True, highlight=False)
-    with progress(console) as bar:
-        task = bar.add_task("predict", total=None)
-        done = PredictJob(
-            sources,
-            outputs,
-            batch=given["batch"],
-            replace=given["exists"] == "replace",
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        ).run()
+    with progress("predict", console=Console(stderr=True)) as show:
+        job = PredictJob(sources, outputs, batch=given["batch"], replace=given["exists"] == "replace", progress=show)
+        done = job.run()
     for line in [*done.problems, *filter(None, [predictor.note()])]:
         print(line, file=sys.stderr)
     print(json.dumps(summary(done, outputs)))
@@ -104,12 +96,6 @@ def of_artifact(given: dict[str, Any]) -> Predictor:
         resize=given["fit"] == "resize",
     )
     return of_exported(exported, precision=given["precision"])
-
-
-def progress(console: Console) -> Progress:
-    """A bar on stderr, if that is a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def summary(done: Predictions, outputs: Outputs) -> dict[str, Any]:

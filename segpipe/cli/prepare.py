@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from segpipe.cli.doctor import CONSOLE
 from segpipe.data.catalog import PUBLISHED, PublishedSet, published
 from segpipe.data.folders import missing
 from segpipe.data.pairs import scan
 from segpipe.errors import ConfigError, DataError
+from segpipe.run.console import CONSOLE
 from segpipe.settings.compose import compose
 from segpipe.settings.groups import DataConfig
 

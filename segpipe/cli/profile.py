@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from rich.console import Console
 from rich.table import Table
 
@@ -32,7 +34,7 @@ def main(overrides: list[str]) -> int:
         processes.leave(group)
     if not group.is_main:
         return 0
-    write_atomically(folder / "profile.json", to_json(found.content()))
+    write_atomically(folder / "profile.json", to_json(asdict(found)))
     console = Console(soft_wrap=True, highlight=False)
     table = Table("part of an update", "ms", "share", "GiB moved", "of a plain copy's bandwidth")
     for part in found.parts:

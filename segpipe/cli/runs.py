@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from segpipe.errors import ConfigError
+from segpipe.files import write_atomically
 from segpipe.run.overview import RecipeGroup, Row, differing, find_runs, grouped, ordered
-from segpipe.run.overview_page import write_overview
+from segpipe.run.overview_page import render_overview
 from segpipe.settings.config import FREE_KEYS, SETTINGS
 from segpipe.settings.setting import nearest, shown
 
@@ -31,7 +32,8 @@ def main(given: dict[str, Any]) -> int:
     rows = ordered(find_runs(Path(given["root"]), given["runs"]), given["sort"])
     groups = grouped(rows, by) if by else []
     if given["out"]:
-        print(f"written: {write_overview(Path(given['out']), rows, groups, by)}")
+        write_atomically(Path(given["out"]), render_overview(rows, groups, by).encode())
+        print(f"written: {given['out']}")
         return 0
     if given["json"]:
         print(json.dumps([_plain(group) for group in groups] if by else [_plain(row) for row in rows]))

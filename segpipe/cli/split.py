@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.progress import Progress
 
-from segpipe.cli.doctor import CONSOLE, contents
 from segpipe.data.catalog import mask_table, table_path
 from segpipe.data.division import divide
 from segpipe.data.masks import read_target, settled
 from segpipe.data.pairs import Pair, scan_undivided
 from segpipe.data.readers import threaded
-from segpipe.data.samples import open_samples
+from segpipe.data.samples import class_pixels, open_samples
 from segpipe.data.sequence import sequence
 from segpipe.errors import ConfigError, DataError
+from segpipe.files import write_atomically
+from segpipe.run.console import CONSOLE, progress, share_table
 from segpipe.settings.arguments import read
 from segpipe.settings.config import SETTINGS
 from segpipe.settings.groups import DataConfig
@@ -50,12 +49,14 @@ def main(given: dict[str, Any]) -> int:
     )
     for path, side in zip(listings, (False, True), strict=True):
         stems = [name for name, of_val in zip(names, chosen, strict=True) if of_val == side]
-        write_list(path, stems)
+        write_atomically(path, "".join(f"{stem}\n" for stem in stems).encode())
         CONSOLE.print(summary(path, stems, len(names), given["pattern"]), markup=False)
     if pixels is None:
         CONSOLE.print(f"{table_path(data)} does not exist, so classes did not count: see segpipe doctor.", markup=False)
     else:
-        CONSOLE.print(contents({split: open_samples(data, split, 0) for split in SPLITS}))
+        opened = {split: open_samples(data, split, 0) for split in SPLITS}
+        shares = {split: class_pixels(samples) for split, samples in opened.items()}
+        CONSOLE.print(share_table(opened["train"].classes, shares))
     return 0
 
 
@@ -67,15 +68,12 @@ def class_pixels_of(data: DataConfig, pairs: list[Pair]) -> NDArray[np.int64]:
     def count(pair: Pair) -> NDArray[np.int64]:
         return np.bincount(read_target(table, pair.mask).ravel(), minlength=256)[:num]
 
-    with Progress(console=CONSOLE, transient=True, disable=not CONSOLE.is_terminal) as bar:
-        return np.stack(list(bar.track(threaded(count, pairs), len(pairs), description="reading masks")))
-
-
-def write_list(path: Path, stems: list[str]) -> None:
-    """Write stems, a line each, so that the file is whole or as it was."""
-    aside = path.with_name(f".{path.name}.tmp")
-    aside.write_text("".join(f"{stem}\n" for stem in stems))
-    os.replace(aside, path)
+    counts = []
+    with progress("reading masks", len(pairs)) as show:
+        for row in threaded(count, pairs):
+            counts.append(row)
+            show(len(counts))
+    return np.stack(counts)
 
 
 def summary(path: Path, stems: list[str], num: int, pattern: str) -> str:

@@ -24,8 +24,7 @@ from segpipe.distributed.environment import local_rank, under_launcher, wait_to_
 from segpipe.errors import ConfigError, Interrupted, SegpipeError
 from segpipe.run.finish import finish
 from segpipe.run.launch import check_job, examine, launch, launch_apart
-from segpipe.run.naming import distinct
-from segpipe.run.sweep import Sweep, SweepJob
+from segpipe.run.sweep import Sweep, SweepJob, distinct
 from segpipe.settings.compose import (
     CONF,
     MULTIRUN,

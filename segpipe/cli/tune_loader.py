@@ -9,10 +9,10 @@ from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from rich.console import Console
 from rich.table import Table
 
 from segpipe.cli.commands import COMMANDS
+from segpipe.run.console import CONSOLE
 from segpipe.settings.arguments import parse
 from segpipe.settings.check import check
 from segpipe.settings.compose import compose
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from segpipe.data.samples import Samples
     from segpipe.distributed.group import Group
 
-CONSOLE = Console(highlight=False, soft_wrap=True)
 KEYS = COMMANDS["tune-loader"].keys
 GAIN = 0.05  # a further worker that gains less is the last one that is measured
 MARGIN = 1.2  # times the network's rate: more would only wait
@@ -45,6 +44,8 @@ def main(overrides: list[str]) -> int:
     seconds = parse(own, KEYS)["seconds"]
     config = compose([text for text in overrides if text not in own])
     check(config, world_size=1)
+    import torch
+
     from segpipe.data.samples import open_samples
     from segpipe.determinism import flags
     from segpipe.distributed.group import join, leave
@@ -56,7 +57,8 @@ def main(overrides: list[str]) -> int:
     group = join(config.compute, {})
     try:
         needed = network_rate(config, group, samples)
-        ranks = ranks_here(config.compute.nproc, group)
+        gpus = torch.cuda.device_count() if group.device.type == "cuda" else 1
+        ranks = gpus if config.compute.nproc == "auto" else int(config.compute.nproc)  # which share the cores
         cores = max(len(os.sched_getaffinity(0)) // ranks, 1)
         CONSOLE.print(
             f"The network ({config.model.name}, {group.device}) takes {needed:.1f} samples/s. Measuring up to {cores} "
@@ -130,15 +132,6 @@ def network_rate(config: Config, group: Group, samples: Samples) -> float:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     return config.global_batch / min(times[1:])
-
-
-def ranks_here(nproc: str, group: Group) -> int:
-    """Processes of the training on this machine, which share its cores."""
-    import torch
-
-    if nproc != "auto":
-        return int(nproc)
-    return torch.cuda.device_count() if group.device.type == "cuda" else 1
 
 
 def table(found: Choice) -> Table:

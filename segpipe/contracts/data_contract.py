@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
-from multiprocessing import get_context
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from segpipe import plugins
-from segpipe.contracts.clause import Clause, Question, answers, scramble
+from segpipe.contracts.clause import Clause, answers
 from segpipe.data.augment import Augmenter
 from segpipe.data.plugin_samples import PluginSamples
 from segpipe.data.samples import CachedSamples, Samples, open_samples
 from segpipe.errors import SegpipeError
 from segpipe.purity import checker
+from segpipe.purity.tripwire import seed_globals
 
 if TYPE_CHECKING:
     from segpipe.settings.config import Config
 
 SOME = 6  # samples of a split that are read
-PATIENCE_S = 120.0  # for another process
 
 
 class DataContract:
@@ -30,20 +29,14 @@ class DataContract:
 
     def clauses(self) -> Iterator[Clause]:
         """All clauses; the first alone when the split cannot be opened."""
-        first = list(answers("data", [self._question("can be opened", self._opened)]))
-        yield from first
-        if first[0].problem:
-            return
         asked = (
+            ("can be opened", self._opened),
             ("images, targets and names", self._samples),
             ("same bytes twice", self._twice),
             ("can be pickled", self._pickled),
             ("same bytes in another process", self._other_process),
         )
-        yield from answers("data", [self._question(name, ask) for name, ask in asked])
-
-    def _question(self, name: str, ask: Any) -> Question:
-        return Question(f"{self.split}: {name}", ask)
+        return answers("data", [(f"{self.split}: {name}", ask) for name, ask in asked])
 
     def _open(self) -> Samples:
         return open_samples(self.config.data, self.split, self.config.seed)
@@ -62,9 +55,9 @@ class DataContract:
 
     def _twice(self) -> str:
         """In another order, by another object, with other global generators."""
-        scramble(1)
+        seed_globals(1)
         before = contents(self.samples, self.indices)
-        scramble(2)
+        seed_globals(2)
         again = contents(self._open(), self.indices[::-1])[::-1]
         return self._different(before, again, "read twice", "Let the index alone decide, and draw nothing at random.")
 
@@ -81,23 +74,9 @@ class DataContract:
         return self._different(contents(self.samples, self.indices), found, "read by a pickled copy", advice)
 
     def _other_process(self) -> str:
-        receiver, sender = (context := get_context("spawn")).Pipe(duplex=False)
-        process = context.Process(target=_send, args=(sender, self.samples, self.indices), daemon=True)
-        try:
-            process.start()
-            sender.close()
-            if not receiver.poll(PATIENCE_S):
-                return f"a spawned process did not answer in {PATIENCE_S:.0f} s."
-            found = receiver.recv()
-        except EOFError:
-            return "a spawned process ended without an answer. Define the class at the top of a module."
-        finally:
-            receiver.close()
-            if process.pid is not None:
-                process.kill()
-                process.join()
+        found = checker.elsewhere("spawn", _read, self.samples, self.indices)
         if isinstance(found, str):
-            return found
+            return f"in a spawned process: {found}."
         advice = "Do not use hash() of text, the process id, or the order of a set or of os.listdir."
         return self._different(contents(self.samples, self.indices), found, "read by another process", advice)
 
@@ -116,12 +95,12 @@ def contents(samples: Samples, indices: list[int]) -> list[str]:
     ]
 
 
-def _send(sender: Any, samples: Samples, indices: list[int]) -> None:
+def _read(samples: Samples, indices: list[int]) -> list[str] | str:
+    """The contents, or in one text why they cannot be read."""
     try:
-        sender.send(contents(samples, indices))
+        return contents(samples, indices)
     except Exception as error:
-        sender.send(f"{plugins.located(error)}.")
-    sender.close()
+        return plugins.located(error)
 
 
 def augment_clauses(config: Config) -> Iterator[Clause]:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from segpipe import IGNORE_INDEX, plugins
-from segpipe.contracts.clause import NOTE, Clause, Question, answers, scramble
+from segpipe.contracts.clause import NOTE, Clause, answers
 from segpipe.determinism.opgate import SLOW, check_ops
 from segpipe.errors import ConfigError
 from segpipe.losses.total import KEY, check_call, shard_loss, valid_pixels
 from segpipe.models import check_model
+from segpipe.purity.tripwire import seed_globals
 
 if TYPE_CHECKING:
     from segpipe.settings.config import Config
@@ -41,26 +42,24 @@ class LossContract:
 
     def clauses(self) -> Iterator[Clause]:
         """All clauses; the first alone when the function cannot be called."""
-        first = list(answers("loss", [Question("can be called", self._call)]))
-        yield from first
-        if not first[0].problem:
-            yield from answers("loss", self._questions())
+        return answers(
+            "loss",
+            (
+                ("can be called", self._call),
+                ("shards add up", self._sums),
+                ("ignored pixels do not count", self._ignored),
+                ("a batch without labels", self._unlabelled),
+                ("gradients are finite", self._finite),
+                ("no randomness", self._randomness),
+                ("class weights", self._weights),
+                ("ops that CUDA repeats", self._ops),
+            ),
+        )
 
     def refusal(self) -> str:
         """Why no training should start with this loss; empty when one may. Raises what the call raises."""
         self._call()
         return self._sums()
-
-    def _questions(self) -> list[Question]:
-        return [
-            Question("shards add up", self._sums),
-            Question("ignored pixels do not count", self._ignored),
-            Question("a batch without labels", self._unlabelled),
-            Question("gradients are finite", self._finite),
-            Question("no randomness", self._randomness),
-            Question("class weights", self._weights),
-            Question("ops that CUDA repeats", self._ops),
-        ]
 
     def total(self, logits: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
         """Loss of a batch, divided by the valid pixels of the whole."""
@@ -133,8 +132,7 @@ class LossContract:
     def _randomness(self) -> str:
         found = []
         for seed in (1, 2):
-            scramble(seed)
-            torch.manual_seed(seed)
+            seed_globals(seed)
             found.append(self.total(self.logits, self.target))
         return "" if torch.equal(*found) else "two calls with the same logits differ. Draw nothing at random."
 

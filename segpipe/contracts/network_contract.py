@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,14 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from segpipe import IGNORE_INDEX
-from segpipe.contracts.clause import NOTE, Clause, Question, answers, generators_kept, scramble
+from segpipe.contracts.clause import NOTE, Clause, Question, answers
 from segpipe.determinism.opgate import SLOW, check_ops
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.losses.total import shard_loss, valid_pixels
 from segpipe.models import KEY, build_model
 from segpipe.models.preprocess import Preprocess
+from segpipe.plugins import is_path
+from segpipe.purity.tripwire import preserved, seed_globals
+from segpipe.train import checkpoint
+from segpipe.train.start import read_start
+from segpipe.train.state import build_state
 
 if TYPE_CHECKING:
+    from segpipe.data.catalog import ClassTable
     from segpipe.models.layers import SegmentationNet
     from segpipe.settings.config import Config
 
@@ -48,17 +55,11 @@ class NetworkContract:
 
     def clauses(self) -> Iterator[Clause]:
         """All clauses; the first alone when there is no network."""
-        built = list(answers("model", [Question("is built", self._is_built)]))
-        yield from built
-        if built[0].problem:
-            return
-        questions = self._questions()
-        for place, question in enumerate(questions, 1):
-            for clause in answers("model", [question]):
-                yield clause
-                if clause.problem and question.name == SHAPES:
-                    yield from (Clause("model", later.name, checked=False) for later in questions[place:])
-                    return
+        questions = iter(self._questions())
+        for clause in answers("model", questions):
+            yield clause
+            if clause.problem and clause.name == SHAPES:
+                yield from (Clause("model", name, checked=False) for name, _ in questions)
 
     def runs(self) -> bool:
         """Whether the network, which this builds, takes these images on the CPU. Raises SegpipeError for its outputs.
@@ -79,25 +80,26 @@ class NetworkContract:
         """Why no training should start with a network that `runs`; empty when one may."""
         self._is_built()  # again, since forwards moved its statistics
         questions = [
-            Question("equal weights", self._equal_weights),
-            Question("training", self._training_randomness),
-            Question("eval", self._eval_randomness),
-            Question("copies", self._round_trip),
+            ("equal weights", self._equal_weights),
+            ("training", self._training_randomness),
+            ("eval", self._eval_randomness),
+            ("copies", self._round_trip),
         ]
         return next((clause.problem for clause in answers("model", questions) if clause.problem), "")
 
     def _questions(self) -> list[Question]:
         return [
-            Question("equal seeds give equal weights", self._equal_weights),
-            Question(SHAPES, self._training_shapes),
-            Question("odd image sizes", self._odd_sizes),
-            Question("gradients reach all parameters", self._gradients),
-            Question("randomness of torch's generator alone", self._training_randomness),
-            Question("no randomness in eval mode", self._eval_randomness),
-            Question("an image alone as in a batch", self._batch),
-            Question("ops that CUDA repeats", self._ops),
-            Question("copies and state dict", self._round_trip),
-            Question("ONNX computes the same", self._onnx),
+            ("is built", self._is_built),
+            ("equal seeds give equal weights", self._equal_weights),
+            (SHAPES, self._training_shapes),
+            ("odd image sizes", self._odd_sizes),
+            ("gradients reach all parameters", self._gradients),
+            ("randomness of torch's generator alone", self._training_randomness),
+            ("no randomness in eval mode", self._eval_randomness),
+            ("an image alone as in a batch", self._batch),
+            ("ops that CUDA repeats", self._ops),
+            ("copies and state dict", self._round_trip),
+            ("ONNX computes the same", self._onnx),
         ]
 
     def _build(self) -> SegmentationNet:
@@ -109,7 +111,7 @@ class NetworkContract:
         return ""
 
     def _equal_weights(self) -> str:
-        scramble(1)
+        seed_globals(1)
         one, two = self.net.state_dict(), self._build().state_dict()
         different = [name for name, value in one.items() if not torch.equal(value, two[name])]
         if different:
@@ -172,11 +174,11 @@ class NetworkContract:
     def _training_randomness(self) -> str:
         """Twice the same in training mode, though all other generators moved and other images came between."""
         state = copy.deepcopy(self.net.state_dict())
-        scramble(1)
+        seed_globals(1)
         one = self._heads()
         self._heads(2 * self.image[1:] + 1)
         self.net.load_state_dict(state)
-        scramble(2)
+        seed_globals(2)
         two = self._heads()
         if any(not _same(one[name], two[name]) for name in one):
             return (
@@ -186,11 +188,9 @@ class NetworkContract:
         return ""
 
     def _eval_randomness(self) -> str:
-        scramble(1)
-        torch.manual_seed(1)
+        seed_globals(1)
         one = self._logits(self.image)
-        scramble(2)
-        torch.manual_seed(2)
+        seed_globals(2)
         if not _same(one, self._logits(self.image)):
             return "two forwards in eval mode differ. Give F.dropout training=self.training, or use nn.Dropout."
         return ""
@@ -247,12 +247,27 @@ def _same(one: Tensor, two: Tensor) -> bool:
     return torch.equal(one.nan_to_num(), two.nan_to_num())
 
 
+def check_network(config: Config, classes: ClassTable) -> None:
+    """Refuse what stops or spoils a training, before any process starts.
+
+    Networks of the user with state or foreign randomness, weights that do not fit, patterns that match no parameter.
+    """
+    if is_path(config.model.name):
+        check_plugin(config, classes.num_classes)
+    if not (config.model.weights or config.model.freeze or config.optim.lr_scale or config.model.args):
+        return
+    resumes = config.run.exists == "resume" and checkpoint.candidates(config.run_dir)
+    batch_norm = replace(config, model=replace(config.model, norm="batch"))  # the other needs a GPU
+    start = None if resumes else read_start(config, checkpoint.load)
+    build_state(batch_norm, classes, torch.device("cpu"), start)
+
+
 def check_plugin(config: Config, num_classes: int) -> None:
     """Raise ConfigError for a plug-in network whose training or validation would not be repeated.
 
     Runs it on the CPU with small images, or with those of the crop; where it takes neither, the training will tell.
     """
-    with generators_kept():
+    with preserved():
         for largest in (QUICK, max(config.augment.crop_size)):
             contract = NetworkContract(config, num_classes, largest)
             if contract.runs():

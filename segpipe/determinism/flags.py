@@ -55,16 +55,6 @@ def set_environment(threads: int = 1, mode: str = "elastic") -> None:
 
     Raises ConfigError when a variable already has another value, unless `mode` is off.
     """
-    check_environment(mode)
-    for name, value in ENVIRONMENT.items() if mode != "off" else ():
-        assert name in os.environ or not _cuda_runs(), f"CUDA has already started: {name} would come too late"
-        os.environ.setdefault(name, value)
-    if threads > len(os.sched_getaffinity(0)):
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
-def check_environment(mode: str) -> None:
-    """Raises ConfigError when an environment variable contradicts `compute.mode`."""
     for name, value in NEEDED.items() if mode != "off" else ():
         found = os.environ.get(name, value)
         if found.lower() != value:
@@ -72,6 +62,11 @@ def check_environment(mode: str) -> None:
                 f"{name} = {found} in the environment, but compute.mode = {mode} needs {value} for equal bits. "
                 f"Unset it, or set compute.mode=off to train without determinism."
             )
+    for name, value in ENVIRONMENT.items() if mode != "off" else ():
+        assert name in os.environ or not _cuda_runs(), f"CUDA has already started: {name} would come too late"
+        os.environ.setdefault(name, value)
+    if threads > len(os.sched_getaffinity(0)):
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def apply(threads: int, mode: str = "elastic") -> None:

@@ -2,17 +2,12 @@
 
 A dispatch mode sees every aten op, also in the backward, and looks it up in `RULES`: the behavior of torch 2.11 to 2.14
 under `torch.use_deterministic_algorithms(True)`, the worst where releases differ, from torch's documentation and
-sources. `benchmarks/ops.py` measures the table on a GPU. Ops that a kernel calls internally are not seen.
-
-Check a network of your own (forward and backward of random images; NAME is called with the number of classes):
-
-    python -m segpipe.determinism.opgate package.module:NAME [--size HEIGHT WIDTH]
+sources. `benchmarks/ops.py` measures the table on a GPU. Ops that a kernel calls internally are not seen. `segpipe
+check-plugin` runs networks and losses of the user through it.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import os
 import re
 import sys
@@ -22,17 +17,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from segpipe.errors import UnsafeOpError
 from segpipe.models.resize import as_on_cuda
 
 RAISES = "raises under deterministic algorithms"
 SLOW = "takes a slow path under deterministic algorithms"
 SILENT = "silently changes from run to run"
 
-CLASSES = 19
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _FRAME = re.compile(r'  File "(.+?)", line (\d+), in ')  # of a traceback that torch keeps as text
 
@@ -220,33 +212,3 @@ def _forward_of_current_node() -> tuple[str, int] | None:
 
 def _is_users(file: str) -> bool:
     return not file.startswith((_TORCH, "<frozen")) and file != __file__
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """Tensors with a gradient inside the output of a network."""
-    if isinstance(value, Tensor):
-        return [value] if value.requires_grad else []
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return [tensor for item in items for tensor in _tensors(item)]
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Exit code: 0 for a network without forbidden ops, otherwise that of UnsafeOpError."""
-    parser = argparse.ArgumentParser(prog="python -m segpipe.determinism.opgate", description="Checks a network's ops.")
-    parser.add_argument("network", help="import path package.module:NAME, called with the number of classes")
-    parser.add_argument("--size", type=int, nargs=2, default=(128, 256), metavar=("HEIGHT", "WIDTH"))
-    given = parser.parse_args(arguments)
-    module, _, name = given.network.partition(":")
-    network = getattr(importlib.import_module(module), name)(CLASSES)
-
-    def update() -> None:
-        outputs = _tensors(network(torch.rand(2, 3, *given.size)))
-        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-
-    found = check_ops(update)
-    print("\n".join(map(str, found)) or f"{given.network}: no forbidden op in forward and backward")
-    return UnsafeOpError.exit_code if found else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import segpipe
 from segpipe import plugins
 from segpipe.data.mix import DataPart, all_parts
 from segpipe.data.pairs import pairing, scan
+from segpipe.data.readers import threaded
 from segpipe.data.samples import open_plugin
 from segpipe.errors import DataError
 from segpipe.files import sha256, write_atomically
@@ -126,5 +126,4 @@ def source_hashes() -> Hashes:
 def _hashed(paths: Mapping[str, Path]) -> Hashes:
     """By name, sorted; hashing releases the GIL."""
     names = sorted(paths)
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        return dict(zip(names, pool.map(sha256, (paths[name] for name in names)), strict=True))
+    return dict(zip(names, threaded(sha256, (paths[name] for name in names)), strict=True))

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from segpipe.models.layers import (
-    PYRAMID_KEYS,
+    BRANCH_KEYS,
     Bottleneck,
     PyramidPool,
     SegHead,
@@ -26,8 +26,6 @@ def ddrnet23_slim(num_classes: int) -> "DDRNet":
 
 class DDRNet(SegmentationNet):
     """DDRNet-23 with base width `planes`. The head "aux" reads the detail branch after the first exchange."""
-
-    aux_heads = ("aux",)
 
     def __init__(self, num_classes: int, *, planes: int, head_planes: int) -> None:
         super().__init__()
@@ -99,19 +97,10 @@ class DAPPM(PyramidPool):
 
 
 PUBLISHED_KEYS = {
-    "stem.": "conv1.",
-    **{f"context{i}.": f"layer{i}." for i in range(1, 5)},
+    **BRANCH_KEYS,
     "context5.": "layer5.0.",
-    **PYRAMID_KEYS,
     **{f"ppm.process.{i}.": f"spp.process{i + 1}." for i in range(4)},
-    "detail3.": "layer3_.",
-    "detail4.": "layer4_.",
-    "detail5.": "layer5_.0.",
-    "to_detail3.": "compression3.",
-    "to_detail4.": "compression4.",
     "to_context3.": "down3.",
     "to_context4.": "down4.",
-    "head.": "final_layer.",
     "train_only.aux.": "seghead_extra.",
 }
-"""Key prefix here -> prefix in the published state dict; the longest match counts."""

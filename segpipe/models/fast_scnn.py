@@ -44,7 +44,6 @@ class FastSCNN(SegmentationNet):
         if aux:
             head = nn.Sequential(_conv_bn_relu(64, 32, 3), nn.Dropout(0.1), Classifier(32, num_classes))
             self.train_only["aux"] = head
-        self.aux_heads = tuple(self.train_only)
         self.published_keys = PUBLISHED_KEYS
         init_weights(self)
 

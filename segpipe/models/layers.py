@@ -14,19 +14,18 @@ from segpipe.models.resize import adaptive_avg_pool, bilinear
 class SegmentationNet(nn.Module):
     """A network that computes logits at `output_stride`, and auxiliary logits for training.
 
-    `align_corners` says how the main logits are upsampled to the image's size. `aux_heads` names the heads that exist
-    for training only; `train_only` holds their modules under the same names. `published_keys` maps prefixes of names in
-    the state dict to those in published files. The image is float (B, 3, H, W), already normalized, at least 32x32.
+    `align_corners` says how the main logits are upsampled to the image's size. `train_only` holds the modules of
+    the heads that exist for training only, by name. `published_keys` maps prefixes of names in the state dict to those
+    in published files. The image is float (B, 3, H, W), already normalized, at least 32x32.
     """
 
     output_stride: int = 8
     align_corners: bool = False
-    aux_heads: tuple[str, ...] = ()
     train_only: nn.ModuleDict
     published_keys: Mapping[str, str] = MappingProxyType({})
 
     def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
-        """Logits (B, channels, h, w) per head at `output_stride`: "main" and, with `aux`, `aux_heads`."""
+        """Logits (B, channels, h, w) per head at `output_stride`: "main" and, with `aux`, those of `train_only`."""
         raise NotImplementedError
 
     def pretrained(self) -> tuple[str, dict[str, Tensor]]:
@@ -203,5 +202,16 @@ class PyramidPool(nn.Module):
         return out
 
 
-PYRAMID_KEYS = {"ppm.": "spp.", **{f"ppm.scales.{i}.": f"spp.scale{i}." for i in range(5)}}
-"""Key prefix of `PyramidPool` -> prefix in the published state dict."""
+BRANCH_KEYS = {
+    "stem.": "conv1.",
+    **{f"context{i}.": f"layer{i}." for i in range(1, 6)},
+    "ppm.": "spp.",
+    **{f"ppm.scales.{i}.": f"spp.scale{i}." for i in range(5)},
+    "detail3.": "layer3_.",
+    "detail4.": "layer4_.",
+    "detail5.": "layer5_.0.",
+    "to_detail3.": "compression3.",
+    "to_detail4.": "compression4.",
+    "head.": "final_layer.",
+}
+"""Key prefix of what PIDNet and DDRNet share -> prefix in the published state dict; the longest match counts."""

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from segpipe.models.layers import (
-    PYRAMID_KEYS,
+    BRANCH_KEYS,
     BasicBlock,
     Bottleneck,
     PyramidPool,
@@ -31,8 +31,6 @@ class PIDNet(SegmentationNet):
     Both auxiliary heads read their branch after its ReLU. The paper's figures show them before it, but the published
     code applies an in-place ReLU to the tapped tensor, and its weights were trained that way.
     """
-
-    aux_heads = ("aux_p", "boundary")
 
     def __init__(self, num_classes: int, *, planes: int) -> None:
         super().__init__()
@@ -139,15 +137,8 @@ class PAPPM(PyramidPool):
 
 
 PUBLISHED_KEYS = {
-    "stem.": "conv1.",
-    **{f"context{i}.": f"layer{i}." for i in range(1, 6)},
-    **PYRAMID_KEYS,
+    **BRANCH_KEYS,
     "ppm.process.": "spp.scale_process.",
-    "detail3.": "layer3_.",
-    "detail4.": "layer4_.",
-    "detail5.": "layer5_.0.",
-    "to_detail3.": "compression3.",
-    "to_detail4.": "compression4.",
     "gate3.key.": "pag3.f_x.",
     "gate3.query.": "pag3.f_y.",
     "gate4.key.": "pag4.f_x.",
@@ -159,8 +150,6 @@ PUBLISHED_KEYS = {
     "to_boundary4.": "diff4.",
     "fusion.detail.": "dfm.conv_p.",
     "fusion.context.": "dfm.conv_i.",
-    "head.": "final_layer.",
     "train_only.aux_p.": "seghead_p.",
     "train_only.boundary.": "seghead_d.",
 }
-"""Key prefix here -> prefix in the published state dict; the longest match counts."""

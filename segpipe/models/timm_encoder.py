@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -38,8 +37,6 @@ class TimmEncoder(SegmentationNet):
     `encoder` may name them, as in "resnet18.a1_in1k". Raises ConfigError when timm is not installed, does not know the
     encoder, or when the encoder has no features at strides 8, 16 and 32.
     """
-
-    aux_heads = ("aux",)
 
     def __init__(
         self, num_classes: int, *, encoder: str = "mobilenetv3_large_100", pretrained: bool = False, width: int = 128
@@ -97,18 +94,14 @@ class TimmEncoder(SegmentationNet):
         return f"timm's {self.name}", {f"encoder.{name}": value for name, value in tensors.items()}
 
 
-def _timm() -> ModuleType:
+def _create(encoder: str, *, pretrained: bool) -> Any:
+    """timm's encoder that returns features. Raises ConfigError for a name that it does not know."""
     try:
-        return import_module("timm")
+        timm = import_module("timm")
     except ModuleNotFoundError as error:
         raise ConfigError(
             "model.name = timm needs the package timm, which is not installed. Run: pip install 'segpipe[timm]'"
         ) from error
-
-
-def _create(encoder: str, *, pretrained: bool) -> Any:
-    """timm's encoder that returns features. Raises ConfigError for a name that it does not know."""
-    timm = _timm()
     name = encoder.partition(".")[0]
     if not timm.is_model(name):
         known = timm.list_models()

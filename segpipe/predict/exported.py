@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import cv2
 import numpy as np
 import onnxruntime
-from numpy.typing import NDArray
 
 from segpipe.errors import ConfigError, ExportMismatch, IntegrityError
+from segpipe.files import sha256
+from segpipe.predict.outputs import Pixels, Predictor
 from segpipe.predict.tiles import Size, Tiling
 from segpipe.runtime.artifact import MANIFEST, Artifact, ArtifactError, SelfTestError, read_artifact
 from segpipe.runtime.engines import EngineError
 from segpipe.runtime.session import Session
-
-Image = NDArray[np.uint8]  # (H, W, 3) RGB
 
 
 class Exported:
@@ -41,7 +39,7 @@ class Exported:
                 f"{artifact.shapes.describe()}. Leave tile out, or export with export.dynamic=hw."
             )
 
-    def __call__(self, image: Image) -> NDArray[np.uint8]:
+    def __call__(self, image: Pixels) -> Pixels:
         """Class ids, uint8 (H, W)."""
         if self.artifact.shapes.fits(image.shape):
             return self._session.run(image)[0]
@@ -59,7 +57,7 @@ class Exported:
             f"{how} (fit={'resize' if self.resize else 'tile'}; fit={other} them instead)."
         )
 
-    def _resized(self, image: Image) -> NDArray[np.uint8]:
+    def _resized(self, image: Pixels) -> Pixels:
         height, width = image.shape[:2]
         shrinks = height * width > self.tile[0] * self.tile[1]
         kind = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
@@ -67,7 +65,7 @@ class Exported:
         mask = self._session.run(scaled)[0]
         return np.asarray(cv2.resize(mask, (width, height), interpolation=cv2.INTER_NEAREST), np.uint8)
 
-    def _in_tiles(self, image: Image) -> NDArray[np.uint8]:
+    def _in_tiles(self, image: Pixels) -> Pixels:
         size = image.shape[:2]
         missing = [max(0, tile - length) for tile, length in zip(self.tile, size, strict=True)]
         image = np.pad(image, ((0, missing[0]), (0, missing[1]), (0, 0)), mode="edge")
@@ -99,7 +97,10 @@ def load_exported(
     Raises IntegrityError for an altered or foreign folder, ExportMismatch when its file gives other answers on this
     machine than where it was exported, ConfigError for a provider or a tile that does not fit, or for a run.
     """
-    _check_provider(provider, onnxruntime.get_available_providers())
+    if provider not in (available := onnxruntime.get_available_providers()):
+        raise ConfigError(
+            f"provider = {provider}, but this onnxruntime has {', '.join(available)}. Choose one of them."
+        )
     _check_is_no_run(folder)
     try:
         artifact = read_artifact(folder, precision=precision)
@@ -122,8 +123,24 @@ def _check_is_no_run(folder: Path) -> None:
     raise ConfigError(f"artifact = {folder} is a run, but the folder of its export was needed. {fix}; or run={folder}.")
 
 
-def _check_provider(provider: str, available: Sequence[str]) -> None:
-    if provider not in available:
-        raise ConfigError(
-            f"provider = {provider}, but this onnxruntime has {', '.join(available)}. Choose one of them."
-        )
+def of_exported(exported: Exported, *, precision: str) -> Predictor:
+    """The file of an exported folder."""
+    manifest, folder = exported.artifact.manifest, exported.artifact.folder
+    classes = manifest["classes"]
+    return Predictor(
+        lambda images: [exported(image) for image in images],
+        tuple(entry["name"] for entry in classes),
+        tuple(tuple(entry["color"]) for entry in classes),
+        {
+            "weights_digest": manifest["source"]["weights_digest"],
+            "artifact": exported.artifact.model_id,
+            "manifest_sha256": sha256(folder / MANIFEST),
+        },
+        {
+            "tile": "x".join(map(str, exported.tile)),
+            "fit": "resize" if exported.resize else "tile",
+            "overlap": exported.overlap,
+            "precision": precision,
+        },
+        exported.note,
+    )

@@ -132,7 +132,7 @@ def quick(augmenter: Augmenter, samples: Samples, *, budget_s: float = BUDGET_S)
     if not augmenter.config.check:
         return ""
     ordered = _in_two_orders(augmenter, samples)
-    found = _elsewhere("fork", _probe, augmenter, samples, budget_s)
+    found = elsewhere("fork", _probe, augmenter, samples, budget_s)
     answers, asked_for = (
         found if not isinstance(found, str) else (_unanswered("fork", augmenter.name, QUICK[0], found), 0)
     )
@@ -163,7 +163,7 @@ def _in_two_orders(augmenter: Augmenter, samples: Samples) -> list[Finding]:
     """A finding for each transform whose outputs differ between two fresh processes; empty if one of them fails, which
     the probes then explain."""
     try:
-        found = [_elsewhere("fork", _outputs, augmenter, samples, backwards) for backwards in (False, True)]
+        found = [elsewhere("fork", _outputs, augmenter, samples, backwards) for backwards in (False, True)]
     except Exception:
         return []
     if any(isinstance(each, str) for each in found):
@@ -278,7 +278,7 @@ def _drop_explained(findings: list[Finding], whole: str) -> list[Finding]:
 
 def _answers(method: str, questions: Sequence[Question], budget_s: float = math.inf, always: int = 0) -> _Answers:
     """The answers of `_ask` in another process."""
-    found = _elsewhere(method, _ask, questions, budget_s, always)
+    found = elsewhere(method, _ask, questions, budget_s, always)
     if isinstance(found, _Answers):
         return found
     return _unanswered(method, questions[-1][0].name, questions[0][1], str(found))
@@ -288,7 +288,7 @@ def _unanswered(method: str, name: str, probe: Probe, problem: str) -> _Answers:
     return _Answers([Finding(name, probe.name, problem, UNANSWERED[method], unanswered=True)], 0)
 
 
-def _elsewhere(method: str, function: Callable[..., Any], *arguments: Any) -> Any:
+def elsewhere(method: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """What a function returns in another process; text if there is no answer. Raises what it raises."""
     tripwire.set_opencv_threads(cv2.getNumThreads())
     context = get_context(method)

@@ -1,24 +1,41 @@
-"""Terminal output of rank 0: a progress bar while a run trains, tables when it is done.
+"""Terminal output: progress bars, and the tables of rank 0 when a run is done.
 
 Names of runs and classes are shown as they are; rich would read brackets in them as markup.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+if TYPE_CHECKING:
+    from segpipe.data.catalog import ClassTable
+
+CONSOLE = Console(highlight=False, soft_wrap=True)
 PLAIN_EVERY_S = 15.0  # between progress lines in a log file
 COLUMNS = {"boundary_iou": "boundary IoU", "precision": "precision", "recall": "recall", "f1": "F1"}
 MOST_ROWS = 20  # of a table of sequences
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int | None = None, console: Console = CONSOLE) -> Iterator[Callable[..., None]]:
+    """A function that shows `done`, `total` and `what` of some work in a bar, if the console is a terminal."""
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+
+        def show(done: int, total: int | None = None, what: str | None = None) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        yield show
 
 
 class TrainView:
@@ -92,6 +109,18 @@ def iou_table(summary: dict[str, Any], shares: Sequence[float]) -> Table:
     means = (percent(summary["mean"][key]) for key in columns)
     beside = percent_range(interval["miou"]) if interval else ""
     table.add_row("mean", percent(summary["miou"], 2), beside, *means, "", style="bold")
+    return table
+
+
+def share_table(classes: ClassTable, pixels: Mapping[str, Any]) -> Table:
+    """Share of each class in the labelled pixels of each split; `pixels` by split, in the order of the classes."""
+    table = Table("id", "class", *(f"{split}, % of pixels" for split in pixels), title=f"classes of {classes.name}")
+    for train, name in enumerate(classes.names):
+        color = "#{:02x}{:02x}{:02x}".format(*classes.palette[train])
+        shares = [
+            f"{100 * count[train] / count.sum():.2f}" if count[train] else "[red]absent[/]" for count in pixels.values()
+        ]
+        table.add_row(str(train), f"[{color}]■[/] {name}", *shares)
     return table
 
 

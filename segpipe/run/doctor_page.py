@@ -22,7 +22,6 @@ from segpipe.data.division import shared_sequences
 from segpipe.data.overlap import NearDuplicate, near_duplicates, shared_files
 from segpipe.data.samples import FileSamples, Samples, image_files, unwrapped
 from segpipe.errors import DataError
-from segpipe.files import write_atomically
 from segpipe.run.pictures import blend, jpeg_url, shrink
 from segpipe.run.preflight import first_batch, machine, worker_problems
 from segpipe.run.report import template
@@ -45,11 +44,6 @@ class Checkup:
     problems: Sequence[str]
     samples: Mapping[str, Samples]  # by split
     census: Mapping[str, Census]  # by split
-
-
-def write_page(path: Path, found: Checkup) -> None:
-    """Write the page. Raises CheckpointError when the disk is full."""
-    write_atomically(path, render(found).encode())
 
 
 def render(found: Checkup) -> str:

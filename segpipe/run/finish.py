@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from segpipe.run.console import iou_table, sequence_table
-from segpipe.run.page import page_data, predictor
-from segpipe.run.report import ReportData, write_report
+from segpipe.run.report import ReportData, page_data, predictor, write_report
 from segpipe.run.tracking import FILE_NAME, read_metrics
 
 if TYPE_CHECKING:

@@ -12,9 +12,8 @@ from typing import Any
 
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.run import lock
-from segpipe.run.failure import FAILURE, failure
-from segpipe.run.tracking import FILE_NAME, read_metrics
-from segpipe.settings.config import Config, changed_course, from_mapping, recipe
+from segpipe.run.tracking import FAILURE, FILE_NAME, failure, read_metrics
+from segpipe.settings.config import Config, changed_course, recipe, saved_config
 
 # A folder with one of these, or with any checkpoint, holds a run.
 TRACES = ("config.json", "result.json", "checkpoints.sha256", FILE_NAME)
@@ -80,10 +79,9 @@ def _check_earlier_run(config: Config) -> None:
 def _changed_recipe(config: Config) -> str:
     """What is trained differently than config.json says; empty if there is none, or it is not readable."""
     try:
-        before = recipe(from_mapping(json.loads((config.run_dir / "config.json").read_bytes())))
-    except (OSError, ValueError, TypeError, ConfigError):
+        return changed_course(recipe(saved_config(config.run_dir)), recipe(config))
+    except ConfigError:
         return ""
-    return changed_course(before, recipe(config))
 
 
 def clear_folder(config: Config) -> None:
@@ -161,8 +159,8 @@ def _progress_without(folder: Path) -> str:
 def _first_save(folder: Path) -> float:
     """Step of the first checkpoint by config.json; 0 if it is not readable."""
     try:
-        config = from_mapping(json.loads((folder / "config.json").read_bytes()))
-    except (OSError, ValueError, TypeError, ConfigError):
+        config = saved_config(folder)
+    except ConfigError:
         return 0
     every = [n for n in (config.checkpoint.every, config.checkpoint.keep_every, config.train.validate_every) if n]
     return min([*every, config.train.steps])

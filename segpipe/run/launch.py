@@ -27,12 +27,11 @@ from segpipe.errors import CheckpointError, ConfigError, DivergenceError, Interr
 from segpipe.files import not_written
 from segpipe.run import lock
 from segpipe.run.console import TrainView
-from segpipe.run.failure import note_failure
 from segpipe.run.folder import check_folder, claim_folder, clear_folder, owned
-from segpipe.run.network_check import check_network, check_pins, pin
-from segpipe.run.tracking import Tracker, check_tracking, open_tracker
+from segpipe.run.tracking import Tracker, check_tracking, note_failure, open_tracker
 from segpipe.settings.check import check
 from segpipe.settings.config import Config, config_hash
+from segpipe.train.start import check_pins, pin_weights
 from segpipe.train.stop import handlers_kept, stopping
 
 if TYPE_CHECKING:
@@ -87,8 +86,6 @@ def launch_apart(config: Config, *, finish: Finish | None = None) -> int:
 def _world_size(config: Config) -> int:
     """Number of processes to start: `compute.nproc`, or one per GPU, or one."""
     number, device = config.compute.nproc, config.compute.device
-    if number != "auto" and (not number.isdecimal() or int(number) < 1):
-        raise ConfigError(f"compute.nproc = {number}, but auto or a number above 0 was needed.")
     if device == "cpu" or (device == "auto" and number != "auto"):
         return 1 if number == "auto" else int(number)
     import torch
@@ -113,7 +110,7 @@ def with_steps(config: Config) -> Config:
 def prepare(config: Config, world_size: int) -> None:
     """Check everything that can be checked before the first process starts, then claim the run's folder."""
     check(config, world_size=world_size)
-    pin(config)
+    pin_weights(config)
     examine(config)
     claim_folder(config)
 
@@ -124,12 +121,13 @@ def check_job(config: Config) -> None:
     check(config, world_size=1)
     config = with_steps(config)
     check(config, world_size=_world_size(config))
-    pin(config)
+    pin_weights(config)
     check_folder(config)
 
 
 def examine(config: Config) -> None:
     """Check all that a run needs beside its settings and its folder: tracker, data set, augmentation, export folder."""
+    from segpipe.contracts.network_contract import check_network
     from segpipe.data.augment import Augmenter
     from segpipe.data.frequency import check_given_weights
     from segpipe.data.overlap import check_overlap
@@ -154,7 +152,7 @@ def examine(config: Config) -> None:
     check_labelled(samples)
     if isinstance(config.loss.class_weights, list):
         check_given_weights(config.loss.class_weights, samples.classes.names)
-    check_network(config, samples)
+    check_network(config, samples.classes)
     check_workers(config, samples)
     if config.compute.mode != "off" and (skipped := purity.quick(Augmenter(config.augment), samples)):
         Console(stderr=True).print(skipped, markup=False, highlight=False, soft_wrap=True)
@@ -262,7 +260,7 @@ def work(config: Config, *, finish: Finish | None = None, prepared: bool = False
         try:
             if not prepared:
                 _check_launcher(config)
-                group.together(lambda: prepare(config, group.world_size) if group.is_main else pin(config))
+                group.together(lambda: prepare(config, group.world_size) if group.is_main else pin_weights(config))
                 check_pins(config, group)
             with contextlib.ExitStack() as held:  # to the end of what rank 0 does after the training
                 group.together(lambda: _own(config, group, held))

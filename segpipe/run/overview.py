@@ -6,16 +6,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from segpipe.errors import ConfigError
-from segpipe.run.failure import failure
-from segpipe.run.tracking import FILE_NAME, read_metrics
-from segpipe.settings.config import FREE_KEYS, SETTINGS
+from segpipe.run.tracking import FILE_NAME, failure, read_metrics
+from segpipe.settings.config import FREE_KEYS, flat, saved_config
 
 DESCENDING = ("date", "miou", "steps")
 
@@ -81,49 +78,41 @@ def _folders(top: Path) -> Iterator[Path]:
 
 def read_row(folder: Path, name: str) -> Row:
     """The run in `folder`; a file that cannot be read is named in `state`."""
-    config, config_fault = _read(folder / "config.json", {"model.name": str, "data.name": str, "train.steps": int})
-    result, result_fault = _read(folder / "result.json", {"miou": float | None, "steps": int, "ema_digest": str})
+    config, result, faults = None, None, []
+    try:
+        config = saved_config(folder)
+    except ConfigError:
+        faults.append("config.json is damaged")
+    try:
+        result = _result(folder / "result.json")
+    except (OSError, ValueError, TypeError, LookupError):
+        faults.append("result.json is damaged")
     metrics = read_metrics(folder / FILE_NAME)
-    steps = result.get("steps", metrics[-1]["step"] if metrics else 0)
-    state = "finished" if result else f"unfinished, step {steps} of {config.get('train.steps')}"
-    failed = failure(folder)[1]
+    miou, steps, digest = result or (None, metrics[-1]["step"] if metrics else 0, None)
+    state = "finished" if result else f"unfinished, step {steps} of {config.train.steps if config else None}"
+    if failed := failure(folder)[1]:
+        faults.append(f"failed: {failed}")
     return Row(
         name,
         folder,
-        model=config.get("model.name"),
-        data=config.get("data.name"),
-        miou=result.get("miou"),
+        model=config.model.name if config else None,
+        data=config.data.name if config else None,
+        miou=miou,
         steps=steps,
-        digest=result.get("ema_digest"),
+        digest=digest,
         date=_date(folder),
-        state=config_fault or result_fault or (f"failed: {failed}" if failed else state),
-        settings=_recipe(folder / "config.json") if config else {},
+        state=faults[0] if faults else state,
+        settings={key: value for key, value in flat(config).items() if key not in FREE_KEYS} if config else {},
     )
 
 
-def _read(path: Path, kinds: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Values of a JSON file by dotted key, and what is wrong with it; no values if it is damaged or does not exist."""
+def _result(path: Path) -> tuple[float | None, int, str] | None:
+    """mIoU, updates and digest; None if the run has not finished. Raises ValueError and others for a damaged file."""
     if not path.exists():
-        return {}, ""
-    try:
-        content = json.loads(path.read_bytes())
-        found = {key: reduce(getitem, key.split("."), content) for key in kinds}
-    except (OSError, ValueError, TypeError, LookupError):
-        return {}, f"{path.name} is damaged"
-    fits = all(isinstance(found[key], kind) for key, kind in kinds.items())
-    return (found, "") if fits else ({}, f"{path.name} is damaged")
-
-
-def _recipe(path: Path) -> dict[str, Any]:
-    """Settings of a config.json that can reach the numbers; one that it lacks has its default."""
-    content, found = json.loads(path.read_bytes()), {}
-    for key, entry in SETTINGS.items():
-        if key not in FREE_KEYS:
-            try:
-                found[key] = reduce(getitem, key.split("."), content)
-            except (LookupError, TypeError):
-                found[key] = entry.default
-    return found
+        return None
+    found = json.loads(path.read_bytes())
+    miou = None if found["miou"] is None else float(found["miou"])
+    return miou, int(found["steps"]), str(found["ema_digest"])
 
 
 def _date(folder: Path) -> str:

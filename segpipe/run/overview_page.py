@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import io
-import math
-import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
-from segpipe.files import write_atomically
 from segpipe.run.overview import RecipeGroup, Row, differing
+from segpipe.run.pictures import plot_svg, thin
 from segpipe.run.report import template
 from segpipe.run.tracking import FILE_NAME, read_metrics
 from segpipe.settings.setting import shown
@@ -26,29 +22,20 @@ _CURVES = (("validation", "miou", "Validation mIoU, %"), ("train", "loss", "Trai
 Line = tuple[str, str, list[tuple[float, float]]]  # color, dashes, points
 
 
-def write_overview(path: Path, rows: Sequence[Row], groups: Sequence[RecipeGroup], by: str) -> Path:
-    """Path of the written page. Raises CheckpointError when it cannot be written."""
-    write_atomically(path, render_overview(rows, groups, by).encode())
-    return path
-
-
 def render_overview(rows: Sequence[Row], groups: Sequence[RecipeGroup] = (), by: str = "") -> str:
     """The page for runs, or for groups of runs that differ in setting `by` alone."""
-    shown_rows = [group.rows for group in groups] if by else [[row] for row in rows]
-    recipes = [group.settings for group in groups] if by else [row.settings for row in rows]
+    shown_groups = groups if by else [RecipeGroup(row.settings, [row]) for row in rows]
+    recipes = [group.settings for group in shown_groups]
     keys = differing(recipes)
-    lines = [_style(place) if place < LINES else None for place in range(len(shown_rows))]
+    lines = [_style(place) if place < LINES else None for place in range(len(shown_groups))]
     return template("overview.html.j2").render(
         number=len(rows),
         by=by,
         keys=keys,
-        entries=[
-            _entry(members, recipe, keys, by, line)
-            for members, recipe, line in zip(shown_rows, recipes, lines, strict=True)
-        ],
-        curves=_pictures(shown_rows, lines),
+        entries=[_entry(group, keys, by, line) for group, line in zip(shown_groups, lines, strict=True)],
+        curves=_pictures(shown_groups, lines),
         same=_common(recipes),
-        left_out=max(len(shown_rows) - LINES, 0),
+        left_out=max(len(shown_groups) - LINES, 0),
     )
 
 
@@ -56,14 +43,13 @@ def _style(place: int) -> tuple[str, str]:
     return COLORS[place % len(COLORS)], ("solid", "dashed")[place // len(COLORS) % 2]
 
 
-def _entry(members: Sequence[Row], recipe: Any, keys: Sequence[str], by: str, line: Any) -> dict[str, Any]:
+def _entry(group: RecipeGroup, keys: Sequence[str], by: str, line: Any) -> dict[str, Any]:
     """A line of the table."""
-    scores = [row.miou for row in members if row.miou is not None]
-    mean = math.fsum(scores) / len(scores) if scores else None
+    members, scores = group.rows, group.scores
     return {
         "name": members[0].name if not by else ", ".join(shown(row.settings[by]) for row in members),
-        "settings": [shown(recipe[key]) if recipe else "-" for key in keys],
-        "mean": None if mean is None else f"{100 * mean:.2f}",
+        "settings": [shown(group.settings[key]) if group.settings else "-" for key in keys],
+        "mean": None if group.mean is None else f"{100 * group.mean:.2f}",
         "range": f"{100 * min(scores):.2f} to {100 * max(scores):.2f}" if len(scores) > 1 else "",
         "number": f"{len(scores)} of {len(members)}",
         "steps": max((row.steps or 0 for row in members), default=0),
@@ -79,8 +65,8 @@ def _common(recipes: Sequence[Any]) -> dict[str, str]:
     return {key: shown(value) for key, value in known[0].items() if key not in different} if known else {}
 
 
-def _pictures(entries: Sequence[Sequence[Row]], lines: Sequence[tuple[str, str] | None]) -> list[dict[str, Any]]:
-    histories = [[read_metrics(row.folder / FILE_NAME) for row in members] for members in entries[:LINES]]
+def _pictures(groups: Sequence[RecipeGroup], lines: Sequence[tuple[str, str] | None]) -> list[dict[str, Any]]:
+    histories = [[read_metrics(row.folder / FILE_NAME) for row in group.rows] for group in groups[:LINES]]
     pictures = []
     for kind, key, title in _CURVES:
         drawn = [
@@ -102,31 +88,18 @@ def _points(history: Sequence[Any], kind: str, key: str) -> list[tuple[float, fl
         for line in history
         if line["kind"] == kind and isinstance(line.get(key), int | float)
     ]
-    size = math.ceil(len(found) / _POINTS) or 1
-    parts = [found[start : start + size] for start in range(0, len(found), size)]
-    return [(math.fsum(x for x, _ in part) / len(part), math.fsum(y for _, y in part) / len(part)) for part in parts]
+    return [(x, y) for x, y, _, _ in thin(found, _POINTS)]
 
 
 def _svg(drawn: Sequence[Line], title: str, *, marker: bool) -> str:
-    """All lines in one picture, whose text gets its color from the page."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
+    """All lines in one picture."""
 
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "segpipe", "font.size": 9}):
-        figure = Figure(figsize=(5.4, 3.2), layout="constrained")
-        axes = figure.subplots()
+    def draw(axes: Any) -> None:
         for color, dashes, points in drawn:
             x, y = zip(*points, strict=True)
             dot = "o" if marker or len(points) == 1 else None
             axes.plot(x, y, color=color, linestyle=dashes, linewidth=1.5, marker=dot, markersize=3.5, clip_on=False)
         axes.set_ylim(bottom=min(0.0, *axes.get_ylim()))
         axes.set_xlabel("step", color="#888888")
-        axes.grid(axis="y", color="#888888", alpha=0.3, linewidth=0.6)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(length=0)
-        buffer = io.StringIO()
-        figure.savefig(
-            buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        )
-    text = re.sub(r'\s+xmlns(:\w+)?="[^"]*"', "", buffer.getvalue())  # not needed inside HTML
-    return f'<svg class="curve" role="img" aria-label="{title}" ' + text[text.index("<svg ") + len("<svg ") :]
+
+    return plot_svg(draw, label=title, size=(5.4, 3.2))

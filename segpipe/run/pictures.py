@@ -6,7 +6,8 @@ import base64
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,29 +53,18 @@ def shrink(image: NDArray[np.uint8], width: int, *, smooth: bool) -> NDArray[np.
 
 
 def curve_svg(
-    points: Sequence[tuple[float, float]],
-    *,
-    label: str,
-    dots: bool = False,
-    floor: float | None = 0,
-    ticks: Sequence[float] = (),
+    points: Sequence[tuple[float, float]], *, label: str, dots: bool = False, ticks: Sequence[float] = ()
 ) -> str:
-    """SVG of y over x, for light and dark pages: its text gets its color from the page's `.curve` rules.
+    """SVG of y over x, as `plot_svg` draws it; the y axis reaches down to 0.
 
     More than 240 points become means, with a band from the smallest to the largest value of each. `dots` marks every
-    point, and the largest one in another color; the y axis reaches down to `floor`. `ticks`
-    are marked at the x axis. `label`, for screen readers, must be escaped already.
+    point, and the largest one in another color. `ticks` are marked at the x axis.
     """
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    found = thin(points, _BUCKETS)
+    x, y, low, high = (list(column) for column in zip(*found, strict=True))
 
-    thin = _thin(points)
-    x, y, low, high = (list(column) for column in zip(*thin, strict=True))
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "segpipe", "font.size": 9}):
-        figure = Figure(figsize=(4.4, 2.4), layout="constrained")
-        axes = figure.subplots()
-        if len(thin) < len(points):
+    def draw(axes: Any) -> None:
+        if len(found) < len(points):
             axes.fill_between(x, low, high, color=_LINE, alpha=0.25, linewidth=0, gid="band", clip_on=False)
         marker = "o" if dots or len(points) == 1 else None
         axes.plot(x, y, color=_LINE, linewidth=1.6, marker=marker, markersize=4, clip_on=False)
@@ -83,8 +73,24 @@ def curve_svg(
         if ticks:
             at_axis = axes.get_xaxis_transform()
             axes.vlines(ticks, 0, 0.05, colors=_BEST, transform=at_axis, linewidth=1.4, gid="ticks", clip_on=False)
-        if floor is not None:
-            axes.set_ylim(bottom=min(floor, axes.get_ylim()[0]) if min(low) < floor else floor)
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]) if min(low) < 0 else 0.0)
+
+    return plot_svg(draw, label=label, size=(4.4, 2.4))
+
+
+def plot_svg(draw: Callable[[Any], None], *, label: str, size: tuple[float, float]) -> str:
+    """SVG of the axes that `draw` fills, for light and dark pages: text gets its color from the page's `.curve` rules.
+
+    `size` in inches. `label`, for screen readers, must be escaped already.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "segpipe", "font.size": 9}):
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots()
+        draw(axes)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.grid(axis="y", color="#888888", alpha=0.3, linewidth=0.6, clip_on=False)
@@ -97,9 +103,9 @@ def curve_svg(
     return opening + drawn[drawn.index("<svg ") + len("<svg ") :]  # without the XML head
 
 
-def _thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float, float, float]]:
-    """(mean x, mean y, smallest y, largest y) of at most _BUCKETS groups of consecutive points."""
-    size = math.ceil(len(points) / _BUCKETS)
+def thin(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float, float, float]]:
+    """(mean x, mean y, smallest y, largest y) of at most `most` groups of consecutive points."""
+    size = math.ceil(len(points) / most) or 1
     thinned = []
     for start in range(0, len(points), size):
         xs, ys = zip(*points[start : start + size], strict=True)

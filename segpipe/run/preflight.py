@@ -10,6 +10,8 @@ import os
 import resource
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -160,30 +162,16 @@ class ThreadsSeen(CachedSamples):
 
 def first_batch(config: Config, samples: Samples) -> tuple[ShardBatch | None, str]:
     """The first shard batch as training would see it, made by one loader process, or a message why there is none."""
-    from contextlib import closing
+    import torch
 
-    from segpipe.data.augment import Augmenter
-    from segpipe.data.loader import train_batches
-    from segpipe.data.order import Order
+    from segpipe.distributed.group import Group
+    from segpipe.train.batches import shard_stream
 
-    compute, data = config.compute, config.data
-    stream: Callable[..., Any] = partial(
-        train_batches,
-        ThreadsSeen(samples, 0) if data.workers else samples,
-        Augmenter(config.augment),
-        Order(config.seed, len(samples), compute.shards, compute.samples_per_shard),
-        seed=config.seed,
-        shards=range(1),
-        steps=range(1),
-        workers=min(data.workers, 1),
-        start_method=data.start_method,
-        prefetch=data.prefetch,
-        pin_memory=False,
-        timeout_s=data.timeout_s,
-        transport=data.transport,
-    )
+    data = replace(config.data, workers=min(config.data.workers, 1), cache_mib=0, balance=0.0, on_dead_worker="fail")
+    alone = replace(config, data=data, compute=replace(config.compute, mode="off"))  # without a canary
+    seen, group = ThreadsSeen(samples, 0) if data.workers else samples, Group(0, 0, 1, torch.device("cpu"))
     try:
-        with closing(stream()) as batches:
+        with closing(shard_stream(alone, group, seen, range(1), None)) as batches:
             return next(batches), ""
     except SegpipeError as error:
         return None, str(error)

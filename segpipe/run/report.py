@@ -1,16 +1,16 @@
 """The results of a run or of an evaluation on one page, which needs no network, no server and no script.
 
 Everything is inside the file, and a content security policy in its head forbids the browser to load anything else, so
-the page can be mailed or archived as it is.
+the page can be mailed or archived as it is. torch is imported inside the functions, as in finish.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
@@ -22,6 +22,13 @@ from segpipe.run.console import lowest_first, percent, percent_range
 from segpipe.run.pictures import blend, curve_svg, errors, jpeg_url, shrink
 from segpipe.settings.config import Config, to_mapping
 
+if TYPE_CHECKING:
+    import torch
+
+    from segpipe.data.samples import Samples
+    from segpipe.train.validate import Validation
+
+Predict = Callable[[NDArray[np.uint8]], NDArray[np.uint8]]
 _PANEL_WIDTH = 480  # pixels of an overlay; 32 of them stay below 2 MB
 _NEIGHBORS = 10  # places in its sequence within which an image looks much like another one
 _NUMBERED_CLASSES = 20  # with more classes, a cell of the confusion matrix is too small for its number
@@ -51,6 +58,51 @@ class ReportData:
     history: Sequence[Mapping[str, Any]] = ()  # lines of metrics.jsonl
     worst: Sequence[Overlay] = ()
     best: Sequence[Overlay] = ()
+
+
+def predictor(answer: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> Predict:
+    """A function from an image uint8 (H, W, 3) to its class ids uint8 (H, W).
+
+    `answer` has it for images uint8 (1, H, W, 3) on `device`.
+    """
+    import torch
+
+    def ids(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        return np.asarray(answer(torch.from_numpy(image.copy())[None].to(device))[0].cpu().numpy(), np.uint8)
+
+    return ids
+
+
+def page_data(
+    config: Config,
+    samples: Samples,
+    found: Validation,
+    result: dict[str, Any],
+    predict: Predict,
+    history: Sequence[Mapping[str, Any]] = (),
+) -> ReportData:
+    """Input of the report page; predicts the worst and the best images once more."""
+    from segpipe.data.samples import sequences
+    from segpipe.train.metrics import miou
+
+    scores = {index: miou(counts) for index, counts in found.per_image.items()}
+
+    def overlay(index: int) -> Overlay:
+        image, target = samples.read(index)
+        return Overlay(samples.name(index), scores[index], image, target, predict(image))
+
+    worst, best = pick_extremes(scores, sequences(samples, config.data.sequence))
+    return ReportData(
+        config=to_mapping(config),
+        result=result,
+        confusion=found.total.numpy(),
+        names=samples.classes.names,
+        palette=samples.classes.palette,
+        data_name=samples.classes.name,
+        history=history,
+        worst=[overlay(index) for index in worst],
+        best=[overlay(index) for index in best],
+    )
 
 
 def pick_extremes(

@@ -1,11 +1,13 @@
-"""The jobs of a --multirun: checked together before the first starts, trained one after another, listed at the end."""
+"""The jobs of a --multirun: named, checked together before the first starts, trained one after another, and listed."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -14,12 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from segpipe.errors import ConfigError, Interrupted, NumericsError, SegpipeError
-from segpipe.run.failure import failure
 from segpipe.run.folder import finished
+from segpipe.run.tracking import failure
 from segpipe.settings.config import Config, recipe, to_mapping
 
 REFUSALS_SHOWN = 8
 NOTE_LENGTH = 100  # characters in the table; failure.json of the run has all
+SHORT_VALUE, SHORT_SUFFIX = 24, 120  # characters in the name of a job; a longer text ends with a hash of the whole
 
 REPEATS = ("seed", "data.hold_out")  # runs that differ in nothing else repeat one recipe
 
@@ -221,3 +224,49 @@ def _spread(title: str, results: list[dict[str, Any]]) -> Table:
             low, high = min(known), max(known)
             table.add_row(name, *(f"{number:.2f}" for number in (fmean(known), low, high, high - low)))
     return table
+
+
+def distinct(
+    names: Sequence[str], templates: Sequence[str], swept: Sequence[Mapping[str, str]], *, always: bool
+) -> list[str]:
+    """The run names of all jobs: as they are if they differ, else each with the swept settings that it does not show.
+
+    names: run.name of each job. templates: the same before `${...}` is resolved. swept: its swept overrides, by key.
+    `always` is for sweepers that choose jobs batch by batch: a name must not depend on which jobs share a batch.
+    """
+    if not always and len(set(names)) == len(names):
+        return list(names)
+    keys = {key for overrides in swept for key in overrides}
+    named = []
+    for name, template, overrides in zip(names, templates, swept, strict=True):
+        hidden = {key: text for key, text in overrides.items() if not _shows(template, key)}
+        named.append("-".join([name, _suffix(hidden, keys)]) if hidden else name)
+    return named
+
+
+def _shows(template: str, key: str) -> bool:
+    """Whether a run name contains a setting, or the name of the file that a group such as `model` was set to."""
+    return key == "run.name" or "${hydra:job" in template or f"${{{key}}}" in template or f"${{{key}.name}}" in template
+
+
+def _suffix(overrides: Mapping[str, str], keys: Collection[str]) -> str:
+    """`lr0.1-schedule_cosine`: short keys, and characters that every file system and shell takes."""
+    leaves = Counter(key.rpartition(".")[2] for key in keys)
+    parts = []
+    for key, text in overrides.items():
+        leaf = key.rpartition(".")[2]
+        value = _shortened(_in_a_name(text), text, SHORT_VALUE)
+        joint = "" if value[:1].isdigit() else "_"
+        parts.append(f"{_in_a_name(leaf if leaves[leaf] == 1 else key)}{joint}{value}")
+    suffix = "-".join(parts)
+    return _shortened(suffix, suffix, SHORT_SUFFIX)
+
+
+def _in_a_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.+-]+", "_", text).strip("_") or "empty"
+
+
+def _shortened(shown: str, text: str, length: int) -> str:
+    if len(shown) <= length:
+        return shown
+    return f"{shown[: length - 9]}_{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"

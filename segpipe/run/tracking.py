@@ -1,37 +1,37 @@
 """Metrics of a run: metrics.jsonl always, and one tracker on request that shows them elsewhere. Only rank 0 writes.
 
 metrics.jsonl is the record that other code reads; a tracker mirrors it. If the tracker's service is unreachable or
-crashes, that costs one warning and never a step of training.
+crashes, that costs one warning and never a step of training. failure.json says why the last session ended.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from segpipe.disk import append, patiently
-from segpipe.errors import ConfigError
-from segpipe.files import not_written, plain, write_atomically
-from segpipe.run.tracked import Mirror, run_end
-from segpipe.run.wandb_login import check_login
+from segpipe.errors import ConfigError, Interrupted, SegpipeError
+from segpipe.files import not_written, plain, to_json, write_atomically
+from segpipe.run.trackers import Mirror, MlflowMirror, TensorboardMirror, WandbMirror, check_login, run_end
 from segpipe.settings.config import Config
 
 FILE_NAME = "metrics.jsonl"
+FAILURE = "failure.json"
 _RESERVED = {"step": (int,), "kind": (str,), "time_s": (int, float)}  # keys of every line, and types of their values
-# track.name -> its package, what pip calls it, and its class in segpipe.run.track_NAME
-TRACKERS = {
-    "wandb": ("wandb", "wandb", "WandbMirror"),
-    "tensorboard": ("tensorboard", "tensorboard", "TensorboardMirror"),
-    "mlflow": ("mlflow", "mlflow-skinny", "MlflowMirror"),
+# track.name -> what pip calls its package, and its class
+TRACKERS: dict[str, tuple[str, Callable[[Config, Path, int | None], Mirror]]] = {
+    "wandb": ("wandb", WandbMirror),
+    "tensorboard": ("tensorboard", TensorboardMirror),
+    "mlflow": ("mlflow-skinny", MlflowMirror),
 }
 
 
@@ -40,10 +40,9 @@ def check_tracking(config: Config) -> None:
     name = config.track.name
     if name not in TRACKERS:
         return
-    package, wheel, _ = TRACKERS[name]
-    if importlib.util.find_spec(package) is None:
+    if importlib.util.find_spec(name) is None:
         raise ConfigError(
-            f"track.name = {name}, but {package} is not installed. Run pip install {wheel}, or set track=none."
+            f"track.name = {name}, but {name} is not installed. Run pip install {TRACKERS[name][0]}, or set track=none."
         )
     if name == "wandb":
         check_login(config)
@@ -51,19 +50,32 @@ def check_tracking(config: Config) -> None:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Entries of a metrics.jsonl, oldest first; empty if there is no file. Lines damaged by a crash are skipped."""
-    return list(_entries(path))
-
-
-def _entries(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.exists():
-        return
-    for line in path.read_bytes().split(b"\n")[:-1]:  # after the last newline: nothing, or a torn line
-        try:
+    found = []
+    for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():  # after the last newline: a torn line
+        with contextlib.suppress(ValueError, RecursionError):  # a block lost in a power failure
             entry = json.loads(line)
-        except (ValueError, RecursionError):  # a block lost in a power failure
-            continue
-        if isinstance(entry, dict) and all(type(entry.get(key)) in kinds for key, kinds in _RESERVED.items()):
-            yield entry
+            if isinstance(entry, dict) and all(type(entry.get(key)) in kinds for key, kinds in _RESERVED.items()):
+                found.append(entry)
+    return found
+
+
+def note_failure(config: Config, code: int, reason: str) -> None:
+    """Write down why the run ended; Ctrl-C is no failure.
+
+    A full disk does not hide the error itself: then nothing is written.
+    """
+    if code != Interrupted.exit_code:
+        with contextlib.suppress(SegpipeError, OSError):
+            write_atomically(config.run_dir / FAILURE, to_json({"exit_code": code, "reason": reason}))
+
+
+def failure(folder: Path) -> tuple[int, str]:
+    """Exit code and reason, on one line, of the run's last session; (0, "") if it did not fail, or nobody knows."""
+    try:
+        found = json.loads((folder / FAILURE).read_bytes())
+        return int(found["exit_code"]), " ".join(str(found["reason"]).split())
+    except (OSError, ValueError, TypeError, LookupError):
+        return 0, ""
 
 
 class Tracker:
@@ -141,17 +153,11 @@ def open_tracker(
         return Tracker(None)
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / FILE_NAME
-    kept = [] if resume_step is None else [entry for entry in _entries(path) if entry["step"] <= resume_step]
+    kept = [] if resume_step is None else [entry for entry in read_metrics(path) if entry["step"] <= resume_step]
     write_atomically(path, "".join(json.dumps(entry, allow_nan=False) + "\n" for entry in kept).encode())
     name = config.track.name
-    mirror = _Guarded(name, lambda: _start(name, config, run_dir, resume_step)) if name in TRACKERS else None
+    mirror = _Guarded(name, lambda: TRACKERS[name][1](config, run_dir, resume_step)) if name in TRACKERS else None
     return Tracker(path, mirror, kept=kept, ends_later=ends_later)
-
-
-def _start(name: str, config: Config, run_dir: Path, resume_step: int | None) -> Mirror:
-    kind = getattr(import_module(f"segpipe.run.track_{name}"), TRACKERS[name][2])
-    mirror: Mirror = kind(config, run_dir, resume_step)
-    return mirror
 
 
 def _scalars(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:

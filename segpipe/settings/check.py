@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from segpipe.errors import ConfigError
-from segpipe.settings.config import SETTINGS
+from segpipe.settings.config import SETTINGS, flat
 from segpipe.settings.groups import FILE_SETS, STEPS
 from segpipe.settings.setting import nearest
 
@@ -22,12 +21,8 @@ MIX_KEYS = ("root", "name", "weight", "map", "classes", "split")
 
 def check(config: Config, *, world_size: int) -> None:
     """Raise ConfigError for the first setting that a run could not work with. Reads no files."""
-    if config.compute.mode == "run":  # in checkpoints and commands from before the name changed
-        raise ConfigError(
-            "compute.mode = run is now called ddp: torch's DDP, deterministic run to run. Set compute.mode=ddp."
-        )
-    for key, entry in SETTINGS.items():
-        if problem := entry.problem(attrgetter(key)(config)):
+    for key, value in flat(config).items():
+        if problem := SETTINGS[key].problem(value):
             raise ConfigError(problem)
     _check_names(config)
     _check_delivery(config.data)

@@ -61,7 +61,7 @@ class Config:
     @property
     def import_paths(self) -> list[tuple[str, str]]:
         """Settings that name code of the user, with the import path of each."""
-        values = [(entry.key, attrgetter(entry.key)(self)) for entry in SETTINGS.values() if entry.plugin]
+        values = [(key, value) for key, value in flat(self).items() if SETTINGS[key].plugin]
         named = [(key, name) for key, value in values for name in (value if isinstance(value, list) else [value])]
         return [(key, name) for key, name in named if ":" in name]
 
@@ -83,6 +83,15 @@ def from_mapping(values: Mapping[str, Any]) -> Config:
     built = _build(Config, values, "")
     assert isinstance(built, Config)
     return built
+
+
+def saved_config(folder: Path) -> Config:
+    """The configuration of a run, from config.json. Raises ConfigError when that is missing, damaged or foreign."""
+    path = folder / "config.json"
+    try:
+        return from_mapping(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError, AttributeError, ConfigError) as error:
+        raise ConfigError(f"{path} is not the configuration of a run: {error}") from error
 
 
 def _build(kind: type, values: Mapping[str, Any], prefix: str) -> Any:
@@ -155,9 +164,14 @@ def to_mapping(config: Config) -> dict[str, Any]:
     return asdict(config)
 
 
+def flat(config: Config) -> dict[str, Any]:
+    """All settings by dotted name."""
+    return {key: attrgetter(key)(config) for key in SETTINGS}
+
+
 def recipe(config: Config) -> dict[str, Any]:
     """Settings that decide what is trained, by dotted name: all except FREE_KEYS."""
-    found = {key: attrgetter(key)(config) for key in SETTINGS if key not in FREE_KEYS}
+    found = {key: value for key, value in flat(config).items() if key not in FREE_KEYS}
     found["data.mix"] = [  # of a data set as of data.root, the place is free
         {key: value for key, value in entry.items() if key not in ("root", "classes")} for entry in config.data.mix
     ]

@@ -138,7 +138,8 @@ def restore(
     with; names what differs.
     """
     saved = load(path) if saved is None else saved
-    _check_recipe(path, saved["config"], config)
+    if changed := changed_course(recipe(from_mapping(saved["config"])), recipe(config)):
+        raise CheckpointError(f"{path} {changed}")
     if not config.run.allow_fingerprint_change:
         _check_plugins(path, saved["fingerprint"].get(flags.PLUGINS, {}), fingerprint.get(flags.PLUGINS, {}))
     if config.compute.mode != "off" and not config.run.allow_fingerprint_change:
@@ -155,11 +156,6 @@ def restore(
     if state.step > config.train.steps:
         raise CheckpointError(f"{path} is of step {state.step}, but train.steps = {config.train.steps}. Raise it.")
     state.stale = int(saved["stale"])
-
-
-def _check_recipe(path: Path, saved: dict[str, Any], config: Config) -> None:
-    if changed := changed_course(recipe(from_mapping(saved)), recipe(config)):
-        raise CheckpointError(f"{path} {changed}")
 
 
 def keep_newest(folder: Path, number: int) -> None:

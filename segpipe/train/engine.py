@@ -22,11 +22,9 @@ from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config, to_mapping
 from segpipe.train import checkpoint, state
 from segpipe.train.batches import counted, loss_weights, shard_stream
-from segpipe.train.header import header
 from segpipe.train.metrics import miou, summary
 from segpipe.train.recorder import Recorder
-from segpipe.train.result import result_of
-from segpipe.train.space import check_space
+from segpipe.train.result import check_space, header, result_of
 from segpipe.train.start import WEIGHTS, read_start
 from segpipe.train.step import StepResult, TrainStep, train_step
 from segpipe.train.stop import StopRequest

@@ -88,26 +88,6 @@ def iou_per_class(confusion: Counts) -> list[float | None]:
     ]
 
 
-def precision_per_class(confusion: Counts) -> list[float | None]:
-    """Fraction of the pixels predicted as a class that are of it; None where nothing was, or without a target pixel."""
-    rows: list[list[int]] = confusion.tolist()
-    predicted_pixels = [sum(column) for column in zip(*rows, strict=True)]
-    return [
-        rows[k][k] / predicted_pixels[k] if predicted_pixels[k] and any(row) else None for k, row in enumerate(rows)
-    ]
-
-
-def recall_per_class(confusion: Counts) -> list[float | None]:
-    """Fraction of the pixels of a class that were predicted as it; None without a target pixel."""
-    rows: list[list[int]] = confusion.tolist()
-    return [row[k] / sum(row) if any(row) else None for k, row in enumerate(rows)]
-
-
-def f1_per_class(confusion: Counts) -> list[float | None]:
-    """Harmonic mean of precision and recall, 2 IoU / (1 + IoU); None without a target pixel."""
-    return [None if iou is None else 2 * iou / (1 + iou) for iou in iou_per_class(confusion)]
-
-
 def mean(values: Iterable[float | None]) -> float:
     """Mean of the values that are not None; NaN when all are."""
     known = [value for value in values if value is not None]
@@ -149,10 +129,15 @@ def summary(confusion: Counts, names: Sequence[str]) -> dict[str, Any]:
 
 
 def rates(confusion: Counts, names: Sequence[str]) -> dict[str, dict[str, float | None]]:
-    """Precision, recall and F1 ("precision", "recall", "f1") of each class by name, 0 to 1 or None."""
-    found = {
-        "precision": precision_per_class(confusion),
-        "recall": recall_per_class(confusion),
-        "f1": f1_per_class(confusion),
+    """Precision, recall and F1 ("precision", "recall", "f1") of each class by name, 0 to 1.
+
+    None for a class without a target pixel, and the precision also where nothing was predicted as the class.
+    """
+    rows: list[list[int]] = confusion.tolist()
+    predicted = [sum(column) for column in zip(*rows, strict=True)]
+    found: dict[str, list[float | None]] = {
+        "precision": [rows[k][k] / predicted[k] if predicted[k] and any(row) else None for k, row in enumerate(rows)],
+        "recall": [row[k] / sum(row) if any(row) else None for k, row in enumerate(rows)],
+        "f1": [None if iou is None else 2 * iou / (1 + iou) for iou in iou_per_class(confusion)],
     }
     return {key: dict(zip(names, values, strict=True)) for key, values in found.items()}

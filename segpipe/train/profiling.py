@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,10 +62,6 @@ class StepProfile:
     augment_ms: float
     repeated: float  # share of the samples that the canary has made again
     advice: list[str]
-
-    def content(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
 
 
 class Spans:

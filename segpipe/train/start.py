@@ -1,7 +1,11 @@
-"""Where a fresh run gets its weights: from the seed, or from the file of `model.weights`."""
+"""Where a fresh run gets its weights: from the seed, or from the file of `model.weights`.
+
+models.weights is imported inside the functions: the launcher, which pins the file, imports no torch.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from segpipe.errors import CheckpointError, ConfigError
 from segpipe.files import sha256
-from segpipe.models import weights
-from segpipe.models.weights import WeightsSource
+from segpipe.settings.config import saved_config
 
 if TYPE_CHECKING:
+    from segpipe.distributed.group import Group
+    from segpipe.models.weights import WeightsSource
     from segpipe.settings.config import Config
 
 LoadCheckpoint = Callable[[Path], dict[str, Any]]  # checkpoint.load; imported here, it would lengthen the chain
@@ -42,6 +47,17 @@ def pin_weights(config: Config) -> None:
     model.weights_sha256 = found
 
 
+def check_pins(config: Config, group: Group) -> None:
+    """Refuse files of weights that differ between ranks, as copies on the disks of several machines may."""
+    found = group.gather(config.model.weights_sha256)
+    if len(set(found)) > 1:
+        listed = ", ".join(f"rank {rank} {digest[:12] or 'none'}" for rank, digest in enumerate(found[:8]))
+        raise ConfigError(
+            f"model.weights = {config.model.weights} has other content on other machines (SHA-256: {listed}). Copy one "
+            f"file to all of them."
+        )
+
+
 def weights_path(config: Config) -> Path:
     """The file that `model.weights` names; of a run's folder, last.pt."""
     path = Path(config.model.weights).expanduser()
@@ -51,13 +67,11 @@ def weights_path(config: Config) -> Path:
 def _earlier_sha256(config: Config) -> str:
     """SHA-256 of the file with which the run was started, from config.json."""
     path = weights_path(config)
-    try:
-        saved = json.loads((config.run_dir / "config.json").read_bytes())["model"]
-        known = config.run.exists == "resume" and saved["weights"] == config.model.weights
-    except (OSError, ValueError, KeyError, TypeError):
-        known = False
-    if known and config.model.weights_sha256 in ("", saved["weights_sha256"]):
-        return str(saved["weights_sha256"])
+    with contextlib.suppress(ConfigError):
+        saved, model = saved_config(config.run_dir).model, config.model
+        known = config.run.exists == "resume" and saved.weights == model.weights
+        if known and model.weights_sha256 in ("", saved.weights_sha256):
+            return saved.weights_sha256
     raise ConfigError(
         f"model.weights = {config.model.weights}: {path} does not exist. Set it to a file of weights (.pth, .pt, "
         f".safetensors), or to the folder of a run."
@@ -69,6 +83,8 @@ def read_start(config: Config, load: LoadCheckpoint) -> WeightsSource:
 
     Raises CheckpointError when the file is missing, damaged, or was replaced meanwhile.
     """
+    from segpipe.models.weights import WeightsSource
+
     if not config.model.weights:
         return WeightsSource()
     pin_weights(config)
@@ -83,12 +99,14 @@ def read_start(config: Config, load: LoadCheckpoint) -> WeightsSource:
 
 def _read(path: Path, load: LoadCheckpoint) -> WeightsSource:
     """Tensors of the file; of a checkpoint of segpipe the averaged weights."""
+    from segpipe.models import weights
+
     if path.suffix == ".safetensors":
         return weights.read_safetensors(path)
     saved = weights.read_torch(path)
     if isinstance(saved, dict) and {"format", "ema", "digests"} <= saved.keys():
         saved = load(path)  # again, with its digests
-        return WeightsSource(saved["ema"], part="ema", class_names=tuple(saved["classes"]["names"]))
+        return weights.WeightsSource(saved["ema"], part="ema", class_names=tuple(saved["classes"]["names"]))
     return weights.state_dict_in(saved, path)
 
 

@@ -72,21 +72,6 @@ def classes_and_confusion(
     return pred, confusion(pred, target, logits.shape[1])
 
 
-@torch.inference_mode()
-def _classes_and_confusion(
-    model: SegmentationNet, preprocess: Preprocess, image: Tensor, target: Tensor, *, precision: str, backend: str
-) -> tuple[Tensor, Tensor]:
-    logits = _logits(model, preprocess, image, precision)
-    return classes_and_confusion(logits, target, align_corners=model.align_corners, backend=backend)
-
-
-def _confusion_of(
-    answer: Answer, num_classes: int, model: SegmentationNet, preprocess: Preprocess, image: Tensor, target: Tensor
-) -> tuple[Tensor, Tensor]:
-    pred = answer(model, preprocess, image)
-    return pred, confusion(pred, target, num_classes)
-
-
 def validate(
     model: SegmentationNet,
     preprocess: Preprocess,
@@ -112,9 +97,15 @@ def validate(
     assert not model.training
     num_classes = samples.classes.num_classes
     own = range(group.rank, len(samples), group.world_size)
-    find = partial(_classes_and_confusion, model, preprocess, precision=precision, backend=backend)
-    if answer is not None or backend == "plain":
-        find = partial(_confusion_of, answer or partial(predict, precision=precision), num_classes, model, preprocess)
+
+    @torch.inference_mode()
+    def find(image: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        if answer is None and backend != "plain":
+            logits = _logits(model, preprocess, image, precision)
+            return classes_and_confusion(logits, target, align_corners=model.align_corners, backend=backend)
+        pred = (answer or partial(predict, precision=precision))(model, preprocess, image)
+        return pred, confusion(pred, target, num_classes)
+
     per_image: dict[int, Tensor] = {}
     images = eval_images(
         samples, own, workers=workers, start_method=start_method, timeout_s=timeout_s, transport=transport

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +11,10 @@ import pytest
 import torch
 
 from benchmarks import gpu
+from runs import torch_restored
+from segpipe.cli.main import main as segpipe
 from segpipe.settings.check import check
 from segpipe.settings.config import Config
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -108,22 +106,20 @@ def test_control_weights_that_differ_fail(bench: gpu.Bench, monkeypatch: pytest.
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_script_says_so_without_a_gpu() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "segpipe", "gpu-check"], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert "no GPU here" in done.stdout
+def test_the_command_says_so_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert segpipe(["gpu-check"]) == 0
+    assert "no GPU here" in capsys.readouterr().out
 
 
-def test_the_script_writes_what_it_found(tmp_path: Path) -> None:
+def test_the_command_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "found.json"
-    command = [sys.executable, "-m", "segpipe", "gpu-check", "--device", "cpu", "--size", "64", "--batch", "2"]
-    command += ["--only", "preprocessing", "camvid", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    with torch_restored():
+        small = ["--device", "cpu", "--size", "64", "--batch", "2"]
+        assert segpipe(["gpu-check", *small, "--only", "preprocessing", "camvid", "--out", str(out)]) == 0
     report = json.loads(out.read_text())
     assert report["checks"]["preprocessing"]["passed"]
     assert not report["checks"]["camvid"]["passed"]  # nor has it failed: there is no data
-    assert [line.split("  ")[0] for line in done.stdout.splitlines()] == ["passed", "left out"]
+    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()] == ["passed", "left out"]
     assert report["device"] == "cpu"
+    assert segpipe(["gpu-check", "--only", "nothing"]) == 2
+    assert "only = nothing is not one of" in capsys.readouterr().err

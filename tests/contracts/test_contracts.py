@@ -14,12 +14,11 @@ from segpipe.cli import check_plugin
 from segpipe.contracts.clause import Clause
 from segpipe.contracts.data_contract import DataContract
 from segpipe.contracts.loss_contract import LossContract
-from segpipe.contracts.network_contract import NetworkContract
+from segpipe.contracts.network_contract import NetworkContract, check_network
 from segpipe.contracts.network_contract import check_plugin as check_network_of
 from segpipe.errors import ConfigError
 from segpipe.models import MODELS
 from segpipe.run import launch
-from segpipe.run.network_check import check_network
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, from_mapping
 
@@ -248,9 +247,9 @@ def test_the_check_before_a_training_lets_others_pass_and_draws_nothing() -> Non
     after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     assert before[:2] == after[:2]
     assert torch.equal(before[2], after[2])
-    samples: Any = SimpleNamespace(classes=SimpleNamespace(num_classes=5))
+    classes: Any = SimpleNamespace(num_classes=5)
     with pytest.raises(ConfigError, match="net:running: two forwards of the same images"):
-        check_network(from_mapping({"model": {"name": "net:running"}}), samples)
+        check_network(from_mapping({"model": {"name": "net:running"}}), classes)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -21,7 +21,7 @@ from segpipe.data import pack as pack_module
 from segpipe.data.pack import AUTO, Pack, Sample
 from segpipe.data.samples import FileSamples, open_samples
 from segpipe.errors import ConfigError, DataError
-from segpipe.run.page import predictor
+from segpipe.run.report import predictor
 from segpipe.settings.check import check
 from segpipe.settings.config import from_mapping
 from segpipe.settings.groups import DataConfig

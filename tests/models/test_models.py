@@ -103,7 +103,7 @@ def test_parameter_counts(net: Any, train: int, inference: int) -> None:
 def test_any_size_in_training(name: str, size: tuple[int, int]) -> None:
     net = build_model(name, 5)
     logits = net.logits(torch.randn(2, 3, *size), aux=True)
-    assert set(logits) == {"main", *net.aux_heads}
+    assert set(logits) == {"main", *net.train_only}
     channels = {head: 1 if head == "boundary" else 5 for head in logits}
     assert {head: x.shape[1] for head, x in logits.items()} == channels
     assert len({x.shape[2:] for x in logits.values()}) == 1
@@ -116,7 +116,7 @@ def test_any_size_in_training(name: str, size: tuple[int, int]) -> None:
 @any_model
 def test_auxiliary_heads_train_themselves_and_the_trunk(name: str) -> None:
     net = build_model(name, 5)
-    for head in net.aux_heads:
+    for head in net.train_only:
         net.zero_grad()
         net.logits(torch.randn(2, 3, 64, 64), aux=True)[head].square().sum().backward()
         reached = {key for key, parameter in net.named_parameters() if parameter.grad is not None}

@@ -154,7 +154,7 @@ def test_it_is_built_from_an_import_path(project: Callable[[str, str], None]) ->
 
 
 def test_networks_of_ours_take_their_own_arguments_only() -> None:
-    assert not build_model("fast_scnn", 5, {"aux": False}).aux_heads
+    assert not build_model("fast_scnn", 5, {"aux": False}).train_only
     with pytest.raises(ConfigError, match=r"model.args.planes is not an argument of pidnet_s, which takes none\."):
         build_model("pidnet_s", 5, {"planes": 3})
 

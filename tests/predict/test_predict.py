@@ -25,8 +25,7 @@ from segpipe.data.samples import open_samples
 from segpipe.errors import ConfigError, DataError, Interrupted
 from segpipe.predict import job as job_module
 from segpipe.predict.exported import load_exported
-from segpipe.predict.inference import Inference, segment
-from segpipe.predict.predictors import raw_ids
+from segpipe.predict.inference import Inference, raw_ids, segment
 from segpipe.predict.sources import find, names
 from segpipe.predict.stamp import put, read_stamp
 from segpipe.train import checkpoint

@@ -19,7 +19,7 @@ from segpipe.cli.main import main as segpipe
 from segpipe.errors import ConfigError, DataError
 from segpipe.run import launch
 from segpipe.run.finish import finish
-from segpipe.run.naming import distinct
+from segpipe.run.sweep import distinct
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, to_mapping
 

@@ -22,7 +22,7 @@ from runs import run
 from segpipe.errors import ConfigError
 from segpipe.run import tracking
 from segpipe.run.pictures import jpeg_url
-from segpipe.run.tracked import RunEnd, run_end, run_id
+from segpipe.run.trackers import RunEnd, run_end, run_id
 from segpipe.run.tracking import check_tracking, open_tracker, read_metrics
 from segpipe.settings.compose import compose
 from segpipe.settings.config import FREE_KEYS, SETTINGS, Config, from_mapping, to_mapping

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from segpipe.audit.evidence import check_config, read_config
 from segpipe.ledger.reader import read_run
 from segpipe.run.launch import with_steps
 from segpipe.settings.config import from_mapping
-from segpipe.train import checkpoint, engine, space
+from segpipe.train import checkpoint, engine
 from segpipe.train.validate import Validation
 
 SCORES = {2: 0.1, 4: 0.3, 6: 0.2, 8: 0.3, 10: 0.25, 12: 0.9, 14: 0.1}  # by step; 8 is not better than 4
@@ -116,7 +117,7 @@ def test_a_run_with_a_fixed_schedule_is_made_longer_with_the_same_bits(tmp_path:
 def test_a_disk_that_is_too_small_is_told_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], free_mib: int, fits: bool
 ) -> None:
-    monkeypatch.setattr(space, "_free", lambda folder: free_mib * 2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free_mib * 2**20))
     code = run(tmp_path / "run", "compute.shards=1", "checkpoint.keep_every=1")
     said = capsys.readouterr().err
     assert code == (0 if fits else 2)

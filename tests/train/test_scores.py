@@ -13,8 +13,7 @@ from torch import Tensor
 
 from segpipe.keys import generator, sample_key
 from segpipe.train import metrics
-from segpipe.train.boundary import RATIO, boundary_counts, boundary_iou
-from segpipe.train.scores import by_sequence, flattering, interval
+from segpipe.train.scores import RATIO, boundary_counts, boundary_iou, by_sequence, flattering, interval
 
 
 def draw(num: int, num_classes: int = 3) -> dict[int, Tensor]:

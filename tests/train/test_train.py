@@ -289,17 +289,6 @@ def _interrupts(number: signal.Signals) -> bool:
     return False
 
 
-def test_replace_deletes_the_earlier_run(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    assert run(folder) == 0
-    first = outcome(folder)
-    (folder / "validation").mkdir()
-    assert run(folder, "run.exists=replace", "seed=1") == 0
-    assert outcome(folder) != first
-    assert not (folder / "validation").exists()
-    assert [line["kind"] for line in metrics(folder)] == ["train", "memory", "validation"]
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_diverged_run_names_step_rank_and_rate_and_keeps_its_state(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], precision: str

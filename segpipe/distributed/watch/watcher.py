@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from segpipe.distributed.watch.calls import CallLog, Ranks, diagnose, is_ours, site
 from segpipe.errors import CollectiveError
+from segpipe.files import this_host
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -187,7 +187,7 @@ class Watcher:
         store.set(self._states[self._rank], self._state().pack())
         if self.stacks is not None and not self._placed:
             self._placed = True
-            store.set(f"process/{self._rank}", json.dumps({"pid": os.getpid(), "namespace": _namespace()}))
+            store.set(f"process/{self._rank}", json.dumps({"pid": os.getpid(), "host": this_host()}))
         if self._own is not None:
             store.compare_set("verdict", "", self._own)
         if store.check(["verdict"]):
@@ -260,7 +260,7 @@ class Watcher:
         for rank in silent:
             if self._store.check([f"process/{rank}"]):
                 process = json.loads(self._store.get(f"process/{rank}"))
-                if process["namespace"] == _namespace():
+                if process["host"] == this_host():  # with its process numbers
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process["pid"], signal.SIGUSR1)
 
@@ -281,11 +281,3 @@ def _position() -> str:
         return ""
     within = f" (in {site(innermost)})" if frame is not innermost else ""
     return site(frame or innermost) + (within if frame is not None else "")
-
-
-def _namespace() -> str:
-    """This machine and its process numbers: processes in one namespace can signal each other."""
-    try:
-        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()
