@@ -31,7 +31,7 @@ from segpipe.models.preprocess import coloured
 if TYPE_CHECKING:
     from segpipe.data.augment import Augmenter, Crop
     from segpipe.data.order import Order
-    from segpipe.data.samples import Samples
+    from segpipe.data.samples import CachedSamples, Samples
 
 SHARED_MEMORY = "/dev/shm"
 ROW_BYTES = 16 + 48  # of a sample beside its pixels: epoch and index, int64; its colour, int32 (3, 4)
@@ -129,19 +129,25 @@ def eval_images(
     start_method: str,
     timeout_s: float = 300.0,
     transport: str = "ring",
+    cache: CachedSamples | None = None,
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Whole images of any size as (index, image uint8 (1, H, W, 3), target uint8 (1, H, W)), in the order of `indices`.
 
-    Raises DataError as `train_batches` does.
+    Those that are in `cache` are not loaded, and the others are kept there if they fit. Raises DataError as
+    `train_batches` does.
     """
-    places = ((index, 0) for index in indices)
-    how = Delivery(workers, start_method, timeout_s=timeout_s, transport=transport)
-    start = partial(_source, _Images(samples), places, how, slot_bytes=WHOLE_BYTES, spare=2)
+    missing = [(index, 0) for index in indices if cache is None or index not in cache]
+    how = Delivery(workers if missing else 0, start_method, timeout_s=timeout_s, transport=transport)
+    start = partial(_source, _Images(samples), iter(missing), how, slot_bytes=WHOLE_BYTES, spare=2)
     with closing(_stream([start])) as stream:
-        for packed in stream:
-            assert packed.place is not None
-            image, target, _, _ = _views(packed)
-            yield packed.place[0], image, target
+        for index in indices:
+            if cache is not None and index in cache:  # a copy: what is kept is read-only
+                image, target = (torch.from_numpy(part[None].copy()) for part in cache.read(index))
+            else:
+                image, target, _, _ = _views(next(stream))
+                if cache is not None:
+                    cache.keep(index, image[0].numpy().copy(), target[0].numpy().copy())
+            yield index, image, target
 
 
 class _Packed(NamedTuple):

@@ -201,10 +201,14 @@ class CachedSamples(_Wrapper):
     def __getstate__(self) -> dict[str, object]:
         return {"samples": self.samples, "budget_mib": self.budget_mib, "_kept": {}, "_bytes": 0}
 
+    def __contains__(self, index: int) -> bool:
+        return index in self._kept
+
     def read(self, index: int) -> Sample:
-        if index in self._kept:
-            return self._kept[index]
-        image, target = self.samples.read(index)
+        return self._kept[index] if index in self else self.keep(index, *self.samples.read(index))
+
+    def keep(self, index: int, image: NDArray[np.uint8], target: NDArray[np.uint8]) -> Sample:
+        """The sample, which is kept if it fits."""
         size = image.nbytes + target.nbytes
         if self._bytes + size <= self.budget_mib * 2**20:
             image.flags.writeable = target.flags.writeable = False
@@ -327,10 +331,8 @@ def class_pixels(samples: Samples) -> NDArray[np.int64]:
 
     Reads every mask of a split that lies in files, every sample of the user's class, and at most 64 synthetic scenes.
     """
-    total = np.zeros(samples.classes.num_classes, np.int64)
-    for counts in image_pixels(unwrapped(samples), countable(samples)):
-        total += counts
-    return total
+    counts = image_pixels(unwrapped(samples), countable(samples))
+    return sum(counts, np.zeros(samples.classes.num_classes, np.int64))
 
 
 def one_by_one(samples: Samples) -> dict[str, MixedSamples]:

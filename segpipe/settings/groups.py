@@ -95,7 +95,13 @@ class DataConfig:
     start_method: str = setting(
         "fork", "how loader processes start", choices=("fork", "forkserver", "spawn"), free=True
     )
-    cache_mib: int = setting(0, "memory for decoded training samples in each loader process, in MiB", low=0, free=True)
+    cache_mib: int = setting(
+        0,
+        "memory for decoded samples, in MiB: for those of training in each loader process, and as much for those of "
+        "validation in each rank, which later validations then need not load",
+        low=0,
+        free=True,
+    )
     pack: str = setting(
         "off",
         "keep decoded samples of files in a pack, see docs/data.md; auto: below data.root; or its FOLDER",
