@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 from contextlib import closing
@@ -12,6 +13,7 @@ import fsspec
 import numpy as np
 import pytest
 import torch
+from fsspec.asyn import AsyncFileSystem
 
 from segpipe.data.augment import Augmenter
 from segpipe.data.bucket import Bucket
@@ -144,6 +146,29 @@ def test_any_file_system_of_fsspec_will_do(files: Path, tmp_path: Path) -> None:
         found.read(0)[0], open_samples(DataConfig(name="folder", root=str(files)), "train", 0).read(0)[0]
     )
     assert unpicklable(found) is None
+
+
+class Threaded(AsyncFileSystem):
+    """Runs on a thread of fsspec, as those of the network do; a forked process does not have it."""
+
+    protocol = "threaded"
+
+    async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: object) -> bytes:
+        await asyncio.sleep(0)
+        return Path(self._strip_protocol(path)).read_bytes()
+
+
+def test_a_file_system_with_a_thread_survives_a_fork(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsspec.register_implementation("threaded", Threaded, clobber=True)
+    found = remote(files, tmp_path / "cache", "threaded")  # the list is read here, before the fork
+    assert all(map(torch.equal, batches(found, 2), batches(remote(files, tmp_path / "other"), 0)))
+    found = remote(files, tmp_path / "third", "threaded")
+    shared = found.source._files()
+    monkeypatch.setattr(Bucket, "_files", lambda self: shared)
+    with pytest.raises(DataError, match="not fork-safe"):  # the control
+        batches(found, 2)
 
 
 def test_a_process_opens_its_own_file_system(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
