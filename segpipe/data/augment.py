@@ -26,12 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
-from segpipe.data.plugin_transform import transform_builder
 from segpipe.data.transforms import PAD_COLOUR, Builder, builder
 from segpipe.errors import ConfigError
 from segpipe.keys import generator
 from segpipe.models.preprocess import COLOUR_UNIT
-from segpipe.plugins import is_path
 
 if TYPE_CHECKING:
     from segpipe.settings.groups import AugmentConfig
@@ -235,7 +233,7 @@ class Augmenter:
         self.config = config
         self.seed = seed
         self.defers_colour = config.colour_on == "device" and any(_strengths(config).values())
-        self.extra = tuple((transform_builder if is_path(name) else builder)(name) for name in config.extra)
+        self.extra = tuple(map(builder, config.extra))
         self._pipeline: A.Compose | None = None if config.keyed else self._build()
         self._owner = os.getpid()
 

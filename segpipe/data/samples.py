@@ -110,7 +110,9 @@ class SyntheticSamples:
 
 
 @dataclass
-class _Wrapper:
+class Wrapped:
+    """Samples that are read through other ones."""
+
     samples: Samples
 
     @property
@@ -129,7 +131,7 @@ class _Wrapper:
 
 
 @dataclass
-class ShuffledTargets(_Wrapper):
+class ShuffledTargets(Wrapped):
     """The control experiment: every image comes with the target of the image half a split away."""
 
     def target(self, index: int) -> NDArray[np.uint8]:
@@ -186,7 +188,7 @@ class MixedSamples:
 
 
 @dataclass
-class CachedSamples(_Wrapper):
+class CachedSamples(Wrapped):
     """`samples`, of which each process keeps those it read until `budget_mib` is full; no bit changes.
 
     Decoding a PNG costs more than all of its augmentation. The first samples stay: with random access, replacing one
@@ -209,11 +211,9 @@ class CachedSamples(_Wrapper):
 
     def keep(self, index: int, image: NDArray[np.uint8], target: NDArray[np.uint8]) -> Sample:
         """The sample, which is kept if it fits."""
-        size = image.nbytes + target.nbytes
-        if self._bytes + size <= self.budget_mib * 2**20:
+        if (size := self._bytes + image.nbytes + target.nbytes) <= self.budget_mib * 2**20:
             image.flags.writeable = target.flags.writeable = False
-            self._kept[index] = (image, target)
-            self._bytes += size
+            self._kept[index], self._bytes = (image, target), size
         return image, target
 
 
@@ -308,7 +308,7 @@ def target_of(samples: Samples, index: int) -> NDArray[np.uint8]:
 
 def unwrapped(samples: Samples) -> Samples:
     """The samples as they lie on disk, behind caches and controls."""
-    return unwrapped(samples.samples) if isinstance(samples, _Wrapper) else samples
+    return unwrapped(samples.samples) if isinstance(samples, Wrapped) else samples
 
 
 def image_sizes(samples: Samples) -> Counter[tuple[int, int]]:
