@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from runs import command, metrics, run, settings, write_camvid
-from segpipe.data.catalog import load_table
+from segpipe.data.catalog import load_masks
 from segpipe.data.problems import problems
 from segpipe.data.readers import decoders_heard
 from segpipe.errors import DataError
@@ -228,7 +228,7 @@ def test_bad_class_tables(tmp_path: Path, content: str | bytes, parts: tuple[str
     path = tmp_path / "classes.yaml"
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(DataError) as caught:
-        load_table(path)
+        load_masks(path)
     message = str(caught.value)
     assert message.startswith(str(path))
     assert "\n" not in message
@@ -242,7 +242,7 @@ def test_a_class_table_that_is_no_file(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "classes.yaml"
     {"fifo": lambda: os.mkfifo(path), "device": lambda: path.symlink_to("/dev/zero"), "folder": path.mkdir}[kind]()
     with pytest.raises(DataError, match=r"classes\.yaml cannot be read as YAML: it is no regular file"):
-        load_table(path)
+        load_masks(path)
 
 
 BAD_LISTS: list[tuple[str, bytes, tuple[str, ...]]] = [

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # or its import asks the network for a newer release
 
@@ -26,11 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
-from segpipe.data.plugin_transform import transform_builder
 from segpipe.data.transforms import PAD_COLOUR, Builder, builder
 from segpipe.errors import ConfigError
 from segpipe.keys import generator
-from segpipe.plugins import is_path
+from segpipe.models.preprocess import COLOUR_UNIT
 
 if TYPE_CHECKING:
     from segpipe.settings.groups import AugmentConfig
@@ -39,7 +38,16 @@ Uint8 = NDArray[np.uint8]
 Look = Callable[[str, Uint8, Uint8], None]  # called with a transform's name and its input image and target
 Transform: TypeAlias = A.BasicTransform | A.BaseCompose
 GREY = np.array([0.299, 0.587, 0.114])
+IDENTITY = COLOUR_UNIT * np.eye(3, 4, dtype=np.int32)
 RGB_TO_YIQ = np.array([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
+
+
+class Crop(NamedTuple):
+    """An augmented sample as it leaves a loader process."""
+
+    image: Uint8  # (H, W, 3)
+    target: Uint8  # (H, W)
+    colour: NDArray[np.int32] | None = None  # what the device applies to the image, see models/preprocess.py
 
 
 class ScaleCrop(A.DualTransform):  # type: ignore[misc]
@@ -134,11 +142,20 @@ class ColourMatrix(A.ImageOnlyTransform):  # type: ignore[misc]
 
     Contrast scales around the padding colour and hue rotates in YIQ, so all four are matrices and their product costs
     one pass over the pixels. Libraries that convert to HSV need a pass or two for each.
+
+    OpenCV multiplies bytes by 1/COLOUR_UNIT steps of the matrix in integers, so a GPU can make the same bytes. With
+    `deferred`, the image stays as it is and the matrix goes, in these steps, to the target `colour`.
     """
 
-    def __init__(self, *, brightness: float, contrast: float, saturation: float, hue: float) -> None:
+    def __init__(
+        self, *, brightness: float, contrast: float, saturation: float, hue: float, deferred: bool = False
+    ) -> None:
+        self.strengths, self.deferred = (brightness, contrast, saturation, hue), deferred
         super().__init__(p=1.0)
-        self.strengths = (brightness, contrast, saturation, hue)
+
+    @property
+    def targets(self) -> dict[str, Callable[..., Any]]:
+        return {"colour": self.apply_to_colour} if self.deferred else {"image": self.apply}
 
     def get_params(self) -> dict[str, Any]:
         draws = [strength * (2 * self.py_random.random() - 1) for strength in self.strengths]
@@ -146,6 +163,9 @@ class ColourMatrix(A.ImageOnlyTransform):  # type: ignore[misc]
 
     def apply(self, img: Uint8, matrix: NDArray[np.float64], **_: Any) -> Uint8:
         return np.asarray(cv2.transform(img, matrix), np.uint8)
+
+    def apply_to_colour(self, colour: NDArray[np.int32], matrix: NDArray[np.float64], **_: Any) -> NDArray[np.int32]:
+        return np.asarray(np.rint(matrix.astype(np.float32) * COLOUR_UNIT), np.int32)  # as OpenCV rounds it
 
 
 def colour_matrix(brightness: float, contrast: float, saturation: float, hue: float) -> NDArray[np.float64]:
@@ -168,10 +188,13 @@ def steps(config: AugmentConfig, extra: tuple[Builder, ...]) -> list[tuple[str, 
     found: list[tuple[str, Builder]] = [("", partial(ScaleCrop, crop_size, scale, config.rare_crop))]
     if config.flip:
         found.append(("", partial(A.HorizontalFlip, p=config.flip)))
-    strengths = {name: getattr(config, name) for name in ("brightness", "contrast", "saturation", "hue")}
-    if any(strengths.values()):
-        found.append(("", partial(ColourMatrix, **strengths)))
+    if any((strengths := _strengths(config)).values()):
+        found.append(("", partial(ColourMatrix, **strengths, deferred=config.colour_on == "device")))
     return [*found, *zip(config.extra, extra, strict=True)]
+
+
+def _strengths(config: AugmentConfig) -> dict[str, float]:
+    return {name: getattr(config, name) for name in ("brightness", "contrast", "saturation", "hue")}
 
 
 def _built(name: str, build: Builder) -> Transform:
@@ -209,7 +232,8 @@ class Augmenter:
     def __init__(self, config: AugmentConfig, seed: int = 0) -> None:
         self.config = config
         self.seed = seed
-        self.extra = tuple((transform_builder if is_path(name) else builder)(name) for name in config.extra)
+        self.defers_colour = config.colour_on == "device" and any(_strengths(config).values())
+        self.extra = tuple(map(builder, config.extra))
         self._pipeline: A.Compose | None = None if config.keyed else self._build()
         self._owner = os.getpid()
 
@@ -217,16 +241,21 @@ class Augmenter:
         return {**self.__dict__, "_pipeline": None}
 
     def __call__(self, image: Uint8, target: Uint8, key: int) -> tuple[Uint8, Uint8]:
-        return _apply(self._keyed_pipeline(key), image, target)
+        image, target, colour = self.crop(image, target, key)
+        return (image if colour is None else np.asarray(cv2.transform(image, colour / COLOUR_UNIT), np.uint8)), target
 
-    def looked_at(self, image: Uint8, target: Uint8, key: int, look: Look) -> tuple[Uint8, Uint8]:
-        """The same crop by the same pipeline; `look` is called with the input of each transform."""
+    def crop(self, image: Uint8, target: Uint8, key: int) -> Crop:
+        """The same, but with `augment.colour_on=device` before its colour, and the matrix of that."""
+        return self._apply(self._keyed_pipeline(key), image, target)
+
+    def looked_at(self, image: Uint8, target: Uint8, key: int, look: Look) -> Crop:
+        """The same as `crop` by the same pipeline; `look` is called with the input of each transform."""
         pipeline = self._keyed_pipeline(key)
         inner = pipeline.transforms
         names = [name for name, _ in steps(self.config, self.extra)]
         pipeline.transforms = [partial(_shown, *step, look) for step in zip(names, inner, strict=True)]
         try:
-            return _apply(pipeline, image, target)
+            return self._apply(pipeline, image, target)
         finally:
             pipeline.transforms = inner
 
@@ -263,10 +292,10 @@ class Augmenter:
         transforms = [_built(*step) for step in steps(self.config, self.extra)]
         return A.Compose(transforms, seed=None if self.config.keyed else self.seed)
 
-
-def _apply(pipeline: A.Compose, image: Uint8, target: Uint8) -> tuple[Uint8, Uint8]:
-    augmented = pipeline(image=image, mask=target)
-    return np.ascontiguousarray(augmented["image"]), np.ascontiguousarray(augmented["mask"])
+    def _apply(self, pipeline: A.Compose, image: Uint8, target: Uint8) -> Crop:
+        more = {"colour": IDENTITY} if self.defers_colour else {}
+        made = pipeline(image=image, mask=target, **more)
+        return Crop(np.ascontiguousarray(made["image"]), np.ascontiguousarray(made["mask"]), made.get("colour"))
 
 
 def _shown(name: str, step: Transform, look: Look, **data: Any) -> dict[str, Any]:

@@ -22,15 +22,15 @@ import fsspec
 import numpy as np
 from numpy.typing import NDArray
 
-from segpipe.data.catalog import ClassTable, load_masks
+from segpipe.data.catalog import load_masks
 from segpipe.data.masks import settled
 from segpipe.data.pairs import Pair
 from segpipe.data.readers import read_header
-from segpipe.data.samples import FileSamples
+from segpipe.data.samples import FileSamples, Wrapped
 from segpipe.errors import DataError
 
 
-class Bucket:
+class Bucket(Wrapped):
     """A split of a data set at a URL of fsspec; `cache` is a local folder for the objects that were read."""
 
     def __init__(self, root: str, split: str, cache: str) -> None:
@@ -55,17 +55,6 @@ class Bucket:
         self.samples = FileSamples(settled(table, [first]), tuple(pairs))
         self.sizes = [(int(row["height"]), int(row["width"])) for row in rows if row.get("height") and row.get("width")]
         self.sizes = self.sizes if len(self.sizes) == len(rows) else [read_header(first)[:2]] * len(rows)
-
-    @property
-    def classes(self) -> ClassTable:
-        return self.samples.classes
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def name(self, index: int) -> str:
-        """Path of the image below the root, without suffix."""
-        return self.samples.name(index)
 
     def read(self, index: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """Image and train ids, as of files on a disk. Raises DataError naming the object."""

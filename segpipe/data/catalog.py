@@ -198,11 +198,6 @@ def table_path(data: DataConfig) -> Path:
     return Path(data.classes) if data.classes else Path(data.root) / "classes.yaml"
 
 
-def load_table(path: Path) -> ClassTable:
-    """The class table of a YAML file of the form shown above. Raises DataError naming file and key."""
-    return load_masks(path).classes
-
-
 def load_masks(path: Path) -> MaskTable:
     """All that a YAML file of the form shown above says. Raises DataError naming file and key."""
     try:

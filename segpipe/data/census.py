@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +21,6 @@ from segpipe.data.proposal import count_values
 from segpipe.data.readers import RawMask, read_image, read_mask, threaded
 from segpipe.data.samples import FileSamples, Samples, countable, unwrapped
 from segpipe.errors import DataError
-
-if TYPE_CHECKING:
-    from segpipe.data.pairs import Pair
 
 Value = int | Color
 UNKNOWN = -1  # train id of a value that the class table does not have
@@ -116,7 +113,7 @@ def _of_files(samples: FileSamples, index: int, with_look: bool) -> _Found | Non
     pair = samples.pairs[index]
     try:
         mask = read_mask(pair.mask)
-        seen = _look(pair) if with_look else UNKNOWN_LOOK
+        seen = look(read_image(pair.image)) if with_look else UNKNOWN_LOOK
     except DataError:
         return None
     table = samples.table
@@ -127,10 +124,6 @@ def _of_files(samples: FileSamples, index: int, with_look: bool) -> _Found | Non
         pixels[{IGNORE_INDEX: -2, UNKNOWN: -1}.get(train, train)] += count
     kind = f"{mask.header.layout}, {mask.header.bits} bits"
     return _Found(kind, values, pixels, _odd(table, mask, values), seen, mask.header[:2])
-
-
-def _look(pair: Pair) -> int:
-    return look(read_image(pair.image))
 
 
 def _meant(table: MaskTable, mask: RawMask, counts: dict[Value, int]) -> dict[Value, int]:

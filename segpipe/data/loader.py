@@ -26,14 +26,15 @@ from segpipe.data.ring import Ring
 from segpipe.data.workers import Delivery, InProcess, Room, Source, TorchLoader
 from segpipe.errors import ConfigError
 from segpipe.keys import sample_key
+from segpipe.models.preprocess import coloured
 
 if TYPE_CHECKING:
-    from segpipe.data.augment import Augmenter
+    from segpipe.data.augment import Augmenter, Crop
     from segpipe.data.order import Order
-    from segpipe.data.samples import Samples
+    from segpipe.data.samples import CachedSamples, Samples
 
 SHARED_MEMORY = "/dev/shm"
-ID_BYTES = 16  # epoch and index of a sample, int64 each
+ROW_BYTES = 16 + 48  # of a sample beside its pixels: epoch and index, int64; its colour, int32 (3, 4)
 PIXEL_BYTES = 4  # RGB and class id
 WHOLE_BYTES = 2**28  # of a slot for whole images; memory is only used as far as an image reaches
 Pixels = tuple[NDArray[np.uint8], NDArray[np.uint8]]  # image (H, W, 3) and target (H, W)
@@ -48,13 +49,19 @@ class ShardBatch(NamedTuple):
     target: Tensor  # uint8 (b, H, W), train ids
     epoch: Tensor  # int64 (b,)
     index: Tensor  # type: ignore[assignment]  # int64 (b,); hides tuple.index, which nobody needs here
+    colour: Tensor | None = None  # int32 (b, 3, 4): what the device still has to apply, see models/preprocess.py
+
+    def finished(self) -> NDArray[np.uint8]:
+        """Images (b, H, W, 3) as the network sees them, after colour."""
+        image = self.image if self.colour is None else coloured(self.image, self.colour).to(torch.uint8)
+        return image.numpy()
 
 
 class Repeats(Protocol):
     """Compares watched samples (see plan.py) as delivered with the same samples as another process made them."""
 
     @property
-    def augment(self) -> Callable[[Augmenter, Pixels, int, bool], tuple[Pixels, Any]]:
+    def augment(self) -> Callable[[Augmenter, Pixels, int, bool], tuple[Crop, Any]]:
         """Called in a worker: the augmented sample, and what is compared of it; the last argument: made again."""
 
     def hold(self, member: Member, pixels: Pixels, made: Any) -> None:
@@ -93,7 +100,7 @@ def train_batches(
     """
     every = augmenter.config.canary if repeats is not None else 0
     height, width = augmenter.config.crop_size
-    item_bytes = order.samples_per_shard * (height * width * PIXEL_BYTES + ID_BYTES)
+    item_bytes = order.samples_per_shard * (height * width * PIXEL_BYTES + ROW_BYTES)
     if transport == "dataloader":
         _check_shared_memory(workers, prefetch, item_bytes)
     items = _Shards(samples, augmenter, seed, repeats.augment if repeats is not None else _not_watched)
@@ -111,7 +118,7 @@ def train_batches(
         stream = _stream(starts, (int(request.place is None) for request in plan()))
     else:
         stream = _stream([partial(deliver, plan(), how)])
-    return _shard_batches(stream, repeats)
+    return _shard_batches(stream, repeats, augmenter.defers_colour)
 
 
 def eval_images(
@@ -122,23 +129,29 @@ def eval_images(
     start_method: str,
     timeout_s: float = 300.0,
     transport: str = "ring",
+    cache: CachedSamples | None = None,
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Whole images of any size as (index, image uint8 (1, H, W, 3), target uint8 (1, H, W)), in the order of `indices`.
 
-    Raises DataError as `train_batches` does.
+    Those that are in `cache` are not loaded, and the others are kept there if they fit. Raises DataError as
+    `train_batches` does.
     """
-    places = ((index, 0) for index in indices)
-    how = Delivery(workers, start_method, timeout_s=timeout_s, transport=transport)
-    start = partial(_source, _Images(samples), places, how, slot_bytes=WHOLE_BYTES, spare=2)
+    missing = [(index, 0) for index in indices if cache is None or index not in cache]
+    how = Delivery(workers if missing else 0, start_method, timeout_s=timeout_s, transport=transport)
+    start = partial(_source, _Images(samples), iter(missing), how, slot_bytes=WHOLE_BYTES, spare=2)
     with closing(_stream([start])) as stream:
-        for packed in stream:
-            assert packed.place is not None
-            image, target, _ = _views(packed)
-            yield packed.place[0], image, target
+        for index in indices:
+            if cache is not None and index in cache:  # a copy: what is kept is read-only
+                image, target = (torch.from_numpy(part[None].copy()) for part in cache.read(index))
+            else:
+                image, target, _, _ = _views(next(stream))
+                if cache is not None:
+                    cache.keep(index, image[0].numpy().copy(), target[0].numpy().copy())
+            yield index, image, target
 
 
 class _Packed(NamedTuple):
-    """What a worker sends: `data` holds the ids of all samples, then their images, then their targets."""
+    """What a worker sends: `data` holds ids and colours of all samples, then their images, then their targets."""
 
     place: tuple[int, int] | None  # (step, shard) of a shard batch, (index, 0) of a whole image, or None; see Request
     shape: tuple[int, int, int]  # samples, height, width
@@ -147,24 +160,28 @@ class _Packed(NamedTuple):
 
 
 def _pack(room: Room, place: tuple[int, int] | None, num: int, height: int, width: int) -> _Packed:
-    return _Packed(place, (num, height, width), room.take(num * (ID_BYTES + height * width * PIXEL_BYTES)))
+    return _Packed(place, (num, height, width), room.take(num * (ROW_BYTES + height * width * PIXEL_BYTES)))
 
 
-def _views(packed: _Packed) -> tuple[Tensor, Tensor, Tensor]:
-    """Image (b, H, W, 3), target (b, H, W) and ids int64 (2, b) in the memory of `packed`."""
+def _views(packed: _Packed) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Image (b, H, W, 3), target (b, H, W), ids int64 (2, b), colour int32 (b, 3, 4) in the memory of `packed`."""
     num, height, width = packed.shape
-    first_pixel, first_label = num * ID_BYTES, num * (ID_BYTES + 3 * height * width)
-    ids, image = packed.data[:first_pixel], packed.data[first_pixel:first_label]
-    target = packed.data[first_label:]
-    return image.view(num, height, width, 3), target.view(num, height, width), ids.view(torch.int64).view(2, num)
+    sizes = [16 * num, 48 * num, 3 * num * height * width, num * height * width]
+    ids, colour, image, target = torch.split(packed.data, sizes)
+    return (
+        image.view(num, height, width, 3),
+        target.view(num, height, width),
+        ids.view(torch.int64).view(2, num),
+        colour.view(torch.int32).view(num, 3, 4),
+    )
 
 
 def _shard_batches(
-    stream: Generator[_Packed, None, None], repeats: Repeats | None
+    stream: Generator[_Packed, None, None], repeats: Repeats | None, with_colour: bool
 ) -> Generator[ShardBatch, None, None]:
     with closing(stream):
         for packed in stream:
-            image, target, ids = _views(packed)
+            image, target, ids, colour = _views(packed)
             for row, made in packed.made:
                 assert repeats is not None
                 epoch, index = ids[:, row].tolist()
@@ -174,10 +191,10 @@ def _shard_batches(
                 else:  # held for long: a copy leaves the slot to the next batch
                     repeats.hold((epoch, index), (pixels[0].copy(), pixels[1].copy()), made)
             if packed.place is not None:
-                yield ShardBatch(*packed.place, image, target, ids[0], ids[1])
+                yield ShardBatch(*packed.place, image, target, ids[0], ids[1], colour if with_colour else None)
 
 
-def _not_watched(augmenter: Augmenter, pixels: Pixels, key: int, again: bool) -> tuple[Pixels, Any]:
+def _not_watched(augmenter: Augmenter, pixels: Pixels, key: int, again: bool) -> tuple[Crop, Any]:
     raise AssertionError("a sample is watched, but nothing compares it")
 
 
@@ -186,23 +203,24 @@ class _Shards:
     samples: Samples
     augmenter: Augmenter
     seed: int
-    augment_watched: Callable[[Augmenter, Pixels, int, bool], tuple[Pixels, Any]]
+    augment_watched: Callable[[Augmenter, Pixels, int, bool], tuple[Crop, Any]]
 
     def make(self, request: Request, room: Room) -> _Packed:
         height, width = self.augmenter.config.crop_size
         packed = _pack(room, request.place, len(request.members), height, width)
-        image, target, ids = (part.numpy() for part in _views(packed))
+        image, target, ids, colour = (part.numpy() for part in _views(packed))
         made = []
         for row, (epoch, index) in enumerate(request.members):
             room.at(row)
             key, pixels = sample_key(self.seed, epoch, index, "augment"), self.samples.read(index)
             if row in request.watched:
-                (image[row], target[row]), found = self.augment_watched(
-                    self.augmenter, pixels, key, request.place is None
-                )
+                crop, found = self.augment_watched(self.augmenter, pixels, key, request.place is None)
                 made.append((row, found))
             else:
-                image[row], target[row] = self.augmenter(*pixels, key)
+                crop = self.augmenter.crop(*pixels, key)
+            image[row], target[row] = crop.image, crop.target
+            if crop.colour is not None:
+                colour[row] = crop.colour
             ids[:, row] = epoch, index
         return packed._replace(made=tuple(made))
 

@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe.errors import DataError
+from segpipe.files import sha256
 
 if TYPE_CHECKING:
     from segpipe.data.catalog import MaskTable
@@ -117,7 +118,7 @@ class Pack:
             opened.trusted.pop(key, None)
         before = _times(pair)
         sample = decode()
-        image, mask = (FileState(*times, _sha256(path)) for times, path in zip(before, pair[1:], strict=True))
+        image, mask = (FileState(*times, sha256(Path(path))) for times, path in zip(before, pair[1:], strict=True))
         file = Path(pair.image).read_bytes() if self._images == "file" else b""
         if _times(pair) == before:
             self._add(opened, entry, key, sample, file, image, mask)
@@ -280,11 +281,6 @@ def _entry(line: bytes) -> PackEntry | None:
         return None
 
 
-def _sha256(path: str) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _times(pair: Pair) -> list[tuple[int, int, int]]:
     """Size and times of change of image and mask, as in FileState."""
     try:
@@ -297,7 +293,7 @@ def _times(pair: Pair) -> list[tuple[int, int, int]]:
 def _changed(pair: Pair, entry: PackEntry) -> str | None:
     """A message if a source file is not the one that was packed."""
     for path, now, packed in zip(pair[1:], _times(pair), entry[-2:], strict=True):
-        if now != packed[:3] and (now[0] != packed.size or _sha256(path) != packed.sha256):
+        if now != packed[:3] and (now[0] != packed.size or sha256(Path(path)) != packed.sha256):
             return f"{path} was changed after it was packed"
     return None
 

@@ -110,7 +110,9 @@ class SyntheticSamples:
 
 
 @dataclass
-class _Wrapper:
+class Wrapped:
+    """Samples that are read through other ones."""
+
     samples: Samples
 
     @property
@@ -129,7 +131,7 @@ class _Wrapper:
 
 
 @dataclass
-class ShuffledTargets(_Wrapper):
+class ShuffledTargets(Wrapped):
     """The control experiment: every image comes with the target of the image half a split away."""
 
     def target(self, index: int) -> NDArray[np.uint8]:
@@ -186,7 +188,7 @@ class MixedSamples:
 
 
 @dataclass
-class CachedSamples(_Wrapper):
+class CachedSamples(Wrapped):
     """`samples`, of which each process keeps those it read until `budget_mib` is full; no bit changes.
 
     Decoding a PNG costs more than all of its augmentation. The first samples stay: with random access, replacing one
@@ -201,15 +203,17 @@ class CachedSamples(_Wrapper):
     def __getstate__(self) -> dict[str, object]:
         return {"samples": self.samples, "budget_mib": self.budget_mib, "_kept": {}, "_bytes": 0}
 
+    def __contains__(self, index: int) -> bool:
+        return index in self._kept
+
     def read(self, index: int) -> Sample:
-        if index in self._kept:
-            return self._kept[index]
-        image, target = self.samples.read(index)
-        size = image.nbytes + target.nbytes
-        if self._bytes + size <= self.budget_mib * 2**20:
+        return self._kept[index] if index in self else self.keep(index, *self.samples.read(index))
+
+    def keep(self, index: int, image: NDArray[np.uint8], target: NDArray[np.uint8]) -> Sample:
+        """The sample, which is kept if it fits."""
+        if (size := self._bytes + image.nbytes + target.nbytes) <= self.budget_mib * 2**20:
             image.flags.writeable = target.flags.writeable = False
-            self._kept[index] = (image, target)
-            self._bytes += size
+            self._kept[index], self._bytes = (image, target), size
         return image, target
 
 
@@ -304,7 +308,7 @@ def target_of(samples: Samples, index: int) -> NDArray[np.uint8]:
 
 def unwrapped(samples: Samples) -> Samples:
     """The samples as they lie on disk, behind caches and controls."""
-    return unwrapped(samples.samples) if isinstance(samples, _Wrapper) else samples
+    return unwrapped(samples.samples) if isinstance(samples, Wrapped) else samples
 
 
 def image_sizes(samples: Samples) -> Counter[tuple[int, int]]:
@@ -327,10 +331,8 @@ def class_pixels(samples: Samples) -> NDArray[np.int64]:
 
     Reads every mask of a split that lies in files, every sample of the user's class, and at most 64 synthetic scenes.
     """
-    total = np.zeros(samples.classes.num_classes, np.int64)
-    for counts in image_pixels(unwrapped(samples), countable(samples)):
-        total += counts
-    return total
+    counts = image_pixels(unwrapped(samples), countable(samples))
+    return sum(counts, np.zeros(samples.classes.num_classes, np.int64))
 
 
 def one_by_one(samples: Samples) -> dict[str, MixedSamples]:

@@ -20,10 +20,12 @@ import albumentations as A
 import numpy as np
 from numpy.typing import NDArray
 
-from segpipe import IGNORE_INDEX
+from segpipe import IGNORE_INDEX, plugins
 from segpipe.errors import ConfigError
+from segpipe.plugins import is_path
 from segpipe.settings.setting import nearest
 
+KEY = "augment.extra"
 Uint8 = NDArray[np.uint8]
 Builder = Callable[[], "A.BasicTransform | A.BaseCompose"]
 PAD_COLOUR = (124, 116, 104)  # mean colour of ImageNet: about 0 after normalization
@@ -98,9 +100,50 @@ TRANSFORMS: dict[str, Builder] = {
 }
 
 
+class CallableTransform(A.DualTransform):  # type: ignore[misc]
+    """`function(image, target, rng)`, applied to every sample.
+
+    `rng` is a numpy generator that restarts from the sample's key before every call.
+
+    Shapes: image uint8 (H, W, 3), target uint8 (H, W) -> both of the same size.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        super().__init__(p=1.0)
+        self.function, self.name = function, name
+
+    def __call__(self, *args: Any, force_apply: bool = False, **data: Any) -> Any:
+        image, target = self.function(data["image"], data["mask"], self.random_generator)
+        for what, before, now in (("image", data["image"], image), ("target", data["mask"], target)):
+            if not isinstance(now, np.ndarray) or (now.shape, now.dtype) != (before.shape, before.dtype):
+                found = f"{now.dtype} {now.shape}" if isinstance(now, np.ndarray) else f"a {type(now).__name__}"
+                raise ConfigError(
+                    f"{KEY} = {self.name} made {found} of the {what} {before.dtype} {before.shape}, but dtype and "
+                    f"shape must stay: the crop has its size already."
+                )
+        return {**data, "image": image, "mask": target}
+
+
 def builder(name: str) -> Builder:
-    """The builder of this transform. Raises ConfigError with the nearest name."""
+    """Builds the transform of this name or import path; can be pickled.
+
+    Raises ConfigError when it cannot be imported, and with the nearest name when there is none.
+    """
+    if is_path(name):
+        return partial(_build, plugins.load(KEY, name), name)
     if name not in TRANSFORMS:
         valid = list(TRANSFORMS)
-        raise ConfigError(f"augment.extra = {name!r} is not one of {', '.join(valid)}.{nearest(name, valid)}")
+        raise ConfigError(f"{KEY} = {name!r} is not one of {', '.join(valid)}.{nearest(name, valid)}")
     return TRANSFORMS[name]
+
+
+def _build(kind: Callable[..., Any], path: str) -> Any:
+    built = plugins.call(KEY, path, kind, {})
+    if isinstance(built, A.BasicTransform | A.BaseCompose):
+        return built
+    if not callable(built) or isinstance(built, type):
+        raise ConfigError(
+            f"{KEY} = {path} made {built!r}, but a transform of albumentations, or an object that is called with "
+            f"image, target and a random generator, was needed."
+        )
+    return CallableTransform(built, path)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from segpipe.purity.probes import Frame, first_difference
 from segpipe.purity.tripwire import another_worker
 
 if TYPE_CHECKING:
-    from segpipe.data.augment import Augmenter
+    from segpipe.data.augment import Augmenter, Crop
     from segpipe.data.samples import Samples
 
 Trail = tuple[tuple[str, int], ...]  # of each transform its name, and 8 bytes of what it was given
@@ -39,13 +39,14 @@ class Witness(NamedTuple):
     trail: Trail = ()
 
 
-def witness(image: NDArray[np.uint8], target: NDArray[np.uint8], trail: Trail = ()) -> Witness:
-    """The digests of a sample, made in this process."""
-    of_image, of_target = digest_groups([[_tensor(image)], [_tensor(target)]]).tolist()
+def witness(crop: Crop, trail: Trail = ()) -> Witness:
+    """The digests of a sample, made in this process; that of the image covers a colour that is not applied yet."""
+    image = [_tensor(part) for part in (crop.image, crop.colour) if part is not None]
+    of_image, of_target = digest_groups([image, [_tensor(crop.target)]]).tolist()
     return Witness(os.getpid(), of_image % 2**64, of_target % 2**64, trail)
 
 
-def augment_watched(augmenter: Augmenter, frame: Frame, key: int, again: bool = False) -> tuple[Frame, Witness]:
+def augment_watched(augmenter: Augmenter, frame: Frame, key: int, again: bool = False) -> tuple[Crop, Witness]:
     """The augmented sample and its witness, without a trail where digests are not compiled: it would cost too much.
 
     With `again`, as a worker of another layout, so that a transform which reads the number of workers is seen too.
@@ -54,20 +55,20 @@ def augment_watched(augmenter: Augmenter, frame: Frame, key: int, again: bool = 
         return _augment_watched(augmenter, frame, key)
 
 
-def _augment_watched(augmenter: Augmenter, frame: Frame, key: int) -> tuple[Frame, Witness]:
+def _augment_watched(augmenter: Augmenter, frame: Frame, key: int) -> tuple[Crop, Witness]:
     if kernels() is None:
-        made = augmenter(*frame, key)
-        return made, witness(*made)
+        made = augmenter.crop(*frame, key)
+        return made, witness(made)
     trail: list[tuple[str, int]] = []
 
     def look(name: str, *arrays: NDArray[np.uint8]) -> None:
         trail.append((name, int(digest_groups([[_tensor(array) for array in arrays]]))))
 
     made = augmenter.looked_at(*frame, key, look)
-    return made, witness(*made, tuple(trail))
+    return made, witness(made, tuple(trail))
 
 
-def _tensor(array: NDArray[np.uint8]) -> torch.Tensor:
+def _tensor(array: NDArray[Any]) -> torch.Tensor:
     """The array as a tensor that is only read."""
     array = np.ascontiguousarray(array)
     if not array.flags.writeable:  # of a cache: torch warns of such memory, and a copy costs more than the digest
@@ -78,7 +79,7 @@ def _tensor(array: NDArray[np.uint8]) -> torch.Tensor:
 class _Unlocked:
     """The memory of a contiguous array without its read-only flag."""
 
-    def __init__(self, array: NDArray[np.uint8]) -> None:
+    def __init__(self, array: NDArray[Any]) -> None:
         self._array = array  # keeps the memory alive
         self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
 

@@ -92,7 +92,7 @@ def check_diversity(
         for rank in range(ranks)
         for batch in _batches(augmenter, samples, order, range(rank, rank + 1), workers, method)
     ]
-    found = {(batch.image.numpy().tobytes(), batch.target.numpy().tobytes()) for batch in batches}
+    found = {(batch.finished().tobytes(), batch.target.numpy().tobytes()) for batch in batches}
     alone = augmenter.fresh()  # one for all batches: an unkeyed pipeline repeats itself when rebuilt
     possible = {
         (image.tobytes(), target.tobytes()) for batch in batches for image, target in _augmented(alone, samples, batch)
@@ -130,8 +130,9 @@ def _augmented(augmenter: Augmenter, samples: Samples, batch: ShardBatch) -> lis
 
 def _first(augmenter: Augmenter, samples: Samples, batch: ShardBatch) -> str:
     """Where a batch first differs from its samples augmented alone; empty when it does not."""
+    images = batch.finished()
     for row, expected in enumerate(_augmented(augmenter.fresh(), samples, batch)):
-        difference = first_difference(expected, (batch.image[row].numpy(), batch.target[row].numpy()))
+        difference = first_difference(expected, (images[row], batch.target[row].numpy()))
         if difference is not None:
             return f"step {batch.step}, shard {batch.shard}, sample {row}: {difference}"
     return ""

@@ -236,7 +236,7 @@ def _batch(found: Checkup) -> tuple[list[tuple[str, list[str]]], str]:
     batch, fault = first_batch(found.config, samples)
     if batch is None:
         return [], fault
-    images, targets = batch.image.numpy(), batch.target.numpy()
+    images, targets = batch.finished(), batch.target.numpy()
     names = [samples.name(index) for index in batch.index.tolist()]
     each = zip(names, images, targets, strict=True)
     return [(name, _both(samples.classes, image, target)) for name, image, target in each], ""

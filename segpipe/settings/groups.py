@@ -95,7 +95,13 @@ class DataConfig:
     start_method: str = setting(
         "fork", "how loader processes start", choices=("fork", "forkserver", "spawn"), free=True
     )
-    cache_mib: int = setting(0, "memory for decoded training samples in each loader process, in MiB", low=0, free=True)
+    cache_mib: int = setting(
+        0,
+        "memory for decoded samples, in MiB: for those of training in each loader process, and as much for those of "
+        "validation in each rank, which later validations then need not load",
+        low=0,
+        free=True,
+    )
     pack: str = setting(
         "off",
         "keep decoded samples of files in a pack, see docs/data.md; auto: below data.root; or its FOLDER",
@@ -142,6 +148,12 @@ class AugmentConfig:
     contrast: float = setting(0.2, "largest relative change of contrast", low=0, high=1)
     saturation: float = setting(0.2, "largest relative change of saturation", low=0, high=1)
     hue: float = setting(0.02, "largest shift of the hue, in turns", low=0, high=0.5)
+    colour_on: str = setting(
+        "worker",
+        "where brightness, contrast, saturation and hue are applied: by the loader process, or by the device of the "
+        "network, which gives the same pixels",
+        choices=("worker", "device"),
+    )
     extra: list[str] = setting([], "further transforms by name, or package.module:Class of your own", plugin=True)
     check: bool = setting(
         True, "check before training that augmentation is a pure function of sample and key", free=True

@@ -102,7 +102,7 @@ def _open(
     if group.is_main and _keeps_ledger(config):
         inputs.record(config, {"train": samples, config.data.split: val_samples})
     group.keep_stacks(config.run_dir)
-    cache_mib = 0.0 if config.data.workers else config.data.cache_mib  # with workers, the cache is theirs
+    cache_mib = config.data.cache_mib * (1 if config.data.workers else 2)  # of training, it is in the workers
     watch = (
         Recorder(config, group, current, samples, fingerprint, cache_mib=cache_mib)
         if _keeps_ledger(config)
@@ -266,7 +266,7 @@ def _log(run: Run, result: StepResult) -> None:
 def _validate(run: Run, *, precision: str, log: bool = True) -> Validation:
     """Confusion of the averaged weights on the validation split."""
     config, current = run.config, run.state
-    image, _ = run.val_samples.read(run.group.rank % len(run.val_samples))
+    image, _ = run.val_cache.read(run.group.rank % len(run.val_samples))
     with run.watch.explain_out_of_memory([(1, *image.shape)]):
         found = validate(
             current.ema.model,
@@ -279,6 +279,7 @@ def _validate(run: Run, *, precision: str, log: bool = True) -> Validation:
             start_method=config.data.start_method,
             transport=config.data.transport,
             timeout_s=config.data.timeout_s,
+            cache=run.val_cache,
             progress=run.view.validating,
         )
     figures = summary(found.total, run.val_samples.classes.names)

@@ -68,14 +68,21 @@ class BatchLoss:
         self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def __call__(
-        self, network: nn.Module, image: Tensor, target: Tensor, global_valid: Tensor, *, shard: int
+        self,
+        network: nn.Module,
+        image: Tensor,
+        target: Tensor,
+        global_valid: Tensor,
+        *,
+        shard: int,
+        colour: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Loss parts, 0-d; dropout is keyed by the step and `shard`, not by what ran before."""
         torch.manual_seed(torch_seed(self.config.seed, self.state.step, shard, "dropout"))
         with self.watch.span("copy"):
-            image, target = self._on_device(image, target)
+            image, target, *rest = self._on_device(image, target, *([] if colour is None else [colour]))
         with self.watch.span("forward"), autocast(self.device, self.config.train.precision):
-            seen = self.preprocess(image)
+            seen = self.preprocess(image, *rest)
             heads = network(seen)
         self.watch.forward(seen, heads)
         with self.watch.span("loss"):
@@ -88,21 +95,21 @@ class BatchLoss:
                 align_corners=self.state.model.align_corners,
             )
 
-    def _on_device(self, image: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Both on the device; the host does not wait.
+    def _on_device(self, *values: Tensor) -> list[Tensor]:
+        """All on the device; the host does not wait.
 
         A stream of its own copies them: the host is ahead of a GPU by up to a step, so a batch is there when the GPU
         comes to it, and copies take no time of the stream that computes.
         """
         if self._copies is None:
-            return image.to(self.device, non_blocking=True), target.to(self.device, non_blocking=True)
+            return [value.to(self.device, non_blocking=True) for value in values]
         here = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self._copies):
-            image, target = (value.to(self.device, non_blocking=True) for value in (image, target))
+            copies = [value.to(self.device, non_blocking=True) for value in values]
         here.wait_stream(self._copies)
-        for value in (image, target):
+        for value in copies:
             value.record_stream(here)  # its memory is not used again before `here` has read it
-        return image, target
+        return copies
 
 
 class ElasticGradients:
@@ -130,7 +137,9 @@ class ElasticGradients:
         before = [buffer.clone() for buffer in self.statistics]
         absent = set(range(len(self.parameters)))  # parameters for which no own shard gave a gradient
         for number, batch in enumerate(shards, 1):
-            parts = self.loss(self.network, batch.image, batch.target, global_valid, shard=batch.shard)
+            parts = self.loss(
+                self.network, batch.image, batch.target, global_valid, shard=batch.shard, colour=batch.colour
+            )
             layout = self._layout_for(parts)
             flat = free.pop() if free else self._new(layout)
             last = number == len(shards)
@@ -325,7 +334,9 @@ class DdpGradients:
         device, world_size = self.group.device, self.group.world_size
         image = torch.cat([batch.image.to(device, non_blocking=True) for batch in shards])
         target = torch.cat([batch.target.to(device, non_blocking=True) for batch in shards])
-        parts = self.loss(self.network, image, target, global_valid, shard=shards[0].shard)
+        colours = [batch.colour.to(device, non_blocking=True) for batch in shards if batch.colour is not None]
+        colour = torch.cat(colours) if colours else None
+        parts = self.loss(self.network, image, target, global_valid, shard=shards[0].shard, colour=colour)
         if world_size > 1:
             self.group.contract.enter("backward of DDP")
         total = parts["total"] * world_size  # DDP takes the mean over ranks, but the loss is divided by all pixels

@@ -75,7 +75,7 @@ class Recorder(Watch):
     def whole_batch(self, shards: Sequence[ShardBatch]) -> None:
         """Rows of shards that have no forward of their own."""
         for batch in shards:
-            row = {"image": digest_each(batch.image), "target": digest_each(batch.target)}
+            row = {"image": _images(batch), "target": digest_each(batch.target)}
             self._writer.shard_row(self.state.step, batch.shard, batch.epoch, batch.index, row)
 
     def shard(self, batch: ShardBatch, loss: Tensor, statistics: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -83,7 +83,7 @@ class Recorder(Watch):
         step, shard = self.state.step, batch.shard
         row = {
             **self._shard,
-            "image": digest_each(batch.image),
+            "image": _images(batch),
             "target": digest_each(batch.target),
             "statistics": digest_many(statistics),
             "loss": float_bits(loss.detach().double()),
@@ -159,6 +159,13 @@ class Recorder(Watch):
     def close(self) -> None:
         """Write what is pending, and end."""
         self._writer.close()
+
+
+def _images(batch: ShardBatch) -> Tensor:
+    """Digest of each image, with its colour where the device applies that, int64 (b,)."""
+    if batch.colour is None:
+        return digest_each(batch.image)
+    return digest_groups([*zip(batch.image, batch.colour, strict=True)])
 
 
 def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from segpipe.data.samples import CachedSamples
 from segpipe.train.clock import Clock
 
 if TYPE_CHECKING:
@@ -58,6 +60,11 @@ class Run:
     log: Log
     clock: Clock = field(default_factory=Clock)
     saved: int | None = None  # step of last.pt, if there is one
+
+    @cached_property
+    def val_cache(self) -> CachedSamples:
+        """Images that stay in memory from one validation to the next."""
+        return CachedSamples(self.val_samples, self.config.data.cache_mib if self.config.train.validate_every else 0)
 
     @property
     def folder(self) -> Path:

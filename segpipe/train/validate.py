@@ -19,7 +19,7 @@ from segpipe.train.gradients import autocast
 from segpipe.train.metrics import confusion, confusion_of
 
 if TYPE_CHECKING:
-    from segpipe.data.samples import Samples
+    from segpipe.data.samples import CachedSamples, Samples
     from segpipe.distributed.group import Group
     from segpipe.models.layers import SegmentationNet
     from segpipe.models.preprocess import Preprocess
@@ -85,6 +85,7 @@ def validate(
     start_method: str,
     timeout_s: float = 300.0,
     transport: str = "ring",
+    cache: CachedSamples | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     see: Callable[[int, Tensor, Tensor], None] = lambda index, pred, target: None,
 ) -> Validation:
@@ -108,7 +109,7 @@ def validate(
 
     per_image: dict[int, Tensor] = {}
     images = eval_images(
-        samples, own, workers=workers, start_method=start_method, timeout_s=timeout_s, transport=transport
+        samples, own, workers=workers, start_method=start_method, timeout_s=timeout_s, transport=transport, cache=cache
     )
     for index, image, target in images:
         pred, counts = find(image.to(group.device), target.to(group.device))

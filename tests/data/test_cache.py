@@ -4,12 +4,14 @@ import pickle
 
 import numpy as np
 import pytest
+import torch
 
+from segpipe.data import loader
 from segpipe.data.augment import Augmenter
 from segpipe.data.catalog import CAMVID, ClassTable
-from segpipe.data.loader import train_batches
+from segpipe.data.loader import eval_images, train_batches
 from segpipe.data.order import Order
-from segpipe.data.samples import CachedSamples, Sample, open_samples
+from segpipe.data.samples import CachedSamples, Sample, Samples, open_samples
 from segpipe.settings.groups import AugmentConfig, DataConfig
 
 PAIR_BYTES = 64 * 64 * 4
@@ -99,3 +101,36 @@ def test_batches_have_the_same_bits_with_a_cache(workers: int, touch: bool) -> N
         found.append([(b.image.numpy().tobytes(), b.target.numpy().tobytes()) for b in batches])
     assert found[0] == found[1]
     assert len(found[0]) == 12
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("num", [10, 80], ids=["all fit", "64 of 80 fit"])
+def test_a_later_pass_over_whole_images_loads_only_what_did_not_fit(workers: int, num: int) -> None:
+    def images(samples: Samples, cache: CachedSamples | None = None) -> list[tuple[int, bytes, bytes]]:
+        found = []
+        how = {"workers": workers, "start_method": "fork", "cache": cache}
+        for index, image, target in eval_images(samples, range(num)[::-1], **how):
+            found.append((index, image.numpy().tobytes(), target.numpy().tobytes()))
+            image.fill_(0)  # what a caller writes does not reach the next pass
+        return found
+
+    expected, samples = images(Counted(num)), Counted(num)
+    kept = CachedSamples(samples, 1)
+    assert images(samples, kept) == expected
+    if not workers:
+        assert samples.reads == [1] * num
+    samples.reads = [0] * num
+    assert images(samples, kept) == expected
+    assert sum(index in kept for index in range(num)) == min(num, 64)
+    if not workers:
+        assert samples.reads == [1] * (num - 64) + [0] * min(num, 64)
+
+
+def test_without_anything_to_load_no_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples, kept = Counted(4), CachedSamples(Counted(4), 1)
+    first = [part[1].clone() for part in eval_images(samples, range(4), workers=1, start_method="fork", cache=kept)]
+    monkeypatch.setattr(loader, "Ring", None)
+    again = [part[1] for part in eval_images(samples, range(4), workers=1, start_method="fork", cache=kept)]
+    assert all(map(torch.equal, first, again))
+    with pytest.raises(TypeError):  # the control
+        list(eval_images(samples, range(4), workers=1, start_method="fork"))

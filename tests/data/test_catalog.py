@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from segpipe import IGNORE_INDEX
-from segpipe.data.catalog import CAMVID, STREET, ClassTable, load_table
+from segpipe.data.catalog import CAMVID, STREET, ClassTable, load_masks
 from segpipe.errors import DataError
 
 YAML = """
@@ -43,7 +43,7 @@ def test_camvid_has_eleven_classes_and_void() -> None:
 
 
 def test_target_maps_every_id_exactly(tmp_path: Path) -> None:
-    table = load_table(table_file(tmp_path))
+    table = load_masks(table_file(tmp_path)).classes
     mask = np.array([[7, 8, 11], [24, 0, 255]], np.uint8)
     assert table.target(mask, "x.png").tolist() == [[0, 0, 1], [2, 255, 255]]
     assert (table.name, table.num_classes, table.palette[2]) == ("warehouse", 3, (220, 20, 60))
@@ -59,7 +59,7 @@ def test_unknown_id_names_file_id_table_and_remedy() -> None:
 
 
 def test_every_unknown_id_is_found(tmp_path: Path) -> None:
-    table = load_table(table_file(tmp_path))
+    table = load_masks(table_file(tmp_path)).classes
     for raw in range(256):
         mask = np.full((1, 1), raw, np.uint8)
         if table.known[raw]:
@@ -71,7 +71,7 @@ def test_every_unknown_id_is_found(tmp_path: Path) -> None:
 
 def test_ids_and_ignore_have_defaults(tmp_path: Path) -> None:
     text = "names: [a, b]\npalette: [[0, 0, 0], [1, 1, 1]]\n"
-    table = load_table(table_file(tmp_path, text))
+    table = load_masks(table_file(tmp_path, text)).classes
     assert table.train_ids == {0: 0, 1: 1, 255: 255}
     assert table.name == tmp_path.name
 
@@ -101,13 +101,13 @@ def test_a_wrong_table_is_refused(tmp_path: Path, old: str, new: str, message: s
     assert old in YAML
     path = table_file(tmp_path, YAML.replace(old, new))
     with pytest.raises(DataError, match=message) as caught:
-        load_table(path)
+        load_masks(path)
     assert str(path) in str(caught.value)
 
 
 def test_a_missing_table_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"classes\.yaml does not exist.*data\.classes"):
-        load_table(tmp_path / "classes.yaml")
+        load_masks(tmp_path / "classes.yaml")
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(DataError, match="holds no keys"):
-        load_table(tmp_path / "list.yaml")
+        load_masks(tmp_path / "list.yaml")

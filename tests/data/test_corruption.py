@@ -1,4 +1,4 @@
-"""100 corrupted pairs through the reader and the doctor: an error that names the file, or the right pixels.
+"""100 corrupted pairs through reader, pack and doctor: an error that names the file, or the right pixels.
 
 Bits are flipped in PNG alone: JPEG, BMP, TIFF and WebP have no checksums, so that a changed pixel is just another pixel
 (inputs.json holds a SHA-256 of every file). Those formats are cut and overwritten where their structure tells.
@@ -17,6 +17,7 @@ from PIL import Image
 
 from segpipe.cli.main import main as segpipe
 from segpipe.data.catalog import load_masks
+from segpipe.data.pack import Pack
 from segpipe.data.pairs import Pair
 from segpipe.data.samples import FileSamples
 from segpipe.errors import DataError
@@ -136,30 +137,66 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def read(root: Path, number: int) -> tuple[np.ndarray, np.ndarray]:
+def read(root: Path, number: int, pack: Pack | None = None) -> tuple[np.ndarray, np.ndarray]:
     image, mask = (str(root / f"{kind}/train/n{number:03d}.png") for kind in ("images", "masks"))
-    return FileSamples(load_masks(root / "classes.yaml"), (Pair("n", image, mask),)).read(0)
+    return FileSamples(load_masks(root / "classes.yaml"), (Pair(f"n{number:03d}", image, mask),), pack).read(0)
 
 
-def refusal(root: Path, number: int) -> str | None:
-    """What the reader says against a pair, if anything."""
+def refusal(root: Path, number: int, pack: Pack | None = None) -> str | None:
+    """What is said against a pair, which must name the file; None if its pixels come out, which must be right."""
+    one, said = CASES[number], ""
     try:
-        read(root, number)
+        image, target = read(root, number, pack)
     except DataError as error:
-        return str(error)
+        said = str(error)
+    if said:
+        assert f"n{number:03d}.png" in said
+        return said
+    assert not one.refused
+    assert np.array_equal(image, one.image)
+    assert np.array_equal(target, one.target)
     return None
 
 
 @pytest.mark.parametrize("number", range(NUMBER), ids=[f"{n}-{one.kind}" for n, one in enumerate(CASES)])
 def test_the_reader_names_the_file_or_reads_it_right(folder: Path, number: int) -> None:
-    one = CASES[number]
-    if (error := refusal(folder, number)) is not None:
-        assert f"n{number:03d}.png" in error
-        return
-    image, target = read(folder, number)
-    assert not one.refused
-    assert np.array_equal(image, one.image)
-    assert np.array_equal(target, one.target)
+    refusal(folder, number)
+
+
+@pytest.fixture(params=["raw", "file"])
+def packed(folder: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[], Pack]:
+    """The pack of what can be read, as each new process opens it."""
+
+    def opened() -> Pack:
+        return Pack(str(tmp_path / "pack"), "", request.param)
+
+    pack = opened()
+    said = [refusal(folder, number, pack) for number in range(NUMBER)]
+    assert said == [refusal(folder, number) for number in range(NUMBER)], "as without a pack"
+    assert pack.use().added == said.count(None) > NUMBER // 4
+    return opened
+
+
+def test_a_pack_delivers_what_the_reader_does(folder: Path, packed: Callable[[], Pack]) -> None:
+    pack = packed()
+    said = [refusal(folder, number, pack) for number in range(NUMBER)]
+    assert pack.use() == (said.count(None), 0, 0), "all that can be read comes from the pack"
+
+
+@pytest.mark.parametrize("file", ["pixels", "index"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_corrupted_pack_delivers_the_pixels_of_the_files(
+    folder: Path, packed: Callable[[], Pack], change: Change, file: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(packed().folder) / file
+    content = path.read_bytes()
+    for seed in range(3):
+        path.write_bytes(change(content, np.random.Generator(np.random.Philox([seed, 7]))))
+        pack = packed()
+        said = [refusal(folder, number, pack) for number in range(NUMBER)]
+        assert sum(pack.use()) == said.count(None)
+    if file == "pixels" and change in (cut, emptied):
+        assert "It is read from its files and packed again" in capfd.readouterr().err
 
 
 def test_the_doctor_names_each_file_that_the_reader_refuses(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -172,3 +209,10 @@ def test_the_doctor_names_each_file_that_the_reader_refuses(folder: Path, capfd:
     named = {f"n{number:03d}" for number in range(NUMBER) if f"/n{number:03d}.png" in text}
     assert named == unread
     assert f'<dd class="bad">{len(unread)}</dd>' in page.read_text()
+
+
+def test_the_command_names_a_file_that_cannot_be_packed(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    given = ("data=folder", f"data.root={folder}", "data.split=train", f"data.pack={folder}/other")
+    assert segpipe(["pack", *given]) == 2
+    text = capfd.readouterr().err
+    assert any(f"n{number:03d}.png" in text for number in range(NUMBER) if refusal(folder, number) is not None)

@@ -157,7 +157,10 @@ def digests(items) -> list[str]:
     """One digest per batch over everything in it."""
     found = []
     for batch in items:
-        parts = [str((batch.step, batch.shard)).encode(), *(part.numpy().tobytes() for part in batch[2:])]
+        parts = [
+            str((batch.step, batch.shard)).encode(),
+            *(part.numpy().tobytes() for part in batch[2:] if part is not None),
+        ]
         found.append(hashlib.sha256(b"".join(parts)).hexdigest())
     return found
 
@@ -182,7 +185,7 @@ def test_a_batch(expected):
 def test_every_row_has_the_key_of_its_seed_epoch_and_index(workers):
     augmenter, frame = Augmenter(CROP), OneImage().read(0)
     for batch in batches(workers=workers):
-        for image, target, epoch, index in zip(*(part.numpy() for part in batch[2:]), strict=True):
+        for image, target, epoch, index in zip(*(part.numpy() for part in batch[2:6]), strict=True):
             alone = augmenter(*frame, sample_key(ORDER.seed, int(epoch), int(index), "augment"))
             assert np.array_equal(image, alone[0])
             assert np.array_equal(target, alone[1])
@@ -202,6 +205,20 @@ def test_every_row_has_the_key_of_its_seed_epoch_and_index(workers):
 def test_workers_start_methods_and_transports_do_not_enter(expected, transport, how, workers, prefetch):
     found = digests(batches(Sleepy(), workers=workers, how=how, prefetch=prefetch, transport=transport))
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("transport", "how", "workers"),
+    [("ring", "fork", 0), ("ring", "fork", 2), ("ring", "spawn", 1), ("dataloader", "fork", 1)],
+)
+def test_colour_on_the_device_gives_the_pixels_of_the_worker(transport, how, workers):
+    """Also of samples that are made again and compared (every fifth)."""
+    deferred = list(batches(config=replace(CROP, colour_on="device"), how=how, workers=workers, transport=transport))
+    for batch, made in zip(deferred, batches(), strict=True):
+        assert np.array_equal(batch.finished(), made.image)
+        assert all(map(torch.equal, batch[3:6], made[3:6]))
+        assert batch.colour.shape == (3, 3, 4)
+        assert not torch.equal(batch.image, made.image), "the control: colour changes the pixels"
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from runs import ROOT, finished, outcome, result, run, settings, start
-from segpipe.data.loader import ID_BYTES, PIXEL_BYTES
+from segpipe.data.loader import PIXEL_BYTES, ROW_BYTES
 from segpipe.settings.check import check
 from segpipe.settings.compose import compose
 
@@ -146,7 +146,7 @@ def test_the_job_for_kubernetes_fits_together() -> None:
 
 
 def shared_memory(processes: int, workers: int, prefetch: int, samples: int, height: int, width: int) -> int:
-    return processes * workers * prefetch * samples * (height * width * PIXEL_BYTES + ID_BYTES)
+    return processes * workers * prefetch * samples * (height * width * PIXEL_BYTES + ROW_BYTES)
 
 
 def test_the_page_gives_the_formula_of_the_loader() -> None:

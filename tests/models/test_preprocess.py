@@ -1,10 +1,17 @@
 """Preprocessing: the formula to the last bits, RGB order, memory order, and tracing."""
 
+from itertools import product
+
+import cv2
 import numpy as np
 import pytest
 import torch
 
-from segpipe.models.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
+from segpipe.data.augment import Augmenter, ColourMatrix, colour_matrix
+from segpipe.models.preprocess import COLOUR_UNIT, IMAGENET_MEAN, IMAGENET_STD, Preprocess, coloured
+from segpipe.settings.groups import AugmentConfig
+
+DRAWS = np.random.Generator(np.random.Philox(5))
 
 
 @pytest.fixture
@@ -70,3 +77,61 @@ def test_wrong_inputs_are_named(every_value):
         Preprocess()(every_value.float())
     with pytest.raises(ValueError, match=r"\(2, 3, 16, 16\), but \(B, H, W, 3\)"):
         Preprocess()(every_value.permute(0, 3, 1, 2))
+
+
+def drawn_colours(number: int, largest: float = 1.0) -> list[np.ndarray]:
+    """Matrices within the settings, the corners of their ranges first."""
+    corners = [*product((-1, 0, 1), (-1, 0, 1), (-1, 0, 1), (-0.5, 0, 0.2, 0.5))]
+    drawn = DRAWS.uniform(-1, 1, (number, 4)) * [1, 1, 1, 0.5]
+    return [colour_matrix(*(largest * np.array(draws))) for draws in (*corners, *drawn)]
+
+
+def whole_steps(matrices: list[np.ndarray]) -> torch.Tensor:
+    fixed = ColourMatrix(brightness=0, contrast=0, saturation=0, hue=0, deferred=True).apply_to_colour
+    return torch.from_numpy(np.stack([fixed(np.empty(0), matrix) for matrix in matrices]))
+
+
+@pytest.mark.parametrize("width", [1, 7, 64, 333])
+def test_colour_on_the_device_is_that_of_opencv(width: int) -> None:
+    """Bit for bit, at widths with and without a rest after OpenCV's vectors."""
+    matrices = drawn_colours(100)
+    image = DRAWS.integers(0, 256, (len(matrices), 3, width, 3), np.uint8)
+    found = coloured(torch.from_numpy(image), whole_steps(matrices))
+    expected = np.stack([cv2.transform(one, matrix) for one, matrix in zip(image, matrices, strict=True)])
+    assert np.array_equal(found.numpy(), expected)
+
+
+def test_the_control_the_same_in_floats_is_up_to_one_level_off() -> None:
+    matrices = drawn_colours(50, 0.4)
+    image = DRAWS.integers(0, 256, (len(matrices), 16, 16, 3), np.uint8)
+    off = []
+    for one, matrix in zip(image, matrices, strict=True):
+        floats = np.clip(np.rint(one @ matrix[:, :3].T + matrix[:, 3]), 0, 255)
+        off.append(np.abs(floats - cv2.transform(one, matrix)))
+    assert np.max(off) == 1
+    assert 0.01 < np.mean(off) < 0.3
+
+
+def test_no_sum_of_a_colour_is_rounded() -> None:
+    """So that a fused multiply-add, or another order of the additions, gives the same bytes on a GPU."""
+
+    def largest_sum(colours: list[np.ndarray]) -> float:
+        colour = whole_steps(colours).double().abs()
+        return float((255 * colour[..., :3].sum(-1) + colour[..., 3]).max()) + COLOUR_UNIT
+
+    assert largest_sum(drawn_colours(1000)) < 2**24 < largest_sum(drawn_colours(1000, 3.0))
+
+
+def test_colour_of_an_image_does_not_depend_on_its_batch() -> None:
+    augmenter = Augmenter(AugmentConfig(crop_size=[32, 64], colour_on="device"))
+    frame = DRAWS.integers(0, 256, (60, 80, 3), np.uint8), np.zeros((60, 80), np.uint8)
+    crops = [augmenter.crop(*frame, key) for key in range(5)]
+    image, colour = (torch.from_numpy(np.stack([crop[part] for crop in crops])) for part in (0, 2))
+    seen = Preprocess()(image, colour)
+    for row, key in enumerate(range(5)):
+        alone = torch.from_numpy(augmenter(*frame, key)[0][None])
+        assert torch.equal(seen[row : row + 1], Preprocess()(alone))
+        assert torch.equal(seen[row : row + 1], Preprocess()(image[row : row + 1], colour[row : row + 1]))
+    assert torch.equal(Preprocess()(image.flip(0), colour.flip(0)), seen.flip(0))
+    assert not torch.equal(Preprocess()(image, colour.flip(0)), seen), "the control: colours of other samples"
+    assert seen.is_contiguous(memory_format=torch.channels_last)

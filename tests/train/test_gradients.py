@@ -89,6 +89,16 @@ def batches(step: int, shards: int = V) -> list[ShardBatch]:
     return [ShardBatch(step, shard, image[shard], target[shard], ids, ids) for shard in range(shards)]
 
 
+def coloured_batches(*, on_device: bool) -> list[ShardBatch]:
+    """Of each sample another colour, that the device has to apply or that is applied already."""
+    generator = torch.Generator().manual_seed(1)
+    colour = torch.randint(-500, 1500, (V, B, 3, 4), generator=generator, dtype=torch.int32)
+    found = [batch._replace(colour=colour[batch.shard]) for batch in batches(0)]
+    return (
+        found if on_device else [each._replace(image=torch.from_numpy(each.finished()), colour=None) for each in found]
+    )
+
+
 def updates(
     state: TrainState, config: Config, group: Group, count: int, *, dawdle: Callable[[], None] = lambda: None
 ) -> str:
@@ -345,6 +355,16 @@ def test_at_one_shard_and_one_process_all_modes_are_one() -> None:
         step.apply()
         found.add(state_digest(state.model.state_dict()))
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("mode", ["elastic", "off"])
+def test_colour_on_the_device_changes_no_bit(mode: str) -> None:
+    found = []
+    for shards in (coloured_batches(on_device=True), coloured_batches(on_device=False), batches(0)):
+        state = fresh(settings(mode))
+        TrainStep(settings(mode), Watch(ALONE, state))(shards, torch.tensor(V * B * SIZE * SIZE)).loss.item()
+        found.append(state_digest({name: p.grad for name, p in state.model.named_parameters()}))
+    assert found[0] == found[1] != found[2]
 
 
 def test_statistics_over_all_ranks_are_refused_where_they_break_a_promise() -> None:

@@ -7,19 +7,24 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from impure import Noise
 from runs import TORCHRUN, command, outcome, run, settings
+from segpipe.data.augment import Augmenter
 from segpipe.data.loader import ShardBatch
 from segpipe.data.order import Order
 from segpipe.ledger.divergence import Comparison, compare
 from segpipe.ledger.reader import read_run
 from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
+from segpipe.purity.canary import witness
+from segpipe.settings.groups import AugmentConfig
 from segpipe.train import gradients, optim
-from segpipe.train.recorder import Recorder
+from segpipe.train.recorder import Recorder, _images
 from segpipe.train.step import StepResult, TrainStep
 
 AUDIT = (
@@ -220,3 +225,13 @@ def _place() -> int:
 def _entry(ema: optim.Ema) -> int:
     floats = [name for name, value in ema.model.state_dict().items() if value.is_floating_point()]
     return floats.index(LAYER)
+
+
+def test_the_digest_of_an_image_covers_the_colour_that_the_device_applies() -> None:
+    crop = Augmenter(AugmentConfig(crop_size=[32, 48], colour_on="device")).crop(*Noise(num=1).read(0), 3)
+    ids = torch.zeros(2, dtype=torch.int64)
+    image, target, colour = (torch.from_numpy(np.stack([part, part])) for part in crop if part is not None)
+    colour[1, 0, 0] += 1
+    found = [value % 2**64 for value in _images(ShardBatch(0, 0, image, target, ids, ids, colour)).tolist()]
+    assert found[0] == witness(crop).image, "as the race canary compares it"
+    assert found[1] != found[0]

@@ -38,7 +38,7 @@ from runs import (
 )
 from segpipe.cli.main import main as segpipe
 from segpipe.data.catalog import STREET, ClassTable
-from segpipe.data.samples import Samples, open_samples
+from segpipe.data.samples import Sample, Samples, SyntheticSamples, open_samples
 from segpipe.distributed.watch.agreement import agree_on_step
 from segpipe.errors import CheckpointError
 from segpipe.export.artifact import origin
@@ -563,3 +563,24 @@ def test_shuffled_labels_reach_training_and_not_validation(tmp_path: Path, monke
             image, target = seen[split].read(index)
             assert np.array_equal(image, own.read(index)[0])
             assert np.array_equal(target, own.read(index)[1]) is not foreign
+
+
+def test_with_a_cache_later_validations_read_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And score the same to the bit; the control, without a cache, reads all images again."""
+    read, reads = SyntheticSamples.read, []
+
+    def counted(self: SyntheticSamples, index: int) -> Sample:
+        reads.extend([index] if self.split == "val" else [])
+        return read(self, index)
+
+    monkeypatch.setattr(SyntheticSamples, "read", counted)
+    found = {}
+    for mib in (0, 64):
+        reads.clear()
+        folder = tmp_path / f"run{mib}"
+        assert run(folder, "train.steps=3", "train.validate_every=1", f"data.cache_mib={mib}") == 0
+        scores = [(line["miou"], line["iou"]) for line in metrics(folder) if line["kind"] == "validation"]
+        assert len(scores) == 3
+        found[mib] = scores, outcome(folder), len(reads)
+    assert found[0][:2] == found[64][:2]
+    assert found[0][2] - found[64][2] == 2 * 4 + 3, "two validations of four images, and an image of each beforehand"

@@ -3,13 +3,11 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from segpipe.data.importers.coco import coco
+from segpipe.data.importers.coco import coco, coco_panoptic
 from segpipe.data.importers.cvat import cvat
+from segpipe.data.importers.drawn import roboflow, voc
 from segpipe.data.importers.imported import ImportPlan
 from segpipe.data.importers.labelme import labelme
-from segpipe.data.importers.panoptic import coco_panoptic
-from segpipe.data.importers.roboflow import roboflow
-from segpipe.data.importers.voc import voc
 
 # Arguments: source, names of the classes or none, and what pixels outside all areas are: "class" or "ignore".
 IMPORTERS: dict[str, Callable[[Path, Sequence[str], str], ImportPlan]] = {
