@@ -74,7 +74,7 @@ def preprocessing(bench: Bench) -> dict[str, Any]:
     here, there = Preprocess()(image), Preprocess().to(bench.device)(image.to(bench.device)).cpu()
     difference = float((here - there).abs().max())
     assert difference <= 1e-6, f"preprocessing differs by {difference}"
-    strong = AugmentConfig([bench.size] * 2, brightness=1.0, contrast=1.0, saturation=1.0, hue=0.5, colour_on="device")
+    strong = AugmentConfig([bench.size] * 2, brightness=1.0, contrast=1.0, saturation=1.0, hue=0.5, color_on="device")
     for key in range(8):
         crop = Augmenter(strong).crop(image[0].numpy(), target[0].numpy(), key)
         assert crop.colour is not None

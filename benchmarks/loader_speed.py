@@ -1,6 +1,6 @@
 """C1, C2, C2b, C3, C4: the loader beside the recipes of torchvision, mmseg and PIDNet, on frames of 2048x1024.
 
-64 frames drawn into a temporary folder, crops of 1024x1024, factors 0.5 to 2 log-uniform, flips, colour. C1 to C3 take
+64 frames drawn into a temporary folder, crops of 1024x1024, factors 0.5 to 2 log-uniform, flips, color. C1 to C3 take
 the time of one process for read and augmentation, which has the memory settings of segpipe's workers for all recipes;
 C4 that of batches from two loader processes.
 """
@@ -103,7 +103,7 @@ def _arms(claim: str, samples: FileSamples, root: Path) -> dict[str, measuring.A
     recipes: dict[str, Recipe] = {
         "torchvision": torchvision,
         "torchvision, uint8": Torchvision(CROP, SCALE, raw=True),
-        "torchvision, uint8, no colour": Torchvision(CROP, SCALE, raw=True, colour=False),
+        "torchvision, uint8, no color": Torchvision(CROP, SCALE, raw=True, color=False),
         "mmseg": Mmseg(CROP, SCALE),
         "pidnet": Pidnet(CROP, SCALE),
     }
@@ -236,7 +236,7 @@ def _delivery(samples: FileSamples, packed: FileSamples, repeats: int) -> dict[s
 @contextmanager
 def _compared(found: dict[str, float]) -> Iterator[None]:
     """While it lasts, each step of the augmentation is compared with the same step in float64."""
-    resample, colour = augment.ScaleCrop._resample, augment.ColourMatrix.apply
+    resample, color = augment.ScaleCrop._resample, augment.ColourMatrix.apply
 
     def seen_resample(self: Any, array: Any, fill: Any, how: int, *, source: Any, place: Any, **more: Any) -> Any:
         made = resample(self, array, fill, how, source=source, place=place, **more)
@@ -261,7 +261,7 @@ def _compared(found: dict[str, float]) -> Iterator[None]:
         return made
 
     def seen_colour(self: Any, img: Any, matrix: Any, **more: Any) -> Any:
-        made = colour(self, img, matrix, **more)
+        made = color(self, img, matrix, **more)
         expected = np.clip(img.astype(np.float64) @ matrix[:, :3].T + matrix[:, 3], 0, 255)
         found["colour_levels"] = max(found["colour_levels"], float(np.abs(made - expected).max()))
         return made
@@ -270,7 +270,7 @@ def _compared(found: dict[str, float]) -> Iterator[None]:
     try:
         yield
     finally:
-        augment.ScaleCrop._resample, augment.ColourMatrix.apply = resample, colour  # type: ignore[method-assign]
+        augment.ScaleCrop._resample, augment.ColourMatrix.apply = resample, color  # type: ignore[method-assign]
 
 
 def _linear(array: Any, places: Any) -> Any:
@@ -281,7 +281,7 @@ def _linear(array: Any, places: Any) -> Any:
 
 
 def _quality(samples: FileSamples) -> dict[str, float]:
-    """Largest difference of a grey level in the resize and in the colour, and labels that differ, over 8 samples."""
+    """Largest difference of a grey level in the resize and in the color, and labels that differ, over 8 samples."""
     found = {"image_levels": 0.0, "colour_levels": 0.0, "labels_differ": 0}
     augmenter = Augmenter(_config())
     with _compared(found):

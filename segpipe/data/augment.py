@@ -189,7 +189,7 @@ def steps(config: AugmentConfig, extra: tuple[Builder, ...]) -> list[tuple[str, 
     if config.flip:
         found.append(("", partial(A.HorizontalFlip, p=config.flip)))
     if any((strengths := _strengths(config)).values()):
-        found.append(("", partial(ColourMatrix, **strengths, deferred=config.colour_on == "device")))
+        found.append(("", partial(ColourMatrix, **strengths, deferred=config.color_on == "device")))
     return [*found, *zip(config.extra, extra, strict=True)]
 
 
@@ -232,7 +232,7 @@ class Augmenter:
     def __init__(self, config: AugmentConfig, seed: int = 0) -> None:
         self.config = config
         self.seed = seed
-        self.defers_colour = config.colour_on == "device" and any(_strengths(config).values())
+        self.defers_colour = config.color_on == "device" and any(_strengths(config).values())
         self.extra = tuple(map(builder, config.extra))
         self._pipeline: A.Compose | None = None if config.keyed else self._build()
         self._owner = os.getpid()
@@ -245,7 +245,7 @@ class Augmenter:
         return (image if colour is None else np.asarray(cv2.transform(image, colour / COLOUR_UNIT), np.uint8)), target
 
     def crop(self, image: Uint8, target: Uint8, key: int) -> Crop:
-        """The same, but with `augment.colour_on=device` before its colour, and the matrix of that."""
+        """The same, but with `augment.color_on=device` before its colour, and the matrix of that."""
         return self._apply(self._keyed_pipeline(key), image, target)
 
     def looked_at(self, image: Uint8, target: Uint8, key: int, look: Look) -> Crop:

@@ -40,10 +40,10 @@ def check(config: Config, *, world_size: int) -> None:
     low, high = config.augment.scale
     if low > high:
         raise ConfigError(f"augment.scale = {config.augment.scale}, but [smallest, largest] was needed.")
-    if config.augment.colour_on == "device" and config.augment.extra:
+    if config.augment.color_on == "device" and config.augment.extra:
         raise ConfigError(
-            f"augment.colour_on = device, but augment.extra = {config.augment.extra} comes after colour and needs the "
-            f"coloured pixels in the loader process. Set augment.colour_on=worker, or augment.extra=[]."
+            f"augment.color_on = device, but augment.extra = {config.augment.extra} comes after colour and needs the "
+            f"coloured pixels in the loader process. Set augment.color_on=worker, or augment.extra=[]."
         )
     for problem in export_problems(config.export):
         raise ConfigError(problem)

@@ -148,7 +148,7 @@ class AugmentConfig:
     contrast: float = setting(0.2, "largest relative change of contrast", low=0, high=1)
     saturation: float = setting(0.2, "largest relative change of saturation", low=0, high=1)
     hue: float = setting(0.02, "largest shift of the hue, in turns", low=0, high=0.5)
-    colour_on: str = setting(
+    color_on: str = setting(
         "worker",
         "where brightness, contrast, saturation and hue are applied: by the loader process, or by the device of the "
         "network, which gives the same pixels",

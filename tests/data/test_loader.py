@@ -213,7 +213,7 @@ def test_workers_start_methods_and_transports_do_not_enter(expected, transport, 
 )
 def test_colour_on_the_device_gives_the_pixels_of_the_worker(transport, how, workers):
     """Also of samples that are made again and compared (every fifth)."""
-    deferred = list(batches(config=replace(CROP, colour_on="device"), how=how, workers=workers, transport=transport))
+    deferred = list(batches(config=replace(CROP, color_on="device"), how=how, workers=workers, transport=transport))
     for batch, made in zip(deferred, batches(), strict=True):
         assert np.array_equal(batch.finished(), made.image)
         assert all(map(torch.equal, batch[3:6], made[3:6]))

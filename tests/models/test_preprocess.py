@@ -123,7 +123,7 @@ def test_no_sum_of_a_colour_is_rounded() -> None:
 
 
 def test_colour_of_an_image_does_not_depend_on_its_batch() -> None:
-    augmenter = Augmenter(AugmentConfig(crop_size=[32, 64], colour_on="device"))
+    augmenter = Augmenter(AugmentConfig(crop_size=[32, 64], color_on="device"))
     frame = DRAWS.integers(0, 256, (60, 80, 3), np.uint8), np.zeros((60, 80), np.uint8)
     crops = [augmenter.crop(*frame, key) for key in range(5)]
     image, colour = (torch.from_numpy(np.stack([crop[part] for crop in crops])) for part in (0, 2))

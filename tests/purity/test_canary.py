@@ -264,7 +264,7 @@ def test_a_file_that_changes_is_said_to_be_possible() -> None:
 
 
 def test_a_colour_that_the_device_applies_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    deferred = Augmenter(config(canary=1, colour_on="device"))
+    deferred = Augmenter(config(canary=1, color_on="device"))
     assert len(batches(deferred, 0)) == 8
     apply, calls = ColourMatrix.apply_to_colour, count()
 
@@ -273,7 +273,7 @@ def test_a_colour_that_the_device_applies_is_compared(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(ColourMatrix, "apply_to_colour", impure_one)
     with pytest.raises(ImpureAugmentError, match="the first transform whose output differs is ColourMatrix"):
-        batches(Augmenter(config(canary=1, colour_on="device")), 0)
+        batches(Augmenter(config(canary=1, color_on="device")), 0)
 
 
 # Which transform it was

@@ -32,7 +32,7 @@ def test_keyed_workers_give_the_same_bytes():
     augmenter = Augmenter(config(extra=["noise", "cutout"]))
     assert check_layouts(augmenter, Noise(), FEW, report=lambda *result: seen.append(result)) == []
     assert seen == [("no workers", None), ("fork x 2", None), ("fork x 3", None)]
-    assert check_layouts(Augmenter(config(colour_on="device")), Noise(), FEW[:2]) == []
+    assert check_layouts(Augmenter(config(color_on="device")), Noise(), FEW[:2]) == []
 
 
 def test_the_unkeyed_control_is_found_in_every_layout():

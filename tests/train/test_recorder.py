@@ -228,7 +228,7 @@ def _entry(ema: optim.Ema) -> int:
 
 
 def test_the_digest_of_an_image_covers_the_colour_that_the_device_applies() -> None:
-    crop = Augmenter(AugmentConfig(crop_size=[32, 48], colour_on="device")).crop(*Noise(num=1).read(0), 3)
+    crop = Augmenter(AugmentConfig(crop_size=[32, 48], color_on="device")).crop(*Noise(num=1).read(0), 3)
     ids = torch.zeros(2, dtype=torch.int64)
     image, target, colour = (torch.from_numpy(np.stack([part, part])) for part in crop if part is not None)
     colour[1, 0, 0] += 1
