@@ -21,6 +21,7 @@ TERMS_ELSEWHERE = {
     "compute.shards": "accumulate grad_accum gradient_accumulation_steps accumulate_grad_batches accum_iter",
     "compute.nproc": "gpus devices num_gpus ngpus nproc_per_node num_processes world_size",
     "compute.device": "accelerator cuda cpu",
+    "cuda": "gpu",
     "compute.mode": "deterministic cudnn_benchmark",
     "compute.timeout_s": "ddp_timeout dist_timeout",
     "data.workers": "num_workers workers_per_gpu dataloader_num_workers",
