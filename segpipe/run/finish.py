@@ -6,6 +6,7 @@ torch is imported inside the functions: the command imports this module before i
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 import time
 from functools import partial
@@ -53,7 +54,11 @@ def finish(run: Run, found: Validation, result: dict[str, Any], console: Console
 
 
 def _next_command(folder: Path) -> str:
-    """Command that evaluates the checkpoint, ready to paste: with this interpreter and without placeholders."""
+    """Command that evaluates the checkpoint, ready to paste: as segpipe was started here, and without placeholders."""
+    started = Path(sys.argv[0])
+    if started.name == "segpipe":
+        program = "segpipe" if shutil.which("segpipe") == str(started) else _relative(started)
+        return shlex.join([program, "evaluate", f"run={folder}"])
     script = [_relative(EVALUATE)] if EVALUATE.is_file() else ["-m", "segpipe", "evaluate"]
     return shlex.join([_relative(Path(sys.executable)), *script, f"run={folder}"])
 
