@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from segpipe.run.console import iou_table, sequence_table
+from segpipe.run.console import iou_table, never_predicted, sequence_table
 from segpipe.run.page import page_data, predictor
 from segpipe.run.report import ReportData, write_report
 from segpipe.run.tracking import FILE_NAME, read_metrics
@@ -38,7 +38,7 @@ def finish(run: Run, found: Validation, result: dict[str, Any], console: Console
     console.print(iou_table(result, shares.tolist()))
     if len(result["sequences"]) > 1:
         console.print(sequence_table(result["sequences"]))
-    if note := flattering(result["sequences"]):
+    for note in filter(None, (flattering(result["sequences"]), never_predicted(result))):
         console.print(note, highlight=False, soft_wrap=True, markup=False)
     page = write_report(run.folder / "report.html", _page(run, found, result))
     held_out = run.config.data.hold_out
