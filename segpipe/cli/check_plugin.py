@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
         CONSOLE.print(f"{clause.part}, {clause.name}: {clause.problem}", markup=False)
     left = sum(not clause.checked for clause in found)
     result = f"{len(broken)} failed{f', {left} not checked' if left else ''}" if broken else "all passed"
-    CONSOLE.print(f"{len(found)} checks of {', '.join(parts)}: {result}")
+    CONSOLE.print(f"{len(found)} check{'s' * (len(found) > 1)} of {', '.join(parts)}: {result}")
     return ConfigError.exit_code if broken else 0
 
 

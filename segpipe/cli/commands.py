@@ -51,7 +51,7 @@ COMMANDS = {
         (
             RUN,
             WHICH,
-            Setting("out", "", "HTML file for a report with the worst images; empty: none"),
+            Setting("out", "", "HTML file for a report with the worst images; empty: none", ending=".html"),
             *INFERENCE,
             TRUST,
         ),
@@ -89,7 +89,10 @@ COMMANDS = {
         "classes.yaml, it proposes one from the masks. out=doctor.html shows all of it with pictures.",
         (
             Setting(
-                "out", "", "HTML page to write: problems, classes, leaks, samples, an augmented batch; empty: none"
+                "out",
+                "",
+                "HTML page to write: problems, classes, leaks, samples, an augmented batch; empty: none",
+                ending=".html",
             ),
             Setting("write", False, "write the proposed classes.yaml"),
             Setting("lines", 20, "problems to print; 0: all", low=0),
@@ -174,7 +177,13 @@ COMMANDS = {
         (
             RUN,
             WHICH,
-            Setting("out", "FILE.safetensors", "file to write; must not exist yet", required=True),
+            Setting(
+                "out",
+                "FILE.safetensors",
+                "file to write; must not exist yet",
+                required=True,
+                ending=".safetensors",
+            ),
             Setting(
                 "names",
                 "segpipe",
@@ -265,7 +274,7 @@ COMMANDS = {
             Setting("runs", [], "run folders to compare, or patterns such as runs/lr*; none: all below root"),
             Setting("sort", "miou", "column to sort by", choices=("date", "miou", "name", "model", "data", "steps")),
             Setting("group", "", "one line per recipe, with mean and range over this setting: group=seed"),
-            Setting("out", "", "HTML page to write: the table, and the curves of the best runs"),
+            Setting("out", "", "HTML page to write: the table, and the curves of the best runs", ending=".html"),
             Setting("json", False, "print one line of JSON"),
         ),
     ),

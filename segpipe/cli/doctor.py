@@ -45,8 +45,11 @@ def offer_table(data: DataConfig, splits: list[str], *, write: bool) -> bool:
     if data.name != "folder" or data.classes or path.exists() or not Path(data.root).is_dir():
         return True
     pairs = sorted({pair for split in splits for pair in scan(data, split)[0]}) or scan_undivided(data)[0]
-    if not pairs:
-        return True
+    if not pairs:  # of a folder without images or masks no table can be proposed: say so, not that there is no table
+        faults = [fault for split in splits for fault in scan(data, split)[1]]
+        if faults:
+            CONSOLE.print(faults[0], markup=False)
+        return not faults
     with progress("reading masks") as show:
         text = propose([pair.mask for pair in pairs], show)
     CONSOLE.print(text, markup=False)

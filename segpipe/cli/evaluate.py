@@ -46,8 +46,6 @@ class Evaluation:
 def main(given: dict[str, Any]) -> int:
     """Exit code. The line of JSON is all that stdout gets; tables go to stderr."""
     page = Path(given["out"]) if given["out"] else None
-    if page and page.suffix != ".html":
-        raise ConfigError(f"out = {page}, but the report is a page: the name of an .html file was needed.")
     done = evaluate(given)
     figures = done.figures
     width = None if sys.stderr.isatty() else 100  # of a log file

@@ -20,8 +20,6 @@ from segpipe.train.checkpoint import TrainedNetwork, load_network
 def main(given: dict[str, Any]) -> int:
     """Exit code."""
     out = Path(given["out"])
-    if out.suffix != ".safetensors":
-        raise ConfigError(f"out = {out}, but a file that ends in .safetensors was needed.")
     if out.exists():
         raise ConfigError(f"out = {out} exists already. Choose another name, or delete it.")
     trained = load_network(Path(given["run"]), given["which"])

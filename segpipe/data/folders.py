@@ -160,7 +160,7 @@ def missing(folder: Path) -> str:
         parent, absent = parent.parent, parent
     siblings = sorted(path.name for path in parent.iterdir() if path.is_dir())
     other = near(absent.name, siblings)
-    hint = f"Nearest: {parent / other}" if other else f"{parent} holds {', '.join(siblings[:8]) or 'no folders'}"
+    hint = f"Nearest: {parent / other}" if other else f"{parent}/ holds {', '.join(siblings[:8]) or 'no folders'}"
     return f"{absent} does not exist. {hint}. Set data.root and the split to existing folders."
 
 

@@ -124,6 +124,15 @@ def share_table(classes: ClassTable, pixels: Mapping[str, Any]) -> Table:
     return table
 
 
+def never_predicted(summary: Mapping[str, Any]) -> str:
+    """A sentence if the network leaves out most of the classes in the images; empty otherwise."""
+    present = [name for name, iou in summary["iou"].items() if iou is not None]
+    missed = [name for name in present if summary["precision"][name] is None]
+    if 2 * len(missed) <= len(present):
+        return ""
+    return f"{len(missed)} of {len(present)} classes were never predicted: train longer (train.epochs) before using it."
+
+
 def sequence_table(sequences: Mapping[str, Mapping[str, Any]]) -> Table:
     """mIoU of the sequences of a validation, the lowest first; of many, the 20 lowest."""
     table = Table(title="mIoU by sequence, in %", title_justify="left")

@@ -6,13 +6,14 @@ torch is imported inside the functions: the command imports this module before i
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from segpipe.run.console import iou_table, sequence_table
+from segpipe.run.console import iou_table, never_predicted, sequence_table
 from segpipe.run.report import ReportData, page_data, predictor, write_report
 from segpipe.run.tracking import FILE_NAME, read_metrics
 
@@ -36,7 +37,7 @@ def finish(run: Run, found: Validation, result: dict[str, Any], console: Console
     console.print(iou_table(result, shares.tolist()))
     if len(result["sequences"]) > 1:
         console.print(sequence_table(result["sequences"]))
-    if note := flattering(result["sequences"]):
+    for note in filter(None, (flattering(result["sequences"]), never_predicted(result))):
         console.print(note, highlight=False, soft_wrap=True, markup=False)
     page = write_report(run.folder / "report.html", _page(run, found, result))
     held_out = run.config.data.hold_out
@@ -52,7 +53,11 @@ def finish(run: Run, found: Validation, result: dict[str, Any], console: Console
 
 
 def _next_command(folder: Path) -> str:
-    """Command that evaluates the checkpoint, ready to paste: with this interpreter and without placeholders."""
+    """Command that evaluates the checkpoint, ready to paste: as segpipe was started here, and without placeholders."""
+    started = Path(sys.argv[0])
+    if started.name == "segpipe":
+        program = "segpipe" if shutil.which("segpipe") == str(started) else _relative(started)
+        return shlex.join([program, "evaluate", f"run={folder}"])
     script = [_relative(EVALUATE)] if EVALUATE.is_file() else ["-m", "segpipe", "evaluate"]
     return shlex.join([_relative(Path(sys.executable)), *script, f"run={folder}"])
 

@@ -5,7 +5,7 @@
     python -m segpipe.runtime bench DIR [--frames N]
 
 Exit codes: 0 ok, 1 a frame without an answer (an unreadable image is one; the next ones still run) or growing memory,
-2 usage, 4 other answers than where the folder was exported, 7 altered files.
+2 usage, 4 other answers than where the folder was exported, 7 altered files, 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -47,6 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted.", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -165,8 +165,14 @@ def read_sums(folder: Path) -> dict[str, str]:
     try:
         _require_file(path)
         lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        inside = next(folder.glob(f"*/{SUMS}"), None)
+        fix = (
+            f"Give {inside.parent}." if inside else "Give the folder that segpipe export wrote, or a copy of all of it."
+        )
+        raise ArtifactError(f"{folder} is no exported folder: it has no {SUMS}. {fix}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ArtifactError(f"{path} cannot be read ({error}); expected an exported folder. {EXPORT_AGAIN}") from None
+        raise ArtifactError(f"{path} cannot be read ({error}). {EXPORT_AGAIN}") from None
     sums = {}
     for line in lines:
         digest, _, name = line.partition("  ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -45,9 +46,12 @@ def _pairs(
             yield nameless.pop(0), argument
             continue
         if name not in known or not (equals or is_flag):
+            path = not equals and ("/" in argument or Path(argument).exists())
+            key = next((key for key in ("run", "data.root") if path and key in known), "")
+            hint = f" Did you mean {key}={argument}?" if key else nearest(name, list(known))
             raise ConfigError(
                 f"{argument!r} is not an argument of this command, which takes KEY=VALUE with the keys "
-                f"{', '.join(known)}.{nearest(name, list(known))}"
+                f"{', '.join(known)}.{hint}"
             )
         if not equals and isinstance(known[name].default, bool):
             text = "true"

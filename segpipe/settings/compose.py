@@ -122,12 +122,18 @@ def compose(arguments: list[str]) -> Config:
 def resolve(composed: DictConfig) -> Config:
     """Config from what Hydra composed, whose plug-ins are trusted: the user named them.
 
-    Raises ConfigError for unknown keys and wrong types.
+    Raises ConfigError for unknown keys, wrong types, and a folder that nothing would read. Runs that were started with
+    one can still be loaded, so `check` does not ask for it.
     """
     values = OmegaConf.to_container(composed, resolve=True, enum_to_str=True, throw_on_missing=True)
     assert isinstance(values, dict)
     values.pop("hydra", None)
     config = from_mapping({str(key): value for key, value in values.items()})
+    if config.data.name == "synthetic" and config.data.root and not config.data.mix:
+        raise ConfigError(
+            f"data.root = {config.data.root}, but data=synthetic, the default, draws its scenes and reads no files. "
+            "Add data=folder, or leave data.root out."
+        )
     plugins.trust(path for _, path in config.import_paths)
     return config
 
@@ -199,6 +205,7 @@ def _parse(text: str) -> Override:
     key, equals, value = text.partition("=")
     if not equals and not key.startswith("~"):
         fix = f" Write {key}=VALUE." if key in SETTINGS else nearest(key, [*SETTINGS, *GROUPS])
+        fix = f" For the data set in this folder write data=folder data.root={key}." if Path(key).is_dir() else fix
         raise ConfigError(f"{text!r} is not of the form key=value.{fix}")
     if not key.strip("+~ "):
         raise ConfigError(f"{text!r} names no setting: key=value was needed, such as optim.lr=0.05.")

@@ -21,6 +21,7 @@ TERMS_ELSEWHERE = {
     "compute.shards": "accumulate grad_accum gradient_accumulation_steps accumulate_grad_batches accum_iter",
     "compute.nproc": "gpus devices num_gpus ngpus nproc_per_node num_processes world_size",
     "compute.device": "accelerator cuda cpu",
+    "cuda": "gpu",
     "compute.mode": "deterministic cudnn_benchmark",
     "compute.timeout_s": "ddp_timeout dist_timeout",
     "data.workers": "num_workers workers_per_gpu dataloader_num_workers",
@@ -66,6 +67,7 @@ class Setting:
     required: bool = False  # has no default; `default` is then an example
     numbers: bool = False  # instead of a name, a list of numbers in the range may be given
     mappings: bool = False  # a list of mappings, empty by default
+    ending: str = ""  # of the name of a file
     plugin: bool = False  # an import path package.module:Name is valid too; its form is checked where it is imported
 
     @property
@@ -90,6 +92,8 @@ class Setting:
             items = list(value.values()) if math.isfinite(self.low) else []
         else:
             items = value if isinstance(value, list) else [value]
+        if self.ending and value and not value.endswith(self.ending):
+            return f"{self.key} = {value}, but a file that ends in {self.ending} was needed."
         if self.length and len(items) != self.length:
             return f"{self.key} = {value}, but {self.length} values were needed, such as {self.default}."
         for item in items:

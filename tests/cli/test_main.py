@@ -89,6 +89,7 @@ def test_overview_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["doctor", "data.rot=x"], "Did you mean data.root?"),
         (["evaluate", "run=x", "optim.lr=1"], "'optim.lr=1' is not an argument of this command"),
         (["evaluate", "run=nowhere"], "nowhere"),
+        (["doctor", "out=x.txt"], "out = x.txt, but a file that ends in .html was needed."),
         (["compare", "a"], "b is missing"),
         (["runs", "sort=miuo"], "Did you mean miou?"),
         (["runs", "root=/nowhere"], "root = /nowhere is not a folder"),

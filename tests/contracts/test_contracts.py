@@ -213,7 +213,7 @@ def test_what_wrong_shapes_would_break_too_is_not_checked(
     assert [clause.name for clause in clauses if clause.problem] == ["logits of every head in training"]
     assert [clause.checked for clause in clauses] == [True] * 3 + [False] * 8
     monkeypatch.setattr(check_plugin.flags, "apply", lambda threads, mode: None)
-    overrides = ["model.name=net:Net", "model.args.fault=channels", "data.root=none", "augment.crop_size=[32,32]"]
+    overrides = ["model.name=net:Net", "model.args.fault=channels", "augment.crop_size=[32,32]"]
     assert check_plugin.main(overrides) == 2
     shown = capsys.readouterr().out
     assert "11 checks of model: 1 failed, 8 not checked" in shown

@@ -125,6 +125,16 @@ def test_split_refuses_folders_that_are_divided(tmp_path: Path, capsys: pytest.C
     assert segpipe(["split", "data.root=/no/where"]) == 2
 
 
+def test_doctor_of_a_folder_without_images_does_not_suggest_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "photos").mkdir()
+    assert segpipe(["doctor", "data=folder", f"data.root={tmp_path}"]) == 2
+    said = capsys.readouterr().out
+    assert said.startswith(f"{tmp_path}/images does not exist. {tmp_path}/ holds photos.")
+    assert "`segpipe doctor" not in said
+
+
 def test_doctor_prints_some_of_many_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = flat(tmp_path, {f"a_{n}": mask_of(0, 1) for n in range(30)})
     (tmp_path / "classes.yaml").write_text("names: [x]\n")

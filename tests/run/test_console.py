@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from segpipe.run import console as module
-from segpipe.run.console import TrainView, iou_table
+from segpipe.run.console import TrainView, iou_table, never_predicted
 from segpipe.run.sweep import Sweep, SweepJob
 from segpipe.settings.config import from_mapping
 from segpipe.train.metrics import summary
@@ -74,3 +74,10 @@ def test_a_log_file_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
                 now[0] = 6.0 * done
                 view.advance(done, {"loss": "1.5"})
         assert printed(console).strip().splitlines() == expected
+
+
+def test_a_network_that_leaves_out_most_classes_is_told_to_train_longer() -> None:
+    iou = {"floor": 0.2, "shelf": 0.0, "person": 0.0, "sky": None}
+    few = {"iou": iou, "precision": {"floor": 0.2, "shelf": None, "person": None, "sky": None}}
+    assert never_predicted(few).startswith("2 of 3 classes were never predicted: train longer (train.epochs)")
+    assert never_predicted({**few, "precision": {**few["precision"], "shelf": 0.1}}) == ""

@@ -23,6 +23,16 @@ def test_the_next_command_needs_no_editing(installed: bool, tmp_path: Path, monk
     assert words == [*script, f"run={folder}"]
 
 
+def test_the_next_command_names_segpipe_where_it_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "segpipe"
+    program.write_text("")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "argv", [str(program), "train"])
+    assert module._next_command(Path("runs/a")) == f"{program} evaluate run=runs/a"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert module._next_command(Path("runs/a")) == "segpipe evaluate run=runs/a"
+
+
 def test_importing_the_module_is_cheap() -> None:
     """The command imports it before it sets the variables that torch and OpenMP read once."""
     code = "import sys, segpipe.run.finish; print([m for m in ('torch', 'cv2', 'matplotlib') if m in sys.modules])"

@@ -509,7 +509,7 @@ def test_folders_that_are_whole_but_wrong(name: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("sums", "message"),
     [
-        (None, "cannot be read"),
+        (None, "is no exported folder: it has no SHA256SUMS. Give the folder that segpipe export wrote"),
         ("", "does not list manifest.json"),
         (f"{'0' * 64}  ../secret\n", "has the line"),
         (f"{'0' * 64}  /secret\n", "has the line"),
@@ -523,6 +523,24 @@ def test_checksums_that_say_nothing(sums: str | None, message: str, folder: Path
         (folder / "SHA256SUMS").write_text(sums)
     with pytest.raises(ArtifactError, match=message):
         read_artifact(folder)
+
+
+def test_the_folder_of_a_run_is_answered_with_that_of_its_export(
+    shared_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["selftest", str(shared_folder.parent)]) == 7
+    assert f"Give {shared_folder}." in capsys.readouterr().err
+
+
+def test_an_interrupted_command_ends_in_a_line(
+    shared_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("segpipe.runtime.__main__.bench", interrupt)
+    assert main(["bench", str(shared_folder)]) == 130
+    assert capsys.readouterr().err == "interrupted.\n"
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,11 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
 
 def test_overrides_reach_the_configuration() -> None:
     found = compose(
-        ["optim.lr=0.2", "model=pidnet_s", "seed=3", "data.size=[64,96]", "compute.nproc=2", "data.root=a b"]
+        ["optim.lr=0.2", "model=pidnet_s", "seed=3", "data.size=[64,96]", "compute.nproc=2", "data.classes=a b"]
     )
     assert (found.optim.lr, found.model.name, found.data.size) == (0.2, "pidnet_s", [64, 96])
     assert (found.run.name, found.compute.nproc) == ("synthetic-pidnet_s-seed3", "2")
-    assert found.data.root == "a b"
+    assert found.data.classes == "a b"
     assert compose(["data=camvid", "model.name=ddrnet23_slim"]).run.name == "camvid-ddrnet23_slim-seed0"
 
 
@@ -68,6 +68,8 @@ def test_every_misspelled_override_names_the_right_one(prefix: str) -> None:
         ("optim=5", "optim"),
         ("optim.lr", "'optim.lr' is not of the form key=value. Write optim.lr=VALUE."),
         ("optim.lrr", "Did you mean optim.lr?"),
+        (".", "'.' is not of the form key=value. For the data set in this folder write data=folder data.root=."),
+        ("data.root=shots", "data.root = shots, but data=synthetic, the default, draws its scenes"),
         ("=3", "names no setting: key=value was needed"),
         ("optim.lr=", "optim.lr = '', but a number of 0 to 3e+38 was needed, such as 0.05."),
         ("optim.lr=fast", "optim.lr = 'fast', but a number of 0 to 3e+38 was needed, such as 0.05."),
@@ -162,7 +164,7 @@ def own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "experiment/mine.yaml": "# @package _global_\ndefaults:\n  - override /model: mine\noptim: {lr: 0.125}\n",
         "experiment/typo.yaml": "# @package _global_\noptim: {lrr: 0.125}\n",
         "model/mine.yaml": "name: nets.mine:Net\nargs: {width: 3}\n",
-        "config.yaml": "defaults: [schema, _self_, {model: mine}, {augment: standard}]\ndata: {root: here}\nseed: 3\n",
+        "config.yaml": "defaults: [schema, _self_, {model: mine}, {augment: standard}]\ndata: {split: here}\nseed: 3\n",
     }.items():
         path = tmp_path / "conf mine" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -181,7 +183,7 @@ def test_files_of_the_user_are_added_to_ours(own_files: Path, flags: list[str]) 
 
 def test_files_of_the_user_replace_the_first_of_ours(own_files: Path) -> None:
     found = compose(["--config-path", str(own_files), "augment=robust"])
-    assert (found.seed, found.model.name, found.data.root) == (3, "nets.mine:Net", "here")
+    assert (found.seed, found.model.name, found.data.split) == (3, "nets.mine:Net", "here")
     assert "fog" in found.augment.extra
     assert compose(["-cd=conf mine", "-cn", "config.yaml"]).seed == 0
 
@@ -254,7 +256,8 @@ def test_experiment_is_short_explained_and_valid(path: Path) -> None:
     header = " ".join(comments)
     assert f"segpipe train experiment={path.stem}" in header, "the header gives the command"
     assert all(word in header for word in ("Command:", "Hardware:", "Time:", "Expected:"))
-    check(compose([f"experiment={path.stem}", "data.root=somewhere"]), world_size=1)
+    root = [] if "data: synthetic" in path.read_text() else ["data.root=somewhere"]
+    check(compose([f"experiment={path.stem}", *root]), world_size=1)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "conf").rglob("*.yaml")), ids=lambda path: path.stem)
@@ -266,7 +269,8 @@ def test_configuration_holds_values_only(path: Path) -> None:
 def test_data_choices_are_complete() -> None:
     for group in ("model", "data", "track"):
         for path in (ROOT / "conf" / group).glob("*.yaml"):
-            config = compose([f"{group}={path.stem}", "data.root=somewhere"])
+            root = ["data.root=somewhere"] if group == "data" and path.stem != "synthetic" else []
+            config = compose([f"{group}={path.stem}", *root])
             check(config, world_size=1)
             assert getattr(config, group).name == path.stem
 
@@ -344,6 +348,7 @@ def test_flags_and_values_without_a_key_are_understood() -> None:
         (["run=a", "--jsom"], "Did you mean json?"),
         (["a"], "keys run, which, spans, json, only, data.root"),
         (["run"], "KEY=VALUE"),
+        (["runs/a"], "Did you mean run=runs/a?"),
         ([], "run is missing (folder of the run). Set run=runs/NAME."),
         (["run="], "run is missing"),
         (["--run"], "run is missing"),
@@ -376,6 +381,8 @@ def test_other_settings_are_converted_and_checked() -> None:
     for wrong in ({"data.workers": "two"}, {"data.workers": "{a"}, {"data.workers": "-1"}, {"compute.device": "gpu"}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             with_settings(Config(), wrong)
+    with pytest.raises(ConfigError, match=r"Did you mean cuda\?"):
+        with_settings(Config(), {"compute.device": "gpu"})
 
 
 def test_entries_of_a_mapping_need_no_plus() -> None:
