@@ -471,6 +471,13 @@ def change_manifest(folder: Path, **entries: Any) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
+def giant_array() -> bytes:
+    """The head of an array of 9 PiB."""
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(head, {"descr": "|u1", "fortran_order": False, "shape": (10**8, 10**5, 1000)})
+    return head.getvalue()
+
+
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "other format": (
         lambda folder: change_manifest(folder, format="segpipe-export/9"),
@@ -482,6 +489,26 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no io": (lambda folder: change_manifest(folder, io={}), "manifest.json does not follow"),
     "no limits": (lambda folder: change_manifest(folder, frame_limits={}), "manifest .* is incomplete"),
+    "NaN as a limit": (  # every comparison with it is false
+        lambda folder: change_manifest(folder, frame_limits={**toy_manifest()["frame_limits"], "min_mean": math.nan}),
+        "min_mean=nan.* numbers from 0 to 255 were needed",
+    ),
+    "an infinite limit": (
+        lambda folder: change_manifest(folder, frame_limits={**toy_manifest()["frame_limits"], "max_mean": math.inf}),
+        "max_mean=inf",
+    ),
+    "no source": (lambda folder: change_manifest(folder, source=[]), "manifest.json does not follow"),
+    "no requirements": (lambda folder: change_manifest(folder, requires="1.15"), "manifest.json does not follow"),
+    "no input": (lambda folder: change_manifest(folder, io={**toy_manifest()["io"], "inputs": []}), "does not follow"),
+    "deep": (lambda folder: (folder / "manifest.json").write_text("[" * 100_000), "is not JSON"),
+    "an archive for an array": (
+        lambda folder: (folder / "golden" / "mask.npy").write_bytes(b"PK\x03\x04" + bytes(50)),
+        "is not a numpy array",
+    ),
+    "a giant array": (
+        lambda folder: (folder / "golden" / "mask.npy").write_bytes(giant_array()),
+        "is not a numpy array|does not follow",
+    ),
     "no json": (lambda folder: (folder / "manifest.json").write_text("{"), "is not JSON"),
     "no model": (lambda folder: change_manifest(folder, files={}), "has no ONNX file of precision fp32, only: none"),
     "mixed": (
