@@ -11,6 +11,7 @@ import json
 import math
 import mmap
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 import cv2
 import numpy as np
 import onnxruntime
+import PIL.Image
 import pytest
 from artifacts import SIZE, answer, frame, toy_manifest, write_artifact, write_sums
 
@@ -800,6 +802,49 @@ def test_run_takes_folders_and_videos(shared_folder: Path, tmp_path: Path, capsy
     assert frames_per_second(out / "drive_overlay.mp4") == pytest.approx(10)
     red, blue = (np.median(drawn[1].reshape(-1, 3), 0) - np.median(drawn[0].reshape(-1, 3), 0))[[0, 2]]  # type: ignore[union-attr]
     assert red > 60 > blue, "colors of the classes in RGB"
+
+
+def test_a_video_that_ends_early_is_damaged(
+    shared_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    video = tmp_path / "drive.avi"
+    writer = cv2.VideoWriter(str(video), cv2.VideoWriter.fourcc(*"MJPG"), 10, SIZE[::-1])
+    for seed in range(20):
+        writer.write(frame(seed))
+    writer.release()
+    given = ["run", str(shared_folder), str(video), "--out", str(tmp_path / "out")]
+    assert main(given) == 0, "the control"
+    content = video.read_bytes()
+    video.write_bytes(content[: len(content) // 2])
+    assert main(given) == 1
+    captured = capsys.readouterr()
+    assert "drive.avi:3 OK" in captured.out
+    assert re.search(r"drive\.avi is damaged: \d+ of 20 frames could be decoded", captured.err)
+
+
+def test_no_answer_replaces_an_image(shared_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("one.npy", "one_mask.npy", "two.npy"):
+        np.save(tmp_path / name, frame(3))
+    (tmp_path / "two.npy").rename(tmp_path / "two.NPY")
+    given = ["run", str(shared_folder), str(tmp_path), "--out"]
+    assert main([*given, f"{tmp_path}/."]) == 2
+    assert "one_mask.npy would be overwritten by an answer" in capsys.readouterr().err
+    assert len(list(tmp_path.iterdir())) == 3
+    assert main([*given, str(tmp_path / "out")]) == 0, "the control, and capital letters"
+
+
+def test_both_decoders_read_what_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    turned = PIL.Image.Exif()
+    turned[274] = 6  # a phone held upright
+    PIL.Image.fromarray(frame(5)).save(tmp_path / "phone.png", exif=turned)
+    deep = tmp_path / "deep.png"
+    cv2.imwrite(str(deep), frame(5)[..., 0].astype(np.uint16) * 256)
+    assert np.array_equal(read_image(tmp_path / "phone.png"), frame(5))
+    with pytest.raises(ValueError, match="8 bits per channel were needed"):
+        read_image(deep)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    assert np.array_equal(read_image(tmp_path / "phone.png"), frame(5))
+    assert np.array_equal(read_image(deep)[..., 1], frame(5)[..., 0])
 
 
 def test_opencv_decodes_where_pillow_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
