@@ -385,6 +385,15 @@ def size_claimed(folder: Path) -> None:
     write_sums(folder)
 
 
+def half_alone(folder: Path) -> None:
+    (folder / "model.onnx").rename(folder / "model.fp16.onnx")
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"] = {"model.fp16.onnx": {**manifest["files"]["model.onnx"], "precision": "fp16"}}
+    path.write_text(manifest_text(manifest))
+    write_sums(folder)
+
+
 def no_model(folder: Path) -> None:
     (folder / "model.onnx").unlink()
     shutil.rmtree(folder / "triton")
@@ -678,6 +687,11 @@ PLANTS: dict[str, Plant] = {
     "nothing left to verify": _as_it_is(in_manifest(lambda manifest: manifest.update(unverified=[])), "unverified"),
     "a name twice": _as_it_is(name_twice, "manifest.json cannot be read (it is not written as an export writes it)"),
     "another size": _as_it_is(size_claimed, "model.onnx has another size or sha256 than in manifest.json"),
+    "fp16 of nothing": _as_it_is(half_alone, "model.fp16.onnx cannot be of fp16: it is made from model.onnx only"),
+    "a shape without its axes": _as_it_is(
+        in_manifest(lambda manifest: manifest["io"]["inputs"][0].update(shape=[1, "height", "width", 3])),
+        "io.inputs has no size (KeyError",
+    ),
     "no model": _as_it_is(no_model, "manifest.files"),
     "another mIoU": _as_it_is(miou_claimed, "metrics are not those of the run"),
     # What lies beside the models

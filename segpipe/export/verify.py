@@ -57,13 +57,30 @@ def read_manifest(folder: Path) -> Manifest:
             found = [f"{MANIFEST} cannot be read ({error})"]
         else:
             found = schema_problems(manifest)
-            if not found and "status" not in manifest:
-                found = [f"{MANIFEST} has no status"]
+            if not found:
+                found = _contradictions(manifest)
     if manifest is not None and not found:
         found = unlisted(manifest, folder)
     if manifest is None or found:
         raise integrity_refusal(NOT_VERIFIED, found, str(folder))
     return dict(manifest)
+
+
+def _contradictions(manifest: Manifest) -> list[str]:
+    """What the schema cannot say about a manifest that came with files."""
+    if "status" not in manifest:
+        return [f"{MANIFEST} has no status"]
+    files, whole = manifest["files"], FORMATS["onnx"].file_name()
+    found = [
+        f"{name} cannot be of {entry['precision']}: it is made from {whole} only"
+        for name, entry in files.items()
+        if entry["precision"] != "fp32" and (entry["format"] != "onnx" or whole not in files)
+    ]
+    try:
+        image_size(manifest)
+    except (LookupError, ValueError, ArithmeticError) as error:
+        found.append(f"io.inputs has no size ({type(error).__name__}: {error})")
+    return found
 
 
 def image_size(manifest: Manifest) -> Size:
