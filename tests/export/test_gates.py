@@ -97,6 +97,9 @@ def test_real_images_are_held_to_their_own_sigma() -> None:
         assert gate([made], inflated).passed
         assert not gate([entry], inflated).passed
         assert gate([entry], Sigma(everything=1.0, real=9.0)).passed
+    worse = dataclasses.replace(answers(1, 3e-3), logits_difference=2e-3)
+    for gate in (gate_logits, gate_mask):
+        assert not gate([worse], Sigma(everything=1.0, real=9.0)).passed, "the smaller of both is the unit"
 
 
 def test_sigma_is_the_standard_deviation() -> None:
