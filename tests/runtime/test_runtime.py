@@ -37,6 +37,7 @@ from segpipe.runtime.__main__ import main
 from segpipe.runtime.bench import _timed, bench, fixed_work, resident_mib, spread, steadiness
 from segpipe.runtime.frames import FrameLimits, Levels, RepeatCounter, levels, subsample
 from segpipe.runtime.media import frames_of, frames_per_second, read_image
+from segpipe.runtime.session import Session
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -234,6 +235,21 @@ def test_an_id_that_no_class_has_is_an_error(tmp_path: Path) -> None:
     assert refuses(segmenter.infer(frame(3)), Status.ERROR)
     assert "mask holds id 1, but there are 1 classes" in segmenter.last_error
     assert segmenter.infer(frame(3) // 2).status is Status.OK
+
+
+@pytest.mark.parametrize("change", [lambda mask: mask.astype(np.int32), lambda mask: mask[:, :-1]])
+def test_an_output_of_another_shape_or_type_is_an_error(change: Any, segmenter: Segmenter, monkeypatch: Any) -> None:
+    prepare = segmenter.session.engine.prepare
+
+    def other(outputs: list[str]) -> Any:
+        run, end = prepare(outputs)
+        return lambda batch: [change(run(batch)[0]), run(batch)[1]], end
+
+    with monkeypatch.context() as patch:
+        patch.setattr(segmenter.session.engine, "prepare", other)
+        assert refuses(segmenter.infer(frame(1)), Status.ERROR)
+        assert "but uint8 (1, 32, 48) was needed" in segmenter.last_error
+    assert answers(segmenter, 2)
 
 
 def test_an_answer_is_not_overwritten_by_the_next(segmenter: Segmenter) -> None:
@@ -468,6 +484,19 @@ def test_damaged_files_are_never_loaded(name: str, damage: str, folder: Path, mo
     assert caught.value.exit_code == 7
 
 
+def test_a_file_that_nobody_reads_here_is_compared_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "model.pt2").write_bytes(b"for another program")
+    write_sums(folder)
+    runs: list[Any] = []
+    run = Session.run
+    monkeypatch.setattr(Session, "run", lambda self, image, *due: (runs.append(image), run(self, image, *due))[1])
+    Segmenter.load(folder)
+    assert len(runs) == 5, "two golden frames, and three to warm up"
+    (folder / "model.pt2").write_bytes(b"for another Program")
+    with pytest.raises(ArtifactError, match=r"model\.pt2 has sha256"):
+        Segmenter.load(folder)
+
+
 def change_manifest(folder: Path, **entries: Any) -> None:
     manifest = {**json.loads((folder / "manifest.json").read_text()), **entries}
     (folder / "manifest.json").write_text(json.dumps(manifest))
@@ -543,6 +572,7 @@ def test_folders_that_are_whole_but_wrong(name: str, folder: Path) -> None:
         (f"{'0' * 64}  ../secret\n", "has the line"),
         (f"{'0' * 64}  /secret\n", "has the line"),
         ("manifest.json\n", "has the line"),
+        (f"{'0' * 63}  manifest.json\n", "has the line"),
     ],
 )
 def test_checksums_that_say_nothing(sums: str | None, message: str, folder: Path) -> None:
@@ -642,7 +672,13 @@ def test_no_manifest_can_raise_the_tolerance_of_the_self_test(
                 read_artifact(folder, precision=precision)
 
 
-@pytest.mark.parametrize("given", [{"threads": 0}, {"deadline_ms": 0}, {"max_age_s": -1}, {"frozen_after": -1}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"threads": 0}, {"deadline_ms": 0}, {"deadline_ms": math.inf}, {"deadline_ms": math.nan}, {"max_age_s": -1},
+        {"max_age_s": 0}, {"max_age_s": math.nan}, {"frozen_after": -1},
+    ],
+)  # fmt: skip
 def test_settings_out_of_range(given: dict[str, Any], shared_folder: Path) -> None:
     with pytest.raises(ValueError, match=next(iter(given))):
         Segmenter.load(shared_folder, **given)
