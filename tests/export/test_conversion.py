@@ -156,6 +156,8 @@ def test_only_what_a_calibration_gives_may_move_by_more_than_rounding(
         ("conv_scale", lambda values: np.where(values < 0.1, 0, values).astype(values.dtype), False),
         ("conv_scale", lambda values: values * np.float32(np.nan), False),
         ("bias_quantized", lambda values: (values * 1.04).astype(values.dtype), True),
+        ("bias_quantized", lambda values: values + np.int32(1), True),
+        ("bias_quantized", lambda values: values + np.int32(2), False),
         ("bias_quantized", lambda values: np.where(np.abs(values) < 100, 0, values).astype(values.dtype), False),
         ("weight_quantized", lambda values: values, True),
         ("weight_quantized", lambda values: np.concatenate([values[:-4], values[-4:] + np.int8(1)]), True),
@@ -211,6 +213,15 @@ def test_one_record_with_two_contents_is_refused(made: tuple[Path, Path], tmp_pa
         archive.writestr(archive.namelist()[0], b"other")
     assert "two contents" in conversion_problems(copy, made[1] / copy.name, "pt2", "fp32")[0]
     assert "two contents" in harmful(copy, made[1] / copy.name, "pt2")[0]
+
+
+def test_a_compressed_record_is_refused(made: tuple[Path, Path], tmp_path: Path) -> None:
+    """A megabyte of zeros is a thousand bytes, so the size of the file would say nothing."""
+    copy = tmp_path / "model.torchscript.pt"
+    with zipfile.ZipFile(made[0] / copy.name) as archive, zipfile.ZipFile(copy, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name in archive.namelist():
+            packed.writestr(name, archive.read(name))
+    assert "a record is compressed" in harmful(copy, made[1] / copy.name, "torchscript")[0]
 
 
 def test_other_versions_are_named(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
