@@ -215,6 +215,11 @@ def test_one_record_with_two_contents_is_refused(made: tuple[Path, Path], tmp_pa
     assert "two contents" in harmful(copy, made[1] / copy.name, "pt2")[0]
 
 
+def test_equal_values_of_another_type_are_another_tensor() -> None:
+    (found,) = conversion._value_difference("w", np.ones(3, np.float32), np.ones(3, np.float16), precision="fp32")
+    assert found == "tensor w is float32 (3,) instead of float16 (3,)"
+
+
 def test_a_compressed_record_is_refused(made: tuple[Path, Path], tmp_path: Path) -> None:
     """A megabyte of zeros is a thousand bytes, so the size of the file would say nothing."""
     copy = tmp_path / "model.torchscript.pt"
