@@ -10,6 +10,8 @@ import hashlib
 import json
 import os
 import pickle
+import re
+import shutil
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from exports import SCENES, scenes
 from segpipe.data.samples import open_samples
+from segpipe.export.artifact.frame_statistics import unknown_frames
 from segpipe.export.artifact.manifest import in_file
 from segpipe.export.artifact.place import write_sums
 from segpipe.export.artifact.sidecars import write_sidecars
@@ -361,6 +364,46 @@ def frame_limits_taken_away(folder: Path) -> None:
     retold(folder, lambda manifest: manifest["frame_limits"].update(min_mean=0.0, max_dark_share=0.99))
 
 
+def frame_limits_of_no_images(folder: Path) -> None:
+    """As of an export without any image, which has no limits."""
+    retold(folder, lambda manifest: manifest.update(unknown_frames()))
+
+
+def name_twice(folder: Path) -> None:
+    """Python takes the second value, and a reader that stops at the first the other one."""
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace("{", '{\n "golden": {\n  "image_agreement": 0.0\n },', 1))
+    write_sums(folder)
+
+
+def size_claimed(folder: Path) -> None:
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"]["model.onnx"]["bytes"] *= 2
+    path.write_text(manifest_text(manifest))
+    write_sidecars(manifest, folder)
+    write_sums(folder)
+
+
+def half_alone(folder: Path) -> None:
+    (folder / "model.onnx").rename(folder / "model.fp16.onnx")
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"] = {"model.fp16.onnx": {**manifest["files"]["model.onnx"], "precision": "fp16"}}
+    path.write_text(manifest_text(manifest))
+    write_sums(folder)
+
+
+def no_model(folder: Path) -> None:
+    (folder / "model.onnx").unlink()
+    shutil.rmtree(folder / "triton")
+    path = folder / "manifest.json"
+    manifest = {**json.loads(path.read_text()), "files": {}}
+    path.write_text(manifest_text(manifest))
+    write_sidecars(manifest, folder)
+    write_sums(folder)
+
+
 def miou_claimed(folder: Path) -> None:
     retold(folder, lambda manifest: manifest.update(metrics={**METRICS, "miou": 0.99}))
 
@@ -406,6 +449,10 @@ def instead(ending: str, data: bytes) -> Change:
 
 def in_code(before: bytes, after: bytes) -> Change:
     return records(lambda name, data: data.replace(before, after) if "/code/" in name else data)
+
+
+def in_record(ending: str, before: bytes, after: bytes) -> Change:
+    return records(lambda name, data: data.replace(before, after, 1) if name.endswith(ending) else data)
 
 
 EVIL = pickle.dumps(Evil(Path("/nonexistent/segpipe-was-here")))
@@ -458,6 +505,7 @@ def sums_lead_out(folder: Path) -> None:
     path.write_text(path.read_text() + f"{'0' * 64}  ../secret\n")
 
 
+RUNS_TEXT = "torch runs text of a pt2 file when it loads it"
 PASSED, REFUSED = "verified by the first gates", "refused by the first gates"
 
 
@@ -534,41 +582,37 @@ PLANTS: dict[str, Plant] = {
     "one filter in sixteen, int8": _other(INT8, filters_zeroed, "tensor", PASSED),
     "a scale, int8": _other(INT8, int8_scale, "tensor", REFUSED),
     "a pickle in pt2": _other(
-        PT2, records(lambda _, data: data, {"data/weights/evil.pkl": EVIL}), "record", PASSED, "evil.pkl"
+        PT2, records(lambda _, data: data, {"data/weights/evil.pkl": EVIL}), "record", PASSED, RUNS_TEXT
     ),
-    "a pickle as example, pt2": _other(PT2, instead("sample_inputs/model.pt", EVIL), "record", "", "sample_inputs"),
+    "a pickle as example, pt2": _other(PT2, instead("sample_inputs/model.pt", EVIL), "record", "", RUNS_TEXT),
     "weights to be unpickled, pt2": _other(
-        PT2,
-        records(
-            lambda name, data: (
-                data.replace(b'"use_pickle": false', b'"use_pickle": true', 1)
-                if name.endswith("weights_config.json")
-                else data
-            )
-        ),
-        "record",
-        "",
-        "asks for tensors to be unpickled",
+        PT2, in_record("weights_config.json", b'"use_pickle": false', b'"use_pickle": true'), "record", "", RUNS_TEXT
     ),
     "an operator, pt2": _other(
-        PT2,
-        records(
-            lambda name, data: (
-                data.replace(b"aten.relu.default", b"evil.run.default") if name.endswith("model.json") else data
-            )
-        ),
-        "record",
-        "",
-        "torch.ops.evil.run.default",
+        PT2, in_record("model.json", b"aten.relu.default", b"evil.run.default"), "record", "", RUNS_TEXT
+    ),
+    "code in a guard, pt2": _other(
+        PT2, in_record("model.json", b'"guards_code": [', b'"guards_code": ["evil()"'), "record", "", RUNS_TEXT
     ),
     "an operator that writes files": _other(
-        TORCHSCRIPT, in_code(b"torch.relu(", b"torch.save("), "record", PASSED, "torch.save"
+        TORCHSCRIPT, in_code(b"torch.relu(", b"torch.save("), "record", PASSED, "save"
     ),
-    "an operator with a space": _other(
-        TORCHSCRIPT, in_code(b"torch.relu(", b"torch . save ("), "record", "", "torch.save"
+    "an operator with a space": _other(TORCHSCRIPT, in_code(b"torch.relu(", b"torch . save ("), "record", "", "save"),
+    "another namespace": _other(TORCHSCRIPT, in_code(b"torch.relu(", b"ops.evil.run("), "record", "", "evil"),
+    "an operator as a method": _other(
+        TORCHSCRIPT,
+        records(lambda name, data: re.sub(rb"torch\.relu\((\w+)\)", rb"\1.neg()", data) if "/code/" in name else data),
+        "record",
+        "",
+        "neg",
     ),
-    "another namespace": _other(TORCHSCRIPT, in_code(b"torch.relu(", b"ops.evil.run("), "record", "", "ops.evil.run"),
-    "a class in a pickle": _other(TORCHSCRIPT, instead("constants.pkl", EVIL), "record", "", "mkdir"),
+    "an operator by its name": _other(
+        TORCHSCRIPT, in_code(b"torch.relu(", b'getattr(torch, "neg")('), "record", "", "neg"
+    ),
+    "a class in a pickle": _other(TORCHSCRIPT, instead("constants.pkl", EVIL), "record", "", "STACK_GLOBAL"),
+    "a class in an older pickle": _other(
+        TORCHSCRIPT, instead("constants.pkl", pickle.dumps(os.mkdir, 0)), "record", "", "mkdir"
+    ),
     "a megabyte more": _other(
         TORCHSCRIPT,
         records(lambda _, data: data, {"data/99999": bytes(10**6)}),
@@ -606,8 +650,20 @@ PLANTS: dict[str, Plant] = {
     ),
     "temperature times 20": _as_it_is(
         in_manifest(lambda manifest: manifest["calibration"].update(temperature=5.0)),
-        "calibration.temperature = 5.0, but the labelled images give 0.25",
+        "calibration.temperature = 5.0, but the 4 labelled images give 0.25",
         PASSED,
+    ),
+    "a temperature of other images": _as_it_is(
+        in_manifest(lambda manifest: manifest["calibration"].update(temperature=5.0, images=5)),
+        "calibration.temperature = 5.0, but the 4 labelled images give 0.25",
+    ),
+    "no temperature": _as_it_is(
+        in_manifest(lambda manifest: manifest.update(calibration={"method": "none", "temperature": 1.0})),
+        "calibration.method = none, but the labelled images give 0.25",
+    ),
+    "a better calibration": _as_it_is(
+        in_manifest(lambda manifest: manifest["calibration"].update(ece_after=0.0)),
+        "calibration.ece_after = 0.0, but the labelled images give 0.1",
     ),
     "NaN as a limit": _as_it_is(nan_limit, "NaN is not a JSON number", PASSED),
     "another stride": _as_it_is(
@@ -625,6 +681,18 @@ PLANTS: dict[str, Plant] = {
     ),
     "golden limits off": _as_it_is(golden_limit_taken_away, "golden.image_agreement = 0.0, but 0.999 is required"),
     "frame limits off": _as_it_is(frame_limits_taken_away, "frame_limits are not those of the train images"),
+    "frame limits of no images": _as_it_is(
+        frame_limits_of_no_images, "frame_statistics.source = none, but the export had images"
+    ),
+    "nothing left to verify": _as_it_is(in_manifest(lambda manifest: manifest.update(unverified=[])), "unverified"),
+    "a name twice": _as_it_is(name_twice, "manifest.json cannot be read (it is not written as an export writes it)"),
+    "another size": _as_it_is(size_claimed, "model.onnx has another size or sha256 than in manifest.json"),
+    "fp16 of nothing": _as_it_is(half_alone, "model.fp16.onnx cannot be of fp16: it is made from model.onnx only"),
+    "a shape without its axes": _as_it_is(
+        in_manifest(lambda manifest: manifest["io"]["inputs"][0].update(shape=[1, "height", "width", 3])),
+        "io.inputs has no size (KeyError",
+    ),
+    "no model": _as_it_is(no_model, "manifest.files"),
     "another mIoU": _as_it_is(miou_claimed, "metrics are not those of the run"),
     # What lies beside the models
     "labels swapped": _as_it_is(labels_swapped, "ros/labels.yaml is not what segpipe"),

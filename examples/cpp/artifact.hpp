@@ -174,16 +174,18 @@ int self_test(int argc, char** argv, const std::string& file, const Open& open) 
   const std::string manifest = folder.read("manifest.json"), weights = entry(manifest, "source", "weights_digest");
   const double share = std::stod(entry(manifest, "golden", "image_agreement"));
   const int step = std::stoi(entry(manifest, "golden", "confidence_levels"));
+  // Written so that NaN fails.
+  require(share >= 0.999 && share <= 1 && step >= 0 && step <= 1, kAltered, "golden limits are not those of fp32.");
   const bool known = manifest.find(kFormat) < manifest.find(kProfile) && manifest.find(kProfile) < manifest.size();
   require(known, kAltered, "the manifest is of another format or profile; segpipe-export/2, robot was needed.");
   const Golden frames = {golden(folder, "image"), golden(folder, "mask"), golden(folder, "confidence")};
-  const bool whole = frames[0].shape[0] == frames[1].shape[0] && frames[0].shape[0] == frames[2].shape[0];
-  require(whole, kAltered, "golden/ holds images without answers. Export again.");
+  const int64_t count = frames[0].shape[0];
+  require(count == frames[1].shape[0] && count == frames[2].shape[0], kAltered, "golden/ has images without answers.");
   const Model model = open(folder.read(file), frames);
   const bool mixed = entry(model.manifest, "source", "weights_digest") != weights;
   require(!mixed, kAltered, file + " holds other weights than the manifest describes. Copy the whole folder again.");
   bool same = true;
-  for (size_t index = 0; index < static_cast<size_t>(frames[0].shape[0]); ++index)
+  for (size_t index = 0; index < static_cast<size_t>(count); ++index)
     same = compare(model.run, index, runs, frames, share, step) && same;
   require(same, kOtherAnswers, file + " gives other answers on this machine than where it was exported.");
   return 0;

@@ -4,7 +4,8 @@
 
 Export with export.profile=isaac: TensorRT has uint8 at the edge of a network only. First the graph is compared with
 TensorRT's rules, then every ONNX file of the folder passes G1 to G5 in TensorRT (the limits of its precision), then the
-golden frames. Only then is model.plan written. It needs segpipe, torch with CUDA and tensorrt (10 or later).
+golden frames. Only then is model.plan written, the very engine that passed: kernels are chosen by their time, so a
+second build may be another engine. It needs segpipe, torch with CUDA and tensorrt (10 or later).
 
 Exit codes: 0 verified, 2 usage, TensorRT missing or a graph that it cannot run, otherwise those of segpipe verify.
 Written from NVIDIA's documentation and tested with a stand-in for tensorrt: it has not run on a GPU.
@@ -16,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import onnx
@@ -59,8 +60,19 @@ def rule_problems(model: onnx.ModelProto) -> list[str]:
     return found
 
 
+def require_rules(model: onnx.ModelProto) -> None:
+    """Raises EngineError with the first rule that the graph breaks."""
+    if found := rule_problems(model):
+        raise EngineError(f"TensorRT cannot run this graph: {found[0]} Export with export.profile=isaac.")
+
+
 class TensorRt:
-    """An ONNX file as a TensorRT engine, as `segpipe.runtime.engines.Engine`; a run cannot be ended before its time."""
+    """An ONNX file as a TensorRT engine, as `segpipe.runtime.engines.Engine`; a run cannot be ended before its time.
+
+    Each file is built once in a process.
+    """
+
+    plans: ClassVar[dict[bytes, bytes]] = {}  # by content of the ONNX file
 
     def __init__(
         self, model: bytes, *, threads: int = 1, providers: Sequence[str] | None = None, oldest: str = ""
@@ -70,9 +82,9 @@ class TensorRt:
         self._trt, self.described = trt, f"tensorrt {trt.__version__}"
         # A probe's further outputs have no type in the file.
         self._model = onnx.shape_inference.infer_shapes(onnx.load_from_string(model))
-        if found := rule_problems(self._model):
-            raise EngineError(f"TensorRT cannot run this graph: {found[0]} Export with export.profile=isaac.")
-        self.plan = self._build()
+        require_rules(self._model)
+        self.plan = self.plans[model] if model in self.plans else self._build()
+        self.plans[model] = self.plan
         self._engine = trt.Runtime(trt.Logger(trt.Logger.ERROR)).deserialize_cuda_engine(self.plan)
         self._context = self._engine.create_execution_context()
         names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
@@ -148,8 +160,14 @@ def main(arguments: Sequence[str]) -> int:
     try:
         manifest = read_manifest(folder)
         ENGINES["tensorrt"] = TensorRt
-        engine = TensorRt((folder / "model.onnx").read_bytes())  # before the gates: its message names the rule
+        content = (folder / "model.onnx").read_bytes()
+        require_rules(onnx.load_from_string(content))  # before the gates, since its message names the rule
+        TensorRt.plans.clear()
         report = verify({"run": str(run), "which": "last", "artifact": str(folder)}, engines=["tensorrt"])
+        if content not in TensorRt.plans:
+            print(f"{folder / 'model.onnx'} was altered during the gates: the engine is not written", file=sys.stderr)
+            return 7
+        engine = TensorRt(content)
         print(report.line("ARTIFACT"), f"in {engine.described}")
         agreement, needed = golden_agreement(engine, folder, manifest["profile"]), manifest["golden"]["image_agreement"]
         print(f"golden frames: at least {100 * agreement:.4f} % of the pixels equal")

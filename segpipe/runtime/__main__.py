@@ -20,7 +20,7 @@ from .artifact import ArtifactError
 from .bench import FLAT_MIB, bench
 from .engines import ENGINES
 from .frames import Result, Status
-from .media import Frame, OverlayVideo, files_of, frames_of, is_video, overlay, write_picture
+from .media import Frame, OverlayVideo, files_of, frames_of, is_video, overlay, require_kept, write_picture
 from .segmenter import Segmenter
 
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     try:
         if given.command == "run":
-            files_of([Path(source) for source in given.sources])
+            require_kept(files_of([Path(source) for source in given.sources]), Path(given.out))
             Path(given.out).mkdir(parents=True, exist_ok=True)
         segmenter = Segmenter.load(
             given.folder,

@@ -113,6 +113,8 @@ class Artifact:
     shapes: Shapes
     golden: Golden
     model_id: str
+    weights_digest: str
+    requires: dict[str, str]  # the oldest version of an engine
     num_files: int
 
     @property
@@ -130,6 +132,17 @@ def read_artifact(folder: Path | str, *, precision: str = "fp32") -> Artifact:
     sums = read_sums(folder)
     if MANIFEST not in sums:
         raise ArtifactError(f"{folder / SUMS} does not list {MANIFEST}. {EXPORT_AGAIN}")
+    try:
+        return _artifact(folder, precision, sums)
+    except ArtifactError:
+        raise
+    except Exception as error:  # an altered manifest may have any type anywhere
+        raise ArtifactError(
+            f"{folder / MANIFEST} does not follow {FORMAT} ({type(error).__name__}: {error}). {EXPORT_AGAIN}"
+        ) from error
+
+
+def _artifact(folder: Path, precision: str, sums: Mapping[str, str]) -> Artifact:
     for name in sorted(sums):  # all of them, also those that are not read here
         _read(folder, name, sums)
     manifest = _parse(folder, _read(folder, MANIFEST, sums))
@@ -139,21 +152,18 @@ def read_artifact(folder: Path | str, *, precision: str = "fp32") -> Artifact:
             f"{folder} has profile {profile}, but the runtime needs {PROFILE}: uint8 frames in, mask and confidence "
             f"out. Export with export.profile={PROFILE}."
         )
-    try:
-        name, shapes = _model_file(folder, manifest, precision), Shapes(manifest["io"])
-        return Artifact(
-            folder=folder,
-            manifest=manifest,
-            model=_read(folder, name, sums),
-            shapes=shapes,
-            golden=_golden(folder, manifest, shapes, sums, manifest["files"][name]),
-            model_id=f"{manifest['model']}-{precision}-{sums[name][:12]}",
-            num_files=len(sums),
-        )
-    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        raise ArtifactError(
-            f"{folder / MANIFEST} does not follow {FORMAT} ({type(error).__name__}: {error}). {EXPORT_AGAIN}"
-        ) from error
+    name, shapes = _model_file(folder, manifest, precision), Shapes(manifest["io"])
+    return Artifact(
+        folder=folder,
+        manifest=manifest,
+        model=_read(folder, name, sums),
+        shapes=shapes,
+        golden=_golden(folder, manifest, shapes, sums, manifest["files"][name]),
+        model_id=f"{manifest['model']}-{precision}-{sums[name][:12]}",
+        weights_digest=str(manifest["source"]["weights_digest"]),
+        requires=dict(manifest.get("requires", {})),
+        num_files=len(sums),
+    )
 
 
 def read_sums(folder: Path) -> dict[str, str]:
@@ -210,7 +220,7 @@ def _read(folder: Path, name: str, sums: Mapping[str, str]) -> bytes:
 def _parse(folder: Path, text: bytes) -> dict[str, Any]:
     try:
         manifest = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{folder / MANIFEST} is not JSON ({error}). {EXPORT_AGAIN}") from None
     found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
     if found != FORMAT:
@@ -239,7 +249,7 @@ def _golden(
         content = _read(folder, f"golden/{part}.npy", sums)
         try:
             arrays[part] = np.load(io.BytesIO(content), allow_pickle=False)
-        except (ValueError, EOFError) as error:
+        except Exception as error:  # numpy's parser raises many types, and MemoryError for a giant shape
             raise ArtifactError(f"{folder}/golden/{part}.npy is not a numpy array ({error}). {EXPORT_AGAIN}") from None
     limits, (least, most) = manifest["golden"], _CEILINGS[model["precision"]]
     # The answers are those of the trained fp32 network. A model of reduced precision differed from them by this much

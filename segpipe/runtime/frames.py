@@ -67,8 +67,11 @@ class FrameLimits(NamedTuple):
 
     @classmethod
     def from_manifest(cls, entry: dict[str, Any]) -> FrameLimits:
-        """Limits from the manifest's `frame_limits`."""
-        return cls(**{name: float(entry[name]) for name in cls._fields})
+        """Limits from the manifest's `frame_limits`. Raises ValueError for one that is no level, such as NaN."""
+        limits = cls(**{name: float(entry[name]) for name in cls._fields})
+        if not all(0 <= limit <= 255 for limit in limits):
+            raise ValueError(f"{limits}, but numbers from 0 to 255 were needed")
+        return limits
 
     def status(self, levels: Levels) -> Status:
         """TOO_DARK, SATURATED or OK."""

@@ -16,6 +16,7 @@ PICTURES = (ARRAY, PLAIN, ".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".ti
 VIDEOS = (".mp4", ".avi", ".mkv", ".mov", ".webm", ".m4v", ".mpg")
 _PPM = re.compile(rb"P6\s+(?:#.*\n\s*)*(\d+)\s+(\d+)\s+255\s")
 _FPS = 25.0  # of a video that does not tell
+_MISSING = 0.05  # share of a video's frames that may be missing: some containers estimate their number
 Image = NDArray[np.uint8]
 
 
@@ -47,7 +48,7 @@ def files_of(sources: Sequence[Path]) -> list[Path]:
     for path in files:
         if path.suffix.lower() in VIDEOS:
             _cv2(path)
-        elif path.suffix not in (ARRAY, PLAIN):
+        elif path.suffix.lower() not in (ARRAY, PLAIN):
             _decoder(path)
         if not path.is_file():
             raise ValueError(f"{path} cannot be read: no such file.")
@@ -55,6 +56,14 @@ def files_of(sources: Sequence[Path]) -> list[Path]:
         if other != path:
             raise ValueError(f"{other} and {path} would both be written to {path.stem}_mask. Run them one by one.")
     return files
+
+
+def require_kept(files: Sequence[Path], out: Path) -> None:
+    """Raises ValueError if the pictures of one file would replace another: labels are often called NAME_mask."""
+    written = {f"{path.stem}_{kind}" for path in files for kind in ("mask", "overlay")}
+    for path in files:
+        if path.stem in written and path.parent.resolve() == out.resolve():
+            raise ValueError(f"{path} would be overwritten by an answer. Choose another folder for --out.")
 
 
 def is_video(path: Path) -> bool:
@@ -70,7 +79,9 @@ def frames_of(path: Path) -> Iterator[Frame]:
         except ValueError as error:
             yield Frame(str(path), None, str(error))
         return
-    capture, number = _cv2(path).VideoCapture(str(path)), 0
+    cv2, number = _cv2(path), 0
+    capture = cv2.VideoCapture(str(path))
+    claimed = float(capture.get(cv2.CAP_PROP_FRAME_COUNT))  # 0 or below, and NaN, where it does not tell
     try:
         while True:
             there, image = capture.read()
@@ -82,6 +93,8 @@ def frames_of(path: Path) -> Iterator[Frame]:
         capture.release()
     if not number:
         yield Frame(str(path), None, f"{path} cannot be read: no frame of the video can be decoded.")
+    elif claimed - number > max(1, _MISSING * claimed):
+        yield Frame(str(path), None, f"{path} is damaged: {number} of {claimed:.0f} frames could be decoded.")
 
 
 def frames_per_second(path: Path) -> float:
@@ -96,9 +109,9 @@ def frames_per_second(path: Path) -> float:
 def read_image(path: Path) -> Image:
     """Image as stored: uint8 (H, W, 3) RGB from a picture, any array from .npy. Raises ValueError with the path."""
     try:
-        if path.suffix == ARRAY:
+        if path.suffix.lower() == ARRAY:
             return np.asarray(np.load(path, allow_pickle=False))
-        if path.suffix == PLAIN:
+        if path.suffix.lower() == PLAIN:
             return _read_ppm(path)
         return np.asarray(_decoder(path)(path))
     except Exception as error:  # decoders raise SyntaxError, struct.error and types of their own for damaged files
@@ -125,7 +138,9 @@ def _decoder(path: Path) -> Any:
         cv2 = _cv2(path, f"without Pillow or OpenCV only {ARRAY} and {PLAIN} are read; pip install pillow")
 
         def decode(path: Path) -> Image:
-            image = cv2.imdecode(np.fromfile(path, np.uint8), cv2.IMREAD_COLOR)
+            # As stored, like Pillow and the readers of the training: no EXIF orientation is applied.
+            how = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
+            image = cv2.imdecode(np.fromfile(path, np.uint8), how)
             if image is None:
                 raise ValueError("OpenCV cannot decode it")
             return np.asarray(image[..., ::-1])
@@ -134,6 +149,8 @@ def _decoder(path: Path) -> Any:
 
     def convert(path: Path) -> Image:
         with pillow.open(path) as picture:
+            if picture.mode.startswith(("I", "F")):  # convert() would clip 16 bits to white
+                raise ValueError(f"it has mode {picture.mode}, but 8 bits per channel were needed")
             return np.asarray(picture.convert("RGB"))
 
     return convert

@@ -80,7 +80,7 @@ class Session:
         self._artifact = artifact
         if engine not in ENGINES:
             raise EngineError(f"engine = {engine}, but it must be one of {', '.join(ENGINES)}.")
-        oldest = artifact.manifest.get("requires", {}).get(engine, "0")
+        oldest = artifact.requires.get(engine, "0")
         try:
             self.engine: Engine = ENGINES[engine](artifact.model, threads=threads, providers=providers, oldest=oldest)
         except EngineError:
@@ -169,11 +169,10 @@ def _check_identity(artifact: Artifact, engine: Engine) -> None:
     """Compare the weights digest inside the file with the manifest's: files of two exports have valid checksums too."""
     try:
         found = json.loads(engine.metadata(MANIFEST_KEY))["source"]["weights_digest"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         found = "unknown"
-    needed = artifact.manifest["source"]["weights_digest"]
-    if found != needed:
+    if found != artifact.weights_digest:
         raise ArtifactError(
-            f"the ONNX file in {artifact.folder} holds weights {found}, but the manifest describes {needed}. "
-            f"{EXPORT_AGAIN}"
+            f"the ONNX file in {artifact.folder} holds weights {found}, but the manifest describes "
+            f"{artifact.weights_digest}. {EXPORT_AGAIN}"
         )

@@ -183,6 +183,21 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "other profile": (rewrite("manifest.json", '"profile": "robot"', '"profile": "isaac"'), 7, "format or profile"),
     "other format": (rewrite("manifest.json", FORMAT, "segpipe-export/0"), 7, "format or profile"),
     "no limits": (rewrite("manifest.json", '"image_agreement"', '"agreement"'), 7, r"no golden\.image_agreement"),
+    "looser limit": (
+        rewrite("manifest.json", '"image_agreement": 0.999', '"image_agreement": 0.5'),
+        7,
+        "golden limits are not",
+    ),
+    "no limit": (
+        rewrite("manifest.json", '"image_agreement": 0.999', '"image_agreement": NaN'),
+        7,
+        "golden limits are not",
+    ),
+    "more levels": (
+        rewrite("manifest.json", '"confidence_levels": 1', '"confidence_levels": 2'),
+        7,
+        "golden limits are not",
+    ),
     "wide mask": (wide, 7, "uint8 frames were needed"),
 }
 

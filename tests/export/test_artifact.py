@@ -293,6 +293,9 @@ def put(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         ("created", "yesterday"),
         ("gates.model", {"G1": {"passed": False, "message": ""}}),
         ("frame_limits.min_mean", None),
+        ("frame_statistics.source", "elsewhere"),
+        ("files", {}),
+        ("calibration", {"method": "temperature", "temperature": 1.5}),
     ],
 )
 def test_a_broken_contract_is_seen(path: str, value: Any, manifest: dict[str, Any]) -> None:

@@ -149,6 +149,64 @@ def test_only_what_a_calibration_gives_may_move_by_more_than_rounding(
     assert conversion._allowed(name, np.dtype(kind), precision) == share
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "same"),
+    [
+        ("conv_scale", lambda values: values * np.float32(1.049), True),
+        ("conv_scale", lambda values: np.where(values < 0.1, 0, values).astype(values.dtype), False),
+        ("conv_scale", lambda values: values * np.float32(np.nan), False),
+        ("bias_quantized", lambda values: (values * 1.04).astype(values.dtype), True),
+        ("bias_quantized", lambda values: values + np.int32(1), True),
+        ("bias_quantized", lambda values: values + np.int32(2), False),
+        ("bias_quantized", lambda values: np.where(np.abs(values) < 100, 0, values).astype(values.dtype), False),
+        ("weight_quantized", lambda values: values, True),
+        ("weight_quantized", lambda values: np.concatenate([values[:-4], values[-4:] + np.int8(1)]), True),
+        ("weight_quantized", lambda values: np.concatenate([values[:-1], values[-1:] + np.int8(2)]), False),
+        ("weight_quantized", lambda values: values + np.int8(1), False),
+    ],
+)
+def test_a_channel_of_small_weights_may_move_no_more_than_another(
+    name: str, change: Callable[[np.ndarray], np.ndarray], same: bool
+) -> None:
+    """A twentieth of the largest scale of a layer is all of the scale of a channel whose weights are small."""
+    values = {
+        "conv_scale": np.array([1.0, 0.5, 0.04, 0.03], np.float32),
+        "bias_quantized": np.array([-10_000, 3000, 40, 7], np.int32),
+        "weight_quantized": np.arange(-100, 100, dtype=np.int8).repeat(2),
+    }[name]
+    found = list(conversion._value_difference(name, change(values), values, precision="int8"))
+    assert found == ([] if same else [f"tensor {name} has other values"])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda model: model.graph.sparse_initializer.add(), "sparse tensors"),
+        (lambda model: setattr(node(model, "Relu"), "domain", "evil"), "it uses evil.Relu"),
+        (
+            lambda model: node(model, "Relu").attribute.append(
+                onnx.helper.make_attribute(
+                    "value",
+                    onnx.TensorProto(
+                        name="x", data_type=1, external_data=[{"key": "location", "value": "/etc/passwd"}]
+                    ),
+                )
+            ),
+            "stored outside the file",
+        ),
+    ],
+)
+def test_what_a_list_of_operators_would_not_show(
+    made: tuple[Path, Path], tmp_path: Path, change: Callable[[onnx.ModelProto], object], words: str
+) -> None:
+    copy = Path(shutil.copy(made[0] / "model.onnx", tmp_path))
+    model = onnx.load(copy)
+    change(model)
+    copy.write_bytes(model.SerializeToString())
+    (found,) = harmful(copy, made[1] / "model.onnx", "onnx")
+    assert words in found
+
+
 def test_one_record_with_two_contents_is_refused(made: tuple[Path, Path], tmp_path: Path) -> None:
     copy = Path(shutil.copy(made[0] / "model.pt2", tmp_path))
     with zipfile.ZipFile(copy, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
@@ -157,7 +215,21 @@ def test_one_record_with_two_contents_is_refused(made: tuple[Path, Path], tmp_pa
     assert "two contents" in harmful(copy, made[1] / copy.name, "pt2")[0]
 
 
+def test_equal_values_of_another_type_are_another_tensor() -> None:
+    (found,) = conversion._value_difference("w", np.ones(3, np.float32), np.ones(3, np.float16), precision="fp32")
+    assert found == "tensor w is float32 (3,) instead of float16 (3,)"
+
+
+def test_a_compressed_record_is_refused(made: tuple[Path, Path], tmp_path: Path) -> None:
+    """A megabyte of zeros is a thousand bytes, so the size of the file would say nothing."""
+    copy = tmp_path / "model.torchscript.pt"
+    with zipfile.ZipFile(made[0] / copy.name) as archive, zipfile.ZipFile(copy, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name in archive.namelist():
+            packed.writestr(name, archive.read(name))
+    assert "a record is compressed" in harmful(copy, made[1] / copy.name, "torchscript")[0]
+
+
 def test_other_versions_are_named(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert other_versions(manifest) == []
+    assert other_versions(manifest) == {}
     monkeypatch.setattr(conversion, "version", lambda name: "9.9")
-    assert other_versions(manifest)[0] == f"torch {manifest['versions']['torch']}, here 9.9"
+    assert other_versions(manifest)["torch"] == f"torch {manifest['versions']['torch']}, here 9.9"

@@ -97,6 +97,9 @@ def test_real_images_are_held_to_their_own_sigma() -> None:
         assert gate([made], inflated).passed
         assert not gate([entry], inflated).passed
         assert gate([entry], Sigma(everything=1.0, real=9.0)).passed
+    worse = dataclasses.replace(answers(1, 3e-3), logits_difference=2e-3)
+    for gate in (gate_logits, gate_mask):
+        assert not gate([worse], Sigma(everything=1.0, real=9.0)).passed, "the smaller of both is the unit"
 
 
 def test_sigma_is_the_standard_deviation() -> None:
@@ -211,6 +214,15 @@ def test_quality_gate_of_a_critical_class() -> None:
     assert result.message == "G5 quality: IoU of critical class road falls by more than 2.0 points"
 
 
+def test_a_critical_class_without_a_label_is_not_passed_over() -> None:
+    right = score({(0, 0): 1000, (1, 1): 1000}, 3)
+    assert gate_quality(right, right, ("road", "sky", "person"), LIMITS["int8"], ["road"]).passed
+    assert gate_quality(right, right, ("road", "sky", "person"), LIMITS["fp32"], ["person"]).passed, "int8 alone has it"
+    result = gate_quality(right, right, ("road", "sky", "person"), LIMITS["int8"], ["road", "person"])
+    assert not result.passed
+    assert "critical class person has no pixel in the 1 labelled images" in result.message
+
+
 def test_quality_needs_labels_and_known_ids() -> None:
     nothing = gate_quality(score({}), score({}), ("a", "b"))
     assert not nothing.passed
@@ -258,10 +270,10 @@ def test_scores_are_counted_on_images_of_the_files_size() -> None:
 # G6
 
 
-def power() -> GateResult:
-    model = deploy_model(tiny_network())
+def power(model: DeployModel | None = None) -> GateResult:
+    model = model or deploy_model(tiny_network())
     checks = check_set(IMAGES[:1], ["x"])
-    reference = as_trained(run_eager(model), Preprocess())
+    reference = as_trained(run_eager(model), model.preprocess)
     return gate_power(model, reference, checks, compare(reference, [], checks))
 
 
@@ -359,6 +371,28 @@ def test_a_control_without_effect_says_nothing_of_the_gates(monkeypatch: pytest.
     report = ExportReport(Path("export"), {}, gates={"eager": [result]}, real_images=16)
     assert (report.status, report.passed) == ("UNVERIFIED_FLAT_NETWORK", True)
     assert ExportReport(Path("export"), {}, gates={"eager": [result]}).status == "UNVERIFIED_REAL_DATA"
+
+
+@pytest.mark.parametrize(
+    "name", ["batchnorm_in_training_mode", "half_mean_and_std", "no_normalisation", "align_corners_flipped"]
+)
+def test_a_network_is_not_flat_because_it_cannot_have_a_fault(name: str) -> None:
+    """A network with GroupNorm, with a normalisation of 0.5, without upsampling: trained as well as any other."""
+    model = deploy_model(tiny_network())
+    network: Any = model.network
+    if name.startswith("batchnorm"):
+        network.body[1] = nn.Identity()
+    elif name == "align_corners_flipped":
+        network.body[0].stride, network.output_stride = (1, 1), 1
+    else:
+        model.preprocess = Preprocess(*(((0.5,) * 3,) * 2 if "half" in name else ((0.0,) * 3, (1.0,) * 3)))
+    result = power(model)
+    assert result.passed
+    assert (result.figures["impossible"], result.figures["without_effect"]) == ([name], [])
+    assert set(result.figures["refused_by"]) == set(CONTROLS) - {name}
+    assert result.message == f"all 6 negative controls are refused; {name} is no fault of this network"
+    report = ExportReport(Path("export"), {}, gates={"eager": [result]}, real_images=16)
+    assert report.status == "verified"
 
 
 def test_the_effect_of_a_control_is_measured_in_spreads_of_the_logits() -> None:

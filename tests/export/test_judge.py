@@ -402,6 +402,26 @@ def test_latency_is_held_to_the_budget_and_int8_to_the_fp32_onnx_file(
     assert failures(judged(*files, latency_budget_ms=15.0)[0]) == [("model.torchscript.pt", "latency")]
 
 
+def test_int8_is_held_to_the_fp32_file_in_its_own_engine(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {}
+    for precision in ("fp32", "int8"):
+        file = shelf.file("onnx", precision)
+        files |= {each.name: each for each in (file, dataclasses.replace(file, engine="openvino"))}
+    times = {
+        "model.onnx": 10.0,
+        "model.int8.onnx": 8.0,
+        "model.onnx (openvino)": 6.0,
+        "model.int8.onnx (openvino)": 8.0,
+    }
+    monkeypatch.setattr(
+        latency, "measure", lambda *_: {name: {"p50_ms": ms, "cpu_ms": ms} for name, ms in times.items()}
+    )
+    report = ExportReport(Path("export"), {}, gates={name: [] for name in files})
+    judge._judge_latency(report, {}, files, GateInputs(check_set(IMAGES[:1], NAMES[:1]), None, ExportConfig()))
+    assert failures(report) == [("model.int8.onnx (openvino)", "latency")]
+    assert "1.33 > 0.9 of the fp32 file's" in report.failed[0][1].message
+
+
 # --- as the robot loads it
 
 

@@ -361,6 +361,8 @@ def test_confidence_is_judged_by_its_mean_on_real_images_and_by_its_calibration(
         refused = gate_mask([compared(confidence_mean=level), made], ONE, limits)
         assert not refused.passed
         assert "8 levels on average" in refused.message
+    dark = compared("frame (dark)", is_real=False, is_copy=True, confidence_mean=8.2)
+    assert not gate_mask([near, dark, made], ONE, limits).passed, "unsure of the day, sure of the night"
     target = np.zeros((8, 8), np.uint8)
     target[:, 6:] = 1
     mask, levels = np.zeros((8, 8), np.uint8), np.full((4, 4), 192, np.uint8)  # three quarters right, and so sure

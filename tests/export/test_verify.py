@@ -18,21 +18,25 @@ import torch
 import yaml
 from openvino_stand_in import StandIn
 from PIL import Image
-from plants import byte_flipped, edited, golden_changed, int8_scale, sign, std
+from plants import byte_flipped, edited, golden_changed, int8_scale, retold, sign, std
 
-from exports import SCENES, SIZE, export, last_line, scenes, trained_network, verify, write_run
+from exports import IMAGES, SCENES, SIZE, export, last_line, scenes, trained_network, verify, write_run
 from segpipe.cli.main import main as segpipe
 from segpipe.data.samples import open_samples
 from segpipe.errors import DataError
 from segpipe.export import dataset
 from segpipe.export import verify as verification
+from segpipe.export.artifact.golden import golden_arrays, golden_frame_problems
 from segpipe.export.gates import latency
+from segpipe.export.gates.check_set import Check
+from segpipe.export.graph.network import deploy_model
 from segpipe.export.graph.onnx_format import open_onnx, write_probe
 from segpipe.export.graph.torch_formats import MANIFEST_FILE, jit, quiet_torchscript, write_archive
 from segpipe.export.lowprec import int8
 from segpipe.export.lowprec.int8 import to_int8
 from segpipe.runtime import Segmenter
 from segpipe.train import checkpoint
+from segpipe.train.checkpoint import load_network
 
 ROOT = Path(__file__).resolve().parents[2]
 MANY = f"export.images={SCENES}"  # so that ties on the made images weigh as little as they do beside photographs
@@ -111,6 +115,75 @@ def test_latency_over_the_budget(run: Path, tmp_path: Path, capsys: pytest.Captu
     assert [path.name for path in tmp_path.iterdir()] == ["export.rejected"]
 
 
+def test_what_was_compared_is_what_is_run(
+    run: Path, artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever can write to the folder may swap a file at the worst moment."""
+    folder, compare = Path(shutil.copytree(artifact, tmp_path / "export")), verification.conversion_problems
+
+    def swapped(*given: Any) -> list[str]:
+        found = compare(*given)
+        (folder / "model.onnx").write_bytes(b"evil")
+        return found
+
+    monkeypatch.setattr(verification, "conversion_problems", swapped)
+    assert verify(run, folder) == 0
+    monkeypatch.undo()
+    assert verify(run, folder) == 7, "the control: it was swapped"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            lambda manifest: (manifest["check_images"].insert(0, "x"), manifest["golden"]["images"].insert(0, "x")),
+            "golden frame x is not among the check images here",
+        ),
+        (
+            lambda manifest: (
+                manifest["check_images"].insert(0, "x"),
+                manifest["frame_statistics"].update(source="check"),
+            ),
+            "frame_limits were made of check images that are not here",
+        ),
+    ],
+)
+def test_what_cannot_be_computed_again_is_not_called_verified(
+    change: Any, told: str, run: Path, artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(artifact, tmp_path / "export"))
+    retold(folder, change)
+    if "golden" in told:
+        frames, model = (
+            np.load(folder / "golden" / "image.npy"),
+            deploy_model(load_network(run, "last"), temperature=0.25),
+        )
+        for name, array in golden_arrays(model, np.concatenate([frames[:1] // 2, frames])).items():
+            np.save(folder / "golden" / f"{name}.npy", array)
+        sign(folder)
+    assert verify(run, folder) == 0
+    line = last_line(capsys)
+    assert line.startswith("ARTIFACT VERIFIED_BY_ANSWERS: model.onnx")
+    assert told in line
+
+
+def test_golden_frames_are_the_images_of_their_names(tmp_path: Path) -> None:
+    checks = [Check("a", IMAGES[0]), Check("b", IMAGES[1])]
+    (tmp_path / "golden").mkdir()
+
+    def found(frames: list[Any], *names: str) -> tuple[list[str], str]:
+        np.save(tmp_path / "golden" / "image.npy", np.stack(frames))
+        # Other check images than here: what they are called cannot be a way out.
+        return golden_frame_problems(tmp_path, {"check_images": ["c"], "golden": {"images": [*names]}}, checks)
+
+    assert found(IMAGES[:2], "a", "b") == ([], "")
+    assert found(IMAGES[:2], "a", "z") == ([], "golden frame z is not among the check images here")
+    for frames, *names in ((IMAGES[:2], "b", "a"), (IMAGES[:1], "a", "b"), (IMAGES[:2], "a")):
+        (problem,), note = found(frames, *names)
+        assert "does not hold the images" in problem
+        assert not note
+
+
 # TorchScript: the inside of the shipped file is its tensors
 
 
@@ -131,7 +204,7 @@ def test_another_bias_in_torchscript_is_refused(
     sign(folder)
     assert verify(run, folder) == 7
     assert "model.torchscript.pt is not what the checkpoint converts to: record " in last_line(capsys)
-    monkeypatch.setattr(verification, "other_versions", lambda _: ["torch 2.0, here 3.0"])
+    monkeypatch.setattr(verification, "other_versions", lambda _: {"torch": "torch 2.0, here 3.0"})
     assert verify(run, folder) == 4
     assert "G2 logits come from other weights: network.classifier.bias" in last_line(capsys)
 
@@ -192,7 +265,7 @@ def test_int8_is_held_to_its_own_limits(
     capsys.readouterr()
     assert verify(run, folder, MANY) == 7
     assert "model.int8.onnx is not what the checkpoint converts to: tensor " in last_line(capsys)
-    monkeypatch.setattr(verification, "other_versions", lambda _: ["torch 2.0, here 3.0"])
+    monkeypatch.setattr(verification, "other_versions", lambda _: {"torch": "torch 2.0, here 3.0"})
     assert verify(run, folder, MANY) == 4
     assert "G3 mask agreement" in last_line(capsys)
 

@@ -11,6 +11,7 @@ import json
 import math
 import mmap
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 import cv2
 import numpy as np
 import onnxruntime
+import PIL.Image
 import pytest
 from artifacts import SIZE, answer, frame, toy_manifest, write_artifact, write_sums
 
@@ -35,6 +37,7 @@ from segpipe.runtime.__main__ import main
 from segpipe.runtime.bench import _timed, bench, fixed_work, resident_mib, spread, steadiness
 from segpipe.runtime.frames import FrameLimits, Levels, RepeatCounter, levels, subsample
 from segpipe.runtime.media import frames_of, frames_per_second, read_image
+from segpipe.runtime.session import Session
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -232,6 +235,21 @@ def test_an_id_that_no_class_has_is_an_error(tmp_path: Path) -> None:
     assert refuses(segmenter.infer(frame(3)), Status.ERROR)
     assert "mask holds id 1, but there are 1 classes" in segmenter.last_error
     assert segmenter.infer(frame(3) // 2).status is Status.OK
+
+
+@pytest.mark.parametrize("change", [lambda mask: mask.astype(np.int32), lambda mask: mask[:, :-1]])
+def test_an_output_of_another_shape_or_type_is_an_error(change: Any, segmenter: Segmenter, monkeypatch: Any) -> None:
+    prepare = segmenter.session.engine.prepare
+
+    def other(outputs: list[str]) -> Any:
+        run, end = prepare(outputs)
+        return lambda batch: [change(run(batch)[0]), run(batch)[1]], end
+
+    with monkeypatch.context() as patch:
+        patch.setattr(segmenter.session.engine, "prepare", other)
+        assert refuses(segmenter.infer(frame(1)), Status.ERROR)
+        assert "but uint8 (1, 32, 48) was needed" in segmenter.last_error
+    assert answers(segmenter, 2)
 
 
 def test_an_answer_is_not_overwritten_by_the_next(segmenter: Segmenter) -> None:
@@ -466,9 +484,29 @@ def test_damaged_files_are_never_loaded(name: str, damage: str, folder: Path, mo
     assert caught.value.exit_code == 7
 
 
+def test_a_file_that_nobody_reads_here_is_compared_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "model.pt2").write_bytes(b"for another program")
+    write_sums(folder)
+    runs: list[Any] = []
+    run = Session.run
+    monkeypatch.setattr(Session, "run", lambda self, image, *due: (runs.append(image), run(self, image, *due))[1])
+    Segmenter.load(folder)
+    assert len(runs) == 5, "two golden frames, and three to warm up"
+    (folder / "model.pt2").write_bytes(b"for another Program")
+    with pytest.raises(ArtifactError, match=r"model\.pt2 has sha256"):
+        Segmenter.load(folder)
+
+
 def change_manifest(folder: Path, **entries: Any) -> None:
     manifest = {**json.loads((folder / "manifest.json").read_text()), **entries}
     (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def giant_array() -> bytes:
+    """The head of an array of 9 PiB."""
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(head, {"descr": "|u1", "fortran_order": False, "shape": (10**8, 10**5, 1000)})
+    return head.getvalue()
 
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -482,6 +520,26 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no io": (lambda folder: change_manifest(folder, io={}), "manifest.json does not follow"),
     "no limits": (lambda folder: change_manifest(folder, frame_limits={}), "manifest .* is incomplete"),
+    "NaN as a limit": (  # every comparison with it is false
+        lambda folder: change_manifest(folder, frame_limits={**toy_manifest()["frame_limits"], "min_mean": math.nan}),
+        "min_mean=nan.* numbers from 0 to 255 were needed",
+    ),
+    "an infinite limit": (
+        lambda folder: change_manifest(folder, frame_limits={**toy_manifest()["frame_limits"], "max_mean": math.inf}),
+        "max_mean=inf",
+    ),
+    "no source": (lambda folder: change_manifest(folder, source=[]), "manifest.json does not follow"),
+    "no requirements": (lambda folder: change_manifest(folder, requires="1.15"), "manifest.json does not follow"),
+    "no input": (lambda folder: change_manifest(folder, io={**toy_manifest()["io"], "inputs": []}), "does not follow"),
+    "deep": (lambda folder: (folder / "manifest.json").write_text("[" * 100_000), "is not JSON"),
+    "an archive for an array": (
+        lambda folder: (folder / "golden" / "mask.npy").write_bytes(b"PK\x03\x04" + bytes(50)),
+        "is not a numpy array",
+    ),
+    "a giant array": (
+        lambda folder: (folder / "golden" / "mask.npy").write_bytes(giant_array()),
+        "is not a numpy array|does not follow",
+    ),
     "no json": (lambda folder: (folder / "manifest.json").write_text("{"), "is not JSON"),
     "no model": (lambda folder: change_manifest(folder, files={}), "has no ONNX file of precision fp32, only: none"),
     "mixed": (
@@ -514,6 +572,7 @@ def test_folders_that_are_whole_but_wrong(name: str, folder: Path) -> None:
         (f"{'0' * 64}  ../secret\n", "has the line"),
         (f"{'0' * 64}  /secret\n", "has the line"),
         ("manifest.json\n", "has the line"),
+        (f"{'0' * 63}  manifest.json\n", "has the line"),
     ],
 )
 def test_checksums_that_say_nothing(sums: str | None, message: str, folder: Path) -> None:
@@ -631,7 +690,13 @@ def test_no_manifest_can_raise_the_tolerance_of_the_self_test(
                 read_artifact(folder, precision=precision)
 
 
-@pytest.mark.parametrize("given", [{"threads": 0}, {"deadline_ms": 0}, {"max_age_s": -1}, {"frozen_after": -1}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"threads": 0}, {"deadline_ms": 0}, {"deadline_ms": math.inf}, {"deadline_ms": math.nan}, {"max_age_s": -1},
+        {"max_age_s": 0}, {"max_age_s": math.nan}, {"frozen_after": -1},
+    ],
+)  # fmt: skip
 def test_settings_out_of_range(given: dict[str, Any], shared_folder: Path) -> None:
     with pytest.raises(ValueError, match=next(iter(given))):
         Segmenter.load(shared_folder, **given)
@@ -791,6 +856,49 @@ def test_run_takes_folders_and_videos(shared_folder: Path, tmp_path: Path, capsy
     assert frames_per_second(out / "drive_overlay.mp4") == pytest.approx(10)
     red, blue = (np.median(drawn[1].reshape(-1, 3), 0) - np.median(drawn[0].reshape(-1, 3), 0))[[0, 2]]  # type: ignore[union-attr]
     assert red > 60 > blue, "colors of the classes in RGB"
+
+
+def test_a_video_that_ends_early_is_damaged(
+    shared_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    video = tmp_path / "drive.avi"
+    writer = cv2.VideoWriter(str(video), cv2.VideoWriter.fourcc(*"MJPG"), 10, SIZE[::-1])
+    for seed in range(20):
+        writer.write(frame(seed))
+    writer.release()
+    given = ["run", str(shared_folder), str(video), "--out", str(tmp_path / "out")]
+    assert main(given) == 0, "the control"
+    content = video.read_bytes()
+    video.write_bytes(content[: len(content) // 2])
+    assert main(given) == 1
+    captured = capsys.readouterr()
+    assert "drive.avi:3 OK" in captured.out
+    assert re.search(r"drive\.avi is damaged: \d+ of 20 frames could be decoded", captured.err)
+
+
+def test_no_answer_replaces_an_image(shared_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("one.npy", "one_mask.npy", "two.npy"):
+        np.save(tmp_path / name, frame(3))
+    (tmp_path / "two.npy").rename(tmp_path / "two.NPY")
+    given = ["run", str(shared_folder), str(tmp_path), "--out"]
+    assert main([*given, f"{tmp_path}/."]) == 2
+    assert "one_mask.npy would be overwritten by an answer" in capsys.readouterr().err
+    assert len(list(tmp_path.iterdir())) == 3
+    assert main([*given, str(tmp_path / "out")]) == 0, "the control, and capital letters"
+
+
+def test_both_decoders_read_what_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    turned = PIL.Image.Exif()
+    turned[274] = 6  # a phone held upright
+    PIL.Image.fromarray(frame(5)).save(tmp_path / "phone.png", exif=turned)
+    deep = tmp_path / "deep.png"
+    cv2.imwrite(str(deep), frame(5)[..., 0].astype(np.uint16) * 256)
+    assert np.array_equal(read_image(tmp_path / "phone.png"), frame(5))
+    with pytest.raises(ValueError, match="8 bits per channel were needed"):
+        read_image(deep)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    assert np.array_equal(read_image(tmp_path / "phone.png"), frame(5))
+    assert np.array_equal(read_image(deep)[..., 1], frame(5)[..., 0])
 
 
 def test_opencv_decodes_where_pillow_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@
 Conversion is deterministic: with the same versions, the records of a TorchScript or pt2 file are equal byte for byte,
 and so are the nodes and attributes of an ONNX graph. Its tensors may differ by the rounding of another processor. With
 other versions only the answers can be compared; then a file must not hold anything that its own conversion does not
-need: no other operator, no other class in a pickle, no record of another kind.
+need: no other operator, no other word in its code, no other class in a pickle, no record of another kind. torch runs
+Python text of a pt2 file when it loads it, so there no list helps: with another torch it is refused.
 """
 
 from __future__ import annotations
@@ -25,23 +26,21 @@ from segpipe.export.graph.profiles import Manifest
 
 CONVERTERS = ("torch", "onnx", "onnxscript", "onnxruntime")
 ROUNDING = {"fp32": 1e-5, "fp16": 1e-3, "int8": 1e-5}  # of a tensor's largest value: what another processor may change
-SCALES = 0.05  # the same for what an int8 file takes from its calibration
-WEIGHT_STEPS = 1  # of an int8 weight
+SCALES = 0.05  # of each value that an int8 file takes from its calibration
+WEIGHT_STEPS, _MOVED = 1, 0.01  # of an int8 weight, and how many weights of a tensor may move
 LARGER = 2  # times as many bytes as converted now
 _C: Any = torch._C
 _RANDOM = ".data/serialization_id"
 Records = Mapping[str, Callable[[], bytes]]
-_USED = re.compile(r"\b(?:torch|ops)(?:\s*\.\s*\w+)+")  # torch reads `torch . save` too
-_PICKLED = re.compile(rb'"use_pickle"\s*:\s*true')
-_TARGET = re.compile(r'"target": "([^"]+)"')
+_WORDS = re.compile(r"\w+")  # `torch.save(x)` has other spellings: `x.save()`, `getattr(x, "save")()`
 _NUMBERS = re.compile(r"\d+")
 _GRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
 
 
-def other_versions(manifest: Manifest) -> list[str]:
-    """Phrases such as `torch 2.13.0, here 2.14.1` for converters whose version is not that of the export."""
+def other_versions(manifest: Manifest) -> dict[str, str]:
+    """Phrases such as `torch 2.13.0, here 2.14.1`, by converter whose version is not that of the export."""
     then, now = manifest["versions"], {name: version(name) for name in CONVERTERS}
-    return [f"{name} {then.get(name)}, here {now[name]}" for name in CONVERTERS if then.get(name) != now[name]]
+    return {name: f"{name} {then.get(name)}, here {now[name]}" for name in CONVERTERS if then.get(name) != now[name]}
 
 
 def conversion_problems(shipped: Path, again: Path, kind: str, precision: str) -> list[str]:
@@ -52,7 +51,8 @@ def conversion_problems(shipped: Path, again: Path, kind: str, precision: str) -
 
 def harmful(shipped: Path, again: Path, kind: str) -> list[str]:
     """What `shipped` holds that its conversion by other versions does not need; empty when it holds nothing else."""
-    return _first(shipped, (_onnx_surplus if kind == "onnx" else _archive_surplus)(shipped, again))
+    surplus = {"onnx": _onnx_surplus, "torchscript": _archive_surplus, "pt2": _pt2_surplus}
+    return _first(shipped, surplus[kind](shipped, again))
 
 
 def _first(shipped: Path, found: Iterator[str]) -> list[str]:
@@ -66,8 +66,7 @@ def _first(shipped: Path, found: Iterator[str]) -> list[str]:
 def onnx_differences(shipped: Path, again: Path, precision: str) -> Iterator[str]:
     """Differences between two ONNX files: nodes with their attributes, inputs, outputs, then tensors."""
     one, two = (onnx.load(path, load_external_data=False) for path in (shipped, again))
-    if one.functions or one.graph.sparse_initializer or one.training_info:
-        yield "it holds functions, sparse tensors or training information"
+    yield from _beside_the_graph(one)
     if list(one.opset_import) != list(two.opset_import):
         yield "its opsets are others"
     if len(one.graph.node) != len(two.graph.node):
@@ -80,6 +79,11 @@ def onnx_differences(shipped: Path, again: Path, precision: str) -> Iterator[str
         if here != there:
             yield f"its {name}s are others"
     yield from _tensor_differences(one, two, precision)
+
+
+def _beside_the_graph(model: onnx.ModelProto) -> Iterator[str]:
+    if model.functions or model.graph.sparse_initializer or model.training_info:
+        yield "it holds functions, sparse tensors or training information"
 
 
 def _tensor_differences(one: onnx.ModelProto, two: onnx.ModelProto, precision: str) -> Iterator[str]:
@@ -106,10 +110,14 @@ def _value_difference(name: str, here: np.ndarray, there: np.ndarray, *, precisi
         yield f"tensor {name} is {here.dtype} {here.shape} instead of {there.dtype} {there.shape}"
         return
     wide, expected = here.astype(np.float64), there.astype(np.float64)
-    allowed = _allowed(name, here.dtype, precision) * np.abs(expected).max(initial=0.0)
+    differs, share = np.abs(wide - expected), _allowed(name, here.dtype, precision)
     if precision == "int8" and here.dtype.itemsize == 1:
-        allowed = WEIGHT_STEPS
-    if not np.abs(wide - expected).max(initial=0.0) <= allowed:  # NaN fails too
+        fits = bool((differs <= WEIGHT_STEPS).all() and np.count_nonzero(differs) <= max(1, _MOVED * differs.size))
+    elif share == SCALES:  # of each value: a channel of small weights has a scale far below that of its layer
+        fits = bool((differs <= share * np.abs(expected) + (here.dtype == np.int32)).all())
+    else:
+        fits = bool(differs.max(initial=0.0) <= share * np.abs(expected).max(initial=0.0))
+    if not fits:  # NaN does not either
         yield f"tensor {name} has other values"
 
 
@@ -159,17 +167,29 @@ def _as_python(path: Path) -> Records:
 
 def _onnx_surplus(shipped: Path, again: Path) -> Iterator[str]:
     one, two = (onnx.load(path, load_external_data=False) for path in (shipped, again))
-    if one.functions or one.training_info:
-        yield "it holds functions or training information"
+    yield from _beside_the_graph(one)
     if shipped.stat().st_size > LARGER * again.stat().st_size:
         yield f"it has {shipped.stat().st_size} bytes, and the conversion {again.stat().st_size}"
-    if unknown := sorted({node.op_type for node in one.graph.node} - {node.op_type for node in two.graph.node}):
+    if unknown := sorted(_operators(one) - _operators(two)):
         yield f"it uses {', '.join(unknown[:3])}"
-    for node in one.graph.node:
-        if any(attribute.type in _GRAPHS for attribute in node.attribute):
-            yield f"node {node.name} holds a graph"
-    if any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in one.graph.initializer):
+    attributes = [attribute for node in one.graph.node for attribute in node.attribute]
+    if any(attribute.type in _GRAPHS for attribute in attributes):
+        yield "a node holds a graph"
+    tensors = [*one.graph.initializer, *(tensor for each in attributes for tensor in (each.t, *each.tensors))]
+    if any(tensor.external_data or tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in tensors):
         yield "its tensors are stored outside the file"
+
+
+def _operators(model: onnx.ModelProto) -> set[str]:
+    return {".".join(filter(None, (node.domain, node.op_type))) for node in model.graph.node}
+
+
+def _pt2_surplus(shipped: Path, again: Path) -> Iterator[str]:
+    if next(archive_differences(shipped, again), None):
+        yield (
+            "torch runs text of a pt2 file when it loads it, so it must equal its conversion, which takes the torch "
+            "that the manifest names. Verify with that one, or export again"
+        )
 
 
 def _archive_surplus(shipped: Path, again: Path) -> Iterator[str]:
@@ -184,33 +204,23 @@ def _surplus_records(shipped: Path, again: Path, one: Records, two: Records) -> 
         yield f"it has {shipped.stat().st_size} bytes, and the conversion {again.stat().st_size}"
     if unknown := sorted(_names(one) - _names(two)):
         yield f"it uses {', '.join(unknown[:3])}"
-    for name in one:
-        if name.endswith("sample_inputs/model.pt") and (name not in two or one[name]() != two[name]()):
-            yield f"{name}, which is a pickle, has other bytes"
-        if name.endswith(".json") and _PICKLED.search(one[name]()) and (name not in two or one[name]() != two[name]()):
-            yield f"{name} asks for tensors to be unpickled"
 
 
 def _names(records: Records) -> set[str]:
-    """Operators called by code, and classes named by pickles."""
+    """Words in code, and classes named by pickles, with 0 for every number."""
     found: set[str] = set()
     for name, read in records.items():
         if "code/" in name:
-            found |= {"".join(used.split()) for used in _USED.findall(read().decode())}
+            found.update(_WORDS.findall(read().decode()))
         elif name.endswith(".pkl"):
-            found |= {_NUMBERS.sub("0", used) for used in _classes(read())}
-        elif name.endswith("models/model.json"):
-            found |= set(_TARGET.findall(read().decode()))
-    return found
+            found.update(_classes(read()))
+    return {_NUMBERS.sub("0", used) for used in found}
 
 
 def _classes(pickled: bytes) -> Iterator[str]:
     """What a pickle would import, as `module name`, without unpickling it."""
-    strings: list[str] = []
     for opcode, argument, _ in pickletools.genops(pickled):
         if opcode.name in ("GLOBAL", "INST"):
             yield str(argument)
-        elif opcode.name == "STACK_GLOBAL":
-            yield " ".join(strings[-2:])
-        elif isinstance(argument, str):
-            strings.append(argument)
+        elif "GLOBAL" in opcode.name or opcode.name.startswith("EXT"):  # which names no class here; torch writes none
+            yield f"a class by {opcode.name}"

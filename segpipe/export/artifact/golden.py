@@ -87,17 +87,18 @@ def golden_problems(model: DeployModel, folder: Path, entry: Mapping[str, Any], 
     ]
 
 
-def golden_frame_problems(folder: Path, manifest: Mapping[str, Any], checks: Sequence[Check]) -> list[str]:
-    """Golden frames that are not those of the check set; nothing when the check set is another than at export."""
-    if manifest["check_images"] != [check.name for check in checks]:
-        return []
-    chosen = _chosen(checks)
-    if manifest["golden"]["images"] != [check.name for check in chosen]:
-        return [f"golden.images = {manifest['golden']['images']}, but they are {[check.name for check in chosen]}"]
+def golden_frame_problems(folder: Path, manifest: Mapping[str, Any], checks: Sequence[Check]) -> tuple[list[str], str]:
+    """Golden frames that are not those of the check set, and the name of one that is not here to be compared."""
+    names, chosen = manifest["golden"]["images"], [check.name for check in _chosen(checks)]
+    if manifest["check_images"] == [check.name for check in checks] and names != chosen:
+        return [f"golden.images = {names}, but they are {chosen}"], ""
+    there = {check.name: check.image for check in checks}
+    if absent := [name for name in names if name not in there]:
+        return [], f"golden frame {absent[0]} is not among the check images here"
     frames = np.load(folder / FOLDER / "image.npy", allow_pickle=False).astype(np.int64)
-    there = np.stack([check.image for check in chosen])
-    same = frames.shape == there.shape and np.abs(frames - there).max() <= _DECODERS
-    return [] if same else [f"{FOLDER}/image.npy does not hold the images that golden.images names"]
+    expected = np.stack([there[name] for name in names])
+    same = frames.shape == expected.shape and np.abs(frames - expected).max() <= _DECODERS
+    return ([] if same else [f"{FOLDER}/image.npy does not hold the images that golden.images names"]), ""
 
 
 def _agree(name: str, expected: NDArray[Any], found: NDArray[Any], sigma: Sigma) -> bool:

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 SCHEMA = Path(__file__).with_name("manifest.schema.json")
 # Entries that exist only once there are files.
 FIGURES = ("status", "created", "check_images", "real_images", "sigma", "gates", "files", "latency")
-_OF_THE_NETWORK = ("model", "class_table", "classes", "preprocess", "align_corners", "stored_values", "io", "requires")
+_OF_THE_NETWORK = (
+    "model", "class_table", "classes", "preprocess", "align_corners", "stored_values", "io", "requires", "unverified",
+)  # fmt: skip
 _OF_THE_WEIGHTS = ("config_hash", "weights_digest", "seed", "step")
 _PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnxruntime")
 _LONGEST = 200  # characters of a schema message, which may quote a whole entry

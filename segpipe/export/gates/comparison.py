@@ -217,7 +217,7 @@ def gate_mask(comparisons: Sequence[ImageComparison], sigma: Sigma, limits: Limi
     lowest = min(entry.agreement for entry in comparisons)
     unexplained = sum(entry.unexplained(sigma, margin) for entry in comparisons)
     levels = max(entry.confidence_difference for entry in comparisons)
-    real = [entry for entry in comparisons if entry.is_real] or comparisons
+    real = [entry for entry in comparisons if entry.is_real or entry.is_copy] or comparisons
     mean_level = sum(entry.confidence_mean for entry in real) / len(real)
     mean_limit = limits.confidence_mean if limits.confidence_mean is not None else math.inf
     figures = {

@@ -91,7 +91,6 @@ def _classes_permuted(model: DeployModel) -> None:
 
 def _batchnorm_in_training_mode(model: DeployModel) -> None:
     # Only the first: one after a global pooling has a single value per channel and would raise.
-    # A network without BatchNorm stays as it is: a control without effect.
     for module in model.network.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.train()
@@ -108,32 +107,47 @@ CONTROLS: dict[str, Callable[[DeployModel], None]] = {
     "batchnorm_in_training_mode": _batchnorm_in_training_mode,
 }
 
+# Faults that some networks cannot have; every network can have the others.
+_POSSIBLE: dict[str, Callable[[DeployModel], bool]] = {
+    "no_normalisation": lambda model: not _normalises_by(model, 0.0, 1.0),
+    "half_mean_and_std": lambda model: not _normalises_by(model, 0.5, 0.5),
+    "align_corners_flipped": lambda model: bool(model.network.output_stride != 1),
+    "batchnorm_in_training_mode": lambda model: any(isinstance(each, nn.BatchNorm2d) for each in model.modules()),
+}
+
+
+def _normalises_by(model: DeployModel, mean: float, std: float) -> bool:
+    plain = dict(Preprocess((mean,) * 3, (std,) * 3).named_buffers())
+    return all(torch.equal(plain[name], buffer) for name, buffer in model.preprocess.named_buffers())
+
 
 def gate_power(model: DeployModel, reference: Run, checks: Sequence[Check], sigma: Sigma) -> GateResult:
     """G6: every control that has an effect fails G2, G3 or G4 of fp32. `reference` is `as_trained` of this model.
 
     Controls run in eager mode in the profile robot, image by image until a gate refuses. The figures list the `unseen`
-    ones, for which the gates are blind, and those `without_effect` on this network.
+    ones, for which the gates are blind, those `without_effect` on this network, and those that it cannot have.
     """
     refused_by: dict[str, str] = {}
-    effects = dict.fromkeys(CONTROLS, 0.0)
+    impossible = [name for name in CONTROLS if name in _POSSIBLE and not _POSSIBLE[name](model)]
+    effects = dict.fromkeys([name for name in CONTROLS if name not in impossible], 0.0)
     for check in _chosen(checks):
         expected = reference(check.image)
-        for name in [name for name in CONTROLS if name not in refused_by]:
+        for name in [name for name in effects if name not in refused_by]:
             answer = run_eager(_faulty(model, name))(check.image)
             effects[name] = max(effects[name], _effect(expected, answer))
             if refusing := _refusing(answer, expected, check, sigma):
                 refused_by[name] = ", ".join(refusing)
-    unseen = [name for name in CONTROLS if name not in refused_by and effects[name] > _EFFECT]
-    without = [name for name in CONTROLS if name not in refused_by and effects[name] <= _EFFECT]
-    message = f"all {len(CONTROLS)} negative controls are refused"
+    unseen = [name for name, effect in effects.items() if name not in refused_by and effect > _EFFECT]
+    without = [name for name, effect in effects.items() if name not in refused_by and effect <= _EFFECT]
+    message = f"all {len(effects)} negative controls are refused"
+    if impossible:
+        message += f"; {', '.join(impossible)} is no fault of this network"
     if without:
         message = f"the network is too flat to show {', '.join(without)}; the other controls are refused"
     if unseen:
         message = f"G6 power: negative controls pass: {', '.join(unseen)}, so the gates are inconclusive"
-    return GateResult(
-        "G6", not unseen, {"refused_by": refused_by, "unseen": unseen, "without_effect": without}, message
-    )
+    figures = {"refused_by": refused_by, "unseen": unseen, "without_effect": without, "impossible": impossible}
+    return GateResult("G6", not unseen, figures, message)
 
 
 def _effect(expected: Answer, answer: Answer) -> float:

@@ -166,8 +166,9 @@ def _judge_quality(result: ExportReport, runs: dict[str, Run], files: dict[str, 
 
 def _judge_latency(result: ExportReport, runs: dict[str, Run], files: dict[str, ModelFile], inputs: GateInputs) -> None:
     result.latency = latency.measure(runs, inputs.checks[0].image)
-    fp32 = result.latency.get(FORMATS["onnx"].file_name())
     for name, file in files.items():
+        # In the same engine: what another one gains is no gain of int8.
+        fp32 = result.latency.get(replace(file, path=file.path.with_name(FORMATS["onnx"].file_name())).name)
         result.gates[name].append(
             latency.gate_latency(
                 result.latency[name],

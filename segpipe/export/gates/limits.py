@@ -35,7 +35,7 @@ class Limits:
     image_agreement: float | None = 0.999  # equal pixels of each image
     margin_sigma: float | None = 2e-3  # a pixel may differ where the reference's top two classes are this close
     confidence_levels: int | None = 1  # largest difference; of fp32, rounding
-    confidence_mean: float | None = None  # mean difference on real images, in levels
+    confidence_mean: float | None = None  # mean difference on real images and their copies, in levels
     normalised: float = 1e-5  # largest difference of the normalised image
     miou_points: float = 0.01  # fall of mIoU in points of 100; with `both_ways` also a rise
     class_points: float | None = 0.05  # the same for each class

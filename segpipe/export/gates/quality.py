@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,8 +110,18 @@ def gate_quality(
         failures.append(f"calibration error grows by {growth:.1f} points, limit {limits.calibration_points:g}")
     if limits.critical_points is not None:
         falling = [name for name in critical if name in moves and not size(moves[name]) <= limits.critical_points]
-        if falling:
-            names_of = ", ".join(falling)
-            failures.append(f"IoU of critical class {names_of} falls by more than {limits.critical_points} points")
+        failures += _critical_failures(critical, falling, moves, reference.images, limits)
     message = f"mIoU {before:.2f} % moves by {now - before:+.4f} points on {reference.images} images"
     return GateResult("G5", not failures, figures, f"G5 quality: {failures[0]}" if failures else message)
+
+
+def _critical_failures(
+    critical: Sequence[str], falling: Sequence[str], moves: Mapping[str, float], images: int, limits: Limits
+) -> Iterator[str]:
+    if falling:
+        yield f"IoU of critical class {', '.join(falling)} falls by more than {limits.critical_points} points"
+    if unlabelled := [name for name in critical if name not in moves]:
+        yield (
+            f"critical class {unlabelled[0]} has no pixel in the {images} labelled images; raise "
+            "export.quality_images, or take it out of export.critical_classes"
+        )

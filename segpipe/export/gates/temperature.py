@@ -27,6 +27,7 @@ BINS = 15
 LOWEST, HIGHEST = 0.02, 50.0  # temperature
 _EXACT = 1e-9  # relative error of the fit
 _SAME = 1e-3  # relative: what another processor may change
+_SAMPLE = 1.5  # factor: what another number of labelled images may change
 
 Logits = NDArray[np.float32]
 Target = NDArray[np.uint8]
@@ -50,22 +51,32 @@ def calibration_entry(trained: TrainedNetwork, labelled: Iterable[tuple[Image, T
     return {"method": "temperature", **asdict(fitted)}
 
 
-def calibration_problems(claimed: Mapping[str, Any], fitted: Mapping[str, Any]) -> tuple[list[str], str]:
+def calibration_problems(
+    claimed: Mapping[str, Any], fitted: Mapping[str, Any], *, without_data: bool = False
+) -> tuple[list[str], str]:
     """What is wrong with `calibration` of a manifest, and why it could not be fitted again, if it could not.
 
-    fitted: what `calibration_entry` gives now.
+    fitted: what `calibration_entry` gives now. without_data: whether the manifest says that it was exported without.
     """
-    temperature = claimed["temperature"]
+    temperature, wanted = claimed["temperature"], fitted["temperature"]
     if claimed["method"] == "none":
-        return ([] if temperature == 1.0 else [f"calibration.temperature = {temperature}, but it was not fitted"]), ""
+        if temperature != 1.0:
+            return [f"calibration.temperature = {temperature}, but it was not fitted"], ""
+        known = fitted["method"] != "none" and not without_data
+        return ([f"calibration.method = none, but the labelled images give {wanted}"] if known else []), ""
     if not LOWEST <= temperature <= HIGHEST:
         return [f"calibration.temperature = {temperature} is not within {LOWEST} to {HIGHEST}"], ""
-    if claimed.get("images") != fitted.get("images"):
-        here = fitted.get("images", "no")
-        return [], f"the temperature was fitted on {claimed.get('images')} labelled images, and there are {here} here"
-    if not abs(temperature - fitted["temperature"]) <= _SAME * fitted["temperature"]:
-        return [f"calibration.temperature = {temperature}, but the labelled images give {fitted['temperature']}"], ""
-    return [], ""
+    claimed_images, images = claimed.get("images"), fitted.get("images", "no")
+    wrong = [f"calibration.temperature = {temperature}, but the {images} labelled images give {wanted}"]
+    if claimed_images != images:
+        # They say how many were used: no number of images may excuse another temperature altogether.
+        far = fitted["method"] != "none" and not 1 / _SAMPLE <= temperature / wanted <= _SAMPLE
+        reason = f"the temperature was fitted on {claimed_images} labelled images, and there are {images} here"
+        return (wrong, "") if far else ([], reason)
+    if not abs(temperature - wanted) <= _SAME * wanted:
+        return wrong, ""
+    errors = [name for name in ("ece_before", "ece_after") if not abs(claimed[name] - fitted[name]) <= _SAME]
+    return [f"calibration.{name} = {claimed[name]}, but the labelled images give {fitted[name]}" for name in errors], ""
 
 
 def fit_temperature(logits_and_targets: Iterable[tuple[Logits, Target]], *, ignore_index: int) -> Calibration:
