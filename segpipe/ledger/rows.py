@@ -112,6 +112,12 @@ def differing(a: Rows, b: Rows, kind: int) -> dict[str, NDArray[np.bool_]]:
     return found
 
 
+def lacking(a: Rows, b: Rows, kind: int) -> list[str]:
+    """Fields that some row of `b` has and that of `a`, of equal keys, has not: `differing` does not compare them."""
+    gone = int(np.bitwise_or.reduce(b["present"] & ~a["present"], initial=0))
+    return [name for number, name in enumerate(fields_of(kind)) if gone >> number & 1]
+
+
 def mapping_differences(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Entries that differ, as name -> (value in a, value in b); None stands for a missing one."""
     return {name: (a.get(name), b.get(name)) for name in {**a, **b} if a.get(name) != b.get(name)}

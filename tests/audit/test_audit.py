@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,9 +24,20 @@ from segpipe.cli.main import main as segpipe
 from segpipe.determinism import flags
 from segpipe.errors import DataError
 from segpipe.ledger import inputs
-from segpipe.ledger.reader import read_run
+from segpipe.ledger.reader import last_seals, read_run
 from segpipe.ledger.results import changes, read_inputs
-from segpipe.ledger.rows import SHARD, STEP, ledger_path, read_file, seal, slots
+from segpipe.ledger.rows import (
+    SHARD,
+    STEP,
+    LedgerSession,
+    Rows,
+    SessionHeader,
+    encode,
+    ledger_path,
+    read_file,
+    seal,
+    slots,
+)
 from segpipe.ledger.writer import RunningHash
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, config_hash, from_mapping
@@ -157,6 +169,34 @@ def forge_row(folder: Path, step: int, name: str = "weights", *, sealed: bool) -
         RunningHash(path).seal()
 
 
+def rewrite_ledger(folder: Path, change: Callable[[LedgerSession], list[tuple[SessionHeader, Rows]]]) -> None:
+    """Other sessions and rows, with all that vouches for them."""
+    path = ledger_path(folder / "run", 0)
+    (session,) = read_file(path).sessions
+    path.write_bytes(b"".join(encode(header) + seal(rows.copy()) for header, rows in change(session)))
+    path.with_suffix(".seal").unlink()
+    RunningHash(path).seal()
+    edit(folder / "run" / "result.json", lambda content: content.update(ledger=last_seals(folder / "run")))
+
+
+def empty_rows(session: LedgerSession) -> list[tuple[SessionHeader, Rows]]:
+    """Rows that say of every field that it was not recorded."""
+    rows = session.rows.copy()
+    rows["present"] = 0
+    return [(session.header, rows)]
+
+
+def without_last_shards(session: LedgerSession) -> list[tuple[SessionHeader, Rows]]:
+    rows = session.rows
+    return [(session.header, rows[(rows["kind"] == STEP) | (rows["step"] < STEPS - 1)])]
+
+
+def in_two_sessions(session: LedgerSession, **changes: str) -> list[tuple[SessionHeader, Rows]]:
+    later = session.rows["step"] >= KEPT
+    header = replace(session.header, session=1, first_step=KEPT, **changes)  # type: ignore[arg-type]
+    return [(session.header, session.rows[~later]), (header, session.rows[later])]
+
+
 def in_ledger(folder: Path) -> None:
     path = ledger_path(folder / "run", 0)
     (session,) = read_file(path).sessions
@@ -268,6 +308,23 @@ ALTERATIONS: dict[str, tuple[Callable[[Path], object], dict[str, str]]] = {
         lambda folder: forge_row(folder, -1, sealed=True),
         {"updates": "did not start from the state that its settings give: weights differ", "result": "was sealed"},
     ),
+    "rows that say nothing": (
+        lambda folder: rewrite_ledger(folder, empty_rows),
+        {
+            "step_000002.pt": "the ledger's row of step 1 lacks optimizer, weights, statistics, ema",
+            "last.pt": "the ledger's row of step 3 lacks optimizer",
+            "updates": "the ledger lacks optimizer, weights, statistics, ema of the state before the first update",
+            "replay": "the ledger lacks image, target, batch, logits, statistics, loss, gradient",
+        },
+    ),
+    "the samples of the last update": (
+        lambda folder: rewrite_ledger(folder, without_last_shards),
+        {"updates": "the ledger has the samples of 6 shards, but 4 updates have 8"},
+    ),
+    "a session of other data": (
+        lambda folder: rewrite_ledger(folder, partial(in_two_sessions, inputs="0" * 64)),
+        {"data": "inputs.json is not the file whose hash the ledger has (session 1)"},
+    ),
     "a score": (
         lambda folder: edit(folder / "run" / "result.json", lambda content: content.update(miou=0.9)),
         {"scores": "miou is 0.9 in result.json and 0."},
@@ -323,6 +380,15 @@ def test_the_copy_itself_passes(copy: Path) -> None:
     found = audited(copy)
     assert (found.verdict, found.exit_code) == ("passed in part", 14)
     assert "1 of 4 updates (25%)" in found.sentence
+
+
+def test_a_run_that_was_killed_in_two_writes_of_a_checkpoint_passes(copy: Path) -> None:
+    """Each leaves a hash of a file that was never written; more of them than there are sessions are a forgery."""
+    rewrite_ledger(copy, in_two_sessions)
+    for unwritten, failed in (("01", set()), ("2", {"last.pt"})):
+        with (copy / "run" / checkpoint.HASHES).open("a") as file:
+            file.writelines(f"{digit * 64}  last.pt  {STEPS}\n" for digit in unwritten)
+        assert failures(audited(copy)).keys() == failed
 
 
 def test_every_source_is_hashed_the_c_of_the_digests_too() -> None:
