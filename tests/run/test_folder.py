@@ -413,8 +413,13 @@ def test_an_empty_folder_or_a_run_without_a_step_starts(stepped: Path, tmp_path:
 
 @pytest.mark.parametrize("ended", ["killed", "diverged"])
 def test_a_run_that_ended_before_its_first_checkpoint_starts_again(stepped: Path, tmp_path: Path, ended: str) -> None:
-    """At step 1 of a run that saves every 2: a cluster's next attempt must not need a person."""
+    """At step 1 of a run that saves every 2: a cluster's next attempt must not need a person.
+
+    What the first attempt recorded of its code is gone: it may have failed for it, and an audit would name it.
+    """
     folder = Path(shutil.copytree(stepped, tmp_path / "run"))
+    recorded = (folder / "inputs.json").read_text()
+    (folder / "inputs.json").write_text(recorded.replace('"train/engine.py": "', '"train/engine.py": "0'))
     for path in (*folder.glob("*.pt"), folder / "result.json", folder / "checkpoints.sha256"):
         path.unlink()
     if ended == "diverged":
@@ -424,6 +429,8 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(stepped: Path
     assert run(folder, *STEPPED, "run.exists=resume") == 0
     assert outcome(folder) == outcome(stepped)
     assert compare(read_run(stepped), read_run(folder)).sentence == "identical in all 8 common steps"
+    assert (folder / "inputs.json").read_text() == recorded
+    assert len(read_run(folder).headers) == 1
 
 
 def test_another_recipe_is_refused_before_anything_is_loaded(
