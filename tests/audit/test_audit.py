@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from runs import run, settings, torch_restored, write_camvid
+from segpipe.audit import evidence
 from segpipe.audit import examine as examination
 from segpipe.audit.examine import AuditRequest, examine
 from segpipe.audit.verdict import FAILED, Audit, Line, markdown
@@ -389,6 +390,18 @@ def test_a_run_that_was_killed_in_two_writes_of_a_checkpoint_passes(copy: Path) 
         with (copy / "run" / checkpoint.HASHES).open("a") as file:
             file.writelines(f"{digit * 64}  last.pt  {STEPS}\n" for digit in unwritten)
         assert failures(audited(copy)).keys() == failed
+
+
+def test_what_the_files_alone_contradict(copy: Path) -> None:
+    """A checkpoint that the run did not write, and an early stop that no setting asks for."""
+    folder = copy / "run"
+    shutil.copy(folder / "last.pt", folder / "step_000009.pt")
+    passed, lines = evidence.check_checkpoints(folder, None, None)
+    assert [each.path.name for each in passed] == ["step_000002.pt", "last.pt"]
+    (text,) = [line.text for line in lines if line.part == "step_000009.pt"]
+    assert "checkpoints.sha256 does not list it" in text
+    edit(folder / "result.json", lambda content: content.update(steps=3, stopped_early=True))
+    assert "train.patience = 0 never stops a run" in evidence.check_result(folder, compose_of(copy), [], None).text
 
 
 def test_every_source_is_hashed_the_c_of_the_digests_too() -> None:
