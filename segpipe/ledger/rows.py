@@ -24,6 +24,7 @@ INPUTS = "inputs.json"  # in the run folder: hashes of data and sources, written
 SEAL_SUFFIX = ".seal"  # of the running hashes beside a ledger file
 MAGIC = b"SEGLEDGR"  # its first byte is no kind of row
 VERSION = 1
+MOST = 1 << 16  # shards, and samples of one
 SHARD, STEP, PART = 1, 2, 3  # kinds of rows: of (step, shard); of a step; single samples or tensors of one field
 
 SAMPLE_FIELDS = ("image", "target")  # one digest per sample, after augmentation
@@ -230,7 +231,14 @@ def _decode(path: Path, raw: bytes, place: int) -> tuple[SessionHeader, int] | N
         if end + _CRC.size == len(raw):
             return None
         raise altered
-    return SessionHeader(**json.loads(text)), end + _CRC.size
+    try:
+        header = SessionHeader(**json.loads(text))
+        sizes = header.shards, header.samples_per_shard
+    except (ValueError, TypeError, KeyError):
+        raise altered from None
+    if not all(0 < size <= MOST for size in sizes):
+        raise altered
+    return header, end + _CRC.size
 
 
 def _rows(path: Path, raw: bytes, start: int, header: SessionHeader) -> tuple[Rows, int]:

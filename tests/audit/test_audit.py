@@ -71,14 +71,15 @@ def compose_of(folder: Path) -> Config:
     return from_mapping(json.loads((folder / "run" / "config.json").read_text()))
 
 
-def write_export(run_folder: Path) -> None:
-    """What an audit reads of an exported folder."""
+def write_export(run_folder: Path, **source: object) -> None:
+    """What an audit reads of an exported folder; `source` says otherwise where it comes from."""
     folder, last = run_folder / "export", run_folder / "last.pt"
     folder.mkdir()
     origin = {"file": "last.pt", "sha256": inputs.sha256(last)}
     weights = checkpoint.load(last)["digests"]["ema"]
     (folder / "model.onnx").write_bytes(b"a network")
-    (folder / "manifest.json").write_text(json.dumps({"source": {"weights_digest": weights, "checkpoint": origin}}))
+    source = {"weights_digest": weights, "checkpoint": origin, **source}
+    (folder / "manifest.json").write_text(json.dumps({"source": source}))
     lines = [f"{inputs.sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
     (folder / "SHA256SUMS").write_text("".join(lines))
 
@@ -402,6 +403,13 @@ def test_what_the_files_alone_contradict(copy: Path) -> None:
     assert "checkpoints.sha256 does not list it" in text
     edit(folder / "result.json", lambda content: content.update(steps=3, stopped_early=True))
     assert "train.patience = 0 never stops a run" in evidence.check_result(folder, compose_of(copy), [], None).text
+    for change, words in (
+        ({"weights_digest": "0" * 32}, "its weights are 00000000"),
+        ({"checkpoint": {"file": "last.pt", "sha256": "0" * 64}}, "it was made from another last.pt"),
+    ):
+        shutil.rmtree(folder / "export")
+        write_export(folder, **change)
+        assert words in evidence.check_export(folder, None, passed).text
 
 
 def test_every_source_is_hashed_the_c_of_the_digests_too() -> None:
