@@ -521,6 +521,10 @@ def forged(folder: Path, change: Callable[[dict], object]) -> None:  # type: ign
     ("change", "words"),
     [
         (lambda state: state["config"].update(surprise=1), "surprise is not a setting"),
+        (
+            lambda state: state["config"]["optim"].update(lr=1.0),
+            "optim.lr is 0.05 in the ledger and 1.0 in step_000002",
+        ),
         (lambda state: state.update(config=7), "its step or its configuration is malformed"),
         (lambda state: state["optimizer"].update(param_groups=[]), "does not fit the run's network and optimizer"),
     ],
