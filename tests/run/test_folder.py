@@ -21,6 +21,7 @@ from segpipe.errors import ConfigError
 from segpipe.files import process_start, this_host, write_atomically
 from segpipe.ledger.divergence import compare
 from segpipe.ledger.reader import read_run
+from segpipe.run import folder as folders
 from segpipe.run import lock
 from segpipe.run.folder import clear_folder
 from segpipe.settings.compose import compose
@@ -431,6 +432,16 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(stepped: Path
     assert compare(read_run(stepped), read_run(folder)).sentence == "identical in all 8 common steps"
     assert (folder / "inputs.json").read_text() == recorded
     assert len(read_run(folder).headers) == 1
+
+
+def test_a_run_that_failed_after_its_training_is_not_finished(tmp_path: Path) -> None:
+    config = compose(settings(tmp_path / "run", "run.exists=resume"))
+    config.run_dir.mkdir()
+    (config.run_dir / "report.html").write_text("")
+    (config.run_dir / "result.json").write_text('{"steps": 3}')
+    assert folders.finished(config) == {"steps": 3}
+    (config.run_dir / "failure.json").write_text('{"exit_code": 4, "reason": "an export was rejected"}')
+    assert folders.finished(config) is None
 
 
 def test_another_recipe_is_refused_before_anything_is_loaded(

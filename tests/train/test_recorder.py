@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from runs import TORCHRUN, command, outcome, run, settings
 from segpipe.data.loader import ShardBatch
 from segpipe.data.order import Order
+from segpipe.ledger.digest import digest_groups
 from segpipe.ledger.divergence import Comparison, compare
 from segpipe.ledger.reader import read_run
 from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
 from segpipe.train import gradients, optim
-from segpipe.train.recorder import Recorder
+from segpipe.train.recorder import Recorder, _floats, _moments
 from segpipe.train.step import StepResult, TrainStep
 
 AUDIT = (
@@ -220,3 +221,21 @@ def _place() -> int:
 def _entry(ema: optim.Ema) -> int:
     floats = [name for name, value in ema.model.state_dict().items() if value.is_floating_point()]
     return floats.index(LAYER)
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "step"])
+def test_every_moment_of_a_parameter_is_in_its_digest(name: str) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight])
+    weight.sum().backward()
+    optimizer.step()
+    before = digest_groups([_moments(optimizer, weight)]).tolist()
+    optimizer.state[weight][name] += 1
+    assert digest_groups([_moments(optimizer, weight)]).tolist() != before
+
+
+def test_a_buffer_without_an_axis_is_part_of_the_state() -> None:
+    net = nn.Module()
+    net.register_buffer("scale", torch.tensor(2.0))
+    net.register_buffer("count", torch.tensor(2))
+    assert _floats(net).keys() == {"scale"}
