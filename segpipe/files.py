@@ -59,12 +59,15 @@ def this_host() -> str:
 def process_start(pid: int) -> str | None:
     """When a process of this host started, in ticks since the boot; None if it has ended, "" if it is not known."""
     try:
-        os.kill(pid, 0)
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except ProcessLookupError:
-        return None
-    except OSError:  # of another user, or a system without /proc
-        return ""
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # also of another user's process
+    except OSError:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return None
+        except OSError:  # of another user, who hides it
+            return ""
+        return ""  # a system without /proc
     return None if fields[0] in "ZX" else fields[19]  # Z: ended, but its parent has not noticed yet
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import random
 import secrets
 import struct
+import subprocess
 import threading
 import time
 import uuid
 import warnings
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from copy import deepcopy
 from datetime import datetime
@@ -426,6 +429,59 @@ class InPlaceTable(Planted):
         return int(self.table["calls"][0]) // 10**6
 
 
+class ThreadsThatStay(Planted):
+    """The clock is read in a thread that the first call has started."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = ThreadPoolExecutor(1)
+
+    def number(self) -> int:
+        return self.pool.submit(time.time_ns).result() // 10**18
+
+
+class OtherCode(Planted):
+    """All that comes after it runs OpenCV's plain code, which rounds otherwise."""
+
+    def number(self) -> int:
+        cv2.setUseOptimized(False)
+        return 1
+
+
+class TorchSwitch(Planted):
+    """With data.workers=0 it reaches the training."""
+
+    def number(self) -> int:
+        torch.backends.cuda.matmul.allow_tf32 = True
+        return 1
+
+
+class SetsVariable(Planted):
+    def number(self) -> int:
+        os.environ["SEGPIPE_TEST"] = "1"
+        return 1
+
+
+class AnotherClock(Planted):
+    def number(self) -> int:
+        return int(time.clock_gettime(time.CLOCK_REALTIME)) // 10**6
+
+
+class Proc(Planted):
+    def number(self) -> int:
+        return Path("/proc/self/stat").read_text().count("segpipe")
+
+
+class Node(Planted):
+    def number(self) -> int:
+        return len(platform.node())
+
+
+class Child(Planted):
+    def number(self) -> int:
+        return subprocess.run(["true"], check=False).returncode
+
+
 class Modest(A.ImageOnlyTransform):
     """A pure transform that stamps a number which follows from its draws, by way of a cache."""
 
@@ -613,6 +669,14 @@ CORPUS = {
     ThreadLocal: {TWICE},
     ContextVariable: {TWICE},
     InPlaceTable: {STATE},
+    ThreadsThatStay: {GLOBALS},
+    OtherCode: {GLOBALS},
+    TorchSwitch: {GLOBALS},
+    SetsVariable: {GLOBALS},
+    AnotherClock: {WIRES},
+    Proc: {WIRES},
+    Node: {WIRES},
+    Child: {WIRES},
 }
 NAMED = {  # what the message of the check at the start says of some of them
     WorkersRead: "calls torch.utils.data.get_worker_info at impure.py:",
@@ -638,6 +702,14 @@ NAMED = {  # what the message of the check at the start says of some of them
     HashRarely: "calls hash() of text at impure.py:",
     FileState: "calls posix.stat at impure.py:",
     FileWriter: "calls open(..., 'w') at impure.py:",
+    ThreadsThatStay: "changes the number of threads of this process",
+    OtherCode: "changes OpenCV's choice of code (setUseOptimized)",
+    TorchSwitch: "changes torch's switches",
+    SetsVariable: "changes the environment variables",
+    AnotherClock: "calls time.clock_gettime at impure.py:",
+    Proc: "calls open('/proc/self/stat') at impure.py:",
+    Node: "calls platform.uname at impure.py:",
+    Child: "_posixsubprocess.fork_exec at impure.py:",
 }
 
 

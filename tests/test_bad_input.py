@@ -299,6 +299,7 @@ def test_a_malicious_checkpoint(data: Path, folder: Path, tmp_path: Path, capsys
 
 BAD_SETTINGS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("model=fast_scn",), ("model = fast_scn is not one of", "Did you mean fast_scnn?")),
+    (("model.name='a:b:c'",), ("model.name = a:b:c, but the form package.module:Name",)),  # :b: is no picture
     (("model.name=unet",), ("model.name = 'unet' is not one of", "pidnet_s")),
     (("optim.lrr=1",), ("optim.lrr", "Did you mean optim.lr?")),
     (("augment.crop_size=[64,160]",), ("crop_size = [64, 160]", "72x96", "'augment.crop_size=[64, 144]'")),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from segpipe.ledger.rows import (
     SEAL_SUFFIX,
     STEP,
     differing,
+    lacking,
     ledger_files,
     mapping_differences,
     read_file,
@@ -88,9 +89,9 @@ def _first_settings(run: Path, ledger: RunLedger) -> dict[str, Any]:
 def check_inputs(run: Path, config: Config, ledger: RunLedger | None) -> list[Line]:
     """Current data and sources against inputs.json, and that against the ledger."""
     path = run / INPUTS
-    recorded = ledger.first.inputs if ledger else ""
+    recorded = {header.inputs: header.session for header in reversed(ledger.headers)} if ledger else {}
     if not path.is_file():
-        if recorded:
+        if any(recorded):
             return [Line("data", FAILED, f"{path} is missing, but the ledger has its hash")]
         return [Line("data", UNCHECKED, f"{path} does not exist: files and sources were not recorded")]
     try:
@@ -100,8 +101,9 @@ def check_inputs(run: Path, config: Config, ledger: RunLedger | None) -> list[Li
     lines = [_check_data(config, content["data"]), _check_code(content["code"])]
     if config.import_paths:
         lines.append(_check_plugins(config, content.get("plugins", {})))
-    if ledger and recorded != sha256(path):
-        lines.insert(0, Line("data", FAILED, f"{path} is not the file whose hash the ledger has: it was altered"))
+    if unlike := [f"session {number}" for digest, number in recorded.items() if digest != sha256(path)]:
+        text = f"{path} is not the file whose hash the ledger has ({', '.join(unlike)}): it was altered"
+        lines.insert(0, Line("data", FAILED, text))
     return lines
 
 
@@ -238,7 +240,10 @@ def check_checkpoints(
         except MALFORMED as error:
             lines.append(Line(path.name, FAILED, f"its step or its configuration is malformed: {error}"))
             continue
-        faults, state = _sum_faults(path, recorded), ""
+        faults, state = (
+            _sum_faults(path, recorded, {header.session for header in ledger.headers} if ledger else {0}),
+            "",
+        )
         if ledger is not None:
             changed = mapping_differences(course(ledger.first.recipe), course(settings))
             faults += [differences(changed, "the ledger", path.name)] if changed else []
@@ -255,13 +260,14 @@ def check_checkpoints(
     return sorted(passed, key=lambda each: (each.step, each.path.name)), lines
 
 
-def _sum_faults(path: Path, recorded: Mapping[str, list[str]]) -> list[str]:
-    """The last two hashes are valid: a line is written before its file, so a crash may leave the previous file."""
+def _sum_faults(path: Path, recorded: Mapping[str, list[str]], sessions: Collection[int]) -> list[str]:
+    """The last hash is valid, and one more for each session: a line is written before its file, so a crash may leave
+    the file before it."""
     if not recorded:
         return []
     if path.name not in recorded:
         return [f"{checkpoint.HASHES} does not list it: the run did not write this file"]
-    if sha256(path) not in recorded[path.name][-2:]:
+    if sha256(path) not in recorded[path.name][-1 - len(sessions) :]:
         return [f"it has other bytes than the file that the run wrote ({checkpoint.HASHES}): altered or replaced"]
     return []
 
@@ -279,8 +285,10 @@ def _state_faults(found: CheckedCheckpoint, ledger: RunLedger, state_ledger: Sta
     one, two = (each.rows[STEP][each.rows[STEP]["step"] == found.step - 1] for each in (ledger, again))
     if not len(one):
         return [f"after {found.step} updates, but update {found.step - 1} is missing in the ledger"]
-    names = [name for name, unequal in differing(one, two, STEP).items() if unequal.any()]
     row = f"the ledger's row of step {found.step - 1}"
+    if fields := lacking(one, two, STEP):
+        return [f"{row} lacks {', '.join(fields)}"]
+    names = [name for name, unequal in differing(one, two, STEP).items() if unequal.any()]
     return [f"its {', '.join(names)} do not match {row}: one of the two was altered"] if names else []
 
 

@@ -30,7 +30,7 @@ from segpipe.keys import generator, sample_key
 from segpipe.ledger.divergence import compare
 from segpipe.ledger.inputs import combined
 from segpipe.ledger.reader import RunLedger, read_run
-from segpipe.ledger.rows import FOLDER, INPUTS, SHARD, STEP, row_keys
+from segpipe.ledger.rows import FOLDER, INPUTS, SHARD, STEP, lacking, row_keys
 from segpipe.losses.total import backend
 from segpipe.runtime.artifact import SUMS
 from segpipe.settings.arguments import with_settings
@@ -272,10 +272,12 @@ def _judge(span: Span, ledger: RunLedger, again: RunLedger) -> Line:
         return Line("replay", FAILED, f"{span}: {found.sentence} (A: the ledger, B: the replay)")
     rows = 0
     for kind in (SHARD, STEP):
-        wanted = row_keys(again.rows[kind])
-        missing = int(np.isin(wanted, row_keys(ledger.rows[kind]), invert=True).sum())
+        wanted, own = row_keys(again.rows[kind]), row_keys(ledger.rows[kind])
+        missing = int(np.isin(wanted, own, invert=True).sum())
         if missing:
             return Line("replay", FAILED, f"{span}: the ledger lacks {missing} of its {len(wanted)} rows")
+        if fields := lacking(ledger.rows[kind][np.isin(own, wanted)], again.rows[kind], kind):
+            return Line("replay", FAILED, f"{span}: in some rows the ledger lacks {', '.join(fields)}")
         rows += len(wanted)
     return Line("replay", PASSED, f"{span}: {rows} rows are bitwise equal")
 

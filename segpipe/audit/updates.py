@@ -9,7 +9,7 @@ import numpy as np
 from segpipe.audit.verdict import FAILED, PASSED, UNCHECKED, Line
 from segpipe.data.order import Order
 from segpipe.ledger.reader import RunLedger
-from segpipe.ledger.rows import SHARD, STEP, differing, slots
+from segpipe.ledger.rows import SHARD, STEP, differing, lacking, slots
 from segpipe.settings.config import Config
 from segpipe.train.optim import learning_rate
 
@@ -37,13 +37,18 @@ def _start_faults(ledger: RunLedger, start: RunLedger | None) -> list[str]:
     one, two = (rows[rows["step"] == -1] for rows in (ledger.rows[STEP], start.rows[STEP]))
     if not len(one):
         return ["the ledger lacks the state before the first update"]
+    if fields := lacking(one, two, STEP):
+        return [f"the ledger lacks {', '.join(fields)} of the state before the first update"]
     names = [name for name, unequal in differing(one, two, STEP).items() if unequal.any()]
     return [f"the run did not start from the state that its settings give: {', '.join(names)} differ"] if names else []
 
 
 def _order_faults(order: Order, ledger: RunLedger) -> list[str]:
-    rows = ledger.rows[SHARD]
-    for row in rows[rows["step"] >= 0]:
+    rows = ledger.rows[SHARD][ledger.rows[SHARD]["step"] >= 0]
+    wanted, shards = ledger.num_updates * ledger.first.shards, ledger.first.shards
+    if not np.array_equal(rows["step"] * shards + rows["shard"], np.arange(wanted)):
+        return [f"the ledger has the samples of {len(rows)} shards, but {ledger.num_updates} updates have {wanted}"]
+    for row in rows:
         expected = order.shard(int(row["step"]), int(row["shard"]))
         found = list(zip(row["epoch"].tolist(), row["sample"].tolist(), strict=True))
         if found != expected:

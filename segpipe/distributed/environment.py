@@ -8,11 +8,33 @@ import time
 from segpipe.errors import ConfigError
 
 LINGER_S = 5.0  # a launcher checks its processes every 0.1 s
+LAUNCHER = (
+    "Start with torchrun, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or unset these to train without."
+)
 
 
 def world_size() -> int | None:
-    """WORLD_SIZE when a launcher started this process, else None."""
-    return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys() else None
+    """WORLD_SIZE when a launcher started this process, else None.
+
+    Raises ConfigError for variables that no launcher sets so: a part of them, or no number.
+    """
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+        if {"RANK", "WORLD_SIZE"} <= os.environ.keys() and _number("WORLD_SIZE", low=1) > 1:
+            raise ConfigError(f"MASTER_ADDR is not set, but WORLD_SIZE = {os.environ['WORLD_SIZE']}. {LAUNCHER}")
+        return None
+    size, place = _number("WORLD_SIZE", low=1), _number("RANK")
+    if size == 1 and place:
+        raise ConfigError(f"RANK = {place}, but WORLD_SIZE = 1 needs RANK = 0. {LAUNCHER}")
+    if size > 1 and "MASTER_PORT" not in os.environ:
+        raise ConfigError(f"MASTER_PORT is not set, but WORLD_SIZE = {size}. {LAUNCHER}")
+    return size
+
+
+def _number(name: str, default: int = 0, low: int = 0) -> int:
+    text = os.environ.get(name, str(default))
+    if not (text.isascii() and text.isdecimal() and int(text) >= low):
+        raise ConfigError(f"{name} = {text!r}, but a whole number from {low} was needed. {LAUNCHER}")
+    return int(text)
 
 
 def under_launcher() -> bool:
@@ -38,17 +60,17 @@ def check_tasks() -> None:
 
 def rank() -> int:
     """RANK, or 0."""
-    return int(os.environ.get("RANK", 0)) if under_launcher() else 0
+    return _number("RANK") if under_launcher() else 0
 
 
 def local_rank() -> int:
     """LOCAL_RANK, or 0."""
-    return int(os.environ.get("LOCAL_RANK", 0)) if under_launcher() else 0
+    return _number("LOCAL_RANK") if under_launcher() else 0
 
 
 def local_world_size() -> int:
     """LOCAL_WORLD_SIZE, or 1: processes of this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size() or 1)) if under_launcher() else 1
+    return _number("LOCAL_WORLD_SIZE", world_size() or 1, low=1) if under_launcher() else 1
 
 
 def wait_to_be_ended() -> None:

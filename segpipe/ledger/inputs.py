@@ -23,7 +23,7 @@ from segpipe.data.samples import open_plugin
 from segpipe.errors import DataError
 from segpipe.files import sha256, write_atomically
 from segpipe.ledger.results import changes, read_inputs
-from segpipe.ledger.rows import INPUTS
+from segpipe.ledger.rows import FOLDER, INPUTS
 from segpipe.settings.config import Config
 from segpipe.settings.groups import DataConfig
 
@@ -38,12 +38,17 @@ def combined(hashes: Mapping[str, str]) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def record(config: Config, splits: Iterable[str]) -> None:
+def record(config: Config, splits: Iterable[str], *, fresh: bool = False) -> None:
     """Write inputs.json into the run folder; when a resumed run already has it, compare the data with it.
+
+    `fresh`: the run starts at step 0. What an attempt that ended before its first checkpoint has recorded is deleted,
+    with its ledger: data and code may be others now.
 
     Raises DataError naming the first file that changed since the run was started.
     """
     path = config.run_dir / INPUTS
+    for left in (path, *(config.run_dir / FOLDER).glob("rank*")) if fresh else ():
+        left.unlink(missing_ok=True)
     if not path.is_file():
         write_atomically(path, (json.dumps(_content(config, splits), indent=1) + "\n").encode())
         return

@@ -24,6 +24,7 @@ INPUTS = "inputs.json"  # in the run folder: hashes of data and sources, written
 SEAL_SUFFIX = ".seal"  # of the running hashes beside a ledger file
 MAGIC = b"SEGLEDGR"  # its first byte is no kind of row
 VERSION = 1
+MOST = 1 << 16  # shards, and samples of one
 SHARD, STEP, PART = 1, 2, 3  # kinds of rows: of (step, shard); of a step; single samples or tensors of one field
 
 SAMPLE_FIELDS = ("image", "target")  # one digest per sample, after augmentation
@@ -110,6 +111,12 @@ def differing(a: Rows, b: Rows, kind: int) -> dict[str, NDArray[np.bool_]]:
         unequal = (a["digest"][:, slot] != b["digest"][:, slot]).any(axis=1)
         found[name] = unequal & ((both >> number) & 1).astype(bool)
     return found
+
+
+def lacking(a: Rows, b: Rows, kind: int) -> list[str]:
+    """Fields that some row of `b` has and that of `a`, of equal keys, has not: `differing` does not compare them."""
+    gone = int(np.bitwise_or.reduce(b["present"] & ~a["present"], initial=0))
+    return [name for number, name in enumerate(fields_of(kind)) if gone >> number & 1]
 
 
 def mapping_differences(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -224,7 +231,14 @@ def _decode(path: Path, raw: bytes, place: int) -> tuple[SessionHeader, int] | N
         if end + _CRC.size == len(raw):
             return None
         raise altered
-    return SessionHeader(**json.loads(text)), end + _CRC.size
+    try:
+        header = SessionHeader(**json.loads(text))
+        sizes = header.shards, header.samples_per_shard
+    except (ValueError, TypeError, KeyError):
+        raise altered from None
+    if not all(0 < size <= MOST for size in sizes):
+        raise altered
+    return header, end + _CRC.size
 
 
 def _rows(path: Path, raw: bytes, start: int, header: SessionHeader) -> tuple[Rows, int]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -219,7 +220,11 @@ def _cases(augmenter: Augmenter, samples: Samples, num_keys: int, *, largest: in
 
 
 def _case(function: Augmenter, frames: Sequence[Frame], num_keys: int) -> Case:
-    return Case(function, (frames[0], frames[1]), [run(function, frames[0], key) for key in KEYS[:num_keys]])
+    before, threads = tripwire.switches(), threading.active_count()
+    expected = [run(function, frames[0], key) for key in KEYS[:num_keys]]
+    switched = [name for name, value in tripwire.switches().items() if value != before[name]]
+    switched += ["the number of threads of this process"] if threading.active_count() > threads else []
+    return Case(function, (frames[0], frames[1]), expected, switched=switched)
 
 
 def _varies(case: Case, part: Part) -> bool:

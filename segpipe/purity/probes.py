@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -68,6 +68,7 @@ class Case:
     expected: list[Frame]
     takes_samples: bool = False  # its input may be a cached sample, not the output of another transform
     varies: bool = False  # its output must depend on the key
+    switched: list[str] = field(default_factory=list)  # by its first calls, for the whole process
 
     @property
     def name(self) -> str:
@@ -196,6 +197,7 @@ def _observe(case: Case) -> Observation:
                 output, problem = (image, target), f"on read-only input it raises {one_line(error)}"
         changed = [name for name, value in tripwire.global_state().items() if value != before[name]]
         changed += ["the global generator of OpenCV"] if opencv_used() else []
+    changed += case.switched
     impure = [f"{name} at {where}" if where else name for name, where in called.items() if name != tripwire.SEEDED]
     problems = {
         "globals untouched": f"changes {', '.join(changed)}" if changed else "",
@@ -244,7 +246,7 @@ PROBES = (
     Probe("same key twice", _same_key_twice, f"{KEYED} {STATELESS}"),
     Probe("call order", Case.differs, STATELESS),
     Probe("after unrelated calls", _after_unrelated_calls, f"{STATELESS} Return a new array every time."),
-    Probe("globals untouched", _observed("globals untouched"), KEYED),
+    Probe("globals untouched", _observed("globals untouched"), f"{KEYED} Switch nothing for the whole process."),
     Probe("tripwires", _observed("tripwires"), f"{KEYED} Clocks and entropy differ in every process."),
     Probe("input untouched", _observed("input untouched"), "Work on a copy: img = img.copy()."),
     Probe("own state", _observed("own state"), STATELESS),

@@ -45,8 +45,12 @@ WIRES = {
 PLACES = {
     "posix": (
         "getpid", "getppid", "cpu_count", "sched_getaffinity", "stat", "lstat", "access", "listdir", "scandir", "open",
-        "mkdir", "remove", "unlink", "rename", "replace", "utime", "uname", "times", "getloadavg",
+        "mkdir", "remove", "unlink", "rename", "replace", "utime", "uname", "times", "getloadavg", "getcwd", "readlink",
+        "system",
     ),
+    "time": ("clock_gettime", "clock_gettime_ns", "localtime", "gmtime", "strftime", "ctime", "thread_time"),
+    "_posixsubprocess": ("fork_exec",),
+    "resource": ("getrusage",),
     "_thread": ("start_new_thread", "get_ident", "get_native_id"),
     "_socket": ("gethostname", "socket"),
     "gc": ("get_count", "get_objects"),
@@ -58,7 +62,9 @@ CODES = {
     "torch": ("initial_seed",),
     "multiprocessing.process": ("current_process", "parent_process"),
     "threading": ("current_thread",),
+    "platform": ("uname",),  # which keeps its answer
 }
+SYSTEM = ("/proc/", "/sys/", "/dev/")  # of whose files no two readings need be equal
 # Of these, only direct calls count: the standard library asks for them on its own account, in a repr say.
 DIRECT = (
     "_thread.get_ident", "_thread.get_native_id", "threading.current_thread", "multiprocessing.process.current_process",
@@ -83,7 +89,7 @@ class _Watch:
     def __init__(self) -> None:
         self.called: dict[str, str] = {}
         self._thread = threading.get_ident()
-        self._functions, self._codes = _by_reference(WIRES | PLACES), _by_code(CODES)
+        self._functions, self._codes = _by_reference(WIRES) | _by_reference(PLACES), _by_code(CODES)
 
     def note(self, name: str, frame: FrameType | None, *, own: bool = False) -> None:
         """A call was made in `frame`; with `own`, it counts only if the code of no library asked for it."""
@@ -180,6 +186,8 @@ def _open(original: Callable[..., Any], watch: _Watch) -> Callable[..., Any]:
     def wired(file: Any, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:
         if set(mode) & set("wax+"):
             watch.note(f"open(..., {mode!r})", sys._getframe(1))
+        elif str(file).startswith(SYSTEM):
+            watch.note(f"open({str(file)!r})", sys._getframe(1), own=True)
         return original(file, mode, *arguments, **keywords)
 
     return wired
@@ -259,6 +267,23 @@ def global_state() -> dict[str, bytes]:
     if torch is not None:
         found["the global generator of torch"] = torch.get_rng_state().numpy().tobytes()
         found["torch's number of threads"] = torch.get_num_threads()
+    return {name: pickle.dumps(value) for name, value in found.items()}
+
+
+def switches() -> dict[str, bytes]:
+    """What a transform could switch for everything else in this process, by name."""
+    torch = sys.modules.get("torch")
+    found = {
+        "OpenCV's choice of code (setUseOptimized)": cv2.useOptimized(),
+        "numpy's handling of errors (seterr)": np.geterr(),
+        "the working directory": os.stat(".").st_ino,
+        "the environment variables": dict(os.environ),
+    }
+    if torch is not None:
+        cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+        kernels = (cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, matmul.allow_tf32)
+        found["torch's default type"] = str(torch.get_default_dtype())
+        found["torch's switches"] = (torch.get_deterministic_debug_mode(), torch.is_grad_enabled(), *kernels)
     return {name: pickle.dumps(value) for name, value in found.items()}
 
 

@@ -155,7 +155,7 @@ def examine(config: Config) -> None:
     check_network(config, samples.classes)
     check_workers(config, samples)
     if config.compute.mode != "off" and (skipped := purity.quick(Augmenter(config.augment), samples)):
-        Console(stderr=True).print(skipped, markup=False, highlight=False, soft_wrap=True)
+        Console(stderr=True, emoji=False).print(skipped, markup=False, highlight=False, soft_wrap=True)
     if config.export.enabled and config.export.dir:
         from segpipe.export.artifact.place import check_place
 
@@ -326,7 +326,7 @@ def _outlive(error: RuntimeError) -> int:
 def _train(config: Config, group: Group, finish: Finish | None) -> int:
     from segpipe.distributed import group as processes
 
-    console = Console()
+    console = Console(emoji=False)  # a path may hold :car:
     git = _commit() if group.is_main else None
     run, validation, result = train(config, group, console, git=git, ends_later=finish is not None)
     processes.leave(group)  # the other ranks need not wait for what rank 0 does next
@@ -372,7 +372,9 @@ def _report(error: SegpipeError, *, rank: int = 0) -> int:
     """Exit code of an error. One rank prints it; the others wait to be ended, so that the launcher blames that one."""
     if _speaks(error, rank):
         where = f"rank {rank}: " if rank else ""
-        Console(stderr=True).print(f"{where}{error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        Console(stderr=True, emoji=False).print(
+            f"{where}{error}", style="bold red", markup=False, highlight=False, soft_wrap=True
+        )
     else:
         environment.wait_to_be_ended()
     return error.exit_code

@@ -183,7 +183,8 @@ def _parse(content: bytes) -> dict[str, Any]:
     """The owner; empty while the lock is being written, or when it is damaged."""
     try:
         owner = json.loads(content)
-        return owner if owner["pid"] > 0 and owner["started"] is not None else {}
+        known = isinstance(owner["host"], str) and owner["started"] is not None and owner["since"] >= 0
+        return owner if known and 0 < int(owner["pid"]) == owner["pid"] < 2**31 else {}
     except (ValueError, TypeError, KeyError):
         return {}
 

@@ -140,7 +140,7 @@ class Sweep:
         exit code that is not 0."""
         if not self._jobs:
             return 0
-        console = Console(markup=False, highlight=False)
+        console = Console(markup=False, highlight=False, emoji=False)
         if not console.is_terminal:
             console.width = 10**4  # a table is as wide as it needs
         console.print(_table(self._jobs))

@@ -189,7 +189,7 @@ class _Guarded:
             action()
         except Exception as error:
             self._mirror = None
-            Console(stderr=True).print(
+            Console(stderr=True, emoji=False).print(
                 f"{self._name} stopped: {type(error).__name__}: {error}. Training continues; {FILE_NAME} has every "
                 f"value.",
                 style="yellow",

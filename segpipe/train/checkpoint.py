@@ -151,7 +151,9 @@ def restore(
     load_weights(state.model, saved["model"], path)
     load_weights(state.ema.model, saved["ema"], path)
     load_optimizer(state.optimizer, saved["optimizer"])
-    state.scaler.load_state_dict(saved["scaler"])
+    if state.scaler.is_enabled():  # how fast the scale moves is for torch to say, not for the file
+        kept = {name: saved["scaler"][name] for name in ("scale", "_growth_tracker")}
+        state.scaler.load_state_dict({**state.scaler.state_dict(), **kept})
     state.step, state.best_miou = int(saved["step"]), float(saved["best_miou"])
     if state.step > config.train.steps:
         raise CheckpointError(f"{path} is of step {state.step}, but train.steps = {config.train.steps}. Raise it.")

@@ -152,9 +152,13 @@ def _fill_momenta(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Restore a state, which may come from another device, but not the kernels that computed it."""
-    ways = [{name: group[name] for name in ("foreach", "fused")} for group in optimizer.param_groups]
-    groups = [{**group, **way} for group, way in zip(saved["param_groups"], ways, strict=True)]
+    """Restore moments and rates, which may come from another device.
+
+    The kernels, decay, momentum and the like stay those of the settings: in a file that was altered they would train
+    something else than its configuration says, and an audit that starts from it would repeat that.
+    """
+    own = optimizer.state_dict()["param_groups"]
+    groups = [{**group, "lr": before["lr"]} for group, before in zip(own, saved["param_groups"], strict=True)]
     optimizer.load_state_dict({**saved, "param_groups": groups})
 
 

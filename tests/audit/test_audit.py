@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from runs import run, settings, torch_restored, write_camvid
+from segpipe.audit import evidence
 from segpipe.audit import examine as examination
 from segpipe.audit.examine import AuditRequest, examine
 from segpipe.audit.verdict import FAILED, Audit, Line, markdown
@@ -23,9 +25,20 @@ from segpipe.cli.main import main as segpipe
 from segpipe.determinism import flags
 from segpipe.errors import DataError
 from segpipe.ledger import inputs
-from segpipe.ledger.reader import read_run
+from segpipe.ledger.reader import last_seals, read_run
 from segpipe.ledger.results import changes, read_inputs
-from segpipe.ledger.rows import SHARD, STEP, ledger_path, read_file, seal, slots
+from segpipe.ledger.rows import (
+    SHARD,
+    STEP,
+    LedgerSession,
+    Rows,
+    SessionHeader,
+    encode,
+    ledger_path,
+    read_file,
+    seal,
+    slots,
+)
 from segpipe.ledger.writer import RunningHash
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, config_hash, from_mapping
@@ -58,14 +71,15 @@ def compose_of(folder: Path) -> Config:
     return from_mapping(json.loads((folder / "run" / "config.json").read_text()))
 
 
-def write_export(run_folder: Path) -> None:
-    """What an audit reads of an exported folder."""
+def write_export(run_folder: Path, **source: object) -> None:
+    """What an audit reads of an exported folder; `source` says otherwise where it comes from."""
     folder, last = run_folder / "export", run_folder / "last.pt"
     folder.mkdir()
     origin = {"file": "last.pt", "sha256": inputs.sha256(last)}
     weights = checkpoint.load(last)["digests"]["ema"]
     (folder / "model.onnx").write_bytes(b"a network")
-    (folder / "manifest.json").write_text(json.dumps({"source": {"weights_digest": weights, "checkpoint": origin}}))
+    source = {"weights_digest": weights, "checkpoint": origin, **source}
+    (folder / "manifest.json").write_text(json.dumps({"source": source}))
     lines = [f"{inputs.sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
     (folder / "SHA256SUMS").write_text("".join(lines))
 
@@ -155,6 +169,34 @@ def forge_row(folder: Path, step: int, name: str = "weights", *, sealed: bool) -
     if sealed:
         path.with_suffix(".seal").unlink()
         RunningHash(path).seal()
+
+
+def rewrite_ledger(folder: Path, change: Callable[[LedgerSession], list[tuple[SessionHeader, Rows]]]) -> None:
+    """Other sessions and rows, with all that vouches for them."""
+    path = ledger_path(folder / "run", 0)
+    (session,) = read_file(path).sessions
+    path.write_bytes(b"".join(encode(header) + seal(rows.copy()) for header, rows in change(session)))
+    path.with_suffix(".seal").unlink()
+    RunningHash(path).seal()
+    edit(folder / "run" / "result.json", lambda content: content.update(ledger=last_seals(folder / "run")))
+
+
+def empty_rows(session: LedgerSession) -> list[tuple[SessionHeader, Rows]]:
+    """Rows that say of every field that it was not recorded."""
+    rows = session.rows.copy()
+    rows["present"] = 0
+    return [(session.header, rows)]
+
+
+def without_last_shards(session: LedgerSession) -> list[tuple[SessionHeader, Rows]]:
+    rows = session.rows
+    return [(session.header, rows[(rows["kind"] == STEP) | (rows["step"] < STEPS - 1)])]
+
+
+def in_two_sessions(session: LedgerSession, **changes: str) -> list[tuple[SessionHeader, Rows]]:
+    later = session.rows["step"] >= KEPT
+    header = replace(session.header, session=1, first_step=KEPT, **changes)  # type: ignore[arg-type]
+    return [(session.header, session.rows[~later]), (header, session.rows[later])]
 
 
 def in_ledger(folder: Path) -> None:
@@ -268,6 +310,23 @@ ALTERATIONS: dict[str, tuple[Callable[[Path], object], dict[str, str]]] = {
         lambda folder: forge_row(folder, -1, sealed=True),
         {"updates": "did not start from the state that its settings give: weights differ", "result": "was sealed"},
     ),
+    "rows that say nothing": (
+        lambda folder: rewrite_ledger(folder, empty_rows),
+        {
+            "step_000002.pt": "the ledger's row of step 1 lacks optimizer, weights, statistics, ema",
+            "last.pt": "the ledger's row of step 3 lacks optimizer",
+            "updates": "the ledger lacks optimizer, weights, statistics, ema of the state before the first update",
+            "replay": "the ledger lacks image, target, batch, logits, statistics, loss, gradient",
+        },
+    ),
+    "the samples of the last update": (
+        lambda folder: rewrite_ledger(folder, without_last_shards),
+        {"updates": "the ledger has the samples of 6 shards, but 4 updates have 8"},
+    ),
+    "a session of other data": (
+        lambda folder: rewrite_ledger(folder, partial(in_two_sessions, inputs="0" * 64)),
+        {"data": "inputs.json is not the file whose hash the ledger has (session 1)"},
+    ),
     "a score": (
         lambda folder: edit(folder / "run" / "result.json", lambda content: content.update(miou=0.9)),
         {"scores": "miou is 0.9 in result.json and 0."},
@@ -323,6 +382,34 @@ def test_the_copy_itself_passes(copy: Path) -> None:
     found = audited(copy)
     assert (found.verdict, found.exit_code) == ("passed in part", 14)
     assert "1 of 4 updates (25%)" in found.sentence
+
+
+def test_a_run_that_was_killed_in_two_writes_of_a_checkpoint_passes(copy: Path) -> None:
+    """Each leaves a hash of a file that was never written; more of them than there are sessions are a forgery."""
+    rewrite_ledger(copy, in_two_sessions)
+    for unwritten, failed in (("01", set()), ("2", {"last.pt"})):
+        with (copy / "run" / checkpoint.HASHES).open("a") as file:
+            file.writelines(f"{digit * 64}  last.pt  {STEPS}\n" for digit in unwritten)
+        assert failures(audited(copy)).keys() == failed
+
+
+def test_what_the_files_alone_contradict(copy: Path) -> None:
+    """A checkpoint that the run did not write, and an early stop that no setting asks for."""
+    folder = copy / "run"
+    shutil.copy(folder / "last.pt", folder / "step_000009.pt")
+    passed, lines = evidence.check_checkpoints(folder, None, None)
+    assert [each.path.name for each in passed] == ["step_000002.pt", "last.pt"]
+    (text,) = [line.text for line in lines if line.part == "step_000009.pt"]
+    assert "checkpoints.sha256 does not list it" in text
+    edit(folder / "result.json", lambda content: content.update(steps=3, stopped_early=True))
+    assert "train.patience = 0 never stops a run" in evidence.check_result(folder, compose_of(copy), [], None).text
+    for change, words in (
+        ({"weights_digest": "0" * 32}, "its weights are 00000000"),
+        ({"checkpoint": {"file": "last.pt", "sha256": "0" * 64}}, "it was made from another last.pt"),
+    ):
+        shutil.rmtree(folder / "export")
+        write_export(folder, **change)
+        assert words in evidence.check_export(folder, None, passed).text
 
 
 def test_every_source_is_hashed_the_c_of_the_digests_too() -> None:
@@ -434,6 +521,10 @@ def forged(folder: Path, change: Callable[[dict], object]) -> None:  # type: ign
     ("change", "words"),
     [
         (lambda state: state["config"].update(surprise=1), "surprise is not a setting"),
+        (
+            lambda state: state["config"]["optim"].update(lr=1.0),
+            "optim.lr is 0.05 in the ledger and 1.0 in step_000002",
+        ),
         (lambda state: state.update(config=7), "its step or its configuration is malformed"),
         (lambda state: state["optimizer"].update(param_groups=[]), "does not fit the run's network and optimizer"),
     ],

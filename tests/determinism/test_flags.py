@@ -168,6 +168,7 @@ def test_a_fingerprint_holds_the_variables_that_select_kernels(monkeypatch: pyte
         "NVIDIA_TF32_OVERRIDE": "0", "TORCH_BLAS_PREFER_CUBLASLT": "1", "PYTORCH_OTHER": "1", "CUDNN_OTHER": "1",
         "ATEN_CPU_CAPABILITY": "avx2", "OPENCV_CPU_DISABLE": "AVX2", "NPY_DISABLE_CPU_FEATURES": "AVX2",
         "OPENBLAS_CORETYPE": "Haswell", "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX2", "CUBLAS_WORKSPACE_CONFIG": ":16:8",
+        "OPENCV_IPP": "disabled", "NPY_ENABLE_CPU_FEATURES": "AVX512F",
     }  # fmt: skip
     for name in selecting:
         monkeypatch.delenv(name, raising=False)

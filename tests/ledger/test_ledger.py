@@ -133,6 +133,18 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
         LedgerWriter(ledger_path(tmp_path, 0), ledgers.header())
 
 
+def test_a_session_drops_what_a_crash_left_torn_before_it(tmp_path: Path) -> None:
+    path = ledger_path(tmp_path, 0)
+    ledgers.write_session(tmp_path, ledgers.header(), range(2))
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[-50:])
+    ledgers.write_session(tmp_path, ledgers.header(session=1, first_step=2), range(2, 3))
+    found = read_file(path)
+    assert [each.header.session for each in found.sessions] == [0, 1]
+    assert path.read_bytes().startswith(whole + encode(found.sessions[1].header))
+    assert found.sound == found.size
+
+
 def test_sessions_are_counted_over_all_ranks(tmp_path: Path) -> None:
     assert next_session(tmp_path) == 0
     ledgers.write_session(tmp_path, ledgers.header(), range(2), ranks=2)

@@ -1,5 +1,6 @@
 """The file format under damage: every tear is cut, every alteration is an error, and neither is taken for the other."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +119,16 @@ def test_foreign_files_and_versions_are_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="has version 2, but version 1 was needed"):
         read_file(path)
+
+
+def test_a_header_that_no_run_writes_is_refused(tmp_path: Path) -> None:
+    """Whoever writes the checksum anew can say anything."""
+    path = tmp_path / "rank00.bin"
+    for change in ({"recipe": {}}, {"recipe": 7}, {"compute.samples_per_shard": 10**9}, {"compute.shards": 0}):
+        recipe = change.get("recipe", {**_header(0).recipe, **change})
+        path.write_bytes(encode(replace(_header(0), recipe=recipe)))
+        with pytest.raises(CheckpointError, match="the header at byte 0 was altered"):
+            read_file(path)
 
 
 def test_keys_sort_by_step_shard_field_and_part() -> None:

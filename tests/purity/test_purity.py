@@ -14,7 +14,7 @@ import torch
 
 import impure
 from impure import Noise, config
-from runs import settings
+from runs import settings, torch_restored
 from segpipe.data import augment
 from segpipe.data.augment import Augmenter
 from segpipe.data.transforms import TRANSFORMS
@@ -76,8 +76,11 @@ def without_spawn(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    """Caches of plants that an earlier test in this process has filled."""
+    """Caches of plants that an earlier test in this process has filled, and what they switch in it."""
     impure.forget()
+    with torch_restored():
+        yield
+    cv2.setUseOptimized(True)
 
 
 def by_transform(findings: list[Finding]) -> dict[str, set[str]]:

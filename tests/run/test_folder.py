@@ -21,6 +21,7 @@ from segpipe.errors import ConfigError
 from segpipe.files import process_start, this_host, write_atomically
 from segpipe.ledger.divergence import compare
 from segpipe.ledger.reader import read_run
+from segpipe.run import folder as folders
 from segpipe.run import lock
 from segpipe.run.folder import clear_folder
 from segpipe.settings.compose import compose
@@ -186,7 +187,27 @@ def test_an_owner_on_another_machine_is_judged_by_its_last_touch_not_by_a_clock(
     assert "taken over from process 77 on far" in taken(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"pid": "1"}'])
+def test_a_pid_that_a_process_of_another_user_has_now_is_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(pid: int, number: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    write_lock(tmp_path, host=this_host(), pid=os.getpid(), started=f"{process_start(os.getpid())}0")
+    monkeypatch.setattr(os, "kill", denied)
+    assert "taken over" in taken(tmp_path)
+
+
+UNREADABLE = [
+    b"",
+    b"{",
+    b"[]",
+    b'{"pid": "1"}',
+    b'{"pid": 1, "started": "5"}',
+    b'{"host": "far-1", "pid": 1e40, "started": "5", "since": 0}',
+    b'{"host": "far-1", "pid": 7, "started": "5", "since": "noon"}',
+]
+
+
+@pytest.mark.parametrize("content", UNREADABLE)
 def test_a_lock_that_cannot_be_read_is_respected_for_a_while(tmp_path: Path, content: bytes) -> None:
     (tmp_path / lock.NAME).write_bytes(content)
     with pytest.raises(ConfigError, match="an unknown process"):
@@ -393,8 +414,13 @@ def test_an_empty_folder_or_a_run_without_a_step_starts(stepped: Path, tmp_path:
 
 @pytest.mark.parametrize("ended", ["killed", "diverged"])
 def test_a_run_that_ended_before_its_first_checkpoint_starts_again(stepped: Path, tmp_path: Path, ended: str) -> None:
-    """At step 1 of a run that saves every 2: a cluster's next attempt must not need a person."""
+    """At step 1 of a run that saves every 2: a cluster's next attempt must not need a person.
+
+    What the first attempt recorded of its code is gone: it may have failed for it, and an audit would name it.
+    """
     folder = Path(shutil.copytree(stepped, tmp_path / "run"))
+    recorded = (folder / "inputs.json").read_text()
+    (folder / "inputs.json").write_text(recorded.replace('"train/engine.py": "', '"train/engine.py": "0'))
     for path in (*folder.glob("*.pt"), folder / "result.json", folder / "checkpoints.sha256"):
         path.unlink()
     if ended == "diverged":
@@ -404,6 +430,18 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(stepped: Path
     assert run(folder, *STEPPED, "run.exists=resume") == 0
     assert outcome(folder) == outcome(stepped)
     assert compare(read_run(stepped), read_run(folder)).sentence == "identical in all 8 common steps"
+    assert (folder / "inputs.json").read_text() == recorded
+    assert len(read_run(folder).headers) == 1
+
+
+def test_a_run_that_failed_after_its_training_is_not_finished(tmp_path: Path) -> None:
+    config = compose(settings(tmp_path / "run", "run.exists=resume"))
+    config.run_dir.mkdir()
+    (config.run_dir / "report.html").write_text("")
+    (config.run_dir / "result.json").write_text('{"steps": 3}')
+    assert folders.finished(config) == {"steps": 3}
+    (config.run_dir / "failure.json").write_text('{"exit_code": 4, "reason": "an export was rejected"}')
+    assert folders.finished(config) is None
 
 
 def test_another_recipe_is_refused_before_anything_is_loaded(
@@ -460,6 +498,36 @@ def test_srun_without_a_launcher_is_refused_with_the_command(
         return environment.check_tasks()
     with pytest.raises(ConfigError, match=r"SLURM_NTASKS = 4.*srun --ntasks-per-node=1 torchrun --nnodes"):
         environment.check_tasks()
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE = 'two', but a whole number from 1 was needed"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE = '0'"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK = '-1', but a whole number from 0"),
+        ({"RANK": "3", "WORLD_SIZE": "1"}, "RANK = 3, but WORLD_SIZE = 1 needs RANK = 0"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_PORT is not set, but WORLD_SIZE = 2"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": ""}, "MASTER_ADDR is not set, but WORLD_SIZE = 2"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "x"}, "LOCAL_RANK = 'x'"),
+    ],
+)
+def test_variables_that_no_launcher_sets_are_refused_in_a_line(
+    variables: dict[str, str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in {"MASTER_ADDR": "localhost", **variables}.items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    assert run(tmp_path / "run") == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert "torchrun" in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "run").exists()
 
 
 def test_no_task_of_srun_trains(

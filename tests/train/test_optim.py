@@ -147,14 +147,21 @@ def test_fused_kernels_leave_out_updates_that_overflow_without_asking_the_host(
     assert asked, "the control: other kernels ask"
 
 
-def test_a_state_is_restored_without_the_kernels_that_computed_it() -> None:
+def test_a_state_is_restored_without_its_kernels_and_hyperparameters() -> None:
+    """Settings decide these: a file in which they were altered trains, and is audited, as the settings say."""
     net = nn.Conv2d(2, 2, 3)
     saved = build_optimizer(net, OptimConfig(momentum=0.5)).state_dict()
-    saved["param_groups"] = [{**group, "foreach": True, "fused": None, "lr": 0.25} for group in saved["param_groups"]]
+    altered = {"momentum": 0.0, "weight_decay": 9.0, "maximize": True, "lr_scale": 3.0, "params": [1]}
+    kept = {"foreach": True, "fused": None, "lr": 0.25, **altered}
+    saved["param_groups"] = [{**group, **kept} for group in saved["param_groups"]]
     for fused in (False, True):
         optimizer = build_optimizer(net, OptimConfig(momentum=0.5), fused=fused)
         load_optimizer(optimizer, saved)
         assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+        fresh = build_optimizer(net, OptimConfig(momentum=0.5), fused=fused)
+        assert [{**group, "lr": 0.25} for group in fresh.state_dict()["param_groups"]] == [
+            *optimizer.state_dict()["param_groups"]
+        ]
         assert not any(group["foreach"] for group in optimizer.param_groups)
         assert all(bool(group["fused"]) == fused for group in optimizer.param_groups)
 

@@ -17,6 +17,7 @@ from runs import TORCHRUN, command, outcome, run, settings
 from segpipe.data.augment import Augmenter
 from segpipe.data.loader import ShardBatch
 from segpipe.data.order import Order
+from segpipe.ledger.digest import digest_groups
 from segpipe.ledger.divergence import Comparison, compare
 from segpipe.ledger.reader import read_run
 from segpipe.models import build_model
@@ -24,7 +25,7 @@ from segpipe.models.preprocess import Preprocess
 from segpipe.purity.canary import witness
 from segpipe.settings.groups import AugmentConfig
 from segpipe.train import gradients, optim
-from segpipe.train.recorder import Recorder, _images
+from segpipe.train.recorder import Recorder, _floats, _images, _moments
 from segpipe.train.step import StepResult, TrainStep
 
 AUDIT = (
@@ -235,3 +236,21 @@ def test_the_digest_of_an_image_covers_the_colour_that_the_device_applies() -> N
     found = [value % 2**64 for value in _images(ShardBatch(0, 0, image, target, ids, ids, colour)).tolist()]
     assert found[0] == witness(crop).image, "as the race canary compares it"
     assert found[1] != found[0]
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "step"])
+def test_every_moment_of_a_parameter_is_in_its_digest(name: str) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight])
+    weight.sum().backward()
+    optimizer.step()
+    before = digest_groups([_moments(optimizer, weight)]).tolist()
+    optimizer.state[weight][name] += 1
+    assert digest_groups([_moments(optimizer, weight)]).tolist() != before
+
+
+def test_a_buffer_without_an_axis_is_part_of_the_state() -> None:
+    net = nn.Module()
+    net.register_buffer("scale", torch.tensor(2.0))
+    net.register_buffer("count", torch.tensor(2))
+    assert _floats(net).keys() == {"scale"}

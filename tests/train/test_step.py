@@ -93,6 +93,18 @@ def bits(state: TrainState) -> list[bytes]:
     return [value.contiguous().numpy().tobytes() for value in values]
 
 
+def test_a_frozen_norm_keeps_its_statistics_whatever_mode_a_network_sets() -> None:
+    state = fresh(config())
+    for part in (state.model.body, state.model.norm):
+        part.requires_grad_(False)
+    state.optimizer = build_optimizer(state.model, config().optim)
+    step, before = step_of(state, config()), state.model.norm.running_mean.clone()
+    state.model.train()
+    step(batches(), valid(batches()))
+    step.apply()
+    assert torch.equal(state.model.norm.running_mean, before)
+
+
 def whole_batch(settings: Config, model: Tiny, shards: list[ShardBatch]) -> dict[str, Tensor]:
     """The loss of all pixels of the step, normalised once; each shard is a batch of its own for BatchNorm."""
     total = {"main": torch.zeros(()), "aux": torch.zeros(())}
