@@ -7,6 +7,8 @@ is an attribute. Exit codes have one meaning each, see docs/exit-codes.md.
 from collections.abc import Sequence
 from typing import Any
 
+CHECKED_IN_PART = 14  # exit code: nothing wrong was found, but not all could be checked
+
 
 class SegpipeError(Exception):
     """Root of all errors below. Commands print them without a traceback."""

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from segpipe.errors import ConfigError
+from segpipe.errors import CHECKED_IN_PART, ConfigError
 from segpipe.files import write_atomically
 
 PASSED, FAILED, NOTED, UNCHECKED = "passed", "failed", "noted", "not checked"
-EXIT_CODES = {"passed": 0, "passed in part": 14, "failed": 13, "cannot audit": 2}
+EXIT_CODES = {"passed": 0, "passed in part": CHECKED_IN_PART, "failed": 13, "cannot audit": 2}
 TEMPLATES = Path(__file__).parent
 PAGE = "report.md.j2"
 

@@ -146,15 +146,15 @@ def test_answers_alone_show_it_too(
     monkeypatch.setattr(verification, "harmful", lambda *_: [])
     if name:
         plant, folder = planted(name, request, tmp_path)
-        code, gate = plant.answers or (0, "")
+        code, gate = plant.answers or (14, "")
     else:  # the control: opening, saving and signing alone changes no verdict
-        folder, code, gate = Path(shutil.copytree(artifact, tmp_path / "export")), 0, ""
+        folder, code, gate = Path(shutil.copytree(artifact, tmp_path / "export")), 14, ""
         edited(folder / "model.onnx", folder / "model.onnx", no_fault)
         sign(folder)
     before = contents(folder)
     assert verify(run, folder) == code
     line = last_line(capsys)
-    assert line.startswith("ARTIFACT REFUSED: " if code else "ARTIFACT VERIFIED_BY_ANSWERS: model.onnx")
+    assert line.startswith("ARTIFACT REFUSED: " if code != 14 else "ARTIFACT VERIFIED_BY_ANSWERS: model.onnx")
     assert gate in line
     assert contents(folder) == before, "nothing is written there"
 
@@ -170,7 +170,7 @@ def test_an_export_refuses_it_too(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     plant, folder = planted(name, request, tmp_path / "planted")
-    code, gate = plant.answers or (0, "")
+    code, gate = plant.answers or (14, "")
 
     def wrong(_model: Any, _size: Any, _manifest: Any, shipped: Path, probe: Path) -> None:
         # An export is the same every time, so the file of the sound one is what a conversion would give.
@@ -193,7 +193,7 @@ def test_a_sound_folder_of_every_file_passes_the_comparison(
     """The control: the folder into which faults are planted is none itself; another onnx is not torch."""
     int8_is_fast(monkeypatch)
     monkeypatch.setattr(verification, "other_versions", lambda _: {"onnx": "onnx 1.0, here 2.0"})
-    assert verify(run, all_files, "export.images=16") == 0
+    assert verify(run, all_files, "export.images=16") == 14
 
 
 def test_the_control_a_plain_load_would_have_run_the_pickle(tmp_path: Path) -> None:
