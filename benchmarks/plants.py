@@ -104,9 +104,9 @@ def _wrap(enter: Enter, owner: Any, name: str, around: Callable[..., Any]) -> No
 def watch_place(enter: Enter) -> None:
     """Keep `Here` up to date."""
 
-    def around(call: Any, loss: Any, *given: Any, shard: int) -> Any:
+    def around(call: Any, loss: Any, *given: Any, shard: int, **named: Any) -> Any:
         Here.step, Here.shard = loss.state.step, shard
-        return call(loss, *given, shard=shard)
+        return call(loss, *given, shard=shard, **named)
 
     _wrap(enter, gradients.BatchLoss, "__call__", around)
 
@@ -146,8 +146,8 @@ def other_order(choose: Callable[[list[Any]], list[Any]]) -> Callable[[Enter, in
 def preprocessed(enter: Enter, rank: int) -> None:
     """One value of the normalised batch."""
 
-    def around(forward: Any, module: Preprocess, image: Tensor) -> Tensor:
-        seen: Tensor = forward(module, image)
+    def around(forward: Any, module: Preprocess, *given: Tensor | None) -> Tensor:
+        seen: Tensor = forward(module, *given)
         if Here.is_place():
             seen = seen.clone()
             nudge(seen)

@@ -49,6 +49,8 @@ def assert_refused(folder: Path, code: int, text: str, parts: tuple[str, ...]) -
 
 
 def from_files(root: Path, *changes: str) -> tuple[str, ...]:
+    if "data=synthetic" in changes:
+        return ("run.exists=replace", *changes)
     return ("run.exists=replace", "data=camvid", f"data.root={root}", *changes)
 
 

@@ -206,7 +206,7 @@ def test_a_silent_rank_leaves_the_word_to_the_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Were it to end first, the launcher would end the rank that says what is wrong."""
-    for key, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "-"}.items():
+    for key, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "-", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(key, str(value))
     monkeypatch.setattr(environment, "LINGER_S", 0.5)
     for refused in (["--multirun", "seed=1,2"], ["sead=1"]):

@@ -262,7 +262,7 @@ def test_where_torch_ddp_communicates_is_announced(monkeypatch: pytest.MonkeyPat
     def ops() -> list[str]:
         return [entry.call.op for entry in group.contract.log.last()]
 
-    def loss(network: nn.Module, *_: object, shard: int) -> dict[str, torch.Tensor]:
+    def loss(network: nn.Module, *_: object, **__: object) -> dict[str, torch.Tensor]:
         seen.append(ops())
         return {"total": network.model.weight.sum()}
 
