@@ -1,6 +1,6 @@
 """Frames of 2048x1024 that cost a decoder what those of Cityscapes cost: PNG 2.3 MB (37 %), JPEG q95 0.5 MB.
 
-Colours are smooth fields with edges at the borders of labels, texture, and noise of a camera; labels are regions of 19
+Colors are smooth fields with edges at the borders of labels, texture, and noise of a camera; labels are regions of 19
 classes. Drawn from a seed, written as PNG with adaptive filters or as JPEG.
 """
 
@@ -30,8 +30,8 @@ def draw(number: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     coarse = random.standard_normal((9, 18, CLASSES), dtype=np.float32)
     scores = [cv2.resize(coarse[..., one], (WIDTH, HEIGHT), interpolation=cv2.INTER_CUBIC) for one in range(CLASSES)]
     labels = np.argmax(scores, axis=0).astype(np.uint8)
-    colours = random.uniform(30, 180, (CLASSES, 3)).astype(np.float32)
-    image = colours[labels] + 12 * field(16, 3) + 4 * field(128, 1) + 1.0 * field(512, 1)
+    colors = random.uniform(30, 180, (CLASSES, 3)).astype(np.float32)
+    image = colors[labels] + 12 * field(16, 3) + 4 * field(128, 1) + 1.0 * field(512, 1)
     image += 0.5 * random.standard_normal(image.shape, dtype=np.float32)
     return np.clip(image, 0, 255).astype(np.uint8), labels
 

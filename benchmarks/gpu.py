@@ -29,7 +29,7 @@ from segpipe.errors import ConfigError, SegpipeError
 from segpipe.losses.total import shard_loss, valid_pixels
 from segpipe.models import MODELS as ALL_MODELS
 from segpipe.models import build_model
-from segpipe.models.preprocess import Preprocess, coloured
+from segpipe.models.preprocess import Preprocess, colored
 from segpipe.run.launch import train
 from segpipe.settings.config import Config
 from segpipe.settings.groups import AugmentConfig, LossConfig
@@ -69,7 +69,7 @@ def scenes(bench: Bench, count: int) -> tuple[Tensor, Tensor]:
 
 
 def preprocessing(bench: Bench) -> dict[str, Any]:
-    """The device's preprocessing against the CPU's, and its colours against OpenCV's, which must be equal."""
+    """The device's preprocessing against the CPU's, and its colors against OpenCV's, which must be equal."""
     image, target = scenes(bench, 2)
     here, there = Preprocess()(image), Preprocess().to(bench.device)(image.to(bench.device)).cpu()
     difference = float((here - there).abs().max())
@@ -77,11 +77,11 @@ def preprocessing(bench: Bench) -> dict[str, Any]:
     strong = AugmentConfig([bench.size] * 2, brightness=1.0, contrast=1.0, saturation=1.0, hue=0.5, color_on="device")
     for key in range(8):
         crop = Augmenter(strong).crop(image[0].numpy(), target[0].numpy(), key)
-        assert crop.colour is not None
-        given = (torch.from_numpy(part[None]).to(bench.device) for part in (crop.image, crop.colour))
+        assert crop.color is not None
+        given = (torch.from_numpy(part[None]).to(bench.device) for part in (crop.image, crop.color))
         expected, _ = Augmenter(strong)(image[0].numpy(), target[0].numpy(), key)
-        assert np.array_equal(coloured(*given)[0].cpu().numpy(), expected), f"colour differs for key {key}"
-    return {"max_difference": difference, "bitwise_equal": torch.equal(here, there), "colours_equal": True}
+        assert np.array_equal(colored(*given)[0].cpu().numpy(), expected), f"color differs for key {key}"
+    return {"max_difference": difference, "bitwise_equal": torch.equal(here, there), "colors_equal": True}
 
 
 def loss_and_gradients(bench: Bench) -> dict[str, Any]:

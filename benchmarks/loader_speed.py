@@ -236,7 +236,7 @@ def _delivery(samples: FileSamples, packed: FileSamples, repeats: int) -> dict[s
 @contextmanager
 def _compared(found: dict[str, float]) -> Iterator[None]:
     """While it lasts, each step of the augmentation is compared with the same step in float64."""
-    resample, color = augment.ScaleCrop._resample, augment.ColourMatrix.apply
+    resample, color = augment.ScaleCrop._resample, augment.ColorMatrix.apply
 
     def seen_resample(self: Any, array: Any, fill: Any, how: int, *, source: Any, place: Any, **more: Any) -> Any:
         made = resample(self, array, fill, how, source=source, place=place, **more)
@@ -260,17 +260,17 @@ def _compared(found: dict[str, float]) -> Iterator[None]:
         found["labels_differ" if array.ndim == 2 else "image_levels"] += int((made[outside] != fill).sum())
         return made
 
-    def seen_colour(self: Any, img: Any, matrix: Any, **more: Any) -> Any:
+    def seen_color(self: Any, img: Any, matrix: Any, **more: Any) -> Any:
         made = color(self, img, matrix, **more)
         expected = np.clip(img.astype(np.float64) @ matrix[:, :3].T + matrix[:, 3], 0, 255)
         found["colour_levels"] = max(found["colour_levels"], float(np.abs(made - expected).max()))
         return made
 
-    augment.ScaleCrop._resample, augment.ColourMatrix.apply = seen_resample, seen_colour  # type: ignore[method-assign]
+    augment.ScaleCrop._resample, augment.ColorMatrix.apply = seen_resample, seen_color  # type: ignore[method-assign]
     try:
         yield
     finally:
-        augment.ScaleCrop._resample, augment.ColourMatrix.apply = resample, color  # type: ignore[method-assign]
+        augment.ScaleCrop._resample, augment.ColorMatrix.apply = resample, color  # type: ignore[method-assign]
 
 
 def _linear(array: Any, places: Any) -> Any:

@@ -33,7 +33,7 @@ CLASSES = ClassTable(
 
 
 def structured(count: int, size: tuple[int, int], seed: int = 0) -> list[np.ndarray]:
-    """Coloured blobs with noise: neighbouring pixels resemble each other, as in a photograph."""
+    """Colored blobs with noise: neighbouring pixels resemble each other, as in a photograph."""
     generator = np.random.default_rng(seed)
     coarse = generator.integers(0, 256, (count, 6, 9, 3), dtype=np.uint8)
     smooth = (cv2.resize(image, size[::-1], interpolation=cv2.INTER_CUBIC) for image in coarse)

@@ -33,12 +33,12 @@ def factor(scale: tuple[float, float]) -> float:
 class Torchvision:
     """references/segmentation/presets.py with the backend PIL: resize the whole frame, flip, crop, normalise.
 
-    Image float32 (3, H, W), target int64 (H, W). `colour` adds ColorJitter, which the reference lacks; `raw` leaves
+    Image float32 (3, H, W), target int64 (H, W). `color` adds ColorJitter, which the reference lacks; `raw` leaves
     image and target uint8, which the reference does not.
     """
 
-    def __init__(self, crop: int, scale: tuple[float, float], *, colour: bool = True, raw: bool = False) -> None:
-        self.scale, self.colour, self.raw = scale, colour, raw
+    def __init__(self, crop: int, scale: tuple[float, float], *, color: bool = True, raw: bool = False) -> None:
+        self.scale, self.color, self.raw = scale, color, raw
         self.crop = v2.RandomCrop(
             crop, pad_if_needed=True, fill={tv_tensors.Image: 0, Image.Image: 0, tv_tensors.Mask: IGNORE}
         )
@@ -54,7 +54,7 @@ class Torchvision:
         mask = F.resize(mask[None], [size], interpolation=v2.InterpolationMode.NEAREST)
         image, mask = self.crop(*self.flip(image, tv_tensors.Mask(mask)))
         mask = mask.as_subclass(Tensor)
-        if self.colour:
+        if self.color:
             image = self.jitter(image)
         image = F.pil_to_tensor(image)
         if self.raw:
@@ -119,7 +119,7 @@ class Mmseg:
 
 class Pidnet:
     """datasets/cityscapes.py and base_dataset.py: edges by Canny on the full mask, resize, crop, normalise, flip; no
-    colour. Image float32 (3, H, W), target int64 (H, W). Without its loop over label ids: the masks hold train ids."""
+    color. Image float32 (3, H, W), target int64 (H, W). Without its loop over label ids: the masks hold train ids."""
 
     def __init__(self, crop: int, scale: tuple[float, float]) -> None:
         self.crop, self.scale = crop, scale

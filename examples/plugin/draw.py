@@ -10,7 +10,7 @@ import cv2
 import numpy as np
 
 SIZE = (96, 128)  # height, width
-COLOURS = {1: (40, 160, 230), 2: (60, 60, 200)}  # BGR of crates and persons
+COLORS = {1: (40, 160, 230), 2: (60, 60, 200)}  # BGR of crates and persons
 
 
 def draw(folder: Path, num: dict[str, int]) -> None:
@@ -22,11 +22,11 @@ def draw(folder: Path, num: dict[str, int]) -> None:
         for number in range(count):
             image = draws.integers(90, 140, (*SIZE, 3), dtype=np.uint8)
             mask = np.zeros(SIZE, np.uint8)
-            for label, colour in COLOURS.items():
+            for label, color in COLORS.items():
                 x, y, width, height = (
                     int(draws.integers(low, high)) for low, high in ((0, 90), (0, 50), (15, 38), (20, 46))
                 )
-                cv2.rectangle(image, (x, y), (x + width, y + height), colour, -1)
+                cv2.rectangle(image, (x, y), (x + width, y + height), color, -1)
                 cv2.rectangle(mask, (x, y), (x + width, y + height), label, -1)
             mask[:2] = 255
             row = {"split": split, "image": f"{split}{number:02d}.png", "mask": f"{split}{number:02d}_mask.png"}

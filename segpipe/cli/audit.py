@@ -20,7 +20,7 @@ from segpipe.cli.verify import verify
 from segpipe.errors import SegpipeError
 from segpipe.run.console import CONSOLE, progress
 
-COLOURS = {"passed": "green", "failed": "bold red", "noted": "yellow", "not checked": "dim"}
+COLORS = {"passed": "green", "failed": "bold red", "noted": "yellow", "not checked": "dim"}
 SETTINGS = COMMANDS["audit"].settings
 
 
@@ -76,5 +76,5 @@ def table(audit: Audit) -> Table:
     """One row for each line of the report."""
     found = Table("part", "verdict", "finding", title=f"audit of {audit.run}", title_justify="left")
     for line in audit.lines:
-        found.add_row(line.part, f"[{COLOURS[line.status]}]{line.status}", escape(line.text))
+        found.add_row(line.part, f"[{COLORS[line.status]}]{line.status}", escape(line.text))
     return found

@@ -14,7 +14,7 @@ from segpipe.ledger.divergence import Comparison, compare, not_comparable
 from segpipe.ledger.reader import read_run
 from segpipe.run.console import progress
 
-COLOURS = {"differs": "red", "equal": "green", "not recorded": "dim"}
+COLORS = {"differs": "red", "equal": "green", "not recorded": "dim"}
 
 
 def main(given: dict[str, Any]) -> int:
@@ -56,7 +56,7 @@ def show(found: Comparison, console: Console) -> None:
     if found.verdict == "diverged":
         table = Table("stage", "field", "", title=f"step {found.step}", title_justify="left")
         for cell in found.fields:
-            table.add_row(cell["stage"], cell["field"], f"[{COLOURS[cell['state']]}]{cell['state']}")
+            table.add_row(cell["stage"], cell["field"], f"[{COLORS[cell['state']]}]{cell['state']}")
         console.print(table)
     if found.advice:
         console.print(found.advice, markup=False, highlight=False, soft_wrap=True)

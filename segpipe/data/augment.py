@@ -26,10 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
-from segpipe.data.transforms import PAD_COLOUR, Builder, builder
+from segpipe.data.transforms import PAD_COLOR, Builder, builder
 from segpipe.errors import ConfigError
 from segpipe.keys import generator
-from segpipe.models.preprocess import COLOUR_UNIT
+from segpipe.models.preprocess import COLOR_UNIT
 
 if TYPE_CHECKING:
     from segpipe.settings.groups import AugmentConfig
@@ -38,7 +38,7 @@ Uint8 = NDArray[np.uint8]
 Look = Callable[[str, Uint8, Uint8], None]  # called with a transform's name and its input image and target
 Transform: TypeAlias = A.BasicTransform | A.BaseCompose
 GREY = np.array([0.299, 0.587, 0.114])
-IDENTITY = COLOUR_UNIT * np.eye(3, 4, dtype=np.int32)
+IDENTITY = COLOR_UNIT * np.eye(3, 4, dtype=np.int32)
 RGB_TO_YIQ = np.array([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
 
 
@@ -47,7 +47,7 @@ class Crop(NamedTuple):
 
     image: Uint8  # (H, W, 3)
     target: Uint8  # (H, W)
-    colour: NDArray[np.int32] | None = None  # what the device applies to the image, see models/preprocess.py
+    color: NDArray[np.int32] | None = None  # what the device applies to the image, see models/preprocess.py
 
 
 class ScaleCrop(A.DualTransform):  # type: ignore[misc]
@@ -55,7 +55,7 @@ class ScaleCrop(A.DualTransform):  # type: ignore[misc]
 
     The logarithm of the factor is uniform. The box of the source that fills the crop is cut first and only that is
     resized: the same views as resizing the whole frame and then cropping, for a fraction of the work. Where the box is
-    larger than the source, the frame is placed at random and the rest is padding (mean colour; ignore).
+    larger than the source, the frame is placed at random and the rest is padding (mean color; ignore).
 
     With probability `rare`, the box is placed so that it contains a pixel of a rare class: a class of the sample, drawn
     by the inverse of its number of pixels there, and of that class any pixel alike. Nothing but the sample enters, no
@@ -95,7 +95,7 @@ class ScaleCrop(A.DualTransform):  # type: ignore[misc]
         return row, column
 
     def apply(self, img: Uint8, **params: Any) -> Uint8:
-        return self._resample(img, PAD_COLOUR, cv2.INTER_LINEAR_EXACT, **params)
+        return self._resample(img, PAD_COLOR, cv2.INTER_LINEAR_EXACT, **params)
 
     def apply_to_mask(self, mask: Uint8, **params: Any) -> Uint8:
         return self._resample(mask, IGNORE_INDEX, cv2.INTER_NEAREST_EXACT, **params)
@@ -117,7 +117,7 @@ class ScaleCrop(A.DualTransform):  # type: ignore[misc]
 
 
 def _resized(part: Uint8, size: tuple[int, int], how: int) -> Uint8:
-    """`part` at (height, width) `size`. Colours go through four channels, which OpenCV resizes in half the time of
+    """`part` at (height, width) `size`. Colors go through four channels, which OpenCV resizes in half the time of
     three; its exact resampling treats each channel alone, so that the bytes are the same."""
     if part.ndim == 2:
         return np.asarray(cv2.resize(part, size[::-1], interpolation=how))
@@ -137,14 +137,14 @@ def _spans(length: int, crop: int, factor: float, draw: float, kept: int | None 
     return slice(first, last), slice(low, max(low + 1, round((last - start) * crop / box)))
 
 
-class ColourMatrix(A.ImageOnlyTransform):  # type: ignore[misc]
+class ColorMatrix(A.ImageOnlyTransform):  # type: ignore[misc]
     """Random brightness, contrast, saturation and hue as one affine map of RGB, rounded once.
 
-    Contrast scales around the padding colour and hue rotates in YIQ, so all four are matrices and their product costs
+    Contrast scales around the padding color and hue rotates in YIQ, so all four are matrices and their product costs
     one pass over the pixels. Libraries that convert to HSV need a pass or two for each.
 
-    OpenCV multiplies bytes by 1/COLOUR_UNIT steps of the matrix in integers, so a GPU can make the same bytes. With
-    `deferred`, the image stays as it is and the matrix goes, in these steps, to the target `colour`.
+    OpenCV multiplies bytes by 1/COLOR_UNIT steps of the matrix in integers, so a GPU can make the same bytes. With
+    `deferred`, the image stays as it is and the matrix goes, in these steps, to the target `color`.
     """
 
     def __init__(
@@ -155,27 +155,27 @@ class ColourMatrix(A.ImageOnlyTransform):  # type: ignore[misc]
 
     @property
     def targets(self) -> dict[str, Callable[..., Any]]:
-        return {"colour": self.apply_to_colour} if self.deferred else {"image": self.apply}
+        return {"color": self.apply_to_color} if self.deferred else {"image": self.apply}
 
     def get_params(self) -> dict[str, Any]:
         draws = [strength * (2 * self.py_random.random() - 1) for strength in self.strengths]
-        return {"matrix": colour_matrix(*draws)}
+        return {"matrix": color_matrix(*draws)}
 
     def apply(self, img: Uint8, matrix: NDArray[np.float64], **_: Any) -> Uint8:
         return np.asarray(cv2.transform(img, matrix), np.uint8)
 
-    def apply_to_colour(self, colour: NDArray[np.int32], matrix: NDArray[np.float64], **_: Any) -> NDArray[np.int32]:
-        return np.asarray(np.rint(matrix.astype(np.float32) * COLOUR_UNIT), np.int32)  # as OpenCV rounds it
+    def apply_to_color(self, color: NDArray[np.int32], matrix: NDArray[np.float64], **_: Any) -> NDArray[np.int32]:
+        return np.asarray(np.rint(matrix.astype(np.float32) * COLOR_UNIT), np.int32)  # as OpenCV rounds it
 
 
-def colour_matrix(brightness: float, contrast: float, saturation: float, hue: float) -> NDArray[np.float64]:
+def color_matrix(brightness: float, contrast: float, saturation: float, hue: float) -> NDArray[np.float64]:
     """Affine map (3, 4) of RGB values 0 to 255; the identity for zeros. Hue in turns, the rest relative."""
     angle = 2 * math.pi * hue
     turn = np.array([[1, 0, 0], [0, math.cos(angle), -math.sin(angle)], [0, math.sin(angle), math.cos(angle)]])
     rotate = np.linalg.solve(RGB_TO_YIQ, turn @ RGB_TO_YIQ) if hue else np.eye(3)
     saturate = (1 + saturation) * np.eye(3) - saturation * np.tile(GREY, (3, 1))
     linear = (1 + brightness) * (rotate @ saturate)
-    offset = -contrast * (linear @ np.array(PAD_COLOUR, float))
+    offset = -contrast * (linear @ np.array(PAD_COLOR, float))
     return np.column_stack([(1 + contrast) * linear, offset])
 
 
@@ -189,7 +189,7 @@ def steps(config: AugmentConfig, extra: tuple[Builder, ...]) -> list[tuple[str, 
     if config.flip:
         found.append(("", partial(A.HorizontalFlip, p=config.flip)))
     if any((strengths := _strengths(config)).values()):
-        found.append(("", partial(ColourMatrix, **strengths, deferred=config.color_on == "device")))
+        found.append(("", partial(ColorMatrix, **strengths, deferred=config.color_on == "device")))
     return [*found, *zip(config.extra, extra, strict=True)]
 
 
@@ -232,7 +232,7 @@ class Augmenter:
     def __init__(self, config: AugmentConfig, seed: int = 0) -> None:
         self.config = config
         self.seed = seed
-        self.defers_colour = config.color_on == "device" and any(_strengths(config).values())
+        self.defers_color = config.color_on == "device" and any(_strengths(config).values())
         self.extra = tuple(map(builder, config.extra))
         self._pipeline: A.Compose | None = None if config.keyed else self._build()
         self._owner = os.getpid()
@@ -241,11 +241,11 @@ class Augmenter:
         return {**self.__dict__, "_pipeline": None}
 
     def __call__(self, image: Uint8, target: Uint8, key: int) -> tuple[Uint8, Uint8]:
-        image, target, colour = self.crop(image, target, key)
-        return (image if colour is None else np.asarray(cv2.transform(image, colour / COLOUR_UNIT), np.uint8)), target
+        image, target, color = self.crop(image, target, key)
+        return (image if color is None else np.asarray(cv2.transform(image, color / COLOR_UNIT), np.uint8)), target
 
     def crop(self, image: Uint8, target: Uint8, key: int) -> Crop:
-        """The same, but with `augment.color_on=device` before its colour, and the matrix of that."""
+        """The same, but with `augment.color_on=device` before its color, and the matrix of that."""
         return self._apply(self._keyed_pipeline(key), image, target)
 
     def looked_at(self, image: Uint8, target: Uint8, key: int, look: Look) -> Crop:
@@ -293,9 +293,9 @@ class Augmenter:
         return A.Compose(transforms, seed=None if self.config.keyed else self.seed)
 
     def _apply(self, pipeline: A.Compose, image: Uint8, target: Uint8) -> Crop:
-        more = {"colour": IDENTITY} if self.defers_colour else {}
+        more = {"color": IDENTITY} if self.defers_color else {}
         made = pipeline(image=image, mask=target, **more)
-        return Crop(np.ascontiguousarray(made["image"]), np.ascontiguousarray(made["mask"]), made.get("colour"))
+        return Crop(np.ascontiguousarray(made["image"]), np.ascontiguousarray(made["mask"]), made.get("color"))
 
 
 def _shown(name: str, step: Transform, look: Look, **data: Any) -> dict[str, Any]:

@@ -1,17 +1,17 @@
-"""Class tables: names, colours, and which raw mask id or colour is which class.
+"""Class tables: names, colors, and which raw mask id or color is which class.
 
 A `folder` data set has its own table, a YAML file (`data.classes`, by default ROOT/classes.yaml):
 
     name: warehouse                      # optional; the name of the folder otherwise
     names: [floor, shelf, person]        # the classes; their position is the train id 0, 1, 2
-    palette: [[128, 64, 128], [70, 70, 70], [220, 20, 60]]   # RGB, one per class; without it, colours are made up
+    palette: [[128, 64, 128], [70, 70, 70], [220, 20, 60]]   # RGB, one per class; without it, colors are made up
     masks: ids                           # ids or colors; without it, the first mask decides
     ids: {7: floor, 8: floor, 11: shelf, 24: person}         # mask id: class; without it, ids are train ids
-    colors: {shelf: [[0, 70, 70]]}       # further colours of a class, for masks of colours
-    ignore: [0, 255, [0, 0, 0]]          # ids and colours of unlabelled pixels; without it, id 255 and no colour
+    colors: {shelf: [[0, 70, 70]]}       # further colors of a class, for masks of colors
+    ignore: [0, 255, [0, 0, 0]]          # ids and colors of unlabelled pixels; without it, id 255 and no color
     exif: apply                          # apply or ignore; without it, the mask's size decides
 
-A mask id that is in neither `ids` nor `ignore` is an error and never silently ignored; so is a colour.
+A mask id that is in neither `ids` nor `ignore` is an error and never silently ignored; so is a color.
 
 The tables of published data sets are in sets/NAME.yaml, with a row `class: [id, R, G, B]` for each class.
 """
@@ -109,7 +109,7 @@ class MaskTable:
 
     classes: ClassTable
     kind: str = ""  # ids or colors; empty: not said
-    colors: dict[Color, int] = field(default_factory=dict)  # RGB -> train id; empty if no colours are given
+    colors: dict[Color, int] = field(default_factory=dict)  # RGB -> train id; empty if no colors are given
     exif: str = ""  # apply or ignore; empty: the size of the mask decides
     first: str = ""  # the mask that decided the kind, if the table does not name it
 
@@ -119,7 +119,7 @@ class PublishedSet:
     """A published data set: where it comes from, where its files lie, and what its masks mean."""
 
     title: str
-    source: str  # of ids and colours
+    source: str  # of ids and colors
     page: str  # with its downloads
     downloads: tuple[str, ...]
     splits: dict[str, int]  # number of images; 0: not published
@@ -180,7 +180,7 @@ def _entries(name: str) -> dict[str, Any]:
 
 
 def _rows(entries: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a classes.yaml, from rows `class: [id, R, G, B]` or `[id]`, for masks of colours `[R, G, B]`."""
+    """The keys of a classes.yaml, from rows `class: [id, R, G, B]` or `[id]`, for masks of colors `[R, G, B]`."""
     rows, more = entries.pop("classes"), entries.pop("more", {})
     numbered = entries["masks"] == "ids" and entries.pop("ids", "") != "positions"
     ids = {row[0]: name for name, row in rows.items()} | more
@@ -267,15 +267,13 @@ def _mask_table(entries: dict[str, Any], name: str) -> MaskTable:
             raise ValueError(f"{key} is not one of {', '.join(KEYS)}.{nearest(key, KEYS)}")
     names, ignore = _names(entries.get("names")), entries.get("ignore", [IGNORE_INDEX])
     if not isinstance(ignore, list):
-        raise ValueError(
-            f"ignore = {ignore!r}, but a list of mask ids and colours such as [255, [0, 0, 0]] was needed."
-        )
+        raise ValueError(f"ignore = {ignore!r}, but a list of mask ids and colors such as [255, [0, 0, 0]] was needed.")
     colored = "palette" in entries or "colors" in entries
     palette = _palette(entries["palette"], len(names)) if "palette" in entries else distinct_colors(len(names))
     ids = [value for value in ignore if not (isinstance(value, list) and len(value) == 3)]
     kind = _one_of("masks", entries.get("masks", ""), ("ids", "colors"))
     if kind == "colors" and not colored:
-        raise ValueError("masks = colors, but there is no palette. Give one colour [R, G, B] per name.")
+        raise ValueError("masks = colors, but there is no palette. Give one color [R, G, B] per name.")
     given, more = palette if "palette" in entries else (), entries.get("colors", {})
     return MaskTable(
         ClassTable(str(entries.get("name", name)), names, palette, _train_ids(names, entries.get("ids"), ids)),
@@ -292,7 +290,7 @@ def _one_of(key: str, value: Any, choices: tuple[str, ...]) -> str:
 
 
 def distinct_colors(num: int) -> tuple[Color, ...]:
-    """Colours for classes that come without: neighbours differ in hue, and no two of 255 are the same."""
+    """Colors for classes that come without: neighbours differ in hue, and no two of 255 are the same."""
     steps = ((0.65, 0.9), (0.9, 0.6), (0.4, 0.8))  # saturation and value
     return tuple(_rgb(place * 0.618034 % 1, *steps[place % 3]) for place in range(num))
 
@@ -320,9 +318,9 @@ def _names(value: Any) -> tuple[str, ...]:
 
 def _palette(value: Any, num_classes: int) -> tuple[tuple[int, int, int], ...]:
     if not isinstance(value, list) or len(value) != num_classes:
-        found = f"{len(value)} colours" if isinstance(value, list) else repr(value)
-        raise ValueError(f"palette = {found}, but {num_classes} colours [R, G, B] were needed, one per name.")
-    return tuple(_color(f"palette[{place}]", colour) for place, colour in enumerate(value))
+        found = f"{len(value)} colors" if isinstance(value, list) else repr(value)
+        raise ValueError(f"palette = {found}, but {num_classes} colors [R, G, B] were needed, one per name.")
+    return tuple(_color(f"palette[{place}]", color) for place, color in enumerate(value))
 
 
 def _color(key: str, value: Any) -> Color:
@@ -335,7 +333,7 @@ def _color(key: str, value: Any) -> Color:
 def _colors(
     names: tuple[str, ...], palette: tuple[Color, ...], more: Any, ignore: list[Any], *, strict: bool
 ) -> dict[Color, int]:
-    """Train id of each colour. One with two meanings is left out, or refused if `strict`."""
+    """Train id of each color. One with two meanings is left out, or refused if `strict`."""
     if not isinstance(more, dict) or any(not isinstance(value, list) for value in more.values()):
         raise ValueError(f"colors = {more!r}, but a map such as {{{names[0]}: [[0, 70, 70]]}} was needed.")
     pairs = list(zip(palette, range(len(names)), strict=False))
@@ -350,7 +348,7 @@ def _colors(
     for color, trains in found.items():
         if strict and len(trains) > 1:
             meanings = " and of ".join(names[train] if train < len(names) else "ignore" for train in sorted(trains))
-            raise ValueError(f"{list(color)} is the colour of {meanings}. Give each its own.")
+            raise ValueError(f"{list(color)} is the color of {meanings}. Give each its own.")
     return {color: trains.pop() for color, trains in found.items() if len(trains) == 1}
 
 

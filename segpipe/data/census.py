@@ -1,4 +1,4 @@
-"""What the files of a split hold, counted once: ids or colours of the masks, pixels of classes, looks of the images.
+"""What the files of a split hold, counted once: ids or colors of the masks, pixels of classes, looks of the images.
 
 A file that cannot be read is left out: problems.py reports it.
 """
@@ -33,7 +33,7 @@ class _Found(NamedTuple):
     kind: str
     values: dict[Value, int]  # pixels
     pixels: NDArray[np.int64]  # of each class, of ignored ones, and of values that the class table does not have
-    odd: dict[Value, tuple[int, int]]  # palette index: train ids by index and by colour, which differ
+    odd: dict[Value, tuple[int, int]]  # palette index: train ids by index and by color, which differ
     look: int
     size: tuple[int, int]  # (height, width)
 
@@ -49,8 +49,8 @@ class Census:
     looks: list[int] = field(default_factory=list)
     sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)  # of mask files
-    values: Counter[Value] = field(default_factory=Counter)  # pixels of each id or colour
-    files: Counter[Value] = field(default_factory=Counter)  # masks with each id or colour
+    values: Counter[Value] = field(default_factory=Counter)  # pixels of each id or color
+    files: Counter[Value] = field(default_factory=Counter)  # masks with each id or color
     odd: dict[Value, tuple[int, int]] = field(default_factory=dict)
 
     @property
@@ -93,7 +93,7 @@ def take(samples: Samples, progress: Callable[[int, int], None] = lambda done, t
 
 
 def train_id(table: MaskTable, value: Value) -> int:
-    """Train id of an id or colour, IGNORE_INDEX or UNKNOWN."""
+    """Train id of an id or color, IGNORE_INDEX or UNKNOWN."""
     if isinstance(value, tuple):
         return table.colors.get(value, UNKNOWN)
     return table.classes.train_ids.get(value, UNKNOWN)
@@ -127,7 +127,7 @@ def _of_files(samples: FileSamples, index: int, with_look: bool) -> _Found | Non
 
 
 def _meant(table: MaskTable, mask: RawMask, counts: dict[Value, int]) -> dict[Value, int]:
-    """Pixels of each value as the table reads it: an id where it says ids, a colour where it says colours."""
+    """Pixels of each value as the table reads it: an id where it says ids, a color where it says colors."""
     meant: Counter[Value] = Counter()
     for value, count in counts.items():
         if table.kind == "colors" and isinstance(value, int):
@@ -141,7 +141,7 @@ def _meant(table: MaskTable, mask: RawMask, counts: dict[Value, int]) -> dict[Va
 
 
 def _odd(table: MaskTable, mask: RawMask, values: dict[Value, int]) -> dict[Value, tuple[int, int]]:
-    """Indices of a palette that are one class as ids, and another one by the colour that the palette gives them."""
+    """Indices of a palette that are one class as ids, and another one by the color that the palette gives them."""
     if mask.palette is None or not table.colors:
         return {}
     found: dict[Value, tuple[int, int]] = {}

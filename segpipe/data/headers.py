@@ -20,7 +20,7 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 PNG_END = b"\x00\x00\x00\x00IEND\xaeB`\x82"
 PNG_LAYOUTS = {0: "grey", 2: "color", 3: "palette", 4: "grey", 6: "color"}  # by color type; 4 and 6 have alpha
 JPEG_START, JPEG_END = b"\xff\xd8", b"\xff\xd9"
-HEAD_BYTES = 1 << 18  # in a JPEG, previews and colour profiles come before the size
+HEAD_BYTES = 1 << 18  # in a JPEG, previews and color profiles come before the size
 TAIL_BYTES = 1 << 12
 # The marker that ends a JPEG scan: 0xFF00 is a stuffed byte, 0xFFD0 to 0xFFD7 are restarts, 0xFFFF is fill.
 SCAN_END = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]", re.DOTALL)

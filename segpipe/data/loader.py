@@ -26,7 +26,7 @@ from segpipe.data.ring import Ring
 from segpipe.data.workers import Delivery, InProcess, Room, Source, TorchLoader
 from segpipe.errors import ConfigError
 from segpipe.keys import sample_key
-from segpipe.models.preprocess import coloured
+from segpipe.models.preprocess import colored
 
 if TYPE_CHECKING:
     from segpipe.data.augment import Augmenter, Crop
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from segpipe.data.samples import CachedSamples, Samples
 
 SHARED_MEMORY = "/dev/shm"
-ROW_BYTES = 16 + 48  # of a sample beside its pixels: epoch and index, int64; its colour, int32 (3, 4)
+ROW_BYTES = 16 + 48  # of a sample beside its pixels: epoch and index, int64; its color, int32 (3, 4)
 PIXEL_BYTES = 4  # RGB and class id
 WHOLE_BYTES = 2**28  # of a slot for whole images; memory is only used as far as an image reaches
 Pixels = tuple[NDArray[np.uint8], NDArray[np.uint8]]  # image (H, W, 3) and target (H, W)
@@ -49,11 +49,11 @@ class ShardBatch(NamedTuple):
     target: Tensor  # uint8 (b, H, W), train ids
     epoch: Tensor  # int64 (b,)
     index: Tensor  # type: ignore[assignment]  # int64 (b,); hides tuple.index, which nobody needs here
-    colour: Tensor | None = None  # int32 (b, 3, 4): what the device still has to apply, see models/preprocess.py
+    color: Tensor | None = None  # int32 (b, 3, 4): what the device still has to apply, see models/preprocess.py
 
     def finished(self) -> NDArray[np.uint8]:
-        """Images (b, H, W, 3) as the network sees them, after colour."""
-        image = self.image if self.colour is None else coloured(self.image, self.colour).to(torch.uint8)
+        """Images (b, H, W, 3) as the network sees them, after color."""
+        image = self.image if self.color is None else colored(self.image, self.color).to(torch.uint8)
         return image.numpy()
 
 
@@ -118,7 +118,7 @@ def train_batches(
         stream = _stream(starts, (int(request.place is None) for request in plan()))
     else:
         stream = _stream([partial(deliver, plan(), how)])
-    return _shard_batches(stream, repeats, augmenter.defers_colour)
+    return _shard_batches(stream, repeats, augmenter.defers_color)
 
 
 def eval_images(
@@ -151,7 +151,7 @@ def eval_images(
 
 
 class _Packed(NamedTuple):
-    """What a worker sends: `data` holds ids and colours of all samples, then their images, then their targets."""
+    """What a worker sends: `data` holds ids and colors of all samples, then their images, then their targets."""
 
     place: tuple[int, int] | None  # (step, shard) of a shard batch, (index, 0) of a whole image, or None; see Request
     shape: tuple[int, int, int]  # samples, height, width
@@ -164,24 +164,24 @@ def _pack(room: Room, place: tuple[int, int] | None, num: int, height: int, widt
 
 
 def _views(packed: _Packed) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Image (b, H, W, 3), target (b, H, W), ids int64 (2, b), colour int32 (b, 3, 4) in the memory of `packed`."""
+    """Image (b, H, W, 3), target (b, H, W), ids int64 (2, b), color int32 (b, 3, 4) in the memory of `packed`."""
     num, height, width = packed.shape
     sizes = [16 * num, 48 * num, 3 * num * height * width, num * height * width]
-    ids, colour, image, target = torch.split(packed.data, sizes)
+    ids, color, image, target = torch.split(packed.data, sizes)
     return (
         image.view(num, height, width, 3),
         target.view(num, height, width),
         ids.view(torch.int64).view(2, num),
-        colour.view(torch.int32).view(num, 3, 4),
+        color.view(torch.int32).view(num, 3, 4),
     )
 
 
 def _shard_batches(
-    stream: Generator[_Packed, None, None], repeats: Repeats | None, with_colour: bool
+    stream: Generator[_Packed, None, None], repeats: Repeats | None, with_color: bool
 ) -> Generator[ShardBatch, None, None]:
     with closing(stream):
         for packed in stream:
-            image, target, ids, colour = _views(packed)
+            image, target, ids, color = _views(packed)
             for row, made in packed.made:
                 assert repeats is not None
                 epoch, index = ids[:, row].tolist()
@@ -191,7 +191,7 @@ def _shard_batches(
                 else:  # held for long: a copy leaves the slot to the next batch
                     repeats.hold((epoch, index), (pixels[0].copy(), pixels[1].copy()), made)
             if packed.place is not None:
-                yield ShardBatch(*packed.place, image, target, ids[0], ids[1], colour if with_colour else None)
+                yield ShardBatch(*packed.place, image, target, ids[0], ids[1], color if with_color else None)
 
 
 def _not_watched(augmenter: Augmenter, pixels: Pixels, key: int, again: bool) -> tuple[Crop, Any]:
@@ -208,7 +208,7 @@ class _Shards:
     def make(self, request: Request, room: Room) -> _Packed:
         height, width = self.augmenter.config.crop_size
         packed = _pack(room, request.place, len(request.members), height, width)
-        image, target, ids, colour = (part.numpy() for part in _views(packed))
+        image, target, ids, color = (part.numpy() for part in _views(packed))
         made = []
         for row, (epoch, index) in enumerate(request.members):
             room.at(row)
@@ -219,8 +219,8 @@ class _Shards:
             else:
                 crop = self.augmenter.crop(*pixels, key)
             image[row], target[row] = crop.image, crop.target
-            if crop.colour is not None:
-                colour[row] = crop.colour
+            if crop.color is not None:
+                color[row] = crop.color
             ids[:, row] = epoch, index
         return packed._replace(made=tuple(made))
 

@@ -1,10 +1,10 @@
 """From a mask file to train ids, whatever way the file writes its classes.
 
-A mask holds ids or colours, and one data set holds one kind. `masks:` in classes.yaml names it; otherwise the first
+A mask holds ids or colors, and one data set holds one kind. `masks:` in classes.yaml names it; otherwise the first
 mask of the split decides, and a file of the other kind is refused.
 
     ids      grey of 1 to 16 bits: its values; a palette PNG or BMP: its indices; RGB with equal channels: their value
-    colors   RGB, the colours of a palette, or grey v as (v, v, v): each must be a colour of the class table, exactly
+    colors   RGB, the colors of a palette, or grey v as (v, v, v): each must be a color of the class table, exactly
 
 A palette file can be read both ways. Where the two readings give an id different classes, only `masks:` decides.
 """
@@ -26,7 +26,6 @@ from segpipe.errors import DataError
 
 OPAQUE = 255
 MIXED = "{} is a mask of {}, but {} is one of {}. Set `masks: ids` or `masks: colors` in classes.yaml, or convert it."
-WORDS = {"ids": "ids", "colors": "colours"}
 
 
 def kind_of(table: MaskTable, header: Header) -> str:
@@ -44,7 +43,7 @@ def settled(table: MaskTable, masks: Sequence[str]) -> MaskTable:
 def check_kind(table: MaskTable, header: Header, path: str) -> None:
     """Raise DataError for a file of another kind than that of the first mask."""
     if table.first and (kind := kind_of(table, header)) != table.kind:
-        raise DataError(MIXED.format(path, WORDS[kind], table.first, WORDS[table.kind]))
+        raise DataError(MIXED.format(path, kind, table.first, table.kind))
 
 
 def read_target(table: MaskTable, path: str) -> NDArray[np.uint8]:
@@ -64,7 +63,7 @@ def read_target(table: MaskTable, path: str) -> NDArray[np.uint8]:
 
 
 def _rgba(mask: RawMask, path: str) -> NDArray[np.uint8]:
-    """Colour of each pixel, RGBA uint8 (H, W, 4)."""
+    """Color of each pixel, RGBA uint8 (H, W, 4)."""
     if mask.ids is None:
         assert mask.rgba is not None
         return mask.rgba
@@ -76,16 +75,16 @@ def _rgba(mask: RawMask, path: str) -> NDArray[np.uint8]:
 
 
 def _check_palette(table: MaskTable, ids: Pixels, palette: NDArray[np.uint8], path: str) -> None:
-    """Raise DataError where an index means one class as an id and another one by its colour."""
+    """Raise DataError where an index means one class as an id and another one by its color."""
     for index in np.flatnonzero(np.bincount(ids.ravel(), minlength=1)).tolist():
         color = _as_color(palette[index])
         by_id = table.classes.train_ids.get(index, IGNORE_INDEX)
         by_color = table.colors.get(color, by_id)
         if by_color != by_id != IGNORE_INDEX:
             raise DataError(
-                f"{path}: index {index} of its palette is id {index}, {_name(table, by_id)}, but its colour {color} is "
+                f"{path}: index {index} of its palette is id {index}, {_name(table, by_id)}, but its color {color} is "
                 f"that of {_name(table, by_color)}. Set `masks: ids` in classes.yaml if the indices count, or "
-                "`masks: colors` if the colours do."
+                "`masks: colors` if the colors do."
             )
 
 
@@ -99,7 +98,7 @@ def _check_opaque(alpha: NDArray[np.uint8], path: str) -> None:
 
 
 def _equal_channels(table: MaskTable, pixels: NDArray[np.uint8] | None, path: str) -> NDArray[np.uint8]:
-    """Ids of an RGBA picture whose three colours are the same in each pixel."""
+    """Ids of an RGBA picture whose three colors are the same in each pixel."""
     assert pixels is not None
     red = pixels[..., 0]
     differ = (red != pixels[..., 1]) | (red != pixels[..., 2])
@@ -107,8 +106,8 @@ def _equal_channels(table: MaskTable, pixels: NDArray[np.uint8] | None, path: st
         row, column = np.argwhere(differ)[0]
         wanted = "masks = ids" if table.kind == "ids" else "the class table has no palette, so that masks hold ids"
         raise DataError(
-            f"{path} is a mask of colours, such as {_as_color(pixels[row, column])} at row {row}, column {column}, but "
-            f"{wanted}. Set `masks: colors` and one colour per class (`palette`) in classes.yaml."
+            f"{path} is a mask of colors, such as {_as_color(pixels[row, column])} at row {row}, column {column}, but "
+            f"{wanted}. Set `masks: colors` and one color per class (`palette`) in classes.yaml."
         )
     return np.ascontiguousarray(red)
 
@@ -132,13 +131,13 @@ def _unknown_color(table: MaskTable, pixels: NDArray[np.uint8], unknown: NDArray
     count = np.count_nonzero((pixels[..., :3] == color).all(axis=2))
     kinds = len(np.unique(pixels[unknown].view("<u4")))
     near = min(table.colors, key=lambda other: sum((a - b) ** 2 for a, b in zip(color, other, strict=True)))
-    others = f" and {kinds - 1} other unknown colours" if kinds > 1 else ""
-    blended = " So many colours come from resizing with interpolation or from JPEG." if kinds > 8 else ""
+    others = f" and {kinds - 1} other unknown colors" if kinds > 1 else ""
+    blended = " So many colors come from resizing with interpolation or from JPEG." if kinds > 8 else ""
     grey = " If grey values are ids, set `masks: ids`." if len(set(color)) == 1 else ""
     return (
-        f"{path} has the colour {color} ({count} pixels, the first at row {row}, column {column}){others}, which the "
+        f"{path} has the color {color} ({count} pixels, the first at row {row}, column {column}){others}, which the "
         f"{table.classes.name} table does not know; the nearest is {near} of {_name(table, table.colors[near])}."
-        f"{blended} Correct the mask, or add the colour to palette, colors or ignore in classes.yaml.{grey}"
+        f"{blended} Correct the mask, or add the color to palette, colors or ignore in classes.yaml.{grey}"
     )
 
 

@@ -1,4 +1,4 @@
-"""A class table for masks that come without one, from the ids or colours that they hold."""
+"""A class table for masks that come without one, from the ids or colors that they hold."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ OFTEN = 0.9  # of the masks hold at least one value of smoothed edges
 
 
 class Tally(NamedTuple):
-    """Pixels and files of each id or colour."""
+    """Pixels and files of each id or color."""
 
     pixels: Counter[int | Color]
     files: Counter[int | Color]
-    palette: dict[int, Color]  # colours that the files give to ids
+    palette: dict[int, Color]  # colors that the files give to ids
 
 
 def propose(masks: Sequence[str], progress: Callable[[int, int], None] = lambda done, total: None) -> str:
-    """Text of a classes.yaml for mask files. Raises DataError when they hold no classes, or ids and colours."""
+    """Text of a classes.yaml for mask files. Raises DataError when they hold no classes, or ids and colors."""
     found: dict[str, Tally] = {}
     example: dict[str, str] = {}
     for done, (path, mask) in enumerate(zip(masks, threaded(read_mask, masks), strict=True), 1):
@@ -63,7 +63,7 @@ def propose(masks: Sequence[str], progress: Callable[[int, int], None] = lambda 
 
 
 def count_values(mask: RawMask) -> tuple[str, dict[int | Color, int]]:
-    """Whether a mask holds ids or colours, and the number of pixels of each."""
+    """Whether a mask holds ids or colors, and the number of pixels of each."""
     if mask.ids is None:
         assert mask.rgba is not None
         values, counts = np.unique(mask.rgba.view("<u4"), return_counts=True)
@@ -74,7 +74,7 @@ def count_values(mask: RawMask) -> tuple[str, dict[int | Color, int]]:
 
 
 def _as_ids(colors: Tally, ids: Tally | None) -> Tally:
-    """Colours with three equal channels as ids, together with `ids`."""
+    """Colors with three equal channels as ids, together with `ids`."""
     merged = ids or Tally(Counter(), Counter(), {})
     for kept, more in ((merged.pixels, colors.pixels), (merged.files, colors.files)):
         for color, count in more.items():

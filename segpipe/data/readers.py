@@ -56,9 +56,9 @@ class RawMask(NamedTuple):
     """Pixels of a mask file as they are stored, before a class table says what they mean."""
 
     header: Header
-    ids: Pixels | None  # grey values or palette indices (H, W); None if the pixels are colours
-    rgba: NDArray[np.uint8] | None = None  # colours of the pixels, uint8 (H, W, 4)
-    palette: NDArray[np.uint8] | None = None  # colours of the indices, RGBA uint8 (n, 4)
+    ids: Pixels | None  # grey values or palette indices (H, W); None if the pixels are colors
+    rgba: NDArray[np.uint8] | None = None  # colors of the pixels, uint8 (H, W, 4)
+    palette: NDArray[np.uint8] | None = None  # colors of the indices, RGBA uint8 (n, 4)
 
 
 def read_image(
@@ -100,7 +100,7 @@ def check_mask(header: Header, path: str) -> None:
 
 
 def _read_indices(data: bytes, header: Header, path: str) -> RawMask:
-    """Indices and palette. OpenCV would decode to colours, so it gets a PNG whose header says grey instead."""
+    """Indices and palette. OpenCV would decode to colors, so it gets a PNG whose header says grey instead."""
     if data.startswith(PNG_SIGNATURE):
         chunks = list(_png_chunks(data))
         body = dict(chunks)
@@ -136,7 +136,7 @@ def _png_chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _as_grey(chunks: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """PNG of the pixels alone, with colour type grey."""
+    """PNG of the pixels alone, with color type grey."""
     parts = [PNG_SIGNATURE]
     for kind, body in chunks:
         if kind in (b"IHDR", b"IDAT", b"IEND"):

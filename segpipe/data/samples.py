@@ -292,8 +292,8 @@ def open_plugin(data: DataConfig, split: str) -> PluginSamples:
         palette = tuple((int(red), int(green), int(blue)) for red, green, blue in colors)
         if len(palette) != len(names) or not 1 <= len(set(names)) == len(names) < IGNORE_INDEX:
             raise DataError(
-                f"data.name = {data.name}: classes has {len(names)} names and palette {len(palette)} colours, but a "
-                f"ClassTable, or different names with one RGB colour each, were needed."
+                f"data.name = {data.name}: classes has {len(names)} names and palette {len(palette)} colors, but a "
+                f"ClassTable, or different names with one RGB color each, were needed."
             )
         ids = {train: train for train in range(len(names))} | {IGNORE_INDEX: IGNORE_INDEX}
         table = ClassTable(data.name.rpartition(":")[2], names, palette, ids)

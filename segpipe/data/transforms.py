@@ -1,4 +1,4 @@
-"""Further transforms by name: `augment.extra=[noise, jpeg]` applies them after scale, crop, flip and colour.
+"""Further transforms by name: `augment.extra=[noise, jpeg]` applies them after scale, crop, flip and color.
 
 One of your own is given by its import path, `augment.extra=[package.module:Class]`, see docs/plugins.md. A transform
 may draw only from `self.py_random` and `self.random_generator`, which are set from the sample's key before every call,
@@ -28,7 +28,7 @@ from segpipe.settings.setting import nearest
 KEY = "augment.extra"
 Uint8 = NDArray[np.uint8]
 Builder = Callable[[], "A.BasicTransform | A.BaseCompose"]
-PAD_COLOUR = (124, 116, 104)  # mean colour of ImageNet: about 0 after normalization
+PAD_COLOR = (124, 116, 104)  # mean color of ImageNet: about 0 after normalization
 BYTE_SUM_STD = math.sqrt(4 * (256**2 - 1) / 12)  # of the sum of four uniform bytes
 
 
@@ -93,7 +93,7 @@ TRANSFORMS: dict[str, Builder] = {
         num_holes_range=(1, 4),
         hole_height_range=(0.05, 0.2),
         hole_width_range=(0.05, 0.2),
-        fill=PAD_COLOUR,
+        fill=PAD_COLOR,
         fill_mask=IGNORE_INDEX,
         p=0.2,
     ),

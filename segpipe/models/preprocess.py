@@ -9,27 +9,27 @@ from torch import Tensor, nn
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-COLOUR_UNIT = 1024  # what stands for 1 in the integer matrices of `coloured`, as in OpenCV's transform of bytes
+COLOR_UNIT = 1024  # what stands for 1 in the integer matrices of `colored`, as in OpenCV's transform of bytes
 
 
-def coloured(image: Tensor, colour: Tensor) -> Tensor:
+def colored(image: Tensor, color: Tensor) -> Tensor:
     """Images after an affine map of each one's RGB values, rounded and clipped to whole numbers from 0 to 255.
 
     Equal to cv2.transform of the same bytes on any device: every product and sum is a whole number below 2**24, which
     fp32 holds exactly, so that neither the order of additions nor a fused multiply-add can change it.
 
-    Shapes: uint8 (B, H, W, 3), int32 (B, 3, 4) in steps of 1/COLOUR_UNIT -> float32 (B, H, W, 3).
+    Shapes: uint8 (B, H, W, 3), int32 (B, 3, 4) in steps of 1/COLOR_UNIT -> float32 (B, H, W, 3).
     """
-    red, green, blue, offset = colour.to(image.device, torch.float32)[:, None, None].unbind(-1)
+    red, green, blue, offset = color.to(image.device, torch.float32)[:, None, None].unbind(-1)
     values = image.to(torch.float32)
     mixed = values[..., 0:1] * red + values[..., 1:2] * green + values[..., 2:3] * blue
-    return mixed.add_(offset + COLOUR_UNIT // 2).mul_(1 / COLOUR_UNIT).floor_().clamp_(0, 255)
+    return mixed.add_(offset + COLOR_UNIT // 2).mul_(1 / COLOR_UNIT).floor_().clamp_(0, 255)
 
 
 class Preprocess(nn.Module):
     """Normalized float32 image from uint8 RGB, on the device of its buffers.
 
-    With `colour`, the colours of each image are changed first, see `coloured`.
+    With `color`, the colors of each image are changed first, see `colored`.
 
     Computes image * scale + bias in fp32, always as one multiplication and one addition, with scale = 1 / (255 * std)
     and bias = -mean / std, which is (image / 255 - mean) / std. Mean and std are per RGB channel, in units of 0 to 1.
@@ -48,11 +48,11 @@ class Preprocess(nn.Module):
         self.register_buffer("scale", (1 / (255 * std64)).float())
         self.register_buffer("bias", (-mean64 / std64).float())
 
-    def forward(self, image: Tensor, colour: Tensor | None = None) -> Tensor:
+    def forward(self, image: Tensor, color: Tensor | None = None) -> Tensor:
         if image.dtype != torch.uint8:
             raise TypeError(f"image is {image.dtype}, but uint8 (B, H, W, 3) in RGB order was needed.")
         tracing = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
         if not tracing and image.shape[-1] != 3:  # under tracing the comparison would only warn
             raise ValueError(f"image has shape {tuple(image.shape)}, but (B, H, W, 3) was needed.")
-        values = image if colour is None else coloured(image, colour)
+        values = image if color is None else colored(image, color)
         return values.permute(0, 3, 1, 2).to(torch.float32) * self.scale + self.bias

@@ -40,8 +40,8 @@ class Witness(NamedTuple):
 
 
 def witness(crop: Crop, trail: Trail = ()) -> Witness:
-    """The digests of a sample, made in this process; that of the image covers a colour that is not applied yet."""
-    image = [_tensor(part) for part in (crop.image, crop.colour) if part is not None]
+    """The digests of a sample, made in this process; that of the image covers a color that is not applied yet."""
+    image = [_tensor(part) for part in (crop.image, crop.color) if part is not None]
     of_image, of_target = digest_groups([image, [_tensor(crop.target)]]).tolist()
     return Witness(os.getpid(), of_image % 2**64, of_target % 2**64, trail)
 

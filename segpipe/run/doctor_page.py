@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 SHOWN_PROBLEMS = 200
 SHOWN = 8  # images of a kind
 WIDTH, QUALITY = 360, 80  # of a picture, in pixels and per cent
-VALUES = 300  # rows of the table of ids and colours
+VALUES = 300  # rows of the table of ids and colors
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def _values(found: Checkup) -> list[dict[str, Any]]:
 
 
 def _odd(found: Checkup) -> list[str]:
-    """Palette indices that mean one class as ids and another one by their colour."""
+    """Palette indices that mean one class as ids and another one by their color."""
     lines = {}
     for samples, census in zip(found.samples.values(), found.census.values(), strict=True):
         for index, (by_id, by_color) in census.odd.items():

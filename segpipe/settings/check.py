@@ -42,8 +42,8 @@ def check(config: Config, *, world_size: int) -> None:
         raise ConfigError(f"augment.scale = {config.augment.scale}, but [smallest, largest] was needed.")
     if config.augment.color_on == "device" and config.augment.extra:
         raise ConfigError(
-            f"augment.color_on = device, but augment.extra = {config.augment.extra} comes after colour and needs the "
-            f"coloured pixels in the loader process. Set augment.color_on=worker, or augment.extra=[]."
+            f"augment.color_on = device, but augment.extra = {config.augment.extra} comes after color and needs the "
+            f"colored pixels in the loader process. Set augment.color_on=worker, or augment.extra=[]."
         )
     for problem in export_problems(config.export):
         raise ConfigError(problem)

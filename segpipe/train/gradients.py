@@ -75,12 +75,12 @@ class BatchLoss:
         global_valid: Tensor,
         *,
         shard: int,
-        colour: Tensor | None = None,
+        color: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Loss parts, 0-d; dropout is keyed by the step and `shard`, not by what ran before."""
         torch.manual_seed(torch_seed(self.config.seed, self.state.step, shard, "dropout"))
         with self.watch.span("copy"):
-            image, target, *rest = self._on_device(image, target, *([] if colour is None else [colour]))
+            image, target, *rest = self._on_device(image, target, *([] if color is None else [color]))
         with self.watch.span("forward"), autocast(self.device, self.config.train.precision):
             seen = self.preprocess(image, *rest)
             heads = network(seen)
@@ -138,7 +138,7 @@ class ElasticGradients:
         absent = set(range(len(self.parameters)))  # parameters for which no own shard gave a gradient
         for number, batch in enumerate(shards, 1):
             parts = self.loss(
-                self.network, batch.image, batch.target, global_valid, shard=batch.shard, colour=batch.colour
+                self.network, batch.image, batch.target, global_valid, shard=batch.shard, color=batch.color
             )
             layout = self._layout_for(parts)
             flat = free.pop() if free else self._new(layout)
@@ -334,9 +334,9 @@ class DdpGradients:
         device, world_size = self.group.device, self.group.world_size
         image = torch.cat([batch.image.to(device, non_blocking=True) for batch in shards])
         target = torch.cat([batch.target.to(device, non_blocking=True) for batch in shards])
-        colours = [batch.colour.to(device, non_blocking=True) for batch in shards if batch.colour is not None]
-        colour = torch.cat(colours) if colours else None
-        parts = self.loss(self.network, image, target, global_valid, shard=shards[0].shard, colour=colour)
+        colors = [batch.color.to(device, non_blocking=True) for batch in shards if batch.color is not None]
+        color = torch.cat(colors) if colors else None
+        parts = self.loss(self.network, image, target, global_valid, shard=shards[0].shard, color=color)
         if world_size > 1:
             self.group.contract.enter("backward of DDP")
         total = parts["total"] * world_size  # DDP takes the mean over ranks, but the loss is divided by all pixels

@@ -162,10 +162,10 @@ class Recorder(Watch):
 
 
 def _images(batch: ShardBatch) -> Tensor:
-    """Digest of each image, with its colour where the device applies that, int64 (b,)."""
-    if batch.colour is None:
+    """Digest of each image, with its color where the device applies that, int64 (b,)."""
+    if batch.color is None:
         return digest_each(batch.image)
-    return digest_groups([*zip(batch.image, batch.colour, strict=True)])
+    return digest_groups([*zip(batch.image, batch.color, strict=True)])
 
 
 def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

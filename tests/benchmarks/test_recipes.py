@@ -23,10 +23,10 @@ def files(tmp_path: Path) -> tuple[str, str]:
     return image, mask
 
 
-@pytest.mark.parametrize("colour", [True, False])
+@pytest.mark.parametrize("color", [True, False])
 @pytest.mark.parametrize("raw", [True, False])
-def test_torchvision(files: tuple[str, str], colour: bool, raw: bool) -> None:
-    check(Torchvision(CROP, SCALE, colour=colour, raw=raw), files, torch.uint8 if raw else torch.float32, 0)
+def test_torchvision(files: tuple[str, str], color: bool, raw: bool) -> None:
+    check(Torchvision(CROP, SCALE, color=color, raw=raw), files, torch.uint8 if raw else torch.float32, 0)
 
 
 def test_pidnet(files: tuple[str, str]) -> None:

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from segpipe.data import augment
-from segpipe.data.augment import PAD_COLOUR, Augmenter, colour_matrix
+from segpipe.data.augment import PAD_COLOR, Augmenter, color_matrix
 from segpipe.data.transforms import TRANSFORMS
 from segpipe.keys import generator, sample_key
 from segpipe.settings.groups import AugmentConfig
 
-NO_COLOUR = {"brightness": 0.0, "contrast": 0.0, "saturation": 0.0, "hue": 0.0}
+NO_COLOR = {"brightness": 0.0, "contrast": 0.0, "saturation": 0.0, "hue": 0.0}
 
 
 def config(**changes) -> AugmentConfig:
@@ -50,7 +50,7 @@ def test_the_sample_is_left_alone(frame):
 @pytest.mark.parametrize("crop_size", [[60, 80], [32, 48]])
 def test_the_output_is_never_memory_of_the_sample(frame, crop_size):
     """A cache may hold the sample, so writing into the crop must not change it."""
-    augmenter = Augmenter(config(crop_size=crop_size, scale=[1.0, 1.0], flip=0.0, **NO_COLOUR))
+    augmenter = Augmenter(config(crop_size=crop_size, scale=[1.0, 1.0], flip=0.0, **NO_COLOR))
     for output in augmenter(*frame, 1):
         assert not any(np.may_share_memory(output, part) for part in frame)
 
@@ -58,7 +58,7 @@ def test_the_output_is_never_memory_of_the_sample(frame, crop_size):
 def test_parts_are_the_transforms_alone_and_always(frame):
     whole = Augmenter(config(flip=0.001, extra=["noise"], keyed=False))
     parts = whole.parts()
-    assert [part.name for part in parts] == ["ScaleCrop", "HorizontalFlip", "ColourMatrix", "noise (SensorNoise)"]
+    assert [part.name for part in parts] == ["ScaleCrop", "HorizontalFlip", "ColorMatrix", "noise (SensorNoise)"]
     assert [part.certain for part in parts] == [True, False, True, False]
     flipped = parts[1](*frame, 1)
     assert all(np.array_equal(now, then[:, ::-1]) for now, then in zip(flipped, frame, strict=True))
@@ -138,7 +138,7 @@ def test_the_random_state_reaches_nested_steps():
 
 
 def test_zero_strength_changes_nothing(frame):
-    still = Augmenter(config(scale=[1.0, 1.0], crop_size=[60, 80], flip=0.0, **NO_COLOUR))
+    still = Augmenter(config(scale=[1.0, 1.0], crop_size=[60, 80], flip=0.0, **NO_COLOR))
     assert all(np.array_equal(now, then) for now, then in zip(still(*frame, 3), frame, strict=True))
     assert len(still._own_pipeline().transforms) == 1
     moved = Augmenter(config(scale=[1.0, 1.0], crop_size=[60, 80], flip=0.0))
@@ -151,7 +151,7 @@ def test_image_and_target_share_the_grid(axis, scale):
     """Both hold a coordinate of the source; after the resize they agree to half a pixel, without bias."""
     ramp = np.indices((60, 60))[axis].astype(np.uint8)
     image = np.repeat((4 * ramp)[..., None], 3, axis=2)  # times 4: interpolated values at these scales stay whole
-    augmenter = Augmenter(config(crop_size=[32, 32], scale=[scale, scale], **NO_COLOUR))
+    augmenter = Augmenter(config(crop_size=[32, 32], scale=[scale, scale], **NO_COLOR))
     errors = []
     for key in range(8):
         seen, target = augmenter(image, ramp, key)
@@ -171,7 +171,7 @@ def test_plain_nearest_is_biased(monkeypatch):
 def test_flips_happen_and_keep_pairs_together():
     target = np.repeat(np.arange(48, dtype=np.uint8)[None], 32, axis=0)
     image = np.repeat(target[..., None] * 5, 3, axis=2)
-    augmenter = Augmenter(config(scale=[1.0, 1.0], flip=0.5, **NO_COLOUR))
+    augmenter = Augmenter(config(scale=[1.0, 1.0], flip=0.5, **NO_COLOR))
     flipped = 0
     for key in range(100):
         seen, kept = augmenter(image, target, sample_key(0, 0, key, "augment"))
@@ -180,14 +180,14 @@ def test_flips_happen_and_keep_pairs_together():
     assert 35 < flipped < 65
 
 
-def test_padding_is_mean_colour_and_ignored(frame):
-    augmenter = Augmenter(config(crop_size=[64, 96], scale=[0.5, 0.5], flip=0.0, **NO_COLOUR))
+def test_padding_is_mean_color_and_ignored(frame):
+    augmenter = Augmenter(config(crop_size=[64, 96], scale=[0.5, 0.5], flip=0.0, **NO_COLOR))
     places = set()
     for key in range(30):
         image, target = augmenter(*frame, key)
         padding = target == 255
         assert (~padding).sum() == 30 * 40
-        assert (image[padding] == PAD_COLOUR).all()
+        assert (image[padding] == PAD_COLOR).all()
         places.add(tuple(np.argwhere(~padding)[0]))
     assert len(places) > 20
 
@@ -217,7 +217,7 @@ def street() -> tuple[np.ndarray, np.ndarray]:
 
 def test_rare_crops_hold_each_class_by_the_inverse_of_its_pixels(street):
     """4,710, 40 and 10 pixels: class 2 is drawn with p = 0.80 and class 1 with 0.20; the two never share a crop."""
-    augmenter = Augmenter(config(crop_size=[32, 32], scale=[1.0, 1.5], rare_crop=1.0, **NO_COLOUR))
+    augmenter = Augmenter(config(crop_size=[32, 32], scale=[1.0, 1.5], rare_crop=1.0, **NO_COLOR))
     seen = [set(np.unique(augmenter(*street, key)[1])) - {0, 255} for key in range(400)]
     assert sum(len(classes) == 1 for classes in seen) >= 395  # class 0 is drawn with p = 0.002
     assert 0.74 < np.mean([classes == {2} for classes in seen]) < 0.86
@@ -226,7 +226,7 @@ def test_rare_crops_hold_each_class_by_the_inverse_of_its_pixels(street):
 @pytest.mark.parametrize(("rare_crop", "low", "high"), [(0.0, 0.20, 0.35), (0.5, 0.57, 0.73)])
 def test_rare_crops_come_with_their_probability(street, rare_crop, low, high):
     """A crop anywhere holds one of the two classes with p = 0.27."""
-    augmenter = Augmenter(config(crop_size=[32, 32], scale=[1.0, 1.0], rare_crop=rare_crop, **NO_COLOUR))
+    augmenter = Augmenter(config(crop_size=[32, 32], scale=[1.0, 1.0], rare_crop=rare_crop, **NO_COLOR))
     held = [bool(np.isin(augmenter(*street, key)[1], (1, 2)).any()) for key in range(400)]
     assert low < np.mean(held) < high
 
@@ -261,29 +261,27 @@ def test_any_image_and_any_factor_fit(size):
         assert 0 <= place.start < place.stop <= 32
 
 
-def test_colour_is_the_identity_at_zero_and_keeps_grey_grey():
-    assert np.array_equal(colour_matrix(0, 0, 0, 0), np.eye(3, 4))
-    turned = colour_matrix(0, 0, 0.4, 0.1)
+def test_color_is_the_identity_at_zero_and_keeps_grey_grey():
+    assert np.array_equal(color_matrix(0, 0, 0, 0), np.eye(3, 4))
+    turned = color_matrix(0, 0, 0.4, 0.1)
     assert turned[:, :3].sum(axis=1) == pytest.approx([1, 1, 1], abs=1e-3)
     assert turned[:, 3] == pytest.approx([0, 0, 0], abs=1e-9)
-    assert colour_matrix(0, 0.5, 0, 0)[:, :3] @ PAD_COLOUR + colour_matrix(0, 0.5, 0, 0)[:, 3] == pytest.approx(
-        PAD_COLOUR
-    )
+    assert color_matrix(0, 0.5, 0, 0)[:, :3] @ PAD_COLOR + color_matrix(0, 0.5, 0, 0)[:, 3] == pytest.approx(PAD_COLOR)
 
 
-def test_colour_is_integer_arithmetic(frame):
+def test_color_is_integer_arithmetic(frame):
     """OpenCV multiplies bytes in fixed point (10 bits), so that the same matrix gives the same bytes on any CPU."""
-    matrix = colour_matrix(0.2, -0.1, 0.2, 0.02)
+    matrix = color_matrix(0.2, -0.1, 0.2, 0.02)
     fixed = np.rint(matrix * 1024).astype(np.int64)
     fixed[:, 3] = np.rint(matrix[:, 3] * 1024 + 512)
     expected = np.clip((frame[0].astype(np.int64) @ fixed[:, :3].T + fixed[:, 3]) >> 10, 0, 255)
     assert np.array_equal(cv2.transform(frame[0], matrix), expected)
 
 
-def test_colour_leaves_the_target_alone(frame):
-    plain, coloured = Augmenter(config(**NO_COLOUR)), Augmenter(config())
+def test_color_leaves_the_target_alone(frame):
+    plain, colored = Augmenter(config(**NO_COLOR)), Augmenter(config())
     for key in range(5):
-        assert np.array_equal(plain(*frame, key)[1], coloured(*frame, key)[1])
+        assert np.array_equal(plain(*frame, key)[1], colored(*frame, key)[1])
 
 
 def test_importing_asks_no_server():

@@ -84,7 +84,7 @@ def test_ids_and_ignore_have_defaults(tmp_path: Path) -> None:
         ("names: [floor, shelf, person]", "names: [floor, shelf, floor]", "names holds floor twice"),
         ("names: [floor, shelf, person]", "names: [floor, no, person]", "names holds False, .* quote it"),
         ("names: [floor, shelf, person]", "names: [floor, ~, person]", "names holds None, .* quote it"),
-        ("[70, 70, 70], ", "", "palette = 2 colours, but 3"),
+        ("[70, 70, 70], ", "", "palette = 2 colors, but 3"),
         ("[70, 70, 70]", "[70, 70]", r"palette\[1\] = \[70, 70\]"),
         ("[70, 70, 70]", "[70, 70, 256]", r"palette\[1\] = "),
         ("24: person", "24: persn", r"ids\[24\] = 'persn' is not one of names. Did you mean person"),

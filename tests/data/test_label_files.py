@@ -64,7 +64,7 @@ def encoded(pixels: np.ndarray, kind: str = "PNG", mode: str | None = None, **op
 
 
 def palette_file(kind: str, colors: dict[int, tuple[int, int, int]], order: dict[int, int], **options: object) -> bytes:
-    """Palette file in which train id t has the index order[t] and the colour colors[t]."""
+    """Palette file in which train id t has the index order[t] and the color colors[t]."""
     image = Image.fromarray(mapped(order)).convert("P")
     table = np.zeros((256, 3), np.uint8)
     for train, index in order.items():
@@ -154,7 +154,7 @@ CASES: dict[str, Case] = {
     "png palette as an optimizer orders it": (
         lambda: palette_file("PNG", COLORS, OWN_ORDER),
         BOTH,
-        ("index 0 of its palette is id 0, floor, but its colour (70, 70, 70) is that of shelf", "masks: colors"),
+        ("index 0 of its palette is id 0, floor, but its color (70, 70, 70) is that of shelf", "masks: colors"),
     ),
     "png palette, colors declared": (
         lambda: palette_file("PNG", COLORS, OWN_ORDER),
@@ -187,13 +187,13 @@ CASES: dict[str, Case] = {
     "png rgb, off by one": (
         lambda: encoded(off_by_one()),
         BOTH,
-        ("colour (71, 70, 70) (1 pixels, the first at row 3, column 4)", "nearest is (70, 70, 70) of shelf"),
+        ("color (71, 70, 70) (1 pixels, the first at row 3, column 4)", "nearest is (70, 70, 70) of shelf"),
     ),
     "png rgb, resized with interpolation": (lambda: encoded(blended()), BOTH, ("resizing with interpolation",)),
     "png rgb without a palette in the table": (
         lambda: encoded(rgb()),
         TRAIN_IDS,
-        ("is a mask of colours, such as (128, 64, 128) at row 0, column 0", "one colour per class (`palette`)"),
+        ("is a mask of colors, such as (128, 64, 128) at row 0, column 0", "one color per class (`palette`)"),
     ),
     "png rgb, ids declared": (lambda: encoded(rgb()), BOTH + "masks: ids\n", ("masks = ids", "Set `masks: colors`")),
     "png rgb of 16 bits": (
@@ -210,7 +210,7 @@ CASES: dict[str, Case] = {
     "png ids in three equal channels, not declared": (
         lambda: encoded(np.dstack([grey()] * 3)),
         IDS + PALETTE,
-        ("the colour (7, 7, 7)", "If grey values are ids, set `masks: ids`"),
+        ("the color (7, 7, 7)", "If grey values are ids, set `masks: ids`"),
     ),
     "png grey that means colors": (
         lambda: encoded(mapped({0: 128, 1: 70, 2: 20, 255: 0})),
@@ -365,7 +365,7 @@ def fault_of(data: DataConfig) -> DataError:
 
 
 def test_a_set_with_ids_and_colors_is_refused_unless_the_table_decides(tmp_path: Path) -> None:
-    """A grey file among colour masks may be black background, not id 0: the two readings differ."""
+    """A grey file among color masks may be black background, not id 0: the two readings differ."""
     text = TRAIN_IDS + "palette: [[128, 64, 128], [70, 70, 70], [220, 20, 60]]\nignore: [255, [0, 0, 0]]\n"
     for kind in ("images", "masks"):
         (tmp_path / kind / "train").mkdir(parents=True)
@@ -377,7 +377,7 @@ def test_a_set_with_ids_and_colors_is_refused_unless_the_table_decides(tmp_path:
     data = DataConfig(name="folder", root=str(tmp_path))
     (found,) = problems(data, ["train"])
     assert "b.png is a mask of ids, but" in found
-    assert "a.png is one of colours. Set `masks: ids` or `masks: colors`" in found
+    assert "a.png is one of colors. Set `masks: ids` or `masks: colors`" in found
     with pytest.raises(DataError, match=r"b\.png is a mask of ids"):
         open_samples(data, "train", 0).read(1)
     (tmp_path / "classes.yaml").write_text(text + "masks: colors\n")

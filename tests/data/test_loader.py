@@ -211,14 +211,14 @@ def test_workers_start_methods_and_transports_do_not_enter(expected, transport, 
     ("transport", "how", "workers"),
     [("ring", "fork", 0), ("ring", "fork", 2), ("ring", "spawn", 1), ("dataloader", "fork", 1)],
 )
-def test_colour_on_the_device_gives_the_pixels_of_the_worker(transport, how, workers):
+def test_color_on_the_device_gives_the_pixels_of_the_worker(transport, how, workers):
     """Also of samples that are made again and compared (every fifth)."""
     deferred = list(batches(config=replace(CROP, color_on="device"), how=how, workers=workers, transport=transport))
     for batch, made in zip(deferred, batches(), strict=True):
         assert np.array_equal(batch.finished(), made.image)
         assert all(map(torch.equal, batch[3:6], made[3:6]))
-        assert batch.colour.shape == (3, 3, 4)
-        assert not torch.equal(batch.image, made.image), "the control: colour changes the pixels"
+        assert batch.color.shape == (3, 3, 4)
+        assert not torch.equal(batch.image, made.image), "the control: color changes the pixels"
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,7 @@ DATA = """
         def size(self, index):
             return 100, 200
 
-    class Colourless(Data):
+    class Colorless(Data):
         palette = ()
 
     class Odd:
@@ -157,7 +157,7 @@ def test_two_samples_of_one_name_are_refused() -> None:
         (config(nmu=3), "data.args.nmu is not an argument of data:Data, which takes num, fault. Did you mean num"),
         (config(num=0), "split train has no sample"),
         (config("data:Odd"), "data:Odd: the object has no name, read, classes"),
-        (config("data:Colourless"), "classes has 2 names and palette 0 colours"),
+        (config("data:Colorless"), "classes has 2 names and palette 0 colors"),
         (config("data:Date"), "data has no Date. Did you mean Data"),
     ],
 )

@@ -170,7 +170,7 @@ def break_empty(root: Path) -> None:
         path.unlink()
 
 
-def break_colours(root: Path) -> None:
+def break_colors(root: Path) -> None:
     write(root / "masks/train/frame1.png", image_of(1))
 
 
@@ -207,7 +207,7 @@ FAULTS = {
         lambda root: write(root / "masks/train/frame1.png", mask_of(1, (12, 32))),
         ["images/train/frame1.png is 24x32", "masks/train/frame1.png is 12x32"],
     ),
-    "colours": (break_colours, ["masks/train/frame1.png is a mask of colours"]),
+    "colors": (break_colors, ["masks/train/frame1.png is a mask of colors"]),
     "depth": (break_depth, ["masks/train/frame1.png cannot be a mask: 16 bits"]),
     "id": (break_id, ["masks/train/frame1.png has id 9", "table knows 0, 4, 7, 255", "extend the table"]),
     "torn image": (lambda root: truncate(root / "images/train/frame1.png", 0.6), ["images/train/frame1.png is trunc"]),
@@ -244,7 +244,7 @@ def test_open_refuses_an_incomplete_split(data: DataConfig, fault: str) -> None:
         open_samples(data, "train" if fault.startswith("no") else "val", 0)
 
 
-@pytest.mark.parametrize("fault", ["size", "colours", "depth", "id", "torn image", "torn mask", "torn jpeg"])
+@pytest.mark.parametrize("fault", ["size", "colors", "depth", "id", "torn image", "torn mask", "torn jpeg"])
 def test_reading_refuses_a_faulty_sample(data: DataConfig, fault: str) -> None:
     FAULTS[fault][0](Path(data.root))
     samples = open_samples(data, "train", 0)

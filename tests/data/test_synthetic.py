@@ -50,7 +50,7 @@ def test_painted_ids_are_those_of_the_class_table() -> None:
 def test_the_pixels_are_frozen() -> None:
     """The README's accuracy and the digests of runs on scenes depend on them.
 
-    Colours may differ in the last bit on another CPU, where OpenCV computes in floats; targets may not.
+    Colors may differ in the last bit on another CPU, where OpenCV computes in floats; targets may not.
     """
     images, targets = zip(*(scenes().read(index) for index in range(4)), strict=True)
     digest = hashlib.sha256(b"".join(target.tobytes() for target in targets)).hexdigest()
@@ -113,7 +113,7 @@ def test_every_class_is_common_enough_to_be_learned() -> None:
 
 
 def test_image_and_target_show_the_same_things() -> None:
-    """Class explains far more of a scene's colour variance than chance; the control mixes images and targets."""
+    """Class explains far more of a scene's color variance than chance; the control mixes images and targets."""
 
     def explained(image: np.ndarray, target: np.ndarray) -> float:
         pixels = image.reshape(-1, 3).astype(float)

@@ -136,7 +136,7 @@ def test_pixels_are_read_as_they_were_sent(padding: int, encoding: str) -> None:
     assert found.image is not None
     assert np.array_equal(found.image, image)
     other = "bgr8" if encoding == "rgb8" else "rgb8"
-    assert not np.array_equal(read_frame(message(sent, encoding=other)).image, image), "the control: order of colours"
+    assert not np.array_equal(read_frame(message(sent, encoding=other)).image, image), "the control: order of colors"
 
 
 BYTES = frame(3).tobytes()
@@ -144,7 +144,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Status, str]] = {
     "16 bit": ({"encoding": "rgb16"}, Status.BAD_DTYPE, "encoding = 'rgb16'"),
     "16 bit of one channel": ({"encoding": "16UC1"}, Status.BAD_DTYPE, "16UC1"),
     "mono": ({"encoding": "mono8"}, Status.BAD_DTYPE, "mono8"),
-    "no order of colours": ({"encoding": "8UC3"}, Status.BAD_DTYPE, "8UC3"),
+    "no order of colors": ({"encoding": "8UC3"}, Status.BAD_DTYPE, "8UC3"),
     "alpha": ({"encoding": "rgba8"}, Status.BAD_DTYPE, "rgba8"),
     "bayer": ({"encoding": "bayer_rggb8"}, Status.BAD_DTYPE, "bayer"),
     "compressed": ({"encoding": "jpeg"}, Status.BAD_DTYPE, "jpeg"),

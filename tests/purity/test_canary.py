@@ -20,7 +20,7 @@ import torch
 import impure
 from impure import Noise, config
 from runs import command, settings
-from segpipe.data.augment import Augmenter, ColourMatrix
+from segpipe.data.augment import Augmenter, ColorMatrix
 from segpipe.data.loader import ShardBatch, train_batches
 from segpipe.data.order import Order
 from segpipe.data.plan import REPEATS, Member, Request, chosen, requests
@@ -263,16 +263,16 @@ def test_a_file_that_changes_is_said_to_be_possible() -> None:
         batches(Augmenter(config(canary=1)), 0, Rewritten(num=10))
 
 
-def test_a_colour_that_the_device_applies_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_color_that_the_device_applies_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     deferred = Augmenter(config(canary=1, color_on="device"))
     assert len(batches(deferred, 0)) == 8
-    apply, calls = ColourMatrix.apply_to_colour, count()
+    apply, calls = ColorMatrix.apply_to_color, count()
 
-    def impure_one(self: ColourMatrix, colour: np.ndarray, **given: object) -> np.ndarray:
-        return apply(self, colour, **given) + next(calls)
+    def impure_one(self: ColorMatrix, color: np.ndarray, **given: object) -> np.ndarray:
+        return apply(self, color, **given) + next(calls)
 
-    monkeypatch.setattr(ColourMatrix, "apply_to_colour", impure_one)
-    with pytest.raises(ImpureAugmentError, match="the first transform whose output differs is ColourMatrix"):
+    monkeypatch.setattr(ColorMatrix, "apply_to_color", impure_one)
+    with pytest.raises(ImpureAugmentError, match="the first transform whose output differs is ColorMatrix"):
         batches(Augmenter(config(canary=1, color_on="device")), 0)
 
 
@@ -291,7 +291,7 @@ def test_looking_at_a_pipeline_changes_nothing(settings_of: list[str]) -> None:
         found, made = augment_watched(watched_one, frame, key)
         trail = made.trail
         assert [part.tobytes() for part in found[:2]] == [part.tobytes() for part in expected]
-        assert [name for name, _ in trail[:3]] == ["ScaleCrop", "HorizontalFlip", "ColourMatrix"]
+        assert [name for name, _ in trail[:3]] == ["ScaleCrop", "HorizontalFlip", "ColorMatrix"]
         assert [name.split()[0] for name, _ in trail[3:]] == shipped.extra
         ends = [int(digest_groups([[torch.from_numpy(part) for part in pair]])) for pair in (frame, found[:2])]
         assert trail[0][1] == ends[0]

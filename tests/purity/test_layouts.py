@@ -62,8 +62,8 @@ def test_the_unkeyed_control_repeats_itself():
 def test_few_possible_outputs_are_no_alarm(monkeypatch, share):
     """A flip knows two; the control asks for more than there are."""
     monkeypatch.setattr(layouts, "DISTINCT", share)
-    colours = dict.fromkeys(("brightness", "contrast", "saturation", "hue"), 0.0)
-    augmenter = Augmenter(config(scale=[1.0, 1.0], crop_size=[60, 80], **colours))
+    colors = dict.fromkeys(("brightness", "contrast", "saturation", "hue"), 0.0)
+    augmenter = Augmenter(config(scale=[1.0, 1.0], crop_size=[60, 80], **colors))
     assert bool(check_diversity(augmenter, Noise(), ranks=2)) == (share > 1)
 
 

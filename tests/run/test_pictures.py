@@ -11,7 +11,7 @@ from segpipe.run.pictures import blend, curve_svg, errors, jpeg_url, shrink
 PALETTE = ((255, 0, 0), (0, 0, 255))
 
 
-def test_blend_mixes_the_class_colour_and_hatches_what_is_ignored() -> None:
+def test_blend_mixes_the_class_color_and_hatches_what_is_ignored() -> None:
     image = np.full((24, 24, 3), 100, np.uint8)
     ids = np.zeros((24, 24), np.uint8)
     ids[:, 8:16], ids[:, 16:] = 1, 255

@@ -289,7 +289,7 @@ def test_with_patience_the_validations_belong_to_the_recipe() -> None:
     assert recipe(from_mapping({"train": rare})) == recipe(from_mapping({"train": usual}))
 
 
-def test_colour_on_the_device_is_refused_before_a_transform_that_needs_its_pixels() -> None:
+def test_color_on_the_device_is_refused_before_a_transform_that_needs_its_pixels() -> None:
     check(from_mapping({"augment": {"color_on": "device"}}), world_size=1)
     for extra in ("noise", "gaussian_blur", "package.module:Mine"):
         with pytest.raises(ConfigError, match=rf"color_on = device, but augment\.extra = \['{extra}'\] comes after"):

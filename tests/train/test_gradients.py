@@ -89,13 +89,13 @@ def batches(step: int, shards: int = V) -> list[ShardBatch]:
     return [ShardBatch(step, shard, image[shard], target[shard], ids, ids) for shard in range(shards)]
 
 
-def coloured_batches(*, on_device: bool) -> list[ShardBatch]:
-    """Of each sample another colour, that the device has to apply or that is applied already."""
+def colored_batches(*, on_device: bool) -> list[ShardBatch]:
+    """Of each sample another color, that the device has to apply or that is applied already."""
     generator = torch.Generator().manual_seed(1)
-    colour = torch.randint(-500, 1500, (V, B, 3, 4), generator=generator, dtype=torch.int32)
-    found = [batch._replace(colour=colour[batch.shard]) for batch in batches(0)]
+    color = torch.randint(-500, 1500, (V, B, 3, 4), generator=generator, dtype=torch.int32)
+    found = [batch._replace(color=color[batch.shard]) for batch in batches(0)]
     return (
-        found if on_device else [each._replace(image=torch.from_numpy(each.finished()), colour=None) for each in found]
+        found if on_device else [each._replace(image=torch.from_numpy(each.finished()), color=None) for each in found]
     )
 
 
@@ -358,9 +358,9 @@ def test_at_one_shard_and_one_process_all_modes_are_one() -> None:
 
 
 @pytest.mark.parametrize("mode", ["elastic", "off"])
-def test_colour_on_the_device_changes_no_bit(mode: str) -> None:
+def test_color_on_the_device_changes_no_bit(mode: str) -> None:
     found = []
-    for shards in (coloured_batches(on_device=True), coloured_batches(on_device=False), batches(0)):
+    for shards in (colored_batches(on_device=True), colored_batches(on_device=False), batches(0)):
         state = fresh(settings(mode))
         TrainStep(settings(mode), Watch(ALONE, state))(shards, torch.tensor(V * B * SIZE * SIZE)).loss.item()
         found.append(state_digest({name: p.grad for name, p in state.model.named_parameters()}))

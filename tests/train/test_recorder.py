@@ -228,12 +228,12 @@ def _entry(ema: optim.Ema) -> int:
     return floats.index(LAYER)
 
 
-def test_the_digest_of_an_image_covers_the_colour_that_the_device_applies() -> None:
+def test_the_digest_of_an_image_covers_the_color_that_the_device_applies() -> None:
     crop = Augmenter(AugmentConfig(crop_size=[32, 48], color_on="device")).crop(*Noise(num=1).read(0), 3)
     ids = torch.zeros(2, dtype=torch.int64)
-    image, target, colour = (torch.from_numpy(np.stack([part, part])) for part in crop if part is not None)
-    colour[1, 0, 0] += 1
-    found = [value % 2**64 for value in _images(ShardBatch(0, 0, image, target, ids, ids, colour)).tolist()]
+    image, target, color = (torch.from_numpy(np.stack([part, part])) for part in crop if part is not None)
+    color[1, 0, 0] += 1
+    found = [value % 2**64 for value in _images(ShardBatch(0, 0, image, target, ids, ids, color)).tolist()]
     assert found[0] == witness(crop).image, "as the race canary compares it"
     assert found[1] != found[0]
 

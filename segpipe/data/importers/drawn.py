@@ -58,7 +58,7 @@ def voc(source: Path, names: Sequence[str], background: str) -> ImportPlan:
 
 
 def _labelmap(path: Path) -> MaskTable:
-    """Table of the colours in CVAT's labelmap.txt, whose lines are `name:r,g,b:parts:actions`."""
+    """Table of the colors in CVAT's labelmap.txt, whose lines are `name:r,g,b:parts:actions`."""
     rows = [line.split(":") for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
     colors = {name: tuple(int(part) for part in color.split(",")) for name, color, *_ in rows}
     names = tuple(name for name in colors if name not in IGNORED)
@@ -67,7 +67,7 @@ def _labelmap(path: Path) -> MaskTable:
         for name, color in colors.items()
     }
     if len(table) < len(colors):
-        raise DataError(f"{path} gives two labels one colour, so the masks cannot tell them apart. Export them again.")
+        raise DataError(f"{path} gives two labels one color, so the masks cannot tell them apart. Export them again.")
     palette = tuple(color for name in names for color, train in table.items() if train == names.index(name))
     return MaskTable(ClassTable("voc", names, palette, {}), kind="colors", colors=table)
 

@@ -44,7 +44,7 @@ def paint_sky(canvas: Canvas, chance: Chance, label: int) -> None:
     """A gradient from zenith to horizon, and clouds of smooth noise that flatten towards the horizon."""
     rows, columns = int(canvas.camera.row) + 8, canvas.width
     size = (columns // 4, rows // 4 + 1)
-    top, low = (np.asarray(colour, np.float32) for colour in (canvas.light.sky_top, canvas.light.sky_low))
+    top, low = (np.asarray(color, np.float32) for color in (canvas.light.sky_top, canvas.light.sky_low))
     down = np.linspace(0, 1, size[1], dtype=np.float32)[:, None, None] ** 0.8
     sky = top * (1 - down) + low * down
     cover = chance.uniform(0.42, 0.75)
@@ -77,8 +77,8 @@ def expose(canvas: Canvas, chance: Chance, size: tuple[int, int]) -> tuple[NDArr
     level = np.float32(sum(canvas.light.gain) / 3)
     marks = cv2.LUT(target, level / 128 * GRAIN) * grain + cv2.LUT(target, 2 * level * BLOTCH) * blotch
     strength = chance.uniform(4, 14) / 255
-    colours, noise = cv2.cvtColor(small, cv2.COLOR_RGBA2RGB), _bytes(source, (*size, 3))
-    image = cv2.addWeighted(colours, 1.0, noise, strength, -127.5 * strength, dtype=cv2.CV_32F)
+    colors, noise = cv2.cvtColor(small, cv2.COLOR_RGBA2RGB), _bytes(source, (*size, 3))
+    image = cv2.addWeighted(colors, 1.0, noise, strength, -127.5 * strength, dtype=cv2.CV_32F)
     image += cv2.cvtColor(marks, cv2.COLOR_GRAY2RGB)
     shading = 1 - np.float32(chance.uniform(0.1, 0.4)) * _vignette(size)
     return np.clip(cv2.multiply(image, shading), 0, 255).astype(np.uint8), target

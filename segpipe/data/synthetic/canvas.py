@@ -1,4 +1,4 @@
-"""A pinhole camera over a curved street, and the two images it paints at once: colours and class ids.
+"""A pinhole camera over a curved street, and the two images it paints at once: colors and class ids.
 
 World coordinates are in metres: x to the right of the camera, y up from the ground, z ahead. A place on the street is
 (side, z), with `side` metres to the right of the middle of the road. Painting goes from far to near: later objects hide
@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Point = tuple[float, float, float]
-Colour = tuple[float, float, float]
-SUPERSAMPLE = 2  # colours are averaged over 2x2 painted pixels, class ids are taken from one of them
+Color = tuple[float, float, float]
+SUPERSAMPLE = 2  # colors are averaged over 2x2 painted pixels, class ids are taken from one of them
 SHORT, LONG = np.linspace(0, 1, 3), np.linspace(0, 1, 16)  # steps along a strip of ground
 NEAR = 1.2  # metres; nothing nearer is painted, so no division by z gets too large
 
@@ -41,7 +41,7 @@ class Chance:
         """From low to high, both included."""
         return min(high, int(self.uniform(low, high + 1)))
 
-    def colour(self, palette: Sequence[Colour], spread: float) -> Colour:
+    def color(self, palette: Sequence[Color], spread: float) -> Color:
         """One of the palette, with brightness moved by at most `spread` and each channel by a third of it."""
         chosen = palette[self.integer(0, len(palette) - 1)]
         shift, third = self.uniform(-spread, spread), spread / 3
@@ -53,10 +53,10 @@ class Chance:
 class Light:
     """Time of day and weather."""
 
-    sky_top: Colour
-    sky_low: Colour
-    gain: Colour  # colour of the light, 1 = neutral daylight
-    visibility: float  # metres at which a colour is 63 % haze
+    sky_top: Color
+    sky_low: Color
+    gain: Color  # color of the light, 1 = neutral daylight
+    visibility: float  # metres at which a color is 63 % haze
     sun: float  # strength of direct light, 0 = overcast; decides how dark shadows are
     lamps: float  # 0 = daylight, 1 = every lamp and many windows are lit
 
@@ -100,32 +100,32 @@ class Canvas:
             pixels.append((round(column + x * scale), round(row + (height - y) * scale)))
         return np.array(pixels, np.int32)
 
-    def shade(self, colour: Colour, z: float, gain: float = 1.0) -> Colour:
-        """A surface colour under the light, behind `z` metres of haze."""
+    def shade(self, color: Color, z: float, gain: float = 1.0) -> Color:
+        """A surface color under the light, behind `z` metres of haze."""
         clear = math.exp(-max(z - 4.0, 0.0) / self.light.visibility)
         tint, haze = self.light.gain, self.light.sky_low
         gain, thick = gain * clear, 1 - clear
         return (
-            colour[0] * gain * tint[0] + haze[0] * thick,
-            colour[1] * gain * tint[1] + haze[1] * thick,
-            colour[2] * gain * tint[2] + haze[2] * thick,
+            color[0] * gain * tint[0] + haze[0] * thick,
+            color[1] * gain * tint[1] + haze[1] * thick,
+            color[2] * gain * tint[2] + haze[2] * thick,
         )
 
-    def fill(self, points: Sequence[Point], colour: Colour, label: int, gain: float = 1.0) -> None:
+    def fill(self, points: Sequence[Point], color: Color, label: int, gain: float = 1.0) -> None:
         """Paint a polygon of world points."""
-        self.fill_pixels([self.project(points)], self.shade(colour, points[0][2], gain), label)
+        self.fill_pixels([self.project(points)], self.shade(color, points[0][2], gain), label)
 
-    def fill_pixels(self, polygons: Sequence[NDArray[np.int32]], shaded: Colour, label: int) -> None:
-        """Paint polygons of pixels, which must not overlap, in an already shaded colour."""
+    def fill_pixels(self, polygons: Sequence[NDArray[np.int32]], shaded: Color, label: int) -> None:
+        """Paint polygons of pixels, which must not overlap, in an already shaded color."""
         cv2.fillPoly(self.pixels, polygons, (*shaded, label))
 
-    def ball(self, centre: Point, radius: float, colour: Colour, label: int, gain: float = 1.0) -> None:
+    def ball(self, centre: Point, radius: float, color: Color, label: int, gain: float = 1.0) -> None:
         """Paint a disc that faces the camera; radius in metres."""
         ((column, row),) = self.project([centre]).tolist()
         pixels = max(1, round(radius * (self.camera.focal / max(centre[2], NEAR))))
-        cv2.circle(self.pixels, (column, row), pixels, (*self.shade(colour, centre[2], gain), label), cv2.FILLED)
+        cv2.circle(self.pixels, (column, row), pixels, (*self.shade(color, centre[2], gain), label), cv2.FILLED)
 
-    def fill_strip(self, strip: tuple[float, float, float, float], shaded: Colour, label: int) -> None:
+    def fill_strip(self, strip: tuple[float, float, float, float], shaded: Color, label: int) -> None:
         """Paint a strip of ground, given as for `strip`."""
         self.fill_pixels([self.strip(*strip)], shaded, label)
 

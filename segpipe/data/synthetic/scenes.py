@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from segpipe.data.synthetic import street
 from segpipe.data.synthetic.atmosphere import draw_light, expose, paint_sky
-from segpipe.data.synthetic.canvas import SUPERSAMPLE, Camera, Canvas, Chance, Colour
+from segpipe.data.synthetic.canvas import SUPERSAMPLE, Camera, Canvas, Chance, Color
 from segpipe.data.synthetic.street import BUILDING, LANE_MARK, LEAVES, ROAD, SIDEWALK, SKY, VEGETATION, WALLS
 
 FAR = 150.0  # metres; the ground ends there, behind the skyline
@@ -79,10 +79,10 @@ def _camera(chance: Chance, size: tuple[int, int]) -> Camera:
 def _ground(canvas: Canvas, chance: Chance, layout: Layout) -> None:
     """Grass up to the horizon, pavements with joints and kerbs, and the road with its patches."""
     horizon = int(canvas.camera.row) + 2
-    grass = canvas.shade(chance.colour(LEAVES, 10), 25, 1.15)
+    grass = canvas.shade(chance.color(LEAVES, 10), 25, 1.15)
     cv2.rectangle(canvas.pixels, (0, horizon), (canvas.width, canvas.height), (*grass, VEGETATION), cv2.FILLED)
-    stone = chance.colour([(168, 160, 150), (150, 146, 142), (176, 158, 140)], 10)
-    asphalt = chance.colour([(84, 84, 88), (98, 96, 94), (72, 74, 80)], 8)
+    stone = chance.color([(168, 160, 150), (150, 146, 142), (176, 158, 140)], 10)
+    asphalt = chance.color([(84, 84, 88), (98, 96, 94), (72, 74, 80)], 8)
     road, middle = layout.road, 12
     for left, right in ((-layout.left, -road), (road + layout.verge, layout.right)):
         canvas.fill_strip((left, right, 1.3, FAR), canvas.shade(stone, middle), SIDEWALK)
@@ -98,9 +98,9 @@ def _ground(canvas: Canvas, chance: Chance, layout: Layout) -> None:
         canvas.fill_strip(patch, canvas.shade(asphalt, middle, gain), ROAD)
 
 
-def _joints(canvas: Canvas, chance: Chance, left: float, right: float, colour: Colour) -> None:
+def _joints(canvas: Canvas, chance: Chance, left: float, right: float, color: Color) -> None:
     """Dark lines between the slabs of a pavement, near the camera only."""
-    paint = (*colour, SIDEWALK)
+    paint = (*color, SIDEWALK)
     for z in np.arange(2.0 + chance.uniform(0, 1), 20, 1.3).tolist():
         ends = canvas.project([(canvas.camera.across(side, z), 0.0, z) for side in (left, right)])
         cv2.polylines(canvas.pixels, [ends], False, paint, 1)
@@ -110,12 +110,12 @@ def _joints(canvas: Canvas, chance: Chance, left: float, right: float, colour: C
 
 def _marks(canvas: Canvas, chance: Chance, layout: Layout) -> None:
     """Centre line, edge lines, and sometimes a crossing with its stop line."""
-    white = chance.colour([(228, 228, 222), (212, 210, 200)], 10)
+    white = chance.color([(228, 228, 222), (212, 210, 200)], 10)
     centre = (226, 186, 60) if chance.happens(0.2) else white
     width = chance.uniform(0.11, 0.15)
 
-    def mark(left: float, right: float, near: float, far: float, colour: Colour = white) -> None:
-        canvas.fill_strip((left, right, near, far), canvas.shade(colour, (near + min(far, 40)) / 2), LANE_MARK)
+    def mark(left: float, right: float, near: float, far: float, color: Color = white) -> None:
+        canvas.fill_strip((left, right, near, far), canvas.shade(color, (near + min(far, 40)) / 2), LANE_MARK)
 
     if chance.happens(0.3):
         mark(-0.26, -0.06, 1.3, 70, centre)
@@ -167,11 +167,11 @@ def _skyline(canvas: Canvas, chance: Chance) -> None:
         width, height = chance.uniform(30, 90) * unit, chance.uniform(8, 34) * unit
         if chance.happens(0.4):
             across, up = np.array([0.0, 0.0, width, width]), np.array([0.0, height, height, 0.0])
-            shaded, label = canvas.shade(chance.colour(WALLS, 10), 110), BUILDING
+            shaded, label = canvas.shade(chance.color(WALLS, 10), 110), BUILDING
         else:
             turns = np.linspace(0, np.pi, 9)
             across, up = width / 2 - 0.62 * width * np.cos(turns), height * np.sin(turns)
-            shaded, label = canvas.shade(chance.colour(LEAVES, 10), 95), VEGETATION
+            shaded, label = canvas.shade(chance.color(LEAVES, 10), 95), VEGETATION
         outline = np.stack([column + across, base - up], -1)
         canvas.fill_pixels([np.rint(outline).astype(np.int32)], shaded, label)
         column += width * 0.85

@@ -8,28 +8,28 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from segpipe.data.synthetic.canvas import NEAR, Canvas, Chance, Colour, Point
+from segpipe.data.synthetic.canvas import NEAR, Canvas, Chance, Color, Point
 
 ROAD, LANE_MARK, SIDEWALK, BUILDING, VEGETATION, VEHICLE, PEDESTRIAN, POLE, SIGN, SKY = range(10)  # as catalog.STREET
 MIN_POLE = 5.0  # pixels at a width of 384; thinner poles are not learned at stride 8 in a few minutes
 
-WALLS: list[Colour] = [
+WALLS: list[Color] = [
     (150, 82, 62), (186, 158, 118), (205, 196, 178), (150, 150, 152), (172, 122, 84), (120, 104, 96), (214, 184, 132),
     (128, 138, 150),
 ]  # fmt: skip
-PAINTS: list[Colour] = [
+PAINTS: list[Color] = [
     (190, 30, 32), (28, 60, 140), (225, 225, 228), (38, 38, 42), (140, 144, 150), (200, 160, 30), (30, 96, 70),
     (96, 30, 40),
 ]  # fmt: skip
-CLOTHES: list[Colour] = [
+CLOTHES: list[Color] = [
     (200, 40, 50), (40, 60, 120), (30, 30, 36), (220, 200, 60), (230, 230, 230), (60, 130, 90), (190, 90, 160),
     (220, 120, 40),
 ]  # fmt: skip
-TROUSERS: list[Colour] = [(36, 40, 60), (60, 56, 52), (24, 24, 28), (96, 104, 130)]
-SKINS: list[Colour] = [(232, 190, 160), (190, 140, 105), (120, 82, 60)]
-HAIR: list[Colour] = [(40, 28, 20), (90, 66, 40), (20, 20, 20)]
-LEAVES: list[Colour] = [(58, 98, 40), (82, 118, 48), (46, 84, 46), (104, 122, 52)]
-GLASS: Colour = (48, 58, 72)
+TROUSERS: list[Color] = [(36, 40, 60), (60, 56, 52), (24, 24, 28), (96, 104, 130)]
+SKINS: list[Color] = [(232, 190, 160), (190, 140, 105), (120, 82, 60)]
+HAIR: list[Color] = [(40, 28, 20), (90, 66, 40), (20, 20, 20)]
+LEAVES: list[Color] = [(58, 98, 40), (82, 118, 48), (46, 84, 46), (104, 122, 52)]
+GLASS: Color = (48, 58, 72)
 
 # Side views as (distance from the end that faces the camera, height) in metres.
 REAR = ((0.0, 0.3), (0.0, 0.92), (0.35, 0.98), (0.95, 1.46), (2.6, 1.48), (3.4, 0.98), (4.3, 0.84), (4.4, 0.3))
@@ -39,14 +39,14 @@ VAN_FRONT = ((0.0, 0.35), (0.0, 0.95), (0.6, 1.2), (1.3, 2.05), (5.1, 2.1), (5.2
 BUS = ((0.0, 0.4), (0.0, 1.3), (0.08, 2.9), (9.5, 2.9), (9.6, 1.3), (9.6, 0.4))
 VEHICLES = {"car": (REAR, FRONT, 0.92), "van": (VAN_REAR, VAN_FRONT, 1.02), "bus": (BUS, BUS, 1.28)}  # half widths
 
-# Plates of traffic signs: corners, angle of the first, rim, and the colours inside.
-PLATES: tuple[tuple[int, float, Colour, list[Colour]], ...] = (
+# Plates of traffic signs: corners, angle of the first, rim, and the colors inside.
+PLATES: tuple[tuple[int, float, Color, list[Color]], ...] = (
     (18, 0.0, (196, 24, 30), [(238, 238, 236), (24, 70, 170)]),
     (3, math.pi / 2, (200, 26, 30), [(240, 238, 230)]),
     (4, math.pi / 2, (235, 235, 235), [(240, 190, 20)]),
     (4, math.pi / 4, (240, 240, 240), [(20, 80, 175), (20, 110, 66)]),
 )
-SIGNALS: tuple[tuple[Colour, Colour], ...] = (  # lit and dark
+SIGNALS: tuple[tuple[Color, Color], ...] = (  # lit and dark
     ((255, 50, 40), (70, 26, 24)),
     ((255, 190, 40), (74, 58, 24)),
     ((60, 240, 130), (22, 60, 38)),
@@ -68,14 +68,14 @@ def _disc(corners: int, radius: float, turn: float = 0.0) -> list[tuple[float, f
     return [(radius * math.cos(angle), radius * math.sin(angle)) for angle in angles]
 
 
-def _pole(canvas: Canvas, x: float, z: float, half: float, height: float, colour: Colour, taper: float = 1.0) -> float:
+def _pole(canvas: Canvas, x: float, z: float, half: float, height: float, color: Color, taper: float = 1.0) -> float:
     """Paint a pole and return its half width in metres: `half`, but at least half of MIN_POLE pixels."""
     half = max(half, 0.5 * MIN_POLE * canvas.width / 384 * z / canvas.camera.focal)
-    canvas.fill(_board(x, z, half, half * taper, 0.0, height), colour, POLE)
+    canvas.fill(_board(x, z, half, half * taper, 0.0, height), color, POLE)
     return half
 
 
-def _wall(canvas: Canvas, chance: Chance, ends: tuple[Point, Point], height: float, paint: Colour, gain: float) -> None:
+def _wall(canvas: Canvas, chance: Chance, ends: tuple[Point, Point], height: float, paint: Color, gain: float) -> None:
     """A facade between two points on the ground, with rows of windows and a shop or doors below."""
     (x0, _, z0), (x1, _, z1) = ends
     z0, near = max(z0, NEAR), max(min(z0, z1), NEAR)
@@ -87,8 +87,8 @@ def _wall(canvas: Canvas, chance: Chance, ends: tuple[Point, Point], height: flo
     centres = np.arange(pitch / 2, length - 0.4, pitch) / length
     half = pitch * chance.uniform(0.24, 0.36) / length
     lit = chance.uniform(0, 1) < canvas.light.lamps
-    pane: Colour = (250, 214, 130) if lit else chance.colour([GLASS, (70, 92, 112), (36, 40, 46)], 12)
-    frame: Colour = (paint[0] * 1.28 + 10, paint[1] * 1.28 + 10, paint[2] * 1.28 + 10)
+    pane: Color = (250, 214, 130) if lit else chance.color([GLASS, (70, 92, 112), (36, 40, 46)], 12)
+    frame: Color = (paint[0] * 1.28 + 10, paint[1] * 1.28 + 10, paint[2] * 1.28 + 10)
 
     def rows(
         middle: NDArray[np.float64], half: float, low: NDArray[np.float64], tall: float
@@ -102,8 +102,8 @@ def _wall(canvas: Canvas, chance: Chance, ends: tuple[Point, Point], height: flo
                 pixels[:, :, corner, 1] = camera.row + (camera.height - up[:, None]) * scale
         return list(np.rint(pixels.reshape(-1, 4, 2)).astype(np.int32))
 
-    def fill(quads: list[NDArray[np.int32]], colour: Colour, gain: float) -> None:
-        canvas.fill_pixels(quads, canvas.shade(colour, near, gain), BUILDING)
+    def fill(quads: list[NDArray[np.int32]], color: Color, gain: float) -> None:
+        canvas.fill_pixels(quads, canvas.shade(color, near, gain), BUILDING)
 
     floors = np.arange(1, int(height / 3.0), dtype=np.float64) * 3.0 + 0.9
     whole = np.array([0.5])
@@ -115,7 +115,7 @@ def _wall(canvas: Canvas, chance: Chance, ends: tuple[Point, Point], height: flo
         fill(rows(whole, 0.5, np.array([height - 0.5]), 0.5), frame, gain)
         fill(rows(centres, half * 1.2, np.array([0.6 if shop else 0.1]), 1.7), GLASS, 0.8)
         if shop:
-            fill(rows(whole, 0.5, np.array([2.45]), 0.6), chance.colour(CLOTHES, 20), gain)
+            fill(rows(whole, 0.5, np.array([2.45]), 0.6), chance.color(CLOTHES, 20), gain)
 
 
 def building(
@@ -123,7 +123,7 @@ def building(
 ) -> None:
     """A house: the wall along the street, of brightness `gain`, and the end wall that faces the camera."""
     camera = canvas.camera
-    paint = chance.colour(WALLS, 18)
+    paint = chance.color(WALLS, 18)
     front, back = max(span[0], NEAR), span[1]
     corner, far_corner = (camera.across(side, front), 0.0, front), (camera.across(side, back), 0.0, back)
     if span[0] > 4.0:
@@ -135,7 +135,7 @@ def building(
             eaves = [(corner[0], height, front), (away[0], height, front)]
             canvas.fill([*eaves, ridge], paint, BUILDING, 0.84)
             roof = [eaves[0], ridge, (far_corner[0] + depth / 2, height + 3.0, back), (far_corner[0], height, back)]
-            canvas.fill(roof, chance.colour([(120, 62, 48), (86, 82, 84)], 14), BUILDING, gain)
+            canvas.fill(roof, chance.color([(120, 62, 48), (86, 82, 84)], 14), BUILDING, gain)
     _wall(canvas, chance, (corner, far_corner), height, paint, gain)
 
 
@@ -145,7 +145,7 @@ def tree(canvas: Canvas, chance: Chance, side: float, z: float, height: float) -
     radius = height * chance.uniform(0.26, 0.34)
     middle = height - radius
     canvas.fill(_board(x, z, 0.13 * radius, 0.09 * radius, 0.0, middle), (84, 62, 44), VEGETATION)
-    leaf = chance.colour(LEAVES, 12)
+    leaf = chance.color(LEAVES, 12)
     canvas.ball((x, middle, z), radius * 0.62, leaf, VEGETATION, 0.8)
     blobs = [(chance.uniform(0, 6.2832), math.sqrt(chance.uniform(0, 1))) for _ in range(12 if z < 24 else 7)]
     for angle, reach in sorted(blobs, key=lambda blob: blob[1] * math.sin(blob[0])):
@@ -156,7 +156,7 @@ def tree(canvas: Canvas, chance: Chance, side: float, z: float, height: float) -
 
 def hedge(canvas: Canvas, chance: Chance, side: float, near: float, far: float, height: float) -> None:
     """A row of bushes along the street."""
-    leaf = chance.colour(LEAVES, 12)
+    leaf = chance.color(LEAVES, 12)
     for z in np.linspace(far, near, max(3, int((far - near) / 2.0))).tolist():
         x, low = canvas.camera.across(side, z), height * chance.uniform(0.4, 0.5)
         canvas.ball((x, low, z), height * 0.56, leaf, VEGETATION, 0.72)
@@ -168,7 +168,7 @@ def vehicle(canvas: Canvas, chance: Chance, kind: str, side: float, z: float, on
     *profiles, half = VEHICLES[kind]
     profile: Sequence[tuple[float, float]] = profiles[oncoming]
     x, slope = canvas.camera.across(side, z), canvas.camera.slope(z)
-    paint, length = chance.colour(PAINTS, 14), profile[-1][0]
+    paint, length = chance.color(PAINTS, 14), profile[-1][0]
 
     def place(along: float, across: float, up: float) -> Point:
         return (x + across + slope * along, up, z + along)
@@ -185,7 +185,7 @@ def vehicle(canvas: Canvas, chance: Chance, kind: str, side: float, z: float, on
         _end_details(canvas, half, place, oncoming)
 
 
-def _body(canvas: Canvas, profile: Sequence[tuple[float, float]], half: float, place: Place, paint: Colour) -> None:
+def _body(canvas: Canvas, profile: Sequence[tuple[float, float]], half: float, place: Place, paint: Color) -> None:
     """The surfaces across a vehicle from its far to its near end, with the window of the near end."""
     roof = max(height for _, height in profile)
     window = next(edge for edge in range(len(profile) - 1) if profile[edge + 1][1] > 0.95 * roof)
@@ -203,11 +203,11 @@ def _body(canvas: Canvas, profile: Sequence[tuple[float, float]], half: float, p
             canvas.fill(pane, GLASS, VEHICLE)
 
 
-def _flank(canvas: Canvas, profile: Sequence[tuple[float, float]], across: float, place: Place, paint: Colour) -> None:
+def _flank(canvas: Canvas, profile: Sequence[tuple[float, float]], across: float, place: Place, paint: Color) -> None:
     """The side of a vehicle that the camera sees, with windows and wheels."""
 
-    def fill(points: Sequence[tuple[float, float]], colour: Colour, gain: float = 1.0) -> None:
-        canvas.fill([place(along, across, up) for along, up in points], colour, VEHICLE, gain)
+    def fill(points: Sequence[tuple[float, float]], color: Color, gain: float = 1.0) -> None:
+        canvas.fill([place(along, across, up) for along, up in points], color, VEHICLE, gain)
 
     fill(profile, paint, 0.74)
     if place(0, 0, 0)[2] > 26:
@@ -222,18 +222,18 @@ def _flank(canvas: Canvas, profile: Sequence[tuple[float, float]], across: float
         fill([*low, (end, 0.93 * roof), (start, 0.93 * roof)], GLASS)
     radius = 0.34 if roof < 2.5 else 0.48
     for centre in (0.19 * length, 0.8 * length):
-        for size, colour in ((radius, (20, 20, 22)), (radius * 0.5, (150, 150, 152))):
-            fill([(centre + along, radius + up) for along, up in _disc(12, size)], colour)
+        for size, color in ((radius, (20, 20, 22)), (radius * 0.5, (150, 150, 152))):
+            fill([(centre + along, radius + up) for along, up in _disc(12, size)], color)
 
 
 def _end_details(canvas: Canvas, half: float, place: Place, oncoming: bool) -> None:
     """Bumper, lamps and plate of the end that faces the camera."""
 
-    def fill(left: float, right: float, low: float, high: float, colour: Colour, gain: float = 1.0) -> None:
+    def fill(left: float, right: float, low: float, high: float, color: Color, gain: float = 1.0) -> None:
         points = [place(0.0, across, up) for across, up in _rectangle(left, right, low, high)]
-        canvas.fill(points, colour, VEHICLE, gain)
+        canvas.fill(points, color, VEHICLE, gain)
 
-    lamp: Colour = (250, 244, 214) if oncoming else (196, 26, 24)
+    lamp: Color = (250, 244, 214) if oncoming else (196, 26, 24)
     fill(-half, half, 0.3, 0.46, (46, 46, 50))
     for sign in (-1, 1):
         fill(sign * half * 0.6, sign * half * 0.95, 0.62, 0.84, lamp, 1.0 + 1.2 * canvas.light.lamps)
@@ -243,11 +243,11 @@ def _end_details(canvas: Canvas, half: float, place: Place, oncoming: bool) -> N
 def pedestrian(canvas: Canvas, chance: Chance, side: float, z: float) -> None:
     """A walking person: legs, torso, arms, head."""
     x, tall = canvas.camera.across(side, z), chance.uniform(1.62, 1.9)
-    top, legs, skin = chance.colour(CLOTHES, 16), chance.colour(TROUSERS, 10), chance.colour(SKINS, 8)
+    top, legs, skin = chance.color(CLOTHES, 16), chance.color(TROUSERS, 10), chance.color(SKINS, 8)
     stride = chance.uniform(0.04, 0.24) * (1 if chance.happens(0.5) else -1)
 
-    def part(points: Sequence[tuple[float, float]], colour: Colour, gain: float = 1.0) -> None:
-        canvas.fill([(x + across * tall, up * tall, z) for across, up in points], colour, PEDESTRIAN, gain)
+    def part(points: Sequence[tuple[float, float]], color: Color, gain: float = 1.0) -> None:
+        canvas.fill([(x + across * tall, up * tall, z) for across, up in points], color, PEDESTRIAN, gain)
 
     for s, gain in ((-1, 0.8), (1, 1.0)):
         foot, swing = s * abs(stride) / 1.7 + s * 0.02, -s * stride / 2
@@ -255,19 +255,19 @@ def pedestrian(canvas: Canvas, chance: Chance, side: float, z: float) -> None:
         part([(foot - 0.05, 0.05), (foot + 0.07, 0.05), (foot + 0.08, 0.0), (foot - 0.05, 0.0)], (30, 26, 24))
         part([(s * 0.1, 0.81), (s * 0.155, 0.79), (s * 0.15 + swing, 0.45), (s * 0.09 + swing, 0.46)], top, 0.78)
     part([(-0.125, 0.82), (-0.05, 0.85), (0.05, 0.85), (0.125, 0.82), (0.105, 0.47), (-0.105, 0.47)], top)
-    canvas.ball((x, 0.925 * tall, z), 0.078 * tall, chance.colour(HAIR, 6), PEDESTRIAN)
+    canvas.ball((x, 0.925 * tall, z), 0.078 * tall, chance.color(HAIR, 6), PEDESTRIAN)
     canvas.ball((x, 0.905 * tall, z), 0.062 * tall, skin, PEDESTRIAN)
 
 
 def lamp_post(canvas: Canvas, chance: Chance, side: float, z: float) -> None:
     """A street lamp whose arm hangs over the road."""
     x, height = canvas.camera.across(side, z), chance.uniform(5.5, 7.5)
-    colour = chance.colour([(70, 74, 78), (44, 52, 50), (140, 142, 142)], 10)
-    thick = _pole(canvas, x, z, 0.17, height, colour, taper=0.8) * 1.3
+    color = chance.color([(70, 74, 78), (44, 52, 50), (140, 142, 142)], 10)
+    thick = _pole(canvas, x, z, 0.17, height, color, taper=0.8) * 1.3
     end = x + (-1.5 if side > 0 else 1.5)
     arm = [(x, height - thick, z), (x, height + thick, z), (end, height + 0.4, z), (end, height + 0.4 - thick, z)]
-    canvas.fill(arm, colour, POLE)
-    lamp: Colour = (255, 236, 180) if canvas.light.lamps > 0.5 else (200, 200, 196)
+    canvas.fill(arm, color, POLE)
+    lamp: Color = (255, 236, 180) if canvas.light.lamps > 0.5 else (200, 200, 196)
     canvas.fill(_board(end, z, 0.35, 0.25, height + 0.2, height + 0.5), lamp, POLE)
 
 
@@ -283,10 +283,10 @@ def traffic_sign(canvas: Canvas, chance: Chance, side: float, z: float) -> None:
 def _plate(canvas: Canvas, chance: Chance, centre: Point, size: float) -> None:
     x, y, z = centre
     corners, turn, rim, palette = PLATES[chance.integer(0, 3)]
-    inside = chance.colour(palette, 6)
-    for radius, colour in ((size * 1.0, rim), (size * 0.74, inside)):
-        canvas.fill([(x + across, y + up, z) for across, up in _disc(corners, radius, turn)], colour, SIGN, 1.05)
-    ink: Colour = (30, 30, 32) if sum(inside) > 380 else (240, 240, 240)
+    inside = chance.color(palette, 6)
+    for radius, color in ((size * 1.0, rim), (size * 0.74, inside)):
+        canvas.fill([(x + across, y + up, z) for across, up in _disc(corners, radius, turn)], color, SIGN, 1.05)
+    ink: Color = (30, 30, 32) if sum(inside) > 380 else (240, 240, 240)
     bar = size * chance.uniform(0.1, 0.2)
     canvas.fill(_board(x, z, bar, bar, y - size * 0.3, y + size * 0.3), ink, SIGN)
 
@@ -299,5 +299,5 @@ def traffic_light(canvas: Canvas, chance: Chance, side: float, z: float) -> None
     canvas.fill(_board(x, z, 0.31, 0.31, top - 0.52, top + 0.82), (26, 28, 28), SIGN)
     lit = chance.integer(0, 2)
     for place, (on, off) in enumerate(SIGNALS):
-        colour, gain = (on, 1.3) if place == lit else (off, 1.0)
-        canvas.ball((x, top + 0.6 - 0.45 * place, z), 0.18, colour, SIGN, gain)
+        color, gain = (on, 1.3) if place == lit else (off, 1.0)
+        canvas.ball((x, top + 0.6 - 0.45 * place, z), 0.18, color, SIGN, gain)
