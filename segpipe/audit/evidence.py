@@ -240,10 +240,8 @@ def check_checkpoints(
         except MALFORMED as error:
             lines.append(Line(path.name, FAILED, f"its step or its configuration is malformed: {error}"))
             continue
-        faults, state = (
-            _sum_faults(path, recorded, {header.session for header in ledger.headers} if ledger else {0}),
-            "",
-        )
+        sessions = {header.session for header in ledger.headers} if ledger else {0}
+        faults, state = _sum_faults(path, recorded, sessions), ""
         if ledger is not None:
             changed = mapping_differences(course(ledger.first.recipe), course(settings))
             faults += [differences(changed, "the ledger", path.name)] if changed else []
