@@ -27,7 +27,7 @@ def main(given: dict[str, Any]) -> int:
     if given["json"]:
         print(json.dumps(found.to_json()))
     else:
-        show(found, Console())
+        show(found, Console(emoji=False))
     return found.exit_code
 
 

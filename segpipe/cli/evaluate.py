@@ -49,7 +49,7 @@ def main(given: dict[str, Any]) -> int:
     done = evaluate(given)
     figures = done.figures
     width = None if sys.stderr.isatty() else 100  # of a log file
-    console = Console(stderr=True, markup=False, highlight=False, width=width)
+    console = Console(stderr=True, markup=False, highlight=False, emoji=False, width=width)
     pixels = done.found.total.sum(1).double()
     console.print(iou_table(figures, (pixels / pixels.sum().clamp_min(1)).tolist()))
     if figures["sequences"]:

@@ -24,6 +24,6 @@ def main(given: dict[str, Any]) -> int:
     config = with_settings(trained.config, given)
     validation, training = validation_samples(config, trained.classes), training_images(config)
     report = export_checkpoint(run, given["which"], trained, config, validation=validation, training=training)
-    Console().print(table(report))
+    Console(emoji=False).print(table(report))
     print(report.line("EXPORT"))
     return 0

@@ -35,7 +35,7 @@ def main(overrides: list[str]) -> int:
     if not group.is_main:
         return 0
     write_atomically(folder / "profile.json", to_json(asdict(found)))
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, emoji=False)
     table = Table("part of an update", "ms", "share", "GiB moved", "of a plain copy's bandwidth")
     for part in found.parts:
         bandwidth = f"{part.bandwidth:.0%}" if part.gib else ""

@@ -39,7 +39,7 @@ def main(given: dict[str, Any]) -> int:
         print(json.dumps([_plain(group) for group in groups] if by else [_plain(row) for row in rows]))
         return 0
     table = _group_table(groups, by) if by else _run_table(rows)
-    console = Console(highlight=False, markup=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = 10**4  # a table is as wide as it needs
     console.print(table)

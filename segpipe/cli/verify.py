@@ -22,7 +22,7 @@ from segpipe.train.checkpoint import load_network
 def main(given: dict[str, Any]) -> int:
     """Exit code: 0, or that of a check in part where only answers could be compared."""
     report = verify(given)
-    Console().print(table(report))
+    Console(emoji=False).print(table(report))
     print(report.line("ARTIFACT"))
     return CHECKED_IN_PART if report.status == ANSWERS_ONLY else 0
 

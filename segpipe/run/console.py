@@ -20,7 +20,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from segpipe.data.catalog import ClassTable
 
-CONSOLE = Console(highlight=False, soft_wrap=True)
+CONSOLE = Console(highlight=False, soft_wrap=True, emoji=False)
 PLAIN_EVERY_S = 15.0  # between progress lines in a log file
 COLUMNS = {"boundary_iou": "boundary IoU", "precision": "precision", "recall": "recall", "f1": "F1"}
 MOST_ROWS = 20  # of a table of sequences

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +25,16 @@ def printed(console: Console) -> str:
 
 def terminal() -> Console:
     return Console(file=io.StringIO(), width=120, force_terminal=True, color_system=None)
+
+
+def test_names_between_colons_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    """rich draws a car for the name of one."""
+    module.CONSOLE.print("runs/a:car:b")
+    assert capsys.readouterr().out == "runs/a:car:b\n"
+    sources = [path for path in Path(module.__file__).parents[1].rglob("*.py") if path.parent.name in ("cli", "run")]
+    made = [call for path in sources for call in re.findall(r"\bConsole\([^()]*\)", path.read_text())]
+    assert len(made) > 10
+    assert [call for call in made if "emoji=False" not in call and call != "Console(stderr=True)"] == []
 
 
 def test_class_names_are_not_markup() -> None:
