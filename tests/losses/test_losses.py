@@ -1,6 +1,8 @@
 """Losses against slow references in float64, and batches without any labelled pixel."""
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -43,9 +45,26 @@ def reference(logits: Tensor, target: Tensor, weights: Tensor | None = None) -> 
     return np.where(ids == 255, 0.0, -picked * scale[np.where(ids == 255, 0, ids)])
 
 
-def loss(heads: dict[str, Tensor], target: Tensor, config: LossConfig, valid: int | None = None) -> dict[str, Tensor]:
-    count = torch.tensor(valid_pixels(target) if valid is None else valid)
-    return shard_loss(heads, target, config, class_weights=None, global_valid=count, align_corners=False)
+Loss = Callable[..., dict[str, Tensor]]
+
+
+@pytest.fixture(params=["plain", "auto"])
+def loss(request: pytest.FixtureRequest) -> Loss:
+    """The loss of a shard, by the plain path and by the one that is used."""
+
+    def parts(
+        heads: dict[str, Tensor],
+        target: Tensor,
+        config: LossConfig,
+        valid: int | None = None,
+        weights: Tensor | None = None,
+        align_corners: bool = False,
+    ) -> dict[str, Tensor]:
+        count = torch.tensor(valid_pixels(target) if valid is None else valid)
+        config = replace(config, backend=request.param)
+        return shard_loss(heads, target, config, class_weights=weights, global_valid=count, align_corners=align_corners)
+
+    return parts
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -78,17 +97,10 @@ def test_square_root_weights_of_classes() -> None:
 @pytest.mark.parametrize("align_corners", [False, True])
 @pytest.mark.parametrize("size", [(24, 36), (25, 38)])
 def test_strided_loss_uses_the_same_logits_as_the_full_one(
-    stride: int, align_corners: bool, size: tuple[int, int]
+    loss: Loss, stride: int, align_corners: bool, size: tuple[int, int]
 ) -> None:
     target, logits = batch(2, size=size), noise(2, C, 6, 9)
-    found = shard_loss(
-        {"main": logits},
-        target,
-        LossConfig(stride=stride),
-        class_weights=None,
-        global_valid=torch.tensor(100),
-        align_corners=align_corners,
-    )["main"]
+    found = loss({"main": logits}, target, LossConfig(stride=stride), 100, align_corners=align_corners)["main"]
     full = reference(bilinear(logits, size, align_corners=align_corners), target)
     seen = full[:, stride // 2 :: stride, stride // 2 :: stride]
     assert float(found) == pytest.approx(seen.sum() * full.size / seen.size / 100, rel=2e-5)
@@ -96,7 +108,7 @@ def test_strided_loss_uses_the_same_logits_as_the_full_one(
 
 @pytest.mark.parametrize("stride", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("size", [(24, 48), (35, 51)])
-def test_stride_keeps_the_loss_of_a_constant_image(stride: int, size: tuple[int, int]) -> None:
+def test_stride_keeps_the_loss_of_a_constant_image(loss: Loss, stride: int, size: tuple[int, int]) -> None:
     target = torch.full((2, *size), 3, dtype=torch.uint8)
     logits = noise(1, C, 1, 1).expand(2, C, 6, 9)
     parts = loss({"main": logits, "aux": logits}, target, LossConfig(stride=stride, aux_stride=stride, aux_weight=0.5))
@@ -106,7 +118,7 @@ def test_stride_keeps_the_loss_of_a_constant_image(stride: int, size: tuple[int,
     assert float(parts["total"]) == pytest.approx(1.5 * expected, rel=1e-5)
 
 
-def test_strided_loss_has_gradients_only_at_its_pixels() -> None:
+def test_strided_loss_has_gradients_only_at_its_pixels(loss: Loss) -> None:
     target = batch(3, ignored=0.0)
     logits = noise(2, C, 12, 16).requires_grad_()
     loss({"main": logits}, target, LossConfig(stride=4))["total"].backward()
@@ -117,7 +129,7 @@ def test_strided_loss_has_gradients_only_at_its_pixels() -> None:
     assert torch.equal(touched, expected)
 
 
-def test_strides_match_the_full_loss_in_expectation() -> None:
+def test_strides_match_the_full_loss_in_expectation(loss: Loss) -> None:
     target, logits = batch(4, size=(96, 128)), noise(2, C, 12, 16)
     full, half = (float(loss({"main": logits}, target, LossConfig(stride=n))["main"]) for n in (1, 2))
     assert half == pytest.approx(full, rel=0.05)
@@ -127,7 +139,7 @@ def test_strides_match_the_full_loss_in_expectation() -> None:
 @pytest.mark.parametrize("name", ["cross_entropy", "ohem"])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("elsewhere", [0, 500], ids=["whole step", "this shard"])
-def test_nothing_labelled_is_loss_0_and_gradient_0(name: str, stride: int, elsewhere: int) -> None:
+def test_nothing_labelled_is_loss_0_and_gradient_0(loss: Loss, name: str, stride: int, elsewhere: int) -> None:
     target = torch.full((2, 12, 16), 255, dtype=torch.uint8)
     heads = {head: noise(2, channels, 3, 4) for head, channels in (("main", C), ("aux", C), ("boundary", 1))}
     heads = {head: logits.requires_grad_() for head, logits in heads.items()}
@@ -140,7 +152,7 @@ def test_nothing_labelled_is_loss_0_and_gradient_0(name: str, stride: int, elsew
 
 
 @pytest.mark.parametrize("stride", [1, 2])
-def test_shards_add_up_to_the_whole_batch(stride: int) -> None:
+def test_shards_add_up_to_the_whole_batch(loss: Loss, stride: int) -> None:
     target, main, aux = batch(5, count=8), noise(8, C, 3, 4), noise(8, C, 3, 4, seed=1)
     target[2:4] = 255  # a shard without labels does not change the others
     config, valid = LossConfig(stride=stride), valid_pixels(target)
@@ -155,19 +167,16 @@ def test_shards_add_up_to_the_whole_batch(stride: int) -> None:
     assert float(sum(means)) / 4 != pytest.approx(float(whole["main"]), rel=1e-3)
 
 
-def test_class_weights_reach_the_loss() -> None:
+def test_class_weights_reach_the_loss(loss: Loss) -> None:
     target, logits = torch.zeros(1, 8, 8, dtype=torch.uint8), noise(1, C, 8, 8)
-    valid = torch.tensor(64)
     plain, heavy = (
-        shard_loss(
-            {"main": logits}, target, LossConfig(), class_weights=weights, global_valid=valid, align_corners=False
-        )["total"]
+        loss({"main": logits}, target, LossConfig(), weights=weights)["total"]
         for weights in (torch.ones(C), torch.tensor([3.0, 1, 1, 1, 1]))
     )
     assert float(heavy) == pytest.approx(3 * float(plain), rel=1e-6)
 
 
-def test_edge_part_counts_only_where_the_boundary_head_is_sure() -> None:
+def test_edge_part_counts_only_where_the_boundary_head_is_sure(loss: Loss) -> None:
     target, main = batch(6), noise(2, C, 12, 16)
     boundary = torch.full((2, 1, 12, 16), -10.0)
     boundary[:, :, 4:6] = 10.0
@@ -180,7 +189,7 @@ def test_edge_part_counts_only_where_the_boundary_head_is_sure() -> None:
 
 
 @pytest.mark.parametrize(("probability", "counted"), [(0.79, False), (0.81, True)])
-def test_the_boundary_head_is_sure_above_80_percent(probability: float, counted: bool) -> None:
+def test_the_boundary_head_is_sure_above_80_percent(loss: Loss, probability: float, counted: bool) -> None:
     target, main = batch(6), noise(2, C, 12, 16)
     boundary = torch.full((2, 1, 12, 16), math.log(probability / (1 - probability)))
     parts = loss({"main": main, "boundary": boundary}, target, LossConfig(boundary_weight=0.0))
@@ -189,7 +198,7 @@ def test_the_boundary_head_is_sure_above_80_percent(probability: float, counted:
 
 
 @pytest.mark.parametrize("stride", [2, 3])
-def test_edge_part_under_stride_counts_what_a_strided_pixel_stands_for(stride: int) -> None:
+def test_edge_part_under_stride_counts_what_a_strided_pixel_stands_for(loss: Loss, stride: int) -> None:
     target, main = batch(6, size=(24, 36)), noise(2, C, 6, 9)
     boundary = torch.full((2, 1, 6, 9), 10.0)
     parts = loss({"main": main, "boundary": boundary}, target, LossConfig(stride=stride))
@@ -197,24 +206,17 @@ def test_edge_part_under_stride_counts_what_a_strided_pixel_stands_for(stride: i
 
 
 @pytest.mark.parametrize("align_corners", [False, True])
-def test_boundary_part_is_weighted_and_at_the_size_of_the_target(align_corners: bool) -> None:
+def test_boundary_part_is_weighted_and_at_the_size_of_the_target(loss: Loss, align_corners: bool) -> None:
     target = batch(6, size=(4, 6)).repeat_interleave(6, 1).repeat_interleave(6, 2)
     heads = {"main": noise(2, C, 6, 9), "boundary": noise(2, 1, 6, 9)}
-    found = shard_loss(
-        heads,
-        target,
-        LossConfig(boundary_weight=7.0),
-        class_weights=None,
-        global_valid=torch.tensor(100),
-        align_corners=align_corners,
-    )["boundary"]
+    found = loss(heads, target, LossConfig(boundary_weight=7.0), 100, align_corners=align_corners)["boundary"]
     logits = bilinear(heads["boundary"], (24, 36), align_corners=align_corners)
     expected = 7.0 * boundary_sum(logits, boundary_target(target), target != 255) / 100
     assert float(expected) > 1
     assert float(found) == pytest.approx(float(expected), rel=1e-6)
 
 
-def test_main_and_auxiliary_heads_have_their_own_strides() -> None:
+def test_main_and_auxiliary_heads_have_their_own_strides(loss: Loss) -> None:
     target, logits = batch(2, size=(24, 36)), noise(2, C, 6, 9)
     parts = loss({"main": logits, "aux": logits}, target, LossConfig(stride=2, aux_stride=3, aux_weight=0.5))
     alone = {n: loss({"main": logits}, target, LossConfig(stride=n))["main"] for n in (2, 3)}
@@ -222,7 +224,7 @@ def test_main_and_auxiliary_heads_have_their_own_strides() -> None:
     assert float(parts["aux"]) == pytest.approx(0.5 * float(alone[3]), rel=1e-6)
 
 
-def test_ohem_settings_reach_the_loss() -> None:
+def test_ohem_settings_reach_the_loss(loss: Loss) -> None:
     target, logits = batch(2), noise(2, C, 12, 16)
     losses = pixel_losses(logits, target)
     for threshold, min_kept in ((0.7, 0.0625), (0.2, 0.0625), (0.001, 0.5)):
@@ -232,7 +234,7 @@ def test_ohem_settings_reach_the_loss() -> None:
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3])
-def test_dice_part_under_stride_counts_what_a_strided_pixel_stands_for(stride: int) -> None:
+def test_dice_part_under_stride_counts_what_a_strided_pixel_stands_for(loss: Loss, stride: int) -> None:
     target, logits = batch(12, size=(24, 36)), noise(2, C, 6, 9)
     parts = loss({"main": logits, "aux": logits}, target, LossConfig(stride=stride, dice_weight=0.7))
     pick = (slice(stride // 2, None, stride), slice(stride // 2, None, stride))
@@ -435,7 +437,7 @@ def test_edges_among_ignored_pixels_do_not_count() -> None:
     assert float(boundary_sum(logits, edge, valid)) == float(boundary_sum(logits, without, valid)) > 0
 
 
-def test_one_labelled_pixel_in_the_whole_step_has_its_whole_loss() -> None:
+def test_one_labelled_pixel_in_the_whole_step_has_its_whole_loss(loss: Loss) -> None:
     target, logits = torch.full((1, 2, 2), 255, dtype=torch.uint8), noise(1, C, 2, 2)
     target[0, 1, 0] = 3
     found = loss({"main": logits}, target, LossConfig())
@@ -443,7 +445,7 @@ def test_one_labelled_pixel_in_the_whole_step_has_its_whole_loss() -> None:
 
 
 @pytest.mark.parametrize("stride", [1, 2])
-def test_ohem_reaches_every_class_head(stride: int) -> None:
+def test_ohem_reaches_every_class_head(loss: Loss, stride: int) -> None:
     target, main, aux = batch(10), noise(2, C, 12, 16), noise(2, C, 12, 16, seed=1)
     settings = LossConfig(
         name="ohem", ohem_threshold=0.3, ohem_min_kept=0.1, stride=stride, aux_stride=1, aux_weight=0.4
