@@ -309,6 +309,8 @@ def test_wrong_patterns_are_refused_with_the_nearest() -> None:
         freeze(network(), ["head.*", "enc.*"])
     with pytest.raises(ConfigError, match=r"Did you mean encoder\.1\.\*\?"):
         parameter_groups(network(), 0.1, {"encodr.1.*": 2.0})
+    with pytest.raises(ConfigError, match=r"Did you mean encoder\.\*\?"):
+        parameter_groups(network(), 0.1, {"encodr.*": 2.0})
     with pytest.raises(ConfigError, match="nothing is left to train"):
         freeze(network(), ["*"])
     with pytest.raises(ConfigError, match=r"head\.weight matches both '\*weight' and 'head\.\*'"):
@@ -335,6 +337,7 @@ def test_scaled_rates_move_parameters_by_their_factor_and_leave_the_others_alone
     for key, value in scaled.items():
         expected = fast if key.startswith(("head.", "encoder.1.")) else plain
         assert torch.equal(value, expected[key]), key
+        assert not torch.equal(fast[key], plain[key]), "the control: the rate reaches the optimizer"
 
 
 def test_groups_do_not_depend_on_the_order_of_the_patterns() -> None:
