@@ -187,7 +187,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         )  # fmt: skip
         for part in parts:
             for found in part:
-                rows.append(json.loads(json.dumps(found).replace(name, "FOLDER")))
+                told = json.dumps(found).replace(name, "FOLDER").replace(sys.executable, "python")
+                rows.append(json.loads(told))
                 Console(stderr=True).print(rows[-1], soft_wrap=True, markup=False)
     return {
         "what": " ".join(RECIPE),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,11 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_page_is_that_of_the_results() -> None:
     command = "python -m benchmarks.page > docs/performance.md"
     assert (ROOT / "docs/performance.md").read_text() == page.page(), f"run {command}"
+
+
+def test_results_name_no_folder_of_a_machine() -> None:
+    found = {path.name: re.findall(r"/[\w./-]+/(?:bin|lib)/\S+", path.read_text()) for path in page.RESULTS.iterdir()}
+    assert {name: paths for name, paths in found.items() if paths} == {}
 
 
 def test_a_claim_that_is_not_met_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
