@@ -16,7 +16,8 @@ import ctypes
 import hashlib
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # shift
 _PHI = 0x9E3779B97F4A7C15
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 BLOCK = 1 << 15  # words; part of the definition. On a CPU three buffers of 256 KiB fit its L2 cache
+_CPU = torch.device("cpu")
 THREAD_BLOCKS = 4  # blocks that are worth a thread: 1 MiB
 DEVICE_CHUNK = 1 << 22  # words mixed at a time on a GPU, a multiple of BLOCK: few launches, 64 MiB
 
@@ -45,6 +47,28 @@ def kernels() -> Any:
         library.segpipe_digests.argtypes = [*[pointer] * 3, *[number] * 3, pointer, number, pointer]
         library.segpipe_digests.restype = None
     return library
+
+
+@lru_cache(maxsize=16)
+def gpu_kernels(device: torch.device) -> Any:
+    """triton_digest.py, whose two launches replace some 30 and a copy of all words; None where torch has to do it.
+
+    It is asked first for numbers that the host knows: kernels that were compiled wrongly here must not fill a ledger.
+    """
+    try:
+        from segpipe.ledger import triton_digest
+
+        probe = torch.arange(2 * BLOCK + 77, dtype=torch.int64)
+        parts = [part.to(device) for part in (probe[:5], probe)]
+        lengths = tuple(len(part) for part in parts)
+        found = triton_digest.digests(parts, lengths, (1, 2), BLOCK).tolist()
+    except Exception as error:
+        warnings.warn(f"digests on {device} are computed by torch, because Triton failed: {error}", stacklevel=2)
+        return None
+    if found != [int(_digest_words(part)) for part in (probe[:5], probe)]:
+        warnings.warn(f"digests on {device} are computed by torch, because Triton's were wrong", stacklevel=2)
+        return None
+    return triton_digest
 
 
 def _signed(value: int) -> int:
@@ -109,70 +133,82 @@ def _block_indices(device: torch.device) -> Tensor:
     return _mixed_indices(0, BLOCK, device)
 
 
-def _words(tensor: Tensor, rows: int, *, channels_last: bool = False) -> Tensor:
-    """Bytes of a tensor as int64 (rows, n), each row padded with zero bytes; a view where its memory allows one."""
+def _words(tensor: Tensor, *, channels_last: bool = False) -> Tensor:
+    """Bytes of a tensor as int64 (n,), padded with zero bytes; a view where its memory allows one."""
     tensor = tensor.detach()
     if channels_last and tensor.ndim == 4:
         tensor = tensor.permute(0, 2, 3, 1)
     octets = tensor.contiguous().reshape(-1).view(torch.uint8)
-    num = octets.numel() // rows
-    if num % 8 or octets.storage_offset() % 8:
-        padded = octets.new_zeros((rows, num + -num % 8))
-        padded[:, :num] = octets.view(rows, num)
-        octets = padded.view(-1)
-    return octets.view(torch.int64).view(rows, -(-num // 8))
+    if octets.numel() % 8 or octets.storage_offset() % 8:
+        padded = octets.new_zeros(octets.numel() + -octets.numel() % 8)
+        padded[: octets.numel()] = octets
+        octets = padded
+    return octets.view(torch.int64)
 
 
 def digest_many(tensors: Sequence[Tensor], *, channels_last: bool = False) -> Tensor:
     """One digest of several tensors in their order, 0-d int64 on their device; never synchronizes.
 
     Each tensor starts a new word, and its last word is padded with zero bytes. `channels_last` reads 4-D tensors in the
-    order N, H, W, C, which avoids a copy of those in that memory format. On a GPU the tensors are joined first, some 40
-    launches; CPU tensors beside GPU tensors (AdamW's step counters) are copied to the GPU.
+    order N, H, W, C, which avoids a copy of those in that memory format. CPU tensors beside GPU tensors (AdamW's step
+    counters) are copied to the GPU.
     """
     return digest_groups([tensors], channels_last=channels_last)[0]
 
 
 def digest_groups(groups: Sequence[Sequence[Tensor]], *, channels_last: bool = False) -> Tensor:
     """`digest_many` of every group of tensors, int64 (n,), on their device."""
-    devices = {tensor.device for group in groups for tensor in group} - {torch.device("cpu")}
-    if not devices and kernels() is not None:
-        return _compiled(groups, channels_last=channels_last)
-    device = devices.pop() if devices else torch.device("cpu")
-    assert not devices, "tensors of one device"
-    found = []
-    for group in groups:
-        parts = [_words(tensor, 1, channels_last=channels_last).to(device, non_blocking=True) for tensor in group]
-        parts = parts or [torch.zeros((1, 0), dtype=torch.int64, device=device)]
-        found.append(_digest_rows(torch.cat(parts, dim=1), _chunk(device)))
-    return torch.cat(found)
+    devices = {tensor.device for group in groups for tensor in group} - {_CPU}
+    assert len(devices) <= 1, "tensors of one device"
+    device = devices.pop() if devices else _CPU
+    if (kernels() if device == _CPU else gpu_kernels(device)) is None:
+        found = [_digest_words(_joined(group, device, channels_last)) for group in groups]
+        return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64, device=device)
+    parts = [_in_order(tensor, device.type, channels_last) for group in groups for tensor in group]
+    ends = tuple(itertools.accumulate(len(group) for group in groups))
+    return _by_c(parts, ends) if device == _CPU else _by_triton(parts, ends, device)
 
 
 def digest_each(batch: Tensor) -> Tensor:
     """`digest_many` of every tensor along the first axis, int64 (b,)."""
-    if batch.device.type == "cpu" and kernels() is not None:
-        return _compiled([[row] for row in batch], channels_last=False)
-    return _digest_rows(_words(batch, len(batch)), _chunk(batch.device))
+    return digest_groups([[row] for row in batch])
 
 
-def _compiled(groups: Sequence[Sequence[Tensor]], *, channels_last: bool) -> Tensor:
+def _in_order(tensor: Tensor, device_type: str, channels_last: bool) -> Tensor:
+    """The tensor, or a copy where its memory is not whole words in the order of the digest.
+
+    A CPU tensor for a GPU becomes words, which are still to be moved.
+    """
+    order = torch.channels_last if channels_last and tensor.ndim == 4 else torch.contiguous_format
+    if tensor.nbytes % 8 or not tensor.is_contiguous(memory_format=order):
+        return _words(tensor, channels_last=channels_last)
+    if device_type != "cpu" and (tensor.is_cpu or tensor.data_ptr() % 8):
+        return _words(tensor, channels_last=channels_last)
+    return tensor
+
+
+def _joined(tensors: Iterable[Tensor], device: torch.device, channels_last: bool) -> Tensor:
+    """The words of all tensors, int64 (n,)."""
+    parts = [_words(tensor, channels_last=channels_last).to(device, non_blocking=True) for tensor in tensors]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)
+
+
+def _by_c(parts: Sequence[Tensor], ends: Sequence[int]) -> Tensor:
     """Digests of groups of CPU tensors by digest.c, on as many threads as torch has."""
-    parts = [_in_order(tensor.detach(), channels_last) for group in groups for tensor in group]
-    ends = np.cumsum([len(group) for group in groups], dtype=np.int64)
     addresses = np.array([part.data_ptr() for part in parts], np.uint64)
-    lengths = np.array([part.numel() * part.element_size() // 8 for part in parts], np.int64)
-    indices, library = _block_indices(torch.device("cpu")), kernels()
+    lengths = np.array([part.nbytes // 8 for part in parts], np.int64)
+    until, indices, library = np.array(ends, np.int64), _block_indices(_CPU), kernels()
 
     def share(first: int, last: int) -> NDArray[np.uint64]:
         """The part of each digest that words `first` to `last - 1` of its group make."""
-        digests = np.empty(len(groups), np.uint64)
+        digests = np.empty(len(ends), np.uint64)
         library.segpipe_digests(
-            *(array.ctypes.data for array in (addresses, lengths, ends)),
-            *(len(groups), first, last, indices.data_ptr(), BLOCK, digests.ctypes.data),
+            *(array.ctypes.data for array in (addresses, lengths, until)),
+            *(len(ends), first, last, indices.data_ptr(), BLOCK, digests.ctypes.data),
         )
         return digests
 
-    words = np.diff(np.concatenate([[0], np.cumsum(lengths)])[np.concatenate([[0], ends])])
+    words = np.diff(np.concatenate([[0], np.cumsum(lengths)])[np.concatenate([[0], until])])
     longest = int(words.max(initial=0))
     threads = min(torch.get_num_threads(), longest // (THREAD_BLOCKS * BLOCK) + 1)
     width = -(-longest // (threads * BLOCK)) * BLOCK
@@ -184,29 +220,33 @@ def _compiled(groups: Sequence[Sequence[Tensor]], *, channels_last: bool) -> Ten
     return torch.from_numpy(total.view(np.int64))
 
 
-def _in_order(tensor: Tensor, channels_last: bool) -> Tensor:
-    """The tensor, or a copy where its memory is not whole words in the order of the digest."""
-    order = torch.channels_last if channels_last and tensor.ndim == 4 else torch.contiguous_format
-    if tensor.numel() * tensor.element_size() % 8 or not tensor.is_contiguous(memory_format=order):
-        return _words(tensor, 1, channels_last=channels_last)
-    return tensor
+def _by_triton(parts: list[Tensor], ends: tuple[int, ...], device: torch.device) -> Tensor:
+    """Digests of groups of tensors, of which those of the CPU are copied to the GPU at once."""
+    if away := [place for place, part in enumerate(parts) if part.is_cpu]:
+        words = [parts[place] for place in away]
+        moved = torch.split(torch.cat(words).to(device, non_blocking=True), [len(each) for each in words])
+        parts = list(parts)
+        for place, part in zip(away, moved, strict=True):
+            parts[place] = part
+    lengths = tuple(part.nbytes // 8 for part in parts)
+    found: Tensor = gpu_kernels(device).digests(parts, lengths, ends, BLOCK)
+    return found
 
 
-def _digest_rows(words: Tensor, chunk: int) -> Tensor:
-    """Digests of rows of words (r, n) by numpy or on a GPU, int64 (r,); mixes about `chunk` words at a time."""
-    rows, num = words.shape
-    if num == 0:
-        return words.new_zeros(rows)
-    indices = _block_indices(words.device)
-    width = max(chunk // rows // BLOCK, 1) * BLOCK
-    edges = [*range(0, num - num % BLOCK, width), num - num % BLOCK, num]
-    sums = []
-    for start, end in itertools.pairwise(edges):
-        if start < end:
-            blocks = words[:, start:end].reshape(rows, -1, min(BLOCK, end - start))
-            sums.append(_mix64_(blocks ^ indices[: blocks.shape[2]]).sum(dim=2))
-    blocks = torch.cat(sums, dim=1)
-    return _mix64_(blocks ^ _mixed_indices(0, blocks.shape[1], words.device)).sum(dim=1)
+def _digest_words(words: Tensor) -> Tensor:
+    """The digest of words (n,), 0-d int64, by numpy or by torch on a GPU."""
+    whole = len(words) // BLOCK * BLOCK
+    width = max(_chunk(words.device) // BLOCK, 1) * BLOCK
+    indices, sums = _block_indices(words.device), []
+    for start in range(0, whole, width):
+        blocks = words[start : min(start + width, whole)].view(-1, BLOCK)
+        sums.append(_mix64_(blocks ^ indices).sum(dim=1))
+    if whole < len(words):
+        sums.append(_mix64_(words[None, whole:] ^ indices[: len(words) - whole]).sum(dim=1))
+    if not sums:
+        return words.new_zeros(())
+    blocks = torch.cat(sums)
+    return _mix64_(blocks ^ _mixed_indices(0, len(blocks), words.device)).sum()
 
 
 def float_bits(value: float | Tensor) -> Tensor:

@@ -125,6 +125,8 @@ class ElasticGradients:
         self._presence: tuple[list[bool], Tensor] | None = None
         # Kept from step to step: fresh memory costs a page fault for every 4 KiB, 1 to 2 % of a small step on a CPU.
         self._vectors: list[Tensor] = []
+        self._views: dict[int, list[Tensor]] = {}  # of each vector, by its address
+        self._before = [torch.empty_like(buffer) for buffer in self.statistics]
         self._exchange: _Exchange | None = None
         if self.group.world_size > 1:
             for place, parameter in enumerate(self.parameters):
@@ -134,7 +136,7 @@ class ElasticGradients:
         """Leave the reduced gradients in `.grad`: None where no shard of any rank gave one. A collective."""
         leaves, watch = self.loss.config.compute.shards, self.loss.watch
         tree, free, losses = TreeSum(leaves, shards[0].shard), list(self._vectors), {}
-        before = [buffer.clone() for buffer in self.statistics]
+        _copy(self._before, self.statistics)
         absent = set(range(len(self.parameters)))  # parameters for which no own shard gave a gradient
         for number, batch in enumerate(shards, 1):
             parts = self.loss(
@@ -147,14 +149,14 @@ class ElasticGradients:
                 # Not into `flat`: sums come back while its own gradients are still to be read by the watch.
                 total = free.pop() if free else self._new(layout)
                 across = RankSum(self.group, leaves)
-                self._exchange = _Exchange(layout, tree, flat, self.parameters, across, total)
+                self._exchange = _Exchange(layout, tree, flat, self._views_of(flat), self.parameters, across, total)
             with watch.span("backward"):
                 self.state.scaler.scale(parts["total"]).backward()  # type: ignore[no-untyped-call]
             losses[batch.shard] = parts["total"].detach()
-            views = layout.views(flat)
+            views, count = self._views_of(flat), len(self.statistics)
             with watch.span("reduction"):
-                absent -= self._collect(views, parts, before)
-            watch.shard(batch, parts["total"], views[: len(before)], views[len(before) + 1 :])
+                absent -= self._collect(views, parts)
+            watch.shard(batch, parts["total"], views[:count], views[count + 1 :])
             with watch.span("reduction"):
                 if self._exchange is not None:
                     self._exchange.wait()
@@ -167,20 +169,26 @@ class ElasticGradients:
         root = tree.last_sum(flat)
         return self._unpack(root if self.group.world_size == 1 else total, losses, absent)
 
-    def _collect(self, views: list[Tensor], parts: dict[str, Tensor], before: list[Tensor]) -> set[int]:
+    def _collect(self, views: list[Tensor], parts: dict[str, Tensor]) -> set[int]:
         """Move what a shard's pass left behind into its vector; returns the parameters that have a gradient."""
         given = self._exchange.given if self._exchange else [p.grad is not None for p in self.parameters]
-        _copy(views[: len(before) + 1], [*self.statistics, self._figures(parts, given)])
-        _copy(self.statistics, before)
+        _copy(views[: len(self.statistics) + 1], [*self.statistics, self._figures(parts, given)])
+        _copy(self.statistics, self._before)
         if self._exchange is not None:
             self._exchange.send_rest()
         else:
-            _pack(views[len(before) + 1 :], self.parameters)
+            _pack(views[len(self.statistics) + 1 :], self.parameters)
         return {place for place, present in enumerate(given) if present}
 
     def _new(self, layout: FlatLayout) -> Tensor:
-        self._vectors.append(layout.new())
-        return self._vectors[-1]
+        vector = layout.new()
+        self._vectors.append(vector)
+        self._views[vector.data_ptr()] = layout.views(vector)
+        return vector
+
+    def _views_of(self, vector: Tensor) -> list[Tensor]:
+        """The tensors inside one of `_vectors`."""
+        return self._views[vector.data_ptr()]
 
     def _on_grad_ready(self, place: int, _: Tensor) -> None:
         """Called by autograd when the gradient of parameter `place` is complete."""
@@ -203,8 +211,7 @@ class ElasticGradients:
 
     def _unpack(self, root: Tensor, losses: dict[int, Tensor], absent: set[int]) -> Reduced:
         """Gradients and figures of the sum. Waits for a GPU only if no own shard used some parameter."""
-        assert self._layout is not None
-        views = self._layout.views(root)
+        views = self._views_of(root)
         count = len(self.statistics)
         figures = views[count].clone()
         for parameter, grad in zip(self.parameters, views[count + 1 :], strict=True):
@@ -230,15 +237,16 @@ class _Exchange:
         layout: FlatLayout,
         tree: TreeSum,
         flat: Tensor,
+        views: list[Tensor],
         parameters: list[nn.Parameter],
         across: RankSum,
         total: Tensor,
     ) -> None:
-        """`flat` is the last shard's vector; `total` receives the sums."""
+        """`flat` is the last shard's vector, with its `views`; `total` receives the sums."""
         self._layout, self._tree, self._flat, self._parameters, self._across = layout, tree, flat, parameters, across
         self._total = total
         self.given = [False] * len(parameters)  # which have a gradient
-        self._views = layout.views(flat)
+        self._views = views
         self._first = len(self._views) - len(parameters)  # place of the first gradient
         self._missing = [sum(place >= self._first for place in members) for members in layout.members]
         self._next = len(layout.buckets) - 1
@@ -280,6 +288,8 @@ class DdpGradients:
         self.loss, self.state, self.group = loss, loss.state, loss.group
         self.network: nn.Module = AllHeads(self.state.model)
         self.statistics = statistics(self.state.model)
+        self._before = [torch.empty_like(buffer) for buffer in self.statistics]
+        self._layout: FlatLayout | None = None
         if self.group.world_size > 1:
             device = self.group.device
             self.group.contract.enter("wrap of DDP")
@@ -330,7 +340,7 @@ class DdpGradients:
     def __call__(self, shards: Sequence[ShardBatch], global_valid: Tensor) -> Reduced:
         """Leave the reduced gradients in `.grad`. A collective."""
         self.loss.watch.whole_batch(shards)
-        before = [buffer.clone() for buffer in self.statistics]
+        _copy(self._before, self.statistics)
         device, world_size = self.group.device, self.group.world_size
         image = torch.cat([batch.image.to(device, non_blocking=True) for batch in shards])
         target = torch.cat([batch.target.to(device, non_blocking=True) for batch in shards])
@@ -342,11 +352,13 @@ class DdpGradients:
         total = parts["total"] * world_size  # DDP takes the mean over ranks, but the loss is divided by all pixels
         self.state.scaler.scale(total).backward()  # type: ignore[no-untyped-call]
         tensors = [*self.statistics, torch.stack([part.detach() for part in parts.values()])]
-        layout = FlatLayout(tensors)
-        flat = layout.new()
-        _copy(layout.views(flat), tensors)
-        _copy(self.statistics, before)
-        *sums, figures = layout.views(tree_over_ranks(flat, self.group))
+        self._layout = self._layout or FlatLayout(tensors)
+        flat = self._layout.new()
+        views = self._layout.views(flat)
+        _copy(views, tensors)
+        _copy(self.statistics, self._before)
+        tree_over_ranks(flat, self.group)
+        *sums, figures = views
         losses = {shards[0].shard: parts["total"].detach()}
         return Reduced(dict(zip(parts, figures.unbind(), strict=True)), _divided(sums, world_size), losses)
 

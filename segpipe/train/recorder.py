@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from segpipe.ledger import writer as ledger
-from segpipe.ledger.digest import digest_each, digest_groups, digest_many, float_bits
+from segpipe.ledger.digest import digest_groups, digest_many, float_bits
 from segpipe.ledger.rows import ledger_path
 from segpipe.train.watch import Watch
 
@@ -67,28 +67,20 @@ class Recorder(Watch):
 
     def forward(self, seen: Tensor, heads: Mapping[str, Tensor]) -> None:
         """Digests of input and output of the shard's network, for its row."""
-        self._shard = {
-            "batch": digest_many([seen], channels_last=True),
-            "logits": digest_many(list(heads.values()), channels_last=True),
-        }
+        found = digest_groups([[seen], list(heads.values())], channels_last=True)
+        self._shard = dict(zip(("batch", "logits"), found.unbind(), strict=True))
 
     def whole_batch(self, shards: Sequence[ShardBatch]) -> None:
         """Rows of shards that have no forward of their own."""
         for batch in shards:
-            row = {"image": _images(batch), "target": digest_each(batch.target)}
-            self._writer.shard_row(self.state.step, batch.shard, batch.epoch, batch.index, row)
+            self._writer.shard_row(self.state.step, batch.shard, batch.epoch, batch.index, _samples(batch))
 
     def shard(self, batch: ShardBatch, loss: Tensor, statistics: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Row of a shard, after its backward; `gradients` in the order of the trained parameters."""
         step, shard = self.state.step, batch.shard
-        row = {
-            **self._shard,
-            "image": _images(batch),
-            "target": digest_each(batch.target),
-            "statistics": digest_many(statistics),
-            "loss": float_bits(loss.detach().double()),
-            "gradient": digest_many(gradients, channels_last=True),
-        }
+        found = digest_groups([statistics, gradients], channels_last=True)
+        sums = dict(zip(("statistics", "gradient"), found.unbind(), strict=True))
+        row = {**self._shard, **_samples(batch), **sums, "loss": float_bits(loss.detach().double())}
         self._writer.shard_row(step, shard, batch.epoch, batch.index, row)
         if not self.audits:
             return
@@ -120,9 +112,9 @@ class Recorder(Watch):
 
     def _state_row(self, step: int) -> None:
         tensors = self._tensors()
-        row = {name: digest_many(_flat(parts), channels_last=True) for name, parts in tensors.items()}
-        self._writer.step_row(step, {**self._step, **row})
-        self.state_digest = digest_many([torch.stack(list(row.values()))])
+        found = digest_groups([_flat(parts) for parts in tensors.values()], channels_last=True)
+        self._writer.step_row(step, {**self._step, **dict(zip(tensors, found.unbind(), strict=True))})
+        self.state_digest = digest_many([found])
         if self.audits:
             for name, parts in tensors.items():
                 self._writer.part_rows(step, None, name, _each(parts))
@@ -161,11 +153,13 @@ class Recorder(Watch):
         self._writer.close()
 
 
-def _images(batch: ShardBatch) -> Tensor:
-    """Digest of each image, with its color where the device applies that, int64 (b,)."""
-    if batch.color is None:
-        return digest_each(batch.image)
-    return digest_groups([*zip(batch.image, batch.color, strict=True)])
+def _samples(batch: ShardBatch) -> dict[str, Tensor]:
+    """Digests of each image, with its color where the device applies that, and of each target, int64 (b,)."""
+    images = (
+        [[image] for image in batch.image] if batch.color is None else [*zip(batch.image, batch.color, strict=True)]
+    )
+    found = digest_groups([*images, *([target] for target in batch.target)])
+    return {"image": found[: len(images)], "target": found[len(images) :]}
 
 
 def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

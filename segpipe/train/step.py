@@ -38,7 +38,9 @@ class TrainStep:
     def __init__(self, config: Config, watch: Watch, class_weights: Tensor | None = None) -> None:
         self.config, self.watch, self.state, self.group = config, watch, watch.state, watch.group
         self.parameters = [p for p in self.state.model.parameters() if p.requires_grad]
-        self.norms, self.frozen = norms(self.state.model), frozen_modules(self.state.model)
+        counters = (module.num_batches_tracked for module in norms(self.state.model))
+        self.counters = [counter for counter in counters if counter is not None]
+        self.frozen = frozen_modules(self.state.model)
         self.statistics = statistics(self.state.model)
         self.loss = BatchLoss(config, watch, class_weights)
         self.gradients = _gradients(self.loss)
@@ -96,9 +98,9 @@ class TrainStep:
 
     def _count(self, updates: int) -> None:
         """BatchNorm counts forward passes; here it counts updates, for any number of shards."""
-        for module in self.norms:
-            if module.num_batches_tracked is not None:
-                module.num_batches_tracked.fill_(updates)
+        if self.counters:
+            torch._foreach_zero_(self.counters)
+            torch._foreach_add_(self.counters, updates)
 
 
 def train_step(

@@ -121,16 +121,14 @@ def words(*tensors: Tensor) -> int:
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Block sizes, so that small tensors fill several."""
     monkeypatch.setattr(module, "BLOCK", request.param)
-    monkeypatch.setattr(module, "DEVICE_CHUNK", 4 * request.param)
     module._block_indices.cache_clear()
     yield request.param
     module._block_indices.cache_clear()
 
 
-def on_device(*rows: Tensor) -> list[int]:
-    """What a GPU computes, on the CPU; all rows have the same length."""
-    words = torch.cat([module._words(row, 1) for row in rows])
-    return [int(value) % 2**64 for value in module._digest_rows(words, module.DEVICE_CHUNK)]
+def by_torch(tensor: Tensor) -> int:
+    """What a GPU without Triton computes, or a CPU without a compiler."""
+    return int(module._digest_words(module._words(tensor))) % 2**64
 
 
 def many(*tensors: Tensor, channels_last: bool = False) -> int:
@@ -144,26 +142,26 @@ def test_words_of_many_tensors_are_the_formula(block: int) -> None:
     assert many(*tensors) == words(*tensors)
     starts_between = [tensors[-3], example(torch.float32, 29)[9:], example(torch.uint8, 25)[9:]]  # two words of memory
     for tensor in (*starts_between, example(torch.uint8, 9)):
-        assert on_device(tensor) == [words(tensor)]
+        assert by_torch(tensor) == words(tensor)
     for length in (1, 2, block - 1, block, block + 1, 2 * block, 9 * block + 2):
         tensor = example(torch.float64, length)
         assert many(tensor) == words(tensor) == many(tensor[:1], tensor[1:])
-        assert on_device(tensor, tensor + 1) == [words(tensor), words(tensor + 1)]
+        assert by_torch(tensor) == words(tensor)
 
 
 @pytest.mark.parametrize("block", [3, 10], indirect=True)
 def test_a_gpu_mixes_a_chunk_at_a_time(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So its memory is bounded, with few launches; a block of each row is the least."""
+    """So its memory is bounded, with few launches; a block is the least."""
     mixed: list[int] = []
     mix = module._mix64_
+    tensor = example(torch.int64, 9 * block + 2)
+    expected = by_torch(tensor)
     monkeypatch.setattr(module, "_mix64_", lambda x: mixed.append(x.numel()) or mix(x))
-    for num_rows, width in ((1, 4), (2, 2), (3, 1), (5, 1)):
-        rows = example(torch.int64, num_rows, 9 * block + 2)
-        on_device(*rows)
+    for chunk, parts in ((4 * block, [4, 4, 1]), (2 * block + 1, [2, 2, 2, 2, 1]), (1, [1] * 9)):
+        monkeypatch.setattr(module, "_chunk", lambda device, chunk=chunk: chunk)
         mixed.clear()
-        assert on_device(*rows) == [words(row) for row in rows]
-        parts = [min(width, 9 - start) * block * num_rows for start in range(0, 9, width)]
-        assert mixed[: len(parts) + 1] == [*parts, 2 * num_rows]
+        assert by_torch(tensor) == expected == words(tensor)
+        assert mixed == [*(part * block for part in parts), 2, 10, 10]
 
 
 def test_known_values_of_many_tensors_and_of_a_state_stay() -> None:
@@ -184,7 +182,7 @@ def test_an_unsigned_number_keeps_its_bits(value: int) -> None:
 def test_words_see_the_order_of_tensors() -> None:
     one, two = example(torch.float32, 3), example(torch.float32, 4, seed=1)
     assert len({many(one, two), many(two, one), many(torch.cat([one, two])), many(one, -two), many(one)}) == 5
-    assert [many()] == [many(one[:0])] == on_device(one[:0]) == [0]
+    assert many() == many(one[:0]) == by_torch(one[:0]) == 0
 
 
 def test_swapped_words_and_blocks_are_seen(block: int) -> None:
@@ -215,9 +213,7 @@ def test_order_of_channels_is_a_choice_and_memory_format_is_not() -> None:
 def test_each_of_a_batch_is_digested_as_if_alone() -> None:
     for batch in (example(torch.uint8, 3, 4, 5, 3), example(torch.uint8, 4, 7, 9), example(torch.float32, 2, 6)):
         assert [int(value) % 2**64 for value in digest_each(batch)] == [words(sample) for sample in batch]
-        assert on_device(*batch) == [words(sample) for sample in batch]
-        rows = module._digest_rows(module._words(batch, len(batch)), module.DEVICE_CHUNK)  # as a batch on a GPU
-        assert [int(value) % 2**64 for value in rows] == [words(sample) for sample in batch]
+        assert [by_torch(sample) for sample in batch] == [words(sample) for sample in batch]
     assert digest_each(batch.flip(0)).tolist() == digest_each(batch).tolist()[::-1]
 
 
@@ -257,7 +253,7 @@ def test_every_damage_changes_the_digest() -> None:
 
 @pytest.mark.slow
 def test_a_million_damages_never_collide() -> None:
-    """In numpy, whose summands agree with the product's by the tests above, and by what a GPU computes of many rows."""
+    """In numpy, whose summands agree with the product's by the tests above, and by the product."""
     random = np.random.default_rng(1)
     x = random.standard_normal((125_000, 16), dtype=np.float32)
     bits = x.view(np.int32)
@@ -278,10 +274,9 @@ def test_a_million_damages_never_collide() -> None:
     assert different.sum() > 1_000_000
     assert np.unique(found).size == different.sum()
     assert number(torch.from_numpy(x[77])) == found[0, 77]
-    rows_of_words = [torch.from_numpy(np.ascontiguousarray(value).view(np.int64)) for value in made]
-    product = np.stack([module._digest_rows(rows, module.DEVICE_CHUNK).numpy() for rows in rows_of_words])
+    product = np.stack([digest_each(torch.from_numpy(np.ascontiguousarray(value))).numpy() for value in made])
     assert np.unique(product).size == different.sum()
-    assert many(torch.from_numpy(x[77])) == int(product[0, 77]) % 2**64
+    assert by_torch(torch.from_numpy(x[77])) == int(product[0, 77]) % 2**64
 
 
 @pytest.mark.skipif(not hasattr(torch, "hash_tensor"), reason="this torch has no hash_tensor")

@@ -105,6 +105,19 @@ def test_a_group_has_the_number_of_its_tensors_alone() -> None:
 
 
 @needs_compiler
+def test_whole_words_are_read_where_they_are() -> None:
+    """A copy of each tensor would take longer than its digest; the control is one with an odd number of bytes."""
+    whole = [torch.zeros(8, 3, 3, 3).to(memory_format=torch.channels_last), torch.zeros(300, 2)[1:]] * 100
+    for given, copied in ((whole, False), ([*whole, torch.zeros(3)], True)):
+        with torch.profiler.profile() as seen:
+            digest_many(given, channels_last=True)
+        assert (
+            any(event.key in ("aten::copy_", "aten::contiguous", "aten::fill_") for event in seen.key_averages())
+            == copied
+        )
+
+
+@needs_compiler
 def test_a_forked_process_computes_it_too() -> None:
     """Its parent's threads are not there."""
     large = torch.arange(4 * THREAD_BLOCKS * BLOCK)  # made here: torch's own threads do not survive a fork either

@@ -294,7 +294,8 @@ def test_no_bucket_leaves_before_statistics_and_figures_are_in_it() -> None:
             sent.append(parts[0].numel())
 
     flat, total = layout.new(), layout.new()
-    exchange = gradients._Exchange(layout, TreeSum(1), flat, [early, late], Across(), total)  # type: ignore[arg-type]
+    views, parameters = layout.views(flat), [early, late]
+    exchange = gradients._Exchange(layout, TreeSum(1), flat, views, parameters, Across(), total)  # type: ignore[arg-type]
     early.grad, late.grad = torch.ones(10), torch.ones(25)
     exchange.on_grad_ready(1)
     exchange.on_grad_ready(0)

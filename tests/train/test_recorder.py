@@ -25,7 +25,7 @@ from segpipe.models.preprocess import Preprocess
 from segpipe.purity.canary import witness
 from segpipe.settings.groups import AugmentConfig
 from segpipe.train import gradients, optim
-from segpipe.train.recorder import Recorder, _floats, _images, _moments
+from segpipe.train.recorder import Recorder, _floats, _moments, _samples
 from segpipe.train.step import StepResult, TrainStep
 
 AUDIT = (
@@ -233,9 +233,11 @@ def test_the_digest_of_an_image_covers_the_color_that_the_device_applies() -> No
     ids = torch.zeros(2, dtype=torch.int64)
     image, target, color = (torch.from_numpy(np.stack([part, part])) for part in crop if part is not None)
     color[1, 0, 0] += 1
-    found = [value % 2**64 for value in _images(ShardBatch(0, 0, image, target, ids, ids, color)).tolist()]
-    assert found[0] == witness(crop).image, "as the race canary compares it"
-    assert found[1] != found[0]
+    found = _samples(ShardBatch(0, 0, image, target, ids, ids, color))
+    images, targets = ([value % 2**64 for value in found[name].tolist()] for name in ("image", "target"))
+    assert (images[0], targets[0]) == (witness(crop).image, witness(crop).target), "as the race canary compares them"
+    assert images[1] != images[0]
+    assert targets[1] == targets[0]
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "step"])

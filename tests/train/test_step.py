@@ -33,11 +33,11 @@ V, B, C, SIZE = 4, 2, 4, 16
 class Tiny(SegmentationNet):
     """Two convolutions around a norm, an auxiliary head, dropout where it is asked for, and a weight nobody uses."""
 
-    def __init__(self, dropout: float = 0.0, norm: bool = True) -> None:
+    def __init__(self, dropout: float = 0.0, norm: bool = True, more_norms: int = 0) -> None:
         super().__init__()
         self.body = nn.Conv2d(3, 6, 3, stride=4, padding=1)
         self.norm = nn.BatchNorm2d(6) if norm else nn.Identity()
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Sequential(*(nn.BatchNorm2d(6) for _ in range(more_norms)), nn.Dropout(dropout))
         self.main, self.aux = nn.Conv2d(6, C, 1), nn.Conv2d(6, C, 1)
         self.unused = nn.Parameter(torch.ones(3))
 
@@ -448,8 +448,10 @@ class Questions(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.asked: list[str] = []
+        self.operators = 0  # but for those that only look at a tensor otherwise
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators += not func.is_view
         indexes = func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_)
         by_mask = indexes and any(index is not None and index.dtype == torch.bool for index in args[1])
         if by_mask or str(func) in self.WAITS:
@@ -493,3 +495,28 @@ def masked(image: Tensor) -> Tensor:
     assert image[image > 0].numel()
     assert len(torch.nonzero(image > 0))
     return image
+
+
+def test_launches_do_not_grow_with_the_network_but_for_its_own_and_the_optimizers() -> None:
+    """Each is a kernel on a GPU, whose host has no time for some per tensor."""
+
+    def launches(mode: str, norms: int, alone: bool = False) -> int:
+        """Operators of an update, or `alone` of the network's two passes and the optimizer."""
+        settings = config(compute={"mode": mode}, optim={"clip_norm": 1.0})
+        state, shards = fresh(settings, more_norms=norms), batches()[:1]
+        step = step_of(state, settings)
+        train_step(step, shards, wait=False)
+        image = Preprocess()(shards[0].image)
+        with Questions() as questions:
+            if alone:
+                torch.stack([head.sum() for head in state.model.logits(image, aux=True).values()]).sum().backward()  # type: ignore[no-untyped-call]
+                state.optimizer.step()
+            else:
+                train_step(step, shards, wait=False)
+        return questions.operators
+
+    least = launches("off", 30, alone=True) - launches("off", 0, alone=True)
+    growth = {mode: launches(mode, 30) - launches(mode, 0) for mode in ("off", "elastic")}
+    assert growth == {"off": least, "elastic": least}
+    assert least > 100
+    assert launches("elastic", 0) - launches("off", 0) <= 10

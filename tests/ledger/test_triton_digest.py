@@ -1,0 +1,112 @@
+"""Digests of a GPU by Triton: their bits in Triton's interpreter, their code for an H100, and torch where they fail.
+
+The interpreter must be chosen before triton is imported, so another process runs it: this file as a program.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from segpipe.ledger import digest as module
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no triton here")
+
+
+def groups() -> list[list[Tensor]]:
+    """Empty groups and tensors, parts that end between blocks, more than one piece and block, bytes and odd strides."""
+    random = torch.Generator().manual_seed(0)
+    sizes = ((), (0, 1), (5, 96, 97, 0, 300), (2, 2 * 2048 + 3, 64), (2_500,), (0,))
+    words = [[torch.randint(-(2**63), 2**63 - 1, (size,), generator=random) for size in each] for each in sizes]
+    maps = torch.randn(2, 3, 5, 7, generator=random)
+    return [*words, [maps, maps.to(memory_format=torch.channels_last), maps[:, 1:], maps.half()], [torch.tensor(-0.0)]]
+
+
+def found_by_triton() -> list[list[int]]:
+    """Digests of `groups` for three sizes of a block, and whether the start check accepts the kernels."""
+    from segpipe.ledger import triton_digest
+
+    given, found = groups(), []
+    ends = tuple(sum(map(len, given[: n + 1])) for n in range(len(given)))
+    for block in (96, 5000, module.BLOCK):
+        module.BLOCK = block
+        here, away = (
+            [module._in_order(tensor, kind, True) for group in given for tensor in group] for kind in ("cpu", "cuda")
+        )
+        lengths = tuple(part.nbytes // 8 for part in here)
+        found.append(triton_digest.digests(here, lengths, ends, block).tolist())
+        found.append(module._by_triton(away, ends, CPU).tolist())  # all are moved
+    return [*found, [int(module.gpu_kernels(CPU) is not None)]]
+
+
+def test_the_kernels_give_the_digests_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *found, accepted = ([int(number) for number in line.split()] for line in done.stdout.splitlines())
+    assert accepted == [1], "the kernels failed their own start check"
+    for block, direct, copied in zip((96, 5000, module.BLOCK), found[::2], found[1::2], strict=True):
+        monkeypatch.setattr(module, "BLOCK", block)
+        module._block_indices.cache_clear()
+        expected = module.digest_groups(groups(), channels_last=True).tolist()
+        module._block_indices.cache_clear()
+        assert direct == copied == expected
+
+
+def test_they_compile_for_an_h100() -> None:
+    """Without a GPU: what the compiler refuses must not wait for one."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from segpipe.ledger import triton_digest as kernels
+
+    for kernel, names in (
+        (kernels._add_to_blocks, ("addresses", "pieces", "sums")),
+        (kernels._join_blocks, ("sums", "edges", "digests")),
+    ):
+        signature = {**dict.fromkeys(names, "*i64"), "chunk": "constexpr"}
+        built = compile(ASTSource(kernel, signature, {"chunk": 2048}), target=GPUTarget("cuda", 90, 32))
+        assert built.asm["cubin"]
+        assert ("atom" in built.asm["ptx"]) == (kernel is kernels._add_to_blocks)
+
+
+@pytest.fixture
+def unknown() -> Iterator[None]:
+    """Nothing known of the kernels, before and after."""
+    module.gpu_kernels.cache_clear()
+    yield
+    module.gpu_kernels.cache_clear()
+
+
+@pytest.mark.usefixtures("unknown")
+@pytest.mark.parametrize("wrong", [True, False])
+def test_torch_computes_them_where_triton_fails_or_is_wrong(monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
+    from segpipe.ledger import triton_digest
+
+    def digests(parts: list[Tensor], *_: Any) -> Tensor:
+        if not wrong:
+            raise RuntimeError("no driver")
+        return torch.stack([module._digest_words(part) for part in parts]) ^ torch.tensor([0, 1])
+
+    monkeypatch.setattr(triton_digest, "digests", digests)
+    with pytest.warns(UserWarning, match="wrong" if wrong else "no driver"):
+        assert module.gpu_kernels(CPU) is None
+    monkeypatch.setattr(module, "kernels", lambda: None)
+    for group in groups():
+        assert int(module.digest_many(group)) == int(module._digest_words(module._joined(group, CPU, False)))
+
+
+if __name__ == "__main__":
+    for numbers in found_by_triton():
+        print(*numbers)
