@@ -33,6 +33,9 @@ limited by memory; only fewer bytes make it faster.
   overflowed without the host looking at a flag in every step.
 - Between logs the host does not wait for a GPU: a test counts the operators that would make it. Exceptions: the ledger
   is written every 50 updates, and a trained parameter that no shard of this process used is looked up in every step.
+- Equal bits, and the ledger, take a number of kernels that does not depend on the size of the network: two for the
+  digests of any number of tensors (Triton, on a GPU), a few for gradients, statistics and counters. A test counts.
+- Feature maps are resized by one Triton kernel forward and one backward on a GPU, in their dtype and memory format.
 - Batches are copied by a stream of their own, while the update before is computed.
 - Gradients are sent bucket by bucket during the backward of the last shard, and their sums come back during it too.
 - `compute.compile=true` trains through `torch.compile`. Numbers: other bits than without it, close to those of eager;

@@ -153,6 +153,7 @@ def fingerprint() -> dict[str, Any]:
         "cuda": torch.version.cuda if cuda else None,
         "cudnn": torch.backends.cudnn.version() if cuda else None,  # type: ignore[no-untyped-call]
         "nccl": _nccl() if cuda else None,
+        "resize": _resize() if cuda else None,
         "driver": next(iter(_lines("/proc/driver/nvidia/version")), None),
         "device": torch.cuda.get_device_name() if cuda else machine,
         "cpu": models[0] if models else machine,
@@ -212,6 +213,15 @@ def _lines(path: str) -> list[str]:
         return [line.strip() for line in Path(path).read_text().splitlines()]
     except OSError:
         return []
+
+
+def _resize() -> str:
+    """What resizes feature maps on this GPU."""
+    import torch
+
+    from segpipe.models.resize import gpu_kernels
+
+    return "triton" if gpu_kernels(torch.device("cuda", torch.cuda.current_device())) is not None else "products"
 
 
 def _nccl() -> str | None:

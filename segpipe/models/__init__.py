@@ -8,6 +8,7 @@ from torch import nn
 
 from segpipe import plugins
 from segpipe.errors import ConfigError
+from segpipe.models import resize
 from segpipe.models.ddrnet import ddrnet23_slim
 from segpipe.models.fast_scnn import FastSCNN
 from segpipe.models.layers import SegmentationNet
@@ -41,6 +42,15 @@ def build_model(name: str, num_classes: int, args: Mapping[str, Any] = MappingPr
 def check_model(name: str, args: Mapping[str, Any]) -> None:
     """Raise ConfigError unless the network exists and takes these arguments. Builds nothing."""
     plugins.check_arguments(KEY, name, _builder(name), args, num_classes=1)
+
+
+def _triton_resize() -> Any:
+    from segpipe.models import triton_resize  # seconds to import, and not installed everywhere
+
+    return triton_resize
+
+
+resize.import_kernels = _triton_resize
 
 
 def _builder(name: str) -> Callable[..., Any]:

@@ -19,20 +19,24 @@ from torch.nn import functional as F
 
 _MATRICES: dict[tuple[object, ...], Tensor] = {}
 _as_on_cuda = False
+import_kernels: Callable[[], Any] | None = None  # gives triton_resize.py, which needs this module; see segpipe.models
 
 
 def bilinear(x: Tensor, size: tuple[int, int], *, align_corners: bool = False) -> Tensor:
     """`x` resized to `size` = (height, width); the only bilinear resize of the project.
 
     Shapes: float (B, C, h, w) -> same dtype (B, C, H, W). On a CPU and in export this is `F.interpolate`; on CUDA
-    under deterministic algorithms it is `bilinear_matmul`, because torch's backward is slow there. The two agree to
-    5e-7 of the largest value in fp32, unless TF32 is allowed for matrix products.
+    under deterministic algorithms, where torch's backward is slow, it is a kernel of Triton, or `bilinear_matmul`
+    where that fails. All agree to 5e-7 of the largest value in fp32, unless TF32 is allowed for matrix products.
     """
     on_cuda = _as_on_cuda or (x.is_cuda and torch.are_deterministic_algorithms_enabled())
     exporting = _tracing() or torch.onnx.is_in_onnx_export() or torch.compiler.is_exporting()
-    if on_cuda and not exporting:
+    if not on_cuda or exporting:
+        return F.interpolate(x, size=size, mode="bilinear", align_corners=align_corners)
+    by_kernel = x.is_cuda and x.numel() and x.dtype != torch.float64 and not torch.compiler.is_compiling()
+    if not by_kernel or (kernels := gpu_kernels(x.device)) is None:
         return bilinear_matmul(x, size, align_corners=align_corners)
-    return F.interpolate(x, size=size, mode="bilinear", align_corners=align_corners)
+    return kernels.bilinear(x, _axes_of_kernels(x, size, align_corners))  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -134,6 +138,48 @@ def _axis(
             tuple(low.tolist()),
             partial(_matrix, kind, num_in, num_out, stride, torch.empty(0, device=device, dtype=dtype)),
         )
+
+
+@lru_cache(maxsize=16)
+def gpu_kernels(device: torch.device) -> Any:
+    """triton_resize.py; None, with a warning, where its kernels fail or do not give what torch does on a CPU.
+
+    So it is part of the fingerprint which of the two ways a GPU takes.
+    """
+    try:
+        assert import_kernels is not None
+        kernels = import_kernels()
+        wrong = _first_wrong(kernels, device)
+    except Exception as error:
+        wrong = str(error) or type(error).__name__
+    if wrong:
+        warnings.warn(f"bilinear resize on {device} is two matrix products, as Triton failed: {wrong}", stacklevel=2)
+    return None if wrong else kernels
+
+
+def _first_wrong(kernels: Any, device: torch.device) -> str:
+    """Compares values and gradients with torch's on a CPU, up and down, for both memory formats; empty if all agree."""
+    image = (torch.arange(2 * 3 * 5 * 7) * 0.618 % 1.0).view(2, 3, 5, 7)
+    with torch.inference_mode(False), torch.enable_grad():
+        for size in ((10, 21), (4, 3)):
+            here = image.double().requires_grad_()
+            expected = F.interpolate(here, size, mode="bilinear")
+            (expected * expected).sum().backward()  # type: ignore[no-untyped-call]
+            for order in (torch.contiguous_format, torch.channels_last):
+                there = image.to(device).clone(memory_format=order).requires_grad_()
+                found = kernels.bilinear(there, _axes_of_kernels(there, size, False))
+                (found * found).sum().backward()
+                for name, a, b in (("value", found, expected), ("gradient", there.grad, here.grad)):
+                    error = float((a.detach().cpu().double() - b.detach()).abs().max())  # type: ignore[union-attr]
+                    if not error < 1e-5:
+                        return f"a {name} at {size} in {order} is off by {error}"
+    return ""
+
+
+def _axes_of_kernels(x: Tensor, size: tuple[int, int], align_corners: bool) -> tuple[Axis, Axis]:
+    """Rows and columns with weights in fp32, whatever the dtype of `x`."""
+    lengths = zip(x.shape[-2:], size, strict=True)
+    return tuple(_axis(*each, 1, align_corners, x.device, torch.float32) for each in lengths)  # type: ignore[return-value]
 
 
 def pool_weights(num_in: int, bins: int, real: type[np.floating[Any]]) -> NDArray[Any]:

@@ -1,0 +1,137 @@
+"""The resize of a GPU by Triton: in Triton's interpreter against float64, compiled for an H100, and where it fails.
+
+The interpreter must be chosen before triton is imported, so another process runs it: this file as a program.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from segpipe.models import resize
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no triton here")
+# Shape and size: up by whole and odd factors, in one axis, down, to the same, from one pixel, more than one block.
+CASES = (
+    ((2, 2, 3, 4), (6, 20)),
+    ((1, 3, 2, 4), (5, 9)),
+    ((1, 2, 7, 1), (5, 4)),
+    ((1, 3, 6, 7), (3, 2)),
+    ((1, 2, 1, 1), (3, 2)),
+    ((1, 1, 2, 530), (3, 540)),
+    ((1, 520, 1, 2), (2, 3)),
+)
+
+
+def differences(number: int) -> list[float]:
+    """Of values and gradients in fp32, relative to the largest; of values in bf16; 1 where a memory format is lost."""
+    from segpipe.models import triton_resize
+
+    torch.manual_seed(number)
+    shape, size = CASES[number]
+    x, weights = torch.randn(shape), torch.randn(*shape[:2], *size)
+    corners, order = bool(number % 2), (torch.contiguous_format, torch.channels_last)[number // 2 % 2]
+    exact = x.double().requires_grad_()
+    rows, columns = (  # with coordinates as torch has them for fp32
+        torch.from_numpy(resize.bilinear_weights(*lengths, np.float32, align_corners=corners)).double()
+        for lengths in zip(shape[2:], size, strict=True)
+    )
+    expected = rows @ exact @ columns.t()
+    (expected * weights).sum().backward()  # type: ignore[no-untyped-call]
+    given = x.clone(memory_format=order).requires_grad_()
+    axes = resize._axes_of_kernels(given, size, corners)
+    found = triton_resize.bilinear(given, axes)
+    (found * weights).sum().backward()  # type: ignore[no-untyped-call]
+    half = triton_resize.bilinear(x.bfloat16(), axes)
+    lost = found.dtype != x.dtype or half.dtype != torch.bfloat16 or not found.is_contiguous(memory_format=order)
+    return [far(found, expected), far(given.grad, exact.grad), far(half, expected), float(lost)]
+
+
+def far(found: Tensor | None, expected: Tensor | None) -> float:
+    assert found is not None
+    assert expected is not None
+    return float((found.detach().double() - expected.detach()).abs().max() / expected.detach().abs().max())
+
+
+def test_values_and_gradients_are_those_of_float64() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *found, accepted = ([float(number) for number in line.split()] for line in done.stdout.splitlines())
+    assert accepted == [1.0], f"the kernels failed their own start check: {done.stderr}"
+    assert len(found) == len(CASES)
+    for case, (value, gradient, half, lost) in zip(CASES, found, strict=True):
+        assert value < 2e-6, case
+        assert gradient < 2e-6, case
+        assert 1e-4 < half < 1e-2 or case[0][2:] == (1, 1), case  # its inputs are rounded, so it cannot be closer
+        assert lost == 0, case
+
+
+def test_they_compile_for_an_h100() -> None:
+    """Without a GPU: what the compiler refuses must not wait for one."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from segpipe.models import triton_resize as kernels
+
+    taps = {"row_low": "*i32", "row_share": "*fp32", "col_low": "*i32", "col_share": "*fp32"}
+    edges = {"row_edges": "*i32", "col_edges": "*i32"}
+    sizes = dict.fromkeys(("rows_in", "cols_in", "rows", "cols", "inner"), "i32")
+    for dtype in ("*bf16", "*fp32"):
+        for kernel, names in (
+            (kernels._forward, {"source": dtype, "out": dtype, **taps, **sizes, "total": "i32"}),
+            (kernels._backward, {"given": dtype, "out": dtype, **taps, **edges, **sizes, "width": "i32"}),
+        ):
+            source = ASTSource(kernel, {**names, "block": "constexpr"}, {"block": 512})
+            ptx = compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+            assert "atom" not in ptx
+            assert "red.global" not in ptx
+
+
+@pytest.fixture
+def unknown() -> Iterator[None]:
+    """Nothing known of the kernels, before and after."""
+    resize.gpu_kernels.cache_clear()
+    yield
+    resize.gpu_kernels.cache_clear()
+
+
+@pytest.mark.usefixtures("unknown")
+@pytest.mark.parametrize("fault", ["fails", "value", "gradient"])
+def test_products_take_its_place_where_it_fails_or_is_wrong(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    from segpipe.models import triton_resize
+
+    def bilinear(x: Tensor, axes: Any) -> Tensor:
+        if fault == "fails":
+            raise RuntimeError("no driver")
+        found = F.interpolate(x, tuple(len(axis.first) for axis in axes), mode="bilinear")
+        return found + 1e-3 * (found if fault == "value" else found - found.detach())
+
+    monkeypatch.setattr(triton_resize, "bilinear", bilinear)
+    with pytest.warns(UserWarning, match={"fails": "no driver"}.get(fault, f"a {fault} at")):
+        assert resize.gpu_kernels(CPU) is None
+
+
+def test_only_tensors_of_a_gpu_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resize, "gpu_kernels", lambda device: pytest.fail("asked for the kernels"))
+    with resize.as_on_cuda():
+        resize.bilinear(torch.randn(1, 2, 3, 4), (6, 8))
+
+
+if __name__ == "__main__":
+    for number in range(len(CASES)):
+        print(*differences(number))
+    print(float(resize.gpu_kernels(CPU) is not None))
