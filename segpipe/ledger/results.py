@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,16 @@ from segpipe.errors import CheckpointError
 from segpipe.ledger.rows import INPUTS
 
 RESULT, METRICS = "result.json", "metrics.jsonl"
-# In result.json, `weights_digest` covers every buffer of the network, also those that no ledger row holds.
-FINAL = ("weights_digest", "ema_digest", "pixels", "miou", "iou")
-UNEQUAL_BY_NATURE = ("step", "kind", "time_s")  # of a line of metrics.jsonl
+# Of result.json: how, where and how fast it was trained. All else must be equal, above all `weights_digest`, which
+# covers every buffer of the network, also those that no ledger row holds.
+NO_RESULT = (
+    "name", "images_per_second", "train_seconds", "world_size", "config_hash", "segpipe", "mode", "versions",
+    "switches", "ledger", "git", "weights",
+)  # fmt: skip
+NO_METRIC = ("time_s", "images_per_second")  # of a line of metrics.jsonl
+COMPARED = ("train", "validation")  # kinds of its lines
 SHOWN = 5
+LONGEST_VALUE = 200  # characters in a phrase
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,7 @@ def compare_results(a: Path, b: Path) -> ResultDifferences:
     """Differences between the files of two run folders. Raises CheckpointError for a file that cannot be read."""
     both = [name for name in (RESULT, METRICS, INPUTS) if (a / name).is_file() and (b / name).is_file()]
     only = [f"{name} is in {run} only" for name in (RESULT, INPUTS) for run in _holders(name, a, b)]
-    results = [*_validations(a, b)] if METRICS in both else []
+    results = [*_metrics(a, b)] if METRICS in both else []
     results += [*_finals(a, b)] if RESULT in both else []
     read = [read_inputs(folder / INPUTS) for folder in (a, b)] if INPUTS in both else []
     changed = {part: changes(*(each[part]["files"] for each in read)) if read else [] for part in ("data", "code")}
@@ -51,35 +58,48 @@ def _holders(name: str, a: Path, b: Path) -> list[str]:
     return found if len(found) == 1 else []
 
 
-def _validations(a: Path, b: Path) -> Iterator[str]:
-    here, there = ({(line["step"], line["precision"]): line for line in _lines(folder)} for folder in (a, b))
-    for step, precision in sorted(here.keys() & there.keys()):
-        one, two = here[step, precision], there[step, precision]
-        names = [name for name in one if name not in UNEQUAL_BY_NATURE and one[name] != two.get(name)]
-        if names:
+def _metrics(a: Path, b: Path) -> Iterator[str]:
+    here, there = _lines(a), _lines(b)
+    for step, kind, precision in sorted(here.keys() & there.keys()):
+        one, two = here[step, kind, precision], there[step, kind, precision]
+        if names := _unequal(one, two, NO_METRIC):
             first = "miou" if "miou" in names else names[0]
-            values = f"{one[first]} in A and {two.get(first)} in B"
-            yield f"{first} of the validation at step {step} ({precision}) is {values}"
+            where = f"of the validation at step {step} ({precision})" if precision else f"of step {step} in {METRICS}"
+            yield f"{first} {where} is {one.get(first)} in A and {two.get(first)} in B"
 
 
 def _finals(a: Path, b: Path) -> Iterator[str]:
     one, two = (_read(folder / RESULT) for folder in (a, b))
     if one.get("steps") != two.get("steps"):
         return
-    for name in FINAL:
-        if name in one and name in two and one[name] != two[name]:
-            yield f"{name} in {RESULT} is {one[name]} in A and {two[name]} in B"
+    for name in _unequal(one, two, NO_RESULT):
+        if one.get("segpipe") == two.get("segpipe") or (name in one and name in two):  # releases add names
+            yield f"{name} in {RESULT} is {_brief(one, name)} in A and {_brief(two, name)} in B"
 
 
-def _lines(folder: Path) -> Iterator[dict[str, Any]]:
-    """Lines of validations; one that a crash left torn is skipped."""
+def _unequal(one: Mapping[str, Any], two: Mapping[str, Any], left_out: Collection[str]) -> list[str]:
+    """Names of unequal values, as JSON has them: NaN equals NaN."""
+    return [
+        name
+        for name in {**one, **two}
+        if name not in left_out and json.dumps(one.get(name)) != json.dumps(two.get(name))
+    ]
+
+
+def _brief(content: Mapping[str, Any], name: str) -> str:
+    text = str(content.get(name, "missing"))
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
+
+
+def _lines(folder: Path) -> dict[tuple[int, str, str], dict[str, Any]]:
+    """The last line of each step, kind and precision; one that a crash left torn is skipped."""
+    found = {}
     for text in (folder / METRICS).read_text(errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, Mapping) and line.get("kind") == "validation" and {"step", "precision"} <= line.keys():
-            yield dict(line)
+        with contextlib.suppress(ValueError, TypeError):
+            line = dict(json.loads(text))
+            if line.get("kind") in COMPARED and "step" in line:
+                found[int(line["step"]), str(line["kind"]), str(line.get("precision", ""))] = line
+    return found
 
 
 def _read(path: Path) -> dict[str, Any]:

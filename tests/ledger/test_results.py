@@ -17,9 +17,10 @@ from segpipe.ledger.results import compare_results
 
 RESULT = {
     "steps": 3, "weights_digest": "aa", "ema_digest": "bb", "pixels": 90, "miou": 0.150, "iou": {"road": 0.15},
-    "images_per_second": 9.0, "name": "a",
+    "images_per_second": 9.0, "name": "a", "best_miou": 0.2, "f1": {"road": 0.3, "sky": float("nan")}, "segpipe": "1",
 }  # fmt: skip
 INPUTS = {"data": {"files": {"val/x.png": "11", "val/y.png": "22"}}, "code": {"files": {"losses/total.py": "33"}}}
+TRAIN = {"step": 1, "kind": "train", "time_s": 1.0, "loss": 2.0, "images_per_second": 0.0}
 LINE = {"step": 3, "kind": "validation", "time_s": 1.0, "precision": "fp32", "miou": 0.150}
 Content = dict[str, Any]
 
@@ -27,12 +28,16 @@ Content = dict[str, Any]
 def write(folder: Path, change: Callable[[Content], None] = lambda content: None, steps: int = 3) -> Path:
     """A run of three updates with its files, in which `change` altered something."""
     ledgers.write_session(folder, ledgers.header(), range(steps))
-    content: Content = copy.deepcopy({"result": RESULT, "inputs": INPUTS, "metrics": [LINE]})
+    content: Content = copy.deepcopy({"result": RESULT, "inputs": INPUTS, "metrics": [LINE, TRAIN]})
     change(content)
     for name in ("result", "inputs"):
         if content[name]:
             (folder / f"{name}.json").write_text(json.dumps(content[name]))
-    lines = [json.dumps({"step": 1, "kind": "train", "loss": 2.0}), *map(json.dumps, content["metrics"]), '{"torn": ']
+    lines = [
+        '{"step": 1, "kind": "memory", "rss_mib": ' + f"{len(folder.name)}}}",
+        *map(json.dumps, content["metrics"]),
+    ]
+    lines += ["[1]", '{"torn": ']
     (folder / "metrics.jsonl").write_text("\n".join(lines))
     return folder
 
@@ -46,8 +51,9 @@ def test_equal_results_and_files_are_identical(tmp_path: Path) -> None:
     """Speed, name and time may differ."""
 
     def change(content: Content) -> None:
-        content["result"] |= {"images_per_second": 8.0, "name": "b"}
+        content["result"] |= {"images_per_second": 8.0, "name": "b", "world_size": 2, "segpipe": "2", "new_score": 1}
         content["metrics"][0]["time_s"] = 2.0
+        content["metrics"][1] |= {"time_s": 3.0, "images_per_second": 5.0}
 
     found = compared(tmp_path, change)
     assert (found.verdict, found.exit_code, found.inputs, found.notes) == ("identical", 0, "", ())
@@ -61,14 +67,18 @@ def test_equal_results_and_files_are_identical(tmp_path: Path) -> None:
         ("result", "ema_digest", "bc", "ema_digest in result.json is bb in A and bc in B"),
         ("result", "iou", {"road": 0.1}, "iou in result.json"),
         ("result", "pixels", 91, "pixels in result.json"),
+        ("result", "best_miou", 0.3, "best_miou in result.json is 0.2 in A and 0.3 in B"),
+        ("result", "f1", {"road": 0.4}, "f1 in result.json is {'road': 0.3, 'sky': nan} in A and {'road': 0.4} in B"),
+        ("result", "interval_95", [0.1, 0.2], "interval_95 in result.json is missing in A and [0.1, 0.2] in B"),
         ("metrics", "miou", 0.139, "miou of the validation at step 3 (fp32) is 0.15 in A and 0.139 in B"),
+        ("metrics", "loss", 1.5, "loss of step 1 in metrics.jsonl is 2.0 in A and 1.5 in B"),
     ],
 )
 def test_another_result_of_equal_updates_is_a_divergence(
     tmp_path: Path, part: str, name: str, value: Any, words: str
 ) -> None:
     def change(content: Content) -> None:
-        found = content[part][0] if part == "metrics" else content[part]
+        found = next(line for line in content["metrics"] if name in line) if part == "metrics" else content[part]
         found[name] = value
 
     found = compared(tmp_path, change)
