@@ -19,8 +19,15 @@ CONTINUE = "or choose another run.root, then continue with run.exists=resume."
 FULL = f"Free some space, {CONTINUE}"
 READ_ONLY = f"Its file system is read-only, as after a fault of a disk: see dmesg and mount it writable, {CONTINUE}"
 FAULTY = f"It was tried {len(PAUSES_S) + 1} times: see dmesg, check the disk or the file server, {CONTINUE}"
-ADVICE = {errno.EROFS: READ_ONLY, **dict.fromkeys(PASSING, FAULTY)}
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, *ADVICE)
+TOO_LARGE = f"This process may not write a file of this size: raise the limit (ulimit -f), {CONTINUE}"
+FOLDER = f"A folder is in its place: move it away, {CONTINUE}"
+ADVICE = {
+    errno.EROFS: READ_ONLY,
+    errno.EFBIG: TOO_LARGE,
+    errno.EISDIR: FOLDER,
+    **dict.fromkeys(PASSING, FAULTY),
+}
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, *PASSING)  # wherever they come from
 
 
 def patiently(path: Path, work: Callable[[], T]) -> T:

@@ -69,6 +69,8 @@ FAULTS = [  # call, errno, times; what is said in the end, if it fails
     ("os.replace", errno.EROFS, ALWAYS, "Read-only file system.*mount it writable"),
     ("os.fsync", errno.ENOSPC, 1, "No space left on device.*Free some space"),
     ("os.fsync", errno.EDQUOT, 1, "Disk quota exceeded.*Free some space"),
+    ("os.fsync", errno.EFBIG, 1, "File too large.*raise the limit .ulimit -f"),
+    ("os.replace", errno.EISDIR, 1, "Is a directory.*move it away"),
 ]
 
 

@@ -302,7 +302,8 @@ def _rgb(hue: float, saturation: float, value: float) -> Color:
 
 def _names(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not 1 <= len(value) <= IGNORE_INDEX:
-        raise ValueError(f"names = {value!r}, but a list of 1 to {IGNORE_INDEX} class names was needed.")
+        found = f"{len(value)} names" if isinstance(value, list) else f"names = {value!r}"
+        raise ValueError(f"{found}, but a list of 1 to {IGNORE_INDEX} class names was needed.")
     for name in value:
         if isinstance(name, bool) or name is None:
             raise ValueError(
@@ -310,6 +311,8 @@ def _names(value: Any) -> tuple[str, ...]:
             )
         if not str(name).strip() or not str(name).isprintable():
             raise ValueError(f"names holds {str(name)!r}, but a name of printable characters was needed.")
+        if str(name) != str(name).strip():
+            raise ValueError(f"names holds {str(name)!r}. Remove the space around it: it cannot be seen.")
     names = tuple(str(name) for name in value)
     if len(set(names)) < len(names):
         raise ValueError(f"names holds {next(n for n in names if names.count(n) > 1)} twice.")

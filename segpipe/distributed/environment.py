@@ -43,15 +43,18 @@ def under_launcher() -> bool:
 
 
 def check_tasks() -> None:
-    """Refuse to be one of several SLURM tasks without a launcher: each would train the whole run on its own.
+    """Refuse to be one of several SLURM or MPI tasks without a launcher: each would train the whole run on its own.
 
     Raises ConfigError with the command to use.
     """
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS") or "1"
-    if under_launcher() or not tasks.isdecimal() or int(tasks) <= 1:
+    slurm = "SLURM_STEP_NUM_TASKS" if os.environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    counts = {name: os.environ.get(name, "") for name in (slurm, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")}
+    several = {name: tasks for name, tasks in counts.items() if tasks.isdecimal() and int(tasks) > 1}
+    if under_launcher() or not several:
         return
+    name, tasks = next(iter(several.items()))
     raise ConfigError(
-        f"SLURM_NTASKS = {tasks}, but RANK, WORLD_SIZE and MASTER_ADDR are not set: {tasks} tasks would each train the "
+        f"{name} = {tasks}, but RANK, WORLD_SIZE and MASTER_ADDR are not set: {tasks} tasks would each train the "
         f"whole run. Use one task per machine. On one machine: srun --ntasks=1 segpipe train ... (it starts a process "
         f"per GPU, or compute.nproc of them). On several: srun --ntasks-per-node=1 torchrun --nnodes=$SLURM_NNODES "
         f"--nproc-per-node=GPUS --rdzv-backend=c10d --rdzv-endpoint=FIRST_HOST:29500 -m segpipe train ..."

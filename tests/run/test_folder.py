@@ -481,6 +481,9 @@ def test_old_temporary_files_of_other_machines_are_removed_by_the_next_owner(tmp
     ("variables", "refused"),
     [
         ({"SLURM_NTASKS": "4"}, True),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, True),
+        ({"PMI_SIZE": "4", "SLURM_NTASKS": "1"}, True),
+        ({"PMI_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "1"}, False),
         ({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}, False),
         ({"SLURM_NTASKS": "1"}, False),
         ({"SLURM_NTASKS": "4", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "-"}, False),
@@ -490,13 +493,13 @@ def test_old_temporary_files_of_other_machines_are_removed_by_the_next_owner(tmp
 def test_srun_without_a_launcher_is_refused_with_the_command(
     variables: dict[str, str], refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "RANK"):
+    for name in ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     if not refused:
         return environment.check_tasks()
-    with pytest.raises(ConfigError, match=r"SLURM_NTASKS = 4.*srun --ntasks-per-node=1 torchrun --nnodes"):
+    with pytest.raises(ConfigError, match=rf"{next(iter(variables))} = 4.*srun --ntasks-per-node=1 torchrun --nnodes"):
         environment.check_tasks()
 
 
