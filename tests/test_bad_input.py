@@ -204,7 +204,7 @@ BAD_TABLES: list[tuple[str | bytes, tuple[str, ...]]] = [
     ("names: [a, null, c]", ("names holds None", 'quote it, as in ["no"]')),
     ("names: [a, no, c]", ("names holds False", 'quote it, as in ["no"]')),
     ("names: [a, 'a ', c]", ("names holds 'a '. Remove the space",)),
-    (f"names: {list(range(300))}", ("300 names, but a list of 1 to 255",)),
+    (f"names: {list(range(300))}", ("names holds 300, but a list of 1 to 255",)),
     ("names: ['', b, c]", ("names holds ''", "printable")),
     ('names: ["a\\tb", b, c]', ("names holds 'a\\tb'", "printable")),
     ("names: [a, b, c]\nids: {0: a, 1: b, 1: c, 2: c}", ("line 2 has 1 a second time",)),

@@ -302,7 +302,7 @@ def _rgb(hue: float, saturation: float, value: float) -> Color:
 
 def _names(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not 1 <= len(value) <= IGNORE_INDEX:
-        found = f"{len(value)} names" if isinstance(value, list) else f"names = {value!r}"
+        found = f"names = {value!r}" if not isinstance(value, list) or not value else f"names holds {len(value)}"
         raise ValueError(f"{found}, but a list of 1 to {IGNORE_INDEX} class names was needed.")
     for name in value:
         if isinstance(name, bool) or name is None:
