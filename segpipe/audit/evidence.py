@@ -209,6 +209,8 @@ class CheckedCheckpoint(NamedTuple):
     step: int
     digests: dict[str, str]  # of model, ema and the rest
     best_miou: float
+    stale: int  # validations since the best one; a run's final one does not count
+    final: bool  # of the last step that its settings ask for
 
 
 def _sums(path: Path) -> dict[str, list[str]]:
@@ -232,8 +234,10 @@ def check_checkpoints(
     for path in paths:
         try:
             saved = checkpoint.load(path)
-            found = CheckedCheckpoint(path, int(saved["step"]), saved["digests"], float(saved["best_miou"]))
-            settings = recipe(from_mapping(saved["config"]))
+            step, of_file = int(saved["step"]), from_mapping(saved["config"])
+            best, stale = float(saved["best_miou"]), int(saved["stale"])
+            found = CheckedCheckpoint(path, step, saved["digests"], best, stale, step == of_file.train.steps)
+            settings = recipe(of_file)
         except SegpipeError as error:
             lines.append(Line(path.name, FAILED, str(error)))
             continue

@@ -15,7 +15,7 @@ import torch
 
 from segpipe import plugins
 from segpipe.audit import evidence
-from segpipe.audit.outcomes import Evaluate, Verify, check_gates, check_scores
+from segpipe.audit.outcomes import Evaluate, Verify, check_best, check_gates, check_scores
 from segpipe.audit.task import RunTasks, Task, in_folder
 from segpipe.audit.updates import check_updates
 from segpipe.audit.verdict import FAILED, PASSED, UNCHECKED, Audit, Line
@@ -120,7 +120,8 @@ def examine(
         lines.append(Line("replay", UNCHECKED, obstacle))
     lines.append(evidence.check_result(run, original, checkpoints, ledger))
     progress("measuring the scores and comparing the exported files again", 0, 0)
-    lines += [check_scores(run, evaluate, obstacle), evidence.check_export(run, original, checkpoints)]
+    lines += [check_scores(run, evaluate, obstacle), check_best(run, original, checkpoints, evaluate, obstacle)]
+    lines.append(evidence.check_export(run, original, checkpoints))
     if evidence.holds_export(evidence.export_folder(run, original)) and lines[-1].status != FAILED:
         lines.append(check_gates(evidence.export_folder(run, original), verify, obstacle))
     return Audit(

@@ -91,7 +91,7 @@ class _Lock:
                 return dead
 
     def _create(self) -> None:
-        """Raises OSError. Each file has an id of its own: a folder that was moved is no copy of one made in its place."""
+        """Raises OSError. Each file has its own id: a folder that was moved is no copy of one made in its place."""
         owner = {
             "id": uuid.uuid4().hex,
             "folder": os.path.realpath(self.path.parent),
