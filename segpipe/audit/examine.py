@@ -118,10 +118,10 @@ def examine(
     if not spans:
         obstacle = obstacle or _no_weights(lines) or "config.json does not match the ledger, so nothing can be replayed"
         lines.append(Line("replay", UNCHECKED, obstacle))
-    lines.append(evidence.check_result(run, original, checkpoints, ledger))
     progress("measuring the scores and comparing the exported files again", 0, 0)
-    lines += [check_scores(run, evaluate, obstacle), check_best(run, original, checkpoints, evaluate, obstacle)]
-    lines.append(evidence.check_export(run, original, checkpoints))
+    lines += [evidence.check_result(run, original, checkpoints, ledger), check_scores(run, evaluate, obstacle)]
+    best = check_best(run, original, checkpoints, evaluate, obstacle)
+    lines += [best, evidence.check_export(run, original, checkpoints)]
     if evidence.holds_export(evidence.export_folder(run, original)) and lines[-1].status != FAILED:
         lines.append(check_gates(evidence.export_folder(run, original), verify, obstacle))
     return Audit(

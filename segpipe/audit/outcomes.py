@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from segpipe.audit.evidence import CheckedCheckpoint, shortened
 from segpipe.audit.verdict import FAILED, PASSED, UNCHECKED, Line
 from segpipe.errors import SegpipeError
-from segpipe.settings.config import Config
+
+if TYPE_CHECKING:
+    from segpipe.audit.evidence import CheckedCheckpoint
+    from segpipe.settings.config import Config
 
 Evaluate = Callable[[str, str], Mapping[str, Any]]  # scores of "last" or "best" at a precision on the validation split
 Verify = Callable[[Path], str]  # the sentence on an exported folder whose gates all passed; raises SegpipeError
@@ -57,7 +59,7 @@ def check_best(
     if best is None and (result.get("stopped_early") or recorded != result.get("miou")):
         return Line("best", UNCHECKED, "not measured again: best.pt is missing, or did not pass")
     if faults := list(_course_faults(result, config, last, best)) if best else []:
-        return Line("best", FAILED, shortened(faults))
+        return Line("best", FAILED, "; ".join(faults))
     patience = config.train.patience
     by_final = best is None or best.final or 0 < patience <= best.stale  # the validation at the end is in fp32
     precision = "fp32" if by_final else config.train.precision
