@@ -15,6 +15,7 @@ import torch
 
 from segpipe import plugins
 from segpipe.audit import evidence
+from segpipe.audit.evidence import check_export
 from segpipe.audit.outcomes import Evaluate, Verify, check_best, check_gates, check_scores
 from segpipe.audit.task import RunTasks, Task, in_folder
 from segpipe.audit.updates import check_updates
@@ -120,8 +121,7 @@ def examine(
         lines.append(Line("replay", UNCHECKED, obstacle))
     progress("measuring the scores and comparing the exported files again", 0, 0)
     lines += [evidence.check_result(run, original, checkpoints, ledger), check_scores(run, evaluate, obstacle)]
-    best = check_best(run, original, checkpoints, evaluate, obstacle)
-    lines += [best, evidence.check_export(run, original, checkpoints)]
+    lines += [check_best(run, original, checkpoints, evaluate, obstacle), check_export(run, original, checkpoints)]
     if evidence.holds_export(evidence.export_folder(run, original)) and lines[-1].status != FAILED:
         lines.append(check_gates(evidence.export_folder(run, original), verify, obstacle))
     return Audit(
