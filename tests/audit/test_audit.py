@@ -552,6 +552,74 @@ def test_a_resumed_run_refuses_data_that_changed(copy: Path) -> None:
         inputs.record(config, ("train", "val"))
 
 
+@pytest.mark.parametrize("without", ["data.hash=false", "compute.ledger=false", "compute.mode=off"])
+def test_a_resume_without_hashes_refuses_other_names_and_sizes(
+    tmp_path: Path, without: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, folder = write_camvid(tmp_path / "data"), tmp_path / "run"
+    changes = ("data=camvid", f"data.root={data}", "optim.schedule_steps=9", "compute.shards=1", without)
+    assert run(folder, *changes, "train.steps=1") == 0
+    recorded = read_inputs(folder / "inputs.json")["data"]
+    assert (recorded["files"], recorded["hashed"], len(recorded["sizes"])) == ({}, False, 20)
+    image, mask = data / "train" / "frame03.png", data / "valannot" / "frame01.png"
+    for path, shape in ((image, (72, 96, 3)), (mask, (72, 96))):
+        content = path.read_bytes()
+        cv2.imwrite(str(path), np.full(shape, 1, np.uint8))
+        capsys.readouterr()
+        assert run(folder, *changes, "train.steps=2", "run.exists=resume") == DataError.exit_code
+        name = path.relative_to(data).as_posix()
+        assert f"data.root = {data}: {name} was altered since the run" in capsys.readouterr().err
+        path.write_bytes(content)
+    shutil.copy(image, data / "train" / "frame99.png")
+    shutil.copy(data / "trainannot" / "frame03.png", data / "trainannot" / "frame99.png")
+    assert run(folder, *changes, "train.steps=2", "run.exists=resume") == DataError.exit_code
+    assert "train/frame99.png was added" in capsys.readouterr().err
+    for name in ("train", "trainannot"):
+        (data / name / "frame99.png").unlink()
+    edit(folder / "inputs.json", lambda content: content["data"].pop("sizes"))  # of an older segpipe
+    assert run(folder, *changes, "train.steps=2", "run.exists=resume") == 0
+
+
+def test_a_resume_that_no_longer_hashes_sees_sizes_and_one_that_does_sees_contents(copy: Path) -> None:
+    changes = ("data=camvid", f"data.root={copy / 'data'}", "run.exists=resume", "compute.shards=2")
+    hashed, sized = (compose(settings(copy / "run", *changes, f"data.hash={on}")) for on in ("true", "false"))
+    in_file(copy)  # a bit, so the size is the same: the limit of comparing sizes
+    inputs.record(sized, ("train", "val"))
+    inputs.record(hashed, ("train", "val"), ledger=False)
+    with pytest.raises(DataError, match=r"val/frame01.png was altered"):
+        inputs.record(hashed, ("train", "val"))
+    cv2.imwrite(str(copy / "data" / "train" / "frame00.png"), np.zeros((72, 96, 3), np.uint8))
+    with pytest.raises(DataError, match=r"train/frame00.png was altered since .* \(1 changes\)"):
+        inputs.record(sized, ("train", "val"))
+
+
+def test_the_sizes_of_files_that_were_not_hashed_are_audited(copy: Path) -> None:
+    path, config = copy / "run" / "inputs.json", compose_of(copy)
+    config.data.root = str(copy / "data")
+    edit(path, lambda content: content["data"].update(files={}))
+    line = evidence.check_inputs(copy / "run", config, None)[0]
+    assert (line.status, "names and sizes are unchanged" in line.text) == ("not checked", True)
+    cv2.imwrite(str(copy / "data" / "train" / "frame03.png"), np.zeros((72, 96, 3), np.uint8))
+    line = evidence.check_inputs(copy / "run", config, None)[0]
+    assert (line.status, "train/frame03.png was altered" in line.text) == (FAILED, True)
+    edit(path, lambda content: content["data"].pop("sizes"))
+    assert "the files were not recorded" in evidence.check_inputs(copy / "run", config, None)[0].text
+
+
+def test_sizes_that_are_not_known_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of samples that name no files, and of files that a user's class fetches later."""
+    config = compose(settings(tmp_path / "run"))
+    sources = {"a": tmp_path / "absent", "b": lambda: pytest.fail("it was read"), "c": tmp_path / "c"}
+    (tmp_path / "c").write_bytes(b"123")
+    monkeypatch.setattr(inputs, "_inputs", lambda data, splits: sources)
+    found = inputs.data_sizes(config.data, ["train"])
+    assert found == {"a": None, "b": None, "c": 3}
+    (tmp_path / "absent").write_bytes(b"fetched")
+    assert inputs.resized({"sizes": found}, config.data, ["train"]) == []
+    assert inputs.resized({"sizes": {**found, "c": None, "d": None}}, config.data, ["train"]) == ["d is missing"]
+    assert inputs.resized({"sizes": {**found, "c": 4}}, config.data, ["train"]) == ["c was altered"]
+
+
 def test_hashes_of_many_files_are_one_that_sees_names_and_contents() -> None:
     files = {"b": "2", "a": "1"}
     assert inputs.combined(files) == hashlib.sha256(b"1  a\n2  b\n").hexdigest()
