@@ -375,6 +375,15 @@ def test_a_folder_under_another_name_is_no_copy(tmp_path: Path, how: str, monkey
     assert [path.name for path in folder.iterdir()] == [lock.NAME]
 
 
+@pytest.mark.parametrize("changes", [{}, {"folder": 7}, {"folder": "\0"}])
+def test_a_lock_that_names_no_folder_is_respected(tmp_path: Path, changes: dict[str, object]) -> None:
+    """Of an older segpipe, or damaged."""
+    write_lock(tmp_path, **changes)
+    with pytest.raises(ConfigError, match="in use by process 77") as refused:
+        taken(tmp_path)
+    assert ("is a copy" in str(refused.value)) is bool(changes)
+
+
 # --- resuming from what is left
 
 STEPPED = ("train.steps=8", "train.log_every=1", "checkpoint.every=2", "checkpoint.keep_every=3")
