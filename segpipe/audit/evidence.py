@@ -112,16 +112,20 @@ def _check_data(config: Config, recorded: dict[str, Any]) -> Line:
     splits = ("train", config.data.split)
     if all(part.data.name == "synthetic" for part in all_parts(config.data, splits)):
         return Line("data", PASSED, "scenes are rendered from the seed: there are no files")
-    if not files:
+    if not files and not recorded.get("sizes"):
         return Line("data", UNCHECKED, "data.hash was false: the files were not recorded")
     if absent := absent_root(config.data):
         return Line("data", UNCHECKED, f"data.root = {absent} does not exist here")
     try:
-        changed = changes(files, inputs.data_hashes(config.data, splits))
+        changed = inputs.resized(recorded, config.data, splits)
+        if files and not changed:
+            changed = changes(files, inputs.data_hashes(config.data, splits))
     except SegpipeError as error:
         return Line("data", FAILED, f"the data cannot be read: {error}")
     if changed:
         return Line("data", FAILED, f"{config.data.root}: {shortened(changed)}")
+    if not files:
+        return Line("data", UNCHECKED, "data.hash was false: names and sizes are unchanged, contents were not recorded")
     return Line("data", PASSED, f"{len(files)} files in {config.data.root} are unchanged: {recorded['sha256']}")
 
 
@@ -209,6 +213,8 @@ class CheckedCheckpoint(NamedTuple):
     step: int
     digests: dict[str, str]  # of model, ema and the rest
     best_miou: float
+    stale: int  # validations since the best one; a run's final one does not count
+    final: bool  # of the last step that its settings ask for
 
 
 def _sums(path: Path) -> dict[str, list[str]]:
@@ -232,8 +238,10 @@ def check_checkpoints(
     for path in paths:
         try:
             saved = checkpoint.load(path)
-            found = CheckedCheckpoint(path, int(saved["step"]), saved["digests"], float(saved["best_miou"]))
-            settings = recipe(from_mapping(saved["config"]))
+            step, of_file = int(saved["step"]), from_mapping(saved["config"])
+            best, stale = float(saved["best_miou"]), int(saved["stale"])
+            found = CheckedCheckpoint(path, step, saved["digests"], best, stale, step == of_file.train.steps)
+            settings = recipe(of_file)
         except SegpipeError as error:
             lines.append(Line(path.name, FAILED, str(error)))
             continue

@@ -15,7 +15,8 @@ import torch
 
 from segpipe import plugins
 from segpipe.audit import evidence
-from segpipe.audit.outcomes import Evaluate, Verify, check_gates, check_scores
+from segpipe.audit.evidence import check_export
+from segpipe.audit.outcomes import Evaluate, Verify, check_best, check_gates, check_scores
 from segpipe.audit.task import RunTasks, Task, in_folder
 from segpipe.audit.updates import check_updates
 from segpipe.audit.verdict import FAILED, PASSED, UNCHECKED, Audit, Line
@@ -118,9 +119,9 @@ def examine(
     if not spans:
         obstacle = obstacle or _no_weights(lines) or "config.json does not match the ledger, so nothing can be replayed"
         lines.append(Line("replay", UNCHECKED, obstacle))
-    lines.append(evidence.check_result(run, original, checkpoints, ledger))
     progress("measuring the scores and comparing the exported files again", 0, 0)
-    lines += [check_scores(run, evaluate, obstacle), evidence.check_export(run, original, checkpoints)]
+    lines += [evidence.check_result(run, original, checkpoints, ledger), check_scores(run, evaluate, obstacle)]
+    lines += [check_best(run, original, checkpoints, evaluate, obstacle), check_export(run, original, checkpoints)]
     if evidence.holds_export(evidence.export_folder(run, original)) and lines[-1].status != FAILED:
         lines.append(check_gates(evidence.export_folder(run, original), verify, obstacle))
     return Audit(

@@ -1,16 +1,20 @@
-"""What a run ended with, computed again: its scores, and the gates of its exported folder."""
+"""What a run ended with, computed again: its scores, its best score, and the gates of its exported folder."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from segpipe.audit.verdict import FAILED, PASSED, UNCHECKED, Line
 from segpipe.errors import SegpipeError
 
-Evaluate = Callable[[], Mapping[str, Any]]  # pixels, miou and iou of last.pt on the validation split
+if TYPE_CHECKING:
+    from segpipe.audit.evidence import CheckedCheckpoint
+    from segpipe.settings.config import Config
+
+Evaluate = Callable[[str, str], Mapping[str, Any]]  # scores of "last" or "best" at a precision on the validation split
 Verify = Callable[[Path], str]  # the sentence on an exported folder whose gates all passed; raises SegpipeError
 SCORES = (
     "images", "pixels", "miou", "iou", "pixel_accuracy", "precision", "recall", "f1", "mean", "interval_95",
@@ -25,7 +29,7 @@ def check_scores(run: Path, evaluate: Evaluate | None, obstacle: str) -> Line:
         reason = obstacle or ("the run did not finish" if evaluate else "evaluate=false")
         return Line("scores", UNCHECKED, f"not measured again: {reason}")
     try:
-        recorded, again = dict(json.loads(path.read_bytes())), evaluate()
+        recorded, again = dict(json.loads(path.read_bytes())), evaluate("last", "fp32")
     except (ValueError, TypeError, SegpipeError) as error:
         return Line("scores", FAILED, f"cannot be measured again: {error}")
     faults = [
@@ -36,6 +40,67 @@ def check_scores(run: Path, evaluate: Evaluate | None, obstacle: str) -> Line:
     if faults:
         return Line("scores", FAILED, "; ".join(faults))
     return Line("scores", PASSED, f"mIoU {100 * again['miou']:.2f} % on {again['pixels']} pixels, measured again")
+
+
+def check_best(
+    run: Path, config: Config | None, checkpoints: Sequence[CheckedCheckpoint], evaluate: Evaluate | None, obstacle: str
+) -> Line:
+    """best_miou measured again with best.pt, and an early stop against both checkpoints."""
+    last, best = (
+        next((each for each in checkpoints if each.path.name == name), None) for name in ("last.pt", "best.pt")
+    )
+    try:
+        result = dict(json.loads((run / "result.json").read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return Line("best", UNCHECKED, "not measured again: there is no result.json that can be read")
+    if config is None or last is None:
+        return Line("best", UNCHECKED, "not measured again: last.pt or config.json was not checked")
+    recorded, same = result.get("best_miou"), best is None or best.digests["ema"] == last.digests["ema"]
+    if best is None and (result.get("stopped_early") or recorded != result.get("miou")):
+        return Line("best", UNCHECKED, "not measured again: best.pt is missing, or did not pass")
+    if faults := list(_course_faults(result, config, last, best)) if best else []:
+        return Line("best", FAILED, "; ".join(faults))
+    patience = config.train.patience
+    by_final = best is None or best.final or 0 < patience <= best.stale  # the validation at the end is in fp32
+    precision = "fp32" if by_final else config.train.precision
+    if evaluate is None or obstacle:
+        return Line("best", UNCHECKED, f"not measured again: {obstacle or 'evaluate=false'}")
+    try:
+        again = result.get("miou") if same and precision == "fp32" else evaluate("best", precision)["miou"]
+    except SegpipeError as error:
+        return Line("best", FAILED, f"cannot be measured again: {error}")
+    if again is None or again != recorded:
+        return Line(
+            "best", FAILED, f"best_miou is {recorded!r} in result.json and {again!r} measured again ({precision})"
+        )
+    where = f"last.pt, after {last.step}" if best is None or same else f"best.pt, after {best.step}"
+    return Line("best", PASSED, f"mIoU {100 * again:.2f} % ({precision}) of {where} updates, measured again")
+
+
+def _course_faults(
+    result: Mapping[str, Any], config: Config, last: CheckedCheckpoint, best: CheckedCheckpoint
+) -> Iterator[str]:
+    """What of the best score and of an early stop no training gives. Without patience, validate_every may change."""
+    patience, every, stopped = config.train.patience, config.train.validate_every, bool(result.get("stopped_early"))
+    if best.best_miou != last.best_miou or best.step > last.step:
+        yield f"best.pt has {best.best_miou!r} at step {best.step}, last.pt {last.best_miou!r} at step {last.step}"
+    if not patience:
+        return
+    if stopped != (last.stale >= patience):
+        counted = f"last.pt counts {last.stale} validations without a better mIoU"
+        yield f"stopped_early is {stopped}, but {counted} and train.patience = {patience}"
+    if stopped and (last.step % every or last.step >= config.train.steps):
+        wanted = f"it stops at a multiple of train.validate_every = {every} below train.steps = {config.train.steps}"
+        yield f"stopped_early is true at step {last.step}, but {wanted}"
+    at_end = best.final or best.step == last.step
+    if not at_end and (best.step % every or best.stale):
+        yield f"best.pt is of step {best.step}, stale {best.stale}, but train.validate_every = {every}"
+    since = last.step // every - best.step // every
+    if last.stale != best.stale + since:
+        yield (
+            f"{since} validations lie between best.pt (step {best.step}, stale {best.stale}) and last.pt (step "
+            f"{last.step}), which counts {last.stale}; train.patience = {patience} needs {patience} to stop"
+        )
 
 
 def _without_boundary(value: Any) -> Any:

@@ -59,9 +59,11 @@ def request(given: dict[str, Any]) -> AuditRequest:
     )
 
 
-def _evaluate(given: dict[str, Any]) -> dict[str, Any]:
+def _evaluate(given: dict[str, Any], which: str, precision: str) -> dict[str, Any]:
     defaults = {key.key: key.default for key in COMMANDS["evaluate"].keys}
-    return evaluate({**defaults, **_settings(given), "run": given["run"], "which": "last"}).figures
+    return evaluate(
+        {**defaults, **_settings(given), "run": given["run"], "which": which, "precision": precision}
+    ).figures
 
 
 def _verify(given: dict[str, Any], folder: Path) -> str:

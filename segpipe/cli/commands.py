@@ -217,7 +217,7 @@ COMMANDS = {
             Setting("seed", -1, "seed that chooses the parts; -1: random", low=-1),
             Setting("compute.nproc", 1, "processes that train", low=1),
             Setting("any_environment", False, "train even if versions or hardware differ"),
-            Setting("evaluate", True, "measure the scores of last.pt again"),
+            Setting("evaluate", True, "measure the scores of last.pt and best.pt again"),
             Setting("verify", True, "run the gates of the exported folder again"),
             Setting("out", "", "folder of the report; empty: <run>/audit"),
             TRUST,

@@ -1,8 +1,8 @@
 """Records what a run is made from before its first step: every file of its data set and every source of segpipe.
 
-`inputs.json` holds a SHA-256 for each file, and the ledger's header the SHA-256 of `inputs.json`. Hashing reads all
-files once (CamVid, 125 MB: 0.4 s), little beside a training that reads them a hundred times. `data.hash=false` turns
-it off for data behind a slow network.
+`inputs.json` holds size and SHA-256 of each file, and the ledger's header the SHA-256 of `inputs.json`. Hashing reads
+all files once (CamVid, 125 MB: 0.4 s), little beside a training that reads them a hundred times. `data.hash=false`
+turns it off for data behind a slow network, and a run without a ledger has no use for it: then only sizes are recorded.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from segpipe.settings.config import Config
 from segpipe.settings.groups import DataConfig
 
 Hashes = dict[str, str]  # path -> SHA-256
+Sizes = dict[str, int | None]  # path -> bytes; None: of no file that is there yet
+Read = Callable[[], str]  # reads a sample; its SHA-256
 SOURCES = Path(segpipe.__file__).parent
 SOURCE_SUFFIXES = (".py", ".c", ".json", ".j2")
 
@@ -38,22 +41,24 @@ def combined(hashes: Mapping[str, str]) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def record(config: Config, splits: Iterable[str], *, fresh: bool = False) -> None:
+def record(config: Config, splits: Iterable[str], *, fresh: bool = False, ledger: bool = True) -> None:
     """Write inputs.json into the run folder; when a resumed run already has it, compare the data with it.
 
     `fresh`: the run starts at step 0. What an attempt that ended before its first checkpoint has recorded is deleted,
-    with its ledger: data and code may be others now.
+    with its ledger: data and code may be others now. Without `ledger`, contents are not hashed.
 
     Raises DataError naming the first file that changed since the run was started.
     """
-    path = config.run_dir / INPUTS
+    path, hashed = config.run_dir / INPUTS, config.data.hash and ledger
     for left in (path, *(config.run_dir / FOLDER).glob("rank*")) if fresh else ():
         left.unlink(missing_ok=True)
     if not path.is_file():
-        write_atomically(path, (json.dumps(_content(config, splits), indent=1) + "\n").encode())
+        write_atomically(path, (json.dumps(_content(config, splits, hashed=hashed), indent=1) + "\n").encode())
         return
-    files = read_inputs(path)["data"]["files"]
-    changed = changes(files, data_hashes(config.data, splits)) if files and config.data.hash else []
+    before = read_inputs(path)["data"]
+    changed = resized(before, config.data, splits)
+    if not changed and before["files"] and hashed:
+        changed = changes(before["files"], data_hashes(config.data, splits))
     if changed:
         raise DataError(
             f"data.root = {config.data.root}: {changed[0]} since the run {config.run_dir} was started "
@@ -61,14 +66,15 @@ def record(config: Config, splits: Iterable[str], *, fresh: bool = False) -> Non
         )
 
 
-def _content(config: Config, splits: Iterable[str]) -> dict[str, Any]:
-    files, sources = data_hashes(config.data, splits) if config.data.hash else {}, source_hashes()
+def _content(config: Config, splits: Iterable[str], *, hashed: bool) -> dict[str, Any]:
+    files, sources = data_hashes(config.data, splits) if hashed else {}, source_hashes()
+    sizes = data_sizes(config.data, splits)
     model = config.model
     weights = {"weights": {"file": model.weights, "sha256": model.weights_sha256}} if model.weights else {}
     own = plugins.sources(config.import_paths)
     return {
         **weights,
-        "data": {"name": config.data.name, "hashed": config.data.hash, "sha256": combined(files), "files": files},
+        "data": {"name": config.data.name, "hashed": hashed, "sha256": combined(files), "files": files, "sizes": sizes},
         "code": {"segpipe": segpipe.__version__, "sha256": combined(sources), "files": sources},
         **({"plugins": {"sha256": combined(own), "files": own}} if own else {}),
     }
@@ -80,17 +86,46 @@ def data_hashes(data: DataConfig, splits: Iterable[str]) -> Hashes:
     Of a mixture, by data.mix[n] and the path below the root of that entry; of samples of a user's class that names no
     files, of what it reads. Raises DataError when images and masks are not paired.
     """
-    paths: dict[str, Path] = {}
-    contents: Hashes = {}
-    for part in all_parts(data, splits):
-        prefix = f"{part.key}{'/' * bool(part.key)}"
-        files, read = _plugin_inputs(part) if plugins.is_path(part.data.name) else (_paths(part), {})
-        paths |= {f"{prefix}{name}": path for name, path in files.items()}
-        contents |= {f"{prefix}{name}": value for name, value in read.items()}
+    found = _inputs(data, splits)
+    contents = {name: source() for name, source in found.items() if not isinstance(source, Path)}
+    paths = {name: source for name, source in found.items() if isinstance(source, Path)}
     return dict(sorted({**_hashed(paths), **contents}.items()))
 
 
-def _paths(part: DataPart) -> dict[str, Path]:
+def data_sizes(data: DataConfig, splits: Iterable[str]) -> Sizes:
+    """Sizes of what `data_hashes` reads, by the same names. Raises DataError when images and masks are not paired."""
+    found = sorted(_inputs(data, splits).items())
+    sizes = threaded(_size, (source for _, source in found))
+    return {name: size for (name, _), size in zip(found, sizes, strict=True)}
+
+
+def resized(recorded: Mapping[str, Any], data: DataConfig, splits: Iterable[str]) -> list[str]:
+    """What changed in names and sizes since they were recorded; empty for inputs.json of an older segpipe."""
+    if not (before := recorded.get("sizes")):
+        return []
+    now = data_sizes(data, splits)
+    unknown = {name for name in before.keys() & now.keys() if None in (before[name], now[name])}
+    return changes(before, {name: before[name] if name in unknown else size for name, size in now.items()})
+
+
+def _size(source: Path | Read) -> int | None:
+    try:
+        return source.stat().st_size if isinstance(source, Path) else None
+    except OSError:  # of a user's class that fetches its files later
+        return None
+
+
+def _inputs(data: DataConfig, splits: Iterable[str]) -> dict[str, Path | Read]:
+    """By name below `data.root`, each file, or what reads a sample of a user's class that names none."""
+    found: dict[str, Path | Read] = {}
+    for part in all_parts(data, splits):
+        prefix = f"{part.key}{'/' * bool(part.key)}"
+        read = _plugin_inputs(part) if plugins.is_path(part.data.name) else _paths(part)
+        found |= {f"{prefix}{name}": source for name, source in read.items()}
+    return found
+
+
+def _paths(part: DataPart) -> Mapping[str, Path | Read]:
     """The files of one data set by their path below its root."""
     data = part.data
     if data.name == "synthetic":
@@ -102,17 +137,16 @@ def _paths(part: DataPart) -> dict[str, Path]:
     return {Path(os.path.relpath(path, data.root)).as_posix(): Path(path) for path in paths}
 
 
-def _plugin_inputs(part: DataPart) -> tuple[dict[str, Path], Hashes]:
-    """The files that the samples of a user's class name, and SHA-256 of what it reads where it names none."""
+def _plugin_inputs(part: DataPart) -> dict[str, Path | Read]:
+    """The files that the samples of a user's class name, and what reads a sample where it names none."""
     samples, root = open_plugin(part.data, part.split), part.data.root or "."
-    paths: dict[str, Path] = {}
-    contents: Hashes = {}
+    found: dict[str, Path | Read] = {}
     for index in range(len(samples)):
         files = samples.files(index)
-        paths |= {Path(os.path.relpath(path, root)).as_posix(): path for path in files}
+        found |= {Path(os.path.relpath(path, root)).as_posix(): path for path in files}
         if not files:
-            contents[f"{part.split}/{samples.name(index)}"] = samples.content(index)
-    return paths, contents
+            found[f"{part.split}/{samples.name(index)}"] = partial(samples.content, index)
+    return found
 
 
 def _files(data: DataConfig, split: str) -> Iterable[str]:

@@ -125,7 +125,7 @@ def read_inputs(path: Path) -> dict[str, Any]:
     return content
 
 
-def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def changes(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
     """Phrases such as "a.png was altered": altered files first, then missing and added ones."""
     altered = [f"{name} was altered" for name in before if name in now and now[name] != before[name]]
     missing = [f"{name} is missing" for name in before if name not in now]

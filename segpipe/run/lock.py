@@ -2,7 +2,8 @@
 
 The lock is a file that its owner creates with O_EXCL, touches every BEAT_S, and deletes at the end. It does not rely on
 flock, which network file systems may ignore, nor on the clocks of the machines: ages are differences of the file
-system's own times.
+system's own times. A copy of the folder has a copy of the lock, which binds nobody: it is told by the folder that the
+lock names, not by device and inode numbers, which differ between machines.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def remove_dead(folder: Path) -> None:
     """Delete the lock of an owner that is dead, such as a child process that was killed."""
     with contextlib.suppress(ConfigError, OSError):
         if (stale := _stale(folder / NAME)) is not None:
-            _remove(folder / NAME, stale)
+            _remove(folder / NAME, stale[0])
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -72,15 +73,7 @@ def held(folder: Path, *, released_by_signals: bool) -> Iterator[str]:
 
 class _Lock:
     def __init__(self, path: Path) -> None:
-        self.path, self._pid = path, os.getpid()
-        owner = {
-            "id": uuid.uuid4().hex,
-            "host": this_host(),
-            "pid": self._pid,
-            "started": process_start(self._pid),
-            "since": time.time(),
-        }
-        self._content = json.dumps(owner).encode()
+        self.path, self._pid, self._since, self._content = path, os.getpid(), time.time(), b""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._touch_until_released, name="run-lock", daemon=True)
 
@@ -89,14 +82,25 @@ class _Lock:
         dead = ""
         while True:
             if (stale := _stale(self.path)) is not None:
-                dead = f"{self.path.parent}: taken over from {_who(stale)}, which is gone."
-                _remove(self.path, stale)
+                content, reason = stale
+                dead = f"{self.path.parent}: taken over from {_who(content)}, {reason}."
+                _remove(self.path, content)
             with contextlib.suppress(FileExistsError):  # another job was faster: look again
                 self._create()
                 self._thread.start()
                 return dead
 
     def _create(self) -> None:
+        """Raises OSError. Each file has its own id: a folder that was moved is no copy of one made in its place."""
+        owner = {
+            "id": uuid.uuid4().hex,
+            "folder": os.path.realpath(self.path.parent),
+            "host": this_host(),
+            "pid": self._pid,
+            "started": process_start(self._pid),
+            "since": self._since,
+        }
+        self._content = json.dumps(owner).encode()
         file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             os.write(file, self._content)
@@ -156,8 +160,11 @@ class _Lock:
                     signal.signal(number, signal.SIG_DFL)
 
 
-def _stale(path: Path) -> bytes | None:
-    """Content of a lock whose owner is dead; None without a lock. Raises ConfigError while the owner lives."""
+def _stale(path: Path) -> tuple[bytes, str] | None:
+    """Content of a lock whose owner is dead or owns another folder, and which of the two; None without a lock.
+
+    Raises ConfigError while the owner lives.
+    """
     try:
         content, touched = path.read_bytes(), path.stat().st_mtime
         silent_s = max(_file_system_time(path.parent) - touched, 0.0)
@@ -172,11 +179,33 @@ def _stale(path: Path) -> bytes | None:
         alive = silent_s < SILENT_S
         advice = f"stop it there (if that machine is down: its lock ends {SILENT_S:.0f} s after the last sign of life)"
     if alive:
+        elsewhere = owner.get("folder", "")  # "": an older lock, or not readable
+        if _is_copy(path, content, elsewhere):
+            return content, f"which trains into {elsewhere}: this folder is a copy of it"
+        moved = elsewhere not in ("", os.path.realpath(path.parent))
+        copied = f" If this folder is a copy of {elsewhere}, and not that folder moved, delete {path}." if moved else ""
         raise ConfigError(
             f"{path.parent} is in use by {_who(content)}; last sign of life {silent_s:.0f} s ago. "
-            f"Wait for its end or {advice}, or choose another run.name."
+            f"Wait for its end or {advice}, or choose another run.name.{copied}"
         )
-    return content
+    return content, "which is gone"
+
+
+def _is_copy(path: Path, content: bytes, folder: str) -> bool:
+    """Whether a lock was copied from `folder`, where its owner holds it still; if in doubt, False.
+
+    A folder is the same under two names (links, mounts) if a new file in one is seen in the other.
+    """
+    original, probe = Path(folder, NAME), path.with_name(f".copy.{uuid.uuid4().hex}.tmp")
+    try:
+        if original.read_bytes() != content or original.samefile(path):  # the same: folders with links to one file
+            return False
+        probe.write_bytes(b"")
+        return not original.with_name(probe.name).exists()
+    except (OSError, ValueError):
+        return False
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def _parse(content: bytes) -> dict[str, Any]:
@@ -184,6 +213,7 @@ def _parse(content: bytes) -> dict[str, Any]:
     try:
         owner = json.loads(content)
         known = isinstance(owner["host"], str) and owner["started"] is not None and owner["since"] >= 0
+        owner["folder"] = str(owner.get("folder", ""))
         return owner if known and 0 < int(owner["pid"]) == owner["pid"] < 2**31 else {}
     except (ValueError, TypeError, KeyError):
         return {}

@@ -99,8 +99,9 @@ def _open(
             write_atomically(config.run_dir / WEIGHTS, to_json(current.weights))
     if group.is_main and counts is not None and not (found and kept.is_file()):
         counts.save(kept)
-    if group.is_main and _keeps_ledger(config):
-        inputs.record(config, {"train": samples, config.data.split: val_samples}, fresh=not found)
+    if group.is_main:
+        splits = {"train": samples, config.data.split: val_samples}
+        inputs.record(config, splits, fresh=not found, ledger=_keeps_ledger(config))
     group.keep_stacks(config.run_dir)
     cache_mib = config.data.cache_mib * (1 if config.data.workers else 2)  # of training, it is in the workers
     watch = (

@@ -17,7 +17,9 @@ import pytest
 from runs import run, settings, torch_restored, write_camvid
 from segpipe.audit import evidence
 from segpipe.audit import examine as examination
+from segpipe.audit.evidence import CheckedCheckpoint
 from segpipe.audit.examine import AuditRequest, examine
+from segpipe.audit.outcomes import check_best
 from segpipe.audit.verdict import FAILED, Audit, Line, markdown
 from segpipe.audit.worker import run_tasks
 from segpipe.cli import audit as command
@@ -118,7 +120,7 @@ def test_a_sound_run_passes_from_the_first_image_to_the_final_file(
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["verdict"], report["replayed"], report["updates"]) == ("passed in part", STEPS, STEPS)
     parts = ["data", "code", "config", "ledger", "last.pt", "step_000002.pt"]
-    ends = ["result", "scores", "export", "gates"]
+    ends = ["result", "scores", "best", "export", "gates"]
     assert [line["part"] for line in report["lines"]] == [*parts, "updates", *["replay"] * 2, *ends]
     assert {line["status"] for line in report["lines"] if line["part"] not in ("code", "gates")} == {"passed"}
     page = (tmp_path / "report.md").read_text()
@@ -550,6 +552,74 @@ def test_a_resumed_run_refuses_data_that_changed(copy: Path) -> None:
         inputs.record(config, ("train", "val"))
 
 
+@pytest.mark.parametrize("without", ["data.hash=false", "compute.ledger=false", "compute.mode=off"])
+def test_a_resume_without_hashes_refuses_other_names_and_sizes(
+    tmp_path: Path, without: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, folder = write_camvid(tmp_path / "data"), tmp_path / "run"
+    changes = ("data=camvid", f"data.root={data}", "optim.schedule_steps=9", "compute.shards=1", without)
+    assert run(folder, *changes, "train.steps=1") == 0
+    recorded = read_inputs(folder / "inputs.json")["data"]
+    assert (recorded["files"], recorded["hashed"], len(recorded["sizes"])) == ({}, False, 20)
+    image, mask = data / "train" / "frame03.png", data / "valannot" / "frame01.png"
+    for path, shape in ((image, (72, 96, 3)), (mask, (72, 96))):
+        content = path.read_bytes()
+        cv2.imwrite(str(path), np.full(shape, 1, np.uint8))
+        capsys.readouterr()
+        assert run(folder, *changes, "train.steps=2", "run.exists=resume") == DataError.exit_code
+        name = path.relative_to(data).as_posix()
+        assert f"data.root = {data}: {name} was altered since the run" in capsys.readouterr().err
+        path.write_bytes(content)
+    shutil.copy(image, data / "train" / "frame99.png")
+    shutil.copy(data / "trainannot" / "frame03.png", data / "trainannot" / "frame99.png")
+    assert run(folder, *changes, "train.steps=2", "run.exists=resume") == DataError.exit_code
+    assert "train/frame99.png was added" in capsys.readouterr().err
+    for name in ("train", "trainannot"):
+        (data / name / "frame99.png").unlink()
+    edit(folder / "inputs.json", lambda content: content["data"].pop("sizes"))  # of an older segpipe
+    assert run(folder, *changes, "train.steps=2", "run.exists=resume") == 0
+
+
+def test_a_resume_that_no_longer_hashes_sees_sizes_and_one_that_does_sees_contents(copy: Path) -> None:
+    changes = ("data=camvid", f"data.root={copy / 'data'}", "run.exists=resume", "compute.shards=2")
+    hashed, sized = (compose(settings(copy / "run", *changes, f"data.hash={on}")) for on in ("true", "false"))
+    in_file(copy)  # a bit, so the size is the same: the limit of comparing sizes
+    inputs.record(sized, ("train", "val"))
+    inputs.record(hashed, ("train", "val"), ledger=False)
+    with pytest.raises(DataError, match=r"val/frame01.png was altered"):
+        inputs.record(hashed, ("train", "val"))
+    cv2.imwrite(str(copy / "data" / "train" / "frame00.png"), np.zeros((72, 96, 3), np.uint8))
+    with pytest.raises(DataError, match=r"train/frame00.png was altered since .* \(1 changes\)"):
+        inputs.record(sized, ("train", "val"))
+
+
+def test_the_sizes_of_files_that_were_not_hashed_are_audited(copy: Path) -> None:
+    path, config = copy / "run" / "inputs.json", compose_of(copy)
+    config.data.root = str(copy / "data")
+    edit(path, lambda content: content["data"].update(files={}))
+    line = evidence.check_inputs(copy / "run", config, None)[0]
+    assert (line.status, "names and sizes are unchanged" in line.text) == ("not checked", True)
+    cv2.imwrite(str(copy / "data" / "train" / "frame03.png"), np.zeros((72, 96, 3), np.uint8))
+    line = evidence.check_inputs(copy / "run", config, None)[0]
+    assert (line.status, "train/frame03.png was altered" in line.text) == (FAILED, True)
+    edit(path, lambda content: content["data"].pop("sizes"))
+    assert "the files were not recorded" in evidence.check_inputs(copy / "run", config, None)[0].text
+
+
+def test_sizes_that_are_not_known_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of samples that name no files, and of files that a user's class fetches later."""
+    config = compose(settings(tmp_path / "run"))
+    sources = {"a": tmp_path / "absent", "b": lambda: pytest.fail("it was read"), "c": tmp_path / "c"}
+    (tmp_path / "c").write_bytes(b"123")
+    monkeypatch.setattr(inputs, "_inputs", lambda data, splits: sources)
+    found = inputs.data_sizes(config.data, ["train"])
+    assert found == {"a": None, "b": None, "c": 3}
+    (tmp_path / "absent").write_bytes(b"fetched")
+    assert inputs.resized({"sizes": found}, config.data, ["train"]) == []
+    assert inputs.resized({"sizes": {**found, "c": None, "d": None}}, config.data, ["train"]) == ["d is missing"]
+    assert inputs.resized({"sizes": {**found, "c": 4}}, config.data, ["train"]) == ["c was altered"]
+
+
 def test_hashes_of_many_files_are_one_that_sees_names_and_contents() -> None:
     files = {"b": "2", "a": "1"}
     assert inputs.combined(files) == hashlib.sha256(b"1  a\n2  b\n").hexdigest()
@@ -559,3 +629,111 @@ def test_hashes_of_many_files_are_one_that_sees_names_and_contents() -> None:
         "a is missing",
         "c was added",
     ]
+
+
+# --- the best score, and an early stop
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that stopped early: on noise, one of a few seeds does."""
+    folder = tmp_path_factory.mktemp("stopped")
+    write_camvid(folder / "data")
+    patience = ("train.steps=9", "train.validate_every=2", "train.patience=2", "optim.lr=0.02", "ema.decay=0.0")
+    changes = ("data=camvid", f"data.root={folder / 'data'}", *patience, "compute.shards=1", "run.exists=replace")
+    for seed in (3, 4, 5, 1, 2, 6, 7):
+        assert run(folder / "run", *changes, "optim.name=adamw", f"seed={seed}") == 0
+        if json.loads((folder / "run" / "result.json").read_text())["stopped_early"]:
+            break
+    return folder
+
+
+def test_a_best_score_that_was_forged_in_all_files_is_measured_again(stopped: Path, tmp_path: Path) -> None:
+    (honest,) = [line for line in audited(stopped).lines if line.part == "best"]
+    assert honest.status == "passed"
+    best, last = (checkpoint.load(stopped / "run" / name) for name in ("best.pt", "last.pt"))
+    assert f"of best.pt, after {best['step']} updates, measured again" in honest.text
+    assert last["step"] - best["step"] == 4
+    for name in ("run", "data"):
+        shutil.copytree(stopped / name, tmp_path / name)
+    edit(tmp_path / "run" / "result.json", lambda content: content.update(best_miou=0.9))
+    for name in ("best.pt", "last.pt"):
+        path = tmp_path / "run" / name
+        checkpoint.save(path, {**checkpoint.load(path), "best_miou": 0.9}, listed=True)
+    audit = audited(tmp_path)
+    assert failures(audit).keys() == {"best"}, audit.sentence
+    assert "best_miou is 0.9 in result.json and 0.0" in failures(audit)["best"]
+    assert audit.exit_code == 13
+
+
+def ended(name: str, step: int, **changes: object) -> CheckedCheckpoint:
+    """A checkpoint of a run that stops 2 validations, each after 2 updates, after the best one."""
+    fields = {"digests": {"ema": name}, "best_miou": 0.5, "stale": 2 * (name == "last.pt"), "final": False, **changes}
+    return CheckedCheckpoint(Path(name), step, **fields)  # type: ignore[arg-type]
+
+
+LAST, BEST = ended("last.pt", 6), ended("best.pt", 2)
+SAME = {"ema": "last.pt"}
+# Checkpoints, changes of result.json, status, words, precision at which best.pt is measured.
+COURSES: dict[str, tuple[list[CheckedCheckpoint], dict[str, object], str, str, str]] = {
+    "as it is": ([LAST, BEST], {}, "passed", "(bf16) of best.pt, after 2 updates", "bf16"),
+    "the final validation is the best": (
+        [LAST, ended("best.pt", 6, stale=2, digests=SAME)], {"miou": 0.5}, "passed", "(fp32) of last.pt, after 6", ""
+    ),
+    "the end of a run that was made longer is the best": (
+        [LAST, ended("best.pt", 3, final=True)], {}, "passed", "(fp32) of best.pt, after 3 updates", "fp32"
+    ),
+    "equal weights at another precision": ([LAST, ended("best.pt", 2, digests=SAME)], {}, "passed", "(bf16)", "bf16"),
+    "another score": ([LAST, BEST], {"best_miou": 0.6}, FAILED, "best_miou is 0.6 in result.json and 0.5", "bf16"),
+    "another score of equal weights": (
+        [LAST, ended("best.pt", 6, stale=2, digests=SAME)], {"miou": 0.4}, FAILED, "0.4 measured again (fp32)", ""
+    ),
+    "another score in best.pt": (
+        [LAST, ended("best.pt", 2, best_miou=0.4)], {}, FAILED, "best.pt has 0.4 at step 2, last.pt 0.5 at step 6", ""
+    ),
+    "best.pt is newer": ([LAST, ended("best.pt", 8)], {}, FAILED, "at step 8, last.pt 0.5 at step 6", ""),
+    "best.pt is of no validation": (
+        [LAST, ended("best.pt", 3)], {}, FAILED, "of step 3, stale 0, but train.validate_every = 2", ""
+    ),
+    "best.pt counts what no validation gives it": (
+        [LAST, ended("best.pt", 4, stale=1)], {}, FAILED, "of step 4, stale 1, but train.validate_every = 2", ""
+    ),
+    "too few validations": (
+        [LAST, ended("best.pt", 4)], {}, FAILED, "1 validations lie between best.pt (step 4, stale 0) and", ""
+    ),
+    "too few are counted": (
+        [LAST._replace(stale=1), BEST], {}, FAILED, "stopped_early is True, but last.pt counts 1 validations", ""
+    ),
+    "it should have stopped": (
+        [LAST, BEST], {"stopped_early": False}, FAILED, "stopped_early is False, but last.pt counts 2 validations", ""
+    ),
+    "between validations": (
+        [ended("last.pt", 7), BEST], {}, FAILED, "stopped_early is true at step 7, but it stops at a multiple", ""
+    ),
+    "at its end": ([ended("last.pt", 20), ended("best.pt", 16)], {}, FAILED, "below train.steps = 20", ""),
+    "best.pt is gone": ([LAST], {"miou": 0.5}, "not checked", "best.pt is missing, or did not pass", ""),
+    "last.pt is gone": ([BEST], {}, "not checked", "last.pt or config.json was not checked", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COURSES)
+def test_a_best_score_and_an_early_stop_fit_the_checkpoints(tmp_path: Path, name: str) -> None:
+    checkpoints, changes, status, words, precision = COURSES[name]
+    result = {"best_miou": 0.5, "miou": 0.3, "stopped_early": True, **changes}
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    config = compose(settings(tmp_path, "train.patience=2", "train.validate_every=2", "train.steps=20"))
+    config.train.precision = "bf16"
+    asked = []
+
+    def evaluate(which: str, precision: str) -> dict[str, float]:
+        asked.append((which, precision))
+        return {"miou": 0.5}
+
+    line = check_best(tmp_path, config, checkpoints, evaluate, "")
+    assert (line.part, line.status) == ("best", status), line.text
+    assert words in line.text
+    assert asked == ([("best", precision)] if precision else [])
+    if status == "passed":  # also where it need not be measured: the other line did not measure last.pt either
+        for without in ((None, ""), (evaluate, "no data")):
+            line = check_best(tmp_path, config, checkpoints, *without)
+            assert (line.status, without[1] or "evaluate=false") == ("not checked", line.text.rpartition(": ")[2])

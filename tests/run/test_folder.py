@@ -51,7 +51,7 @@ def kill(process: subprocess.Popen[str], number: signal.Signals = signal.SIGKILL
     return finished(process).returncode
 
 
-def write_lock(folder: Path, *, silent_s: float = 0.0, **changes: Any) -> Path:
+def write_lock(folder: Path, /, *, silent_s: float = 0.0, **changes: Any) -> Path:
     path = folder / lock.NAME
     owner = {"id": "x", "host": "far-1", "pid": 77, "started": "5", "since": 0.0, **changes}
     path.write_text(json.dumps(owner))
@@ -305,6 +305,83 @@ def test_a_forked_child_does_not_release(tmp_path: Path) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
         assert (tmp_path / lock.NAME).exists()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+# --- copies of a folder that is in use
+
+
+def copied(folder: Path, name: str) -> Path:
+    return Path(shutil.copytree(folder, folder.parent / name))
+
+
+def test_a_copy_of_a_folder_in_use_is_free_and_its_original_is_not(tmp_path: Path) -> None:
+    """On this machine, and on a shared file system whose owner is on another one."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    process = hold(folder)
+    near = copied(folder, "copy")
+    assert f"process {process.pid} on " in (said := taken(near))
+    assert f"which trains into {folder}: this folder is a copy of it" in said
+    owner = json.loads((folder / lock.NAME).read_text())
+    assert owner["folder"] == str(folder)
+    with pytest.raises(ConfigError, match="in use by process") as refused:
+        taken(folder)
+    assert "is a copy" not in str(refused.value)
+    kill(process)
+    write_lock(folder, folder=str(folder))
+    far = copied(folder, "far")
+    assert "this folder is a copy" in taken(far)
+    with pytest.raises(ConfigError, match="in use by process 77 on far"):
+        taken(folder)
+
+
+def test_a_folder_that_was_moved_while_its_owner_lives_stays_his(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the owner, which still has open files in it, makes its folder anew and puts the lock back there."""
+    monkeypatch.setattr(lock, "BEAT_S", 0.02)
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+    folder.mkdir()
+    with lock.held(folder, released_by_signals=False):
+        folder.rename(moved)
+        with pytest.raises(ConfigError, match=f"If this folder is a copy of {folder}, .* delete {moved / lock.NAME}"):
+            taken(moved)
+        folder.mkdir()
+        deadline = time.monotonic() + 60
+        while not (folder / lock.NAME).exists() or not (folder / lock.NAME).read_bytes():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        with pytest.raises(ConfigError, match="in use"):
+            taken(moved)
+    (moved / lock.NAME).unlink()  # as the message says
+    assert taken(moved) == ""
+
+
+@pytest.mark.parametrize("how", ["a link", "links to its files", "two mounts"])
+def test_a_folder_under_another_name_is_no_copy(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, other = tmp_path / "run", tmp_path / "other"
+    folder.mkdir()
+    if how == "links to its files":  # a job would append to the ledger of the original
+        path = write_lock(folder, folder=str(folder))
+        other.mkdir()
+        os.link(path, other / lock.NAME)
+    else:
+        other.symlink_to(folder)
+        write_lock(folder, folder=str(folder))
+    if how == "two mounts":  # with device and inode numbers of their own
+        monkeypatch.setattr(Path, "samefile", lambda *_: False)
+    with pytest.raises(ConfigError, match="in use by process 77"):
+        taken(other)
+    assert [path.name for path in folder.iterdir()] == [lock.NAME]
+
+
+@pytest.mark.parametrize("changes", [{}, {"folder": 7}, {"folder": "\0"}])
+def test_a_lock_that_names_no_folder_is_respected(tmp_path: Path, changes: dict[str, object]) -> None:
+    """Of an older segpipe, or damaged."""
+    write_lock(tmp_path, **changes)
+    with pytest.raises(ConfigError, match="in use by process 77") as refused:
+        taken(tmp_path)
+    assert ("is a copy" in str(refused.value)) is bool(changes)
 
 
 # --- resuming from what is left
