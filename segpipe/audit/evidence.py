@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from segpipe import plugins
-from segpipe.audit.verdict import FAILED, NOTED, PASSED, UNCHECKED, Line
+from segpipe.audit.verdict import FAILED, NOTED, PASSED, UNCHECKED, Line, shortened
 from segpipe.data.mix import absent_root, all_parts
 from segpipe.errors import CheckpointError, ConfigError, DataError, SegpipeError
 from segpipe.files import sha256
@@ -19,7 +19,6 @@ from segpipe.ledger import inputs
 from segpipe.ledger.reader import RunLedger, first_broken, read_run, read_seals
 from segpipe.ledger.results import changes, read_inputs
 from segpipe.ledger.rows import (
-    FOLDER,
     INPUTS,
     SEAL_SUFFIX,
     STEP,
@@ -35,16 +34,9 @@ from segpipe.settings.config import Config, config_hash, course, flat, from_mapp
 from segpipe.train import checkpoint
 from segpipe.train.start import weights_path
 
-SHOWN = 5  # names in a line
 # Raised for content that matches its own digests but is not what a run writes.
 MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RuntimeError)
 StateLedger = Callable[[Path, int], RunLedger]  # of a checkpoint and its step: the row of its state
-
-
-def shortened(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{'; '.join(names[:SHOWN])}{more}"
 
 
 def differences(changed: dict[str, tuple[Any, Any]], here: str, there: str) -> str:
@@ -298,54 +290,6 @@ def _state_faults(found: CheckedCheckpoint, ledger: RunLedger, state_ledger: Sta
     return [f"its {', '.join(names)} do not match {row}: one of the two was altered"] if names else []
 
 
-def check_result(
-    run: Path, config: Config | None, checkpoints: Sequence[CheckedCheckpoint], ledger: RunLedger | None
-) -> Line:
-    """result.json against last.pt, the ledger and the number of updates that the settings ask for."""
-    path = run / "result.json"
-    if not path.is_file():
-        return Line("result", UNCHECKED, f"{path} does not exist: the run did not finish")
-    try:
-        result = dict(json.loads(path.read_bytes()))
-    except (ValueError, TypeError) as error:
-        return Line("result", FAILED, f"{path} cannot be read: {error}")
-    last = next((each for each in checkpoints if each.path.name == "last.pt"), None)
-    expected: dict[str, Any] = {}
-    if last is not None:
-        expected = {"steps": last.step, "weights_digest": last.digests["model"], "ema_digest": last.digests["ema"]}
-        expected["best_miou"] = last.best_miou
-    faults = [
-        f"{name} is {result.get(name)!r}, but last.pt has {value!r}"
-        for name, value in expected.items()
-        if result.get(name) != value
-    ]
-    if config is not None and result.get("steps") != config.train.steps:
-        if not result.get("stopped_early"):
-            faults.append(f"steps is {result.get('steps')!r}, but the settings ask for {config.train.steps}")
-        elif not config.train.patience:
-            faults.append("stopped_early is true, but train.patience = 0 never stops a run")
-    if ledger is not None:
-        if result.get("steps") != ledger.num_updates:
-            faults.append(f"steps is {result.get('steps')!r}, but the ledger has {ledger.num_updates}")
-        if result.get("config_hash") not in {header.config_hash for header in ledger.headers}:
-            faults.append("config_hash belongs to no session of the ledger")
-        faults += _seal_faults(result, ledger)
-    if faults:
-        return Line("result", FAILED, f"result.json: {shortened(faults)}")
-    against = " and the ledger" if ledger is not None else ""
-    status = PASSED if last is not None else UNCHECKED
-    return Line("result", status, f"result.json matches last.pt{against}")
-
-
-def _seal_faults(result: Mapping[str, Any], ledger: RunLedger) -> list[str]:
-    """Hashes of ledger files in result.json that are not among their seals."""
-    faults = []
-    for name, (digest, size) in dict(result.get("ledger", {})).items():
-        if (digest, size) not in [tuple(seal) for seal in read_seals(ledger.folder / FOLDER / f"{name}.bin")]:
-            faults.append(f"ledger/{name}.bin was sealed with {digest[:12]} at the end of the run, and is not now")
-    return faults
-
-
 def export_folder(run: Path, config: Config | None) -> Path:
     """Where a run exports to."""
     return Path(config.export.dir) if config and config.export.dir else run / "export"
@@ -356,11 +300,23 @@ def holds_export(folder: Path) -> bool:
     return (folder / MANIFEST).is_file() and (folder / SUMS).is_file()
 
 
+def _no_export(run: Path, folder: Path, config: Config | None) -> Line:
+    lacking = [name for name in (MANIFEST, SUMS) if not (folder / name).is_file()]
+    if folder.is_dir() and any(folder.iterdir()):
+        return Line(
+            "export", FAILED, f"{folder} lacks {' and '.join(lacking)}, without which nothing shows what it holds"
+        )
+    if config and config.export.enabled and (run / "result.json").is_file():
+        text = f"{folder} holds no exported network, though export.enabled = true: it was refused, removed, or failed"
+        return Line("export", UNCHECKED, text)
+    return Line("export", NOTED, f"{folder} holds no exported network")
+
+
 def check_export(run: Path, config: Config | None, checkpoints: Sequence[CheckedCheckpoint]) -> Line:
     """The exported folder against its checksums and the checkpoint that it was made from."""
     folder = export_folder(run, config)
     if not holds_export(folder):
-        return Line("export", NOTED, f"{folder} holds no exported network")
+        return _no_export(run, folder, config)
     try:
         source = dict(json.loads((folder / MANIFEST).read_bytes())["source"])
         sums = read_sums(folder)

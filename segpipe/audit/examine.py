@@ -16,7 +16,7 @@ import torch
 from segpipe import plugins
 from segpipe.audit import evidence
 from segpipe.audit.evidence import check_export
-from segpipe.audit.outcomes import Evaluate, Verify, check_best, check_gates, check_scores
+from segpipe.audit.outcomes import Evaluate, Verify, check_best, check_gates, check_result, check_scores
 from segpipe.audit.task import RunTasks, Task, in_folder
 from segpipe.audit.updates import check_updates
 from segpipe.audit.verdict import FAILED, PASSED, UNCHECKED, Audit, Line
@@ -120,7 +120,7 @@ def examine(
         obstacle = obstacle or _no_weights(lines) or "config.json does not match the ledger, so nothing can be replayed"
         lines.append(Line("replay", UNCHECKED, obstacle))
     progress("measuring the scores and comparing the exported files again", 0, 0)
-    lines += [evidence.check_result(run, original, checkpoints, ledger), check_scores(run, evaluate, obstacle)]
+    lines += [check_result(run, original, checkpoints, ledger), check_scores(run, evaluate, obstacle)]
     lines += [check_best(run, original, checkpoints, evaluate, obstacle), check_export(run, original, checkpoints)]
     if evidence.holds_export(evidence.export_folder(run, original)) and lines[-1].status != FAILED:
         lines.append(check_gates(evidence.export_folder(run, original), verify, obstacle))

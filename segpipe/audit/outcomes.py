@@ -7,11 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from segpipe.audit.verdict import FAILED, PASSED, UNCHECKED, Line
+from segpipe.audit.verdict import FAILED, PASSED, UNCHECKED, Line, shortened
+from segpipe.determinism import flags
 from segpipe.errors import SegpipeError
+from segpipe.ledger.reader import read_seals
+from segpipe.ledger.rows import FOLDER
 
 if TYPE_CHECKING:
     from segpipe.audit.evidence import CheckedCheckpoint
+    from segpipe.ledger.reader import RunLedger
     from segpipe.settings.config import Config
 
 Evaluate = Callable[[str, str], Mapping[str, Any]]  # scores of "last" or "best" at a precision on the validation split
@@ -20,6 +24,86 @@ SCORES = (
     "images", "pixels", "miou", "iou", "pixel_accuracy", "precision", "recall", "f1", "mean", "interval_95",
     "sequences", "absent", "false_positives_only",
 )  # fmt: skip
+OTHERS = (  # names in result.json; the first four are not audited
+    "images_per_second", "train_seconds", "segpipe", "git", "name", "best_miou", "steps", "stopped_early",
+    "world_size", "shards", "global_batch", "weights_digest", "ema_digest", "config_hash", "mode", "versions",
+    "switches", "ledger", "weights",
+)  # fmt: skip
+
+
+def check_result(
+    run: Path, config: Config | None, checkpoints: Sequence[CheckedCheckpoint], ledger: RunLedger | None
+) -> Line:
+    """result.json against last.pt, the ledger and the number of updates that the settings ask for."""
+    path = run / "result.json"
+    if not path.is_file():
+        return Line("result", UNCHECKED, f"{path} does not exist: the run did not finish")
+    try:
+        result = dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as error:
+        return Line("result", FAILED, f"{path} cannot be read: {error}")
+    last = next((each for each in checkpoints if each.path.name == "last.pt"), None)
+    expected: dict[str, Any] = {}
+    if last is not None:
+        expected = {"steps": last.step, "weights_digest": last.digests["model"], "ema_digest": last.digests["ema"]}
+        expected["best_miou"] = last.best_miou
+    faults = list(_unequal(result, expected, "last.pt"))
+    if config is not None:
+        faults += _setting_faults(result, config)
+    if ledger is not None:
+        faults += _origin_faults(result, ledger)
+        if result.get("steps") != ledger.num_updates:
+            faults.append(f"steps is {result.get('steps')!r}, but the ledger has {ledger.num_updates}")
+        if result.get("config_hash") not in {header.config_hash for header in ledger.headers}:
+            faults.append("config_hash belongs to no session of the ledger")
+        faults += _seal_faults(result, ledger)
+    if faults:
+        return Line("result", FAILED, f"result.json: {shortened(faults)}")
+    against = " and the ledger" if ledger is not None else ""
+    status = PASSED if last is not None else UNCHECKED
+    return Line("result", status, f"result.json matches last.pt{against}")
+
+
+def _setting_faults(result: Mapping[str, Any], config: Config) -> Iterator[str]:
+    """What of a result the settings of the run would not give."""
+    compute, train = config.compute, config.train
+    given = {
+        "name": config.run.name,
+        "mode": compute.mode,
+        "shards": compute.shards,
+        "global_batch": config.global_batch,
+    }
+    yield from _unequal(result, given, "config.json")
+    switches = dict(result.get("switches", {}))
+    yield from _unequal(switches, flags.wanted(compute.threads, compute.mode), f"compute.mode = {compute.mode}")
+    if result.get("stopped_early") and not train.patience:
+        yield "stopped_early is true, but train.patience = 0 never stops a run"
+    elif result.get("steps") != train.steps and not result.get("stopped_early"):
+        yield f"steps is {result.get('steps')!r}, but the settings ask for {train.steps}"
+
+
+def _origin_faults(result: Mapping[str, Any], ledger: RunLedger) -> Iterator[str]:
+    """A machine or a number of processes that no session had."""
+    versions, last = dict(result.get("versions", {})), ledger.headers[-1]
+    if versions not in [header.fingerprint for header in ledger.headers]:
+        yield from _unequal(versions, {**dict.fromkeys(versions), **last.fingerprint}, "the ledger")
+    if result.get("world_size") not in [header.world_size for header in ledger.headers]:
+        yield from _unequal(result, {"world_size": last.world_size}, "the ledger")
+
+
+def _unequal(found: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> Iterator[str]:
+    for name, value in expected.items():
+        if found.get(name) != value:
+            yield f"{name} is {_short(found.get(name))}, but {where} has {_short(value)}"
+
+
+def _seal_faults(result: Mapping[str, Any], ledger: RunLedger) -> list[str]:
+    """Hashes of ledger files in result.json that are not among their seals."""
+    faults = []
+    for name, (digest, size) in dict(result.get("ledger", {})).items():
+        if (digest, size) not in [tuple(seal) for seal in read_seals(ledger.folder / FOLDER / f"{name}.bin")]:
+            faults.append(f"ledger/{name}.bin was sealed with {digest[:12]} at the end of the run, and is not now")
+    return faults
 
 
 def check_scores(run: Path, evaluate: Evaluate | None, obstacle: str) -> Line:
@@ -37,6 +121,7 @@ def check_scores(run: Path, evaluate: Evaluate | None, obstacle: str) -> Line:
         for name in SCORES
         if name in again and _without_boundary(recorded.get(name)) != _without_boundary(again[name])
     ]
+    faults += [f"{name} is nothing that a run writes" for name in recorded if name not in (*SCORES, *OTHERS)]
     if faults:
         return Line("scores", FAILED, "; ".join(faults))
     return Line("scores", PASSED, f"mIoU {100 * again['miou']:.2f} % on {again['pixels']} pixels, measured again")

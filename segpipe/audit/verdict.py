@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ PASSED, FAILED, NOTED, UNCHECKED = "passed", "failed", "noted", "not checked"
 EXIT_CODES = {"passed": 0, "passed in part": CHECKED_IN_PART, "failed": 13, "cannot audit": 2}
 TEMPLATES = Path(__file__).parent
 PAGE = "report.md.j2"
+SHOWN = 5  # names in a line
 
 
 class Line(NamedTuple):
@@ -25,6 +27,12 @@ class Line(NamedTuple):
     part: str
     status: str
     text: str
+
+
+def shortened(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{'; '.join(names[:SHOWN])}{more}"
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,19 @@ def apply(threads: int, mode: str = "elastic") -> None:
     torch.backends.cudnn.deterministic = exact
     torch.backends.cuda.matmul.allow_tf32 = not exact
     torch.backends.cudnn.allow_tf32 = not exact
-    wanted = {
+    found, right = switches(), wanted(threads, mode)
+    wrong = [f"{name} is {found[name]} instead of {value}" for name, value in right.items() if found[name] != value]
+    if wrong:
+        raise ConfigError(
+            f"compute.mode = {mode}, but {', '.join(wrong)} right after it was set. Look for an environment variable "
+            f"or a package that resets it."
+        )
+
+
+def wanted(threads: int, mode: str) -> dict[str, Any]:
+    """`switches` as `apply` leaves them, but for the environment."""
+    exact = mode != "off"
+    return {
         "deterministic_algorithms": exact,
         "cudnn_benchmark": not exact,
         "cudnn_deterministic": exact,
@@ -101,13 +113,6 @@ def apply(threads: int, mode: str = "elastic") -> None:
         "threads": threads,
         "opencv_threads": 1,
     }
-    found = switches()
-    wrong = [f"{name} is {found[name]} instead of {value}" for name, value in wanted.items() if found[name] != value]
-    if wrong:
-        raise ConfigError(
-            f"compute.mode = {mode}, but {', '.join(wrong)} right after it was set. Look for an environment variable "
-            f"or a package that resets it."
-        )
 
 
 def _cuda_runs() -> bool:

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import signal
+import stat
 import sys
 import threading
 import time
@@ -166,6 +167,8 @@ def _stale(path: Path) -> tuple[bytes, str] | None:
     Raises ConfigError while the owner lives.
     """
     try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise ConfigError(f"{path} is no file that a run wrote (a folder, link or pipe). Remove it.")
         content, touched = path.read_bytes(), path.stat().st_mtime
         silent_s = max(_file_system_time(path.parent) - touched, 0.0)
     except FileNotFoundError:

@@ -9,18 +9,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
 import pytest
 
 from runs import run, settings, torch_restored, write_camvid
-from segpipe.audit import evidence
+from segpipe.audit import evidence, outcomes
 from segpipe.audit import examine as examination
 from segpipe.audit.evidence import CheckedCheckpoint
 from segpipe.audit.examine import AuditRequest, examine
 from segpipe.audit.outcomes import check_best
-from segpipe.audit.verdict import FAILED, Audit, Line, markdown
+from segpipe.audit.verdict import FAILED, NOTED, UNCHECKED, Audit, Line, markdown
 from segpipe.audit.worker import run_tasks
 from segpipe.cli import audit as command
 from segpipe.cli.main import main as segpipe
@@ -278,6 +279,13 @@ def in_export(folder: Path) -> None:
     flip(folder / "run" / "export" / "model.onnx", 3)
 
 
+def forge_origin(content: Any) -> None:
+    """Another machine and mode, and an end that no setting asks for."""
+    content["versions"]["torch"] = "9.9.9"
+    content["switches"]["deterministic_algorithms"] = False
+    content.update(world_size=64, mode="audit", name="other", stopped_early=True)
+
+
 # Alteration: parts of the report that fail, and what they name. Every other part passes.
 ALTERATIONS: dict[str, tuple[Callable[[Path], object], dict[str, str]]] = {
     "a byte of a checkpoint": (in_weights, {"step_000002.pt": "step_000002.pt"}),
@@ -339,6 +347,22 @@ ALTERATIONS: dict[str, tuple[Callable[[Path], object], dict[str, str]]] = {
         ),
         {"scores": "interval_95 is [0.8, 0.9] in result.json", "result": "best_miou is 0.9, but last.pt has 0."},
     ),
+    "a figure that no run writes": (
+        lambda folder: edit(folder / "run" / "result.json", lambda content: content.update(test_miou=0.9)),
+        {"scores": "test_miou is nothing that a run writes"},
+    ),
+    "where and how it was trained": (
+        lambda folder: edit(folder / "run" / "result.json", forge_origin),
+        {
+            "result": "name is 'other', but config.json has 'run'; mode is 'audit', but config.json has 'elastic'; "
+            "deterministic_algorithms is False, but compute.mode = elastic has True; stopped_early is true, but "
+            "train.patience = 0 never stops a run; torch is '9.9.9', but the ledger has '"
+        },
+    ),
+    "the checksums of an export that was replaced": (
+        lambda folder: (in_export(folder), (folder / "run" / "export" / "SHA256SUMS").unlink()),
+        {"export": "export lacks SHA256SUMS, without which nothing shows what it holds"},
+    ),
     "a run that claims to be shorter": (
         lambda folder: edit(folder / "run" / "result.json", lambda content: content.update(steps=3)),
         {"result": "steps is 3, but the settings ask for 4"},
@@ -395,6 +419,16 @@ def test_a_run_that_was_killed_in_two_writes_of_a_checkpoint_passes(copy: Path) 
         assert failures(audited(copy)).keys() == failed
 
 
+def test_an_export_that_the_settings_ask_for_and_is_gone_was_not_checked(copy: Path) -> None:
+    shutil.rmtree(copy / "run" / "export")
+    config = compose_of(copy)
+    for enabled, status in ((True, UNCHECKED), (False, NOTED)):
+        config.export.enabled = enabled
+        assert evidence.check_export(copy / "run", config, []).status == status
+    (copy / "run" / "export").mkdir()
+    assert evidence.check_export(copy / "run", None, []).status == NOTED
+
+
 def test_what_the_files_alone_contradict(copy: Path) -> None:
     """A checkpoint that the run did not write, and an early stop that no setting asks for."""
     folder = copy / "run"
@@ -404,7 +438,7 @@ def test_what_the_files_alone_contradict(copy: Path) -> None:
     (text,) = [line.text for line in lines if line.part == "step_000009.pt"]
     assert "checkpoints.sha256 does not list it" in text
     edit(folder / "result.json", lambda content: content.update(steps=3, stopped_early=True))
-    assert "train.patience = 0 never stops a run" in evidence.check_result(folder, compose_of(copy), [], None).text
+    assert "train.patience = 0 never stops a run" in outcomes.check_result(folder, compose_of(copy), [], None).text
     for change, words in (
         ({"weights_digest": "0" * 32}, "its weights are 00000000"),
         ({"checkpoint": {"file": "last.pt", "sha256": "0" * 64}}, "it was made from another last.pt"),

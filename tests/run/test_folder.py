@@ -242,6 +242,18 @@ def test_of_many_that_find_a_dead_owner_one_takes_over(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_what_is_no_file_is_named_instead_of_waited_for(tmp_path: Path, kind: str) -> None:
+    """A link that leads nowhere was neither there nor could it be created; a pipe is never read to its end."""
+    path = tmp_path / lock.NAME
+    {"link": lambda: path.symlink_to("/nowhere/at/all"), "pipe": lambda: os.mkfifo(path), "folder": path.mkdir}[kind]()
+    with (
+        pytest.raises(ConfigError, match=r"run\.lock is no file that a run wrote.*Remove it"),
+        lock.held(tmp_path, released_by_signals=False),
+    ):
+        pytest.fail("owned")
+
+
 def test_a_dead_lock_is_deleted_by_one_job_and_never_another_lock(tmp_path: Path) -> None:
     path, beside = write_lock(tmp_path), tmp_path / f".{lock.NAME}.removal"
     dead = path.read_bytes()
