@@ -118,6 +118,27 @@ def test_whole_words_are_read_where_they_are() -> None:
 
 
 @needs_compiler
+def test_tensors_that_a_gpu_lacks_are_moved_at_once_and_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here every tensor is one, and a stand-in for the kernels is the compiled loop."""
+    blocks: list[int] = []
+
+    class Kernels:
+        @staticmethod
+        def digests(parts: list[Tensor], lengths: tuple[int, ...], ends: tuple[int, ...], block: int) -> Tensor:
+            assert lengths == tuple(part.numel() for part in parts)
+            assert {part.dtype for part in parts} == {torch.int64}
+            blocks.append(block)
+            return digests._by_c(parts, ends)
+
+    monkeypatch.setattr(digests, "gpu_kernels", lambda device: Kernels)
+    groups = [tensors()[:3], [], tensors()[3:]]
+    parts = [digests._in_order(tensor, "cuda", True) for group in groups for tensor in group]
+    found = digests._by_triton(parts, (3, 3, len(parts)), torch.device("cpu"))
+    assert found.tolist() == digest_groups(groups, channels_last=True).tolist()
+    assert blocks == [BLOCK]
+
+
+@needs_compiler
 def test_a_forked_process_computes_it_too() -> None:
     """Its parent's threads are not there."""
     large = torch.arange(4 * THREAD_BLOCKS * BLOCK)  # made here: torch's own threads do not survive a fork either
