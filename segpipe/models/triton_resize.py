@@ -16,7 +16,7 @@ from torch import Tensor
 
 from segpipe.models.resize import Axis
 
-BLOCK = 512  # values that a program computes
+BLOCK = 512  # most values that a program computes
 Axes = tuple[Axis, Axis]  # rows and columns
 
 
@@ -30,22 +30,25 @@ def _weight(low, share, at, wanted, num_in):
 
 @triton.jit
 def _forward(
-    source, out, row_low, row_share, col_low, col_share, rows_in, cols_in, rows, cols, inner, total, block: tl.constexpr
+    source, out, row_low, row_share, col_low, col_share, rows_in, cols_in, rows, inner, width, block: tl.constexpr
 ):
-    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = place < total
-    lane, pixel = place % inner, place // inner
-    x, y, plane = pixel % cols, pixel // cols % rows, pixel // cols // rows
-    top, down = tl.load(row_low + y, mask=inside, other=0), tl.load(row_share + y, mask=inside, other=0.0)
+    """Each program computes a stretch of one output row: values of pixels side by side, or of one pixel."""
+    plane, y = tl.program_id(0).to(tl.int64) // rows, tl.program_id(0) % rows
+    place = tl.program_id(1) * block + tl.arange(0, block)
+    inside = place < width
+    x, lane = place // inner, place % inner
+    top, down = tl.load(row_low + y), tl.load(row_share + y)
     left, right = tl.load(col_low + x, mask=inside, other=0), tl.load(col_share + x, mask=inside, other=0.0)
-    below, beside = tl.minimum(top + 1, rows_in - 1), tl.minimum(left + 1, cols_in - 1)
-    upper, lower = (plane * rows_in + top) * cols_in, (plane * rows_in + below) * cols_in
-    a = tl.load(source + (upper + left) * inner + lane, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(source + (upper + beside) * inner + lane, mask=inside, other=0.0).to(tl.float32)
-    c = tl.load(source + (lower + left) * inner + lane, mask=inside, other=0.0).to(tl.float32)
-    d = tl.load(source + (lower + beside) * inner + lane, mask=inside, other=0.0).to(tl.float32)
+    beside = tl.minimum(left + 1, cols_in - 1)
+    upper = source + (plane * rows_in + top) * cols_in * inner + lane
+    lower = source + (plane * rows_in + tl.minimum(top + 1, rows_in - 1)) * cols_in * inner + lane
+    a = tl.load(upper + left * inner, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(upper + beside * inner, mask=inside, other=0.0).to(tl.float32)
+    c = tl.load(lower + left * inner, mask=inside, other=0.0).to(tl.float32)
+    d = tl.load(lower + beside * inner, mask=inside, other=0.0).to(tl.float32)
     above, under = a * (1.0 - right) + b * right, c * (1.0 - right) + d * right
-    tl.store(out + place, (above * (1.0 - down) + under * down).to(out.dtype.element_ty), mask=inside)
+    at = out + tl.program_id(0).to(tl.int64) * width + place
+    tl.store(at, (above * (1.0 - down) + under * down).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -53,26 +56,25 @@ def _backward(
     given, out, row_low, row_share, col_low, col_share, row_edges, col_edges,
     rows_in, cols_in, rows, cols, inner, width, block: tl.constexpr,
 ):  # fmt: skip
-    """Each program owns values of one pixel of the input, or of a stretch of its row where a pixel has one value."""
+    """As _forward for a row of the input, which adds up what the outputs that read it were given."""
     plane, y = tl.program_id(0).to(tl.int64) // rows_in, tl.program_id(0) % rows_in
     place = tl.program_id(1) * block + tl.arange(0, block)
     inside = place < width
     x, lane = place // inner, place % inner
     start, end = tl.load(col_edges + 2 * x, mask=inside, other=0), tl.load(col_edges + 2 * x + 1, mask=inside, other=0)
-    most = tl.max(end - start, 0)
+    first, last = tl.load(row_edges + 2 * y), tl.load(row_edges + 2 * y + 1)
     total = tl.zeros((block,), tl.float32)
-    for row in range(tl.load(row_edges + 2 * y), tl.load(row_edges + 2 * y + 1)):
+    for step in range(0, tl.max(end - start, 0)):
+        column = start + step
+        there = inside & (column < end)
+        column = tl.where(there, column, 0)
         along = tl.zeros((block,), tl.float32)
-        for step in range(0, most):
-            column = start + step
-            there = inside & (column < end)
-            column = tl.where(there, column, 0)
-            at = ((plane * rows + row) * cols + column) * inner + lane
-            value = tl.load(given + at, mask=there, other=0.0).to(tl.float32)
-            along += tl.where(there, value * _weight(col_low, col_share, column, x, cols_in), 0.0)
-        total += along * _weight(row_low, row_share, row, y, rows_in)
-    at = (plane * rows_in + y) * width + place
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+        for row in range(first, last):
+            at = given + (plane * rows + row) * cols * inner + column * inner + lane
+            along += tl.load(at, mask=there, other=0.0).to(tl.float32) * _weight(row_low, row_share, row, y, rows_in)
+        total += tl.where(there, along * _weight(col_low, col_share, column, x, cols_in), 0.0)
+    at = out + tl.program_id(0).to(tl.int64) * width + place
+    tl.store(at, total.to(out.dtype.element_ty), mask=inside)
 
 
 class _Resize(torch.autograd.Function):
@@ -81,25 +83,19 @@ class _Resize(torch.autograd.Function):
         ctx.axes, ctx.small, ctx.format = axes, x.shape, _format(x)
         x = x.contiguous(memory_format=ctx.format)
         out = torch.empty((*x.shape[:2], *size), dtype=x.dtype, device=x.device, memory_format=ctx.format)
-        total = out.numel()
-        _forward[(triton.cdiv(total, BLOCK),)](
-            x, out, *_taps(axes), *x.shape[2:], *size, _inner(ctx.format, x), total, block=BLOCK
-        )  # fmt: skip
+        inner, block, grid = _work(out, ctx.format)
+        _forward[grid](x, out, *_taps(axes), *x.shape[2:], size[0], inner, size[1] * inner, block=block)
         return out
 
     @staticmethod
     def backward(ctx: Any, given: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        batch, channels, *small = ctx.small
         given = given.contiguous(memory_format=ctx.format)
         out = torch.empty(ctx.small, dtype=given.dtype, device=given.device, memory_format=ctx.format)
-        inner = _inner(ctx.format, given)
-        width = small[1] * inner
-        block = min(BLOCK, triton.next_power_of_2(width))
-        grid = (batch * channels // inner * small[0], triton.cdiv(width, block))
+        inner, block, grid = _work(out, ctx.format)
+        small = ctx.small[2:]
         edges = [_edges(axis, length) for axis, length in zip(ctx.axes, small, strict=True)]
-        _backward[grid](
-            given, out, *_taps(ctx.axes), *edges, *small, *given.shape[2:], inner, width, block=block
-        )  # fmt: skip
+        width = small[1] * inner
+        _backward[grid](given, out, *_taps(ctx.axes), *edges, *small, *given.shape[2:], inner, width, block=block)
         return out, None, None
 
 
@@ -114,9 +110,12 @@ def _format(x: Tensor) -> torch.memory_format:
     return torch.channels_last if last else torch.contiguous_format
 
 
-def _inner(order: torch.memory_format, x: Tensor) -> int:
-    """Values that lie side by side at one pixel."""
-    return x.shape[1] if order is torch.channels_last else 1
+def _work(out: Tensor, order: torch.memory_format) -> tuple[int, int, tuple[int, int]]:
+    """Values side by side at one pixel of `out`, values that a program computes, and programs: of rows, and in one."""
+    batch, channels, rows, columns = out.shape
+    inner = channels if order is torch.channels_last else 1
+    block = min(BLOCK, triton.next_power_of_2(columns * inner))
+    return inner, block, (batch * channels // inner * rows, triton.cdiv(columns * inner, block))
 
 
 def _taps(axes: Axes) -> list[Tensor]:

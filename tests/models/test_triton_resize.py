@@ -89,11 +89,11 @@ def test_they_compile_for_an_h100() -> None:
 
     taps = {"row_low": "*i32", "row_share": "*fp32", "col_low": "*i32", "col_share": "*fp32"}
     edges = {"row_edges": "*i32", "col_edges": "*i32"}
-    sizes = dict.fromkeys(("rows_in", "cols_in", "rows", "cols", "inner"), "i32")
+    sizes = dict.fromkeys(("rows_in", "cols_in", "rows", "inner", "width"), "i32")
     for dtype in ("*bf16", "*fp32"):
         for kernel, names in (
-            (kernels._forward, {"source": dtype, "out": dtype, **taps, **sizes, "total": "i32"}),
-            (kernels._backward, {"given": dtype, "out": dtype, **taps, **edges, **sizes, "width": "i32"}),
+            (kernels._forward, {"source": dtype, "out": dtype, **taps, **sizes}),
+            (kernels._backward, {"given": dtype, "out": dtype, **taps, **edges, **sizes, "cols": "i32"}),
         ):
             source = ASTSource(kernel, {**names, "block": "constexpr"}, {"block": 512})
             ptx = compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
