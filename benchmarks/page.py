@@ -37,6 +37,8 @@ limited by memory; only fewer bytes make it faster.
   digests of any number of tensors (Triton, on a GPU), a few for gradients, statistics and counters. A test counts.
 - Feature maps are resized by one Triton kernel forward and one backward on a GPU, in their dtype and memory format.
 - Batches are copied by a stream of their own, while the update before is computed.
+- A validation runs between two updates, on all ranks, each with its share of the images. It is not overlapped with
+  training: both would wait for the same GPU. What can be hidden is loading, which `data.cache_mib` saves.
 - Gradients are sent bucket by bucket during the backward of the last shard, and their sums come back during it too.
 - `compute.compile=true` trains through `torch.compile`. Numbers: other bits than without it, close to those of eager;
   equal bits for any number of processes as long as hardware and torch are equal, since every shard has one shape and
