@@ -134,7 +134,11 @@ def main(overrides: list[str]) -> int:
         CONSOLE.print(
             f"{split}: {len(samples)} images of {', '.join(sizes)}{example(config.data, split)}", markup=False
         )
-    CONSOLE.print(share_table(opened["train"].classes, {name: class_pixels(one) for name, one in sets.items()}))
+    counts = {name: class_pixels(one) for name, one in sets.items()}
+    CONSOLE.print(share_table(opened["train"].classes, counts))
+    if empty := [name for name, pixels in counts.items() if not pixels.sum()]:
+        CONSOLE.print(f"{', '.join(empty)}: every pixel is ignored. Check the masks, and the ids in the class table.")
+        return DataError.exit_code
     for problem in worker_problems(config, opened["train"]):
         CONSOLE.print(f"Warning: {problem}", markup=False)
     if len(opened) == 2 and config.data.name != "synthetic":

@@ -283,6 +283,14 @@ def test_doctor_prints_all_problems_at_once(data: DataConfig, capsys: pytest.Cap
         assert part in text
 
 
+def test_doctor_names_a_split_without_a_labelled_pixel(data: DataConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (Path(data.root) / "masks/val").iterdir():
+        write(path, np.full_like(mask_of(0), 255))
+    code, text = doctor(data, capsys)
+    assert code == 2
+    assert "val: every pixel is ignored. Check the masks" in text
+
+
 def test_every_cut_of_a_file_is_seen(tmp_path: Path) -> None:
     for suffix, end in ((".png", 1), (".jpg", 1)):
         path = tmp_path / f"whole{suffix}"
