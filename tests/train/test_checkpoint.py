@@ -78,6 +78,12 @@ def test_round_trip(file: Path) -> None:
     assert [path.name for path in file.parent.iterdir()] == ["last.pt"]
 
 
+def test_a_file_of_an_older_release_counts_no_validation_since_its_best(file: Path) -> None:
+    state = {name: value for name, value in load(file).items() if name not in ("stale", "digests")}
+    torch.save({**state, "digests": checkpoint._digests(state)}, file)
+    assert load(file)["stale"] == 0
+
+
 def test_digests_of_a_checkpoint_stay(file: Path) -> None:
     """Otherwise checkpoints of earlier versions would be refused as altered."""
     assert load(file)["digests"] == {
