@@ -74,7 +74,7 @@ def read_torch(path: Path) -> Any:
         if found := re.search(r"GLOBAL (\S+)", str(error)):
             raise CheckpointError(
                 f"{path} holds {found[1]}, a Python object: such a file runs code when it is loaded, so it was not "
-                f"loaded. Take a file of tensors alone: .safetensors, or what torch.save(net.state_dict(), ...) writes. "
+                f"loaded. Take a file of tensors alone: .safetensors, or of torch.save(net.state_dict(), ...). "
                 f"If you trust who made it, docs/weights.md has a command that converts it."
             ) from error
         raise _unreadable(path, error) from error
