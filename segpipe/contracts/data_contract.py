@@ -13,6 +13,7 @@ from segpipe.data.plugin_samples import PluginSamples
 from segpipe.data.samples import CachedSamples, Samples, open_samples
 from segpipe.errors import SegpipeError
 from segpipe.purity import checker
+from segpipe.purity.elsewhere import elsewhere
 from segpipe.purity.tripwire import seed_globals
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class DataContract:
         return self._different(contents(self.samples, self.indices), found, "read by a pickled copy", advice)
 
     def _other_process(self) -> str:
-        found = checker.elsewhere("spawn", _read, self.samples, self.indices)
+        found = elsewhere("spawn", _read, self.samples, self.indices)
         if isinstance(found, str):
             return f"in a spawned process: {found}."
         advice = "Do not use hash() of text, the process id, or the order of a set or of os.listdir."
