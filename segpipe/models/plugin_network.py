@@ -131,16 +131,21 @@ class ShardGuard:
 
     def check(self, step: int, shard: int) -> None:
         """The shard's backward is done. Raises ConfigError that names the parameter, buffer or generator."""
+        if found := self.found():
+            raise ConfigError(f"{self._names}: in step {step}, shard {shard}, {found}")
+
+    def found(self) -> str:
+        """What changed since the start, and what to do; empty if nothing did."""
         now = self._now()
         if now == self._before:
-            return
+            return ""
         moved = [name for name, *pair in zip(self._tensors, self._before[0], now[0], strict=True) if pair[0] != pair[1]]
         pairs = zip(("random", "numpy.random"), self._before[1], now[1], strict=False)
         drawn = [name for name, one, two in pairs if one != two]
         found = f"changes {moved[0]}" if moved else f"draws from the global generator of {drawn[0]}"
-        raise ConfigError(
-            f"{self._names}: in step {step}, shard {shard}, its forward or backward {found}: shards would no longer "
-            f"add up to the same bits. Write into no parameter or buffer, and draw from torch's generator alone."
+        return (
+            f"its forward or backward {found}: shards would no longer add up to the same bits. Draw from torch's "
+            f"generator alone, and write into no parameter or buffer."
         )
 
     def _now(self) -> tuple[list[int], list[bytes]]:
