@@ -41,14 +41,17 @@ def started(method: str, function: Callable[..., Any], *arguments: Any) -> Itera
     With `spawn`, nothing but the code and the arguments is as here: the interpreter is a new one, with another hash of
     text, other arguments, generators and numbers in its environment, and as it were the main process of rank 1 of 2.
     """
+    import torch  # not by a child before it has read its arguments, which this process waits for
+
     tripwire.set_opencv_threads(cv2.getNumThreads())
     context, spawns = get_context(method), method != "fork"
     receiver, sender = context.Pipe(duplex=False)
     process, problem = None, ""
     try:
         try:
-            given = (_send_afresh, _pickled(function, arguments)) if spawns else (_send, function, *arguments)
-            process = context.Process(target=given[0], args=(sender, *given[1:]), daemon=True)  # type: ignore[attr-defined]
+            afresh = (pickle.dumps(partial(function, *arguments)), torch.get_num_threads()) if spawns else ()
+            target, given = (_send_afresh, afresh) if spawns else (_send, (function, *arguments))
+            process = context.Process(target=target, args=(sender, *given), daemon=True)  # type: ignore[attr-defined]
             with warnings.catch_warnings(), _another_start() if spawns else nullcontext():
                 # Python 3.12 and later warn of any thread; this code takes no lock that a thread could hold.
                 warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
@@ -99,47 +102,28 @@ def _send(sender: Any, function: Callable[..., Any], *arguments: Any) -> None:
     sender.close()
 
 
-def _pickled(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
-    torch = sys.modules.get("torch")
-    return pickle.dumps((torch.get_num_threads() if torch else 0, pickle.dumps((function, arguments))))
-
-
-def _send_afresh(sender: Any, content: bytes) -> None:
-    """Nothing of the user's is imported before all looks like another start."""
+def _send_afresh(sender: Any, content: bytes, threads: int) -> None:
+    """`content` holds the call, with code of the user that is not imported before all looks like another start."""
     import torch
 
     here: Any = multiprocessing.current_process()
     here.name, here._identity, here._config["daemon"] = "MainProcess", (), False
     vars(multiprocessing.process)["_parent_process"] = None
-    group: Any = torch.distributed
     for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
-        setattr(group, name, partial(_constant, value))
-    threads, inner = pickle.loads(content)
-    if threads:
-        torch.set_num_threads(threads)
+        setattr(torch.distributed, name, lambda *_, value=value, **__: value)
+    torch.set_num_threads(threads)
     tripwire.seed_globals(START_SEED)
-    _send(sender, _called, inner)
-
-
-def _constant(value: Any, *_: Any, **__: Any) -> Any:
-    return value
-
-
-def _called(content: bytes) -> Any:
-    function, arguments = pickle.loads(content)
-    return function(*arguments)
+    _send(sender, lambda: pickle.loads(content)())
 
 
 @contextmanager
 def _another_start() -> Iterator[None]:
     """What a process inherits that is spawned in the block."""
     before, arguments = dict(os.environ), sys.argv
-    numbers = {
-        name: str(int(value) + 3)
-        for name, value in before.items()
-        if value.isdecimal() and not name.startswith(KEPT) and not SELECTING.match(name)
-    }
-    os.environ.update(numbers | RANK_1 | {"PYTHONHASHSEED": "2" if before.get("PYTHONHASHSEED") == "1" else "1"})
+    for name, value in before.items():
+        if value.isdecimal() and not name.startswith(KEPT) and not SELECTING.match(name):
+            os.environ[name] = str(int(value) + 3)
+    os.environ.update(RANK_1, PYTHONHASHSEED="2" if before.get("PYTHONHASHSEED") == "1" else "1")
     sys.argv = [*arguments[:1], *(["started=again"] * (len(arguments) + 1))]
     try:
         yield

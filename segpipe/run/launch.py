@@ -127,6 +127,7 @@ def check_job(config: Config) -> None:
 
 def examine(config: Config) -> None:
     """Check all that a run needs beside its settings and its folder: tracker, data set, augmentation, export folder."""
+    from segpipe.contracts.data_contract import check_data
     from segpipe.contracts.network_contract import check_network
     from segpipe.data.augment import Augmenter
     from segpipe.data.frequency import check_given_weights
@@ -150,6 +151,7 @@ def examine(config: Config) -> None:
         sequences(opened, config.data.sequence)  # the scores are told by sequence, after the training
     _check_crop(config, samples)
     check_labelled(samples)
+    check_data(config)
     if isinstance(config.loss.class_weights, list):
         check_given_weights(config.loss.class_weights, samples.classes.names)
     check_network(config, samples.classes)

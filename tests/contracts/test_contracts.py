@@ -14,7 +14,7 @@ import torch
 from segpipe.cli import check_plugin
 from segpipe.contracts import network_contract
 from segpipe.contracts.clause import Clause
-from segpipe.contracts.data_contract import DataContract
+from segpipe.contracts.data_contract import DataContract, check_data
 from segpipe.contracts.loss_contract import LossContract
 from segpipe.contracts.network_contract import NetworkContract, check_network
 from segpipe.contracts.network_contract import check_plugin as check_network_of
@@ -34,7 +34,7 @@ NET = """
     from torch import nn
     import torch.nn.functional as F
 
-    HASH = 1 + hash("net") % 100 / 100
+    HASH = 1 + hash("net") / 2**63
 
     class Net(nn.Module):
         def __init__(self, num_classes, fault=""):
@@ -145,9 +145,12 @@ LOSS = """
         return loss(logits, target, ignore_index=ignore_index)
 """
 DATA = """
+    import multiprocessing
     import numpy as np
     import os
     import threading
+
+    HASH = list(hash("data").to_bytes(8, "little", signed=True)[:3])
 
     class Data:
         classes, palette = ("a", "b"), ((0, 0, 0), (9, 9, 9))
@@ -170,6 +173,10 @@ DATA = """
                 image[0] = int(255 * self.order)
             if self.fault == "process":
                 image[0] = os.getpid() % 251
+            if self.fault == "child":
+                image[0] = int(multiprocessing.parent_process() is not None)
+            if self.fault == "hash":
+                image[0, 0] = HASH
             return image, np.full((4, 6), 2 if self.fault == "ids" else 0, np.uint8)
 """
 
@@ -365,6 +372,18 @@ def test_data_that_break_a_clause_are_told_which(
     if fault != "process":  # a process takes seconds to start
         monkeypatch.setattr(DataContract, "_other_process", lambda self: "")
     assert says in data(fault=fault)[f"train: {clause}"]
+
+
+@pytest.mark.parametrize("fault", ["random", "init", "process", "child", "hash", ""])
+def test_no_training_starts_with_samples_that_depend_on_the_process(fault: str) -> None:
+    config = Config()
+    config.data.name, config.data.args = "data:Data", {"fault": fault}
+    if fault:
+        with pytest.raises(ConfigError, match=r"data\.name = data:Data: sample 0 has other bytes when read (twice|by)"):
+            check_data(config)
+    else:
+        check_data(config)
+        check_data(Config())
 
 
 def test_the_command_checks_what_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
