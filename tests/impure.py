@@ -853,7 +853,7 @@ def surroundings() -> dict[str, object]:
         "rank": (os.environ.get("RANK"), torch.distributed.is_initialized() and torch.distributed.get_rank()),
         "seeds": (torch.initial_seed(), random.random(), float(np.random.rand())),
         "number": os.environ.get("SEGPIPE_TEST_STRENGTH"),
-        "kept": (os.environ.get("MKL_NUM_THREADS"), os.environ.get("SEGPIPE_TEST_TEXT")),
+        "kept": [os.environ.get(name) for name in ("MKL_NUM_THREADS", "SEGPIPE_TEST_TEXT", "PYTHONUNBUFFERED")],
         "threads": torch.get_num_threads(),
         "parent": multiprocessing.parent_process() is None,
         "daemon": (multiprocessing.current_process().daemon, multiprocessing.current_process().name),

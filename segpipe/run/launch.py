@@ -145,13 +145,13 @@ def examine(config: Config) -> None:
     verify(config.data, ["train", config.data.split])
     validation = open_samples(config.data, config.data.split, config.seed)
     samples = open_samples(config.data, "train", config.seed)
+    check_data(config)
     if config.data.split != "train" and not config.data.allow_overlap:
         check_overlap(image_files(samples), image_files(validation), config.data.split)
     for opened in (samples, validation):
         sequences(opened, config.data.sequence)  # the scores are told by sequence, after the training
     _check_crop(config, samples)
     check_labelled(samples)
-    check_data(config)
     if isinstance(config.loss.class_weights, list):
         check_given_weights(config.loss.class_weights, samples.classes.names)
     check_network(config, samples.classes)
