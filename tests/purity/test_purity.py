@@ -232,7 +232,7 @@ def test_a_spawned_process_looks_like_another_start(monkeypatch):
     monkeypatch.setenv("MKL_NUM_THREADS", "2")
     monkeypatch.setenv("SEGPIPE_TEST_TEXT", "text")
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
-    torch.set_num_threads(torch.get_num_threads() + 1)
+    torch.set_num_threads(torch.get_num_threads() + 5)
     before, arguments = dict(os.environ), list(sys.argv)
     there, here = elsewhere.elsewhere("spawn", impure.surroundings), impure.surroundings()
     assert dict(os.environ) == before
@@ -240,6 +240,7 @@ def test_a_spawned_process_looks_like_another_start(monkeypatch):
     assert {name for name in here if here[name] == there[name]} == {"kept", "threads", "parent", "daemon"}
     assert there["rank"] == ("1", 1)
     assert there["number"] == "7"
+    assert there["seeds"][0] == elsewhere.START_SEED
     assert not multiprocessing.active_children()
 
 
