@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import multiprocessing.process
 import os
 import platform
 import random
 import secrets
 import struct
 import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -18,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from copy import deepcopy
 from datetime import datetime
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from os import urandom
 from pathlib import Path
 from random import getrandbits
@@ -39,6 +42,11 @@ from segpipe.settings.groups import AugmentConfig
 LAST = {"number": 0}
 SHARED: list[int] = []
 LATE = {"number": 0}
+os.environ.setdefault("SEGPIPE_TEST_STRENGTH", "1")
+AT_IMPORT = {
+    "clock": time.time_ns(), "uuid": uuid4().int, "process": os.getpid(), "hash": hash("segpipe"),
+    "variable": int(os.environ["SEGPIPE_TEST_STRENGTH"]),
+}  # fmt: skip
 
 
 def stamped(image: np.ndarray, number: int) -> np.ndarray:
@@ -482,6 +490,122 @@ class Child(Planted):
         return subprocess.run(["true"], check=False).returncode
 
 
+class Descriptor(Planted):
+    """Counts in a file of the kernel, which leaves no trace in Python."""
+
+    file = os.memfd_create("calls")
+
+    def number(self) -> int:
+        os.write(self.file, b"x")
+        return os.lseek(self.file, 0, os.SEEK_CUR) // 10**6
+
+
+class TensorCounter(Planted):
+    calls_so_far = torch.zeros(1)
+
+    def number(self) -> int:
+        self.calls_so_far.add_(1)
+        return int(self.calls_so_far) // 10**6
+
+
+class ImportedClock(Planted):
+    def number(self) -> int:
+        return AT_IMPORT["clock"]
+
+
+class ImportedUuid(Planted):
+    def number(self) -> int:
+        return AT_IMPORT["uuid"]
+
+
+class ImportedProcess(Planted):
+    def number(self) -> int:
+        return AT_IMPORT["process"]
+
+
+class ImportedHash(Planted):
+    def number(self) -> int:
+        return AT_IMPORT["hash"]
+
+
+class ImportedVariable(Planted):
+    def number(self) -> int:
+        return AT_IMPORT["variable"]
+
+
+class MethodHash(Planted):
+    """No call of hash()."""
+
+    def number(self) -> int:
+        return (None, "segpipe").__hash__()
+
+
+class MainProcess(Planted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_main = multiprocessing.parent_process() is None
+
+    def number(self) -> int:
+        return int(self.is_main)
+
+
+class Daemon(Planted):
+    def number(self) -> int:
+        return int(multiprocessing.process._current_process.daemon)  # type: ignore[attr-defined]
+
+
+class Arguments(Planted):
+    def number(self) -> int:
+        return len(sys.argv)
+
+
+class GroupMember(Planted):
+    def number(self) -> int:
+        return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+class InitialSeed(Planted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seed_then = torch.initial_seed()
+
+    def number(self) -> int:
+        return self.seed_then
+
+
+class Bank(Planted):
+    """Pastes a corner of an earlier sample, as soon as it knows eight; entries are only added."""
+
+    corners: ClassVar[dict[bytes, np.ndarray]] = {}
+
+    def apply(self, img: np.ndarray, **_: object) -> np.ndarray:
+        out = img.copy()
+        if len(self.corners) >= 8:
+            out[:8, :8] = self.corners[self.py_random.choice(sorted(self.corners))]
+        self.corners.setdefault(img[:8, :8].tobytes(), img[:8, :8].copy())
+        return out
+
+
+@cache
+def _known(corner: bytes) -> int:
+    return len(corner)
+
+
+class CacheSize(Planted):
+    def apply(self, img: np.ndarray, **_: object) -> np.ndarray:
+        _known(img[:8, :8].tobytes())
+        return stamped(img, int(_known.cache_info().currsize > 8))
+
+
+class FirstOfItsKind(Planted):
+    """Keeps the brightness of the first image with this dark a corner."""
+
+    means: ClassVar[dict[int, float]] = {}
+
+    def apply(self, img: np.ndarray, **_: object) -> np.ndarray:
+        return stamped(img, int(self.means.setdefault(int(img[0, 0, 0]) // 64, float(img.mean()))))
+
+
 class Modest(A.ImageOnlyTransform):
     """A pure transform that stamps a number which follows from its draws, by way of a cache."""
 
@@ -677,7 +801,15 @@ CORPUS = {
     Proc: {WIRES},
     Node: {WIRES},
     Child: {WIRES},
+    Descriptor: {WIRES},
+    TensorCounter: {STATE},
 }
+# What two processes of one program agree about, and two starts of it do not: found in a spawned process.
+OF_A_START = (
+    ImportedClock, ImportedUuid, ImportedProcess, ImportedHash, ImportedVariable, MethodHash, MainProcess, Daemon,
+    Arguments, GroupMember, InitialSeed,
+)  # fmt: skip
+OF_MANY_IMAGES = (Bank, CacheSize, FirstOfItsKind)  # found by two processes that call in opposite orders
 NAMED = {  # what the message of the check at the start says of some of them
     WorkersRead: "calls torch.utils.data.get_worker_info at impure.py:",
     Environment: "calls os.environ['OMP_NUM_THREADS'] at impure.py:",
@@ -711,6 +843,21 @@ NAMED = {  # what the message of the check at the start says of some of them
     Node: "calls platform.uname at impure.py:",
     Child: "_posixsubprocess.fork_exec at impure.py:",
 }
+
+
+def surroundings() -> dict[str, object]:
+    """What a transform could ask of the process that it runs in."""
+    return {
+        "hash": hash("segpipe"),
+        "arguments": len(sys.argv),
+        "rank": (os.environ.get("RANK"), torch.distributed.is_initialized() and torch.distributed.get_rank()),
+        "seeds": (torch.initial_seed(), random.random(), float(np.random.rand())),
+        "number": os.environ.get("SEGPIPE_TEST_STRENGTH"),
+        "kept": [os.environ.get(name) for name in ("MKL_NUM_THREADS", "SEGPIPE_TEST_TEXT", "PYTHONUNBUFFERED")],
+        "threads": torch.get_num_threads(),
+        "parent": multiprocessing.parent_process() is None,
+        "daemon": (multiprocessing.current_process().daemon, multiprocessing.current_process().name),
+    }
 
 
 def forget() -> None:

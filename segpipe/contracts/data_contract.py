@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from segpipe import plugins
-from segpipe.contracts.clause import Clause, answers
+from segpipe.contracts.clause import NOTE, Clause, answers
 from segpipe.data.augment import Augmenter
 from segpipe.data.plugin_samples import PluginSamples
 from segpipe.data.samples import CachedSamples, Samples, open_samples
-from segpipe.errors import SegpipeError
+from segpipe.errors import ConfigError, SegpipeError
 from segpipe.purity import checker
-from segpipe.purity.tripwire import seed_globals
+from segpipe.purity.elsewhere import elsewhere
+from segpipe.purity.tripwire import preserved, seed_globals
 
 if TYPE_CHECKING:
     from segpipe.settings.config import Config
@@ -74,11 +75,21 @@ class DataContract:
         return self._different(contents(self.samples, self.indices), found, "read by a pickled copy", advice)
 
     def _other_process(self) -> str:
-        found = checker.elsewhere("spawn", _read, self.samples, self.indices)
-        if isinstance(found, str):
-            return f"in a spawned process: {found}."
-        advice = "Do not use hash() of text, the process id, or the order of a set or of os.listdir."
-        return self._different(contents(self.samples, self.indices), found, "read by another process", advice)
+        """A forked one, as loader processes are, and one of another start of the program."""
+        expected = contents(self.samples, self.indices)
+        for method in ("fork", "spawn"):
+            found = elsewhere(method, contents, self.samples, self.indices)
+            if isinstance(found, str):
+                return f"{NOTE}not checked in another process ({method}): {found}"
+            advice = "Use no hash() of text, process id, clock, parent_process(), or order of a set or of os.listdir."
+            if problem := self._different(expected, found, "read by another process", advice):
+                return problem
+        return ""
+
+    def refusal(self) -> str:
+        """Why no training should start with this data set; empty when one may."""
+        asked = (("opened", self._opened), ("twice", self._twice), ("other process", self._other_process))
+        return next((clause.problem for clause in answers("data", asked) if clause.problem), "")
 
     def _different(self, before: list[str], now: list[str], how: str, advice: str) -> str:
         for index, one, two in zip(self.indices, before, now, strict=True):
@@ -95,12 +106,13 @@ def contents(samples: Samples, indices: list[int]) -> list[str]:
     ]
 
 
-def _read(samples: Samples, indices: list[int]) -> list[str] | str:
-    """The contents, or in one text why they cannot be read."""
-    try:
-        return contents(samples, indices)
-    except Exception as error:
-        return plugins.located(error)
+def check_data(config: Config) -> None:
+    """Raise ConfigError for a training set of the user whose samples have other bytes when read again, or elsewhere."""
+    if not plugins.is_path(config.data.name):
+        return
+    with preserved():
+        if problem := DataContract(config, "train").refusal():
+            raise ConfigError(f"data.name = {config.data.name}: {problem}")
 
 
 def augment_clauses(config: Config) -> Iterator[Clause]:

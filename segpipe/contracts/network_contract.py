@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from segpipe import IGNORE_INDEX
+from segpipe import IGNORE_INDEX, plugins
 from segpipe.contracts.clause import NOTE, Clause, Question, answers
 from segpipe.determinism.opgate import SLOW, check_ops
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.losses.total import shard_loss, valid_pixels
 from segpipe.models import KEY, build_model
+from segpipe.models.plugin_network import ShardGuard
 from segpipe.models.preprocess import Preprocess
 from segpipe.plugins import is_path
+from segpipe.purity.elsewhere import elsewhere, started
 from segpipe.purity.tripwire import preserved, seed_globals
 from segpipe.train import checkpoint
 from segpipe.train.start import read_start
@@ -45,7 +48,7 @@ class NetworkContract:
     """
 
     def __init__(self, config: Config, num_classes: int, largest: int = LARGEST) -> None:
-        self.config, self.num_classes = config, num_classes
+        self.config, self.num_classes, self.largest = config, num_classes, largest
         self.size = tuple(min(length, largest) for length in config.augment.crop_size)
         self.net = nn.Module()  # made by the first question
         draws = torch.Generator().manual_seed(0)
@@ -76,14 +79,18 @@ class NetworkContract:
             return False
         return True
 
-    def refusal(self) -> str:
-        """Why no training should start with a network that `runs`; empty when one may."""
+    def refusal(self, afresh: Callable[[], Any]) -> str:
+        """Why no training should start with a network that `runs`; empty when one may.
+
+        `afresh` returns what `passed_afresh` does, in another process, or text if there is no answer.
+        """
         self._is_built()  # again, since forwards moved its statistics
         questions = [
             ("equal weights", self._equal_weights),
             ("training", self._training_randomness),
             ("eval", self._eval_randomness),
             ("copies", self._round_trip),
+            ("another start", lambda: self._another_start(afresh)),
         ]
         return next((clause.problem for clause in answers("model", questions) if clause.problem), "")
 
@@ -95,6 +102,7 @@ class NetworkContract:
             ("odd image sizes", self._odd_sizes),
             ("gradients reach all parameters", self._gradients),
             ("randomness of torch's generator alone", self._training_randomness),
+            ("the same in another start, on rank 1 of 2", lambda: self._another_start(self._afresh)),
             ("no randomness in eval mode", self._eval_randomness),
             ("an image alone as in a batch", self._batch),
             ("ops that CUDA repeats", self._ops),
@@ -171,19 +179,51 @@ class NetworkContract:
             )
         return f"the gradient of {broken[0]} is not finite." if broken else ""
 
+    def passed(self) -> list[Tensor]:
+        """Logits of all heads and gradients of all parameters, of one forward and backward in training mode."""
+        heads = list(self._heads().values())
+        parameters = [parameter for parameter in self.net.parameters() if parameter.requires_grad]
+        scalar = torch.stack([logits.float().square().mean() for logits in heads]).sum()
+        if scalar.requires_grad:
+            scalar.backward()  # type: ignore[no-untyped-call]
+        found = [*heads, *(parameter.grad for parameter in parameters if parameter.grad is not None)]
+        self.net.zero_grad(set_to_none=True)
+        return [value.detach() for value in found]
+
     def _training_randomness(self) -> str:
         """Twice the same in training mode, though all other generators moved and other images came between."""
-        state = copy.deepcopy(self.net.state_dict())
+        state, guard = copy.deepcopy(self.net.state_dict()), ShardGuard(self.config, self.net)
         seed_globals(1)
-        one = self._heads()
+        guard.start()
+        one = self.passed()
+        if found := guard.found():
+            return found
+        for name, parameter in self.net.named_parameters():
+            if not _same(parameter, state[name]):  # by way of .data, which counts no version
+                return f"its forward or backward changes {name}. Leave parameters to the optimizer."
         self._heads(2 * self.image[1:] + 1)
         self.net.load_state_dict(state)
         seed_globals(2)
-        two = self._heads()
-        if any(not _same(one[name], two[name]) for name in one):
+        if _differ(one, self.passed()):
             return (
-                "two forwards of the same images in training mode differ under one seed of torch. Draw from torch's "
+                "two passes of the same images in training mode differ under one seed of torch. Draw from torch's "
                 "generator alone, and keep nothing from one call to the next."
+            )
+        return ""
+
+    def _afresh(self) -> Any:
+        return elsewhere("spawn", passed_afresh, self.config, self.num_classes, [self.largest], _debug_mode())
+
+    def _another_start(self, afresh: Callable[[], Any]) -> str:
+        self._is_built()
+        found = afresh()
+        if isinstance(found, str):
+            return f"{NOTE}not checked in a spawned process: {found}"
+        if _differ(self.passed(), [torch.from_numpy(value) for value in found]):
+            return (
+                "logits or gradients of the same images are others in a process that was started again, as rank 1 of "
+                "2. Use no rank, process id, clock, uuid, hash() of text, environment variable or sys.argv, not even "
+                "at import."
             )
         return ""
 
@@ -247,6 +287,24 @@ def _same(one: Tensor, two: Tensor) -> bool:
     return torch.equal(one.nan_to_num(), two.nan_to_num())
 
 
+def _differ(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(ones) != len(others) or not all(map(_same, ones, others))
+
+
+def _debug_mode() -> int:
+    return torch.get_deterministic_debug_mode()
+
+
+def passed_afresh(config: Config, num_classes: int, sizes: Sequence[int], mode: int) -> list[NDArray[Any]]:
+    """What `NetworkContract.passed` returns for the first size of images that runs, in a process of its own."""
+    torch.set_deterministic_debug_mode(mode)
+    plugins.trust([config.model.name])
+    contracts = [NetworkContract(config, num_classes, size) for size in sizes]
+    contract = next((one for one in contracts if one.runs()), contracts[-1])
+    contract._is_built()
+    return [value.numpy() for value in contract.passed()]
+
+
 def check_network(config: Config, classes: ClassTable) -> None:
     """Refuse what stops or spoils a training, before any process starts.
 
@@ -267,10 +325,12 @@ def check_plugin(config: Config, num_classes: int) -> None:
 
     Runs it on the CPU with small images, or with those of the crop; where it takes neither, the training will tell.
     """
-    with preserved():
-        for largest in (QUICK, max(config.augment.crop_size)):
+    sizes = (QUICK, max(config.augment.crop_size))
+    again = started("spawn", passed_afresh, config, num_classes, sizes, _debug_mode())
+    with preserved(), again as afresh:
+        for largest in sizes:
             contract = NetworkContract(config, num_classes, largest)
             if contract.runs():
-                if problem := contract.refusal():
+                if problem := contract.refusal(afresh):
                     raise ConfigError(f"{KEY} = {config.model.name}: {problem}")
                 return

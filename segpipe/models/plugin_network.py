@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
+import random
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from segpipe.errors import ConfigError
 from segpipe.models.layers import SegmentationNet
+from segpipe.plugins import is_path
+
+if TYPE_CHECKING:
+    from segpipe.settings.config import Config
 
 MAIN = ("main", "out")  # the second is torchvision's
 RESERVED = ("total", "dice", "edge")  # names of other parts of the loss
@@ -51,7 +58,7 @@ class PluginNetwork(SegmentationNet):
         """Logits per head: "main" and, with `aux`, all others. Raises ConfigError for outputs that do not fit."""
         traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
         checked = self.training and not traced
-        before = {name: (buffer, buffer._version) for name, buffer in self._plain_buffers()} if checked else {}
+        before = {name: (buffer, buffer._version) for name, buffer in plain_buffers(self.net)} if checked else {}
         heads = named_heads(self.net(image), self.name)
         if not traced:
             self._check(heads, image)
@@ -59,12 +66,6 @@ class PluginNetwork(SegmentationNet):
             self._check_names(heads)
             self._check_buffers(before)
         return heads if aux else {"main": heads["main"]}
-
-    def _plain_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Buffers that nothing averages over the shards: all but those of BatchNorm."""
-        for prefix, module in self.net.named_modules():
-            if not isinstance(module, nn.modules.batchnorm._BatchNorm):
-                yield from module.named_buffers(prefix, recurse=False)
 
     def _check(self, heads: Mapping[str, Tensor], image: Tensor) -> None:
         for name, logits in heads.items():
@@ -90,7 +91,7 @@ class PluginNetwork(SegmentationNet):
 
         One of another shape is a cache for the size of the image, such as a grid of coordinates.
         """
-        now = dict(self._plain_buffers())
+        now = dict(plain_buffers(self.net))
         for name, (old, version) in before.items():
             new = now.get(name)
             replaced = new is not old and (new is None or new.shape == old.shape)
@@ -99,6 +100,58 @@ class PluginNetwork(SegmentationNet):
                     f"model.name = {self.name}: its forward changes the buffer {name}, which is no statistic of a "
                     f"BatchNorm: shards would no longer add up to the same bits. Keep such state out of the forward."
                 )
+
+
+def plain_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that nothing averages over the shards: all but those of BatchNorm."""
+    for prefix, module in model.named_modules():
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
+            yield from module.named_buffers(prefix, recurse=False)
+
+
+class ShardGuard:
+    """Refuses what the user's network or loss leaves to the next shard, in the forward and backward of every shard.
+
+    That is a write into a parameter or a buffer that is no BatchNorm's, and a draw from the global generators of random
+    and numpy. Reads counters of the host alone, 0.1 ms per shard. Does nothing without code of the user.
+    """
+
+    def __init__(self, config: Config, model: nn.Module) -> None:
+        names = {"model.name": config.model.name, "loss.name": config.loss.name}
+        self._names = ", ".join(f"{key} = {name}" for key, name in names.items() if is_path(name))
+        watches = bool(self._names) and config.compute.mode != "off" and not config.compute.compile
+        buffers = {} if config.compute.cuda_graph else dict(plain_buffers(model))  # its recording puts them back
+        self._tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **buffers} if watches else {}
+        self._draws = watches and config.track.name == "none"  # threads of a tracker may draw
+        self._before = self._now()
+
+    def start(self) -> None:
+        """A shard begins."""
+        self._before = self._now()
+
+    def check(self, step: int, shard: int) -> None:
+        """The shard's backward is done. Raises ConfigError that names the parameter, buffer or generator."""
+        if found := self.found():
+            raise ConfigError(f"{self._names}: in step {step}, shard {shard}, {found}")
+
+    def found(self) -> str:
+        """What changed since the start, and what to do; empty if nothing did."""
+        now = self._now()
+        if now == self._before:
+            return ""
+        moved = [name for name, *pair in zip(self._tensors, self._before[0], now[0], strict=True) if pair[0] != pair[1]]
+        pairs = zip(("random", "numpy.random"), self._before[1], now[1], strict=False)
+        drawn = [name for name, one, two in pairs if one != two]
+        found = f"changes {moved[0]}" if moved else f"draws from the global generator of {drawn[0]}"
+        return (
+            f"its forward or backward {found}: shards would no longer add up to the same bits. Draw from torch's "
+            f"generator alone, and write into no parameter or buffer."
+        )
+
+    def _now(self) -> tuple[list[int], list[bytes]]:
+        """Versions of the tensors, which every write into them counts, and states of the generators."""
+        states = (random.getstate(), np.random.get_state(legacy=False)) if self._draws else ()
+        return [tensor._version for tensor in self._tensors.values()], [pickle.dumps(state) for state in states]
 
 
 def named_heads(output: Any, name: str) -> dict[str, Tensor]:

@@ -73,12 +73,9 @@ def read_torch(path: Path) -> Any:
     except pickle.UnpicklingError as error:
         if found := re.search(r"GLOBAL (\S+)", str(error)):
             raise CheckpointError(
-                f"{path} holds {found[1]}, a Python object: reading it could run code of the file, so only tensors and "
-                f"plain values are read. Where you trust the file, write its tensors to another one: "
-                f"python -c \"import torch; torch.save(torch.load({str(path)!r}, map_location='cpu', "
-                f"weights_only=False)['state_dict'], 'tensors.pth')\" (or another entry than state_dict). Of a whole "
-                f"network, written by torch.save(net), take .state_dict() in place of ['state_dict']; the command then "
-                f"needs the code of the network."
+                f"{path} holds {found[1]}, a Python object: such a file runs code when it is loaded, so it was not "
+                f"loaded. Take a file of tensors alone: .safetensors, or of torch.save(net.state_dict(), ...). "
+                f"If you trust who made it, docs/weights.md has a command that converts it."
             ) from error
         raise _unreadable(path, error) from error
     except Exception as error:  # torch raises RuntimeError, EOFError, BadZipFile ...
@@ -109,6 +106,7 @@ def state_dict_in(content: Any, path: Path) -> WeightsSource:
     parts = dict(_state_dicts(content))
     if not parts:
         found = ", ".join(map(str, list(content)[:NAMED])) if isinstance(content, Mapping) else type(content).__name__
+        found = found or f"an empty {type(content).__name__}"
         raise CheckpointError(f"{path} holds no state dict (tensors by name), but {found}. Save net.state_dict().")
     ranks = {name: place for place, name in enumerate(PARTS)}
     part, *others = sorted(parts, key=lambda name: ranks.get(name.rpartition(".")[2], len(ranks)))
@@ -186,13 +184,17 @@ def fit(model: nn.Module, source: WeightsSource, *, num_classes: int, partial: b
     counts = {name: len(found[name]) for name in found if _is_class_layer(found[name], own[name], num_classes)}
     adapted = [name for name in counts if len(set(counts.values())) == 1]
     misshapen = [name for name in found if name not in kept and name not in adapted]
+    mistyped = [name for name in misshapen if found[name].shape == own[name].shape]
     missing = [name for name in own if name not in found]
     left_over = [key for key in tensors if key not in {names[name] for name in found}]
     if not partial:
         _refuse(where, f"{type(model).__name__} with {num_classes} classes", {
             "missing": [names[name] for name in missing if not _may_be_missing(name)],
             "left over": [key for key in left_over if not NOT_OF_A_NETWORK.search(key)],
-            "of another shape": [f"{names[n]} {_shape(found[n])}, needed {_shape(own[n])}" for n in misshapen],
+            "of another dtype": [f"{names[n]} {found[n].dtype}, needed {own[n].dtype}" for n in mistyped],
+            "of another shape": [
+                f"{names[n]} {_shape(found[n])}, needed {_shape(own[n])}" for n in misshapen if n not in mistyped
+            ],
         })  # fmt: skip
     _copy(own, {name: found[name] for name in kept}, where)
     parameters = {name: value.numel() for name, value in model.named_parameters()}
@@ -244,8 +246,11 @@ def _refuse(where: str, network: str, problems: Mapping[str, list[str]]) -> None
 
 def _copy(own: Mapping[str, Tensor], values: Mapping[str, Tensor], where: str) -> None:
     for name, value in values.items():
-        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-            raise WeightsError(f"{where}: {name} is not finite: the training that wrote it diverged. Take another.")
+        if not bool(torch.isfinite(value.to(own[name].dtype)).all()):
+            found = f"too large for {own[name].dtype}" if bool(torch.isfinite(value).all()) else "not finite"
+            raise WeightsError(f"{where}: {name} is {found}: the training that wrote it diverged. Take another.")
+        if name.endswith("running_var") and bool((value < 0).any()):
+            raise WeightsError(f"{where}: {name} holds a negative variance: the file is damaged. Take another.")
     with torch.no_grad():
         for name, value in values.items():
             own[name].copy_(value)

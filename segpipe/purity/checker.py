@@ -10,23 +10,19 @@ layouts.py checks the pipeline inside real loader workers.
 from __future__ import annotations
 
 import math
-import os
-import pickle
 import threading
 import time
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import cv2
+import numpy as np
 
-from segpipe import plugins
-from segpipe.errors import ConfigError, ImpureAugmentError, SegpipeError
+from segpipe.errors import ImpureAugmentError, SegpipeError
+from segpipe.plugins import is_path
 from segpipe.purity import tripwire
+from segpipe.purity.elsewhere import elsewhere, started
 from segpipe.purity.held import object_state, written
 from segpipe.purity.probes import (
     KEYS,
@@ -47,7 +43,6 @@ if TYPE_CHECKING:
     from segpipe.data.samples import Samples
 
 QUICK_SIZE = 256  # largest height and width at which `quick` probes single transforms
-PATIENCE_S = 120.0  # for another process, as long as it does nothing
 BUDGET_S = 20.0  # processor time of `quick`; all its probes of all shipped transforms take less than 2
 UNANSWERED = {  # advice, by start method
     "fork": "A transform may wait for threads, which do not survive a fork.",
@@ -58,7 +53,11 @@ COMBINED = (
 )
 FORKED = Probe("forked process", Case.differs, "Do not use the process id, or state set up per process.")
 SPAWNED = Probe(
-    "spawned process", Case.differs, "Do not use hash() of text, addresses, or module data set after the import."
+    "spawned process",
+    Case.differs,
+    "It depends on how or when the program was started. Use no clock, uuid, process id, hash() of text, address, order "
+    "of a set, environment variable, sys.argv, rank or torch.initial_seed(), not even at import or in __init__, nor "
+    "module data set after the import.",
 )
 # Most telling first. Without the pickling probe: only workers that are not forked need it, and they report it. That of
 # a forked process is part of ORDER.
@@ -68,6 +67,7 @@ QUICK = tuple(
     if probe.name != "pickled pipeline"
 )
 CAUSES = ("tripwires", "own state")  # probes that name a line or an attribute, where others tell what differs
+MANY = 32  # images for each transform of the user, whose calls in two orders must agree
 ALWAYS = 2  # first probes of QUICK, two calls each, that run on every transform however slow the machine is
 METHODS = {"fork": FORKED, "spawn": SPAWNED}
 ORDER = "another worker"
@@ -105,7 +105,7 @@ def check(
     one; costs about 50 calls of each transform. Global generators and thread counts are restored, except that OpenCV's
     generator restarts.
     """
-    ordered = _in_two_orders(augmenter, samples)
+    ordered = _in_two_orders(augmenter, _two_frames(samples))
     cases = _cases(augmenter, samples, len(KEYS))
     findings = _ask([(case, probe) for case in cases for probe in PROBES], report=report).findings
 
@@ -132,25 +132,30 @@ def quick(augmenter: Augmenter, samples: Samples, *, budget_s: float = BUDGET_S)
     """
     if not augmenter.config.check:
         return ""
-    ordered = _in_two_orders(augmenter, samples)
-    found = elsewhere("fork", _probe, augmenter, samples, budget_s)
+    frames = _two_frames(samples)
+    mine = any(map(is_path, augmenter.config.extra))
+    with started("spawn", _outputs, augmenter, frames, False) if mine else nullcontext(dict) as afresh:
+        found = elsewhere("fork", _probe, augmenter, samples, budget_s)
+        ordered = _in_two_orders(augmenter, frames, afresh)
     answers, asked_for = (
         found if not isinstance(found, str) else (_unanswered("fork", augmenter.name, QUICK[0], found), 0)
     )
     findings = _drop_explained([*answers.findings, *ordered], augmenter.name)
-    if findings:
+    told = [one for one in findings if one.unanswered and one.probe == SPAWNED.name]  # no reason not to train
+    if findings != told:
         others = f" ({len(findings) - 1} more)" if len(findings) > 1 else ""
-        telling = min(findings, key=lambda finding: finding.probe not in CAUSES)
+        telling = min(findings, key=lambda finding: (finding in told, finding.probe not in CAUSES))
         raise ImpureAugmentError(
             f"augmentation is not a pure function of sample and key. {telling}{others} List all with "
             f"segpipe check-augment; augment.check=false trains anyway."
         )
-    if answers.asked == asked_for:
-        return ""
-    return (
-        f"purity of the augmentation: {answers.asked} of {asked_for} probes ran in {budget_s:g} s of processor time; "
-        f"segpipe check-augment runs all."
-    )
+    notes = [f"purity of the augmentation: {finding}" for finding in told]
+    if answers.asked < asked_for:
+        notes.append(
+            f"purity of the augmentation: {answers.asked} of {asked_for} probes ran in {budget_s:g} s of processor "
+            f"time; segpipe check-augment runs all."
+        )
+    return " ".join(notes)
 
 
 def _probe(augmenter: Augmenter, samples: Samples, budget_s: float) -> tuple[_Answers, int]:
@@ -160,41 +165,58 @@ def _probe(augmenter: Augmenter, samples: Samples, budget_s: float) -> tuple[_An
     return _ask(questions, budget_s, ALWAYS * len(cases)), len(questions)
 
 
-def _in_two_orders(augmenter: Augmenter, samples: Samples) -> list[Finding]:
-    """A finding for each transform whose outputs differ between two fresh processes; empty if one of them fails, which
-    the probes then explain."""
+def _in_two_orders(augmenter: Augmenter, frames: Sequence[Frame], afresh: Callable[[], Any] = dict) -> list[Finding]:
+    """A finding for each transform whose outputs differ between two forked processes, or from those `afresh`, of a
+    spawned one; empty if a forked one fails, which the probes then explain."""
     try:
-        found = [elsewhere("fork", _outputs, augmenter, samples, backwards) for backwards in (False, True)]
+        found = [elsewhere("fork", _outputs, augmenter, frames, backwards) for backwards in (False, True)]
     except Exception:
         return []
     if any(isinstance(each, str) for each in found):
         return []
+    try:
+        spawned = afresh()
+    except SegpipeError as error:
+        return [Finding(augmenter.name, SPAWNED.name, str(error).rstrip("."), SPAWNED.advice)]
+    if isinstance(spawned, str):
+        return [Finding(augmenter.name, SPAWNED.name, spawned, UNANSWERED["spawn"], unanswered=True)]
+    return [
+        *_compared(found[0], found[1], ORDER, ORDER_ADVICE),
+        *_compared(found[0], spawned, SPAWNED.name, SPAWNED.advice),
+    ]
+
+
+def _compared(ones: Mapping[str, _Outputs], others: Mapping[str, _Outputs], probe: str, advice: str) -> list[Finding]:
     findings = []
-    for name, one in found[0].items():
-        other = found[1][name]
+    for name, other in others.items():
+        one = ones[name]
         pixel = next(
             (d for place in one.frames if (d := first_difference(one.frames[place], other.frames[place]))), None
         )
         if pixel is not None:
-            left = [*dict.fromkeys((*one.written, *other.written))][:3]
+            left = [*dict.fromkeys((*one.written, *other.written))][:3] if probe == ORDER else []
             kept = f"; its calls write into {', '.join(left)}" if left else ""
-            place = pixel if isinstance(pixel, Pixel) else None
-            findings.append(Finding(name, ORDER, f"{pixel}{kept}", ORDER_ADVICE, place))
+            findings.append(Finding(name, probe, f"{pixel}{kept}", advice, pixel if isinstance(pixel, Pixel) else None))
     return findings
 
 
-def _outputs(augmenter: Augmenter, samples: Samples, backwards: bool) -> dict[str, _Outputs]:
+def _outputs(augmenter: Augmenter, frames: Sequence[Frame], backwards: bool) -> dict[str, _Outputs]:
     """Of each transform and the whole, by name, what it makes of two samples under two keys; the same backwards, and
-    as another worker."""
-    frames, parts = _two_frames(samples), augmenter.parts()
+    as another worker.
+
+    A transform of the user is called with MANY images: a bank of earlier samples needs some before it is used.
+    """
+    parts = augmenter.parts()
     order = slice(None, None, -1) if backwards else slice(None)
     with tripwire.another_worker(environment=True) if backwards else nullcontext():
         cropped = [run(parts[0].fresh(), frame, KEYS[0]) for frame in frames]
         small = [(image[:QUICK_SIZE, :QUICK_SIZE], target[:QUICK_SIZE, :QUICK_SIZE]) for image, target in cropped]
+        many = [*small, *((small[0][0] // 2 + np.uint8(4 * number), small[0][1]) for number in range(MANY - 2))]
         made = {}
         for function in [*parts, augmenter][order]:
-            given = small if function in parts[1:] else frames
-            made[function.name] = _called(function.fresh(), given, [(0, 0), (0, 1), (1, 0), (1, 1)][order])
+            given = frames if function not in parts[1:] else many if is_path(function.name) else small
+            places = [(0, 0), (0, 1), (1, 0), (1, 1), *((place, place % len(KEYS)) for place in range(2, len(given)))]
+            made[function.name] = _called(function.fresh(), given, places[order])
     return made
 
 
@@ -291,55 +313,3 @@ def _answers(method: str, questions: Sequence[Question], budget_s: float = math.
 
 def _unanswered(method: str, name: str, probe: Probe, problem: str) -> _Answers:
     return _Answers([Finding(name, probe.name, problem, UNANSWERED[method], unanswered=True)], 0)
-
-
-def elsewhere(method: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function returns in another process; text if there is no answer. Raises what it raises."""
-    tripwire.set_opencv_threads(cv2.getNumThreads())
-    context = get_context(method)
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(sender, function, *arguments), daemon=True)  # type: ignore[attr-defined]
-    try:
-        with warnings.catch_warnings():
-            # Python 3.12 and later warn of any thread; this code takes no lock that a thread could hold.
-            warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
-            process.start()
-        sender.close()
-        used = -1.0
-        while not receiver.poll(PATIENCE_S):  # on a busy machine, one that computes needs longer
-            if (now := _processor_s(process.pid)) - used < PATIENCE_S / 100 or now > max(PATIENCE_S, 2 * BUDGET_S):
-                return f"no answer in {PATIENCE_S:.0f} s"
-            used = now
-        found = receiver.recv()
-    except EOFError:
-        return "the process ended without an answer"
-    except (AttributeError, TypeError, pickle.PicklingError) as error:
-        return f"cannot be sent to another process: {error}"
-    finally:
-        receiver.close()
-        sender.close()
-        if process.pid is not None:
-            process.kill()
-            process.join()
-    if isinstance(found, Exception):
-        raise found
-    return found
-
-
-def _processor_s(pid: int | None) -> float:
-    """Processor time of a process; infinity where the system does not tell."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        return math.inf
-
-
-def _send(sender: Any, function: Callable[..., Any], *arguments: Any) -> None:
-    try:
-        sender.send(function(*arguments))
-    except SegpipeError as error:
-        sender.send(error)
-    except Exception as error:
-        sender.send(ConfigError(f"the augmentation cannot run. {plugins.located(error)}"))
-    sender.close()

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from segpipe.purity.tripwire import LIBRARIES, STANDARD, foreign
+from segpipe.purity.tripwire import LIBRARIES, STANDARD, foreign, shadows
 
 # Attributes that carry nothing from call to call: the caller sets the random state before every call, and
 # albumentations clears the last parameters at the start of one.
@@ -126,7 +126,7 @@ def _object(path: str, thing: Any, seen: dict[int, Any]) -> Iterator[tuple[str, 
         number = next(seen.setdefault(-id(kind), itertools.count(1)))
         name = path if path and foreign(kind.__module__) else f"{kind.__name__}{f' {number}' if number > 1 else ''}"
         for owner in kind.__mro__:  # first: a bound method is named by its class
-            if owner.__module__.partition(".")[0] not in NOT_WALKED:
+            if owner.__module__.partition(".")[0] not in NOT_WALKED or shadows(owner.__module__):
                 yield from _members(owner.__name__, _data(vars(owner), owner.__module__), seen)
                 yield from _module(owner.__module__, seen)
         yield f"attributes of {name}", repr(sorted(set(vars(thing)) - set(TRANSIENT))).encode()
@@ -173,6 +173,7 @@ def _data(values: Mapping[str, Any], module: str) -> dict[str, Any]:
         and (
             value is None
             or isinstance(value, (*DATA, *GENERATORS, Iterator))
+            or hasattr(type(value), "detach")  # a tensor
             or (isinstance(value, (FunctionType, *WRAPPERS)) and getattr(value, "__module__", module) == module)
         )
     }

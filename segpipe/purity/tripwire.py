@@ -46,7 +46,7 @@ PLACES = {
     "posix": (
         "getpid", "getppid", "cpu_count", "sched_getaffinity", "stat", "lstat", "access", "listdir", "scandir", "open",
         "mkdir", "remove", "unlink", "rename", "replace", "utime", "uname", "times", "getloadavg", "getcwd", "readlink",
-        "system",
+        "system", "read", "write", "lseek",
     ),
     "time": ("clock_gettime", "clock_gettime_ns", "localtime", "gmtime", "strftime", "ctime", "thread_time"),
     "_posixsubprocess": ("fork_exec",),
@@ -77,6 +77,7 @@ LIBRARIES = frozenset(  # may ask for more than a transform, but not draw
     ("albumentations", "albucore", "numpy", "torch", "torchvision", "cv2", "scipy", "skimage", "PIL", "segpipe")
 )
 STANDARD = sys.stdlib_module_names
+LIBRARY = os.path.dirname(os.__file__)  # where the standard library lies
 SILENT = (
     "importlib", "_frozen_importlib", "_frozen_importlib_external", "logging", "warnings", "linecache", "inspect",
 )  # fmt: skip
@@ -246,14 +247,22 @@ def own_modules() -> list[ModuleType]:
 def foreign(module: str | None) -> bool:
     """Whether a module is no code of the user."""
     name = module or "builtins"
-    if name.partition(".")[0] in LIBRARIES | STANDARD:
+    if name.partition(".")[0] in LIBRARIES | STANDARD and not shadows(name):
         return name != "__main__"
     place = getattr(sys.modules.get(name), "__file__", None) or ""
     return not place or "site-packages" in place or "dist-packages" in place
 
 
+def shadows(module: str) -> bool:
+    """Whether the user's own file has the name of a module of Python, as `imp.py` or `code.py`."""
+    top = module.partition(".")[0]
+    place = getattr(sys.modules.get(top), "__file__", None) or LIBRARY
+    return top in STANDARD and top != "__main__" and not place.startswith(LIBRARY)
+
+
 def _top(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    top = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return "" if shadows(top) else top
 
 
 def global_state() -> dict[str, bytes]:

@@ -127,6 +127,7 @@ def check_job(config: Config) -> None:
 
 def examine(config: Config) -> None:
     """Check all that a run needs beside its settings and its folder: tracker, data set, augmentation, export folder."""
+    from segpipe.contracts.data_contract import check_data
     from segpipe.contracts.network_contract import check_network
     from segpipe.data.augment import Augmenter
     from segpipe.data.frequency import check_given_weights
@@ -144,6 +145,7 @@ def examine(config: Config) -> None:
     verify(config.data, ["train", config.data.split])
     validation = open_samples(config.data, config.data.split, config.seed)
     samples = open_samples(config.data, "train", config.seed)
+    check_data(config)
     if config.data.split != "train" and not config.data.allow_overlap:
         check_overlap(image_files(samples), image_files(validation), config.data.split)
     for opened in (samples, validation):

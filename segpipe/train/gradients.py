@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from segpipe.distributed.reduce import FlatLayout, RankSum, TreeSum, tree_over_ranks
 from segpipe.keys import torch_seed
 from segpipe.losses.total import shard_loss
+from segpipe.models.plugin_network import ShardGuard
 from segpipe.models.preprocess import Preprocess
 from segpipe.train.heads import AllHeads, training_heads
 from segpipe.train.optim import frozen_modules
@@ -65,6 +66,7 @@ class BatchLoss:
         self.device = self.group.device
         self.class_weights = class_weights.to(self.device) if class_weights is not None else None
         self.preprocess = Preprocess().to(self.device)
+        self.guard = ShardGuard(config, self.state.model)
         self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def __call__(
@@ -78,6 +80,7 @@ class BatchLoss:
         color: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Loss parts, 0-d; dropout is keyed by the step and `shard`, not by what ran before."""
+        self.guard.start()
         torch.manual_seed(torch_seed(self.config.seed, self.state.step, shard, "dropout"))
         with self.watch.span("copy"):
             image, target, *rest = self._on_device(image, target, *([] if color is None else [color]))
@@ -152,6 +155,7 @@ class ElasticGradients:
                 self._exchange = _Exchange(layout, tree, flat, self._views_of(flat), self.parameters, across, total)
             with watch.span("backward"):
                 self.state.scaler.scale(parts["total"]).backward()  # type: ignore[no-untyped-call]
+            self.loss.guard.check(self.state.step, batch.shard)
             losses[batch.shard] = parts["total"].detach()
             views, count = self._views_of(flat), len(self.statistics)
             with watch.span("reduction"):
@@ -351,6 +355,7 @@ class DdpGradients:
             self.group.contract.enter("backward of DDP")
         total = parts["total"] * world_size  # DDP takes the mean over ranks, but the loss is divided by all pixels
         self.state.scaler.scale(total).backward()  # type: ignore[no-untyped-call]
+        self.loss.guard.check(self.state.step, shards[0].shard)
         tensors = [*self.statistics, torch.stack([part.detach() for part in parts.values()])]
         self._layout = self._layout or FlatLayout(tensors)
         flat = self._layout.new()

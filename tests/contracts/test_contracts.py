@@ -3,6 +3,8 @@
 import random
 import re
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,25 +12,31 @@ import numpy as np
 import pytest
 import torch
 
+from segpipe import plugins
 from segpipe.cli import check_plugin
+from segpipe.contracts import network_contract
 from segpipe.contracts.clause import Clause
-from segpipe.contracts.data_contract import DataContract
+from segpipe.contracts.data_contract import DataContract, check_data
 from segpipe.contracts.loss_contract import LossContract
 from segpipe.contracts.network_contract import NetworkContract, check_network
 from segpipe.contracts.network_contract import check_plugin as check_network_of
 from segpipe.errors import ConfigError
 from segpipe.models import MODELS
+from segpipe.purity.elsewhere import elsewhere, started
 from segpipe.run import launch
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, from_mapping
 
 Write = Callable[[str, str], None]
 NET = """
+    import os
     import random
     import numpy as np
     import torch
     from torch import nn
     import torch.nn.functional as F
+
+    HASH = 1 + hash("net") / 2**63
 
     class Net(nn.Module):
         def __init__(self, num_classes, fault=""):
@@ -75,6 +83,20 @@ NET = """
                 out = F.interpolate(out, scale_factor=2, mode="bilinear")
             if self.fault == "state":
                 out = out * getattr(self, "scale", 1.0)
+            if self.fault == "drift" and self.training:
+                self.conv.bias.data.add_(1)
+            if self.fault == "late" and self.training and np.random.rand() < 1e-9:
+                out = 2 * out
+            if self.fault == "gradient" and self.training:
+                out.register_hook(lambda gradient: gradient * self.calls)
+            if self.fault == "rank":
+                out = out * (1 + (torch.distributed.is_initialized() and torch.distributed.get_rank()))
+            if self.fault == "variable" and self.training:
+                out.register_hook(lambda gradient: gradient * (1 + int(os.environ.get("RANK", "0"))))
+            if self.fault == "hash":
+                out = out * HASH
+            if self.fault == "mode":
+                out = out * (1 + torch.are_deterministic_algorithms_enabled())
             return out
 
         def train(self, mode=True):
@@ -127,9 +149,12 @@ LOSS = """
         return loss(logits, target, ignore_index=ignore_index)
 """
 DATA = """
+    import multiprocessing
     import numpy as np
     import os
     import threading
+
+    HASH = list(hash("data").to_bytes(8, "little", signed=True)[:3])
 
     class Data:
         classes, palette = ("a", "b"), ((0, 0, 0), (9, 9, 9))
@@ -152,12 +177,19 @@ DATA = """
                 image[0] = int(255 * self.order)
             if self.fault == "process":
                 image[0] = os.getpid() % 251
+            if self.fault == "child":
+                image[0] = int(multiprocessing.parent_process() is not None)
+            if self.fault == "hash":
+                image[0, 0] = HASH
             return image, np.full((4, 6), 2 if self.fault == "ids" else 0, np.uint8)
 """
 
 
 @pytest.fixture(autouse=True)
-def code(project: Write) -> None:
+def code(project: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's files, and no spawned process for each network, which costs seconds."""
+    monkeypatch.setattr(network_contract, "elsewhere", lambda *_: "not asked")
+    monkeypatch.setattr(network_contract, "started", lambda *_: nullcontext(lambda: "not asked"))
     project("net.py", NET)
     project("loss.py", LOSS)
     project("data.py", DATA)
@@ -186,6 +218,9 @@ def network(monkeypatch: pytest.MonkeyPatch, **model: Any) -> dict[str, Clause]:
         ("python", "randomness of torch's generator alone", "Draw from torch's generator alone"),
         ("counter", "randomness of torch's generator alone", "keep nothing from one call to the next"),
         ("running", "randomness of torch's generator alone", "keep nothing from one call to the next"),
+        ("drift", "randomness of torch's generator alone", "backward changes net.conv.bias. Leave parameters"),
+        ("late", "randomness of torch's generator alone", "draws from the global generator of numpy.random: shards"),
+        ("gradient", "randomness of torch's generator alone", "two passes of the same images in training mode differ"),
         ("dropout", "no randomness in eval mode", "F.dropout training=self.training"),
         ("batch", "an image alone as in a batch", "let nothing mix the images"),
         ("op", "ops that CUDA repeats", r"net.py:\d+ calls aten.grid_sampler_2d_backward.*raises under deterministic"),
@@ -211,13 +246,13 @@ def test_what_wrong_shapes_would_break_too_is_not_checked(
 ) -> None:
     clauses = list(network(monkeypatch, name="net:Net", args={"fault": "channels"}).values())
     assert [clause.name for clause in clauses if clause.problem] == ["logits of every head in training"]
-    assert [clause.checked for clause in clauses] == [True] * 3 + [False] * 8
+    assert [clause.checked for clause in clauses] == [True] * 3 + [False] * 9
     monkeypatch.setattr(check_plugin.flags, "apply", lambda threads, mode: None)
     overrides = ["model.name=net:Net", "model.args.fault=channels", "augment.crop_size=[32,32]"]
     assert check_plugin.main(overrides) == 2
     shown = capsys.readouterr().out
-    assert "11 checks of model: 1 failed, 8 not checked" in shown
-    assert shown.count("not checked") == 9
+    assert "12 checks of model: 1 failed, 9 not checked" in shown
+    assert shown.count("not checked") == 10
 
 
 @pytest.mark.parametrize(
@@ -240,6 +275,32 @@ def test_no_training_starts_with_a_network_that_keeps_state(name: str, fault: st
         check_network_of(config, 5)
 
 
+@pytest.mark.parametrize("fault", ["rank", "variable", "hash"])
+def test_no_training_starts_with_a_network_of_another_start(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """The rank in logits, an environment variable in gradients, a hash at import; alone, each repeats itself."""
+    config = from_mapping({"model": {"name": "net:Net", "args": {"fault": fault}}})
+    check_network_of(config, 5)
+    monkeypatch.setattr(network_contract, "started", started)
+    with pytest.raises(ConfigError, match="others in a process that was started again, as rank 1 of 2"):
+        check_network_of(config, 5)
+
+
+def test_a_sound_network_computes_the_same_in_another_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, project: Write
+) -> None:
+    """One from outside the project, which the user named, under the switches of torch that are set here."""
+    project("../outside/outside.py", NET)
+    monkeypatch.syspath_prepend(tmp_path / "outside")
+    plugins.trust(["outside"])
+    torch.set_deterministic_debug_mode("warn")
+    for name, value in (("started", started), ("elsewhere", elsewhere)):
+        monkeypatch.setattr(network_contract, name, value)
+    config = from_mapping({"model": {"name": "outside:Net", "args": {"fault": "mode"}}})
+    check_network_of(config, 5)
+    contract = NetworkContract(config, 5, 64)
+    assert contract._another_start(contract._afresh) == ""
+
+
 def test_the_check_before_a_training_lets_others_pass_and_draws_nothing() -> None:
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     for name, fault in (("Net", ""), ("Large", ""), ("Net", "cuda"), ("Net", "unused")):
@@ -248,7 +309,7 @@ def test_the_check_before_a_training_lets_others_pass_and_draws_nothing() -> Non
     assert before[:2] == after[:2]
     assert torch.equal(before[2], after[2])
     classes: Any = SimpleNamespace(num_classes=5)
-    with pytest.raises(ConfigError, match="net:running: two forwards of the same images"):
+    with pytest.raises(ConfigError, match="net:running: two passes of the same images"):
         check_network(from_mapping({"model": {"name": "net:running"}}), classes)
 
 
@@ -296,6 +357,7 @@ def test_no_training_starts_with_a_mean_or_a_wrong_argument(monkeypatch: pytest.
         (["model.name=net:Net", "model.args.falt=x"], "model.args.falt is not an argument of net:Net"),
         (["model.name=net:Nett"], "net has no Nett"),
         (["data.name=data:Dat"], "data has no Dat"),
+        (["data.name=data:Data", "data.root=.", "data.args.fault=random"], "sample 0 has other bytes when read twice"),
     ):
         with pytest.raises(ConfigError, match=says):
             launch.prepare(compose(overrides), 1)
@@ -323,6 +385,18 @@ def test_data_that_break_a_clause_are_told_which(
     if fault != "process":  # a process takes seconds to start
         monkeypatch.setattr(DataContract, "_other_process", lambda self: "")
     assert says in data(fault=fault)[f"train: {clause}"]
+
+
+@pytest.mark.parametrize("fault", ["random", "init", "process", "child", "hash", ""])
+def test_no_training_starts_with_samples_that_depend_on_the_process(fault: str) -> None:
+    config = Config()
+    config.data.name, config.data.args = "data:Data", {"fault": fault}
+    if fault:
+        with pytest.raises(ConfigError, match=r"data\.name = data:Data: sample 0 has other bytes when read (twice|by)"):
+            check_data(config)
+    else:
+        check_data(config)
+        check_data(Config())
 
 
 def test_the_command_checks_what_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

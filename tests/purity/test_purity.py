@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import random
+import sys
 import time
 from functools import partial
 
@@ -15,12 +16,14 @@ import torch
 import impure
 from impure import Noise, config
 from runs import settings, torch_restored
+from segpipe import plugins
 from segpipe.data import augment
 from segpipe.data.augment import Augmenter
 from segpipe.data.transforms import TRANSFORMS
 from segpipe.errors import ImpureAugmentError
 from segpipe.keys import sample_key
 from segpipe.purity import checker as purity
+from segpipe.purity import elsewhere
 from segpipe.purity.probes import PROBES, Case, Finding, Pixel, first_difference, run
 from segpipe.run import launch
 from segpipe.settings.compose import compose
@@ -66,6 +69,12 @@ def plant(monkeypatch):
         return Augmenter(config(extra=names, **changes))
 
     return planted
+
+
+@pytest.fixture
+def named(monkeypatch):
+    """Transforms of the corpus may be taken by import path."""
+    monkeypatch.setattr(plugins, "_trusted", {"impure"})
 
 
 @pytest.fixture
@@ -193,6 +202,63 @@ def test_the_impure_ones_of_albumentations_are_found(everything, kind):
 @pytest.mark.parametrize(("name", "others"), [("HashOfText", {"tripwires"}), ("LateGlobal", set())])
 def test_what_a_spawned_process_sees(everything, name, others):
     assert everything[f"{name} ({name})"] == {"spawned process"} | others
+
+
+@pytest.mark.usefixtures("named")
+def test_what_differs_between_two_starts_is_found_before_a_training():
+    """In transforms by import path, with one spawned process for all; honest caches are not blamed."""
+    found = (*impure.OF_A_START, *impure.OF_MANY_IMAGES)
+    names = {kind: f"impure:{kind.__name__}" for kind in (*found, *impure.HONEST)}
+    augmenter = Augmenter(config(extra=list(names.values())))
+    frames = purity._two_frames(Noise())
+    with elsewhere.started("spawn", purity._outputs, augmenter, frames, False) as afresh:
+        findings = by_transform(purity._in_two_orders(augmenter, frames, afresh))
+    titles = {kind: f"{name} ({kind.__name__})" for kind, name in names.items()}
+    for kind in impure.OF_A_START:
+        assert findings.pop(titles[kind]) == {"spawned process"}, kind
+    for kind in impure.OF_MANY_IMAGES:
+        assert purity.ORDER in findings.pop(titles[kind]), kind
+    findings.pop(augmenter.name)
+    assert not findings
+    # The control: two processes in one order, and without a spawned one, agree about all of them.
+    assert (
+        not {titles[kind] for kind in impure.OF_A_START} & by_transform(purity._in_two_orders(augmenter, frames)).keys()
+    )
+
+
+def test_a_spawned_process_looks_like_another_start(monkeypatch):
+    """As rank 1 of 2 in a main process, with another seed, hash, arguments and numbers; else it is as here."""
+    monkeypatch.setenv("SEGPIPE_TEST_STRENGTH", "4")
+    monkeypatch.setenv("MKL_NUM_THREADS", "2")
+    monkeypatch.setenv("SEGPIPE_TEST_TEXT", "text")
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    torch.set_num_threads(torch.get_num_threads() + 5)
+    before, arguments = dict(os.environ), list(sys.argv)
+    there, here = elsewhere.elsewhere("spawn", impure.surroundings), impure.surroundings()
+    assert dict(os.environ) == before
+    assert sys.argv == arguments
+    assert {name for name in here if here[name] == there[name]} == {"kept", "threads", "parent", "daemon"}
+    assert there["rank"] == ("1", 1)
+    assert there["number"] == "7"
+    assert there["seeds"][0] == elsewhere.START_SEED
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.usefixtures("named")
+def test_quick_names_what_differs_between_two_starts(monkeypatch):
+    with pytest.raises(
+        ImpureAugmentError, match=r"impure:ImportedUuid .*, probe 'spawned process'.*not even at import"
+    ):
+        purity.quick(Augmenter(config(extra=["impure:ImportedUuid"])), Noise())
+    monkeypatch.setattr(elsewhere, "_send_afresh", impure.forget)  # which takes no arguments, so there is no answer
+    told = purity.quick(Augmenter(config(extra=["impure:OwnTable"])), Noise())
+    assert told.startswith("purity of the augmentation: whole pipeline, probe 'spawned process': the process ended")
+
+
+def test_no_process_is_spawned_for_transforms_of_segpipe(monkeypatch):
+    """It costs seconds; those in TRANSFORMS are checked by segpipe check-augment."""
+    monkeypatch.setattr(purity, "started", lambda *_: pytest.fail("spawned"))
+    assert purity.quick(Augmenter(config(extra=["fog"])), Noise()) == ""
 
 
 SHIPPED = {
@@ -325,7 +391,7 @@ class RaisesLater(impure.Planted):
 
 
 def test_a_child_that_hangs_or_dies_is_told(plant, monkeypatch):
-    monkeypatch.setattr(purity, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(elsewhere, "PATIENCE_S", 0.3)
     start = time.monotonic()
     with pytest.raises(ImpureAugmentError, match=r"no answer in 0 s.*threads"):
         purity.quick(plant(HangsInChild), Noise(), budget_s=60)

@@ -5,10 +5,10 @@ import itertools
 import logging
 import os
 import random
-import sys
 import threading
 import time
 from functools import lru_cache
+from importlib import import_module
 from typing import ClassVar
 
 import cv2
@@ -110,7 +110,7 @@ def test_every_wire_exists():
     for table in (tripwire.WIRES, tripwire.PLACES, tripwire.CODES):
         for module, names in table.items():
             for name in names:
-                assert callable(getattr(sys.modules[module], name)), (module, name)
+                assert callable(getattr(import_module(module), name)), (module, name)
 
 
 @pytest.mark.parametrize(
@@ -199,3 +199,32 @@ def test_a_memo_is_written_into_but_no_fault():
 @lru_cache
 def _squared(number: int) -> int:
     return number**2
+
+
+def test_a_file_with_the_name_of_a_module_of_python_is_the_users(project, monkeypatch):
+    """Its calls are watched, and what it keeps is walked; modules of Python are left alone."""
+    project(
+        "this.py",
+        """
+        import os
+
+        class Counter:
+            calls = 0
+
+            def __call__(self):
+                Counter.calls += 1
+                return os.getpid()
+        """,
+    )
+    monkeypatch.syspath_prepend(os.getcwd())
+    import this  # of the project, not the poem of Python
+
+    counter = this.Counter()
+    before = object_state(counter)
+    with watching() as called:
+        counter()
+    assert called["posix.getpid"] == "this.py:9"
+    assert changed(before, object_state(counter)) == ["Counter.calls"]
+    assert not tripwire.foreign("this")
+    assert tripwire.foreign("random")
+    assert not tripwire.shadows("random")

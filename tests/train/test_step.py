@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import sys
+from collections.abc import Callable
+from itertools import count
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -65,9 +69,9 @@ def step_of(state: TrainState, settings: Config) -> TrainStep:
 
 
 def batches(step: int = 0) -> list[ShardBatch]:
-    random = torch.Generator().manual_seed(step)
-    image = torch.randint(0, 256, (V, B, SIZE, SIZE, 3), generator=random).to(torch.uint8)
-    target = torch.randint(0, C, (V, B, SIZE, SIZE), generator=random).to(torch.uint8)
+    draws = torch.Generator().manual_seed(step)
+    image = torch.randint(0, 256, (V, B, SIZE, SIZE, 3), generator=draws).to(torch.uint8)
+    target = torch.randint(0, C, (V, B, SIZE, SIZE), generator=draws).to(torch.uint8)
     for shard in range(V):  # labels are spread unevenly over the shards; the last has none
         target[shard, :, : (0, 4, 8, SIZE)[shard]] = 255
     ids = torch.zeros(B, dtype=torch.int64)
@@ -197,6 +201,53 @@ def test_state_stays_as_it_was_until_apply() -> None:
     step.apply()
     assert bits(state) != before
     assert all(p.grad is None for p in state.model.parameters())
+
+
+MINE = {"model": {"name": "net:Net"}}
+FAULTS: dict[str, Callable[[nn.Module], object]] = {
+    "changes main.bias": lambda model: model.main.bias.detach().add_(1),  # type: ignore[operator,union-attr]
+    "changes seen": lambda model: model.seen.add_(1),  # type: ignore[operator,union-attr]
+    "draws from the global generator of numpy.random": lambda model: np.random.rand(),
+    "draws from the global generator of random": lambda model: random.random(),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("place", ["forward", "backward", "forward of mode ddp"])
+def test_what_a_network_of_the_user_leaves_to_the_next_shard_is_named(fault: str, place: str) -> None:
+    """From the sixth shard on, as in a warm-up by calls, which no check at the start sees. A network of ours has no
+    such code and is not watched: with its name, the control, the run goes on."""
+
+    def hook(*_: object) -> None:
+        if next(calls) >= first:
+            FAULTS[fault](state.model)
+
+    mode, first, shard = ("ddp", 1, 0) if "ddp" in place else ("elastic", V + 1, 1)
+    compute = {"mode": mode, "shards": V, "samples_per_shard": B}
+    for settings in (config(compute=compute, **MINE), config(compute=compute)):
+        state, calls = fresh(settings), count()
+        state.model.register_buffer("seen", torch.zeros(()))
+        if place != "backward":
+            state.model.main.register_forward_hook(hook)  # type: ignore[operator,union-attr]
+        else:
+            state.model.main.weight.register_hook(hook)  # type: ignore[operator,union-attr]
+        step = step_of(state, settings)
+        step(batches(), valid(batches()))
+        step.apply()
+        if settings.model.name == "net:Net":
+            with pytest.raises(
+                ConfigError, match=f"^model.name = net:Net: in step 1, shard {shard}, .* {fault}: shards"
+            ):
+                step(batches(1), valid(batches(1)))
+        else:
+            step(batches(1), valid(batches(1)))
+
+
+@pytest.mark.parametrize("groups", [{}, {"train": {"precision": "fp16"}}, {"compute": {"mode": "ddp"}}])
+def test_a_sound_network_of_the_user_trains_with_the_bits_of_ours(groups: dict[str, Any]) -> None:
+    """Statistics, optimizer, average and loss scale are no fault of it; mode off and trackers have their reasons."""
+    groups = {**groups, "compute": {"shards": V, "samples_per_shard": B, **groups.get("compute", {})}}
+    assert bits(run(config(**groups, **MINE), 3, dropout=0.5)[0]) == bits(run(config(**groups), 3, dropout=0.5)[0])
 
 
 def test_update_is_the_optimizers_at_the_scheduled_rate() -> None:
