@@ -267,8 +267,9 @@ def test_where_torch_ddp_communicates_is_announced(monkeypatch: pytest.MonkeyPat
         return {"total": network.model.weight.sum()}
 
     loss.config, loss.group = Config(), group
-    loss.state = SimpleNamespace(model=nn.Linear(2, 1), scaler=SimpleNamespace(scale=lambda value: value))
+    loss.state = SimpleNamespace(model=nn.Linear(2, 1), scaler=SimpleNamespace(scale=lambda value: value), step=0)
     loss.watch = SimpleNamespace(whole_batch=lambda shards: None)
+    loss.guard = SimpleNamespace(check=lambda step, shard: None)
     both = gradients.DdpGradients(loss, warm_up=True)
     batch = ShardBatch(0, 0, *(torch.zeros(1) for _ in range(4)))
     both([batch], torch.tensor(1))
