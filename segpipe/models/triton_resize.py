@@ -18,6 +18,7 @@ from segpipe.models.resize import Axis
 
 BLOCK = 512  # values that a program computes
 Axes = tuple[Axis, Axis]  # rows and columns
+_recorded: list[list[Tensor]] = []  # what CUDA graphs read in every replay, when the caches may have dropped it
 
 
 @triton.jit
@@ -83,7 +84,7 @@ class _Resize(torch.autograd.Function):
         out = torch.empty((*x.shape[:2], *size), dtype=x.dtype, device=x.device, memory_format=ctx.format)
         total = out.numel()
         _forward[(triton.cdiv(total, BLOCK),)](
-            x, out, *_taps(axes), *x.shape[2:], *size, _inner(ctx.format, x), total, block=BLOCK
+            x, out, *_kept(_taps(axes)), *x.shape[2:], *size, _inner(ctx.format, x), total, block=BLOCK
         )  # fmt: skip
         return out
 
@@ -96,7 +97,7 @@ class _Resize(torch.autograd.Function):
         width = small[1] * inner
         block = min(BLOCK, triton.next_power_of_2(width))
         grid = (batch * channels // inner * small[0], triton.cdiv(width, block))
-        edges = [_edges(axis, length) for axis, length in zip(ctx.axes, small, strict=True)]
+        edges = _kept([_edges(axis, length) for axis, length in zip(ctx.axes, small, strict=True)])
         _backward[grid](
             given, out, *_taps(ctx.axes), *edges, *small, *given.shape[2:], inner, width, block=block
         )  # fmt: skip
@@ -121,6 +122,13 @@ def _inner(order: torch.memory_format, x: Tensor) -> int:
 
 def _taps(axes: Axes) -> list[Tensor]:
     return [values for axis in axes for values in (axis.low, axis.share)]
+
+
+def _kept(values: list[Tensor]) -> list[Tensor]:
+    """The same; never given back where they are recorded into a CUDA graph."""
+    if values[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        _recorded.append(values)
+    return values
 
 
 @lru_cache(maxsize=256)

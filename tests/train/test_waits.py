@@ -72,6 +72,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     stream = SimpleNamespace(wait_stream=lambda other: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda chosen: contextlib.nullcontext())
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, chosen: None)
