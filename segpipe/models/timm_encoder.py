@@ -11,6 +11,7 @@ import re
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -37,6 +38,9 @@ class TimmEncoder(SegmentationNet):
     `encoder` may name them, as in "resnet18.a1_in1k". Raises ConfigError when timm is not installed, does not know the
     encoder, or when the encoder has no features at strides 8, 16 and 32.
     """
+
+    scale: Tensor | None
+    shift: Tensor
 
     def __init__(
         self, num_classes: int, *, encoder: str = "mobilenetv3_large_100", pretrained: bool = False, width: int = 128
@@ -68,13 +72,15 @@ class TimmEncoder(SegmentationNet):
         for part in (self.lateral, self.gate, self.smooth, self.head, self.train_only):  # timm initializes the encoder
             init_weights(part)
         self.published_keys = _file_keys(self.encoder)
-        self._scale, self._shift = _normalization(encoder)
+        for name, values in zip(("scale", "shift"), _normalization(encoder), strict=True):
+            # A buffer: made in a forward, it would be a copy that the host waits for and no CUDA graph can hold.
+            buffer = None if values is None else torch.tensor(values).view(1, 3, 1, 1)
+            self.register_buffer(name, buffer, persistent=False)
 
     def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
         """Logits (B, num_classes, H/8, W/8): "main" and, with `aux`, "aux"."""
-        if self._scale is not None:
-            scale, shift = (image.new_tensor(values).view(1, 3, 1, 1) for values in (self._scale, self._shift))
-            image = image * scale + shift
+        if self.scale is not None:
+            image = image * self.scale + self.shift
         features = self.encoder(image)
         fine, middle, coarse = (features[place] for place in self.places)
         x = F.relu(self.lateral[2](coarse)) * self.gate(coarse)
@@ -132,11 +138,11 @@ def _file_keys(encoder: nn.Module) -> dict[str, str]:
     return {"encoder.": "", **{f"encoder.{name}.": f"{file}." for name, file in flat.items() if file != name}}
 
 
-def _normalization(encoder: str) -> tuple[list[float] | None, list[float]]:
+def _normalization(encoder: str) -> tuple[list[float] | None, list[float] | None]:
     """Scale and shift per channel from ImageNet's mean and deviation to those of the encoder; None where equal."""
     config = import_module("timm.models").get_pretrained_cfg(encoder)
     mean, std = (config.mean, config.std) if config is not None else (IMAGENET_MEAN, IMAGENET_STD)
     if (tuple(mean), tuple(std)) == (IMAGENET_MEAN, IMAGENET_STD):
-        return None, []
+        return None, None
     usual = list(zip(IMAGENET_MEAN, IMAGENET_STD, mean, std, strict=True))
     return [s0 / s for _, s0, _, s in usual], [(m0 - m) / s for m0, _, m, s in usual]
