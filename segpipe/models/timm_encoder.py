@@ -39,9 +39,6 @@ class TimmEncoder(SegmentationNet):
     encoder, or when the encoder has no features at strides 8, 16 and 32.
     """
 
-    scale: Tensor | None
-    shift: Tensor
-
     def __init__(
         self, num_classes: int, *, encoder: str = "mobilenetv3_large_100", pretrained: bool = False, width: int = 128
     ) -> None:
@@ -72,15 +69,13 @@ class TimmEncoder(SegmentationNet):
         for part in (self.lateral, self.gate, self.smooth, self.head, self.train_only):  # timm initializes the encoder
             init_weights(part)
         self.published_keys = _file_keys(self.encoder)
-        for name, values in zip(("scale", "shift"), _normalization(encoder), strict=True):
-            # A buffer: made in a forward, it would be a copy that the host waits for and no CUDA graph can hold.
-            buffer = None if values is None else torch.tensor(values).view(1, 3, 1, 1)
-            self.register_buffer(name, buffer, persistent=False)
+        self._scale, self._shift = _normalization(encoder)
 
     def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
         """Logits (B, num_classes, H/8, W/8): "main" and, with `aux`, "aux"."""
-        if self.scale is not None:
-            image = image * self.scale + self.shift
+        if self._scale is not None:
+            scale, shift = (_per_channel(image, values) for values in (self._scale, self._shift))
+            image = image * scale + shift
         features = self.encoder(image)
         fine, middle, coarse = (features[place] for place in self.places)
         x = F.relu(self.lateral[2](coarse)) * self.gate(coarse)
@@ -98,6 +93,14 @@ class TimmEncoder(SegmentationNet):
             return "", {}
         tensors = _create(self.name, pretrained=True).state_dict()
         return f"timm's {self.name}", {f"encoder.{name}": value for name, value in tensors.items()}
+
+
+def _per_channel(image: Tensor, values: list[float]) -> Tensor:
+    """Shapes: (B, 3, H, W) -> (1, 3, 1, 1), on the device of the image."""
+    if not image.is_cuda:  # one constant of an exported graph
+        return image.new_tensor(values).view(1, 3, 1, 1)
+    # A copy to the device would be waited for, and no CUDA graph can hold one.
+    return torch.cat([image.new_full((1, 1, 1, 1), value) for value in values], 1)
 
 
 def _create(encoder: str, *, pretrained: bool) -> Any:
@@ -138,11 +141,11 @@ def _file_keys(encoder: nn.Module) -> dict[str, str]:
     return {"encoder.": "", **{f"encoder.{name}.": f"{file}." for name, file in flat.items() if file != name}}
 
 
-def _normalization(encoder: str) -> tuple[list[float] | None, list[float] | None]:
+def _normalization(encoder: str) -> tuple[list[float] | None, list[float]]:
     """Scale and shift per channel from ImageNet's mean and deviation to those of the encoder; None where equal."""
     config = import_module("timm.models").get_pretrained_cfg(encoder)
     mean, std = (config.mean, config.std) if config is not None else (IMAGENET_MEAN, IMAGENET_STD)
     if (tuple(mean), tuple(std)) == (IMAGENET_MEAN, IMAGENET_STD):
-        return None, None
+        return None, []
     usual = list(zip(IMAGENET_MEAN, IMAGENET_STD, mean, std, strict=True))
     return [s0 / s for _, s0, _, s in usual], [(m0 - m) / s for m0, _, m, s in usual]
