@@ -79,11 +79,12 @@ def ohem_kept(losses: Tensor, valid: Tensor, *, threshold: float, min_kept: floa
     """
     detached = losses.detach().clamp_min(0)
     fewest = min(math.ceil(min_kept * losses.numel()), losses.numel())
-    cut = detached.new_tensor(-math.log(max(threshold, 1e-12)))
+    # Filled on the device: torch.tensor and new_tensor copy a number to it, and the host waits for that.
+    cut = detached.new_full((), -math.log(max(threshold, 1e-12)))
     # On a CPU it costs little to see that the threshold leaves enough; a GPU would have to be waited for.
     enough = losses.device.type == "cpu" and bool((detached >= cut).sum() >= fewest)
     if fewest > 0 and not enough:
-        count = torch.tensor(fewest, device=losses.device)
+        count = torch.full((), fewest, device=losses.device)
         cut = torch.minimum(cut, kth_largest(detached, count))
     kept = valid & ~(detached < cut)  # NaN counts as hard, so that it reaches the sum and is noticed
     return kept, valid.sum() / kept.sum().clamp_min(1)

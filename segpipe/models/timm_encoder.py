@@ -11,6 +11,7 @@ import re
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -73,7 +74,7 @@ class TimmEncoder(SegmentationNet):
     def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
         """Logits (B, num_classes, H/8, W/8): "main" and, with `aux`, "aux"."""
         if self._scale is not None:
-            scale, shift = (image.new_tensor(values).view(1, 3, 1, 1) for values in (self._scale, self._shift))
+            scale, shift = (_per_channel(image, values) for values in (self._scale, self._shift))
             image = image * scale + shift
         features = self.encoder(image)
         fine, middle, coarse = (features[place] for place in self.places)
@@ -92,6 +93,14 @@ class TimmEncoder(SegmentationNet):
             return "", {}
         tensors = _create(self.name, pretrained=True).state_dict()
         return f"timm's {self.name}", {f"encoder.{name}": value for name, value in tensors.items()}
+
+
+def _per_channel(image: Tensor, values: list[float]) -> Tensor:
+    """Shapes: (B, 3, H, W) -> (1, 3, 1, 1), on the device of the image."""
+    if not image.is_cuda:  # one constant of an exported graph
+        return image.new_tensor(values).view(1, 3, 1, 1)
+    # A copy to the device would be waited for, and no CUDA graph can hold one.
+    return torch.cat([image.new_full((1, 1, 1, 1), value) for value in values], 1)
 
 
 def _create(encoder: str, *, pretrained: bool) -> Any:

@@ -18,6 +18,7 @@ from segpipe.models.resize import Axis
 
 BLOCK = 512  # most values that a program computes
 Axes = tuple[Axis, Axis]  # rows and columns
+_recorded: list[list[Tensor]] = []  # what CUDA graphs read in every replay, when the caches may have dropped it
 
 
 @triton.jit
@@ -84,7 +85,7 @@ class _Resize(torch.autograd.Function):
         x = x.contiguous(memory_format=ctx.format)
         out = torch.empty((*x.shape[:2], *size), dtype=x.dtype, device=x.device, memory_format=ctx.format)
         inner, block, grid = _work(out, ctx.format)
-        _forward[grid](x, out, *_taps(axes), *x.shape[2:], size[0], inner, size[1] * inner, block=block)
+        _forward[grid](x, out, *_kept(_taps(axes)), *x.shape[2:], size[0], inner, size[1] * inner, block=block)
         return out
 
     @staticmethod
@@ -93,7 +94,7 @@ class _Resize(torch.autograd.Function):
         out = torch.empty(ctx.small, dtype=given.dtype, device=given.device, memory_format=ctx.format)
         inner, block, grid = _work(out, ctx.format)
         small = ctx.small[2:]
-        edges = [_edges(axis, length) for axis, length in zip(ctx.axes, small, strict=True)]
+        edges = _kept([_edges(axis, length) for axis, length in zip(ctx.axes, small, strict=True)])
         width = small[1] * inner
         _backward[grid](given, out, *_taps(ctx.axes), *edges, *small, *given.shape[2:], inner, width, block=block)
         return out, None, None
@@ -120,6 +121,13 @@ def _work(out: Tensor, order: torch.memory_format) -> tuple[int, int, tuple[int,
 
 def _taps(axes: Axes) -> list[Tensor]:
     return [values for axis in axes for values in (axis.low, axis.share)]
+
+
+def _kept(values: list[Tensor]) -> list[Tensor]:
+    """The same; never given back where they are recorded into a CUDA graph."""
+    if values[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        _recorded.append(values)
+    return values
 
 
 @lru_cache(maxsize=256)

@@ -25,6 +25,14 @@ class AllHeads(nn.Module):
         return heads
 
 
+class _Traced(AllHeads):
+    """Heads that keep their last outputs."""
+
+    def forward(self, image: Tensor) -> dict[str, Tensor]:
+        self.last = super().forward(image)
+        return self.last
+
+
 class GraphedHeads(AllHeads):
     """Heads whose forward and backward are recorded at the first batch, as one CUDA graph each, and replayed.
 
@@ -49,10 +57,14 @@ class GraphedHeads(AllHeads):
         random = torch.random.fork_rng([image.device] if kind == "cuda" else [])
         # Weights that were cast for an earlier pass must not be read in a replay, so nothing is cached.
         amp = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False)
+        traced = _Traced(self.model)
         with random, amp:
-            replay = torch.cuda.make_graphed_callables(
-                AllHeads(self.model), (image.detach().clone(),), allow_unused_input=True
-            )
+            replay = torch.cuda.make_graphed_callables(traced, (image.detach().clone(),), allow_unused_input=True)
+        # torch keeps these for the replays, and their graph would keep the nodes that take the parameters' gradients on
+        # the stream of the recording: a wait between streams per parameter and step, and hooks on that stream.
+        for logits in traced.last.values():
+            if not logits._is_view():  # torch refuses those
+                logits.detach_()
         for buffer, value in zip(self.model.buffers(), before, strict=True):
             buffer.copy_(value)
         return replay

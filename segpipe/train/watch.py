@@ -24,7 +24,7 @@ class Watch:
     Ranks still compare the collectives that they called, and memory is still watched. No hook changes a number.
     """
 
-    state_digest: Tensor | int = 0  # of what the last update left behind; equal on all ranks
+    state_digest: Tensor | None = None  # of what the last update left behind; equal on all ranks
 
     def __init__(self, group: Group, state: TrainState, folder: Path = Path(), *, cache_mib: float = 0.0) -> None:
         """`folder`: for reports of failures; `cache_mib`: memory that this process's caches may use."""

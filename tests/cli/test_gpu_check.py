@@ -13,6 +13,7 @@ import torch
 from benchmarks import gpu
 from runs import torch_restored
 from segpipe.cli.main import main as segpipe
+from segpipe.determinism import flags
 from segpipe.settings.check import check
 from segpipe.settings.config import Config
 
@@ -103,6 +104,31 @@ def test_control_weights_that_differ_fail(bench: gpu.Bench, monkeypatch: pytest.
     monkeypatch.setattr("segpipe.train.state.torch_seed", lambda *args: torch.seed())
     [(_, passed, figures)] = list(gpu.run(bench, ["steps"]))
     assert not passed, figures
+
+
+def test_a_check_finds_the_switches_of_training_whatever_ran_before(
+    bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def off(bench: gpu.Bench) -> dict[str, bool]:
+        flags.apply(torch.get_num_threads(), "off")
+        return {}
+
+    exact = torch.are_deterministic_algorithms_enabled
+    monkeypatch.setattr(gpu, "CHECKS", {"off": off, "next": lambda bench: {"exact": exact()}})
+    with torch_restored():
+        assert [figures.get("exact") for _, _, figures in gpu.run(bench, ["off", "next"])] == [None, True]
+
+
+def test_the_device_has_its_number_as_tensors_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Self-tests of kernels are kept by device: for another name of it they ran again, where nothing may wait."""
+    seen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(gpu.flags, "fingerprint", dict)
+    monkeypatch.setattr(gpu, "run", lambda bench, names: seen.append(bench.device) or [])
+    with torch_restored():
+        assert segpipe(["gpu-check"]) == 0
+    assert seen == [torch.device("cuda", 0)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -40,6 +40,11 @@ def test_the_encoder_sees_images_normalized_as_it_was_trained() -> None:
     net(ours)
     torch.testing.assert_close(seen[0], (raw - 0.5) / 0.5, rtol=0, atol=1e-5)
     assert (seen[0] - ours).abs().max() > 0.1, "another normalization than ours"
+    with pytest.MonkeyPatch.context() as on_a_gpu:
+        on_a_gpu.setattr(torch.Tensor, "is_cuda", True)
+        on_a_gpu.setattr(torch.Tensor, "new_tensor", lambda *args: pytest.fail("the host waits for this copy"))
+        net.logits(ours, aux=False)
+    assert torch.equal(seen.pop(), seen[0])
     usual = build_model("timm", 5, {"encoder": "mobilenetv3_small_050"}).eval()
     usual.encoder.register_forward_pre_hook(lambda _, args: seen.append(args[0]))  # type: ignore[operator, union-attr]
     usual(ours)

@@ -101,6 +101,30 @@ def test_they_compile_for_an_h100() -> None:
             assert "red.global" not in ptx
 
 
+def test_what_a_cuda_graph_reads_outlives_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A validation on images of many sizes empties them; a replay would then read memory that is somebody else's."""
+    from triton.runtime.jit import JITFunction
+
+    from segpipe.models import triton_resize
+
+    held: list[list[Tensor]] = []
+    monkeypatch.setattr(triton_resize, "_recorded", held)
+    monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, **kwargs: None)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    seen = []
+    for capturing in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        x = torch.randn(1, 2, 3, 5, requires_grad=True)
+        axes = resize._axes_of_kernels(x, (6, 10), False)
+        triton_resize.bilinear(x, axes).sum().backward()
+        read = [
+            *triton_resize._taps(axes),
+            *(triton_resize._edges(axis, n) for axis, n in zip(axes, (3, 5), strict=True)),
+        ]
+        seen.append([any(value is kept for values in held for kept in values) for value in read])
+    assert seen == [[False] * 6, [True] * 6]
+
+
 @pytest.fixture
 def unknown() -> Iterator[None]:
     """Nothing known of the kernels, before and after."""

@@ -463,12 +463,14 @@ def test_a_network_is_recorded_once_with_statistics_and_random_numbers_put_back(
 ) -> None:
     """With a stand-in for the recording, which a CPU cannot do: trial passes, and an end to the cache of autocast."""
     recorded: list[bool] = []
+    outputs: list[Tensor] = []
 
     def record(network: nn.Module, inputs: tuple[Tensor, ...], *, allow_unused_input: bool) -> nn.Module:
         recorded.append(torch.is_autocast_cache_enabled())
         assert allow_unused_input, "a parameter of this network has no part in the heads"
         for _ in range(3):
-            network(*inputs)
+            outputs[:] = network(*inputs).values()
+        assert all(output.requires_grad for output in outputs)
         return network
 
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
@@ -479,6 +481,7 @@ def test_a_network_is_recorded_once_with_statistics_and_random_numbers_put_back(
     step.gradients.network = GraphedHeads(state.model)
     for number in range(2):
         train_step(step, batches(number))
+    assert not any(output.requires_grad for output in outputs), "their graph keeps nodes on the recording's stream"
     assert recorded == [False], "recorded once, and weights that were cast are not kept between passes"
     assert bits(state) == bits(run(config(), 2, dropout=0.5)[0])
     with pytest.raises(ConfigError, match=r"compute\.cuda_graph = true, but training runs on a CPU"):

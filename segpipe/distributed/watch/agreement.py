@@ -28,7 +28,7 @@ class Replica(Protocol):
     state: Any  # with `step` and `model`
 
     @property
-    def state_digest(self) -> Tensor | int: ...
+    def state_digest(self) -> Tensor | None: ...
 
     def state_parts(self) -> dict[str, list[int]]: ...
 
@@ -102,7 +102,8 @@ class Agreement:
         """
         group = self._group
         own = torch.tensor([*numbers, group.contract.ticket(), 0]).to(group.device, non_blocking=True)
-        own[-1] = self._replica.state_digest
+        if isinstance(digest := self._replica.state_digest, Tensor):  # a number would be a copy that a GPU waits for
+            own[-1] = digest
         total = group.sum_tensor(own.clone())
         if group.world_size > 1:
             wait = wait or group.device.type == "cpu"
