@@ -79,7 +79,7 @@ class Timed:
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """Shares of an update at 1, 4 and 16 shards in one process; passed when those of 4 and 16 are within the limits."""
+    """Shares of an update at 1, 4 and 16 shards in one process; passed when all are within the limits."""
     rounds = given.repeats or 20  # of each level
     with tempfile.TemporaryDirectory() as folder:
         step, batch, timed = _set_up(Path(folder))
