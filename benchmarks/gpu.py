@@ -6,7 +6,9 @@ measured there is reported as a GPU's.
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -39,6 +41,7 @@ from segpipe.train.watch import Watch
 
 CPU = torch.device("cpu")
 MODELS = {name: build for name, build in ALL_MODELS.items() if name != "timm"}  # which is optional
+GRACE_S = 20.0  # after the time limit; with the default limit a call ends within 10 minutes, whatever hangs
 LEFT_OUT = "left out"  # the figure of a check that was not made, or not to its end; it says why
 
 
@@ -323,6 +326,9 @@ def check(given: dict[str, Any]) -> int:
         camvid=Path(given["camvid"]) if given["camvid"] else None,
         folder=Path(given["folder"]),
     )
+    # A kernel or a collective that hangs cannot be interrupted: the process ends, and says where each thread stood.
+    # What was found until then is printed and in the report.
+    faulthandler.dump_traceback_later(given["seconds"] + GRACE_S, exit=True, file=sys.__stderr__)
     report: dict[str, Any] = {"fingerprint": flags.fingerprint(), "device": given["device"], "checks": {}}
     failed = False
     for name, sound, figures in run(bench, names):
@@ -332,4 +338,5 @@ def check(given: dict[str, Any]) -> int:
         console.print(f"{verdict}  {name}  {json.dumps(figures)}", markup=False, soft_wrap=True)
         if given["out"]:
             Path(given["out"]).write_text(json.dumps(report, indent=2) + "\n")
+    faulthandler.cancel_dump_traceback_later()
     return SegpipeError.exit_code if failed else 0

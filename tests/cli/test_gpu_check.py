@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -129,6 +131,23 @@ def test_the_device_has_its_number_as_tensors_say_it(monkeypatch: pytest.MonkeyP
     with torch_restored():
         assert segpipe(["gpu-check"]) == 0
     assert seen == [torch.device("cuda", 0)]
+
+
+def test_a_check_that_hangs_ends_the_call_and_keeps_what_was_found(tmp_path: Path) -> None:
+    code = """
+import sys, time
+from benchmarks import gpu
+from segpipe.cli.main import main
+gpu.GRACE_S = 1.0
+gpu.CHECKS = {"sound": lambda bench: {"found": 1}, "hangs": lambda bench: time.sleep(600)}
+sys.exit(main(["gpu-check", "--device", "cpu", "--seconds", "1", "--out", sys.argv[1]]))
+"""
+    out = tmp_path / "found.json"
+    done = subprocess.run([sys.executable, "-c", code, str(out)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert "Timeout" in done.stderr
+    assert "in <lambda>" in done.stderr
+    assert list(json.loads(out.read_text())["checks"]) == ["sound"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
