@@ -1,4 +1,7 @@
-"""Pages of C, compiled for this processor at first use and kept in the user's cache, and threads to call them.
+"""Pages of C, compiled for this processor at first use and kept in the user's cache.
+
+Their loops are divided by OpenMP, among the threads that torch has: others would wait for a core where torch's still
+spin after its own loops. Where the compiler has no OpenMP they take one thread.
 
 Without a compiler, or a cache that can be written, the caller does the same in numpy or torch.
 """
@@ -8,46 +11,41 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import itertools
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
+
+import torch
 
 # Without contraction, and without -ffast-math, the bits of floats do not depend on the instruction set: IEEE 754 gives
 # those of every sum and product, and the compiler may not change their order.
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC")
 COMPILE_S = 300
+_PROCESS = os.getpid()
 
 
 @lru_cache(maxsize=8)
 def load(source: Path) -> ctypes.CDLL | None:
     """The C file as a library, whose calls release the GIL; None where it cannot be compiled or loaded."""
     compiler = shutil.which("cc") or shutil.which("gcc")
-    for folder in _folders() if compiler else ():
+    for threads, folder in itertools.product((["-fopenmp"], []), _folders() if compiler else ()):
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            return ctypes.CDLL(str(_library(source, str(compiler), folder)))
+            return ctypes.CDLL(str(_library(source, [str(compiler), *FLAGS, *threads], folder)))
     return None
 
 
-def on_threads(call: Callable[[int, int], None], num: int, threads: int) -> None:
-    """`call(first, last)` for even ranges of `num` tasks, one per thread, this one included."""
-    threads = max(1, min(threads, num))
-    edges = [num * place // threads for place in range(threads + 1)]
-    waiting = [pool(os.getpid()).submit(call, *edges[n : n + 2]) for n in range(1, threads)]
-    call(edges[0], edges[1])
-    for other in waiting:
-        other.result()
+def threads() -> int:
+    """How many threads a call may take: those of torch, whose team of OpenMP it shares; one in a forked process.
 
-
-@lru_cache(maxsize=1)
-def pool(process_id: int) -> ThreadPoolExecutor:
-    """Threads of this process, started as they are needed: those of its parent do not survive a fork."""
-    return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="native")
+    The team does not survive a fork, and a call that needed it there would wait for ever.
+    """
+    return torch.get_num_threads() if os.getpid() == _PROCESS else 1
 
 
 def _folders() -> Iterator[Path]:
@@ -56,10 +54,10 @@ def _folders() -> Iterator[Path]:
     yield Path(tempfile.gettempdir()) / f"segpipe-{os.getuid()}"
 
 
-def _library(source: Path, compiler: str, folder: Path) -> Path:
+def _library(source: Path, command: Sequence[str], folder: Path) -> Path:
     """The compiled file; several processes may compile it at once. Raises OSError and SubprocessError."""
-    flags = [*FLAGS, *(["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else [])]
-    key = hashlib.sha256("\n".join([source.read_text(), compiler, *flags, _processor()]).encode()).hexdigest()[:16]
+    command = [*command, *(["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else [])]
+    key = hashlib.sha256("\n".join([source.read_text(), *command, _processor()]).encode()).hexdigest()[:16]
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid():  # code loaded from there runs as this user
         raise PermissionError(f"{folder} belongs to another user")
@@ -67,7 +65,7 @@ def _library(source: Path, compiler: str, folder: Path) -> Path:
     if not path.exists():
         temporary = folder / f"{source.stem}-{key}-{os.getpid()}.so"
         try:
-            command = [compiler, *flags, str(source), "-o", str(temporary)]
+            command = [*command, str(source), "-o", str(temporary)]
             subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
             os.replace(temporary, path)
         finally:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import itertools
-import os
+import operator
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -158,15 +158,51 @@ def digest_many(tensors: Sequence[Tensor], *, channels_last: bool = False) -> Te
 
 def digest_groups(groups: Sequence[Sequence[Tensor]], *, channels_last: bool = False) -> Tensor:
     """`digest_many` of every group of tensors, int64 (n,), on their device."""
-    devices = {tensor.device for group in groups for tensor in group} - {_CPU}
-    assert len(devices) <= 1, "tensors of one device"
-    device = devices.pop() if devices else _CPU
-    if (kernels() if device == _CPU else gpu_kernels(device)) is None:
-        found = [_digest_words(_joined(group, device, channels_last)) for group in groups]
-        return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64, device=device)
-    parts = [_in_order(tensor, device.type, channels_last) for group in groups for tensor in group]
-    ends = tuple(itertools.accumulate(len(group) for group in groups))
-    return _by_c(parts, ends) if device == _CPU else _by_triton(parts, ends, device)
+    return GroupDigests(channels_last=channels_last)(groups)
+
+
+class GroupDigests:
+    """`digest_groups` for tensors that come again and again: where their words lie is looked up once.
+
+    It keeps the tensors of the last call, and looks again when one is another, or lies elsewhere.
+    """
+
+    def __init__(self, *, channels_last: bool = False) -> None:
+        self.channels_last = channels_last
+        self._tensors: list[Tensor] = []
+        self._sizes: list[int] = []
+        self._addresses: list[int] = []
+        self._look()
+
+    def __call__(self, groups: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Digest of every group, int64 (n,), on the device of the tensors; never synchronizes."""
+        tensors, sizes = [tensor for group in groups for tensor in group], [len(group) for group in groups]
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        same = addresses == self._addresses and all(map(operator.is_, tensors, self._tensors))
+        if not same or sizes != self._sizes:
+            self._tensors, self._sizes, self._addresses = tensors, sizes, list(addresses)
+            self._look()
+        else:
+            for place in self._copied:
+                self._parts[place] = _in_order(tensors[place], self._device.type, self.channels_last)
+        if (kernels() if self._device == _CPU else gpu_kernels(self._device)) is None:
+            found = [_digest_words(_joined(group, self._device, self.channels_last)) for group in groups]
+            return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64, device=self._device)
+        if self._device != _CPU:
+            return _by_triton(self._parts, self._lengths, self._ends, self._device)
+        for place in self._copied:
+            addresses[place] = self._parts[place].data_ptr()
+        return _by_c(addresses, self._lengths, self._ends)
+
+    def _look(self) -> None:
+        """Note how the words of each tensor are read: there, or from a copy that every call makes anew."""
+        devices = {tensor.device for tensor in self._tensors} - {_CPU}
+        assert len(devices) <= 1, "tensors of one device"
+        self._device = devices.pop() if devices else _CPU
+        self._parts = [_in_order(tensor, self._device.type, self.channels_last) for tensor in self._tensors]
+        self._copied = [n for n, part in enumerate(self._parts) if part is not self._tensors[n]]
+        self._lengths = tuple(part.nbytes // 8 for part in self._parts)
+        self._ends = tuple(itertools.accumulate(self._sizes))
 
 
 def digest_each(batch: Tensor) -> Tensor:
@@ -193,34 +229,28 @@ def _joined(tensors: Iterable[Tensor], device: torch.device, channels_last: bool
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)
 
 
-def _by_c(parts: Sequence[Tensor], ends: Sequence[int]) -> Tensor:
+def _by_c(addresses: Sequence[int], lengths: tuple[int, ...], ends: tuple[int, ...]) -> Tensor:
     """Digests of groups of CPU tensors by digest.c, on as many threads as torch has."""
-    addresses = np.array([part.data_ptr() for part in parts], np.uint64)
-    lengths = np.array([part.nbytes // 8 for part in parts], np.int64)
-    until, indices, library = np.array(ends, np.int64), _block_indices(_CPU), kernels()
-
-    def share(first: int, last: int) -> NDArray[np.uint64]:
-        """The part of each digest that words `first` to `last - 1` of its group make."""
-        digests = np.empty(len(ends), np.uint64)
-        library.segpipe_digests(
-            *(array.ctypes.data for array in (addresses, lengths, until)),
-            *(len(ends), first, last, indices.data_ptr(), BLOCK, digests.ctypes.data),
-        )
-        return digests
-
-    words = np.diff(np.concatenate([[0], np.cumsum(lengths)])[np.concatenate([[0], until])])
-    longest = int(words.max(initial=0))
-    threads = min(torch.get_num_threads(), longest // (THREAD_BLOCKS * BLOCK) + 1)
+    words, until, longest = _tables(lengths, ends)
+    threads = min(native.threads(), longest // (THREAD_BLOCKS * BLOCK) + 1)
     width = -(-longest // (threads * BLOCK)) * BLOCK
-    pool = native.pool(os.getpid())
-    waiting = [pool.submit(share, n * width, (n + 1) * width) for n in range(1, threads)]
-    total = share(0, width)
-    for other in waiting:
-        total += other.result()
-    return torch.from_numpy(total.view(np.int64))
+    places, indices = np.array(addresses, np.uint64), _block_indices(_CPU)
+    found = torch.empty(len(ends), dtype=torch.int64)
+    kernels().segpipe_digests(
+        *(array.ctypes.data for array in (places, words, until)),
+        *(len(ends), width, threads, indices.data_ptr(), BLOCK, found.data_ptr()),
+    )
+    return found
 
 
-def _by_triton(parts: list[Tensor], ends: tuple[int, ...], device: torch.device) -> Tensor:
+@lru_cache(maxsize=64)
+def _tables(lengths: tuple[int, ...], ends: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+    """Both as arrays, and the words of the longest group."""
+    words = np.diff(np.concatenate([[0], np.cumsum(lengths)])[np.array([0, *ends])])
+    return np.array(lengths, np.int64), np.array(ends, np.int64), int(words.max(initial=0))
+
+
+def _by_triton(parts: list[Tensor], lengths: tuple[int, ...], ends: tuple[int, ...], device: torch.device) -> Tensor:
     """Digests of groups of tensors, of which those of the CPU are copied to the GPU at once."""
     if away := [place for place, part in enumerate(parts) if part.is_cpu]:
         words = [parts[place] for place in away]
@@ -228,7 +258,6 @@ def _by_triton(parts: list[Tensor], ends: tuple[int, ...], device: torch.device)
         parts = list(parts)
         for place, part in zip(away, moved, strict=True):
             parts[place] = part
-    lengths = tuple(part.nbytes // 8 for part in parts)
     found: Tensor = gpu_kernels(device).digests(parts, lengths, ends, BLOCK)
     return found
 

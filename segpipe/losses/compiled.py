@@ -71,15 +71,10 @@ def evaluate(
         "gradient": torch.empty_like(head.logits) if gradient else None,
     }
     given = _given(head, **held, span=span, smoothing=head.smoothing)
-    calls, threads, codes = library(), torch.get_num_threads(), []
-
-    def run(first: int, last: int) -> None:
-        codes.append(calls.segpipe_losses(given, first, last))
-
-    native.on_threads(run, tasks, threads)
-    _check(codes)
+    calls, threads = library(), native.threads()
+    _check(calls.segpipe_losses(given, tasks, threads))
     if gradient:
-        native.on_threads(lambda first, last: calls.segpipe_join(given, first, last), batch * classes, threads)
+        calls.segpipe_join(given, batch * classes, threads)
     found = held["sums"].sum(0) if held["sums"] is not None else None
     return LossPass(losses, held["gradient"], found)
 
@@ -91,16 +86,11 @@ def classes_and_counts(head: ClassHead) -> tuple[Tensor, Tensor]:
     """
     classes = head.logits.shape[1]
     pred = torch.empty_like(head.target)
-    given, calls, codes, found = _given(head, pred=pred, span=0), library(), [], []
-
-    def run(first: int, last: int) -> None:
-        counts = torch.zeros(256, classes, dtype=torch.int64)
-        codes.append(calls.segpipe_classes(given, first, last, counts.data_ptr()))
-        found.append(counts)
-
-    native.on_threads(run, len(pred) * -(-pred.shape[2] // WIDTH), torch.get_num_threads())
-    _check(codes)
-    return pred, torch.stack(found).sum(0)
+    tasks, threads = len(pred) * -(-pred.shape[2] // WIDTH), native.threads()
+    counts = torch.zeros(threads, 256, classes, dtype=torch.int64)
+    given = _given(head, pred=pred, span=0)
+    _check(library().segpipe_classes(given, tasks, threads, counts.data_ptr()))
+    return pred, counts.sum(0)
 
 
 def _span(first: tuple[int, ...], num_in: int) -> int:
@@ -131,8 +121,8 @@ def _given(head: ClassHead, **others: Any) -> _Pass:
     return _Pass(**tensors, **shape, ignore_index=head.ignore_index)
 
 
-def _check(codes: list[int]) -> None:
-    if 0 in codes:
+def _check(code: int) -> None:
+    if code == 0:
         raise MemoryError("no memory for the loss")
-    if -1 in codes:
+    if code == -1:
         raise IndexError("a target is neither a class nor ignored")

@@ -279,38 +279,47 @@ static void add_gradient(const Block *block, Pixels *pixels, float share) {
     }
 }
 
-/* Tasks `first` to `last - 1`. Returns 1, 0 without memory, or -1 for a target that is no class. */
-int segpipe_losses(const Pass *pass, int64_t first, int64_t last) {
+/* One task. Returns 1, 0 without memory, or -1 for a target that is no class. */
+static int losses_of(const Pass *pass, int64_t task) {
     Pixels pixels;
     float top[N];
-    for (int64_t task = first; task < last; task++) {
-        Block block;
-        if (!open_block(&block, pass, task)) return 0;
-        memset(block.to_upper, 0, sizeof(float) * 4 * pass->classes * N); /* and strip and probability */
-        for (int64_t row = 0; row < pass->rows; row++) {
-            if (!read_pixels(&block, row, &pixels)) {
-                float *losses = pass->losses + (block.image * pass->rows + row) * pass->cols + block.start;
-                memset(losses, 0, sizeof(float) * block.count);
-                continue;
-            }
-            move_to(&block, task, row);
-            logits_of(&block, pass->row_share[row], top);
-            exponentials(&block, row, &pixels, top);
-            if (pass->sums) add_sums(&block, task, row, &pixels);
-            if (pass->parts) add_gradient(&block, &pixels, pass->row_share[row]);
+    Block block;
+    if (!open_block(&block, pass, task)) return 0;
+    memset(block.to_upper, 0, sizeof(float) * 4 * pass->classes * N); /* and strip and probability */
+    for (int64_t row = 0; row < pass->rows; row++) {
+        if (!read_pixels(&block, row, &pixels)) {
+            float *losses = pass->losses + (block.image * pass->rows + row) * pass->cols + block.start;
+            memset(losses, 0, sizeof(float) * block.count);
+            continue;
         }
-        reduce_both(&block, task);
-        free(block.memory);
-        if (block.wrong) return -1;
+        move_to(&block, task, row);
+        logits_of(&block, pass->row_share[row], top);
+        exponentials(&block, row, &pixels, top);
+        if (pass->sums) add_sums(&block, task, row, &pixels);
+        if (pass->parts) add_gradient(&block, &pixels, pass->row_share[row]);
     }
-    return 1;
+    reduce_both(&block, task);
+    free(block.memory);
+    return block.wrong ? -1 : 1;
 }
 
-/* Adds up what the blocks of columns found for the planes (image, class) `first` to `last - 1` of the gradient. */
-void segpipe_join(const Pass *pass, int64_t first, int64_t last) {
+/* Tasks 0 to `tasks - 1`. Returns the least that losses_of returned. */
+int segpipe_losses(const Pass *pass, int64_t tasks, int64_t threads) {
+    int code = 1;
+#pragma omp parallel for num_threads(threads) reduction(min : code)
+    for (int64_t task = 0; task < tasks; task++) {
+        int found = losses_of(pass, task);
+        code = found < code ? found : code;
+    }
+    return code;
+}
+
+/* Adds up what the blocks of columns found for each of `planes` (image, class) of the gradient. */
+void segpipe_join(const Pass *pass, int64_t planes, int64_t threads) {
     int64_t num = (pass->cols + N - 1) / N, size = pass->rows_in * pass->cols_in;
-    memset(pass->gradient + first * size, 0, sizeof(float) * (last - first) * size);
-    for (int64_t plane = first; plane < last; plane++)
+#pragma omp parallel for num_threads(threads)
+    for (int64_t plane = 0; plane < planes; plane++) {
+        memset(pass->gradient + plane * size, 0, sizeof(float) * size);
         for (int64_t block = 0; block < num; block++) {
             int64_t task = plane / pass->classes * num + block, end = least((block + 1) * N, pass->cols) - 1;
             int64_t start = pass->col_low[block * N], cells = least(pass->col_low[end] + 1, pass->cols_in - 1) - start + 1;
@@ -321,34 +330,45 @@ void segpipe_join(const Pass *pass, int64_t first, int64_t last) {
                 for (int64_t cell = 0; cell < cells; cell++) out[cell] += from[cell];
             }
         }
+    }
 }
 
-/* Most probable class of each pixel of tasks `first` to `last - 1`, the first of equal ones, a NaN before all; counts
-   int64 (256, C) by target and class are added to. Returns 1, or 0 without memory. */
-int segpipe_classes(const Pass *pass, int64_t first, int64_t last, int64_t *counts) {
+/* Most probable class of each pixel of one task, the first of equal ones, a NaN before all; counts int64 (256, C) by
+   target and class are added to. Returns 1, or 0 without memory. */
+static int classes_of(const Pass *pass, int64_t task, int64_t *counts) {
     float top[N];
     int32_t best[N];
-    for (int64_t task = first; task < last; task++) {
-        Block block;
-        if (!open_block(&block, pass, task)) return 0;
-        for (int64_t row = 0; row < pass->rows; row++) {
-            move_to(&block, task, row);
-            float share = pass->row_share[row], rest = 1.0f - share;
-            for (int64_t i = 0; i < N; i++) top[i] = block.upper[i] * rest + block.lower[i] * share, best[i] = 0;
-            for (int64_t c = 1; c < pass->classes; c++)
-                for (int64_t i = 0; i < N; i++) {
-                    float logit = block.upper[c * N + i] * rest + block.lower[c * N + i] * share;
-                    int larger = (logit > top[i]) | ((logit != logit) & (top[i] == top[i]));
-                    best[i] = larger ? (int32_t)c : best[i];
-                    top[i] = larger ? logit : top[i];
-                }
-            int64_t place = (block.image * pass->rows + row) * pass->cols + block.start;
-            for (int64_t i = 0; i < block.count; i++) {
-                pass->pred[place + i] = (uint8_t)best[i];
-                if (pass->target) counts[pass->target[place + i] * pass->classes + best[i]]++;
+    Block block;
+    if (!open_block(&block, pass, task)) return 0;
+    for (int64_t row = 0; row < pass->rows; row++) {
+        move_to(&block, task, row);
+        float share = pass->row_share[row], rest = 1.0f - share;
+        for (int64_t i = 0; i < N; i++) top[i] = block.upper[i] * rest + block.lower[i] * share, best[i] = 0;
+        for (int64_t c = 1; c < pass->classes; c++)
+            for (int64_t i = 0; i < N; i++) {
+                float logit = block.upper[c * N + i] * rest + block.lower[c * N + i] * share;
+                int larger = (logit > top[i]) | ((logit != logit) & (top[i] == top[i]));
+                best[i] = larger ? (int32_t)c : best[i];
+                top[i] = larger ? logit : top[i];
             }
+        int64_t place = (block.image * pass->rows + row) * pass->cols + block.start;
+        for (int64_t i = 0; i < block.count; i++) {
+            pass->pred[place + i] = (uint8_t)best[i];
+            if (pass->target) counts[pass->target[place + i] * pass->classes + best[i]]++;
         }
-        free(block.memory);
     }
+    free(block.memory);
     return 1;
+}
+
+/* classes_of tasks 0 to `tasks - 1`; counts int64 (threads, 256, C). Returns the least that classes_of returned. */
+int segpipe_classes(const Pass *pass, int64_t tasks, int64_t threads, int64_t *counts) {
+    int code = 1;
+#pragma omp parallel for num_threads(threads) schedule(static, 1) reduction(min : code)
+    for (int64_t thread = 0; thread < threads; thread++)
+        for (int64_t task = tasks * thread / threads; task < tasks * (thread + 1) / threads; task++) {
+            int found = classes_of(pass, task, counts + thread * 256 * pass->classes);
+            code = found < code ? found : code;
+        }
+    return code;
 }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from segpipe.ledger import writer as ledger
-from segpipe.ledger.digest import digest_groups, digest_many, float_bits
+from segpipe.ledger.digest import GroupDigests, digest_groups, digest_many, float_bits
 from segpipe.ledger.rows import ledger_path
 from segpipe.train.watch import Watch
 
@@ -48,6 +48,13 @@ class Recorder(Watch):
         self._names, self._parameters = zip(*_trained(state.model), strict=True)
         self._norms = {name: value for name, value in _floats(state.model).items() if name not in self._names}
         self._averaged = _floats(state.ema.model)
+        # In the order of a row; the optimizer's moments are made by its first updates.
+        self._tensors: dict[str, Sequence[Tensor]] = {
+            "weights": self._parameters,
+            "optimizer": [],
+            "statistics": list(self._norms.values()),
+            "ema": list(self._averaged.values()),
+        }
         session = group.gather(ledger.next_session(config.run_dir) if group.is_main else 0)[0]
         header = ledger.session_header(
             config,
@@ -60,6 +67,7 @@ class Recorder(Watch):
             sample_names=[samples.name(index) for index in range(len(samples))] if group.is_main else [],
         )
         self._writer = ledger.LedgerWriter(ledger_path(config.run_dir, group.rank), header)
+        self._of_shard, self._of_gradients, self._of_state = (GroupDigests(channels_last=True) for _ in range(3))
         self._shard: dict[str, Tensor] = {}
         self._step: dict[str, Tensor] = {}
         self.state_digest = torch.zeros((), dtype=torch.int64)
@@ -78,7 +86,7 @@ class Recorder(Watch):
     def shard(self, batch: ShardBatch, loss: Tensor, statistics: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Row of a shard, after its backward; `gradients` in the order of the trained parameters."""
         step, shard = self.state.step, batch.shard
-        found = digest_groups([statistics, gradients], channels_last=True)
+        found = self._of_shard([statistics, gradients])
         sums = dict(zip(("statistics", "gradient"), found.unbind(), strict=True))
         row = {**self._shard, **_samples(batch), **sums, "loss": float_bits(loss.detach().double())}
         self._writer.shard_row(step, shard, batch.epoch, batch.index, row)
@@ -100,7 +108,7 @@ class Recorder(Watch):
     def reduced(self, valid: Tensor) -> None:
         """Digests of the gradients of the step, before anything scales or clips them."""
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._parameters]
-        self._step = {"valid": valid.long(), "gradient": digest_many(gradients, channels_last=True)}
+        self._step = {"valid": valid.long(), "gradient": self._of_gradients([gradients])[0]}
         if self.audits:
             self._writer.part_rows(self.state.step, None, "gradient", _each(gradients))
 
@@ -111,23 +119,19 @@ class Recorder(Watch):
         self._state_row(self.state.step - 1)
 
     def _state_row(self, step: int) -> None:
-        tensors = self._tensors()
-        found = digest_groups([_flat(parts) for parts in tensors.values()], channels_last=True)
-        self._writer.step_row(step, {**self._step, **dict(zip(tensors, found.unbind(), strict=True))})
+        moments = [value for parameter in self._parameters for value in _moments(self.state.optimizer, parameter)]
+        kinds = {**self._tensors, "optimizer": moments}
+        found = self._of_state(list(kinds.values()))
+        self._writer.step_row(step, {**self._step, **dict(zip(kinds, found.unbind(), strict=True))})
         self.state_digest = digest_many([found])
         if self.audits:
-            for name, parts in tensors.items():
-                self._writer.part_rows(step, None, name, _each(parts))
+            for name, digests in self._digest_parts().items():
+                self._writer.part_rows(step, None, name, digests)
 
-    def _tensors(self) -> dict[str, list[list[Tensor]]]:
-        """The state by kind: for every name of `part_names` the tensors under that name."""
-        state = self.state
-        return {
-            "weights": [[parameter.detach()] for parameter in self._parameters],
-            "optimizer": [_moments(state.optimizer, parameter) for parameter in self._parameters],
-            "statistics": [[value] for value in self._norms.values()],
-            "ema": [[value] for value in self._averaged.values()],
-        }
+    def _digest_parts(self) -> dict[str, Tensor]:
+        """For every name of `part_names` the digests of the tensors, or moments, under that name, int64 (n,)."""
+        found = {name: _each(tensors) for name, tensors in self._tensors.items()}
+        return found | {"optimizer": _each([_moments(self.state.optimizer, value) for value in self._parameters])}
 
     def part_names(self) -> dict[str, list[str]]:
         """Names of the tensors of the state, by kind, in the order in which a fault spreads."""
@@ -136,7 +140,7 @@ class Recorder(Watch):
 
     def state_parts(self) -> dict[str, list[int]]:
         """Digests of the tensors that `part_names` names, as the state is now."""
-        return {name: _each(parts).tolist() for name, parts in self._tensors().items()}
+        return {name: digests.tolist() for name, digests in self._digest_parts().items()}
 
     def after_update(self) -> None:
         """Flush every `steps_held` updates, on all ranks or none: a full disk ends the run on all."""
@@ -174,11 +178,7 @@ def _floats(model: nn.Module) -> dict[str, Tensor]:
 def _moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[Tensor]:
     """The optimizer's state of a parameter, in the order of the names; nothing before the first update."""
     kept = optimizer.state.get(parameter, {})
-    return [value for _, value in sorted(kept.items()) if isinstance(value, Tensor)]
-
-
-def _flat(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    return [tensor for tensors in parts for tensor in tensors]
+    return [kept[name] for name in sorted(kept) if isinstance(kept[name], Tensor)]
 
 
 def _each(parts: Sequence[Tensor] | Sequence[Sequence[Tensor]]) -> Tensor:

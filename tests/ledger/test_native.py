@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def test_compiled_equals_numpy(plain: list[int], threads: int) -> None:
 
 
 class Shares:
-    """The compiled kernels; notes which words each call takes."""
+    """The compiled kernels; notes how many words each thread takes, and the threads."""
 
     def __init__(self) -> None:
         self.kernels, self.taken = digests.kernels(), []  # type: ignore[var-annotated]
@@ -92,7 +93,27 @@ def test_threads_share_whole_blocks_evenly_where_each_gets_a_mebibyte(
         torch.set_num_threads(before)
     num_words = num_blocks * BLOCK + 4  # of the longest group
     width = -(-num_words // (shares * BLOCK)) * BLOCK
-    assert sorted(kernels.taken) == [(place * width, (place + 1) * width) for place in range(shares)]
+    assert kernels.taken == [(width, shares)]
+
+
+def test_tensors_that_come_again_are_read_again() -> None:
+    """And looked up again where one is another, lies elsewhere, or belongs to another group."""
+    again, given = digests.GroupDigests(channels_last=True), tensors()
+
+    def agrees(groups: list[list[Tensor]]) -> bool:
+        return again(groups).tolist() == [int(digest_many(group, channels_last=True)) for group in groups]
+
+    assert again([]).tolist() == []
+    assert agrees([given[:9], given[9:]])
+    for tensor in given:
+        tensor.add_(1)
+    assert agrees([given[:9], given[9:]])
+    assert agrees([given[:8], given[8:]])
+    given[2] = torch.randn(SIZES[2])
+    assert agrees([given[:8], given[8:]])
+    given[6].data = torch.randn(3 * BLOCK)
+    assert agrees([given[:8], given[8:]])
+    assert agrees([given[:8]])
 
 
 def test_a_group_has_the_number_of_its_tensors_alone() -> None:
@@ -128,12 +149,13 @@ def test_tensors_that_a_gpu_lacks_are_moved_at_once_and_in_their_order(monkeypat
             assert lengths == tuple(part.numel() for part in parts)
             assert {part.dtype for part in parts} == {torch.int64}
             blocks.append(block)
-            return digests._by_c(parts, ends)
+            return digests._by_c([part.data_ptr() for part in parts], lengths, ends)
 
     monkeypatch.setattr(digests, "gpu_kernels", lambda device: Kernels)
     groups = [tensors()[:3], [], tensors()[3:]]
     parts = [digests._in_order(tensor, "cuda", True) for group in groups for tensor in group]
-    found = digests._by_triton(parts, (3, 3, len(parts)), torch.device("cpu"))
+    lengths = tuple(part.numel() for part in parts)
+    found = digests._by_triton(parts, lengths, (3, 3, len(parts)), torch.device("cpu"))
     assert found.tolist() == digest_groups(groups, channels_last=True).tolist()
     assert blocks == [BLOCK]
 
@@ -148,7 +170,7 @@ def test_kernels_that_answer_rightly_are_used(monkeypatch: pytest.MonkeyPatch) -
         assert lengths == tuple(part.numel() for part in parts)
         assert (ends, block) == ((1, len(parts)), BLOCK)
         assert max(lengths) > BLOCK
-        return digests._by_c(parts, ends)
+        return digests._by_c([part.data_ptr() for part in parts], lengths, ends)
 
     monkeypatch.setattr(triton_digest, "digests", answer)
     digests.gpu_kernels.cache_clear()
@@ -188,6 +210,19 @@ def test_it_is_compiled_once_into_a_private_folder(
     native.load.cache_clear()
     assert digests.kernels() is not None
     assert [path.stat().st_mtime_ns for path in (tmp_path / "segpipe").iterdir()] == [written]
+
+
+@needs_compiler
+def test_a_compiler_without_openmp_is_used_too(tmp_path: Path, fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, given = shutil.which("cc") or shutil.which("gcc"), tensors()
+    expected = int(digest_many(given))
+    (tmp_path / "cc").write_text(f'#!/bin/sh\ncase "$*" in *-fopenmp*) exit 1;; esac\nexec {real} "$@"\n')
+    (tmp_path / "cc").chmod(0o755)
+    native.load.cache_clear()
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert digests.kernels() is not None
+    assert int(digest_many(given)) == expected
 
 
 @pytest.mark.parametrize("broken", ["no compiler", "compiler fails", "no folder", "folder of another user"])

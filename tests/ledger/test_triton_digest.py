@@ -46,7 +46,7 @@ def found_by_triton() -> list[list[int]]:
         )
         lengths = tuple(part.nbytes // 8 for part in here)
         found.append(triton_digest.digests(here, lengths, ends, block).tolist())
-        found.append(module._by_triton(away, ends, CPU).tolist())  # all are moved
+        found.append(module._by_triton(away, lengths, ends, CPU).tolist())  # all are moved
     return [*found, [int(module.gpu_kernels(CPU) is not None)]]
 
 
