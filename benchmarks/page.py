@@ -56,6 +56,10 @@ limited by memory; only fewer bytes make it faster.
 Every row is one command, `python benchmarks/run.py ID`, which prints JSON; `benchmarks/results/` keeps it. Arms are
 interleaved in one run; a figure in brackets is its 95 % interval. A row is met by the end of the interval that speaks
 against it. What is not met stays in the table. Figures of a CPU say nothing about a GPU.
+
+The name of a figure is its place in the JSON. `A over B` is the time of A divided by that of B, and `over B` before a
+name the time under that name divided by that of B; `times as fast` and `speedup` are above 1 where segpipe is faster.
+The mode `ddp` was called `run` in older results.
 """
 
 
