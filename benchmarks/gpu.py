@@ -328,7 +328,7 @@ def check(given: dict[str, Any]) -> int:
     )
     # A kernel or a collective that hangs cannot be interrupted: the process ends, and says where each thread stood.
     # What was found until then is printed and in the report.
-    faulthandler.dump_traceback_later(given["seconds"] + GRACE_S, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(given["seconds"] + GRACE_S, exit=True, file=sys.__stderr__ or sys.stderr)
     report: dict[str, Any] = {"fingerprint": flags.fingerprint(), "device": given["device"], "checks": {}}
     failed = False
     for name, sound, figures in run(bench, names):

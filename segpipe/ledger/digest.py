@@ -182,12 +182,10 @@ class GroupDigests:
         if not same or sizes != self._sizes:
             self._tensors, self._sizes, self._addresses = tensors, sizes, list(addresses)
             self._look()
-        else:
-            for place in self._copied:
-                self._parts[place] = _in_order(tensors[place], self._device.type, self.channels_last)
         if (kernels() if self._device == _CPU else gpu_kernels(self._device)) is None:
             found = [_digest_words(_joined(group, self._device, self.channels_last)) for group in groups]
             return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64, device=self._device)
+        self._copy()
         if self._device != _CPU:
             return _by_triton(self._parts, self._lengths, self._ends, self._device)
         for place in self._copied:
@@ -199,28 +197,39 @@ class GroupDigests:
         devices = {tensor.device for tensor in self._tensors} - {_CPU}
         assert len(devices) <= 1, "tensors of one device"
         self._device = devices.pop() if devices else _CPU
-        self._parts = [_in_order(tensor, self._device.type, self.channels_last) for tensor in self._tensors]
-        self._copied = [n for n, part in enumerate(self._parts) if part is not self._tensors[n]]
-        self._lengths = tuple(part.nbytes // 8 for part in self._parts)
-        self._ends = tuple(itertools.accumulate(self._sizes))
+        self._parts, self._ends = list(self._tensors), tuple(itertools.accumulate(self._sizes))
+        self._lengths = tuple(-(-tensor.nbytes // 8) for tensor in self._tensors)
+        self._copied = [n for n, tensor in enumerate(self._tensors) if not self._in_place(tensor)]
+        self._larger: list[int] = []
+        self._scalars: dict[Any, list[int]] = {}  # of a kind; AdamW counts the steps of each parameter
+        for place in self._copied:
+            tensor = self._tensors[place]
+            scalar = tensor.numel() == 1 and tensor.nbytes <= 8
+            kind = (tensor.dtype, tensor.device, tensor.shape)
+            (self._scalars.setdefault(kind, []) if scalar else self._larger).append(place)
+
+    def _in_place(self, tensor: Tensor) -> bool:
+        """Whether its memory holds whole words in the order of the digest, on the device of the digest."""
+        order = torch.channels_last if self.channels_last and tensor.ndim == 4 else torch.contiguous_format
+        if tensor.nbytes % 8 or not tensor.is_contiguous(memory_format=order):
+            return False
+        return self._device == _CPU or not (tensor.is_cpu or tensor.data_ptr() % 8)
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        """Make the words of tensors that cannot be read where they are; those for a GPU are still to be moved."""
+        for place in self._larger:
+            self._parts[place] = _words(self._tensors[place], channels_last=self.channels_last)
+        for (dtype, device, _), places in self._scalars.items():
+            words = torch.zeros(len(places), 8 // dtype.itemsize, dtype=dtype, device=device)
+            words[:, 0] = torch.stack([self._tensors[place] for place in places]).view(-1)
+            for place, word in zip(places, torch.split(words.view(torch.int64).view(-1), 1), strict=True):
+                self._parts[place] = word
 
 
 def digest_each(batch: Tensor) -> Tensor:
     """`digest_many` of every tensor along the first axis, int64 (b,)."""
     return digest_groups([[row] for row in batch])
-
-
-def _in_order(tensor: Tensor, device_type: str, channels_last: bool) -> Tensor:
-    """The tensor, or a copy where its memory is not whole words in the order of the digest.
-
-    A CPU tensor for a GPU becomes words, which are still to be moved.
-    """
-    order = torch.channels_last if channels_last and tensor.ndim == 4 else torch.contiguous_format
-    if tensor.nbytes % 8 or not tensor.is_contiguous(memory_format=order):
-        return _words(tensor, channels_last=channels_last)
-    if device_type != "cpu" and (tensor.is_cpu or tensor.data_ptr() % 8):
-        return _words(tensor, channels_last=channels_last)
-    return tensor
 
 
 def _joined(tensors: Iterable[Tensor], device: torch.device, channels_last: bool) -> Tensor:

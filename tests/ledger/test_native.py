@@ -116,6 +116,18 @@ def test_tensors_that_come_again_are_read_again() -> None:
     assert agrees([given[:8]])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float64])
+def test_single_numbers_are_padded_together(dtype: torch.dtype) -> None:
+    """As AdamW's counters of the steps; one operator for all of them instead of several for each."""
+    given = [torch.tensor(value).to(dtype) for value in (3, 0, 7)] + [torch.tensor([5]).to(dtype)] * 2
+    expected = [int(digests._digest_words(digests._words(tensor))) for tensor in given]
+    assert digest_groups([[tensor] for tensor in given]).tolist() == expected
+    again = digests.GroupDigests()
+    for _ in range(2):
+        assert int(again([given])[0]) == int(digests._digest_words(digests._joined(given, torch.device("cpu"), False)))
+        given[0].add_(1)
+
+
 def test_a_group_has_the_number_of_its_tensors_alone() -> None:
     """So different places and contents have different numbers, of which the empty ones are 0."""
     given = tensors()
@@ -153,7 +165,7 @@ def test_tensors_that_a_gpu_lacks_are_moved_at_once_and_in_their_order(monkeypat
 
     monkeypatch.setattr(digests, "gpu_kernels", lambda device: Kernels)
     groups = [tensors()[:3], [], tensors()[3:]]
-    parts = [digests._in_order(tensor, "cuda", True) for group in groups for tensor in group]
+    parts = [digests._words(tensor, channels_last=True) for group in groups for tensor in group]
     lengths = tuple(part.numel() for part in parts)
     found = digests._by_triton(parts, lengths, (3, 3, len(parts)), torch.device("cpu"))
     assert found.tolist() == digest_groups(groups, channels_last=True).tolist()

@@ -41,11 +41,11 @@ def found_by_triton() -> list[list[int]]:
     ends = tuple(sum(map(len, given[: n + 1])) for n in range(len(given)))
     for block in (96, 5000, module.BLOCK):
         module.BLOCK = block
-        here, away = (
-            [module._in_order(tensor, kind, True) for group in given for tensor in group] for kind in ("cpu", "cuda")
-        )
-        lengths = tuple(part.nbytes // 8 for part in here)
-        found.append(triton_digest.digests(here, lengths, ends, block).tolist())
+        places = module.GroupDigests(channels_last=True)
+        places(given)
+        away = [module._words(tensor, channels_last=True) for group in given for tensor in group]
+        lengths = tuple(len(words) for words in away)
+        found.append(triton_digest.digests(places._parts, lengths, ends, block).tolist())
         found.append(module._by_triton(away, lengths, ends, CPU).tolist())  # all are moved
     return [*found, [int(module.gpu_kernels(CPU) is not None)]]
 
