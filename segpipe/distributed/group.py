@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -119,7 +120,7 @@ def join(config: ComputeConfig, same: Mapping[str, str]) -> Group:
     """Group of this process; meets the other ranks when a launcher set RANK and WORLD_SIZE.
 
     `same`: further values that must be equal on all ranks, by name. Raises CollectiveError when they are not, or when
-    ranks are missing. NCCL is used for one GPU per rank; gloo for CPU ranks and for ranks that share a GPU.
+    ranks are missing. NCCL is used where every rank has a GPU of its own; gloo for CPU ranks and where ranks share a GPU.
     """
     rank, local_rank, world_size = environment.rank(), environment.local_rank(), environment.world_size() or 1
     device = choose_device(config.device, local_rank)
@@ -127,8 +128,17 @@ def join(config: ComputeConfig, same: Mapping[str, str]) -> Group:
         torch.cuda.set_device(device)
     contract = Contract()
     if world_size > 1:
-        store = meeting.meet(timeout_s=config.timeout_s, same=same)
-        alone = device.type == "cuda" and environment.local_world_size() <= torch.cuda.device_count()
+        same = {**same, "device": device.type}
+        store = meeting.meet(timeout_s=config.timeout_s, same=same, gpu=_name_of(device))
+        # Not by the number of visible GPUs: a launcher may show each rank its own alone.
+        shared = meeting.sharing(store, world_size)
+        if shared and rank == 0:
+            warnings.warn(
+                f"ranks {shared[:16]} share GPUs: all ranks exchange gradients through the host (gloo), which is slow. "
+                f"Start one process for each GPU.",
+                stacklevel=2,
+            )
+        alone = device.type == "cuda" and not shared
         if alone:
             _configure_nccl()
         dist.init_process_group(
@@ -143,6 +153,11 @@ def join(config: ComputeConfig, same: Mapping[str, str]) -> Group:
         contract = watch(store, rank, world_size, timeout_s=config.timeout_s, eager=eager)
     group = Group(rank, local_rank, world_size, device, contract=contract)
     return replace(group, subgroups=_subgroups(group, environment.local_world_size()))
+
+
+def _name_of(device: torch.device) -> str:
+    """Name of a GPU that is its own on all machines; empty for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def _subgroups(group: Group, local: int) -> tuple[Level, ...]:
@@ -162,8 +177,7 @@ def _configure_nccl() -> None:
     """Errors of NCCL end the process instead of hanging it, and its last collectives are recorded."""
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # the second until torch 2.10
-        os.environ.setdefault(name, "2000")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
 
 
 def leave(group: Group) -> None:

@@ -25,14 +25,16 @@ LINGER_S = 1.0  # for which the rank that holds the store stays after a failure,
 SAME = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # variables that must be equal on all ranks
 
 
-def meet(*, timeout_s: float, same: Mapping[str, str] | None = None) -> Store:
+def meet(*, timeout_s: float, same: Mapping[str, str] | None = None, gpu: str = "") -> Store:
     """The store of this run, once all WORLD_SIZE ranks have connected to MASTER_ADDR:MASTER_PORT.
 
-    `same`: further values that must be equal on all ranks, by name. Raises CollectiveError on every rank when values
-    differ, when two processes have the same RANK, and after `timeout_s` when ranks are missing.
+    `same`: further values that must be equal on all ranks, by name; `gpu`: the name of this rank's GPU, which no other
+    has. Raises CollectiveError on every rank when values differ, when two processes have the same RANK, and after
+    `timeout_s` when ranks are missing.
     """
     rank, world_size = environment.rank(), environment.world_size() or 1
-    card = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), **{name: os.environ[name] for name in SAME}}
+    card = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "gpu": gpu}
+    card |= {name: os.environ[name] for name in SAME}
     store, keeps = _open(rank, timeout_s)
     try:
         _gather(store, {**card, **(same or {})}, [*SAME, *(same or ())], world_size, timeout_s)
@@ -91,6 +93,15 @@ def _gather(store: Store, card: dict[str, Any], same: list[str], world_size: int
         if time.monotonic() > end:
             raise CollectiveError(_missing(cards, world_size, timeout_s))
         time.sleep(POLL_S)
+
+
+def sharing(store: Store, world_size: int) -> list[int]:
+    """Ranks of a run that has met whose GPU another rank has too; ranks without one share none."""
+    cards = [json.loads(store.get(f"card/{number}")) for number in range(1, world_size + 1)]
+    ranks: dict[str, list[int]] = {}
+    for card in cards:
+        ranks.setdefault(card["gpu"], []).append(card["rank"])
+    return sorted(rank for gpu, users in ranks.items() if gpu and len(users) > 1 for rank in users)
 
 
 def conflict(cards: list[dict[str, Any]], same: list[str]) -> str:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import types
+import warnings
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from segpipe.distributed.group import Group
+from segpipe.distributed import group as group_module
+from segpipe.distributed import meeting
+from segpipe.distributed.group import Group, join
+from segpipe.distributed.watch.contract import Contract
 from segpipe.errors import CheckpointError, DataError, SegpipeError
+from segpipe.settings.groups import ComputeConfig
 
 
 class Ranks(Group):
@@ -58,3 +66,44 @@ def test_an_error_that_is_not_ours_is_left_to_the_contract() -> None:
 
     with pytest.raises(ZeroDivisionError):
         rank(0, None, None).together(bug)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "rank", "backend", "shared"),
+    [
+        (["a", "b", "c"], 0, "nccl", []),  # also where a launcher shows each rank its own GPU alone
+        (["a", "b", "a"], 1, "gloo", [0, 2]),
+        (["a", "a", "a"], 0, "gloo", [0, 1, 2]),
+        (["", "", ""], 1, "gloo", []),
+    ],
+)
+def test_nccl_is_taken_where_no_two_ranks_share_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, gpus: list[str], rank: int, backend: str, shared: list[int]
+) -> None:
+    """All ranks must take the same, whatever each of them sees. Here one GPU is visible to each."""
+    store, made = dist.HashStore(), []
+    for place in (1, 0, 2):  # in the order of arrival
+        store.set(f"card/{store.add('cards', 1)}", json.dumps({"rank": place, "gpu": gpus[place]}))
+    known = {"RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": "x", "MASTER_PORT": 1, "LOCAL_RANK": rank}
+    for name, value in known.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(group_module, "_configure_nccl", lambda: None)  # it sets variables of this process
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(group_module.meeting, "meet", lambda **given: asked.update(given) or store)
+    monkeypatch.setattr(group_module.dist, "init_process_group", lambda name, **given: made.append(name))
+    monkeypatch.setattr(group_module, "watch", lambda *given, **named: Contract())
+    monkeypatch.setattr(group_module, "_subgroups", lambda group, local: ())
+    if gpus[rank]:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid=gpus[rank]))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        join(ComputeConfig(), {"configuration": "x"})
+    assert made == [backend]
+    assert asked["gpu"] == gpus[rank]
+    assert asked["same"] == {"configuration": "x", "device": "cuda" if gpus[rank] else "cpu"}
+    assert [str(shared) in str(warning.message) for warning in told] == [True] * (bool(shared) and rank == 0)
+    for place in range(3):
+        assert (place in meeting.sharing(store, 3)) == (place in shared)
