@@ -71,7 +71,6 @@ def _entry(data: DataConfig, entry: Mapping[str, Any]) -> DataConfig:
         root=str(entry.get("root", "" if own else data.root)),
         classes=str(entry.get("classes", "" if own else data.classes)),
         mix=[],
-        shuffle_labels=False,
     )
 
 
