@@ -22,7 +22,7 @@ from segpipe.audit.evidence import CheckedCheckpoint
 from segpipe.audit.examine import AuditRequest, examine
 from segpipe.audit.outcomes import check_best
 from segpipe.audit.verdict import FAILED, NOTED, UNCHECKED, Audit, Line, markdown
-from segpipe.audit.worker import run_tasks
+from segpipe.audit.worker import run_task
 from segpipe.cli import audit as command
 from segpipe.cli.main import main as segpipe
 from segpipe.determinism import flags
@@ -101,7 +101,7 @@ def audited(folder: Path, **wishes: object) -> Audit:
     request = AuditRequest(folder / "run", **{**asked, **wishes})  # type: ignore[arg-type]
     given = {"run": str(folder / "run"), "data.root": str(folder / "data")}
     measured = partial(command._evaluate, given)
-    return examine(request, lambda what, done, total: None, run_tasks, evaluate=measured)
+    return examine(request, lambda what, done, total: None, run_task, evaluate=measured)
 
 
 def failures(audit: Audit) -> dict[str, str]:
