@@ -61,9 +61,9 @@ def offer_table(data: DataConfig, splits: list[str], *, write: bool) -> bool:
     return True
 
 
-def warn_of_shared_sequences(train: list[str], val: list[str]) -> None:
+def warn_of_shared_sequences(train: list[str], val: list[str], pattern: str) -> None:
     """Print the sequences that are in training and validation."""
-    shared = shared_sequences(train, val)
+    shared = shared_sequences(train, val, pattern)
     if not shared:
         return
     shown = ", ".join(f"{name} ({counts[0]} and {counts[1]} images)" for name, counts in list(shared.items())[:5])
@@ -142,5 +142,6 @@ def main(overrides: list[str]) -> int:
     for problem in worker_problems(config, opened["train"]):
         CONSOLE.print(f"Warning: {problem}", markup=False)
     if len(opened) == 2 and config.data.name != "synthetic":
-        warn_of_shared_sequences(*([samples.name(i) for i in range(len(samples))] for samples in opened.values()))
+        train, val = ([samples.name(i) for i in range(len(samples))] for samples in opened.values())
+        warn_of_shared_sequences(train, val, config.data.sequence)
     return 0

@@ -30,7 +30,9 @@ def test_sequences_stay_whole_and_the_share_is_near(seed: int) -> None:
     assert not drives(chosen, True) & drives(chosen, False)
     assert sum(chosen) == 20, "10 + 10 is nearer to 20 % of 100 than 15 or 25"
     assert chosen == divide(NAMES, val=0.2, by="sequence", seed=seed)
-    assert shared_sequences(*([n for n, v in zip(NAMES, chosen, strict=True) if v == side] for side in (0, 1))) == {}
+    sides = [[n for n, v in zip(NAMES, chosen, strict=True) if v == side] for side in (0, 1)]
+    assert shared_sequences(*sides, "") == {}
+    assert "0" in shared_sequences(*sides, "_([0-9])"), "data.sequence is another rule"
 
 
 def test_another_seed_makes_another_choice() -> None:
