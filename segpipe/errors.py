@@ -117,3 +117,8 @@ def did_you_mean(word: str, choices: Iterable[str], least: float = 0.5) -> str:
     """A sentence that names the choice most similar to `word`, with a leading space; empty if none is by `least`."""
     found = get_close_matches(word, list(choices), n=1, cutoff=least)
     return f" Did you mean {found[0]}?" if found else ""
+
+
+def listed(names: Sequence[str], most: int = 5, joint: str = ", ") -> str:
+    """The first names, and how many more there are."""
+    return joint.join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

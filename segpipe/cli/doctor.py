@@ -13,7 +13,7 @@ from segpipe.data.pairs import scan, scan_undivided
 from segpipe.data.problems import open_readable, problems
 from segpipe.data.proposal import propose
 from segpipe.data.samples import Samples, class_pixels, image_files, image_sizes, one_by_one, open_samples
-from segpipe.errors import DataError
+from segpipe.errors import DataError, listed
 from segpipe.files import write_atomically
 from segpipe.run.console import CONSOLE, progress, share_table
 from segpipe.run.preflight import worker_problems
@@ -66,10 +66,9 @@ def warn_of_shared_sequences(train: list[str], val: list[str], pattern: str) -> 
     shared = shared_sequences(train, val, pattern)
     if not shared:
         return
-    shown = ", ".join(f"{name} ({counts[0]} and {counts[1]} images)" for name, counts in list(shared.items())[:5])
-    more = f" and {len(shared) - 5} more" if len(shared) > 5 else ""
+    shown = listed([f"{name} ({counts[0]} and {counts[1]} images)" for name, counts in shared.items()])
     CONSOLE.print(
-        f"Warning: {len(shared)} sequence{'s' * (len(shared) > 1)} in both training and validation: {shown}{more}. If "
+        f"Warning: {len(shared)} sequence{'s' * (len(shared) > 1)} in both training and validation: {shown}. If "
         "they are frames of videos, validation flatters the network. `segpipe split` divides by sequence.",
         markup=False,
     )
