@@ -118,6 +118,8 @@ def test_a_newcomer_gets_from_masks_to_a_checked_split(tmp_path: Path, capsys: p
     assert segpipe(["doctor", "data=folder", root]) == 0
     text = capsys.readouterr().out
     assert "Warning: 5 sequences in both training and validation: a (3 and 1 images)" in text
+    assert segpipe(["doctor", "data=folder", root, 'data.sequence="_(.)"']) == 0
+    assert "Warning" not in capsys.readouterr().out, "by the number, the last of each drive is a sequence"
 
 
 def test_split_refuses_folders_that_are_divided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
