@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from benchmarks import measure as measuring
 from segpipe.audit.locate import compare_again
-from segpipe.audit.worker import run_tasks
+from segpipe.audit.worker import run_task
 from segpipe.data.loader import ShardBatch
 from segpipe.data.order import Order
 from segpipe.determinism import flags
@@ -409,7 +409,7 @@ def trained_again(baseline: Path, planted: Path, name: str) -> Comparison:
         watch_place(stack.enter_context)
         PLANTS[name].put(stack.enter_context, 0)
         _choose_run(stack.enter_context)
-        return compare_again(baseline, planted, nproc=1, progress=lambda done, total: None, run_tasks=run_tasks)
+        return compare_again(baseline, planted, nproc=1, progress=lambda done, total: None, run_task=run_task)
 
 
 def _choose_run(enter: Enter) -> None:

@@ -4,7 +4,8 @@ A message says where and what was found, what was needed, and what to do. Code n
 is an attribute. Exit codes have one meaning each, see docs/exit-codes.md.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 CHECKED_IN_PART = 14  # exit code: nothing wrong was found, but not all could be checked
@@ -110,3 +111,14 @@ class Interrupted(SegpipeError):
     """Ctrl-C or SIGTERM; the state was saved before this was raised."""
 
     exit_code = 130
+
+
+def did_you_mean(word: str, choices: Iterable[str], least: float = 0.5) -> str:
+    """A sentence that names the choice most similar to `word`, with a leading space; empty if none is by `least`."""
+    found = get_close_matches(word, list(choices), n=1, cutoff=least)
+    return f" Did you mean {found[0]}?" if found else ""
+
+
+def listed(names: Sequence[str], most: int = 5, joint: str = ", ") -> str:
+    """The first names, and how many more there are."""
+    return joint.join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

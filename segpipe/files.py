@@ -92,6 +92,18 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise not_written(path, error, f"{len(content) / 2**20:.1f} MiB, {kept}") from error
 
 
+def put(path: Path, content: bytes) -> None:
+    """Put `content` at `path` so that the file is whole or not there, without waiting for the disk. Raises OSError."""
+    aside = path.with_name(f".{path.name}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        aside.write_bytes(content)
+        os.replace(aside, path)
+    finally:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+
+
 def _write(path: Path, aside: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{escape(path.name)}.*.tmp"):

@@ -15,16 +15,16 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from difflib import get_close_matches
 from functools import cache
 from importlib import import_module, invalidate_caches, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from segpipe.errors import CheckpointError, ConfigError
+from segpipe.errors import CheckpointError, ConfigError, did_you_mean
 
 FORM = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
+LIKE = 0.4  # of a name in code, to name it in a message
 INSTALLED = ("site-packages", "dist-packages")
 FINGERPRINTED = ("albumentations", "cv2", "numpy", "segpipe", "torch")  # whose versions each run records anyway
 _trusted: set[str] = set()  # import paths, and packages
@@ -58,7 +58,7 @@ def load(key: str, path: str) -> Any:
         if error.name != name or error.obj is not sys.modules.get(module):
             raise ConfigError(f"{key} = {path}: importing {module} failed: {located(error)}.") from error
         names = [one for one, value in vars(sys.modules[module]).items() if callable(value) and one[0] != "_"]
-        raise ConfigError(f"{key} = {path}, but {module} has no {name}.{_nearest(name, names)}") from None
+        raise ConfigError(f"{key} = {path}, but {module} has no {name}.{did_you_mean(name, names, LIKE)}") from None
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{key} = {path}: importing {module} failed: {located(error)}.") from error
     if not callable(found):
@@ -138,14 +138,9 @@ def _no_module(key: str, path: str, missing: str) -> str:
     beside = [one for one in (folder.iterdir() if folder and folder.is_dir() else ()) if one.name[0] not in "._"]
     names = [one.stem for one in beside if one.suffix == ".py" or one.is_dir()]
     if parent:
-        return f"{key} = {path}, but there is no module {name} in {folder}.{_nearest(name, names)}"
-    hint = _nearest(name, names) or f" Run the command in the folder that holds {name}."
+        return f"{key} = {path}, but there is no module {name} in {folder}.{did_you_mean(name, names, LIKE)}"
+    hint = did_you_mean(name, names, LIKE) or f" Run the command in the folder that holds {name}."
     return f"{key} = {path}, but there is no module {name} in {folder} or among the installed packages.{hint}"
-
-
-def _nearest(word: str, names: Iterable[str]) -> str:
-    found = get_close_matches(word, sorted(set(names)), n=1, cutoff=0.4)
-    return f" Did you mean {found[0]}?" if found else ""
 
 
 def located(error: BaseException) -> str:
@@ -199,7 +194,7 @@ def check_arguments(
         if (one in named or one not in valid) and not (takes_any and one not in named):
             raise ConfigError(
                 f"{group}.args.{one} is not an argument of {name}, which takes {', '.join(own) or 'none'}."
-                f"{_nearest(one, own)}"
+                f"{did_you_mean(one, own, LIKE)}"
             )
     for one in named:
         if one not in valid and not takes_any:

@@ -350,14 +350,6 @@ def test_missing_gpu(data: Path, folder: Path, capsys: pytest.CaptureFixture[str
     assert_refused(folder, code, capsys.readouterr().err, ("compute.device = cuda", "compute.device=cpu"))
 
 
-def test_one_training_image_cannot_be_shuffled(
-    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = write_camvid(tmp_path / "one", num_train=1)
-    code = run(folder, *from_files(data, "data.shuffle_labels=true"))
-    assert_refused(folder, code, capsys.readouterr().err, ("data.shuffle_labels = True needs at least two",))
-
-
 @pytest.mark.parametrize("where", ["/proc", "a file", "a closed folder"])
 def test_unwritable_root(tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str) -> None:
     root = Path("/proc")

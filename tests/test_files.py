@@ -17,7 +17,7 @@ from segpipe import disk
 from segpipe.data.readers import read_header, read_image
 from segpipe.disk import PAUSES_S, append
 from segpipe.errors import CheckpointError, DataError, SegpipeError
-from segpipe.files import sha256, write_atomically
+from segpipe.files import put, sha256, write_atomically
 from segpipe.ledger.rows import read_file
 from segpipe.ledger.writer import LedgerWriter
 from segpipe.run.tracking import Tracker, read_metrics
@@ -195,3 +195,19 @@ def test_reads_are_tried_again(
             read(path)
         assert said in str(caught.value) or not isinstance(caught.value, SegpipeError)
     assert len(pauses) == (min(times, len(PAUSES_S)) if number in disk.PASSING else 0)
+
+
+def test_what_is_put_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "below" / "mask.png"
+    put(path, OLD)
+
+    def full(aside: Path, content: bytes) -> int:
+        with aside.open("wb") as file:
+            file.write(content[:3])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space left"):
+        put(path, NEW)
+    assert path.read_bytes() == OLD
+    assert [entry.name for entry in path.parent.iterdir()] == ["mask.png"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -17,10 +17,10 @@ from segpipe import plugins
 from segpipe.audit import evidence
 from segpipe.audit.evidence import check_export
 from segpipe.audit.outcomes import Evaluate, Verify, check_best, check_gates, check_result, check_scores
-from segpipe.audit.task import RunTasks, Task, in_folder
-from segpipe.audit.updates import check_updates
+from segpipe.audit.task import RunTask, Task, in_folder
 from segpipe.audit.verdict import FAILED, PASSED, UNCHECKED, Audit, Line
 from segpipe.data.mix import absent_root
+from segpipe.data.order import Order
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.distributed.group import Group
@@ -31,7 +31,7 @@ from segpipe.keys import generator, sample_key
 from segpipe.ledger.divergence import compare
 from segpipe.ledger.inputs import combined
 from segpipe.ledger.reader import RunLedger, read_run
-from segpipe.ledger.rows import FOLDER, INPUTS, SHARD, STEP, lacking, row_keys
+from segpipe.ledger.rows import FOLDER, INPUTS, SHARD, STEP, differing, lacking, row_keys, slots
 from segpipe.losses.total import backend
 from segpipe.runtime.artifact import SUMS
 from segpipe.settings.arguments import with_settings
@@ -39,6 +39,7 @@ from segpipe.settings.check import check
 from segpipe.settings.config import Config
 from segpipe.train.batches import counted, order_of
 from segpipe.train.checkpoint import HASHES
+from segpipe.train.optim import learning_rate
 
 Progress = Callable[[str, int, int], None]  # what is being done, updates done, updates in all
 EVIDENCE = ("config.json", INPUTS, "result.json", HASHES, "*.pt", f"{FOLDER}/*", f"export/{SUMS}")
@@ -88,12 +89,12 @@ def choose_spans(starts: Mapping[int, Path | None], end: int, *, count: int, lon
 def examine(
     request: AuditRequest,
     progress: Progress,
-    run_tasks: RunTasks,
+    run_task: RunTask,
     *,
     evaluate: Evaluate | None = None,
     verify: Verify | None = None,
 ) -> Audit:
-    """All lines of the report; `run_tasks` replays. Without `evaluate` or `verify`, that part is not checked.
+    """All lines of the report; `run_task` replays. Without `evaluate` or `verify`, that part is not checked.
 
     Raises CheckpointError when there is no run at all, ConfigError for a request that cannot be met, and
     CollectiveError when the replaying processes failed to work together.
@@ -108,7 +109,7 @@ def examine(
     replayable = config if ledger and _is_replayable(config, lines) else None
     spans: list[Span] = []
     with tempfile.TemporaryDirectory(prefix="segpipe-audit-") as scratch:
-        replays = _Replays(replayable, request, Path(scratch), progress, run_tasks) if replayable else None
+        replays = _Replays(replayable, request, Path(scratch), progress, run_task) if replayable else None
         checkpoints, checkpoint_lines = evidence.check_checkpoints(run, ledger, replays.state if replays else None)
         lines += ledger_lines + checkpoint_lines
         if replays and ledger:
@@ -164,6 +165,64 @@ def _updates(replays: _Replays, ledger: RunLedger, obstacle: str) -> list[Line]:
     except SegpipeError as error:
         return [Line("updates", FAILED, f"the training samples cannot be read: {error}")]
     return [*check_updates(config, ledger, order, None if obstacle else replays.start())]
+
+
+def check_updates(config: Config, ledger: RunLedger, order: Order, start: RunLedger | None) -> Iterator[Line]:
+    """Findings on all updates in the ledger.
+
+    order: the samples of each update. start: the ledger of a fresh state of this configuration; None if unknown.
+    """
+    steps = int((ledger.rows[STEP]["step"] >= 0).sum())
+    faults = [*_start_faults(ledger, start), *_order_faults(order, ledger), *_rate_faults(config, ledger)]
+    yield from (Line("updates", FAILED, fault) for fault in faults)
+    if not faults:
+        text = f"all {steps} took the samples and the learning rate that seed and settings give"
+        yield Line("updates", PASSED, text)
+    if start is None:
+        yield Line("updates", UNCHECKED, "whether the run started from the weights of its seed")
+
+
+def _start_faults(ledger: RunLedger, start: RunLedger | None) -> list[str]:
+    if start is None:
+        return []
+    one, two = (rows[rows["step"] == -1] for rows in (ledger.rows[STEP], start.rows[STEP]))
+    if not len(one):
+        return ["the ledger lacks the state before the first update"]
+    if fields := lacking(one, two, STEP):
+        return [f"the ledger lacks {', '.join(fields)} of the state before the first update"]
+    names = [name for name, unequal in differing(one, two, STEP).items() if unequal.any()]
+    return [f"the run did not start from the state that its settings give: {', '.join(names)} differ"] if names else []
+
+
+def _order_faults(order: Order, ledger: RunLedger) -> list[str]:
+    rows = ledger.rows[SHARD][ledger.rows[SHARD]["step"] >= 0]
+    wanted, shards = ledger.num_updates * ledger.first.shards, ledger.first.shards
+    if not np.array_equal(rows["step"] * shards + rows["shard"], np.arange(wanted)):
+        return [f"the ledger has the samples of {len(rows)} shards, but {ledger.num_updates} updates have {wanted}"]
+    for row in rows:
+        expected = order.shard(int(row["step"]), int(row["shard"]))
+        found = list(zip(row["epoch"].tolist(), row["sample"].tolist(), strict=True))
+        if found != expected:
+            place = next(number for number, pair in enumerate(found) if pair != expected[number])
+            return [
+                f"step {row['step']}, shard {row['shard']}, place {place}: sample {found[place][1]} of epoch "
+                f"{found[place][0]} instead of sample {expected[place][1]} of epoch {expected[place][0]}, which the "
+                f"seed gives for {order.num_samples} training samples"
+            ]
+    return []
+
+
+def _rate_faults(config: Config, ledger: RunLedger) -> list[str]:
+    rows = ledger.rows[STEP][ledger.rows[STEP]["step"] >= 0]
+    optim, steps = config.optim, config.optim.schedule_steps or config.train.steps
+    expected = np.array([learning_rate(int(step), steps, optim) for step in rows["step"]])
+    column = slots(STEP, 0)["lr"].start
+    wrong = np.flatnonzero(rows["digest"][:, column] != expected.view(np.uint64))
+    if not len(wrong):
+        return []
+    row = rows[wrong[0]]
+    rate = row["digest"][column : column + 1].view(np.float64)[0]
+    return [f"step {row['step']}: learning rate {rate!r} instead of {expected[wrong[0]]!r} ({len(wrong)} such updates)"]
 
 
 def _chosen(
@@ -227,10 +286,10 @@ class _Replays:
     """Replays of a run into folders of their own."""
 
     def __init__(
-        self, config: Config, request: AuditRequest, scratch: Path, progress: Progress, run_tasks: RunTasks
+        self, config: Config, request: AuditRequest, scratch: Path, progress: Progress, run_task: RunTask
     ) -> None:
         self.config, self._request, self._scratch, self._progress = config, request, scratch, progress
-        self._run_tasks = run_tasks
+        self._run_task = run_task
 
     def state(self, path: Path, step: int) -> RunLedger:
         """A ledger with the state of a checkpoint."""
@@ -241,7 +300,7 @@ class _Replays:
         return self._state(self._scratch / "start", "", 0)
 
     def _state(self, folder: Path, checkpoint: str, step: int) -> RunLedger:
-        self._run_tasks([Task(in_folder(self.config, folder, any_environment=True), checkpoint, step, step)], nproc=1)
+        self._run_task(Task(in_folder(self.config, folder, any_environment=True), checkpoint, step, step), nproc=1)
         return read_run(folder)
 
     def spans(self, spans: Sequence[Span], ledger: RunLedger) -> list[Line]:
@@ -253,11 +312,11 @@ class _Replays:
             copy = in_folder(self.config, folder, any_environment=self._request.any_environment)
             task = Task(copy, str(span.start or ""), span.first, span.last)
 
-            def report(_: int, done: int, *, base: int = before - span.first, span: Span = span) -> None:
+            def report(done: int, *, base: int = before - span.first, span: Span = span) -> None:
                 self._progress(f"replaying {span}", base + done, total)
 
             try:
-                self._run_tasks([task], nproc=self._request.nproc, report=report)
+                self._run_task(task, nproc=self._request.nproc, report=report)
                 lines.append(_judge(span, ledger, read_run(folder)))
             except CollectiveError:  # the replaying processes failed, which says nothing about the run
                 raise

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from segpipe.audit.evidence import read_config
-from segpipe.audit.task import RunTasks, Task, in_folder
+from segpipe.audit.task import RunTask, Task, in_folder
 from segpipe.audit.trace import first_culprit, read_traces
 from segpipe.errors import CheckpointError, ConfigError
 from segpipe.ledger.divergence import RESULT, Comparison, compare
@@ -54,8 +54,8 @@ def _digests(folder: Path, step: int) -> dict[int, list[tuple[Path, tuple[str, s
     return found
 
 
-def compare_again(a: Path, b: Path, *, nproc: int, progress: Progress, run_tasks: RunTasks) -> Comparison:
-    """Where run `b` first differs from run `a`, by their ledgers and by a replay of both with `run_tasks`.
+def compare_again(a: Path, b: Path, *, nproc: int, progress: Progress, run_task: RunTask) -> Comparison:
+    """Where run `b` first differs from run `a`, by their ledgers and by a replay of both with `run_task`.
 
     Raises CheckpointError, ConfigError or DataError when the files of a run, or its data, cannot be read.
     """
@@ -73,7 +73,7 @@ def compare_again(a: Path, b: Path, *, nproc: int, progress: Progress, run_tasks
     start = f"step {common.step}" if common.step else "the seed"
     how = f"replayed from {start} to step {found.step}, each with its own settings, by {nproc} process"
     with tempfile.TemporaryDirectory(prefix="segpipe-replay-") as scratch:
-        again = _replay_both(found.step, common, runs, Path(scratch), nproc, progress, run_tasks)
+        again = _replay_both(found.step, common, runs, Path(scratch), nproc, progress, run_task)
         return _conclude(found, runs, again, f"{how}{'es' * (nproc > 1)}: ")
 
 
@@ -84,7 +84,7 @@ def _replay_both(
     scratch: Path,
     nproc: int,
     progress: Progress,
-    run_tasks: RunTasks,
+    run_task: RunTask,
 ) -> list[RunLedger]:
     updates = step + 1 - common.step
     configs = [_config(run.folder, nproc) for run in runs]
@@ -92,10 +92,10 @@ def _replay_both(
         copy = in_folder(config, scratch / name, mode="audit", any_environment=True)
         task = Task(copy, str(file or ""), common.step, step + 1, traced=step)
 
-        def report(_: int, done: int, *, base: int = number * updates - common.step) -> None:
+        def report(done: int, *, base: int = number * updates - common.step) -> None:
             progress(base + done, 2 * updates)
 
-        run_tasks([task], nproc=nproc, report=report)
+        run_task(task, nproc=nproc, report=report)
     return [read_run(scratch / name) for name in "ab"]
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from segpipe.settings.config import Config, from_mapping, to_mapping
 
-Report = Callable[[int, int], None]  # number of the task, updates done
+Report = Callable[[int], None]  # updates done
 
 
-class RunTasks(Protocol):
-    """`run_tasks` of audit/worker.py; commands pass it on, so that what judges a replay does not import training."""
+class RunTask(Protocol):
+    """`run_task` of audit/worker.py; commands pass it on, so that what judges a replay does not import training."""
 
-    def __call__(self, tasks: Sequence[Task], *, nproc: int, report: Report = ...) -> None: ...
+    def __call__(self, task: Task, *, nproc: int, report: Report = ...) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from segpipe.errors import CHECKED_IN_PART, ConfigError
+from segpipe.errors import CHECKED_IN_PART, ConfigError, listed
 from segpipe.files import write_atomically
 
 PASSED, FAILED, NOTED, UNCHECKED = "passed", "failed", "noted", "not checked"
 EXIT_CODES = {"passed": 0, "passed in part": CHECKED_IN_PART, "failed": 13, "cannot audit": 2}
 TEMPLATES = Path(__file__).parent
 PAGE = "report.md.j2"
-SHOWN = 5  # names in a line
 
 
 class Line(NamedTuple):
@@ -31,8 +30,7 @@ class Line(NamedTuple):
 
 def shortened(names: Sequence[str]) -> str:
     """The first names, and how many more there are."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{'; '.join(names[:SHOWN])}{more}"
+    return listed(names, joint="; ")
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 from segpipe import plugins
@@ -23,43 +21,40 @@ ROOT = Path(__file__).resolve().parents[2]
 ERROR = "error.txt"
 
 
-def run_tasks(tasks: Sequence[Task], *, nproc: int, report: Report = lambda number, done: None) -> None:
-    """Do the tasks one after another, in this process or in `nproc` others.
+def run_task(task: Task, *, nproc: int, report: Report = lambda done: None) -> None:
+    """Do the task in this process or in `nproc` others.
 
     Raises what `replay` raises. From other processes, an error of segpipe comes as a DivergenceError with its message,
     and CollectiveError says that a process ended without one.
     """
     if nproc > 1:
-        _launch(tasks, nproc, report)
+        _launch(task, nproc, report)
         return
-    compute = tasks[0].config.compute
+    compute = task.config.compute
     flags.set_environment(compute.threads, compute.mode)
     from segpipe.audit.replay import replay
     from segpipe.distributed.group import Group, choose_device
 
-    group = Group(0, 0, 1, choose_device(compute.device, 0))
-    for number, task in enumerate(tasks):
-        replay(task, group, partial(report, number))
+    replay(task, Group(0, 0, 1, choose_device(compute.device, 0)), report)
 
 
-def _launch(tasks: Sequence[Task], nproc: int, report: Report) -> None:
+def _launch(task: Task, nproc: int, report: Report) -> None:
     """Start the workers; rank 0 prints its progress, and a rank that fails leaves a file with its error."""
-    for key, plugin in tasks[0].config.import_paths:
+    for key, plugin in task.config.import_paths:
         plugins.check_place(key, plugin)
     with tempfile.TemporaryDirectory(prefix="segpipe-audit-") as folder:
-        listed = Path(folder) / "tasks.json"
-        listed.write_text(json.dumps([asdict(task) for task in tasks]))
+        file = Path(folder) / "task.json"
+        file.write_text(json.dumps(asdict(task)))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
-        command += ["-m", "segpipe.audit.worker", str(listed)]
+        command += ["-m", "segpipe.audit.worker", str(file)]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        variables = {"OMP_NUM_THREADS": str(tasks[0].config.compute.threads), **os.environ, "PYTHONPATH": path}
+        variables = {"OMP_NUM_THREADS": str(task.config.compute.threads), **os.environ, "PYTHONPATH": path}
         with (Path(folder) / "stderr.txt").open("w+") as noise:
             with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=noise, text=True) as process:
                 assert process.stdout is not None
                 for line in process.stdout:
                     if line.startswith("replayed "):
-                        number, done = map(int, line.split()[1:])
-                        report(number, done)
+                        report(int(line.split()[1]))
             if process.returncode:
                 noise.seek(0)
                 raise _failure(Path(folder), noise.read())
@@ -73,33 +68,32 @@ def _failure(folder: Path, noise: str) -> SegpipeError:
     return CollectiveError(f"a process of the replay ended: {' | '.join(noise.splitlines()[-6:])}")
 
 
-def work(listed: Path) -> int:
-    """One worker: do the listed tasks; returns the exit code. The message of an error is left beside the list."""
-    tasks = [Task.read(values) for values in json.loads(listed.read_text())]
-    plugins.trust(path for task in tasks for _, path in task.config.import_paths)  # `_launch` has checked them
-    config = tasks[0].config
-    flags.set_environment(environment.local_world_size() * config.compute.threads, config.compute.mode)
+def work(file: Path) -> int:
+    """One worker: do the task in `file`; returns the exit code. The message of an error is left beside it."""
+    task = Task.read(json.loads(file.read_text()))
+    plugins.trust(path for _, path in task.config.import_paths)  # `_launch` has checked them
+    compute = task.config.compute
+    flags.set_environment(environment.local_world_size() * compute.threads, compute.mode)
     from segpipe.audit.replay import replay
     from segpipe.distributed import group as processes
 
-    flags.apply(config.compute.threads, config.compute.mode)  # before the group: NCCL reads switches when it is made
+    flags.apply(compute.threads, compute.mode)  # before the group: NCCL reads switches when it is made
     rank = environment.rank()
     try:
-        group = processes.join(config.compute, {"configuration": config_hash(config)})
+        group = processes.join(compute, {"configuration": config_hash(task.config)})
         try:
-            for number, task in enumerate(tasks):
-                replay(task, group, partial(_print_progress, number) if group.is_main else lambda done: None)
+            replay(task, group, _print_progress if group.is_main else lambda done: None)
             return 0
         finally:
             processes.leave(group)
     except SegpipeError as error:
         echo = isinstance(error, CollectiveError)  # of the error on another rank
-        (listed.parent / f"{int(echo)}.rank{rank:02d}.{ERROR}").write_text(str(error))
+        (file.parent / f"{int(echo)}.rank{rank:02d}.{ERROR}").write_text(str(error))
         return error.exit_code
 
 
-def _print_progress(number: int, done: int) -> None:
-    print(f"replayed {number} {done}", flush=True)
+def _print_progress(done: int) -> None:
+    print(f"replayed {done}", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from segpipe.audit.examine import AuditRequest, examine
 from segpipe.audit.verdict import Audit, check_folder, write_audit
-from segpipe.audit.worker import run_tasks
+from segpipe.audit.worker import run_task
 from segpipe.cli.commands import COMMANDS
 from segpipe.cli.evaluate import evaluate
 from segpipe.cli.verify import verify
@@ -32,7 +32,7 @@ def main(given: dict[str, Any]) -> int:
         audit = examine(
             request(given),
             lambda what, done, total: show(done, total or None, what),
-            run_tasks,
+            run_task,
             evaluate=partial(_evaluate, given) if given["evaluate"] else None,
             verify=partial(_verify, given) if given["verify"] else None,
         )

@@ -35,10 +35,10 @@ def replayed(a: Path, b: Path, nproc: int) -> Comparison:
     """The comparison of two run folders after training both again up to the first difference."""
     # These import torch, which a comparison without replay does not need.
     from segpipe.audit.locate import compare_again
-    from segpipe.audit.worker import run_tasks
+    from segpipe.audit.worker import run_task
 
     with progress("training again", console=Console(stderr=True)) as show:
-        return compare_again(a, b, nproc=nproc, progress=show, run_tasks=run_tasks)
+        return compare_again(a, b, nproc=nproc, progress=show, run_task=run_task)
 
 
 def show(found: Comparison, console: Console) -> None:

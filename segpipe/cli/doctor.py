@@ -13,7 +13,7 @@ from segpipe.data.pairs import scan, scan_undivided
 from segpipe.data.problems import open_readable, problems
 from segpipe.data.proposal import propose
 from segpipe.data.samples import Samples, class_pixels, image_files, image_sizes, one_by_one, open_samples
-from segpipe.errors import DataError
+from segpipe.errors import DataError, listed
 from segpipe.files import write_atomically
 from segpipe.run.console import CONSOLE, progress, share_table
 from segpipe.run.preflight import worker_problems
@@ -61,15 +61,14 @@ def offer_table(data: DataConfig, splits: list[str], *, write: bool) -> bool:
     return True
 
 
-def warn_of_shared_sequences(train: list[str], val: list[str]) -> None:
+def warn_of_shared_sequences(train: list[str], val: list[str], pattern: str) -> None:
     """Print the sequences that are in training and validation."""
-    shared = shared_sequences(train, val)
+    shared = shared_sequences(train, val, pattern)
     if not shared:
         return
-    shown = ", ".join(f"{name} ({counts[0]} and {counts[1]} images)" for name, counts in list(shared.items())[:5])
-    more = f" and {len(shared) - 5} more" if len(shared) > 5 else ""
+    shown = listed([f"{name} ({counts[0]} and {counts[1]} images)" for name, counts in shared.items()])
     CONSOLE.print(
-        f"Warning: {len(shared)} sequence{'s' * (len(shared) > 1)} in both training and validation: {shown}{more}. If "
+        f"Warning: {len(shared)} sequence{'s' * (len(shared) > 1)} in both training and validation: {shown}. If "
         "they are frames of videos, validation flatters the network. `segpipe split` divides by sequence.",
         markup=False,
     )
@@ -142,5 +141,6 @@ def main(overrides: list[str]) -> int:
     for problem in worker_problems(config, opened["train"]):
         CONSOLE.print(f"Warning: {problem}", markup=False)
     if len(opened) == 2 and config.data.name != "synthetic":
-        warn_of_shared_sequences(*([samples.name(i) for i in range(len(samples))] for samples in opened.values()))
+        train, val = ([samples.name(i) for i in range(len(samples))] for samples in opened.values())
+        warn_of_shared_sequences(train, val, config.data.sequence)
     return 0

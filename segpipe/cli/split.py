@@ -16,7 +16,7 @@ from segpipe.data.pairs import Pair, scan_undivided
 from segpipe.data.readers import threaded
 from segpipe.data.samples import class_pixels, open_samples
 from segpipe.data.sequence import sequence
-from segpipe.errors import ConfigError, DataError
+from segpipe.errors import ConfigError, DataError, listed
 from segpipe.files import write_atomically
 from segpipe.run.console import CONSOLE, progress, share_table
 from segpipe.settings.arguments import read
@@ -79,7 +79,6 @@ def class_pixels_of(data: DataConfig, pairs: list[Pair]) -> NDArray[np.int64]:
 def summary(path: Path, stems: list[str], num: int, pattern: str) -> str:
     """What a list holds: share of the images, and sequences with their number of images."""
     counts = Counter(sequence(stem, pattern) for stem in stems)
-    shown = ", ".join(f"{name} ({count})" for name, count in counts.most_common(10))
-    more = f" and {len(counts) - 10} more" if len(counts) > 10 else ""
+    shown = listed([f"{name} ({count})" for name, count in counts.most_common()], 10)
     plural = "sequence" if len(counts) == 1 else "sequences"
-    return f"{path}: {len(stems)} images ({len(stems) / num:.1%}) of {len(counts)} {plural}: {shown}{more}"
+    return f"{path}: {len(stems)} images ({len(stems) / num:.1%}) of {len(counts)} {plural}: {shown}"

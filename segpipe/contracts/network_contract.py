@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from segpipe import IGNORE_INDEX, plugins
 from segpipe.contracts.clause import NOTE, Clause, Question, answers
 from segpipe.determinism.opgate import SLOW, check_ops
-from segpipe.errors import ConfigError, SegpipeError
+from segpipe.errors import ConfigError, SegpipeError, listed
 from segpipe.losses.total import shard_loss, valid_pixels
 from segpipe.models import KEY, build_model
 from segpipe.models.plugin_network import ShardGuard
@@ -174,7 +174,7 @@ class NetworkContract:
         self.net.zero_grad(set_to_none=True)
         if without:
             return (
-                f"{', '.join(without[:4])}{f' and {len(without) - 4} more' if len(without) > 4 else ''} get none. Use "
+                f"{listed(without, 4)} get none. Use "
                 f"them in forward, delete them, or set requires_grad=False; compute.mode=ddp would stop."
             )
         return f"the gradient of {broken[0]} is not finite." if broken else ""

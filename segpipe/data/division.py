@@ -82,7 +82,7 @@ def _tails(names: Sequence[str], val: float, pattern: str) -> list[bool]:
     return [index in chosen for index in range(len(names))]
 
 
-def shared_sequences(train: Sequence[str], val: Sequence[str], pattern: str = "") -> dict[str, tuple[int, int]]:
-    """Number of training and validation images of each sequence that is in both."""
+def shared_sequences(train: Sequence[str], val: Sequence[str], pattern: str) -> dict[str, tuple[int, int]]:
+    """Number of training and validation images of each sequence that is in both; `pattern` is `data.sequence`."""
     counts = [Counter(sequence(name.partition(COPY)[0], pattern) for name in names) for names in (train, val)]
     return {name: (counts[0][name], counts[1][name]) for name in sorted(counts[0].keys() & counts[1].keys())}

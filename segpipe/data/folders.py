@@ -13,8 +13,8 @@ exists is taken:
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
@@ -128,7 +128,7 @@ def no_split(root: Path, split: str) -> str:
 def _divided(folder: Path, split: str) -> bool:
     """Whether a folder is named like a split; others, a folder per drive say, divide nothing."""
     names = [path.name.lower() for path in folder.iterdir() if path.is_dir()]
-    return any(name in SPLITS for name in names) or near(split, names) is not None
+    return any(name in SPLITS for name in names) or bool(near(split, names))
 
 
 def _place(root: Path, pattern: str, split: str) -> tuple[Path, str | None]:
@@ -164,6 +164,6 @@ def missing(folder: Path) -> str:
     return f"{absent} does not exist. {hint}. Set data.root and the split to existing folders."
 
 
-def near(name: str, choices: Iterable[str]) -> str | None:
-    """The choice most similar to `name`, if one is similar."""
-    return next(iter(difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)), None)
+def near(name: str, choices: Iterable[str], least: float = 0.5) -> str:
+    """The choice most similar to `name`; empty if none is by `least`, of 1."""
+    return next(iter(get_close_matches(name, list(choices), n=1, cutoff=least)), "")

@@ -6,7 +6,6 @@ entries, validation the main set.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
+from segpipe.data.folders import near
 from segpipe.errors import DataError
 from segpipe.settings.setting import nearest
 
@@ -71,7 +71,6 @@ def _entry(data: DataConfig, entry: Mapping[str, Any]) -> DataConfig:
         root=str(entry.get("root", "" if own else data.root)),
         classes=str(entry.get("classes", "" if own else data.classes)),
         mix=[],
-        shuffle_labels=False,
     )
 
 
@@ -121,5 +120,4 @@ def shared_ids(part: DataPart, own: ClassTable, shared: ClassTable) -> NDArray[n
 
 def _proposal(lost: Sequence[str], names: Sequence[str]) -> str:
     """A map to start from: each class to the one of the most similar name, if one is."""
-    near = {name: difflib.get_close_matches(name, names, n=1, cutoff=0.7) for name in lost}
-    return f"{{{', '.join(f'{name}: {found[0] if found else IGNORE}' for name, found in near.items())}}}"
+    return f"{{{', '.join(f'{name}: {near(name, names, 0.7) or IGNORE}' for name in lost)}}}"

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from segpipe.data.catalog import PUBLISHED, published
-from segpipe.data.folders import SUFFIXES, FolderLayout, locate, missing, near, undivided
-from segpipe.errors import DataError
+from segpipe.data.folders import SUFFIXES, FolderLayout, locate, missing, undivided
+from segpipe.errors import DataError, did_you_mean
 from segpipe.files import files_below
 
 if TYPE_CHECKING:
@@ -194,8 +194,7 @@ def _listed(listing: Path, images: dict[str, str], ending: str) -> tuple[list[st
         stem = known.get(line) or known.get(str(Path(line).with_suffix("").as_posix()))
         stem = stem or by_path.get(_composed(os.path.normpath(listing.parent / line)))
         if stem is None:
-            other = near(line, known) if len(faults) < HINTS else None
-            hint = f" Did you mean {other}?" if other else ""
+            hint = did_you_mean(line, known) if len(faults) < HINTS else ""
             faults.append(f"{listing} lists {line:.200}, but images has no such stem.{hint}")
         stems.append(stem or line)
     return stems, [

@@ -130,26 +130,6 @@ class Wrapped:
         return target_of(self.samples, index)
 
 
-@dataclass
-class ShuffledTargets(Wrapped):
-    """The control experiment: every image comes with the target of the image half a split away."""
-
-    def target(self, index: int) -> NDArray[np.uint8]:
-        """Train ids alone."""
-        return target_of(self.samples, (index + len(self) // 2) % len(self))
-
-    def read(self, index: int) -> Sample:
-        other = (index + len(self) // 2) % len(self)
-        image, target = self.samples.read(index)[0], self.samples.read(other)[1]
-        if image.shape[:2] != target.shape:
-            (height, width), (other_height, other_width) = image.shape[:2], target.shape
-            raise DataError(
-                f"data.shuffle_labels = True, but {self.name(index)} is {height}x{width} and {self.name(other)} is "
-                f"{other_height}x{other_width}: the control needs images of one size."
-            )
-        return image, target
-
-
 @dataclass(frozen=True)
 class MixedSamples:
     """The samples of several data sets, one set after another, with the classes of the shared table."""
@@ -220,15 +200,10 @@ class CachedSamples(Wrapped):
 def open_samples(data: DataConfig, split: str, seed: int) -> Samples:
     """Samples of a split, in the order of their names. Raises DataError for the first problem.
 
-    With `data.shuffle_labels` the split "train" has the targets of other images. With `data.hold_out` it lacks that
-    sequence, and any other split is the sequence itself, from "train" and from that split.
+    With `data.hold_out` the split "train" lacks that sequence, and any other split is the sequence itself, from "train"
+    and from that split.
     """
-    samples = _held_out(data, split) if data.hold_out else _open(data, split, seed)
-    if not (data.shuffle_labels and split == "train"):
-        return samples
-    if len(samples) < 2:
-        raise DataError("data.shuffle_labels = True needs at least two training images.")
-    return ShuffledTargets(samples)
+    return _held_out(data, split) if data.hold_out else _open(data, split, seed)
 
 
 def sequences(samples: Samples, pattern: str = "") -> list[str]:
@@ -307,7 +282,7 @@ def target_of(samples: Samples, index: int) -> NDArray[np.uint8]:
 
 
 def unwrapped(samples: Samples) -> Samples:
-    """The samples as they lie on disk, behind caches and controls."""
+    """The samples as they lie on disk, behind caches."""
     return unwrapped(samples.samples) if isinstance(samples, Wrapped) else samples
 
 

@@ -149,8 +149,7 @@ def join(config: ComputeConfig, same: Mapping[str, str]) -> Group:
             timeout=timedelta(seconds=config.timeout_s + MARGIN_S),
             device_id=device if alone else None,
         )
-        eager = config.mode == "audit" or os.environ.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL"
-        contract = watch(store, rank, world_size, timeout_s=config.timeout_s, eager=eager)
+        contract = watch(store, rank, world_size, timeout_s=config.timeout_s)
     group = Group(rank, local_rank, world_size, device, contract=contract)
     return replace(group, subgroups=_subgroups(group, environment.local_world_size()))
 

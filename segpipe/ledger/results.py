@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from segpipe.errors import CheckpointError
+from segpipe.errors import CheckpointError, listed
 from segpipe.ledger.rows import INPUTS
 
 RESULT, METRICS = "result.json", "metrics.jsonl"
@@ -21,7 +21,6 @@ NO_RESULT = (
 )  # fmt: skip
 NO_METRIC = ("time_s", "images_per_second")  # of a line of metrics.jsonl
 COMPARED = ("train", "validation")  # kinds of its lines
-SHOWN = 5
 LONGEST_VALUE = 200  # characters in a phrase
 
 
@@ -38,7 +37,7 @@ class ResultDifferences:
     def inputs(self) -> str:
         """A phrase with the changed files and sources; empty when there is none."""
         parts = [("data", self.files), ("code", self.sources)]
-        return "; ".join(f"{what} of B: {_listed(changes)}" for what, changes in parts if changes)
+        return "; ".join(f"{what} of B: {listed(changes)}" for what, changes in parts if changes)
 
 
 def compare_results(a: Path, b: Path) -> ResultDifferences:
@@ -107,11 +106,6 @@ def _read(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read as the result of a run ({error!r}). Restore it.") from error
-
-
-def _listed(changes: tuple[str, ...]) -> str:
-    more = len(changes) - SHOWN
-    return ", ".join(changes[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def read_inputs(path: Path) -> dict[str, Any]:

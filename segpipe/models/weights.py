@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from segpipe.errors import CheckpointError, WeightsError
+from segpipe.errors import CheckpointError, WeightsError, listed
 
 # Entries of a file that hold the state dict, the likeliest first.
 PARTS = ("state_dict", "model_state_dict", "model_state", "model", "net", "network", "weights", "params", "model_ema",
@@ -237,9 +237,9 @@ def _may_be_missing(name: str) -> bool:
 def _refuse(where: str, network: str, problems: Mapping[str, list[str]]) -> None:
     if not any(problems.values()):
         return
-    listed = "; ".join(f"{len(keys)} {what} ({_first(keys)})" for what, keys in problems.items() if keys)
+    faults = "; ".join(f"{len(keys)} {what} ({listed(keys)})" for what, keys in problems.items() if keys)
     raise WeightsError(
-        f"{where} does not fit {network}: {listed}. Check that model.name is the network that the weights were trained "
+        f"{where} does not fit {network}: {faults}. Check that model.name is the network that the weights were trained "
         f"with, or set model.weights_partial=true to take what fits, such as an encoder alone."
     )
 
@@ -309,9 +309,4 @@ def _shown(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _listed(names: tuple[str, ...]) -> str:
-    return f"{len(names)} ({_first(list(names))})" if names else "0"
-
-
-def _first(names: list[str]) -> str:
-    rest = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"{', '.join(names[:NAMED])}{rest}"
+    return f"{len(names)} ({listed(names)})" if names else "0"

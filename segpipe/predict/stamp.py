@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from segpipe import files
 from segpipe.errors import ConfigError
 
 Stamp = dict[str, Any]
@@ -90,16 +90,10 @@ def mp4_box(stamp: Stamp) -> bytes:
 
 def put(path: Path, content: bytes) -> None:
     """Write a file that is whole or not there. Raises ConfigError, naming `out`, when that fails."""
-    aside = path.with_name(f".{path.name}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_bytes(content)
-        os.replace(aside, path)
+        files.put(path, content)
     except OSError as error:
         raise unwritable(path, error) from error
-    finally:
-        with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
 
 
 def unwritable(path: Path, error: OSError) -> ConfigError:

@@ -183,7 +183,8 @@ def _leaks(found: Checkup) -> dict[str, Any]:
     equal = shared_files(image_files(train), image_files(val))
     near = near_duplicates(of_train.looks, of_val.looks)
     pairs = [_pair(train, val, of_train, of_val, each) for each in _spread(near, of_val)]
-    sequences = shared_sequences(of_train.names, of_val.names) if found.config.data.name != "synthetic" else {}
+    data = found.config.data
+    sequences = shared_sequences(of_train.names, of_val.names, data.sequence) if data.name != "synthetic" else {}
     return {
         "equal": equal[:SHOWN],
         "num_equal": len(equal),

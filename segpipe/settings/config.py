@@ -74,6 +74,9 @@ MAPPINGS = tuple(key for key, entry in SETTINGS.items() if isinstance(entry.defa
 # Settings that may change when a run is resumed, because they cannot reach the numbers.
 FREE_KEYS = frozenset(key for key, entry in SETTINGS.items() if entry.free)
 
+# Settings of earlier versions, in whose files they still are, each with the value at which it did nothing.
+REMOVED: dict[str, Any] = {"data.shuffle_labels": False}
+
 
 def from_mapping(values: Mapping[str, Any]) -> Config:
     """Config from nested mappings, as composed by Hydra or stored in a checkpoint.
@@ -99,7 +102,11 @@ def _build(kind: type, values: Mapping[str, Any], prefix: str) -> Any:
     for name, value in values.items():
         key = f"{prefix}{name}"
         if name not in vars(built):
-            raise ConfigError(f"{key} is not a setting of segpipe.{nearest(key, list(SETTINGS))}")
+            if key not in REMOVED:
+                raise ConfigError(f"{key} is not a setting of segpipe.{nearest(key, list(SETTINGS))}")
+            if value != REMOVED[key]:
+                raise ConfigError(f"{key} = {value!r} is a setting of an earlier version. This version cannot do it.")
+            continue
         default = getattr(built, name)
         if not is_dataclass(default):
             setattr(built, name, convert(key, value, default))

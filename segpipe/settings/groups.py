@@ -79,9 +79,6 @@ class DataConfig:
     size: list[int] = setting([192, 384], "synthetic: [height, width] in pixels", length=2, low=32, high=8192)
     num_train: int = setting(2000, "synthetic: number of distinct training scenes", low=1, high=10**7)
     num_val: int = setting(64, "synthetic: number of validation scenes", low=1, high=10**7)
-    shuffle_labels: bool = setting(
-        False, "control experiment: targets of other images, from which nothing can be learned"
-    )
     verify: str = setting(
         "auto", "how much of each file to read before the first step", choices=("auto", "full", "headers"), free=True
     )

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segpipe import IGNORE_INDEX
+from segpipe.errors import listed
 from segpipe.keys import generator, sample_key
 from segpipe.train.metrics import mean, miou, rates, summary
 
@@ -111,10 +112,9 @@ def flattering(sequences: Mapping[str, Mapping[str, Any]]) -> str:
     if not both:
         return ""
     images, total = (sum(sequences[name]["images"] for name in which) for which in (both, sequences))
-    listed = ", ".join(both[:4]) + (f" and {len(both) - 4} more" if len(both) > 4 else "")
     return (
-        f"{images} of {total} images are from sequences that training has seen too ({listed}): these scores flatter. "
-        f"Neighboring frames look alike; expect less in new places."
+        f"{images} of {total} images are from sequences that training has seen too ({listed(both, 4)}): these scores "
+        f"flatter. Neighboring frames look alike; expect less in new places."
     )
 
 

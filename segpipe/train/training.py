@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from segpipe.data.samples import CachedSamples
-from segpipe.train.clock import Clock
 
 if TYPE_CHECKING:
     from segpipe.data.frequency import PixelCounts
@@ -42,6 +42,38 @@ class Log(Protocol):
 # Makes both when nothing but the training itself can fail any more; given the step from which a run is resumed, or
 # None, which clears the folder of an earlier run.
 OpenOutputs = Callable[[int | None], tuple[View, Log]]
+
+
+class Clock:
+    """Time spent on updates, without validations and checkpoints."""
+
+    def __init__(self) -> None:
+        self.seconds, self.updates = 0.0, 0
+        self._mark = time.perf_counter()
+        self._recent = (0.0, 0)
+
+    def tick(self) -> None:
+        """Count an update. The first is left out of the figures: it starts workers and picks kernels."""
+        now = time.perf_counter()
+        self.seconds += now - self._mark if self.updates else 0.0
+        self.updates, self._mark = self.updates + 1, now
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time inside is not counted."""
+        before = time.perf_counter()
+        yield
+        self._mark += time.perf_counter() - before
+
+    def rate(self) -> float:
+        """Updates per second so far; 0 before the second."""
+        return (self.updates - 1) / self.seconds if self.seconds > 0 else 0.0
+
+    def recent_rate(self) -> float:
+        """Updates per second since the last call."""
+        seconds, updates = self._recent
+        self._recent = (self.seconds, self.updates)
+        return (self.updates - updates) / (self.seconds - seconds) if self.seconds > seconds else 0.0
 
 
 @dataclass

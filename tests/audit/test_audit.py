@@ -19,10 +19,10 @@ from runs import run, settings, torch_restored, write_camvid
 from segpipe.audit import evidence, outcomes
 from segpipe.audit import examine as examination
 from segpipe.audit.evidence import CheckedCheckpoint
-from segpipe.audit.examine import AuditRequest, examine
+from segpipe.audit.examine import AuditRequest, Progress, examine
 from segpipe.audit.outcomes import check_best
 from segpipe.audit.verdict import FAILED, NOTED, UNCHECKED, Audit, Line, markdown
-from segpipe.audit.worker import run_tasks
+from segpipe.audit.worker import run_task
 from segpipe.cli import audit as command
 from segpipe.cli.main import main as segpipe
 from segpipe.determinism import flags
@@ -95,13 +95,13 @@ def copy(whole: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def audited(folder: Path, **wishes: object) -> Audit:
+def audited(folder: Path, progress: Progress = lambda what, done, total: None, **wishes: object) -> Audit:
     """Audit with one update of one span, in this process."""
     asked: dict[str, object] = {"seed": 1, "spans": 1, "span_steps": 1, "settings": {"data.root": str(folder / "data")}}
     request = AuditRequest(folder / "run", **{**asked, **wishes})  # type: ignore[arg-type]
     given = {"run": str(folder / "run"), "data.root": str(folder / "data")}
     measured = partial(command._evaluate, given)
-    return examine(request, lambda what, done, total: None, run_tasks, evaluate=measured)
+    return examine(request, progress, run_task, evaluate=measured)
 
 
 def failures(audit: Audit) -> dict[str, str]:
@@ -140,8 +140,10 @@ def test_a_sound_run_passes_from_the_first_image_to_the_final_file(
 
 
 def test_another_number_of_processes_gives_the_same_rows(whole: Path) -> None:
-    audit = audited(whole, span_steps=0, nproc=2)
+    seen = []
+    audit = audited(whole, lambda what, done, total: seen.append((done, total)), span_steps=0, nproc=2)
     assert (audit.verdict, audit.replayed) == ("passed in part", KEPT), audit.sentence
+    assert set(seen) - {(0, 0)} == {(done, KEPT) for done in range(KEPT + 1)}, "the processes tell how far they are"
 
 
 def flip(path: Path, place: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from runs import run, torch_restored
 from segpipe.audit.locate import compare_again, last_common
-from segpipe.audit.worker import run_tasks
+from segpipe.audit.worker import run_task
 from segpipe.cli.main import main as segpipe
 from segpipe.ledger.divergence import Comparison
 from segpipe.train import state
@@ -43,7 +43,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def again(a: Path, b: Path) -> Comparison:
-    return compare_again(a, b, nproc=1, progress=lambda done, total: None, run_tasks=run_tasks)
+    return compare_again(a, b, nproc=1, progress=lambda done, total: None, run_task=run_task)
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, plant: Plant) -> None:

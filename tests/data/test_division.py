@@ -30,7 +30,9 @@ def test_sequences_stay_whole_and_the_share_is_near(seed: int) -> None:
     assert not drives(chosen, True) & drives(chosen, False)
     assert sum(chosen) == 20, "10 + 10 is nearer to 20 % of 100 than 15 or 25"
     assert chosen == divide(NAMES, val=0.2, by="sequence", seed=seed)
-    assert shared_sequences(*([n for n, v in zip(NAMES, chosen, strict=True) if v == side] for side in (0, 1))) == {}
+    sides = [[n for n, v in zip(NAMES, chosen, strict=True) if v == side] for side in (0, 1)]
+    assert shared_sequences(*sides, "") == {}
+    assert "0" in shared_sequences(*sides, "_([0-9])"), "data.sequence is another rule"
 
 
 def test_another_seed_makes_another_choice() -> None:
@@ -116,6 +118,8 @@ def test_a_newcomer_gets_from_masks_to_a_checked_split(tmp_path: Path, capsys: p
     assert segpipe(["doctor", "data=folder", root]) == 0
     text = capsys.readouterr().out
     assert "Warning: 5 sequences in both training and validation: a (3 and 1 images)" in text
+    assert segpipe(["doctor", "data=folder", root, 'data.sequence="_(.)"']) == 0
+    assert "Warning" not in capsys.readouterr().out, "by the number, the last of each drive is a sequence"
 
 
 def test_split_refuses_folders_that_are_divided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -211,6 +211,12 @@ BROKEN: dict[str, tuple[str, Any, tuple[str, ...], list[str]]] = {
         ("annotations.xml: b.png is not complete",),
         ["a"],
     ),
+    "cvat mask": (
+        "cvat",
+        lambda root: cvat(root, '<mask label="car" rle="0,4" left="-1" top="0" width="2" height="2"/>'),
+        ("b.png: an area of car has a mask of 2x2 at row 0, column -1, outside the image",),
+        ["a"],
+    ),
     "cvat label": (
         "cvat",
         lambda root: cvat(root, '<polygon points="1,1;2,2;3,1"/>'),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -101,6 +102,14 @@ def with_alpha(alpha: int) -> np.ndarray:
 
 def bmp_with_4_bytes() -> bytes:
     return cv2.imencode(".bmp", with_alpha(255)[..., [2, 1, 0, 3]])[1].tobytes()
+
+
+def bmp_of_two_colors() -> bytes:
+    """8 bits per pixel and a palette of black and white, which Pillow reads as 0 everywhere."""
+    rows = np.pad((TARGET != 0).astype(np.uint8), ((0, 0), (0, -WIDTH % 4)))[::-1].tobytes()
+    info = struct.pack("<IiiHHIIiiII", 40, WIDTH, HEIGHT, 1, 8, 0, len(rows), 0, 0, 2, 0)
+    head = struct.pack("<IHHI", 14 + 40 + 8 + len(rows), 0, 0, 14 + 40 + 8)
+    return b"BM" + head + info + bytes([0, 0, 0, 0, 255, 255, 255, 0]) + rows
 
 
 def blended() -> np.ndarray:
@@ -231,6 +240,7 @@ CASES: dict[str, Case] = {
     ),
     "bmp grey": (lambda: encoded(grey(), "BMP"), IDS, None),
     "bmp palette": (lambda: palette_file("BMP", PAINTED, RAW), IDS, None),
+    "bmp palette of two colors": (bmp_of_two_colors, "names: [floor, rest]\n", None),
     "bmp rgb": (lambda: encoded(rgb(), "BMP"), BOTH, None),
     "bmp rgba": (bmp_with_4_bytes, BOTH, None),
     "bmp of 1 bit": (
@@ -257,6 +267,7 @@ CASES: dict[str, Case] = {
     "gif": (lambda: palette_file("GIF", PAINTED, RAW), IDS, ("neither PNG nor JPEG, BMP, TIFF or WebP",)),
 }
 WANTED = {
+    "bmp palette of two colors": np.where(TARGET == 0, 0, 1),
     "png palette of 1 bit": np.where(TARGET == 0, 0, 1),
     "png palette in the order of the table": TARGET,
 }

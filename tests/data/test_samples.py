@@ -104,27 +104,6 @@ def test_jpeg_images_are_read(data: DataConfig, tmp_path: Path) -> None:
     assert np.abs(image - smooth).max() < 10
 
 
-def test_shuffled_labels_are_those_of_other_images(data: DataConfig) -> None:
-    plain = open_samples(data, "train", 0)
-    data.shuffle_labels = True
-    control = open_samples(data, "train", 0)
-    for index in range(3):
-        image, target = control.read(index)
-        assert np.array_equal(image, plain.read(index)[0])
-        assert np.array_equal(target, plain.read((index + 1) % 3)[1])
-        assert not np.array_equal(target, plain.read(index)[1])
-    assert np.array_equal(class_pixels(control), class_pixels(plain))
-    assert np.array_equal(open_samples(data, "val", 0).read(0)[1], plain.classes.target(mask_of(3), ""))
-
-
-def test_shuffled_labels_need_one_size(data: DataConfig, tmp_path: Path) -> None:
-    write(tmp_path / "images/train/frame1.png", image_of(1, (8, 8)))
-    write(tmp_path / "masks/train/frame1.png", mask_of(1, (8, 8)))
-    data.shuffle_labels = True
-    with pytest.raises(DataError, match="frame0 is 24x32 and frame1 is 8x8"):
-        open_samples(data, "train", 0).read(0)
-
-
 def names(data: DataConfig, split: str) -> list[str]:
     samples = open_samples(data, split, seed=0)
     return [samples.name(index) for index in range(len(samples))]

@@ -148,12 +148,3 @@ def test_open_samples_takes_sizes_and_counts_from_the_config() -> None:
     assert class_pixels(train).sum() == 5 * 64 * 96
     with pytest.raises(IndexError):
         train.read(5)
-
-
-def test_shuffled_labels_are_those_of_other_scenes() -> None:
-    data = DataConfig(size=[64, 96], num_train=6)
-    plain = open_samples(data, "train", 0)
-    data.shuffle_labels = True
-    image, target = open_samples(data, "train", 0).read(4)
-    assert np.array_equal(image, plain.read(4)[0])
-    assert np.array_equal(target, plain.read(1)[1])

@@ -13,12 +13,11 @@ from parity import PUBLISHED, state_dict
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from segpipe.errors import CheckpointError, WeightsError
+from segpipe.errors import CheckpointError, WeightsError, listed
 from segpipe.models import build_model
 from segpipe.models.plugin_network import PluginNetwork
 from segpipe.models.weights import (
     WeightsSource,
-    _first,
     fit,
     published_key,
     read_safetensors,
@@ -322,5 +321,5 @@ def test_published_key_maps_know_every_key(name: str) -> None:
 
 
 def test_messages_name_five_keys_then_count() -> None:
-    assert _first(list("abcde")) == "a, b, c, d, e"
-    assert _first(list("abcdefg")) == "a, b, c, d, e and 2 more"
+    assert listed(list("abcde")) == "a, b, c, d, e"
+    assert listed(list("abcdefg")) == "a, b, c, d, e and 2 more"

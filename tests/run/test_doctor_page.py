@@ -59,7 +59,9 @@ def tile(text: str, label: str) -> str:
 
 
 def test_a_sound_set_shows_no_fault(tmp_path: Path) -> None:
-    code, text = page(sound(tmp_path))
+    root = sound(tmp_path)
+    assert tile(page(root, 'data.sequence="_(.+)"')[1], "shared sequences") == "1"
+    code, text = page(root)
     assert code == 0
     for label in (
         "problems",

@@ -83,6 +83,13 @@ def test_odd_mappings_are_refused(mapping: dict[str, Any]) -> None:
         from_mapping(mapping)
 
 
+def test_a_removed_setting_loads_with_the_value_at_which_it_did_nothing() -> None:
+    """As checkpoints and config.json of earlier versions have it."""
+    assert from_mapping({"data": {"shuffle_labels": False, "workers": 5}}).data.workers == 5
+    with pytest.raises(ConfigError, match=r"data\.shuffle_labels = True is a setting of an earlier version"):
+        from_mapping({"data": {"shuffle_labels": True}})
+
+
 def test_nearest_does_not_claim_what_is_far() -> None:
     assert nearest("optim.lrr", ALL) == " Did you mean optim.lr?"
     assert nearest("qqqq", ["alpha", "beta"]).startswith(" The nearest is ")

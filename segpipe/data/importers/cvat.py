@@ -11,7 +11,7 @@ import numpy as np
 
 from segpipe.data.importers.coco import find_image
 from segpipe.data.importers.imported import INCOMPLETE, Drawing, ImportPlan, entry_name, plan_of_drawings, split_name
-from segpipe.data.importers.outlines import Area, Size, ellipse, polygon, rectangle, runs
+from segpipe.data.importers.outlines import Area, Size, ellipse, pasted, polygon, rectangle, runs
 from segpipe.errors import DataError
 
 WITHOUT_AREA = ("polyline", "points", "cuboid", "skeleton")
@@ -76,7 +76,7 @@ def _area(shape: ElementTree.Element) -> Callable[[Size], Area]:
     if shape.tag == "mask":
         counts = [int(count) for count in shape.attrib["rle"].split(",")]
         left, top, width, height = (int(number(key)) for key in ("left", "top", "width", "height"))
-        return partial(_pasted, counts, left, top, (height, width))
+        return lambda size: pasted(runs(counts, (height, width), by_column=False), left, top, size)
 
     def wrong(size: Size) -> Area:
         turned = "rotated " if number_or(shape, "rotation") else ""
@@ -88,12 +88,3 @@ def _area(shape: ElementTree.Element) -> Callable[[Size], Area]:
 def number_or(shape: ElementTree.Element, key: str) -> float:
     """An attribute as a number; 0 if it is absent."""
     return float(shape.get(key, 0))
-
-
-def _pasted(counts: list[int], left: int, top: int, part: Size, size: Size) -> Area:
-    """A mask of part of the image, row by row."""
-    area = np.zeros(size, np.bool_)
-    if left < 0 or top < 0 or top + part[0] > size[0] or left + part[1] > size[1]:
-        raise ValueError(f"has a mask of {part[0]}x{part[1]} at row {top}, column {left}, outside the image")
-    area[top : top + part[0], left : left + part[1]] = runs(counts, part, by_column=False)
-    return area

@@ -18,12 +18,12 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from segpipe import IGNORE_INDEX
+from segpipe import IGNORE_INDEX, files
 from segpipe.data.catalog import Color, distinct_colors
-from segpipe.data.folders import SUFFIXES, near
+from segpipe.data.folders import SUFFIXES
 from segpipe.data.importers.outlines import Area, Size
 from segpipe.data.readers import read_header, threaded
-from segpipe.errors import ConfigError, DataError
+from segpipe.errors import ConfigError, DataError, did_you_mean
 
 MARK = ".import.json"
 BACKGROUND = ("background", "_background_")
@@ -99,8 +99,7 @@ def plan_of_drawings(
     ids = dict.fromkeys(BACKGROUND, fill) | ids
     for label, count in counts.items():
         if label not in ids:
-            other = near(label, classes)
-            hint = f" Did you mean {other}?" if other else ""
+            hint = did_you_mean(label, classes)
             faults.append(
                 f"label {label} ({count} areas) is not one of names = {', '.join(names)}.{hint} "
                 "With skip=true, these pixels are ignored."
@@ -155,7 +154,7 @@ def write_import(
     if len(plan.names) > IGNORE_INDEX:
         faults.append(f"{len(plan.names)} classes, but at most {IGNORE_INDEX} fit. Choose some with names=[...].")
     if not faults or (skip and any(mask_path(out, entry).is_file() for entry in plan.entries)):
-        _replace(out / "classes.yaml", _table(plan, out.resolve().name).encode())
+        files.put(out / "classes.yaml", _table(plan, out.resolve().name).encode())
     return faults
 
 
@@ -173,7 +172,7 @@ def _claim(out: Path, origin: Mapping[str, Any]) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"out = {out} is not empty. Choose a new folder.")
     out.mkdir(parents=True, exist_ok=True)
-    _replace(mark, content)
+    files.put(mark, content)
 
 
 def _twice(entries: Iterable[ImportEntry]) -> list[str]:
@@ -201,7 +200,7 @@ def _put(entry: ImportEntry, out: Path, copy: bool) -> str:
         )
     content = cv2.imencode(".png", target)[1].tobytes()
     if not mask.is_file() or mask.read_bytes() != content:
-        _replace(mask, content)
+        files.put(mask, content)
     if image.exists() and (copy or image.resolve() == entry.image.resolve()):
         return ""
     image.parent.mkdir(parents=True, exist_ok=True)
@@ -213,14 +212,6 @@ def _put(entry: ImportEntry, out: Path, copy: bool) -> str:
         aside.symlink_to(entry.image.resolve())
     os.replace(aside, image)
     return ""
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Put `content` at `path` at once: an interrupted write leaves nothing there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.tmp")
-    aside.write_bytes(content)
-    os.replace(aside, path)
 
 
 def _table(plan: ImportPlan, name: str) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from segpipe.data.importers.coco import load_json
 from segpipe.data.importers.imported import INCOMPLETE, Drawing, ImportPlan, plan_of_drawings
-from segpipe.data.importers.outlines import Area, Size, ellipse, polygon, rectangle
+from segpipe.data.importers.outlines import Area, Size, ellipse, pasted, polygon, rectangle
 from segpipe.errors import DataError
 from segpipe.files import files_below
 
@@ -88,9 +88,4 @@ def _pasted(text: str, left: int, top: int, size: Size) -> Area:
         part = None
     if part is None:
         raise ValueError("has a mask that is not a PNG")
-    area = np.zeros(size, np.bool_)
-    height, width = part.shape[:2]
-    if left < 0 or top < 0 or top + height > size[0] or left + width > size[1]:
-        raise ValueError(f"has a mask of {height}x{width} at row {top}, column {left}, outside the image")
-    area[top : top + height, left : left + width] = part > 0
-    return area
+    return pasted(np.asarray(part > 0), left, top, size)

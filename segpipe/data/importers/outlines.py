@@ -62,6 +62,16 @@ def runs(counts: Sequence[int], size: Size, *, by_column: bool) -> Area:
     return np.asfortranarray(flat.reshape(size, order="F")) if by_column else flat.reshape(size)
 
 
+def pasted(part: Area, left: int, top: int, size: Size) -> Area:
+    """A mask of part of the image, in an area of its whole size. Raises ValueError where it lies outside."""
+    area = np.zeros(size, np.bool_)
+    height, width = part.shape
+    if left < 0 or top < 0 or top + height > size[0] or left + width > size[1]:
+        raise ValueError(f"has a mask of {height}x{width} at row {top}, column {left}, outside the image")
+    area[top : top + height, left : left + width] = part
+    return area
+
+
 def coco_counts(text: str) -> list[int]:
     """Run lengths in the compressed text of COCO: numbers of 5 bits per character, each from the third on a difference.
 

@@ -3,16 +3,14 @@
 Backends do not check it. With shapes that differ, gloo reports success on some ranks and hangs on others; NCCL hangs.
 So every collective of segpipe is announced to a `Contract` just before it is called, which costs a few microseconds.
 
-A difference is found in three ways, and each names both sides (op, dtype, shape, line):
+A difference is found in two ways, and each names both sides (op, dtype, shape, line):
 - a watcher thread compares the calls of all ranks every 0.3 s through the store, also while a rank hangs;
 - `ticket` and `settle` compare a hash of all calls inside a collective that an update needs anyway, so that no update
-  is applied or saved after a collective that went wrong;
-- with `eager`, every call is compared before any data moves, for three round trips to the store per call.
+  is applied or saved after a collective that went wrong.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -34,53 +32,20 @@ TICKET_BITS = 48  # so that the sum of the tickets of 32768 ranks is exact in in
 class Contract:
     """This rank's side of it. Without a watcher (one process, tests) calls are only recorded."""
 
-    def __init__(
-        self,
-        rank: int = 0,
-        world_size: int = 1,
-        *,
-        watcher: Watcher | None = None,
-        store: Store | None = None,
-        timeout_s: float = 600.0,
-    ) -> None:
-        """With `store`, which no other thread may use, every call is compared before data moves."""
+    def __init__(self, rank: int = 0, world_size: int = 1, *, watcher: Watcher | None = None) -> None:
         self.log = watcher.log if watcher is not None else CallLog()
-        self._rank, self._world_size, self._timeout_s = rank, world_size, timeout_s
-        self._watcher, self._store = watcher, store
+        self._rank, self._world_size, self._watcher = rank, world_size, watcher
         self._stacks: Stacks | None = None
         self._ticket = 0
 
     def enter(self, op: str, tensor: Tensor | None = None, *, level: int = 0) -> None:
         """To be called just before each collective, on all of its ranks.
 
-        Raises CollectiveError when a rank was found to break the contract; with a store, before data moves.
+        Raises CollectiveError when a rank was found to break the contract.
         """
         self.log.add(op, tensor, level)
         if self._watcher is not None:
             self._watcher.check()
-            if self._store is not None:
-                self._compare(self._store)
-
-    def _compare(self, store: Store) -> None:
-        """Wait until all ranks have announced their call of this number, and compare the hashes of all calls."""
-        number, own = self.log.count, str(self.log.rolling)
-        keys = [f"call/{number}/{rank}" for rank in range(self._world_size)]
-        store.set(keys[self._rank], own)
-        self._await(store, keys)
-        if number > 2:  # all have announced number - 1, so all have read number - 2
-            store.delete_key(f"call/{number - 2}/{self._rank}")
-        if any(other.decode() != own for other in store.multi_get(keys)):
-            self._stop("ranks are about to call different collectives")
-
-    def _await(self, store: Store, keys: list[str]) -> None:
-        assert self._watcher is not None
-        end, pause = time.monotonic() + self._timeout_s + MARGIN_S, 1e-4
-        while not store.check(keys):  # not store.wait, which prints two lines of its own when it times out
-            self._watcher.check()
-            if time.monotonic() > end:
-                self._stop("a rank did not announce its call")
-            time.sleep(pause)
-            pause = min(2 * pause, 0.01)
 
     def ticket(self) -> int:
         """48 bits of the hash of all calls, to be summed over all ranks and passed to `settle`."""
@@ -136,23 +101,12 @@ class Contract:
 
 
 def watch(
-    store: Store,
-    rank: int,
-    world_size: int,
-    *,
-    timeout_s: float,
-    eager: bool,
-    say: Callable[[str], None] = print_error,
+    store: Store, rank: int, world_size: int, *, timeout_s: float, say: Callable[[str], None] = print_error
 ) -> Contract:
-    """This rank's contract, watched from now on; `eager` compares every call before data moves."""
-    watcher = Watcher(_view(store, "watch"), rank, world_size, timeout_s=timeout_s, say=say)
-    watcher.start()
-    own = _view(store, "eager") if eager else None
-    return Contract(rank, world_size, watcher=watcher, store=own, timeout_s=timeout_s)
-
-
-def _view(store: Store, name: str) -> Store:
-    """A connection of its own with keys of its own, so that a wait in one thread does not block another."""
+    """This rank's contract, watched from now on through a connection and keys of its own."""
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    return PrefixStore(f"contract/{name}", store.clone())
+    own = PrefixStore("contract/watch", store.clone())
+    watcher = Watcher(own, rank, world_size, timeout_s=timeout_s, say=say)
+    watcher.start()
+    return Contract(rank, world_size, watcher=watcher)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import platform
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -17,6 +16,7 @@ from segpipe import __version__
 from segpipe.export.artifact.outcome import NOT_EXPORTED, integrity_refusal
 from segpipe.export.graph.onnx_format import OLDEST_ONNXRUNTIME
 from segpipe.export.graph.profiles import CONFIDENCE, INPUT, LOGITS, MASK, Manifest, Size, free_lengths
+from segpipe.files import plain
 from segpipe.runtime.artifact import FORMAT
 from segpipe.runtime.frames import NO_ANSWER
 from segpipe.settings.config import config_hash
@@ -62,7 +62,7 @@ def describe(
             "seed": trained.config.seed,
             "step": trained.step,
         },
-        "metrics": _without_nan(origin.metrics),
+        "metrics": plain(origin.metrics),
         "preprocess": {name: buffer.flatten().tolist() for name, buffer in model.preprocess.named_buffers()},
         "align_corners": model.align_corners,
         "stored_values": sum(tensor.numel() for tensor in model.state_dict().values()),
@@ -151,10 +151,3 @@ def _io(model: DeployModel, size: Size) -> dict[str, Any]:
         ],
         **({"free": free} if free else {}),
     }
-
-
-def _without_nan(value: Any) -> Any:
-    """`value` with None for NaN, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from segpipe.errors import listed
 from segpipe.export.gates.limits import FP32, GateResult, Limits, Sigma
 from segpipe.export.graph.profiles import Answer, Image, Run, Runner
 
@@ -194,8 +195,7 @@ def gate_logits(
     elif is_finite and limit is not None and relative > limit:
         message = f"G2 logits differ by {relative:.2g} > {limit:g} sigma (worst: {worst.name})"
     elif is_finite:
-        more = f" and {len(changed_tensors) - 3} more" if len(changed_tensors) > 3 else ""
-        message = f"G2 logits come from other weights: {', '.join(changed_tensors[:3])}{more} not as in the checkpoint"
+        message = f"G2 logits come from other weights: {listed(changed_tensors, 3)} not as in the checkpoint"
     elif math.isfinite(worst.logits_difference):
         message = "G2 logits of the trained network are constant, so there is nothing to compare"
     else:

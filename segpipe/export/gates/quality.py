@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
 from segpipe.export.gates.limits import FP32, GateResult, Limits
-from segpipe.export.gates.temperature import BINS
+from segpipe.export.gates.temperature import BINS, at_centers, error_of, in_bins
 from segpipe.export.graph.profiles import Answer, Image, Run
 from segpipe.train.metrics import confusion, iou_per_class, miou
 
@@ -24,14 +23,12 @@ class Score:
     counts: torch.Tensor
     images: int = 0
     invalid_pixels: int = 0
-    # By bin of confidence: pixels at the centers of its cells, the sum of their confidence, and how many are right.
-    bins: NDArray[np.float64] = field(default_factory=lambda: np.zeros((3, BINS)))
+    bins: NDArray[np.float64] = field(default_factory=lambda: np.zeros((3, BINS)))  # of pixels in the centers of cells
 
     @property
     def calibration_error(self) -> float:
         """Expected calibration error, 0 to 1; 0 without confidence."""
-        pixels, confidence, right = self.bins
-        return float(np.abs(confidence - right).sum() / max(pixels.sum(), 1))
+        return error_of(self.bins)
 
     def add(self, answer: Answer, target: NDArray[np.uint8]) -> None:
         """Adds one image; a pixel with an invalid id counts as class 0."""
@@ -43,18 +40,9 @@ class Score:
         self.counts += confusion(torch.from_numpy(pred), torch.from_numpy(target.copy()), num_classes)
         self.images += 1
         if answer.confidence is not None:
-            self._add_confidence(answer.confidence, mask, target)
-
-    def _add_confidence(self, levels: NDArray[np.uint8], mask: NDArray[Any], target: NDArray[np.uint8]) -> None:
-        """Reads mask and target at the pixel in the center of each cell of the confidence."""
-        cells = [
-            (2 * np.arange(few) + 1) * many // (2 * few) for few, many in zip(levels.shape, mask.shape, strict=True)
-        ]
-        place = np.ix_(*cells)
-        kept = target[place] != IGNORE_INDEX
-        confidence, right = levels[kept] / 255.0, (mask[place] == target[place])[kept].astype(np.float64)
-        which = np.minimum((confidence * BINS).astype(np.int64), BINS - 1)
-        self.bins += [np.bincount(which, weights, BINS) for weights in (np.ones(len(which)), confidence, right)]
+            found, label = (at_centers(each, answer.confidence.shape) for each in (mask, target))
+            kept = label != IGNORE_INDEX
+            self.bins += in_bins(answer.confidence[kept] / 255.0, (found == label)[kept])
 
 
 def scores(

@@ -5,7 +5,7 @@ Source: Guo et al., On Calibration of Modern Neural Networks, arXiv:1706.04599.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -105,15 +105,27 @@ def fit_temperature(logits_and_targets: Iterable[tuple[Logits, Target]], *, igno
 
 
 def calibration_error(score: NDArray[np.float64], label: NDArray[np.int64]) -> float:
-    """Expected calibration error: mean distance between confidence and accuracy over 15 equal bins of confidence.
+    """Expected calibration error of the largest softmax probability. Shapes: logits float64 (n, C), label (n,)."""
+    return error_of(in_bins(_softmax(score).max(1), score.argmax(1) == label))
 
-    Shapes: score float64 (n, C), logits; label (n,). Confidence is the largest softmax probability.
-    """
-    confidence = _softmax(score).max(1)
-    right = score.argmax(1) == label
+
+def in_bins(confidence: NDArray[np.float64], right: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """By 15 equal bins of confidence, float64 (3, 15): pixels, the sum of their confidence, and how many are right."""
     bins = np.minimum((confidence * BINS).astype(np.int64), BINS - 1)
-    sums = np.bincount(bins, confidence, BINS) - np.bincount(bins, right.astype(np.float64), BINS)
-    return float(np.abs(sums).sum() / len(label))
+    weights = (np.ones(len(bins)), confidence, right.astype(np.float64))
+    return np.array([np.bincount(bins, weight, BINS) for weight in weights])
+
+
+def error_of(bins: NDArray[np.float64]) -> float:
+    """Mean distance between confidence and accuracy over the bins of `in_bins`, 0 to 1; 0 without a pixel."""
+    pixels, confidence, right = bins
+    return float(np.abs(confidence - right).sum() / max(pixels.sum(), 1))
+
+
+def at_centers(pixels: NDArray[Any], cells: Sequence[int]) -> NDArray[Any]:
+    """The pixel in the center of each of (h, w) `cells`: (H, W) -> (h, w)."""
+    places = ((2 * np.arange(few) + 1) * many // (2 * few) for few, many in zip(cells, pixels.shape, strict=True))
+    return pixels[np.ix_(*places)]
 
 
 def _logits(trained: TrainedNetwork, labelled: Iterable[tuple[Image, Target]]) -> Iterator[tuple[Logits, Target]]:
@@ -130,11 +142,7 @@ def _pixels(
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Logits (n, C) and classes (n,) of the labelled pixels of an image."""
     classes, height, width = logits.shape
-    rows, columns = (
-        (2 * np.arange(small) + 1) * large // (2 * small)
-        for small, large in zip((height, width), target.shape, strict=True)
-    )
-    label = target[np.ix_(rows, columns)].astype(np.int64).ravel()
+    label = at_centers(target, (height, width)).astype(np.int64).ravel()
     place = np.flatnonzero(label != ignore_index)
     if len(place) > PIXELS:
         place = np.sort(generator(sample_key(0, 0, index, "calibration")).choice(place, PIXELS, replace=False))

@@ -315,12 +315,11 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "ANSWERS_S", 5.0)
 
 
-def in_threads(number: int, work: Callable[[Contract], None], *, eager: bool) -> tuple[list[str], list[str], Any]:
-    """What was said, the error of every rank, and the store, after `work` on ranks that are threads."""
-    store, said = dist.HashStore(), []
-    errors = [""] * number
+def in_threads(number: int, work: Callable[[Contract], None]) -> list[str]:
+    """The error of every rank after `work` on ranks that are threads."""
+    store, errors = dist.HashStore(), [""] * number
     contracts = [
-        contract_module.watch(store, rank, number, timeout_s=5, eager=eager, say=said.append) for rank in range(number)
+        contract_module.watch(store, rank, number, timeout_s=5, say=lambda text: None) for rank in range(number)
     ]
 
     def run(rank: int) -> None:
@@ -336,32 +335,7 @@ def in_threads(number: int, work: Callable[[Contract], None], *, eager: bool) ->
         thread.join()
     for contract in reversed(contracts):  # rank 0 waits for the others
         contract.close()
-    return said, errors, store
-
-
-def test_eager_ranks_stop_before_data_moves(fast: None) -> None:
-    moved = []
-
-    def work(contract: Contract) -> None:
-        for number in range(4):
-            contract.enter("all_reduce", torch.empty(2 if number < 3 or contract._rank != 1 else 3))
-            moved.append(number)
-
-    said, errors, _ = in_threads(3, work, eager=True)
-    assert sorted(moved) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert all("rank 1: all_reduce float32 [3]" in error for error in errors)
-    assert len(said) == 1
-
-
-def test_eager_ranks_that_agree_leave_no_keys_behind(fast: None) -> None:
-    def work(contract: Contract) -> None:
-        for _ in range(50):
-            contract.enter("all_reduce", torch.empty(2))
-
-    said, errors, store = in_threads(3, work, eager=True)
-    assert errors == ["", "", ""]
-    assert said == []
-    assert store.num_keys() < 15
+    return errors
 
 
 def test_tickets_that_differ_stop_all_ranks(fast: None) -> None:
@@ -374,13 +348,13 @@ def test_tickets_that_differ_stop_all_ranks(fast: None) -> None:
         both.wait()
         contract.settle(sum(tickets.values()))
 
-    _, errors, _ = in_threads(2, work, eager=False)
+    errors = in_threads(2, work)
     assert all(re.search(r"rank 0: gather float32 \[1\] .* rank 1: gather float32 \[2\]", error) for error in errors)
 
 
 def test_rank_0_which_keeps_the_store_goes_last(fast: None) -> None:
     store, began = dist.HashStore(), []
-    first, other = (contract_module.watch(store, rank, 2, timeout_s=FAR, eager=False) for rank in range(2))
+    first, other = (contract_module.watch(store, rank, 2, timeout_s=FAR) for rank in range(2))
     late = threading.Timer(1.5, lambda: (began.append(True), other.close()))
     late.start()
     first.close()
@@ -494,8 +468,6 @@ SCENARIOS: dict[str, Callable[[Contract, int], None]] = {
     "holds_interpreter": holds_interpreter,
     "killed": killed,
     "lost": lost,
-    "eager_agree": agree,
-    "eager_other_shape": other_shape,
 }
 MEETINGS: dict[str, list[dict[str, str]]] = {
     "twice": [{"RANK": "0"}, {"RANK": "1"}, {"RANK": "1"}],
@@ -517,7 +489,7 @@ def _train(name: str, rank: int, port: int, folder: Path) -> int:
         "gloo", store=dist.PrefixStore("torch", store), rank=rank, world_size=3, timeout=timedelta(seconds=60)
     )
     timeout_s = 3.0 if name in ("asleep", "holds_interpreter") else 60.0
-    contract = contract_module.watch(store, rank, 3, timeout_s=timeout_s, eager=name.startswith("eager"), say=_say)
+    contract = contract_module.watch(store, rank, 3, timeout_s=timeout_s, say=_say)
     contract.keep_stacks(folder / name)
     try:
         try:
@@ -619,11 +591,10 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return Outcome(folder, codes)
 
 
-@pytest.mark.parametrize("name", ["agree", "eager_agree"])
-def test_processes_that_agree_end_well(outcome: Outcome, name: str) -> None:
-    assert outcome.codes[name] == {0: 0, 1: 0, 2: 0}, outcome.text(name)
-    assert outcome.text(name) == ""
-    assert not (outcome.folder / name / "stacks").exists()
+def test_processes_that_agree_end_well(outcome: Outcome) -> None:
+    assert outcome.codes["agree"] == {0: 0, 1: 0, 2: 0}, outcome.text("agree")
+    assert outcome.text("agree") == ""
+    assert not (outcome.folder / "agree" / "stacks").exists()
 
 
 def test_processes_with_another_shape_end_within_two_seconds(outcome: Outcome) -> None:
@@ -639,12 +610,6 @@ def test_processes_with_another_shape_end_within_two_seconds(outcome: Outcome) -
     assert float(named[1]) - max(began) < 2.0
     assert all("other_shape" in stack for stack in outcome.stacks("other_shape").values())
     assert sorted(outcome.stacks("other_shape")) == ["rank00", "rank01", "rank02"]
-
-
-def test_eager_processes_stop_before_gloo_sees_the_shape(outcome: Outcome) -> None:
-    text = outcome.text("eager_other_shape")
-    assert outcome.codes["eager_other_shape"] == {0: 9, 1: 9, 2: 9}, text
-    assert "rank 1: all_reduce float32 [5]" in text
 
 
 def test_a_process_that_does_not_come_is_named_after_the_timeout(outcome: Outcome) -> None:

@@ -1,6 +1,8 @@
 """A data set on object storage, read sample by sample through fsspec and kept on a local disk.
 
-    segpipe train data.name=segpipe.data.bucket:Bucket data.root=s3://bucket/warehouse data.args.cache=/scratch/cache
+    segpipe train data.name=bucket:Bucket data.root=s3://bucket/warehouse data.args.cache=/scratch/cache
+
+A plug-in: copy this file to the folder in which you run the command.
 
 Below the root: SPLIT.csv with the columns image and mask (paths below the root), classes.yaml, and the files. A sample
 is found by its index, so order and keys are those of the same files on a disk. Objects are taken as unchanging: an

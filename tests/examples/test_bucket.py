@@ -16,7 +16,6 @@ import torch
 from fsspec.asyn import AsyncFileSystem
 
 from segpipe.data.augment import Augmenter
-from segpipe.data.bucket import Bucket
 from segpipe.data.loader import train_batches
 from segpipe.data.order import Order
 from segpipe.data.samples import Samples, image_sizes, open_samples
@@ -25,7 +24,14 @@ from segpipe.run.preflight import unpicklable
 from segpipe.settings.compose import compose
 from segpipe.settings.groups import AugmentConfig, DataConfig
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "bucket"
 DRAWS = np.random.Generator(np.random.Philox(3))
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a user copied it to; processes of the loader import it, too."""
+    monkeypatch.syspath_prepend(str(EXAMPLE))
 
 
 @pytest.fixture
@@ -44,7 +50,7 @@ def files(tmp_path: Path) -> Path:
 
 
 def remote(files: Path, cache: Path, protocol: str = "file") -> Samples:
-    name = "segpipe.data.bucket:Bucket"
+    name = "bucket:Bucket"
     root = f"{protocol}://{files}"
     return open_samples(
         compose([f"data.name={name}", f"data.root={root}", f"data.args.cache={cache}"]).data, "train", 0
@@ -166,14 +172,14 @@ def test_a_file_system_with_a_thread_survives_a_fork(
     assert all(map(torch.equal, batches(found, 2), batches(remote(files, tmp_path / "other"), 0)))
     found = remote(files, tmp_path / "third", "threaded")
     shared = found.source._files()
-    monkeypatch.setattr(Bucket, "_files", lambda self: shared)
+    monkeypatch.setattr(type(found.source), "_files", lambda self: shared)
     with pytest.raises(DataError, match="not fork-safe"):  # the control
         batches(found, 2)
 
 
 def test_a_process_opens_its_own_file_system(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the network run a thread, which a forked process does not have."""
-    own = Bucket(f"file://{files}", "train", str(tmp_path / "cache"))
+    own = remote(files, tmp_path / "cache").source
     before = own._files()
     assert own._files() is before
     monkeypatch.setattr(os, "getpid", lambda: -1)
