@@ -120,7 +120,7 @@ def join(config: ComputeConfig, same: Mapping[str, str]) -> Group:
     """Group of this process; meets the other ranks when a launcher set RANK and WORLD_SIZE.
 
     `same`: further values that must be equal on all ranks, by name. Raises CollectiveError when they are not, or when
-    ranks are missing. NCCL is used where every rank has a GPU of its own; gloo for CPU ranks and where ranks share a GPU.
+    ranks are missing. NCCL is used where each rank has a GPU of its own; gloo on CPUs and where ranks share a GPU.
     """
     rank, local_rank, world_size = environment.rank(), environment.local_rank(), environment.world_size() or 1
     device = choose_device(config.device, local_rank)

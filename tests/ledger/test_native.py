@@ -96,7 +96,7 @@ def test_threads_share_whole_blocks_evenly_where_each_gets_a_mebibyte(
     assert kernels.taken == [(width, shares)]
 
 
-def test_tensors_that_come_again_are_read_again() -> None:
+def test_tensors_that_come_again_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """And looked up again where one is another, lies elsewhere, or belongs to another group."""
     again, given = digests.GroupDigests(channels_last=True), tensors()
 
@@ -111,6 +111,16 @@ def test_tensors_that_come_again_are_read_again() -> None:
     assert agrees([given[:8], given[8:]])
     given[2] = torch.randn(SIZES[2])
     assert agrees([given[:8], given[8:]])
+    square = torch.randn(BLOCK, 2)
+    given[3] = square
+    assert agrees([given[:8], given[8:]])
+    given[3] = square[:7]  # which starts where the other did
+    assert agrees([given[:8], given[8:]])
+    looked: list[int] = []
+    monkeypatch.setattr(again, "_look", lambda: looked.append(1))
+    assert agrees([given[:8], given[8:]])
+    assert not looked
+    monkeypatch.undo()
     given[6].data = torch.randn(3 * BLOCK)
     assert agrees([given[:8], given[8:]])
     assert agrees([given[:8]])

@@ -15,17 +15,21 @@ from torch import Tensor, nn
 from impure import Noise
 from runs import TORCHRUN, command, outcome, run, settings
 from segpipe.data.augment import Augmenter
+from segpipe.data.catalog import STREET
 from segpipe.data.loader import ShardBatch
 from segpipe.data.order import Order
+from segpipe.distributed.group import Group
 from segpipe.ledger.digest import digest_groups
 from segpipe.ledger.divergence import Comparison, compare
 from segpipe.ledger.reader import read_run
 from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
 from segpipe.purity.canary import witness
+from segpipe.settings.config import Config
 from segpipe.settings.groups import AugmentConfig
 from segpipe.train import gradients, optim
 from segpipe.train.recorder import Recorder, _floats, _moments, _samples
+from segpipe.train.state import build_state
 from segpipe.train.step import StepResult, TrainStep
 
 AUDIT = (
@@ -249,6 +253,63 @@ def test_every_moment_of_a_parameter_is_in_its_digest(name: str) -> None:
     before = digest_groups([_moments(optimizer, weight)]).tolist()
     optimizer.state[weight][name] += 1
     assert digest_groups([_moments(optimizer, weight)]).tolist() != before
+
+
+class Frames:
+    """As many samples of a training split as a header needs."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def name(self, index: int) -> str:
+        return str(index)
+
+
+def test_every_tensor_of_the_state_is_in_its_digest_and_in_no_other(tmp_path: Path) -> None:
+    config = Config()
+    config.run.root, config.optim.name = str(tmp_path), "adamw"
+    state = build_state(config, STREET, torch.device("cpu"))
+    recorder = Recorder(config, Group(0, 0, 1, torch.device("cpu")), state, Frames(), {})  # type: ignore[arg-type]
+    for parameter in state.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    state.optimizer.step()
+    kept = {name: state.optimizer.state[value] for name, value in state.model.named_parameters()}
+    moments = {name: [moment for _, moment in sorted(kept[name].items())] for name in kept}  # the order of the format
+    floats = {name: value for name, value in state.model.named_buffers() if value.is_floating_point()}
+    tensors = {
+        "weights": {name: [value] for name, value in state.model.named_parameters()},
+        "optimizer": moments,
+        "statistics": {name: [value] for name, value in floats.items()},
+        "ema": {name: [x] for name, x in state.ema.model.state_dict().items() if x.is_floating_point()},
+    }
+    row, parts = row_of(recorder), recorder.state_parts()
+    assert row["optimizer"] == int(digest_groups([[x for each in moments.values() for x in each]], channels_last=True))
+    assert {kind: list(names) for kind, names in tensors.items()} == recorder.part_names()
+    for kind, places in tensors.items():
+        for name in [*list(places)[::20], list(places)[-1]]:
+            for tensor in places[name]:
+                before = tensor.detach().clone()
+                with torch.no_grad():
+                    tensor[(-1,) * tensor.ndim] += 1
+                changed, now = row_of(recorder), recorder.state_parts()
+                assert [k for k in row if changed[k] != row[k]] == [kind], name
+                assert [
+                    (k, n)
+                    for k, names in recorder.part_names().items()
+                    for n, was, value in zip(names, parts[k], now[k], strict=True)
+                    if was != value
+                ] == [(kind, name)]
+                with torch.no_grad():
+                    tensor.copy_(before)
+
+
+def row_of(recorder: Recorder) -> dict[str, int]:
+    """The digests of the state that the next row of an update holds, by kind."""
+    with pytest.MonkeyPatch.context() as patch:
+        rows: list[dict[str, Tensor]] = []
+        patch.setattr(recorder._writer, "step_row", lambda step, digests: rows.append(digests))
+        recorder._state_row(0)
+    return {kind: int(rows[0][kind]) for kind in recorder.part_names()}
 
 
 def test_a_buffer_without_an_axis_is_part_of_the_state() -> None:
