@@ -164,23 +164,23 @@ def digest_groups(groups: Sequence[Sequence[Tensor]], *, channels_last: bool = F
 class GroupDigests:
     """`digest_groups` for tensors that come again and again: where their words lie is looked up once.
 
-    It keeps the tensors of the last call, and looks again when one is another, or lies elsewhere.
+    It keeps the tensors of the last call, and looks again when one is another, or lies elsewhere or otherwise.
     """
 
     def __init__(self, *, channels_last: bool = False) -> None:
         self.channels_last = channels_last
         self._tensors: list[Tensor] = []
         self._sizes: list[int] = []
-        self._addresses: list[int] = []
+        self._places: list[tuple[int, torch.Size, tuple[int, ...]]] = []
         self._look()
 
     def __call__(self, groups: Sequence[Sequence[Tensor]]) -> Tensor:
         """Digest of every group, int64 (n,), on the device of the tensors; never synchronizes."""
         tensors, sizes = [tensor for group in groups for tensor in group], [len(group) for group in groups]
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        same = addresses == self._addresses and all(map(operator.is_, tensors, self._tensors))
+        places = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors]
+        same = places == self._places and all(map(operator.is_, tensors, self._tensors))
         if not same or sizes != self._sizes:
-            self._tensors, self._sizes, self._addresses = tensors, sizes, list(addresses)
+            self._tensors, self._sizes, self._places = tensors, sizes, places
             self._look()
         if (kernels() if self._device == _CPU else gpu_kernels(self._device)) is None:
             found = [_digest_words(_joined(group, self._device, self.channels_last)) for group in groups]
@@ -188,6 +188,7 @@ class GroupDigests:
         self._copy()
         if self._device != _CPU:
             return _by_triton(self._parts, self._lengths, self._ends, self._device)
+        addresses = [place[0] for place in places]
         for place in self._copied:
             addresses[place] = self._parts[place].data_ptr()
         return _by_c(addresses, self._lengths, self._ends)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 MAIN = ("main", "out")  # the second is torchvision's
 RESERVED = ("total", "dice", "edge")  # names of other parts of the loss
 BOUNDARY = "boundary"  # a head of one channel, supervised by the borders between classes
+AVERAGED = ("running_mean", "running_var", "num_batches_tracked")  # of BatchNorm; a subclass may have more
 PROBE_SIZE = 256  # image side with which an unknown stride is measured
 
 
@@ -59,12 +60,14 @@ class PluginNetwork(SegmentationNet):
         traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
         checked = self.training and not traced
         before = {name: (buffer, buffer._version) for name, buffer in plain_buffers(self.net)} if checked else {}
+        averaged = dict(norm_statistics(self.net)) if checked else {}
         heads = named_heads(self.net(image), self.name)
         if not traced:
             self._check(heads, image)
         if checked:
             self._check_names(heads)
             self._check_buffers(before)
+            self._check_statistics(averaged)
         return heads if aux else {"main": heads["main"]}
 
     def _check(self, heads: Mapping[str, Tensor], image: Tensor) -> None:
@@ -101,12 +104,35 @@ class PluginNetwork(SegmentationNet):
                     f"BatchNorm: shards would no longer add up to the same bits. Keep such state out of the forward."
                 )
 
+    def _check_statistics(self, before: Mapping[str, Tensor]) -> None:
+        """Refuse another tensor in the place of a statistic: what the shards average would not be the network's."""
+        now = dict(norm_statistics(self.net))
+        if moved := [name for name, tensor in before.items() if now.get(name) is not tensor]:
+            raise ConfigError(
+                f"model.name = {self.name}: its forward puts another tensor in the place of {moved[0]}, but shards "
+                f"average the tensor that was there. Write into it: {moved[0].rpartition('.')[2]}.copy_(...)."
+            )
+
+
+def norm_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Statistics and counters of BatchNorm, which are averaged over the shards, or set by the update."""
+    for name, buffer, averaged in _buffers(model):
+        if averaged:
+            yield name, buffer
+
 
 def plain_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that nothing averages over the shards: all but those of BatchNorm."""
+    """Buffers that nothing averages over the shards: all others."""
+    for name, buffer, averaged in _buffers(model):
+        if not averaged:
+            yield name, buffer
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
     for prefix, module in model.named_modules():
-        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
-            yield from module.named_buffers(prefix, recurse=False)
+        averages = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            yield name, buffer, averages and name.rpartition(".")[2] in AVERAGED
 
 
 class ShardGuard:

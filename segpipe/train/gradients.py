@@ -22,7 +22,7 @@ from segpipe.losses.total import shard_loss
 from segpipe.models.plugin_network import ShardGuard
 from segpipe.models.preprocess import Preprocess
 from segpipe.train.heads import AllHeads, training_heads
-from segpipe.train.optim import frozen_modules
+from segpipe.train.norms import Kept, copy_all, statistics
 
 if TYPE_CHECKING:
     from segpipe.data.loader import ShardBatch
@@ -36,17 +36,6 @@ BUCKET_SIZE = 1 << 20  # elements that are sent at once: 4 MiB
 def autocast(device: torch.device, precision: str) -> torch.autocast:
     """The context in which the network runs; the loss and all sums stay in fp32."""
     return torch.autocast(device.type, dtype=AUTOCAST.get(precision, torch.bfloat16), enabled=precision in AUTOCAST)
-
-
-def norms(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
-    """BatchNorm layers that gather statistics, in module order: all but those in frozen parts."""
-    frozen = set(frozen_modules(model))
-    return [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m not in frozen]
-
-
-def statistics(model: nn.Module) -> list[Tensor]:
-    """Running means and variances of `norms`, in module order."""
-    return [b for m in norms(model) for b in (m.running_mean, m.running_var) if b is not None]
 
 
 @dataclass(frozen=True)
@@ -129,7 +118,7 @@ class ElasticGradients:
         # Kept from step to step: fresh memory costs a page fault for every 4 KiB, 1 to 2 % of a small step on a CPU.
         self._vectors: list[Tensor] = []
         self._views: dict[int, list[Tensor]] = {}  # of each vector, by its address
-        self._before = [torch.empty_like(buffer) for buffer in self.statistics]
+        self._kept = Kept(self.state.model)
         self._exchange: _Exchange | None = None
         if self.group.world_size > 1:
             for place, parameter in enumerate(self.parameters):
@@ -139,7 +128,7 @@ class ElasticGradients:
         """Leave the reduced gradients in `.grad`: None where no shard of any rank gave one. A collective."""
         leaves, watch = self.loss.config.compute.shards, self.loss.watch
         tree, free, losses = TreeSum(leaves, shards[0].shard), list(self._vectors), {}
-        _copy(self._before, self.statistics)
+        self._kept.keep()
         absent = set(range(len(self.parameters)))  # parameters for which no own shard gave a gradient
         for number, batch in enumerate(shards, 1):
             parts = self.loss(
@@ -176,8 +165,8 @@ class ElasticGradients:
     def _collect(self, views: list[Tensor], parts: dict[str, Tensor]) -> set[int]:
         """Move what a shard's pass left behind into its vector; returns the parameters that have a gradient."""
         given = self._exchange.given if self._exchange else [p.grad is not None for p in self.parameters]
-        _copy(views[: len(self.statistics) + 1], [*self.statistics, self._figures(parts, given)])
-        _copy(self.statistics, self._before)
+        copy_all(views[: len(self.statistics) + 1], [*self.statistics, self._figures(parts, given)])
+        self._kept.put_back()
         if self._exchange is not None:
             self._exchange.send_rest()
         else:
@@ -292,7 +281,7 @@ class DdpGradients:
         self.loss, self.state, self.group = loss, loss.state, loss.group
         self.network: nn.Module = AllHeads(self.state.model)
         self.statistics = statistics(self.state.model)
-        self._before = [torch.empty_like(buffer) for buffer in self.statistics]
+        self._kept = Kept(self.state.model)
         self._layout: FlatLayout | None = None
         if self.group.world_size > 1:
             device = self.group.device
@@ -334,7 +323,7 @@ class DdpGradients:
         number = len(self.group.own_shards(config.compute.shards)) * config.compute.samples_per_shard
         before = [buffer.clone() for buffer in self.network.buffers()]
         yield torch.zeros(number, 3, *config.augment.crop_size, device=self.group.device)
-        _copy(list(self.network.buffers()), before)
+        copy_all(list(self.network.buffers()), before)
 
     def _mean(self, image: Tensor) -> Tensor:
         with autocast(self.group.device, self.loss.config.train.precision):
@@ -344,7 +333,7 @@ class DdpGradients:
     def __call__(self, shards: Sequence[ShardBatch], global_valid: Tensor) -> Reduced:
         """Leave the reduced gradients in `.grad`. A collective."""
         self.loss.watch.whole_batch(shards)
-        _copy(self._before, self.statistics)
+        self._kept.keep()
         device, world_size = self.group.device, self.group.world_size
         image = torch.cat([batch.image.to(device, non_blocking=True) for batch in shards])
         target = torch.cat([batch.target.to(device, non_blocking=True) for batch in shards])
@@ -360,8 +349,8 @@ class DdpGradients:
         self._layout = self._layout or FlatLayout(tensors)
         flat = self._layout.new()
         views = self._layout.views(flat)
-        _copy(views, tensors)
-        _copy(self.statistics, self._before)
+        copy_all(views, tensors)
+        self._kept.put_back()
         tree_over_ranks(flat, self.group)
         *sums, figures = views
         losses = {shards[0].shard: parts["total"].detach()}
@@ -374,11 +363,6 @@ def _divided(sums: list[Tensor], count: int) -> list[Tensor]:
 
 def _pack(views: list[Tensor], parameters: list[nn.Parameter]) -> None:
     """Move gradients to their places; a parameter without one takes part as zeros, so that all ranks send the same."""
-    _copy(views, [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters])
+    copy_all(views, [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters])
     for parameter in parameters:
         parameter.grad = None
-
-
-def _copy(into: list[Tensor], values: list[Tensor]) -> None:
-    if into:  # torch refuses empty lists
-        torch._foreach_copy_(into, values)

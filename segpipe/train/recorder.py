@@ -46,8 +46,8 @@ class Recorder(Watch):
         self.audits = config.compute.mode == "audit"
         self.steps_held = 10 if self.audits else 50  # on the device, before they are written
         self._names, self._parameters = zip(*_trained(state.model), strict=True)
-        self._norms = {name: value for name, value in _floats(state.model).items() if name not in self._names}
-        self._averaged = _floats(state.ema.model)
+        self._norms = {name: value for name, value in _numbers(state.model).items() if name not in self._names}
+        self._averaged = _numbers(state.ema.model)
         # In the order of a row; the optimizer's moments are made by its first updates.
         self._tensors: dict[str, Sequence[Tensor]] = {
             "weights": self._parameters,
@@ -114,14 +114,17 @@ class Recorder(Watch):
 
     def applied(self, rate: float) -> None:
         """Row of the update."""
-        scale = self.state.scaler._get_scale_async() if self.state.scaler.is_enabled() else None  # no wait for a GPU
-        self._step |= {"lr": float_bits(rate), "scale": float_bits(1.0 if scale is None else scale)}
+        self._step |= {"lr": float_bits(rate), "scale": float_bits(1.0)}
         self._state_row(self.state.step - 1)
 
     def _state_row(self, step: int) -> None:
         moments = [value for parameter in self._parameters for value in _moments(self.state.optimizer, parameter)]
         kinds = {**self._tensors, "optimizer": moments}
         found = self._of_state(list(kinds.values()))
+        scaler = self.state.scaler
+        if scaler.is_enabled():  # also before a session's first update: a loaded scale decides what is skipped
+            scale = scaler._get_scale_async()  # no wait for a GPU
+            self._step["scale"] = float_bits(scaler.get_scale() if scale is None else scale)
         self._writer.step_row(step, {**self._step, **dict(zip(kinds, found.unbind(), strict=True))})
         self.state_digest = digest_many([found])
         if self.audits:
@@ -170,9 +173,9 @@ def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def _floats(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and float buffers by name; they keep their memory for as long as the model lives."""
-    return {name: value for name, value in model.state_dict().items() if value.is_floating_point()}
+def _numbers(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, but for BatchNorm's counters of steps; they live as long as the model."""
+    return {name: value for name, value in model.state_dict().items() if not name.endswith("num_batches_tracked")}
 
 
 def _moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[Tensor]:

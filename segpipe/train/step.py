@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from segpipe.losses.total import valid_pixels
-from segpipe.train.gradients import BatchLoss, DdpGradients, ElasticGradients, norms, statistics
+from segpipe.train.gradients import BatchLoss, DdpGradients, ElasticGradients
+from segpipe.train.norms import counters, statistics
 from segpipe.train.optim import frozen_modules, learning_rate, set_rate
 
 if TYPE_CHECKING:
@@ -38,8 +39,7 @@ class TrainStep:
     def __init__(self, config: Config, watch: Watch, class_weights: Tensor | None = None) -> None:
         self.config, self.watch, self.state, self.group = config, watch, watch.state, watch.group
         self.parameters = [p for p in self.state.model.parameters() if p.requires_grad]
-        counters = (module.num_batches_tracked for module in norms(self.state.model))
-        self.counters = [counter for counter in counters if counter is not None]
+        self.counters = counters(self.state.model)
         self.frozen = frozen_modules(self.state.model)
         self.statistics = statistics(self.state.model)
         self.loss = BatchLoss(config, watch, class_weights)
@@ -61,7 +61,6 @@ class TrainStep:
         reduced = self.gradients(shards, global_valid)
         self.watch.reduced(global_valid)
         self._means = reduced.means
-        self._count(self.state.step)
         state, optim = self.state, self.config.optim
         rate = learning_rate(state.step, optim.schedule_steps or self.config.train.steps, optim)
         set_rate(state.optimizer, rate)
@@ -93,14 +92,10 @@ class TrainStep:
         with self.watch.span("average"):
             state.ema.update(state.step)
         state.step += 1
-        self._count(state.step)
-        self.watch.applied(self._rate)
-
-    def _count(self, updates: int) -> None:
-        """BatchNorm counts forward passes; here it counts updates, for any number of shards."""
-        if self.counters:
+        if self.counters:  # of updates, for any number of shards
             torch._foreach_zero_(self.counters)
-            torch._foreach_add_(self.counters, updates)
+            torch._foreach_add_(self.counters, state.step)
+        self.watch.applied(self._rate)
 
 
 def train_step(

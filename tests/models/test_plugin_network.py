@@ -1,5 +1,6 @@
 """A network of the user: its outputs by name, what it may not do, and how it is built."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -124,6 +125,40 @@ def test_state_is_refused_however_and_whenever_it_changes(way: str) -> None:
         net.net.seen = torch.zeros(())
     with pytest.raises(ConfigError, match="changes the buffer seen, which is no statistic of a BatchNorm"):
         net.train().logits(IMAGE, aux=True)
+
+
+class OwnNorm(nn.BatchNorm2d):
+    """Moves its statistics by hand: in place, by another tensor, or one of its own beside them."""
+
+    def __init__(self, channels: int, way: str) -> None:
+        super().__init__(channels)
+        self.way = way
+        self.register_buffer("largest", torch.ones(()))
+
+    def forward(self, image: Tensor) -> Tensor:
+        mean = image.detach().mean((0, 2, 3))
+        if self.way == "in place":
+            self.running_mean.mul_(0.9).add_(mean, alpha=0.1)
+        elif self.way == "replaced":
+            self.running_mean = 0.9 * self.running_mean + 0.1 * mean
+        elif self.way == "beside":
+            self.largest.copy_(mean.max())
+        return image - mean[:, None, None]
+
+
+@pytest.mark.parametrize(
+    ("way", "says"),
+    [
+        ("in place", ""),
+        ("replaced", r"puts another tensor in the place of norm.running_mean, .* it: running_mean.copy_"),
+        ("beside", "changes the buffer norm.largest, which is no statistic of a BatchNorm"),
+    ],
+)
+def test_a_norm_of_the_user_may_move_what_is_averaged_in_place(way: str, says: str) -> None:
+    net = Outputs(lambda x: x)
+    net.norm = OwnNorm(5, way)
+    with pytest.raises(ConfigError, match=says) if says else contextlib.nullcontext():
+        PluginNetwork(net, 5, "net:Net").logits(IMAGE, aux=True)
 
 
 def test_a_buffer_may_be_a_cache_for_the_size_of_the_image() -> None:

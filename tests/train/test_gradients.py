@@ -31,7 +31,7 @@ from segpipe.models.layers import SegmentationNet
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.check import check
 from segpipe.settings.config import Config, from_mapping
-from segpipe.train import gradients
+from segpipe.train import gradients, norms
 from segpipe.train.heads import AllHeads
 from segpipe.train.optim import Ema, build_optimizer
 from segpipe.train.state import TrainState, _with_sync_batchnorm, build_state
@@ -485,7 +485,7 @@ def test_the_watch_sees_the_input_and_what_each_shard_adds(mode: str) -> None:
         assert all(map(torch.equal, grads, [parameter.grad for parameter in twin.model.parameters()]))
         twin = fresh(config, dropout=0.0)
         twin.model.logits(watch.inputs[shard], aux=True)
-        assert all(map(torch.equal, statistics, gradients.statistics(twin.model)))
+        assert all(map(torch.equal, statistics, norms.statistics(twin.model)))
 
 
 def test_memory_for_gradients_grows_with_the_depth_of_the_tree_and_is_kept() -> None:

@@ -20,8 +20,8 @@ from segpipe.ledger.digest import state_digest
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config
 from segpipe.train import gradients
-from segpipe.train.gradients import statistics
 from segpipe.train.heads import AllHeads
+from segpipe.train.norms import statistics
 from segpipe.train.optim import Ema, build_optimizer, freeze, learning_rate, set_rate
 from segpipe.train.state import TrainState
 from segpipe.train.step import TrainStep

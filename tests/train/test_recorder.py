@@ -28,7 +28,7 @@ from segpipe.purity.canary import witness
 from segpipe.settings.config import Config
 from segpipe.settings.groups import AugmentConfig
 from segpipe.train import gradients, optim
-from segpipe.train.recorder import Recorder, _floats, _moments, _samples
+from segpipe.train.recorder import Recorder, _moments, _numbers, _samples
 from segpipe.train.state import build_state
 from segpipe.train.step import StepResult, TrainStep
 
@@ -303,6 +303,27 @@ def test_every_tensor_of_the_state_is_in_its_digest_and_in_no_other(tmp_path: Pa
                     tensor.copy_(before)
 
 
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_the_scale_of_a_loaded_state_is_in_its_row(tmp_path: Path, precision: str) -> None:
+    """It decides which updates overflow and are skipped; without fp16 an update has scale 1."""
+    config = Config()
+    config.run.root, config.train.precision = str(tmp_path), precision
+    state = build_state(config, STREET, torch.device("cpu"))
+    if precision == "fp16":
+        state.scaler.load_state_dict({**state.scaler.state_dict(), "scale": 8.0})
+    rows: list[dict[str, Tensor]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("segpipe.ledger.writer.LedgerWriter.step_row", lambda self, step, given: rows.append(given))
+        recorder = Recorder(config, Group(0, 0, 1, torch.device("cpu")), state, Frames(), {})  # type: ignore[arg-type]
+        if precision == "fp16":
+            state.scaler.scale(torch.ones(()))
+            state.scaler.update(16.0)
+        recorder.applied(0.1)
+    expected = [8.0, 16.0] if precision == "fp16" else [None, 1.0]
+    found = [row["scale"].view(torch.float64).item() if "scale" in row else None for row in rows]
+    assert found == expected
+
+
 def row_of(recorder: Recorder) -> dict[str, int]:
     """The digests of the state that the next row of an update holds, by kind."""
     with pytest.MonkeyPatch.context() as patch:
@@ -315,5 +336,6 @@ def row_of(recorder: Recorder) -> dict[str, int]:
 def test_a_buffer_without_an_axis_is_part_of_the_state() -> None:
     net = nn.Module()
     net.register_buffer("scale", torch.tensor(2.0))
-    net.register_buffer("count", torch.tensor(2))
-    assert _floats(net).keys() == {"scale"}
+    net.register_buffer("order", torch.tensor(2))
+    net.norm = nn.BatchNorm2d(1, affine=False)
+    assert _numbers(net).keys() == {"scale", "order", "norm.running_mean", "norm.running_var"}

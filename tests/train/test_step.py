@@ -22,8 +22,9 @@ from segpipe.losses.total import valid_pixels
 from segpipe.models.layers import SegmentationNet
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config, from_mapping
-from segpipe.train.gradients import ElasticGradients, statistics
+from segpipe.train.gradients import ElasticGradients
 from segpipe.train.heads import AllHeads, GraphedHeads
+from segpipe.train.norms import statistics
 from segpipe.train.optim import Ema, build_optimizer, learning_rate
 from segpipe.train.state import TrainState
 from segpipe.train.step import NEVER, StepResult, TrainStep, train_step
@@ -168,6 +169,19 @@ def test_batchnorm_counts_updates_not_shards() -> None:
     assert isinstance(state.model.norm, nn.BatchNorm2d)
     assert state.model.norm.num_batches_tracked == 3
     assert state.step == 3
+
+
+def test_every_shard_of_an_update_finds_the_same_counter() -> None:
+    """BatchNorm without a momentum, and norms of the user, compute with it: its bits would depend on the processes."""
+    settings, seen = config(), []
+    state = fresh(settings)
+    state.model.norm.momentum = None
+    state.model.norm.register_forward_pre_hook(lambda module, _: seen.append(int(module.num_batches_tracked)))
+    step = step_of(state, settings)
+    for number in range(2):
+        step(batches(number), valid(batches(number)))
+        step.apply()
+    assert seen == [0] * V + [1] * V
 
 
 def test_same_shards_give_the_same_bits() -> None:
