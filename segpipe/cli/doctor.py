@@ -11,8 +11,8 @@ from segpipe.data.division import shared_sequences
 from segpipe.data.overlap import check_overlap
 from segpipe.data.pairs import scan, scan_undivided
 from segpipe.data.problems import open_readable, problems
-from segpipe.data.proposal import propose
-from segpipe.data.samples import Samples, class_pixels, image_files, image_sizes, one_by_one, open_samples
+from segpipe.data.proposal import blended, propose
+from segpipe.data.samples import Samples, class_pixels, file_samples, image_files, image_sizes, one_by_one, open_samples
 from segpipe.errors import DataError, listed
 from segpipe.files import write_atomically
 from segpipe.run.console import CONSOLE, progress, share_table
@@ -92,7 +92,18 @@ def example(data: DataConfig, split: str) -> str:
     return f"; {image} with {mask}"
 
 
-def write_page(config: Config, splits: list[str], found: list[str], out: Path) -> None:
+def examine(data: DataConfig, opened: dict[str, Samples]) -> tuple[list[str], list[str]]:
+    """Problems and warnings of the content of masks that can all be read."""
+    if data.name != "folder" or data.mix:
+        return [], []
+    sets = [one for samples in opened.values() for one in file_samples(samples)]
+    if not sets:
+        return [], []
+    said, certain = blended([pair.mask for one in sets for pair in one.pairs], sets[0].table)
+    return ([said], []) if certain else ([], [said] if said else [])
+
+
+def write_page(config: Config, splits: list[str], found: list[str], warnings: list[str], out: Path) -> None:
     """Write the page with pictures: of all that can be read, if there are problems."""
     from segpipe.data.census import take
     from segpipe.run.doctor_page import Checkup, render
@@ -105,7 +116,7 @@ def write_page(config: Config, splits: list[str], found: list[str], out: Path) -
     if not opened:
         CONSOLE.print(f"{out} is not written: no split has a pair of image and mask.", markup=False)
         return
-    write_atomically(out, render(Checkup(config, found, opened, census)).encode())
+    write_atomically(out, render(Checkup(config, found, warnings, opened, census)).encode())
     CONSOLE.print(f"page: {out}", markup=False)
 
 
@@ -119,12 +130,16 @@ def main(overrides: list[str]) -> int:
     if not offer_table(config.data, splits, write=given["write"]):
         return DataError.exit_code
     found = find_problems(config.data, splits, given["lines"])
+    opened = {} if found else {split: open_samples(config.data, split, config.seed) for split in splits}
+    more, warnings = examine(config.data, opened)
+    for problem in more:
+        CONSOLE.print(problem, markup=False)
+    found += more
     if given["out"]:
-        write_page(config, splits, found, Path(given["out"]))
+        write_page(config, splits, found, warnings, Path(given["out"]))
     if found:
         CONSOLE.print(f"{len(found)} problem{'s' * (len(found) > 1)} in {config.data.root or 'data.mix'}")
         return DataError.exit_code
-    opened = {split: open_samples(config.data, split, config.seed) for split in splits}
     if len(opened) > 1 and not config.data.allow_overlap:
         check_overlap(image_files(opened["train"]), image_files(opened[config.data.split]), config.data.split)
     sets = by_set(opened)
@@ -138,7 +153,7 @@ def main(overrides: list[str]) -> int:
     if empty := [name for name, pixels in counts.items() if not pixels.sum()]:
         CONSOLE.print(f"{', '.join(empty)}: every pixel is ignored. Check the masks, and the ids in the class table.")
         return DataError.exit_code
-    for problem in worker_problems(config, opened["train"]):
+    for problem in [*warnings, *worker_problems(config, opened["train"])]:
         CONSOLE.print(f"Warning: {problem}", markup=False)
     if len(opened) == 2 and config.data.name != "synthetic":
         train, val = ([samples.name(i) for i in range(len(samples))] for samples in opened.values())

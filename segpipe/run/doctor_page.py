@@ -42,6 +42,7 @@ class Checkup:
 
     config: Config
     problems: Sequence[str]
+    warnings: Sequence[str]
     samples: Mapping[str, Samples]  # by split
     census: Mapping[str, Census]  # by split
 
@@ -56,6 +57,7 @@ def render(found: Checkup) -> str:
         about=[f"data {data.name}", data.root, *(f"{split}: {len(found.samples[split])} images" for split in splits)],
         problems=found.problems[:SHOWN_PROBLEMS],
         num_problems=len(found.problems),
+        warnings=found.warnings,
         splits=[_split_row(split, found.samples[split], found.census[split]) for split in splits],
         split_names=splits,
         classes=_classes(found),
