@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from segpipe.cli.commands import COMMANDS
 from segpipe.data.catalog import table_path
 from segpipe.data.division import shared_sequences
@@ -12,7 +15,16 @@ from segpipe.data.overlap import check_overlap
 from segpipe.data.pairs import scan, scan_undivided
 from segpipe.data.problems import open_readable, problems
 from segpipe.data.proposal import blended, propose
-from segpipe.data.samples import Samples, class_pixels, file_samples, image_files, image_sizes, one_by_one, open_samples
+from segpipe.data.samples import (
+    Samples,
+    class_pixels,
+    file_samples,
+    image_files,
+    image_sizes,
+    one_by_one,
+    open_samples,
+    single_class,
+)
 from segpipe.errors import DataError, listed
 from segpipe.files import write_atomically
 from segpipe.run.console import CONSOLE, progress, share_table
@@ -92,15 +104,21 @@ def example(data: DataConfig, split: str) -> str:
     return f"; {image} with {mask}"
 
 
-def examine(data: DataConfig, opened: dict[str, Samples]) -> tuple[list[str], list[str]]:
-    """Problems and warnings of the content of masks that can all be read."""
-    if data.name != "folder" or data.mix:
-        return [], []
+def examine(
+    data: DataConfig, opened: dict[str, Samples], counts: dict[str, NDArray[np.int64]]
+) -> tuple[list[str], list[str]]:
+    """Problems and warnings of masks that can all be read, with the pixels of each class by data set."""
+    found: list[str] = []
+    warnings: list[str] = []
+    train = {"train": opened["train"]} if opened else {}
+    present = np.flatnonzero(sum(counts[name] for name in by_set(train)))
+    if len(present) == 1:
+        found.append(single_class(opened["train"], int(present[0])))
     sets = [one for samples in opened.values() for one in file_samples(samples)]
-    if not sets:
-        return [], []
-    said, certain = blended([pair.mask for one in sets for pair in one.pairs], sets[0].table)
-    return ([said], []) if certain else ([], [said] if said else [])
+    if sets and data.name == "folder" and not data.mix:
+        said, certain = blended([pair.mask for one in sets for pair in one.pairs], sets[0].table)
+        (found if certain else warnings).extend([said] if said else [])
+    return found, warnings
 
 
 def write_page(config: Config, splits: list[str], found: list[str], warnings: list[str], out: Path) -> None:
@@ -131,7 +149,9 @@ def main(overrides: list[str]) -> int:
         return DataError.exit_code
     found = find_problems(config.data, splits, given["lines"])
     opened = {} if found else {split: open_samples(config.data, split, config.seed) for split in splits}
-    more, warnings = examine(config.data, opened)
+    sets = by_set(opened)
+    counts = {name: class_pixels(one) for name, one in sets.items()}
+    more, warnings = examine(config.data, opened, counts)
     for problem in more:
         CONSOLE.print(problem, markup=False)
     found += more
@@ -142,13 +162,11 @@ def main(overrides: list[str]) -> int:
         return DataError.exit_code
     if len(opened) > 1 and not config.data.allow_overlap:
         check_overlap(image_files(opened["train"]), image_files(opened[config.data.split]), config.data.split)
-    sets = by_set(opened)
     for split, samples in sets.items():
         sizes = [f"{height}x{width} ({times})" for (height, width), times in image_sizes(samples).most_common(8)]
         CONSOLE.print(
             f"{split}: {len(samples)} images of {', '.join(sizes)}{example(config.data, split)}", markup=False
         )
-    counts = {name: class_pixels(one) for name, one in sets.items()}
     CONSOLE.print(share_table(opened["train"].classes, counts))
     if empty := [name for name, pixels in counts.items() if not pixels.sum()]:
         CONSOLE.print(f"{', '.join(empty)}: every pixel is ignored. Check the masks, and the ids in the class table.")

@@ -42,6 +42,12 @@ def propose(masks: Sequence[str], progress: Callable[[int, int], None] = lambda 
     kind, tally = _tally(masks, progress)
     if len(tally.pixels) > MOST_CLASSES:
         raise DataError(NO_CLASSES.format(f"{len(tally.pixels)} different {kind}, too many for classes"))
+    if len(_classes(tally)) < 2:
+        raise DataError(
+            f"all {len(masks)} masks hold nothing but {' and '.join(map(str, sorted(tally.pixels)))}, and one class is "
+            "nothing to learn. Check that they were exported with their objects: many tools write black masks if not "
+            "told otherwise. (255 counts as ignored. If it is a class, write classes.yaml by hand, see docs/data.md.)"
+        )
     odd = _blended(tally)
     if len(odd) > MOST_BLENDED:
         raise DataError(_refused(kind, tally, odd))
@@ -162,11 +168,15 @@ def _doubt(kind: str, odd: Sequence[int | Color]) -> str:
     )
 
 
+def _classes(tally: Tally) -> list[int | Color]:
+    """The values that are classes: all but id 255, which is one only where there is none but 0 beside it."""
+    values = sorted(tally.pixels)
+    return [value for value in values if value != IGNORE_INDEX or values == BINARY]
+
+
 def _text(kind: str, tally: Tally, num: int, odd: Sequence[int | Color]) -> str:
     total = sum(tally.pixels.values())
-    values = sorted(tally.pixels)
-    ignored = [value for value in values if value == IGNORE_INDEX and values != BINARY]
-    classes = [value for value in values if value not in ignored]
+    values, classes = sorted(tally.pixels), _classes(tally)
     names = {value: f"class{place if kind == 'colors' else value}" for place, value in enumerate(classes)}
     lines = [f"# Proposed from {num} masks. Give the classes their names."]
     if odd:
@@ -187,7 +197,7 @@ def _text(kind: str, tally: Tally, num: int, odd: Sequence[int | Color]) -> str:
         lines += ["ids:", *(f"  {value}: {name}" for value, name in names.items())]
     share = (
         f"  # {100 * tally.pixels[IGNORE_INDEX] / total:.2f} % of the pixels: a class, if this is not 0"
-        if ignored
+        if len(classes) < len(values)
         else ""
     )
     lines.append(f"ignore: [255]{share}" if values != BINARY else "ignore: []")

@@ -15,7 +15,9 @@ from segpipe.data.catalog import load_masks
 from segpipe.data.division import divide, shared_sequences
 from segpipe.data.masks import read_target, settled
 from segpipe.data.proposal import blended, propose
+from segpipe.data.samples import check_labelled, open_samples
 from segpipe.errors import DataError
+from segpipe.settings.groups import DataConfig
 
 DRIVES = {"north": 40, "south": 25, "east": 10, "west": 15, "ring": 10}
 NAMES = [f"{drive}_{number:04d}" for drive, count in DRIVES.items() for number in range(count)]
@@ -289,6 +291,36 @@ def test_doctor_tells_blended_values_of_a_table_that_has_them(
     table(0, 200)
     assert segpipe(["doctor", "data=folder", root, crop]) == 0
     assert "blended values" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ids", [(0,), (5, 255), (255,)])
+def test_masks_of_one_id_get_no_table(tmp_path: Path, ids: tuple[int, ...]) -> None:
+    with pytest.raises(DataError, match=f"all 2 masks hold nothing but {' and '.join(map(str, ids))}, .*exported"):
+        proposal(tmp_path, [mask_of(*ids)] * 2)
+
+
+def test_training_of_one_class_is_refused_and_named_by_the_doctor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = flat(tmp_path, {f"{drive}_1": np.zeros((64, 96), np.uint8) for drive in "abc"})
+    (tmp_path / "train.txt").write_text("a_1\nb_1\n")
+    (tmp_path / "val.txt").write_text("c_1\n")
+    options = ["data=folder", root, "augment.crop_size=[64,64]"]
+    for names, said in (
+        ("[x, y]", "x is the only class that occurs"),
+        ("[x]", "x is the only class of the class table"),
+    ):
+        (tmp_path / "classes.yaml").write_text(f"names: {names}\n")
+        assert segpipe(["doctor", *options]) == 2
+        found = capsys.readouterr().out
+        assert f"{said} in the masks of the 2 training images" in found
+        assert "1 problem in" in found
+        with pytest.raises(DataError, match=said):
+            check_labelled(open_samples(DataConfig(name="folder", root=str(tmp_path)), "train", 0))
+    (tmp_path / "classes.yaml").write_text("names: [x, y]\n")
+    cv2.imwrite(str(tmp_path / "masks/b_1.png"), np.tri(64, 96, dtype=np.uint8))
+    assert segpipe(["doctor", *options]) == 0
+    check_labelled(open_samples(DataConfig(name="folder", root=str(tmp_path)), "train", 0))
 
 
 def test_no_table_is_proposed_for_what_are_no_classes(tmp_path: Path) -> None:
