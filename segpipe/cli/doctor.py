@@ -28,7 +28,7 @@ from segpipe.data.samples import (
 from segpipe.errors import DataError, listed
 from segpipe.files import write_atomically
 from segpipe.run.console import CONSOLE, progress, share_table
-from segpipe.run.preflight import worker_problems
+from segpipe.run.preflight import size_warnings, worker_problems
 from segpipe.settings.arguments import parse
 from segpipe.settings.check import check
 from segpipe.settings.compose import compose
@@ -105,17 +105,17 @@ def example(data: DataConfig, split: str) -> str:
 
 
 def examine(
-    data: DataConfig, opened: dict[str, Samples], counts: dict[str, NDArray[np.int64]]
+    config: Config, opened: dict[str, Samples], counts: dict[str, NDArray[np.int64]]
 ) -> tuple[list[str], list[str]]:
-    """Problems and warnings of masks that can all be read, with the pixels of each class by data set."""
-    found: list[str] = []
-    warnings: list[str] = []
-    train = {"train": opened["train"]} if opened else {}
-    present = np.flatnonzero(sum(counts[name] for name in by_set(train)))
+    """Problems and warnings of files that can all be read, with the pixels of each class by data set."""
+    if not opened:
+        return [], []
+    found, warnings = [], list(size_warnings(config, train := opened["train"]))
+    present = np.flatnonzero(sum(counts[name] for name in by_set({"train": train})))
     if len(present) == 1:
-        found.append(single_class(opened["train"], int(present[0])))
+        found.append(single_class(train, int(present[0])))
     sets = [one for samples in opened.values() for one in file_samples(samples)]
-    if sets and data.name == "folder" and not data.mix:
+    if sets and config.data.name == "folder" and not config.data.mix:
         said, certain = blended([pair.mask for one in sets for pair in one.pairs], sets[0].table)
         (found if certain else warnings).extend([said] if said else [])
     return found, warnings
@@ -151,7 +151,7 @@ def main(overrides: list[str]) -> int:
     opened = {} if found else {split: open_samples(config.data, split, config.seed) for split in splits}
     sets = by_set(opened)
     counts = {name: class_pixels(one) for name, one in sets.items()}
-    more, warnings = examine(config.data, opened, counts)
+    more, warnings = examine(config, opened, counts)
     for problem in more:
         CONSOLE.print(problem, markup=False)
     found += more
