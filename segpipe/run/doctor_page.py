@@ -62,6 +62,7 @@ def render(found: Checkup) -> str:
         split_names=splits,
         classes=_classes(found),
         values=_values(found),
+        most_values=VALUES,
         odd=_odd(found),
         leaks=leaks,
         unlabelled=_unlabelled(found),
@@ -164,7 +165,7 @@ def _values(found: Checkup) -> list[dict[str, Any]]:
                 "files": files[value],
             }
         )
-    return rows[:VALUES]
+    return rows
 
 
 def _odd(found: Checkup) -> list[str]:

@@ -104,6 +104,21 @@ def test_images_that_training_would_refuse_or_that_are_tiny_are_warned_of(
         assert "augment.crop_size = " not in shown
 
 
+def test_all_values_are_counted_and_sizes_are_those_of_the_images(tmp_path: Path) -> None:
+    root = sound(tmp_path)
+    write(root / "masks/train/drive0_001.png", np.arange(2 * 64 * 64, dtype=np.uint16).reshape(64, 128) % 400)
+    code, text = page(root)
+    assert code == 2
+    assert "<summary>400 ids or colors" in text
+    assert text.count("not in the class table") == 300 - 3
+    assert "<p>... and 100 more</p>" in text
+    assert '<td class="left">96x128 (4)</td>' in text
+    (root / "masks/train/drive0_001.png").write_bytes((root / "masks/train/drive1_001.png").read_bytes())
+    text = page(root)[1]
+    assert "<summary>3 ids or colors" in text
+    assert " more</p>" not in text
+
+
 def test_every_planted_fault_is_on_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = sound(tmp_path)
     write(root / "masks/train/drive1_001.png", np.full(SIZE, 255, np.uint8))
