@@ -25,9 +25,16 @@ class ConfigError(SegpipeError):
 
 
 class DataError(SegpipeError):
-    """A file of the data set is missing, damaged, or does not match the class table."""
+    """A file of the data set is missing, damaged, or does not match the class table.
+
+    cause, where: what is wrong, the same for all files that one correction helps, and the file; empty if not said.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str, *, cause: str = "", where: str = "") -> None:
+        super().__init__(message)
+        self.cause, self.where = cause, where
 
 
 class CheckpointError(SegpipeError):

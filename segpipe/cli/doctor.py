@@ -39,10 +39,10 @@ KEYS = COMMANDS["doctor"].keys
 
 
 def find_problems(data: DataConfig, splits: list[str], lines: int = 0) -> list[str]:
-    """All problems; prints each one as it is found, at most `lines` of them."""
+    """All problems; prints each one as it is found, at most `lines` of them, and a line per cause rather than file."""
     found: list[str] = []
     with progress("checking files") as show:
-        for problem in problems(data, splits, progress=show):
+        for problem in problems(data, splits, progress=show, grouped=bool(lines)):
             found.append(problem)
             if len(found) <= lines or not lines:
                 CONSOLE.print(problem, markup=False)

@@ -149,10 +149,19 @@ def test_doctor_prints_some_of_many_problems(tmp_path: Path, capsys: pytest.Capt
         (tmp_path / f"{split}.txt").write_text("".join(f"a_{n}\n" for n in range(30)))
     assert segpipe(["doctor", "data=folder", root]) == 2
     text = capsys.readouterr().out
-    assert text.count("has id 1") == 20
-    assert "... and 40 more; lines=0 prints all" in text
+    assert text.count("has id 1") == 1
+    assert "The same in 59 more: " in text
+    assert "/a_1.png, " in text
+    assert " and 56 more." in text
+    assert "1 problem in" in text
     assert segpipe(["doctor", "data=folder", root, "lines=0"]) == 2
     assert capsys.readouterr().out.count("has id 1") == 60
+    for path in [*(tmp_path / "masks").iterdir()][:25]:
+        path.unlink()
+    assert segpipe(["doctor", "data=folder", root]) == 2
+    text = capsys.readouterr().out
+    assert text.count("has no mask") == 20
+    assert "... and 31 more; lines=0 prints all" in text
 
 
 def proposal(tmp_path: Path, masks: list[np.ndarray]) -> tuple[list[str], str]:
