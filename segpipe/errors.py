@@ -120,7 +120,7 @@ class Interrupted(SegpipeError):
     exit_code = 130
 
 
-def did_you_mean(word: str, choices: Iterable[str], least: float = 0.5) -> str:
+def did_you_mean(word: str, choices: Iterable[str], least: float = 0.6) -> str:
     """A sentence that names the choice most similar to `word`, with a leading space; empty if none is by `least`."""
     found = get_close_matches(word, list(choices), n=1, cutoff=least)
     return f" Did you mean {found[0]}?" if found else ""
