@@ -25,9 +25,16 @@ class ConfigError(SegpipeError):
 
 
 class DataError(SegpipeError):
-    """A file of the data set is missing, damaged, or does not match the class table."""
+    """A file of the data set is missing, damaged, or does not match the class table.
+
+    cause, where: what is wrong, the same for all files that one correction helps, and the file; empty if not said.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str, *, cause: str = "", where: str = "") -> None:
+        super().__init__(message)
+        self.cause, self.where = cause, where
 
 
 class CheckpointError(SegpipeError):
@@ -113,7 +120,7 @@ class Interrupted(SegpipeError):
     exit_code = 130
 
 
-def did_you_mean(word: str, choices: Iterable[str], least: float = 0.5) -> str:
+def did_you_mean(word: str, choices: Iterable[str], least: float = 0.6) -> str:
     """A sentence that names the choice most similar to `word`, with a leading space; empty if none is by `least`."""
     found = get_close_matches(word, list(choices), n=1, cutoff=least)
     return f" Did you mean {found[0]}?" if found else ""

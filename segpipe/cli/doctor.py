@@ -5,18 +5,30 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from segpipe.cli.commands import COMMANDS
 from segpipe.data.catalog import table_path
 from segpipe.data.division import shared_sequences
 from segpipe.data.overlap import check_overlap
 from segpipe.data.pairs import scan, scan_undivided
 from segpipe.data.problems import open_readable, problems
-from segpipe.data.proposal import propose
-from segpipe.data.samples import Samples, class_pixels, image_files, image_sizes, one_by_one, open_samples
+from segpipe.data.proposal import blended, propose
+from segpipe.data.samples import (
+    Samples,
+    class_pixels,
+    file_samples,
+    image_files,
+    image_sizes,
+    one_by_one,
+    open_samples,
+    single_class,
+)
 from segpipe.errors import DataError, listed
 from segpipe.files import write_atomically
 from segpipe.run.console import CONSOLE, progress, share_table
-from segpipe.run.preflight import worker_problems
+from segpipe.run.preflight import size_warnings, worker_problems
 from segpipe.settings.arguments import parse
 from segpipe.settings.check import check
 from segpipe.settings.compose import compose
@@ -27,10 +39,10 @@ KEYS = COMMANDS["doctor"].keys
 
 
 def find_problems(data: DataConfig, splits: list[str], lines: int = 0) -> list[str]:
-    """All problems; prints each one as it is found, at most `lines` of them."""
+    """All problems; prints each one as it is found, at most `lines` of them, and a line per cause rather than file."""
     found: list[str] = []
     with progress("checking files") as show:
-        for problem in problems(data, splits, progress=show):
+        for problem in problems(data, splits, progress=show, grouped=bool(lines)):
             found.append(problem)
             if len(found) <= lines or not lines:
                 CONSOLE.print(problem, markup=False)
@@ -92,7 +104,24 @@ def example(data: DataConfig, split: str) -> str:
     return f"; {image} with {mask}"
 
 
-def write_page(config: Config, splits: list[str], found: list[str], out: Path) -> None:
+def examine(
+    config: Config, opened: dict[str, Samples], counts: dict[str, NDArray[np.int64]]
+) -> tuple[list[str], list[str]]:
+    """Problems and warnings of files that can all be read, with the pixels of each class by data set."""
+    if not opened:
+        return [], []
+    found, warnings = [], list(size_warnings(config, train := opened["train"]))
+    present = np.flatnonzero(sum(counts[name] for name in by_set({"train": train})))
+    if len(present) == 1:
+        found.append(single_class(train, int(present[0])))
+    sets = [one for samples in opened.values() for one in file_samples(samples)]
+    if sets and config.data.name == "folder" and not config.data.mix:
+        said, certain = blended([pair.mask for one in sets for pair in one.pairs], sets[0].table)
+        (found if certain else warnings).extend([said] if said else [])
+    return found, warnings
+
+
+def write_page(config: Config, splits: list[str], found: list[str], warnings: list[str], out: Path) -> None:
     """Write the page with pictures: of all that can be read, if there are problems."""
     from segpipe.data.census import take
     from segpipe.run.doctor_page import Checkup, render
@@ -105,7 +134,7 @@ def write_page(config: Config, splits: list[str], found: list[str], out: Path) -
     if not opened:
         CONSOLE.print(f"{out} is not written: no split has a pair of image and mask.", markup=False)
         return
-    write_atomically(out, render(Checkup(config, found, opened, census)).encode())
+    write_atomically(out, render(Checkup(config, found, warnings, opened, census)).encode())
     CONSOLE.print(f"page: {out}", markup=False)
 
 
@@ -119,26 +148,30 @@ def main(overrides: list[str]) -> int:
     if not offer_table(config.data, splits, write=given["write"]):
         return DataError.exit_code
     found = find_problems(config.data, splits, given["lines"])
+    opened = {} if found else {split: open_samples(config.data, split, config.seed) for split in splits}
+    sets = by_set(opened)
+    counts = {name: class_pixels(one) for name, one in sets.items()}
+    more, warnings = examine(config, opened, counts)
+    for problem in more:
+        CONSOLE.print(problem, markup=False)
+    found += more
     if given["out"]:
-        write_page(config, splits, found, Path(given["out"]))
+        write_page(config, splits, found, warnings, Path(given["out"]))
     if found:
         CONSOLE.print(f"{len(found)} problem{'s' * (len(found) > 1)} in {config.data.root or 'data.mix'}")
         return DataError.exit_code
-    opened = {split: open_samples(config.data, split, config.seed) for split in splits}
     if len(opened) > 1 and not config.data.allow_overlap:
         check_overlap(image_files(opened["train"]), image_files(opened[config.data.split]), config.data.split)
-    sets = by_set(opened)
     for split, samples in sets.items():
         sizes = [f"{height}x{width} ({times})" for (height, width), times in image_sizes(samples).most_common(8)]
         CONSOLE.print(
             f"{split}: {len(samples)} images of {', '.join(sizes)}{example(config.data, split)}", markup=False
         )
-    counts = {name: class_pixels(one) for name, one in sets.items()}
     CONSOLE.print(share_table(opened["train"].classes, counts))
     if empty := [name for name, pixels in counts.items() if not pixels.sum()]:
         CONSOLE.print(f"{', '.join(empty)}: every pixel is ignored. Check the masks, and the ids in the class table.")
         return DataError.exit_code
-    for problem in worker_problems(config, opened["train"]):
+    for problem in [*warnings, *worker_problems(config, opened["train"])]:
         CONSOLE.print(f"Warning: {problem}", markup=False)
     if len(opened) == 2 and config.data.name != "synthetic":
         train, val = ([samples.name(i) for i in range(len(samples))] for samples in opened.values())

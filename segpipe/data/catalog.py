@@ -84,22 +84,24 @@ class ClassTable:
         if mask.dtype == np.uint16:
             lut, known = self._wide
             if not known[mask].all():
-                raise DataError(self._unknown(mask, where))
+                raise self._unknown(mask, where)
             return lut[mask]
         if cv2.countNonZero(cv2.LUT(mask, (~self.known).view(np.uint8))):
-            raise DataError(self._unknown(mask, where))
+            raise self._unknown(mask, where)
         return np.asarray(cv2.LUT(mask, self.lut), np.uint8)
 
-    def _unknown(self, mask: NDArray[np.uint8] | NDArray[np.uint16], where: object) -> str:
+    def _unknown(self, mask: NDArray[np.uint8] | NDArray[np.uint16], where: object) -> DataError:
         known = self.known if mask.dtype == np.uint8 else self._wide[1]
         counts = np.bincount(mask.ravel(), minlength=len(known)) * ~known
         found = np.flatnonzero(counts).tolist()
         ids = f"id {found[0]}" if len(found) == 1 else f"ids {', '.join(map(str, found[:8]))}"
         row, column = np.argwhere(mask == found[0])[0]
-        return (
+        return DataError(
             f"{where} has {ids} ({counts.sum()} pixels, the first at row {row}, column {column}); the {self.name} "
             f"table knows {_ranges(sorted(self.train_ids))}. Correct the mask, or extend the table: "
-            "data=folder reads ids and ignore from its classes.yaml, see docs/data.md."
+            "data=folder reads ids and ignore from its classes.yaml, see docs/data.md.",
+            cause=f"unknown {found}",
+            where=str(where),
         )
 
 

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
 from segpipe.data.catalog import Color, MaskTable
+from segpipe.data.masks import orientation
 from segpipe.data.overlap import UNKNOWN_LOOK, look
 from segpipe.data.plugin_samples import PluginSamples
 from segpipe.data.proposal import count_values
-from segpipe.data.readers import RawMask, read_image, read_mask, threaded
+from segpipe.data.readers import RawMask, read_header, read_image, read_mask, threaded
 from segpipe.data.samples import FileSamples, Samples, countable, unwrapped
 from segpipe.errors import DataError
 
@@ -35,7 +36,7 @@ class _Found(NamedTuple):
     pixels: NDArray[np.int64]  # of each class, of ignored ones, and of values that the class table does not have
     odd: dict[Value, tuple[int, int]]  # palette index: train ids by index and by color, which differ
     look: int
-    size: tuple[int, int]  # (height, width)
+    size: tuple[int, int]  # (height, width) of the image
 
 
 @dataclass
@@ -113,6 +114,8 @@ def _of_files(samples: FileSamples, index: int, with_look: bool) -> _Found | Non
     pair = samples.pairs[index]
     try:
         mask = read_mask(pair.mask)
+        header = read_header(pair.image)
+        turned = orientation(header, mask.header[:2], samples.table.exif, pair.image) != 1
         seen = look(read_image(pair.image)) if with_look else UNKNOWN_LOOK
     except DataError:
         return None
@@ -123,7 +126,7 @@ def _of_files(samples: FileSamples, index: int, with_look: bool) -> _Found | Non
         train = train_id(table, value)
         pixels[{IGNORE_INDEX: -2, UNKNOWN: -1}.get(train, train)] += count
     kind = f"{mask.header.layout}, {mask.header.bits} bits"
-    return _Found(kind, values, pixels, _odd(table, mask, values), seen, mask.header[:2])
+    return _Found(kind, values, pixels, _odd(table, mask, values), seen, header.upright if turned else header[:2])
 
 
 def _meant(table: MaskTable, mask: RawMask, counts: dict[Value, int]) -> dict[Value, int]:

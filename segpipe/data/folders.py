@@ -164,6 +164,6 @@ def missing(folder: Path) -> str:
     return f"{absent} does not exist. {hint}. Set data.root and the split to existing folders."
 
 
-def near(name: str, choices: Iterable[str], least: float = 0.5) -> str:
+def near(name: str, choices: Iterable[str], least: float = 0.6) -> str:
     """The choice most similar to `name`; empty if none is by `least`, of 1."""
     return next(iter(get_close_matches(name, list(choices), n=1, cutoff=least)), "")

@@ -107,7 +107,9 @@ def _equal_channels(table: MaskTable, pixels: NDArray[np.uint8] | None, path: st
         wanted = "masks = ids" if table.kind == "ids" else "the class table has no palette, so that masks hold ids"
         raise DataError(
             f"{path} is a mask of colors, such as {_as_color(pixels[row, column])} at row {row}, column {column}, but "
-            f"{wanted}. Set `masks: colors` and one color per class (`palette`) in classes.yaml."
+            f"{wanted}. Set `masks: colors` and one color per class (`palette`) in classes.yaml.",
+            cause="colors, not ids",
+            where=path,
         )
     return np.ascontiguousarray(red)
 
@@ -169,6 +171,8 @@ def orientation(header: Header, size: Sequence[int], rule: str, path: str) -> in
         raise DataError(
             f"{path} has the EXIF orientation {header.orientation}, and its mask has the same size turned or not. Set "
             "`exif: apply` in classes.yaml if the masks were drawn on upright images, as viewers show them, or "
-            "`exif: ignore` if on the stored pixels."
+            "`exif: ignore` if on the stored pixels.",
+            cause=f"orientation {header.orientation}",
+            where=path,
         )
     return header.orientation if tuple(size) == header.upright else 1

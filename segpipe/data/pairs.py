@@ -187,6 +187,7 @@ def _listed(listing: Path, images: dict[str, str], ending: str) -> tuple[list[st
     """Stems in a split file, and a message for every wrong line; a line is a stem or the path of an image."""
     known = {f"{stem}{ending}": stem for stem in images} | {stem: stem for stem in images}
     by_path = {_composed(os.path.normpath(path)): stem for stem, path in images.items()}
+    named = {_without_suffix(path): path for path in by_path}  # as people mean them, in letters of any case
     lines = [_composed(line.strip()) for line in _text(listing).splitlines() if line.strip()]
     faults: list[str] = []
     stems = []
@@ -194,12 +195,18 @@ def _listed(listing: Path, images: dict[str, str], ending: str) -> tuple[list[st
         stem = known.get(line) or known.get(str(Path(line).with_suffix("").as_posix()))
         stem = stem or by_path.get(_composed(os.path.normpath(listing.parent / line)))
         if stem is None:
-            hint = did_you_mean(line, known) if len(faults) < HINTS else ""
-            faults.append(f"{listing} lists {line:.200}, but images has no such stem.{hint}")
+            path = named.get(_without_suffix(listing.parent / line))
+            hint = did_you_mean(line, known) if len(faults) < HINTS and not path else ""
+            found = f"the file is named {Path(path).name}. Write it so." if path else f"images has no such stem.{hint}"
+            faults.append(f"{listing} lists {line:.200}, but {found}")
         stems.append(stem or line)
     return stems, [
         f"{listing} lists {stem} {times} times." for stem, times in Counter(stems).items() if times > 1
     ] + faults
+
+
+def _without_suffix(path: str | Path) -> str:
+    return os.path.splitext(os.path.normpath(path))[0].lower()
 
 
 def _pairs_of_table(root: Path, table: Path) -> tuple[list[Pair], list[str]]:
@@ -259,5 +266,7 @@ def check_sizes(pair: Pair, image: Sequence[int], mask: Sequence[int]) -> None:
     if tuple(image) != tuple(mask):
         raise DataError(
             f"{pair.image} is {image[0]}x{image[1]}, but its mask {pair.mask} is {mask[0]}x{mask[1]} (height x width). "
-            "Take the mask of this image; do not resize one of them blindly."
+            "Take the mask of this image; do not resize one of them blindly.",
+            cause=f"sizes {tuple(image)} and {tuple(mask)}",
+            where=pair.mask,
         )

@@ -21,7 +21,7 @@ from segpipe.data.readers import (
     threaded,
 )
 from segpipe.data.samples import FileSamples, Samples, open_plugin, open_samples
-from segpipe.errors import DataError
+from segpipe.errors import DataError, listed
 from segpipe.plugins import is_path
 
 if TYPE_CHECKING:
@@ -53,18 +53,32 @@ def open_readable(data: DataConfig, split: str, seed: int) -> Samples | None:
 
 
 def problems(
-    data: DataConfig, splits: Iterable[str], *, progress: Callable[[int, int], None] = lambda done, total: None
+    data: DataConfig,
+    splits: Iterable[str],
+    *,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    grouped: bool = False,
 ) -> Iterator[str]:
-    """Message for every problem of the data; calls `progress(done, total)` after each file pair."""
+    """Message for every problem of the data; calls `progress(done, total)` after each file pair.
+
+    With `grouped`, files with the same fault have one message, with their number and the first names.
+    """
     if data.mix:
         for part in all_parts(data, splits):
-            yield from problems(part.data, [part.split], progress=progress)
+            yield from problems(part.data, [part.split], progress=progress, grouped=grouped)
         return
     if data.name == "synthetic":
         return
     if is_path(data.name):
         yield from _plugin_problems(data, splits, progress)
         return
+    yield from _file_problems(data, splits, progress, grouped=grouped)
+
+
+def _file_problems(
+    data: DataConfig, splits: Iterable[str], progress: Callable[[int, int], None], *, grouped: bool
+) -> Iterator[str]:
+    """Problems of a data set in files."""
     try:
         table = mask_table(data)
     except DataError as error:
@@ -77,25 +91,40 @@ def problems(
         yield from faults
     table = _settled(table, pairs)
     unreadable: set[str] = set()
+    wrong: list[DataError] = []
     num_pixels = 0
     for done, (pixels, header_faults) in enumerate(
         threaded(lambda pair: _check_headers(table, pair, data.max_pixels), pairs), 1
     ):
-        yield from header_faults.values()
+        if grouped:
+            wrong += header_faults.values()
+        else:
+            yield from map(str, header_faults.values())
         unreadable |= header_faults.keys()
         num_pixels += pixels
         progress(done, 2 * len(pairs))
     if data.verify == "full" or (data.verify == "auto" and num_pixels < FULL_VERIFY_PIXELS):
-        wrong: list[str] = []
         with decoders_heard() as words:
-            for done, faults in enumerate(threaded(lambda pair: _check_pixels(table, pair, unreadable), pairs), 1):
-                wrong += faults
+            for done, errors in enumerate(threaded(lambda pair: _check_pixels(table, pair, unreadable), pairs), 1):
+                wrong += errors
                 progress(len(pairs) + done, 2 * len(pairs))
             said = words()
-        yield from wrong
+        yield from _grouped(wrong) if grouped else map(str, wrong)
         if JPEG_DAMAGE.search(said):
             yield from damaged_jpegs(pair.image for pair in pairs)
+    elif grouped:
+        yield from _grouped(wrong)
     progress(1, 1)
+
+
+def _grouped(errors: Iterable[DataError]) -> Iterator[str]:
+    """A message for each cause."""
+    same: dict[str, list[DataError]] = {}
+    for error in errors:
+        same.setdefault(error.cause or f"fault {len(same)}", []).append(error)
+    for first, *others in same.values():
+        more = f" The same in {len(others)} more: {listed([error.where for error in others], 3)}."
+        yield f"{first}{more if others else ''}"
 
 
 def _plugin_problems(data: DataConfig, splits: Iterable[str], progress: Callable[[int, int], None]) -> Iterator[str]:
@@ -119,9 +148,9 @@ def _settled(table: MaskTable, pairs: list[Pair]) -> MaskTable:
     return table
 
 
-def _check_headers(table: MaskTable, pair: Pair, most: int) -> tuple[int, dict[str, str]]:
+def _check_headers(table: MaskTable, pair: Pair, most: int) -> tuple[int, dict[str, DataError]]:
     """Pixels of a pair, and the faults of its headers by path; a difference in size by the name of the pair."""
-    faults: dict[str, str] = {}
+    faults: dict[str, DataError] = {}
     image = _collect(faults, pair.image, lambda: _check_size(read_header(pair.image), pair.image, most))
     mask = _collect(faults, pair.mask, lambda: read_header(pair.mask))
     if mask:
@@ -150,9 +179,9 @@ def _check_sizes(table: MaskTable, pair: Pair, image: Header, mask: Header) -> N
     check_sizes(pair, image.upright if turned else image[:2], mask[:2])
 
 
-def _check_pixels(table: MaskTable, pair: Pair, unreadable: set[str]) -> list[str]:
+def _check_pixels(table: MaskTable, pair: Pair, unreadable: set[str]) -> list[DataError]:
     """Faults found by decoding the files of a pair, except those that are `unreadable` already."""
-    faults: dict[str, str] = {}
+    faults: dict[str, DataError] = {}
     if pair.image not in unreadable:
         _collect(faults, pair.image, lambda: read_image(pair.image))
     if pair.mask not in unreadable:
@@ -160,9 +189,9 @@ def _check_pixels(table: MaskTable, pair: Pair, unreadable: set[str]) -> list[st
     return list(faults.values())
 
 
-def _collect(faults: dict[str, str], where: str, check: Callable[[], T]) -> T | None:
+def _collect(faults: dict[str, DataError], where: str, check: Callable[[], T]) -> T | None:
     try:
         return check()
     except DataError as error:
-        faults[where] = str(error)
+        faults[where] = error
         return None

@@ -94,7 +94,7 @@ def read_mask(path: str) -> RawMask:
 def check_mask(header: Header, path: str) -> None:
     """Raise DataError for a format that cannot hold a mask."""
     if header.mask_fault:
-        raise DataError(f"{path} cannot be a mask: {header.mask_fault}")
+        raise DataError(f"{path} cannot be a mask: {header.mask_fault}", cause=header.mask_fault, where=path)
     if header.orientation != 1:
         raise DataError(f"{path} is a mask with an EXIF orientation. Write it upright, without EXIF.")
 

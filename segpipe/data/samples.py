@@ -342,13 +342,36 @@ def set_weights(samples: Samples) -> list[tuple[int, float]]:
 
 
 def check_labelled(samples: Samples) -> None:
-    """Raise DataError if a data set of these samples has no pixel of any class; reads masks until one has."""
+    """Raise DataError if a data set of these samples has no pixel of any class, or if all have only one.
+
+    Reads masks until two classes have been seen.
+    """
+    seen: set[int] = set()
     for one in one_by_one(samples).values() or [samples]:
-        if not any((target_of(one, index) != IGNORE_INDEX).any() for index in range(len(one))):
+        here: set[int] = set()
+        for index in range(len(one)):
+            here |= set(np.flatnonzero(np.bincount(target_of(one, index).ravel())).tolist()) - {IGNORE_INDEX}
+            if here and len(seen | here) > 1:
+                break
+        if not here:
             raise DataError(
                 f"none of the {len(one)} training images has a labelled pixel (the first is {one.name(0)}): there is "
                 f"nothing to learn. Check the masks, and which ids the class table ignores."
             )
+        seen |= here
+    if len(seen) == 1:
+        raise DataError(single_class(samples, seen.pop()))
+
+
+def single_class(samples: Samples, train: int) -> str:
+    """Message about training images whose masks hold one class only."""
+    names = samples.classes.names
+    found = "is the only class of the class table" if len(names) == 1 else "is the only class that occurs"
+    return (
+        f"{names[train]} {found} in the masks of the {len(samples)} training images: every network that says nothing "
+        "else scores 100 %. Check that the masks were exported with their objects (many tools write black ones if not "
+        "told otherwise), and that the rest of the image is a class, such as background, and not ignored."
+    )
 
 
 def countable(samples: Samples) -> list[int]:

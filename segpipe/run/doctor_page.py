@@ -42,6 +42,7 @@ class Checkup:
 
     config: Config
     problems: Sequence[str]
+    warnings: Sequence[str]
     samples: Mapping[str, Samples]  # by split
     census: Mapping[str, Census]  # by split
 
@@ -56,10 +57,12 @@ def render(found: Checkup) -> str:
         about=[f"data {data.name}", data.root, *(f"{split}: {len(found.samples[split])} images" for split in splits)],
         problems=found.problems[:SHOWN_PROBLEMS],
         num_problems=len(found.problems),
+        warnings=found.warnings,
         splits=[_split_row(split, found.samples[split], found.census[split]) for split in splits],
         split_names=splits,
         classes=_classes(found),
         values=_values(found),
+        most_values=VALUES,
         odd=_odd(found),
         leaks=leaks,
         unlabelled=_unlabelled(found),
@@ -162,7 +165,7 @@ def _values(found: Checkup) -> list[dict[str, Any]]:
                 "files": files[value],
             }
         )
-    return rows[:VALUES]
+    return rows
 
 
 def _odd(found: Checkup) -> list[str]:

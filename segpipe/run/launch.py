@@ -35,7 +35,6 @@ from segpipe.train.start import check_pins, pin_weights
 from segpipe.train.stop import handlers_kept, stopping
 
 if TYPE_CHECKING:
-    from segpipe.data.samples import Samples
     from segpipe.distributed.group import Group
     from segpipe.train.training import Run
     from segpipe.train.validate import Validation
@@ -135,7 +134,7 @@ def examine(config: Config) -> None:
     from segpipe.data.problems import verify
     from segpipe.data.samples import check_labelled, image_files, open_samples, sequences
     from segpipe.purity import checker as purity
-    from segpipe.run.preflight import check_workers
+    from segpipe.run.preflight import check_crop, check_workers
 
     check_tracking(config)
     if config.import_paths or config.model.args:
@@ -150,7 +149,7 @@ def examine(config: Config) -> None:
         check_overlap(image_files(samples), image_files(validation), config.data.split)
     for opened in (samples, validation):
         sequences(opened, config.data.sequence)  # the scores are told by sequence, after the training
-    _check_crop(config, samples)
+    check_crop(config, samples)
     check_labelled(samples)
     if isinstance(config.loss.class_weights, list):
         check_given_weights(config.loss.class_weights, samples.classes.names)
@@ -162,21 +161,6 @@ def examine(config: Config) -> None:
         from segpipe.export.artifact.place import check_place
 
         check_place(Path(config.export.dir))  # now, not after hours of training
-
-
-def _check_crop(config: Config, samples: Samples) -> None:
-    """Refuse a crop larger than every image at its largest scale; padding would fill the rest without notice."""
-    from segpipe.data.samples import image_sizes
-
-    sizes, largest = image_sizes(samples), config.augment.scale[1]
-    height, width = max(size[0] for size in sizes), max(size[1] for size in sizes)
-    crop = config.augment.crop_size
-    fitting = [min(crop[0], int(height * largest)), min(crop[1], int(width * largest))]
-    if crop != fitting:
-        raise ConfigError(
-            f"augment.crop_size = {crop}, but the training images have at most {height}x{width} pixels (height x width)"
-            f" and augment.scale reaches {largest}. Set 'augment.crop_size={fitting}' or smaller."
-        )
 
 
 def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
-from segpipe.data.samples import CachedSamples
+from segpipe.data.samples import CachedSamples, image_sizes
 from segpipe.errors import ConfigError, DataError, SegpipeError
 from segpipe.plugins import is_path
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 SHARED_MEMORY = Path("/dev/shm")
 BYTES_PER_PIXEL = 4  # RGB and class id
 FILES_PER_WORKER = 8  # its queues, pipes and sentinel
+TINY = 10  # times as small as the usual image
 FILES_OF_A_RUN = 96  # libraries, logs, checkpoints
 
 
@@ -37,6 +38,35 @@ def check_workers(config: Config, samples: Samples) -> None:
     """Raise ConfigError for the first thing that would stop loader processes."""
     for problem in worker_problems(config, samples):
         raise ConfigError(problem)
+
+
+def check_crop(config: Config, samples: Samples) -> None:
+    """Raise ConfigError for a crop larger than every image at its largest scale; nobody would notice the padding."""
+    sizes, largest = image_sizes(samples), config.augment.scale[1]
+    height, width = max(size[0] for size in sizes), max(size[1] for size in sizes)
+    crop = config.augment.crop_size
+    fitting = [min(crop[0], int(height * largest)), min(crop[1], int(width * largest))]
+    if crop != fitting:
+        raise ConfigError(
+            f"augment.crop_size = {crop}, but the training images have at most {height}x{width} pixels (height x width)"
+            f" and augment.scale reaches {largest}. Set 'augment.crop_size={fitting}' or smaller."
+        )
+
+
+def size_warnings(config: Config, samples: Samples) -> Iterator[str]:
+    """What `check_crop` would refuse, and images that are tiny beside the others."""
+    try:
+        check_crop(config, samples)
+    except ConfigError as error:
+        yield f"training would refuse this: {error}"
+    sides = sorted(min(size) for size in image_sizes(samples).elements())
+    usual = sides[len(sides) // 2]
+    if sides[0] * TINY < usual:
+        count = sum(side * TINY < usual for side in sides)
+        yield (
+            f"{count} of the {len(sides)} training images {'are' if count > 1 else 'is'} tiny: the smallest has a side "
+            f"of {sides[0]} pixels, and half of the images have one of at least {usual}. Remove what is no photo."
+        )
 
 
 def worker_problems(config: Config, samples: Samples) -> Iterator[str]:

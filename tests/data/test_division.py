@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import cv2
@@ -13,8 +14,10 @@ from segpipe.cli.main import main as segpipe
 from segpipe.data.catalog import load_masks
 from segpipe.data.division import divide, shared_sequences
 from segpipe.data.masks import read_target, settled
-from segpipe.data.proposal import propose
+from segpipe.data.proposal import blended, propose
+from segpipe.data.samples import check_labelled, open_samples
 from segpipe.errors import DataError
+from segpipe.settings.groups import DataConfig
 
 DRIVES = {"north": 40, "south": 25, "east": 10, "west": 15, "ring": 10}
 NAMES = [f"{drive}_{number:04d}" for drive, count in DRIVES.items() for number in range(count)]
@@ -111,7 +114,7 @@ def test_a_newcomer_gets_from_masks_to_a_checked_split(tmp_path: Path, capsys: p
     lists = [(tmp_path / f"{split}.txt").read_text().split() for split in ("train", "val")]
     assert sorted(lists[0] + lists[1]) == sorted(path.stem for path in (tmp_path / "masks").iterdir())
     assert segpipe(["doctor", "data=folder", root]) == 0
-    assert "Warning" not in capsys.readouterr().out
+    assert "in both training" not in capsys.readouterr().out
     assert segpipe(["split", root]) == 2
     assert "Set replace=true" in capsys.readouterr().err
     assert segpipe(["split", root, "by=tail", "replace=true"]) == 0
@@ -119,7 +122,7 @@ def test_a_newcomer_gets_from_masks_to_a_checked_split(tmp_path: Path, capsys: p
     text = capsys.readouterr().out
     assert "Warning: 5 sequences in both training and validation: a (3 and 1 images)" in text
     assert segpipe(["doctor", "data=folder", root, 'data.sequence="_(.)"']) == 0
-    assert "Warning" not in capsys.readouterr().out, "by the number, the last of each drive is a sequence"
+    assert "in both training" not in capsys.readouterr().out, "by the number, the last of each drive is a sequence"
 
 
 def test_split_refuses_folders_that_are_divided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,10 +149,19 @@ def test_doctor_prints_some_of_many_problems(tmp_path: Path, capsys: pytest.Capt
         (tmp_path / f"{split}.txt").write_text("".join(f"a_{n}\n" for n in range(30)))
     assert segpipe(["doctor", "data=folder", root]) == 2
     text = capsys.readouterr().out
-    assert text.count("has id 1") == 20
-    assert "... and 40 more; lines=0 prints all" in text
+    assert text.count("has id 1") == 1
+    assert "The same in 59 more: " in text
+    assert "/a_1.png, " in text
+    assert " and 56 more." in text
+    assert "1 problem in" in text
     assert segpipe(["doctor", "data=folder", root, "lines=0"]) == 2
     assert capsys.readouterr().out.count("has id 1") == 60
+    for path in [*(tmp_path / "masks").iterdir()][:25]:
+        path.unlink()
+    assert segpipe(["doctor", "data=folder", root]) == 2
+    text = capsys.readouterr().out
+    assert text.count("has no mask") == 20
+    assert "... and 31 more; lines=0 prints all" in text
 
 
 def proposal(tmp_path: Path, masks: list[np.ndarray]) -> tuple[list[str], str]:
@@ -159,6 +171,7 @@ def proposal(tmp_path: Path, masks: list[np.ndarray]) -> tuple[list[str], str]:
     return paths, propose(paths)
 
 
+COLORS = np.array([[0, 0, 0], [128, 64, 128], [70, 70, 70], [220, 20, 60]], np.uint8)
 COLORED = np.array([[[128, 0, 0], [0, 0, 0]], [[0, 128, 0], [0, 0, 0]]], np.uint8)
 PROPOSED = {
     "train ids": ([mask_of(0, 1, 2)], [0, 1, 2]),
@@ -185,23 +198,138 @@ def test_a_proposed_table_reads_its_masks(tmp_path: Path, name: str) -> None:
 
 
 EDGES = np.repeat(np.array([0] * 20 + [68, 188] + [255] * 90, np.uint8)[:, None], 4, axis=1)
-SMOOTHED = {
-    "smoothed edges": ([EDGES, EDGES], True),
-    "no ignored pixels": ([EDGES[:100] % 255, EDGES[:50] % 255], False),
-    "large classes": ([mask_of(0, 68, 188, 255)] * 2, False),
-    "numbered classes": ([np.where(EDGES == 68, 1, np.where(EDGES == 188, 2, EDGES))] * 2, False),
-    "in few masks": ([EDGES, *[mask_of(*[0] * 20, *[255] * 20)] * 9], False),
+
+
+def shapes(seed: int, ids: list[int], side: tuple[int, int] = (3, 30)) -> np.ndarray:
+    """Disks and boxes of the ids on the first of them."""
+    random = np.random.Generator(np.random.Philox(seed))
+    mask = np.full((90, 120), ids[0], np.uint8)
+    for value in random.permutation(ids * (1 + 30 // len(ids))).tolist():
+        (x, y), size = random.integers(0, 110, 2).tolist(), int(random.integers(*side))
+        if random.random() < 0.5:
+            cv2.circle(mask, (x, y), size // 2, value, -1)
+        else:
+            cv2.rectangle(mask, (x, y), (x + size, y + size // 2), value, -1)
+    return mask
+
+
+def resized(mask: np.ndarray) -> np.ndarray:
+    return cv2.resize(mask, None, fx=0.7, fy=0.7)
+
+
+def as_jpeg(mask: np.ndarray) -> np.ndarray:
+    return cv2.imdecode(cv2.imencode(".jpg", mask, [cv2.IMWRITE_JPEG_QUALITY, 75])[1], cv2.IMREAD_UNCHANGED)
+
+
+def masks_of(ids: list[int], change: Callable[[np.ndarray], np.ndarray] = lambda mask: mask) -> list[np.ndarray]:
+    return [change(shapes(seed, ids)) for seed in range(6)]
+
+
+BLENDED = {
+    "smoothed edges": ([EDGES, EDGES], "The ids 68, 188 are rare"),
+    "in few masks": ([EDGES, *[mask_of(*[0] * 20, *[255] * 20)] * 9], "The ids 68, 188 are rare"),
+    "no ignored pixels": ([EDGES[:100] % 255, EDGES[:50] % 255], ""),
+    "large classes": ([mask_of(0, 68, 188, 255)] * 2, ""),
+    "0 and 5, resized": (masks_of([0, 5], resized), "The ids 1, 2, 3, 4 are rare"),
+    "0 and 5 in three channels, resized": (
+        [np.dstack([mask] * 3) for mask in masks_of([0, 5], resized)],
+        "The ids 1, 2, 3, 4 are rare",
+    ),
+    "34 ids, some of them rare": ([*masks_of([7, 8, 11, 23, 0]), shapes(9, list(range(34)), (2, 12))], ""),
+    "150 ids": (masks_of(list(range(150))), ""),
+    "0 and 255": (masks_of([0, 255]), ""),
+    "0, 128 and 255": (masks_of([0, 128, 255]), ""),
+    "colors": ([COLORS[mask] for mask in masks_of([0, 1, 2, 3])], ""),
 }
 
 
-@pytest.mark.parametrize("name", SMOOTHED)
-def test_values_of_smoothed_edges_are_told_from_classes(tmp_path: Path, name: str) -> None:
-    masks, wanted = SMOOTHED[name]
-    _, text = proposal(tmp_path, [mask.astype(np.uint8) for mask in masks])
-    assert ("blended values?" in text) == wanted
-    assert ("hold a few pixels of 68, 188" in text) == wanted
+@pytest.mark.parametrize("name", BLENDED)
+def test_blended_values_are_told_from_classes(tmp_path: Path, name: str) -> None:
+    masks, wanted = BLENDED[name]
+    paths, text = proposal(tmp_path, [mask.astype(np.uint8) for mask in masks])
     (tmp_path / "classes.yaml").write_text(text)
-    assert load_masks(tmp_path / "classes.yaml").classes.num_classes > 1
+    table = load_masks(tmp_path / "classes.yaml")
+    assert table.classes.num_classes > 1
+    said, certain = blended(paths, table)
+    for found in (" ".join(text.replace("\n# ", " ").split()), said):
+        assert ("blended values?" in found) == bool(wanted), found
+        assert wanted in found
+    assert not certain
+
+
+REFUSED = {
+    "0 and 200 as JPEG": (
+        masks_of([0, 200], as_jpeg),
+        r"the masks hold \d+ different ids, \d+ of them rare and along edges",
+    ),
+    "0 and 255, resized": (masks_of([0, 255], resized), r"different ids, \d+ of them rare"),
+    "two colors, resized": (
+        [resized(COLORS[mask]) for mask in masks_of([0, 1])],
+        r"different colors, \d+ of them rare",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_masks_with_many_blended_values_are_refused(tmp_path: Path, name: str) -> None:
+    masks, wanted = REFUSED[name]
+    with pytest.raises(DataError, match=f"{wanted}.*resized with interpolation or stored as JPEG"):
+        proposal(tmp_path, masks)
+
+
+def test_doctor_tells_blended_values_of_a_table_that_has_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def table(*ids: int) -> None:
+        rows = "".join(f"  {value}: class{value}\n" for value in ids)
+        text = f"names: [{', '.join(f'class{value}' for value in ids)}]\nids:\n{rows}"
+        (tmp_path / "classes.yaml").write_text(f"{text}ignore: [{', '.join(map(str, set(range(256)) - set(ids)))}]\n")
+
+    root = flat(tmp_path, {f"{drive}_1": as_jpeg(shapes(seed, [0, 200])) for seed, drive in enumerate("abcdef")})
+    (tmp_path / "train.txt").write_text("a_1\nb_1\nc_1\nd_1\n")
+    (tmp_path / "val.txt").write_text("e_1\nf_1\n")
+    crop = "augment.crop_size=[64,64]"
+    table(*range(255))
+    assert segpipe(["doctor", "data=folder", root, crop]) == 2
+    said = capsys.readouterr().out
+    assert "of them rare and along edges" in said
+    assert "1 problem in" in said
+    table(0, 3, 4, 5, 6, 200)
+    assert segpipe(["doctor", "data=folder", root, crop]) == 0
+    assert "Warning: blended values? The ids 3, 4, 5, 6" in capsys.readouterr().out
+    table(0, 200)
+    assert segpipe(["doctor", "data=folder", root, crop]) == 0
+    assert "blended values" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ids", [(0,), (5, 255), (255,)])
+def test_masks_of_one_id_get_no_table(tmp_path: Path, ids: tuple[int, ...]) -> None:
+    with pytest.raises(DataError, match=f"all 2 masks hold nothing but {' and '.join(map(str, ids))}, .*exported"):
+        proposal(tmp_path, [mask_of(*ids)] * 2)
+
+
+def test_training_of_one_class_is_refused_and_named_by_the_doctor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = flat(tmp_path, {f"{drive}_1": np.zeros((64, 96), np.uint8) for drive in "abc"})
+    (tmp_path / "train.txt").write_text("a_1\nb_1\n")
+    (tmp_path / "val.txt").write_text("c_1\n")
+    options = ["data=folder", root, "augment.crop_size=[64,64]"]
+    for names, said in (
+        ("[x, y]", "x is the only class that occurs"),
+        ("[x]", "x is the only class of the class table"),
+    ):
+        (tmp_path / "classes.yaml").write_text(f"names: {names}\n")
+        assert segpipe(["doctor", *options]) == 2
+        found = capsys.readouterr().out
+        assert f"{said} in the masks of the 2 training images" in found
+        assert "1 problem in" in found
+        with pytest.raises(DataError, match=said):
+            check_labelled(open_samples(DataConfig(name="folder", root=str(tmp_path)), "train", 0))
+    (tmp_path / "classes.yaml").write_text("names: [x, y]\n")
+    cv2.imwrite(str(tmp_path / "masks/b_1.png"), np.tri(64, 96, dtype=np.uint8))
+    assert segpipe(["doctor", *options]) == 0
+    check_labelled(open_samples(DataConfig(name="folder", root=str(tmp_path)), "train", 0))
 
 
 def test_no_table_is_proposed_for_what_are_no_classes(tmp_path: Path) -> None:

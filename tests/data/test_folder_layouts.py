@@ -8,6 +8,7 @@ import cv2
 import numpy as np
 import pytest
 
+from segpipe.data.folders import missing
 from segpipe.data.pairs import scan
 from segpipe.data.problems import problems
 from segpipe.data.samples import open_samples
@@ -171,6 +172,14 @@ REFUSED = {
         ["images/frame1.png", "mask:masks/frame1.png", "train.txt=frame1\nfrme1"],
         ["lists frme1, but images has no such stem. Did you mean frame1?"],
     ),
+    "another suffix": (
+        ["images/a.PNG", "mask:masks/a.png", "train.txt=images/a.jpg"],
+        ["lists images/a.jpg, but the file is named a.PNG. Write it so."],
+    ),
+    "another case": (
+        ["images/a.PNG", "mask:masks/a.png", "train.txt=images/A.png"],
+        ["lists images/A.png, but the file is named a.PNG. Write it so."],
+    ),
 }
 
 
@@ -184,6 +193,15 @@ def test_what_cannot_be_paired_is_refused_with_the_fix(tmp_path: Path, name: str
     _, faults = scan(data, "train")
     for part in parts:
         assert any(part in fault for fault in faults), faults
+
+
+def test_nothing_is_suggested_for_a_folder_that_is_like_no_other(tmp_path: Path) -> None:
+    for name in ("ext", "images"):
+        (tmp_path / name).mkdir()
+    assert missing(tmp_path / "nonexist").startswith(
+        f"{tmp_path}/nonexist does not exist. {tmp_path}/ holds ext, images."
+    )
+    assert f"Nearest: {tmp_path}/images." in missing(tmp_path / "image")
 
 
 def test_names_of_pairs_stay_those_of_the_images(tmp_path: Path) -> None:

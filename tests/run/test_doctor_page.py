@@ -71,6 +71,7 @@ def test_a_sound_set_shows_no_fault(tmp_path: Path) -> None:
         "equal images in train and val",
     ):
         assert tile(text, label) == "none", label
+    assert "<dt>warnings" not in text
     assert tile(text, "loader").strip() == "fine"
     assert "A batch as training sees it" in text
     assert text.count("data:image/jpeg") == 2 * (4 + 2 + 4)  # image and overlay of samples and of a shard
@@ -78,6 +79,44 @@ def test_a_sound_set_shows_no_fault(tmp_path: Path) -> None:
     assert f"<td>{100 * sum(shares) / (4 * 95 * 128):.2f}</td><td>4</td>" in text  # shelf, of what is labelled
     assert "http" not in text.replace("http-equiv", "")
     assert "<script" not in text
+
+
+def test_images_that_training_would_refuse_or_that_are_tiny_are_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = sound(tmp_path)
+    code, text = page(root, "augment.crop_size=[512,512]")
+    refused = "augment.crop_size = [512, 512], but the training images have at most 96x128 pixels (height x width)"
+    said = capsys.readouterr().out
+    assert code == 0
+    for shown in (text, " ".join(said.split())):
+        assert refused in shown
+        assert "tiny" not in shown
+    assert tile(text, "problems") == "none"
+    assert tile(text, "warnings") == "1"
+    write(root / "images/train/dot.png", np.zeros((1, 1, 3), np.uint8))
+    write(root / "masks/train/dot.png", np.zeros((1, 1), np.uint8))
+    code, text = page(root)
+    said = capsys.readouterr().out
+    assert code == 0
+    for shown in (text, " ".join(said.split())):
+        assert "1 of the 5 training images is tiny: the smallest has a side of 1 pixels" in shown
+        assert "augment.crop_size = " not in shown
+
+
+def test_all_values_are_counted_and_sizes_are_those_of_the_images(tmp_path: Path) -> None:
+    root = sound(tmp_path)
+    write(root / "masks/train/drive0_001.png", np.arange(2 * 64 * 64, dtype=np.uint16).reshape(64, 128) % 400)
+    code, text = page(root)
+    assert code == 2
+    assert "<summary>400 ids or colors" in text
+    assert text.count("not in the class table") == 300 - 3
+    assert "<p>... and 100 more</p>" in text
+    assert '<td class="left">96x128 (4)</td>' in text
+    (root / "masks/train/drive0_001.png").write_bytes((root / "masks/train/drive1_001.png").read_bytes())
+    text = page(root)[1]
+    assert "<summary>3 ids or colors" in text
+    assert " more</p>" not in text
 
 
 def test_every_planted_fault_is_on_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,7 +133,7 @@ def test_a_run_is_refused_before_its_folder_is_claimed(tmp_path: Path, capsys: p
         "    def __init__(self, root, split): self.lock = threading.Lock()\n"
         "    def __len__(self): return 4\n"
         "    def name(self, index): return f'n{index}'\n"
-        "    def read(self, index): return np.zeros((64, 96, 3), np.uint8), np.zeros((64, 96), np.uint8)\n"
+        "    def read(self, index): return np.zeros((64, 96, 3), np.uint8), np.tri(64, 96, dtype=np.uint8)\n"
     )
     changes = ("data.name=lockbox:Data", "data.workers=1", "data.start_method=spawn", "data.size=[64,96]")
     with torch_restored(), pytest.MonkeyPatch.context() as patch:
