@@ -253,9 +253,8 @@ def _environment_of_children(config: Config, world_size: int) -> Iterator[None]:
 def _child(config: Config, finish: Finish | None) -> None:
     try:
         code = work(config, finish=finish, prepared=True)
-    except Exception as error:
+    except Exception:
         traceback.print_exc()
-        note_failure(config, 1, f"{type(error).__name__}: {error}")
         code = 1
     sys.exit(code)
 
@@ -286,8 +285,11 @@ def work(config: Config, *, finish: Finish | None = None, prepared: bool = False
                 ours = True
                 return _train(config, group, finish)
         except Exception as error:
+            lost = isinstance(error, RuntimeError) and _lost_another_rank(error)
             if not isinstance(error, COMMON_ERRORS) and not getattr(error, "told", False):
-                group.contract.fail(error, lost=isinstance(error, RuntimeError) and _lost_another_rank(error))
+                group.contract.fail(error, lost=lost)
+            if ours and not lost and not isinstance(error, SegpipeError):
+                note_failure(config, 1, plugins.located(error))
             raise
         finally:
             processes.leave(group)
@@ -300,7 +302,10 @@ def work(config: Config, *, finish: Finish | None = None, prepared: bool = False
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        return _report(not_written(Path(error.filename or config.run_dir), error))
+        refused = not_written(Path(error.filename or config.run_dir), error)
+        if ours:
+            note_failure(config, refused.exit_code, str(refused))
+        return _report(refused)
     except RuntimeError as error:
         if not _lost_another_rank(error):
             raise

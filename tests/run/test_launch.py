@@ -263,6 +263,8 @@ def test_a_rank_that_lost_another_leaves_the_exit_code_to_it(
     said = "mat1 and mat2 shapes cannot be multiplied"
     with pytest.raises(RuntimeError, match="mat1"):  # any other error keeps its traceback
         run(tmp_path / "run")
+    code, reason = failure(tmp_path / "run")  # and `segpipe runs` says that it failed
+    assert (code, reason.endswith(f"RuntimeError: {said}")) == (1, True)
 
 
 @pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["python", "torchrun"])
