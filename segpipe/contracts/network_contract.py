@@ -38,6 +38,7 @@ LARGEST = 256  # side of the images, where the crop is larger
 QUICK = 64  # the same before a training
 ODD = (13, 27)  # rows and columns that an odd image has less than the crop
 SHAPES = "logits of every head in training"
+MISTAKES = (AttributeError, LookupError, NameError, TypeError)  # on a GPU the same
 CLOSE = 1e-3  # largest difference of logits that compute the same, in standard deviations
 
 
@@ -51,6 +52,7 @@ class NetworkContract:
         self.config, self.num_classes, self.largest = config, num_classes, largest
         self.size = tuple(min(length, largest) for length in config.augment.crop_size)
         self.net = nn.Module()  # made by the first question
+        self.failed: Exception | None = None  # why it does not run
         draws = torch.Generator().manual_seed(0)
         self.image = torch.randn(3, 3, *self.size, generator=draws)
         self.target = torch.randint(0, num_classes, (2, *self.size), generator=draws, dtype=torch.uint8)
@@ -75,7 +77,8 @@ class NetworkContract:
             self._logits(self.image)
         except SegpipeError:
             raise
-        except Exception:
+        except Exception as error:
+            self.failed = error
             return False
         return True
 
@@ -323,7 +326,8 @@ def check_network(config: Config, classes: ClassTable) -> None:
 def check_plugin(config: Config, num_classes: int) -> None:
     """Raise ConfigError for a plug-in network whose training or validation would not be repeated.
 
-    Runs it on the CPU with small images, or with those of the crop; where it takes neither, the training will tell.
+    Runs it on the CPU with small images, or with those of the crop, and one of the sizes must run. Only a training on a
+    GPU may start with a network that this process, without a GPU, cannot run, unless its code has a plain mistake.
     """
     sizes = (QUICK, max(config.augment.crop_size))
     again = started("spawn", passed_afresh, config, num_classes, sizes, _debug_mode())
@@ -334,3 +338,6 @@ def check_plugin(config: Config, num_classes: int) -> None:
                 if problem := contract.refusal(afresh):
                     raise ConfigError(f"{KEY} = {config.model.name}: {problem}")
                 return
+    error, on_gpu = contract.failed, config.compute.device != "cpu" and torch.cuda.device_count() > 0
+    if error and (isinstance(error, MISTAKES) or not on_gpu):
+        raise ConfigError(f"{KEY} = {config.model.name}: {plugins.located(error)}.") from error

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import math
 import os
+import signal
 import sys
 import time
 import traceback
@@ -23,12 +24,20 @@ from segpipe import plugins
 from segpipe.determinism import flags
 from segpipe.disk import DISK_ERRORS
 from segpipe.distributed import environment
-from segpipe.errors import CheckpointError, ConfigError, DivergenceError, Interrupted, NumericsError, SegpipeError
+from segpipe.errors import (
+    CheckpointError,
+    CollectiveError,
+    ConfigError,
+    DivergenceError,
+    Interrupted,
+    NumericsError,
+    SegpipeError,
+)
 from segpipe.files import not_written
 from segpipe.run import lock
 from segpipe.run.console import TrainView
 from segpipe.run.folder import check_folder, claim_folder, clear_folder, owned
-from segpipe.run.tracking import Tracker, check_tracking, note_failure, open_tracker
+from segpipe.run.tracking import Tracker, check_tracking, failure, note_failure, open_tracker
 from segpipe.settings.check import check
 from segpipe.settings.config import Config, config_hash
 from segpipe.train.start import check_pins, pin_weights
@@ -169,6 +178,7 @@ def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    before = failure(config.run_dir)  # of an earlier session
     logging.disable(logging.CRITICAL)  # the ranks report errors; the launcher would add two tracebacks
     try:
         with handlers_kept(), _environment_of_children(config, world_size):
@@ -188,18 +198,25 @@ def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
     except ConfigError as error:
         return _report(error)
     except ChildFailedError as error:
-        code = int(error.get_first_failure()[1].exitcode)
-        if code < 0:
-            reason = f"a training process was ended by signal {-code}; its memory may have run out."
-            print(reason, file=sys.stderr)
-            note_failure(config, 1, reason)
-        return max(code, 1)
+        rank, lost = error.get_first_failure()
+        return lost.exitcode if lost.exitcode > 0 else _lost(config, rank, -lost.exitcode, before)
     except (SignalException, KeyboardInterrupt):
         return Interrupted.exit_code
     finally:
         logging.disable(logging.NOTSET)
         lock.remove_dead(config.run_dir)  # rank 0 may have been killed; another machine could not know it
     return 0
+
+
+def _lost(config: Config, rank: int, number: int, before: tuple[int, str]) -> int:
+    """Exit code for a rank that a signal ended; what another rank wrote about it in this session is kept."""
+    memory = " The machine's memory may have run out: see dmesg." if number == signal.SIGKILL else ""
+    reason = f"rank {rank} was ended by signal {number} ({signal.strsignal(number)}).{memory}"
+    print(reason, file=sys.stderr)
+    told = failure(config.run_dir)
+    kept = f" {told[1]}" if told != before else ""
+    note_failure(config, CollectiveError.exit_code, reason + kept)
+    return CollectiveError.exit_code
 
 
 @contextlib.contextmanager
@@ -220,9 +237,8 @@ def _environment_of_children(config: Config, world_size: int) -> Iterator[None]:
 def _child(config: Config, finish: Finish | None) -> None:
     try:
         code = work(config, finish=finish, prepared=True)
-    except Exception as error:
+    except Exception:
         traceback.print_exc()
-        note_failure(config, 1, f"{type(error).__name__}: {error}")
         code = 1
     sys.exit(code)
 
@@ -253,8 +269,11 @@ def work(config: Config, *, finish: Finish | None = None, prepared: bool = False
                 ours = True
                 return _train(config, group, finish)
         except Exception as error:
+            lost = isinstance(error, RuntimeError) and _lost_another_rank(error)
             if not isinstance(error, COMMON_ERRORS) and not getattr(error, "told", False):
-                group.contract.fail(error, lost=isinstance(error, RuntimeError) and _lost_another_rank(error))
+                group.contract.fail(error, lost=lost)
+            if ours and not lost and not isinstance(error, SegpipeError):
+                note_failure(config, 1, plugins.located(error))
             raise
         finally:
             processes.leave(group)
@@ -267,7 +286,10 @@ def work(config: Config, *, finish: Finish | None = None, prepared: bool = False
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        return _report(not_written(Path(error.filename or config.run_dir), error))
+        refused = not_written(Path(error.filename or config.run_dir), error)
+        if ours:
+            note_failure(config, refused.exit_code, str(refused))
+        return _report(refused)
     except RuntimeError as error:
         if not _lost_another_rank(error):
             raise

@@ -30,6 +30,7 @@ class Row:
     digest: str | None = None  # of the averaged weights
     date: str | None = None  # last change, local time
     state: str = "finished"
+    reason: str = ""  # why the last session failed or stopped, on one line
     settings: dict[str, Any] = field(default_factory=dict)  # of the recipe, by dotted key; without a readable file none
 
 
@@ -90,8 +91,8 @@ def read_row(folder: Path, name: str) -> Row:
     metrics = read_metrics(folder / FILE_NAME)
     miou, steps, digest = result or (None, metrics[-1]["step"] if metrics else 0, None)
     state = "finished" if result else f"unfinished, step {steps} of {config.train.steps if config else None}"
-    if failed := failure(folder)[1]:
-        faults.append(f"failed: {failed}")
+    if reason := failure(folder)[1]:
+        state = "failed"
     return Row(
         name,
         folder,
@@ -102,6 +103,7 @@ def read_row(folder: Path, name: str) -> Row:
         digest=digest,
         date=_date(folder),
         state=faults[0] if faults else state,
+        reason=reason,
         settings={key: value for key, value in flat(config).items() if key not in FREE_KEYS} if config else {},
     )
 

@@ -48,14 +48,20 @@ def _entry(group: RecipeGroup, keys: Sequence[str], by: str, line: Any) -> dict[
     members, scores = group.rows, group.scores
     return {
         "name": members[0].name if not by else ", ".join(shown(row.settings[by]) for row in members),
-        "settings": [shown(group.settings[key]) if group.settings else "-" for key in keys],
+        "settings": [_compact(group.settings[key]) if group.settings else "-" for key in keys],
         "mean": None if group.mean is None else f"{100 * group.mean:.2f}",
         "range": f"{100 * min(scores):.2f} to {100 * max(scores):.2f}" if len(scores) > 1 else "",
         "number": f"{len(scores)} of {len(members)}",
         "steps": max((row.steps or 0 for row in members), default=0),
         "state": "; ".join(dict.fromkeys(row.state for row in members)),
+        "reason": "; ".join(dict.fromkeys(row.reason for row in members if row.reason)),
         "line": line,
     }
+
+
+def _compact(value: Any) -> str:
+    """1e+06 for 1000000.0; six digits are enough to tell runs apart."""
+    return f"{value:g}" if isinstance(value, float) else shown(value)
 
 
 def _common(recipes: Sequence[Any]) -> dict[str, str]:

@@ -21,7 +21,6 @@ from segpipe.run.tracking import failure
 from segpipe.settings.config import Config, recipe, to_mapping
 
 REFUSALS_SHOWN = 8
-NOTE_LENGTH = 100  # characters in the table; failure.json of the run has all
 SHORT_VALUE, SHORT_SUFFIX = 24, 120  # characters in the name of a job; a longer text ends with a hash of the whole
 
 REPEATS = ("seed", "data.hold_out")  # runs that differ in nothing else repeat one recipe
@@ -144,6 +143,9 @@ class Sweep:
         if not console.is_terminal:
             console.width = 10**4  # a table is as wide as it needs
         console.print(_table(self._jobs))
+        for job in self._jobs:
+            if job.reason:
+                console.print(f"{job.config.run.name}: {job.reason}", soft_wrap=True)
         scored = [job for job in self._jobs if job.miou is not None]
         if len(scored) > 1:
             best = max(scored, key=lambda job: job.miou or 0.0)
@@ -182,14 +184,11 @@ def _refusals(refused: dict[str, list[str]], number: int) -> str:
 
 def _table(jobs: Sequence[SweepJob]) -> Table:
     table = Table(title=f"sweep in {jobs[0].config.run.root}", title_justify="left")
-    for title in ("run", "overrides", "mIoU %", "exit code", "note"):
-        table.add_column(title, no_wrap=title != "note")
+    for title in ("run", "overrides", "mIoU %", "exit code"):
+        table.add_column(title, no_wrap=title not in ("run", "overrides"), overflow="fold")
     for job in jobs:
         score = "-" if job.miou is None else f"{100 * job.miou:.2f}"
-        state = "-" if job.code is None else str(job.code)
-        note = "not started" if job.code is None else job.reason
-        note = note if len(note) <= NOTE_LENGTH else f"{note[: NOTE_LENGTH - 3]}..."
-        table.add_row(job.config.run.name, job.swept, score, state, note)
+        table.add_row(job.config.run.name, job.swept, score, "not started" if job.code is None else str(job.code))
     return table
 
 

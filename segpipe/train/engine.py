@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,11 @@ from segpipe.files import to_json, write_atomically
 from segpipe.ledger import inputs
 from segpipe.losses.total import backend
 from segpipe.models.preprocess import Preprocess
+from segpipe.plugins import is_path
 from segpipe.settings.config import Config, to_mapping
 from segpipe.train import checkpoint, state
 from segpipe.train.batches import counted, loss_weights, shard_stream
+from segpipe.train.gradients import autocast
 from segpipe.train.metrics import miou, summary
 from segpipe.train.recorder import Recorder
 from segpipe.train.result import check_space, header, result_of
@@ -151,9 +153,9 @@ def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> float:
     step = TrainStep(config, run.watch, loss_weights(config, run.train_samples, run.counts))
     with StopRequest(outlive_error=run.group.world_size > 1) as stop, contextlib.closing(stream):
         while current.step < config.train.steps and not _stopped_early(run):
-            result = train_step(
-                step, [next(stream) for _ in own], stop=stop.asked, wait=_waits(run), check=partial(_check, run, step)
-            )
+            shards = [next(stream) for _ in own]
+            check = partial(_check, run, step, shards)
+            result = train_step(step, shards, stop=stop.asked, wait=_waits(run), check=check)
             if result is None:
                 _save(run, "last.pt")
                 raise Interrupted(
@@ -209,7 +211,7 @@ def _waits(run: Run) -> bool:
     return run.group.device.type == "cpu" or saves or _logs(config, done)
 
 
-def _check(run: Run, step: TrainStep, result: StepResult) -> None:
+def _check(run: Run, step: TrainStep, shards: Sequence[ShardBatch], result: StepResult) -> None:
     """Raises NumericsError when this update, or an earlier one that the host did not check, is not finite."""
     config, current, group = run.config, run.state, run.group
     first = int(step.first_bad)
@@ -225,12 +227,30 @@ def _check(run: Run, step: TrainStep, result: StepResult) -> None:
     rate = result.rate
     scale = f" at loss scale {current.scaler.get_scale():g}" if current.scaler.is_enabled() else ""
     or_fp32 = "" if config.train.precision == "fp32" else " or train.precision=fp32"
+    good, name = _last_good_state(run, first), config.loss.name
+    lead, advice = "", f" Lower optim.lr, or set optim.clip_norm=5{or_fp32}."
+    if bad and is_path(name) and _logits_are_finite(run, step, shards):
+        value = next(loss for *_, loss in everywhere if loss - loss != 0)
+        lead = (
+            f"loss.name = {name} returned {value} for finite logits; `segpipe check-plugin loss.name={name}` tests it. "
+        )
+        advice = " Mend the loss; a lower optim.lr does not help."
     raise NumericsError(
-        f"step {current.step}: loss {float(result.loss)}, gradient norm {float(result.grad_norm)} "
+        f"{lead}step {current.step}: loss {float(result.loss)}, gradient norm {float(result.grad_norm)} "
         f"({'; '.join(bad[:4]) or 'every loss is finite, a gradient is not'}), lr {rate:.4g}, precision "
-        f"{config.train.precision}{scale}. {_last_good_state(run, first)} Lower optim.lr, or set "
-        f"optim.clip_norm=5{or_fp32}."
+        f"{config.train.precision}{scale}. {good}{advice}"
     )
+
+
+def _logits_are_finite(run: Run, step: TrainStep, shards: Sequence[ShardBatch]) -> bool:
+    """Whether the network makes finite logits of these shards, on every rank. A collective; spoils its statistics."""
+    device, found = run.group.device, []
+    for batch in shards:
+        image, *color = (value.to(device) for value in (batch.image, batch.color) if value is not None)
+        with torch.no_grad(), autocast(device, run.config.train.precision):
+            heads = run.state.model.train().logits(step.loss.preprocess(image, *color), aux=True)  # type: ignore[operator]
+        found += [bool(logits.isfinite().all()) for logits in heads.values()]
+    return all(run.group.gather(all(found)))
 
 
 def _last_good_state(run: Run, first: int) -> str:

@@ -2,10 +2,13 @@
 
 import json
 import os
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from segpipe.cli.main import main as segpipe
 from segpipe.run.overview import find_runs
@@ -122,7 +125,56 @@ def test_columns_are_the_settings_that_differ_and_the_best_comes_first(
         text.index(f"│ {name} ") for name in ("s1", "s2", "s3", "slow")
     )
     assert cells(text, "s2")[3:7] == ["56.00", "300", "2", "0.1"]
-    assert cells(text, "s3")[-1] == "failed: <b>loss nan</b>"
+    assert cells(text, "s3")[-1] == "failed"
+    assert "\ns3 failed: <b>loss nan</b>\n" in text
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_name_score_steps_and_state_are_readable_in_every_terminal(
+    width: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("segpipe.cli.runs.Console", partial(Console, force_terminal=True, width=width, no_color=True))
+    reason = "step 3: loss 9.38e+22, gradient norm inf, lr 1e+06. " * 4 + "Lower optim.lr."
+    settings = (
+        "loss.name=ohem",
+        "optim.lr=1000000.0",
+        "optim.momentum=0.8",
+        "optim.weight_decay=0.01",
+        "model=pidnet_s",
+    )
+    names = [f"synthetic-fast_scnn-lr1000000.0-momentum0.8-weight_decay0.01-seed{seed}" for seed in range(1, 6)]
+    for place, name in enumerate(names):
+        write_recipe(tmp_path, name, 0.5, f"seed={place}", *settings[:place])
+    failed = write_recipe(tmp_path, "broken", None, "seed=9", *settings)
+    (failed / "failure.json").write_text(json.dumps({"exit_code": 6, "reason": reason}))
+    assert segpipe(["runs", f"root={tmp_path}"]) == 0
+    text = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    table, below = text.split("└")
+    assert max(map(len, table.splitlines())) <= width
+    assert "…" not in text
+    found = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if "│" in line]
+    titles = [cell.strip() for cell in table.splitlines()[1].split("┃")[1:-1]]
+    assert {"name", "mIoU %", "steps", "state"} <= set(titles)
+    for name in names:
+        assert name in "".join(cell[0] for cell in found)  # folded
+    scores = [[line[titles.index(title)] for title in ("mIoU %", "steps", "state")] for line in found if line[-1]]
+    assert scores == [["50.00", "300", "finished"]] * 5 + [["-", "300", "failed"]]
+    hidden = {"seed", "loss.name", "optim.lr", "optim.momentum", "optim.weight_decay", "model"} - set(titles)
+    told = " ".join(below.split()).partition("They also differ in: ")[2]
+    assert hidden
+    assert all(re.search(rf"\b{key}[,.]", told) for key in hidden)
+    assert f"\nbroken failed: {reason}\n" in below
+
+
+def test_the_page_shows_the_score_first_and_a_reason_on_one_line(tmp_path: Path) -> None:
+    failed = write_recipe(tmp_path, "a", None, "optim.lr=1000000.0")
+    write_recipe(tmp_path, "b", 0.5)
+    (failed / "failure.json").write_text('{"exit_code": 6, "reason": "loss \\"nan\\""}')
+    text = render_overview(find_runs(tmp_path))
+    places = [text.index(f">{title}</th>") for title in ("run", "mIoU, %", "steps", "state", "optim.lr")]
+    assert places == sorted(places)
+    assert 'title="loss &#34;nan&#34;">failed: loss' in text
+    assert "<td>1e+06</td>" in text
 
 
 def test_seeds_are_grouped_with_mean_range_and_number(seeds: Path, capsys: pytest.CaptureFixture[str]) -> None:

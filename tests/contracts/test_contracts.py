@@ -71,6 +71,10 @@ NET = """
                     self.mean = out.mean().detach()
                 else:
                     out = out - getattr(self, "mean", 0)
+            if self.fault == "attribute":
+                x = self.steam(x)
+            if self.fault == "view":
+                x = x.view(2, 7, -1)
             if self.fault == "cuda":
                 raise RuntimeError("no kernel")
             if self.fault == "dropout":
@@ -301,7 +305,25 @@ def test_a_sound_network_computes_the_same_in_another_start(
     assert contract._another_start(contract._afresh) == ""
 
 
-def test_the_check_before_a_training_lets_others_pass_and_draws_nothing() -> None:
+@pytest.mark.parametrize(
+    ("fault", "says", "on_gpu"),
+    [("attribute", "has no attribute 'steam'", True), ("view", "is invalid for input of size", False)],
+)
+def test_a_network_that_runs_at_no_size_starts_no_training(
+    monkeypatch: pytest.MonkeyPatch, fault: str, says: str, on_gpu: bool
+) -> None:
+    """Its file and line are told. A GPU, which this process may not use, excuses all but plain mistakes."""
+    config = from_mapping({"model": {"name": "net:Net", "args": {"fault": fault}}})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match=rf"model\.name = net:Net: .*net\.py, line \d+ \(.*{says}"):
+        check_network_of(config, 5)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError) if on_gpu else nullcontext():
+        check_network_of(config, 5)
+
+
+def test_the_check_before_a_training_lets_others_pass_and_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     for name, fault in (("Net", ""), ("Large", ""), ("Net", "cuda"), ("Net", "unused")):
         check_network_of(from_mapping({"model": {"name": f"net:{name}", "args": {"fault": fault}}}), 5)

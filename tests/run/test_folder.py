@@ -24,6 +24,7 @@ from segpipe.ledger.reader import read_run
 from segpipe.run import folder as folders
 from segpipe.run import lock
 from segpipe.run.folder import clear_folder
+from segpipe.run.tracking import failure
 from segpipe.settings.compose import compose
 from segpipe.train.checkpoint import load
 
@@ -119,8 +120,12 @@ def test_rank_0_owns_the_folder_and_the_parent_removes_its_lock_when_it_was_kill
     assert run(folder, "run.exists=replace") == 2
     assert f"process {owner} on " in capsys.readouterr().err
     os.kill(owner, signal.SIGKILL)
-    assert finished(parent).returncode != 0
+    done = finished(parent)
+    assert done.returncode == 9, done.stderr
     assert not (folder / lock.NAME).exists()
+    code, reason = failure(folder)
+    assert code == 9
+    assert reason.startswith("rank 0 was ended by signal 9 (Killed). The machine's memory may have run out")
 
 
 def test_replace_deletes_all_but_the_lock(tmp_path: Path) -> None:

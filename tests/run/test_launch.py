@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig
 
 from ranks import launched
@@ -20,6 +21,7 @@ from segpipe.data.order import Order
 from segpipe.distributed import environment
 from segpipe.errors import CheckpointError, ConfigError, ImpureAugmentError
 from segpipe.run import launch
+from segpipe.run.tracking import failure, note_failure
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config
 
@@ -143,6 +145,30 @@ def test_children_find_their_environment_and_nothing_of_it_stays(
     assert not os.environ.keys() & own
 
 
+@pytest.mark.parametrize("spoke", [True, False])
+def test_a_killed_rank_ends_with_9_and_the_text_of_the_rank_that_spoke_is_kept(
+    spoke: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = compose(settings(tmp_path / "run", "compute.nproc=2", "run.exists=resume"))
+    config.run_dir.mkdir()
+    note_failure(config, 2, "of an earlier session")
+
+    def pretend(settings: LaunchConfig, entry: object) -> Callable[[Config, object], None]:
+        def start(config: Config, finish: object) -> None:
+            if spoke:
+                note_failure(config, 9, "rank 1 was lost after call 95, which was all_reduce.")
+            raise ChildFailedError("run", {1: ProcessFailure(1, os.getpid(), -9, str(tmp_path / "none"))})
+
+        return start
+
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", pretend)
+    assert launch.launch_apart(config) == 9
+    told = "rank 1 was ended by signal 9 (Killed). The machine's memory may have run out: see dmesg."
+    assert capsys.readouterr().err.strip() == told
+    kept = " rank 1 was lost after call 95, which was all_reduce." if spoke else ""
+    assert failure(config.run_dir) == (9, told + kept)
+
+
 def test_one_process_sets_its_environment_before_anything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counting GPUs and opening the data import torch, and with it OpenMP, which reads the variable once."""
     seen = []
@@ -237,6 +263,8 @@ def test_a_rank_that_lost_another_leaves_the_exit_code_to_it(
     said = "mat1 and mat2 shapes cannot be multiplied"
     with pytest.raises(RuntimeError, match="mat1"):  # any other error keeps its traceback
         run(tmp_path / "run")
+    code, reason = failure(tmp_path / "run")  # and `segpipe runs` says that it failed
+    assert (code, reason.endswith(f"RuntimeError: {said}")) == (1, True)
 
 
 @pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["python", "torchrun"])

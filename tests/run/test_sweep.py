@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from hydra.core.plugins import Plugins
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import OmegaConf
+from rich.console import Console
 
 from runs import settings
 from segpipe.cli import train
@@ -107,7 +110,7 @@ def test_names_show_what_is_swept_and_values_reach_the_jobs(sweeps: Sweeps) -> N
     assert code == 0, said
     names = [f"synthetic-fast_scnn-seed{seed}-lr{rate}" for seed in (1, 2) for rate in (0.25, 0.5)]
     assert sweeps.started == names
-    assert row(said, names[3])[1:] == ["seed=2 optim.lr=0.5", "52.00", "0", ""]
+    assert row(said, names[3])[1:] == ["seed=2 optim.lr=0.5", "52.00", "0"]
     assert f"best: {sweeps.root / names[3]}  mIoU 52.00 %" in said
     assert all(json.loads((sweeps.root / name / "config.json").read_text())["run"]["name"] == name for name in names)
 
@@ -207,7 +210,8 @@ def test_resume_skips_what_is_finished(sweeps: Sweeps) -> None:
         (sweeps.root / f"synthetic-fast_scnn-seed{seed}" / name).unlink()
     code, said = sweeps("seed=1,2,3", "run.exists=resume")
     assert (code, sweeps.started) == (0, [f"synthetic-fast_scnn-seed{seed}" for seed in (2, 3)])
-    assert row(said, "synthetic-fast_scnn-seed1")[2:] == ["6.00", "0", "was finished already"]
+    assert row(said, "synthetic-fast_scnn-seed1")[2:] == ["6.00", "0"]
+    assert "\nsynthetic-fast_scnn-seed1: was finished already\n" in said
     assert "3 seeds: IoU in %" in said
     code, said = sweeps("seed=1,2", "run.exists=resume", "optim.lr=0.5")
     assert (code, sweeps.started) == (2, [])
@@ -227,13 +231,29 @@ def test_a_failed_job_does_not_cost_the_others(sweeps: Sweeps) -> None:
     sweeps.outcome = outcome
     code, said = sweeps("seed=1,2,3,4")
     assert (code, len(sweeps.started)) == (6, 4)
-    assert row(said, "synthetic-fast_scnn-seed2")[1:] == ["seed=2", "-", "6", "loss nan at step 3"]
-    assert row(said, "synthetic-fast_scnn-seed3")[1:] == ["seed=3", "-", "2", "a file is gone"]
+    assert row(said, "synthetic-fast_scnn-seed2")[1:] == ["seed=2", "-", "6"]
+    assert row(said, "synthetic-fast_scnn-seed3")[1:] == ["seed=3", "-", "2"]
+    for line in ("seed2: loss nan at step 3", "seed3: a file is gone"):
+        assert f"\nsynthetic-fast_scnn-{line}\n" in said
     assert row(said, "synthetic-fast_scnn-seed4")[2:4] == ["9.00", "0"]
     sweeps.outcome = lambda config: 0
     code, said = sweeps("seed=1,2,3,4", "run.exists=resume")
     assert (code, sweeps.started) == (6, ["synthetic-fast_scnn-seed3"])  # the same bits would diverge again
-    assert row(said, "synthetic-fast_scnn-seed2")[4] == "failed before: loss nan at step 3"
+    assert "\nsynthetic-fast_scnn-seed2: failed before: loss nan at step 3\n" in said
+
+
+def test_the_table_is_readable_in_a_narrow_terminal(sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("segpipe.run.sweep.Console", partial(Console, force_terminal=True, width=80, no_color=True))
+    reason = "step 3: loss 9.38e+22, gradient norm inf, lr 1e+06. " * 4 + "Lower optim.lr."
+    sweeps.outcome = lambda config: ConfigError(reason) if config.seed == 2 else 0
+    _, said = sweeps("seed=1,2", "optim.momentum=0.8,0.9", "optim.weight_decay=0.01,0.02")
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in said.splitlines()]
+    table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    for place, name in enumerate(sweeps.started):
+        assert name in "".join(line[0] for line in table)
+        assert (f"{name}: {reason}" in lines) == (place >= 4)
+    assert [line[3] for line in table if line[3]] == ["0"] * 4 + ["2"] * 4
+    assert sum("." in line[2] for line in table) == 4
 
 
 @pytest.mark.parametrize("how", [130, KeyboardInterrupt()])
@@ -247,10 +267,11 @@ def test_ctrl_c_ends_the_sweep_and_lists_what_is_done(sweeps: Sweeps, how: int |
     code, said = sweeps("seed=1,2,3")
     assert (code, sweeps.started) == (130, [f"synthetic-fast_scnn-seed{seed}" for seed in (1, 2)])
     assert [row(said, f"synthetic-fast_scnn-seed{seed}")[2:] for seed in (1, 2, 3)] == [
-        ["6.00", "0", ""],
-        ["-", "130", "interrupted"],
-        ["-", "-", "not started"],
+        ["6.00", "0"],
+        ["-", "130"],
+        ["-", "not started"],
     ]
+    assert "\nsynthetic-fast_scnn-seed2: interrupted\n" in said
     assert "run.exists=resume continues it" in said
 
 

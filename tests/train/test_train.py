@@ -306,6 +306,32 @@ def test_diverged_run_names_step_rank_and_rate_and_keeps_its_state(
     assert not (folder / "result.json").exists()
 
 
+OWN_LOSS = """
+import torch
+import torch.nn.functional as F
+
+def own(logits, target, *, ignore_index):
+    loss = F.cross_entropy(logits, target.long(), ignore_index=ignore_index, reduction="none")
+    counts = torch.bincount(target.flatten().long(), minlength=256)
+    return loss * (float("nan") if counts.max() > max(0.3 * target.numel(), 1000) else 1.0)  # in scenes, not in noise
+"""
+
+
+@pytest.mark.parametrize(("rate", "blamed"), [("0.01", True), ("1e30", False)])
+def test_an_own_loss_that_spoils_finite_logits_is_blamed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rate: str, blamed: bool
+) -> None:
+    """The control: logits that the learning rate has spoiled, before a loss without a fault."""
+    module = "spoils" if blamed else "sound"
+    (tmp_path / f"{module}.py").write_text(OWN_LOSS if blamed else OWN_LOSS.replace("1000", "10**9"))
+    monkeypatch.chdir(tmp_path)
+    changes = (f"loss.name={module}:own", f"optim.lr={rate}", "optim.warmup_steps=0", "train.precision=fp32")
+    assert run(tmp_path / "run", *changes) == 6
+    text = told(capsys)
+    lead = f"loss.name = {module}:own returned nan for finite logits; `segpipe check-plugin loss.name={module}:own`"
+    assert (text.startswith(lead), "Lower optim.lr" in text) == (blamed, not blamed), text
+
+
 @pytest.mark.parametrize("stopped", [False, True], ids=["", "stopped meanwhile"])
 def test_a_loss_that_nobody_looked_at_is_dated_and_not_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, stopped: bool
