@@ -28,6 +28,7 @@ class Origin:
     git: dict[str, Any] | None = None  # commit, dirty, known_at: train or export
     checkpoint: dict[str, str] | None = None  # file, sha256
     metrics: dict[str, Any] | None = None  # of the run's last validation, in fp32
+    warnings: tuple[str, ...] = ()  # sentences that a reader of the scores must know
 
 
 def origin_of(run: Path, which: str, trained: TrainedNetwork) -> Origin:
