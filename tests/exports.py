@@ -98,6 +98,7 @@ def scenes(size: tuple[int, int] = SIZE) -> Config:
     """The configuration of a run on synthetic scenes."""
     config = Config()
     config.data.size, config.data.num_val, config.data.num_train = list(size), SCENES, 4
+    config.train.steps = 7
     return config
 
 

@@ -519,6 +519,24 @@ def test_origin_of_a_run(tmp_path: Path) -> None:
         origin_of(tmp_path, "last", network)
 
 
+@pytest.mark.parametrize(
+    ("result", "told"),
+    [
+        ({}, True),
+        ({"steps": 60}, True),  # of a session before the run was made longer
+        ({"steps": 120}, False),  # the best checkpoint of a run that is done
+        ({"steps": 60, "stopped_early": True}, False),
+    ],
+)
+def test_an_interrupted_run_is_told(result: dict[str, Any], told: bool, tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    network = dataclasses.replace(tiny_network(), step=32)
+    network.config.train.steps = 120
+    wanted = ("trained for 32 of 120 steps: the run was interrupted, or goes on",) if told else ()
+    assert origin_of(tmp_path, "last", network).warnings == wanted
+    assert origin_of(tmp_path, "last", dataclasses.replace(network, step=120)).warnings == ()
+
+
 def test_origin_of_a_real_run(tmp_path: Path) -> None:
     assert runs.run(tmp_path / "run", "train.steps=1") == 0
     found = origin_of(tmp_path / "run", "last", load_network(tmp_path / "run", "last"))

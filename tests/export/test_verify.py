@@ -192,11 +192,14 @@ def test_images_that_changed_since_the_run_are_named_and_not_the_folder(
     config, folder = scenes(), tmp_path / "run" / "export"
     config.data.name, config.data.root = "camvid", str(write_camvid(tmp_path / "data", num_val=4))
     config.run.root, config.run.name = str(tmp_path), "run"
+    config.train.steps = 12
     run = write_run(tmp_path / "run", tiny_network, config)
     inputs.record(config, ("train", "val"))
     assert export(run, folder, "export.formats=[onnx]") == 0
-    assert "warning" not in capsys.readouterr().err
-    assert "warnings" not in json.loads((folder / "manifest.json").read_text())
+    unfinished = "trained for 7 of 12 steps: the run was interrupted, or goes on"
+    assert capsys.readouterr().err == f"warning: {unfinished}.\n"
+    assert json.loads((folder / "manifest.json").read_text())["warnings"] == [unfinished]
+    assert f"Warning: {unfinished}.\n" in (folder / "model_card.md").read_text()
     image = tmp_path / "data" / "val" / "frame00.png"
     Image.fromarray(255 - np.asarray(Image.open(image))).save(image)
     told = "the labelled images changed since the run: val/frame00.png was altered"
