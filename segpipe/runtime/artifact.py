@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 FORMAT = "segpipe-export/2"
-PROFILE = "robot"
+PROFILE, VERIFIED = "robot", "verified"
 SUMS = "SHA256SUMS"
 MANIFEST = "manifest.json"
 MANIFEST_KEY = "segpipe"  # key in an ONNX file's metadata_props that holds a copy of the manifest
@@ -116,6 +116,21 @@ class Artifact:
     weights_digest: str
     requires: dict[str, str]  # the oldest version of an engine
     num_files: int
+
+    @property
+    def status(self) -> str:
+        """`status` of the manifest; verified if every gate passed on enough real images."""
+        return str(self.manifest.get("status", "unknown"))
+
+    @property
+    def caveat(self) -> str:
+        """A sentence for a folder that is not verified; empty otherwise."""
+        if self.status == VERIFIED:
+            return ""
+        return (
+            f"{self.folder} has the status {self.status}, but {VERIFIED} was needed to trust its answers. model_card.md "
+            "says what is missing; run segpipe verify or segpipe export with the data set."
+        )
 
     @property
     def palette(self) -> NDArray[np.uint8]:

@@ -6,6 +6,7 @@ import math
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -68,7 +69,8 @@ class Segmenter:
         difference of a stamp and `clock()`. frozen_after: repetitions of a frame that make it FROZEN; 0 for never.
         engine: onnxruntime, or openvino where it is installed. providers: onnxruntime's, or one device of OpenVINO;
         None for the CPU. Raises ArtifactError (altered or unknown files), SelfTestError (other answers on this
-        machine), EngineError (engine, version or provider that is not here), ValueError.
+        machine), EngineError (engine, version or provider that is not here), ValueError. Warns (UserWarning) when the
+        export was not verified.
         """
         for name, value, fits in (
             ("deadline_ms", deadline_ms, deadline_ms is None or 0 < deadline_ms < math.inf),
@@ -79,6 +81,8 @@ class Segmenter:
             if not fits:
                 raise ValueError(f"{name} = {value}, but a number above 0 was needed (0 for frozen_after: never).")
         artifact = read_artifact(folder, precision=precision)
+        if artifact.status.startswith("UNVERIFIED"):
+            warnings.warn(artifact.caveat, stacklevel=2)
         session = Session(artifact, threads=threads, providers=providers, engine=engine)
         session.self_test()
         for _ in range(_WARMUP):

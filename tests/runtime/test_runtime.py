@@ -805,6 +805,23 @@ def test_selftest(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "altered or truncated" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("status", "warned"), [("verified", 0), ("VERIFIED_FEW_IMAGES", 1), ("UNVERIFIED_REAL_DATA", 2)]
+)
+def test_an_export_that_is_not_verified_says_so(
+    status: str, warned: int, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change_manifest(folder, status=status)
+    write_sums(folder)
+    assert main(["selftest", str(folder)]) == 0
+    out, err = capsys.readouterr()
+    assert f"as exported, status {status}\n" in out
+    assert err.startswith(f"warning: {folder} has the status {status}, but verified") == bool(warned)
+    assert err.count("\n") == bool(warned)
+    with pytest.warns(UserWarning, match=status) if warned > 1 else contextlib.nullcontext():
+        Segmenter.load(folder)
+
+
 def test_run(shared_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save(tmp_path / "good.npy", frame(3))
     np.save(tmp_path / "black.npy", np.zeros((*SIZE, 3), np.uint8))
