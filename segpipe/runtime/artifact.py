@@ -33,6 +33,12 @@ class ArtifactError(Exception):
     exit_code = 7
 
 
+class UnusableError(ArtifactError):
+    """The wrong folder or precision was asked for; nothing is altered."""
+
+    exit_code = 2
+
+
 class SelfTestError(ArtifactError):
     """The files are intact, but this machine computes other answers than the one that exported them."""
 
@@ -128,8 +134,8 @@ class Artifact:
         if self.status == VERIFIED:
             return ""
         return (
-            f"{self.folder} has the status {self.status}, but {VERIFIED} was needed to trust its answers. model_card.md "
-            "says what is missing; run segpipe verify or segpipe export with the data set."
+            f"{self.folder} has the status {self.status}, but {VERIFIED} was needed to trust its answers. "
+            "model_card.md says what is missing; run segpipe verify or segpipe export with the data set."
         )
 
     @property
@@ -163,10 +169,16 @@ def _artifact(folder: Path, precision: str, sums: Mapping[str, str]) -> Artifact
     manifest = _parse(folder, _read(folder, MANIFEST, sums))
     profile = manifest.get("profile", PROFILE)
     if profile != PROFILE:
-        raise ArtifactError(
+        raise UnusableError(
             f"{folder} has profile {profile}, but the runtime needs {PROFILE}: uint8 frames in, mask and confidence "
             f"out. Export with export.profile={PROFILE}."
         )
+    for name, entry in manifest["files"].items():
+        if name in sums and entry.get("sha256", sums[name]) != sums[name]:
+            raise ArtifactError(
+                f"{folder / name} is the file of {SUMS}, but {MANIFEST} describes one with sha256 "
+                f"{entry['sha256'][:12]}...: both were changed after the export. {EXPORT_AGAIN}"
+            )
     name, shapes = _model_file(folder, manifest, precision), Shapes(manifest["io"])
     return Artifact(
         folder=folder,
@@ -195,7 +207,8 @@ def read_sums(folder: Path) -> dict[str, str]:
         fix = (
             f"Give {inside.parent}." if inside else "Give the folder that segpipe export wrote, or a copy of all of it."
         )
-        raise ArtifactError(f"{folder} is no exported folder: it has no {SUMS}. {fix}") from None
+        kind = ArtifactError if (folder / MANIFEST).exists() else UnusableError  # with a manifest, it was one
+        raise kind(f"{folder} is no exported folder: it has no {SUMS}. {fix}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ArtifactError(f"{path} cannot be read ({error}). {EXPORT_AGAIN}") from None
     sums = {}
@@ -250,7 +263,7 @@ def _model_file(folder: Path, manifest: Mapping[str, Any], precision: str) -> st
         if entry["precision"] == precision:
             return str(name)
     available = ", ".join(f"{name} ({entry['precision']})" for name, entry in files.items()) or "none"
-    raise ArtifactError(
+    raise UnusableError(
         f"{folder} has no ONNX file of precision {precision}, only: {available}. Choose one of these, or export with "
         "export.formats=[onnx]."
     )

@@ -27,11 +27,13 @@ from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
+import onnx
 import onnxruntime
 import PIL.Image
 import pytest
 from artifacts import SIZE, answer, frame, toy_manifest, write_artifact, write_sums
 
+from segpipe.files import sha256
 from segpipe.runtime import ArtifactError, EngineError, Segmenter, SelfTestError, Status, make_session, read_artifact
 from segpipe.runtime.__main__ import main
 from segpipe.runtime.bench import _timed, bench, fixed_work, resident_mib, spread, steadiness
@@ -587,8 +589,36 @@ def test_checksums_that_say_nothing(sums: str | None, message: str, folder: Path
 def test_the_folder_of_a_run_is_answered_with_that_of_its_export(
     shared_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["selftest", str(shared_folder.parent)]) == 7
+    assert main(["selftest", str(shared_folder.parent)]) == 2
     assert f"Give {shared_folder}." in capsys.readouterr().err
+
+
+def test_usage_is_no_altered_file(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["selftest", str(folder), "--precision", "int8"]) == 2
+    assert "no ONNX file of precision int8" in capsys.readouterr().err
+    assert main(["run", str(tmp_path / "nothing"), "image.npy", "--out", str(tmp_path / "out")]) == 2
+    change_manifest(folder, profile="isaac")
+    write_sums(folder)
+    assert main(["selftest", str(folder)]) == 2
+    assert "has profile isaac" in capsys.readouterr().err
+    (folder / "SHA256SUMS").unlink()
+    assert main(["selftest", str(folder)]) == 7, "the control: an export that lost a file"
+
+
+def test_a_file_with_new_checksums_is_not_the_one_of_the_manifest(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / "model.onnx"
+    change_manifest(folder, files={"model.onnx": {**toy_manifest()["files"]["model.onnx"], "sha256": sha256(path)}})
+    write_sums(folder)
+    assert main(["selftest", str(folder)]) == 0, "the control"
+    model = onnx.load(path)
+    model.doc_string = "edited"
+    onnx.save(model, path)
+    write_sums(folder)
+    capsys.readouterr()
+    assert main(["selftest", str(folder)]) == 7
+    assert f"{path} is the file of SHA256SUMS, but manifest.json describes one with" in capsys.readouterr().err
 
 
 def test_an_interrupted_command_ends_in_a_line(
