@@ -158,9 +158,8 @@ def _answer(segmenter: Segmenter, frame: Frame) -> Result:
     print(f"{frame.name} {result.status} {result.latency_ms:.1f} ms")
     if frame.problem:
         print(frame.problem, file=sys.stderr)
-    if frame.image is not None and result.status is Status.BAD_SHAPE:
-        size, needed = "x".join(map(str, frame.image.shape[:2])), segmenter.artifact.shapes.describe()
-        print(f"{frame.name}: {size}, but {needed} was needed (height x width)", file=sys.stderr)
+    if frame.image is not None and result.status is not Status.OK:
+        print(f"{frame.name}: {segmenter.last_error}", file=sys.stderr)
     return result
 
 

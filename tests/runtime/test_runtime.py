@@ -172,7 +172,27 @@ def test_every_frame_gets_its_answer_or_a_reason_and_the_next_one_works(name: st
         else:
             assert refuses(result, shot.status)
     assert answers(segmenter, 2)
-    assert bool(segmenter.last_error) == (shot.status is Status.ERROR)
+    assert bool(segmenter.last_error) == (shot.status is not Status.OK)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("larger", "64x48, but 32x48 was needed (height x width)"),
+        ("gray", "an array of shape (32, 48), but (height, width, 3) was needed, 32x48 (height x width)"),
+        ("float", "float64, but uint8 was needed: 0 to 255"),
+        ("list", "list, but a numpy array of uint8 was needed"),
+        ("stale", "stamp = 999.0 and the clock says 1000.0, but at most 0.5 s between them"),
+        ("black", "Levels(mean=0.0"),
+        ("frozen", "the same frame 6 times in a row"),
+    ],
+)
+def test_a_refused_frame_is_explained(name: str, told: str, segmenter: Segmenter) -> None:
+    shot = SHOTS[name]
+    for _ in range(shot.times):
+        result = segmenter.infer(shot.make(), shot.stamp)
+    assert result.status is shot.status
+    assert segmenter.last_error.startswith(told)
 
 
 def test_a_frame_that_cannot_be_read_is_refused(segmenter: Segmenter) -> None:
