@@ -161,12 +161,9 @@ class Segmenter:
         if image.dtype != np.uint8:
             return self._refused(Status.BAD_DTYPE, f"{image.dtype}, but uint8 was needed: 0 to 255")
         repeated = self._repeats.count(image) if self.frozen_after else 0
-        now = self.clock()
-        if stamp is not None and not self._stamps.is_fresh(stamp, now, self.max_age_s):
-            text = (
-                f"stamp = {stamp} and the clock says {now}, but at most {self.max_age_s} s between them, and no stamp"
-            )
-            return self._refused(Status.STALE, f"{text} before that of an earlier frame, were needed")
+        if stamp is not None and not self._stamps.is_fresh(stamp, now := self.clock(), self.max_age_s):
+            text = f"stamp = {stamp} and the clock says {now}, but it must be within {self.max_age_s} s of the clock"
+            return self._refused(Status.STALE, f"{text} and not before that of an earlier frame")
         found = levels(image)
         status = self._limits.status(found)
         if status is not Status.OK:

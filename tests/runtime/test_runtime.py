@@ -182,7 +182,7 @@ def test_every_frame_gets_its_answer_or_a_reason_and_the_next_one_works(name: st
         ("gray", "an array of shape (32, 48), but (height, width, 3) was needed, 32x48 (height x width)"),
         ("float", "float64, but uint8 was needed: 0 to 255"),
         ("list", "list, but a numpy array of uint8 was needed"),
-        ("stale", "stamp = 999.0 and the clock says 1000.0, but at most 0.5 s between them"),
+        ("stale", "stamp = 999.0 and the clock says 1000.0, but it must be within 0.5 s of the clock"),
         ("black", "Levels(mean=0.0"),
         ("frozen", "the same frame 6 times in a row"),
     ],
