@@ -109,4 +109,5 @@ def summary(done: Predictions, outputs: Outputs) -> dict[str, Any]:
         "images_per_second": round(done.answered / done.seconds, 2) if done.seconds else 0.0,
         "share": {name: round(share, 4) for name, share in outputs.shares(done.pixels).items()},
         **outputs.predictor.model,
+        "ema_digest": outputs.predictor.model["weights_digest"],  # by the name that it has in result.json
     }

@@ -388,6 +388,7 @@ def test_triton_gets_names_types_and_shapes(exported: Path, manifest: dict[str, 
 
 def test_the_card_tells_quality_source_and_limits(exported: Path) -> None:
     card = (exported / "model_card.md").read_text()
+    assert "; weights 4567 (averaged: `ema_digest` of result.json)." in card
     for text in (
         "mIoU 25.00 % on the split val",
         "0123456789abcdef",

@@ -104,6 +104,7 @@ def test_every_image_of_a_folder_gets_a_mask_and_an_overlay(
     assert start(out, f"run={run}", f"source={folder}") == 0
     line = json.loads(capsys.readouterr().out)
     assert (line["predicted"], line["kept"], line["images"], line["problems"]) == (5, 0, 5, 0)
+    assert line["ema_digest"] == line["weights_digest"] == load_network(run).weights_digest
     first = written(out)
     assert {name for name in first if name.startswith("masks/")} == {
         "masks/one.png", "masks/small.png", "masks/grey.png",
