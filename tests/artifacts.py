@@ -29,6 +29,7 @@ def toy_manifest() -> dict[str, Any]:
             "inputs": [{"name": "image", "dtype": "uint8", "shape": [1, height, width, 3]}],
             "outputs": [{"name": name, "dtype": "uint8", "shape": shape} for name, shape in outputs.items()],
         },
+        "status": "verified",
         "files": {"model.onnx": {"format": "onnx", "precision": "fp32"}},
         "golden": {"image_agreement": 0.999, "confidence_levels": 1},
         "frame_limits": {"min_mean": 10, "max_mean": 245, "max_dark_share": 0.5, "max_bright_share": 0.5},

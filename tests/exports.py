@@ -98,12 +98,14 @@ def scenes(size: tuple[int, int] = SIZE) -> Config:
     """The configuration of a run on synthetic scenes."""
     config = Config()
     config.data.size, config.data.num_val, config.data.num_train = list(size), SCENES, 4
+    config.train.steps = 7
     return config
 
 
-def write_run(folder: Path, make: Callable[[ClassTable], TrainedNetwork]) -> Path:
-    """The folder of a run on synthetic scenes, with last.pt of the network that `make` gives for their classes."""
-    config = scenes()
+def write_run(folder: Path, make: Callable[[ClassTable], TrainedNetwork], config: Config | None = None) -> Path:
+    """The folder of a run on synthetic scenes, or as `config` says, with last.pt of the network that `make` gives for
+    their classes."""
+    config = config or scenes()
     trained = make(open_samples(config.data, "val", 0).classes)
     weights = trained.model.state_dict()
     folder.mkdir(parents=True)

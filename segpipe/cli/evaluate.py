@@ -19,6 +19,7 @@ from segpipe.determinism import flags
 from segpipe.distributed.group import Group, choose_device
 from segpipe.errors import ConfigError, DataError
 from segpipe.files import plain
+from segpipe.ledger.inputs import changed_since
 from segpipe.losses.total import backend
 from segpipe.predict.inference import Inference, inference, segment
 from segpipe.run.console import iou_table, sequence_table
@@ -99,7 +100,9 @@ def evaluate(given: dict[str, Any]) -> Evaluation:
     figures["boundary_iou"] = dict(zip(names, boundary_iou(boundaries), strict=True))
     figures["mean"]["boundary_iou"] = mean(figures["boundary_iou"].values())
     figures |= how.described
-    figures["note"] = flattering(figures["sequences"])
+    changed = changed_since(Path(given["run"]), trained.config.data, config.data)
+    notes = [f"T{changed[1:]}: this is not the score of that day." if changed else "", flattering(figures["sequences"])]
+    figures["note"] = " ".join(filter(None, notes))
     return Evaluation(config, trained, samples, found, how, figures)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,5 +26,7 @@ def main(given: dict[str, Any]) -> int:
     validation, training = validation_samples(config, trained.classes), training_images(config)
     report = export_checkpoint(run, given["which"], trained, config, validation=validation, training=training)
     Console(emoji=False).print(table(report))
+    for warning in report.manifest.get("warnings", []):
+        print(f"warning: {warning}.", file=sys.stderr)
     print(report.line("EXPORT"))
     return 0

@@ -43,7 +43,8 @@ def main(given: dict[str, Any]) -> int:
     out = Path(given["out"])
     if out.is_file():
         raise ConfigError(f"out = {out} is a file, but a folder was needed. Choose another out=.")
-    sources = find(given["source"], out)
+    left_out: list[str] = []
+    sources = find(given["source"], out, say=left_out.append)
     check(given, has_video=any(source.is_video for source in sources))
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -56,7 +57,7 @@ def main(given: dict[str, Any]) -> int:
     with progress("predict", console=Console(stderr=True)) as show:
         job = PredictJob(sources, outputs, batch=given["batch"], replace=given["exists"] == "replace", progress=show)
         done = job.run()
-    for line in [*done.problems, *filter(None, [predictor.note()])]:
+    for line in [*done.problems, *filter(None, [predictor.note()]), *left_out]:
         print(line, file=sys.stderr)
     print(json.dumps(summary(done, outputs)))
     return 2 if done.problems else 0
@@ -109,4 +110,5 @@ def summary(done: Predictions, outputs: Outputs) -> dict[str, Any]:
         "images_per_second": round(done.answered / done.seconds, 2) if done.seconds else 0.0,
         "share": {name: round(share, 4) for name, share in outputs.shares(done.pixels).items()},
         **outputs.predictor.model,
+        "ema_digest": outputs.predictor.model["weights_digest"],  # by the name that it has in result.json
     }

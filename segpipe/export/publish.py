@@ -29,6 +29,7 @@ from segpipe.export.graph.formats import FORMATS
 from segpipe.export.graph.network import DeployModel, deploy_model, one_thread
 from segpipe.export.graph.profiles import CONFIDENCE, PROFILES, Image, Manifest, Size, free_lengths, manifest_text
 from segpipe.export.produce import produce
+from segpipe.ledger.inputs import changed_since
 from segpipe.runtime.artifact import MANIFEST
 from segpipe.settings.check import export_problems
 from segpipe.settings.groups import ExportConfig
@@ -55,7 +56,11 @@ def export_checkpoint(
     validation: the split to check on, or None with `export.allow_unverified`. training: images of the training split,
     for frame limits and int8. Raises what `export_run` and `gather` raise.
     """
-    export, found = config.export, gather(validation, config)
+    export, found, origin = config.export, gather(validation, config), origin_of(run, which, trained)
+    changed = changed_since(run, trained.config.data, config.data) if validation is not None else ""
+    if changed:
+        text = f"{changed}; the gates and the temperature are on the changed images"
+        origin = replace(origin, warnings=(*origin.warnings, text))
     return export_run(
         trained,
         found.images,
@@ -63,7 +68,7 @@ def export_checkpoint(
         export.formats,
         {},
         names=found.names,
-        origin=origin_of(run, which, trained),
+        origin=origin,
         train_images=training,
         labelled=found.labelled,
         settings=export,

@@ -21,7 +21,7 @@ from segpipe.data.mix import DataPart, all_parts
 from segpipe.data.pairs import pairing, scan
 from segpipe.data.readers import threaded
 from segpipe.data.samples import open_plugin
-from segpipe.errors import DataError
+from segpipe.errors import DataError, listed
 from segpipe.files import sha256, write_atomically
 from segpipe.ledger.results import changes, read_inputs
 from segpipe.ledger.rows import FOLDER, INPUTS
@@ -101,11 +101,47 @@ def data_sizes(data: DataConfig, splits: Iterable[str]) -> Sizes:
 
 def resized(recorded: Mapping[str, Any], data: DataConfig, splits: Iterable[str]) -> list[str]:
     """What changed in names and sizes since they were recorded; empty for inputs.json of an older segpipe."""
-    if not (before := recorded.get("sizes")):
-        return []
-    now = data_sizes(data, splits)
+    before = recorded.get("sizes")
+    return _resized(before, data_sizes(data, splits)) if before else []
+
+
+def _resized(before: Sizes, now: Sizes) -> list[str]:
     unknown = {name for name in before.keys() & now.keys() if None in (before[name], now[name])}
     return changes(before, {name: before[name] if name in unknown else size for name, size in now.items()})
+
+
+def changed_since(run: Path, trained: DataConfig, data: DataConfig) -> str:
+    """Which files of `data.split` changed since the run recorded them: sizes, and contents with `data.hash`; or "".
+
+    run: its folder or a checkpoint in it, trained with the settings `trained`. Of a split or a data set that the run
+    did not read, only the files that it has recorded all the same are compared.
+    """
+    path = (run if run.is_dir() else run.parent) / INPUTS
+    recorded = read_inputs(path)["data"] if path.is_file() else {"files": {}}
+    hashes, sizes = recorded["files"], recorded.get("sizes") or {}
+    if not (names := hashes.keys() | sizes.keys()):
+        return ""
+    splits = {"train", data.split} if data.hold_out else {data.split}
+    now = data_sizes(data, splits)
+    known = names & now.keys()
+    if data.split in ("train", trained.split) and data.name == trained.name and (known or data.root == trained.root):
+        known = now.keys() | _missing(names - now.keys(), data, {"train", trained.split} - splits)
+    changed = _resized(_only(sizes, known), _only(now, known)) if sizes else []
+    if not changed and data.hash and hashes:
+        changed = changes(_only(hashes, known), _only(data_hashes(data, splits), known))
+    return f"the labelled images changed since the run: {listed(changed, 3)}" if changed else ""
+
+
+def _missing(names: set[str], data: DataConfig, others: set[str]) -> set[str]:
+    """Those of the names that no file of the `others`, the run's other splits, has; none if these are not here."""
+    try:
+        return names - _inputs(data, others).keys()
+    except DataError:
+        return set()
+
+
+def _only(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: values[name] for name in values if name in names}
 
 
 def _size(source: Path | Read) -> int | None:

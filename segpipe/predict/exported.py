@@ -13,7 +13,7 @@ from segpipe.errors import ConfigError, ExportMismatch, IntegrityError
 from segpipe.files import sha256
 from segpipe.predict.outputs import Pixels, Predictor
 from segpipe.predict.tiles import Size, Tiling
-from segpipe.runtime.artifact import MANIFEST, Artifact, ArtifactError, SelfTestError, read_artifact
+from segpipe.runtime.artifact import MANIFEST, Artifact, ArtifactError, SelfTestError, UnusableError, read_artifact
 from segpipe.runtime.engines import EngineError
 from segpipe.runtime.session import Session
 
@@ -106,7 +106,7 @@ def load_exported(
         artifact = read_artifact(folder, precision=precision)
         session = Session(artifact, threads=threads, providers=(provider,))
         session.self_test()
-    except EngineError as error:  # such as an onnxruntime that is too old for the file
+    except (EngineError, UnusableError) as error:  # such as an onnxruntime that is too old for the file
         raise ConfigError(str(error)) from error
     except SelfTestError as error:
         raise ExportMismatch(str(error)) from error

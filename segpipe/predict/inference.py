@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -167,17 +168,26 @@ def _scaled(size: Size, scale: float) -> Size:
 def of_network(trained: TrainedNetwork, device: torch.device, how: Inference, *, raw: bool = False) -> Predictor:
     """The averaged network of a run; with `raw`, masks hold the ids of the data set's masks."""
     model, preprocess = trained.model.to(device), trained.preprocess.to(device)
+    most, warned = trained.config.data.max_pixels, False
 
     def answer(images: Sequence[Pixels]) -> list[Pixels]:
+        nonlocal warned
+        height, width, _ = images[0].shape
+        if height * width > most and how.tile is None and not warned:
+            warned = True
+            print(
+                f"warning: an image of {height}x{width} has more pixels than data.max_pixels = {most}. As a whole it "
+                f"takes minutes and gigabytes: cut such images with tile=, for example tile=1024x1024.",
+                file=sys.stderr,
+            )
         try:
             ids = segment(model, preprocess, torch.from_numpy(np.stack(images)).to(device), how)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            size = "x".join(map(str, images[0].shape[:2]))
             raise OutOfMemory(
-                f"{len(images)} images of {size} do not fit into the memory of {device}. Set a smaller batch=, or cut "
-                f"them with tile=, for example tile=512x1024."
+                f"{len(images)} images of {height}x{width} do not fit into the memory of {device}. Set a smaller "
+                f"batch=, or cut them with tile=, for example tile=512x1024."
             ) from error
         return list(ids.cpu().numpy())
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from glob import glob, has_magic
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from segpipe.data.folders import SUFFIXES as IMAGES
-from segpipe.errors import ConfigError, DataError
+from segpipe.errors import ConfigError, DataError, listed
 from segpipe.files import files_below
 
 VIDEOS = (".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm", ".mpg", ".mpeg", ".mjpeg", ".ts", ".wmv")
@@ -28,10 +28,11 @@ class Input(NamedTuple):
         return self.path.suffix.lower() in VIDEOS
 
 
-def find(given: str, out: Path) -> list[Input]:
+def find(given: str, out: Path, say: Callable[[str], None] = lambda text: None) -> list[Input]:
     """Images and videos of a file, a folder with all below it, or a glob pattern; sorted by place.
 
-    Hidden files, files below `out`, and in folders and patterns all files with other suffixes are left out. Raises
+    Hidden files, files below `out`, and in folders and patterns all files with other suffixes are left out; `say` is
+    told of the last. Raises
     DataError when nothing is found, ConfigError when the sources lie in `out`.
     """
     root, paths = _paths(given)
@@ -41,13 +42,20 @@ def find(given: str, out: Path) -> list[Input]:
             f"out = {out} is the folder of source = {given}, or lies above it, so results and sources would be mixed. "
             f"Choose a folder of its own, such as out={out / 'predictions'}."
         )
-    places = {}
+    places, others = {}, Counter[str]()
     for path in paths:
-        if inside not in path.resolve().parents:
+        if path.name.startswith(".") or inside in path.resolve().parents:
+            continue
+        if _is_known(path):
             places[path.relative_to(root).as_posix()] = path
+        else:
+            others[path.suffix or "no suffix"] += 1
     if not places:
         known = " ".join((*IMAGES, *VIDEOS))
         raise DataError(f"source = {given} holds no image and no video. Files with these suffixes are read: {known}.")
+    if others:
+        counts = [f"{times} {suffix}" for suffix, times in others.most_common()]
+        say(f"files of other types were left out: {listed(counts)}.")
     ordered = sorted(places)
     return [Input(places[place], place, name) for place, name in zip(ordered, names(ordered), strict=True)]
 
@@ -56,7 +64,7 @@ def _paths(given: str) -> tuple[Path, list[Path]]:
     """The folder that names are relative to, and the files."""
     path = Path(given)
     if path.is_dir():
-        return path, [found for found in files_below(path) if _is_known(found)]
+        return path, list(files_below(path))
     if path.exists():
         if not _is_known(path):
             raise DataError(
@@ -66,7 +74,7 @@ def _paths(given: str) -> tuple[Path, list[Path]]:
     if has_magic(given):
         found = [Path(name) for name in glob(given, recursive=True)]
         files = [file for each in found for file in (files_below(each) if each.is_dir() else [each])]
-        return _fixed(path), [file for file in files if _is_known(file)]
+        return _fixed(path), files
     raise DataError(
         f"source = {given} does not exist. Give a file, a folder, or a pattern in quotes: source='a/*.jpg'."
     )

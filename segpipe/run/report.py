@@ -159,7 +159,7 @@ def render(data: ReportData) -> str:
         classes=_classes(data, figures),
         columns={key: title for key, title in _COLUMNS.items() if key in figures},
         sequences=lowest_first(sequences),
-        note=flattering(sequences),
+        note=data.result.get("note") or flattering(sequences),
         confusion=_confusion(data),
         numbered=len(data.names) <= _NUMBERED_CLASSES,
         best=[_panels(overlay, data.palette) for overlay in data.best],

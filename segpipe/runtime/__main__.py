@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,15 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.command == "run":
             require_kept(files_of([Path(source) for source in given.sources]), Path(given.out))
             Path(given.out).mkdir(parents=True, exist_ok=True)
-        segmenter = Segmenter.load(
-            given.folder,
-            threads=given.threads,
-            precision=given.precision,
-            deadline_ms=given.deadline_ms,
-            engine=given.engine,
-            providers=given.providers,
-            frozen_after=0,  # files are not a camera: the same one twice is fine
-        )
+        segmenter = _load(given)
         return int(given.action(segmenter, given))
     except ArtifactError as error:
         print(error, file=sys.stderr)
@@ -50,6 +43,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted.", file=sys.stderr)
         return 130
+
+
+def _load(given: argparse.Namespace) -> Segmenter:
+    """The segmenter of a command, after saying what its export lacks."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # told in a line, not with a place in the code
+        segmenter = Segmenter.load(
+            given.folder,
+            threads=given.threads,
+            precision=given.precision,
+            deadline_ms=given.deadline_ms,
+            engine=given.engine,
+            providers=given.providers,
+            frozen_after=0,  # files are not a camera: the same one twice is fine
+        )
+    if segmenter.artifact.caveat:
+        print(f"warning: {segmenter.artifact.caveat}", file=sys.stderr)
+    return segmenter
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -90,7 +101,7 @@ def _positive(text: str) -> int:
 def _selftest(segmenter: Segmenter, given: argparse.Namespace) -> int:
     agreement, levels = segmenter.session.self_test()
     artifact = segmenter.artifact
-    print(f"{artifact.model_id}: {artifact.num_files} files as exported")
+    print(f"{artifact.model_id}: {artifact.num_files} files as exported, status {artifact.status}")
     print(
         f"{len(artifact.golden.image)} golden frames: at least {100 * agreement:.4g} % of the pixels equal, confidence "
         f"within {levels} levels"
@@ -147,9 +158,8 @@ def _answer(segmenter: Segmenter, frame: Frame) -> Result:
     print(f"{frame.name} {result.status} {result.latency_ms:.1f} ms")
     if frame.problem:
         print(frame.problem, file=sys.stderr)
-    if frame.image is not None and result.status is Status.BAD_SHAPE:
-        size, needed = "x".join(map(str, frame.image.shape[:2])), segmenter.artifact.shapes.describe()
-        print(f"{frame.name}: {size}, but {needed} was needed (height x width)", file=sys.stderr)
+    if frame.image is not None and result.status is not Status.OK:
+        print(f"{frame.name}: {segmenter.last_error}", file=sys.stderr)
     return result
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 FORMAT = "segpipe-export/2"
-PROFILE = "robot"
+PROFILE, VERIFIED = "robot", "verified"
 SUMS = "SHA256SUMS"
 MANIFEST = "manifest.json"
 MANIFEST_KEY = "segpipe"  # key in an ONNX file's metadata_props that holds a copy of the manifest
@@ -31,6 +31,12 @@ class ArtifactError(Exception):
     """The folder is incomplete, altered, or of another format; nothing in it is used."""
 
     exit_code = 7
+
+
+class UnusableError(ArtifactError):
+    """The wrong folder or precision was asked for; nothing is altered."""
+
+    exit_code = 2
 
 
 class SelfTestError(ArtifactError):
@@ -118,6 +124,21 @@ class Artifact:
     num_files: int
 
     @property
+    def status(self) -> str:
+        """`status` of the manifest; verified if every gate passed on enough real images."""
+        return str(self.manifest.get("status", "unknown"))
+
+    @property
+    def caveat(self) -> str:
+        """A sentence for a folder that is not verified; empty otherwise."""
+        if self.status == VERIFIED:
+            return ""
+        return (
+            f"{self.folder} has the status {self.status}, but {VERIFIED} was needed to trust its answers. "
+            "model_card.md says what is missing; run segpipe verify or segpipe export with the data set."
+        )
+
+    @property
     def palette(self) -> NDArray[np.uint8]:
         """Class colors, uint8 (C, 3) RGB."""
         return np.array([entry["color"] for entry in self.manifest["classes"]], dtype=np.uint8)
@@ -148,10 +169,16 @@ def _artifact(folder: Path, precision: str, sums: Mapping[str, str]) -> Artifact
     manifest = _parse(folder, _read(folder, MANIFEST, sums))
     profile = manifest.get("profile", PROFILE)
     if profile != PROFILE:
-        raise ArtifactError(
+        raise UnusableError(
             f"{folder} has profile {profile}, but the runtime needs {PROFILE}: uint8 frames in, mask and confidence "
             f"out. Export with export.profile={PROFILE}."
         )
+    for name, entry in manifest["files"].items():
+        if name in sums and entry.get("sha256", sums[name]) != sums[name]:
+            raise ArtifactError(
+                f"{folder / name} is the file of {SUMS}, but {MANIFEST} describes one with sha256 "
+                f"{entry['sha256'][:12]}...: both were changed after the export. {EXPORT_AGAIN}"
+            )
     name, shapes = _model_file(folder, manifest, precision), Shapes(manifest["io"])
     return Artifact(
         folder=folder,
@@ -180,7 +207,8 @@ def read_sums(folder: Path) -> dict[str, str]:
         fix = (
             f"Give {inside.parent}." if inside else "Give the folder that segpipe export wrote, or a copy of all of it."
         )
-        raise ArtifactError(f"{folder} is no exported folder: it has no {SUMS}. {fix}") from None
+        kind = ArtifactError if (folder / MANIFEST).exists() else UnusableError  # with a manifest, it was one
+        raise kind(f"{folder} is no exported folder: it has no {SUMS}. {fix}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ArtifactError(f"{path} cannot be read ({error}). {EXPORT_AGAIN}") from None
     sums = {}
@@ -235,7 +263,7 @@ def _model_file(folder: Path, manifest: Mapping[str, Any], precision: str) -> st
         if entry["precision"] == precision:
             return str(name)
     available = ", ".join(f"{name} ({entry['precision']})" for name, entry in files.items()) or "none"
-    raise ArtifactError(
+    raise UnusableError(
         f"{folder} has no ONNX file of precision {precision}, only: {available}. Choose one of these, or export with "
         "export.formats=[onnx]."
     )

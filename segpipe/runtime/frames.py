@@ -16,7 +16,8 @@ _ROWS_APART = 61  # of the rows that are compared before the whole frame
 
 
 class Status(str, Enum):  # noqa: UP042, enum.StrEnum came with Python 3.11
-    """Why there is an answer or not. Other programs read these names: never rename one."""
+    """Why there is an answer or not; Segmenter.last_error has the figures. Other programs read these names: never
+    rename one."""
 
     OK = "OK"
     BAD_SHAPE = "BAD_SHAPE"  # not (height, width, 3) of a size that the model takes
@@ -26,7 +27,7 @@ class Status(str, Enum):  # noqa: UP042, enum.StrEnum came with Python 3.11
     SATURATED = "SATURATED"  # brighter than any training image
     FROZEN = "FROZEN"  # the same bytes again and again
     DEADLINE = "DEADLINE"  # no answer in time
-    ERROR = "ERROR"  # anything else; Segmenter.last_error has the message
+    ERROR = "ERROR"  # anything else
 
     def __str__(self) -> str:
         return str(self.value)

@@ -6,6 +6,7 @@ import math
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -42,7 +43,7 @@ class Segmenter:
         self.max_age_s = max_age_s
         self.frozen_after = frozen_after
         self.clock = clock
-        self.last_error = ""  # message of the last ERROR
+        self.last_error = ""  # why the last frame without an answer has none
         self._num_classes = len(artifact.manifest["classes"])
         self._limits = FrameLimits.from_manifest(artifact.manifest["frame_limits"])
         self._repeats, self._stamps = RepeatCounter(), StampCheck()
@@ -68,7 +69,8 @@ class Segmenter:
         difference of a stamp and `clock()`. frozen_after: repetitions of a frame that make it FROZEN; 0 for never.
         engine: onnxruntime, or openvino where it is installed. providers: onnxruntime's, or one device of OpenVINO;
         None for the CPU. Raises ArtifactError (altered or unknown files), SelfTestError (other answers on this
-        machine), EngineError (engine, version or provider that is not here), ValueError.
+        machine), EngineError (engine, version or provider that is not here), ValueError. Warns (UserWarning) when the
+        export was not verified.
         """
         for name, value, fits in (
             ("deadline_ms", deadline_ms, deadline_ms is None or 0 < deadline_ms < math.inf),
@@ -79,6 +81,8 @@ class Segmenter:
             if not fits:
                 raise ValueError(f"{name} = {value}, but a number above 0 was needed (0 for frozen_after: never).")
         artifact = read_artifact(folder, precision=precision)
+        if artifact.status.startswith("UNVERIFIED"):
+            warnings.warn(artifact.caveat, stacklevel=2)
         session = Session(artifact, threads=threads, providers=providers, engine=engine)
         session.self_test()
         for _ in range(_WARMUP):
@@ -105,12 +109,14 @@ class Segmenter:
         due = math.inf if self.deadline_ms is None else start + self.deadline_ms / 1e3
         try:
             status, masks = self._in_turn(image, stamp, due)
-        except DeadlineError:
+        except DeadlineError as error:
+            self.last_error = str(error)
             status, masks = Status.DEADLINE, None
         except Exception as error:  # a robot needs the next frame more than a traceback of this one
             self.last_error = f"{type(error).__name__}: {error}"
             status, masks = Status.ERROR, None
         if masks is not None and time.perf_counter() > due:
+            self.last_error = f"the answer came after deadline_ms = {self.deadline_ms}"
             status, masks = Status.DEADLINE, None
         mask, confidence = masks if masks is not None else self._no_answer(image)
         return Result(status, mask, confidence, (time.perf_counter() - start) * 1e3, self.artifact.model_id)
@@ -147,19 +153,27 @@ class Segmenter:
         return Status.OK, (mask, confidence)
 
     def _check(self, image: NDArray[np.uint8], stamp: float | None) -> Status:
-        """OK, or why the network does not get to see this frame."""
+        """OK, or why the network does not get to see this frame, which `last_error` then says in words."""
         if not isinstance(image, np.ndarray) or isinstance(image, np.ma.MaskedArray):  # what a mask hides is no pixel
-            return Status.BAD_DTYPE
+            return self._refused(Status.BAD_DTYPE, f"{type(image).__name__}, but a numpy array of uint8 was needed")
         if not self.artifact.shapes.fits(image.shape):
-            return Status.BAD_SHAPE
+            return self._refused(Status.BAD_SHAPE, _misfit(image.shape, self.artifact.shapes.describe()))
         if image.dtype != np.uint8:
-            return Status.BAD_DTYPE
+            return self._refused(Status.BAD_DTYPE, f"{image.dtype}, but uint8 was needed: 0 to 255")
         repeated = self._repeats.count(image) if self.frozen_after else 0
-        if stamp is not None and not self._stamps.is_fresh(stamp, self.clock(), self.max_age_s):
-            return Status.STALE
-        status = self._limits.status(levels(image))
-        if status is Status.OK and self.frozen_after and repeated >= self.frozen_after:
-            return Status.FROZEN
+        if stamp is not None and not self._stamps.is_fresh(stamp, now := self.clock(), self.max_age_s):
+            text = f"stamp = {stamp} and the clock says {now}, but it must be within {self.max_age_s} s of the clock"
+            return self._refused(Status.STALE, f"{text} and not before that of an earlier frame")
+        found = levels(image)
+        status = self._limits.status(found)
+        if status is not Status.OK:
+            return self._refused(status, f"{found}, but the export allows {self._limits}")
+        if self.frozen_after and repeated >= self.frozen_after:
+            return self._refused(Status.FROZEN, f"the same frame {repeated + 1} times in a row")
+        return status
+
+    def _refused(self, status: Status, why: str) -> Status:
+        self.last_error = why
         return status
 
     def _no_answer(self, image: NDArray[np.uint8] | None) -> Masks:
@@ -168,3 +182,10 @@ class Segmenter:
         fits = isinstance(image, np.ndarray) and shapes.fits(image.shape)
         mask, confidence = shapes.answers(image.shape if image is not None and fits else shapes.exported)
         return np.full(mask, NO_ANSWER, np.uint8), np.zeros(confidence, np.uint8)
+
+
+def _misfit(shape: tuple[int, ...], needed: str) -> str:
+    """What shape came, and what was needed, in words."""
+    if len(shape) == 3 and shape[2] == 3:
+        return f"{shape[0]}x{shape[1]}, but {needed} was needed (height x width)"
+    return f"an array of shape {shape}, but (height, width, 3) was needed, {needed} (height x width)"

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cv2
+import numpy as np
 import pytest
 
 from runs import result, run, torch_restored, write_camvid
 from segpipe.cli import evaluate as module
 from segpipe.cli.main import main as segpipe
+from segpipe.ledger import inputs
+from segpipe.settings.config import Config
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +103,90 @@ def test_the_page_shows_the_predictions_that_were_scored(
     evaluated(capsys, f"run={held_out}", "tta=[flip]", f"out={tmp_path / 'page.html'}")
     assert len(asked) == 6 + 6  # scored, and shown as one of the three worst or best
     assert all(described == asked[0] and described for described in asked)
+
+
+def test_files_that_changed_since_the_run_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root, folder, page = write_camvid(tmp_path / "data", num_val=3), tmp_path / "run", tmp_path / "page.html"
+    assert run(folder, "data=camvid", f"data.root={root}", "train.steps=1") == 0
+    mask = root / "valannot" / "frame01.png"
+    labels = cv2.imread(str(mask), cv2.IMREAD_UNCHANGED)
+    cv2.imwrite(str(mask), np.roll(labels, 1))
+    cv2.imwrite(str(root / "train" / "frame00.png"), np.zeros((72, 96, 3), np.uint8))
+    change = "valannot/frame01.png was altered: this is not the score of that day."
+    told = f"The labelled images changed since the run: {change}"
+    found, tables = evaluated(capsys, f"run={folder}", f"out={page}")
+    assert found["note"].startswith(told)
+    assert told in tables
+    assert told in page.read_text()
+    assert evaluated(capsys, f"run={folder / 'last.pt'}")[0]["note"].startswith(told)
+    others = evaluated(capsys, f"run={folder}", "data.split=train")[0]["note"]
+    assert others.startswith("The labelled images changed since the run: train/frame00.png was altered: ")
+    cv2.imwrite(str(mask), labels)
+    restored = evaluated(capsys, f"run={folder}")[0]["note"]
+    assert "changed" not in restored, "the control: restored"
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that has recorded its data, DATA beside it, before any step."""
+    folder = tmp_path_factory.mktemp("recorded") / "run"
+    folder.mkdir()
+    inputs.record(config_of(folder), ("train", "val"))
+    return folder
+
+
+def config_of(folder: Path) -> Config:
+    config = Config()
+    config.run.root, config.run.name = str(folder.parent), folder.name
+    config.data.name, config.data.root = "camvid", str(folder.parent / "data")
+    if not Path(config.data.root).exists():
+        write_camvid(Path(config.data.root), num_train=3, num_val=2)
+    return config
+
+
+def remove(root: Path, split: str, number: int) -> None:
+    for folder in (split, f"{split}annot"):
+        (root / folder / f"frame{number:02d}.png").unlink()
+
+
+def touch(root: Path, name: str) -> None:
+    path = root / name
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "told"),
+    [
+        (lambda root: None, {}, ""),
+        (lambda root: touch(root, "valannot/frame01.png"), {}, "valannot/frame01.png was altered"),
+        (lambda root: touch(root, "valannot/frame01.png"), {"hash": False}, ""),
+        (lambda root: (root / "val/frame01.png").write_bytes(b"x"), {"hash": False}, "val/frame01.png was altered"),
+        (lambda root: remove(root, "val", 1), {}, "val/frame01.png is missing, valannot/frame01.png is missing"),
+        (lambda root: touch(root, "train/frame00.png"), {}, ""),
+        (lambda root: touch(root, "train/frame00.png"), {"split": "train"}, "train/frame00.png was altered"),
+        (lambda root: touch(root, "train/frame00.png"), {"hold_out": "frame"}, "train/frame00.png was altered"),
+        (lambda root: remove(root, "train", 1), {}, "train/frame01.png is missing, trainannot/frame01.png is missing"),
+        (lambda root: [shutil.rmtree(root / name) for name in ("train", "trainannot")], {}, ""),
+        (
+            lambda root: [shutil.copytree(root / f"val{end}", root / f"test{end}") for end in ("", "annot")],
+            {"split": "test"},
+            "",
+        ),
+    ],
+)  # fmt: skip
+def test_what_changed_is_told_of_the_split_that_is_read(
+    change: Any, settings: dict[str, Any], told: str, recorded: Path, tmp_path: Path
+) -> None:
+    root = Path(shutil.copytree(recorded.parent / "data", tmp_path / "data"))
+    change(root)
+    trained = config_of(recorded).data
+    found = inputs.changed_since(recorded, trained, replace(trained, root=str(root), **settings))
+    assert found == (f"the labelled images changed since the run: {told}" if told else "")
+
+
+def test_another_data_set_has_not_changed(recorded: Path, tmp_path: Path) -> None:
+    root, trained = write_camvid(tmp_path / "data"), config_of(recorded).data
+    for path in root.glob("*/frame*"):
+        path.rename(path.with_name(f"other_{path.name}"))
+    assert inputs.changed_since(recorded, trained, replace(trained, root=str(root))) == ""
+    assert inputs.changed_since(tmp_path, trained, trained) == "", "the control: a folder that recorded nothing"

@@ -388,6 +388,7 @@ def test_triton_gets_names_types_and_shapes(exported: Path, manifest: dict[str, 
 
 def test_the_card_tells_quality_source_and_limits(exported: Path) -> None:
     card = (exported / "model_card.md").read_text()
+    assert "; weights 4567 (averaged: `ema_digest` of result.json)." in card
     for text in (
         "mIoU 25.00 % on the split val",
         "0123456789abcdef",
@@ -517,6 +518,24 @@ def test_origin_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text("{")
     with pytest.raises(DataError, match=r"result\.json is not valid JSON"):
         origin_of(tmp_path, "last", network)
+
+
+@pytest.mark.parametrize(
+    ("result", "told"),
+    [
+        ({}, True),
+        ({"steps": 60}, True),  # of a session before the run was made longer
+        ({"steps": 120}, False),  # the best checkpoint of a run that is done
+        ({"steps": 60, "stopped_early": True}, False),
+    ],
+)
+def test_an_interrupted_run_is_told(result: dict[str, Any], told: bool, tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    network = dataclasses.replace(tiny_network(), step=32)
+    network.config.train.steps = 120
+    wanted = ("trained for 32 of 120 steps: the run was interrupted, or goes on",) if told else ()
+    assert origin_of(tmp_path, "last", network).warnings == wanted
+    assert origin_of(tmp_path, "last", dataclasses.replace(network, step=120)).warnings == ()
 
 
 def test_origin_of_a_real_run(tmp_path: Path) -> None:

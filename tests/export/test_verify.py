@@ -20,7 +20,8 @@ from openvino_stand_in import StandIn
 from PIL import Image
 from plants import byte_flipped, edited, golden_changed, int8_scale, retold, sign, std
 
-from exports import IMAGES, SCENES, SIZE, export, last_line, scenes, trained_network, verify, write_run
+from exports import IMAGES, SCENES, SIZE, export, last_line, scenes, tiny_network, trained_network, verify, write_run
+from runs import write_camvid
 from segpipe.cli.main import main as segpipe
 from segpipe.data.samples import open_samples
 from segpipe.errors import DataError
@@ -34,6 +35,7 @@ from segpipe.export.graph.onnx_format import open_onnx, write_probe
 from segpipe.export.graph.torch_formats import MANIFEST_FILE, jit, quiet_torchscript, write_archive
 from segpipe.export.lowprec import int8
 from segpipe.export.lowprec.int8 import to_int8
+from segpipe.ledger import inputs
 from segpipe.runtime import Segmenter
 from segpipe.train import checkpoint
 from segpipe.train.checkpoint import load_network
@@ -182,6 +184,41 @@ def test_golden_frames_are_the_images_of_their_names(tmp_path: Path) -> None:
         (problem,), note = found(frames, *names)
         assert "does not hold the images" in problem
         assert not note
+
+
+def test_images_that_changed_since_the_run_are_named_and_not_the_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, folder = scenes(), tmp_path / "run" / "export"
+    config.data.name, config.data.root = "camvid", str(write_camvid(tmp_path / "data", num_val=4))
+    config.run.root, config.run.name = str(tmp_path), "run"
+    config.train.steps = 12
+    run = write_run(tmp_path / "run", tiny_network, config)
+    inputs.record(config, ("train", "val"))
+    assert export(run, folder, "export.formats=[onnx]") == 0
+    unfinished = "trained for 7 of 12 steps: the run was interrupted, or goes on"
+    assert capsys.readouterr().err == f"warning: {unfinished}.\n"
+    assert json.loads((folder / "manifest.json").read_text())["warnings"] == [unfinished]
+    assert f"Warning: {unfinished}.\n" in (folder / "model_card.md").read_text()
+    image = tmp_path / "data" / "val" / "frame00.png"
+    Image.fromarray(255 - np.asarray(Image.open(image))).save(image)
+    told = "the labelled images changed since the run: val/frame00.png was altered"
+    assert verify(run, folder) == 2
+    line = last_line(capsys)
+    assert line.startswith(f"{told}. The files of {folder} are what the checkpoint converts to, but ")
+    assert "golden/image.npy does not hold the images" in line
+
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    edited(folder / "model.onnx", other / "model.onnx", std)
+    sign(other)
+    assert verify(run, other) == 7, "the files themselves are at fault"
+
+    assert export(run, folder, "export.formats=[onnx]") == 0
+    assert f"warning: {told}; the gates and the temperature are" in capsys.readouterr().err
+    for name in ("model_card.md", "verify_report.md"):
+        assert f"Warning: {told}; " in (folder / name).read_text()
+    assert verify(run, folder) == 0, "of the images as they are now"
+    assert capsys.readouterr().err == f"warning: {told}.\n"
 
 
 # TorchScript: the inside of the shipped file is its tensors

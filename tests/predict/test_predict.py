@@ -25,7 +25,7 @@ from segpipe.data.samples import open_samples
 from segpipe.errors import ConfigError, DataError, Interrupted
 from segpipe.predict import job as job_module
 from segpipe.predict.exported import load_exported
-from segpipe.predict.inference import Inference, raw_ids, segment
+from segpipe.predict.inference import Inference, of_network, raw_ids, segment
 from segpipe.predict.sources import find, names
 from segpipe.predict.stamp import put, read_stamp
 from segpipe.train import checkpoint
@@ -102,8 +102,11 @@ def test_every_image_of_a_folder_gets_a_mask_and_an_overlay(
 ) -> None:
     out = folder / "answers"  # inside the source: a second run must not predict its own overlays
     assert start(out, f"run={run}", f"source={folder}") == 0
-    line = json.loads(capsys.readouterr().out)
+    told = capsys.readouterr()
+    assert told.err == "files of other types were left out: 1 .txt.\n", "neither the hidden one nor outputs"
+    line = json.loads(told.out)
     assert (line["predicted"], line["kept"], line["images"], line["problems"]) == (5, 0, 5, 0)
+    assert line["ema_digest"] == line["weights_digest"] == load_network(run).weights_digest
     first = written(out)
     assert {name for name in first if name.startswith("masks/")} == {
         "masks/one.png", "masks/small.png", "masks/grey.png",
@@ -147,6 +150,21 @@ def test_an_overlay_shows_the_colors_of_the_classes_beside_their_names(run: Path
     assert not (tmp_path / "off" / "overlays").exists()
 
 
+def test_an_image_that_is_far_too_large_is_warned_of_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    network, pixels = load_network(run), SIZE[0] * SIZE[1]
+
+    def told(most: int, **how: Any) -> str:
+        network.config.data.max_pixels = most
+        predictor = of_network(network, torch.device("cpu"), Inference(**how))
+        for image in IMAGES[:2]:
+            predictor.answer([image])
+        return capsys.readouterr().err
+
+    assert told(pixels - 1).startswith(f"warning: an image of {SIZE[0]}x{SIZE[1]} has more pixels than data.max_pixels")
+    assert told(pixels - 1).count("warning: ") == 1
+    assert told(pixels) == told(pixels - 1, tile=(32, 32)) == "", "the control"
+
+
 def test_bad_files_are_named_and_the_rest_is_predicted(
     run: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,10 +175,12 @@ def test_bad_files_are_named_and_the_rest_is_predicted(
     assert start(out, f"run={run}", f"source={folder}", "batch=2") == 2
     told = capsys.readouterr()
     assert [name for name in ("broken.png", "empty.jpg", "film.mp4") if name not in told.err] == []
-    assert told.err.count("\n") == 3
+    *problems, left_out = told.err.splitlines()
+    assert left_out.startswith("files of other types")
     assert json.loads(told.out)["problems"] == 3
     assert len(record(out)["predictions"]) == 5
-    assert record(out)["problems"] == told.err.splitlines()
+    assert record(out)["problems"] == problems
+    assert len(problems) == 3
     assert not record(out)["complete"]
 
 

@@ -27,11 +27,13 @@ from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
+import onnx
 import onnxruntime
 import PIL.Image
 import pytest
 from artifacts import SIZE, answer, frame, toy_manifest, write_artifact, write_sums
 
+from segpipe.files import sha256
 from segpipe.runtime import ArtifactError, EngineError, Segmenter, SelfTestError, Status, make_session, read_artifact
 from segpipe.runtime.__main__ import main
 from segpipe.runtime.bench import _timed, bench, fixed_work, resident_mib, spread, steadiness
@@ -170,7 +172,27 @@ def test_every_frame_gets_its_answer_or_a_reason_and_the_next_one_works(name: st
         else:
             assert refuses(result, shot.status)
     assert answers(segmenter, 2)
-    assert bool(segmenter.last_error) == (shot.status is Status.ERROR)
+    assert bool(segmenter.last_error) == (shot.status is not Status.OK)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("larger", "64x48, but 32x48 was needed (height x width)"),
+        ("gray", "an array of shape (32, 48), but (height, width, 3) was needed, 32x48 (height x width)"),
+        ("float", "float64, but uint8 was needed: 0 to 255"),
+        ("list", "list, but a numpy array of uint8 was needed"),
+        ("stale", "stamp = 999.0 and the clock says 1000.0, but it must be within 0.5 s of the clock"),
+        ("black", "Levels(mean=0.0"),
+        ("frozen", "the same frame 6 times in a row"),
+    ],
+)
+def test_a_refused_frame_is_explained(name: str, told: str, segmenter: Segmenter) -> None:
+    shot = SHOTS[name]
+    for _ in range(shot.times):
+        result = segmenter.infer(shot.make(), shot.stamp)
+    assert result.status is shot.status
+    assert segmenter.last_error.startswith(told)
 
 
 def test_a_frame_that_cannot_be_read_is_refused(segmenter: Segmenter) -> None:
@@ -587,8 +609,36 @@ def test_checksums_that_say_nothing(sums: str | None, message: str, folder: Path
 def test_the_folder_of_a_run_is_answered_with_that_of_its_export(
     shared_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["selftest", str(shared_folder.parent)]) == 7
+    assert main(["selftest", str(shared_folder.parent)]) == 2
     assert f"Give {shared_folder}." in capsys.readouterr().err
+
+
+def test_usage_is_no_altered_file(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["selftest", str(folder), "--precision", "int8"]) == 2
+    assert "no ONNX file of precision int8" in capsys.readouterr().err
+    assert main(["run", str(tmp_path / "nothing"), "image.npy", "--out", str(tmp_path / "out")]) == 2
+    change_manifest(folder, profile="isaac")
+    write_sums(folder)
+    assert main(["selftest", str(folder)]) == 2
+    assert "has profile isaac" in capsys.readouterr().err
+    (folder / "SHA256SUMS").unlink()
+    assert main(["selftest", str(folder)]) == 7, "the control: an export that lost a file"
+
+
+def test_a_file_with_new_checksums_is_not_the_one_of_the_manifest(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / "model.onnx"
+    change_manifest(folder, files={"model.onnx": {**toy_manifest()["files"]["model.onnx"], "sha256": sha256(path)}})
+    write_sums(folder)
+    assert main(["selftest", str(folder)]) == 0, "the control"
+    model = onnx.load(path)
+    model.doc_string = "edited"
+    onnx.save(model, path)
+    write_sums(folder)
+    capsys.readouterr()
+    assert main(["selftest", str(folder)]) == 7
+    assert f"{path} is the file of SHA256SUMS, but manifest.json describes one with" in capsys.readouterr().err
 
 
 def test_an_interrupted_command_ends_in_a_line(
@@ -803,6 +853,23 @@ def test_selftest(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "model.onnx").write_bytes(b"")
     assert main(["selftest", str(folder)]) == 7
     assert "altered or truncated" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("status", "warned"), [("verified", 0), ("VERIFIED_FEW_IMAGES", 1), ("UNVERIFIED_REAL_DATA", 2)]
+)
+def test_an_export_that_is_not_verified_says_so(
+    status: str, warned: int, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change_manifest(folder, status=status)
+    write_sums(folder)
+    assert main(["selftest", str(folder)]) == 0
+    out, err = capsys.readouterr()
+    assert f"as exported, status {status}\n" in out
+    assert err.startswith(f"warning: {folder} has the status {status}, but verified") == bool(warned)
+    assert err.count("\n") == bool(warned)
+    with pytest.warns(UserWarning, match=status) if warned > 1 else contextlib.nullcontext():
+        Segmenter.load(folder)
 
 
 def test_run(shared_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

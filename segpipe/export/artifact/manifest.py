@@ -63,6 +63,7 @@ def describe(
             "step": trained.step,
         },
         "metrics": plain(origin.metrics),
+        **({"warnings": list(origin.warnings)} if origin.warnings else {}),
         "preprocess": {name: buffer.flatten().tolist() for name, buffer in model.preprocess.named_buffers()},
         "align_corners": model.align_corners,
         "stored_values": sum(tensor.numel() for tensor in model.state_dict().values()),

@@ -28,6 +28,7 @@ class Origin:
     git: dict[str, Any] | None = None  # commit, dirty, known_at: train or export
     checkpoint: dict[str, str] | None = None  # file, sha256
     metrics: dict[str, Any] | None = None  # of the run's last validation, in fp32
+    warnings: tuple[str, ...] = ()  # sentences that a reader of the scores must know
 
 
 def origin_of(run: Path, which: str, trained: TrainedNetwork) -> Origin:
@@ -47,7 +48,16 @@ def origin_of(run: Path, which: str, trained: TrainedNetwork) -> Origin:
         git={**trained_at, "known_at": "train"} if isinstance(trained_at, dict) else git_state(ROOT),
         checkpoint=checkpoint,
         metrics=metrics if measured else None,
+        warnings=_unfinished(trained, result),
     )
+
+
+def _unfinished(trained: TrainedNetwork, result: dict[str, Any]) -> tuple[str, ...]:
+    """A sentence when the run has not reached its end."""
+    planned = trained.config.train.steps
+    if trained.step >= planned or result.get("stopped_early") or int(result.get("steps") or 0) >= planned:
+        return ()
+    return (f"trained for {trained.step} of {planned} steps: the run was interrupted, or goes on",)
 
 
 @contextlib.contextmanager

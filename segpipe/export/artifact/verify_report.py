@@ -59,6 +59,7 @@ def write(report: ExportReport, folder: Path, created: str) -> None:
         "num_images": len(report.images),
         "shapes": f" Run with {' and '.join(tried)}, in this order." if tried else "",
         "created": created,
+        "warnings": report.manifest.get("warnings", []),
         "rows": _rows(report),
         "latency": report.latency,
         "preference": preference(report.latency, report.files) if report.latency and not is_rejected else "",

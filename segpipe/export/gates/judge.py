@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -104,7 +105,9 @@ def load_as_robot(result: ExportReport, folder: Path) -> None:
     for name, entry in result.files.items():
         if entry["format"] == "onnx":
             try:
-                segmenter = Segmenter.load(folder, precision=entry["precision"])
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", UserWarning)  # the export tells its status itself
+                    segmenter = Segmenter.load(folder, precision=entry["precision"])
                 for size in further_sizes(result.free):
                     segmenter.session.run(np.zeros((*size, 3), dtype=np.uint8))
             except Exception as error:  # ArtifactError, or one of onnxruntime's many types
