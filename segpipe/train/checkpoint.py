@@ -23,7 +23,7 @@ from segpipe.files import not_written, write_atomically
 from segpipe.ledger.digest import leaves, state_digest
 from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
-from segpipe.settings.config import Config, changed_course, from_mapping, recipe, to_mapping
+from segpipe.settings.config import Config, changed_course, config_hash, from_mapping, recipe, to_mapping
 from segpipe.train.optim import load_optimizer
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class TrainedNetwork:
     classes: ClassTable
     weights_digest: str
     step: int
+    config_hash: str = ""  # of the settings as the file has them, which may be an earlier version's
 
 
 def save_state(path: Path, state: TrainState, config: Config, classes: ClassTable, fingerprint: dict[str, Any]) -> None:
@@ -303,6 +304,7 @@ def load_network(run: Path, which: str = "best") -> TrainedNetwork:
         classes=classes,
         weights_digest=state["digests"]["ema"],
         step=int(state["step"]),
+        config_hash=config_hash(state["config"]),
     )
 
 

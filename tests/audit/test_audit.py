@@ -468,6 +468,49 @@ def test_the_copy_itself_passes(copy: Path) -> None:
     assert "1 of 4 updates (25%)" in found.sentence
 
 
+def make_older(folder: Path) -> None:
+    """The files of a version that had `data.shuffle_labels`, and not yet `ema.decay`."""
+
+    def older(settings: dict[str, Any]) -> None:
+        settings["data"]["shuffle_labels"] = False
+        del settings["ema"]["decay"]
+
+    edit(folder / "run" / "config.json", older)
+    saved = config_hash(json.loads((folder / "run" / "config.json").read_text()))
+
+    def headers(session: LedgerSession) -> list[tuple[SessionHeader, Rows]]:
+        recipe = {**session.header.recipe, "data.shuffle_labels": False}
+        del recipe["ema.decay"]
+        return [(replace(session.header, recipe=recipe, config_hash=saved), session.rows)]
+
+    rewrite_ledger(folder, headers)
+    edit(folder / "run" / "result.json", lambda content: content.update(config_hash=saved))
+    for path in (folder / "run").glob("*.pt"):
+        state = checkpoint.load(path)
+        older(state["config"])
+        checkpoint.save(path, state, listed=True)
+        assert checkpoint.load_network(path).config_hash == saved, "that of an export which the same version made"
+    shutil.rmtree(folder / "run" / "export")
+    write_export(folder / "run")
+
+
+def test_a_run_of_an_earlier_version_passes_and_can_be_resumed(copy: Path) -> None:
+    make_older(copy)
+    assert failures(audited(copy, spans=9, span_steps=0)) == {}
+    edit(copy / "run" / "config.json", lambda content: content["data"].update(workers=1))
+    assert "setting that does not affect the numbers (data.workers is 0" in failures(audited(copy))["config"]
+    edit(copy / "run" / "config.json", lambda content: content["data"].update(workers=0))
+    final = checkpoint.load(copy / "run" / "last.pt")["digests"]["ema"]
+    (copy / "run" / "last.pt").unlink()
+    changes = ("data=camvid", f"data.root={copy / 'data'}", f"train.steps={STEPS}", f"checkpoint.keep_every={KEPT}")
+    resumed = ("compute.shards=2", "checkpoint.every=3", "run.exists=resume")
+    assert run(copy / "run", *changes, *resumed) == 0
+    assert checkpoint.load(copy / "run" / "last.pt")["digests"]["ema"] == final
+    shutil.rmtree(copy / "run" / "export")
+    write_export(copy / "run")
+    assert failures(audited(copy)) == {}
+
+
 def test_a_run_that_was_killed_in_two_writes_of_a_checkpoint_passes(copy: Path) -> None:
     """Each leaves a hash of a file that was never written; more of them than there are sessions are a forgery."""
     rewrite_ledger(copy, in_two_sessions)
