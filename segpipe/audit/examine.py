@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from segpipe import plugins
-from segpipe.audit import evidence
-from segpipe.audit.evidence import check_export
+from segpipe.audit import evidence, exact
+from segpipe.audit.evidence import MALFORMED, CheckedCheckpoint, check_export
 from segpipe.audit.outcomes import Evaluate, Verify, check_best, check_gates, check_result, check_scores
 from segpipe.audit.task import RunTask, Task, in_folder
 from segpipe.audit.verdict import FAILED, PASSED, UNCHECKED, Audit, Line
@@ -38,7 +38,7 @@ from segpipe.settings.arguments import with_settings
 from segpipe.settings.check import check
 from segpipe.settings.config import Config
 from segpipe.train.batches import counted, order_of
-from segpipe.train.checkpoint import HASHES
+from segpipe.train.checkpoint import HASHES, load
 from segpipe.train.optim import learning_rate
 
 Progress = Callable[[str, int, int], None]  # what is being done, updates done, updates in all
@@ -70,11 +70,20 @@ class Span(NamedTuple):
         return f"{many} from {self.start.name if self.start else 'the seed'}"
 
 
-def choose_spans(starts: Mapping[int, Path | None], end: int, *, count: int, longest: int, seed: int) -> list[Span]:
+def choose_spans(
+    starts: Mapping[int, Path | None],
+    end: int,
+    *,
+    count: int,
+    longest: int,
+    seed: int,
+    always: Collection[int] = (),
+) -> list[Span]:
     """`count` of the spans between neighbouring starts (updates done -> checkpoint), by step; all when there are fewer.
 
     A span ends at the next start, or at `end`, or after `longest` updates (0: no limit). The choice is a function of
-    the arguments; the auditor draws the seed, so that nobody knows it before.
+    the arguments; the auditor draws the seed, so that nobody knows it before. Spans that end after a number of updates
+    in `always` are taken besides.
     """
     edges = sorted(step for step in starts if step < end)
     spans = [
@@ -83,7 +92,7 @@ def choose_spans(starts: Mapping[int, Path | None], end: int, *, count: int, lon
     ]
     draws = generator(sample_key(seed, 0, 0, "audit")).bit_generator.random_raw(len(spans)).tolist()
     chosen = sorted(range(len(spans)), key=lambda place: (draws[place], place))[:count]
-    return [spans[place] for place in sorted(chosen)]
+    return [span for place, span in enumerate(spans) if place in chosen or span.last in always]
 
 
 def examine(
@@ -116,7 +125,7 @@ def examine(
             lines += _updates(replays, ledger, obstacle or _no_weights(lines))
         if replays and ledger and not obstacle:
             spans = _chosen(request, ledger, checkpoints, from_seed=not _no_weights(lines))
-            lines += replays.spans(spans, ledger)
+            lines += replays.spans(spans, ledger, checkpoints)
     if not spans:
         obstacle = obstacle or _no_weights(lines) or "config.json does not match the ledger, so nothing can be replayed"
         lines.append(Line("replay", UNCHECKED, obstacle))
@@ -226,11 +235,43 @@ def _rate_faults(config: Config, ledger: RunLedger) -> list[str]:
 
 
 def _chosen(
-    request: AuditRequest, ledger: RunLedger, checkpoints: Sequence[evidence.CheckedCheckpoint], *, from_seed: bool
+    request: AuditRequest, ledger: RunLedger, checkpoints: Sequence[CheckedCheckpoint], *, from_seed: bool
 ) -> list[Span]:
     starts: dict[int, Path | None] = {0: None} if from_seed else {}
     starts |= {each.step: each.path for each in checkpoints if each.step}
-    return choose_spans(starts, ledger.num_updates, count=request.spans, longest=request.span_steps, seed=request.seed)
+    always = {each.step for each in checkpoints if each.path.name in ("last.pt", "best.pt")}
+    return choose_spans(
+        starts,
+        ledger.num_updates,
+        count=request.spans,
+        longest=request.span_steps,
+        seed=request.seed,
+        always=always,
+    )
+
+
+def check_states(checkpoints: Sequence[CheckedCheckpoint], ends: Mapping[int, Mapping[str, str]]) -> Iterator[Line]:
+    """Checkpoints against the states in which replayed spans ended: updates done -> hashes by tensor."""
+    equal, unknown = [], []
+    for each in checkpoints:
+        if each.step not in ends:
+            unknown.append(each.path.name)
+            continue
+        try:
+            fault = exact.first_difference(load(each.path), ends[each.step])
+        except (SegpipeError, *MALFORMED) as error:
+            yield Line(each.path.name, FAILED, f"its tensors cannot be compared with the replay: {error}")
+            continue
+        if fault:
+            text = f"{fault} is not what the replayed updates give, though its digest fits the ledger: it was altered"
+            yield Line(each.path.name, FAILED, text)
+        else:
+            equal.append(each.path.name)
+    if equal:
+        yield Line("states", PASSED, f"every tensor is bitwise that of the replay: {', '.join(equal)}")
+    if unknown:
+        text = f"only by digest, which can be forged, since no replayed span ends there: {', '.join(unknown)}"
+        yield Line("states", UNCHECKED, f"{text}. Set spans=N and span_steps=0 to replay up to them")
 
 
 def _no_weights(lines: Sequence[Line]) -> str:
@@ -303,9 +344,11 @@ class _Replays:
         self._run_task(Task(in_folder(self.config, folder, any_environment=True), checkpoint, step, step), nproc=1)
         return read_run(folder)
 
-    def spans(self, spans: Sequence[Span], ledger: RunLedger) -> list[Line]:
-        """The ledger of each replayed span against that of the run."""
-        total, before, lines = sum(span.last - span.first for span in spans), 0, []
+    def spans(
+        self, spans: Sequence[Span], ledger: RunLedger, checkpoints: Sequence[CheckedCheckpoint]
+    ) -> Iterator[Line]:
+        """The ledger of each replayed span against that of the run, and its last state against the checkpoints."""
+        total, before, ends = sum(span.last - span.first for span in spans), 0, {}
         for number, span in enumerate(spans):
             self._progress(f"replaying {span}", before, total)
             folder = self._scratch / f"span{number}"
@@ -317,13 +360,16 @@ class _Replays:
 
             try:
                 self._run_task(task, nproc=self._request.nproc, report=report)
-                lines.append(_judge(span, ledger, read_run(folder)))
+                line = _judge(span, ledger, read_run(folder))
+                if line.status == PASSED:
+                    ends[span.last] = exact.read(folder)
             except CollectiveError:  # the replaying processes failed, which says nothing about the run
                 raise
             except SegpipeError as error:
-                lines.append(Line("replay", FAILED, f"{span}: {error}"))
+                line = Line("replay", FAILED, f"{span}: {error}")
+            yield line
             before += span.last - span.first
-        return lines
+        yield from check_states(checkpoints, ends) if spans else ()
 
 
 def _judge(span: Span, ledger: RunLedger, again: RunLedger) -> Line:

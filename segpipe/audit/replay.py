@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from segpipe.audit import exact
 from segpipe.audit.trace import Tracer, write_traces
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def replay(task: Task, group: Group, report: Callable[[int], None]) -> None:
-    """Write the ledger of the updates `task.first` to `task.last - 1`, and of the state before them.
+    """Write the ledger of updates `task.first` to `task.last - 1` and of the state before; hashes of the state after.
 
     Nothing is validated, exported or saved. `report(done)` is called after each update. Raises CheckpointError when
     the checkpoint is truncated, altered, or of another recipe or environment, and DataError when a sample cannot be
@@ -53,6 +54,8 @@ def replay(task: Task, group: Group, report: Callable[[int], None]) -> None:
                 with _traced(task, step) if number == task.traced else contextlib.nullcontext():
                     train_step(step, shards)
                 report(current.step)
+    if group.is_main:
+        exact.write(config.run_dir, current)
 
 
 @contextlib.contextmanager

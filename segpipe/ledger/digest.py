@@ -17,7 +17,7 @@ import hashlib
 import itertools
 import operator
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -301,3 +301,15 @@ def state_digest(state: Mapping[str, Tensor]) -> str:
         number = int(digest(value)) & ((1 << 64) - 1)
         whole.update(f"{name}|{value.dtype}|{tuple(value.shape)}|{number:016x}\n".encode())
     return whole.hexdigest()
+
+
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of nested dictionaries, lists and tuples, by path."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from leaves(item, f"{name}/{key!r}")
+    elif isinstance(value, list | tuple):
+        for place, item in enumerate(value):
+            yield from leaves(item, f"{name}/{place}")
+    else:
+        yield name, value

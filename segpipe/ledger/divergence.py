@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from segpipe.determinism import flags
 from segpipe.ledger.results import compare_results
 from segpipe.ledger.rows import PART, SHARD, STEP, Rows, differing, mapping_differences, part_fields, row_keys, slots
+from segpipe.settings.config import of_this_version
 
 if TYPE_CHECKING:
     from segpipe.ledger.reader import RankDivergence, RunLedger
@@ -116,7 +117,7 @@ def compare(a: RunLedger, b: RunLedger) -> Comparison:
         "inputs": ends.inputs,
         "steps": int((steps >= 0).sum()),
         "fingerprint": flags.differences(a.first.fingerprint, b.first.fingerprint),
-        "recipe": mapping_differences(a.first.recipe, b.first.recipe),
+        "recipe": mapping_differences(of_this_version(a.first.recipe), of_this_version(b.first.recipe)),
         "processes": (a.first.world_size, b.first.world_size),
         "notes": (
             *_limits(a, b),

@@ -191,7 +191,17 @@ def recipe(config: Config) -> dict[str, Any]:
 
 def course(found: Mapping[str, Any]) -> dict[str, Any]:
     """What of a recipe decides an update: train.steps only while the learning rates follow it."""
-    return {key: value for key, value in found.items() if key != "train.steps" or not found.get("optim.schedule_steps")}
+    fixed = found.get("optim.schedule_steps")
+    return {key: value for key, value in of_this_version(found).items() if key != "train.steps" or not fixed}
+
+
+def of_this_version(found: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe as this version would write it: an earlier one had no later settings, and removed ones that did nothing.
+
+    A removed setting that did something stays.
+    """
+    kept = {key: value for key, value in found.items() if key not in REMOVED or value != REMOVED[key]}
+    return {key: entry.default for key, entry in SETTINGS.items() if not entry.free} | kept
 
 
 def changed_course(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -210,7 +220,7 @@ def changed_course(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return f"was trained with another recipe ({'; '.join(changed[:5])}). {fix}"
 
 
-def config_hash(config: Config) -> str:
-    """Hex digest of all settings; ranks compare it when they join."""
-    text = json.dumps(to_mapping(config), sort_keys=True)
+def config_hash(config: Config | Mapping[str, Any]) -> str:
+    """Hex digest of all settings, also as an earlier version saved them; ranks compare it when they join."""
+    text = json.dumps(to_mapping(config) if isinstance(config, Config) else config, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

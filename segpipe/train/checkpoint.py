@@ -7,7 +7,6 @@ import io
 import os
 import pickle
 import re
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,10 +20,10 @@ from segpipe.determinism import flags
 from segpipe.disk import append, patiently
 from segpipe.errors import CheckpointError, WeightsError
 from segpipe.files import not_written, write_atomically
-from segpipe.ledger.digest import state_digest
+from segpipe.ledger.digest import leaves, state_digest
 from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
-from segpipe.settings.config import Config, changed_course, from_mapping, recipe, to_mapping
+from segpipe.settings.config import Config, changed_course, config_hash, from_mapping, recipe, to_mapping
 from segpipe.train.optim import load_optimizer
 
 if TYPE_CHECKING:
@@ -52,6 +51,7 @@ class TrainedNetwork:
     classes: ClassTable
     weights_digest: str
     step: int
+    config_hash: str = ""  # of the settings as the file has them, which may be an earlier version's
 
 
 def save_state(path: Path, state: TrainState, config: Config, classes: ClassTable, fingerprint: dict[str, Any]) -> None:
@@ -270,26 +270,14 @@ def _digests(state: dict[str, Any]) -> dict[str, str]:
     torch does not compare the checksums inside its files: 165 of 200 random bit flips were read back as momentum.
     """
     rest = {name: value for name, value in state.items() if name not in ("model", "ema", "digests")}
-    tensors = {name: leaf for name, leaf in _leaves(rest) if isinstance(leaf, torch.Tensor)}
-    plain = sorted(f"{name}={leaf!r}" for name, leaf in _leaves(rest) if not isinstance(leaf, torch.Tensor))
+    tensors = {name: leaf for name, leaf in leaves(rest) if isinstance(leaf, torch.Tensor)}
+    plain = sorted(f"{name}={leaf!r}" for name, leaf in leaves(rest) if not isinstance(leaf, torch.Tensor))
     text = hashlib.blake2b("\n".join(plain).encode(), digest_size=16).hexdigest()
     return {
         "model": state_digest(state["model"]),
         "ema": state_digest(state["ema"]),
         "rest": f"{state_digest(tensors)}-{text}",
     }
-
-
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of nested dictionaries, lists and tuples, by path."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _leaves(item, f"{name}/{key!r}")
-    elif isinstance(value, list | tuple):
-        for place, item in enumerate(value):
-            yield from _leaves(item, f"{name}/{place}")
-    else:
-        yield name, value
 
 
 def load_network(run: Path, which: str = "best") -> TrainedNetwork:
@@ -316,6 +304,7 @@ def load_network(run: Path, which: str = "best") -> TrainedNetwork:
         classes=classes,
         weights_digest=state["digests"]["ema"],
         step=int(state["step"]),
+        config_hash=config_hash(state["config"]),
     )
 
 

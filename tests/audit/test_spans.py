@@ -27,5 +27,15 @@ def test_the_seed_chooses_and_every_span_has_its_turn() -> None:
     assert all(firsts.count(first) > 8 for first in (0, 4, 10))
 
 
+def test_spans_that_end_at_the_last_and_the_best_checkpoint_are_taken_besides() -> None:
+    for seed in range(9):
+        by_chance, found = (
+            choose_spans(STARTS, 24, count=1, longest=0, seed=seed, always=always) for always in ((), (20, 24))
+        )
+        assert {*by_chance, Span(STARTS[10], 10, 20), Span(STARTS[20], 20, 24)} == {*found}
+    cut = choose_spans(STARTS, 24, count=1, longest=3, seed=0, always=(24,))
+    assert len(cut) == 1, "a span that is cut ends at no checkpoint"
+
+
 def test_nothing_to_train_is_no_span() -> None:
     assert choose_spans({0: None}, 0, count=3, longest=0, seed=0) == []

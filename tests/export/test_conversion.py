@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,13 @@ def made(tmp_path_factory: pytest.TempPathFactory, manifest: Manifest) -> tuple[
             model, inside = deploy_model(tiny_network()), in_file(manifest, "fp32")
             FORMATS[kind].write(model, SIZE, inside, path, folder / f"probe.{kind}")
     return folders
+
+
+def test_a_manifest_has_the_hash_of_the_settings_as_the_checkpoint_has_them(manifest: Manifest) -> None:
+    """Those of an earlier version may have others; a run that was never saved has its own."""
+    trained = replace(tiny_network(), config_hash="0f")
+    found = describe(trained, deploy_model(trained), SIZE, Origin(), {})
+    assert (found["source"]["config_hash"], len(manifest["source"]["config_hash"])) == ("0f", 32)
 
 
 @pytest.mark.parametrize("kind", KINDS)

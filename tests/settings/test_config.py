@@ -11,7 +11,17 @@ from segpipe.errors import ConfigError
 from segpipe.models import MODELS
 from segpipe.settings.check import check
 from segpipe.settings.compose import compose
-from segpipe.settings.config import FREE_KEYS, SETTINGS, Config, config_hash, from_mapping, recipe, to_mapping
+from segpipe.settings.config import (
+    FREE_KEYS,
+    SETTINGS,
+    Config,
+    changed_course,
+    config_hash,
+    course,
+    from_mapping,
+    recipe,
+    to_mapping,
+)
 from segpipe.settings.groups import MODEL_NAMES
 from segpipe.settings.setting import nearest
 
@@ -88,6 +98,16 @@ def test_a_removed_setting_loads_with_the_value_at_which_it_did_nothing() -> Non
     assert from_mapping({"data": {"shuffle_labels": False, "workers": 5}}).data.workers == 5
     with pytest.raises(ConfigError, match=r"data\.shuffle_labels = True is a setting of an earlier version"):
         from_mapping({"data": {"shuffle_labels": True}})
+
+
+def test_a_recipe_of_an_earlier_version_is_the_same_course() -> None:
+    """It has a removed setting where it did nothing, and lacks later ones; where it did something, it differs."""
+    now = recipe(Config())
+    earlier = {key: value for key, value in now.items() if key != "ema.decay"} | {"data.shuffle_labels": False}
+    assert course(earlier) == course(now)
+    assert changed_course(earlier, now) == ""
+    for other in ({"data.shuffle_labels": True}, {"optim.lr": 7.0}):
+        assert course({**earlier, **other}) != course(now)
 
 
 def test_nearest_does_not_claim_what_is_far() -> None:

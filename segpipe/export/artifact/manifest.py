@@ -56,7 +56,7 @@ def describe(
         ],
         "source": {
             "git": origin.git,
-            "config_hash": config_hash(trained.config),
+            "config_hash": trained.config_hash or config_hash(trained.config),
             "checkpoint": origin.checkpoint,
             "weights_digest": trained.weights_digest,
             "seed": trained.config.seed,
