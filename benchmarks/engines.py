@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from benchmarks import measure as measuring
 from segpipe.cli.commands import RUN, WHICH
 from segpipe.export.graph.formats import FORMATS
-from segpipe.export.graph.network import deploy_model, one_thread, run_eager
+from segpipe.export.graph.network import deploy_model, run_eager
 from segpipe.export.graph.profiles import ROBOT
+from segpipe.native import one_thread
 from segpipe.runtime.artifact import Artifact, read_artifact
 from segpipe.runtime.session import Session
 from segpipe.settings.arguments import Setting, parse

@@ -31,13 +31,14 @@ from segpipe.export.artifact.manifest import describe
 from segpipe.export.artifact.origin import Origin
 from segpipe.export.dataset import spread
 from segpipe.export.graph.formats import FORMATS
-from segpipe.export.graph.network import deploy_model, one_thread, run_eager
+from segpipe.export.graph.network import deploy_model, run_eager
 from segpipe.export.graph.onnx_format import open_onnx
 from segpipe.export.graph.profiles import Run
 from segpipe.export.lowprec.half import to_fp16
 from segpipe.export.lowprec.int8 import SCHEMES, to_int8
 from segpipe.models import MODELS, build_model
 from segpipe.models.preprocess import Preprocess
+from segpipe.native import one_thread
 from segpipe.settings.arguments import Setting, parse, with_settings
 from segpipe.settings.config import Config
 from segpipe.train.checkpoint import TrainedNetwork, load_network

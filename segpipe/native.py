@@ -48,6 +48,17 @@ def threads() -> int:
     return torch.get_num_threads() if os.getpid() == _PROCESS else 1
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Runs torch on one CPU thread: their number changes sums. Around a block, or as the decorator of a function."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _folders() -> Iterator[Path]:
     with contextlib.suppress(RuntimeError):  # no home
         yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "segpipe"

@@ -12,6 +12,7 @@ from segpipe.data.augment import Augmenter
 from segpipe.data.plugin_samples import PluginSamples
 from segpipe.data.samples import CachedSamples, Samples, open_samples
 from segpipe.errors import ConfigError, SegpipeError
+from segpipe.native import one_thread
 from segpipe.purity import checker
 from segpipe.purity.elsewhere import elsewhere
 from segpipe.purity.tripwire import preserved, seed_globals
@@ -98,6 +99,7 @@ class DataContract:
         return ""
 
 
+@one_thread()  # as loaders give to torch; more do not survive a fork
 def contents(samples: Samples, indices: list[int]) -> list[str]:
     """The bytes of these samples with their names, as text."""
     read = [(index, *samples.read(index)) for index in indices]

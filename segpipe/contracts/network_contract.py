@@ -22,6 +22,7 @@ from segpipe.losses.total import shard_loss, valid_pixels
 from segpipe.models import KEY, build_model
 from segpipe.models.plugin_network import ShardGuard
 from segpipe.models.preprocess import Preprocess
+from segpipe.native import one_thread
 from segpipe.plugins import is_path
 from segpipe.purity.elsewhere import elsewhere, started
 from segpipe.purity.tripwire import preserved, seed_globals
@@ -266,7 +267,7 @@ class NetworkContract:
         return ""
 
     def _onnx(self) -> str:
-        from segpipe.export.graph.network import DeployModel, one_thread, run_eager
+        from segpipe.export.graph.network import DeployModel, run_eager
         from segpipe.export.graph.onnx_format import open_onnx, to_onnx  # not before every training: it takes seconds
 
         network = copy.deepcopy(self.net).requires_grad_(False)

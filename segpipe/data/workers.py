@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from segpipe.errors import DataError, SegpipeError
+from segpipe.native import one_thread
 
 STACK_S = 0.4  # for a worker to write its stack
 _EXIT_S = 1.0  # for a process that was killed to end
@@ -95,6 +96,7 @@ class InProcess:
         room = Fresh(pinned)
         self._items = (items.make(request, room) for request in requests)
 
+    @one_thread()  # as a worker has: the bits of user code with torch must not depend on `data.workers`
     def __next__(self) -> Any:
         return next(self._items)
 

@@ -26,10 +26,11 @@ from segpipe.export.gates.judge import GateInputs, judge, load_as_robot, require
 from segpipe.export.gates.limits import MAX_CLASSES
 from segpipe.export.gates.temperature import calibration_entry
 from segpipe.export.graph.formats import FORMATS
-from segpipe.export.graph.network import DeployModel, deploy_model, one_thread
+from segpipe.export.graph.network import DeployModel, deploy_model
 from segpipe.export.graph.profiles import CONFIDENCE, PROFILES, Image, Manifest, Size, free_lengths, manifest_text
 from segpipe.export.produce import produce
 from segpipe.ledger.inputs import changed_since
+from segpipe.native import one_thread
 from segpipe.runtime.artifact import MANIFEST
 from segpipe.settings.check import export_problems
 from segpipe.settings.groups import ExportConfig

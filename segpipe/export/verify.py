@@ -23,11 +23,12 @@ from segpipe.export.gates.judge import GateInputs, judge, load_as_robot, require
 from segpipe.export.gates.limits import gate_integrity
 from segpipe.export.gates.temperature import calibration_entry, calibration_problems
 from segpipe.export.graph.formats import FORMATS, ModelFile
-from segpipe.export.graph.network import DeployModel, deploy_model, one_thread
+from segpipe.export.graph.network import DeployModel, deploy_model
 from segpipe.export.graph.onnx_format import write_probe
 from segpipe.export.graph.profiles import CONFIDENCE, PROFILES, Image, Manifest, Size, dynamic_of, manifest_text
 from segpipe.export.produce import produce
 from segpipe.files import sha256
+from segpipe.native import one_thread
 from segpipe.runtime.artifact import MANIFEST, exported_lengths, resolved
 
 if TYPE_CHECKING:

@@ -49,18 +49,16 @@ static uint64_t range_digest(const word *const *parts, const int64_t *lengths, i
     return filled ? digest + mix64(total ^ mix64(number * PHI)) : digest;
 }
 
-/* range_digest of each group of parts, by `threads` threads that take `width` words each; group g ends before part
-   ends[g]. */
+/* shares[t][g] = range_digest of the words of group g that thread t of `threads` takes, `width` each; group g ends
+   before part ends[g]. */
 void segpipe_digests(const word *const *parts, const int64_t *lengths, const int64_t *ends, int64_t num_groups,
-                     int64_t width, int64_t threads, const uint64_t *indices, int64_t block, uint64_t *digests) {
-    for (int64_t group = 0; group < num_groups; group++) digests[group] = 0;
+                     int64_t width, int64_t threads, const uint64_t *indices, int64_t block, uint64_t *shares) {
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int64_t thread = 0; thread < threads; thread++)
         for (int64_t group = 0; group < num_groups; group++) {
             int64_t start = group ? ends[group - 1] : 0;
-            uint64_t share = range_digest(parts + start, lengths + start, ends[group] - start, thread * width,
-                                          (thread + 1) * width, indices, block);
-#pragma omp atomic
-            digests[group] += share;
+            shares[thread * num_groups + group] =
+                range_digest(parts + start, lengths + start, ends[group] - start, thread * width,
+                             (thread + 1) * width, indices, block);
         }
 }

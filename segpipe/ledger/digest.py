@@ -245,12 +245,12 @@ def _by_c(addresses: Sequence[int], lengths: tuple[int, ...], ends: tuple[int, .
     threads = min(native.threads(), longest // (THREAD_BLOCKS * BLOCK) + 1)
     width = -(-longest // (threads * BLOCK)) * BLOCK
     places, indices = np.array(addresses, np.uint64), _block_indices(_CPU)
-    found = torch.empty(len(ends), dtype=torch.int64)
+    shares = torch.empty(threads, len(ends), dtype=torch.int64)
     kernels().segpipe_digests(
         *(array.ctypes.data for array in (places, words, until)),
-        *(len(ends), width, threads, indices.data_ptr(), BLOCK, found.data_ptr()),
+        *(len(ends), width, threads, indices.data_ptr(), BLOCK, shares.data_ptr()),
     )
-    return found
+    return shares.sum(0) if threads > 1 else shares[0]
 
 
 @lru_cache(maxsize=64)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from segpipe.errors import ImpureAugmentError, SegpipeError
+from segpipe.native import one_thread
 from segpipe.plugins import is_path
 from segpipe.purity import tripwire
 from segpipe.purity.elsewhere import elsewhere, started
@@ -93,6 +94,7 @@ class _Outputs:
     written: tuple[str, ...]
 
 
+@one_thread()  # as loaders give to torch; more do not survive a fork
 def check(
     augmenter: Augmenter,
     samples: Samples,
@@ -120,6 +122,7 @@ def check(
     return _drop_explained(findings, augmenter.name)
 
 
+@one_thread()
 def quick(augmenter: Augmenter, samples: Samples, *, budget_s: float = BUDGET_S) -> str:
     """The check before every training; returns how many probes were left out, empty when all ran.
 

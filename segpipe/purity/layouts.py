@@ -14,6 +14,7 @@ from segpipe.data.loader import ShardBatch, train_batches
 from segpipe.data.order import Order
 from segpipe.data.samples import CachedSamples
 from segpipe.keys import sample_key
+from segpipe.native import one_thread
 from segpipe.purity.probes import Finding, Frame, first_difference
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ def _batches(
         return list(stream)
 
 
+@one_thread()
 def _augmented(augmenter: Augmenter, samples: Samples, batch: ShardBatch) -> list[Frame]:
     """The samples of a batch, augmented one by one in this process."""
     frame, places = samples.read(0), zip(batch.epoch.tolist(), batch.index.tolist(), strict=True)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from runs import torch_restored
 from segpipe import plugins
 from segpipe.cli import check_plugin
 from segpipe.contracts import network_contract
@@ -157,6 +158,7 @@ DATA = """
     import numpy as np
     import os
     import threading
+    import torch
 
     HASH = list(hash("data").to_bytes(8, "little", signed=True)[:3])
 
@@ -185,6 +187,8 @@ DATA = """
                 image[0] = int(multiprocessing.parent_process() is not None)
             if self.fault == "hash":
                 image[0, 0] = HASH
+            if not self.fault:
+                image[0] = abs(int(torch.arange(200_000.0).sin().sum())) % 256
             return image, np.full((4, 6), 2 if self.fault == "ids" else 0, np.uint8)
 """
 
@@ -417,7 +421,10 @@ def test_no_training_starts_with_samples_that_depend_on_the_process(fault: str) 
         with pytest.raises(ConfigError, match=r"data\.name = data:Data: sample 0 has other bytes when read (twice|by)"):
             check_data(config)
     else:
-        check_data(config)
+        with torch_restored():
+            torch.set_num_threads(3)  # for which a forked process would wait
+            check_data(config)
+            assert not any(clause.problem or clause.note for clause in DataContract(config, "train").clauses())
         check_data(Config())
 
 

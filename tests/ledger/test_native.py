@@ -232,6 +232,10 @@ def test_it_is_compiled_once_into_a_private_folder(
     native.load.cache_clear()
     assert digests.kernels() is not None
     assert [path.stat().st_mtime_ns for path in (tmp_path / "segpipe").iterdir()] == [written]
+    monkeypatch.setattr(native, "_processor", lambda: "flags: of another machine with this home folder")
+    native.load.cache_clear()
+    assert digests.kernels() is not None
+    assert len([*(tmp_path / "segpipe").iterdir()]) == 2
 
 
 @needs_compiler

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 import impure
 import runs
@@ -12,7 +13,7 @@ from segpipe.cli import check_augment
 from segpipe.cli.main import main as segpipe
 from segpipe.data.augment import Augmenter
 from segpipe.data.transforms import TRANSFORMS
-from segpipe.purity import layouts
+from segpipe.purity import checker, layouts
 from segpipe.purity.layouts import LAYOUTS, check_diversity, check_layouts
 
 FEW = ((0, "fork"), (2, "fork"), (3, "fork"))
@@ -46,6 +47,30 @@ def test_a_transform_that_knows_its_process_is_found(monkeypatch):
     monkeypatch.setitem(TRANSFORMS, "process_id", impure.ProcessId)
     findings = check_layouts(Augmenter(config(extra=["process_id"])), Noise(), FEW[:2])
     assert [finding.detail.partition(":")[0] for finding in findings] == ["fork x 2"]
+
+
+class TorchSum(impure.Planted):
+    """Torch divides sums of this size among its threads, which decides their last bits."""
+
+    def number(self) -> int:
+        bits = torch.arange(200_000.0).sin().sum().view(torch.int32)
+        return 16 * (int(bits) & 0xFFFFFF) + torch.get_num_threads()
+
+
+def test_torch_has_one_thread_wherever_samples_are_augmented(monkeypatch):
+    """In this process, too, whose own threads a forked one would wait for without an end."""
+    monkeypatch.setitem(TRANSFORMS, "torch_sum", TorchSum)
+    augmenter = Augmenter(config(extra=["torch_sum"]))
+    with runs.torch_restored():
+        torch.set_num_threads(1)
+        alone = TorchSum().number()
+        torch.set_num_threads(3)
+        assert TorchSum().number() != alone, "the control, which starts torch's threads"
+        assert check_layouts(augmenter, Noise(), FEW[:2]) == []
+        assert checker.quick(augmenter, Noise(), budget_s=600) == ""
+        monkeypatch.setattr(checker, "METHODS", {"fork": checker.FORKED})
+        assert checker.check(augmenter, Noise()) == []
+        assert torch.get_num_threads() == 3
 
 
 def test_ranks_see_different_outputs():

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from segpipe.export.gates.limits import FP32, Sigma
-from segpipe.export.graph.network import DeployModel, one_thread, run_eager
+from segpipe.export.graph.network import DeployModel, run_eager
+from segpipe.native import one_thread
 
 if TYPE_CHECKING:
     from segpipe.export.gates.check_set import Check

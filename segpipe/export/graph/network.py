@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -110,17 +108,6 @@ def _replace_sync_batchnorm(network: nn.Module) -> None:
                 )
                 plain.load_state_dict(norm.state_dict())
                 setattr(parent, name, plain)
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Runs torch on one CPU thread: the thread count changes sums, and there must be one reference."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def run_eager(model: DeployModel) -> Runner:
