@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from segpipe.cli.commands import COMMANDS
 from segpipe.data.catalog import table_path
 from segpipe.data.division import shared_sequences
+from segpipe.data.folders import no_split, split_lists
 from segpipe.data.overlap import check_overlap
 from segpipe.data.pairs import scan, scan_undivided
 from segpipe.data.problems import open_readable, problems
@@ -69,8 +70,21 @@ def offer_table(data: DataConfig, splits: list[str], *, write: bool) -> bool:
         CONSOLE.print(f"{path} does not exist. This would fit its masks: write=true writes it.", markup=False)
         return False
     path.write_text(text)
-    CONSOLE.print(f"written to {path}. Give the classes their names before training.", markup=False)
+    CONSOLE.print(f"This table is written to {path}. Give the classes their names before training.", markup=False)
     return True
+
+
+def not_divided(data: DataConfig, splits: list[str]) -> str:
+    """What to do with a folder that has all but its splits; empty for any other."""
+    root = Path(data.root)
+    if data.name != "folder" or data.mix or split_lists(root):
+        return ""
+    if any(scan(data, split) != ([], [no_split(root, split)]) for split in splits):
+        return ""
+    return (
+        f"{root} is not divided into {' and '.join(splits)} yet, so no more was checked. Next: `segpipe split "
+        f"data.root={root} val=0.2`, then `segpipe doctor data=folder data.root={root}` again."
+    )
 
 
 def warn_of_shared_sequences(train: list[str], val: list[str], pattern: str) -> None:
@@ -146,6 +160,11 @@ def main(overrides: list[str]) -> int:
     check(config, world_size=1)
     splits = list(dict.fromkeys(["train", config.data.split]))
     if not offer_table(config.data, splits, write=given["write"]):
+        return DataError.exit_code
+    if todo := not_divided(config.data, splits):
+        CONSOLE.print(todo, markup=False)
+        if given["out"]:
+            write_page(config, splits, [todo], [], Path(given["out"]))
         return DataError.exit_code
     found = find_problems(config.data, splits, given["lines"])
     opened = {} if found else {split: open_samples(config.data, split, config.seed) for split in splits}

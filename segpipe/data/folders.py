@@ -113,7 +113,7 @@ def undivided(root: Path, images: str = "", masks: str = "") -> FolderLayout | s
 
 def no_split(root: Path, split: str) -> str:
     """Message for images and masks that no list or folder divides."""
-    lists = sorted(path.name for path in root.glob("*") if path.stem in SPLITS and path.suffix in (".txt", ".csv"))
+    lists = split_lists(root)
     fix = (
         f"The lists that exist are {', '.join(lists)}: set the split to one of them, or write {split}.txt."
         if lists
@@ -123,6 +123,11 @@ def no_split(root: Path, split: str) -> str:
         f"{root} has images and masks, but nothing says which belong to split {split}: there is no folder, no "
         f"{split}.txt and no {split}.csv. {fix}"
     )
+
+
+def split_lists(root: Path) -> list[str]:
+    """Names of the files below `root` that may list a split."""
+    return sorted(path.name for path in root.glob("*") if path.stem in SPLITS and path.suffix in (".txt", ".csv"))
 
 
 def _divided(folder: Path, split: str) -> bool:

@@ -106,7 +106,16 @@ def test_a_newcomer_gets_from_masks_to_a_checked_split(tmp_path: Path, capsys: p
         assert part in text
     assert not (tmp_path / "classes.yaml").exists()
     assert segpipe(["doctor", "data=folder", root, "write=true"]) == 2
-    assert "`segpipe split data.root=" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert f"This table is written to {tmp_path}/classes.yaml." in text
+    assert (
+        f"is not divided into train and val yet, so no more was checked. Next: `segpipe split {root} val=0.2`" in text
+    )
+    assert "problem" not in text
+    (tmp_path / "training.txt").touch()
+    assert segpipe(["doctor", "data=folder", root]) == 2
+    assert "The lists that exist are training.txt" in capsys.readouterr().out
+    (tmp_path / "training.txt").unlink()
     assert segpipe(["split", root, "val=0.4"]) == 0
     text = capsys.readouterr().out
     assert "train.txt: 12 images (60.0%) of 3 sequences" in text
