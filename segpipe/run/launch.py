@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import multiprocessing
 import os
 import signal
 import sys
@@ -41,7 +42,7 @@ from segpipe.run.tracking import Tracker, check_tracking, failure, note_failure,
 from segpipe.settings.check import check
 from segpipe.settings.config import Config, config_hash
 from segpipe.train.start import check_pins, pin_weights
-from segpipe.train.stop import handlers_kept, stopping
+from segpipe.train.stop import handlers_kept, interrupts_deferred_by_children, stopping
 
 if TYPE_CHECKING:
     from segpipe.data.samples import Samples
@@ -194,10 +195,10 @@ def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    before = failure(config.run_dir)  # of an earlier session
+    before, others = failure(config.run_dir), set(multiprocessing.active_children())  # not of this session
     logging.disable(logging.CRITICAL)  # the ranks report errors; the launcher would add two tracebacks
     try:
-        with handlers_kept(), _environment_of_children(config, world_size):
+        with handlers_kept(), interrupts_deferred_by_children(), _environment_of_children(config, world_size):
             settings = LaunchConfig(
                 min_nodes=1,
                 max_nodes=1,
@@ -219,6 +220,8 @@ def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
     except (SignalException, KeyboardInterrupt):
         return Interrupted.exit_code
     finally:
+        for child in set(multiprocessing.active_children()) - others:  # started just when a signal came
+            child.kill()
         logging.disable(logging.NOTSET)
         lock.remove_dead(config.run_dir)  # rank 0 may have been killed; another machine could not know it
     return 0
@@ -251,8 +254,13 @@ def _environment_of_children(config: Config, world_size: int) -> Iterator[None]:
 
 
 def _child(config: Config, finish: Finish | None) -> None:
+    from segpipe.train import engine  # noqa: F401  (torch and all else, before Ctrl-C may interrupt)
+
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # one that came meanwhile is raised here
         code = work(config, finish=finish, prepared=True)
+    except KeyboardInterrupt:
+        code = Interrupted.exit_code
     except Exception:
         traceback.print_exc()
         code = 1
