@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from segpipe.errors import ConfigError
+from segpipe.errors import ConfigError, Interrupted
 from segpipe.run.tracking import FILE_NAME, failure, read_metrics
 from segpipe.settings.config import FREE_KEYS, flat, saved_config
 
@@ -102,8 +102,9 @@ def read_row(folder: Path, name: str) -> Row:
     metrics = read_metrics(folder / FILE_NAME)
     miou, steps, digest = result or (None, metrics[-1]["step"] if metrics else 0, None)
     state = "finished" if result else f"unfinished, step {steps} of {config.train.steps if config else None}"
-    if reason := failure(folder)[1]:
-        state = "failed"
+    code, reason = failure(folder)
+    if reason:
+        state = "interrupted" if code == Interrupted.exit_code else "failed"
     return Row(
         name,
         folder,

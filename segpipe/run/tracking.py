@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from segpipe.disk import append, patiently
-from segpipe.errors import ConfigError, Interrupted, SegpipeError
+from segpipe.errors import ConfigError, SegpipeError
 from segpipe.files import not_written, plain, to_json, write_atomically
 from segpipe.run.trackers import Mirror, MlflowMirror, TensorboardMirror, WandbMirror, check_login, run_end
 from segpipe.settings.config import Config
@@ -60,13 +60,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def note_failure(config: Config, code: int, reason: str) -> None:
-    """Write down why the run ended; Ctrl-C is no failure.
-
-    A full disk does not hide the error itself: then nothing is written.
-    """
-    if code != Interrupted.exit_code:
-        with contextlib.suppress(SegpipeError, OSError):
-            write_atomically(config.run_dir / FAILURE, to_json({"exit_code": code, "reason": reason}))
+    """Write down why the run ended; a full disk does not hide the error itself: then nothing is written."""
+    with contextlib.suppress(SegpipeError, OSError):
+        write_atomically(config.run_dir / FAILURE, to_json({"exit_code": code, "reason": reason}))
 
 
 def failure(folder: Path) -> tuple[int, str]:
