@@ -25,20 +25,12 @@ from segpipe import plugins
 from segpipe.determinism import flags
 from segpipe.disk import DISK_ERRORS
 from segpipe.distributed import environment
-from segpipe.errors import (
-    CheckpointError,
-    CollectiveError,
-    ConfigError,
-    DivergenceError,
-    Interrupted,
-    NumericsError,
-    SegpipeError,
-)
+from segpipe.errors import CheckpointError, ConfigError, DivergenceError, Interrupted, NumericsError, SegpipeError
 from segpipe.files import not_written
 from segpipe.run import lock
 from segpipe.run.console import TrainView
 from segpipe.run.folder import check_folder, claim_folder, clear_folder, owned
-from segpipe.run.tracking import Tracker, check_tracking, failure, note_failure, open_tracker
+from segpipe.run.tracking import Tracker, check_tracking, failure, note_failure, note_lost, open_tracker
 from segpipe.settings.check import check
 from segpipe.settings.config import Config, config_hash
 from segpipe.train.start import check_pins, pin_weights
@@ -216,7 +208,7 @@ def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
         return _report(error)
     except ChildFailedError as error:
         rank, lost = error.get_first_failure()
-        return lost.exitcode if lost.exitcode > 0 else _lost(config, rank, -lost.exitcode, before)
+        return lost.exitcode if lost.exitcode > 0 else note_lost(config, rank, -lost.exitcode, before)
     except (SignalException, KeyboardInterrupt):
         return Interrupted.exit_code
     finally:
@@ -225,17 +217,6 @@ def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
         logging.disable(logging.NOTSET)
         lock.remove_dead(config.run_dir)  # rank 0 may have been killed; another machine could not know it
     return 0
-
-
-def _lost(config: Config, rank: int, number: int, before: tuple[int, str]) -> int:
-    """Exit code for a rank that a signal ended; what another rank wrote about it in this session is kept."""
-    memory = " The machine's memory may have run out: see dmesg." if number == signal.SIGKILL else ""
-    reason = f"rank {rank} was ended by signal {number} ({signal.strsignal(number)}).{memory}"
-    print(reason, file=sys.stderr)
-    told = failure(config.run_dir)
-    kept = f" {told[1]}" if told != before else ""
-    note_failure(config, CollectiveError.exit_code, reason + kept)
-    return CollectiveError.exit_code
 
 
 @contextlib.contextmanager
@@ -310,10 +291,7 @@ def work(config: Config, *, finish: Finish | None = None, prepared: bool = False
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        refused = not_written(Path(error.filename or config.run_dir), error)
-        if ours:
-            note_failure(config, refused.exit_code, str(refused))
-        return _report(refused)
+        return _report(not_written(Path(error.filename or config.run_dir), error))
     except RuntimeError as error:
         if not _lost_another_rank(error):
             raise

@@ -11,6 +11,8 @@ import importlib.util
 import json
 import math
 import os
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +21,7 @@ from typing import Any
 from rich.console import Console
 
 from segpipe.disk import append, patiently
-from segpipe.errors import ConfigError, SegpipeError
+from segpipe.errors import CollectiveError, ConfigError, SegpipeError
 from segpipe.files import not_written, plain, to_json, write_atomically
 from segpipe.run.trackers import Mirror, MlflowMirror, TensorboardMirror, WandbMirror, check_login, run_end
 from segpipe.settings.config import Config
@@ -72,6 +74,17 @@ def failure(folder: Path) -> tuple[int, str]:
         return int(found["exit_code"]), " ".join(str(found["reason"]).split())
     except (OSError, ValueError, TypeError, LookupError):
         return 0, ""
+
+
+def note_lost(config: Config, rank: int, number: int, before: tuple[int, str]) -> int:
+    """Exit code for a rank that a signal ended; what another rank wrote about it in this session is kept."""
+    memory = " The machine's memory may have run out: see dmesg." if number == signal.SIGKILL else ""
+    reason = f"rank {rank} was ended by signal {number} ({signal.strsignal(number)}).{memory}"
+    print(reason, file=sys.stderr)
+    told = failure(config.run_dir)
+    kept = f" {told[1]}" if told != before else ""
+    note_failure(config, CollectiveError.exit_code, reason + kept)
+    return CollectiveError.exit_code
 
 
 class Tracker:
