@@ -86,8 +86,8 @@ def _group_table(groups: Sequence[RecipeGroup], by: str, width: int) -> Table:
     figures = [_figures(group.scores) for group in groups]
     columns: dict[str, list[Any]] = {
         **{key: [shown(group.settings[key]) for group in groups] for key in keys},
-        by: [",".join(shown(row.settings[by]) for row in group.rows) for group in groups],
-        "finished": [f"{len(group.scores)} of {len(group.rows)}" for group in groups],
+        by: [",".join(shown(row.settings[by]) for row in group.distinct) for group in groups],
+        "finished": [f"{len(group.scores)} of {len(group.distinct)}" for group in groups],
         **{title: [found[place] for found in figures] for place, title in enumerate(FIGURES)},
     }
     return _table(columns, (by, "finished", *FIGURES), keys, keys, width)

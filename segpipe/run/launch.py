@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import multiprocessing
 import os
 import signal
 import sys
@@ -24,24 +25,16 @@ from segpipe import plugins
 from segpipe.determinism import flags
 from segpipe.disk import DISK_ERRORS
 from segpipe.distributed import environment
-from segpipe.errors import (
-    CheckpointError,
-    CollectiveError,
-    ConfigError,
-    DivergenceError,
-    Interrupted,
-    NumericsError,
-    SegpipeError,
-)
+from segpipe.errors import CheckpointError, ConfigError, DivergenceError, Interrupted, NumericsError, SegpipeError
 from segpipe.files import not_written
 from segpipe.run import lock
 from segpipe.run.console import TrainView
 from segpipe.run.folder import check_folder, claim_folder, clear_folder, owned
-from segpipe.run.tracking import Tracker, check_tracking, failure, note_failure, open_tracker
+from segpipe.run.tracking import Tracker, check_tracking, failure, note_failure, note_lost, open_tracker
 from segpipe.settings.check import check
 from segpipe.settings.config import Config, config_hash
 from segpipe.train.start import check_pins, pin_weights
-from segpipe.train.stop import handlers_kept, stopping
+from segpipe.train.stop import handlers_kept, interrupts_deferred_by_children, stopping
 
 if TYPE_CHECKING:
     from segpipe.distributed.group import Group
@@ -178,10 +171,10 @@ def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    before = failure(config.run_dir)  # of an earlier session
+    before, others = failure(config.run_dir), set(multiprocessing.active_children())  # not of this session
     logging.disable(logging.CRITICAL)  # the ranks report errors; the launcher would add two tracebacks
     try:
-        with handlers_kept(), _environment_of_children(config, world_size):
+        with handlers_kept(), interrupts_deferred_by_children(), _environment_of_children(config, world_size):
             settings = LaunchConfig(
                 min_nodes=1,
                 max_nodes=1,
@@ -199,24 +192,15 @@ def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
         return _report(error)
     except ChildFailedError as error:
         rank, lost = error.get_first_failure()
-        return lost.exitcode if lost.exitcode > 0 else _lost(config, rank, -lost.exitcode, before)
+        return lost.exitcode if lost.exitcode > 0 else note_lost(config, rank, -lost.exitcode, before)
     except (SignalException, KeyboardInterrupt):
         return Interrupted.exit_code
     finally:
+        for child in set(multiprocessing.active_children()) - others:  # started just when a signal came
+            child.kill()
         logging.disable(logging.NOTSET)
         lock.remove_dead(config.run_dir)  # rank 0 may have been killed; another machine could not know it
     return 0
-
-
-def _lost(config: Config, rank: int, number: int, before: tuple[int, str]) -> int:
-    """Exit code for a rank that a signal ended; what another rank wrote about it in this session is kept."""
-    memory = " The machine's memory may have run out: see dmesg." if number == signal.SIGKILL else ""
-    reason = f"rank {rank} was ended by signal {number} ({signal.strsignal(number)}).{memory}"
-    print(reason, file=sys.stderr)
-    told = failure(config.run_dir)
-    kept = f" {told[1]}" if told != before else ""
-    note_failure(config, CollectiveError.exit_code, reason + kept)
-    return CollectiveError.exit_code
 
 
 @contextlib.contextmanager
@@ -235,8 +219,13 @@ def _environment_of_children(config: Config, world_size: int) -> Iterator[None]:
 
 
 def _child(config: Config, finish: Finish | None) -> None:
+    from segpipe.train import engine  # noqa: F401  (torch and all else, before Ctrl-C may interrupt)
+
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # one that came meanwhile is raised here
         code = work(config, finish=finish, prepared=True)
+    except KeyboardInterrupt:
+        code = Interrupted.exit_code
     except Exception:
         traceback.print_exc()
         code = 1
@@ -286,10 +275,7 @@ def work(config: Config, *, finish: Finish | None = None, prepared: bool = False
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        refused = not_written(Path(error.filename or config.run_dir), error)
-        if ours:
-            note_failure(config, refused.exit_code, str(refused))
-        return _report(refused)
+        return _report(not_written(Path(error.filename or config.run_dir), error))
     except RuntimeError as error:
         if not _lost_another_rank(error):
             raise

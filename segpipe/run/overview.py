@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from segpipe.errors import ConfigError
+from segpipe.errors import ConfigError, Interrupted
 from segpipe.run.tracking import FILE_NAME, failure, read_metrics
 from segpipe.settings.config import FREE_KEYS, flat, saved_config
 
@@ -40,11 +40,22 @@ class RecipeGroup:
 
     settings: dict[str, Any]
     rows: Sequence[Row]
+    by: str = ""  # the setting in which the runs differ
+
+    @property
+    def distinct(self) -> list[Row]:
+        """One run for each value of `by`, a finished one if there is one: a repeated run is no second sample."""
+        found: dict[str, Row] = {}
+        for row in self.rows:
+            value = _text(row.settings.get(self.by))
+            if value not in found or found[value].miou is None:
+                found[value] = row
+        return list(found.values())
 
     @property
     def scores(self) -> list[float]:
-        """mIoU of the finished runs."""
-        return [row.miou for row in self.rows if row.miou is not None]
+        """mIoU of the finished runs, one for each value of `by`."""
+        return [row.miou for row in self.distinct if row.miou is not None]
 
     @property
     def mean(self) -> float | None:
@@ -91,8 +102,9 @@ def read_row(folder: Path, name: str) -> Row:
     metrics = read_metrics(folder / FILE_NAME)
     miou, steps, digest = result or (None, metrics[-1]["step"] if metrics else 0, None)
     state = "finished" if result else f"unfinished, step {steps} of {config.train.steps if config else None}"
-    if reason := failure(folder)[1]:
-        state = "failed"
+    code, reason = failure(folder)
+    if reason:
+        state = "interrupted" if code == Interrupted.exit_code else "failed"
     return Row(
         name,
         folder,
@@ -149,6 +161,7 @@ def grouped(rows: Sequence[Row], by: str) -> list[RecipeGroup]:
         RecipeGroup(
             {key: value for key, value in found[0].settings.items() if key != by},
             sorted(found, key=lambda row: _text(row.settings[by])),
+            by,
         )
         for found in members.values()
     ]

@@ -47,11 +47,11 @@ def _entry(group: RecipeGroup, keys: Sequence[str], by: str, line: Any) -> dict[
     """A line of the table."""
     members, scores = group.rows, group.scores
     return {
-        "name": members[0].name if not by else ", ".join(shown(row.settings[by]) for row in members),
+        "name": members[0].name if not by else ", ".join(shown(row.settings[by]) for row in group.distinct),
         "settings": [_compact(group.settings[key]) if group.settings else "-" for key in keys],
         "mean": None if group.mean is None else f"{100 * group.mean:.2f}",
         "range": f"{100 * min(scores):.2f} to {100 * max(scores):.2f}" if len(scores) > 1 else "",
-        "number": f"{len(scores)} of {len(members)}",
+        "number": f"{len(scores)} of {len(group.distinct)}",
         "steps": max((row.steps or 0 for row in members), default=0),
         "state": "; ".join(dict.fromkeys(row.state for row in members)),
         "reason": "; ".join(dict.fromkeys(row.reason for row in members if row.reason)),

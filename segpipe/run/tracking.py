@@ -11,6 +11,8 @@ import importlib.util
 import json
 import math
 import os
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +21,7 @@ from typing import Any
 from rich.console import Console
 
 from segpipe.disk import append, patiently
-from segpipe.errors import ConfigError, Interrupted, SegpipeError
+from segpipe.errors import CollectiveError, ConfigError, SegpipeError
 from segpipe.files import not_written, plain, to_json, write_atomically
 from segpipe.run.trackers import Mirror, MlflowMirror, TensorboardMirror, WandbMirror, check_login, run_end
 from segpipe.settings.config import Config
@@ -60,13 +62,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def note_failure(config: Config, code: int, reason: str) -> None:
-    """Write down why the run ended; Ctrl-C is no failure.
-
-    A full disk does not hide the error itself: then nothing is written.
-    """
-    if code != Interrupted.exit_code:
-        with contextlib.suppress(SegpipeError, OSError):
-            write_atomically(config.run_dir / FAILURE, to_json({"exit_code": code, "reason": reason}))
+    """Write down why the run ended; a full disk does not hide the error itself: then nothing is written."""
+    with contextlib.suppress(SegpipeError, OSError):
+        write_atomically(config.run_dir / FAILURE, to_json({"exit_code": code, "reason": reason}))
 
 
 def failure(folder: Path) -> tuple[int, str]:
@@ -76,6 +74,17 @@ def failure(folder: Path) -> tuple[int, str]:
         return int(found["exit_code"]), " ".join(str(found["reason"]).split())
     except (OSError, ValueError, TypeError, LookupError):
         return 0, ""
+
+
+def note_lost(config: Config, rank: int, number: int, before: tuple[int, str]) -> int:
+    """Exit code for a rank that a signal ended; what another rank wrote about it in this session is kept."""
+    memory = " The machine's memory may have run out: see dmesg." if number == signal.SIGKILL else ""
+    reason = f"rank {rank} was ended by signal {number} ({signal.strsignal(number)}).{memory}"
+    print(reason, file=sys.stderr)
+    told = failure(config.run_dir)
+    kept = f" {told[1]}" if told != before else ""
+    note_failure(config, CollectiveError.exit_code, reason + kept)
+    return CollectiveError.exit_code
 
 
 class Tracker:

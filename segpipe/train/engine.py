@@ -77,6 +77,7 @@ def _open(
     """The run at the step at which it starts or resumes, its batches, and notes for the user."""
     last = config.run_dir / "last.pt"
     found = checkpoint.newest_whole(config.run_dir) if config.run.exists == "resume" else None
+    earlier = (config.run_dir / "config.json").is_file()  # before this session writes its own
     flags.apply(config.compute.threads, config.compute.mode)
     samples = open_samples(config.data, "train", config.seed)
     start = None if found else read_start(config, checkpoint.load)
@@ -120,6 +121,8 @@ def _open(
     if found:
         run.saved = None if found.note else done
         notes.append(f"resuming {config.run_dir} at step {done}")
+    elif config.run.exists == "resume" and earlier:
+        notes.append(f"{config.run_dir} holds no checkpoint yet: the run starts again at step 0")
     return run, stream, notes
 
 

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 
 
 def stopping() -> list[signal.Signals]:
@@ -35,6 +36,25 @@ def handlers_kept() -> Iterator[None]:
             for number, handler in before.items():
                 if handler is not None:  # None: not installed from Python
                     signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def interrupts_deferred_by_children() -> Iterator[None]:
+    """Children that the block starts have SIGINT blocked until they unblock it; this process still gets it.
+
+    A terminal sends Ctrl-C to all processes, and one that imports torch would print a traceback. Children inherit what
+    the thread blocks that starts them. Another thread receives the signal for this process; Python runs its handler in
+    the main one.
+    """
+    done = threading.Event()
+    threading.Thread(target=done.wait, daemon=True).start()
+    resource_tracker.ensure_running()  # the start of the first process would start it, which unblocks the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        done.set()
 
 
 class StopRequest:

@@ -190,6 +190,16 @@ def test_seeds_are_grouped_with_mean_range_and_number(seeds: Path, capsys: pytes
     assert "Did you mean seed?" in capsys.readouterr().err
 
 
+def test_a_repeated_run_is_no_second_sample(seeds: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("again", "slower"):
+        write_recipe(seeds, name, 0.40, "seed=1", "optim.lr=0.01")
+    write_recipe(seeds, "third", 0.53, "seed=3", "optim.lr=0.1")  # it had failed
+    assert segpipe(["runs", f"root={seeds}", "group=seed"]) == 0
+    text = capsys.readouterr().out
+    assert cells(text, "0.01") == ["0.01", "1", "1 of 1", "40.00", "40.00", "40.00", "0.00"]
+    assert cells(text, "0.1") == ["0.1", "1,2,3", "3 of 3", "53.00", "50.00", "56.00", "6.00"]
+
+
 def test_runs_are_named_or_matched(seeds: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = f"runs=[{seeds}/s1,{seeds}/s*]"
     assert [Path(row["name"]).name for row in listed(capsys, seeds, chosen)] == ["s2", "s1", "slow", "s3"]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +27,7 @@ from segpipe.run import launch
 from segpipe.run.tracking import failure, note_failure
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config
+from segpipe.train.stop import interrupts_deferred_by_children
 
 # All that could depend on the division of the shards: OHEM, auxiliary heads, class weights, clipping, validation, and
 # the counts behind a balanced order, which the ranks share.
@@ -167,6 +171,42 @@ def test_a_killed_rank_ends_with_9_and_the_text_of_the_rank_that_spoke_is_kept(
     assert capsys.readouterr().err.strip() == told
     kept = " rank 1 was lost after call 95, which was all_reduce." if spoke else ""
     assert failure(config.run_dir) == (9, told + kept)
+
+
+def _interrupt_this() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(6000):  # another thread receives it, which ends no sleep
+        time.sleep(0.01)
+
+
+def test_children_defer_ctrl_c_while_this_process_gets_it() -> None:
+    """A child that imports torch would print a traceback."""
+    asks = [sys.executable, "-c", "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"]
+    with interrupts_deferred_by_children():
+        assert subprocess.check_output(asks, text=True) == "True\n"
+        with pytest.raises(KeyboardInterrupt):
+            _interrupt_this()
+    assert subprocess.check_output(asks, text=True) == "False\n"
+
+
+def test_ctrl_c_leaves_no_child_that_the_launcher_has_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal may come while the launcher starts them, before it knows them; their parent would wait for ever."""
+    child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(3600,))
+
+    def pretend(settings: LaunchConfig, entry: object) -> Callable[[Config, object], None]:
+        def start(config: Config, finish: object) -> None:
+            child.start()
+            raise KeyboardInterrupt
+
+        return start
+
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", pretend)
+    try:
+        assert launch.launch_apart(compose(settings(tmp_path / "run", "compute.nproc=2"))) == 130
+        child.join(60)
+        assert child.exitcode == -signal.SIGKILL
+    finally:
+        child.kill()
 
 
 def test_one_process_sets_its_environment_before_anything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,7 @@ from segpipe.export.graph.formats import FORMATS
 from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
 from segpipe.run import tracking
+from segpipe.run.overview import read_row
 from segpipe.settings.compose import compose
 from segpipe.train import batches as batches_module
 from segpipe.train import checkpoint, engine, state
@@ -182,6 +183,8 @@ def test_ctrl_c_of_two_processes_then_resume_in_one(
     assert 3 <= step < STEPS
     said = f"stopped at step {step}; {folder / 'last.pt'} is written."
     assert done.stderr.count(said) == 1, "by one rank"
+    row = read_row(folder, "run")
+    assert (row.state, said in row.reason) == ("interrupted", True)
     assert "Traceback" not in done.stderr
     assert not (folder / "result.json").exists()
 
@@ -304,6 +307,19 @@ def test_diverged_run_names_step_rank_and_rate_and_keeps_its_state(
     assert kept["step"] == checkpoint.load(folder / "last.pt")["step"] == 1
     assert all(value.isfinite().all() for value in kept["optimizer"]["state"][0].values())
     assert not (folder / "result.json").exists()
+
+
+def test_a_run_without_a_checkpoint_says_that_it_starts_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, says = tmp_path / "run", "holds no checkpoint yet: the run starts again at step 0"
+    assert run(folder, "train.progress=true", "run.exists=resume") == 0
+    assert says not in capsys.readouterr().out  # the control: nothing was there
+    for path in folder.iterdir():
+        if path.name != "config.json":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert run(folder, "train.progress=true", "run.exists=resume") == 0
+    assert f"{folder} {says}" in capsys.readouterr().out
 
 
 OWN_LOSS = """
