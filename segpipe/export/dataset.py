@@ -49,7 +49,8 @@ class Material:
 def gather(samples: Samples | None, config: Config, size: Size | None = None) -> Material:
     """Material from the validation split, at `size` if given, else at export.height/width or the most common size.
 
-    Raises DataError when no image has that size, ConfigError without both a split and a size.
+    Without an image of that size, `export.allow_unverified` gives as little as no data set. Raises DataError when no
+    image has that size otherwise, ConfigError without both a split and a size.
     """
     export = config.export
     asked = (export.height, export.width) if export.height else None
@@ -60,7 +61,15 @@ def gather(samples: Samples | None, config: Config, size: Size | None = None) ->
                 "or set data.root."
             )
         return Material([], [], None)
-    names, images = check_images(samples, export.images, size or asked)
+    wanted = size or asked
+    try:
+        names, images = check_images(samples, export.images, wanted)
+    except DataError as error:
+        if wanted is None:
+            raise
+        if export.allow_unverified:  # as without the data set
+            return Material([], [], None)
+        raise DataError(f"{error} export.allow_unverified=true compares on generated images alone.") from None
     height, width, _ = images[0].shape
     return Material(names, images, Labelled(samples, (height, width), export.quality_images))
 
@@ -87,19 +96,29 @@ def validation_samples(config: Config, classes: ClassTable) -> Samples | None:
     return samples
 
 
-def training_images(config: Config) -> Iterator[Image] | None:
+def training_images(config: Config) -> Spread | None:
     """Images of the training split; None when it is not on this machine."""
     try:
         samples = open_samples(config.data, "train", config.seed)
     except DataError:
         return None
-    return spread(samples)
+    return Spread(samples)
 
 
-def spread(samples: Samples, count: int = 64) -> Iterator[Image]:
-    """At most `count` images evenly spaced through a split, read one by one."""
-    for index in _spread_indices(len(samples), count):
-        yield samples.read(index)[0]
+@dataclass(frozen=True)
+class Spread:
+    """At most `count` images evenly spaced through a split, read one by one in each iteration."""
+
+    samples: Samples
+    count: int = 64
+
+    @property
+    def total(self) -> int:
+        """Number of images in the split."""
+        return len(self.samples)
+
+    def __iter__(self) -> Iterator[Image]:
+        return (self.samples.read(index)[0] for index in _spread_indices(len(self.samples), self.count))
 
 
 def check_images(samples: Samples, count: int, size: Size | None = None) -> tuple[list[str], list[Image]]:

@@ -81,7 +81,7 @@ def _page(run: Run, found: Validation, result: dict[str, Any]) -> ReportData:
 def _export(run: Run, console: Console) -> None:
     """Export the checkpoint that was just written, in the same way as the export command."""
     from segpipe.export.artifact.verify_report import table
-    from segpipe.export.dataset import spread
+    from segpipe.export.dataset import Spread
     from segpipe.export.publish import export_checkpoint
     from segpipe.train.checkpoint import load_network
 
@@ -94,7 +94,7 @@ def _export(run: Run, console: Console) -> None:
         soft_wrap=True,
     )
     trained = load_network(run.folder, "last")
-    training = spread(run.train_samples)
+    training = Spread(run.train_samples)
     done = export_checkpoint(run.folder, "last", trained, run.config, validation=run.val_samples, training=training)
     console.print(table(done))
     seconds = time.perf_counter() - started

@@ -26,12 +26,12 @@ import runs
 from exports import CLASSES, IMAGES, NAMES, NUM_CLASSES, SIZE, structured, tiny_network
 from segpipe.errors import DataError, IntegrityError
 from segpipe.export import publish
-from segpipe.export.artifact.frame_statistics import frame_entries, frame_limits
+from segpipe.export.artifact.frame_statistics import frame_entries, frame_limits, frame_problems, frames_of
 from segpipe.export.artifact.manifest import SCHEMA, parse_manifest, require_schema, schema_problems
 from segpipe.export.artifact.origin import Origin, git_state, origin_of
 from segpipe.export.artifact.place import sums_problems, write_sums
 from segpipe.export.artifact.sidecars import render
-from segpipe.export.dataset import spread
+from segpipe.export.dataset import Spread
 from segpipe.export.gates import latency
 from segpipe.export.graph.formats import FORMATS
 from segpipe.export.graph.network import deploy_model
@@ -489,13 +489,36 @@ class Places:
 
 
 def test_images_are_spread_over_a_split() -> None:
-    assert [int(image[0, 0, 0]) for image in spread(Places(), 4)] == [0, 2, 5, 7]
-    assert len(list(spread(Places()))) == 10
+    assert [int(image[0, 0, 0]) for image in Spread(Places(), 4)] == [0, 2, 5, 7]
+    assert len(list(Spread(Places()))) == 10
 
 
 def write_result(folder: Path, **entries: Any) -> None:
     content = {**METRICS, "ema_digest": "4567", **entries}
     (folder / "result.json").write_text(json.dumps(content))
+
+
+def test_the_card_tells_how_many_of_the_training_images_were_looked_at(exported: Path) -> None:
+    class Split:
+        def __len__(self) -> int:
+            return 249
+
+        def read(self, index: int) -> tuple[Any, None]:
+            return IMAGES[index % 2], None
+
+    entries, _ = frames_of(IMAGES, Spread(Split()), IMAGES[0].shape)
+    manifest = json.loads((exported / "manifest.json").read_text())
+    known = {**manifest, **entries}
+    assert schema_problems(known) == []
+    told = re.findall("- Frames should look like .*", render("model_card.md", {**known, "caveat": ""}))
+    assert told[0].startswith("- Frames should look like the 249 train images: mean levels ")
+    assert told[0].endswith(" of RGB over 64 of them.")
+    assert frame_problems(known, entries) == []
+    older = copy.deepcopy(known)
+    del older["frame_statistics"]["of"]
+    assert frame_problems(older, entries) == []
+    older["frame_statistics"]["images"] = 6
+    assert frame_problems(older, entries) != [], "the control"
 
 
 def test_origin_of_a_run(tmp_path: Path) -> None:

@@ -379,11 +379,27 @@ def test_without_data_a_file_is_published_only_on_request(
     assert (manifest["status"], manifest["allow_unverified"]) == ("UNVERIFIED_REAL_DATA", True)
     assert manifest["calibration"]["method"] == "none"
     assert "generated images only" in (folder / "model_card.md").read_text()
-    Segmenter.load(folder)
+    with pytest.warns(UserWarning, match="UNVERIFIED_REAL_DATA"):
+        Segmenter.load(folder)
     assert verify(run, folder) == 0
     line = last_line(capsys)
     assert line.startswith("ARTIFACT VERIFIED_FEW_IMAGES: ")
     assert line.endswith("; compared on 2 real images, verified needs 16")
+
+
+def test_a_size_that_no_image_has_is_compared_on_generated_images_alone(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, wanted = tmp_path / "export", ("export.formats=[onnx]", "export.height=32", "export.width=64")
+    assert export(run, folder, *wanted) == 2
+    assert "has no image of 32x64 pixels" in (line := last_line(capsys))
+    assert line.endswith("export.allow_unverified=true compares on generated images alone.")
+    assert export(run, folder, *wanted, "export.allow_unverified=true") == 0
+    capsys.readouterr()
+    assert verify(run, folder) == 2
+    assert last_line(capsys).endswith("export.allow_unverified=true compares on generated images alone.")
+    assert verify(run, folder, "export.allow_unverified=true") == 0
+    assert last_line(capsys).startswith("ARTIFACT UNVERIFIED_REAL_DATA: model.onnx")
 
 
 # Other profiles

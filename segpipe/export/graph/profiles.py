@@ -186,10 +186,12 @@ def free_lengths(dynamic: str, size: Size, multiple: int) -> dict[str, dict[str,
     if dynamic == "batch":
         return {BATCH: {"exported": 1, "tried": list(_BATCHES), "multiple": 1, "min": 1}}
     if any(length % multiple or length < 2 * _SMALLEST for length in size):
+        height, width = (max(-(-length // multiple) * multiple, 2 * _SMALLEST) for length in size)
         raise ConfigError(
             f"export.dynamic = hw, but the images are {size[0]}x{size[1]}; it needs multiples of {multiple} from "
-            f"{2 * _SMALLEST} up, since half the size is tried as well. Choose another data.split, or set "
-            "export.dynamic=none."
+            f"{2 * _SMALLEST} up, since half the size is tried as well. Set export.height and export.width to such a "
+            f"size that images of data.split have; or pad a copy of that split to {height}x{width}, see Other sizes "
+            f"in docs/robots.md; or set export.dynamic=none."
         )
     found = {}
     for axis, length in zip((HEIGHT, WIDTH), size, strict=True):
