@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,9 +40,10 @@ from segpipe.settings.config import Config
 from segpipe.train.batches import counted, order_of
 from segpipe.train.checkpoint import HASHES, load
 from segpipe.train.optim import learning_rate
+from segpipe.train.start import WEIGHTS, weights_summary
 
 Progress = Callable[[str, int, int], None]  # what is being done, updates done, updates in all
-EVIDENCE = ("config.json", INPUTS, "result.json", HASHES, "*.pt", f"{FOLDER}/*", f"export/{SUMS}")
+EVIDENCE = ("config.json", INPUTS, WEIGHTS, "result.json", HASHES, "*.pt", f"{FOLDER}/*", f"export/{SUMS}")
 
 
 @dataclass(frozen=True)
@@ -123,14 +124,14 @@ def examine(
         lines += ledger_lines + checkpoint_lines
         if replays and ledger:
             lines += _updates(replays, ledger, obstacle or _no_weights(lines))
-        if replays and ledger and not obstacle:
-            spans = _chosen(request, ledger, checkpoints, from_seed=not _no_weights(lines))
+            spans = [] if obstacle else _chosen(request, ledger, checkpoints, from_seed=not _no_weights(lines))
             lines += replays.spans(spans, ledger, checkpoints)
     if not spans:
         obstacle = obstacle or _no_weights(lines) or "config.json does not match the ledger, so nothing can be replayed"
         lines.append(Line("replay", UNCHECKED, obstacle))
     progress("measuring the scores and comparing the exported files again", 0, 0)
-    lines += [check_result(run, original, checkpoints, ledger), check_scores(run, evaluate, obstacle)]
+    lines.append(check_result(run, original, checkpoints, ledger, replays.origin if replays else None))
+    lines.append(check_scores(run, evaluate, obstacle))
     lines += [check_best(run, original, checkpoints, evaluate, obstacle), check_export(run, original, checkpoints)]
     if evidence.holds_export(evidence.export_folder(run, original)) and lines[-1].status != FAILED:
         lines.append(check_gates(evidence.export_folder(run, original), verify, obstacle))
@@ -331,6 +332,7 @@ class _Replays:
     ) -> None:
         self.config, self._request, self._scratch, self._progress = config, request, scratch, progress
         self._run_task = run_task
+        self.origin: dict[str, Any] | None = None  # what a fresh start took from a file of weights, once it was made
 
     def state(self, path: Path, step: int) -> RunLedger:
         """A ledger with the state of a checkpoint."""
@@ -338,7 +340,10 @@ class _Replays:
 
     def start(self) -> RunLedger:
         """A ledger with the state of a run of these settings before its first update."""
-        return self._state(self._scratch / "start", "", 0)
+        folder = self._scratch / "start"
+        ledger = self._state(folder, "", 0)
+        self.origin = weights_summary(in_folder(self.config, folder)).get("weights", {})
+        return ledger
 
     def _state(self, folder: Path, checkpoint: str, step: int) -> RunLedger:
         self._run_task(Task(in_folder(self.config, folder, any_environment=True), checkpoint, step, step), nproc=1)

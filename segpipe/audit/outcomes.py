@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from segpipe.audit.verdict import FAILED, PASSED, UNCHECKED, Line, shortened
 from segpipe.determinism import flags
 from segpipe.errors import SegpipeError
-from segpipe.ledger.reader import read_seals
-from segpipe.ledger.rows import FOLDER
+from segpipe.ledger.reader import last_seals, read_seals
+from segpipe.ledger.results import read_inputs
+from segpipe.ledger.rows import FOLDER, INPUTS
 
 if TYPE_CHECKING:
     from segpipe.audit.evidence import CheckedCheckpoint
@@ -32,9 +34,16 @@ OTHERS = (  # names in result.json; the first four are not audited
 
 
 def check_result(
-    run: Path, config: Config | None, checkpoints: Sequence[CheckedCheckpoint], ledger: RunLedger | None
+    run: Path,
+    config: Config | None,
+    checkpoints: Sequence[CheckedCheckpoint],
+    ledger: RunLedger | None,
+    origin: Mapping[str, Any] | None = None,
 ) -> Line:
-    """result.json against last.pt, the ledger and the number of updates that the settings ask for."""
+    """result.json against last.pt, the ledger and the number of updates that the settings ask for.
+
+    origin: entry `weights` of a fresh start, empty for one from the seed; None if none was made.
+    """
     path = run / "result.json"
     if not path.is_file():
         return Line("result", UNCHECKED, f"{path} does not exist: the run did not finish")
@@ -49,7 +58,7 @@ def check_result(
         expected["best_miou"] = last.best_miou
     faults = list(_unequal(result, expected, "last.pt"))
     if config is not None:
-        faults += _setting_faults(result, config)
+        faults += [*_setting_faults(result, config), *_weights_faults(result, run, config, origin)]
     if ledger is not None:
         faults += _origin_faults(result, ledger)
         if result.get("steps") != ledger.num_updates:
@@ -82,6 +91,25 @@ def _setting_faults(result: Mapping[str, Any], config: Config) -> Iterator[str]:
         yield f"steps is {result.get('steps')!r}, but the settings ask for {train.steps}"
 
 
+def _weights_faults(
+    result: Mapping[str, Any], run: Path, config: Config, origin: Mapping[str, Any] | None
+) -> Iterator[str]:
+    """What of `weights` neither the settings of the start nor a fresh start give.
+
+    A resumed run may have the file elsewhere, so its path is that of inputs.json, whose hash the ledger has.
+    """
+    model, found = config.model, dict(result.get("weights") or {})
+    named = {"file": model.weights, "sha256": model.weights_sha256} if model.weights else {}
+    with contextlib.suppress(SegpipeError):  # reported by the line of the data
+        named |= read_inputs(run / INPUTS).get("weights", {})
+    wanted = {**(origin or {}), **named}
+    required = {name: value for name, value in wanted.items() if name in found or name in ("file", "sha256")}
+    yield from _unequal(found, required, "the start of the run")
+    if origin is not None and (unknown := [name for name in found if name not in wanted]):
+        source = "its file" if wanted else "a start from the seed"
+        yield f"weights has {', '.join(unknown)}, which {source} does not give"
+
+
 def _origin_faults(result: Mapping[str, Any], ledger: RunLedger) -> Iterator[str]:
     """A machine or a number of processes that no session had."""
     versions, last = dict(result.get("versions", {})), ledger.headers[-1]
@@ -98,9 +126,11 @@ def _unequal(found: Mapping[str, Any], expected: Mapping[str, Any], where: str) 
 
 
 def _seal_faults(result: Mapping[str, Any], ledger: RunLedger) -> list[str]:
-    """Hashes of ledger files in result.json that are not among their seals."""
-    faults = []
-    for name, (digest, size) in dict(result.get("ledger", {})).items():
+    """Hashes of ledger files in result.json that are not among their seals, or missing."""
+    given = dict(result.get("ledger") or {})
+    unnamed = [name for name in last_seals(ledger.folder) if name not in given]
+    faults = [f"ledger lacks {name}, whose hash at the end of the run belongs there" for name in unnamed]
+    for name, (digest, size) in given.items():
         if (digest, size) not in [tuple(seal) for seal in read_seals(ledger.folder / FOLDER / f"{name}.bin")]:
             faults.append(f"ledger/{name}.bin was sealed with {digest[:12]} at the end of the run, and is not now")
     return faults
@@ -116,10 +146,12 @@ def check_scores(run: Path, evaluate: Evaluate | None, obstacle: str) -> Line:
         recorded, again = dict(json.loads(path.read_bytes())), evaluate("last", "fp32")
     except (ValueError, TypeError, SegpipeError) as error:
         return Line("scores", FAILED, f"cannot be measured again: {error}")
+    measured = {name: again[name] for name in SCORES if name in again}
+    measured["mean"] = {name: value for name, value in again["mean"].items() if name != "boundary_iou"}  # no run has it
     faults = [
-        f"{name} is {_short(recorded.get(name))} in result.json and {_short(again[name])} measured again"
+        f"{name} is {_short(recorded.get(name))} in result.json and {_short(measured.get(name))} measured again"
         for name in SCORES
-        if name in again and _without_boundary(recorded.get(name)) != _without_boundary(again[name])
+        if recorded.get(name) != measured.get(name)
     ]
     faults += [f"{name} is nothing that a run writes" for name in recorded if name not in (*SCORES, *OTHERS)]
     if faults:
@@ -186,11 +218,6 @@ def _course_faults(
             f"{since} validations lie between best.pt (step {best.step}, stale {best.stale}) and last.pt (step "
             f"{last.step}), which counts {last.stale}; train.patience = {patience} needs {patience} to stop"
         )
-
-
-def _without_boundary(value: Any) -> Any:
-    """`value` without the score that is measured by `segpipe evaluate` alone."""
-    return {key: each for key, each in value.items() if key != "boundary_iou"} if isinstance(value, Mapping) else value
 
 
 def _short(value: Any) -> str:

@@ -13,11 +13,12 @@ from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.distributed.watch.agreement import common_fingerprint
 from segpipe.errors import ConfigError
+from segpipe.files import to_json, write_atomically
 from segpipe.losses.total import backend
 from segpipe.train import checkpoint, state
 from segpipe.train.batches import counted, loss_weights, shard_stream
 from segpipe.train.recorder import Recorder
-from segpipe.train.start import read_start
+from segpipe.train.start import WEIGHTS, read_start
 from segpipe.train.step import TrainStep, train_step
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ def replay(task: Task, group: Group, report: Callable[[int], None]) -> None:
         checkpoint.restore(Path(task.checkpoint), current, config, samples.classes, fingerprint)
     assert current.step == task.first, (current.step, task)
     with contextlib.closing(Recorder(config, group, current, samples, fingerprint)) as recorder:
+        if group.is_main and current.weights:
+            write_atomically(config.run_dir / WEIGHTS, to_json(current.weights))
         if task.first == task.last:
             return
         counts = counted(config, group, samples)

@@ -49,7 +49,7 @@ from segpipe.settings.config import Config, config_hash, from_mapping
 from segpipe.train import checkpoint
 
 STEPS, KEPT = 4, 2
-LAST_SPAN = 0  # a seed that chooses the span to last.pt, which is replayed anyway, and not the first one too
+LAST_SPAN, FIRST_SPAN = 0, 4  # seeds that choose them; the span to last.pt is replayed anyway
 
 
 @pytest.fixture(autouse=True)
@@ -441,15 +441,76 @@ ALTERATIONS: dict[str, tuple[Callable[[Path], object], dict[str, str]]] = {
 def test_what_was_altered_afterwards_fails_and_is_named(copy: Path, name: str) -> None:
     alter, expected = ALTERATIONS[name]
     alter(copy)
-    audit = audited(
-        copy, **({"spans": 9, "span_steps": 0} if "replay" in expected or alter in (collision, in_count) else {})
-    )
+    replayed = {"spans": 9, "span_steps": 0} if "replay" in expected else {}
+    if alter in (collision, in_count):
+        replayed = {"span_steps": 0, "seed": FIRST_SPAN}
+    audit = audited(copy, **replayed)
     found = failures(audit)
     assert (audit.verdict, audit.exit_code) == ("failed", 13)
     assert found.keys() == expected.keys(), found
     for part, words in expected.items():
         assert words in found[part], found
     assert all(f"{part}: " in audit.sentence for part in expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, ""),
+        ({"world_size": 64}, "world_size is 64, but the ledger has 1"),
+        ({"ledger": {}}, "ledger lacks rank00, whose hash at the end of the run belongs there"),
+        ({"ledger": None}, "ledger lacks rank00"),
+        ({"weights": {"file": "imagenet.pt"}}, "weights has file, which a start from the seed does not give"),
+    ],
+)
+def test_a_result_says_what_the_ledger_and_the_start_say(copy: Path, change: dict[str, Any], words: str) -> None:
+    edit(copy / "run" / "result.json", lambda content: content.update(change))
+    checkpoints, _ = evidence.check_checkpoints(copy / "run", None, None)
+    line = outcomes.check_result(copy / "run", compose_of(copy), checkpoints, read_run(copy / "run"), {})
+    assert (line.status, words in line.text) == (FAILED if words else "passed", True), line
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, ""),
+        ({"kept": 9}, "kept is 9, but the start of the run has 3"),
+        ({"loaded": 1}, "weights has loaded, which its file does not give"),
+        ({"sha256": "0" * 64}, "00000..., but the start of the run has '1111"),
+        ({"file": "imagenet.pt"}, "file is 'imagenet.pt', but the start of the run has 'a.pt'"),
+    ],
+)
+def test_weights_of_a_result_are_those_of_the_file_and_what_it_gives(
+    copy: Path, change: dict[str, Any], words: str
+) -> None:
+    config, start = compose_of(copy), {"file": "a.pt", "sha256": "1" * 64}
+    config.model.weights, config.model.weights_sha256 = "moved/a.pt", start["sha256"]  # as a longer run may have it
+    edit(copy / "run" / "inputs.json", lambda content: content.update(weights=start))
+    edit(copy / "run" / "result.json", lambda content: content.update(weights={**start, "kept": 3, **change}))
+    fresh = {"file": "auditor/a.pt", "sha256": start["sha256"], "kept": 3}
+    line = outcomes.check_result(copy / "run", config, [], None, fresh)
+    assert (line.status, words in line.text) == (FAILED if words else UNCHECKED, True), line
+
+
+@pytest.mark.parametrize(
+    ("name", "invented", "words"),
+    [
+        ("miou", None, ""),
+        ("mean", {"boundary_iou": 0.987}, "mean is {"),
+        ("iou", {"boundary_iou": 0.99}, "iou is {"),
+        ("sequences", {"park": 1.0}, "in result.json and None measured again"),
+    ],
+)
+def test_a_score_that_the_measurement_lacks_fails(copy: Path, name: str, invented: Any, words: str) -> None:
+    """Only the mean of the measurement has one more, of a score that the training does not measure."""
+    path = copy / "run" / "result.json"
+    again = json.loads(path.read_text())
+    again["mean"]["boundary_iou"] = 0.3
+    if invented:
+        again.pop(name) if name == "sequences" else None
+        edit(path, lambda content: content.update({name: {**(content[name] or {}), **invented}}))
+    line = outcomes.check_scores(copy / "run", lambda which, precision: again, "")
+    assert (line.status, words in line.text) == (FAILED if words else "passed", True), line
 
 
 def test_a_state_that_no_replay_reaches_is_known_by_a_digest_that_can_be_forged(copy: Path) -> None:

@@ -152,11 +152,12 @@ def test_without_an_audit_the_layer_is_unknown_and_the_advice_says_how(tmp_path:
 def test_environment_and_settings_that_differ_are_listed_and_do_not_decide(tmp_path: Path) -> None:
     a = ledgers.write_session(tmp_path / "a", ledgers.header(), STEPS)
     other = {"fingerprint": {"torch": "2.14", "threads": 1, "cuda": "13"}, "optim__lr": 2, "compute__threads": 4}
-    b = ledgers.write_session(tmp_path / "b", ledgers.header(**other), STEPS)
+    earlier = {"data__shuffle_labels": False}  # a setting of an earlier version, where it did nothing
+    b = ledgers.write_session(tmp_path / "b", ledgers.header(**other, **earlier), STEPS)
     found = compare(read_run(a), read_run(b))
     assert found.verdict == "identical"
     assert found.fingerprint == {"torch": ("2.11", "2.14"), "cuda": (None, "13")}
-    assert found.recipe == {"optim.lr": (1, 2), "compute.threads": (None, 4)}
+    assert found.recipe == {"optim.lr": (1, 2), "compute.threads": (2, 4)}, "one that a version lacks has its default"
     c = ledgers.write_session(tmp_path / "c", ledgers.header(**other), STEPS, changed={(0, 0, "logits", 0): 1})
     found = compare(read_run(a), read_run(c))
     assert "The settings differ" in found.advice
