@@ -97,7 +97,7 @@ def _other_field(one: onnx.ModelProto, two: onnx.ModelProto) -> str:
         fields, others = ({entry.name: value for entry, value in each.ListFields()} for each in (here, there))
         for name in fields | others:
             if name != "graph" and fields.get(name) != others.get(name):
-                return name
+                return str(name)
     return "unknown field"
 
 
