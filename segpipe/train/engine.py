@@ -117,12 +117,9 @@ def _open(
         *current.notes,
         header(config, group, samples, val_samples, current.model),
         *_notes(config, group, differences),
+        *_resumed(config, done, earlier),
     ]
-    if found:
-        run.saved = None if found.note else done
-        notes.append(f"resuming {config.run_dir} at step {done}")
-    elif config.run.exists == "resume" and earlier:
-        notes.append(f"{config.run_dir} holds no checkpoint yet: the run starts again at step 0")
+    run.saved = done if found and not found.note else None
     return run, stream, notes
 
 
@@ -147,6 +144,15 @@ def _notes(config: Config, group: Group, differences: list[str]) -> list[str]:
         listed = "; ".join(differences[:4])
         notes.append(f"ranks differ, so another number of processes may give other bits: {listed}")
     return notes
+
+
+def _resumed(config: Config, done: int | None, earlier: bool) -> list[str]:
+    """A note on where the run goes on; `earlier`: another session has started it."""
+    if done is not None:
+        return [f"resuming {config.run_dir} at step {done}"]
+    if earlier and config.run.exists == "resume":
+        return [f"{config.run_dir} holds no checkpoint yet: the run starts again at step 0"]
+    return []
 
 
 def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> float:
