@@ -63,9 +63,7 @@ def graph(change: Callable[[onnx.ModelProto], object]) -> Plant:
 
 def tensor(model: onnx.ModelProto, change: Callable[[np.ndarray], np.ndarray]) -> None:
     entry = next(entry for entry in model.graph.initializer if len(entry.dims) == 4)
-    entry.CopyFrom(
-        numpy_helper.from_array(np.ascontiguousarray(change(numpy_helper.to_array(entry).copy())), entry.name)
-    )
+    entry.raw_data = change(numpy_helper.to_array(entry)).tobytes()
 
 
 def node(model: onnx.ModelProto, kind: str) -> onnx.NodeProto:
@@ -124,15 +122,34 @@ def test_two_directories_in_one_archive_are_refused(made: tuple[Path, Path], tmp
         (lambda model: model.opset_import.add(domain="evil", version=1), "opsets"),
         (lambda model: model.graph.initializer[0].external_data.add(key="location", value="x"), "outside the file"),
         (lambda model: model.graph.initializer[0].float_data.append(1.0), "stored in another way"),
+        (lambda model: model.graph.initializer[0].metadata_props.add(key="a", value="b"), "its initializer is another"),
+        (lambda model: model.graph.quantization_annotation.add(tensor_name="x"), "its quantization_annotation is"),
+        (lambda model: model.graph.metadata_props.add(key="a", value="b"), "its metadata_props is another"),
+        (lambda model: model.metadata_props.add(key="a", value="b"), "its metadata_props is another"),
+        (lambda model: setattr(model, "producer_name", "evil"), "its producer_name is another"),
+        (lambda model: setattr(model, "domain", "evil"), "its domain is another"),
+        (lambda model: setattr(model.graph, "doc_string", "evil"), "its doc_string is another"),
+        (lambda model: model.MergeFromString(b"\xc2\x3e\x04evil"), "its unknown field is another"),  # field 1000
     ],
 )
-def test_what_readers_may_take_in_two_ways_is_refused(
+def test_what_readers_may_take_in_two_ways_or_nobody_asked_for_is_refused(
     made: tuple[Path, Path], tmp_path: Path, change: Callable[[onnx.ModelProto], object], words: str
 ) -> None:
     copy = Path(shutil.copy(made[0] / "model.onnx", tmp_path))
     graph(change)(copy)
     (found,) = conversion_problems(copy, made[1] / "model.onnx", "onnx", "fp32")
     assert words in found
+
+
+def test_bytes_that_a_reader_drops_are_refused(made: tuple[Path, Path], tmp_path: Path) -> None:
+    """The producer twice: readers keep the second."""
+    content = (made[0] / "model.onnx").read_bytes()
+    name = onnx.load_from_string(content).producer_name.encode()
+    copy = tmp_path / "model.onnx"
+    copy.write_bytes(b"\x12\x04evil" + content)
+    assert onnx.load(copy).producer_name.encode() == name
+    (found,) = conversion_problems(copy, made[1] / "model.onnx", "onnx", "fp32")
+    assert "not those that onnx writes" in found
 
 
 @pytest.mark.parametrize(
