@@ -55,7 +55,7 @@ PLACES = {
     "_socket": ("gethostname", "socket"),
     "gc": ("get_count", "get_objects"),
     "sys": ("getrefcount",),
-    "cv2": ("imwrite",),
+    "cv2": ("imwrite", "getTickCount"),
 }  # fmt: skip
 CODES = {
     "torch.utils.data": ("get_worker_info",),

@@ -80,6 +80,7 @@ def test_other_threads_may_look_at_the_clock():
         (lambda: by_name(3), tripwire.SEEDED),
         (lambda: os.environ.get("HOME"), "os.environ['HOME']"),
         (lambda: os.getpid(), "posix.getpid"),
+        (lambda: cv2.getTickCount(), "cv2.getTickCount"),
         (lambda: hash(("a", 1)), "hash() of text"),
         (lambda: get_worker_info(), "torch.utils.data.get_worker_info"),
         (lambda: threading.current_thread(), "threading.current_thread"),
