@@ -29,7 +29,7 @@ from segpipe.data.samples import Samples, open_samples
 from segpipe.errors import ConfigError
 from segpipe.export.artifact.manifest import describe
 from segpipe.export.artifact.origin import Origin
-from segpipe.export.dataset import spread
+from segpipe.export.dataset import Spread
 from segpipe.export.graph.formats import FORMATS
 from segpipe.export.graph.network import deploy_model, run_eager
 from segpipe.export.graph.onnx_format import open_onnx
@@ -63,7 +63,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     config = with_settings(trained.config, settings)
     samples = open_samples(config.data, config.data.split, config.seed)
     size = samples.read(0)[0].shape[:2]
-    spread_frames = spread(open_samples(config.data, "train", config.seed), FRAMES)
+    spread_frames = Spread(open_samples(config.data, "train", config.seed), FRAMES)
     frames = [image for image in spread_frames if image.shape[:2] == size]
     if not frames:
         raise ConfigError(f"data.root = {config.data.root} has no training image of {size}, but int8 needs frames.")
