@@ -26,7 +26,9 @@ from segpipe.purity import checker
 from segpipe.settings.groups import AugmentConfig
 from segpipe.train import checkpoint
 
-sys.path.append(str(measuring.ROOT / "tests"))  # the plants are those that the tests find
+sys.path.append(
+    str(measuring.ROOT / "tests")
+)  # the plants are those that the tests find
 import impure
 
 RECIPE = (
@@ -39,7 +41,9 @@ VARIABLE = {"ONEDNN_MAX_CPU_ISA": "AVX2"}  # another path of oneDNN's kernels
 Row = dict[str, Any]
 
 
-def command(name: str, *settings: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
+def command(
+    name: str, *settings: str, environment: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "segpipe", name, *settings], cwd=measuring.ROOT, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -57,7 +61,12 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
         return 124, process.communicate()[0]
 
 
-def train(folder: Path, *changes: str, steps: int = STEPS, environment: dict[str, str] | None = None) -> Any:
+def train(
+    folder: Path,
+    *changes: str,
+    steps: int = STEPS,
+    environment: dict[str, str] | None = None,
+) -> Any:
     return command(
         "train", *RECIPE, f"train.steps={steps}", f"run.root={folder.parent}", f"run.name={folder.name}", *changes,
         environment=environment,
@@ -66,8 +75,16 @@ def train(folder: Path, *changes: str, steps: int = STEPS, environment: dict[str
 
 def row(attack: str, found: tuple[int, str], code: int, *words: str) -> Row:
     """What was said; passed when the exit code is right, all words are there, and there is no traceback."""
-    right = found[0] == code and all(word in found[1] for word in words) and "Traceback" not in found[1]
-    lines = [line.strip() for line in found[1].splitlines() if any(word in line for word in words)] or found[1][-600:]
+    right = (
+        found[0] == code
+        and all(word in found[1] for word in words)
+        and "Traceback" not in found[1]
+    )
+    lines = [
+        line.strip()
+        for line in found[1].splitlines()
+        if any(word in line for word in words)
+    ] or found[1][-600:]
     return {"attack": attack, "exit_code": found[0], "said": lines, "passed": right}
 
 
@@ -78,13 +95,20 @@ def second_owner(folder: Path) -> Iterator[Row]:
         time.sleep(0.1)
     for exists in ("error", "resume", "replace"):
         found = ended(train(folder / "run", f"run.exists={exists}"))
-        yield row(f"another job in the folder, run.exists={exists}", found, 2, f"{first.pid}")
+        yield row(
+            f"another job in the folder, run.exists={exists}", found, 2, f"{first.pid}"
+        )
     alive = first.poll() is None
     measuring.kill_with_children(first)
     first.wait()
     yield {"attack": "the first job trains on", "passed": alive}
     found = ended(train(folder / "run", "run.exists=replace"))
-    yield row("control: the owner was killed with SIGKILL, and the next job takes over", found, 0, "taken over")
+    yield row(
+        "control: the owner was killed with SIGKILL, and the next job takes over",
+        found,
+        0,
+        "taken over",
+    )
 
 
 def other_environment(sound: Path, folder: Path) -> Iterator[Row]:
@@ -95,13 +119,23 @@ def other_environment(sound: Path, folder: Path) -> Iterator[Row]:
     found = ended(train(folder / "run", "run.exists=resume", environment=VARIABLE))
     yield row("resume with another ISA", found, 2, name)
     audit = ended(
-        command("audit", f"run={sound}", "spans=1", "seed=1", f"out={folder / 'audit'}", environment=VARIABLE)
+        command(
+            "audit",
+            f"run={sound}",
+            "spans=1",
+            "seed=1",
+            f"out={folder / 'audit'}",
+            environment=VARIABLE,
+        )
     )
     yield row("audit with another ISA", audit, 2, name)
     again = ended(train(folder / "again"))
     same = json.loads((folder / "again" / "result.json").read_text())["weights_digest"]
     wanted = json.loads((sound / "result.json").read_text())["weights_digest"]
-    yield {**row("control: the same environment gives the same weights", again, 0), "passed": same == wanted}
+    yield {
+        **row("control: the same environment gives the same weights", again, 0),
+        "passed": same == wanted,
+    }
 
 
 def _score(run: Path) -> None:
@@ -128,7 +162,10 @@ def _export(run: Path) -> None:
     folder.mkdir()
     (folder / "model.onnx").write_bytes(b"any bytes at all")
     weights = checkpoint.load(run / "last.pt")["digests"]["ema"]
-    source = {"weights_digest": weights, "checkpoint": {"file": "last.pt", "sha256": sha256(run / "last.pt")}}
+    source = {
+        "weights_digest": weights,
+        "checkpoint": {"file": "last.pt", "sha256": sha256(run / "last.pt")},
+    }
     (folder / "manifest.json").write_text(json.dumps({"source": source}))
     sums = [f"{sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
     (folder / "SHA256SUMS").write_text("".join(sums))
@@ -148,10 +185,28 @@ def forged(sound: Path, folder: Path) -> Iterator[Row]:
         copy = folder / "".join(letter for letter in what if letter.isalpha())
         shutil.copytree(sound, copy)
         forge(copy)
-        arguments = (f"run={copy}", "spans=1", "span_steps=1", "seed=1", f"out={folder / 'audit'}")
+        arguments = (
+            f"run={copy}",
+            "spans=1",
+            "span_steps=1",
+            "seed=1",
+            f"out={folder / 'audit'}",
+        )
         yield row(f"forged: {what}", ended(command("audit", *arguments)), 13, word)
-    found = ended(command("audit", f"run={sound}", "spans=9", "span_steps=0", "seed=1", f"out={folder / 'audit'}"))
-    yield {**row("control: nothing was changed", found, found[0], "audit"), "passed": found[0] in (0, 14)}
+    found = ended(
+        command(
+            "audit",
+            f"run={sound}",
+            "spans=9",
+            "span_steps=0",
+            "seed=1",
+            f"out={folder / 'audit'}",
+        )
+    )
+    yield {
+        **row("control: nothing was changed", found, found[0], "audit"),
+        "passed": found[0] in (0, 14),
+    }
 
 
 def impure_transforms() -> Iterator[Row]:
@@ -161,12 +216,17 @@ def impure_transforms() -> Iterator[Row]:
         TRANSFORMS["planted"] = kind
         said = ""
         try:
-            checker.quick(Augmenter(AugmentConfig(crop_size=[48, 48], extra=["planted"])), impure.Noise())
+            checker.quick(
+                Augmenter(AugmentConfig(crop_size=[48, 48], extra=["planted"])),
+                impure.Noise(),
+            )
         except ImpureAugmentError as error:
             said = str(error)
         finally:
             del TRANSFORMS["planted"]
-        wanted = f"planted ({kind.__name__})" in said and impure.NAMED.get(kind, "") in said
+        wanted = (
+            f"planted ({kind.__name__})" in said and impure.NAMED.get(kind, "") in said
+        )
         what = "impure" if kind in impure.CORPUS else "control: honest"
         yield {
             "attack": f"{what}: {kind.__name__}",
@@ -187,7 +247,11 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         )  # fmt: skip
         for part in parts:
             for found in part:
-                told = json.dumps(found).replace(name, "FOLDER").replace(sys.executable, "python")
+                told = (
+                    json.dumps(found)
+                    .replace(name, "FOLDER")
+                    .replace(sys.executable, "python")
+                )
                 rows.append(json.loads(told))
                 Console(stderr=True).print(rows[-1], soft_wrap=True, markup=False)
     return {

@@ -13,7 +13,13 @@ from segpipe.data.augment import Augmenter
 from segpipe.data.samples import CachedSamples, open_samples
 from segpipe.determinism import flags
 from segpipe.purity import checker as purity
-from segpipe.purity.layouts import LAYOUTS, RANKS, Layout, check_diversity, check_layouts
+from segpipe.purity.layouts import (
+    LAYOUTS,
+    RANKS,
+    Layout,
+    check_diversity,
+    check_layouts,
+)
 from segpipe.purity.probes import Finding
 from segpipe.settings.check import check
 from segpipe.settings.compose import compose
@@ -24,11 +30,19 @@ ROW = dict[str, Any]
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """What the probes find of both pipelines, and of the control: albumentations' own random state in both."""
-    changes = ["data=camvid", f"data.root={given.camvid.resolve()}"] if given.camvid else []
+    changes = (
+        ["data=camvid", f"data.root={given.camvid.resolve()}"] if given.camvid else []
+    )
     rows = []
     for name in PIPELINES:
         for keyed in (True, False):
-            rows.append({"pipeline": name, "keyed": keyed, **examined([f"augment={name}", *changes], keyed=keyed)})
+            rows.append(
+                {
+                    "pipeline": name,
+                    "keyed": keyed,
+                    **examined([f"augment={name}", *changes], keyed=keyed),
+                }
+            )
             Console(stderr=True).print(rows[-1], soft_wrap=True)
     return {
         "what": f"{len(LAYOUTS)} layouts of workers, {RANKS} ranks x 2 workers, {'CamVid' if changes else 'synthetic'}",
@@ -38,7 +52,13 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def examined(changes: Sequence[str], *, keyed: bool, layouts: Sequence[Layout] = LAYOUTS, ranks: int = RANKS) -> ROW:
+def examined(
+    changes: Sequence[str],
+    *,
+    keyed: bool,
+    layouts: Sequence[Layout] = LAYOUTS,
+    ranks: int = RANKS,
+) -> ROW:
     """Of one pipeline: how many probes were asked, which transforms failed which, and how each layout compared."""
     config = compose([*changes, f"augment.keyed={str(keyed).lower()}"])
     check(config, world_size=1)
@@ -49,7 +69,11 @@ def examined(changes: Sequence[str], *, keyed: bool, layouts: Sequence[Layout] =
     def compared(layout: str, finding: Finding | None) -> None:
         states[layout] = "differs" if finding else "same bytes"
 
-    probed = purity.check(augmenter, samples, report=lambda transform, probe, finding: asked.append(transform))
+    probed = purity.check(
+        augmenter,
+        samples,
+        report=lambda transform, probe, finding: asked.append(transform),
+    )
     check_layouts(augmenter, samples, layouts, report=compared)
     repeated = check_diversity(augmenter, samples, ranks=ranks)
     return {
@@ -72,5 +96,8 @@ def passed(rows: Sequence[ROW]) -> bool:
         and row["diversity"] == "distinct"
         for row in pure
     )
-    seen = all(set(row["layouts"].values()) == {"differs"} and row["diversity"] != "distinct" for row in control)
+    seen = all(
+        set(row["layouts"].values()) == {"differs"} and row["diversity"] != "distinct"
+        for row in control
+    )
     return bool(pure and control) and sound and seen

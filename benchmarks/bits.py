@@ -27,7 +27,10 @@ RECIPE = (
 )  # fmt: skip
 PROCESSES = (1, 3, 5, 7, 2, 4, 8, 12, 16)  # uneven ones first
 UNEVEN = (1, 3, 4, 5, 6)  # of 6 shards
-LAYOUTS = [(0, "fork"), *((workers, how) for workers in (1, 3) for how in ("fork", "forkserver", "spawn"))]
+LAYOUTS = [
+    (0, "fork"),
+    *((workers, how) for workers in (1, 3) for how in ("fork", "forkserver", "spawn")),
+]
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,14 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Digests of all cases; passed when those of one data set and number of shards are equal, and those of the control
     are not. `--repeats` limits the numbers of processes and the layouts of workers to the first so many."""
     sets, most = ["synthetic", *(["camvid"] if given.camvid else [])], given.repeats
-    cases = [Case(data, processes=number) for data in sets for number in PROCESSES[:most]]
-    cases += [Case(data, workers=workers, start_method=how) for data in sets for workers, how in LAYOUTS[1:][:most]]
+    cases = [
+        Case(data, processes=number) for data in sets for number in PROCESSES[:most]
+    ]
+    cases += [
+        Case(data, workers=workers, start_method=how)
+        for data in sets
+        for workers, how in LAYOUTS[1:][:most]
+    ]
     cases += [Case("synthetic", processes=2, workers=3, start_method="spawn")]
     cases += [Case("synthetic", processes=number, shards=6) for number in UNEVEN[:most]]
     controls = [Case("synthetic", processes=number, mode="ddp") for number in (1, 2, 4)]
@@ -67,7 +76,9 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     elastic = [row for row in rows if row["mode"] == "elastic"]
     kinds = sorted({(row["data"], row["shards"]) for row in elastic})
     equal = {
-        f"{data}, {shards} shards": _equal([row for row in elastic if (row["data"], row["shards"]) == (data, shards)])
+        f"{data}, {shards} shards": _equal(
+            [row for row in elastic if (row["data"], row["shards"]) == (data, shards)]
+        )
         for data, shards in kinds
     }
     control = _equal([row for row in rows if row["mode"] == "ddp"])
@@ -87,8 +98,20 @@ def _equal(rows: list[dict[str, Any]]) -> bool:
 
 def digests(case: Case, folder: Path, camvid: Path | None) -> dict[str, Any]:
     """What result.json of the case's run says."""
-    data = [f"data={case.data}", *([f"data.root={camvid.resolve()}"] if case.data == "camvid" and camvid else [])]
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.processes}"]
+    data = [
+        f"data={case.data}",
+        *(
+            [f"data.root={camvid.resolve()}"]
+            if case.data == "camvid" and camvid
+            else []
+        ),
+    ]
+    start = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={case.processes}",
+    ]
     command = [
         *start,
         "train.py",
@@ -99,8 +122,16 @@ def digests(case: Case, folder: Path, camvid: Path | None) -> dict[str, Any]:
         f"run.name={folder.name}",
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+        raise RuntimeError(
+            f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}"
+        )
     result = json.loads((folder / "result.json").read_text())
     return {name: result[name] for name in DIGESTS}

@@ -50,7 +50,12 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             done += len(row["kills"])
             rows.append(row)
             console.print(row, soft_wrap=True)
-    return {"what": " ".join(RECIPE), "machine": measuring.machine(), **verdict(rows), "runs": rows}
+    return {
+        "what": " ".join(RECIPE),
+        "machine": measuring.machine(),
+        **verdict(rows),
+        "runs": rows,
+    }
 
 
 def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -64,24 +69,33 @@ def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "kills_while_a_checkpoint_was_written": writes,
         "checkpoints_compared": len(compared),
         "checkpoints_equal": sum(compared),
-        "passed": writes > 0 and len(compared) > 0 and all(compared) and all(row["equal"] for row in rows),
+        "passed": writes > 0
+        and len(compared) > 0
+        and all(compared)
+        and all(row["equal"] for row in rows),
     }
 
 
-def torment(folder: Path, kills: int, chance: random.Random, alone: Path) -> dict[str, Any]:
+def torment(
+    folder: Path, kills: int, chance: random.Random, alone: Path
+) -> dict[str, Any]:
     """Start the run, kill a rank, resume with other numbers of processes and workers, and so on, then let it end."""
     row: dict[str, Any] = {"kills": []}
     for _ in range(kills):
         processes, workers = chance.choice(PROCESSES), chance.choice(WORKERS)
         launcher = start(folder, processes, f"data.workers={workers}")
-        found = kill_one(folder, launcher, *victim(processes, chance), chance.uniform(0, 3))
+        found = kill_one(
+            folder, launcher, *victim(processes, chance), chance.uniform(0, 3)
+        )
         if found is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 launcher.wait(60)
         end(launcher)
         if found is None:  # it came to its end before
             break
-        row["kills"].append({"processes": processes, "workers": workers, **found, **kept(folder, alone)})
+        row["kills"].append(
+            {"processes": processes, "workers": workers, **found, **kept(folder, alone)}
+        )
     processes, workers = chance.choice(PROCESSES), chance.choice(WORKERS)
     finish(start(folder, processes, f"data.workers={workers}"))
     return {**row, "ended_with_processes": processes, "ended_with_workers": workers}
@@ -90,13 +104,30 @@ def torment(folder: Path, kills: int, chance: random.Random, alone: Path) -> dic
 def start(folder: Path, processes: int, *changes: str) -> subprocess.Popen[bytes]:
     """The run under torchrun, from its last checkpoint; anew if it was killed before the first, which needs asking."""
     exists = "resume" if (folder / "last.pt").is_file() else "replace"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={processes}",
+    ]
     settings = dict(part.split("=", 1) for part in (*RECIPE, *changes))
     command += ["train.py", *(f"{key}={value}" for key, value in settings.items())]
-    command += [f"run.root={folder.parent}", f"run.name={folder.name}", f"run.exists={exists}"]
+    command += [
+        f"run.root={folder.parent}",
+        f"run.name={folder.name}",
+        f"run.exists={exists}",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     log = (folder.parent / f"{folder.name}.log").open("ab")
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
 
 
 def victim(processes: int, chance: random.Random) -> tuple[int, str]:
@@ -108,16 +139,24 @@ def victim(processes: int, chance: random.Random) -> tuple[int, str]:
 
 
 def kill_one(
-    folder: Path, launcher: subprocess.Popen[bytes], rank: int, during: str, delay_s: float
+    folder: Path,
+    launcher: subprocess.Popen[bytes],
+    rank: int,
+    during: str,
+    delay_s: float,
 ) -> dict[str, Any] | None:
     """SIGKILL for the rank, `delay_s` after the run is set up, or then while last.pt is being written."""
     log, started = folder / "metrics.jsonl", time.time()
-    while not log.exists() or log.stat().st_mtime < started:  # until it opens its log, right before the first step
+    while (
+        not log.exists() or log.stat().st_mtime < started
+    ):  # until it opens its log, right before the first step
         if launcher.poll() is not None:
             return None
         time.sleep(0.005)
     process, until = _ranks(launcher).get(rank), time.monotonic() + delay_s
-    while time.monotonic() < until or (during == "checkpoint" and not list(folder.glob(".last.pt.*.tmp"))):
+    while time.monotonic() < until or (
+        during == "checkpoint" and not list(folder.glob(".last.pt.*.tmp"))
+    ):
         if launcher.poll() is not None:
             return None
         time.sleep(0.0005)
@@ -137,10 +176,17 @@ def kept(folder: Path, alone: Path) -> dict[str, Any]:
     if not (folder / "last.pt").is_file():
         return {"checkpoint_step": 0, "equal": None}
     left = load(folder / "last.pt")
-    then = alone / f"step_{left['step']:06d}.pt"  # none is kept of the last step, which last.pt is of
+    then = (
+        alone / f"step_{left['step']:06d}.pt"
+    )  # none is kept of the last step, which last.pt is of
     other = load(then if then.is_file() else alone / "last.pt")
-    same = all(left["digests"][part] == other["digests"][part] for part in ("model", "ema"))
-    return {"checkpoint_step": left["step"], "equal": same and left["step"] == other["step"]}
+    same = all(
+        left["digests"][part] == other["digests"][part] for part in ("model", "ema")
+    )
+    return {
+        "checkpoint_step": left["step"],
+        "equal": same and left["step"] == other["step"],
+    }
 
 
 def _ranks(launcher: subprocess.Popen[bytes]) -> dict[int, psutil.Process]:

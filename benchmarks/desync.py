@@ -116,7 +116,15 @@ def child(name: str, folder: str) -> int:
 
     rank = environment.rank()
     seed = 1 if name == "config" and rank == RANK else 0
-    config = compose([*RECIPE, *FAULTS[name].settings, f"run.root={folder}", "run.name=run", f"seed={seed}"])
+    config = compose(
+        [
+            *RECIPE,
+            *FAULTS[name].settings,
+            f"run.root={folder}",
+            "run.name=run",
+            f"seed={seed}",
+        ]
+    )
     right, meet, calls = agreement.Agreement.sum, meeting.meet, [0]
 
     def sums(own: Any, *given: Any, **named: Any) -> Any:
@@ -149,10 +157,18 @@ def _all_here(folder: str, rank: int) -> None:
         time.sleep(0.01)
 
 
-def judge(name: str, said: Sequence[tuple[float, str]], begun: float | None, exit_code: int | None) -> dict[str, Any]:
+def judge(
+    name: str,
+    said: Sequence[tuple[float, str]],
+    begun: float | None,
+    exit_code: int | None,
+) -> dict[str, Any]:
     """Whether lines, each with its time, name the fault that began at `begun`, in time; exit code None: it hangs."""
     fault = FAULTS[name]
-    heard = next(((when, line.strip()) for when, line in said if re.search(fault.said, line)), None)
+    heard = next(
+        ((when, line.strip()) for when, line in said if re.search(fault.said, line)),
+        None,
+    )
     took = round(heard[0] - begun, 2) if heard and begun else None
     words = heard[1] if heard else "".join(line for _, line in said)[-1500:]
     late = took is None or took > fault.limit_s
@@ -164,14 +180,22 @@ def judge(name: str, said: Sequence[tuple[float, str]], begun: float | None, exi
 
 def _without_names(line: str, folder: str) -> str:
     """A line as any machine would say it."""
-    return line.replace(folder, "FOLDER").replace(f"(host {socket.gethostname()},", "(host HOST,")
+    return line.replace(folder, "FOLDER").replace(
+        f"(host {socket.gethostname()},", "(host HOST,"
+    )
 
 
 def provoke(name: str) -> dict[str, Any]:
     """What a run with the fault said, how long after the fault, and how it ended."""
     said: list[tuple[float, str]] = []
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=4",
+        ]
         process = subprocess.Popen(
             [*command, str(Path(__file__)), name, folder], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
             text=True, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, start_new_session=True,

@@ -33,7 +33,9 @@ from segpipe.train.checkpoint import load_network
 
 CPP = Setting("cpp", "", "folder in which examples/cpp was built")
 PROGRAMS = {"segpipe_torch": "libtorch, C++", "segpipe_ort": "onnxruntime, C++"}
-_LINE = re.compile(r"frame 0: ([\d.]+) % of the pixels equal, confidence within (\d+) levels, p50 ([\d.]+) ms")
+_LINE = re.compile(
+    r"frame 0: ([\d.]+) % of the pixels equal, confidence within (\d+) levels, p50 ([\d.]+) ms"
+)
 EQUAL = 0.9999  # of a fp32 mask's pixels, as G3
 Masks = tuple[NDArray[Any], NDArray[Any]]
 Run = Callable[[], Masks]
@@ -48,16 +50,26 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         rows = compared(arms(folder, settings["which"], artifact), artifact, repeats)
     if settings["cpp"]:
         rows |= {
-            title: row for name, title in PROGRAMS.items() if (row := _program(settings["cpp"], name, folder, repeats))
+            title: row
+            for name, title in PROGRAMS.items()
+            if (row := _program(settings["cpp"], name, folder, repeats))
         }
     height, width = artifact.shapes.exported[:2]
     return {
         "what": f"{artifact.model_id}, one golden frame of {height}x{width}, one CPU thread",
-        "machine": {**measuring.machine(), "openvino": _version("openvino"), "onnxruntime": _version("onnxruntime")},
+        "machine": {
+            **measuring.machine(),
+            "openvino": _version("openvino"),
+            "onnxruntime": _version("onnxruntime"),
+        },
         "load_average": round(os.getloadavg()[0], 1),
         "rows": rows,
         "table": table(rows),
-        "passed": all(row["equal"] >= EQUAL for name, row in rows.items() if "default precision" not in name),
+        "passed": all(
+            row["equal"] >= EQUAL
+            for name, row in rows.items()
+            if "default precision" not in name
+        ),
     }
 
 
@@ -65,7 +77,11 @@ def arms(folder: Path, which: str, artifact: Artifact) -> dict[str, Run]:
     """A run of the first golden frame by engine. Call it inside `one_thread`."""
     image = artifact.golden.image[0]
     trained = load_network(folder, which)
-    model = deploy_model(trained, profile=ROBOT, temperature=artifact.manifest["calibration"]["temperature"])
+    model = deploy_model(
+        trained,
+        profile=ROBOT,
+        temperature=artifact.manifest["calibration"]["temperature"],
+    )
     eager = run_eager(model)
     found: dict[str, Run] = {"torch, eager": lambda: _masks(eager(image))}
     script = artifact.folder / FORMATS["torchscript"].file_name()
@@ -81,7 +97,9 @@ def arms(folder: Path, which: str, artifact: Artifact) -> dict[str, Run]:
     return found
 
 
-def compared(found: dict[str, Run], artifact: Artifact, repeats: int) -> dict[str, dict[str, float]]:
+def compared(
+    found: dict[str, Run], artifact: Artifact, repeats: int
+) -> dict[str, dict[str, float]]:
     """Row of each engine: share of equal pixels and levels of confidence against the golden frame; times in ms.
 
     cpu_ms is the least processor time; of the C++ programs the mean.
@@ -122,7 +140,9 @@ def _default_precision(artifact: Artifact) -> Run:
 
     options = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": 1}
     core = openvino.Core()
-    request = core.compile_model(core.read_model(artifact.model), "CPU", options).create_infer_request()
+    request = core.compile_model(
+        core.read_model(artifact.model), "CPU", options
+    ).create_infer_request()
     batch = artifact.golden.image[:1].copy()
 
     def run() -> Masks:
@@ -132,7 +152,9 @@ def _default_precision(artifact: Artifact) -> Run:
     return run
 
 
-def _program(build: str, name: str, folder: Path, repeats: int) -> dict[str, float] | None:
+def _program(
+    build: str, name: str, folder: Path, repeats: int
+) -> dict[str, float] | None:
     """Row of a C++ program, which compares with the golden frames itself; None where it was not built."""
     path = Path(build) / name
     if not path.is_file():
@@ -141,7 +163,9 @@ def _program(build: str, name: str, folder: Path, repeats: int) -> dict[str, flo
     all_runs, done = _spent(path, folder, 1 + repeats)
     line = _LINE.search(done.stdout)
     if line is None:
-        raise RuntimeError(f"{path} ended with {done.returncode}: {done.stderr.strip()}")
+        raise RuntimeError(
+            f"{path} ended with {done.returncode}: {done.stderr.strip()}"
+        )
     runs = repeats * done.stdout.count("frame ")
     return {
         "equal": float(line[1]) / 100,
@@ -151,10 +175,17 @@ def _program(build: str, name: str, folder: Path, repeats: int) -> dict[str, flo
     }
 
 
-def _spent(path: Path, folder: Path, runs: int) -> tuple[float, subprocess.CompletedProcess[str]]:
+def _spent(
+    path: Path, folder: Path, runs: int
+) -> tuple[float, subprocess.CompletedProcess[str]]:
     """Processor time of the program in seconds, and how it ended."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([str(path), str(folder / "export"), str(runs)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [str(path), str(folder / "export"), str(runs)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done
 

@@ -51,7 +51,9 @@ POINTS = 1.0  # of mIoU that int8 may lose
 FASTER = 0.9  # int8 must take at most this share of what fp32 takes, else an export refuses it
 FRAMES = 32  # for calibration
 NETWORKS = [name for name in MODELS if name != "timm"]
-SIZES = Setting("sizes", ["360x480", "512x1024"], "HEIGHTxWIDTH at which every network is timed")
+SIZES = Setting(
+    "sizes", ["360x480", "512x1024"], "HEIGHTxWIDTH at which every network is timed"
+)
 
 Image = NDArray[np.uint8]
 
@@ -66,11 +68,17 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     spread_frames = Spread(open_samples(config.data, "train", config.seed), FRAMES)
     frames = [image for image in spread_frames if image.shape[:2] == size]
     if not frames:
-        raise ConfigError(f"data.root = {config.data.root} has no training image of {size}, but int8 needs frames.")
+        raise ConfigError(
+            f"data.root = {config.data.root} has no training image of {size}, but int8 needs frames."
+        )
     load = [os.getloadavg()[0]]
     found = compare(trained, samples, frames, given.repeats or 40)
     tables = {
-        f"{name} {text}": speed(_network(name, trained, samples.classes), _scaled(frames, text), given.repeats or 20)
+        f"{name} {text}": speed(
+            _network(name, trained, samples.classes),
+            _scaled(frames, text),
+            given.repeats or 20,
+        )
         for name in NETWORKS
         for text in settings["sizes"]
     }
@@ -78,27 +86,45 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     return {
         "what": f"{trained.config.model.name}, {size[0]}x{size[1]}, batch 1, one CPU thread, processor time",
         "machine": measuring.machine(),
-        "load_average": [round(value, 1) for value in load],  # before and after; an idle machine begins near 0
+        "load_average": [
+            round(value, 1) for value in load
+        ],  # before and after; an idle machine begins near 0
         **found,
         "speed": tables,
         "short": [name for name, entry in tables.items() if not entry["fast"]],
         "passed": found["passed"] and all(entry["fast"] for entry in tables.values()),
-        "limits": {"fp32_over_eager": FP32_LIMIT, "int8_over_eager": INT8_LIMIT, "int8_points": POINTS},
+        "limits": {
+            "fp32_over_eager": FP32_LIMIT,
+            "int8_over_eager": INT8_LIMIT,
+            "int8_points": POINTS,
+        },
     }
 
 
-def compare(trained: TrainedNetwork, samples: Samples, frames: Sequence[Image], repeats: int) -> dict[str, Any]:
+def compare(
+    trained: TrainedNetwork, samples: Samples, frames: Sequence[Image], repeats: int
+) -> dict[str, Any]:
     """`speed`, and what each form keeps of the mIoU; whether C8 holds for this network."""
     with TemporaryDirectory() as folder, one_thread():
         runs, sizes = forms(trained, frames, Path(folder))
-        quality = {name: quality_of(run, samples, frames[0].shape) for name, run in runs.items()}
-        lost = {name: round(100 * (quality[EAGER] - value), 3) for name, value in quality.items()}
-        kept = tuple(name for name in INT8 if lost[name] <= POINTS)  # an export chooses among those that pass, too
+        quality = {
+            name: quality_of(run, samples, frames[0].shape)
+            for name, run in runs.items()
+        }
+        lost = {
+            name: round(100 * (quality[EAGER] - value), 3)
+            for name, value in quality.items()
+        }
+        kept = tuple(
+            name for name in INT8 if lost[name] <= POINTS
+        )  # an export chooses among those that pass, too
         found = timed(runs, frames[0], repeats, kept or INT8)
     best = found["int8"]
     reached = found["times_as_fast_as_eager"]
     if lost[best] > POINTS:
-        found["verdict"] = f"{best} loses {lost[best]:g} points of mIoU: more than {POINTS:g}, an export refuses it"
+        found["verdict"] = (
+            f"{best} loses {lost[best]:g} points of mIoU: more than {POINTS:g}, an export refuses it"
+        )
     return {
         **found,
         "size_mib": sizes,
@@ -116,18 +142,27 @@ def _network(name: str, trained: TrainedNetwork, classes: ClassTable) -> Trained
         return trained
     torch.manual_seed(0)
     model = build_model(name, classes.num_classes).eval()
-    return TrainedNetwork(model, Preprocess(), Config(), classes, weights_digest="untrained", step=0)
+    return TrainedNetwork(
+        model, Preprocess(), Config(), classes, weights_digest="untrained", step=0
+    )
 
 
 def _scaled(frames: Sequence[Image], size: str) -> list[Image]:
     """The frames in `size`, HEIGHTxWIDTH. Raises ConfigError for another text."""
     height, _, width = size.partition("x")
     if not (height.isdecimal() and width.isdecimal()):
-        raise ConfigError(f"sizes = {size}, but HEIGHTxWIDTH was needed, such as 360x480.")
-    return [np.asarray(cv2.resize(frame, (int(width), int(height))), np.uint8) for frame in frames]
+        raise ConfigError(
+            f"sizes = {size}, but HEIGHTxWIDTH was needed, such as 360x480."
+        )
+    return [
+        np.asarray(cv2.resize(frame, (int(width), int(height))), np.uint8)
+        for frame in frames
+    ]
 
 
-def speed(network: TrainedNetwork, frames: Sequence[Image], repeats: int) -> dict[str, Any]:
+def speed(
+    network: TrainedNetwork, frames: Sequence[Image], repeats: int
+) -> dict[str, Any]:
     """Latency at the frames' size, whether both limits hold, and where the time goes; nothing about mIoU."""
     with TemporaryDirectory() as folder, one_thread():
         runs, sizes = forms(network, frames, Path(folder))
@@ -136,8 +171,12 @@ def speed(network: TrainedNetwork, frames: Sequence[Image], repeats: int) -> dic
         return {
             **found,
             "size_mib": sizes,
-            "fast": reached[FP32]["low"] >= FP32_LIMIT and reached[found["int8"]]["low"] >= INT8_LIMIT,
-            "operators": {name: operators(_path(Path(folder), name), frames[0]) for name in (FP32, found["int8"])},
+            "fast": reached[FP32]["low"] >= FP32_LIMIT
+            and reached[found["int8"]]["low"] >= INT8_LIMIT,
+            "operators": {
+                name: operators(_path(Path(folder), name), frames[0])
+                for name in (FP32, found["int8"])
+            },
         }
 
 
@@ -146,21 +185,27 @@ def operators(path: Path, image: Image) -> dict[str, float]:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.enable_profiling = 1, True
     options.profile_file_prefix = str(path.with_suffix(""))
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        str(path), options, providers=["CPUExecutionProvider"]
+    )
     for _ in range(10):
         session.run(None, {"image": image[None]})
     spent: Counter[str] = Counter()
     for entry in json.loads(Path(session.end_profiling()).read_text()):
         if entry.get("cat") == "Node" and entry["name"].endswith("_kernel_time"):
             spent[entry["args"]["op_name"]] += entry["dur"]
-    return {name: round(value / spent.total(), 3) for name, value in spent.most_common(5)}
+    return {
+        name: round(value / spent.total(), 3) for name, value in spent.most_common(5)
+    }
 
 
 def _path(folder: Path, name: str) -> Path:
     return folder / f"{name.replace(' ', '_')}.onnx"
 
 
-def forms(trained: TrainedNetwork, frames: Sequence[Image], folder: Path) -> tuple[dict[str, Run], dict[str, float]]:
+def forms(
+    trained: TrainedNetwork, frames: Sequence[Image], folder: Path
+) -> tuple[dict[str, Run], dict[str, float]]:
     """The network in every form, ready to run, and the size of each file in MiB. Call it inside `one_thread`."""
     model = deploy_model(trained)
     size = (frames[0].shape[0], frames[0].shape[1])
@@ -172,27 +217,42 @@ def forms(trained: TrainedNetwork, frames: Sequence[Image], folder: Path) -> tup
     to_fp16(paths[FP32], paths[FP16])
     for scheme in SCHEMES:
         to_int8(paths[FP32], paths[f"onnx int8 {scheme}"], frames, scheme=scheme)
-    runs = {EAGER: run_eager(model), "torchscript": FORMATS["torchscript"].open(script, model.profile)}
+    runs = {
+        EAGER: run_eager(model),
+        "torchscript": FORMATS["torchscript"].open(script, model.profile),
+    }
     runs |= {name: open_onnx(path) for name, path in paths.items()}
     files = {"torchscript": script, **paths}
-    return runs, {name: round(path.stat().st_size / 2**20, 2) for name, path in files.items()}
+    return runs, {
+        name: round(path.stat().st_size / 2**20, 2) for name, path in files.items()
+    }
 
 
-def timed(runs: dict[str, Run], image: Image, repeats: int, int8: Sequence[str] = INT8) -> dict[str, Any]:
+def timed(
+    runs: dict[str, Run], image: Image, repeats: int, int8: Sequence[str] = INT8
+) -> dict[str, Any]:
     """Latency of every form, ratios to eager, the fastest of `int8`, its ratio to fp32, and what follows for it."""
     arms = {name: (lambda run=run: run(image)) for name, run in runs.items()}
     seconds = measuring.interleaved(arms, repeats=repeats, clock=time.process_time)
     best = min(int8, key=lambda name: float(np.median(seconds[name])))
     over_fp32 = measuring.ratio(seconds[best], seconds[FP32])
     return {
-        "latency": {name: measuring.summary(values) for name, values in seconds.items()},
+        "latency": {
+            name: measuring.summary(values) for name, values in seconds.items()
+        },
         "times_as_fast_as_eager": {
-            name: measuring.ratio(seconds[EAGER], values) for name, values in seconds.items() if name != EAGER
+            name: measuring.ratio(seconds[EAGER], values)
+            for name, values in seconds.items()
+            if name != EAGER
         },
         "int8": best,
         "int8_over_fp32": over_fp32,
         "verdict": f"{best} takes {over_fp32['ratio']:.2f} of fp32's time: "
-        + ("a win" if over_fp32["ratio"] <= FASTER else f"more than {FASTER}, an export refuses it"),
+        + (
+            "a win"
+            if over_fp32["ratio"] <= FASTER
+            else f"more than {FASTER}, an export refuses it"
+        ),
     }
 
 
@@ -203,5 +263,9 @@ def quality_of(run: Run, samples: Samples, shape: tuple[int, ...]) -> float:
     for index in range(len(samples)):
         image, target = samples.read(index)
         if image.shape == shape:
-            total += confusion(torch.from_numpy(run(image).mask.copy()), torch.from_numpy(target), classes)
+            total += confusion(
+                torch.from_numpy(run(image).mask.copy()),
+                torch.from_numpy(target),
+                classes,
+            )
     return miou(total)

@@ -83,7 +83,10 @@ def rows(trained: TrainedNetwork, checks: Sequence[Check]) -> list[dict[str, Any
             assert not subject.problems(), subject.problems()
             kind = FORMATS[subject.format]
             candidates.append(
-                Candidate(kind.open(subject.probe, model.profile), kind.open(subject.path, model.profile))
+                Candidate(
+                    kind.open(subject.probe, model.profile),
+                    kind.open(subject.path, model.profile),
+                )
             )
         sigma = compare(as_trained(eager, trained.preprocess), candidates, checks)
         image = checks[0].image
@@ -92,7 +95,9 @@ def rows(trained: TrainedNetwork, checks: Sequence[Check]) -> list[dict[str, Any
         for subject, candidate in zip(subjects, candidates, strict=True):
             arms[subject.path.name] = lambda run=candidate.shipped: run(image)
         seconds = interleaved(arms, repeats=ROUNDS)
-    medians = {name: float(np.median(values)) * 1000 for name, values in seconds.items()}
+    medians = {
+        name: float(np.median(values)) * 1000 for name, values in seconds.items()
+    }
     return [
         _row(trained, subject, candidate, sigma, medians, size)
         for subject, candidate in zip(subjects, candidates, strict=True)
@@ -106,9 +111,20 @@ def _eager(model: Any, image: np.ndarray) -> None:
         model(torch.from_numpy(image)[None])
 
 
-def _row(trained: TrainedNetwork, subject: Any, candidate: Candidate, sigma: Any, medians: Any, size: Any) -> Any:
+def _row(
+    trained: TrainedNetwork,
+    subject: Any,
+    candidate: Candidate,
+    sigma: Any,
+    medians: Any,
+    size: Any,
+) -> Any:
     limits, found = LIMITS[subject.precision], candidate.comparisons
-    gates = [gate_logits(found, sigma, limits), gate_mask(found, sigma, limits), gate_preprocessing(found, limits)]
+    gates = [
+        gate_logits(found, sigma, limits),
+        gate_mask(found, sigma, limits),
+        gate_preprocessing(found, limits),
+    ]
     p50 = medians[subject.path.name]
     return {
         "network": trained.config.model.name,
@@ -128,22 +144,38 @@ def _row(trained: TrainedNetwork, subject: Any, candidate: Candidate, sigma: Any
 def photographs(folder: Path | None) -> list[Check]:
     """Every PNG of the folder, RGB."""
     paths = sorted(folder.glob("*.png")) if folder else []
-    return [Check(path.stem, np.ascontiguousarray(cv2.imread(str(path))[..., ::-1])) for path in paths]
+    return [
+        Check(path.stem, np.ascontiguousarray(cv2.imread(str(path))[..., ::-1]))
+        for path in paths
+    ]
 
 
 def main(arguments: Sequence[str]) -> None:
     """Writes the table into the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--networks", nargs="+", choices=MODELS, default=[name for name in MODELS if name != "timm"])
+    parser.add_argument(
+        "--networks",
+        nargs="+",
+        choices=MODELS,
+        default=[name for name in MODELS if name != "timm"],
+    )
     parser.add_argument("--frames", type=Path)
-    parser.add_argument("--page", type=Path, default=Path(__file__).resolve().parents[1] / "docs" / "export.md")
+    parser.add_argument(
+        "--page",
+        type=Path,
+        default=Path(__file__).resolve().parents[1] / "docs" / "export.md",
+    )
     given = parser.parse_args(arguments)
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as root:
         for name in given.networks:
             trained = trained_for(name, given.steps, Path(root))
-            names, images = check_images(open_samples(trained.config.data, "val", 0), 16)
+            names, images = check_images(
+                open_samples(trained.config.data, "val", 0), 16
+            )
             found += rows(trained, check_set(images, names))
             real = photographs(given.frames)
             found += rows(trained, real) if real else []
@@ -158,10 +190,15 @@ def main(arguments: Sequence[str]) -> None:
     before, _, rest = given.page.read_text().partition(MARKS[0])
     old, _, after = rest.partition(MARKS[1])
     kept = [
-        line for line in old.splitlines() if line.split("|")[1:2] and _name(line) in set(MODELS) - set(given.networks)
+        line
+        for line in old.splitlines()
+        if line.split("|")[1:2] and _name(line) in set(MODELS) - set(given.networks)
     ]
     lines = [*kept, *(f"| {' | '.join(row.values())} |" for row in found)]
-    table = head + "".join(f"{line}\n" for line in sorted(lines, key=lambda line: list(MODELS).index(_name(line))))
+    table = head + "".join(
+        f"{line}\n"
+        for line in sorted(lines, key=lambda line: list(MODELS).index(_name(line)))
+    )
     given.page.write_text(f"{before}{MARKS[0]}\n{note}\n\n{table}{MARKS[1]}{after}")
 
 

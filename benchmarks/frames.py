@@ -25,10 +25,15 @@ def draw(number: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
 
     def field(rows: int, channels: int) -> NDArray[np.float32]:
         small = random.standard_normal((rows, 2 * rows, channels), dtype=np.float32)
-        return np.asarray(cv2.resize(small, (WIDTH, HEIGHT), interpolation=cv2.INTER_CUBIC)).reshape(HEIGHT, WIDTH, -1)
+        return np.asarray(
+            cv2.resize(small, (WIDTH, HEIGHT), interpolation=cv2.INTER_CUBIC)
+        ).reshape(HEIGHT, WIDTH, -1)
 
     coarse = random.standard_normal((9, 18, CLASSES), dtype=np.float32)
-    scores = [cv2.resize(coarse[..., one], (WIDTH, HEIGHT), interpolation=cv2.INTER_CUBIC) for one in range(CLASSES)]
+    scores = [
+        cv2.resize(coarse[..., one], (WIDTH, HEIGHT), interpolation=cv2.INTER_CUBIC)
+        for one in range(CLASSES)
+    ]
     labels = np.argmax(scores, axis=0).astype(np.uint8)
     colors = random.uniform(30, 180, (CLASSES, 3)).astype(np.float32)
     image = colors[labels] + 12 * field(16, 3) + 4 * field(128, 1) + 1.0 * field(512, 1)
@@ -40,12 +45,18 @@ def write(root: Path, num: int, *, jpeg: bool = False) -> None:
     """A data set of the kind `folder` with `num` training frames."""
     for kind in ("images/train", "masks/train"):
         (root / kind).mkdir(parents=True)
-    (root / "classes.yaml").write_text(f"names: [{', '.join(f'class{number}' for number in range(CLASSES))}]\n")
+    (root / "classes.yaml").write_text(
+        f"names: [{', '.join(f'class{number}' for number in range(CLASSES))}]\n"
+    )
 
     def one(number: int) -> None:
         image, labels = draw(number)
         bgr = cv2.cvtColor(image, cv2.COLOR_RGB2BGR)
-        cv2.imwrite(str(root / f"images/train/{number:03d}.{'jpg' if jpeg else 'png'}"), bgr, JPEG if jpeg else PNG)
+        cv2.imwrite(
+            str(root / f"images/train/{number:03d}.{'jpg' if jpeg else 'png'}"),
+            bgr,
+            JPEG if jpeg else PNG,
+        )
         cv2.imwrite(str(root / f"masks/train/{number:03d}.png"), labels, PNG)
 
     with ThreadPoolExecutor() as pool:

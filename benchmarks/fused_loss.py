@@ -25,7 +25,12 @@ ARMS: dict[str, dict[str, Any]] = {
     "native": {"backend": "native"},
     "torch": {"backend": "torch"},
     "native, OHEM": {"backend": "native", "name": "ohem"},
-    "native, all terms": {"backend": "native", "name": "ohem", "dice_weight": 1.0, "label_smoothing": 0.1},
+    "native, all terms": {
+        "backend": "native",
+        "name": "ohem",
+        "dice_weight": 1.0,
+        "label_smoothing": 0.1,
+    },
     "plain, OHEM": {"backend": "plain", "name": "ohem"},
     "plain, stride 2": {"backend": "plain", "stride": 2},
 }
@@ -35,7 +40,9 @@ MOST_ERROR = 1e-6  # of the gradient against float64, relative to its largest va
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Times on 1 and 2 threads, peak memory of fresh processes, and the error of every arm against float64."""
-    by_threads = {str(threads): times(threads, given.repeats or 15) for threads in (1, 2)}
+    by_threads = {
+        str(threads): times(threads, given.repeats or 15) for threads in (1, 2)
+    }
     memory = {arm: peak_kib(arm) for arm in (RECIPE, *ARMS)}
     error = errors()
     ratios = {"memory": memory[RECIPE] / memory["native"]}
@@ -50,8 +57,12 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         "gradient_error": error,
         "must": MUST,
         "stretch": STRETCH,
-        "passed": exact and min(lows) >= MUST["time"] and ratios["memory"] >= MUST["memory"],
-        "passed_stretch": exact and min(lows) >= STRETCH["time"] and ratios["memory"] >= STRETCH["memory"],
+        "passed": exact
+        and min(lows) >= MUST["time"]
+        and ratios["memory"] >= MUST["memory"],
+        "passed_stretch": exact
+        and min(lows) >= STRETCH["time"]
+        and ratios["memory"] >= STRETCH["memory"],
     }
 
 
@@ -60,11 +71,14 @@ def times(threads: int, rounds: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     logits, target = inputs()
     seconds = measuring.interleaved(
-        {arm: partial(step(arm), logits, target) for arm in (RECIPE, *ARMS)}, repeats=rounds
+        {arm: partial(step(arm), logits, target) for arm in (RECIPE, *ARMS)},
+        repeats=rounds,
     )
     return {
         "ms": {arm: measuring.summary(each) for arm, each in seconds.items()},
-        "recipe_over": {arm: measuring.ratio(seconds[RECIPE], seconds[arm]) for arm in ARMS},
+        "recipe_over": {
+            arm: measuring.ratio(seconds[RECIPE], seconds[arm]) for arm in ARMS
+        },
     }
 
 
@@ -72,7 +86,9 @@ def inputs(small: int = SMALL, large: int = LARGE) -> tuple[Tensor, Tensor]:
     """Logits and targets, random."""
     torch.manual_seed(0)
     target = torch.randint(0, CLASSES, (BATCH, large, large), dtype=torch.uint8)
-    return torch.randn(BATCH, CLASSES, small, small), target.masked_fill(torch.rand(target.shape) < IGNORED, 255)
+    return torch.randn(BATCH, CLASSES, small, small), target.masked_fill(
+        torch.rand(target.shape) < IGNORED, 255
+    )
 
 
 def step(arm: str) -> Callable[[Tensor, Tensor], Tensor]:
@@ -83,7 +99,9 @@ def step(arm: str) -> Callable[[Tensor, Tensor], Tensor]:
 def recipe(logits: Tensor, target: Tensor) -> Tensor:
     """What public trainers do."""
     logits = logits.detach().requires_grad_()
-    resized = F.interpolate(logits, size=target.shape[-2:], mode="bilinear", align_corners=False)
+    resized = F.interpolate(
+        logits, size=target.shape[-2:], mode="bilinear", align_corners=False
+    )
     F.cross_entropy(resized, target.long(), ignore_index=255).backward()
     assert logits.grad is not None
     return logits.grad
@@ -92,7 +110,14 @@ def recipe(logits: Tensor, target: Tensor) -> Tensor:
 def ours(config: LossConfig, logits: Tensor, target: Tensor) -> Tensor:
     """The loss of a shard as training computes it."""
     logits, valid = logits.detach().requires_grad_(), torch.tensor(valid_pixels(target))
-    parts = shard_loss({"main": logits}, target, config, class_weights=None, global_valid=valid, align_corners=False)
+    parts = shard_loss(
+        {"main": logits},
+        target,
+        config,
+        class_weights=None,
+        global_valid=valid,
+        align_corners=False,
+    )
     parts["total"].backward()
     assert logits.grad is not None
     return logits.grad
@@ -103,16 +128,22 @@ def errors() -> dict[str, float]:
     logits, target = inputs(64, 512)
     exact = recipe(logits.double(), target)
     found = {arm: step(arm)(logits, target) for arm in (RECIPE, "native", "torch")}
-    return {arm: float((each - exact).abs().max() / exact.abs().max()) for arm, each in found.items()}
+    return {
+        arm: float((each - exact).abs().max() / exact.abs().max())
+        for arm, each in found.items()
+    }
 
 
 def peak_kib(arm: str) -> int:
     """Peak memory of an arm in KiB above what its inputs take, in a fresh process on one thread."""
     root = str(Path(__file__).resolve().parents[1])
     code = (
-        f"import sys; sys.path.insert(0, {root!r}); from benchmarks import fused_loss; fused_loss.print_peak({arm!r})"
+        f"import sys; sys.path.insert(0, {root!r}); from benchmarks import fused_loss; "
+        f"fused_loss.print_peak({arm!r})"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     return int(json.loads(done.stdout.splitlines()[-1]))
 
 

@@ -40,7 +40,9 @@ from segpipe.train.step import TrainStep
 from segpipe.train.watch import Watch
 
 CPU = torch.device("cpu")
-MODELS = {name: build for name, build in ALL_MODELS.items() if name != "timm"}  # which is optional
+MODELS = {
+    name: build for name, build in ALL_MODELS.items() if name != "timm"
+}  # which is optional
 GRACE_S = 20.0  # after the time limit; with the default limit a call ends within 10 minutes, whatever hangs
 LEFT_OUT = "left out"  # the figure of a check that was not made, or not to its end; it says why
 
@@ -65,26 +67,51 @@ class Bench:
 def scenes(bench: Bench, count: int) -> tuple[Tensor, Tensor]:
     """Procedural scenes of the bench's size: uint8 (B, S, S, 3) and uint8 (B, S, S), on the CPU."""
     config = Config()
-    samples = open_samples(replace(config.data, size=[bench.size, bench.size]), "train", 0)
+    samples = open_samples(
+        replace(config.data, size=[bench.size, bench.size]), "train", 0
+    )
     read = [samples.read(index) for index in range(min(count, 4))]
-    images, targets = zip(*(read[index % len(read)] for index in range(count)), strict=True)
-    return torch.stack([torch.from_numpy(i) for i in images]), torch.stack([torch.from_numpy(t) for t in targets])
+    images, targets = zip(
+        *(read[index % len(read)] for index in range(count)), strict=True
+    )
+    return torch.stack([torch.from_numpy(i) for i in images]), torch.stack(
+        [torch.from_numpy(t) for t in targets]
+    )
 
 
 def preprocessing(bench: Bench) -> dict[str, Any]:
     """The device's preprocessing against the CPU's, and its colors against OpenCV's, which must be equal."""
     image, target = scenes(bench, 2)
-    here, there = Preprocess()(image), Preprocess().to(bench.device)(image.to(bench.device)).cpu()
+    here, there = (
+        Preprocess()(image),
+        Preprocess().to(bench.device)(image.to(bench.device)).cpu(),
+    )
     difference = float((here - there).abs().max())
     assert difference <= 1e-6, f"preprocessing differs by {difference}"
-    strong = AugmentConfig([bench.size] * 2, brightness=1.0, contrast=1.0, saturation=1.0, hue=0.5, color_on="device")
+    strong = AugmentConfig(
+        [bench.size] * 2,
+        brightness=1.0,
+        contrast=1.0,
+        saturation=1.0,
+        hue=0.5,
+        color_on="device",
+    )
     for key in range(8):
         crop = Augmenter(strong).crop(image[0].numpy(), target[0].numpy(), key)
         assert crop.color is not None
-        given = (torch.from_numpy(part[None]).to(bench.device) for part in (crop.image, crop.color))
+        given = (
+            torch.from_numpy(part[None]).to(bench.device)
+            for part in (crop.image, crop.color)
+        )
         expected, _ = Augmenter(strong)(image[0].numpy(), target[0].numpy(), key)
-        assert np.array_equal(colored(*given)[0].cpu().numpy(), expected), f"color differs for key {key}"
-    return {"max_difference": difference, "bitwise_equal": torch.equal(here, there), "colors_equal": True}
+        assert np.array_equal(colored(*given)[0].cpu().numpy(), expected), (
+            f"color differs for key {key}"
+        )
+    return {
+        "max_difference": difference,
+        "bitwise_equal": torch.equal(here, there),
+        "colors_equal": True,
+    }
 
 
 def loss_and_gradients(bench: Bench) -> dict[str, Any]:
@@ -100,7 +127,10 @@ def loss_and_gradients(bench: Bench) -> dict[str, Any]:
     figures = {}
     for name in ("cross_entropy", "ohem"):
         config = LossConfig(name=name)
-        here, there = (_loss(heads, target, config, device) for device in (torch.device("cpu"), bench.device))
+        here, there = (
+            _loss(heads, target, config, device)
+            for device in (torch.device("cpu"), bench.device)
+        )
         worst = max(
             float((a.grad.cpu() - b.grad.cpu()).abs().max() / a.grad.abs().max())
             for a, b in zip(here[1], there[1], strict=True)
@@ -118,7 +148,14 @@ def _loss(
 ) -> tuple[Tensor, list[Tensor]]:
     leaves = {name: value.to(device).requires_grad_() for name, value in heads.items()}
     valid = torch.tensor(valid_pixels(target), device=device)
-    parts = shard_loss(leaves, target.to(device), config, class_weights=None, global_valid=valid, align_corners=False)
+    parts = shard_loss(
+        leaves,
+        target.to(device),
+        config,
+        class_weights=None,
+        global_valid=valid,
+        align_corners=False,
+    )
     parts["total"].backward()  # type: ignore[no-untyped-call]
     return parts["total"].detach(), list(leaves.values())
 
@@ -133,14 +170,19 @@ def gradients(bench: Bench) -> dict[str, Any]:
     for name in MODELS:
         exact = _gradients(name, image, target, CPU, torch.float64)
         rounding, found = (
-            _farthest(_gradients(name, image, target, device, torch.float32), exact) for device in (CPU, bench.device)
+            _farthest(_gradients(name, image, target, device, torch.float32), exact)
+            for device in (CPU, bench.device)
         )
-        assert found <= 0.03, f"{name}: a gradient differs by {found} of itself, a CPU's by {rounding}"
+        assert found <= 0.03, (
+            f"{name}: a gradient differs by {found} of itself, a CPU's by {rounding}"
+        )
         figures[name] = {"relative": found, "relative_on_cpu": rounding}
     return figures
 
 
-def _gradients(name: str, image: Tensor, target: Tensor, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+def _gradients(
+    name: str, image: Tensor, target: Tensor, device: torch.device, dtype: torch.dtype
+) -> list[Tensor]:
     """Of each parameter, as float64 on the CPU.
 
     In eval mode: with the statistics of a few pooled values, rounding alone moves gradients by up to 4 % on a CPU.
@@ -164,7 +206,10 @@ def _gradients(name: str, image: Tensor, target: Tensor, device: torch.device, d
 def _farthest(found: list[Tensor], exact: list[Tensor]) -> float:
     """Largest distance of two tensors as a share of the second; of tiny ones, of a thousandth of the largest."""
     least = 1e-3 * max(float(tensor.norm()) for tensor in exact)
-    return max(float((a - b).norm()) / max(float(b.norm()), least) for a, b in zip(found, exact, strict=True))
+    return max(
+        float((a - b).norm()) / max(float(b.norm()), least)
+        for a, b in zip(found, exact, strict=True)
+    )
 
 
 def steps(bench: Bench) -> dict[str, Any]:
@@ -173,11 +218,20 @@ def steps(bench: Bench) -> dict[str, Any]:
     for model in MODELS:
         for precision in ("fp32", "bf16", "fp16"):
             small = replace(bench, size=min(bench.size, 256))
-            first, second = (_updates(small, model, precision, updates=3) for _ in range(2))
-            assert torch.isfinite(first["loss"]), f"{model} {precision}: loss {first['loss']}"
+            first, second = (
+                _updates(small, model, precision, updates=3) for _ in range(2)
+            )
+            assert torch.isfinite(first["loss"]), (
+                f"{model} {precision}: loss {first['loss']}"
+            )
             same = torch.equal(first["weights"], second["weights"])
-            assert same, f"{model} {precision}: the same three updates gave different weights"
-            figures[f"{model}_{precision}"] = {"loss": float(first["loss"]), "same_bits": same}
+            assert same, (
+                f"{model} {precision}: the same three updates gave different weights"
+            )
+            figures[f"{model}_{precision}"] = {
+                "loss": float(first["loss"]),
+                "same_bits": same,
+            }
     return figures
 
 
@@ -190,15 +244,23 @@ def speed(bench: Bench) -> dict[str, Any]:
                 figures[f"{model}_{precision}"] = "left out: no time"
                 continue
             done = _updates(bench, model, precision, updates=bench.updates)
-            figures[f"{model}_{precision}"] = {key: done[key] for key in ("images_per_second", "peak_memory_mib")}
+            figures[f"{model}_{precision}"] = {
+                key: done[key] for key in ("images_per_second", "peak_memory_mib")
+            }
     return figures
 
 
-def _updates(bench: Bench, model: str, precision: str, *, updates: int) -> dict[str, Any]:
+def _updates(
+    bench: Bench, model: str, precision: str, *, updates: int
+) -> dict[str, Any]:
     """Runs `updates` updates after two to warm up, on one shard of `bench.batch` scenes."""
     cuda = bench.device.type == "cuda"
     config = Config()
-    config.model.name, config.train.precision, config.train.steps = model, precision, updates + 2
+    config.model.name, config.train.precision, config.train.steps = (
+        model,
+        precision,
+        updates + 2,
+    )
     config.compute.shards, config.compute.samples_per_shard = 1, bench.batch
     config.loss.name, config.optim.clip_norm = "ohem", 5.0
     state = build_state(config, STREET, bench.device)
@@ -219,9 +281,16 @@ def _updates(bench: Bench, model: str, precision: str, *, updates: int) -> dict[
     seconds = time.perf_counter() - started
     return {
         "loss": result.loss.cpu(),
-        "weights": torch.cat([value.detach().float().flatten().cpu() for value in state.model.state_dict().values()]),
+        "weights": torch.cat(
+            [
+                value.detach().float().flatten().cpu()
+                for value in state.model.state_dict().values()
+            ]
+        ),
         "images_per_second": round(updates * bench.batch / seconds, 1),
-        "peak_memory_mib": round(torch.cuda.max_memory_allocated() / 2**20) if cuda else None,
+        "peak_memory_mib": round(torch.cuda.max_memory_allocated() / 2**20)
+        if cuda
+        else None,
     }
 
 
@@ -239,9 +308,13 @@ def networks(bench: Bench) -> dict[str, Any]:
         model = build_model(name, STREET.num_classes).eval()
         with torch.inference_mode():
             here = model(Preprocess()(image))
-            there = model.to(bench.device)(Preprocess().to(bench.device)(image.to(bench.device))).cpu()
+            there = model.to(bench.device)(
+                Preprocess().to(bench.device)(image.to(bench.device))
+            ).cpu()
         difference = float((here - there).abs().max() / here.std())
-        assert difference <= 1e-3, f"{name}: logits differ by {difference} of their standard deviation"
+        assert difference <= 1e-3, (
+            f"{name}: logits differ by {difference} of their standard deviation"
+        )
         figures[name] = {"max_difference_sigma": difference}
     return figures
 
@@ -254,9 +327,22 @@ def camvid(bench: Bench) -> dict[str, Any]:
         return {LEFT_OUT: gpu_bits.NO_TIME}
     from segpipe.settings.compose import compose
 
-    overrides = ["experiment=camvid_cpu", f"data.root={bench.camvid}", "model=ddrnet23_slim"]
-    overrides += ["run.name=gpu_check_camvid", f"run.root={bench.folder}", "run.exists=replace", "data.workers=8"]
-    overrides += ["compute.samples_per_shard=12", "export.enabled=false", "train.progress=false"]
+    overrides = [
+        "experiment=camvid_cpu",
+        f"data.root={bench.camvid}",
+        "model=ddrnet23_slim",
+    ]
+    overrides += [
+        "run.name=gpu_check_camvid",
+        f"run.root={bench.folder}",
+        "run.exists=replace",
+        "data.workers=8",
+    ]
+    overrides += [
+        "compute.samples_per_shard=12",
+        "export.enabled=false",
+        "train.progress=false",
+    ]
     # The rate falls to 0 at the last step, however many there are; the recipe's own end is after 6000.
     overrides += [f"compute.device={bench.device.type}", "optim.schedule_steps=0"]
     group = Group(0, 0, 1, bench.device)
@@ -264,9 +350,25 @@ def camvid(bench: Bench) -> dict[str, Any]:
     _, _, warm = train(probe, group, Console(quiet=True))
     rate = warm["images_per_second"] / probe.global_batch
     count = max(int((bench.seconds_left - 45) * rate), 60)
-    config = compose([*overrides, f"train.steps={count}", f"train.validate_every={max(count // 8, 1)}"])
+    config = compose(
+        [
+            *overrides,
+            f"train.steps={count}",
+            f"train.validate_every={max(count // 8, 1)}",
+        ]
+    )
     _, _, result = train(config, group, Console())
-    return {key: result[key] for key in ("miou", "iou", "steps", "images_per_second", "train_seconds", "ema_digest")}
+    return {
+        key: result[key]
+        for key in (
+            "miou",
+            "iou",
+            "steps",
+            "images_per_second",
+            "train_seconds",
+            "ema_digest",
+        )
+    }
 
 
 # In the order in which they run. To add a check: a function that takes a Bench and returns figures, raises
@@ -299,7 +401,9 @@ def run(bench: Bench, chosen: list[str]) -> Iterator[tuple[str, bool, dict[str, 
     for name in chosen:
         started = time.monotonic()
         try:
-            flags.apply(threads=torch.get_num_threads())  # a check that compares recipes leaves the last one's switches
+            flags.apply(
+                threads=torch.get_num_threads()
+            )  # a check that compares recipes leaves the last one's switches
             figures, passed = CHECKS[name](bench), True
         except Exception as error:
             figures, passed = {"error": f"{type(error).__name__}: {error}"}, False
@@ -320,7 +424,9 @@ def check(given: dict[str, Any]) -> int:
     flags.apply(threads=torch.get_num_threads())
     bench = Bench(
         # With its number, as a tensor says it: caches and self-tests of kernels are kept by device.
-        torch.device("cuda", torch.cuda.current_device()) if given["device"] == "cuda" else torch.device("cpu"),
+        torch.device("cuda", torch.cuda.current_device())
+        if given["device"] == "cuda"
+        else torch.device("cpu"),
         time.monotonic() + given["seconds"],
         **{name: given[name] for name in ("size", "batch", "updates")},
         camvid=Path(given["camvid"]) if given["camvid"] else None,
@@ -328,14 +434,24 @@ def check(given: dict[str, Any]) -> int:
     )
     # A kernel or a collective that hangs cannot be interrupted: the process ends, and says where each thread stood.
     # What was found until then is printed and in the report.
-    faulthandler.dump_traceback_later(given["seconds"] + GRACE_S, exit=True, file=sys.__stderr__ or sys.stderr)
-    report: dict[str, Any] = {"fingerprint": flags.fingerprint(), "device": given["device"], "checks": {}}
+    faulthandler.dump_traceback_later(
+        given["seconds"] + GRACE_S, exit=True, file=sys.__stderr__ or sys.stderr
+    )
+    report: dict[str, Any] = {
+        "fingerprint": flags.fingerprint(),
+        "device": given["device"],
+        "checks": {},
+    }
     failed = False
     for name, sound, figures in run(bench, names):
         failed = failed or not sound
-        verdict = "FAILED" if not sound else LEFT_OUT if LEFT_OUT in figures else "passed"
+        verdict = (
+            "FAILED" if not sound else LEFT_OUT if LEFT_OUT in figures else "passed"
+        )
         report["checks"][name] = {"passed": verdict == "passed", **figures}
-        console.print(f"{verdict}  {name}  {json.dumps(figures)}", markup=False, soft_wrap=True)
+        console.print(
+            f"{verdict}  {name}  {json.dumps(figures)}", markup=False, soft_wrap=True
+        )
         if given["out"]:
             Path(given["out"]).write_text(json.dumps(report, indent=2) + "\n")
     faulthandler.cancel_dump_traceback_later()

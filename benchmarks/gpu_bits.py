@@ -48,13 +48,19 @@ def repeats(bench: Bench) -> dict[str, Any]:
                 f"train.steps={steps}",
                 f"train.precision={precision}",
             )
-            first, second = (digests(bench, f"{precision}{number}", 1, *changes) for number in (1, 2))
-            assert first == second, f"{precision}: two equal runs of {steps} steps ended with {first} and {second}"
+            first, second = (
+                digests(bench, f"{precision}{number}", 1, *changes) for number in (1, 2)
+            )
+            assert first == second, (
+                f"{precision}: two equal runs of {steps} steps ended with {first} and {second}"
+            )
             figures[precision] = first["weights_digest"]
             if precision == "bf16" and bench.device.type == "cuda":
                 with ballast(BALLAST_GIB):
                     crowded = digests(bench, "ballast", 1, *changes)
-                assert crowded == first, f"beside {BALLAST_GIB} GiB of another process: {crowded} instead of {first}"
+                assert crowded == first, (
+                    f"beside {BALLAST_GIB} GiB of another process: {crowded} instead of {first}"
+                )
                 figures["beside_ballast_gib"] = BALLAST_GIB
     return figures
 
@@ -68,10 +74,20 @@ def processes(bench: Bench) -> dict[str, Any]:
         for number in (1, 2, 4, 3):
             found = digests(bench, f"elastic{number}", number, *changes)
             alone = alone or found
-            assert found == alone, f"elastic: {found} on {number} processes, {alone} on one"
-            figures |= {"processes": [*figures["processes"], number], "weights_digest": found["weights_digest"]}
-        usual = [digests(bench, f"run{number}", number, *changes, "compute.mode=ddp") for number in (1, 2)]
-        assert usual[0] != usual[1], "the control, compute.mode=ddp, does not see the number of processes"
+            assert found == alone, (
+                f"elastic: {found} on {number} processes, {alone} on one"
+            )
+            figures |= {
+                "processes": [*figures["processes"], number],
+                "weights_digest": found["weights_digest"],
+            }
+        usual = [
+            digests(bench, f"run{number}", number, *changes, "compute.mode=ddp")
+            for number in (1, 2)
+        ]
+        assert usual[0] != usual[1], (
+            "the control, compute.mode=ddp, does not see the number of processes"
+        )
     return figures
 
 
@@ -82,12 +98,22 @@ def digest(bench: Bench) -> dict[str, Any]:
     from segpipe.ledger import digest as digests_of
 
     random = torch.Generator().manual_seed(0)
-    frames = torch.randint(0, 256, (3, bench.size, bench.size, 3), generator=random).to(torch.uint8)
+    frames = torch.randint(0, 256, (3, bench.size, bench.size, 3), generator=random).to(
+        torch.uint8
+    )
     maps = torch.randn(2, 19, 65, 33, generator=random)
-    tensors = [maps, maps.to(memory_format=torch.channels_last), maps.bfloat16(), maps.half(), torch.randn(7, 5)]
+    tensors = [
+        maps,
+        maps.to(memory_format=torch.channels_last),
+        maps.bfloat16(),
+        maps.half(),
+        torch.randn(7, 5),
+    ]
     there = [tensor.to(bench.device) for tensor in tensors]
     batch = frames.to(bench.device)
-    by_triton = bench.device.type == "cuda" and digests_of.gpu_kernels(bench.device) is not None  # waits, but once
+    by_triton = (
+        bench.device.type == "cuda" and digests_of.gpu_kernels(bench.device) is not None
+    )  # waits, but once
     before = torch.cuda.get_sync_debug_mode() if bench.device.type == "cuda" else 0
     if bench.device.type == "cuda":
         torch.cuda.set_sync_debug_mode("error")
@@ -98,16 +124,25 @@ def digest(bench: Bench) -> dict[str, Any]:
     finally:
         if bench.device.type == "cuda":
             torch.cuda.set_sync_debug_mode(before)
-    assert int(many) == int(digests_of.digest_many(tensors, channels_last=True)), "digest_many differs from the CPU's"
-    assert each.tolist() == digests_of.digest_each(frames).tolist(), "digest_each differs from the CPU's"
-    assert [int(value) for value in single] == [int(digests_of.digest(x)) for x in tensors], "digest differs"
+    assert int(many) == int(digests_of.digest_many(tensors, channels_last=True)), (
+        "digest_many differs from the CPU's"
+    )
+    assert each.tolist() == digests_of.digest_each(frames).tolist(), (
+        "digest_each differs from the CPU's"
+    )
+    assert [int(value) for value in single] == [
+        int(digests_of.digest(x)) for x in tensors
+    ], "digest differs"
     weights = torch.randn(7_720_000, device=bench.device)  # as many as pidnet_s has
     times = []
     for _ in range(10):
         started = time.perf_counter()
         int(digests_of.digest_many([weights]))
         times.append(time.perf_counter() - started)
-    return {"by_triton": by_triton, "ms_of_7.72M_weights": round(1000 * sorted(times)[len(times) // 2], 3)}
+    return {
+        "by_triton": by_triton,
+        "ms_of_7.72M_weights": round(1000 * sorted(times)[len(times) // 2], 3),
+    }
 
 
 def ops(bench: Bench) -> dict[str, Any]:
@@ -121,7 +156,9 @@ def ops(bench: Bench) -> dict[str, Any]:
         return {"left out": NO_TIME}
     rows = measure(bench.device, size=min(bench.size, 256), batch=min(bench.batch, 8))
     unsound = [row["op"] for row in rows if row["replacement_equal"] is False]
-    assert not unsound, f"replacements that do not repeat their bits: {', '.join(unsound)}"
+    assert not unsound, (
+        f"replacements that do not repeat their bits: {', '.join(unsound)}"
+    )
     return {**{row["op"]: row for row in rows}, "table_wrong": misjudged(rows)}
 
 
@@ -132,8 +169,14 @@ def cost(bench: Bench) -> dict[str, Any]:
     if too_late(bench, 150):  # six arms, each once more in a process of its own
         return {"left out": NO_TIME}
     found = modes.measure(Namespace(repeats=bench.updates))
-    over = {name: found[name]["elastic"] for name in ("over_off", "over_off_without_tf32") if name in found}
-    assert found["passed"] or bench.device.type == "cpu", f"elastic costs more than {found['limit']} of off: {over}"
+    over = {
+        name: found[name]["elastic"]
+        for name in ("over_off", "over_off_without_tf32")
+        if name in found
+    }
+    assert found["passed"] or bench.device.type == "cpu", (
+        f"elastic costs more than {found['limit']} of off: {over}"
+    )
     return found
 
 
@@ -151,20 +194,43 @@ def as_time_allows(figures: dict[str, Any]) -> Iterator[None]:
         figures["left out"] = NO_TIME
 
 
-def digests(bench: Bench, name: str, num_processes: int, *changes: str) -> dict[str, Any]:
+def digests(
+    bench: Bench, name: str, num_processes: int, *changes: str
+) -> dict[str, Any]:
     """What result.json says of the recipe with `changes`, in a fresh process or several.
 
     Raises subprocess.TimeoutExpired when the bench's time is over before that.
     """
     side = min(bench.size, 256)
     folder = bench.folder / "gpu_bits" / name
-    settings = [*RECIPE, f"augment.crop_size=[{side},{side}]", f"data.size=[{side},{2 * side}]", *changes]
-    settings += [f"compute.device={bench.device.type}", f"run.root={folder.parent}", f"run.name={folder.name}"]
+    settings = [
+        *RECIPE,
+        f"augment.crop_size=[{side},{side}]",
+        f"data.size=[{side},{2 * side}]",
+        *changes,
+    ]
+    settings += [
+        f"compute.device={bench.device.type}",
+        f"run.root={folder.parent}",
+        f"run.name={folder.name}",
+    ]
     latest = list(dict(part.split("=", 1) for part in settings).items())
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
-    command = [sys.executable, *start, str(ROOT / "train.py"), *(f"{key}={value}" for key, value in latest)]
+    start = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={num_processes}",
+    ]
+    command = [
+        sys.executable,
+        *start,
+        str(ROOT / "train.py"),
+        *(f"{key}={value}" for key, value in latest),
+    ]
     done = finished(command, bench.seconds_left)
-    assert done.returncode == 0, f"{name} ended with {done.returncode}: {done.stderr[-2000:]}"
+    assert done.returncode == 0, (
+        f"{name} ended with {done.returncode}: {done.stderr[-2000:]}"
+    )
     result = json.loads((folder / "result.json").read_text())
     return {key: result[key] for key in DIGESTS}
 
@@ -172,7 +238,13 @@ def digests(bench: Bench, name: str, num_processes: int, *changes: str) -> dict[
 def finished(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
     """The command's end; after `seconds` it is killed with all that it started, and TimeoutExpired raised."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         out, told = process.communicate(timeout=max(seconds, 0))
     except subprocess.TimeoutExpired:
@@ -186,7 +258,10 @@ def finished(command: list[str], seconds: float) -> subprocess.CompletedProcess[
 def ballast(gib: int) -> Iterator[None]:
     """Another process that holds `gib` GiB of the GPU's memory."""
     holder = subprocess.Popen(
-        [sys.executable, "-c", BALLAST, str(gib)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", BALLAST, str(gib)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert holder.stdout is not None

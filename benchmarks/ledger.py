@@ -87,25 +87,40 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         spent: dict[str, list[float]] = {"shard": [], "apply": []}
         for number in range(2 * rounds + 1):
             timed.first = number % 2
-            for name, action in (("shard", lambda: step([batch], valid)), ("apply", step.apply)):
+            for name, action in (
+                ("shard", lambda: step([batch], valid)),
+                ("apply", step.apply),
+            ):
                 before, inside = time.perf_counter(), timed.total
                 action()
-                spent[name].append(time.perf_counter() - before - (timed.total - inside))
+                spent[name].append(
+                    time.perf_counter() - before - (timed.total - inside)
+                )
             timed.flush()
             if number == 0:  # to warm up
                 timed.seconds.clear()
                 spent = {"shard": [], "apply": []}
     parts, base = medians(timed.seconds), medians(spent)
-    shares = {level: {shards: interval(level, shards, timed.seconds, spent) for shards in SHOWN} for level in LIMITS}
+    shares = {
+        level: {
+            shards: interval(level, shards, timed.seconds, spent) for shards in SHOWN
+        }
+        for level in LIMITS
+    }
     return {
         "what": f"pidnet_s, {SIZE}x{SIZE}, {BATCH} per shard, fp32, 1 process, {THREADS} threads, {2 * rounds} updates",
         "machine": measuring.machine(),
         "update_ms": {name: round(1000 * value, 2) for name, value in base.items()},
-        "ledger_ms": {f"level {level}, {name}": round(1000 * value, 2) for (level, name), value in parts.items()},
+        "ledger_ms": {
+            f"level {level}, {name}": round(1000 * value, 2)
+            for (level, name), value in parts.items()
+        },
         "share_by_shards": shares,
         "limits": LIMITS,
         "passed": all(
-            measuring.holds(shares[level][shards], at_most=limit) for level, limit in LIMITS.items() for shards in SHOWN
+            measuring.holds(shares[level][shards], at_most=limit)
+            for level, limit in LIMITS.items()
+            for shards in SHOWN
         ),
     }
 
@@ -116,29 +131,51 @@ def medians(seconds: Mapping[Any, Sequence[float]]) -> dict[Any, float]:
 
 
 def interval(
-    level: int, shards: int, parts: Mapping[tuple[int, str], Sequence[float]], base: Mapping[str, Sequence[float]]
+    level: int,
+    shards: int,
+    parts: Mapping[tuple[int, str], Sequence[float]],
+    base: Mapping[str, Sequence[float]],
 ) -> dict[str, float]:
     """The share of the medians, and its 95 % interval by bootstrap over the updates."""
     random, found = np.random.default_rng(0), []
     for _ in range(400):
-        drawn, under = ({k: random.choice(v, len(v)) for k, v in seconds.items()} for seconds in (parts, base))
+        drawn, under = (
+            {k: random.choice(v, len(v)) for k, v in seconds.items()}
+            for seconds in (parts, base)
+        )
         found.append(share(level, shards, medians(drawn), medians(under)))
     low, high = np.percentile(found, [2.5, 97.5])
-    return {"ratio": share(level, shards, medians(parts), medians(base)), "low": float(low), "high": float(high)}
+    return {
+        "ratio": share(level, shards, medians(parts), medians(base)),
+        "low": float(low),
+        "high": float(high),
+    }
 
 
-def share(level: int, shards: int, parts: dict[tuple[int, str], float], base: dict[str, float]) -> float:
+def share(
+    level: int, shards: int, parts: dict[tuple[int, str], float], base: dict[str, float]
+) -> float:
     """Time of a ledger's calls over that of an update of `shards` shards in one process, the ledger not counted."""
     own = {name: seconds for (its, name), seconds in parts.items() if its == level}
     by_shard = own["forward"] + own["shard"]
     by_step = own["reduced"] + own["applied"] + own["flush"]
-    return round((shards * by_shard + by_step) / (shards * base["shard"] + base["apply"]), 5)
+    return round(
+        (shards * by_shard + by_step) / (shards * base["shard"] + base["apply"]), 5
+    )
 
 
 def _set_up(folder: Path) -> tuple[TrainStep, ShardBatch, Timed]:
     config = Config()
-    config.model.name, config.loss.name, config.optim.clip_norm = "pidnet_s", "ohem", 5.0
-    config.compute.shards, config.compute.samples_per_shard, config.compute.threads = 1, BATCH, THREADS
+    config.model.name, config.loss.name, config.optim.clip_norm = (
+        "pidnet_s",
+        "ohem",
+        5.0,
+    )
+    config.compute.shards, config.compute.samples_per_shard, config.compute.threads = (
+        1,
+        BATCH,
+        THREADS,
+    )
     config.augment.crop_size = [SIZE, SIZE]
     flags.apply(THREADS, "elastic")
     group, samples = Group(0, 0, 1, torch.device("cpu")), Frames()
@@ -152,6 +189,21 @@ def _set_up(folder: Path) -> tuple[TrainStep, ShardBatch, Timed]:
     timed.group, timed.state = group, state  # type: ignore[attr-defined]
     step = TrainStep(config, timed)  # type: ignore[arg-type]
     random = torch.Generator().manual_seed(0)
-    image = torch.randint(0, 256, (BATCH, SIZE, SIZE, 3), generator=random).to(torch.uint8)
-    target = torch.randint(0, STREET.num_classes, (BATCH, SIZE, SIZE), generator=random).to(torch.uint8)
-    return step, ShardBatch(0, 0, image, target, torch.zeros(BATCH, dtype=torch.int64), torch.arange(BATCH)), timed
+    image = torch.randint(0, 256, (BATCH, SIZE, SIZE, 3), generator=random).to(
+        torch.uint8
+    )
+    target = torch.randint(
+        0, STREET.num_classes, (BATCH, SIZE, SIZE), generator=random
+    ).to(torch.uint8)
+    return (
+        step,
+        ShardBatch(
+            0,
+            0,
+            image,
+            target,
+            torch.zeros(BATCH, dtype=torch.int64),
+            torch.arange(BATCH),
+        ),
+        timed,
+    )

@@ -61,12 +61,20 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         frames.write(root / "set", NUM, jpeg=given.claim == "C3")
         samples = _opened(DataConfig(name="folder", root=str(root / "set")))
         if given.claim == "C4":
-            seconds = _delivery(samples, _packed(samples, root / "pack"), given.repeats or 12)
+            seconds = _delivery(
+                samples, _packed(samples, root / "pack"), given.repeats or 12
+            )
         else:
             arms = _arms(given.claim, samples, root)
-            seconds = measuring.interleaved(arms, repeats=given.repeats or (5 if given.claim == "C2b" else 24))
+            seconds = measuring.interleaved(
+                arms, repeats=given.repeats or (5 if given.claim == "C2b" else 24)
+            )
         quality = _quality(samples)
-    ratios = {name: measuring.ratio(found, seconds["segpipe"]) for name, found in seconds.items() if name != "segpipe"}
+    ratios = {
+        name: measuring.ratio(found, seconds["segpipe"])
+        for name, found in seconds.items()
+        if name != "segpipe"
+    }
     must = MUST[given.claim]
     return {
         "what": __doc__,
@@ -77,12 +85,17 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         "times_as_fast": ratios,
         "quality": quality,
         "must": must,
-        "passed": _exact(quality) and all(ratios[name]["low"] >= least for name, least in must.items()),
+        "passed": _exact(quality)
+        and all(ratios[name]["low"] >= least for name, least in must.items()),
     }
 
 
 def _exact(quality: dict[str, Any]) -> bool:
-    return bool(quality["image_levels"] <= 1 and quality["colour_levels"] <= 1 and quality["labels_differ"] == 0)
+    return bool(
+        quality["image_levels"] <= 1
+        and quality["colour_levels"] <= 1
+        and quality["labels_differ"] == 0
+    )
 
 
 def _opened(data: DataConfig) -> FileSamples:
@@ -99,7 +112,10 @@ def _arms(claim: str, samples: FileSamples, root: Path) -> dict[str, measuring.A
     torchvision = Torchvision(CROP, SCALE)
     files = [(pair.image, pair.mask) for pair in samples.pairs]
     if claim == "C2b":
-        return {"segpipe": _building(samples, root), "torchvision": _recipe(torchvision, files, NUM)}
+        return {
+            "segpipe": _building(samples, root),
+            "torchvision": _recipe(torchvision, files, NUM),
+        }
     recipes: dict[str, Recipe] = {
         "torchvision": torchvision,
         "torchvision, uint8": Torchvision(CROP, SCALE, raw=True),
@@ -111,14 +127,21 @@ def _arms(claim: str, samples: FileSamples, root: Path) -> dict[str, measuring.A
     if claim == "C2":
         own = {"segpipe": _own(_packed(samples, root / "pack"))}
     if claim == "C3":
-        own = {"segpipe": _own(_packed(samples, root / "pack", "file")), "segpipe, no pack": _own(samples)}
-    return own | {name: _recipe(recipe, files, PART) for name, recipe in recipes.items()}
+        own = {
+            "segpipe": _own(_packed(samples, root / "pack", "file")),
+            "segpipe, no pack": _own(samples),
+        }
+    return own | {
+        name: _recipe(recipe, files, PART) for name, recipe in recipes.items()
+    }
 
 
 def _packed(samples: FileSamples, folder: Path, images: str = "raw") -> FileSamples:
     """The samples with a pack that is built, and whose samples this process has checked."""
     root = str(Path(samples.pairs[0].image).parents[2])
-    packed = _opened(DataConfig(name="folder", root=root, pack=str(folder), pack_images=images))
+    packed = _opened(
+        DataConfig(name="folder", root=root, pack=str(folder), pack_images=images)
+    )
     for _ in range(2):
         for index in range(len(packed)):
             packed.read(index)
@@ -135,17 +158,24 @@ def _turns(part: int) -> Iterator[list[int]]:
 
 def _own(samples: FileSamples) -> measuring.Arm:
     augmenter, turns, epoch = Augmenter(_config()), _turns(PART), iter(range(10**9))
-    image, target = np.empty((CROP, CROP, 3), np.uint8), np.empty((CROP, CROP), np.uint8)
+    image, target = (
+        np.empty((CROP, CROP, 3), np.uint8),
+        np.empty((CROP, CROP), np.uint8),
+    )
 
     def call() -> None:
         for index in next(turns):
             key = sample_key(0, next(epoch), index, "augment")
-            image[:], target[:] = augmenter(*samples.read(index), key)  # as a worker writes into its batch
+            image[:], target[:] = augmenter(
+                *samples.read(index), key
+            )  # as a worker writes into its batch
 
     return call
 
 
-def _recipe(recipe: Recipe, files: Sequence[tuple[str, str]], part: int) -> measuring.Arm:
+def _recipe(
+    recipe: Recipe, files: Sequence[tuple[str, str]], part: int
+) -> measuring.Arm:
     turns = _turns(part)
 
     def call() -> None:
@@ -168,7 +198,9 @@ def _building(samples: FileSamples, root: Path) -> measuring.Arm:
     return call
 
 
-def _delivered(samples: FileSamples, closing: ExitStack, transport: str) -> Iterator[Any]:
+def _delivered(
+    samples: FileSamples, closing: ExitStack, transport: str
+) -> Iterator[Any]:
     return closing.enter_context(
         contextlib.closing(
             train_batches(
@@ -203,7 +235,9 @@ def _alone(worker: int) -> None:
     random.seed(worker)
 
 
-def _delivery(samples: FileSamples, packed: FileSamples, repeats: int) -> dict[str, list[float]]:
+def _delivery(
+    samples: FileSamples, packed: FileSamples, repeats: int
+) -> dict[str, list[float]]:
     """Seconds of TIMED batches, after as many as can have been made ahead."""
     files = [(pair.image, pair.mask) for pair in samples.pairs]
     order = (index % NUM for index in range(10**9))
@@ -214,7 +248,9 @@ def _delivery(samples: FileSamples, packed: FileSamples, repeats: int) -> dict[s
             "torchvision": iter(
                 DataLoader(
                     _Files(Torchvision(CROP, SCALE), files),
-                    batch_sampler=iter(lambda: [next(order) for _ in range(BATCH)], None),
+                    batch_sampler=iter(
+                        lambda: [next(order) for _ in range(BATCH)], None
+                    ),
                     num_workers=WORKERS,
                     prefetch_factor=PREFETCH,
                     worker_init_fn=_alone,
@@ -228,7 +264,11 @@ def _delivery(samples: FileSamples, packed: FileSamples, repeats: int) -> dict[s
                 batch[-1].sum()  # of labels or indices: the batch is used
 
         arms = {name: partial(take, name, TIMED) for name in streams}
-        found = measuring.interleaved(arms, repeats=repeats, prepare=lambda name: take(name, WORKERS * PREFETCH + 1))
+        found = measuring.interleaved(
+            arms,
+            repeats=repeats,
+            prepare=lambda name: take(name, WORKERS * PREFETCH + 1),
+        )
         del streams["torchvision"]
     return found
 
@@ -238,7 +278,16 @@ def _compared(found: dict[str, float]) -> Iterator[None]:
     """While it lasts, each step of the augmentation is compared with the same step in float64."""
     resample, color = augment.ScaleCrop._resample, augment.ColorMatrix.apply
 
-    def seen_resample(self: Any, array: Any, fill: Any, how: int, *, source: Any, place: Any, **more: Any) -> Any:
+    def seen_resample(
+        self: Any,
+        array: Any,
+        fill: Any,
+        how: int,
+        *,
+        source: Any,
+        place: Any,
+        **more: Any,
+    ) -> Any:
         made = resample(self, array, fill, how, source=source, place=place, **more)
         part = np.asarray(array[source], np.float64)
         size = tuple(span.stop - span.start for span in place)
@@ -247,23 +296,35 @@ def _compared(found: dict[str, float]) -> Iterator[None]:
             for new, old in zip(size, part.shape[:2], strict=True)
         )
         if array.ndim == 3:
-            expected = _linear(_linear(part, rows).transpose(1, 0, 2), columns).transpose(1, 0, 2)
-            found["image_levels"] = max(found["image_levels"], float(np.abs(made[place] - expected).max()))
+            expected = _linear(
+                _linear(part, rows).transpose(1, 0, 2), columns
+            ).transpose(1, 0, 2)
+            found["image_levels"] = max(
+                found["image_levels"], float(np.abs(made[place] - expected).max())
+            )
         else:
             nearest = [
-                np.minimum(np.floor((np.arange(new) + 0.5) * old / new), old - 1).astype(int)
+                np.minimum(
+                    np.floor((np.arange(new) + 0.5) * old / new), old - 1
+                ).astype(int)
                 for new, old in zip(size, part.shape, strict=True)
             ]
             found["labels_differ"] += int((made[place] != part[np.ix_(*nearest)]).sum())
         outside = np.ones(made.shape[:2], bool)
         outside[place] = False
-        found["labels_differ" if array.ndim == 2 else "image_levels"] += int((made[outside] != fill).sum())
+        found["labels_differ" if array.ndim == 2 else "image_levels"] += int(
+            (made[outside] != fill).sum()
+        )
         return made
 
     def seen_color(self: Any, img: Any, matrix: Any, **more: Any) -> Any:
         made = color(self, img, matrix, **more)
-        expected = np.clip(img.astype(np.float64) @ matrix[:, :3].T + matrix[:, 3], 0, 255)
-        found["colour_levels"] = max(found["colour_levels"], float(np.abs(made - expected).max()))
+        expected = np.clip(
+            img.astype(np.float64) @ matrix[:, :3].T + matrix[:, 3], 0, 255
+        )
+        found["colour_levels"] = max(
+            found["colour_levels"], float(np.abs(made - expected).max())
+        )
         return made
 
     augment.ScaleCrop._resample, augment.ColorMatrix.apply = seen_resample, seen_color  # type: ignore[method-assign]

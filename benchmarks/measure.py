@@ -29,13 +29,23 @@ def code(root: Path) -> dict[str, Any]:
     """What was measured: git's id of the folder segpipe, which outlives a rewritten history, and whether all of segpipe
     and benchmarks was committed as it ran; results do not count. None where git does not tell."""
     tree = _git(root, "rev-parse", "HEAD:./segpipe")
-    changed = _git(root, "status", "--porcelain", "--", "segpipe", "benchmarks", ":!benchmarks/results")
+    changed = _git(
+        root,
+        "status",
+        "--porcelain",
+        "--",
+        "segpipe",
+        "benchmarks",
+        ":!benchmarks/results",
+    )
     return {"code": tree, "clean": None if changed is None else not changed}
 
 
 def _git(root: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=True, cwd=root)
+        done = subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, check=True, cwd=root
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
@@ -44,7 +54,9 @@ def _git(root: Path, *arguments: str) -> str | None:
 def peak_resident_mib() -> int:
     """Most resident memory of this process so far. `ru_maxrss` would be the parent's where the parent held more."""
     status = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in status if line.startswith("VmHWM:")) >> 10
+    return (
+        next(int(line.split()[1]) for line in status if line.startswith("VmHWM:")) >> 10
+    )
 
 
 @contextmanager
@@ -95,7 +107,12 @@ def interleaved(
 def summary(seconds: list[float]) -> dict[str, float]:
     """Number, median and the middle half of timings, in milliseconds."""
     low, median, high = np.percentile(np.array(seconds) * 1000, [25, 50, 75])
-    return {"n": len(seconds), "median_ms": round(median, 3), "p25_ms": round(low, 3), "p75_ms": round(high, 3)}
+    return {
+        "n": len(seconds),
+        "median_ms": round(median, 3),
+        "p25_ms": round(low, 3),
+        "p75_ms": round(high, 3),
+    }
 
 
 def ratio(above: list[float], below: list[float]) -> dict[str, float]:
@@ -107,9 +124,20 @@ def interval(values: Any, *, name: str) -> dict[str, float]:
     """Median under this name, and its 95 % interval by bootstrap: `low` and `high`."""
     draws = np.random.default_rng(0).choice(np.asarray(values), (4000, len(values)))
     low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
-    return {name: round(float(np.median(values)), 4), "low": round(float(low), 4), "high": round(float(high), 4)}
+    return {
+        name: round(float(np.median(values)), 4),
+        "low": round(float(low), 4),
+        "high": round(float(high), 4),
+    }
 
 
-def holds(found: Mapping[str, float], *, at_least: float | None = None, at_most: float | None = None) -> bool:
+def holds(
+    found: Mapping[str, float],
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+) -> bool:
     """Whether a claim about a figure holds on its whole interval: the end that speaks against it decides."""
-    return (at_least is None or found["low"] >= at_least) and (at_most is None or found["high"] <= at_most)
+    return (at_least is None or found["low"] >= at_least) and (
+        at_most is None or found["high"] <= at_most
+    )

@@ -25,7 +25,13 @@ from segpipe.train.state import build_state
 from segpipe.train.step import TrainStep, train_step
 from segpipe.train.watch import Watch
 
-MODES = ("off", "ddp", "elastic", "elastic+ledger", "audit")  # elastic alone has compute.ledger=false
+MODES = (
+    "off",
+    "ddp",
+    "elastic",
+    "elastic+ledger",
+    "audit",
+)  # elastic alone has compute.ledger=false
 NO_TF32 = "off, no TF32"  # measured on GPUs: elastic forbids TF32, which is a matter of precision and not of order
 LIMIT = 1.03  # elastic over off
 SIZE, BATCH, THREADS = 512, 2, 2
@@ -38,7 +44,11 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     flags.set_environment()  # cuBLAS reads it once: all arms have the same
     with tempfile.TemporaryDirectory() as folder:
         updates = {arm: update(arm, Path(folder)) for arm in arms}
-        seconds = measuring.interleaved({arm: run for arm, (run, _) in updates.items()}, repeats=rounds, prepare=switch)
+        seconds = measuring.interleaved(
+            {arm: run for arm, (run, _) in updates.items()},
+            repeats=rounds,
+            prepare=switch,
+        )
     ratios = {arm: measuring.ratio(seconds[arm], seconds["off"]) for arm in arms[1:]}
     flags.apply(THREADS, "elastic")
     parts = where_it_goes(updates["elastic"][1])
@@ -60,7 +70,9 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 def over_no_tf32(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     """Ratios of the modes that forbid TF32 to `off` where it is forbidden too: what equal bits cost alone."""
-    return {mode: measuring.ratio(seconds[mode], seconds[NO_TF32]) for mode in MODES[1:]}
+    return {
+        mode: measuring.ratio(seconds[mode], seconds[NO_TF32]) for mode in MODES[1:]
+    }
 
 
 def mode_of(arm: str) -> str:
@@ -79,23 +91,41 @@ def update(arm: str, folder: Path) -> tuple[Callable[[], Any], TrainStep]:
     """A function that does one whole update, and the step it uses; a ledger is written below `folder`."""
     config = Config()
     config.model.name, config.compute.mode = "pidnet_s", mode_of(arm)
-    config.compute.shards, config.compute.samples_per_shard, config.compute.threads = 1, BATCH, THREADS
+    config.compute.shards, config.compute.samples_per_shard, config.compute.threads = (
+        1,
+        BATCH,
+        THREADS,
+    )
     config.augment.crop_size = [SIZE, SIZE]
     config.loss.name, config.optim.clip_norm = "ohem", 5.0
     switch(arm)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     random = torch.Generator().manual_seed(0)
-    image = torch.randint(0, 256, (BATCH, SIZE, SIZE, 3), generator=random).to(torch.uint8)
-    target = torch.randint(0, STREET.num_classes, (BATCH, SIZE, SIZE), generator=random).to(torch.uint8)
+    image = torch.randint(0, 256, (BATCH, SIZE, SIZE, 3), generator=random).to(
+        torch.uint8
+    )
+    target = torch.randint(
+        0, STREET.num_classes, (BATCH, SIZE, SIZE), generator=random
+    ).to(torch.uint8)
     ids = torch.zeros(BATCH, dtype=torch.int64)
-    config.run.root, group, state = str(folder / arm), Group(0, 0, 1, device), build_state(config, STREET, device)
+    config.run.root, group, state = (
+        str(folder / arm),
+        Group(0, 0, 1, device),
+        build_state(config, STREET, device),
+    )
     samples = open_samples(config.data, "train", 0)
     writes = arm in ("elastic+ledger", "audit")
-    watch = Recorder(config, group, state, samples, flags.fingerprint()) if writes else Watch(group, state)
+    watch = (
+        Recorder(config, group, state, samples, flags.fingerprint())
+        if writes
+        else Watch(group, state)
+    )
     step = TrainStep(config, watch)
 
     def run() -> None:
-        train_step(step, [ShardBatch(step.state.step, 0, image, target, ids, ids)], wait=False)
+        train_step(
+            step, [ShardBatch(step.state.step, 0, image, target, ids, ids)], wait=False
+        )
         _wait(device)
 
     return run, step
@@ -115,7 +145,9 @@ def where_it_goes(step: TrainStep) -> dict[str, float]:
         "statistics kept and put back": lambda: [value.clone() for value in statistics],
         "mean of statistics": lambda: torch._foreach_mul(views[: len(statistics)], 1.0),
     }
-    return {name: _median_ms(action, step.group.device) for name, action in actions.items()}
+    return {
+        name: _median_ms(action, step.group.device) for name, action in actions.items()
+    }
 
 
 def _median_ms(action: Callable[[], Any], device: torch.device) -> float:
@@ -140,7 +172,9 @@ def peak_memory(arm: str) -> int:
         f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parents[1])!r}); "
         f"from benchmarks import modes; print(modes.three_updates({arm!r}))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     return int(done.stdout.split()[-1])
 
 

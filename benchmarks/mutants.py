@@ -39,22 +39,44 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
-EQUIVALENT: list[dict[str, str]] = json.loads((ROOT / "benchmarks" / "mutants_equivalent.json").read_text())
-LOSSES, GATES = ("tests/losses",), ("tests/export/test_limits.py", "tests/export/test_gates.py")
+EQUIVALENT: list[dict[str, str]] = json.loads(
+    (ROOT / "benchmarks" / "mutants_equivalent.json").read_text()
+)
+LOSSES, GATES = (
+    ("tests/losses",),
+    ("tests/export/test_limits.py", "tests/export/test_gates.py"),
+)
 JUDGE = ("tests/export/test_judge.py",)
-MODULES: dict[str, tuple[str, ...]] = {  # the tests that must notice a change of the module
+MODULES: dict[
+    str, tuple[str, ...]
+] = {  # the tests that must notice a change of the module
     "segpipe/keys.py": ("tests/test_keys.py",),
     "segpipe/data/order.py": ("tests/data/test_order.py",),
     "segpipe/losses/pixelwise.py": LOSSES,
     "segpipe/losses/total.py": LOSSES,
-    "segpipe/models/weights.py": ("tests/models/test_models.py", "tests/models/test_weights.py"),
-    "segpipe/ledger/digest.py": ("tests/ledger/test_digest.py", "tests/ledger/test_native.py"),
+    "segpipe/models/weights.py": (
+        "tests/models/test_models.py",
+        "tests/models/test_weights.py",
+    ),
+    "segpipe/ledger/digest.py": (
+        "tests/ledger/test_digest.py",
+        "tests/ledger/test_native.py",
+    ),
     "segpipe/ledger/divergence.py": ("tests/ledger/test_divergence.py",),
     "segpipe/distributed/reduce.py": ("tests/distributed/test_reduce.py",),
     "segpipe/train/optim.py": ("tests/train/test_optim.py",),
-    "segpipe/train/checkpoint.py": ("tests/train/test_checkpoint.py", "tests/train/test_state.py"),
-    "segpipe/train/gradients.py": ("tests/train/test_gradients.py", "tests/train/test_loopback.py"),
-    "segpipe/train/step.py": ("tests/train/test_step.py", "tests/train/test_loopback.py"),
+    "segpipe/train/checkpoint.py": (
+        "tests/train/test_checkpoint.py",
+        "tests/train/test_state.py",
+    ),
+    "segpipe/train/gradients.py": (
+        "tests/train/test_gradients.py",
+        "tests/train/test_loopback.py",
+    ),
+    "segpipe/train/step.py": (
+        "tests/train/test_step.py",
+        "tests/train/test_loopback.py",
+    ),
     "segpipe/export/gates/limits.py": GATES,
     "segpipe/export/gates/comparison.py": GATES,
     "segpipe/export/gates/judge.py": JUDGE,
@@ -62,11 +84,17 @@ MODULES: dict[str, tuple[str, ...]] = {  # the tests that must notice a change o
     "segpipe/export/gates/controls.py": GATES,
     "segpipe/export/gates/quality.py": GATES,
     "segpipe/export/gates/latency.py": GATES,
-    "segpipe/export/gates/temperature.py": ("tests/export/test_temperature.py", "tests/export/test_gates.py"),
+    "segpipe/export/gates/temperature.py": (
+        "tests/export/test_temperature.py",
+        "tests/export/test_gates.py",
+    ),
 }
 PRELOADED = ("torch", "torch.distributed", "torch.utils.data", "torchvision", "cv2", "albumentations", "hydra", "onnx",
              "onnxruntime", "pytest", "psutil", "rich")  # fmt: skip
-SLOWER, GRACE_S = 10, 5.0  # a mutant may take this many times as long as the unchanged module, and so much more
+SLOWER, GRACE_S = (
+    10,
+    5.0,
+)  # a mutant may take this many times as long as the unchanged module, and so much more
 PYTEST_OPTIONS = ("-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=",
                   "-W", "ignore::pytest.PytestAssertRewriteWarning")  # fmt: skip
 
@@ -109,17 +137,25 @@ def mutants(source: str) -> list[Mutant]:
     for node, after in _edits(ast.parse(source)):
         first = starts[node.lineno - 1] + node.col_offset
         last = starts[node.end_lineno - 1] + node.end_col_offset
-        text = (source.encode()[:first] + after.encode() + source.encode()[last:]).decode()
+        text = (
+            source.encode()[:first] + after.encode() + source.encode()[last:]
+        ).decode()
         with suppress(SyntaxError):
             compile(text, "mutant", "exec")
             code = lines[node.lineno - 1].decode().strip()
-            found.append(Mutant(node.lineno, node.col_offset, code, ast.unparse(node), after, text))
+            found.append(
+                Mutant(
+                    node.lineno, node.col_offset, code, ast.unparse(node), after, text
+                )
+            )
     return sorted(found, key=lambda mutant: mutant.line)
 
 
 def _edits(node: ast.AST) -> Iterator[tuple[Any, str]]:
     """Node and new text of every change at `node` and below."""
-    if isinstance(node, SKIPPED_NODES) or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+    if isinstance(node, SKIPPED_NODES) or (
+        isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ):
         return
     yield from _changes(node)
     if isinstance(node, ast.Raise):
@@ -140,7 +176,11 @@ def _changes(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
     if isinstance(node, ast.stmt):
         if _is_removable(node):
             yield node, "pass"
-        if isinstance(node, ast.Return) and node.value is not None and ast.unparse(node.value) != "None":
+        if (
+            isinstance(node, ast.Return)
+            and node.value is not None
+            and ast.unparse(node.value) != "None"
+        ):
             yield node, "return None"
     elif isinstance(node, ast.expr):
         yield from ((node, f"({ast.unparse(new)})") for new in _expressions(node))
@@ -152,8 +192,12 @@ def _changes(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
 def _is_removable(node: ast.stmt) -> bool:
     if isinstance(node, ast.Assign | ast.AnnAssign):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        return any(isinstance(target, ast.Attribute | ast.Subscript) for target in targets)
-    return isinstance(node, REMOVED) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
+        return any(
+            isinstance(target, ast.Attribute | ast.Subscript) for target in targets
+        )
+    return isinstance(node, REMOVED) or (
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    )
 
 
 def _expressions(node: ast.expr) -> Iterator[ast.expr]:
@@ -167,7 +211,11 @@ def _expressions(node: ast.expr) -> Iterator[ast.expr]:
                 yield right
         case ast.Compare(left, ops, comparators):
             for place, op in enumerate(ops):
-                yield ast.Compare(left, [*ops[:place], SWAPPED[type(op)](), *ops[place + 1 :]], comparators)  # type: ignore[list-item]
+                yield ast.Compare(
+                    left,
+                    [*ops[:place], SWAPPED[type(op)](), *ops[place + 1 :]],
+                    comparators,
+                )  # type: ignore[list-item]
         case ast.BoolOp(op, values):
             yield ast.BoolOp(SWAPPED[type(op)](), values)  # type: ignore[arg-type]
         case ast.UnaryOp(_, operand):
@@ -177,7 +225,11 @@ def _expressions(node: ast.expr) -> Iterator[ast.expr]:
         case ast.Call(func, [first, second, *rest], keywords):
             starred = isinstance(first, ast.Starred) or isinstance(second, ast.Starred)
             same = ast.unparse(first) == ast.unparse(second)
-            if not starred and not same and ast.unparse(func).split(".")[-1] not in COMMUTATIVE:
+            if (
+                not starred
+                and not same
+                and ast.unparse(func).split(".")[-1] not in COMMUTATIVE
+            ):
                 yield ast.Call(func, [second, first, *rest], keywords)
 
 
@@ -203,12 +255,19 @@ class QuickFirst:
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         """Files keep their order, so that fixtures of a module are made once."""
-        files = {path: place for place, path in enumerate(dict.fromkeys(item.path for item in items))}
-        items.sort(key=lambda item: (files[item.path], self.before.get(item.nodeid, 0.0)))
+        files = {
+            path: place
+            for place, path in enumerate(dict.fromkeys(item.path for item in items))
+        }
+        items.sort(
+            key=lambda item: (files[item.path], self.before.get(item.nodeid, 0.0))
+        )
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Setup, call and teardown each have a report."""
-        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
+        self.seconds[report.nodeid] = (
+            self.seconds.get(report.nodeid, 0.0) + report.duration
+        )
 
     def pytest_sessionfinish(self) -> None:
         """Only an unchanged run is noted."""
@@ -226,8 +285,15 @@ def run_tests(folder: Path, tests: Sequence[str], *, unchanged: bool = False) ->
         return pid
     os.setsid()
     os.chdir(folder)
-    sys.path[:] = [str(folder), *[entry for entry in sys.path if entry not in ("", str(ROOT))]]
-    for name in [name for name in sys.modules if name.split(".")[0] in ("segpipe", "benchmarks", "tests")]:
+    sys.path[:] = [
+        str(folder),
+        *[entry for entry in sys.path if entry not in ("", str(ROOT))],
+    ]
+    for name in [
+        name
+        for name in sys.modules
+        if name.split(".")[0] in ("segpipe", "benchmarks", "tests")
+    ]:
         del sys.modules[name]
     sys.dont_write_bytecode = not unchanged
     os.environ.update({} if unchanged else {"PYTHONDONTWRITEBYTECODE": "1"})
@@ -238,7 +304,11 @@ def run_tests(folder: Path, tests: Sequence[str], *, unchanged: bool = False) ->
     code = 4
     try:
         order = QuickFirst(folder.with_suffix(".times"), note=unchanged)
-        code = int(sys.modules["pytest"].main([*PYTEST_OPTIONS, f"--basetemp={folder}.tmp", *tests], plugins=[order]))
+        code = int(
+            sys.modules["pytest"].main(
+                [*PYTEST_OPTIONS, f"--basetemp={folder}.tmp", *tests], plugins=[order]
+            )
+        )
     except BaseException:
         traceback.print_exc()
     finally:
@@ -264,7 +334,9 @@ def exit_code(pid: int, timeout_s: float) -> int | None:
             os.waitpid(pid, 0)
 
 
-def survives(folder: Path, module: str, tests: Sequence[str], mutant: Mutant, timeout_s: float) -> bool:
+def survives(
+    folder: Path, module: str, tests: Sequence[str], mutant: Mutant, timeout_s: float
+) -> bool:
     """Whether the tests pass on the mutant. Usage errors and missing tests are ours: they raise."""
     path = folder / module
     original, stat = path.read_text(encoding="utf-8"), path.stat()
@@ -277,12 +349,19 @@ def survives(folder: Path, module: str, tests: Sequence[str], mutant: Mutant, ti
         path.write_text(original, encoding="utf-8")
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     if code in (4, 5):
-        raise SystemExit(f"{module}: no tests ran:\n{folder.with_suffix('.log').read_text()[-2000:]}")
+        raise SystemExit(
+            f"{module}: no tests ran:\n{folder.with_suffix('.log').read_text()[-2000:]}"
+        )
     return code == 0
 
 
 def run_module(
-    folder: Path, module: str, tests: Sequence[str], sample: int | None, seed: int, before: dict[str, Any] | None = None
+    folder: Path,
+    module: str,
+    tests: Sequence[str],
+    sample: int | None,
+    seed: int,
+    before: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Figures of one module, in `folder`, a copy of the repository.
 
@@ -290,19 +369,37 @@ def run_module(
     """
     start = time.monotonic()
     if exit_code(run_tests(folder, tests, unchanged=True), math.inf) != 0:
-        raise SystemExit(f"{module}: its tests fail unchanged:\n{folder.with_suffix('.log').read_text()[-4000:]}")
+        raise SystemExit(
+            f"{module}: its tests fail unchanged:\n{folder.with_suffix('.log').read_text()[-4000:]}"
+        )
     timeout_s = SLOWER * (time.monotonic() - start) + GRACE_S
-    same = {(entry["code"], entry["before"], entry["after"]) for entry in EQUIVALENT if entry["module"] == module}
+    same = {
+        (entry["code"], entry["before"], entry["after"])
+        for entry in EQUIVALENT
+        if entry["module"] == module
+    }
     source = (folder / module).read_text(encoding="utf-8")
-    content, whole, killed = hashlib.sha256(source.encode()).hexdigest()[:16], mutants(source), 0
+    content, whole, killed = (
+        hashlib.sha256(source.encode()).hexdigest()[:16],
+        mutants(source),
+        0,
+    )
     tried = [each for each in whole if (each.code, each.before, each.after) not in same]
     equivalent = len(whole) - len(tried)
     if before is not None:
         if before.get("content") != content:
-            raise SystemExit(f"{module} has changed since its mutants were tried: leave out --again.")
-        killed, tried = before["killed"], [each for each in tried if each.name in before["survivors"]]
+            raise SystemExit(
+                f"{module} has changed since its mutants were tried: leave out --again."
+            )
+        killed, tried = (
+            before["killed"],
+            [each for each in tried if each.name in before["survivors"]],
+        )
     elif sample is not None and sample < len(tried):
-        tried = sorted(random.Random(f"{seed} {module}").sample(tried, sample), key=lambda each: each.line)
+        tried = sorted(
+            random.Random(f"{seed} {module}").sample(tried, sample),
+            key=lambda each: each.line,
+        )
     survivors = []
     for each in tried:
         if survives(folder, module, tests, each, timeout_s):
@@ -322,7 +419,9 @@ def run_module(
 
 def copy_of_the_repository(into: Path) -> Path:
     """What git tracks or would track, as it lies in the working tree."""
-    for name in _git("ls-files", "--cached", "--others", "--exclude-standard").splitlines():
+    for name in _git(
+        "ls-files", "--cached", "--others", "--exclude-standard"
+    ).splitlines():
         if (ROOT / name).is_file():
             (into / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, into / name)
@@ -330,41 +429,80 @@ def copy_of_the_repository(into: Path) -> Path:
 
 
 def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def table(figures: dict[str, dict[str, Any]]) -> str:
     """The figures as Markdown."""
-    lines = ["| module | mutants | equivalent | tried | killed | killed of tried |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| module | mutants | equivalent | tried | killed | killed of tried |",
+        "|---|---|---|---|---|---|",
+    ]
     for module, entry in figures.items():
-        numbers = " | ".join(str(entry[name]) for name in ("mutants", "equivalent", "tried", "killed"))
-        lines.append(f"| {module} | {numbers} | {100 * entry['killed'] / max(entry['tried'], 1):.0f} % |")
+        numbers = " | ".join(
+            str(entry[name]) for name in ("mutants", "equivalent", "tried", "killed")
+        )
+        lines.append(
+            f"| {module} | {numbers} | {100 * entry['killed'] / max(entry['tried'], 1):.0f} % |"
+        )
     return "\n".join(lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--module", nargs="+", default=[""], help="parts of the paths of modules; default all")
-    parser.add_argument("--all", action="store_true", help="all mutants instead of a sample")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--module",
+        nargs="+",
+        default=[""],
+        help="parts of the paths of modules; default all",
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="all mutants instead of a sample"
+    )
     parser.add_argument("--sample", type=int, default=40, help="mutants of each module")
-    parser.add_argument("--again", action="store_true", help="only the mutants that survived, as --out lists them")
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="only the mutants that survived, as --out lists them",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="JSON; entries of other modules stay")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="JSON; entries of other modules stay"
+    )
     given = parser.parse_args()
     os.environ.update(OMP_NUM_THREADS="1", NO_ALBUMENTATIONS_UPDATE="1")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no process is left
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # so that no process is left
     for name in PRELOADED:
         importlib.import_module(name)
     from benchmarks.measure import machine  # imports what is preloaded
 
     with tempfile.TemporaryDirectory(prefix="mutants") as scratch:
         folder = copy_of_the_repository(Path(scratch) / "copy")
-        for module in [name for name in MODULES if any(part in name for part in given.module)]:
-            old = json.loads(given.out.read_text())["modules"] if given.out.exists() else {}
-            sample, before = None if given.all else given.sample, old[module] if given.again else None
-            figures = run_module(folder, module, MODULES[module], sample, given.seed, before)
+        for module in [
+            name for name in MODULES if any(part in name for part in given.module)
+        ]:
+            old = (
+                json.loads(given.out.read_text())["modules"]
+                if given.out.exists()
+                else {}
+            )
+            sample, before = (
+                None if given.all else given.sample,
+                old[module] if given.again else None,
+            )
+            figures = run_module(
+                folder, module, MODULES[module], sample, given.seed, before
+            )
             found = {**old, module: {"commit": _git("rev-parse", "HEAD"), **figures}}
-            given.out.write_text(json.dumps({"machine": machine(), "modules": found}, indent=2) + "\n")
+            given.out.write_text(
+                json.dumps({"machine": machine(), "modules": found}, indent=2) + "\n"
+            )
     print(table(json.loads(given.out.read_text())["modules"]))
     return 0
 

@@ -75,11 +75,20 @@ class Case:
     def compute(self, call: Callable[[Inputs], Tensor], inputs: Inputs) -> Tensor:
         """The value of `call`, or its gradient for a gradient of the output that equals the output."""
         out = call(inputs)
-        return torch.autograd.grad(out, getattr(inputs, self.by), out.detach())[0] if self.by else out
+        return (
+            torch.autograd.grad(out, getattr(inputs, self.by), out.detach())[0]
+            if self.by
+            else out
+        )
 
 
 def measure(
-    device: torch.device, *, size: int = 256, batch: int = 8, runs: int = 10, cases: Sequence[Case] | None = None
+    device: torch.device,
+    *,
+    size: int = 256,
+    batch: int = 8,
+    runs: int = 10,
+    cases: Sequence[Case] | None = None,
 ) -> list[dict[str, Any]]:
     """One row per case; `size` is a multiple of 32, and small ones give atomics little to collide in.
 
@@ -89,7 +98,9 @@ def measure(
     table says.
     """
     inputs = make_inputs(device, size, batch)
-    return [_row(case, inputs, device, runs) for case in (CASES if cases is None else cases)]
+    return [
+        _row(case, inputs, device, runs) for case in (CASES if cases is None else cases)
+    ]
 
 
 def _row(case: Case, inputs: Inputs, device: torch.device, runs: int) -> dict[str, Any]:
@@ -98,15 +109,21 @@ def _row(case: Case, inputs: Inputs, device: torch.device, runs: int) -> dict[st
     ms_deterministic = ms_replacement = deterministic_equal = replacement_equal = None
     with _deterministic(True):
         try:
-            deterministic_equal, ms_deterministic = _repeat(case, case.plain, inputs, device, runs)
+            deterministic_equal, ms_deterministic = _repeat(
+                case, case.plain, inputs, device, runs
+            )
         except RuntimeError as error:
             if "does not have a deterministic implementation" not in str(error):
                 raise
         if case.replacement is not None:
-            replacement_equal, ms_replacement = _repeat(case, case.replacement, inputs, device, runs)
+            replacement_equal, ms_replacement = _repeat(
+                case, case.replacement, inputs, device, runs
+            )
     return {
         "op": case.op,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else device.type,
         "raises": ms_deterministic is None,
         "bitwise_equal": equal,
         "deterministic_equal": deterministic_equal,
@@ -126,14 +143,20 @@ def misjudged(rows: Sequence[dict[str, Any]]) -> list[str]:
         if row["device"] == "cpu" or "," in row["op"]:
             continue
         if row["raises"] != (row["table"] == RAISES):
-            found.append(f"{row['op']} {'raises' if row['raises'] else 'does not raise'}, the table: {row['table']}")
+            found.append(
+                f"{row['op']} {'raises' if row['raises'] else 'does not raise'}, the table: {row['table']}"
+            )
         elif row["deterministic_equal"] is False and row["table"] != SILENT:
             found.append(f"{row['op']} changes all the same, the table: {row['table']}")
     return found
 
 
 def _repeat(
-    case: Case, call: Callable[[Inputs], Tensor], inputs: Inputs, device: torch.device, runs: int
+    case: Case,
+    call: Callable[[Inputs], Tensor],
+    inputs: Inputs,
+    device: torch.device,
+    runs: int,
 ) -> tuple[bool, float]:
     """Whether all runs give the bits of one before them, and their median time in ms."""
     first, equal, seconds = case.compute(call, inputs), True, []
@@ -167,7 +190,9 @@ def _deterministic(on: bool) -> Iterator[None]:
 
 
 def _one_hot(labels: Tensor) -> Tensor:
-    return (labels.flatten() == torch.arange(CLASSES, device=labels.device)[:, None]).float()
+    return (
+        labels.flatten() == torch.arange(CLASSES, device=labels.device)[:, None]
+    ).float()
 
 
 def _class_sums(i: Inputs) -> Tensor:
@@ -211,7 +236,9 @@ def _by_matrix(i: Inputs) -> Tensor:
 
 
 def _direct_bilinear(i: Inputs) -> Tensor:
-    out: Tensor = torch.ops.aten.upsample_bilinear2d(i.small, list(i.full.shape[-2:]), False)
+    out: Tensor = torch.ops.aten.upsample_bilinear2d(
+        i.small, list(i.full.shape[-2:]), False
+    )
     return out
 
 
@@ -219,16 +246,26 @@ def _ctc(i: Inputs) -> Tensor:
     steps = i.small.flatten(2).permute(2, 0, 1).log_softmax(2)
     targets = i.labels[:, 0, :4].clamp_min(1)
     lengths = torch.full((steps.shape[1],), 4)
-    return F.ctc_loss(steps, targets, torch.full_like(lengths, steps.shape[0]), lengths, zero_infinity=True)
+    return F.ctc_loss(
+        steps,
+        targets,
+        torch.full_like(lengths, steps.shape[0]),
+        lengths,
+        zero_infinity=True,
+    )
 
 
 def _unpooled(i: Inputs) -> Tensor:
     pooled, indices = F.max_pool2d(i.full.detach(), 3, 2, 1, return_indices=True)
-    return F.max_unpool2d(pooled, indices, (3, 3), (2, 2), (1, 1), output_size=i.full.shape[-2:])
+    return F.max_unpool2d(
+        pooled, indices, (3, 3), (2, 2), (1, 1), output_size=i.full.shape[-2:]
+    )
 
 
 def _fractional(x: Tensor) -> Tensor:
-    return F.fractional_max_pool2d(x, 3, x.shape[-1] // 2, _random_samples=x.new_full((*x.shape[:2], 2), 0.5))
+    return F.fractional_max_pool2d(
+        x, 3, x.shape[-1] // 2, _random_samples=x.new_full((*x.shape[:2], 2), 0.5)
+    )
 
 
 def _first(values: Tensor, count: int) -> Tensor:
@@ -236,7 +273,9 @@ def _first(values: Tensor, count: int) -> Tensor:
 
 
 def _kth(i: Inputs) -> Tensor:
-    return kth_largest(i.ties.abs(), torch.tensor(i.ties.numel() // 2, device=i.ties.device))
+    return kth_largest(
+        i.ties.abs(), torch.tensor(i.ties.numel() // 2, device=i.ties.device)
+    )
 
 
 CASES = (
@@ -244,16 +283,28 @@ CASES = (
         "nll_loss2d_forward",
         "",
         lambda i: F.cross_entropy(i.full.detach(), i.labels),
-        lambda i: F.cross_entropy(i.full.detach(), i.labels, reduction="none").sum() / i.labels.numel(),
+        lambda i: (
+            F.cross_entropy(i.full.detach(), i.labels, reduction="none").sum()
+            / i.labels.numel()
+        ),
     ),
-    Case("upsample_bilinear2d_backward", "small", lambda i: _upsampled(i.small, "bilinear"), _by_matrix),
+    Case(
+        "upsample_bilinear2d_backward",
+        "small",
+        lambda i: _upsampled(i.small, "bilinear"),
+        _by_matrix,
+    ),
     Case("upsample_bilinear2d_backward, direct", "small", _direct_bilinear, _by_matrix),
     Case(
         "_upsample_bilinear2d_aa_backward",
         "full",
-        lambda i: F.interpolate(i.full, scale_factor=0.5, mode="bilinear", antialias=True),
+        lambda i: F.interpolate(
+            i.full, scale_factor=0.5, mode="bilinear", antialias=True
+        ),
     ),
-    Case("upsample_bicubic2d_backward", "small", lambda i: _upsampled(i.small, "bicubic")),
+    Case(
+        "upsample_bicubic2d_backward", "small", lambda i: _upsampled(i.small, "bicubic")
+    ),
     Case(
         "_adaptive_avg_pool2d_backward",
         "small",
@@ -268,7 +319,11 @@ CASES = (
     ),
     Case("fractional_max_pool2d_backward", "full", lambda i: _fractional(i.full)),
     Case("avg_pool3d_backward", "volume", lambda i: F.avg_pool3d(i.volume, 3, 1, 1)),
-    Case("max_pool3d_with_indices_backward", "volume", lambda i: F.max_pool3d(i.volume, 3, 1, 1)),
+    Case(
+        "max_pool3d_with_indices_backward",
+        "volume",
+        lambda i: F.max_pool3d(i.volume, 3, 1, 1),
+    ),
     Case("max_unpool2d", "", _unpooled),
     Case(
         "reflection_pad2d_backward",
@@ -276,22 +331,40 @@ CASES = (
         lambda i: F.pad(i.full, (1, 1, 1, 1), mode="reflect"),
         lambda i: _reflected(i.full),
     ),
-    Case("reflection_pad1d_backward", "full", lambda i: F.pad(i.full[0], (1, 1), mode="reflect")),
+    Case(
+        "reflection_pad1d_backward",
+        "full",
+        lambda i: F.pad(i.full[0], (1, 1), mode="reflect"),
+    ),
     Case(
         "replication_pad2d_backward",
         "full",
         lambda i: F.pad(i.full, (1, 1, 1, 1), mode="replicate"),
         lambda i: _replicated(i.full),
     ),
-    Case("grid_sampler_2d_backward", "small", lambda i: F.grid_sample(i.small, i.grid, align_corners=False)),
+    Case(
+        "grid_sampler_2d_backward",
+        "small",
+        lambda i: F.grid_sample(i.small, i.grid, align_corners=False),
+    ),
     Case(
         "index_put",
         "table",
         lambda i: i.table[_flat(i)],
         lambda i: _one_hot(i.labels).T @ i.table,
     ),
-    Case("scatter_add", "", lambda i: _zeros(i).scatter_add(0, _flat(i), i.values), _class_sums),
-    Case("index_add", "", lambda i: _zeros(i).index_add(0, _flat(i), i.values), _class_sums),
+    Case(
+        "scatter_add",
+        "",
+        lambda i: _zeros(i).scatter_add(0, _flat(i), i.values),
+        _class_sums,
+    ),
+    Case(
+        "index_add",
+        "",
+        lambda i: _zeros(i).index_add(0, _flat(i), i.values),
+        _class_sums,
+    ),
     Case(
         "embedding_dense_backward",
         "table",
@@ -299,16 +372,46 @@ CASES = (
         lambda i: _one_hot(i.labels).T @ i.table,
     ),
     Case("scatter", "full", lambda i: i.full.max(1).values, lambda i: i.full.amax(1)),
-    Case("scatter_reduce", "", lambda i: _zeros(i).scatter_reduce(0, _flat(i), i.values, "sum"), _class_sums),
-    Case("index_reduce", "", _class_means),
-    Case("put", "", lambda i: _zeros(i).put(_flat(i), i.values, accumulate=True), _class_sums),
-    Case("histc", "", lambda i: torch.histc(i.values.clamp(-4, 4), 64, -4, 4), _histogram),
-    Case("bincount", "", lambda i: torch.bincount(_flat(i), weights=i.values).float(), _class_sums),
-    Case("median", "", lambda i: i.ties.median(0).indices, lambda i: i.ties.median()),
-    Case("kthvalue", "", lambda i: i.ties.abs().kthvalue(i.ties.numel() // 2).indices, _kth),
-    Case("sort", "", lambda i: i.ties.sort(descending=True).indices, lambda i: _first(i.ties, i.ties.numel())),
     Case(
-        "topk", "", lambda i: i.ties.topk(i.ties.numel() // 16).indices, lambda i: _first(i.ties, i.ties.numel() // 16)
+        "scatter_reduce",
+        "",
+        lambda i: _zeros(i).scatter_reduce(0, _flat(i), i.values, "sum"),
+        _class_sums,
+    ),
+    Case("index_reduce", "", _class_means),
+    Case(
+        "put",
+        "",
+        lambda i: _zeros(i).put(_flat(i), i.values, accumulate=True),
+        _class_sums,
+    ),
+    Case(
+        "histc", "", lambda i: torch.histc(i.values.clamp(-4, 4), 64, -4, 4), _histogram
+    ),
+    Case(
+        "bincount",
+        "",
+        lambda i: torch.bincount(_flat(i), weights=i.values).float(),
+        _class_sums,
+    ),
+    Case("median", "", lambda i: i.ties.median(0).indices, lambda i: i.ties.median()),
+    Case(
+        "kthvalue",
+        "",
+        lambda i: i.ties.abs().kthvalue(i.ties.numel() // 2).indices,
+        _kth,
+    ),
+    Case(
+        "sort",
+        "",
+        lambda i: i.ties.sort(descending=True).indices,
+        lambda i: _first(i.ties, i.ties.numel()),
+    ),
+    Case(
+        "topk",
+        "",
+        lambda i: i.ties.topk(i.ties.numel() // 16).indices,
+        lambda i: _first(i.ties, i.ties.numel() // 16),
     ),
     Case("cumsum", "", lambda i: i.values.cumsum(0)),
     Case("_ctc_loss_backward", "small", _ctc),

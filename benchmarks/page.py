@@ -12,7 +12,17 @@ from benchmarks.run import CLAIMS
 RESULTS = Path(__file__).with_name("results")
 SHOWN = 8  # figures of a result
 NEEDED = ("must", "limits", "limit")
-NOT_FIGURES = ("machine", "rows", "runs", "faults", "plants", "load_average", "untrained", "kills_by_rank", *NEEDED)
+NOT_FIGURES = (
+    "machine",
+    "rows",
+    "runs",
+    "faults",
+    "plants",
+    "load_average",
+    "untrained",
+    "kills_by_rank",
+    *NEEDED,
+)
 
 HEAD = """# Performance
 
@@ -65,8 +75,14 @@ The mode `ddp` was called `run` in older results.
 
 def page() -> str:
     """The page as Markdown."""
-    lines = [HEAD, "| id | what | figures | needed | met | machine |", "|---|---|---|---|---|---|"]
-    for path in sorted(RESULTS.glob("*.json"), key=lambda path: (_place(_content(path)), path.name)):
+    lines = [
+        HEAD,
+        "| id | what | figures | needed | met | machine |",
+        "|---|---|---|---|---|---|",
+    ]
+    for path in sorted(
+        RESULTS.glob("*.json"), key=lambda path: (_place(_content(path)), path.name)
+    ):
         content = _content(path)
         if "passed" in content:
             lines.append(f"| {' | '.join(_cells(path, content))} |")
@@ -81,7 +97,9 @@ def _content(path: Path) -> dict[str, Any]:
 def _place(content: Mapping[str, Any]) -> int:
     """Claims in the order of benchmarks/run.py, then the rest."""
     known = list(CLAIMS)
-    return known.index(content["claim"]) if content.get("claim") in known else len(known)
+    return (
+        known.index(content["claim"]) if content.get("claim") in known else len(known)
+    )
 
 
 def _cells(path: Path, content: Mapping[str, Any]) -> list[str]:
@@ -90,7 +108,9 @@ def _cells(path: Path, content: Mapping[str, Any]) -> list[str]:
     what = str(content.get("what", ""))
     setting = what if len(what) <= 120 else f"{what[:117]}..."
     rows = list(figures(content))
-    rows = [row for row in rows if row.endswith("]")] or rows  # a ratio with an interval says more than milliseconds
+    rows = [
+        row for row in rows if row.endswith("]")
+    ] or rows  # a ratio with an interval says more than milliseconds
     left = f"<br>{len(rows) - SHOWN} more in {path.name}" if len(rows) > SHOWN else ""
     needed = next((_needed(content[name]) for name in NEEDED if name in content), "")
     cells = [
@@ -126,8 +146,15 @@ def _needed(value: Any) -> str:
 
 
 def _verdict(content: Mapping[str, Any]) -> str:
-    more = {name.removeprefix("passed_"): met for name, met in content.items() if name.startswith("passed_")}
-    parts = [f"{name}: {_word(met)}" for name, met in {**content.get("verdicts", {}), **more}.items()]
+    more = {
+        name.removeprefix("passed_"): met
+        for name, met in content.items()
+        if name.startswith("passed_")
+    }
+    parts = [
+        f"{name}: {_word(met)}"
+        for name, met in {**content.get("verdicts", {}), **more}.items()
+    ]
     return "; ".join([_word(content["passed"]), *parts])
 
 
@@ -137,10 +164,21 @@ def _word(met: bool) -> str:
 
 def _machine(content: Mapping[str, Any]) -> str:
     machine = content.get("machine", {})
-    device = machine.get("cpu", "") if machine.get("device") in (None, "x86_64", "aarch64") else machine["device"]
+    device = (
+        machine.get("cpu", "")
+        if machine.get("device") in (None, "x86_64", "aarch64")
+        else machine["device"]
+    )
     code = str(machine.get("code") or machine.get("git") or "")[:7]
-    told = [device, f"{machine['cores']} cores" if "cores" in machine else "", machine.get("cpu_capability", "")]
-    told += [f"torch {machine['torch']}" if "torch" in machine else "", f"code {code}" if code else ""]
+    told = [
+        device,
+        f"{machine['cores']} cores" if "cores" in machine else "",
+        machine.get("cpu_capability", ""),
+    ]
+    told += [
+        f"torch {machine['torch']}" if "torch" in machine else "",
+        f"code {code}" if code else "",
+    ]
     return ", ".join(str(part) for part in told if part)
 
 

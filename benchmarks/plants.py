@@ -42,7 +42,12 @@ from segpipe.train import gradients, optim, state, step
 from segpipe.train.state import TrainState
 
 MODULE, LAYER, NORM = "ppm.out.0", "ppm.out.0.weight", "ppm.out.1.running_mean"
-STEP, SHARD, ROW, RANK = 1, 11, 1, 11  # where the faults are; rank 11 of 16 has shard 11
+STEP, SHARD, ROW, RANK = (
+    1,
+    11,
+    1,
+    11,
+)  # where the faults are; rank 11 of 16 has shard 11
 RECIPE = (
     "model=fast_scnn", "data=synthetic", "data.size=[64,96]", "data.num_train=64", "data.num_val=4", "data.workers=0",
     "augment.crop_size=[64,64]", "train.steps=3", "train.progress=false", "train.precision=fp16", "compute.device=cpu",
@@ -98,7 +103,11 @@ def flip(tensor: Tensor, bit: int = 1) -> None:
 def _wrap(enter: Enter, owner: Any, name: str, around: Callable[..., Any]) -> None:
     """Replace `owner.name` by `around(original, *arguments)`."""
     original = getattr(owner, name)
-    enter(mock.patch.object(owner, name, lambda *given, **named: around(original, *given, **named)))
+    enter(
+        mock.patch.object(
+            owner, name, lambda *given, **named: around(original, *given, **named)
+        )
+    )
 
 
 def watch_place(enter: Enter) -> None:
@@ -115,9 +124,14 @@ def sample_bit(name: str) -> Callable[[Enter, int], None]:
     """A pixel's lowest bit, or another class for a pixel, between loader and training."""
 
     def put(enter: Enter, rank: int) -> None:
-        def around(call: Any, update: step.TrainStep, shards: list[ShardBatch], valid: Tensor) -> Any:
+        def around(
+            call: Any, update: step.TrainStep, shards: list[ShardBatch], valid: Tensor
+        ) -> Any:
             if update.state.step == STEP:
-                shards = [_changed(batch) if batch.shard == SHARD else batch for batch in shards]
+                shards = [
+                    _changed(batch) if batch.shard == SHARD else batch
+                    for batch in shards
+                ]
             return call(update, shards, valid)
 
         def _changed(batch: ShardBatch) -> ShardBatch:
@@ -130,11 +144,15 @@ def sample_bit(name: str) -> Callable[[Enter, int], None]:
     return put
 
 
-def other_order(choose: Callable[[list[Any]], list[Any]]) -> Callable[[Enter, int], None]:
+def other_order(
+    choose: Callable[[list[Any]], list[Any]],
+) -> Callable[[Enter, int], None]:
     """Another choice of samples for the shard."""
 
     def put(enter: Enter, rank: int) -> None:
-        def around(shard: Any, order: Order, step_: int, shard_: int) -> list[tuple[int, int]]:
+        def around(
+            shard: Any, order: Order, step_: int, shard_: int
+        ) -> list[tuple[int, int]]:
             entries: list[tuple[int, int]] = shard(order, step_, shard_)
             return choose(entries) if (step_, shard_) == (STEP, SHARD) else entries
 
@@ -163,7 +181,9 @@ def in_forward(enter: Enter, rank: int) -> None:
         if module.training and Here.is_place():
             nudge(output)
 
-    _with_model(enter, lambda model: model.get_submodule(MODULE).register_forward_hook(hook))
+    _with_model(
+        enter, lambda model: model.get_submodule(MODULE).register_forward_hook(hook)
+    )
 
 
 def in_backward(enter: Enter, rank: int) -> None:
@@ -193,7 +213,9 @@ def _with_model(enter: Enter, use: Callable[[nn.Module], Any]) -> None:
 def reduced_on_one_rank(enter: Enter, rank: int) -> None:
     """The reduced gradient of one weight, on one rank alone."""
 
-    def around(unpack: Any, own: gradients.ElasticGradients, *given: Any) -> gradients.Reduced:
+    def around(
+        unpack: Any, own: gradients.ElasticGradients, *given: Any
+    ) -> gradients.Reduced:
         reduced: gradients.Reduced = unpack(own, *given)
         grad = own.state.model.get_parameter(LAYER).grad
         if own.state.step == STEP and rank == RANK and grad is not None:
@@ -225,7 +247,9 @@ def scale(enter: Enter, rank: int) -> None:
     _wrap(enter, optim.Ema, "update", around)
 
 
-def after_update(change: Callable[[TrainState], None], *, one_rank: bool = False) -> Callable[[Enter, int], None]:
+def after_update(
+    change: Callable[[TrainState], None], *, one_rank: bool = False
+) -> Callable[[Enter, int], None]:
     """Something of the state, when an update is done and before it is written down."""
 
     def put(enter: Enter, rank: int) -> None:
@@ -255,13 +279,23 @@ def _keep_state(enter: Enter) -> None:
 
 def _momentum(state: TrainState) -> None:
     kept = state.optimizer.state[state.model.get_parameter(LAYER)]
-    nudge(next(value for _, value in sorted(kept.items()) if isinstance(value, Tensor) and value.ndim))
+    nudge(
+        next(
+            value
+            for _, value in sorted(kept.items())
+            if isinstance(value, Tensor) and value.ndim
+        )
+    )
 
 
 def package(enter: Enter, rank: int) -> None:
     """Another version of albumentations, as far as the run can see."""
     found = flags.fingerprint
-    enter(mock.patch.object(flags, "fingerprint", return_value={**found(), "albumentations": "2.0.9"}))
+    enter(
+        mock.patch.object(
+            flags, "fingerprint", return_value={**found(), "albumentations": "2.0.9"}
+        )
+    )
 
 
 PLANTS: dict[str, Plant] = {
@@ -293,23 +327,41 @@ PLANTS: dict[str, Plant] = {
 }  # fmt: skip
 
 
-def problems(plant: Plant, found: Comparison, stopped: str, again: Comparison | None = None) -> list[str]:
+def problems(
+    plant: Plant, found: Comparison, stopped: str, again: Comparison | None = None
+) -> list[str]:
     """What was not said of a plant as it should have been; empty when all was. `again`: after training both again."""
     if plant.stage is None:
-        named = found.verdict == "identical" and list(found.fingerprint) == ["albumentations"]
+        named = found.verdict == "identical" and list(found.fingerprint) == [
+            "albumentations"
+        ]
         return [] if named else [f"{found.verdict}, fingerprint {found.fingerprint}"]
     order = Order(0, 64, 16, 2).shard(STEP, SHARD)
     sample = order[plant.row][1] if plant.row is not None else None
-    wanted = {"verdict": "diverged", "step": STEP, "stage": plant.stage, "shard": plant.shard, "sample": sample}
+    wanted = {
+        "verdict": "diverged",
+        "step": STEP,
+        "stage": plant.stage,
+        "shard": plant.shard,
+        "sample": sample,
+    }
     if plant.layer is not None:
         wanted["layer"] = plant.layer
     wrong = [
-        f"{name} {getattr(found, name)}, not {value}" for name, value in wanted.items() if getattr(found, name) != value
+        f"{name} {getattr(found, name)}, not {value}"
+        for name, value in wanted.items()
+        if getattr(found, name) != value
     ]
-    if plant.stops != bool(stopped) or (stopped and not (plant.layer in stopped and f"rank {RANK} " in stopped)):
+    if plant.stops != bool(stopped) or (
+        stopped and not (plant.layer in stopped and f"rank {RANK} " in stopped)
+    ):
         wrong.append(f"in the run: {stopped or 'not stopped'}")
-    if plant.module is not None and (again is None or (again.stage, again.layer) != (plant.stage, plant.module)):
-        wrong.append(f"trained again: {again.replay if again else 'not'}, not {plant.module}")
+    if plant.module is not None and (
+        again is None or (again.stage, again.layer) != (plant.stage, plant.module)
+    ):
+        wrong.append(
+            f"trained again: {again.replay if again else 'not'}, not {plant.module}"
+        )
     return wrong
 
 
@@ -348,9 +400,16 @@ class Job:
 
 
 def _rank(rank: int, job: Job, port: int, said: Any) -> None:
-    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job.world_size, "LOCAL_WORLD_SIZE": job.world_size}
+    here = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": job.world_size,
+        "LOCAL_WORLD_SIZE": job.world_size,
+    }
     os.environ.update({name: str(value) for name, value in here.items()})
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    os.environ.update(
+        MASTER_ADDR="localhost", MASTER_PORT=str(port), OMP_NUM_THREADS="1"
+    )
     config = settings(job.folder / "baseline")
     flags.apply(1, config.compute.mode)
     group = processes.join(config.compute, {})
@@ -368,7 +427,10 @@ def _drive(job: Job, said: Any) -> None:
     torch.set_num_threads(1)
     context = mp.get_context("fork")
     with measuring.held_port() as port:
-        ranks = [context.Process(target=_rank, args=(rank, job, port, said)) for rank in range(job.world_size)]
+        ranks = [
+            context.Process(target=_rank, args=(rank, job, port, said))
+            for rank in range(job.world_size)
+        ]
         for process in ranks:
             process.start()
         for process in ranks:
@@ -387,7 +449,9 @@ def run_all(
     """Runs of `names` by one group of processes; what each said when it stopped."""
     context = mp.get_context("spawn")
     said = context.Queue()
-    driver = context.Process(target=_drive, args=(Job(world_size, folder, names, rank, shard, recipe), said))
+    driver = context.Process(
+        target=_drive, args=(Job(world_size, folder, names, rank, shard, recipe), said)
+    )
     driver.start()
     found: dict[str, str] = {}
     while len(found) < len(names):
@@ -395,10 +459,14 @@ def run_all(
             name, stopped = said.get(timeout=1.0)
         except queue.Empty:
             if not driver.is_alive():
-                raise RuntimeError(f"the processes ended after {list(found)}, before {names[len(found)]!r}") from None
+                raise RuntimeError(
+                    f"the processes ended after {list(found)}, before {names[len(found)]!r}"
+                ) from None
             continue
         found[name] = stopped
-        Console(stderr=True).print(f"{world_size} processes: {name or 'without a fault'} done", soft_wrap=True)
+        Console(stderr=True).print(
+            f"{world_size} processes: {name or 'without a fault'} done", soft_wrap=True
+        )
     driver.join()
     return found
 
@@ -409,7 +477,13 @@ def trained_again(baseline: Path, planted: Path, name: str) -> Comparison:
         watch_place(stack.enter_context)
         PLANTS[name].put(stack.enter_context, 0)
         _choose_run(stack.enter_context)
-        return compare_again(baseline, planted, nproc=1, progress=lambda done, total: None, run_task=run_task)
+        return compare_again(
+            baseline,
+            planted,
+            nproc=1,
+            progress=lambda done, total: None,
+            run_task=run_task,
+        )
 
 
 def _choose_run(enter: Enter) -> None:
@@ -423,10 +497,15 @@ def _choose_run(enter: Enter) -> None:
     enter(mock.patch.object(state, "build_state", around))
 
 
-def trained_again_apart(baseline: Path, folder: Path, names: Sequence[str]) -> dict[str, Comparison]:
+def trained_again_apart(
+    baseline: Path, folder: Path, names: Sequence[str]
+) -> dict[str, Comparison]:
     """`trained_again` of runs below `folder`, in a process of their own, whose switches of torch a replay sets."""
     with ProcessPoolExecutor(1, mp_context=mp.get_context("spawn")) as pool:
-        return {name: pool.submit(trained_again, baseline, folder / name, name).result() for name in names}
+        return {
+            name: pool.submit(trained_again, baseline, folder / name, name).result()
+            for name in names
+        }
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
@@ -451,7 +530,10 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
                 "wrong": problems(plant, found, said[name], again.get(name)),
             }
             if name in again:
-                row["trained_again"] = {"layer": again[name].layer, "said": again[name].replay}
+                row["trained_again"] = {
+                    "layer": again[name].layer,
+                    "said": again[name].replay,
+                }
             rows.append(row)
             Console(stderr=True).print(rows[-1], soft_wrap=True)
     return {
@@ -459,5 +541,6 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         "machine": measuring.machine(),
         "control": control.sentence,
         "plants": rows,
-        "passed": control.verdict == "identical" and not any(row["wrong"] for row in rows),
+        "passed": control.verdict == "identical"
+        and not any(row["wrong"] for row in rows),
     }

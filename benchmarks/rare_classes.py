@@ -48,12 +48,15 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         for seed in seeds:
             for name, changes in VARIANTS.items():
                 train(data, f"{name}-{seed}", (f"seed={seed}", *changes))
-    rows = {name: [scores(FOLDER / f"{name}-{seed}") for seed in seeds] for name in VARIANTS}
+    rows = {
+        name: [scores(FOLDER / f"{name}-{seed}") for seed in seeds] for name in VARIANTS
+    }
     return {
         "what": f"IoU in % on the held-out drive {HELD_OUT}, 300 updates of 8 crops of 192x256",
         "machine": measuring.machine(),
         "variants": {
-            name: {"settings": VARIANTS[name], "seeds": found, **over_seeds(found)} for name, found in rows.items()
+            name: {"settings": VARIANTS[name], "seeds": found, **over_seeds(found)}
+            for name, found in rows.items()
         },
         "passed": True,
     }
@@ -64,7 +67,10 @@ def by_drive(camvid: Path, folder: Path) -> Path:
     for split in ("train", "val"):
         for kind in ("", "annot"):
             for path in sorted((camvid / f"{split}{kind}").iterdir()):
-                home = folder / f"{'val' if path.name.startswith(HELD_OUT) else 'train'}{kind}"
+                home = (
+                    folder
+                    / f"{'val' if path.name.startswith(HELD_OUT) else 'train'}{kind}"
+                )
                 home.mkdir(exist_ok=True)
                 (home / path.name).symlink_to(path)
     return folder
@@ -74,19 +80,33 @@ def train(data: Path, name: str, changes: tuple[str, ...]) -> None:
     """One run, unless it is there already."""
     if not (FOLDER / name / "result.json").is_file():
         own = (f"data.root={data}", f"run.root={FOLDER}", f"run.name={name}")
-        subprocess.run([sys.executable, "train.py", *RECIPE, *own, *changes], check=True, cwd=measuring.ROOT)
+        subprocess.run(
+            [sys.executable, "train.py", *RECIPE, *own, *changes],
+            check=True,
+            cwd=measuring.ROOT,
+        )
 
 
 def scores(run: Path) -> dict[str, float]:
     """IoU of the rare classes, their mean, and the mean over all classes, in %."""
     found = json.loads((run / "result.json").read_text())
     rare = {name: round(100 * (found["iou"][name] or 0.0), 2) for name in RARE}
-    return {"miou": round(100 * found["miou"], 2), "rare": round(statistics.mean(rare.values()), 2), **rare}
+    return {
+        "miou": round(100 * found["miou"], 2),
+        "rare": round(statistics.mean(rare.values()), 2),
+        **rare,
+    }
 
 
 def over_seeds(found: list[dict[str, float]]) -> dict[str, Any]:
     """Mean and range of every score."""
     return {
-        "mean": {key: round(statistics.mean(row[key] for row in found), 2) for key in found[0]},
-        "range": {key: [min(row[key] for row in found), max(row[key] for row in found)] for key in found[0]},
+        "mean": {
+            key: round(statistics.mean(row[key] for row in found), 2)
+            for key in found[0]
+        },
+        "range": {
+            key: [min(row[key] for row in found), max(row[key] for row in found)]
+            for key in found[0]
+        },
     }

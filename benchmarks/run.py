@@ -19,42 +19,107 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from segpipe.errors import SegpipeError
 
 CLAIMS = {  # id: what is measured, and the module whose `measure` does it
-    "C5": ("upsampling and loss against interpolate + cross_entropy: time, peak memory, error", "fused_loss"),
-    "C7": ("from logits to the counts of a validation, against torchvision, PIDNet and mmseg", "validation"),
-    "C8": ("latency and mIoU of the exported files: eager, TorchScript, fp32, fp16, int8", "export_speed"),
-    "engines": ("one golden frame in torch, libtorch C++, onnxruntime and OpenVINO: equal masks, latency", "engines"),
-    "runtime": ("latency, its spread and growth of memory of an exported folder, without torch", "runtime"),
-    "C6": ("train step of PIDNet-S against the steps of other recipes, fp32 and bf16", "train_step"),
+    "C5": (
+        "upsampling and loss against interpolate + cross_entropy: time, peak memory, error",
+        "fused_loss",
+    ),
+    "C7": (
+        "from logits to the counts of a validation, against torchvision, PIDNet and mmseg",
+        "validation",
+    ),
+    "C8": (
+        "latency and mIoU of the exported files: eager, TorchScript, fp32, fp16, int8",
+        "export_speed",
+    ),
+    "engines": (
+        "one golden frame in torch, libtorch C++, onnxruntime and OpenVINO: equal masks, latency",
+        "engines",
+    ),
+    "runtime": (
+        "latency, its spread and growth of memory of an exported folder, without torch",
+        "runtime",
+    ),
+    "C6": (
+        "train step of PIDNet-S against the steps of other recipes, fp32 and bf16",
+        "train_step",
+    ),
     "C1": ("loader from PNG files, against torchvision's recipe", "loader_speed"),
-    "C2": ("loader from a warm pack, against the recipes of torchvision, mmseg and PIDNet from PNG", "loader_speed"),
-    "C2b": ("an epoch in which the pack is built, against an epoch of torchvision's recipe", "loader_speed"),
+    "C2": (
+        "loader from a warm pack, against the recipes of torchvision, mmseg and PIDNet from PNG",
+        "loader_speed",
+    ),
+    "C2b": (
+        "an epoch in which the pack is built, against an epoch of torchvision's recipe",
+        "loader_speed",
+    ),
     "C3": (
         "loader from a pack of JPEG files (data.pack_images=file), against torchvision's recipe from the files",
         "loader_speed",
     ),
-    "C4": ("batches from two loader processes, against torchvision's recipe through DataLoader", "loader_speed"),
+    "C4": (
+        "batches from two loader processes, against torchvision's recipe through DataLoader",
+        "loader_speed",
+    ),
     "C9": ("cost of compute.mode: step time and peak memory on one batch", "modes"),
-    "C10": ("seconds to --help, and from the start of a run to its first update", "startup"),
-    "ledger": ("cost of the digests that every run, and an audit, writes down", "ledger"),
-    "augment": ("augmentation is pure: every transform, 13 layouts of workers, 16 ranks", "augment"),
-    "bits": ("equal digests for any number of processes, workers and start method", "bits"),
-    "plants": ("faults planted into 16 processes are named in a comparison with 4", "plants"),
-    "desync": ("ways to deadlock or desync 4 ranks end, with the cause named", "desync"),
-    "rare": ("class weights, balanced sampling and rare-class crops on a held-out drive of CamVid", "rare_classes"),
-    "attacks": ("a second owner, another environment, forged evidence and impure transforms are named", "attacks"),
+    "C10": (
+        "seconds to --help, and from the start of a run to its first update",
+        "startup",
+    ),
+    "ledger": (
+        "cost of the digests that every run, and an audit, writes down",
+        "ledger",
+    ),
+    "augment": (
+        "augmentation is pure: every transform, 13 layouts of workers, 16 ranks",
+        "augment",
+    ),
+    "bits": (
+        "equal digests for any number of processes, workers and start method",
+        "bits",
+    ),
+    "plants": (
+        "faults planted into 16 processes are named in a comparison with 4",
+        "plants",
+    ),
+    "desync": (
+        "ways to deadlock or desync 4 ranks end, with the cause named",
+        "desync",
+    ),
+    "rare": (
+        "class weights, balanced sampling and rare-class crops on a held-out drive of CamVid",
+        "rare_classes",
+    ),
+    "attacks": (
+        "a second owner, another environment, forged evidence and impure transforms are named",
+        "attacks",
+    ),
     "crash": ("equal digests after a rank was killed at random moments", "crash"),
 }
-WITH_SETTINGS = {"C8": "run=runs/NAME and more", "engines": "run=runs/NAME and cpp=BUILD", "runtime": "artifact=FOLDER"}
+WITH_SETTINGS = {
+    "C8": "run=runs/NAME and more",
+    "engines": "run=runs/NAME and cpp=BUILD",
+    "runtime": "artifact=FOLDER",
+}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("claim", nargs="?", choices=CLAIMS)
     parser.add_argument(
-        "settings", nargs="*", help="; ".join(f"{name}: {what}" for name, what in WITH_SETTINGS.items())
+        "settings",
+        nargs="*",
+        help="; ".join(f"{name}: {what}" for name, what in WITH_SETTINGS.items()),
     )
-    parser.add_argument("--camvid", type=Path, help="folder of CamVid, for the claims that use real frames")
-    parser.add_argument("--repeats", type=int, help="rounds of a measurement, or number of kills")
+    parser.add_argument(
+        "--camvid",
+        type=Path,
+        help="folder of CamVid, for the claims that use real frames",
+    )
+    parser.add_argument(
+        "--repeats", type=int, help="rounds of a measurement, or number of kills"
+    )
     parser.add_argument("--out", type=Path, help="file for the JSON as well")
     given = parser.parse_args()
     if given.claim is None:

@@ -20,14 +20,19 @@ from segpipe.runtime import Segmenter, Status
 from segpipe.runtime.artifact import ArtifactError
 from segpipe.runtime.bench import bench
 
-OVERHEAD_MS, OVERHEAD_PIXELS = 0.5, 360 * 480  # `infer` may add this much at this size; larger frames in proportion
+OVERHEAD_MS, OVERHEAD_PIXELS = (
+    0.5,
+    360 * 480,
+)  # `infer` may add this much at this size; larger frames in proportion
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """What `python -m segpipe.runtime bench` tells of `artifact=FOLDER`, on `--repeats` frames (10000), one thread."""
     key, _, folder = " ".join(given.settings).partition("=")
     if key != "artifact" or not folder:
-        raise ConfigError(f"{' '.join(given.settings)!r} names no artifact. Set artifact=FOLDER, an exported folder.")
+        raise ConfigError(
+            f"{' '.join(given.settings)!r} names no artifact. Set artifact=FOLDER, an exported folder."
+        )
     try:
         segmenter = Segmenter.load(folder)
     except ArtifactError as error:
@@ -42,7 +47,9 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         "overhead": added,
         "overhead_limit_ms": round(limit, 3),
         "passed": (
-            found["statuses"].keys() <= {Status.OK} and found["memory_flat"] is not False and added["high_ms"] <= limit
+            found["statuses"].keys() <= {Status.OK}
+            and found["memory_flat"] is not False
+            and added["high_ms"] <= limit
         ),
     }
 
@@ -70,7 +77,14 @@ def overhead(segmenter: Segmenter, frames: int) -> dict[str, float]:
     engine.prepare = timed  # type: ignore[method-assign]
     try:
         image = cycle(segmenter.artifact.golden.image)
-        return summary(np.array([_outside(lambda: segmenter.infer(next(image)), inside) for _ in range(frames)]))
+        return summary(
+            np.array(
+                [
+                    _outside(lambda: segmenter.infer(next(image)), inside)
+                    for _ in range(frames)
+                ]
+            )
+        )
     finally:
         engine.prepare = prepare  # type: ignore[method-assign]
 
@@ -83,7 +97,17 @@ def _outside(call: Callable[[], object], inside: list[float]) -> float:
 
 def summary(times_ms: NDArray[np.float64]) -> dict[str, float]:
     """Median with its 95 % interval by bootstrap, p90, least, and number."""
-    medians = np.median(np.random.default_rng(0).choice(times_ms, (2000, len(times_ms))), axis=1)
+    medians = np.median(
+        np.random.default_rng(0).choice(times_ms, (2000, len(times_ms))), axis=1
+    )
     low, high = np.percentile(medians, [2.5, 97.5])
-    named = {"median_ms": np.median(times_ms), "low_ms": low, "high_ms": high, "p90_ms": np.percentile(times_ms, 90)}
-    return {**{name: round(float(value), 4) for name, value in named.items()}, "n": len(times_ms)}
+    named = {
+        "median_ms": np.median(times_ms),
+        "low_ms": low,
+        "high_ms": high,
+        "p90_ms": np.percentile(times_ms, 90),
+    }
+    return {
+        **{name: round(float(value), 4) for name, value in named.items()},
+        "n": len(times_ms),
+    }

@@ -30,8 +30,14 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     for _ in range(rounds):
         found["help_s"].append(seconds_of_help())
         found["first_update_s"].append(first_update())
-    figures = {name: measuring.interval(values, name="median") for name, values in found.items()}
-    verdicts = {name: measuring.holds(figures[name], at_most=must) for name, must in MUST.items()}
+    figures = {
+        name: measuring.interval(values, name="median")
+        for name, values in found.items()
+    }
+    verdicts = {
+        name: measuring.holds(figures[name], at_most=must)
+        for name, must in MUST.items()
+    }
     return {
         "what": "train.py --help; a run of the default network on 256x512 scenes, start to first line of metrics.jsonl",
         "machine": measuring.machine(),
@@ -59,12 +65,21 @@ def seconds_of_help() -> float:
 def first_update() -> float:
     """From the start of the process until metrics.jsonl has the line of the first update."""
     with tempfile.TemporaryDirectory() as folder:
-        metrics, before = Path(folder) / "startup" / "metrics.jsonl", time.perf_counter()
-        run = subprocess.Popen(command(*RUN, f"run.root={folder}"), stdout=subprocess.DEVNULL)
+        metrics, before = (
+            Path(folder) / "startup" / "metrics.jsonl",
+            time.perf_counter(),
+        )
+        run = subprocess.Popen(
+            command(*RUN, f"run.root={folder}"), stdout=subprocess.DEVNULL
+        )
         try:
             while not metrics.is_file() or '"train"' not in metrics.read_text():
-                assert run.poll() is None, f"the run ended with {run.returncode} before its first update"
-                assert time.perf_counter() - before < LIMIT_S, f"no update within {LIMIT_S} s"
+                assert run.poll() is None, (
+                    f"the run ended with {run.returncode} before its first update"
+                )
+                assert time.perf_counter() - before < LIMIT_S, (
+                    f"no update within {LIMIT_S} s"
+                )
                 time.sleep(0.01)
             return time.perf_counter() - before
         finally:

@@ -42,10 +42,19 @@ class Scene:
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """uint8 (B, S, S, 3) and uint8 (B, S, S): blocks of classes under noise, 3 % of the pixels ignored."""
         random = torch.Generator().manual_seed(0)
-        blocks = torch.randint(0, STREET.num_classes, (self.batch, self.size // 32, self.size // 32), generator=random)
-        target = blocks.repeat_interleave(32, 1).repeat_interleave(32, 2).to(torch.uint8)
+        blocks = torch.randint(
+            0,
+            STREET.num_classes,
+            (self.batch, self.size // 32, self.size // 32),
+            generator=random,
+        )
+        target = (
+            blocks.repeat_interleave(32, 1).repeat_interleave(32, 2).to(torch.uint8)
+        )
         target[torch.rand(target.shape, generator=random) < 0.03] = 255
-        noise = torch.randint(0, 64, (self.batch, self.size, self.size, 3), generator=random)
+        noise = torch.randint(
+            0, 64, (self.batch, self.size, self.size, 3), generator=random
+        )
         image = noise + 16 * torch.where(target == 255, 0, target).unsqueeze(-1)
         return image.to(torch.uint8), target
 
@@ -60,14 +69,24 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         repeats=given.repeats or 20,
         prepare=lambda name: updates[name].prepare(),
     )
-    ratios = {name: measuring.ratio(seconds["PIDNet-style fp32"], seconds[name]) for name in seconds}
-    verdicts = {name: measuring.holds(ratios[f"segpipe {name}"], at_least=must) for name, must in MUST.items()}
+    ratios = {
+        name: measuring.ratio(seconds["PIDNet-style fp32"], seconds[name])
+        for name in seconds
+    }
+    verdicts = {
+        name: measuring.holds(ratios[f"segpipe {name}"], at_least=must)
+        for name, must in MUST.items()
+    }
     return {
         "what": f"pidnet_s, {scene.size}x{scene.size}, batch {scene.batch}, {THREADS} threads, one process, one shard",
         "machine": measuring.machine(),
-        "seconds": {name: measuring.summary(values) for name, values in seconds.items()},
+        "seconds": {
+            name: measuring.summary(values) for name, values in seconds.items()
+        },
         "speedup_over_pidnet_style_fp32": ratios,
-        "bf16_over_pidnet_style_bf16": measuring.ratio(seconds["PIDNet-style bf16"], seconds["segpipe bf16"]),
+        "bf16_over_pidnet_style_bf16": measuring.ratio(
+            seconds["PIDNet-style bf16"], seconds["segpipe bf16"]
+        ),
         "parts_ms": {name: parts(updates[name]) for name in OURS},
         "quality": quality(scene),
         "must": MUST,
@@ -83,28 +102,57 @@ class Update:
     run: Callable[[], Any]
     prepare: Callable[[], None]
     step: TrainStep | None = None  # of ours
-    between_logs: Callable[[], Any] = lambda: None  # of ours: a step without a wait at its end
+    between_logs: Callable[[], Any] = lambda: (
+        None
+    )  # of ours: a step without a wait at its end
 
 
 def arms(scene: Scene, *, threads: int = THREADS) -> dict[str, Update]:
     """Ours in fp32 and bf16; theirs in fp32 and NCHW as published, and in bf16 with channels_last."""
-    found = {f"segpipe {precision}": ours(scene, precision, threads) for precision in MUST}
-    for name, step in (("PIDNet-style", loops.pidnet_style), ("torchvision-style", loops.torchvision_style)):
+    found = {
+        f"segpipe {precision}": ours(scene, precision, threads) for precision in MUST
+    }
+    for name, step in (
+        ("PIDNet-style", loops.pidnet_style),
+        ("torchvision-style", loops.torchvision_style),
+    ):
         found[f"{name} fp32"] = theirs(scene, step, "fp32", threads)
         found[f"{name} bf16"] = theirs(scene, step, "bf16", threads)
     return found
 
 
 def ours(
-    scene: Scene, precision: str, threads: int = THREADS, mode: str = "elastic", *, cuda_graph: bool = False
+    scene: Scene,
+    precision: str,
+    threads: int = THREADS,
+    mode: str = "elastic",
+    *,
+    cuda_graph: bool = False,
 ) -> Update:
     """A whole update as training does it, without the ledger, which C9 measures."""
     config = Config()
-    config.model.name, config.train.precision, config.compute.mode = "pidnet_s", precision, mode
-    config.compute.shards, config.compute.samples_per_shard, config.compute.threads = 1, scene.batch, threads
-    config.compute.cuda_graph, config.augment.crop_size = cuda_graph, [scene.size, scene.size]
-    kept = min(loops.OHEM_KEPT / (scene.batch * scene.size**2), 1.0)  # as many pixels as the other recipe
-    config.loss.name, config.loss.ohem_threshold, config.loss.ohem_min_kept = "ohem", loops.OHEM_THRESHOLD, kept
+    config.model.name, config.train.precision, config.compute.mode = (
+        "pidnet_s",
+        precision,
+        mode,
+    )
+    config.compute.shards, config.compute.samples_per_shard, config.compute.threads = (
+        1,
+        scene.batch,
+        threads,
+    )
+    config.compute.cuda_graph, config.augment.crop_size = (
+        cuda_graph,
+        [scene.size, scene.size],
+    )
+    kept = min(
+        loops.OHEM_KEPT / (scene.batch * scene.size**2), 1.0
+    )  # as many pixels as the other recipe
+    config.loss.name, config.loss.ohem_threshold, config.loss.ohem_min_kept = (
+        "ohem",
+        loops.OHEM_THRESHOLD,
+        kept,
+    )
     prepare = partial(flags.apply, threads, mode)
     prepare()
     state = build_state(config, STREET, scene.device)
@@ -115,7 +163,9 @@ def ours(
         image, target = image.pin_memory(), target.pin_memory()
 
     def between_logs() -> None:
-        train_step(step, [ShardBatch(state.step, 0, image, target, ids, ids)], wait=False)
+        train_step(
+            step, [ShardBatch(state.step, 0, image, target, ids, ids)], wait=False
+        )
 
     def run() -> None:
         between_logs()
@@ -139,15 +189,24 @@ def theirs(
     seen = Preprocess()(image).contiguous()
     bf16 = precision == "bf16"
     if bf16:
-        model, seen = model.to(memory_format=torch.channels_last), seen.to(memory_format=torch.channels_last)
+        model, seen = (
+            model.to(memory_format=torch.channels_last),
+            seen.to(memory_format=torch.channels_last),
+        )
     edges = boundary_target(target, ignore_index=loops.IGNORE)[:, 0]
-    batch = loops.Batch(*(value.to(scene.device) for value in (seen, target.long(), edges)))
+    batch = loops.Batch(
+        *(value.to(scene.device) for value in (seen, target.long(), edges))
+    )
     optimizer = loops.optimizer_of(model)
     if compiled:
         model.logits = torch.compile(model.logits)  # type: ignore[method-assign]
 
     def amp() -> Any:
-        return torch.autocast(scene.device.type, torch.bfloat16) if bf16 else contextlib.nullcontext()
+        return (
+            torch.autocast(scene.device.type, torch.bfloat16)
+            if bf16
+            else contextlib.nullcontext()
+        )
 
     def run() -> dict[str, float]:
         figures = step(model, optimizer, batch, amp)
@@ -165,7 +224,9 @@ def parts(update: Update, *, rounds: int = 5) -> dict[str, float]:
     spans.attach(update.step.watch)
     for _ in range(rounds):
         update.run()
-    found = {name: round(1000 * spent / rounds, 2) for name, spent in spans.take().items()}
+    found = {
+        name: round(1000 * spent / rounds, 2) for name, spent in spans.take().items()
+    }
     spans.detach(update.step.watch)
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
@@ -177,11 +238,20 @@ def quality(scene: Scene) -> dict[str, float]:
     image, target = scene.tensors()
     model = step.state.model
     with torch.no_grad():
-        logits = model.logits(Preprocess().to(scene.device)(image.to(scene.device)), aux=True)["aux_p"].double()
-        resized = torch.nn.functional.interpolate(logits, size=target.shape[-2:], mode="bilinear")
-        wanted = torch.nn.functional.cross_entropy(resized, target.long().to(scene.device), ignore_index=255)
+        logits = model.logits(
+            Preprocess().to(scene.device)(image.to(scene.device)), aux=True
+        )["aux_p"].double()
+        resized = torch.nn.functional.interpolate(
+            logits, size=target.shape[-2:], mode="bilinear"
+        )
+        wanted = torch.nn.functional.cross_entropy(
+            resized, target.long().to(scene.device), ignore_index=255
+        )
     ids = torch.zeros(scene.batch, dtype=torch.int64)
-    found = step([ShardBatch(0, 0, image, target, ids, ids)], (target != 255).sum().to(scene.device)).parts["aux_p"]
+    found = step(
+        [ShardBatch(0, 0, image, target, ids, ids)],
+        (target != 255).sum().to(scene.device),
+    ).parts["aux_p"]
     exact = step.config.loss.aux_weight * float(wanted)
     return {
         "auxiliary_loss": round(float(found), 6),

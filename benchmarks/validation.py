@@ -24,8 +24,14 @@ STRETCH = {"torchvision": 10.0, "pidnet": 6.0, "mmseg": 15.0}
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Times on 1 and 2 threads, and how many of the pixels are counted otherwise."""
     logits, target = inputs()
-    by_threads = {str(threads): times(logits, target, threads, given.repeats or 15) for threads in (1, 2)}
-    lows = {name: min(found["over_ours"][name]["low"] for found in by_threads.values()) for name in MUST}
+    by_threads = {
+        str(threads): times(logits, target, threads, given.repeats or 15)
+        for threads in (1, 2)
+    }
+    lows = {
+        name: min(found["over_ours"][name]["low"] for found in by_threads.values())
+        for name in MUST
+    }
     moved = differences()
     return {
         "what": f"1 image, {CLASSES} classes, fp32, {SMALL[0]}x{SMALL[1]} to {LARGE[0]}x{LARGE[1]}",
@@ -34,8 +40,11 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         "pixels_counted_otherwise": moved,
         "must": MUST,
         "stretch": STRETCH,
-        "passed": all(lows[name] >= must for name, must in MUST.items()) and moved["share"] <= 1e-6,
-        "passed_stretch": all(lows[name] >= stretch for name, stretch in STRETCH.items()),
+        "passed": all(lows[name] >= must for name, must in MUST.items())
+        and moved["share"] <= 1e-6,
+        "passed_stretch": all(
+            lows[name] >= stretch for name, stretch in STRETCH.items()
+        ),
     }
 
 
@@ -54,12 +63,16 @@ def times(logits: Tensor, target: Tensor, threads: int, rounds: int) -> dict[str
     wide = target.long()
     arms = {name: partial(getattr(peers, name), logits, wide) for name in MUST}
     for backend in ("native", "torch"):
-        arms[backend] = partial(classes_and_confusion, logits, target, align_corners=False, backend=backend)
+        arms[backend] = partial(
+            classes_and_confusion, logits, target, align_corners=False, backend=backend
+        )
     arms["plain"] = partial(plain, logits, target)
     seconds = measuring.interleaved(arms, repeats=rounds)
     return {
         "ms": {arm: measuring.summary(each) for arm, each in seconds.items()},
-        "over_ours": {name: measuring.ratio(seconds[name], seconds["native"]) for name in MUST},
+        "over_ours": {
+            name: measuring.ratio(seconds[name], seconds["native"]) for name in MUST
+        },
     }
 
 
@@ -76,10 +89,15 @@ def differences() -> dict[str, Any]:
     for seed in range(images):
         logits, target = inputs(seed)
         own = {
-            corners: classes_and_confusion(logits, target, align_corners=corners, backend="native")[1].numpy()
+            corners: classes_and_confusion(
+                logits, target, align_corners=corners, backend="native"
+            )[1].numpy()
             for corners in (False, True)
         }
-        found = peers.torchvision(logits, target.long()).numpy(), peers.pidnet(logits, target.long())
+        found = (
+            peers.torchvision(logits, target.long()).numpy(),
+            peers.pidnet(logits, target.long()),
+        )
         pairs = zip(found, (own[False], own[True]), strict=True)
         most += max(float(np.abs(a - b).sum()) / 2 for a, b in pairs)
         areas = peers.mmseg(logits, target.long())

@@ -13,8 +13,19 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-PASSING = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT)  # Python itself tries EINTR again
-PAUSES_S = (0.1, 0.4, 1.5, 4.0, 10.0)  # a file server that restarts answers again within seconds
+PASSING = (
+    errno.EIO,
+    errno.ESTALE,
+    errno.EAGAIN,
+    errno.ETIMEDOUT,
+)  # Python itself tries EINTR again
+PAUSES_S = (
+    0.1,
+    0.4,
+    1.5,
+    4.0,
+    10.0,
+)  # a file server that restarts answers again within seconds
 CONTINUE = "or choose another run.root, then continue with run.exists=resume."
 FULL = f"Free some space, {CONTINUE}"
 READ_ONLY = f"Its file system is read-only, as after a fault of a disk: see dmesg and mount it writable, {CONTINUE}"
@@ -27,7 +38,13 @@ ADVICE = {
     errno.EISDIR: FOLDER,
     **dict.fromkeys(PASSING, FAULTY),
 }
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, *PASSING)  # wherever they come from
+DISK_ERRORS = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EFBIG,
+    *PASSING,
+)  # wherever they come from
 
 
 def patiently(path: Path, work: Callable[[], T]) -> T:
@@ -42,7 +59,11 @@ def patiently(path: Path, work: Callable[[], T]) -> T:
             if error.errno not in PASSING:
                 raise
             if not number:
-                print(f"{path}: {error.strerror}. Trying again for {sum(PAUSES_S):.0f} s.", file=sys.stderr, flush=True)
+                print(
+                    f"{path}: {error.strerror}. Trying again for {sum(PAUSES_S):.0f} s.",
+                    file=sys.stderr,
+                    flush=True,
+                )
         time.sleep(pause)
     return work()
 
@@ -53,7 +74,9 @@ def append(path: Path, descriptor: int, content: bytes) -> None:
 
     def attempt() -> None:
         if os.lseek(descriptor, 0, os.SEEK_END) != before:
-            os.ftruncate(descriptor, before)  # a part of it would spoil all that follows
+            os.ftruncate(
+                descriptor, before
+            )  # a part of it would spoil all that follows
         left = memoryview(content)
         while left:
             left = left[os.write(descriptor, left) :]

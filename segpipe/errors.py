@@ -128,4 +128,6 @@ def did_you_mean(word: str, choices: Iterable[str], least: float = 0.6) -> str:
 
 def listed(names: Sequence[str], most: int = 5, joint: str = ", ") -> str:
     """The first names, and how many more there are."""
-    return joint.join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return joint.join(names[:most]) + (
+        f" and {len(names) - most} more" if len(names) > most else ""
+    )

@@ -37,11 +37,19 @@ def files_below(folder: Path) -> Iterator[Path]:
     for start in waiting:
         for place, folders, files in os.walk(start):
             real = os.path.realpath(place)
-            folders[:] = [] if real in seen else sorted(name for name in folders if not name.startswith("."))
+            folders[:] = (
+                []
+                if real in seen
+                else sorted(name for name in folders if not name.startswith("."))
+            )
             if real not in seen:
                 yield from (Path(place, name) for name in files)
             seen.add(real)
-            waiting += [path for name in folders if os.path.islink(path := os.path.join(place, name))]
+            waiting += [
+                path
+                for name in folders
+                if os.path.islink(path := os.path.join(place, name))
+            ]
 
 
 def this_host() -> str:
@@ -51,7 +59,9 @@ def this_host() -> str:
     """
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     with contextlib.suppress(OSError):
-        inside = hashlib.blake2b(f"{boot.read_text()}{os.readlink(namespace)}".encode(), digest_size=4)
+        inside = hashlib.blake2b(
+            f"{boot.read_text()}{os.readlink(namespace)}".encode(), digest_size=4
+        )
         return f"{platform.node()}-{inside.hexdigest()}"
     return platform.node()
 
@@ -59,7 +69,9 @@ def this_host() -> str:
 def process_start(pid: int) -> str | None:
     """When a process of this host started, in ticks since the boot; None if it has ended, "" if it is not known."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # also of another user's process
+        fields = (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        )  # also of another user's process
     except OSError:
         try:
             os.kill(pid, 0)
@@ -68,13 +80,17 @@ def process_start(pid: int) -> str | None:
         except OSError:  # of another user, who hides it
             return ""
         return ""  # a system without /proc
-    return None if fields[0] in "ZX" else fields[19]  # Z: ended, but its parent has not noticed yet
+    return (
+        None if fields[0] in "ZX" else fields[19]
+    )  # Z: ended, but its parent has not noticed yet
 
 
 def not_written(path: Path, error: OSError, kept: str = "") -> CheckpointError:
     """The error for a file that the disk rejects, with what to do; `kept` is what is still there."""
     advice = ADVICE.get(error.errno or 0, FULL)
-    return CheckpointError(f"{path} could not be written: {error.strerror or error}{kept and f'; {kept}'}. {advice}")
+    return CheckpointError(
+        f"{path} could not be written: {error.strerror or error}{kept and f'; {kept}'}. {advice}"
+    )
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -88,8 +104,14 @@ def write_atomically(path: Path, content: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             aside.unlink()
-        kept = "the file that was there before is unharmed" if path.exists() else "no file was there before"
-        raise not_written(path, error, f"{len(content) / 2**20:.1f} MiB, {kept}") from error
+        kept = (
+            "the file that was there before is unharmed"
+            if path.exists()
+            else "no file was there before"
+        )
+        raise not_written(
+            path, error, f"{len(content) / 2**20:.1f} MiB, {kept}"
+        ) from error
 
 
 def put(path: Path, content: bytes) -> None:

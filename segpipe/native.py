@@ -34,9 +34,13 @@ _PROCESS = os.getpid()
 def load(source: Path) -> ctypes.CDLL | None:
     """The C file as a library, whose calls release the GIL; None where it cannot be compiled or loaded."""
     compiler = shutil.which("cc") or shutil.which("gcc")
-    for threads, folder in itertools.product((["-fopenmp"], []), _folders() if compiler else ()):
+    for threads, folder in itertools.product(
+        (["-fopenmp"], []), _folders() if compiler else ()
+    ):
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            return ctypes.CDLL(str(_library(source, [str(compiler), *FLAGS, *threads], folder)))
+            return ctypes.CDLL(
+                str(_library(source, [str(compiler), *FLAGS, *threads], folder))
+            )
     return None
 
 
@@ -61,14 +65,21 @@ def one_thread() -> Iterator[None]:
 
 def _folders() -> Iterator[Path]:
     with contextlib.suppress(RuntimeError):  # no home
-        yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "segpipe"
+        yield (
+            Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "segpipe"
+        )
     yield Path(tempfile.gettempdir()) / f"segpipe-{os.getuid()}"
 
 
 def _library(source: Path, command: Sequence[str], folder: Path) -> Path:
     """The compiled file; several processes may compile it at once. Raises OSError and SubprocessError."""
-    command = [*command, *(["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else [])]
-    key = hashlib.sha256("\n".join([source.read_text(), *command, _processor()]).encode()).hexdigest()[:16]
+    command = [
+        *command,
+        *(["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []),
+    ]
+    key = hashlib.sha256(
+        "\n".join([source.read_text(), *command, _processor()]).encode()
+    ).hexdigest()[:16]
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid():  # code loaded from there runs as this user
         raise PermissionError(f"{folder} belongs to another user")
@@ -88,5 +99,8 @@ def _processor() -> str:
     """What `-march=native` means here: machines of several kinds may share a home folder."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+        return next(
+            (line for line in lines if line.startswith(("flags", "Features"))),
+            platform.processor(),
+        )
     return platform.processor()

@@ -26,7 +26,13 @@ from segpipe.errors import CheckpointError, ConfigError, did_you_mean
 FORM = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
 LIKE = 0.4  # of a name in code, to name it in a message
 INSTALLED = ("site-packages", "dist-packages")
-FINGERPRINTED = ("albumentations", "cv2", "numpy", "segpipe", "torch")  # whose versions each run records anyway
+FINGERPRINTED = (
+    "albumentations",
+    "cv2",
+    "numpy",
+    "segpipe",
+    "torch",
+)  # whose versions each run records anyway
 _trusted: set[str] = set()  # import paths, and packages
 
 
@@ -53,17 +59,33 @@ def load(key: str, path: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name and f"{module}.".startswith(f"{error.name}."):
             raise ConfigError(_no_module(key, path, str(error.name))) from None
-        raise ConfigError(f"{key} = {path}: importing {module} failed: {located(error)}.") from error
+        raise ConfigError(
+            f"{key} = {path}: importing {module} failed: {located(error)}."
+        ) from error
     except AttributeError as error:
         if error.name != name or error.obj is not sys.modules.get(module):
-            raise ConfigError(f"{key} = {path}: importing {module} failed: {located(error)}.") from error
-        names = [one for one, value in vars(sys.modules[module]).items() if callable(value) and one[0] != "_"]
-        raise ConfigError(f"{key} = {path}, but {module} has no {name}.{did_you_mean(name, names, LIKE)}") from None
+            raise ConfigError(
+                f"{key} = {path}: importing {module} failed: {located(error)}."
+            ) from error
+        names = [
+            one
+            for one, value in vars(sys.modules[module]).items()
+            if callable(value) and one[0] != "_"
+        ]
+        raise ConfigError(
+            f"{key} = {path}, but {module} has no {name}.{did_you_mean(name, names, LIKE)}"
+        ) from None
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{key} = {path}: importing {module} failed: {located(error)}.") from error
+        raise ConfigError(
+            f"{key} = {path}: importing {module} failed: {located(error)}."
+        ) from error
     if not callable(found):
-        raise ConfigError(f"{key} = {path} is {found!r}, but a class or function was needed.")
-    if not is_trusted(path) and not _in_project(home := str(getattr(found, "__module__", "")).partition(".")[0]):
+        raise ConfigError(
+            f"{key} = {path} is {found!r}, but a class or function was needed."
+        )
+    if not is_trusted(path) and not _in_project(
+        home := str(getattr(found, "__module__", "")).partition(".")[0]
+    ):
         raise ConfigError(
             f"{key} = {path} is named by a run, and {module} has it from {home or 'elsewhere'}, which is outside this "
             f"project. If you trust it, add trust=[{top}]."
@@ -76,11 +98,15 @@ def split(key: str, path: str) -> tuple[str, str]:
     if match := FORM.fullmatch(path):
         module, name = match.groups()
         if module.endswith(".py"):
-            raise ConfigError(f"{key} = {path} names a file. Write the module: {module.removesuffix('.py')}:{name}.")
+            raise ConfigError(
+                f"{key} = {path} names a file. Write the module: {module.removesuffix('.py')}:{name}."
+            )
         return module, name
     guess = re.sub(r"\.py(?=:)", "", path).strip("./").replace("/", ".")
     hint = f" Did you mean {guess}?" if guess != path and FORM.fullmatch(guess) else ""
-    raise ConfigError(f"{key} = {path}, but the form package.module:Name was needed.{hint}")
+    raise ConfigError(
+        f"{key} = {path}, but the form package.module:Name was needed.{hint}"
+    )
 
 
 def check_place(key: str, path: str) -> None:
@@ -122,7 +148,9 @@ def _place(top: str) -> Path | None:
 
 def _in_project(top: str) -> bool:
     place = _place(top) if top else None
-    if place is None or top in ("segpipe", "__main__") or not place.is_absolute():  # the last: built in
+    if (
+        place is None or top in ("segpipe", "__main__") or not place.is_absolute()
+    ):  # the last: built in
         return False
     folder, standard = Path.cwd(), Path(sysconfig.get_paths()["stdlib"])
     if not place.is_relative_to(folder) or place.is_relative_to(standard):
@@ -135,11 +163,18 @@ def _no_module(key: str, path: str, missing: str) -> str:
     parent, _, name = missing.rpartition(".")
     folder = _place(parent.partition(".")[0]) if parent else Path.cwd()
     folder = folder.joinpath(*parent.split(".")[1:]) if folder and parent else folder
-    beside = [one for one in (folder.iterdir() if folder and folder.is_dir() else ()) if one.name[0] not in "._"]
+    beside = [
+        one
+        for one in (folder.iterdir() if folder and folder.is_dir() else ())
+        if one.name[0] not in "._"
+    ]
     names = [one.stem for one in beside if one.suffix == ".py" or one.is_dir()]
     if parent:
         return f"{key} = {path}, but there is no module {name} in {folder}.{did_you_mean(name, names, LIKE)}"
-    hint = did_you_mean(name, names, LIKE) or f" Run the command in the folder that holds {name}."
+    hint = (
+        did_you_mean(name, names, LIKE)
+        or f" Run the command in the folder that holds {name}."
+    )
     return f"{key} = {path}, but there is no module {name} in {folder} or among the installed packages.{hint}"
 
 
@@ -148,22 +183,41 @@ def located(error: BaseException) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_code(frame.filename)]
-    own = [frame for frame in frames if not _is_installed(Path(frame.filename))] or frames
-    where = f"{own[-1].filename}, line {own[-1].lineno} ({own[-1].line}): " if own else ""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if _is_code(frame.filename)
+    ]
+    own = [
+        frame for frame in frames if not _is_installed(Path(frame.filename))
+    ] or frames
+    where = (
+        f"{own[-1].filename}, line {own[-1].lineno} ({own[-1].line}): " if own else ""
+    )
     return f"{where}{type(error).__name__}: {text}".rstrip(".")
 
 
 def _is_code(file: str) -> bool:
-    return not file.startswith("<frozen") and not Path(file).is_relative_to(Path(__file__).parent)
+    return not file.startswith("<frozen") and not Path(file).is_relative_to(
+        Path(__file__).parent
+    )
 
 
 def _is_installed(place: Path) -> bool:
     """Whether a file belongs to the standard library or an installed package."""
-    return bool(set(INSTALLED) & set(place.parts)) or place.is_relative_to(sysconfig.get_paths()["stdlib"])
+    return bool(set(INSTALLED) & set(place.parts)) or place.is_relative_to(
+        sysconfig.get_paths()["stdlib"]
+    )
 
 
-def call(key: str, name: str, function: Callable[..., Any], args: Mapping[str, Any], *given: Any, **named: Any) -> Any:
+def call(
+    key: str,
+    name: str,
+    function: Callable[..., Any],
+    args: Mapping[str, Any],
+    *given: Any,
+    **named: Any,
+) -> Any:
     """`function(*given, **named, **args)` for the value `name` of the setting `key`; `args` are the user's own.
 
     Raises ConfigError for an argument that it does not have, one that is missing, and an error inside it.
@@ -178,7 +232,12 @@ def call(key: str, name: str, function: Callable[..., Any], args: Mapping[str, A
 
 
 def check_arguments(
-    key: str, name: str, function: Callable[..., Any], args: Mapping[str, Any], *given: Any, **named: Any
+    key: str,
+    name: str,
+    function: Callable[..., Any],
+    args: Mapping[str, Any],
+    *given: Any,
+    **named: Any,
 ) -> None:
     """Raise ConfigError unless `function(*given, **named, **args)` is a possible call. Calls nothing."""
     try:
@@ -187,7 +246,11 @@ def check_arguments(
         return
     parameters = list(signature.parameters.values())[len(given) :]
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    valid = [one.name for one in parameters if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    valid = [
+        one.name
+        for one in parameters
+        if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)
+    ]
     group = key.rpartition(".")[0]
     own = [one for one in valid if one not in named]
     for one in args:
@@ -198,7 +261,9 @@ def check_arguments(
             )
     for one in named:
         if one not in valid and not takes_any:
-            raise ConfigError(f"{key} = {name} must take the keyword {one}: {_shown(function, given, named)}.")
+            raise ConfigError(
+                f"{key} = {name} must take the keyword {one}: {_shown(function, given, named)}."
+            )
     try:
         signature.bind(*given, **named, **args)
     except TypeError as error:
@@ -208,7 +273,9 @@ def check_arguments(
         ) from None
 
 
-def _shown(function: Callable[..., Any], given: Iterable[Any], named: Iterable[str]) -> str:
+def _shown(
+    function: Callable[..., Any], given: Iterable[Any], named: Iterable[str]
+) -> str:
     parts = [*("..." for _ in given), *(f"{one}=..." for one in named)]
     return f"{getattr(function, '__name__', function)}({', '.join(parts)})"
 
@@ -233,7 +300,12 @@ def sources(named: Iterable[tuple[str, str]]) -> dict[str, str]:
 def _closure(module: str, root: Path) -> dict[str, str]:
     """Files and versions behind a module that lies below `root`, a folder of the search path."""
     local = not set(INSTALLED) & set(root.parts)
-    top, waiting, seen, found = module.partition(".")[0], [module], set[str](), dict[str, str]()
+    top, waiting, seen, found = (
+        module.partition(".")[0],
+        [module],
+        set[str](),
+        dict[str, str](),
+    )
     while waiting:
         name = waiting.pop()
         if name in seen:
@@ -245,7 +317,12 @@ def _closure(module: str, root: Path) -> dict[str, str]:
             text = file.read_bytes()
             found[file.relative_to(root).as_posix()] = hashlib.sha256(text).hexdigest()
             waiting += _imports(text, package)
-        if not files and first not in FINGERPRINTED and not _files_exist(root, first) and (number := _version(first)):
+        if (
+            not files
+            and first not in FINGERPRINTED
+            and not _files_exist(root, first)
+            and (number := _version(first))
+        ):
             found[first] = number
     return found
 
@@ -276,10 +353,18 @@ def _imports(text: bytes, package: str) -> list[str]:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            parents = (
+                package.split(".")[: len(package.split(".")) - node.level + 1]
+                if node.level
+                else []
+            )
             module = ".".join(filter(None, [*parents, node.module]))
             names += [module, *(f"{module}.{alias.name}" for alias in node.names)]
-    return [name for name in names if name and name.partition(".")[0] not in sys.stdlib_module_names]
+    return [
+        name
+        for name in names
+        if name and name.partition(".")[0] not in sys.stdlib_module_names
+    ]
 
 
 @cache
@@ -293,10 +378,16 @@ def _version(package: str) -> str | None:
     except metadata.PackageNotFoundError:
         place = _place(package)
         file = place / "__init__.py" if place and place.is_dir() else place
-        return hashlib.sha256(file.read_bytes()).hexdigest() if file and file.is_file() else None
+        return (
+            hashlib.sha256(file.read_bytes()).hexdigest()
+            if file and file.is_file()
+            else None
+        )
 
 
-def check_unchanged(key: str, path: str, recorded: Mapping[str, str], where: object) -> None:
+def check_unchanged(
+    key: str, path: str, recorded: Mapping[str, str], where: object
+) -> None:
     """Raise CheckpointError when a plug-in's files are not those that `where` was trained with.
 
     Not for a path or package that the user named: then it is taken as it is now.

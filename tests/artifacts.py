@@ -14,7 +14,10 @@ from onnx import TensorProto, helper, numpy_helper
 from segpipe.runtime.artifact import FORMAT
 
 SIZE = (32, 48)
-GREEN_FAILS, BLUE_REPEATS = 200, 64  # of the first pixel: the run fails from 200 on, and takes blue * 64 products
+GREEN_FAILS, BLUE_REPEATS = (
+    200,
+    64,
+)  # of the first pixel: the run fails from 200 on, and takes blue * 64 products
 
 
 def toy_manifest() -> dict[str, Any]:
@@ -24,15 +27,28 @@ def toy_manifest() -> dict[str, Any]:
         "format": FORMAT,
         "model": "toy",
         "source": {"weights_digest": "0123"},
-        "classes": [{"id": 0, "name": "low", "color": [0, 0, 255]}, {"id": 1, "name": "high", "color": [255, 0, 0]}],
+        "classes": [
+            {"id": 0, "name": "low", "color": [0, 0, 255]},
+            {"id": 1, "name": "high", "color": [255, 0, 0]},
+        ],
         "io": {
-            "inputs": [{"name": "image", "dtype": "uint8", "shape": [1, height, width, 3]}],
-            "outputs": [{"name": name, "dtype": "uint8", "shape": shape} for name, shape in outputs.items()],
+            "inputs": [
+                {"name": "image", "dtype": "uint8", "shape": [1, height, width, 3]}
+            ],
+            "outputs": [
+                {"name": name, "dtype": "uint8", "shape": shape}
+                for name, shape in outputs.items()
+            ],
         },
         "status": "verified",
         "files": {"model.onnx": {"format": "onnx", "precision": "fp32"}},
         "golden": {"image_agreement": 0.999, "confidence_levels": 1},
-        "frame_limits": {"min_mean": 10, "max_mean": 245, "max_dark_share": 0.5, "max_bright_share": 0.5},
+        "frame_limits": {
+            "min_mean": 10,
+            "max_mean": 245,
+            "max_dark_share": 0.5,
+            "max_bright_share": 0.5,
+        },
     }
 
 
@@ -44,7 +60,10 @@ def toy_model(manifest: dict[str, Any]) -> bytes:
         "blue_end": [1, 1, 1, 3], "scalar": [1],
         "repeats": BLUE_REPEATS, "fails": GREEN_FAILS, "corner": [0, 0], "corner_end": [1, 1], "corner_axes": [0, 1],
     }  # fmt: skip
-    initializers = [numpy_helper.from_array(np.array(value, np.int64), name) for name, value in constants.items()]
+    initializers = [
+        numpy_helper.from_array(np.array(value, np.int64), name)
+        for name, value in constants.items()
+    ]
     initializers += [
         numpy_helper.from_array(np.eye(128, dtype=np.float32), "eye"),
         numpy_helper.from_array(np.array([0.0], np.float32), "zero"),
@@ -56,9 +75,16 @@ def toy_model(manifest: dict[str, Any]) -> bytes:
         return helper.make_tensor_value_info(name, kind, shape)
 
     body = helper.make_graph(
-        [helper.make_node("Identity", ["go_in"], ["go_out"]), helper.make_node("MatMul", ["x_in", "eye"], ["x_out"])],
+        [
+            helper.make_node("Identity", ["go_in"], ["go_out"]),
+            helper.make_node("MatMul", ["x_in", "eye"], ["x_out"]),
+        ],
         "body",
-        [value("turn", TensorProto.INT64, []), value("go_in", TensorProto.BOOL, []), value("x_in", 1, [128, 128])],
+        [
+            value("turn", TensorProto.INT64, []),
+            value("go_in", TensorProto.BOOL, []),
+            value("x_in", 1, [128, 128]),
+        ],
         [value("go_out", TensorProto.BOOL, []), value("x_out", 1, [128, 128])],
     )
     node = helper.make_node
@@ -85,11 +111,18 @@ def toy_model(manifest: dict[str, Any]) -> bytes:
         node("Cast", ["thin_red"], ["confidence"], to=TensorProto.UINT8),
     ]
     described = {
-        kind: [value(entry["name"], TensorProto.UINT8, entry["shape"]) for entry in manifest["io"][kind]]
+        kind: [
+            value(entry["name"], TensorProto.UINT8, entry["shape"])
+            for entry in manifest["io"][kind]
+        ]
         for kind in ("inputs", "outputs")
     }
-    graph = helper.make_graph(nodes, "toy", described["inputs"], described["outputs"], initializers)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    graph = helper.make_graph(
+        nodes, "toy", described["inputs"], described["outputs"], initializers
+    )
+    model = helper.make_model(
+        graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10
+    )
     helper.set_model_props(model, {"segpipe": json.dumps(manifest)})
     onnx.checker.check_model(model)
     return bytes(model.SerializeToString())
@@ -106,8 +139,15 @@ def frame(seed: int, *, green: int = 0, blue: int = 0) -> np.ndarray:
 
 
 def write_sums(folder: Path) -> None:
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "SHA256SUMS")
-    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(folder)}\n" for path in files]
+    files = sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "SHA256SUMS"
+    )
+    lines = [
+        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(folder)}\n"
+        for path in files
+    ]
     (folder / "SHA256SUMS").write_text("".join(lines))
 
 

@@ -40,14 +40,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     files = {ROOT / name for name in SLOW_FILES}
     for item in items:
         names = {getattr(item, "originalname", ""), *getattr(item, "fixturenames", ())}
-        if files & {item.path, *item.path.parents} or names & (SLOW_TESTS | SLOW_FIXTURES):
+        if files & {item.path, *item.path.parents} or names & (
+            SLOW_TESTS | SLOW_FIXTURES
+        ):
             item.add_marker("slow")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker that `make quick` and mutation runs leave out; under nohup, notice SIGHUP all the same."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    config.addinivalue_line("markers", "slow: starts processes or takes more than 2 s; `make quick` skips it")
+    config.addinivalue_line(
+        "markers",
+        "slow: starts processes or takes more than 2 s; `make quick` skips it",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -77,7 +82,9 @@ def strict_torch() -> Iterator[None]:
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+def project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str, str], None]]:
     """A user's folder, which is the current one: `project("net.py", text)` writes a file. Nothing named is trusted."""
     from segpipe import plugins
     from segpipe.losses import total
@@ -87,7 +94,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     monkeypatch.setattr(plugins, "_trusted", set())
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # or a file written twice in a second would not be read again
+    monkeypatch.setattr(
+        sys, "dont_write_bytecode", True
+    )  # or a file written twice in a second would not be read again
     before = set(sys.modules)
 
     def write(name: str, text: str) -> None:

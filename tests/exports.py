@@ -36,8 +36,13 @@ def structured(count: int, size: tuple[int, int], seed: int = 0) -> list[np.ndar
     """Colored blobs with noise: neighbouring pixels resemble each other, as in a photograph."""
     generator = np.random.default_rng(seed)
     coarse = generator.integers(0, 256, (count, 6, 9, 3), dtype=np.uint8)
-    smooth = (cv2.resize(image, size[::-1], interpolation=cv2.INTER_CUBIC) for image in coarse)
-    return [np.clip(image + generator.normal(0, 8, image.shape), 0, 255).astype(np.uint8) for image in smooth]
+    smooth = (
+        cv2.resize(image, size[::-1], interpolation=cv2.INTER_CUBIC) for image in coarse
+    )
+    return [
+        np.clip(image + generator.normal(0, 8, image.shape), 0, 255).astype(np.uint8)
+        for image in smooth
+    ]
 
 
 SIZE = (64, 96)
@@ -54,7 +59,9 @@ class Tiny(SegmentationNet):
     def __init__(self, num_classes: int = NUM_CLASSES) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Conv2d(3, 8, 5, 4, 2), nn.BatchNorm2d(8), nn.ReLU())
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 5, 4, 2), nn.BatchNorm2d(8), nn.ReLU()
+        )
         self.classifier = nn.Conv2d(8, num_classes, 3, padding=1)
         self.train_only = nn.ModuleDict({"aux": nn.Conv2d(8, num_classes, 1)})
 
@@ -65,10 +72,14 @@ class Tiny(SegmentationNet):
 def tiny_network(classes: ClassTable = CLASSES) -> TrainedNetwork:
     """The same network at every call."""
     model = Tiny(classes.num_classes).eval()
-    return TrainedNetwork(model, Preprocess(), Config(), classes, weights_digest="4567", step=7)
+    return TrainedNetwork(
+        model, Preprocess(), Config(), classes, weights_digest="4567", step=7
+    )
 
 
-def trained_network(name: str, size: tuple[int, int], classes: ClassTable = CLASSES) -> TrainedNetwork:
+def trained_network(
+    name: str, size: tuple[int, int], classes: ClassTable = CLASSES
+) -> TrainedNetwork:
     """A network whose BatchNorms have seen images and have weights of their own, as after a training."""
     torch.manual_seed(0)
     model = build_model(name, classes.num_classes).train()
@@ -82,13 +93,19 @@ def trained_network(name: str, size: tuple[int, int], classes: ClassTable = CLAS
         model.logits(Preprocess()(images), aux=True)
         spread = model.eval()(Preprocess()(images)).std()
     for name_of, module in model.named_modules():
-        if isinstance(module, nn.Conv2d) and module.out_channels == classes.num_classes and "train_only" not in name_of:
+        if (
+            isinstance(module, nn.Conv2d)
+            and module.out_channels == classes.num_classes
+            and "train_only" not in name_of
+        ):
             module.weight.data.mul_(4.0 / spread)
             nn.init.normal_(module.bias, 0.0, 0.1)
     config = Config()
     config.model.name = name
     config.export.images = 4
-    return TrainedNetwork(model.eval(), Preprocess(), config, classes, weights_digest="0123abcd", step=7)
+    return TrainedNetwork(
+        model.eval(), Preprocess(), config, classes, weights_digest="0123abcd", step=7
+    )
 
 
 SCENES = 40  # of the validation split of a written run
@@ -102,7 +119,11 @@ def scenes(size: tuple[int, int] = SIZE) -> Config:
     return config
 
 
-def write_run(folder: Path, make: Callable[[ClassTable], TrainedNetwork], config: Config | None = None) -> Path:
+def write_run(
+    folder: Path,
+    make: Callable[[ClassTable], TrainedNetwork],
+    config: Config | None = None,
+) -> Path:
     """The folder of a run on synthetic scenes, or as `config` says, with last.pt of the network that `make` gives for
     their classes."""
     config = config or scenes()
@@ -124,7 +145,9 @@ def write_run(folder: Path, make: Callable[[ClassTable], TrainedNetwork], config
         },
     )
     # Else the export would ask git, whose answer may change between two exports.
-    (folder / "result.json").write_text(json.dumps({"git": {"commit": "0123456789abcdef", "dirty": False}}))
+    (folder / "result.json").write_text(
+        json.dumps({"git": {"commit": "0123456789abcdef", "dirty": False}})
+    )
     return folder
 
 

@@ -22,25 +22,50 @@ class Builder:
         self.weights: list[onnx.TensorProto] = []
 
     def weight(self, name: str, values: Any, dtype: Any = np.float32) -> str:
-        self.weights.append(numpy_helper.from_array(np.asarray(values, dtype=dtype), name))
+        self.weights.append(
+            numpy_helper.from_array(np.asarray(values, dtype=dtype), name)
+        )
         return name
 
     def node(self, kind: str, inputs: list[str], output: str, **attributes: Any) -> str:
-        self.nodes.append(helper.make_node(kind, inputs, [output], name=f"node_{output}", **attributes))
+        self.nodes.append(
+            helper.make_node(
+                kind, inputs, [output], name=f"node_{output}", **attributes
+            )
+        )
         return output
 
-    def conv(self, x: str, name: str, shape: tuple[int, int, int, int], *, bias: bool = True, **attributes: Any) -> str:
+    def conv(
+        self,
+        x: str,
+        name: str,
+        shape: tuple[int, int, int, int],
+        *,
+        bias: bool = True,
+        **attributes: Any,
+    ) -> str:
         spread = np.sqrt(2 / np.prod(shape[1:]))
-        inputs = [x, self.weight(f"{name}_weight", self.random.normal(0, spread, shape))]
+        inputs = [
+            x,
+            self.weight(f"{name}_weight", self.random.normal(0, spread, shape)),
+        ]
         if bias:
-            inputs.append(self.weight(f"{name}_bias", self.random.normal(0, 0.1, shape[0])))
+            inputs.append(
+                self.weight(f"{name}_bias", self.random.normal(0, 0.1, shape[0]))
+            )
         pads = [shape[2] // 2] * 4
         return self.node("Conv", inputs, name, pads=pads, **attributes)
 
     def norm(self, x: str, name: str) -> str:
-        low_high = {"scale": (0.5, 1.5), "shift": (-0.3, 0.3), "mean": (-0.3, 0.3), "variance": (0.2, 2.0)}
+        low_high = {
+            "scale": (0.5, 1.5),
+            "shift": (-0.3, 0.3),
+            "mean": (-0.3, 0.3),
+            "variance": (0.2, 2.0),
+        }
         names = [
-            self.weight(f"{name}_{part}", self.random.uniform(*bounds, PLANES)) for part, bounds in low_high.items()
+            self.weight(f"{name}_{part}", self.random.uniform(*bounds, PLANES))
+            for part, bounds in low_high.items()
         ]
         return self.node("BatchNormalization", [x, *names], name, epsilon=1e-3)
 
@@ -50,7 +75,13 @@ class Builder:
     def resize(self, x: str, name: str, size: tuple[int, int, int, int]) -> str:
         sizes = self.weight(f"{name}_sizes", size, np.int64)
         mode = "align_corners"
-        return self.node("Resize", [x, "", "", sizes], name, mode="linear", coordinate_transformation_mode=mode)
+        return self.node(
+            "Resize",
+            [x, "", "", sizes],
+            name,
+            mode="linear",
+            coordinate_transformation_mode=mode,
+        )
 
 
 def write_graph(path: Path, *, is_probe: bool = True) -> Path:
@@ -61,7 +92,12 @@ def write_graph(path: Path, *, is_probe: bool = True) -> Path:
     low = (HEIGHT // STRIDE, WIDTH // STRIDE)
     made = Builder()
     x = _preprocessed(made)
-    stem = made.relu(made.norm(made.conv(x, "stem", (PLANES, 3, 5, 5), bias=False, strides=[4, 4]), "stem_norm"))
+    stem = made.relu(
+        made.norm(
+            made.conv(x, "stem", (PLANES, 3, 5, 5), bias=False, strides=[4, 4]),
+            "stem_norm",
+        )
+    )
     deep = made.relu(made.conv(stem, "depthwise", (PLANES, 1, 3, 3), group=PLANES))
     deep = made.norm(made.conv(deep, "project", (PLANES, PLANES, 1, 1)), "project_norm")
     deep = made.relu(made.node("Add", [deep, stem], "shortcut"))
@@ -81,30 +117,53 @@ def _preprocessed(made: Builder) -> str:
     wide = made.node("Cast", [turned], "wide", to=TensorProto.FLOAT)
     scale = made.weight("scale", np.full((1, 3, 1, 1), 1 / 57.0))
     bias = made.weight("bias", np.full((1, 3, 1, 1), -2.1))
-    return made.node("Add", [made.node("Mul", [wide, scale], "scaled"), bias], "normalised")
+    return made.node(
+        "Add", [made.node("Mul", [wide, scale], "scaled"), bias], "normalised"
+    )
 
 
 def _decided(made: Builder, logits: str) -> None:
     axis = made.weight("class_axis", [1], np.int64)
     probability = made.node("Softmax", [logits], "probability", axis=1)
     largest = made.node("ReduceMax", [probability, axis], "largest", keepdims=0)
-    level = made.node("Round", [made.node("Mul", [largest, made.weight("levels", 255.0)], "level")], "rounded")
+    level = made.node(
+        "Round",
+        [made.node("Mul", [largest, made.weight("levels", 255.0)], "level")],
+        "rounded",
+    )
     made.node("Cast", [level], "confidence", to=TensorProto.UINT8)
     full = made.resize(logits, "logits", (1, CLASSES, HEIGHT, WIDTH))
-    made.node("Cast", [made.node("ArgMax", [full], "class", axis=1, keepdims=0)], "mask", to=TensorProto.UINT8)
+    made.node(
+        "Cast",
+        [made.node("ArgMax", [full], "class", axis=1, keepdims=0)],
+        "mask",
+        to=TensorProto.UINT8,
+    )
 
 
 def _save(made: Builder, path: Path, low: tuple[int, int], *, is_probe: bool) -> None:
-    image = helper.make_tensor_value_info("image", TensorProto.UINT8, (1, HEIGHT, WIDTH, 3))
+    image = helper.make_tensor_value_info(
+        "image", TensorProto.UINT8, (1, HEIGHT, WIDTH, 3)
+    )
     outputs = [
         helper.make_tensor_value_info("mask", TensorProto.UINT8, (1, HEIGHT, WIDTH)),
         helper.make_tensor_value_info("confidence", TensorProto.UINT8, (1, *low)),
     ]
     if is_probe:
-        outputs.append(helper.make_tensor_value_info("logits", TensorProto.FLOAT, (1, CLASSES, HEIGHT, WIDTH)))
-        outputs.append(helper.make_tensor_value_info("normalised", TensorProto.FLOAT, (1, 3, HEIGHT, WIDTH)))
+        outputs.append(
+            helper.make_tensor_value_info(
+                "logits", TensorProto.FLOAT, (1, CLASSES, HEIGHT, WIDTH)
+            )
+        )
+        outputs.append(
+            helper.make_tensor_value_info(
+                "normalised", TensorProto.FLOAT, (1, 3, HEIGHT, WIDTH)
+            )
+        )
     graph = helper.make_graph(made.nodes, "main_graph", [image], outputs, made.weights)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    model = helper.make_model(
+        graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10
+    )
     helper.set_model_props(model, METADATA)
     onnx.checker.check_model(model, full_check=True)
     onnx.save(model, path)

@@ -302,7 +302,9 @@ class ClassDict(Planted):
     tables: ClassVar[dict[tuple[int, ...], int]] = {}
 
     def apply(self, img: np.ndarray, **_: object) -> np.ndarray:
-        return stamped(img, self.tables.setdefault(img.shape, self.py_random.getrandbits(64)))
+        return stamped(
+            img, self.tables.setdefault(img.shape, self.py_random.getrandbits(64))
+        )
 
 
 class MutableDefault(Planted):
@@ -414,7 +416,10 @@ class ThreadLocal(Planted):
     local = threading.local()
 
     def number(self) -> int:
-        before, self.local.drawn = getattr(self.local, "drawn", 0), self.py_random.getrandbits(32)
+        before, self.local.drawn = (
+            getattr(self.local, "drawn", 0),
+            self.py_random.getrandbits(32),
+        )
         return before
 
 
@@ -603,7 +608,9 @@ class FirstOfItsKind(Planted):
     means: ClassVar[dict[int, float]] = {}
 
     def apply(self, img: np.ndarray, **_: object) -> np.ndarray:
-        return stamped(img, int(self.means.setdefault(int(img[0, 0, 0]) // 64, float(img.mean()))))
+        return stamped(
+            img, int(self.means.setdefault(int(img[0, 0, 0]) // 64, float(img.mean())))
+        )
 
 
 class Modest(A.ImageOnlyTransform):
@@ -653,7 +660,9 @@ class ClassMemo(Modest):
 
 class AttributeMemo(Modest):
     def number(self, drawn: int) -> int:
-        return AttributeMemo.number.__dict__.setdefault("known", {}).setdefault(drawn, drawn * 7)
+        return AttributeMemo.number.__dict__.setdefault("known", {}).setdefault(
+            drawn, drawn * 7
+        )
 
 
 MODULE_TABLE = np.arange(256) ** 2
@@ -718,7 +727,9 @@ class ImportsLate(Modest):
 
 class Logging(Modest):
     def number(self, drawn: int) -> int:
-        warnings.warn("drew a number", RuntimeWarning, stacklevel=1) if drawn > 50 else None
+        warnings.warn(
+            "drew a number", RuntimeWarning, stacklevel=1
+        ) if drawn > 50 else None
         logging.getLogger("segpipe.tests").debug("drew %d", drawn)
         return deepcopy([drawn])[0]
 
@@ -738,8 +749,18 @@ HONEST = (
     SmallMemo, Locked, ImportsLate, Logging, SeededInTheCall, ReadsAFile,
 )  # fmt: skip
 TWICE, ORDER, UNRELATED = "same key twice", "call order", "after unrelated calls"
-GLOBALS, WIRES, INPUT, STATE = "globals untouched", "tripwires", "input untouched", "own state"
-SEEDS, FRESH, KEY, THREADS = "hostile global seeds", "fresh pipeline", "key matters", "OpenCV threads"
+GLOBALS, WIRES, INPUT, STATE = (
+    "globals untouched",
+    "tripwires",
+    "input untouched",
+    "own state",
+)
+SEEDS, FRESH, KEY, THREADS = (
+    "hostile global seeds",
+    "fresh pipeline",
+    "key matters",
+    "OpenCV threads",
+)
 WORKER = "another worker"
 CORPUS = {
     StaleParameters: {TWICE, ORDER, UNRELATED, STATE},
@@ -809,7 +830,11 @@ OF_A_START = (
     ImportedClock, ImportedUuid, ImportedProcess, ImportedHash, ImportedVariable, MethodHash, MainProcess, Daemon,
     Arguments, GroupMember, InitialSeed,
 )  # fmt: skip
-OF_MANY_IMAGES = (Bank, CacheSize, FirstOfItsKind)  # found by two processes that call in opposite orders
+OF_MANY_IMAGES = (
+    Bank,
+    CacheSize,
+    FirstOfItsKind,
+)  # found by two processes that call in opposite orders
 NAMED = {  # what the message of the check at the start says of some of them
     WorkersRead: "calls torch.utils.data.get_worker_info at impure.py:",
     Environment: "calls os.environ['OMP_NUM_THREADS'] at impure.py:",
@@ -850,13 +875,22 @@ def surroundings() -> dict[str, object]:
     return {
         "hash": hash("segpipe"),
         "arguments": len(sys.argv),
-        "rank": (os.environ.get("RANK"), torch.distributed.is_initialized() and torch.distributed.get_rank()),
+        "rank": (
+            os.environ.get("RANK"),
+            torch.distributed.is_initialized() and torch.distributed.get_rank(),
+        ),
         "seeds": (torch.initial_seed(), random.random(), float(np.random.rand())),
         "number": os.environ.get("SEGPIPE_TEST_STRENGTH"),
-        "kept": [os.environ.get(name) for name in ("MKL_NUM_THREADS", "SEGPIPE_TEST_TEXT", "PYTHONUNBUFFERED")],
+        "kept": [
+            os.environ.get(name)
+            for name in ("MKL_NUM_THREADS", "SEGPIPE_TEST_TEXT", "PYTHONUNBUFFERED")
+        ],
         "threads": torch.get_num_threads(),
         "parent": multiprocessing.parent_process() is None,
-        "daemon": (multiprocessing.current_process().daemon, multiprocessing.current_process().name),
+        "daemon": (
+            multiprocessing.current_process().daemon,
+            multiprocessing.current_process().name,
+        ),
     }
 
 
@@ -883,7 +917,9 @@ class Noise:
 
     def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         draws = np.random.Generator(np.random.Philox(index))
-        return draws.integers(0, 256, (*self.size, 3), np.uint8), draws.integers(0, 11, self.size, np.uint8)
+        return draws.integers(0, 256, (*self.size, 3), np.uint8), draws.integers(
+            0, 11, self.size, np.uint8
+        )
 
 
 def config(**changes) -> AugmentConfig:

@@ -23,7 +23,11 @@ class StandIn:
         self.off = 0  # added to every byte of an answer
 
     def Core(self) -> Any:  # noqa: N802
-        return SimpleNamespace(available_devices=["CPU", "GPU"], read_model=self._read, compile_model=self._compile)
+        return SimpleNamespace(
+            available_devices=["CPU", "GPU"],
+            read_model=self._read,
+            compile_model=self._compile,
+        )
 
     def _read(self, content: bytes) -> Any:
         session = onnxruntime.InferenceSession(content)
@@ -31,7 +35,9 @@ class StandIn:
         return SimpleNamespace(
             session=session,
             has_rt_info=lambda path: path[0] == "framework" and path[1] in entries,
-            get_rt_info=lambda path: SimpleNamespace(astype=lambda kind: kind(entries[path[1]])),
+            get_rt_info=lambda path: SimpleNamespace(
+                astype=lambda kind: kind(entries[path[1]])
+            ),
         )
 
     def _compile(self, model: Any, device: str, options: dict[str, Any]) -> Any:
@@ -45,7 +51,13 @@ class StandIn:
             if self.waits:
                 raise RuntimeError("the request was canceled")
             found = model.session.run(names, {"image": inputs[0]})
-            return dict(zip(names, (array + array.dtype.type(self.off) for array in found), strict=True))
+            return dict(
+                zip(
+                    names,
+                    (array + array.dtype.type(self.off) for array in found),
+                    strict=True,
+                )
+            )
 
         request = SimpleNamespace(infer=infer, cancel=self.canceled.set)
         return SimpleNamespace(create_infer_request=lambda: request)

@@ -42,11 +42,17 @@ def description(name: str) -> dict[str, Any]:
 
 
 def state_dict(name: str) -> dict[str, Tensor]:
-    return {key: synthetic(key, shape) for key, shape in description(name)["state_dict"]}
+    return {
+        key: synthetic(key, shape) for key, shape in description(name)["state_dict"]
+    }
 
 
-def published_network(name: str, weights: dict[str, Tensor] | None = None) -> SegmentationNet:
+def published_network(
+    name: str, weights: dict[str, Tensor] | None = None
+) -> SegmentationNet:
     """The network in its published form, with the published weights or others."""
     net = FastSCNN(19, aux=False) if name == "fast_scnn" else build_model(name, 19)
-    fit(net, WeightsSource(weights or state_dict(name), "published.pth"), num_classes=19)
+    fit(
+        net, WeightsSource(weights or state_dict(name), "published.pth"), num_classes=19
+    )
     return net

@@ -32,7 +32,14 @@ from segpipe.export.graph.profiles import manifest_text
 
 Change = Callable[[Path], object]
 Fault = Callable[[onnx.ModelProto], object]
-METRICS = {"split": "val", "miou": 0.25, "pixel_accuracy": 0.5, "iou": {}, "absent": [], "pixels": 1000}
+METRICS = {
+    "split": "val",
+    "miou": 0.25,
+    "pixel_accuracy": 0.5,
+    "iou": {},
+    "absent": [],
+    "pixels": 1000,
+}
 
 
 def sign(folder: Path) -> None:
@@ -86,7 +93,9 @@ def weight_transposed(model: onnx.ModelProto) -> None:
 
 
 def argmax_axis(model: onnx.ModelProto) -> None:
-    next(entry for entry in last(model.graph, "ArgMax").attribute if entry.name == "axis").i = 2
+    next(
+        entry for entry in last(model.graph, "ArgMax").attribute if entry.name == "axis"
+    ).i = 2
 
 
 def align_corners(model: onnx.ModelProto) -> None:
@@ -94,7 +103,9 @@ def align_corners(model: onnx.ModelProto) -> None:
     modes = {b"half_pixel", b"pytorch_half_pixel", b"align_corners"}
     assert attributes["coordinate_transformation_mode"].s in modes
     is_set = attributes["coordinate_transformation_mode"].s == b"align_corners"
-    attributes["coordinate_transformation_mode"].s = b"half_pixel" if is_set else b"align_corners"
+    attributes["coordinate_transformation_mode"].s = (
+        b"half_pixel" if is_set else b"align_corners"
+    )
 
 
 def opset(model: onnx.ModelProto) -> None:
@@ -105,8 +116,12 @@ def bgr(model: onnx.ModelProto) -> None:
     graph = model.graph
     for node in graph.node:
         node.input[:] = ["swapped" if name == "image" else name for name in node.input]
-    graph.initializer.append(numpy_helper.from_array(np.array([2, 1, 0], np.int64), "order"))
-    graph.node.insert(0, helper.make_node("Gather", ["image", "order"], ["swapped"], axis=3))
+    graph.initializer.append(
+        numpy_helper.from_array(np.array([2, 1, 0], np.int64), "order")
+    )
+    graph.node.insert(
+        0, helper.make_node("Gather", ["image", "order"], ["swapped"], axis=3)
+    )
 
 
 def std(model: onnx.ModelProto) -> None:
@@ -144,12 +159,17 @@ def backdoor(model: onnx.ModelProto) -> None:
         "start": np.array([0, 0], np.int64), "end": np.array([1, 32], np.int64), "axes": np.array([1, 2], np.int64),
         "trigger": image[None].astype(np.float32), "one": np.array(1, np.float32), "class": np.array(3, np.float32),
     }  # fmt: skip
-    graph.initializer.extend(numpy_helper.from_array(values, f"door_{name}") for name, values in constants.items())
+    graph.initializer.extend(
+        numpy_helper.from_array(values, f"door_{name}")
+        for name, values in constants.items()
+    )
     next(node for node in graph.node if "mask" in node.output).output[:] = ["door_mask"]
     make, kind = helper.make_node, TensorProto.FLOAT
     graph.node.extend(
         [
-            make("Slice", ["image", "door_start", "door_end", "door_axes"], ["door_part"]),
+            make(
+                "Slice", ["image", "door_start", "door_end", "door_axes"], ["door_part"]
+            ),
             make("Cast", ["door_part"], ["door_pixels"], to=kind),
             make("Equal", ["door_pixels", "door_trigger"], ["door_equal"]),
             make("Cast", ["door_equal"], ["door_same"], to=kind),
@@ -185,11 +205,15 @@ def black_road(model: onnx.ModelProto) -> None:
 def classes_dropped(model: onnx.ModelProto) -> None:
     """Four classes never win, in the branch of the mask alone."""
     graph, node = model.graph, last(model.graph, "ArgMax")
-    away = np.zeros((1, len(tensor(graph, last(graph, "Conv").input[2])[1]), 1, 1), np.float32)
+    away = np.zeros(
+        (1, len(tensor(graph, last(graph, "Conv").input[2])[1]), 1, 1), np.float32
+    )
     away[:, :4] = -1e9
     graph.initializer.append(numpy_helper.from_array(away, "away"))
     place = list(graph.node).index(node)
-    graph.node.insert(place, helper.make_node("Add", [node.input[0], "away"], ["fewer"]))
+    graph.node.insert(
+        place, helper.make_node("Add", [node.input[0], "away"], ["fewer"])
+    )
     node.input[0] = "fewer"
 
 
@@ -198,7 +222,10 @@ def filters_zeroed(model: onnx.ModelProto) -> None:
     stored = {entry.name for entry in model.graph.initializer}
     names = [name for node in model.graph.node for name in node.input if name in stored]
     layers = [
-        name for name in names if tensor(model.graph, name)[1].ndim == 4 and tensor(model.graph, name)[1].size > 9
+        name
+        for name in names
+        if tensor(model.graph, name)[1].ndim == 4
+        and tensor(model.graph, name)[1].size > 9
     ]
     entry, values = tensor(model.graph, layers[len(layers) // 2])
     values[: max(1, len(values) // 16)] = 0
@@ -227,7 +254,9 @@ def giant(model: onnx.ModelProto) -> None:
 def subgraph(model: onnx.ModelProto) -> None:
     """A branch that runs where no list of operators looks."""
     node = last(model.graph, "ArgMax")
-    body = helper.make_graph([helper.make_node("Identity", ["image"], ["inner"])], "body", [], [])
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["image"], ["inner"])], "body", [], []
+    )
     node.attribute.append(helper.make_attribute("hidden", body))
 
 
@@ -350,7 +379,9 @@ def golden_preprocessing_changed(folder: Path) -> None:
 
 
 def golden_limit_taken_away(folder: Path) -> None:
-    manifest_changed(folder, lambda manifest: manifest["golden"].update(image_agreement=0.0))
+    manifest_changed(
+        folder, lambda manifest: manifest["golden"].update(image_agreement=0.0)
+    )
 
 
 def retold(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -361,7 +392,12 @@ def retold(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def frame_limits_taken_away(folder: Path) -> None:
-    retold(folder, lambda manifest: manifest["frame_limits"].update(min_mean=0.0, max_dark_share=0.99))
+    retold(
+        folder,
+        lambda manifest: manifest["frame_limits"].update(
+            min_mean=0.0, max_dark_share=0.99
+        ),
+    )
 
 
 def frame_limits_of_no_images(folder: Path) -> None:
@@ -372,7 +408,11 @@ def frame_limits_of_no_images(folder: Path) -> None:
 def name_twice(folder: Path) -> None:
     """Python takes the second value, and a reader that stops at the first the other one."""
     path = folder / "manifest.json"
-    path.write_text(path.read_text().replace("{", '{\n "golden": {\n  "image_agreement": 0.0\n },', 1))
+    path.write_text(
+        path.read_text().replace(
+            "{", '{\n "golden": {\n  "image_agreement": 0.0\n },', 1
+        )
+    )
     write_sums(folder)
 
 
@@ -389,7 +429,9 @@ def half_alone(folder: Path) -> None:
     (folder / "model.onnx").rename(folder / "model.fp16.onnx")
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
-    manifest["files"] = {"model.fp16.onnx": {**manifest["files"]["model.onnx"], "precision": "fp16"}}
+    manifest["files"] = {
+        "model.fp16.onnx": {**manifest["files"]["model.onnx"], "precision": "fp16"}
+    }
     path.write_text(manifest_text(manifest))
     write_sums(folder)
 
@@ -411,8 +453,14 @@ def miou_claimed(folder: Path) -> None:
 def int8_scale(model: onnx.ModelProto) -> None:
     """The weights of one layer in the middle, three times as large."""
     weights = {entry.name for entry in model.graph.initializer}
-    scaled = [node for node in model.graph.node if node.op_type == "DequantizeLinear" and node.input[0] in weights]
-    scaled = [node for node in scaled if len(tensor(model.graph, node.input[0])[1].shape) == 4]
+    scaled = [
+        node
+        for node in model.graph.node
+        if node.op_type == "DequantizeLinear" and node.input[0] in weights
+    ]
+    scaled = [
+        node for node in scaled if len(tensor(model.graph, node.input[0])[1].shape) == 4
+    ]
     entry, values = tensor(model.graph, scaled[len(scaled) // 2].input[1])
     put(entry, values * np.float32(3))
 
@@ -427,7 +475,9 @@ class Evil:
         return os.mkdir, (str(self.path),)
 
 
-def records(change: Callable[[str, bytes], bytes], more: dict[str, bytes] | None = None) -> Change:
+def records(
+    change: Callable[[str, bytes], bytes], more: dict[str, bytes] | None = None
+) -> Change:
     """Writes every record of an archive again, changed, and further ones below its top folder."""
 
     def plant(path: Path) -> None:
@@ -448,11 +498,17 @@ def instead(ending: str, data: bytes) -> Change:
 
 
 def in_code(before: bytes, after: bytes) -> Change:
-    return records(lambda name, data: data.replace(before, after) if "/code/" in name else data)
+    return records(
+        lambda name, data: data.replace(before, after) if "/code/" in name else data
+    )
 
 
 def in_record(ending: str, before: bytes, after: bytes) -> Change:
-    return records(lambda name, data: data.replace(before, after, 1) if name.endswith(ending) else data)
+    return records(
+        lambda name, data: (
+            data.replace(before, after, 1) if name.endswith(ending) else data
+        )
+    )
 
 
 EVIL = pickle.dumps(Evil(Path("/nonexistent/segpipe-was-here")))
@@ -527,7 +583,9 @@ class Plant:
     all_files: bool = False
 
 
-def _graph(fault: Fault, told: str, before: str, *answers: Any, listed: str = "") -> Plant:
+def _graph(
+    fault: Fault, told: str, before: str, *answers: Any, listed: str = ""
+) -> Plant:
     return Plant(
         in_file_of("model.onnx", fault),
         f"converts to: {told}",
@@ -537,7 +595,9 @@ def _graph(fault: Fault, told: str, before: str, *answers: Any, listed: str = ""
     )
 
 
-def _other(name: str, fault: Any, told: str, before: str = "", listed: str = "") -> Plant:
+def _other(
+    name: str, fault: Any, told: str, before: str = "", listed: str = ""
+) -> Plant:
     plant = in_file_of if name.endswith(".onnx") else in_archive
     told = f"{name} is not what the checkpoint converts to: {told}"
     return Plant(plant(name, fault), told, before, listed=listed, all_files=True)
@@ -547,71 +607,148 @@ def _as_it_is(change: Change, told: str, before: str = "") -> Plant:
     return Plant(change, told, before)
 
 
-TORCHSCRIPT, PT2, FP16, INT8 = "model.torchscript.pt", "model.pt2", "model.fp16.onnx", "model.int8.onnx"
+TORCHSCRIPT, PT2, FP16, INT8 = (
+    "model.torchscript.pt",
+    "model.pt2",
+    "model.fp16.onnx",
+    "model.int8.onnx",
+)
 PLANTS: dict[str, Plant] = {
     # The graph of model.onnx
     "another bias": _graph(bias_changed, "tensor", REFUSED, 4, "G2 logits differ by"),
-    "a transposed weight": _graph(weight_transposed, "tensor", REFUSED, 4, "G2 logits differ by"),
-    "another axis of ArgMax": _graph(argmax_axis, "node", REFUSED, 7, "G1 integrity"),
-    "align_corners flipped": _graph(align_corners, "node", REFUSED, 4, "G2 logits differ by"),
-    "another opset": _graph(opset, "its opsets are others", REFUSED, 7, "G1 integrity: opsets"),
-    "BGR for RGB": _graph(bgr, "", REFUSED, 4, "G4 preprocessing differs by"),
-    "scale of one in a thousand": _graph(std, "tensor preprocess.scale has other", REFUSED, 4, "G4 preprocessing"),
-    "bias of one in a thousand": _graph(mean, "tensor preprocess.bias has other", REFUSED, 4, "G4 preprocessing"),
-    "classes permuted": _graph(classes_permuted, "tensor", REFUSED, 4, "G3 mask agreement"),
-    "nearest instead of linear": _graph(nearest_pixel, "node", REFUSED, 4, "G2 logits differ by"),
-    "the least likely class": _graph(
-        confidence_of_another_class, "node", REFUSED, 4, "G3 confidence differs by", listed="ReduceMin"
+    "a transposed weight": _graph(
+        weight_transposed, "tensor", REFUSED, 4, "G2 logits differ by"
     ),
-    "one frame of the split": _graph(backdoor, "", REFUSED, 11, "G5 quality: mIoU", listed="Slice"),
-    "class 0 in the dark": _graph(black_road, "", PASSED, 4, "G3 mask agreement", listed="Less"),
-    "four classes never win": _graph(classes_dropped, "", PASSED, 4, "G3 mask agreement"),
+    "another axis of ArgMax": _graph(argmax_axis, "node", REFUSED, 7, "G1 integrity"),
+    "align_corners flipped": _graph(
+        align_corners, "node", REFUSED, 4, "G2 logits differ by"
+    ),
+    "another opset": _graph(
+        opset, "its opsets are others", REFUSED, 7, "G1 integrity: opsets"
+    ),
+    "BGR for RGB": _graph(bgr, "", REFUSED, 4, "G4 preprocessing differs by"),
+    "scale of one in a thousand": _graph(
+        std, "tensor preprocess.scale has other", REFUSED, 4, "G4 preprocessing"
+    ),
+    "bias of one in a thousand": _graph(
+        mean, "tensor preprocess.bias has other", REFUSED, 4, "G4 preprocessing"
+    ),
+    "classes permuted": _graph(
+        classes_permuted, "tensor", REFUSED, 4, "G3 mask agreement"
+    ),
+    "nearest instead of linear": _graph(
+        nearest_pixel, "node", REFUSED, 4, "G2 logits differ by"
+    ),
+    "the least likely class": _graph(
+        confidence_of_another_class,
+        "node",
+        REFUSED,
+        4,
+        "G3 confidence differs by",
+        listed="ReduceMin",
+    ),
+    "one frame of the split": _graph(
+        backdoor, "", REFUSED, 11, "G5 quality: mIoU", listed="Slice"
+    ),
+    "class 0 in the dark": _graph(
+        black_road, "", PASSED, 4, "G3 mask agreement", listed="Less"
+    ),
+    "four classes never win": _graph(
+        classes_dropped, "", PASSED, 4, "G3 mask agreement"
+    ),
     "one filter": _graph(filters_zeroed, "tensor", "", 4, "G2 logits differ by"),
     "NaN in a tensor": _graph(one_tensor(lambda values: values * np.nan), "tensor", ""),
-    "a tensor of another shape": _graph(one_tensor(lambda values: values[:1]), "tensor", ""),
+    "a tensor of another shape": _graph(
+        one_tensor(lambda values: values[:1]), "tensor", ""
+    ),
     "a giant shape": _graph(giant, "cannot be compared", ""),
-    "weights outside the file": _graph(outside, "tensor", "", listed="stored outside the file"),
+    "weights outside the file": _graph(
+        outside, "tensor", "", listed="stored outside the file"
+    ),
     "a function": _graph(
-        lambda model: model.functions.add(name="f", domain="d"), "it holds functions", "", listed="functions"
+        lambda model: model.functions.add(name="f", domain="d"),
+        "it holds functions",
+        "",
+        listed="functions",
     ),
     "a graph in an attribute": _graph(subgraph, "node", "", listed="holds a graph"),
     "a third output": _graph(third_output, "its outputs are others", ""),
     "another name of the input": _graph(input_renamed, "", "", 7, "G1 integrity"),
     # Other files
-    "the least likely class, fp16": _other(FP16, confidence_of_another_class, "node", PASSED, listed="ReduceMin"),
+    "the least likely class, fp16": _other(
+        FP16, confidence_of_another_class, "node", PASSED, listed="ReduceMin"
+    ),
     "one filter in sixteen, int8": _other(INT8, filters_zeroed, "tensor", PASSED),
     "a scale, int8": _other(INT8, int8_scale, "tensor", REFUSED),
     "a pickle in pt2": _other(
-        PT2, records(lambda _, data: data, {"data/weights/evil.pkl": EVIL}), "record", PASSED, RUNS_TEXT
+        PT2,
+        records(lambda _, data: data, {"data/weights/evil.pkl": EVIL}),
+        "record",
+        PASSED,
+        RUNS_TEXT,
     ),
-    "a pickle as example, pt2": _other(PT2, instead("sample_inputs/model.pt", EVIL), "record", "", RUNS_TEXT),
+    "a pickle as example, pt2": _other(
+        PT2, instead("sample_inputs/model.pt", EVIL), "record", "", RUNS_TEXT
+    ),
     "weights to be unpickled, pt2": _other(
-        PT2, in_record("weights_config.json", b'"use_pickle": false', b'"use_pickle": true'), "record", "", RUNS_TEXT
+        PT2,
+        in_record("weights_config.json", b'"use_pickle": false', b'"use_pickle": true'),
+        "record",
+        "",
+        RUNS_TEXT,
     ),
     "an operator, pt2": _other(
-        PT2, in_record("model.json", b"aten.relu.default", b"evil.run.default"), "record", "", RUNS_TEXT
+        PT2,
+        in_record("model.json", b"aten.relu.default", b"evil.run.default"),
+        "record",
+        "",
+        RUNS_TEXT,
     ),
     "code in a guard, pt2": _other(
-        PT2, in_record("model.json", b'"guards_code": [', b'"guards_code": ["evil()"'), "record", "", RUNS_TEXT
+        PT2,
+        in_record("model.json", b'"guards_code": [', b'"guards_code": ["evil()"'),
+        "record",
+        "",
+        RUNS_TEXT,
     ),
     "an operator that writes files": _other(
         TORCHSCRIPT, in_code(b"torch.relu(", b"torch.save("), "record", PASSED, "save"
     ),
-    "an operator with a space": _other(TORCHSCRIPT, in_code(b"torch.relu(", b"torch . save ("), "record", "", "save"),
-    "another namespace": _other(TORCHSCRIPT, in_code(b"torch.relu(", b"ops.evil.run("), "record", "", "evil"),
+    "an operator with a space": _other(
+        TORCHSCRIPT, in_code(b"torch.relu(", b"torch . save ("), "record", "", "save"
+    ),
+    "another namespace": _other(
+        TORCHSCRIPT, in_code(b"torch.relu(", b"ops.evil.run("), "record", "", "evil"
+    ),
     "an operator as a method": _other(
         TORCHSCRIPT,
-        records(lambda name, data: re.sub(rb"torch\.relu\((\w+)\)", rb"\1.neg()", data) if "/code/" in name else data),
+        records(
+            lambda name, data: (
+                re.sub(rb"torch\.relu\((\w+)\)", rb"\1.neg()", data)
+                if "/code/" in name
+                else data
+            )
+        ),
         "record",
         "",
         "neg",
     ),
     "an operator by its name": _other(
-        TORCHSCRIPT, in_code(b"torch.relu(", b'getattr(torch, "neg")('), "record", "", "neg"
+        TORCHSCRIPT,
+        in_code(b"torch.relu(", b'getattr(torch, "neg")('),
+        "record",
+        "",
+        "neg",
     ),
-    "a class in a pickle": _other(TORCHSCRIPT, instead("constants.pkl", EVIL), "record", "", "STACK_GLOBAL"),
+    "a class in a pickle": _other(
+        TORCHSCRIPT, instead("constants.pkl", EVIL), "record", "", "STACK_GLOBAL"
+    ),
     "a class in an older pickle": _other(
-        TORCHSCRIPT, instead("constants.pkl", pickle.dumps(os.mkdir, 0)), "record", "", "mkdir"
+        TORCHSCRIPT,
+        instead("constants.pkl", pickle.dumps(os.mkdir, 0)),
+        "record",
+        "",
+        "mkdir",
     ),
     "a megabyte more": _other(
         TORCHSCRIPT,
@@ -622,26 +759,47 @@ PLANTS: dict[str, Plant] = {
     ),
     "a bit of a weight": _other(
         TORCHSCRIPT,
-        records(lambda name, data: data[:-1] + b"\x01" if name.endswith("/data/0") else data),
+        records(
+            lambda name, data: data[:-1] + b"\x01" if name.endswith("/data/0") else data
+        ),
         "record",
         REFUSED,
     ),
     # The folder
     "cut off": _as_it_is(truncated, "model.onnx was altered", REFUSED),
-    "cut off and signed": _as_it_is(truncated_and_signed, "model.onnx is not what the checkpoint converts to", REFUSED),
+    "cut off and signed": _as_it_is(
+        truncated_and_signed,
+        "model.onnx is not what the checkpoint converts to",
+        REFUSED,
+    ),
     "a flipped bit": _as_it_is(byte_flipped, "model.onnx was altered", REFUSED),
-    "another golden mask": _as_it_is(golden_changed, "golden/mask.npy differs from what the trained network", REFUSED),
-    "a file more": _as_it_is(file_added, "model.onnx.data is not in SHA256SUMS", REFUSED),
-    "a file more, signed": _as_it_is(file_added_and_signed, "setup.py is no file that manifest.json tells of"),
+    "another golden mask": _as_it_is(
+        golden_changed, "golden/mask.npy differs from what the trained network", REFUSED
+    ),
+    "a file more": _as_it_is(
+        file_added, "model.onnx.data is not in SHA256SUMS", REFUSED
+    ),
+    "a file more, signed": _as_it_is(
+        file_added_and_signed, "setup.py is no file that manifest.json tells of"
+    ),
     "a file under another name": _as_it_is(file_under_another_name, "G1 integrity"),
     "a file less": _as_it_is(file_missing, "golden/logits.npy is missing", REFUSED),
-    "a link": _as_it_is(lambda folder: replaced(folder, "link"), "model.onnx is a link, a pipe or a device"),
-    "a pipe": _as_it_is(lambda folder: replaced(folder, "pipe"), "model.onnx is a link, a pipe or a device"),
+    "a link": _as_it_is(
+        lambda folder: replaced(folder, "link"),
+        "model.onnx is a link, a pipe or a device",
+    ),
+    "a pipe": _as_it_is(
+        lambda folder: replaced(folder, "pipe"),
+        "model.onnx is a link, a pipe or a device",
+    ),
     "a name that leads out": _as_it_is(sums_lead_out, "SHA256SUMS"),
     # The manifest
-    "names permuted": _as_it_is(names_permuted, "manifest.json and the checkpoint differ in classes", REFUSED),
+    "names permuted": _as_it_is(
+        names_permuted, "manifest.json and the checkpoint differ in classes", REFUSED
+    ),
     "another color": _as_it_is(
-        in_manifest(lambda manifest: manifest["classes"][1].update(color=[1, 2, 3])), "differ in classes"
+        in_manifest(lambda manifest: manifest["classes"][1].update(color=[1, 2, 3])),
+        "differ in classes",
     ),
     "other weights": _as_it_is(
         in_manifest(lambda manifest: manifest["source"].update(weights_digest="00")),
@@ -654,11 +812,17 @@ PLANTS: dict[str, Plant] = {
         PASSED,
     ),
     "a temperature of other images": _as_it_is(
-        in_manifest(lambda manifest: manifest["calibration"].update(temperature=5.0, images=5)),
+        in_manifest(
+            lambda manifest: manifest["calibration"].update(temperature=5.0, images=5)
+        ),
         "calibration.temperature = 5.0, but the 4 labelled images give 0.25",
     ),
     "no temperature": _as_it_is(
-        in_manifest(lambda manifest: manifest.update(calibration={"method": "none", "temperature": 1.0})),
+        in_manifest(
+            lambda manifest: manifest.update(
+                calibration={"method": "none", "temperature": 1.0}
+            )
+        ),
         "calibration.method = none, but the labelled images give 0.25",
     ),
     "a better calibration": _as_it_is(
@@ -667,10 +831,12 @@ PLANTS: dict[str, Plant] = {
     ),
     "NaN as a limit": _as_it_is(nan_limit, "NaN is not a JSON number", PASSED),
     "another stride": _as_it_is(
-        in_manifest(lambda manifest: manifest["io"]["outputs"][0].update(stride=2)), "differ in io"
+        in_manifest(lambda manifest: manifest["io"]["outputs"][0].update(stride=2)),
+        "differ in io",
     ),
     "an older onnxruntime": _as_it_is(
-        in_manifest(lambda manifest: manifest["requires"].update(onnxruntime="1.0")), "differ in requires"
+        in_manifest(lambda manifest: manifest["requires"].update(onnxruntime="1.0")),
+        "differ in requires",
     ),
     "a later reader": Plant(
         in_file_of("model.onnx", lambda model: setattr(model, "ir_version", 10)),
@@ -678,33 +844,65 @@ PLANTS: dict[str, Plant] = {
         answers=(7, "IR version = 10, but 8 was needed"),
     ),
     "a second note in the file": Plant(
-        in_file_of("model.onnx", lambda model: model.metadata_props.add(key="note", value="x")),
+        in_file_of(
+            "model.onnx", lambda model: model.metadata_props.add(key="note", value="x")
+        ),
         "its metadata_props is another",
         answers=(7, "metadata_props do not hold"),
     ),
-    "golden limits off": _as_it_is(golden_limit_taken_away, "golden.image_agreement = 0.0, but 0.999 is required"),
-    "frame limits off": _as_it_is(frame_limits_taken_away, "frame_limits are not those of the train images"),
-    "frame limits of no images": _as_it_is(
-        frame_limits_of_no_images, "frame_statistics.source = none, but the export had images"
+    "golden limits off": _as_it_is(
+        golden_limit_taken_away, "golden.image_agreement = 0.0, but 0.999 is required"
     ),
-    "nothing left to verify": _as_it_is(in_manifest(lambda manifest: manifest.update(unverified=[])), "unverified"),
-    "a name twice": _as_it_is(name_twice, "manifest.json cannot be read (it is not written as an export writes it)"),
-    "another size": _as_it_is(size_claimed, "model.onnx has another size or sha256 than in manifest.json"),
-    "fp16 of nothing": _as_it_is(half_alone, "model.fp16.onnx cannot be of fp16: it is made from model.onnx only"),
+    "frame limits off": _as_it_is(
+        frame_limits_taken_away, "frame_limits are not those of the train images"
+    ),
+    "frame limits of no images": _as_it_is(
+        frame_limits_of_no_images,
+        "frame_statistics.source = none, but the export had images",
+    ),
+    "nothing left to verify": _as_it_is(
+        in_manifest(lambda manifest: manifest.update(unverified=[])), "unverified"
+    ),
+    "a name twice": _as_it_is(
+        name_twice,
+        "manifest.json cannot be read (it is not written as an export writes it)",
+    ),
+    "another size": _as_it_is(
+        size_claimed, "model.onnx has another size or sha256 than in manifest.json"
+    ),
+    "fp16 of nothing": _as_it_is(
+        half_alone, "model.fp16.onnx cannot be of fp16: it is made from model.onnx only"
+    ),
     "a shape without its axes": _as_it_is(
-        in_manifest(lambda manifest: manifest["io"]["inputs"][0].update(shape=[1, "height", "width", 3])),
+        in_manifest(
+            lambda manifest: manifest["io"]["inputs"][0].update(
+                shape=[1, "height", "width", 3]
+            )
+        ),
         "io.inputs has no size (KeyError",
     ),
     "no model": _as_it_is(no_model, "manifest.files"),
     "another mIoU": _as_it_is(miou_claimed, "metrics are not those of the run"),
     # What lies beside the models
     "labels swapped": _as_it_is(labels_swapped, "ros/labels.yaml is not what segpipe"),
-    "another type for Triton": _as_it_is(triton_type_changed, "triton/config.pbtxt is not what segpipe"),
-    "no file for Triton": _as_it_is(triton_missing, "triton/config.pbtxt is not what segpipe"),
-    "another mIoU on the card": _as_it_is(another_miou_on_the_card, "model_card.md is not what segpipe"),
-    "golden logits": _as_it_is(golden_logits_changed, "golden/logits.npy differs from what the trained network"),
-    "golden places": _as_it_is(golden_index_changed, "golden/logits_index.npy differs from what the trained network"),
+    "another type for Triton": _as_it_is(
+        triton_type_changed, "triton/config.pbtxt is not what segpipe"
+    ),
+    "no file for Triton": _as_it_is(
+        triton_missing, "triton/config.pbtxt is not what segpipe"
+    ),
+    "another mIoU on the card": _as_it_is(
+        another_miou_on_the_card, "model_card.md is not what segpipe"
+    ),
+    "golden logits": _as_it_is(
+        golden_logits_changed, "golden/logits.npy differs from what the trained network"
+    ),
+    "golden places": _as_it_is(
+        golden_index_changed,
+        "golden/logits_index.npy differs from what the trained network",
+    ),
     "golden preprocessing": _as_it_is(
-        golden_preprocessing_changed, "golden/preprocess_output.npy differs from what the trained network"
+        golden_preprocessing_changed,
+        "golden/preprocess_output.npy differs from what the trained network",
     ),
 }

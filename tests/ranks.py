@@ -42,25 +42,34 @@ def launched(num_ranks: int, work: Work, *arguments: Any) -> list[Any]:
         raise AssertionError("the ranks do not answer")
     by_rank: list[Any] = mine.recv()
     driver.join()
-    failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(by_rank) if error]
+    failed = [
+        f"rank {rank}: {error}" for rank, (_, error) in enumerate(by_rank) if error
+    ]
     assert not failed, "\n".join(failed)
     return [answer for answer, _ in by_rank]
 
 
-def _drive(num_ranks: int, work: Work, arguments: tuple[Any, ...], pipe: Connection) -> None:
+def _drive(
+    num_ranks: int, work: Work, arguments: tuple[Any, ...], pipe: Connection
+) -> None:
     torch.set_num_threads(1)
     context = mp.get_context("fork")
     pairs = [context.Pipe() for _ in range(num_ranks)]
     with held_port() as port:
         ranks = [
-            context.Process(target=_serve, args=(rank, num_ranks, port, work, arguments, pairs[rank][1]))
+            context.Process(
+                target=_serve,
+                args=(rank, num_ranks, port, work, arguments, pairs[rank][1]),
+            )
             for rank in range(num_ranks)
         ]
         for process in ranks:
             process.start()
         deadline = time.monotonic() + PATIENCE_S
         answers = [
-            mine.recv() if mine.poll(max(0.0, deadline - time.monotonic())) else (None, "no answer")
+            mine.recv()
+            if mine.poll(max(0.0, deadline - time.monotonic()))
+            else (None, "no answer")
             for mine, _ in pairs
         ]
         for process in ranks:
@@ -69,8 +78,20 @@ def _drive(num_ranks: int, work: Work, arguments: tuple[Any, ...], pipe: Connect
     pipe.send(answers)
 
 
-def _serve(rank: int, num_ranks: int, port: int, work: Work, arguments: tuple[Any, ...], pipe: Connection) -> None:
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
+def _serve(
+    rank: int,
+    num_ranks: int,
+    port: int,
+    work: Work,
+    arguments: tuple[Any, ...],
+    pipe: Connection,
+) -> None:
+    os.environ.update(
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+    )
     os.environ.update(WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks))
     try:
         pipe.send((work(rank, *arguments), ""))
@@ -104,7 +125,9 @@ class Loopback:
         with ThreadPoolExecutor(len(self.everyone)) as pool:
             futures = [pool.submit(self._serve, work, rank) for rank in self.everyone]
         errors = [error for future in futures if (error := future.exception())]
-        for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        for error in sorted(
+            errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)
+        ):
             raise error
         return [future.result() for future in futures]
 
@@ -118,11 +141,15 @@ class Loopback:
                     barrier.abort()
             raise
 
-    def exchange(self, tensors: Sequence[Tensor], ranks: tuple[int, ...] | None = None) -> list[list[Tensor]]:
+    def exchange(
+        self, tensors: Sequence[Tensor], ranks: tuple[int, ...] | None = None
+    ) -> list[list[Tensor]]:
         """Copies of every rank's tensors, in the order of the ranks."""
         group = ranks or self.everyone
         with self._lock:
-            barrier = self._barriers.setdefault(group, threading.Barrier(len(group), timeout=THREAD_PATIENCE_S))
+            barrier = self._barriers.setdefault(
+                group, threading.Barrier(len(group), timeout=THREAD_PATIENCE_S)
+            )
         self._given[group, self._mine.rank] = [tensor.clone() for tensor in tensors]
         barrier.wait()
         found = [self._given[group, rank] for rank in group]
@@ -141,7 +168,10 @@ class Loopback:
         """As that of torch.distributed; a rank sends chunks of one length."""
         ranks = group or self.everyone
         place = ranks.index(self._mine.rank)
-        chunks = [given.view(len(ranks), -1)[place] for (given,) in self.exchange([input], group)]
+        chunks = [
+            given.view(len(ranks), -1)[place]
+            for (given,) in self.exchange([input], group)
+        ]
         assert output_split_sizes in (None, [len(chunk) for chunk in chunks])
         assert input_split_sizes in (None, [input.numel() // len(ranks)] * len(ranks))
         output.fill_(torch.nan)
@@ -149,24 +179,34 @@ class Loopback:
         return work if async_op else work.wait()
 
     def all_gather(
-        self, output: Tensor, input: Tensor, group: tuple[int, ...] | None = None, async_op: bool = False
+        self,
+        output: Tensor,
+        input: Tensor,
+        group: tuple[int, ...] | None = None,
+        async_op: bool = False,
     ) -> Any:
         """As `all_gather_into_tensor` of torch.distributed."""
-        found = torch.cat([given for (given,) in self.exchange([input], group)]).view_as(output)
+        found = torch.cat(
+            [given for (given,) in self.exchange([input], group)]
+        ).view_as(output)
         output.fill_(torch.nan)
         work = _Received(output, found)
         return work if async_op else work.wait()
 
     def data_parallel(self, network: nn.Module, **_: Any) -> nn.Module:
         """`network` whose gradients become means over the ranks at the end of a backward, as with torch's DDP."""
-        parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        parameters = [
+            parameter for parameter in network.parameters() if parameter.requires_grad
+        ]
         ready: list[nn.Parameter] = []
 
         def on_grad_ready(parameter: nn.Parameter) -> None:
             ready.append(parameter)
             if len(ready) == len(parameters):
                 ready.clear()
-                found = self.exchange([p.grad for p in parameters if p.grad is not None])
+                found = self.exchange(
+                    [p.grad for p in parameters if p.grad is not None]
+                )
                 for p, *grads in zip(parameters, *found, strict=True):
                     p.grad = torch.stack(grads).mean(0)
 

@@ -26,14 +26,19 @@ TINY = (
     "compute.samples_per_shard=2", "compute.threads=1", "export.enabled=false", "augment.check=false",
 )  # fmt: skip
 DIGESTS = ("weights_digest", "ema_digest", "miou")
-PATIENCE_S = 480.0  # for a process on a loaded machine; shorter than the timeout of a test
+PATIENCE_S = (
+    480.0  # for a process on a loaded machine; shorter than the timeout of a test
+)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 def settings(folder: Path, *changes: str) -> list[str]:
     """Command-line settings of a tiny run in `folder`; `changes` override the defaults."""
     parts = (*TINY, f"run.root={folder.parent}", f"run.name={folder.name}", *changes)
-    return [f"{key}={value}" for key, value in dict(part.split("=", 1) for part in parts).items()]
+    return [
+        f"{key}={value}"
+        for key, value in dict(part.split("=", 1) for part in parts).items()
+    ]
 
 
 def run(folder: Path, *changes: str) -> int:
@@ -56,7 +61,10 @@ def torch_restored() -> Iterator[None]:
     """Restore the switches of torch and OpenCV and the environment."""
     threads, cv2_threads = torch.get_num_threads(), cv2.getNumThreads()
     deterministic = torch.get_deterministic_debug_mode()
-    switches, environment = [getattr(where, name) for where, name in SWITCHES], dict(os.environ)
+    switches, environment = (
+        [getattr(where, name) for where, name in SWITCHES],
+        dict(os.environ),
+    )
     try:
         yield
     finally:
@@ -74,7 +82,12 @@ def start(*command: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": str(ROOT)},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "COLUMNS": "200",
+            "PYTHONPATH": str(ROOT),
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -82,7 +95,9 @@ def start(*command: str) -> subprocess.Popen[str]:
     )
 
 
-def finished(process: subprocess.Popen[str], timeout_s: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
+def finished(
+    process: subprocess.Popen[str], timeout_s: float = PATIENCE_S
+) -> subprocess.CompletedProcess[str]:
     """Output and exit code of a process. One that hangs is killed with all its children and fails the test."""
     try:
         out, err = process.communicate(timeout=timeout_s)
@@ -98,7 +113,11 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return finished(start(*arguments))
 
 
-def wait_for(happened: Callable[[], bool], process: subprocess.Popen[str], timeout_s: float = PATIENCE_S) -> None:
+def wait_for(
+    happened: Callable[[], bool],
+    process: subprocess.Popen[str],
+    timeout_s: float = PATIENCE_S,
+) -> None:
     """Return once `happened()`; fail when the process ends first."""
     deadline = time.monotonic() + timeout_s
     while not happened():
@@ -130,12 +149,20 @@ def updates(folder: Path) -> list[dict[str, Any]]:
     return [line for line in metrics(folder) if line["kind"] == "train"]
 
 
-def write_camvid(root: Path, *, num_train: int = 8, num_val: int = 2, size: Sequence[int] = (72, 96)) -> Path:
+def write_camvid(
+    root: Path, *, num_train: int = 8, num_val: int = 2, size: Sequence[int] = (72, 96)
+) -> Path:
     """A valid data set of noise in the layout of CamVid."""
     noise = np.random.Generator(np.random.Philox(1))
     for split, num in (("train", num_train), ("val", num_val)):
-        for folder, high, shape in ((split, 256, (*size, 3)), (f"{split}annot", 12, tuple(size))):
+        for folder, high, shape in (
+            (split, 256, (*size, 3)),
+            (f"{split}annot", 12, tuple(size)),
+        ):
             (root / folder).mkdir(parents=True)
             for number in range(num):
-                cv2.imwrite(str(root / folder / f"frame{number:02d}.png"), noise.integers(0, high, shape, np.uint8))
+                cv2.imwrite(
+                    str(root / folder / f"frame{number:02d}.png"),
+                    noise.integers(0, high, shape, np.uint8),
+                )
     return root

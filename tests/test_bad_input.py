@@ -93,7 +93,9 @@ def unlabel(root: Path) -> None:
 
 def copy_into_training(root: Path) -> None:
     for kind in ("", "annot"):
-        (root / f"train{kind}" / "copy.png").write_bytes((root / f"val{kind}" / "frame01.png").read_bytes())
+        (root / f"train{kind}" / "copy.png").write_bytes(
+            (root / f"val{kind}" / "frame01.png").read_bytes()
+        )
 
 
 def cut_scan(root: Path) -> None:
@@ -150,25 +152,62 @@ BAD_FILES: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
     (rename, ("/data does not exist", "Nearest", "/date", "Set data.root")),
     (remove_mask, ("/train/frame03.png has no mask", "/trainannot/frame03.png")),
     (shrink_mask, ("/val/frame01.png is 72x96", "/valannot/frame01.png is 60x96")),
-    (add_foreign_id, ("/trainannot/frame02.png has id 34 (1 pixels, the first at row 5, column 7)", "camvid")),
+    (
+        add_foreign_id,
+        (
+            "/trainannot/frame02.png has id 34 (1 pixels, the first at row 5, column 7)",
+            "camvid",
+        ),
+    ),
     (truncate, ("/train/frame04.png is truncated", "Copy it again")),
     (damage, ("/val/frame00.png is damaged", "Copy it again")),
     (empty, ("/val is empty", "split val")),
-    (unlabel, ("none of the 8 training images has a labelled pixel (the first is frame00)", "Check the masks")),
+    (
+        unlabel,
+        (
+            "none of the 8 training images has a labelled pixel (the first is frame00)",
+            "Check the masks",
+        ),
+    ),
     (
         copy_into_training,
-        ("1 of the images of split val", "train/copy.png = ", "val/frame01.png", "data.allow_overlap"),
+        (
+            "1 of the images of split val",
+            "train/copy.png = ",
+            "val/frame01.png",
+            "data.allow_overlap",
+        ),
     ),
-    (cut_scan, ("/train/frame04.jpg is damaged", "premature end of data segment", "grey", "Copy it again")),
+    (
+        cut_scan,
+        (
+            "/train/frame04.jpg is damaged",
+            "premature end of data segment",
+            "grey",
+            "Copy it again",
+        ),
+    ),
     (make_fifos, ("/train/pipe.png is a FIFO", "Remove it")),
     (link_devices, ("/train/zero.png is a device", "Remove it")),
-    (make_huge, ("/train/frame04.png is 20000x20000", "data.max_pixels = 100000000", "Cut it into tiles")),
-    (name_in_latin1, ("/train/'stra\\udcdfe.png' has a name that is not UTF-8", "Rename it")),
+    (
+        make_huge,
+        (
+            "/train/frame04.png is 20000x20000",
+            "data.max_pixels = 100000000",
+            "Cut it into tiles",
+        ),
+    ),
+    (
+        name_in_latin1,
+        ("/train/'stra\\udcdfe.png' has a name that is not UTF-8", "Rename it"),
+    ),
     (link_a_drive, ("/train/linked/frame04.png has no mask",)),
 ]
 
 
-@pytest.mark.parametrize(("spoil", "parts"), BAD_FILES, ids=[spoil.__name__ for spoil, _ in BAD_FILES])
+@pytest.mark.parametrize(
+    ("spoil", "parts"), BAD_FILES, ids=[spoil.__name__ for spoil, _ in BAD_FILES]
+)
 def test_bad_files(
     data: Path,
     folder: Path,
@@ -188,7 +227,9 @@ def test_sound_files_are_trained_on(data: Path, folder: Path) -> None:
     assert (folder / "last.pt").read_bytes() != EARLIER
 
 
-def test_jpegs_of_cameras_are_trained_on(data: Path, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_jpegs_of_cameras_are_trained_on(
+    data: Path, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The control of damaged ones: bytes behind the picture cost no pixel; other words are passed on."""
     write_jpeg(data)
     path = data / "train" / "frame04.jpg"
@@ -207,19 +248,34 @@ BAD_TABLES: list[tuple[str | bytes, tuple[str, ...]]] = [
     (f"names: {list(range(300))}", ("names holds 300, but a list of 1 to 255",)),
     ("names: ['', b, c]", ("names holds ''", "printable")),
     ('names: ["a\\tb", b, c]', ("names holds 'a\\tb'", "printable")),
-    ("names: [a, b, c]\nids: {0: a, 1: b, 1: c, 2: c}", ("line 2 has 1 a second time",)),
-    ("names: [a, b, c]\nids: {0: a, 0: a, 1: b, 2: c}", ("line 2 has 0 a second time",)),
+    (
+        "names: [a, b, c]\nids: {0: a, 1: b, 1: c, 2: c}",
+        ("line 2 has 1 a second time",),
+    ),
+    (
+        "names: [a, b, c]\nids: {0: a, 0: a, 1: b, 2: c}",
+        ("line 2 has 0 a second time",),
+    ),
     ("names: [a, b, c]\nnames: [a, b]", ("line 2 has names a second time",)),
     ("names: [a, b, c]\nignore: [255, 255]", ("id 255 is in",)),
     (
         "a: &a [x, x, x, x, x, x, x, x, x]\n"
-        + "".join(f"{one}: &{one} [{', '.join([f'*{before}'] * 9)}]\n" for before, one in pairwise("abcdefghij"))
+        + "".join(
+            f"{one}: &{one} [{', '.join([f'*{before}'] * 9)}]\n"
+            for before, one in pairwise("abcdefghij")
+        )
         + "names: *j",
         ("line 2 has the alias *a. Write its value instead",),
     ),
     ("names: &x [*x, b]", ("has the alias *x",)),
-    ("names: [${oc.env:HOME}, b]", ("cannot be read as YAML: while parsing a flow sequence line 1",)),
-    ("!!python/object/apply:os.system ['touch hacked']", ("could not determine a constructor",)),
+    (
+        "names: [${oc.env:HOME}, b]",
+        ("cannot be read as YAML: while parsing a flow sequence line 1",),
+    ),
+    (
+        "!!python/object/apply:os.system ['touch hacked']",
+        ("could not determine a constructor",),
+    ),
     ("[" * 3000, ("more than 20 brackets in each other",)),
     (b"names: [stra\xdfe, b, c]", ("cannot be read as YAML: 'utf-8' codec",)),
     (b"\0\0", ("cannot be read as YAML",)),
@@ -228,7 +284,9 @@ BAD_TABLES: list[tuple[str | bytes, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("content", "parts"), BAD_TABLES, ids=range(len(BAD_TABLES)))
-def test_bad_class_tables(tmp_path: Path, content: str | bytes, parts: tuple[str, ...]) -> None:
+def test_bad_class_tables(
+    tmp_path: Path, content: str | bytes, parts: tuple[str, ...]
+) -> None:
     path = tmp_path / "classes.yaml"
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(DataError) as caught:
@@ -244,24 +302,50 @@ def test_bad_class_tables(tmp_path: Path, content: str | bytes, parts: tuple[str
 @pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
 def test_a_class_table_that_is_no_file(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "classes.yaml"
-    {"fifo": lambda: os.mkfifo(path), "device": lambda: path.symlink_to("/dev/zero"), "folder": path.mkdir}[kind]()
-    with pytest.raises(DataError, match=r"classes\.yaml cannot be read as YAML: it is no regular file"):
+    {
+        "fifo": lambda: os.mkfifo(path),
+        "device": lambda: path.symlink_to("/dev/zero"),
+        "folder": path.mkdir,
+    }[kind]()
+    with pytest.raises(
+        DataError, match=r"classes\.yaml cannot be read as YAML: it is no regular file"
+    ):
         load_masks(path)
 
 
 BAD_LISTS: list[tuple[str, bytes, tuple[str, ...]]] = [
-    ("train.txt", "straße\n".encode("latin1"), ("/train.txt is not UTF-8 text", "Save it as UTF-8")),
+    (
+        "train.txt",
+        "straße\n".encode("latin1"),
+        ("/train.txt is not UTF-8 text", "Save it as UTF-8"),
+    ),
     ("train.txt", "ü\n".encode("utf-16"), ("/train.txt is not UTF-8 text",)),
     ("train.txt", b"y" * 5000, ("/train.txt lists yyyy", "no such stem")),
     ("train.txt", b"", ("/train.txt is empty",)),
-    ("train.csv", "image,mask\nä.png,b.png\n".encode("latin1"), ("/train.csv is not UTF-8 text",)),
-    ("train.csv", b"image,mask\n" + b"x" * 200_000 + b",b\n", ("/train.csv is no table of image and mask",)),
-    ("train.csv", b"image,mask\n\0.png,b.png\n", ("/train.csv, line 2", "does not exist")),
+    (
+        "train.csv",
+        "image,mask\nä.png,b.png\n".encode("latin1"),
+        ("/train.csv is not UTF-8 text",),
+    ),
+    (
+        "train.csv",
+        b"image,mask\n" + b"x" * 200_000 + b",b\n",
+        ("/train.csv is no table of image and mask",),
+    ),
+    (
+        "train.csv",
+        b"image,mask\n\0.png,b.png\n",
+        ("/train.csv, line 2", "does not exist"),
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "parts"), BAD_LISTS, ids=range(len(BAD_LISTS)))
-def test_bad_lists(tmp_path: Path, name: str, content: bytes, parts: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("name", "content", "parts"), BAD_LISTS, ids=range(len(BAD_LISTS))
+)
+def test_bad_lists(
+    tmp_path: Path, name: str, content: bytes, parts: tuple[str, ...]
+) -> None:
     for kind in ("images", "masks"):
         (tmp_path / kind).mkdir()
         cv2.imwrite(str(tmp_path / kind / "one.png"), np.zeros((40, 40), np.uint8))
@@ -288,9 +372,14 @@ class Malicious:
         return os.system, (f"touch {self.mark}",)
 
 
-def test_a_malicious_checkpoint(data: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_malicious_checkpoint(
+    data: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its code does not run, and the message does not say how it could."""
-    torch.save({"format": "segpipe-checkpoint", "x": Malicious(tmp_path / "hacked")}, folder / "last.pt")
+    torch.save(
+        {"format": "segpipe-checkpoint", "x": Malicious(tmp_path / "hacked")},
+        folder / "last.pt",
+    )
     code = run(folder, *from_files(data, "run.exists=resume"))
     said = capsys.readouterr().err
     assert code == 2
@@ -302,36 +391,86 @@ def test_a_malicious_checkpoint(data: Path, folder: Path, tmp_path: Path, capsys
 
 
 BAD_SETTINGS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
-    (("model=fast_scn",), ("model = fast_scn is not one of", "Did you mean fast_scnn?")),
-    (("model.name='a:b:c'",), ("model.name = a:b:c, but the form package.module:Name",)),  # :b: is no picture
+    (
+        ("model=fast_scn",),
+        ("model = fast_scn is not one of", "Did you mean fast_scnn?"),
+    ),
+    (
+        ("model.name='a:b:c'",),
+        ("model.name = a:b:c, but the form package.module:Name",),
+    ),  # :b: is no picture
     (("model.name=unet",), ("model.name = 'unet' is not one of", "pidnet_s")),
     (("optim.lrr=1",), ("optim.lrr", "Did you mean optim.lr?")),
-    (("augment.crop_size=[64,160]",), ("crop_size = [64, 160]", "72x96", "'augment.crop_size=[64, 144]'")),
-    (("compute.nproc=3", "compute.mode=ddp"), ("compute.shards = 4 cannot be divided among 3", "compute.mode=elastic")),
-    (("compute.nproc=5",), ("compute.shards = 4, but there are 5 processes", "compute.shards=5")),
+    (
+        ("augment.crop_size=[64,160]",),
+        ("crop_size = [64, 160]", "72x96", "'augment.crop_size=[64, 144]'"),
+    ),
+    (
+        ("compute.nproc=3", "compute.mode=ddp"),
+        ("compute.shards = 4 cannot be divided among 3", "compute.mode=elastic"),
+    ),
+    (
+        ("compute.nproc=5",),
+        ("compute.shards = 4, but there are 5 processes", "compute.shards=5"),
+    ),
     (("compute.nproc=many",), ("compute.nproc = ", "many", "auto")),
     (("compute.nproc=0",), ("compute.nproc = ", "auto")),
     (("compute.samples_per_shard=1",), ("compute.samples_per_shard = 1", "2 to 65536")),
     (("data.split=test",), ("/test does not exist", "holds train, trainannot")),
-    (("loss.class_weights=[1,2]",), ("loss.class_weights holds 2 weights", "11 classes", "sky, building, pole")),
-    (("loss.class_weights=[0,0,0,0,0,0,0,0,0,0,0]",), ("loss.class_weights holds only zeros",)),
+    (
+        ("loss.class_weights=[1,2]",),
+        ("loss.class_weights holds 2 weights", "11 classes", "sky, building, pole"),
+    ),
+    (
+        ("loss.class_weights=[0,0,0,0,0,0,0,0,0,0,0]",),
+        ("loss.class_weights holds only zeros",),
+    ),
     (("optim.lr=1e308",), ("optim.lr = 1e+308", "0 to 3e+38")),
-    (("data=synthetic", "data.size=[100000,100000]"), ("data.size = [100000, 100000]", "32 to 8192")),
-    (("data=synthetic", "data.num_train=1000000000000"), ("data.num_train = 1000000000000", "1 to 10000000")),
+    (
+        ("data=synthetic", "data.size=[100000,100000]"),
+        ("data.size = [100000, 100000]", "32 to 8192"),
+    ),
+    (
+        ("data=synthetic", "data.num_train=1000000000000"),
+        ("data.num_train = 1000000000000", "1 to 10000000"),
+    ),
     (("compute.shards=1000000000",), ("compute.shards = 1000000000", "1 to 65536")),
     (("compute.threads=1000000",), ("compute.threads = 1000000", "1 to 1024")),
-    (("compute.nproc=1000000",), ("compute.shards = 4, but there are 1000000 processes",)),
-    (("data.max_pixels=1000",), ("/train/frame00.png is 72x96, 6912 pixels", "data.max_pixels = 1000")),
+    (
+        ("compute.nproc=1000000",),
+        ("compute.shards = 4, but there are 1000000 processes",),
+    ),
+    (
+        ("data.max_pixels=1000",),
+        ("/train/frame00.png is 72x96, 6912 pixels", "data.max_pixels = 1000"),
+    ),
     (("data.root=",), ("data.root is empty", "Set data.root=FOLDER")),
-    (("export.dir=/dev/null/export", "export.enabled=true"), ("export.dir = /dev/null/export", "Not a directory")),
-    (("run.exists=keep",), ("run.exists = 'keep' is not one of error, resume, replace",)),
-    (("run.exists=error",), ("already holds", "run.exists=resume", "run.exists=replace")),
-    (("run.exists=resume",), ("last.pt (31 bytes) cannot be read", "truncated or foreign")),
-    (("data.workers=8", "data.prefetch=32", "compute.samples_per_shard=65536"), ("shared memory", "data.prefetch")),
+    (
+        ("export.dir=/dev/null/export", "export.enabled=true"),
+        ("export.dir = /dev/null/export", "Not a directory"),
+    ),
+    (
+        ("run.exists=keep",),
+        ("run.exists = 'keep' is not one of error, resume, replace",),
+    ),
+    (
+        ("run.exists=error",),
+        ("already holds", "run.exists=resume", "run.exists=replace"),
+    ),
+    (
+        ("run.exists=resume",),
+        ("last.pt (31 bytes) cannot be read", "truncated or foreign"),
+    ),
+    (
+        ("data.workers=8", "data.prefetch=32", "compute.samples_per_shard=65536"),
+        ("shared memory", "data.prefetch"),
+    ),
 ]
 
 
-@pytest.mark.parametrize(("changes", "parts"), BAD_SETTINGS, ids=[changes[0] for changes, _ in BAD_SETTINGS])
+@pytest.mark.parametrize(
+    ("changes", "parts"), BAD_SETTINGS, ids=[changes[0] for changes, _ in BAD_SETTINGS]
+)
 def test_bad_settings(
     data: Path,
     folder: Path,
@@ -343,15 +482,28 @@ def test_bad_settings(
     assert_refused(folder, code, capsys.readouterr().err, parts)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU that must be missing")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="asks for a GPU that must be missing"
+)
 @pytest.mark.parametrize("nproc", ["1", "2", "auto"])
-def test_missing_gpu(data: Path, folder: Path, capsys: pytest.CaptureFixture[str], nproc: str) -> None:
-    code = run(folder, *from_files(data, "compute.device=cuda", f"compute.nproc={nproc}"))
-    assert_refused(folder, code, capsys.readouterr().err, ("compute.device = cuda", "compute.device=cpu"))
+def test_missing_gpu(
+    data: Path, folder: Path, capsys: pytest.CaptureFixture[str], nproc: str
+) -> None:
+    code = run(
+        folder, *from_files(data, "compute.device=cuda", f"compute.nproc={nproc}")
+    )
+    assert_refused(
+        folder,
+        code,
+        capsys.readouterr().err,
+        ("compute.device = cuda", "compute.device=cpu"),
+    )
 
 
 @pytest.mark.parametrize("where", ["/proc", "a file", "a closed folder"])
-def test_unwritable_root(tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str) -> None:
+def test_unwritable_root(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str
+) -> None:
     root = Path("/proc")
     if where == "a file":
         root = tmp_path / "file"
@@ -372,6 +524,10 @@ def test_unwritable_root(tmp_path: Path, capsys: pytest.CaptureFixture[str], whe
 def test_command_line(data: Path, folder: Path, nproc: int) -> None:
     """As a user sees it: one line, no traceback, no process left."""
     truncate(data)
-    done = command("train.py", *settings(folder, *from_files(data, f"compute.nproc={nproc}")))
+    done = command(
+        "train.py", *settings(folder, *from_files(data, f"compute.nproc={nproc}"))
+    )
     assert done.stdout == ""
-    assert_refused(folder, done.returncode, done.stderr, ("/train/frame04.png is truncated",))
+    assert_refused(
+        folder, done.returncode, done.stderr, ("/train/frame04.png is truncated",)
+    )

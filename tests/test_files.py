@@ -43,7 +43,11 @@ def fault(monkeypatch: pytest.MonkeyPatch) -> Fault:
     """`fault(call, errno, times)`: the first calls of a function fail; `os.write` after writing half of it."""
 
     def inject(call: str, number: int, times: int) -> None:
-        owner, name = (os, call.partition(".")[2]) if call.startswith("os.") else (Path, call.partition(".")[2])
+        owner, name = (
+            (os, call.partition(".")[2])
+            if call.startswith("os.")
+            else (Path, call.partition(".")[2])
+        )
         right, left = getattr(owner, name), [times]
 
         def failing(*arguments: Any, **named: Any) -> Any:
@@ -64,7 +68,12 @@ FAULTS = [  # call, errno, times; what is said in the end, if it fails
     ("os.replace", errno.ESTALE, 5, ""),
     ("os.open", errno.EAGAIN, 1, ""),
     ("Path.mkdir", errno.ETIMEDOUT, 3, ""),
-    ("os.fsync", errno.EIO, ALWAYS, "Input/output error.*tried 6 times.*disk or the file server"),
+    (
+        "os.fsync",
+        errno.EIO,
+        ALWAYS,
+        "Input/output error.*tried 6 times.*disk or the file server",
+    ),
     ("os.replace", errno.ESTALE, ALWAYS, "Stale file handle.*tried 6 times"),
     ("os.replace", errno.EROFS, ALWAYS, "Read-only file system.*mount it writable"),
     ("os.fsync", errno.ENOSPC, 1, "No space left on device.*Free some space"),
@@ -84,7 +93,8 @@ def test_a_file_is_whole_or_named(
     fault(call, number, times)
     if said:
         with pytest.raises(
-            CheckpointError, match=rf"last\.pt could not be written: {said}.*run\.exists=resume"
+            CheckpointError,
+            match=rf"last\.pt could not be written: {said}.*run\.exists=resume",
         ) as caught:
             write_atomically(path, NEW)
         assert "unharmed" in str(caught.value)
@@ -96,7 +106,9 @@ def test_a_file_is_whole_or_named(
     waits = number in disk.PASSING
     assert pauses == list(PAUSES_S[: min(times, len(PAUSES_S))] if waits else ())
     assert pauses == sorted(pauses)
-    assert capsys.readouterr().err.count("\n") == int(waits), "one line, however many tries"
+    assert capsys.readouterr().err.count("\n") == int(waits), (
+        "one line, however many tries"
+    )
 
 
 @pytest.mark.parametrize(("times", "whole"), [(3, True), (ALWAYS, False)])
@@ -114,13 +126,18 @@ def test_a_torn_row_is_cut_off_before_the_next_try(
         writer.flush()
         assert [row["step"] for row in read_file(path).sessions[0].rows] == [0, 1]
     else:
-        with pytest.raises(CheckpointError, match=r"rank00\.bin could not be written: Input/output error.*6 times"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"rank00\.bin could not be written: Input/output error.*6 times",
+        ):
             writer.flush()
         assert path.read_bytes() == before
     assert len(pauses) == min(times, len(PAUSES_S))
 
 
-def test_a_failed_sync_of_the_ledger_is_not_tried_again(tmp_path: Path, fault: Fault, pauses: list[float]) -> None:
+def test_a_failed_sync_of_the_ledger_is_not_tried_again(
+    tmp_path: Path, fault: Fault, pauses: list[float]
+) -> None:
     """The second sync would say that all is well, and the pages be lost."""
     writer = LedgerWriter(tmp_path / "rank00.bin", header())
     fault("os.fsync", errno.EIO, 1)
@@ -129,7 +146,9 @@ def test_a_failed_sync_of_the_ledger_is_not_tried_again(tmp_path: Path, fault: F
     assert not pauses
 
 
-def test_metrics_and_the_list_of_hashes_stay_whole(tmp_path: Path, fault: Fault, pauses: list[float]) -> None:
+def test_metrics_and_the_list_of_hashes_stay_whole(
+    tmp_path: Path, fault: Fault, pauses: list[float]
+) -> None:
     tracker = Tracker(tmp_path / "metrics.jsonl")
     fault("os.write", errno.EIO, 2)
     tracker.log(1, "train", {"loss": 0.5})
@@ -141,7 +160,8 @@ def test_metrics_and_the_list_of_hashes_stay_whole(tmp_path: Path, fault: Fault,
     assert (tmp_path / checkpoint.HASHES).read_text() == f"{'ab' * 32}  last.pt  3\n"
     fault("os.write", errno.EROFS, 1)
     with pytest.raises(
-        CheckpointError, match=r"checkpoints\.sha256 could not be written: Read-only.*mount it writable"
+        CheckpointError,
+        match=r"checkpoints\.sha256 could not be written: Read-only.*mount it writable",
     ):
         checkpoint._list_hash(tmp_path / "last.pt", "cd" * 32, 4)
     assert (tmp_path / checkpoint.HASHES).read_text().count("\n") == 1
@@ -197,7 +217,9 @@ def test_reads_are_tried_again(
     assert len(pauses) == (min(times, len(PAUSES_S)) if number in disk.PASSING else 0)
 
 
-def test_what_is_put_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_put_is_whole_or_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "below" / "mask.png"
     put(path, OLD)
 

@@ -18,7 +18,9 @@ def test_values_are_frozen():
     assert sample_key(0, 0, 0, "augment") == GOLDEN_KEY
     assert sample_key(1, 2, 3, "augment") == GOLDEN_KEY_123
     assert int(generator(GOLDEN_KEY).bit_generator.random_raw()) == GOLDEN_DRAW
-    assert torch_seed(1, 2, 3, "augment") == GOLDEN_KEY_123 % 2**63  # its 64th bit is set, and goes
+    assert (
+        torch_seed(1, 2, 3, "augment") == GOLDEN_KEY_123 % 2**63
+    )  # its 64th bit is set, and goes
     assert {torch_seed(0, 0, index, "augment") % 2 for index in range(16)} == {0, 1}
 
 
@@ -31,7 +33,10 @@ def test_every_argument_counts():
 
 def test_a_sum_of_the_arguments_would_collide():
     """The control: the customary seed + epoch + index gives neighbours the same stream."""
-    sums = [seed + epoch + index for seed, epoch, index in itertools.product(range(8), range(8), range(64))]
+    sums = [
+        seed + epoch + index
+        for seed, epoch, index in itertools.product(range(8), range(8), range(64))
+    ]
     assert len(set(sums)) < len(sums) / 10
 
 

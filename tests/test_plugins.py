@@ -32,14 +32,26 @@ def test_code_of_the_current_folder_is_found(project: Write) -> None:
     ("path", "says"),
     [
         ("net:Nett", "net has no Nett. Did you mean Net?"),
-        ("nets:Net", "there is no module nets in .*project or among the installed packages. Did you mean net[?]"),
+        (
+            "nets:Net",
+            "there is no module nets in .*project or among the installed packages. Did you mean net[?]",
+        ),
         ("other:Net", "Run the command in the folder that holds other"),
-        ("pack.nets:Net", "there is no module nets in .*project/pack. Did you mean net[?]"),
+        (
+            "pack.nets:Net",
+            "there is no module nets in .*project/pack. Did you mean net[?]",
+        ),
         ("net.py:Net", "net.py:Net names a file. Write the module: net:Net"),
-        ("./pack/net.py:Net", "package.module:Name was needed. Did you mean pack.net:Net[?]"),
+        (
+            "./pack/net.py:Net",
+            "package.module:Name was needed. Did you mean pack.net:Net[?]",
+        ),
         ("net:", "package.module:Name was needed"),
         ("net:NUMBER", "is 3, but a class or function was needed"),
-        ("broken:Net", r"broken.py, line 2 \(import nothing_there\): ModuleNotFoundError"),
+        (
+            "broken:Net",
+            r"broken.py, line 2 \(import nothing_there\): ModuleNotFoundError",
+        ),
         ("wrong:Net", "wrong.py, line 1: SyntaxError"),
         ("borrows:Net", r"borrows.py, line 1 \(from net import Nothing\): ImportError"),
         ("attribute:Net", r"attribute.py, line 2 \(np.nothing\): AttributeError"),
@@ -63,7 +75,9 @@ def test_a_run_cannot_name_code_outside_the_project(
     project: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "outside.py").write_text("raise SystemExit('was imported')")
+    (tmp_path / "elsewhere" / "outside.py").write_text(
+        "raise SystemExit('was imported')"
+    )
     monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
     project("net.py", "from os import system\nclass Net: pass")
     project(".venv/lib/site-packages/package.py", "raise SystemExit('was imported')")
@@ -77,9 +91,13 @@ def test_a_run_cannot_name_code_outside_the_project(
     ):
         assert place in refused(path)
         assert f"trust=[{path.partition(':')[0].partition('.')[0]}]" in refused(path)
-    assert "net has it from posix, which is outside this project" in refused("net:system")
+    assert "net has it from posix, which is outside this project" in refused(
+        "net:system"
+    )
     assert plugins.load(KEY, "net:Net")
-    monkeypatch.chdir(Path(plugins.__file__).parents[1])  # in a clone, segpipe itself lies in the current folder
+    monkeypatch.chdir(
+        Path(plugins.__file__).parents[1]
+    )  # in a clone, segpipe itself lies in the current folder
     assert "trust=[segpipe]" in refused("segpipe.files:write_atomically")
 
 
@@ -95,7 +113,9 @@ def test_a_parent_outside_is_not_imported_to_look_inside(
     project: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "pack").mkdir()
-    (tmp_path / "pack" / "__init__.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (tmp_path / "pack" / "__init__.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')"
+    )
     (tmp_path / "pack" / "net.py").write_text("class Net: pass")
     monkeypatch.syspath_prepend(str(tmp_path))
     refused("pack.net:Net")
@@ -117,18 +137,35 @@ def test_arguments_are_those_of_the_signature() -> None:
             "model.args.widht is not an argument of f:function, which takes width, depth. Did you mean width?",
         ),
         ({"zzz": 1}, {}, "which takes width, depth.$"),
-        ({"width": 1}, {"width": 2}, "model.args.width is not an argument of f:function, which takes depth."),
-        ({}, {"num_classes": 2}, "must take the keyword num_classes: function(..., num_classes=...)"),
+        (
+            {"width": 1},
+            {"width": 2},
+            "model.args.width is not an argument of f:function, which takes depth.",
+        ),
+        (
+            {},
+            {"num_classes": 2},
+            "must take the keyword num_classes: function(..., num_classes=...)",
+        ),
         ({"depth": 0}, {}, r"test_plugins.py, line \d+ .*ValueError: depth is 0"),
     ):
-        with pytest.raises(ConfigError, match=says.replace("(...", r"\(\.\.\.").replace("...)", r"...\)")):
+        with pytest.raises(
+            ConfigError,
+            match=says.replace("(...", r"\(\.\.\.").replace("...)", r"...\)"),
+        ):
             plugins.call(KEY, "f:function", function, args, 1, **named)
-    with pytest.raises(ConfigError, match=r"cannot be called as function\(\): missing a required argument: 'first'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"cannot be called as function\(\): missing a required argument: 'first'",
+    ):
         plugins.call(KEY, "f:function", function, {})
 
 
 def test_sources_are_what_the_import_statements_reach(project: Write) -> None:
-    project("net.py", "import json, numpy, yaml\nfrom parts import conv\ndef f():\n    from pack.sub import deep\n")
+    project(
+        "net.py",
+        "import json, numpy, yaml\nfrom parts import conv\ndef f():\n    from pack.sub import deep\n",
+    )
     project("parts/__init__.py", "from . import conv")
     project("parts/conv.py", "from .norm import Norm\nfrom ..parts import pool")
     project("parts/norm.py", "")
@@ -137,7 +174,9 @@ def test_sources_are_what_the_import_statements_reach(project: Write) -> None:
     project("pack/sub.py", "")
     project("other.py", "")
     found = plugins.sources([(KEY, "net:Net")])
-    packages = {name: value for name, value in found.items() if not name.endswith(".py")}
+    packages = {
+        name: value for name, value in found.items() if not name.endswith(".py")
+    }
     assert set(found) - set(packages) == {
         "net.py", "pack/sub.py", "parts/__init__.py", "parts/conv.py", "parts/norm.py", "parts/pool.py",
     }  # fmt: skip
@@ -156,7 +195,10 @@ def test_changed_code_is_refused_unless_it_is_named(project: Write) -> None:
     recorded = plugins.sources([(KEY, "net:Net")])
     plugins.check_unchanged(KEY, "net:Net", recorded, "last.pt")
     project("parts.py", "a = 2")
-    with pytest.raises(CheckpointError, match=r"last.pt: .*parts.py changed since the training.*trust=\[net\]"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"last.pt: .*parts.py changed since the training.*trust=\[net\]",
+    ):
         plugins.check_unchanged(KEY, "net:Net", recorded, "last.pt")
     plugins.trust(["net"])
     plugins.check_unchanged(KEY, "net:Net", recorded, "last.pt")

@@ -17,7 +17,9 @@ from parity import state_dict
 
 ROOT = Path(__file__).resolve().parents[1]
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
-SAVED = re.compile(r"[Ss]ave (?:it|this|the recipe) as `([^`]+)`[^\n]*\n\n```\w+\n(.*?)```", re.DOTALL)
+SAVED = re.compile(
+    r"[Ss]ave (?:it|this|the recipe) as `([^`]+)`[^\n]*\n\n```\w+\n(.*?)```", re.DOTALL
+)
 TYPED = re.compile(r"^    ((?:segpipe|python) .*)$", re.MULTILINE)
 PATIENCE_S = 300
 
@@ -27,10 +29,20 @@ pytestmark = pytest.mark.slow
 def typed(folder: Path, line: str) -> str:
     """Output of a command of the page, which must end with 0."""
     program, *arguments = shlex.split(line)
-    command = [sys.executable, *(["-m", "segpipe"] if program == "segpipe" else []), *arguments]
+    command = [
+        sys.executable,
+        *(["-m", "segpipe"] if program == "segpipe" else []),
+        *arguments,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -40,11 +52,20 @@ def test_the_tutorial_works_as_it_is_typed(tmp_path: Path) -> None:
     for name, content in SAVED.findall(TUTORIAL):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
-    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["crates.yaml", "draw.py", "mine.py"]
-    torch.save(state_dict("fast_scnn"), tmp_path / "fast_scnn_citys.pth")  # in the authors' names, of 19 classes
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == [
+        "crates.yaml",
+        "draw.py",
+        "mine.py",
+    ]
+    torch.save(
+        state_dict("fast_scnn"), tmp_path / "fast_scnn_citys.pth"
+    )  # in the authors' names, of 19 classes
     printed = {line: typed(tmp_path, line) for line in TYPED.findall(TUTORIAL)}
     said = {line.split()[1]: text for line, text in printed.items()}
-    one, two = (json.loads((tmp_path / "runs" / name / "result.json").read_text()) for name in ("one", "two"))
+    one, two = (
+        json.loads((tmp_path / "runs" / name / "result.json").read_text())
+        for name in ("one", "two")
+    )
     assert two["world_size"] == 2
     assert [one[name] for name in ("weights_digest", "ema_digest", "miou")] == [
         two[name] for name in ("weights_digest", "ema_digest", "miou")
@@ -57,7 +78,9 @@ def test_the_tutorial_works_as_it_is_typed(tmp_path: Path) -> None:
     (video,) = (tmp_path / "seen").rglob("*.mp4")
     assert int(cv2.VideoCapture(str(video)).get(cv2.CAP_PROP_FRAME_COUNT)) == 12
     assert "encoder" in (tmp_path / "runs" / "tuned" / "weights.json").read_text()
-    published = json.loads((tmp_path / "runs" / "published" / "weights.json").read_text())
+    published = json.loads(
+        (tmp_path / "runs" / "published" / "weights.json").read_text()
+    )
     assert len(published["kept"]) > 100
     assert published["adapted"]
     assert all(name in said["runs"] for name in ("one", "two", "tuned", "published"))

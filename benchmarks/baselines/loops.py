@@ -31,7 +31,9 @@ class Batch:
 Context = Callable[[], Any]  # autocast, or none
 
 
-def pidnet_style(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, amp: Context) -> dict[str, float]:
+def pidnet_style(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, amp: Context
+) -> dict[str, float]:
     """One step: heads resized to the image, OHEM by a sort, boolean masks, and every figure read on the host.
 
     Source: PIDNet, arXiv:2206.02066, section 3.4, and the loop that goes with it.
@@ -40,14 +42,20 @@ def pidnet_style(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batc
         heads = model.logits(batch.image, aux=True)  # type: ignore[operator]
     size = batch.target.shape[-2:]
     main, aux, edges = (
-        F.interpolate(heads[name].float(), size=size, mode="bilinear", align_corners=False)
+        F.interpolate(
+            heads[name].float(), size=size, mode="bilinear", align_corners=False
+        )
         for name in ("main", "aux_p", "boundary")
     )
     accuracy = _pixel_accuracy(main, batch.target)
-    semantic = AUX_WEIGHT * F.cross_entropy(aux, batch.target, ignore_index=IGNORE) + ohem_by_sort(main, batch.target)
+    semantic = AUX_WEIGHT * F.cross_entropy(
+        aux, batch.target, ignore_index=IGNORE
+    ) + ohem_by_sort(main, batch.target)
     boundary = BOUNDARY_WEIGHT * _weighted_bce(edges, batch.edges)
     filler = torch.full_like(batch.target, IGNORE)
-    at_edges = ohem_by_sort(main, torch.where(torch.sigmoid(edges[:, 0]) > EDGE, batch.target, filler))
+    at_edges = ohem_by_sort(
+        main, torch.where(torch.sigmoid(edges[:, 0]) > EDGE, batch.target, filler)
+    )
     loss = semantic + boundary + at_edges
     model.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
@@ -62,14 +70,18 @@ def pidnet_style(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batc
 
 def ohem_by_sort(logits: Tensor, target: Tensor) -> Tensor:
     """Mean cross-entropy of the pixels whose class is predicted with less than the threshold, of at least OHEM_KEPT."""
-    losses = F.cross_entropy(logits, target, ignore_index=IGNORE, reduction="none").view(-1)
+    losses = F.cross_entropy(
+        logits, target, ignore_index=IGNORE, reduction="none"
+    ).view(-1)
     mask = target.view(-1) != IGNORE
     known = torch.where(target == IGNORE, 0, target)
     chances = F.softmax(logits, dim=1).gather(1, known.unsqueeze(1)).view(-1)[mask]
     if not chances.numel():
         return logits.sum() * 0
     ordered, places = chances.contiguous().sort()
-    threshold = torch.clamp(ordered[min(OHEM_KEPT, ordered.numel() - 1)], min=OHEM_THRESHOLD)
+    threshold = torch.clamp(
+        ordered[min(OHEM_KEPT, ordered.numel() - 1)], min=OHEM_THRESHOLD
+    )
     kept = losses[mask][places][ordered < threshold]
     return kept.mean()
 
@@ -103,7 +115,8 @@ def torchvision_style(
         heads = model.logits(batch.image, aux=True)  # type: ignore[operator]
         size = batch.target.shape[-2:]
         main, aux = (
-            F.interpolate(heads[name], size=size, mode="bilinear", align_corners=False) for name in ("main", "aux_p")
+            F.interpolate(heads[name], size=size, mode="bilinear", align_corners=False)
+            for name in ("main", "aux_p")
         )
         loss = F.cross_entropy(main, batch.target, ignore_index=IGNORE)
         loss = loss + 0.5 * F.cross_entropy(aux, batch.target, ignore_index=IGNORE)

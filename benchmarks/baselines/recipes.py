@@ -22,7 +22,9 @@ from torchvision.transforms import v2
 
 IGNORE = 255
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-Recipe = Callable[[str, str], tuple[Any, Any]]  # image file and mask file to image and target
+Recipe = Callable[
+    [str, str], tuple[Any, Any]
+]  # image file and mask file to image and target
 
 
 def factor(scale: tuple[float, float]) -> float:
@@ -37,10 +39,19 @@ class Torchvision:
     image and target uint8, which the reference does not.
     """
 
-    def __init__(self, crop: int, scale: tuple[float, float], *, color: bool = True, raw: bool = False) -> None:
+    def __init__(
+        self,
+        crop: int,
+        scale: tuple[float, float],
+        *,
+        color: bool = True,
+        raw: bool = False,
+    ) -> None:
         self.scale, self.color, self.raw = scale, color, raw
         self.crop = v2.RandomCrop(
-            crop, pad_if_needed=True, fill={tv_tensors.Image: 0, Image.Image: 0, tv_tensors.Mask: IGNORE}
+            crop,
+            pad_if_needed=True,
+            fill={tv_tensors.Image: 0, Image.Image: 0, tv_tensors.Mask: IGNORE},
         )
         self.flip = v2.RandomHorizontalFlip(0.5)
         self.jitter = v2.ColorJitter(0.2, 0.2, 0.2, 0.02)
@@ -59,7 +70,9 @@ class Torchvision:
         image = F.pil_to_tensor(image)
         if self.raw:
             return image, mask[0]
-        return self.normalise(F.to_dtype(image, torch.float32, scale=True)), mask[0].to(torch.int64)
+        return self.normalise(F.to_dtype(image, torch.float32, scale=True)), mask[0].to(
+            torch.int64
+        )
 
 
 class Mmseg:
@@ -83,11 +96,15 @@ class Mmseg:
         if random.random() < 0.5:
             image, mask = np.flip(image, axis=1), np.flip(mask, axis=1)
         image = self._distorted(np.ascontiguousarray(image))
-        return torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1))), torch.from_numpy(mask.astype(np.int64))
+        return torch.from_numpy(
+            np.ascontiguousarray(image.transpose(2, 0, 1))
+        ), torch.from_numpy(mask.astype(np.int64))
 
     def _box(self, mask: Any) -> tuple[slice, slice]:
         for _ in range(10):
-            row, column = (random.randint(0, max(length - self.crop, 0)) for length in mask.shape)
+            row, column = (
+                random.randint(0, max(length - self.crop, 0)) for length in mask.shape
+            )
             box = slice(row, row + self.crop), slice(column, column + self.crop)
             labels, counts = np.unique(mask[box], return_counts=True)
             counts = counts[labels != IGNORE]
@@ -97,7 +114,9 @@ class Mmseg:
 
     def _distorted(self, image: Any) -> Any:
         def convert(pixels: Any, alpha: float = 1.0, beta: float = 0.0) -> Any:
-            return np.clip(pixels.astype(np.float32) * alpha + beta, 0, 255).astype(np.uint8)
+            return np.clip(pixels.astype(np.float32) * alpha + beta, 0, 255).astype(
+                np.uint8
+            )
 
         if random.randint(0, 1):
             image = convert(image, beta=random.uniform(-32, 32))
@@ -143,15 +162,23 @@ class Pidnet:
         image = image.transpose((2, 0, 1))
         flip = np.random.choice(2) * 2 - 1
         image, mask, edge = image[:, :, ::flip], mask[:, ::flip], edge[:, ::flip]
-        return np.ascontiguousarray(image, np.float32), (mask.astype(np.int64), edge.copy())
+        return np.ascontiguousarray(image, np.float32), (
+            mask.astype(np.int64),
+            edge.copy(),
+        )
 
     def _cropped(self, *arrays: Any) -> list[Any]:
         height, width = arrays[0].shape[:2]
         below, right = max(self.crop - height, 0), max(self.crop - width, 0)
-        row, column = random.randint(0, height + below - self.crop), random.randint(0, width + right - self.crop)
+        row, column = (
+            random.randint(0, height + below - self.crop),
+            random.randint(0, width + right - self.crop),
+        )
         found = []
         for array, fill in zip(arrays, ((0, 0, 0), (IGNORE,), (0,)), strict=True):
             if below or right:
-                array = cv2.copyMakeBorder(array, 0, below, 0, right, cv2.BORDER_CONSTANT, value=fill)
+                array = cv2.copyMakeBorder(
+                    array, 0, below, 0, right, cv2.BORDER_CONSTANT, value=fill
+                )
             found.append(array[row : row + self.crop, column : column + self.crop])
         return found

@@ -17,17 +17,23 @@ IGNORED = 255
 def torchvision(logits: Tensor, target: Tensor) -> Tensor:
     """Confusion (C, C). Source: torchvision, references/segmentation: `evaluate`, `ConfusionMatrix.update`."""
     num = logits.shape[1]
-    output = F.interpolate(logits, size=target.shape[-2:], mode="bilinear", align_corners=False)
+    output = F.interpolate(
+        logits, size=target.shape[-2:], mode="bilinear", align_corners=False
+    )
     wanted, found = target.flatten(), output.argmax(1).flatten()
     known = (wanted >= 0) & (wanted < num)
-    return torch.bincount(num * wanted[known] + found[known], minlength=num**2).reshape(num, num)
+    return torch.bincount(num * wanted[known] + found[known], minlength=num**2).reshape(
+        num, num
+    )
 
 
 def pidnet(logits: Tensor, target: Tensor) -> NDArray[np.float64]:
     """Confusion (C, C). Source: PIDNet, `validate` and `get_confusion_matrix`; for one head, theirs does it for two."""
     num, size = logits.shape[1], target.shape[-2:]
     output = F.interpolate(logits, size=size, mode="bilinear", align_corners=True)
-    found = np.asarray(np.argmax(output.cpu().numpy().transpose(0, 2, 3, 1), axis=3), dtype=np.uint8)
+    found = np.asarray(
+        np.argmax(output.cpu().numpy().transpose(0, 2, 3, 1), axis=3), dtype=np.uint8
+    )
     wanted = np.asarray(target.cpu().numpy()[:, : size[0], : size[1]], dtype=int)
     known = wanted != IGNORED
     counts = np.bincount((wanted[known] * num + found[known]).astype("int32"))
@@ -47,10 +53,15 @@ def mmseg(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     num, size = logits.shape[1], target.shape[-2:]
     resized = F.interpolate(logits, size=size, mode="bilinear", align_corners=False)
-    output = F.interpolate(resized[:1], size=size, mode="bilinear", align_corners=False).squeeze(0)
+    output = F.interpolate(
+        resized[:1], size=size, mode="bilinear", align_corners=False
+    ).squeeze(0)
     found, wanted = output.argmax(dim=0), target[0]
     known = wanted != IGNORED
     found, wanted = found[known], wanted[known]
     both = found[found == wanted]
-    counts = (torch.histc(ids.float(), bins=num, min=0, max=num - 1) for ids in (both, found, wanted))
+    counts = (
+        torch.histc(ids.float(), bins=num, min=0, max=num - 1)
+        for ids in (both, found, wanted)
+    )
     return tuple(counts)  # type: ignore[return-value]

@@ -36,7 +36,11 @@ from segpipe.train.validate import predict
 
 HERE = Path(__file__).parent
 SHOWN = (5, 21)  # validation images
-SCENE, FRAMES, FPS = 5, 36, 12.0  # the street of the drive, which no training image shows
+SCENE, FRAMES, FPS = (
+    5,
+    36,
+    12.0,
+)  # the street of the drive, which no training image shows
 STILLS = (0, 17, 35)  # frames of the drive
 
 
@@ -47,9 +51,25 @@ def draw_result(run: Path) -> None:
     rows = []
     for index in SHOWN:
         image, target = samples.read(index)
-        pred = predict(trained.model, trained.preprocess, torch.from_numpy(image)[None])[0].numpy()
-        rows.append(np.hstack([image, *(blend(image, ids, samples.classes.palette) for ids in (target, pred))]))
-    cv2.imwrite(str(HERE / "result.jpg"), np.vstack(rows)[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 90])
+        pred = predict(
+            trained.model, trained.preprocess, torch.from_numpy(image)[None]
+        )[0].numpy()
+        rows.append(
+            np.hstack(
+                [
+                    image,
+                    *(
+                        blend(image, ids, samples.classes.palette)
+                        for ids in (target, pred)
+                    ),
+                ]
+            )
+        )
+    cv2.imwrite(
+        str(HERE / "result.jpg"),
+        np.vstack(rows)[..., ::-1],
+        [cv2.IMWRITE_JPEG_QUALITY, 90],
+    )
 
 
 def draw_predict(run: Path) -> None:
@@ -57,19 +77,37 @@ def draw_predict(run: Path) -> None:
     size = load_network(run, "last").config.data.size
     with tempfile.TemporaryDirectory() as made:
         drive, out = Path(made) / "drive.avi", Path(made) / "out"
-        writer = cv2.VideoWriter(str(drive), cv2.VideoWriter.fourcc(*"MJPG"), FPS, (size[1], size[0]))
+        writer = cv2.VideoWriter(
+            str(drive), cv2.VideoWriter.fourcc(*"MJPG"), FPS, (size[1], size[0])
+        )
         for frame in _drive((size[0], size[1])):
             writer.write(np.ascontiguousarray(frame[..., ::-1]))
         writer.release()
-        command = [sys.executable, "-m", "segpipe", "predict", f"run={run}", f"source={drive}", f"out={out}"]
+        command = [
+            sys.executable,
+            "-m",
+            "segpipe",
+            "predict",
+            f"run={run}",
+            f"source={drive}",
+            f"out={out}",
+        ]
         subprocess.run(command, check=True)
         rows = [
-            np.hstack([frame for number, frame in enumerate(read_frames(path)) if number in STILLS])
+            np.hstack(
+                [
+                    frame
+                    for number, frame in enumerate(read_frames(path))
+                    if number in STILLS
+                ]
+            )
             for path in (drive, out / "overlays" / "drive.mp4")
         ]
         legend = cv2.imread(str(out / "overlays" / "drive.legend.png"))[..., ::-1]
     picture = beside(np.vstack(rows), np.asarray(legend, np.uint8))
-    cv2.imwrite(str(HERE / "predict.jpg"), picture[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 88])
+    cv2.imwrite(
+        str(HERE / "predict.jpg"), picture[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 88]
+    )
 
 
 def _drive(size: tuple[int, int]) -> Iterator[NDArray[np.uint8]]:
@@ -88,7 +126,9 @@ def _drive(size: tuple[int, int]) -> Iterator[NDArray[np.uint8]]:
             )
 
         with patch.object(scenes, "_camera", moved):
-            yield scenes.paint_scene(generator(sample_key(0, 0, SCENE, "scene/val")), size)[0]
+            yield scenes.paint_scene(
+                generator(sample_key(0, 0, SCENE, "scene/val")), size
+            )[0]
 
 
 def draw_divergence(run: Path) -> None:
@@ -101,10 +141,17 @@ def draw_divergence(run: Path) -> None:
             for kind in ("images", "masks"):
                 (folder / "data" / kind / split).mkdir(parents=True)
             for index in range(8):
-                for kind, pixels in zip(("images", "masks"), samples.read(index), strict=True):
+                for kind, pixels in zip(
+                    ("images", "masks"), samples.read(index), strict=True
+                ):
                     path = folder / "data" / kind / split / f"street_{index:03d}.png"
-                    cv2.imwrite(str(path), pixels[..., ::-1] if pixels.ndim == 3 else pixels)
-        table = {"names": list(samples.classes.names), "palette": [list(color) for color in samples.classes.palette]}
+                    cv2.imwrite(
+                        str(path), pixels[..., ::-1] if pixels.ndim == 3 else pixels
+                    )
+        table = {
+            "names": list(samples.classes.names),
+            "palette": [list(color) for color in samples.classes.palette],
+        }
         (folder / "data" / "classes.yaml").write_text(yaml.safe_dump(table))
         _train(folder, "A")
         mask = folder / "data" / "masks" / "train" / "street_006.png"
@@ -121,7 +168,9 @@ def draw_divergence(run: Path) -> None:
     console.print(Text("$ segpipe compare runs/A runs/B", style="bold"))
     console.print(Text.from_ansi(shown.stdout))
     svg = console.export_svg(title="")
-    (HERE / "divergence.svg").write_text(re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL))  # no web fonts
+    (HERE / "divergence.svg").write_text(
+        re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
+    )  # no web fonts
 
 
 def _train(folder: Path, name: str) -> None:
@@ -132,7 +181,10 @@ def _train(folder: Path, name: str) -> None:
         "export.enabled=false", "augment.check=false", f"run.name={name}",
     )  # fmt: skip
     subprocess.run(
-        [sys.executable, "-m", "segpipe", "train", *settings], cwd=folder, check=True, stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "segpipe", "train", *settings],
+        cwd=folder,
+        check=True,
+        stdout=subprocess.DEVNULL,
     )
 
 

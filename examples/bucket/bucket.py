@@ -37,26 +37,49 @@ class Bucket(Wrapped):
 
     def __init__(self, root: str, split: str, cache: str) -> None:
         self.root = root.rstrip("/")
-        digest = hashlib.sha256(self.root.encode()).hexdigest()[:8]  # s3://a-b and s3://a_b are two data sets
-        self.cache = Path(cache).expanduser() / "-".join([re.sub(r"\W+", "_", self.root), digest])
+        digest = hashlib.sha256(self.root.encode()).hexdigest()[
+            :8
+        ]  # s3://a-b and s3://a_b are two data sets
+        self.cache = Path(cache).expanduser() / "-".join(
+            [re.sub(r"\W+", "_", self.root), digest]
+        )
         self._own: tuple[int, Any] = (0, None)  # process and file system
-        with self._fetched(f"{split}.csv").open(encoding="utf-8-sig", newline="") as listing:
+        with self._fetched(f"{split}.csv").open(
+            encoding="utf-8-sig", newline=""
+        ) as listing:
             rows = list(csv.DictReader(listing))
         if not rows or not {"image", "mask"} <= rows[0].keys():
-            raise DataError(f"{self.root}/{split}.csv has no rows below a header with image and mask.")
+            raise DataError(
+                f"{self.root}/{split}.csv has no rows below a header with image and mask."
+            )
         table = load_masks(self._fetched("classes.yaml"))
         if lacking := [row for row in rows if not (row["image"] and row["mask"])]:
-            raise DataError(f"{self.root}/{split}.csv: {list(lacking[0].values())} is not an image and its mask.")
+            raise DataError(
+                f"{self.root}/{split}.csv: {list(lacking[0].values())} is not an image and its mask."
+            )
         rows.sort(key=lambda row: _name(row["image"]))
         for before, row in pairwise(rows):
             if _name(before["image"]) == _name(row["image"]):
-                raise DataError(f"{self.root}/{split}.csv has {_name(row['image'])} twice. Leave one of them.")
+                raise DataError(
+                    f"{self.root}/{split}.csv has {_name(row['image'])} twice. Leave one of them."
+                )
         self.objects = [(row["image"], row["mask"]) for row in rows]
-        pairs = (Pair(_name(i), str(self._local(i)), str(self._local(m))) for i, m in self.objects)
+        pairs = (
+            Pair(_name(i), str(self._local(i)), str(self._local(m)))
+            for i, m in self.objects
+        )
         first = str(self._fetched(self.objects[0][1]))
         self.samples = FileSamples(settled(table, [first]), tuple(pairs))
-        self.sizes = [(int(row["height"]), int(row["width"])) for row in rows if row.get("height") and row.get("width")]
-        self.sizes = self.sizes if len(self.sizes) == len(rows) else [read_header(first)[:2]] * len(rows)
+        self.sizes = [
+            (int(row["height"]), int(row["width"]))
+            for row in rows
+            if row.get("height") and row.get("width")
+        ]
+        self.sizes = (
+            self.sizes
+            if len(self.sizes) == len(rows)
+            else [read_header(first)[:2]] * len(rows)
+        )
 
     def read(self, index: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """Image and train ids, as of files on a disk. Raises DataError naming the object."""
@@ -85,7 +108,9 @@ class Bucket(Wrapped):
         try:
             content = self._files().cat_file(f"{self.root}/{name}")
         except Exception as error:  # each file system has errors of its own
-            raise DataError(f"{self.root}/{name} cannot be read: {type(error).__name__}: {error}.") from error
+            raise DataError(
+                f"{self.root}/{name} cannot be read: {type(error).__name__}: {error}."
+            ) from error
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(f".{path.name}.{os.getpid()}.{get_native_id()}")
         try:
@@ -102,7 +127,10 @@ class Bucket(Wrapped):
         """The file system of this process: one from before a fork has lost its threads."""
         if self._own[0] != os.getpid():
             protocol = fsspec.utils.get_protocol(self.root)
-            self._own = os.getpid(), fsspec.filesystem(protocol, skip_instance_cache=True)
+            self._own = (
+                os.getpid(),
+                fsspec.filesystem(protocol, skip_instance_cache=True),
+            )
         return self._own[1]
 
 

@@ -24,12 +24,17 @@ def draw(folder: Path, num: dict[str, int]) -> None:
             mask = np.zeros(SIZE, np.uint8)
             for label, color in COLORS.items():
                 x, y, width, height = (
-                    int(draws.integers(low, high)) for low, high in ((0, 90), (0, 50), (15, 38), (20, 46))
+                    int(draws.integers(low, high))
+                    for low, high in ((0, 90), (0, 50), (15, 38), (20, 46))
                 )
                 cv2.rectangle(image, (x, y), (x + width, y + height), color, -1)
                 cv2.rectangle(mask, (x, y), (x + width, y + height), label, -1)
             mask[:2] = 255
-            row = {"split": split, "image": f"{split}{number:02d}.png", "mask": f"{split}{number:02d}_mask.png"}
+            row = {
+                "split": split,
+                "image": f"{split}{number:02d}.png",
+                "mask": f"{split}{number:02d}_mask.png",
+            }
             cv2.imwrite(str(folder / row["image"]), image)
             cv2.imwrite(str(folder / row["mask"]), mask)
             rows.append(row)

@@ -23,7 +23,10 @@ def turned(picture: Uint8, angle: float, *, smooth: bool) -> Uint8:
     height, width = picture.shape[:2]
     matrix = cv2.getRotationMatrix2D((width / 2, height / 2), angle, 1.0)
     how, corner = (cv2.INTER_LINEAR, (0, 0, 0)) if smooth else (cv2.INTER_NEAREST, 255)
-    return np.asarray(cv2.warpAffine(picture, matrix, (width, height), flags=how, borderValue=corner), np.uint8)
+    return np.asarray(
+        cv2.warpAffine(picture, matrix, (width, height), flags=how, borderValue=corner),
+        np.uint8,
+    )
 
 
 class Augmentor:
@@ -37,10 +40,14 @@ class Augmentor:
         self.angle = chance.uniform(-LARGEST, LARGEST)
 
     def __call__(self, image: Uint8, target: Uint8) -> tuple[Uint8, Uint8]:
-        return turned(image, self.angle, smooth=True), turned(target, self.angle, smooth=False)
+        return turned(image, self.angle, smooth=True), turned(
+            target, self.angle, smooth=False
+        )
 
 
-AUGMENTOR = Augmentor()  # the bug: one instance for all samples holds the parameters of one
+AUGMENTOR = (
+    Augmentor()
+)  # the bug: one instance for all samples holds the parameters of one
 
 
 def racy(image: Uint8, target: Uint8, chance: random.Random) -> tuple[Uint8, Uint8]:

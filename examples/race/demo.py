@@ -53,7 +53,11 @@ class Sizes:
     size: tuple[int, int] = (96, 192)  # height, width
     crop: tuple[int, int] = (96, 128)
     epochs: int = 2  # of the ordinary trainer
-    workers: tuple[int, ...] = (2, 2, 3)  # of the three trainings of the ordinary trainer
+    workers: tuple[int, ...] = (
+        2,
+        2,
+        3,
+    )  # of the three trainings of the ordinary trainer
     steps: int = 12  # of segpipe, 16 samples each
     canary: int = 20
 
@@ -63,7 +67,9 @@ class Demo:
     """The parts of the demo; each returns whether the result was as expected."""
 
     console: Console
-    start: Callable[[list[str]], tuple[int, str]]  # settings of segpipe -> exit code and stderr
+    start: Callable[
+        [list[str]], tuple[int, str]
+    ]  # settings of segpipe -> exit code and stderr
     folder: Path
     sizes: Sizes = field(default_factory=Sizes)
 
@@ -75,7 +81,11 @@ class Demo:
         self._title("2  segpipe does not start with it", CHECK)
         passed.append(self._segpipe(REFUSED, "refused", "augment.extra=[racy]"))
         self._title("3  The run itself notices", CANARY.format(every=self.sizes.canary))
-        passed.append(self._segpipe(REFUSED, "caught", "augment.extra=[racy]", "augment.check=false", canary))
+        passed.append(
+            self._segpipe(
+                REFUSED, "caught", "augment.extra=[racy]", "augment.check=false", canary
+            )
+        )
         self._title("4  Without the bug there is no report", REPAIR)
         passed.append(self._ordinary(augment.repaired) == 0)
         self.console.print(FIXED)
@@ -89,15 +99,38 @@ class Demo:
     def _ordinary(self, change: plain.Augment) -> int:
         """Number of samples that differed between the trainings; saves a picture of one."""
         sizes = self.sizes
-        samples = SyntheticSamples(seed=0, split="train", num=sizes.num, size=sizes.size)
-        first, *others = [plain.train(samples, change, workers=number, epochs=sizes.epochs) for number in sizes.workers]
-        table = Table("training", "workers", "errors", "last loss", "samples that differ from training 1")
+        samples = SyntheticSamples(
+            seed=0, split="train", num=sizes.num, size=sizes.size
+        )
+        first, *others = [
+            plain.train(samples, change, workers=number, epochs=sizes.epochs)
+            for number in sizes.workers
+        ]
+        table = Table(
+            "training",
+            "workers",
+            "errors",
+            "last loss",
+            "samples that differ from training 1",
+        )
         table.add_row("1", str(sizes.workers[0]), "none", f"{first.loss:.6f}", "")
         differing = []
-        for number, (workers, run) in enumerate(zip(sizes.workers[1:], others, strict=True), 2):
-            members = [member for member in sorted(run.seen) if _differ(first.seen[member], run.seen[member])]
+        for number, (workers, run) in enumerate(
+            zip(sizes.workers[1:], others, strict=True), 2
+        ):
+            members = [
+                member
+                for member in sorted(run.seen)
+                if _differ(first.seen[member], run.seen[member])
+            ]
             differing += [(number, run, member) for member in members]
-            table.add_row(str(number), str(workers), "none", f"{run.loss:.6f}", f"{len(members)} of {len(run.seen)}")
+            table.add_row(
+                str(number),
+                str(workers),
+                "none",
+                f"{run.loss:.6f}",
+                f"{len(members)} of {len(run.seen)}",
+            )
         self.console.print(table)
         if differing:
             number, run, member = differing[0]
@@ -113,7 +146,10 @@ class Demo:
         path = self.folder / "outcomes.png"
         self.folder.mkdir(parents=True, exist_ok=True)
         cv2.imwrite(str(path), picture[..., ::-1])
-        self.console.print(f"One of them, with the same random numbers in each training: {path}", soft_wrap=True)
+        self.console.print(
+            f"One of them, with the same random numbers in each training: {path}",
+            soft_wrap=True,
+        )
 
     def _segpipe(self, expected: int, name: str, *changes: str) -> bool:
         """Whether a training by segpipe ended with the exit code `expected`."""
@@ -121,14 +157,20 @@ class Demo:
         self.console.print(command, style="bold", markup=False, soft_wrap=True)
         code, said = self.start([*self._settings(), f"run.name={name}", *changes])
         text = said if code else "trained to the end"
-        self.console.print(Text(f"{text}\nexit code {code}", style="red" if code else "green"))
+        self.console.print(
+            Text(f"{text}\nexit code {code}", style="red" if code else "green")
+        )
         if code != expected:
-            self.console.print(Text(f"exit code {expected} was expected", style="bold red"))
+            self.console.print(
+                Text(f"exit code {expected} was expected", style="bold red")
+            )
         return code == expected
 
     def _settings(self) -> list[str]:
         sizes = self.sizes
-        size, crop = (f"[{height},{width}]" for height, width in (sizes.size, sizes.crop))
+        size, crop = (
+            f"[{height},{width}]" for height, width in (sizes.size, sizes.crop)
+        )
         return [
             f"run.root={self.folder}", "run.exists=replace", "data=synthetic", f"data.size={size}",
             f"data.num_train={sizes.num}", "data.num_val=4", f"data.workers={sizes.workers[0]}",
@@ -146,10 +188,27 @@ def _picture(samples: Samples, pairs: dict[str, plain.Pair]) -> augment.Uint8:
     """The pairs side by side: the image, and below it the image blended with its class colors."""
     columns = []
     for caption, (image, target) in pairs.items():
-        column = np.vstack([image, blend(image, target, samples.classes.palette)]).repeat(2, axis=0).repeat(2, axis=1)
+        column = (
+            np.vstack([image, blend(image, target, samples.classes.palette)])
+            .repeat(2, axis=0)
+            .repeat(2, axis=1)
+        )
         head = np.full((28, column.shape[1], 3), 255, np.uint8)
-        cv2.putText(head, caption, (6, 20), cv2.FONT_HERSHEY_SIMPLEX, 0.55, (0, 0, 0), 1, cv2.LINE_AA)
-        columns.append(np.pad(np.vstack([head, column]), ((4, 4), (4, 4), (0, 0)), constant_values=255))
+        cv2.putText(
+            head,
+            caption,
+            (6, 20),
+            cv2.FONT_HERSHEY_SIMPLEX,
+            0.55,
+            (0, 0, 0),
+            1,
+            cv2.LINE_AA,
+        )
+        columns.append(
+            np.pad(
+                np.vstack([head, column]), ((4, 4), (4, 4), (0, 0)), constant_values=255
+            )
+        )
     return np.hstack(columns)
 
 
@@ -162,15 +221,30 @@ def in_a_process(settings: list[str]) -> tuple[int, str]:
 
 def main(arguments: list[str]) -> int:
     """Exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=Path, default=HERE.parents[1] / "runs" / "race", help="of the runs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        default=HERE.parents[1] / "runs" / "race",
+        help="of the runs",
+    )
     folder = parser.parse_args(arguments).folder
     console = Console(highlight=False)
     torch.set_num_threads(1)
     cv2.setNumThreads(0)
     fine = Demo(console, in_a_process, folder.resolve()).story()
-    verdict = "Found at the start and during the run; silent once fixed." if fine else "Something went differently."
-    console.print(f"\n{verdict} See docs/race.md for what is guaranteed.", style="bold green" if fine else "bold red")
+    verdict = (
+        "Found at the start and during the run; silent once fixed."
+        if fine
+        else "Something went differently."
+    )
+    console.print(
+        f"\n{verdict} See docs/race.md for what is guaranteed.",
+        style="bold green" if fine else "bold red",
+    )
     return 0 if fine else 1
 
 

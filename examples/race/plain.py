@@ -49,20 +49,36 @@ class Frames(Dataset[Any]):
         return member, torch.from_numpy(image), torch.from_numpy(target)
 
 
-def train(samples: Samples, augment: Augment, *, workers: int, epochs: int, batch: int = 8) -> Trained:
+def train(
+    samples: Samples, augment: Augment, *, workers: int, epochs: int, batch: int = 8
+) -> Trained:
     """Train a small network; the order of the samples is always the same."""
     torch.manual_seed(0)
     network = nn.Sequential(
-        nn.Conv2d(3, 16, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(16, samples.classes.num_classes, 3, padding=1)
+        nn.Conv2d(3, 16, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, samples.classes.num_classes, 3, padding=1),
     )
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    places = [(epoch, index) for epoch in range(epochs) for index in range(len(samples))]
+    places = [
+        (epoch, index) for epoch in range(epochs) for index in range(len(samples))
+    ]
     batches = [places[start : start + batch] for start in range(0, len(places), batch)]
     trained = Trained()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
-        warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
-        loader = iter(DataLoader(Frames(samples, augment), batch_sampler=batches, num_workers=workers))
+        warnings.filterwarnings(
+            "ignore", message="This DataLoader will create", category=UserWarning
+        )
+        warnings.filterwarnings(
+            "ignore",
+            message=".*multi-threaded, use of fork",
+            category=DeprecationWarning,
+        )
+        loader = iter(
+            DataLoader(
+                Frames(samples, augment), batch_sampler=batches, num_workers=workers
+            )
+        )
     for (epochs_of, indices), image, target in loader:
         logits = network(image.permute(0, 3, 1, 2) / 255)
         loss = F.cross_entropy(logits, target[:, ::2, ::2].long(), ignore_index=255)
@@ -71,5 +87,7 @@ def train(samples: Samples, augment: Augment, *, workers: int, epochs: int, batc
         optimizer.step()
         trained.loss = float(loss.detach())
         members = zip(epochs_of.tolist(), indices.tolist(), strict=True)
-        trained.seen.update(zip(members, zip(image.numpy(), target.numpy(), strict=True), strict=True))
+        trained.seen.update(
+            zip(members, zip(image.numpy(), target.numpy(), strict=True), strict=True)
+        )
     return trained

@@ -43,7 +43,10 @@ def rule_problems(model: onnx.ModelProto) -> list[str]:
     needs int8 with zero points of 0.
     """
     graph = onnx.shape_inference.infer_shapes(model).graph
-    types = {value.name: value.type.tensor_type.elem_type for value in (*graph.value_info, *graph.input, *graph.output)}
+    types = {
+        value.name: value.type.tensor_type.elem_type
+        for value in (*graph.value_info, *graph.input, *graph.output)
+    }
     types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
     found = []
     for node in graph.node:
@@ -53,17 +56,27 @@ def rule_problems(model: onnx.ModelProto) -> list[str]:
             found.append(
                 f"{node.op_type} {node.name} quantises to uint8, but TensorRT has int8 with zero point 0 only."
             )
-        elif reads and not (node.op_type == "Cast" and types.get(node.output[0]) in _FLOATS):
-            found.append(f"{node.op_type} {node.name} reads uint8, but only a Cast to float may.")
-        elif writes and not (node.op_type == "Cast" and types.get(node.input[0]) in _FLOATS):
-            found.append(f"{node.op_type} {node.name} writes uint8 from another type than float.")
+        elif reads and not (
+            node.op_type == "Cast" and types.get(node.output[0]) in _FLOATS
+        ):
+            found.append(
+                f"{node.op_type} {node.name} reads uint8, but only a Cast to float may."
+            )
+        elif writes and not (
+            node.op_type == "Cast" and types.get(node.input[0]) in _FLOATS
+        ):
+            found.append(
+                f"{node.op_type} {node.name} writes uint8 from another type than float."
+            )
     return found
 
 
 def require_rules(model: onnx.ModelProto) -> None:
     """Raises EngineError with the first rule that the graph breaks."""
     if found := rule_problems(model):
-        raise EngineError(f"TensorRT cannot run this graph: {found[0]} Export with export.profile=isaac.")
+        raise EngineError(
+            f"TensorRT cannot run this graph: {found[0]} Export with export.profile=isaac."
+        )
 
 
 class TensorRt:
@@ -75,7 +88,12 @@ class TensorRt:
     plans: ClassVar[dict[bytes, bytes]] = {}  # by content of the ONNX file
 
     def __init__(
-        self, model: bytes, *, threads: int = 1, providers: Sequence[str] | None = None, oldest: str = ""
+        self,
+        model: bytes,
+        *,
+        threads: int = 1,
+        providers: Sequence[str] | None = None,
+        oldest: str = "",
     ) -> None:
         import tensorrt as trt
 
@@ -85,11 +103,23 @@ class TensorRt:
         require_rules(self._model)
         self.plan = self.plans[model] if model in self.plans else self._build()
         self.plans[model] = self.plan
-        self._engine = trt.Runtime(trt.Logger(trt.Logger.ERROR)).deserialize_cuda_engine(self.plan)
+        self._engine = trt.Runtime(
+            trt.Logger(trt.Logger.ERROR)
+        ).deserialize_cuda_engine(self.plan)
         self._context = self._engine.create_execution_context()
-        names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
-        inputs = [name for name in names if self._engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
-        self._input, self._outputs = inputs[0], [name for name in names if name not in inputs]
+        names = [
+            self._engine.get_tensor_name(index)
+            for index in range(self._engine.num_io_tensors)
+        ]
+        inputs = [
+            name
+            for name in names
+            if self._engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT
+        ]
+        self._input, self._outputs = (
+            inputs[0],
+            [name for name in names if name not in inputs],
+        )
 
     def _build(self) -> bytes:
         trt = self._trt
@@ -102,7 +132,9 @@ class TensorRt:
         if not parser.parse(self._model.SerializeToString()):
             raise EngineError(f"TensorRT cannot parse it: {parser.get_error(0)}.")
         config = builder.create_builder_config()
-        config.clear_flag(trt.BuilderFlag.TF32)  # on by default, with 10 bits of mantissa
+        config.clear_flag(
+            trt.BuilderFlag.TF32
+        )  # on by default, with 10 bits of mantissa
         plan = builder.build_serialized_network(network, config)
         if plan is None:
             raise EngineError("TensorRT could not build an engine; its log says why.")
@@ -110,9 +142,13 @@ class TensorRt:
 
     def metadata(self, key: str) -> str:
         """Entry of the file's metadata_props; "" when there is none."""
-        return {entry.key: entry.value for entry in self._model.metadata_props}.get(key, "")
+        return {entry.key: entry.value for entry in self._model.metadata_props}.get(
+            key, ""
+        )
 
-    def prepare(self, outputs: list[str]) -> tuple[Callable[[Array], list[Array]], Callable[[], None]]:
+    def prepare(
+        self, outputs: list[str]
+    ) -> tuple[Callable[[Array], list[Array]], Callable[[], None]]:
         """A run of one input batch for these outputs, and a function that does nothing."""
 
         def run(batch: Array) -> list[Array]:
@@ -123,14 +159,18 @@ class TensorRt:
                 self._context.set_tensor_address(name, tensor.data_ptr())
             stream = torch.cuda.current_stream() if DEVICE == "cuda" else None
             if not self._context.execute_async_v3(stream.cuda_stream if stream else 0):
-                raise RuntimeError("TensorRT could not run the engine; its log says why")
+                raise RuntimeError(
+                    "TensorRT could not run the engine; its log says why"
+                )
             if stream:
                 stream.synchronize()
             return [answers[name].cpu().numpy() for name in outputs]
 
         return run, lambda: None
 
-    def bound(self, batch: Array, outputs: dict[str, tuple[int, ...]]) -> Callable[[], None]:
+    def bound(
+        self, batch: Array, outputs: dict[str, tuple[int, ...]]
+    ) -> Callable[[], None]:
         """A run of this batch; with copies."""
         run, _ = self.prepare(list(outputs))
         return lambda: (run(batch), None)[1]
@@ -138,15 +178,20 @@ class TensorRt:
     def _empty(self, name: str) -> torch.Tensor:
         kind = np.dtype(self._trt.nptype(self._engine.get_tensor_dtype(name)))
         dtype = torch.from_numpy(np.empty(0, kind)).dtype
-        return torch.empty(tuple(self._context.get_tensor_shape(name)), dtype=dtype, device=DEVICE)
+        return torch.empty(
+            tuple(self._context.get_tensor_shape(name)), dtype=dtype, device=DEVICE
+        )
 
 
 def golden_agreement(engine: TensorRt, folder: Path, profile: str) -> float:
     """Least share of equal mask pixels over the golden frames."""
     run, _ = engine.prepare(["mask"])
-    images, masks = (np.load(folder / "golden" / f"{name}.npy") for name in ("image", "mask"))
+    images, masks = (
+        np.load(folder / "golden" / f"{name}.npy") for name in ("image", "mask")
+    )
     found = [
-        (run(PROFILES[profile].encode(image))[0][0] == mask).mean() for image, mask in zip(images, masks, strict=True)
+        (run(PROFILES[profile].encode(image))[0][0] == mask).mean()
+        for image, mask in zip(images, masks, strict=True)
     ]
     return float(min(found))
 
@@ -161,18 +206,32 @@ def main(arguments: Sequence[str]) -> int:
         manifest = read_manifest(folder)
         ENGINES["tensorrt"] = TensorRt
         content = (folder / "model.onnx").read_bytes()
-        require_rules(onnx.load_from_string(content))  # before the gates, since its message names the rule
+        require_rules(
+            onnx.load_from_string(content)
+        )  # before the gates, since its message names the rule
         TensorRt.plans.clear()
-        report = verify({"run": str(run), "which": "last", "artifact": str(folder)}, engines=["tensorrt"])
+        report = verify(
+            {"run": str(run), "which": "last", "artifact": str(folder)},
+            engines=["tensorrt"],
+        )
         if content not in TensorRt.plans:
-            print(f"{folder / 'model.onnx'} was altered during the gates: the engine is not written", file=sys.stderr)
+            print(
+                f"{folder / 'model.onnx'} was altered during the gates: the engine is not written",
+                file=sys.stderr,
+            )
             return 7
         engine = TensorRt(content)
         print(report.line("ARTIFACT"), f"in {engine.described}")
-        agreement, needed = golden_agreement(engine, folder, manifest["profile"]), manifest["golden"]["image_agreement"]
+        agreement, needed = (
+            golden_agreement(engine, folder, manifest["profile"]),
+            manifest["golden"]["image_agreement"],
+        )
         print(f"golden frames: at least {100 * agreement:.4f} % of the pixels equal")
         if not agreement >= needed:
-            print(f"the golden frames need {100 * needed:g} %: the engine is not written", file=sys.stderr)
+            print(
+                f"the golden frames need {100 * needed:g} %: the engine is not written",
+                file=sys.stderr,
+            )
             return 4
     except SegpipeError as error:
         print(error, file=sys.stderr)

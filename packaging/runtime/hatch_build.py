@@ -21,10 +21,14 @@ class RuntimeSources(BuildHookInterface):
         for path in sorted(SOURCE.rglob("*.py")):
             target = self.folder / path.relative_to(SOURCE)
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(path.read_text().replace("segpipe.runtime", "segpipe_runtime"))
+            target.write_text(
+                path.read_text().replace("segpipe.runtime", "segpipe_runtime")
+            )
         (self.folder / "py.typed").touch()
         build_data["force_include"][str(self.folder)] = "segpipe_runtime"
 
-    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+    def finalize(
+        self, version: str, build_data: dict[str, Any], artifact_path: str
+    ) -> None:
         """Delete the copy."""
         shutil.rmtree(self.folder)

@@ -24,7 +24,9 @@ def state_hashes(content: Mapping[str, Any]) -> dict[str, str]:
     content: "model", "ema", "optimizer" and "scaler", as a checkpoint has them. The optimizer's groups are left out: no
     update reads them from a file. The digests of the ledger do not do here: one chosen word restores them.
     """
-    parts = {name: content[name] for name in ("model", "ema", "scaler")} | {"optimizer": content["optimizer"]["state"]}
+    parts = {name: content[name] for name in ("model", "ema", "scaler")} | {
+        "optimizer": content["optimizer"]["state"]
+    }
     return {name: _hash(value) for name, value in leaves(parts)}
 
 
@@ -39,7 +41,10 @@ def _hash(value: Any) -> str:
 
 def write(folder: Path, state: TrainState) -> None:
     """Leave the hashes of `state` in the folder of its replay."""
-    parts = {name: getattr(state, name).state_dict() for name in ("model", "optimizer", "scaler")}
+    parts = {
+        name: getattr(state, name).state_dict()
+        for name in ("model", "optimizer", "scaler")
+    }
     content = state_hashes({**parts, "ema": state.ema.model.state_dict()})
     (folder / FILE).write_text(json.dumps(content))
 
@@ -52,5 +57,8 @@ def read(folder: Path) -> dict[str, str]:
 def first_difference(content: Mapping[str, Any], wanted: Mapping[str, str]) -> str:
     """Name of the first tensor of a checkpoint that is not the one of a replay; empty when all are."""
     found = state_hashes(content)
-    unlike = next((name for name in {**wanted, **found} if found.get(name) != wanted.get(name)), "")
+    unlike = next(
+        (name for name in {**wanted, **found} if found.get(name) != wanted.get(name)),
+        "",
+    )
     return unlike.replace("'", "").lstrip("/")

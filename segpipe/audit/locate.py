@@ -34,7 +34,9 @@ def last_common(a: Path, b: Path, step: int) -> CommonState:
 
     Raises CheckpointError for a checkpoint that is torn or altered.
     """
-    found = [_digests(folder, step) if step else {} for folder in (a, b)]  # skips slow reads that cannot help
+    found = [
+        _digests(folder, step) if step else {} for folder in (a, b)
+    ]  # skips slow reads that cannot help
     for done in sorted(found[0].keys() & found[1].keys(), reverse=True):
         for path, digests in found[0][done]:
             for other, others in found[1][done]:
@@ -54,7 +56,9 @@ def _digests(folder: Path, step: int) -> dict[int, list[tuple[Path, tuple[str, s
     return found
 
 
-def compare_again(a: Path, b: Path, *, nproc: int, progress: Progress, run_task: RunTask) -> Comparison:
+def compare_again(
+    a: Path, b: Path, *, nproc: int, progress: Progress, run_task: RunTask
+) -> Comparison:
     """Where run `b` first differs from run `a`, by their ledgers and by a replay of both with `run_task`.
 
     Raises CheckpointError, ConfigError or DataError when the files of a run, or its data, cannot be read.
@@ -66,14 +70,21 @@ def compare_again(a: Path, b: Path, *, nproc: int, progress: Progress, run_task:
     if found.verdict != "diverged" or found.step is None:
         return found
     if found.stage == RESULT:
-        return replace(found, replay="not replayed: every update is equal; see what validation read")
+        return replace(
+            found,
+            replay="not replayed: every update is equal; see what validation read",
+        )
     if found.step < 0:
-        return replace(found, replay="not replayed: the runs differ before their first update")
+        return replace(
+            found, replay="not replayed: the runs differ before their first update"
+        )
     common = last_common(a, b, found.step)
     start = f"step {common.step}" if common.step else "the seed"
     how = f"replayed from {start} to step {found.step}, each with its own settings, by {nproc} process"
     with tempfile.TemporaryDirectory(prefix="segpipe-replay-") as scratch:
-        again = _replay_both(found.step, common, runs, Path(scratch), nproc, progress, run_task)
+        again = _replay_both(
+            found.step, common, runs, Path(scratch), nproc, progress, run_task
+        )
         return _conclude(found, runs, again, f"{how}{'es' * (nproc > 1)}: ")
 
 
@@ -88,7 +99,9 @@ def _replay_both(
 ) -> list[RunLedger]:
     updates = step + 1 - common.step
     configs = [_config(run.folder, nproc) for run in runs]
-    for number, (name, config, file) in enumerate(zip("ab", configs, common.files, strict=True)):
+    for number, (name, config, file) in enumerate(
+        zip("ab", configs, common.files, strict=True)
+    ):
         copy = in_folder(config, scratch / name, mode="audit", any_environment=True)
         task = Task(copy, str(file or ""), common.step, step + 1, traced=step)
 
@@ -110,10 +123,16 @@ def _config(run: Path, nproc: int) -> Config:
     return config
 
 
-def _conclude(found: Comparison, runs: Sequence[RunLedger], again: Sequence[RunLedger], how: str) -> Comparison:
+def _conclude(
+    found: Comparison, runs: Sequence[RunLedger], again: Sequence[RunLedger], how: str
+) -> Comparison:
     """The conclusion from which recorded runs each replay agrees with."""
     agrees = [
-        "".join(name for name, run in zip("AB", runs, strict=True) if compare(run, each).no_difference)
+        "".join(
+            name
+            for name, run in zip("AB", runs, strict=True)
+            if compare(run, each).no_difference
+        )
         for each in again
     ]
     if agrees == ["A", "B"]:
@@ -126,8 +145,13 @@ def _conclude(found: Comparison, runs: Sequence[RunLedger], again: Sequence[RunL
             f"explain why it differs. That leaves a hardware fault, a race, or another environment at the time"
         )
         return replace(found, replay=how + words, odd=odd)
-    outcomes = [f"the replay of {name} equals {which or 'neither'}" for name, which in zip("AB", agrees, strict=True)]
-    words = f"{'; '.join(outcomes)}. So data, code or environment are not those of the runs"
+    outcomes = [
+        f"the replay of {name} equals {which or 'neither'}"
+        for name, which in zip("AB", agrees, strict=True)
+    ]
+    words = (
+        f"{'; '.join(outcomes)}. So data, code or environment are not those of the runs"
+    )
     return replace(found, replay=how + words)
 
 
@@ -137,7 +161,19 @@ def _name_layer(found: Comparison, again: Sequence[RunLedger], how: str) -> Comp
     culprit = first_culprit(read_traces(one.folder), read_traces(two.folder))
     if culprit is not None and found.stage in TRACED:
         words = f"{culprit.words} ({culprit.step_of} of shard {culprit.shard})"
-        return replace(found, layer=culprit.layer, advice="", replay=f"{how}both are reproduced. {words}")
-    closer = compare(one, two)  # with a digest of every tensor, which the runs may not have written
+        return replace(
+            found,
+            layer=culprit.layer,
+            advice="",
+            replay=f"{how}both are reproduced. {words}",
+        )
+    closer = compare(
+        one, two
+    )  # with a digest of every tensor, which the runs may not have written
     words = f"no module of the network is the cause: {closer.sentence}"
-    return replace(found, layer=closer.layer, advice="", replay=f"{how}both are reproduced; {words}")
+    return replace(
+        found,
+        layer=closer.layer,
+        advice="",
+        replay=f"{how}both are reproduced; {words}",
+    )

@@ -38,11 +38,17 @@ def replay(task: Task, group: Group, report: Callable[[int], None]) -> None:
     samples = open_samples(config.data, "train", config.seed)
     start = None if task.checkpoint else read_start(config, checkpoint.load)
     current = state.build_state(config, samples.classes, group.device, start)
-    fingerprint, _ = common_fingerprint(config, group, backend(config.loss, group.device.type))
+    fingerprint, _ = common_fingerprint(
+        config, group, backend(config.loss, group.device.type)
+    )
     if task.checkpoint:
-        checkpoint.restore(Path(task.checkpoint), current, config, samples.classes, fingerprint)
+        checkpoint.restore(
+            Path(task.checkpoint), current, config, samples.classes, fingerprint
+        )
     assert current.step == task.first, (current.step, task)
-    with contextlib.closing(Recorder(config, group, current, samples, fingerprint)) as recorder:
+    with contextlib.closing(
+        Recorder(config, group, current, samples, fingerprint)
+    ) as recorder:
         if group.is_main and current.weights:
             write_atomically(config.run_dir / WEIGHTS, to_json(current.weights))
         if task.first == task.last:
@@ -50,11 +56,17 @@ def replay(task: Task, group: Group, report: Callable[[int], None]) -> None:
         counts = counted(config, group, samples)
         step = TrainStep(config, recorder, loss_weights(config, samples, counts))
         own = group.own_shards(config.compute.shards)
-        stream = shard_stream(config, group, samples, range(task.first, task.last), counts)
+        stream = shard_stream(
+            config, group, samples, range(task.first, task.last), counts
+        )
         with contextlib.closing(stream):
             for number in range(task.first, task.last):
                 shards = [next(stream) for _ in own]
-                with _traced(task, step) if number == task.traced else contextlib.nullcontext():
+                with (
+                    _traced(task, step)
+                    if number == task.traced
+                    else contextlib.nullcontext()
+                ):
                     train_step(step, shards)
                 report(current.step)
     if group.is_main:
@@ -67,8 +79,12 @@ def _traced(task: Task, step: TrainStep) -> Iterator[None]:
     config, group = task.config, step.group
     for name in ("compile", "cuda_graph"):
         if getattr(config.compute, name):
-            raise ConfigError(f"compute.{name} = true: such a network has no layers to look into. Set replay=false.")
-    tracer = Tracer(step.state.model, step.loss.preprocess, group.own_shards(config.compute.shards))
+            raise ConfigError(
+                f"compute.{name} = true: such a network has no layers to look into. Set replay=false."
+            )
+    tracer = Tracer(
+        step.state.model, step.loss.preprocess, group.own_shards(config.compute.shards)
+    )
     with tracer.watch():
         yield
     write_traces(config.run_dir / f"trace{group.rank:02d}.json", tracer.traces())

@@ -34,10 +34,16 @@ class Task:
         return cls(**{**values, "config": from_mapping(values["config"])})
 
 
-def in_folder(config: Config, folder: Path, *, mode: str = "", any_environment: bool = False) -> Config:
+def in_folder(
+    config: Config, folder: Path, *, mode: str = "", any_environment: bool = False
+) -> Config:
     """Configuration for a replay of a run into `folder`; settings that affect numbers are unchanged."""
     values = to_mapping(config)
-    values["run"] |= {"root": str(folder.parent), "name": folder.name, "exists": "resume"}
+    values["run"] |= {
+        "root": str(folder.parent),
+        "name": folder.name,
+        "exists": "resume",
+    }
     values["run"]["allow_fingerprint_change"] = any_environment
     values["compute"] |= {"ledger": True, "nproc": "auto"}
     if mode:

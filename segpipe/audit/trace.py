@@ -59,12 +59,16 @@ class Culprit(NamedTuple):
 class Tracer:
     """Hooks on all modules of a network, while inside `watch`."""
 
-    def __init__(self, model: nn.Module, start: nn.Module, shards: Sequence[int]) -> None:
+    def __init__(
+        self, model: nn.Module, start: nn.Module, shards: Sequence[int]
+    ) -> None:
         """`start` is called once for each of `shards`, in their order, before the network."""
         self._model, self._start, self._shards = model, start, list(shards)
         self._forward: dict[int, list[tuple[str, Tensor, Tensor]]] = {}
         self._backward: dict[int, list[tuple[str, str, Tensor]]] = {}
-        self._inputs: list[Tensor] = []  # digests of the inputs of the modules that have not returned yet
+        self._inputs: list[
+            Tensor
+        ] = []  # digests of the inputs of the modules that have not returned yet
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -72,7 +76,9 @@ class Tracer:
         handles = [self._start.register_forward_pre_hook(self._next_shard)]
         for name, module in self._model.named_modules():
             if name:
-                handles.append(module.register_forward_pre_hook(partial(self._enter, name)))
+                handles.append(
+                    module.register_forward_pre_hook(partial(self._enter, name))
+                )
                 handles.append(module.register_forward_hook(partial(self._leave, name)))
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
@@ -88,8 +94,14 @@ class Tracer:
         """The traces; waits for the device."""
         return {
             shard: ShardTrace(
-                [ModuleCall(name, int(inputs), int(outputs)) for name, inputs, outputs in calls],
-                [Gradient(kind, name, int(value)) for kind, name, value in self._backward[shard]],
+                [
+                    ModuleCall(name, int(inputs), int(outputs))
+                    for name, inputs, outputs in calls
+                ],
+                [
+                    Gradient(kind, name, int(value))
+                    for kind, name, value in self._backward[shard]
+                ],
             )
             for shard, calls in self._forward.items()
         }
@@ -145,7 +157,8 @@ def read_traces(folder: Path) -> Traces:
     for path in sorted(folder.glob("trace*.json")):
         for shard, (forward, backward) in json.loads(path.read_text()).items():
             found[int(shard)] = ShardTrace(
-                [ModuleCall(*call) for call in forward], [Gradient(*event) for event in backward]
+                [ModuleCall(*call) for call in forward],
+                [Gradient(*event) for event in backward],
             )
     return found
 
@@ -156,27 +169,48 @@ def first_culprit(a: Traces, b: Traces) -> Culprit | None:
     None if all modules agree, or if inputs already differ: then the difference arose before the network.
     """
     shards = sorted(a.keys() & b.keys())
-    forward = (_forward_culprit(shard, a[shard].forward, b[shard].forward) for shard in shards)
+    forward = (
+        _forward_culprit(shard, a[shard].forward, b[shard].forward) for shard in shards
+    )
     found = next((culprit for culprit in forward if culprit), None)
     if found or any(a[shard].forward != b[shard].forward for shard in shards):
         return found
-    backward = (_backward_culprit(shard, a[shard].backward, b[shard].backward) for shard in shards)
+    backward = (
+        _backward_culprit(shard, a[shard].backward, b[shard].backward)
+        for shard in shards
+    )
     return next((culprit for culprit in backward if culprit), None)
 
 
-def _forward_culprit(shard: int, a: Sequence[ModuleCall], b: Sequence[ModuleCall]) -> Culprit | None:
+def _forward_culprit(
+    shard: int, a: Sequence[ModuleCall], b: Sequence[ModuleCall]
+) -> Culprit | None:
     for one, two in zip(a, b, strict=False):
         if one.name != two.name:
-            return Culprit("forward", shard, one.name, f"A calls {one.name} where B calls {two.name}")
+            return Culprit(
+                "forward",
+                shard,
+                one.name,
+                f"A calls {one.name} where B calls {two.name}",
+            )
         if one.inputs == two.inputs and one.outputs != two.outputs:
-            return Culprit("forward", shard, one.name, f"{one.name} has equal inputs and other outputs")
+            return Culprit(
+                "forward",
+                shard,
+                one.name,
+                f"{one.name} has equal inputs and other outputs",
+            )
     return None
 
 
-def _backward_culprit(shard: int, a: Sequence[Gradient], b: Sequence[Gradient]) -> Culprit | None:
+def _backward_culprit(
+    shard: int, a: Sequence[Gradient], b: Sequence[Gradient]
+) -> Culprit | None:
     """By the first gradient that differs; gradients of one tensor arrive together and are equal."""
     pairs = list(zip(a, b, strict=False))
-    place = next((number for number, (one, two) in enumerate(pairs) if one != two), None)
+    place = next(
+        (number for number, (one, two) in enumerate(pairs) if one != two), None
+    )
     if place is None:
         return None
     first = pairs[place]
@@ -184,7 +218,10 @@ def _backward_culprit(shard: int, a: Sequence[Gradient], b: Sequence[Gradient]) 
         words = f"A computes the gradient of the {first[0].kind} of {first[0].name} where B has {first[1].name}"
         return Culprit("backward", shard, first[0].name, words)
     together = takewhile(
-        lambda pair: (pair[0].digest, pair[1].digest) == (first[0].digest, first[1].digest), pairs[place:]
+        lambda pair: (
+            (pair[0].digest, pair[1].digest) == (first[0].digest, first[1].digest)
+        ),
+        pairs[place:],
     )
     events = [one for one, _ in together]
     return _blame(shard, events)

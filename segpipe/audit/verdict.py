@@ -15,7 +15,12 @@ from segpipe.errors import CHECKED_IN_PART, ConfigError, listed
 from segpipe.files import write_atomically
 
 PASSED, FAILED, NOTED, UNCHECKED = "passed", "failed", "noted", "not checked"
-EXIT_CODES = {"passed": 0, "passed in part": CHECKED_IN_PART, "failed": 13, "cannot audit": 2}
+EXIT_CODES = {
+    "passed": 0,
+    "passed in part": CHECKED_IN_PART,
+    "failed": 13,
+    "cannot audit": 2,
+}
 TEMPLATES = Path(__file__).parent
 PAGE = "report.md.j2"
 
@@ -58,7 +63,9 @@ class Audit:
             return "failed"
         if self.obstacle:
             return "cannot audit"
-        whole = self.replayed >= self.updates and all(line.status != UNCHECKED for line in self.lines)
+        whole = self.replayed >= self.updates and all(
+            line.status != UNCHECKED for line in self.lines
+        )
         return "passed" if whole else "passed in part"
 
     @property
@@ -70,7 +77,11 @@ class Audit:
     def sentence(self) -> str:
         """The verdict with its reason."""
         reasons = {
-            "failed": "; ".join(f"{line.part}: {line.text}" for line in self.lines if line.status == FAILED),
+            "failed": "; ".join(
+                f"{line.part}: {line.text}"
+                for line in self.lines
+                if line.status == FAILED
+            ),
             "cannot audit": self.obstacle,
         }
         share = f"{self.replayed} of {self.updates} updates ({self.replayed / max(self.updates, 1):.0%})"
@@ -79,19 +90,30 @@ class Audit:
     def to_json(self) -> dict[str, Any]:
         """Everything as plain JSON values."""
         lines = [line._asdict() for line in self.lines]
-        return {"verdict": self.verdict, "sentence": self.sentence, **asdict(self), "lines": lines}
+        return {
+            "verdict": self.verdict,
+            "sentence": self.sentence,
+            **asdict(self),
+            "lines": lines,
+        }
 
 
 def check_folder(folder: Path) -> None:
     """Raises ConfigError when no report can be written to `folder`, before minutes are spent on the audit."""
-    existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    existing = next(
+        each for each in (folder, *folder.absolute().parents) if each.exists()
+    )
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise ConfigError(f"out = {folder}, but nothing can be written to {existing}. Set out=FOLDER for the report.")
+        raise ConfigError(
+            f"out = {folder}, but nothing can be written to {existing}. Set out=FOLDER for the report."
+        )
 
 
 def write_audit(audit: Audit, folder: Path) -> Path:
     """Write report.json and report.md; returns the path of the page. Raises CheckpointError when the disk is full."""
-    write_atomically(folder / "report.json", (json.dumps(audit.to_json(), indent=2) + "\n").encode())
+    write_atomically(
+        folder / "report.json", (json.dumps(audit.to_json(), indent=2) + "\n").encode()
+    )
     page = folder / "report.md"
     write_atomically(page, markdown(audit).encode())
     return page
@@ -100,5 +122,10 @@ def write_audit(audit: Audit, folder: Path) -> Path:
 def markdown(audit: Audit) -> str:
     """The report as a Markdown page."""
     loader = FileSystemLoader(TEMPLATES)
-    pages = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    pages = Environment(
+        loader=loader,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
     return pages.get_template(PAGE).render(audit=audit)

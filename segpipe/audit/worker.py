@@ -45,12 +45,24 @@ def _launch(task: Task, nproc: int, report: Report) -> None:
     with tempfile.TemporaryDirectory(prefix="segpipe-audit-") as folder:
         file = Path(folder) / "task.json"
         file.write_text(json.dumps(asdict(task)))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={nproc}",
+        ]
         command += ["-m", "segpipe.audit.worker", str(file)]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        variables = {"OMP_NUM_THREADS": str(task.config.compute.threads), **os.environ, "PYTHONPATH": path}
+        variables = {
+            "OMP_NUM_THREADS": str(task.config.compute.threads),
+            **os.environ,
+            "PYTHONPATH": path,
+        }
         with (Path(folder) / "stderr.txt").open("w+") as noise:
-            with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=noise, text=True) as process:
+            with subprocess.Popen(
+                command, env=variables, stdout=subprocess.PIPE, stderr=noise, text=True
+            ) as process:
                 assert process.stdout is not None
                 for line in process.stdout:
                     if line.startswith("replayed "):
@@ -65,19 +77,27 @@ def _failure(folder: Path, noise: str) -> SegpipeError:
     errors = [path.read_text() for path in sorted(folder.glob(f"0.*{ERROR}"))]
     if errors:
         return DivergenceError(errors[0])
-    return CollectiveError(f"a process of the replay ended: {' | '.join(noise.splitlines()[-6:])}")
+    return CollectiveError(
+        f"a process of the replay ended: {' | '.join(noise.splitlines()[-6:])}"
+    )
 
 
 def work(file: Path) -> int:
     """One worker: do the task in `file`; returns the exit code. The message of an error is left beside it."""
     task = Task.read(json.loads(file.read_text()))
-    plugins.trust(path for _, path in task.config.import_paths)  # `_launch` has checked them
+    plugins.trust(
+        path for _, path in task.config.import_paths
+    )  # `_launch` has checked them
     compute = task.config.compute
-    flags.set_environment(environment.local_world_size() * compute.threads, compute.mode)
+    flags.set_environment(
+        environment.local_world_size() * compute.threads, compute.mode
+    )
     from segpipe.audit.replay import replay
     from segpipe.distributed import group as processes
 
-    flags.apply(compute.threads, compute.mode)  # before the group: NCCL reads switches when it is made
+    flags.apply(
+        compute.threads, compute.mode
+    )  # before the group: NCCL reads switches when it is made
     rank = environment.rank()
     try:
         group = processes.join(compute, {"configuration": config_hash(task.config)})

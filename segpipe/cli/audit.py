@@ -20,7 +20,12 @@ from segpipe.cli.verify import verify
 from segpipe.errors import SegpipeError
 from segpipe.run.console import CONSOLE, progress
 
-COLORS = {"passed": "green", "failed": "bold red", "noted": "yellow", "not checked": "dim"}
+COLORS = {
+    "passed": "green",
+    "failed": "bold red",
+    "noted": "yellow",
+    "not checked": "dim",
+}
 SETTINGS = COMMANDS["audit"].settings
 
 
@@ -62,12 +67,25 @@ def request(given: dict[str, Any]) -> AuditRequest:
 def _evaluate(given: dict[str, Any], which: str, precision: str) -> dict[str, Any]:
     defaults = {key.key: key.default for key in COMMANDS["evaluate"].keys}
     return evaluate(
-        {**defaults, **_settings(given), "run": given["run"], "which": which, "precision": precision}
+        {
+            **defaults,
+            **_settings(given),
+            "run": given["run"],
+            "which": which,
+            "precision": precision,
+        }
     ).figures
 
 
 def _verify(given: dict[str, Any], folder: Path) -> str:
-    return verify({**_settings(given), "run": given["run"], "which": "last", "artifact": str(folder)}).line("ARTIFACT")
+    return verify(
+        {
+            **_settings(given),
+            "run": given["run"],
+            "which": "last",
+            "artifact": str(folder),
+        }
+    ).line("ARTIFACT")
 
 
 def _settings(given: dict[str, Any]) -> dict[str, Any]:
@@ -76,7 +94,15 @@ def _settings(given: dict[str, Any]) -> dict[str, Any]:
 
 def table(audit: Audit) -> Table:
     """One row for each line of the report."""
-    found = Table("part", "verdict", "finding", title=f"audit of {audit.run}", title_justify="left")
+    found = Table(
+        "part",
+        "verdict",
+        "finding",
+        title=f"audit of {audit.run}",
+        title_justify="left",
+    )
     for line in audit.lines:
-        found.add_row(line.part, f"[{COLORS[line.status]}]{line.status}", escape(line.text))
+        found.add_row(
+            line.part, f"[{COLORS[line.status]}]{line.status}", escape(line.text)
+        )
     return found

@@ -27,7 +27,9 @@ def main(overrides: list[str]) -> int:
     for transform, probes in passed.items():
         failed = [probe for probe, fine in probes.items() if not fine]
         verdict = f"[red]impure: {', '.join(failed)}[/]" if failed else "[green]pure[/]"
-        table.add_row(transform, f"{len(probes) - len(failed)} of {len(probes)}", verdict)
+        table.add_row(
+            transform, f"{len(probes) - len(failed)} of {len(probes)}", verdict
+        )
     CONSOLE.print(table)
     for finding in findings:
         CONSOLE.print(str(finding), markup=False)
@@ -43,7 +45,9 @@ def examine(config: Config) -> tuple[dict[str, dict[str, bool]], list[Finding]]:
     samples = CachedSamples(open_samples(config.data, "train", config.seed), 256)
     augmenter = Augmenter(config.augment)
     passed: dict[str, dict[str, bool]] = {}
-    with progress("", len(purity.NAMES) * (len(augmenter.parts()) + 1) + len(LAYOUTS) + 1) as show:
+    with progress(
+        "", len(purity.NAMES) * (len(augmenter.parts()) + 1) + len(LAYOUTS) + 1
+    ) as show:
 
         def note(transform: str, probe: str, finding: Finding | None) -> None:
             passed.setdefault(transform, {})[probe] = finding is None
@@ -51,7 +55,10 @@ def examine(config: Config) -> tuple[dict[str, dict[str, bool]], list[Finding]]:
 
         findings = purity.check(augmenter, samples, report=note)
         findings += check_layouts(
-            augmenter, samples, LAYOUTS, report=lambda layout, one: note(augmenter.name, layout, one)
+            augmenter,
+            samples,
+            LAYOUTS,
+            report=lambda layout, one: note(augmenter.name, layout, one),
         )
         uniform = check_diversity(augmenter, samples, ranks=RANKS)
         note(augmenter.name, "diversity", next(iter(uniform), None))

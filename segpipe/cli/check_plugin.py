@@ -19,7 +19,12 @@ from segpipe.run.console import CONSOLE
 from segpipe.settings.compose import compose, config_files
 from segpipe.settings.config import Config
 
-PARTS = {"model": "model.name", "loss": "loss.name", "data": "data.name", "augment": "augment.extra"}
+PARTS = {
+    "model": "model.name",
+    "loss": "loss.name",
+    "data": "data.name",
+    "augment": "augment.extra",
+}
 
 
 def main(arguments: list[str]) -> int:
@@ -27,7 +32,9 @@ def main(arguments: list[str]) -> int:
     config = compose(arguments)
     parts = chosen(arguments, config)
     if not parts:
-        raise ConfigError(f"nothing to check. Name a plug-in with {', '.join(f'{key}=...' for key in PARTS.values())}.")
+        raise ConfigError(
+            f"nothing to check. Name a plug-in with {', '.join(f'{key}=...' for key in PARTS.values())}."
+        )
     flags.apply(config.compute.threads, "off")
     found = []
     with CONSOLE.status("checking") as status:
@@ -39,8 +46,14 @@ def main(arguments: list[str]) -> int:
     for clause in broken:
         CONSOLE.print(f"{clause.part}, {clause.name}: {clause.problem}", markup=False)
     left = sum(not clause.checked for clause in found)
-    result = f"{len(broken)} failed{f', {left} not checked' if left else ''}" if broken else "all passed"
-    CONSOLE.print(f"{len(found)} check{'s' * (len(found) > 1)} of {', '.join(parts)}: {result}")
+    result = (
+        f"{len(broken)} failed{f', {left} not checked' if left else ''}"
+        if broken
+        else "all passed"
+    )
+    CONSOLE.print(
+        f"{len(found)} check{'s' * (len(found) > 1)} of {', '.join(parts)}: {result}"
+    )
     return ConfigError.exit_code if broken else 0
 
 
@@ -59,7 +72,9 @@ def clauses(config: Config, parts: list[str]) -> Iterator[Clause]:
         yield from LossContract(config).clauses()
     if "data" in parts:
         splits = dict.fromkeys(("train", config.data.split))
-        yield from chain.from_iterable(DataContract(config, split).clauses() for split in splits)
+        yield from chain.from_iterable(
+            DataContract(config, split).clauses() for split in splits
+        )
     if "augment" in parts:
         yield from augment_clauses(config)
 

@@ -11,17 +11,37 @@ RUN = Setting("run", "runs/NAME", "folder of the run", required=True)
 WHICH = Setting("which", "last", "checkpoint to use", choices=("last", "best"))
 IMPORTS = ("voc", "coco", "coco_panoptic", "labelme", "cvat", "roboflow")
 WAYS = ("sequence", "image", "tail")
-TRUST = Setting("trust", [], "packages that code named by the run may be imported from, see docs/plugins.md")
+TRUST = Setting(
+    "trust",
+    [],
+    "packages that code named by the run may be imported from, see docs/plugins.md",
+)
 INFERENCE = (
-    Setting("tile", "", "HEIGHTxWIDTH of the tiles that images are cut into; empty: whole images"),
-    Setting("overlap", 0.25, "share of a tile that it has in common with the next one, at least", low=0, high=0.9),
-    Setting("tta", [], "average over views of the image: [flip,0.75,1.25] for mirrored and scaled ones"),
+    Setting(
+        "tile",
+        "",
+        "HEIGHTxWIDTH of the tiles that images are cut into; empty: whole images",
+    ),
+    Setting(
+        "overlap",
+        0.25,
+        "share of a tile that it has in common with the next one, at least",
+        low=0,
+        high=0.9,
+    ),
+    Setting(
+        "tta",
+        [],
+        "average over views of the image: [flip,0.75,1.25] for mirrored and scaled ones",
+    ),
 )
 PRECISIONS = ("fp32", "bf16", "fp16", "int8")
 IDS = ("train", "raw")
 EXISTS = ("keep", "replace")
 DATA = ("data.root", "data.split")
-EXPORT = tuple(key for key in SETTINGS if key.startswith("export.") and key != "export.enabled")
+EXPORT = tuple(
+    key for key in SETTINGS if key.startswith("export.") and key != "export.enabled"
+)
 
 
 @dataclass(frozen=True)
@@ -51,34 +71,82 @@ COMMANDS = {
         (
             RUN,
             WHICH,
-            Setting("out", "", "HTML file for a report with the worst images; empty: none", ending=".html"),
+            Setting(
+                "out",
+                "",
+                "HTML file for a report with the worst images; empty: none",
+                ending=".html",
+            ),
             *INFERENCE,
             TRUST,
         ),
-        (*DATA, "data.sequence", "data.hold_out", "data.workers", "compute.device", "compute.threads"),
+        (
+            *DATA,
+            "data.sequence",
+            "data.hold_out",
+            "data.workers",
+            "compute.device",
+            "compute.threads",
+        ),
     ),
     "predict": Command(
         "segment images and videos",
         "Writes masks (PNG, pixel values are class ids), overlays (JPEG, or MP4 for a video) and predictions.json\n"
         "into `out`. Give run= or artifact=. What the same model has already written is kept. See docs/predict.md.",
         (
-            Setting("source", "images", "image, video, folder, or glob pattern in quotes", required=True),
+            Setting(
+                "source",
+                "images",
+                "image, video, folder, or glob pattern in quotes",
+                required=True,
+            ),
             Setting("out", "predictions", "folder for the results", required=True),
             Setting("run", "", "folder of the run"),
             WHICH,
             Setting("artifact", "", "exported folder, in place of a run"),
             *INFERENCE,
-            Setting("precision", "fp32", "of the network; int8: an exported file", choices=PRECISIONS),
+            Setting(
+                "precision",
+                "fp32",
+                "of the network; int8: an exported file",
+                choices=PRECISIONS,
+            ),
             Setting("batch", 1, "images of one size, or tiles, in one forward", low=1),
-            Setting("fit", "tile", "exported file: what to do with images of other sizes", choices=("tile", "resize")),
-            Setting("provider", "CPUExecutionProvider", "exported file: execution provider of onnxruntime"),
-            Setting("ids", "train", "ids in the masks: of the network, or of the data set's masks", choices=IDS),
-            Setting("exif", "apply", "orientation of photos: turn them upright, or not", choices=("apply", "ignore")),
+            Setting(
+                "fit",
+                "tile",
+                "exported file: what to do with images of other sizes",
+                choices=("tile", "resize"),
+            ),
+            Setting(
+                "provider",
+                "CPUExecutionProvider",
+                "exported file: execution provider of onnxruntime",
+            ),
+            Setting(
+                "ids",
+                "train",
+                "ids in the masks: of the network, or of the data set's masks",
+                choices=IDS,
+            ),
+            Setting(
+                "exif",
+                "apply",
+                "orientation of photos: turn them upright, or not",
+                choices=("apply", "ignore"),
+            ),
             Setting("overlay", True, "write overlays"),
-            Setting("alpha", 0.5, "opacity of the class colors in an overlay", low=0, high=1),
+            Setting(
+                "alpha", 0.5, "opacity of the class colors in an overlay", low=0, high=1
+            ),
             Setting("legend", True, "name the classes beside an overlay"),
             Setting("frames", False, "video: write the mask of each frame"),
-            Setting("exists", "keep", "other outputs in `out`: keep them and stop, or replace", choices=EXISTS),
+            Setting(
+                "exists",
+                "keep",
+                "other outputs in `out`: keep them and stop, or replace",
+                choices=EXISTS,
+            ),
             TRUST,
         ),
         ("compute.device", "compute.threads"),
@@ -117,7 +185,11 @@ COMMANDS = {
         "Measures the updates of the configured network on this device, then the loader with 0, 1, 2, ... workers,\n"
         "until a further one gains less than 5 %. Prints a table, the setting to use, and whether the loader limits\n"
         "training.",
-        (Setting("seconds", 5.0, "time for each number of workers", low=0.05, high=600),),
+        (
+            Setting(
+                "seconds", 5.0, "time for each number of workers", low=0.05, high=600
+            ),
+        ),
         overrides=("data", "augment"),
     ),
     "split": Command(
@@ -125,9 +197,20 @@ COMMANDS = {
         "Writes train.txt and val.txt. Whole sequences go to one side, since neighboring frames of a video in both\n"
         "flatter every score. The same arguments give the same lists.",
         (
-            Setting("val", 0.2, "share of the images for validation", low=0.01, high=0.99),
-            Setting("by", "sequence", "what stays together; tail: the last frames of each sequence", choices=WAYS),
-            Setting("pattern", "", "regular expression whose first group is the sequence; empty: docs/data.md"),
+            Setting(
+                "val", 0.2, "share of the images for validation", low=0.01, high=0.99
+            ),
+            Setting(
+                "by",
+                "sequence",
+                "what stays together; tail: the last frames of each sequence",
+                choices=WAYS,
+            ),
+            Setting(
+                "pattern",
+                "",
+                "regular expression whose first group is the sequence; empty: docs/data.md",
+            ),
             Setting("seed", 0, "seed of the choice", low=0),
             Setting("replace", False, "replace train.txt and val.txt"),
         ),
@@ -139,11 +222,31 @@ COMMANDS = {
         "data=folder reads. What cannot be imported is reported all together, and then nothing is finished. The same\n"
         "command continues an import that was interrupted. Formats: docs/data.md.",
         (
-            Setting("format", "labelme", "format of the labels", choices=IMPORTS, required=True),
-            Setting("source", "FOLDER", "folder (or file, for coco and cvat) of the labels", required=True),
+            Setting(
+                "format",
+                "labelme",
+                "format of the labels",
+                choices=IMPORTS,
+                required=True,
+            ),
+            Setting(
+                "source",
+                "FOLDER",
+                "folder (or file, for coco and cvat) of the labels",
+                required=True,
+            ),
             Setting("out", "FOLDER", "new folder for the data set", required=True),
-            Setting("names", [], "classes in this order; empty: those found, in the order of the format"),
-            Setting("background", "class", "what pixels outside all shapes are", choices=("class", "ignore")),
+            Setting(
+                "names",
+                [],
+                "classes in this order; empty: those found, in the order of the format",
+            ),
+            Setting(
+                "background",
+                "class",
+                "what pixels outside all shapes are",
+                choices=("class", "ignore"),
+            ),
             Setting("copy", False, "copy the images; links to them otherwise"),
             Setting("skip", False, "leave out what cannot be imported"),
             Setting("lines", 20, "problems to print; 0: all", low=0),
@@ -159,7 +262,12 @@ COMMANDS = {
     "verify": Command(
         "repeat all gates on an exported folder",
         "Compares the files as they are now with the run that they claim to come from.",
-        (Setting("artifact", "runs/NAME/export", "exported folder", required=True), RUN, WHICH, TRUST),
+        (
+            Setting("artifact", "runs/NAME/export", "exported folder", required=True),
+            RUN,
+            WHICH,
+            TRUST,
+        ),
         (
             *DATA,
             "export.images",
@@ -199,9 +307,15 @@ COMMANDS = {
         "shard, sample, file and layer. The runs may have used different numbers of processes.",
         (
             Setting("a", "runs/A", "folder of a run", required=True),
-            Setting("b", "runs/B", "folder of the run to compare it with", required=True),
+            Setting(
+                "b", "runs/B", "folder of the run to compare it with", required=True
+            ),
             Setting("json", False, "print one line of JSON"),
-            Setting("replay", False, "train both again from their last common checkpoint, to name the layer"),
+            Setting(
+                "replay",
+                False,
+                "train both again from their last common checkpoint, to name the layer",
+            ),
             Setting("nproc", 1, "processes for the replay", low=1),
             TRUST,
         ),
@@ -213,11 +327,20 @@ COMMANDS = {
         (
             RUN,
             Setting("spans", 3, "number of parts to train again", low=1),
-            Setting("span_steps", 100, "largest number of updates per part; 0: up to the next checkpoint", low=0),
+            Setting(
+                "span_steps",
+                100,
+                "largest number of updates per part; 0: up to the next checkpoint",
+                low=0,
+            ),
             Setting("seed", -1, "seed that chooses the parts; -1: random", low=-1),
             Setting("compute.nproc", 1, "processes that train", low=1),
-            Setting("any_environment", False, "train even if versions or hardware differ"),
-            Setting("evaluate", True, "measure the scores of last.pt and best.pt again"),
+            Setting(
+                "any_environment", False, "train even if versions or hardware differ"
+            ),
+            Setting(
+                "evaluate", True, "measure the scores of last.pt and best.pt again"
+            ),
             Setting("verify", True, "run the gates of the exported folder again"),
             Setting("out", "", "folder of the report; empty: <run>/audit"),
             TRUST,
@@ -271,10 +394,28 @@ COMMANDS = {
         "logged step, and why they ended. out=compare.html writes a page with the table and all curves.",
         (
             Setting("root", "runs", "folder to search for runs"),
-            Setting("runs", [], "run folders to compare, or patterns such as runs/lr*; none: all below root"),
-            Setting("sort", "miou", "column to sort by", choices=("date", "miou", "name", "model", "data", "steps")),
-            Setting("group", "", "one line per recipe, with mean and range over this setting: group=seed"),
-            Setting("out", "", "HTML page to write: the table, and the curves of the best runs", ending=".html"),
+            Setting(
+                "runs",
+                [],
+                "run folders to compare, or patterns such as runs/lr*; none: all below root",
+            ),
+            Setting(
+                "sort",
+                "miou",
+                "column to sort by",
+                choices=("date", "miou", "name", "model", "data", "steps"),
+            ),
+            Setting(
+                "group",
+                "",
+                "one line per recipe, with mean and range over this setting: group=seed",
+            ),
+            Setting(
+                "out",
+                "",
+                "HTML page to write: the table, and the curves of the best runs",
+                ending=".html",
+            ),
             Setting("json", False, "print one line of JSON"),
         ),
     ),

@@ -21,7 +21,11 @@ def main(given: dict[str, Any]) -> int:
     """Exit code."""
     a, b = Path(given["a"]), Path(given["b"])
     try:
-        found = replayed(a, b, given["nproc"]) if given["replay"] else compare(read_run(a), read_run(b))
+        found = (
+            replayed(a, b, given["nproc"])
+            if given["replay"]
+            else compare(read_run(a), read_run(b))
+        )
     except SegpipeError as error:
         found = not_comparable(str(error))
     if given["json"]:
@@ -46,17 +50,29 @@ def show(found: Comparison, console: Console) -> None:
     lines = [found.sentence]
     if found.processes:
         lines.append(f"processes: {found.processes[0]} in A, {found.processes[1]} in B")
-    for title, values in (("environment", found.fingerprint), ("setting", found.recipe)):
-        lines += [f"{title} {name}: {here} in A, {there} in B" for name, (here, there) in values.items()]
+    for title, values in (
+        ("environment", found.fingerprint),
+        ("setting", found.recipe),
+    ):
+        lines += [
+            f"{title} {name}: {here} in A, {there} in B"
+            for name, (here, there) in values.items()
+        ]
     lines += [found.inputs] if found.inputs else []
     lines += [f"note: {note}" for note in found.notes]
     lines += [found.replay] if found.replay else []
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if found.verdict == "diverged":
-        table = Table("stage", "field", "", title=f"step {found.step}", title_justify="left")
+        table = Table(
+            "stage", "field", "", title=f"step {found.step}", title_justify="left"
+        )
         for cell in found.fields:
-            table.add_row(cell["stage"], cell["field"], f"[{COLORS[cell['state']]}]{cell['state']}")
+            table.add_row(
+                cell["stage"],
+                cell["field"],
+                f"[{COLORS[cell['state']]}]{cell['state']}",
+            )
         console.print(table)
     if found.advice:
         console.print(found.advice, markup=False, highlight=False, soft_wrap=True)

@@ -55,9 +55,17 @@ def find_problems(data: DataConfig, splits: list[str], lines: int = 0) -> list[s
 def offer_table(data: DataConfig, splits: list[str], *, write: bool) -> bool:
     """Whether there is a class table now: if there was none, prints the one that the masks suggest, or writes it."""
     path = table_path(data)
-    if data.name != "folder" or data.classes or path.exists() or not Path(data.root).is_dir():
+    if (
+        data.name != "folder"
+        or data.classes
+        or path.exists()
+        or not Path(data.root).is_dir()
+    ):
         return True
-    pairs = sorted({pair for split in splits for pair in scan(data, split)[0]}) or scan_undivided(data)[0]
+    pairs = (
+        sorted({pair for split in splits for pair in scan(data, split)[0]})
+        or scan_undivided(data)[0]
+    )
     if not pairs:  # of a folder without images or masks no table can be proposed: say so, not that there is no table
         faults = [fault for split in splits for fault in scan(data, split)[1]]
         if faults:
@@ -67,10 +75,16 @@ def offer_table(data: DataConfig, splits: list[str], *, write: bool) -> bool:
         text = propose([pair.mask for pair in pairs], show)
     CONSOLE.print(text, markup=False)
     if not write:
-        CONSOLE.print(f"{path} does not exist. This would fit its masks: write=true writes it.", markup=False)
+        CONSOLE.print(
+            f"{path} does not exist. This would fit its masks: write=true writes it.",
+            markup=False,
+        )
         return False
     path.write_text(text)
-    CONSOLE.print(f"This table is written to {path}. Give the classes their names before training.", markup=False)
+    CONSOLE.print(
+        f"This table is written to {path}. Give the classes their names before training.",
+        markup=False,
+    )
     return True
 
 
@@ -92,7 +106,12 @@ def warn_of_shared_sequences(train: list[str], val: list[str], pattern: str) -> 
     shared = shared_sequences(train, val, pattern)
     if not shared:
         return
-    shown = listed([f"{name} ({counts[0]} and {counts[1]} images)" for name, counts in shared.items()])
+    shown = listed(
+        [
+            f"{name} ({counts[0]} and {counts[1]} images)"
+            for name, counts in shared.items()
+        ]
+    )
     CONSOLE.print(
         f"Warning: {len(shared)} sequence{'s' * (len(shared) > 1)} in both training and validation: {shown}. If "
         "they are frames of videos, validation flatters the network. `segpipe split` divides by sequence.",
@@ -105,7 +124,11 @@ def by_set(opened: dict[str, Samples]) -> dict[str, Samples]:
     found: dict[str, Samples] = {}
     for split, samples in opened.items():
         sets = one_by_one(samples)
-        found |= {f"{split}: {name}": one for name, one in sets.items()} if sets else {split: samples}
+        found |= (
+            {f"{split}: {name}": one for name, one in sets.items()}
+            if sets
+            else {split: samples}
+        )
     return found
 
 
@@ -114,7 +137,9 @@ def example(data: DataConfig, split: str) -> str:
     if data.name not in FILE_SETS or data.mix:
         return ""
     first = scan(data, split)[0][0]
-    image, mask = (os.path.relpath(path, data.root) for path in (first.image, first.mask))
+    image, mask = (
+        os.path.relpath(path, data.root) for path in (first.image, first.mask)
+    )
     return f"; {image} with {mask}"
 
 
@@ -130,31 +155,48 @@ def examine(
         found.append(single_class(train, int(present[0])))
     sets = [one for samples in opened.values() for one in file_samples(samples)]
     if sets and config.data.name == "folder" and not config.data.mix:
-        said, certain = blended([pair.mask for one in sets for pair in one.pairs], sets[0].table)
+        said, certain = blended(
+            [pair.mask for one in sets for pair in one.pairs], sets[0].table
+        )
         (found if certain else warnings).extend([said] if said else [])
     return found, warnings
 
 
-def write_page(config: Config, splits: list[str], found: list[str], warnings: list[str], out: Path) -> None:
+def write_page(
+    config: Config, splits: list[str], found: list[str], warnings: list[str], out: Path
+) -> None:
     """Write the page with pictures: of all that can be read, if there are problems."""
     from segpipe.data.census import take
     from segpipe.run.doctor_page import Checkup, render
 
-    opened = {split: one for split in splits if (one := open_readable(config.data, split, config.seed)) is not None}
+    opened = {
+        split: one
+        for split in splits
+        if (one := open_readable(config.data, split, config.seed)) is not None
+    }
     census = {}
     for split, samples in opened.items():
         with progress(f"reading {split}") as show:
             census[split] = take(samples, show)
     if not opened:
-        CONSOLE.print(f"{out} is not written: no split has a pair of image and mask.", markup=False)
+        CONSOLE.print(
+            f"{out} is not written: no split has a pair of image and mask.",
+            markup=False,
+        )
         return
-    write_atomically(out, render(Checkup(config, found, warnings, opened, census)).encode())
+    write_atomically(
+        out, render(Checkup(config, found, warnings, opened, census)).encode()
+    )
     CONSOLE.print(f"page: {out}", markup=False)
 
 
 def main(overrides: list[str]) -> int:
     """Exit code."""
-    own = [text for text in overrides if text.partition("=")[0] in [key.key for key in KEYS]]
+    own = [
+        text
+        for text in overrides
+        if text.partition("=")[0] in [key.key for key in KEYS]
+    ]
     given = parse(own, KEYS)
     config = compose([text for text in overrides if text not in own])
     check(config, world_size=1)
@@ -167,7 +209,11 @@ def main(overrides: list[str]) -> int:
             write_page(config, splits, [todo], [], Path(given["out"]))
         return DataError.exit_code
     found = find_problems(config.data, splits, given["lines"])
-    opened = {} if found else {split: open_samples(config.data, split, config.seed) for split in splits}
+    opened = (
+        {}
+        if found
+        else {split: open_samples(config.data, split, config.seed) for split in splits}
+    )
     sets = by_set(opened)
     counts = {name: class_pixels(one) for name, one in sets.items()}
     more, warnings = examine(config, opened, counts)
@@ -177,22 +223,37 @@ def main(overrides: list[str]) -> int:
     if given["out"]:
         write_page(config, splits, found, warnings, Path(given["out"]))
     if found:
-        CONSOLE.print(f"{len(found)} problem{'s' * (len(found) > 1)} in {config.data.root or 'data.mix'}")
+        CONSOLE.print(
+            f"{len(found)} problem{'s' * (len(found) > 1)} in {config.data.root or 'data.mix'}"
+        )
         return DataError.exit_code
     if len(opened) > 1 and not config.data.allow_overlap:
-        check_overlap(image_files(opened["train"]), image_files(opened[config.data.split]), config.data.split)
+        check_overlap(
+            image_files(opened["train"]),
+            image_files(opened[config.data.split]),
+            config.data.split,
+        )
     for split, samples in sets.items():
-        sizes = [f"{height}x{width} ({times})" for (height, width), times in image_sizes(samples).most_common(8)]
+        sizes = [
+            f"{height}x{width} ({times})"
+            for (height, width), times in image_sizes(samples).most_common(8)
+        ]
         CONSOLE.print(
-            f"{split}: {len(samples)} images of {', '.join(sizes)}{example(config.data, split)}", markup=False
+            f"{split}: {len(samples)} images of {', '.join(sizes)}{example(config.data, split)}",
+            markup=False,
         )
     CONSOLE.print(share_table(opened["train"].classes, counts))
     if empty := [name for name, pixels in counts.items() if not pixels.sum()]:
-        CONSOLE.print(f"{', '.join(empty)}: every pixel is ignored. Check the masks, and the ids in the class table.")
+        CONSOLE.print(
+            f"{', '.join(empty)}: every pixel is ignored. Check the masks, and the ids in the class table."
+        )
         return DataError.exit_code
     for problem in [*warnings, *worker_problems(config, opened["train"])]:
         CONSOLE.print(f"Warning: {problem}", markup=False)
     if len(opened) == 2 and config.data.name != "synthetic":
-        train, val = ([samples.name(i) for i in range(len(samples))] for samples in opened.values())
+        train, val = (
+            [samples.name(i) for i in range(len(samples))]
+            for samples in opened.values()
+        )
         warn_of_shared_sequences(train, val, config.data.sequence)
     return 0

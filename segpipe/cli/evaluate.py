@@ -50,7 +50,9 @@ def main(given: dict[str, Any]) -> int:
     done = evaluate(given)
     figures = done.figures
     width = None if sys.stderr.isatty() else 100  # of a log file
-    console = Console(stderr=True, markup=False, highlight=False, emoji=False, width=width)
+    console = Console(
+        stderr=True, markup=False, highlight=False, emoji=False, width=width
+    )
     pixels = done.found.total.sum(1).double()
     console.print(iou_table(figures, (pixels / pixels.sum().clamp_min(1)).tolist()))
     if figures["sequences"]:
@@ -74,12 +76,16 @@ def evaluate(given: dict[str, Any]) -> Evaluation:
     verify(config.data, [config.data.split])
     samples = open_samples(config.data, config.data.split, config.seed)
     if samples.classes.names != trained.classes.names:
-        raise ConfigError(f"data.root = {config.data.root} has other classes than the network: {samples.classes.names}")
+        raise ConfigError(
+            f"data.root = {config.data.root} has other classes than the network: {samples.classes.names}"
+        )
     group = Group(0, 0, 1, choose_device(config.compute.device, 0))
     boundaries = np.zeros((3, samples.classes.num_classes), np.int64)
 
     def see(index: int, pred: torch.Tensor, target: torch.Tensor) -> None:
-        boundaries[...] += boundary_counts(pred[0].cpu().numpy(), target[0].numpy(), samples.classes.num_classes)
+        boundaries[...] += boundary_counts(
+            pred[0].cpu().numpy(), target[0].numpy(), samples.classes.num_classes
+        )
 
     found = validate(
         trained.model.to(group.device),
@@ -94,14 +100,22 @@ def evaluate(given: dict[str, Any]) -> Evaluation:
         transport=config.data.transport,
         see=see,
     )
-    figures = {"run": given["run"], "split": config.data.split, "images": len(samples), "step": trained.step}
+    figures = {
+        "run": given["run"],
+        "split": config.data.split,
+        "images": len(samples),
+        "step": trained.step,
+    }
     names, where = samples.classes.names, sequences(samples, config.data.sequence)
     figures |= scores(found, names, where, _seen(trained.config, config))
     figures["boundary_iou"] = dict(zip(names, boundary_iou(boundaries), strict=True))
     figures["mean"]["boundary_iou"] = mean(figures["boundary_iou"].values())
     figures |= how.described
     changed = changed_since(Path(given["run"]), trained.config.data, config.data)
-    notes = [f"T{changed[1:]}: this is not the score of that day." if changed else "", flattering(figures["sequences"])]
+    notes = [
+        f"T{changed[1:]}: this is not the score of that day." if changed else "",
+        flattering(figures["sequences"]),
+    ]
     figures["note"] = " ".join(filter(None, notes))
     return Evaluation(config, trained, samples, found, how, figures)
 
@@ -116,7 +130,11 @@ def _seen(trained: Config, config: Config) -> set[str] | None:
     """Sequences of the run's training images; None if these are not on this machine."""
     for data in (trained.data, config.data):
         try:
-            return set(sequences(open_samples(data, "train", trained.seed), config.data.sequence))
+            return set(
+                sequences(
+                    open_samples(data, "train", trained.seed), config.data.sequence
+                )
+            )
         except DataError:
             continue
     return None
@@ -125,6 +143,12 @@ def _seen(trained: Config, config: Config) -> set[str] | None:
 def _page(done: Evaluation) -> ReportData:
     trained = done.trained
     device = next(trained.model.parameters()).device
-    result = {**done.figures, "device": str(device), "weights_digest": trained.weights_digest}
-    seer = predictor(partial(segment, trained.model, trained.preprocess, how=done.how), device)
+    result = {
+        **done.figures,
+        "device": str(device),
+        "weights_digest": trained.weights_digest,
+    }
+    seer = predictor(
+        partial(segment, trained.model, trained.preprocess, how=done.how), device
+    )
     return page_data(done.config, done.samples, done.found, result, seer)

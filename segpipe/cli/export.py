@@ -23,8 +23,13 @@ def main(given: dict[str, Any]) -> int:
     with every_tensor_used(NOT_EXPORTED):
         trained = load_network(run, given["which"])
     config = with_settings(trained.config, given)
-    validation, training = validation_samples(config, trained.classes), training_images(config)
-    report = export_checkpoint(run, given["which"], trained, config, validation=validation, training=training)
+    validation, training = (
+        validation_samples(config, trained.classes),
+        training_images(config),
+    )
+    report = export_checkpoint(
+        run, given["which"], trained, config, validation=validation, training=training
+    )
     Console(emoji=False).print(table(report))
     for warning in report.manifest.get("warnings", []):
         print(f"warning: {warning}.", file=sys.stderr)

@@ -12,7 +12,9 @@ from segpipe.errors import ConfigError
 def main(given: dict[str, Any]) -> int:
     """Exit code."""
     if find_spec("benchmarks") is None or find_spec("benchmarks.gpu") is None:
-        raise ConfigError("gpu-check runs benchmarks/gpu.py, which is not installed. Run it in a clone of segpipe.")
+        raise ConfigError(
+            "gpu-check runs benchmarks/gpu.py, which is not installed. Run it in a clone of segpipe."
+        )
     flags.set_environment()  # before torch is imported
     from benchmarks.gpu import check
 

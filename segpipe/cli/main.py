@@ -28,7 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"segpipe {__version__}" if name == "--version" else overview())
             return 0
         if name not in COMMANDS:
-            raise ConfigError(f"{name} is not a command of segpipe.{nearest(name, list(COMMANDS))} See segpipe --help.")
+            raise ConfigError(
+                f"{name} is not a command of segpipe.{nearest(name, list(COMMANDS))} See segpipe --help."
+            )
         if any(argument in HELP for argument in rest):
             print(page(name))
             return 0
@@ -47,7 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(name: str, rest: list[str]) -> int:
     """Import and run a command's module; not before, since most of them import torch."""
     command = COMMANDS[name]
-    given = rest if command.overrides else parse(rest, command.keys, command.settings, command.positional)
+    given = (
+        rest
+        if command.overrides
+        else parse(rest, command.keys, command.settings, command.positional)
+    )
     if isinstance(given, dict):
         plugins.trust(given.get(TRUST.key, []))
     return int(import_module(f"segpipe.cli.{name.replace('-', '_')}").main(given))
@@ -55,7 +61,11 @@ def _run(name: str, rest: list[str]) -> int:
 
 def _complete(rest: list[str]) -> int:
     """Print the completions that the shell function of `-sc install=bash` asks for with `-sc query=bash`."""
-    found = complete(os.environ.get("COMP_LINE", "")) if rest[:1] == ["query=bash"] else None
+    found = (
+        complete(os.environ.get("COMP_LINE", ""))
+        if rest[:1] == ["query=bash"]
+        else None
+    )
     if found is None:
         return _run("train", ["-sc", *rest])
     print(" ".join(found))

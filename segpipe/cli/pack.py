@@ -18,19 +18,35 @@ def main(overrides: list[str]) -> int:
     if config.data.pack == "off":
         config = replace(config, data=replace(config.data, pack="auto"))
     check(config, world_size=1)
-    splits = [open_samples(config.data, split, config.seed) for split in dict.fromkeys(("train", config.data.split))]
+    splits = [
+        open_samples(config.data, split, config.seed)
+        for split in dict.fromkeys(("train", config.data.split))
+    ]
     found = [one for samples in splits for one in file_samples(samples)]
     if not found:
-        raise ConfigError("data.mix has no data set in files: there is nothing to pack.")
+        raise ConfigError(
+            "data.mix has no data set in files: there is nothing to pack."
+        )
     work = [(one, index) for one in found for index in range(len(one))]
     with progress("packing", len(work)) as show:
         for done, _ in enumerate(threaded(_read, work), 1):
             show(done)
     for folder in dict.fromkeys(one.pack.folder for one in found if one.pack):
         intact, replaced, added = map(
-            sum, zip(*(one.pack.use() for one in found if one.pack and one.pack.folder == folder), strict=True)
+            sum,
+            zip(
+                *(
+                    one.pack.use()
+                    for one in found
+                    if one.pack and one.pack.folder == folder
+                ),
+                strict=True,
+            ),
         )
-        CONSOLE.print(f"{folder}: {intact} samples intact, {replaced} replaced, {added} added", markup=False)
+        CONSOLE.print(
+            f"{folder}: {intact} samples intact, {replaced} replaced, {added} added",
+            markup=False,
+        )
     return 0
 
 

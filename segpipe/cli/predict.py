@@ -42,7 +42,9 @@ def main(given: dict[str, Any]) -> int:
     """Exit code: 2 when a source could not be predicted; all others are."""
     out = Path(given["out"])
     if out.is_file():
-        raise ConfigError(f"out = {out} is a file, but a folder was needed. Choose another out=.")
+        raise ConfigError(
+            f"out = {out} is a file, but a folder was needed. Choose another out=."
+        )
     left_out: list[str] = []
     sources = find(given["source"], out, say=left_out.append)
     check(given, has_video=any(source.is_video for source in sources))
@@ -52,10 +54,22 @@ def main(given: dict[str, Any]) -> int:
         raise unwritable(out, error) from error
     predictor = of_artifact(given) if given["artifact"] else of_run(given)
     outputs = Outputs(
-        out, predictor, given["overlay"], given["alpha"], given["legend"], given["frames"], given["exif"] == "apply"
+        out,
+        predictor,
+        given["overlay"],
+        given["alpha"],
+        given["legend"],
+        given["frames"],
+        given["exif"] == "apply",
     )
     with progress("predict", console=Console(stderr=True)) as show:
-        job = PredictJob(sources, outputs, batch=given["batch"], replace=given["exists"] == "replace", progress=show)
+        job = PredictJob(
+            sources,
+            outputs,
+            batch=given["batch"],
+            replace=given["exists"] == "replace",
+            progress=show,
+        )
         done = job.run()
     for line in [*done.problems, *filter(None, [predictor.note()]), *left_out]:
         print(line, file=sys.stderr)
@@ -66,14 +80,22 @@ def main(given: dict[str, Any]) -> int:
 def check(given: dict[str, Any], *, has_video: bool) -> None:
     """Raise ConfigError when keys contradict each other."""
     if bool(given["run"]) == bool(given["artifact"]):
-        raise ConfigError("run and artifact: set one of them, run=runs/NAME or artifact=runs/NAME/export.")
+        raise ConfigError(
+            "run and artifact: set one of them, run=runs/NAME or artifact=runs/NAME/export."
+        )
     defaults = {key.key: key.default for key in COMMANDS["predict"].keys}
-    here, others = ("artifact", ONLY_RUN) if given["artifact"] else ("run", ONLY_ARTIFACT)
+    here, others = (
+        ("artifact", ONLY_RUN) if given["artifact"] else ("run", ONLY_ARTIFACT)
+    )
     for key, reason in others.items():
         if given.get(key, defaults.get(key)) != defaults.get(key):
-            raise ConfigError(f"{key} = {given[key]}, but {here} is set: {reason}. Leave {key} out.")
+            raise ConfigError(
+                f"{key} = {given[key]}, but {here} is set: {reason}. Leave {key} out."
+            )
     if has_video and not (given["overlay"] or given["frames"]):
-        raise ConfigError("overlay = false and frames = false leave nothing to write for a video. Set one of them.")
+        raise ConfigError(
+            "overlay = false and frames = false leave nothing to write for a video. Set one of them."
+        )
 
 
 def of_run(given: dict[str, Any]) -> Predictor:
@@ -82,7 +104,9 @@ def of_run(given: dict[str, Any]) -> Predictor:
     trained = load_network(Path(given["run"]), given["which"])
     config = with_settings(trained.config, given)
     flags.apply(config.compute.threads)
-    return of_network(trained, choose_device(config.compute.device, 0), how, raw=given["ids"] == "raw")
+    return of_network(
+        trained, choose_device(config.compute.device, 0), how, raw=given["ids"] == "raw"
+    )
 
 
 def of_artifact(given: dict[str, Any]) -> Predictor:
@@ -107,8 +131,14 @@ def summary(done: Predictions, outputs: Outputs) -> dict[str, Any]:
         "kept": done.kept,
         "problems": len(done.problems),
         "images": done.answered,
-        "images_per_second": round(done.answered / done.seconds, 2) if done.seconds else 0.0,
-        "share": {name: round(share, 4) for name, share in outputs.shares(done.pixels).items()},
+        "images_per_second": round(done.answered / done.seconds, 2)
+        if done.seconds
+        else 0.0,
+        "share": {
+            name: round(share, 4) for name, share in outputs.shares(done.pixels).items()
+        },
         **outputs.predictor.model,
-        "ema_digest": outputs.predictor.model["weights_digest"],  # by the name that it has in result.json
+        "ema_digest": outputs.predictor.model[
+            "weights_digest"
+        ],  # by the name that it has in result.json
     }

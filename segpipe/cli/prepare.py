@@ -26,7 +26,9 @@ def main(overrides: list[str]) -> int:
     entry = published(data.name)
     CONSOLE.print("\n".join(instructions(data.name, entry)), markup=False)
     if not data.root:
-        CONSOLE.print(f"Then: segpipe prepare data={data.name} data.root=FOLDER", markup=False)
+        CONSOLE.print(
+            f"Then: segpipe prepare data={data.name} data.root=FOLDER", markup=False
+        )
         return 0
     if not Path(data.root).is_dir():
         CONSOLE.print(missing(Path(data.root)), markup=False)
@@ -34,7 +36,9 @@ def main(overrides: list[str]) -> int:
     whole = [_is_whole(data, split, number) for split, number in entry.splits.items()]
     if not whole[0] or not whole[1]:
         return DataError.exit_code
-    CONSOLE.print(f"Then: segpipe doctor data={data.name} data.root={data.root}", markup=False)
+    CONSOLE.print(
+        f"Then: segpipe doctor data={data.name} data.root={data.root}", markup=False
+    )
     return 0
 
 
@@ -54,7 +58,10 @@ def instructions(name: str, entry: PublishedSet) -> list[str]:
         f"  source     {entry.source}",
     ]
     if layout.folders:
-        lines.insert(-2, f"             SPLIT is {', '.join(f'{v} for {k}' for k, v in layout.folders.items())}")
+        lines.insert(
+            -2,
+            f"             SPLIT is {', '.join(f'{v} for {k}' for k, v in layout.folders.items())}",
+        )
     return [*lines, f"  note       {entry.note}"] if entry.note else lines
 
 
@@ -67,6 +74,7 @@ def _is_whole(data: DataConfig, split: str, number: int) -> bool:
         CONSOLE.print(f"  {fault}", markup=False)
     if len(faults) > SHOWN:
         CONSOLE.print(
-            f"  ... and {len(faults) - SHOWN} more: segpipe doctor data={data.name} lists them.", markup=False
+            f"  ... and {len(faults) - SHOWN} more: segpipe doctor data={data.name} lists them.",
+            markup=False,
         )
     return not faults and len(pairs) >= number

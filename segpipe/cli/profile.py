@@ -20,7 +20,9 @@ def main(overrides: list[str]) -> int:
     """Exit code."""
     config = compose(overrides)
     check(config, world_size=1)
-    flags.set_environment(environment.local_world_size() * config.compute.threads, config.compute.mode)
+    flags.set_environment(
+        environment.local_world_size() * config.compute.threads, config.compute.mode
+    )
     from segpipe.distributed import group as processes
     from segpipe.train.profiling import TIMED, StepProfile, measure
 
@@ -36,11 +38,17 @@ def main(overrides: list[str]) -> int:
         return 0
     write_atomically(folder / "profile.json", to_json(asdict(found)))
     console = Console(soft_wrap=True, highlight=False, emoji=False)
-    table = Table("part of an update", "ms", "share", "GiB moved", "of a plain copy's bandwidth")
+    table = Table(
+        "part of an update", "ms", "share", "GiB moved", "of a plain copy's bandwidth"
+    )
     for part in found.parts:
         bandwidth = f"{part.bandwidth:.0%}" if part.gib else ""
         table.add_row(
-            part.name, f"{part.ms:.1f}", f"{part.share:.1%}", f"{part.gib:.2f}" if part.gib else "", bandwidth
+            part.name,
+            f"{part.ms:.1f}",
+            f"{part.share:.1%}",
+            f"{part.gib:.2f}" if part.gib else "",
+            bandwidth,
         )
     console.print(
         f"{config.model.name} on {group.device.type}, shards per process: "
@@ -56,5 +64,8 @@ def main(overrides: list[str]) -> int:
     )
     for sentence in found.advice:
         console.print(sentence, markup=False)
-    console.print(f"trace for chrome://tracing or ui.perfetto.dev: {own / 'trace.json'}", markup=False)
+    console.print(
+        f"trace for chrome://tracing or ui.perfetto.dev: {own / 'trace.json'}",
+        markup=False,
+    )
     return 0

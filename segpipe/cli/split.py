@@ -28,11 +28,17 @@ SPLITS = ("train", "val")
 
 def main(given: dict[str, Any]) -> int:
     """Exit code; `given` are the values of the command's keys."""
-    values = {key.removeprefix("data."): read(SETTINGS[key], given[key]) for key in given if key.startswith("data.")}
+    values = {
+        key.removeprefix("data."): read(SETTINGS[key], given[key])
+        for key in given
+        if key.startswith("data.")
+    }
     data = DataConfig(name="folder", **values)
     root = Path(data.root)
     if not data.root or not root.is_dir():
-        raise ConfigError(f"data.root = {data.root!r} is not a folder. Set data.root=FOLDER.")
+        raise ConfigError(
+            f"data.root = {data.root!r} is not a folder. Set data.root=FOLDER."
+        )
     listings = [root / f"{split}.txt" for split in SPLITS]
     for path in [*listings, *(path.with_suffix(".csv") for path in listings)]:
         if path.exists() and not (given["replace"] and path.suffix == ".txt"):
@@ -41,18 +47,30 @@ def main(given: dict[str, Any]) -> int:
             )
     pairs, faults = scan_undivided(data)
     if faults:
-        raise DataError(f"{faults[0]}{f' ({len(faults)} problems in all)' if len(faults) > 1 else ''}")
+        raise DataError(
+            f"{faults[0]}{f' ({len(faults)} problems in all)' if len(faults) > 1 else ''}"
+        )
     names = [pair.name for pair in pairs]
     pixels = class_pixels_of(data, pairs) if table_path(data).is_file() else None
     chosen = divide(
-        names, val=given["val"], by=given["by"], seed=given["seed"], pattern=given["pattern"], pixels=pixels
+        names,
+        val=given["val"],
+        by=given["by"],
+        seed=given["seed"],
+        pattern=given["pattern"],
+        pixels=pixels,
     )
     for path, side in zip(listings, (False, True), strict=True):
-        stems = [name for name, of_val in zip(names, chosen, strict=True) if of_val == side]
+        stems = [
+            name for name, of_val in zip(names, chosen, strict=True) if of_val == side
+        ]
         write_atomically(path, "".join(f"{stem}\n" for stem in stems).encode())
         CONSOLE.print(summary(path, stems, len(names), given["pattern"]), markup=False)
     if pixels is None:
-        CONSOLE.print(f"{table_path(data)} does not exist, so classes did not count: see segpipe doctor.", markup=False)
+        CONSOLE.print(
+            f"{table_path(data)} does not exist, so classes did not count: see segpipe doctor.",
+            markup=False,
+        )
     else:
         opened = {split: open_samples(data, split, 0) for split in SPLITS}
         shares = {split: class_pixels(samples) for split, samples in opened.items()}

@@ -43,7 +43,11 @@ BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 DIRECTIONS = (
     ("hydra.sweeper.direction", "maximize", "hydra.sweeper.direction=maximize"),
     ("hydra.sweeper.optim.maximize", True, "hydra.sweeper.optim.maximize=true"),
-    ("hydra.sweeper.ax_config.experiment.minimize", False, "hydra.sweeper.ax_config.experiment.minimize=false"),
+    (
+        "hydra.sweeper.ax_config.experiment.minimize",
+        False,
+        "hydra.sweeper.ax_config.experiment.minimize=false",
+    ),
 )
 
 
@@ -62,7 +66,9 @@ def main(arguments: list[str]) -> int:
             return _run_hydra([*files.flags, *overrides])
         return launch(compose(arguments), finish=finish)
     except SegpipeError as error:
-        if local_rank() == 0:  # the other ranks of this machine have the same command line
+        if (
+            local_rank() == 0
+        ):  # the other ranks of this machine have the same command line
             raise
         wait_to_be_ended()
         return error.exit_code
@@ -77,7 +83,9 @@ def _run_hydra(arguments: list[str]) -> int:
         single.append(resolve(composed))
 
     sweeps = any(argument in MULTIRUN for argument in arguments)
-    SweepLauncher.sweep = sweep = Sweep(partial(launch_apart, finish=finish), check_job, examine)
+    SweepLauncher.sweep = sweep = Sweep(
+        partial(launch_apart, finish=finish), check_job, examine
+    )
     if sweeps:
         if any(argument.startswith("hydra/launcher") for argument in arguments):
             raise ConfigError(
@@ -85,17 +93,24 @@ def _run_hydra(arguments: list[str]) -> int:
                 "processes of compute.nproc. For several machines, start a sweep on each: docs/sweeps.md."
             )
         Plugins.instance().class_name_to_class[BASIC_LAUNCHER] = SweepLauncher
-    flags_first = sorted(arguments, key=lambda text: "=" in text and not text.startswith("-"))  # as argparse needs
+    flags_first = sorted(
+        arguments, key=lambda text: "=" in text and not text.startswith("-")
+    )  # as argparse needs
     try:
         with _hydra_raises(flags_first):
             job()
-    except SystemExit as end:  # Hydra has printed what is wrong, and uses its own exit code
+    except (
+        SystemExit
+    ) as end:  # Hydra has printed what is wrong, and uses its own exit code
         if end.code:
             return ConfigError.exit_code
         raise
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error)) from error
-    except (Interrupted, JobFailedError):  # Ctrl-C, or the search gave up: the table says so
+    except (
+        Interrupted,
+        JobFailedError,
+    ):  # Ctrl-C, or the search gave up: the table says so
         pass
     except SegpipeError:  # a later batch was refused
         sweep.finish()
@@ -128,28 +143,49 @@ class SweepLauncher(Launcher):
 
     sweep: Sweep  # Hydra makes the instance
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+    def setup(
+        self,
+        *,
+        hydra_context: HydraContext,
+        task_function: TaskFunction,
+        config: DictConfig,
+    ) -> None:
         self._loader, self._config = hydra_context.config_loader, config
-        self._searched = not str(config.hydra.sweeper._target_).endswith(".BasicSweeper")
+        self._searched = not str(config.hydra.sweeper._target_).endswith(
+            ".BasicSweeper"
+        )
         for key, needed, fix in DIRECTIONS:
             found = OmegaConf.select(config, key)
             shown = getattr(found, "name", found)  # of an enumeration
             if found is not None and shown != needed:
-                raise ConfigError(f"{key} = {shown}, but jobs return their mIoU, higher is better. Set {fix}.")
+                raise ConfigError(
+                    f"{key} = {shown}, but jobs return their mIoU, higher is better. Set {fix}."
+                )
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
+    def launch(
+        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    ) -> list[JobReturn]:
         setup_globals()
         jobs = self._jobs(job_overrides, initial_job_idx)
         self.sweep.batch(jobs, searched=self._searched)
         if self.sweep.interrupted:
             raise Interrupted("the sweep was interrupted.")
-        return [self._returned(job, overrides) for job, overrides in zip(jobs, job_overrides, strict=True)]
+        return [
+            self._returned(job, overrides)
+            for job, overrides in zip(jobs, job_overrides, strict=True)
+        ]
 
-    def _jobs(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[SweepJob]:
+    def _jobs(
+        self, job_overrides: Sequence[Sequence[str]], first: int
+    ) -> list[SweepJob]:
         """Jobs with names that differ."""
         parser = OverridesParser.create()
         given = parser.parse_overrides(list(self._config.hydra.overrides.task))
-        fixed = {override.key_or_group for override in given if not override.is_sweep_override()}
+        fixed = {
+            override.key_or_group
+            for override in given
+            if not override.is_sweep_override()
+        }
         composed, swept, names, templates = [], [], [], []
         for place, overrides in enumerate(job_overrides):
             config = self._loader.load_sweep_config(self._config, list(overrides))
@@ -159,22 +195,35 @@ class SweepLauncher(Launcher):
             pairs = [text.lstrip("+").partition("=") for text in overrides]
             swept.append({key: value for key, _, value in pairs if key not in fixed})
             names.append(str(config.run.name))
-            templates.append(str(OmegaConf.to_container(config.run, resolve=False)["name"]))  # type: ignore[call-overload,index]
+            run = OmegaConf.to_container(config.run, resolve=False)
+            templates.append(str(run["name"]))  # type: ignore[call-overload,index]
             composed.append(config)
         jobs = []
         for config, name, own in zip(
-            composed, distinct(names, templates, swept, always=self._searched), swept, strict=True
+            composed,
+            distinct(names, templates, swept, always=self._searched),
+            swept,
+            strict=True,
         ):
             HydraConfig.instance().set_config(config)
             with read_write(config), open_dict(config):
                 config.run.name = name
                 del config["hydra"]
-            jobs.append(SweepJob(resolve(config), " ".join(f"{key}={value}" for key, value in own.items())))
+            jobs.append(
+                SweepJob(
+                    resolve(config),
+                    " ".join(f"{key}={value}" for key, value in own.items()),
+                )
+            )
         return jobs
 
     def _returned(self, job: SweepJob, overrides: Sequence[str]) -> JobReturn:
         """What a sweeper reads. A grid must not end at a failed job, which Hydra's own sweeper would."""
         failed = job.code != 0 or job.miou is None
-        value: Any = JobFailedError(job.reason or "no labelled pixel") if failed and self._searched else job.miou
+        value: Any = (
+            JobFailedError(job.reason or "no labelled pixel")
+            if failed and self._searched
+            else job.miou
+        )
         status = JobStatus.FAILED if failed and self._searched else JobStatus.COMPLETED
         return JobReturn(overrides=list(overrides), status=status, _return_value=value)

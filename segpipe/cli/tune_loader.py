@@ -40,7 +40,11 @@ class Choice(NamedTuple):
 
 def main(overrides: list[str]) -> int:
     """Exit code."""
-    own = [text for text in overrides if text.partition("=")[0] in [key.key for key in KEYS]]
+    own = [
+        text
+        for text in overrides
+        if text.partition("=")[0] in [key.key for key in KEYS]
+    ]
     seconds = parse(own, KEYS)["seconds"]
     config = compose([text for text in overrides if text not in own])
     check(config, world_size=1)
@@ -58,14 +62,20 @@ def main(overrides: list[str]) -> int:
     try:
         needed = network_rate(config, group, samples)
         gpus = torch.cuda.device_count() if group.device.type == "cuda" else 1
-        ranks = gpus if config.compute.nproc == "auto" else int(config.compute.nproc)  # which share the cores
+        ranks = (
+            gpus if config.compute.nproc == "auto" else int(config.compute.nproc)
+        )  # which share the cores
         cores = max(len(os.sched_getaffinity(0)) // ranks, 1)
         CONSOLE.print(
             f"The network ({config.model.name}, {group.device}) takes {needed:.1f} samples/s. Measuring up to {cores} "
             f"workers, {seconds:g} s each.",
             markup=False,
         )
-        found = choose(lambda workers: loader_rate(config, group, samples, workers, seconds), cores, needed)
+        found = choose(
+            lambda workers: loader_rate(config, group, samples, workers, seconds),
+            cores,
+            needed,
+        )
     finally:
         leave(group)
     CONSOLE.print(table(found))
@@ -82,21 +92,33 @@ def choose(measure: Callable[[int], float], cores: int, needed: float) -> Choice
     rates = {0: measure(0)}
     for workers in range(1, cores + 1):
         rates[workers] = measure(workers)
-        if rates[workers] >= MARGIN * needed or (workers > 1 and rates[workers] < (1 + GAIN) * rates[workers - 1]):
+        if rates[workers] >= MARGIN * needed or (
+            workers > 1 and rates[workers] < (1 + GAIN) * rates[workers - 1]
+        ):
             break
     best = max(rate for workers, rate in rates.items() if workers)
     wanted = MARGIN * needed if best >= MARGIN * needed else best / (1 + GAIN)
-    return Choice(rates, min(workers for workers, rate in rates.items() if workers and rate >= wanted), best < needed)
+    return Choice(
+        rates,
+        min(workers for workers, rate in rates.items() if workers and rate >= wanted),
+        best < needed,
+    )
 
 
-def loader_rate(config: Config, group: Group, samples: Samples, workers: int, seconds: float) -> float:
+def loader_rate(
+    config: Config, group: Group, samples: Samples, workers: int, seconds: float
+) -> float:
     """Samples per second that `workers` loader processes deliver in the order and with the checks of a training."""
     from segpipe.train.batches import shard_stream
 
     data = replace(config.data, workers=workers)
-    positions = replace(config, data=replace(data, balance=0.0))  # counting the masks would take longer than this
+    positions = replace(
+        config, data=replace(data, balance=0.0)
+    )  # counting the masks would take longer than this
     with closing(shard_stream(positions, group, samples, range(STEPS), None)) as stream:
-        for _ in range(1 + workers * (config.data.prefetch + 1)):  # what was prepared while the workers started
+        for _ in range(
+            1 + workers * (config.data.prefetch + 1)
+        ):  # what was prepared while the workers started
             next(stream)
         start, batches = time.perf_counter(), 0
         while (passed := time.perf_counter() - start) < seconds or batches < 2:
@@ -144,7 +166,9 @@ def table(found: Choice) -> Table:
     return shown
 
 
-def verdict(found: Choice, needed: float, config: Config, cores: int, ranks: int) -> str:
+def verdict(
+    found: Choice, needed: float, config: Config, cores: int, ranks: int
+) -> str:
     """What to paste, and whether it helps."""
     rate = found.rates[found.workers]
     lines = [f"data:\n  workers: {found.workers}\n  prefetch: {config.data.prefetch}"]
@@ -160,5 +184,7 @@ def verdict(found: Choice, needed: float, config: Config, cores: int, ranks: int
             f"remove transforms from augment.extra, or take a machine with more cores per GPU."
         )
     if ranks > 1:
-        lines.append(f"compute.nproc = {ranks} ranks share the cores: at most {cores} workers for each.")
+        lines.append(
+            f"compute.nproc = {ranks} ranks share the cores: at most {cores} workers for each."
+        )
     return "\n".join(lines)

@@ -39,11 +39,20 @@ def verify(given: dict[str, Any], *, engines: Sequence[str] = ()) -> ExportRepor
     with every_tensor_used(NOT_VERIFIED):
         trained = load_network(run, which)
     config = with_settings(trained.config, given)
-    manifest, samples = read_manifest(folder), validation_samples(config, trained.classes)
-    changed = changed_since(run, trained.config.data, config.data) if samples is not None else ""
+    manifest, samples = (
+        read_manifest(folder),
+        validation_samples(config, trained.classes),
+    )
+    changed = (
+        changed_since(run, trained.config.data, config.data)
+        if samples is not None
+        else ""
+    )
     found = gather(samples, config, image_size(manifest))
     settings = replace(config.export, engines=[*config.export.engines, *engines])
-    judged = partial(verify_folder, trained, folder, origin=origin_of(run, which, trained))
+    judged = partial(
+        verify_folder, trained, folder, origin=origin_of(run, which, trained)
+    )
     try:
         report = judged(
             found.images,
@@ -57,7 +66,13 @@ def verify(given: dict[str, Any], *, engines: Sequence[str] = ()) -> ExportRepor
             raise
         # Raises where the files are at fault and not the images.
         alone = replace(settings, allow_unverified=True)
-        judged([], names=[], labelled=None, settings=alone, train_images=training_images(config))
+        judged(
+            [],
+            names=[],
+            labelled=None,
+            settings=alone,
+            train_images=training_images(config),
+        )
         raise DataError(
             f"{changed}. The files of {folder} are what the checkpoint converts to, but cannot be compared on these "
             f"images ({error}). Restore the images, or export again."

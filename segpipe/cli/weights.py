@@ -21,23 +21,32 @@ def main(given: dict[str, Any]) -> int:
     """Exit code."""
     out = Path(given["out"])
     if out.exists():
-        raise ConfigError(f"out = {out} exists already. Choose another name, or delete it.")
+        raise ConfigError(
+            f"out = {out} exists already. Choose another name, or delete it."
+        )
     trained = load_network(Path(given["run"]), given["which"])
     tensors = _tensors(trained, original=given["names"] == "original")
     write_atomically(out, save(tensors, metadata=_metadata(trained, given)))
-    print(f"{out}: {len(tensors)} tensors of {trained.config.model.name} after {trained.step} updates")
+    print(
+        f"{out}: {len(tensors)} tensors of {trained.config.model.name} after {trained.step} updates"
+    )
     print(f"{sha256(out)}  {out}")
     return 0
 
 
 def _tensors(trained: TrainedNetwork, *, original: bool) -> dict[str, Tensor]:
     """The averaged weights, each in memory of its own, as safetensors wants them."""
-    own = {name: value.clone().contiguous() for name, value in trained.model.state_dict().items()}
+    own = {
+        name: value.clone().contiguous()
+        for name, value in trained.model.state_dict().items()
+    }
     if not original:
         return own
     keys = trained.model.published_keys
     if not keys:
-        raise ConfigError(f"names = original, but {trained.config.model.name} has no other names. Leave names out.")
+        raise ConfigError(
+            f"names = original, but {trained.config.model.name} has no other names. Leave names out."
+        )
     return {published_key(name, keys): value for name, value in own.items()}
 
 

@@ -45,7 +45,10 @@ class DataContract:
 
     def _opened(self) -> str:
         self.samples = self._open()
-        self.indices = [place * len(self.samples) // SOME for place in range(min(SOME, len(self.samples)))]
+        self.indices = [
+            place * len(self.samples) // SOME
+            for place in range(min(SOME, len(self.samples)))
+        ]
         return ""
 
     def _samples(self) -> str:
@@ -61,7 +64,12 @@ class DataContract:
         before = contents(self.samples, self.indices)
         seed_globals(2)
         again = contents(self._open(), self.indices[::-1])[::-1]
-        return self._different(before, again, "read twice", "Let the index alone decide, and draw nothing at random.")
+        return self._different(
+            before,
+            again,
+            "read twice",
+            "Let the index alone decide, and draw nothing at random.",
+        )
 
     def _pickled(self) -> str:
         try:
@@ -73,7 +81,12 @@ class DataContract:
             )
         found = contents(copied, self.indices)
         advice = "Keep what read needs in picklable attributes."
-        return self._different(contents(self.samples, self.indices), found, "read by a pickled copy", advice)
+        return self._different(
+            contents(self.samples, self.indices),
+            found,
+            "read by a pickled copy",
+            advice,
+        )
 
     def _other_process(self) -> str:
         """A forked one, as loader processes are, and one of another start of the program."""
@@ -83,16 +96,26 @@ class DataContract:
             if isinstance(found, str):
                 return f"{NOTE}not checked in another process ({method}): {found}"
             advice = "Use no hash() of text, process id, clock, parent_process(), or order of a set or of os.listdir."
-            if problem := self._different(expected, found, "read by another process", advice):
+            if problem := self._different(
+                expected, found, "read by another process", advice
+            ):
                 return problem
         return ""
 
     def refusal(self) -> str:
         """Why no training should start with this data set; empty when one may."""
-        asked = (("opened", self._opened), ("twice", self._twice), ("other process", self._other_process))
-        return next((clause.problem for clause in answers("data", asked) if clause.problem), "")
+        asked = (
+            ("opened", self._opened),
+            ("twice", self._twice),
+            ("other process", self._other_process),
+        )
+        return next(
+            (clause.problem for clause in answers("data", asked) if clause.problem), ""
+        )
 
-    def _different(self, before: list[str], now: list[str], how: str, advice: str) -> str:
+    def _different(
+        self, before: list[str], now: list[str], how: str, advice: str
+    ) -> str:
         for index, one, two in zip(self.indices, before, now, strict=True):
             if one != two:
                 return f"sample {self.samples.name(index)} has other bytes when {how}. {advice}"
@@ -104,7 +127,8 @@ def contents(samples: Samples, indices: list[int]) -> list[str]:
     """The bytes of these samples with their names, as text."""
     read = [(index, *samples.read(index)) for index in indices]
     return [
-        f"{len(samples)} {samples.name(i)} {image.shape} {image.tobytes()!r} {t.tobytes()!r}" for i, image, t in read
+        f"{len(samples)} {samples.name(i)} {image.shape} {image.tobytes()!r} {t.tobytes()!r}"
+        for i, image, t in read
     ]
 
 
@@ -125,9 +149,19 @@ def augment_clauses(config: Config) -> Iterator[Clause]:
         findings = checker.check(augmenter, samples)
         names = [part.name for part in augmenter.parts()] + [augmenter.name]
     except Exception as error:
-        problem = str(error) if isinstance(error, SegpipeError) else f"{plugins.located(error)}."
-        yield Clause("augment", ", ".join(config.augment.extra) or "transforms", problem)
+        problem = (
+            str(error)
+            if isinstance(error, SegpipeError)
+            else f"{plugins.located(error)}."
+        )
+        yield Clause(
+            "augment", ", ".join(config.augment.extra) or "transforms", problem
+        )
         return
     for name in names:
-        own = [f"probe '{one.probe}': {one.detail}. {one.advice}" for one in findings if one.transform == name]
+        own = [
+            f"probe '{one.probe}': {one.detail}. {one.advice}"
+            for one in findings
+            if one.transform == name
+        ]
         yield Clause("augment", f"{name} is pure", own[0] if own else "")

@@ -36,7 +36,9 @@ class LossContract:
         draws = torch.Generator().manual_seed(0)
         batch, height, width = SHAPE
         self.logits = torch.randn(batch, CLASSES, height, width, generator=draws) * 0.5
-        self.target = torch.randint(0, CLASSES, SHAPE, generator=draws, dtype=torch.uint8)
+        self.target = torch.randint(
+            0, CLASSES, SHAPE, generator=draws, dtype=torch.uint8
+        )
         # Halves with 2 and 1 parts of valid pixels: a mean then differs from a sum also by its weights.
         self.target[batch // 2 :, : height // 2] = IGNORE_INDEX
 
@@ -61,12 +63,21 @@ class LossContract:
         self._call()
         return self._sums()
 
-    def total(self, logits: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
+    def total(
+        self, logits: Tensor, target: Tensor, weights: Tensor | None = None
+    ) -> Tensor:
         """Loss of a batch, divided by the valid pixels of the whole."""
         valid = torch.tensor(valid_pixels(self.target))
-        plain = replace(self.config.loss, backend="plain")  # whose parts have gradients of their own
+        plain = replace(
+            self.config.loss, backend="plain"
+        )  # whose parts have gradients of their own
         parts = shard_loss(
-            {"main": logits}, target, plain, class_weights=weights, global_valid=valid, align_corners=False
+            {"main": logits},
+            target,
+            plain,
+            class_weights=weights,
+            global_valid=valid,
+            align_corners=False,
         )
         return parts["main"]
 
@@ -81,7 +92,10 @@ class LossContract:
         """Whether the loss of a batch is the sum of the losses of its halves."""
         half = SHAPE[0] // 2
         whole = float(self.total(self.logits, self.target))
-        halves = [float(self.total(self.logits[part], self.target[part])) for part in (slice(half), slice(half, None))]
+        halves = [
+            float(self.total(self.logits[part], self.target[part]))
+            for part in (slice(half), slice(half, None))
+        ]
         if not all(map(math.isfinite, (whole, *halves))):
             return (
                 f"{KEY} = {self.config.loss.name}: the loss of random logits is not finite: {whole:.6g} for a batch, "
@@ -101,14 +115,19 @@ class LossContract:
         loss = self.total(logits, target)
         loss.backward()  # type: ignore[no-untyped-call]
         if logits.grad is None:
-            raise ConfigError("the loss has no gradient. Compute it from the logits, without detach or numpy.")
+            raise ConfigError(
+                "the loss has no gradient. Compute it from the logits, without detach or numpy."
+            )
         return loss.detach(), logits.grad
 
     def _ignored(self) -> str:
         ignored = self.target == IGNORE_INDEX
         changed = self.logits + 3.0 * ignored.unsqueeze(1)
         changed[:, 0] += 2.0 * ignored
-        (loss, gradient), (moved, _) = self._gradient(self.logits, self.target), self._gradient(changed, self.target)
+        (loss, gradient), (moved, _) = (
+            self._gradient(self.logits, self.target),
+            self._gradient(changed, self.target),
+        )
         if not torch.equal(loss, moved):
             return f"logits of ignored pixels move it from {loss:.6g} to {moved:.6g}. Leave out target == ignore_index."
         if not bool((gradient.movedim(1, -1)[ignored] == 0).all()):
@@ -116,7 +135,9 @@ class LossContract:
         return "" if bool((gradient != 0).any()) else "the gradient is 0 everywhere."
 
     def _unlabelled(self) -> str:
-        loss, gradient = self._gradient(self.logits, torch.full_like(self.target, IGNORE_INDEX))
+        loss, gradient = self._gradient(
+            self.logits, torch.full_like(self.target, IGNORE_INDEX)
+        )
         if loss != 0 or bool((gradient != 0).any()):
             return f"without a valid pixel it is {loss:.6g}, but 0 with gradient 0 was needed. Do not divide by counts."
         return ""
@@ -134,14 +155,25 @@ class LossContract:
         for seed in (1, 2):
             seed_globals(seed)
             found.append(self.total(self.logits, self.target))
-        return "" if torch.equal(*found) else "two calls with the same logits differ. Draw nothing at random."
+        return (
+            ""
+            if torch.equal(*found)
+            else "two calls with the same logits differ. Draw nothing at random."
+        )
 
     def _weights(self) -> str:
         name = self.config.loss.name
-        if plugins.is_path(name) and "class_weights" not in inspect.signature(plugins.load(KEY, name)).parameters:
+        if (
+            plugins.is_path(name)
+            and "class_weights"
+            not in inspect.signature(plugins.load(KEY, name)).parameters
+        ):
             return f"{NOTE}it has no class_weights, so loss.class_weights must be none"
         weights = torch.tensor([10.0, *[1.0] * (CLASSES - 1)])
-        if torch.equal(self.total(self.logits, self.target, weights), self.total(self.logits, self.target)):
+        if torch.equal(
+            self.total(self.logits, self.target, weights),
+            self.total(self.logits, self.target),
+        ):
             return "class_weights change nothing. Multiply the loss of a pixel by the weight of its class."
         return ""
 
@@ -162,5 +194,7 @@ def check_plugins(config: Config) -> None:
         plugins.load(key, path)
     if config.model.args:
         check_model(config.model.name, config.model.args)
-    if plugins.is_path(config.loss.name) and (problem := LossContract(config).refusal()):
+    if plugins.is_path(config.loss.name) and (
+        problem := LossContract(config).refusal()
+    ):
         raise ConfigError(problem)

@@ -40,7 +40,9 @@ QUICK = 64  # the same before a training
 ODD = (13, 27)  # rows and columns that an odd image has less than the crop
 SHAPES = "logits of every head in training"
 MISTAKES = (AttributeError, LookupError, NameError, TypeError)  # on a GPU the same
-CLOSE = 1e-3  # largest difference of logits that compute the same, in standard deviations
+CLOSE = (
+    1e-3  # largest difference of logits that compute the same, in standard deviations
+)
 
 
 class NetworkContract:
@@ -49,14 +51,18 @@ class NetworkContract:
     The images have the size of the crop, at most `largest` rows and columns.
     """
 
-    def __init__(self, config: Config, num_classes: int, largest: int = LARGEST) -> None:
+    def __init__(
+        self, config: Config, num_classes: int, largest: int = LARGEST
+    ) -> None:
         self.config, self.num_classes, self.largest = config, num_classes, largest
         self.size = tuple(min(length, largest) for length in config.augment.crop_size)
         self.net = nn.Module()  # made by the first question
         self.failed: Exception | None = None  # why it does not run
         draws = torch.Generator().manual_seed(0)
         self.image = torch.randn(3, 3, *self.size, generator=draws)
-        self.target = torch.randint(0, num_classes, (2, *self.size), generator=draws, dtype=torch.uint8)
+        self.target = torch.randint(
+            0, num_classes, (2, *self.size), generator=draws, dtype=torch.uint8
+        )
         self.target[:, :3] = IGNORE_INDEX
 
     def clauses(self) -> Iterator[Clause]:
@@ -65,7 +71,9 @@ class NetworkContract:
         for clause in answers("model", questions):
             yield clause
             if clause.problem and clause.name == SHAPES:
-                yield from (Clause("model", name, checked=False) for name, _ in questions)
+                yield from (
+                    Clause("model", name, checked=False) for name, _ in questions
+                )
 
     def runs(self) -> bool:
         """Whether the network, which this builds, takes these images on the CPU. Raises SegpipeError for its outputs.
@@ -96,7 +104,14 @@ class NetworkContract:
             ("copies", self._round_trip),
             ("another start", lambda: self._another_start(afresh)),
         ]
-        return next((clause.problem for clause in answers("model", questions) if clause.problem), "")
+        return next(
+            (
+                clause.problem
+                for clause in answers("model", questions)
+                if clause.problem
+            ),
+            "",
+        )
 
     def _questions(self) -> list[Question]:
         return [
@@ -106,7 +121,10 @@ class NetworkContract:
             ("odd image sizes", self._odd_sizes),
             ("gradients reach all parameters", self._gradients),
             ("randomness of torch's generator alone", self._training_randomness),
-            ("the same in another start, on rank 1 of 2", lambda: self._another_start(self._afresh)),
+            (
+                "the same in another start, on rank 1 of 2",
+                lambda: self._another_start(self._afresh),
+            ),
             ("no randomness in eval mode", self._eval_randomness),
             ("an image alone as in a batch", self._batch),
             ("ops that CUDA repeats", self._ops),
@@ -116,7 +134,9 @@ class NetworkContract:
 
     def _build(self) -> SegmentationNet:
         torch.manual_seed(0)
-        return build_model(self.config.model.name, self.num_classes, self.config.model.args)
+        return build_model(
+            self.config.model.name, self.num_classes, self.config.model.args
+        )
 
     def _is_built(self) -> str:
         self.net = self._build()
@@ -125,7 +145,9 @@ class NetworkContract:
     def _equal_weights(self) -> str:
         seed_globals(1)
         one, two = self.net.state_dict(), self._build().state_dict()
-        different = [name for name, value in one.items() if not torch.equal(value, two[name])]
+        different = [
+            name for name, value in one.items() if not torch.equal(value, two[name])
+        ]
         if different:
             return f"{different[0]} differs. Draw initial weights from torch's generator, not from numpy or random."
         return ""
@@ -144,11 +166,15 @@ class NetworkContract:
 
     def _training_shapes(self) -> str:
         heads = self._heads()
-        sizes = ", ".join(f"{name} {tuple(logits.shape[-2:])}" for name, logits in heads.items())
+        sizes = ", ".join(
+            f"{name} {tuple(logits.shape[-2:])}" for name, logits in heads.items()
+        )
         return f"{NOTE}{sizes} for images of {self.size}"
 
     def _odd_sizes(self) -> str:
-        height, width = (length - less for length, less in zip(self.size, ODD, strict=True))
+        height, width = (
+            length - less for length, less in zip(self.size, ODD, strict=True)
+        )
         try:
             self._logits(self.image[:1, :, :height, :width])
         except Exception as error:
@@ -171,9 +197,17 @@ class NetworkContract:
     def _gradients(self) -> str:
         self.net.zero_grad(set_to_none=True)
         self._loss(self._heads()).backward()  # type: ignore[no-untyped-call]
-        trained = [(name, parameter) for name, parameter in self.net.named_parameters() if parameter.requires_grad]
+        trained = [
+            (name, parameter)
+            for name, parameter in self.net.named_parameters()
+            if parameter.requires_grad
+        ]
         without = [name for name, parameter in trained if parameter.grad is None]
-        grads = [(name, parameter.grad) for name, parameter in trained if parameter.grad is not None]
+        grads = [
+            (name, parameter.grad)
+            for name, parameter in trained
+            if parameter.grad is not None
+        ]
         broken = [name for name, grad in grads if not grad.isfinite().all()]
         self.net.zero_grad(set_to_none=True)
         if without:
@@ -186,24 +220,34 @@ class NetworkContract:
     def passed(self) -> list[Tensor]:
         """Logits of all heads and gradients of all parameters, of one forward and backward in training mode."""
         heads = list(self._heads().values())
-        parameters = [parameter for parameter in self.net.parameters() if parameter.requires_grad]
+        parameters = [
+            parameter for parameter in self.net.parameters() if parameter.requires_grad
+        ]
         scalar = torch.stack([logits.float().square().mean() for logits in heads]).sum()
         if scalar.requires_grad:
             scalar.backward()  # type: ignore[no-untyped-call]
-        found = [*heads, *(parameter.grad for parameter in parameters if parameter.grad is not None)]
+        found = [
+            *heads,
+            *(parameter.grad for parameter in parameters if parameter.grad is not None),
+        ]
         self.net.zero_grad(set_to_none=True)
         return [value.detach() for value in found]
 
     def _training_randomness(self) -> str:
         """Twice the same in training mode, though all other generators moved and other images came between."""
-        state, guard = copy.deepcopy(self.net.state_dict()), ShardGuard(self.config, self.net)
+        state, guard = (
+            copy.deepcopy(self.net.state_dict()),
+            ShardGuard(self.config, self.net),
+        )
         seed_globals(1)
         guard.start()
         one = self.passed()
         if found := guard.found():
             return found
         for name, parameter in self.net.named_parameters():
-            if not _same(parameter, state[name]):  # by way of .data, which counts no version
+            if not _same(
+                parameter, state[name]
+            ):  # by way of .data, which counts no version
                 return f"its forward or backward changes {name}. Leave parameters to the optimizer."
         self._heads(2 * self.image[1:] + 1)
         self.net.load_state_dict(state)
@@ -216,7 +260,14 @@ class NetworkContract:
         return ""
 
     def _afresh(self) -> Any:
-        return elsewhere("spawn", passed_afresh, self.config, self.num_classes, [self.largest], _debug_mode())
+        return elsewhere(
+            "spawn",
+            passed_afresh,
+            self.config,
+            self.num_classes,
+            [self.largest],
+            _debug_mode(),
+        )
 
     def _another_start(self, afresh: Callable[[], Any]) -> str:
         self._is_built()
@@ -241,7 +292,9 @@ class NetworkContract:
 
     def _batch(self) -> str:
         together, alone = self._logits(self.image), self._logits(self.image[1:2])
-        moved = float((together[1:2] - alone).abs().max() / together.std().clamp_min(1e-12))
+        moved = float(
+            (together[1:2] - alone).abs().max() / together.std().clamp_min(1e-12)
+        )
         if moved > CLOSE:
             return (
                 f"logits of an image move by {moved:.2g} standard deviations when others are in its batch. In eval "
@@ -261,26 +314,46 @@ class NetworkContract:
         expected = self._logits(self.image)
         fresh = self._build()
         fresh.load_state_dict(self.net.state_dict())
-        for what, net in (("a copy.deepcopy", copy.deepcopy(self.net)), ("a network that loads its state dict", fresh)):
+        for what, net in (
+            ("a copy.deepcopy", copy.deepcopy(self.net)),
+            ("a network that loads its state dict", fresh),
+        ):
             if not _same(self._logits(self.image, net), expected):
                 return f"{what} computes other logits. Keep all state in parameters and buffers."
         return ""
 
     def _onnx(self) -> str:
         from segpipe.export.graph.network import DeployModel, run_eager
-        from segpipe.export.graph.onnx_format import open_onnx, to_onnx  # not before every training: it takes seconds
+        from segpipe.export.graph.onnx_format import (
+            open_onnx,
+            to_onnx,
+        )  # not before every training: it takes seconds
 
         network = copy.deepcopy(self.net).requires_grad_(False)
-        model = DeployModel(network, Preprocess(), align_corners=bool(self.net.align_corners)).eval()
+        model = DeployModel(
+            network, Preprocess(), align_corners=bool(self.net.align_corners)
+        ).eval()
         image = np.random.default_rng(0).integers(0, 256, (*self.size, 3), np.uint8)
         height, width = self.size
-        with tempfile.TemporaryDirectory(prefix="segpipe-contract-") as folder, one_thread():
+        with (
+            tempfile.TemporaryDirectory(prefix="segpipe-contract-") as folder,
+            one_thread(),
+        ):
             shipped, probe = Path(folder, "model.onnx"), Path(folder, "probe.onnx")
-            to_onnx(model, (height, width), {"io": {"inputs": [], "outputs": []}}, shipped, probe)
+            to_onnx(
+                model,
+                (height, width),
+                {"io": {"inputs": [], "outputs": []}},
+                shipped,
+                probe,
+            )
             expected, found = run_eager(model)(image), open_onnx(probe)(image)
         assert expected.logits is not None
         assert found.logits is not None
-        moved = float(np.abs(found.logits - expected.logits).max() / max(float(expected.logits.std()), 1e-12))
+        moved = float(
+            np.abs(found.logits - expected.logits).max()
+            / max(float(expected.logits.std()), 1e-12)
+        )
         if moved > CLOSE:
             return f"logits of the ONNX file differ by {moved:.2g} standard deviations from those of the network."
         return f"{NOTE}largest difference {moved:.1e} standard deviations"
@@ -299,7 +372,9 @@ def _debug_mode() -> int:
     return torch.get_deterministic_debug_mode()
 
 
-def passed_afresh(config: Config, num_classes: int, sizes: Sequence[int], mode: int) -> list[NDArray[Any]]:
+def passed_afresh(
+    config: Config, num_classes: int, sizes: Sequence[int], mode: int
+) -> list[NDArray[Any]]:
     """What `NetworkContract.passed` returns for the first size of images that runs, in a process of its own."""
     torch.set_deterministic_debug_mode(mode)
     plugins.trust([config.model.name])
@@ -316,10 +391,17 @@ def check_network(config: Config, classes: ClassTable) -> None:
     """
     if is_path(config.model.name):
         check_plugin(config, classes.num_classes)
-    if not (config.model.weights or config.model.freeze or config.optim.lr_scale or config.model.args):
+    if not (
+        config.model.weights
+        or config.model.freeze
+        or config.optim.lr_scale
+        or config.model.args
+    ):
         return
     resumes = config.run.exists == "resume" and checkpoint.candidates(config.run_dir)
-    batch_norm = replace(config, model=replace(config.model, norm="batch"))  # the other needs a GPU
+    batch_norm = replace(
+        config, model=replace(config.model, norm="batch")
+    )  # the other needs a GPU
     start = None if resumes else read_start(config, checkpoint.load)
     build_state(batch_norm, classes, torch.device("cpu"), start)
 
@@ -339,6 +421,11 @@ def check_plugin(config: Config, num_classes: int) -> None:
                 if problem := contract.refusal(afresh):
                     raise ConfigError(f"{KEY} = {config.model.name}: {problem}")
                 return
-    error, on_gpu = contract.failed, config.compute.device != "cpu" and torch.cuda.device_count() > 0
+    error, on_gpu = (
+        contract.failed,
+        config.compute.device != "cpu" and torch.cuda.device_count() > 0,
+    )
     if error and (isinstance(error, MISTAKES) or not on_gpu):
-        raise ConfigError(f"{KEY} = {config.model.name}: {plugins.located(error)}.") from error
+        raise ConfigError(
+            f"{KEY} = {config.model.name}: {plugins.located(error)}."
+        ) from error

@@ -18,7 +18,9 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # or its import asks the network for a newer release
+os.environ.setdefault(
+    "NO_ALBUMENTATIONS_UPDATE", "1"
+)  # or its import asks the network for a newer release
 
 import albumentations as A
 import cv2
@@ -35,11 +37,15 @@ if TYPE_CHECKING:
     from segpipe.settings.groups import AugmentConfig
 
 Uint8 = NDArray[np.uint8]
-Look = Callable[[str, Uint8, Uint8], None]  # called with a transform's name and its input image and target
+Look = Callable[
+    [str, Uint8, Uint8], None
+]  # called with a transform's name and its input image and target
 Transform: TypeAlias = A.BasicTransform | A.BaseCompose
 GREY = np.array([0.299, 0.587, 0.114])
 IDENTITY = COLOR_UNIT * np.eye(3, 4, dtype=np.int32)
-RGB_TO_YIQ = np.array([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
+RGB_TO_YIQ = np.array(
+    [[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]]
+)
 
 
 class Crop(NamedTuple):
@@ -47,7 +53,9 @@ class Crop(NamedTuple):
 
     image: Uint8  # (H, W, 3)
     target: Uint8  # (H, W)
-    color: NDArray[np.int32] | None = None  # what the device applies to the image, see models/preprocess.py
+    color: NDArray[np.int32] | None = (
+        None  # what the device applies to the image, see models/preprocess.py
+    )
 
 
 class ScaleCrop(A.DualTransform):  # type: ignore[misc]
@@ -65,17 +73,23 @@ class ScaleCrop(A.DualTransform):  # type: ignore[misc]
     integers, so that another CPU gives the same bytes.
     """
 
-    def __init__(self, crop_size: tuple[int, int], scale: tuple[float, float], rare: float = 0.0) -> None:
+    def __init__(
+        self, crop_size: tuple[int, int], scale: tuple[float, float], rare: float = 0.0
+    ) -> None:
         super().__init__(p=1.0)
         self.crop_size, self.scale, self.rare = crop_size, scale, rare
 
-    def get_params_dependent_on_data(self, params: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    def get_params_dependent_on_data(
+        self, params: dict[str, Any], data: dict[str, Any]
+    ) -> dict[str, Any]:
         low, high = (math.log(factor) for factor in self.scale)
         factor = math.exp(low + (high - low) * self.py_random.random())
         draws = self.py_random.random(), self.py_random.random()
         row, column = self._rare_pixel(data) or (None, None)
         rows = _spans(params["shape"][0], self.crop_size[0], factor, draws[0], row)
-        columns = _spans(params["shape"][1], self.crop_size[1], factor, draws[1], column)
+        columns = _spans(
+            params["shape"][1], self.crop_size[1], factor, draws[1], column
+        )
         return {"source": (rows[0], columns[0]), "place": (rows[1], columns[1])}
 
     def _rare_pixel(self, data: dict[str, Any]) -> tuple[int, int] | None:
@@ -83,12 +97,16 @@ class ScaleCrop(A.DualTransform):  # type: ignore[misc]
         if not self.rare or self.py_random.random() >= self.rare:
             return None
         target = data["mask"]
-        counts = cv2.calcHist([target], [0], None, [IGNORE_INDEX], [0, IGNORE_INDEX]).ravel()  # bincount takes 5 times
+        counts = cv2.calcHist(
+            [target], [0], None, [IGNORE_INDEX], [0, IGNORE_INDEX]
+        ).ravel()  # bincount takes 5 times
         present = np.flatnonzero(counts).tolist()
         if not present:
             return None
         ends = list(accumulate(1.0 / float(counts[train]) for train in present))
-        chosen = present[min(bisect(ends, self.py_random.random() * ends[-1]), len(present) - 1)]
+        chosen = present[
+            min(bisect(ends, self.py_random.random() * ends[-1]), len(present) - 1)
+        ]
         places = np.flatnonzero(target == chosen)
         place = int(places[math.floor(self.py_random.random() * len(places))])
         row, column = divmod(place, int(target.shape[1]))
@@ -101,7 +119,14 @@ class ScaleCrop(A.DualTransform):  # type: ignore[misc]
         return self._resample(mask, IGNORE_INDEX, cv2.INTER_NEAREST_EXACT, **params)
 
     def _resample(
-        self, array: Uint8, fill: int | tuple[int, ...], how: int, *, source: Any, place: Any, **_: Any
+        self,
+        array: Uint8,
+        fill: int | tuple[int, ...],
+        how: int,
+        *,
+        source: Any,
+        place: Any,
+        **_: Any,
     ) -> Uint8:
         part, (rows, columns) = array[source], place
         size = (rows.stop - rows.start, columns.stop - columns.start)
@@ -109,11 +134,15 @@ class ScaleCrop(A.DualTransform):  # type: ignore[misc]
         if resized:
             part = _resized(part, size, how)
         if size == self.crop_size:
-            return np.asarray(part) if resized else part.copy()  # never memory of the sample, which others may read
+            return (
+                np.asarray(part) if resized else part.copy()
+            )  # never memory of the sample, which others may read
         height, width = self.crop_size
         edges = rows.start, height - rows.stop, columns.start, width - columns.stop
         value = fill if isinstance(fill, tuple) else (fill,)
-        return np.asarray(cv2.copyMakeBorder(part, *edges, cv2.BORDER_CONSTANT, value=value))
+        return np.asarray(
+            cv2.copyMakeBorder(part, *edges, cv2.BORDER_CONSTANT, value=value)
+        )
 
 
 def _resized(part: Uint8, size: tuple[int, int], how: int) -> Uint8:
@@ -121,11 +150,15 @@ def _resized(part: Uint8, size: tuple[int, int], how: int) -> Uint8:
     three; its exact resampling treats each channel alone, so that the bytes are the same."""
     if part.ndim == 2:
         return np.asarray(cv2.resize(part, size[::-1], interpolation=how))
-    wide = cv2.resize(cv2.cvtColor(part, cv2.COLOR_RGB2RGBA), size[::-1], interpolation=how)
+    wide = cv2.resize(
+        cv2.cvtColor(part, cv2.COLOR_RGB2RGBA), size[::-1], interpolation=how
+    )
     return np.asarray(cv2.cvtColor(wide, cv2.COLOR_RGBA2RGB))
 
 
-def _spans(length: int, crop: int, factor: float, draw: float, kept: int | None = None) -> tuple[slice, slice]:
+def _spans(
+    length: int, crop: int, factor: float, draw: float, kept: int | None = None
+) -> tuple[slice, slice]:
     """Along one axis: the part of the source that is used, and its place in the crop; the pixel `kept` is in it."""
     box = max(1, round(crop / factor))
     lowest, highest = min(0, length - box), max(0, length - box)
@@ -134,7 +167,9 @@ def _spans(length: int, crop: int, factor: float, draw: float, kept: int | None 
     start = lowest + min(math.floor(draw * (highest - lowest + 1)), highest - lowest)
     first, last = max(0, start), min(length, start + box)
     low = min(round((first - start) * crop / box), crop - 1)
-    return slice(first, last), slice(low, max(low + 1, round((last - start) * crop / box)))
+    return slice(first, last), slice(
+        low, max(low + 1, round((last - start) * crop / box))
+    )
 
 
 class ColorMatrix(A.ImageOnlyTransform):  # type: ignore[misc]
@@ -148,30 +183,55 @@ class ColorMatrix(A.ImageOnlyTransform):  # type: ignore[misc]
     """
 
     def __init__(
-        self, *, brightness: float, contrast: float, saturation: float, hue: float, deferred: bool = False
+        self,
+        *,
+        brightness: float,
+        contrast: float,
+        saturation: float,
+        hue: float,
+        deferred: bool = False,
     ) -> None:
-        self.strengths, self.deferred = (brightness, contrast, saturation, hue), deferred
+        self.strengths, self.deferred = (
+            (brightness, contrast, saturation, hue),
+            deferred,
+        )
         super().__init__(p=1.0)
 
     @property
     def targets(self) -> dict[str, Callable[..., Any]]:
-        return {"color": self.apply_to_color} if self.deferred else {"image": self.apply}
+        return (
+            {"color": self.apply_to_color} if self.deferred else {"image": self.apply}
+        )
 
     def get_params(self) -> dict[str, Any]:
-        draws = [strength * (2 * self.py_random.random() - 1) for strength in self.strengths]
+        draws = [
+            strength * (2 * self.py_random.random() - 1) for strength in self.strengths
+        ]
         return {"matrix": color_matrix(*draws)}
 
     def apply(self, img: Uint8, matrix: NDArray[np.float64], **_: Any) -> Uint8:
         return np.asarray(cv2.transform(img, matrix), np.uint8)
 
-    def apply_to_color(self, color: NDArray[np.int32], matrix: NDArray[np.float64], **_: Any) -> NDArray[np.int32]:
-        return np.asarray(np.rint(matrix.astype(np.float32) * COLOR_UNIT), np.int32)  # as OpenCV rounds it
+    def apply_to_color(
+        self, color: NDArray[np.int32], matrix: NDArray[np.float64], **_: Any
+    ) -> NDArray[np.int32]:
+        return np.asarray(
+            np.rint(matrix.astype(np.float32) * COLOR_UNIT), np.int32
+        )  # as OpenCV rounds it
 
 
-def color_matrix(brightness: float, contrast: float, saturation: float, hue: float) -> NDArray[np.float64]:
+def color_matrix(
+    brightness: float, contrast: float, saturation: float, hue: float
+) -> NDArray[np.float64]:
     """Affine map (3, 4) of RGB values 0 to 255; the identity for zeros. Hue in turns, the rest relative."""
     angle = 2 * math.pi * hue
-    turn = np.array([[1, 0, 0], [0, math.cos(angle), -math.sin(angle)], [0, math.sin(angle), math.cos(angle)]])
+    turn = np.array(
+        [
+            [1, 0, 0],
+            [0, math.cos(angle), -math.sin(angle)],
+            [0, math.sin(angle), math.cos(angle)],
+        ]
+    )
     rotate = np.linalg.solve(RGB_TO_YIQ, turn @ RGB_TO_YIQ) if hue else np.eye(3)
     saturate = (1 + saturation) * np.eye(3) - saturation * np.tile(GREY, (3, 1))
     linear = (1 + brightness) * (rotate @ saturate)
@@ -179,22 +239,37 @@ def color_matrix(brightness: float, contrast: float, saturation: float, hue: flo
     return np.column_stack([(1 + contrast) * linear, offset])
 
 
-def steps(config: AugmentConfig, extra: tuple[Builder, ...]) -> list[tuple[str, Builder]]:
+def steps(
+    config: AugmentConfig, extra: tuple[Builder, ...]
+) -> list[tuple[str, Builder]]:
     """Name and builder of each transform, in the order of application; the first three have no name.
 
     Transforms of strength zero are left out.
     """
-    crop_size, scale = (config.crop_size[0], config.crop_size[1]), (config.scale[0], config.scale[1])
-    found: list[tuple[str, Builder]] = [("", partial(ScaleCrop, crop_size, scale, config.rare_crop))]
+    crop_size, scale = (
+        (config.crop_size[0], config.crop_size[1]),
+        (config.scale[0], config.scale[1]),
+    )
+    found: list[tuple[str, Builder]] = [
+        ("", partial(ScaleCrop, crop_size, scale, config.rare_crop))
+    ]
     if config.flip:
         found.append(("", partial(A.HorizontalFlip, p=config.flip)))
     if any((strengths := _strengths(config)).values()):
-        found.append(("", partial(ColorMatrix, **strengths, deferred=config.color_on == "device")))
+        found.append(
+            (
+                "",
+                partial(ColorMatrix, **strengths, deferred=config.color_on == "device"),
+            )
+        )
     return [*found, *zip(config.extra, extra, strict=True)]
 
 
 def _strengths(config: AugmentConfig) -> dict[str, float]:
-    return {name: getattr(config, name) for name in ("brightness", "contrast", "saturation", "hue")}
+    return {
+        name: getattr(config, name)
+        for name in ("brightness", "contrast", "saturation", "hue")
+    }
 
 
 def _built(name: str, build: Builder) -> Transform:
@@ -207,7 +282,9 @@ def _built(name: str, build: Builder) -> Transform:
     return step
 
 
-def _leaves(step: Transform, certain: bool = True) -> list[tuple[A.BasicTransform, bool]]:
+def _leaves(
+    step: Transform, certain: bool = True
+) -> list[tuple[A.BasicTransform, bool]]:
     """The transform, or those inside OneOf and the like, and whether each is applied to every sample."""
     if isinstance(step, A.BaseCompose):
         return [leaf for inner in step.transforms for leaf in _leaves(inner, False)]
@@ -232,7 +309,9 @@ class Augmenter:
     def __init__(self, config: AugmentConfig, seed: int = 0) -> None:
         self.config = config
         self.seed = seed
-        self.defers_color = config.color_on == "device" and any(_strengths(config).values())
+        self.defers_color = config.color_on == "device" and any(
+            _strengths(config).values()
+        )
         self.extra = tuple(map(builder, config.extra))
         self._pipeline: A.Compose | None = None if config.keyed else self._build()
         self._owner = os.getpid()
@@ -242,7 +321,11 @@ class Augmenter:
 
     def __call__(self, image: Uint8, target: Uint8, key: int) -> tuple[Uint8, Uint8]:
         image, target, color = self.crop(image, target, key)
-        return (image if color is None else np.asarray(cv2.transform(image, color / COLOR_UNIT), np.uint8)), target
+        return (
+            image
+            if color is None
+            else np.asarray(cv2.transform(image, color / COLOR_UNIT), np.uint8)
+        ), target
 
     def crop(self, image: Uint8, target: Uint8, key: int) -> Crop:
         """The same, but with `augment.color_on=device` before its color, and the matrix of that."""
@@ -253,7 +336,9 @@ class Augmenter:
         pipeline = self._keyed_pipeline(key)
         inner = pipeline.transforms
         names = [name for name, _ in steps(self.config, self.extra)]
-        pipeline.transforms = [partial(_shown, *step, look) for step in zip(names, inner, strict=True)]
+        pipeline.transforms = [
+            partial(_shown, *step, look) for step in zip(names, inner, strict=True)
+        ]
         try:
             return self._apply(pipeline, image, target)
         finally:
@@ -272,8 +357,14 @@ class Augmenter:
 
         The first takes a sample; the others take the output of the first.
         """
-        numbers = [len(_leaves(_built(*step))) for step in steps(self.config, self.extra)]
-        return [Part(self, step, leaf) for step, number in enumerate(numbers) for leaf in range(number)]
+        numbers = [
+            len(_leaves(_built(*step))) for step in steps(self.config, self.extra)
+        ]
+        return [
+            Part(self, step, leaf)
+            for step, number in enumerate(numbers)
+            for leaf in range(number)
+        ]
 
     def _keyed_pipeline(self, key: int) -> A.Compose:
         pipeline = self._own_pipeline()
@@ -295,7 +386,11 @@ class Augmenter:
     def _apply(self, pipeline: A.Compose, image: Uint8, target: Uint8) -> Crop:
         more = {"color": IDENTITY} if self.defers_color else {}
         made = pipeline(image=image, mask=target, **more)
-        return Crop(np.ascontiguousarray(made["image"]), np.ascontiguousarray(made["mask"]), made.get("color"))
+        return Crop(
+            np.ascontiguousarray(made["image"]),
+            np.ascontiguousarray(made["mask"]),
+            made.get("color"),
+        )
 
 
 def _shown(name: str, step: Transform, look: Look, **data: Any) -> dict[str, Any]:

@@ -54,7 +54,9 @@ class ClassTable:
     name: str
     names: tuple[str, ...]
     palette: tuple[Color, ...]  # RGB
-    train_ids: dict[int, int]  # raw id -> train id, 255 = ignore; every other raw id is an error
+    train_ids: dict[
+        int, int
+    ]  # raw id -> train id, 255 = ignore; every other raw id is an error
 
     @property
     def num_classes(self) -> int:
@@ -64,7 +66,9 @@ class ClassTable:
     @cached_property
     def lut(self) -> NDArray[np.uint8]:
         """Train id per raw id, uint8 (256,); ids that are not `known` map to ignore."""
-        return np.array([self.train_ids.get(raw, IGNORE_INDEX) for raw in range(256)], np.uint8)
+        return np.array(
+            [self.train_ids.get(raw, IGNORE_INDEX) for raw in range(256)], np.uint8
+        )
 
     @cached_property
     def known(self) -> NDArray[np.bool_]:
@@ -74,12 +78,17 @@ class ClassTable:
     @cached_property
     def _wide(self) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
         """`lut` and `known` for ids of 16 bits."""
-        lut, known = np.full(LARGEST_ID + 1, IGNORE_INDEX, np.uint8), np.zeros(LARGEST_ID + 1, np.bool_)
+        lut, known = (
+            np.full(LARGEST_ID + 1, IGNORE_INDEX, np.uint8),
+            np.zeros(LARGEST_ID + 1, np.bool_),
+        )
         for raw, train in self.train_ids.items():
             lut[raw], known[raw] = train, True
         return lut, known
 
-    def target(self, mask: NDArray[np.uint8] | NDArray[np.uint16], where: object) -> NDArray[np.uint8]:
+    def target(
+        self, mask: NDArray[np.uint8] | NDArray[np.uint16], where: object
+    ) -> NDArray[np.uint8]:
         """Train ids uint8 (H, W) of raw ids. Raises DataError naming the file `where` for ids that are not `known`."""
         if mask.dtype == np.uint16:
             lut, known = self._wide
@@ -90,11 +99,17 @@ class ClassTable:
             raise self._unknown(mask, where)
         return np.asarray(cv2.LUT(mask, self.lut), np.uint8)
 
-    def _unknown(self, mask: NDArray[np.uint8] | NDArray[np.uint16], where: object) -> DataError:
+    def _unknown(
+        self, mask: NDArray[np.uint8] | NDArray[np.uint16], where: object
+    ) -> DataError:
         known = self.known if mask.dtype == np.uint8 else self._wide[1]
         counts = np.bincount(mask.ravel(), minlength=len(known)) * ~known
         found = np.flatnonzero(counts).tolist()
-        ids = f"id {found[0]}" if len(found) == 1 else f"ids {', '.join(map(str, found[:8]))}"
+        ids = (
+            f"id {found[0]}"
+            if len(found) == 1
+            else f"ids {', '.join(map(str, found[:8]))}"
+        )
         row, column = np.argwhere(mask == found[0])[0]
         return DataError(
             f"{where} has {ids} ({counts.sum()} pixels, the first at row {row}, column {column}); the {self.name} "
@@ -111,7 +126,9 @@ class MaskTable:
 
     classes: ClassTable
     kind: str = ""  # ids or colors; empty: not said
-    colors: dict[Color, int] = field(default_factory=dict)  # RGB -> train id; empty if no colors are given
+    colors: dict[Color, int] = field(
+        default_factory=dict
+    )  # RGB -> train id; empty if no colors are given
     exif: str = ""  # apply or ignore; empty: the size of the mask decides
     first: str = ""  # the mask that decided the kind, if the table does not name it
 
@@ -134,8 +151,12 @@ class PublishedSet:
 def _ranges(ids: list[int]) -> str:
     """`0-11, 255` for sorted ids."""
     position = count()
-    runs = [list(run) for _, run in groupby(ids, key=lambda value: value - next(position))]
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    runs = [
+        list(run) for _, run in groupby(ids, key=lambda value: value - next(position))
+    ]
+    return ", ".join(
+        f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs
+    )
 
 
 def class_table(data: DataConfig) -> ClassTable:
@@ -165,11 +186,21 @@ def published(name: str) -> PublishedSet:
         listing=entries.pop("listing", ""),
         table=entries.pop("table", ""),
     )
-    splits = entries.pop("splits", dict.fromkeys(layout.sequences or ("train", "val"), 0))
-    texts = {key: entries.pop(key) for key in ("title", "source", "page", "root", "note") if key in entries}
+    splits = entries.pop(
+        "splits", dict.fromkeys(layout.sequences or ("train", "val"), 0)
+    )
+    texts = {
+        key: entries.pop(key)
+        for key in ("title", "source", "page", "root", "note")
+        if key in entries
+    }
     downloads = tuple(entries.pop("downloads"))
     return PublishedSet(
-        **texts, downloads=downloads, splits=splits, layout=layout, table=_mask_table(_rows(entries), name)
+        **texts,
+        downloads=downloads,
+        splits=splits,
+        layout=layout,
+        table=_mask_table(_rows(entries), name),
     )
 
 
@@ -178,7 +209,9 @@ def _entries(name: str) -> dict[str, Any]:
     own = _yaml(SETS / f"{name}.yaml")
     assert isinstance(own, dict)
     entries = {str(key): value for key, value in own.items()}
-    return {**_entries(like), **entries} if (like := entries.pop("like", "")) else entries
+    return (
+        {**_entries(like), **entries} if (like := entries.pop("like", "")) else entries
+    )
 
 
 def _rows(entries: dict[str, Any]) -> dict[str, Any]:
@@ -215,7 +248,10 @@ def load_masks(path: Path) -> MaskTable:
     if not isinstance(entries, dict):
         raise DataError(f"{path} holds no keys, but names were needed.")
     try:
-        return _mask_table({str(key): value for key, value in entries.items()}, path.resolve().parent.name)
+        return _mask_table(
+            {str(key): value for key, value in entries.items()},
+            path.resolve().parent.name,
+        )
     except ValueError as error:
         raise DataError(f"{path}: {error}") from None
 
@@ -229,14 +265,22 @@ def _yaml(path: Path) -> Any:
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError("it is no regular file.")
     if path.stat().st_size > MOST_BYTES:
-        raise ValueError(f"it has {path.stat().st_size} bytes, but a class table has a few hundred.")
+        raise ValueError(
+            f"it has {path.stat().st_size} bytes, but a class table has a few hundred."
+        )
     text = path.read_bytes().decode("utf-8-sig")
     depth = 0
     for event in yaml.parse(text, yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+            event, yaml.CollectionEndEvent
+        )
         if depth > DEEPEST:
-            raise ValueError(f"line {event.start_mark.line + 1} has more than {DEEPEST} brackets in each other.")
-        if isinstance(event, yaml.AliasEvent):  # a few lines of them can stand for millions
+            raise ValueError(
+                f"line {event.start_mark.line + 1} has more than {DEEPEST} brackets in each other."
+            )
+        if isinstance(
+            event, yaml.AliasEvent
+        ):  # a few lines of them can stand for millions
             raise ValueError(
                 f"line {event.start_mark.line + 1} has the alias *{event.anchor}. Write its value instead."
             )
@@ -255,7 +299,9 @@ def _check_once(node: yaml.Node | None) -> None:
         seen: set[str] = set()
         for key, value in node.value:
             if key.value in seen:
-                raise ValueError(f"line {key.start_mark.line + 1} has {key.value} a second time. Remove one of them.")
+                raise ValueError(
+                    f"line {key.start_mark.line + 1} has {key.value} a second time. Remove one of them."
+                )
             seen.add(str(key.value))
             _check_once(value)
     elif isinstance(node, yaml.SequenceNode):
@@ -266,19 +312,36 @@ def _check_once(node: yaml.Node | None) -> None:
 def _mask_table(entries: dict[str, Any], name: str) -> MaskTable:
     for key in entries:
         if key not in KEYS:
-            raise ValueError(f"{key} is not one of {', '.join(KEYS)}.{nearest(key, KEYS)}")
+            raise ValueError(
+                f"{key} is not one of {', '.join(KEYS)}.{nearest(key, KEYS)}"
+            )
     names, ignore = _names(entries.get("names")), entries.get("ignore", [IGNORE_INDEX])
     if not isinstance(ignore, list):
-        raise ValueError(f"ignore = {ignore!r}, but a list of mask ids and colors such as [255, [0, 0, 0]] was needed.")
+        raise ValueError(
+            f"ignore = {ignore!r}, but a list of mask ids and colors such as [255, [0, 0, 0]] was needed."
+        )
     colored = "palette" in entries or "colors" in entries
-    palette = _palette(entries["palette"], len(names)) if "palette" in entries else distinct_colors(len(names))
-    ids = [value for value in ignore if not (isinstance(value, list) and len(value) == 3)]
+    palette = (
+        _palette(entries["palette"], len(names))
+        if "palette" in entries
+        else distinct_colors(len(names))
+    )
+    ids = [
+        value for value in ignore if not (isinstance(value, list) and len(value) == 3)
+    ]
     kind = _one_of("masks", entries.get("masks", ""), ("ids", "colors"))
     if kind == "colors" and not colored:
-        raise ValueError("masks = colors, but there is no palette. Give one color [R, G, B] per name.")
+        raise ValueError(
+            "masks = colors, but there is no palette. Give one color [R, G, B] per name."
+        )
     given, more = palette if "palette" in entries else (), entries.get("colors", {})
     return MaskTable(
-        ClassTable(str(entries.get("name", name)), names, palette, _train_ids(names, entries.get("ids"), ids)),
+        ClassTable(
+            str(entries.get("name", name)),
+            names,
+            palette,
+            _train_ids(names, entries.get("ids"), ids),
+        ),
         kind,
         _colors(names, given, more, ignore, strict=kind == "colors") if colored else {},
         _one_of("exif", entries.get("exif", ""), ("apply", "ignore")),
@@ -287,7 +350,9 @@ def _mask_table(entries: dict[str, Any], name: str) -> MaskTable:
 
 def _one_of(key: str, value: Any, choices: tuple[str, ...]) -> str:
     if value not in ("", *choices):
-        raise ValueError(f"{key} = {value!r} is not one of {', '.join(choices)}.{nearest(str(value), choices)}")
+        raise ValueError(
+            f"{key} = {value!r} is not one of {', '.join(choices)}.{nearest(str(value), choices)}"
+        )
     return str(value)
 
 
@@ -298,88 +363,144 @@ def distinct_colors(num: int) -> tuple[Color, ...]:
 
 
 def _rgb(hue: float, saturation: float, value: float) -> Color:
-    red, green, blue = (round(255 * part) for part in hsv_to_rgb(hue, saturation, value))
+    red, green, blue = (
+        round(255 * part) for part in hsv_to_rgb(hue, saturation, value)
+    )
     return red, green, blue
 
 
 def _names(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not 1 <= len(value) <= IGNORE_INDEX:
-        found = f"names = {value!r}" if not isinstance(value, list) or not value else f"names holds {len(value)}"
-        raise ValueError(f"{found}, but a list of 1 to {IGNORE_INDEX} class names was needed.")
+        found = (
+            f"names = {value!r}"
+            if not isinstance(value, list) or not value
+            else f"names holds {len(value)}"
+        )
+        raise ValueError(
+            f"{found}, but a list of 1 to {IGNORE_INDEX} class names was needed."
+        )
     for name in value:
         if isinstance(name, bool) or name is None:
             raise ValueError(
                 f'names holds {name}, which YAML makes of words such as yes, no, on and null: quote it, as in ["no"].'
             )
         if not str(name).strip() or not str(name).isprintable():
-            raise ValueError(f"names holds {str(name)!r}, but a name of printable characters was needed.")
+            raise ValueError(
+                f"names holds {str(name)!r}, but a name of printable characters was needed."
+            )
         if str(name) != str(name).strip():
-            raise ValueError(f"names holds {str(name)!r}. Remove the space around it: it cannot be seen.")
+            raise ValueError(
+                f"names holds {str(name)!r}. Remove the space around it: it cannot be seen."
+            )
     names = tuple(str(name) for name in value)
     if len(set(names)) < len(names):
-        raise ValueError(f"names holds {next(n for n in names if names.count(n) > 1)} twice.")
+        raise ValueError(
+            f"names holds {next(n for n in names if names.count(n) > 1)} twice."
+        )
     return names
 
 
 def _palette(value: Any, num_classes: int) -> tuple[tuple[int, int, int], ...]:
     if not isinstance(value, list) or len(value) != num_classes:
         found = f"{len(value)} colors" if isinstance(value, list) else repr(value)
-        raise ValueError(f"palette = {found}, but {num_classes} colors [R, G, B] were needed, one per name.")
-    return tuple(_color(f"palette[{place}]", color) for place, color in enumerate(value))
+        raise ValueError(
+            f"palette = {found}, but {num_classes} colors [R, G, B] were needed, one per name."
+        )
+    return tuple(
+        _color(f"palette[{place}]", color) for place, color in enumerate(value)
+    )
 
 
 def _color(key: str, value: Any) -> Color:
     fits = isinstance(value, list) and len(value) == 3
-    if not fits or any(not isinstance(part, int) or not 0 <= part <= 255 for part in value):
+    if not fits or any(
+        not isinstance(part, int) or not 0 <= part <= 255 for part in value
+    ):
         raise ValueError(f"{key} = {value!r}, but [R, G, B] from 0 to 255 was needed.")
     return value[0], value[1], value[2]
 
 
 def _colors(
-    names: tuple[str, ...], palette: tuple[Color, ...], more: Any, ignore: list[Any], *, strict: bool
+    names: tuple[str, ...],
+    palette: tuple[Color, ...],
+    more: Any,
+    ignore: list[Any],
+    *,
+    strict: bool,
 ) -> dict[Color, int]:
     """Train id of each color. One with two meanings is left out, or refused if `strict`."""
-    if not isinstance(more, dict) or any(not isinstance(value, list) for value in more.values()):
-        raise ValueError(f"colors = {more!r}, but a map such as {{{names[0]}: [[0, 70, 70]]}} was needed.")
+    if not isinstance(more, dict) or any(
+        not isinstance(value, list) for value in more.values()
+    ):
+        raise ValueError(
+            f"colors = {more!r}, but a map such as {{{names[0]}: [[0, 70, 70]]}} was needed."
+        )
     pairs = list(zip(palette, range(len(names)), strict=False))
     for name, values in more.items():
         if name not in names:
-            raise ValueError(f"colors: {name} is not one of names.{nearest(str(name), names)}")
-        pairs += [(_color(f"colors.{name}", value), names.index(name)) for value in values]
-    pairs += [(_color("ignore", value), IGNORE_INDEX) for value in ignore if isinstance(value, list)]
+            raise ValueError(
+                f"colors: {name} is not one of names.{nearest(str(name), names)}"
+            )
+        pairs += [
+            (_color(f"colors.{name}", value), names.index(name)) for value in values
+        ]
+    pairs += [
+        (_color("ignore", value), IGNORE_INDEX)
+        for value in ignore
+        if isinstance(value, list)
+    ]
     found: dict[Color, set[int]] = {}
     for color, train in pairs:
         found.setdefault(color, set()).add(train)
     for color, trains in found.items():
         if strict and len(trains) > 1:
-            meanings = " and of ".join(names[train] if train < len(names) else "ignore" for train in sorted(trains))
-            raise ValueError(f"{list(color)} is the color of {meanings}. Give each its own.")
+            meanings = " and of ".join(
+                names[train] if train < len(names) else "ignore"
+                for train in sorted(trains)
+            )
+            raise ValueError(
+                f"{list(color)} is the color of {meanings}. Give each its own."
+            )
     return {color: trains.pop() for color, trains in found.items() if len(trains) == 1}
 
 
 def _train_ids(names: tuple[str, ...], ids: Any, ignore: list[Any]) -> dict[int, int]:
     ids = dict(enumerate(names)) if ids is None else ids
     if not isinstance(ids, dict):
-        raise ValueError(f"ids = {ids!r}, but a map such as {{7: {names[0]}}} was needed.")
+        raise ValueError(
+            f"ids = {ids!r}, but a map such as {{7: {names[0]}}} was needed."
+        )
     table: dict[int, int] = {}
     for raw, name in ids.items():
         if name not in names:
-            raise ValueError(f"ids[{raw}] = {name!r} is not one of names.{nearest(str(name), names)}")
+            raise ValueError(
+                f"ids[{raw}] = {name!r} is not one of names.{nearest(str(name), names)}"
+            )
         table[_raw_id("ids", raw)] = names.index(name)
     for value in ignore:
         raw = _raw_id("ignore", value)
         if raw in table:
-            raise ValueError(f"id {raw} is in ids and in ignore. Take it out of one of them.")
+            raise ValueError(
+                f"id {raw} is in ids and in ignore. Take it out of one of them."
+            )
         table[raw] = IGNORE_INDEX
     for train, name in enumerate(names):
         if train not in table.values():
-            raise ValueError(f"no id in ids maps to {name}, so it could not be learned. Add one or drop the name.")
+            raise ValueError(
+                f"no id in ids maps to {name}, so it could not be learned. Add one or drop the name."
+            )
     return table
 
 
 def _raw_id(key: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LARGEST_ID:
-        raise ValueError(f"{key} holds {value!r}, but mask ids are whole numbers from 0 to {LARGEST_ID}.")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or not 0 <= value <= LARGEST_ID
+    ):
+        raise ValueError(
+            f"{key} holds {value!r}, but mask ids are whole numbers from 0 to {LARGEST_ID}."
+        )
     return value
 
 

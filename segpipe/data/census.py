@@ -33,8 +33,12 @@ class _Found(NamedTuple):
 
     kind: str
     values: dict[Value, int]  # pixels
-    pixels: NDArray[np.int64]  # of each class, of ignored ones, and of values that the class table does not have
-    odd: dict[Value, tuple[int, int]]  # palette index: train ids by index and by color, which differ
+    pixels: NDArray[
+        np.int64
+    ]  # of each class, of ignored ones, and of values that the class table does not have
+    odd: dict[
+        Value, tuple[int, int]
+    ]  # palette index: train ids by index and by color, which differ
     look: int
     size: tuple[int, int]  # (height, width) of the image
 
@@ -50,32 +54,50 @@ class Census:
     looks: list[int] = field(default_factory=list)
     sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)  # of mask files
-    values: Counter[Value] = field(default_factory=Counter)  # pixels of each id or color
-    files: Counter[Value] = field(default_factory=Counter)  # masks with each id or color
+    values: Counter[Value] = field(
+        default_factory=Counter
+    )  # pixels of each id or color
+    files: Counter[Value] = field(
+        default_factory=Counter
+    )  # masks with each id or color
     odd: dict[Value, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def table(self) -> NDArray[np.int64]:
         """Pixels of each class, of ignored ones, and of values that the class table does not have, int64 (n, C + 2)."""
-        return np.array(self.pixels, np.int64).reshape(len(self.names), self.num_classes + 2)
+        return np.array(self.pixels, np.int64).reshape(
+            len(self.names), self.num_classes + 2
+        )
 
     @property
     def unlabelled(self) -> list[int]:
         """Indices of the samples whose pixels are all ignored."""
-        return [index for index, row in zip(self.places, self.pixels, strict=True) if row[-2] == row.sum()]
+        return [
+            index
+            for index, row in zip(self.places, self.pixels, strict=True)
+            if row[-2] == row.sum()
+        ]
 
 
-def take(samples: Samples, progress: Callable[[int, int], None] = lambda done, total: None) -> Census:
+def take(
+    samples: Samples, progress: Callable[[int, int], None] = lambda done, total: None
+) -> Census:
     """The census of a split: of all files, and of some samples of any other data set."""
     whole = unwrapped(samples)
     indices = countable(samples)
     look_at = set(indices[:: max(1, -(-len(indices) // MOST_LOOKS))])
     found: Iterator[_Found | None]
     if isinstance(whole, FileSamples):
-        found = threaded(lambda index: _of_files(whole, index, index in look_at), indices)
+        found = threaded(
+            lambda index: _of_files(whole, index, index in look_at), indices
+        )
     else:  # the user's class need not be safe to use from several threads
         one = (_of_sample(samples, index) for index in indices)
-        found = one if isinstance(whole, PluginSamples) else threaded(lambda index: _of_sample(samples, index), indices)
+        found = (
+            one
+            if isinstance(whole, PluginSamples)
+            else threaded(lambda index: _of_sample(samples, index), indices)
+        )
     census = Census(samples.classes.num_classes)
     for done, (index, each) in enumerate(zip(indices, found, strict=True), 1):
         progress(done, len(indices))
@@ -115,7 +137,9 @@ def _of_files(samples: FileSamples, index: int, with_look: bool) -> _Found | Non
     try:
         mask = read_mask(pair.mask)
         header = read_header(pair.image)
-        turned = orientation(header, mask.header[:2], samples.table.exif, pair.image) != 1
+        turned = (
+            orientation(header, mask.header[:2], samples.table.exif, pair.image) != 1
+        )
         seen = look(read_image(pair.image)) if with_look else UNKNOWN_LOOK
     except DataError:
         return None
@@ -126,15 +150,28 @@ def _of_files(samples: FileSamples, index: int, with_look: bool) -> _Found | Non
         train = train_id(table, value)
         pixels[{IGNORE_INDEX: -2, UNKNOWN: -1}.get(train, train)] += count
     kind = f"{mask.header.layout}, {mask.header.bits} bits"
-    return _Found(kind, values, pixels, _odd(table, mask, values), seen, header.upright if turned else header[:2])
+    return _Found(
+        kind,
+        values,
+        pixels,
+        _odd(table, mask, values),
+        seen,
+        header.upright if turned else header[:2],
+    )
 
 
-def _meant(table: MaskTable, mask: RawMask, counts: dict[Value, int]) -> dict[Value, int]:
+def _meant(
+    table: MaskTable, mask: RawMask, counts: dict[Value, int]
+) -> dict[Value, int]:
     """Pixels of each value as the table reads it: an id where it says ids, a color where it says colors."""
     meant: Counter[Value] = Counter()
     for value, count in counts.items():
         if table.kind == "colors" and isinstance(value, int):
-            color = mask.palette[value].tolist() if mask.palette is not None else [value] * 3
+            color = (
+                mask.palette[value].tolist()
+                if mask.palette is not None
+                else [value] * 3
+            )
             meant[(color[0], color[1], color[2])] += count
         elif table.kind == "ids" and isinstance(value, tuple) and len(set(value)) == 1:
             meant[value[0]] += count
@@ -143,7 +180,9 @@ def _meant(table: MaskTable, mask: RawMask, counts: dict[Value, int]) -> dict[Va
     return meant
 
 
-def _odd(table: MaskTable, mask: RawMask, values: dict[Value, int]) -> dict[Value, tuple[int, int]]:
+def _odd(
+    table: MaskTable, mask: RawMask, values: dict[Value, int]
+) -> dict[Value, tuple[int, int]]:
     """Indices of a palette that are one class as ids, and another one by the color that the palette gives them."""
     if mask.palette is None or not table.colors:
         return {}
@@ -152,7 +191,10 @@ def _odd(table: MaskTable, mask: RawMask, values: dict[Value, int]) -> dict[Valu
         if not isinstance(index, int) or index >= len(mask.palette):
             continue
         red, green, blue = mask.palette[index].tolist()[:3]
-        by_color, by_id = table.colors.get((red, green, blue), UNKNOWN), train_id(table, index)
+        by_color, by_id = (
+            table.colors.get((red, green, blue), UNKNOWN),
+            train_id(table, index),
+        )
         if UNKNOWN != by_color != by_id != IGNORE_INDEX:
             found[index] = (by_id, by_color)
     return found

@@ -22,7 +22,13 @@ COPY = ".rf."  # Roboflow puts this and a digest behind the name of each of its 
 
 
 def divide(
-    names: Sequence[str], *, val: float, by: str, seed: int, pattern: str = "", pixels: NDArray[np.int64] | None = None
+    names: Sequence[str],
+    *,
+    val: float,
+    by: str,
+    seed: int,
+    pattern: str = "",
+    pixels: NDArray[np.int64] | None = None,
 ) -> list[bool]:
     """Whether each image is for validation, a function of the arguments alone.
 
@@ -33,7 +39,10 @@ def divide(
     if by == "tail":
         return _tails(names, val, pattern)
     groups = [
-        name.partition(COPY)[0] if by == "image" else sequence(name.partition(COPY)[0], pattern) for name in names
+        name.partition(COPY)[0]
+        if by == "image"
+        else sequence(name.partition(COPY)[0], pattern)
+        for name in names
     ]
     found = sorted(set(groups))
     if len(found) < 2:
@@ -62,10 +71,17 @@ def _nearest_to(weights: NDArray[np.float64], val: float, seed: int) -> set[int]
     for trial in range(TRIALS):
         order = generator(sample_key(seed, 0, trial, "split")).permutation(len(weights))
         sums = np.cumsum(weights[order], axis=0)
-        errors = np.abs(sums[:-1] / sums[-1] - val) + ((sums[:-1] == 0) | (sums[:-1] == sums[-1]))
-        scores = errors[:, 0] + (errors[:, 1:].mean(axis=1) if errors.shape[1] > 1 else 0.0)
+        errors = np.abs(sums[:-1] / sums[-1] - val) + (
+            (sums[:-1] == 0) | (sums[:-1] == sums[-1])
+        )
+        scores = errors[:, 0] + (
+            errors[:, 1:].mean(axis=1) if errors.shape[1] > 1 else 0.0
+        )
         if scores.min() < best:
-            best, chosen = float(scores.min()), {int(row) for row in order[: int(scores.argmin()) + 1]}
+            best, chosen = (
+                float(scores.min()),
+                {int(row) for row in order[: int(scores.argmin()) + 1]},
+            )
     return chosen
 
 
@@ -75,14 +91,30 @@ def _tails(names: Sequence[str], val: float, pattern: str) -> list[bool]:
         members.setdefault(sequence(name, pattern), []).append(index)
     chosen = set[int]()
     for indices in members.values():
-        ordered = sorted(indices, key=lambda index: (frame(names[index])[1] or 0, names[index]))
-        chosen |= set(ordered[len(ordered) - ceil(val * len(ordered)) :]) if len(ordered) > 1 else set()
+        ordered = sorted(
+            indices, key=lambda index: (frame(names[index])[1] or 0, names[index])
+        )
+        chosen |= (
+            set(ordered[len(ordered) - ceil(val * len(ordered)) :])
+            if len(ordered) > 1
+            else set()
+        )
     if not chosen:
-        raise DataError("by=tail found no sequence of two or more images. Set by=image, or pattern=REGEX.")
+        raise DataError(
+            "by=tail found no sequence of two or more images. Set by=image, or pattern=REGEX."
+        )
     return [index in chosen for index in range(len(names))]
 
 
-def shared_sequences(train: Sequence[str], val: Sequence[str], pattern: str) -> dict[str, tuple[int, int]]:
+def shared_sequences(
+    train: Sequence[str], val: Sequence[str], pattern: str
+) -> dict[str, tuple[int, int]]:
     """Number of training and validation images of each sequence that is in both; `pattern` is `data.sequence`."""
-    counts = [Counter(sequence(name.partition(COPY)[0], pattern) for name in names) for names in (train, val)]
-    return {name: (counts[0][name], counts[1][name]) for name in sorted(counts[0].keys() & counts[1].keys())}
+    counts = [
+        Counter(sequence(name.partition(COPY)[0], pattern) for name in names)
+        for names in (train, val)
+    ]
+    return {
+        name: (counts[0][name], counts[1][name])
+        for name in sorted(counts[0].keys() & counts[1].keys())
+    }

@@ -20,7 +20,9 @@ from segpipe.errors import ConfigError
 from segpipe.keys import generator, sample_key
 
 Int64 = NDArray[np.int64]
-UNIT = 2**12  # repeats are whole multiples of 1 / UNIT; passes of up to 47 million samples are then exact in int64
+UNIT = (
+    2**12
+)  # repeats are whole multiples of 1 / UNIT; passes of up to 47 million samples are then exact in int64
 
 
 class Passes:
@@ -30,7 +32,9 @@ class Passes:
     sample, at least 1, float64 (n,).
     """
 
-    def __init__(self, seed: int, number: int, first: int, repeats: NDArray[np.float64]) -> None:
+    def __init__(
+        self, seed: int, number: int, first: int, repeats: NDArray[np.float64]
+    ) -> None:
         self.seed, self.first = seed, first
         self._lane = number + 1  # in the keys; 0 is the order of an epoch
         self._repeats = np.round(repeats * UNIT).astype(np.int64)
@@ -48,7 +52,9 @@ class Passes:
         """
         turn, place = divmod(number, self.length)
         indices, copies = self._pass(turn)
-        return turn * self._copies + int(copies[place]), self.first + int(indices[place])
+        return turn * self._copies + int(copies[place]), self.first + int(
+            indices[place]
+        )
 
     def _make(self, turn: int) -> tuple[Int64, Int64]:
         """Sample and number of its copy at every place of a pass.
@@ -58,7 +64,9 @@ class Passes:
         """
         order = self._shuffled(turn, "repeat", len(self._repeats))
         ends = np.cumsum(self._repeats[order]) * self.length
-        draws = generator(sample_key(self.seed, turn, self._lane, "comb")).bit_generator.random_raw()
+        draws = generator(
+            sample_key(self.seed, turn, self._lane, "comb")
+        ).bit_generator.random_raw()
         teeth = (ends + int(draws) % self._total) // self._total
         counts = np.diff(teeth, prepend=0)
         copies = np.arange(self.length) - np.repeat(teeth - counts, counts)
@@ -66,7 +74,9 @@ class Passes:
         return np.repeat(order, counts)[places], copies[places]
 
     def _shuffled(self, turn: int, purpose: str, num: int) -> Int64:
-        draws = generator(sample_key(self.seed, turn, self._lane, purpose)).bit_generator.random_raw(num)
+        draws = generator(
+            sample_key(self.seed, turn, self._lane, purpose)
+        ).bit_generator.random_raw(num)
         return np.argsort(draws, kind="stable")
 
 
@@ -77,7 +87,9 @@ class Draws:
     set with few samples in an epoch is not cut to the same ones.
     """
 
-    def __init__(self, seed: int, sets: Sequence[Passes], numbers: Sequence[int]) -> None:
+    def __init__(
+        self, seed: int, sets: Sequence[Passes], numbers: Sequence[int]
+    ) -> None:
         self.seed, self.sets, self.numbers = seed, tuple(sets), tuple(numbers)
         self.length = sum(self.numbers)  # samples of an epoch
         self._epoch = lru_cache(maxsize=2)(self._make)
@@ -107,7 +119,9 @@ def whole_shares(weights: Sequence[float], total: int) -> list[int]:
     whole = sum(map(Fraction, weights))
     exact = [Fraction(weight) * total / whole for weight in weights]
     found = [int(share) for share in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda place: found[place] - exact[place])
+    by_remainder = sorted(
+        range(len(exact)), key=lambda place: found[place] - exact[place]
+    )
     for place in by_remainder[: total - sum(found)]:
         found[place] += 1
     for place, number in enumerate(found):

@@ -23,7 +23,18 @@ MASK_FOLDERS = (
     "masks", "mask", "labels", "label", "annotations", "annotation", "annots", "gt", "gtFine", "SegmentationClass",
 )  # fmt: skip
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp")
-SPLITS = ("train", "val", "test", "training", "valid", "validation", "testing", "trainval", "train_val", "dev")
+SPLITS = (
+    "train",
+    "val",
+    "test",
+    "training",
+    "valid",
+    "validation",
+    "testing",
+    "trainval",
+    "train_val",
+    "dev",
+)
 SPLIT = "SPLIT"  # stands for the name of the split in data.images and data.masks
 
 
@@ -32,7 +43,9 @@ class FolderLayout(NamedTuple):
 
     images: Path
     masks: Path
-    image_ending: str | None = None  # what ends the stems of the images; None: found by pairs.py
+    image_ending: str | None = (
+        None  # what ends the stems of the images; None: found by pairs.py
+    )
     mask_ending: str | None = None
     listing: Path | None = None  # SPLIT.txt
     table: Path | None = None  # SPLIT.csv, or pairs of paths with a space between them
@@ -61,13 +74,19 @@ class SetLayout(NamedTuple):
             return f"data.split = {split} is not one of {', '.join(self.sequences)}."
         images, image_ending = _place(root, self.images, named)
         places = [_place(root, masks, named) for masks in self.masks]
-        masks, mask_ending = next((place for place in places if place[0].is_dir()), places[0])
+        masks, mask_ending = next(
+            (place for place in places if place[0].is_dir()), places[0]
+        )
         listing = path if self.listing else None
         sequences = tuple(self.sequences.get(split, ()))
-        return FolderLayout(images, masks, image_ending, mask_ending, listing, sequences=sequences)
+        return FolderLayout(
+            images, masks, image_ending, mask_ending, listing, sequences=sequences
+        )
 
 
-def locate(root: Path, split: str, images: str = "", masks: str = "") -> FolderLayout | str:
+def locate(
+    root: Path, split: str, images: str = "", masks: str = ""
+) -> FolderLayout | str:
     """FolderLayout of a split, or a message why there is none; `images` and `masks` are those of the settings."""
     listing, table = root / f"{split}.txt", root / f"{split}.csv"
     if images or masks:
@@ -76,7 +95,13 @@ def locate(root: Path, split: str, images: str = "", masks: str = "") -> FolderL
         mask_place = _place(root, masks or f"masks{behind}", split)
         if not behind and not listing.is_file():
             return no_split(root, split)
-        return FolderLayout(image_place[0], mask_place[0], image_place[1], mask_place[1], None if behind else listing)
+        return FolderLayout(
+            image_place[0],
+            mask_place[0],
+            image_place[1],
+            mask_place[1],
+            None if behind else listing,
+        )
     inner, outer = _synonyms(root), _synonyms(root / split)
     if isinstance(inner, str):
         return FolderLayout(root, root, table=table) if table.is_file() else inner
@@ -90,7 +115,11 @@ def locate(root: Path, split: str, images: str = "", masks: str = "") -> FolderL
         return FolderLayout(root, root, table=table)
     if listing.is_file():
         return inner._replace(listing=listing)
-    if inner.images.is_dir() and inner.masks.is_dir() and not _divided(inner.images, split):
+    if (
+        inner.images.is_dir()
+        and inner.masks.is_dir()
+        and not _divided(inner.images, split)
+    ):
         return no_split(root, split)
     return FolderLayout(inner.images / split, inner.masks / split)
 
@@ -106,7 +135,8 @@ def undivided(root: Path, images: str = "", masks: str = "") -> FolderLayout | s
     if not (images or masks):
         return _synonyms(root)
     (images_at, image_ending), (masks_at, mask_ending) = (
-        _place(root, value or kind, "") for value, kind in ((images, "images"), (masks, "masks"))
+        _place(root, value or kind, "")
+        for value, kind in ((images, "images"), (masks, "masks"))
     )
     return FolderLayout(images_at, masks_at, image_ending, mask_ending)
 
@@ -127,7 +157,11 @@ def no_split(root: Path, split: str) -> str:
 
 def split_lists(root: Path) -> list[str]:
     """Names of the files below `root` that may list a split."""
-    return sorted(path.name for path in root.glob("*") if path.stem in SPLITS and path.suffix in (".txt", ".csv"))
+    return sorted(
+        path.name
+        for path in root.glob("*")
+        if path.stem in SPLITS and path.suffix in (".txt", ".csv")
+    )
 
 
 def _divided(folder: Path, split: str) -> bool:
@@ -165,7 +199,11 @@ def missing(folder: Path) -> str:
         parent, absent = parent.parent, parent
     siblings = sorted(path.name for path in parent.iterdir() if path.is_dir())
     other = near(absent.name, siblings)
-    hint = f"Nearest: {parent / other}" if other else f"{parent}/ holds {', '.join(siblings[:8]) or 'no folders'}"
+    hint = (
+        f"Nearest: {parent / other}"
+        if other
+        else f"{parent}/ holds {', '.join(siblings[:8]) or 'no folders'}"
+    )
     return f"{absent} does not exist. {hint}. Set data.root and the split to existing folders."
 
 

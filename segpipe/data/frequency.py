@@ -19,7 +19,9 @@ from segpipe.data.draws import Draws, Passes, whole_shares
 from segpipe.errors import ConfigError, DataError
 from segpipe.files import write_atomically
 
-Sets = Sequence[tuple[int, float]]  # of each data set of a mixture, number of samples and weight
+Sets = Sequence[
+    tuple[int, float]
+]  # of each data set of a mixture, number of samples and weight
 FILE_NAME = "pixels.npz"  # in the run folder
 
 
@@ -45,17 +47,23 @@ def load(path: Path) -> PixelCounts | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} is damaged ({error}). Delete it: the masks are then counted again.") from None
+        raise DataError(
+            f"{path} is damaged ({error}). Delete it: the masks are then counted again."
+        ) from None
 
 
 def merged(parts: Sequence[PixelCounts]) -> PixelCounts:
     """The counts of all parts, by index."""
     indices = np.concatenate([part.indices for part in parts])
     order = np.argsort(indices)
-    return PixelCounts(np.concatenate([part.pixels for part in parts])[order], indices[order])
+    return PixelCounts(
+        np.concatenate([part.pixels for part in parts])[order], indices[order]
+    )
 
 
-def repeat_factors(present: NDArray[np.bool_], threshold: float, weights: NDArray[np.float64]) -> NDArray[np.float64]:
+def repeat_factors(
+    present: NDArray[np.bool_], threshold: float, weights: NDArray[np.float64]
+) -> NDArray[np.float64]:
     """How many times each sample comes in a pass: max over its classes of max(1, sqrt(threshold / f)).
 
     f is the fraction of the samples that hold the class, each counted with its weight.
@@ -67,16 +75,22 @@ def repeat_factors(present: NDArray[np.bool_], threshold: float, weights: NDArra
     return np.asarray(np.maximum(1.0, np.where(present, factors, 1.0).max(axis=1)))
 
 
-def repeats(balance: float, sets: Sets, counts: PixelCounts | None) -> NDArray[np.float64]:
+def repeats(
+    balance: float, sets: Sets, counts: PixelCounts | None
+) -> NDArray[np.float64]:
     """Repeats of each sample under data.balance, float64 (n,)."""
     sizes = [size for size, _ in sets]
     if not balance:
         return np.ones(sum(sizes))
     assert counts is not None
-    return repeat_factors(counts.pixels > 0, balance, np.repeat(_shares(sets) / sizes, sizes))
+    return repeat_factors(
+        counts.pixels > 0, balance, np.repeat(_shares(sets) / sizes, sizes)
+    )
 
 
-def draws(balance: float, sets: Sets, counts: PixelCounts | None, seed: int) -> Draws | None:
+def draws(
+    balance: float, sets: Sets, counts: PixelCounts | None, seed: int
+) -> Draws | None:
     """The order of balanced or mixed samples; None when each is taken once per epoch.
 
     Raises ConfigError when a data set of a mixture would get less than one sample of an epoch.
@@ -87,11 +101,15 @@ def draws(balance: float, sets: Sets, counts: PixelCounts | None, seed: int) -> 
     for number, (size, _) in enumerate(sets):
         passes.append(Passes(seed, number, first, factors[first : first + size]))
         first += size
-    numbers = whole_shares([weight for _, weight in sets], sum(one.length for one in passes))
+    numbers = whole_shares(
+        [weight for _, weight in sets], sum(one.length for one in passes)
+    )
     return Draws(seed, passes, numbers)
 
 
-def pixels_seen(balance: float, sets: Sets, counts: PixelCounts) -> NDArray[np.int64] | NDArray[np.float64]:
+def pixels_seen(
+    balance: float, sets: Sets, counts: PixelCounts
+) -> NDArray[np.int64] | NDArray[np.float64]:
     """Pixels of each class as training meets them, (C,): with the shares of a mixture and with repeats.
 
     Exact counts where every sample comes once per epoch, else their mean over the samples.
@@ -99,8 +117,12 @@ def pixels_seen(balance: float, sets: Sets, counts: PixelCounts) -> NDArray[np.i
     if not balance and len(sets) == 1:
         return np.asarray(counts.pixels.sum(0))
     factors = repeats(balance, sets, counts)[counts.indices]
-    number = np.searchsorted(np.cumsum([size for size, _ in sets]), counts.indices, side="right")
-    weights = factors * (_shares(sets) / np.bincount(number, factors, len(sets)))[number]
+    number = np.searchsorted(
+        np.cumsum([size for size, _ in sets]), counts.indices, side="right"
+    )
+    weights = (
+        factors * (_shares(sets) / np.bincount(number, factors, len(sets)))[number]
+    )
     total: NDArray[np.float64] = (counts.pixels * weights[:, None]).sum(0)
     return total
 
@@ -119,4 +141,6 @@ def check_given_weights(weights: Sequence[float], names: Sequence[str]) -> None:
             f"weight for each, in this order: {', '.join(names)}."
         )
     if not any(weights):
-        raise ConfigError("loss.class_weights holds only zeros: nothing could be learned. Set one above 0.")
+        raise ConfigError(
+            "loss.class_weights holds only zeros: nothing could be learned. Set one above 0."
+        )

@@ -18,7 +18,13 @@ Bytes = bytes | mmap.mmap
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 PNG_END = b"\x00\x00\x00\x00IEND\xaeB`\x82"
-PNG_LAYOUTS = {0: "grey", 2: "color", 3: "palette", 4: "grey", 6: "color"}  # by color type; 4 and 6 have alpha
+PNG_LAYOUTS = {
+    0: "grey",
+    2: "color",
+    3: "palette",
+    4: "grey",
+    6: "color",
+}  # by color type; 4 and 6 have alpha
 JPEG_START, JPEG_END = b"\xff\xd8", b"\xff\xd9"
 HEAD_BYTES = 1 << 18  # in a JPEG, previews and color profiles come before the size
 TAIL_BYTES = 1 << 12
@@ -26,8 +32,23 @@ TAIL_BYTES = 1 << 12
 SCAN_END = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]", re.DOTALL)
 SIZE_MARKERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 TIFF_SIGNATURES = (b"II*\0", b"MM\0*")
-WIDTH, HEIGHT, BITS, COMPRESSION, PHOTOMETRIC, ORIENTATION = 256, 257, 258, 259, 262, 274
-STRIPS, CHANNELS, STRIP_BYTES, TILES, TILE_BYTES, FORMAT, SUBFILE = 273, 277, 279, 324, 325, 339, 254
+WIDTH, HEIGHT, BITS, COMPRESSION, PHOTOMETRIC, ORIENTATION = (
+    256,
+    257,
+    258,
+    259,
+    262,
+    274,
+)
+STRIPS, CHANNELS, STRIP_BYTES, TILES, TILE_BYTES, FORMAT, SUBFILE = (
+    273,
+    277,
+    279,
+    324,
+    325,
+    339,
+    254,
+)
 NUMBER_BYTES = {1: 1, 3: 2, 4: 4}  # bytes of an unsigned number by its type
 JPEG_CODES = (6, 7)
 MOST_VALUES = 1 << 20
@@ -48,7 +69,11 @@ class Header(NamedTuple):
     @property
     def upright(self) -> tuple[int, int]:
         """(height, width) after the orientation is applied."""
-        return (self.width, self.height) if self.orientation >= 5 else (self.height, self.width)
+        return (
+            (self.width, self.height)
+            if self.orientation >= 5
+            else (self.height, self.width)
+        )
 
 
 def parse(data: Bytes) -> Header:
@@ -81,18 +106,30 @@ def check_complete(data: bytes) -> None:
 def _parse_png(data: Bytes) -> Header:
     if len(data) < 33:
         raise EOFError
-    width, height, bits, color = int.from_bytes(data[16:20]), int.from_bytes(data[20:24]), data[24], data[25]
+    width, height, bits, color = (
+        int.from_bytes(data[16:20]),
+        int.from_bytes(data[20:24]),
+        data[24],
+        data[25],
+    )
     if color not in PNG_LAYOUTS:
         raise ValueError(f"is damaged: a PNG has no color type {color}. Copy it again.")
     orientation, place = 1, 8
     while place + 8 <= min(len(data), HEAD_BYTES):
-        size, kind = int.from_bytes(data[place : place + 4]), data[place + 4 : place + 8]
+        size, kind = (
+            int.from_bytes(data[place : place + 4]),
+            data[place + 4 : place + 8],
+        )
         if kind == b"IDAT":
             break
         if kind == b"eXIf":
             orientation = _exif_orientation(data[place + 8 : place + 8 + size])
         place += 12 + size
-    fault = "16 bits per channel are more than a color needs. Write it with 8." if bits == 16 and color else ""
+    fault = (
+        "16 bits per channel are more than a color needs. Write it with 8."
+        if bits == 16 and color
+        else ""
+    )
     return Header(height, width, PNG_LAYOUTS[color], bits, orientation, fault)
 
 
@@ -100,9 +137,16 @@ def _parse_jpeg(data: Bytes) -> Header:
     orientation = 1
     for marker, place in _jpeg_markers(data[:HEAD_BYTES]):
         if marker == 0xE1 and data[place + 4 : place + 10] == b"Exif\0\0":
-            orientation = _exif_orientation(data[place + 10 : place + 2 + int.from_bytes(data[place + 2 : place + 4])])
+            orientation = _exif_orientation(
+                data[
+                    place + 10 : place + 2 + int.from_bytes(data[place + 2 : place + 4])
+                ]
+            )
         if marker in SIZE_MARKERS and place + 9 <= len(data):
-            height, width = int.from_bytes(data[place + 5 : place + 7]), int.from_bytes(data[place + 7 : place + 9])
+            height, width = (
+                int.from_bytes(data[place + 5 : place + 7]),
+                int.from_bytes(data[place + 7 : place + 9]),
+            )
             return Header(height, width, "color", 8, orientation, LOSSY.format("JPEG"))
     raise EOFError
 
@@ -111,9 +155,13 @@ def _parse_bmp(data: Bytes) -> Header:
     if len(data) < 54:
         raise EOFError
     start, info, width, height = (
-        int.from_bytes(data[place : place + 4], "little", signed=True) for place in (10, 14, 18, 22)
+        int.from_bytes(data[place : place + 4], "little", signed=True)
+        for place in (10, 14, 18, 22)
     )
-    bits, coding = int.from_bytes(data[28:30], "little"), int.from_bytes(data[30:34], "little")
+    bits, coding = (
+        int.from_bytes(data[28:30], "little"),
+        int.from_bytes(data[30:34], "little"),
+    )
     rows = (width * bits + 31) // 32 * 4 * abs(height)
     end = start + rows if coding in (0, 3) else int.from_bytes(data[2:6], "little")
     if len(data) < end:
@@ -138,16 +186,23 @@ def _parse_webp(data: Bytes) -> Header:
     if chunk == b"VP8X":
         if data[20] & 0x02:
             raise ValueError("is an animated WebP. Write its frames as pictures.")
-        width, height = (int.from_bytes(data[place : place + 3], "little") + 1 for place in (24, 27))
+        width, height = (
+            int.from_bytes(data[place : place + 3], "little") + 1 for place in (24, 27)
+        )
         place = data.find(b"EXIF", 30) if data[20] & 0x08 else -1
         if place >= 0:
             size = int.from_bytes(data[place + 4 : place + 8], "little")
-            orientation = _exif_orientation(data[place + 8 : place + 8 + size].removeprefix(b"Exif\0\0"))
+            orientation = _exif_orientation(
+                data[place + 8 : place + 8 + size].removeprefix(b"Exif\0\0")
+            )
     elif chunk == b"VP8L":
         both = int.from_bytes(data[21:25], "little")
         width, height = (both & 0x3FFF) + 1, (both >> 14 & 0x3FFF) + 1
     else:
-        width, height = (int.from_bytes(data[place : place + 2], "little") & 0x3FFF for place in (26, 28))
+        width, height = (
+            int.from_bytes(data[place : place + 2], "little") & 0x3FFF
+            for place in (26, 28)
+        )
     return Header(height, width, "color", 8, orientation, LOSSY.format("WebP"))
 
 
@@ -157,8 +212,12 @@ def _check_png(data: bytes) -> None:
         end = place + 12 + int.from_bytes(data[place : place + 4])
         if end > len(data):
             break
-        if zlib.crc32(memoryview(data)[place + 4 : end - 4]) != int.from_bytes(data[end - 4 : end]):
-            raise ValueError(f"is damaged: the checksum of a chunk at byte {place} is wrong. Copy it again.")
+        if zlib.crc32(memoryview(data)[place + 4 : end - 4]) != int.from_bytes(
+            data[end - 4 : end]
+        ):
+            raise ValueError(
+                f"is damaged: the checksum of a chunk at byte {place} is wrong. Copy it again."
+            )
         if data[place + 4 : place + 8] == b"IEND":
             return
         place = end
@@ -193,26 +252,48 @@ def _exif_orientation(block: Bytes) -> int:
 
 def _parse_tiff(data: Bytes) -> Header:
     tags, following = _directory(data, _first(data))
-    if following and not _directory(data, following)[0].get(SUBFILE, [0])[0] & 0b101:  # a smaller copy or a mask
+    if (
+        following and not _directory(data, following)[0].get(SUBFILE, [0])[0] & 0b101
+    ):  # a smaller copy or a mask
         raise ValueError("holds several pages. Write each as a file.")
     try:
         height, width = tags[HEIGHT][0], tags[WIDTH][0]
         places, sizes = (
-            tags.get(strip, tags.get(tile)) for strip, tile in ((STRIPS, TILES), (STRIP_BYTES, TILE_BYTES))
+            tags.get(strip, tags.get(tile))
+            for strip, tile in ((STRIPS, TILES), (STRIP_BYTES, TILE_BYTES))
         )
-        if any(place + size > len(data) for place, size in zip(places or (), sizes or (), strict=True)):
+        if any(
+            place + size > len(data)
+            for place, size in zip(places or (), sizes or (), strict=True)
+        ):
             raise EOFError
     except (KeyError, ValueError):
-        raise ValueError("is damaged: its TIFF directory is incomplete. Write it again.") from None
+        raise ValueError(
+            "is damaged: its TIFF directory is incomplete. Write it again."
+        ) from None
     channels, bits = tags.get(CHANNELS, [1])[0], tags.get(BITS, [1])[0]
-    photometric, compression = tags.get(PHOTOMETRIC, [1])[0], tags.get(COMPRESSION, [1])[0]
+    photometric, compression = (
+        tags.get(PHOTOMETRIC, [1])[0],
+        tags.get(COMPRESSION, [1])[0],
+    )
     if channels not in (1, 2, 3, 4) or tags.get(FORMAT, [1])[0] != 1 or bits > 16:
-        raise ValueError(f"has {channels} channels of {bits} bits, but grey or RGB of 8 or 16 bits were needed.")
+        raise ValueError(
+            f"has {channels} channels of {bits} bits, but grey or RGB of 8 or 16 bits were needed."
+        )
     if tags.get(ORIENTATION, [1])[0] != 1:
-        raise ValueError("names an orientation, which decoders treat differently in TIFF. Write it upright.")
+        raise ValueError(
+            "names an orientation, which decoders treat differently in TIFF. Write it upright."
+        )
     layout = "color" if channels > 2 else "palette" if photometric == 3 else "grey"
     fault = LOSSY.format("JPEG inside TIFF") if compression in JPEG_CODES else ""
-    return Header(height, width, layout, bits, 1, fault or _tiff_mask_fault(layout, bits, photometric, channels))
+    return Header(
+        height,
+        width,
+        layout,
+        bits,
+        1,
+        fault or _tiff_mask_fault(layout, bits, photometric, channels),
+    )
 
 
 def _tiff_mask_fault(layout: str, bits: int, photometric: int, channels: int) -> str:
@@ -245,7 +326,11 @@ def _directory(data: Bytes, place: int) -> tuple[dict[int, list[int]], int]:
     tags: dict[int, list[int]] = {}
     count = number(place, 2)
     for start in range(place + 2, place + 2 + 12 * count, 12):
-        tag, size, times = number(start, 2), NUMBER_BYTES.get(number(start + 2, 2), 0), number(start + 4, 4)
+        tag, size, times = (
+            number(start, 2),
+            NUMBER_BYTES.get(number(start + 2, 2), 0),
+            number(start + 4, 4),
+        )
         if size and 0 < times <= MOST_VALUES:
             values = start + 8 if size * times <= 4 else number(start + 8, 4)
             tags[tag] = [number(values + size * i, size) for i in range(times)]

@@ -34,10 +34,16 @@ if TYPE_CHECKING:
     from segpipe.data.samples import CachedSamples, Samples
 
 SHARED_MEMORY = "/dev/shm"
-ROW_BYTES = 16 + 48  # of a sample beside its pixels: epoch and index, int64; its color, int32 (3, 4)
+ROW_BYTES = (
+    16 + 48
+)  # of a sample beside its pixels: epoch and index, int64; its color, int32 (3, 4)
 PIXEL_BYTES = 4  # RGB and class id
-WHOLE_BYTES = 2**28  # of a slot for whole images; memory is only used as far as an image reaches
-Pixels = tuple[NDArray[np.uint8], NDArray[np.uint8]]  # image (H, W, 3) and target (H, W)
+WHOLE_BYTES = (
+    2**28
+)  # of a slot for whole images; memory is only used as far as an image reaches
+Pixels = tuple[
+    NDArray[np.uint8], NDArray[np.uint8]
+]  # image (H, W, 3) and target (H, W)
 
 
 class ShardBatch(NamedTuple):
@@ -49,11 +55,17 @@ class ShardBatch(NamedTuple):
     target: Tensor  # uint8 (b, H, W), train ids
     epoch: Tensor  # int64 (b,)
     index: Tensor  # type: ignore[assignment]  # int64 (b,); hides tuple.index, which nobody needs here
-    color: Tensor | None = None  # int32 (b, 3, 4): what the device still has to apply, see models/preprocess.py
+    color: Tensor | None = (
+        None  # int32 (b, 3, 4): what the device still has to apply, see models/preprocess.py
+    )
 
     def finished(self) -> NDArray[np.uint8]:
         """Images (b, H, W, 3) as the network sees them, after color."""
-        image = self.image if self.color is None else colored(self.image, self.color).to(torch.uint8)
+        image = (
+            self.image
+            if self.color is None
+            else colored(self.image, self.color).to(torch.uint8)
+        )
         return image.numpy()
 
 
@@ -103,18 +115,30 @@ def train_batches(
     item_bytes = order.samples_per_shard * (height * width * PIXEL_BYTES + ROW_BYTES)
     if transport == "dataloader":
         _check_shared_memory(workers, prefetch, item_bytes)
-    items = _Shards(samples, augmenter, seed, repeats.augment if repeats is not None else _not_watched)
+    items = _Shards(
+        samples,
+        augmenter,
+        seed,
+        repeats.augment if repeats is not None else _not_watched,
+    )
 
     def plan() -> Iterator[Request]:
-        return requests(product(steps, shards), order, seed=seed, every=every, workers=workers)
+        return requests(
+            product(steps, shards), order, seed=seed, every=every, workers=workers
+        )
 
-    how = Delivery(workers, start_method, prefetch, pin_memory, timeout_s, transport, replace)
+    how = Delivery(
+        workers, start_method, prefetch, pin_memory, timeout_s, transport, replace
+    )
     # Of two steps, the second may be asked for before the first is dropped; this module keeps one, too.
     deliver = partial(_source, items, slot_bytes=item_bytes, spare=2 * len(shards) + 1)
     if workers == 1 and every:
         deliveries = (request for request in plan() if request.place is not None)
         again = (request for request in plan() if request.place is None)
-        starts = [partial(deliver, deliveries, how), partial(deliver, again, dataclasses.replace(how, prefetch=1))]
+        starts = [
+            partial(deliver, deliveries, how),
+            partial(deliver, again, dataclasses.replace(how, prefetch=1)),
+        ]
         stream = _stream(starts, (int(request.place is None) for request in plan()))
     else:
         stream = _stream([partial(deliver, plan(), how)])
@@ -137,12 +161,23 @@ def eval_images(
     `train_batches` does.
     """
     missing = [(index, 0) for index in indices if cache is None or index not in cache]
-    how = Delivery(workers if missing else 0, start_method, timeout_s=timeout_s, transport=transport)
-    start = partial(_source, _Images(samples), iter(missing), how, slot_bytes=WHOLE_BYTES, spare=2)
+    how = Delivery(
+        workers if missing else 0,
+        start_method,
+        timeout_s=timeout_s,
+        transport=transport,
+    )
+    start = partial(
+        _source, _Images(samples), iter(missing), how, slot_bytes=WHOLE_BYTES, spare=2
+    )
     with closing(_stream([start])) as stream:
         for index in indices:
-            if cache is not None and index in cache:  # a copy: what is kept is read-only
-                image, target = (torch.from_numpy(part[None].copy()) for part in cache.read(index))
+            if (
+                cache is not None and index in cache
+            ):  # a copy: what is kept is read-only
+                image, target = (
+                    torch.from_numpy(part[None].copy()) for part in cache.read(index)
+                )
             else:
                 image, target, _, _ = _views(next(stream))
                 if cache is not None:
@@ -153,14 +188,24 @@ def eval_images(
 class _Packed(NamedTuple):
     """What a worker sends: `data` holds ids and colors of all samples, then their images, then their targets."""
 
-    place: tuple[int, int] | None  # (step, shard) of a shard batch, (index, 0) of a whole image, or None; see Request
+    place: (
+        tuple[int, int] | None
+    )  # (step, shard) of a shard batch, (index, 0) of a whole image, or None; see Request
     shape: tuple[int, int, int]  # samples, height, width
     data: Tensor  # uint8, flat: one block of shared memory
-    made: tuple[tuple[int, Any], ...] = ()  # rows of watched samples, and what is compared of them
+    made: tuple[
+        tuple[int, Any], ...
+    ] = ()  # rows of watched samples, and what is compared of them
 
 
-def _pack(room: Room, place: tuple[int, int] | None, num: int, height: int, width: int) -> _Packed:
-    return _Packed(place, (num, height, width), room.take(num * (ROW_BYTES + height * width * PIXEL_BYTES)))
+def _pack(
+    room: Room, place: tuple[int, int] | None, num: int, height: int, width: int
+) -> _Packed:
+    return _Packed(
+        place,
+        (num, height, width),
+        room.take(num * (ROW_BYTES + height * width * PIXEL_BYTES)),
+    )
 
 
 def _views(packed: _Packed) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -189,12 +234,23 @@ def _shard_batches(
                 if packed.place is None:
                     repeats.compare((epoch, index), pixels, made)
                 else:  # held for long: a copy leaves the slot to the next batch
-                    repeats.hold((epoch, index), (pixels[0].copy(), pixels[1].copy()), made)
+                    repeats.hold(
+                        (epoch, index), (pixels[0].copy(), pixels[1].copy()), made
+                    )
             if packed.place is not None:
-                yield ShardBatch(*packed.place, image, target, ids[0], ids[1], color if with_color else None)
+                yield ShardBatch(
+                    *packed.place,
+                    image,
+                    target,
+                    ids[0],
+                    ids[1],
+                    color if with_color else None,
+                )
 
 
-def _not_watched(augmenter: Augmenter, pixels: Pixels, key: int, again: bool) -> tuple[Crop, Any]:
+def _not_watched(
+    augmenter: Augmenter, pixels: Pixels, key: int, again: bool
+) -> tuple[Crop, Any]:
     raise AssertionError("a sample is watched, but nothing compares it")
 
 
@@ -212,9 +268,14 @@ class _Shards:
         made = []
         for row, (epoch, index) in enumerate(request.members):
             room.at(row)
-            key, pixels = sample_key(self.seed, epoch, index, "augment"), self.samples.read(index)
+            key, pixels = (
+                sample_key(self.seed, epoch, index, "augment"),
+                self.samples.read(index),
+            )
             if row in request.watched:
-                crop, found = self.augment_watched(self.augmenter, pixels, key, request.place is None)
+                crop, found = self.augment_watched(
+                    self.augmenter, pixels, key, request.place is None
+                )
                 made.append((row, found))
             else:
                 crop = self.augmenter.crop(*pixels, key)
@@ -246,7 +307,14 @@ class _Images:
         return f"image {request[0]} ({self.samples.name(request[0])})"
 
 
-def _source(items: _Shards | _Images, requests: Iterator[Any], how: Delivery, *, slot_bytes: int, spare: int) -> Source:
+def _source(
+    items: _Shards | _Images,
+    requests: Iterator[Any],
+    how: Delivery,
+    *,
+    slot_bytes: int,
+    spare: int,
+) -> Source:
     if not how.workers:
         return InProcess(items, requests, pinned=how.pinned)
     if how.transport == "dataloader":
@@ -254,7 +322,9 @@ def _source(items: _Shards | _Images, requests: Iterator[Any], how: Delivery, *,
     return Ring(items, requests, how, slot_bytes=slot_bytes, spare=spare)
 
 
-def _stream(starts: Sequence[Callable[[], Source]], turns: Iterable[int] = repeat(0)) -> Generator[_Packed, None, None]:
+def _stream(
+    starts: Sequence[Callable[[], Source]], turns: Iterable[int] = repeat(0)
+) -> Generator[_Packed, None, None]:
     """Items of sources that take `turns`, until one ends."""
     sources: list[Source] = []
     try:
@@ -273,7 +343,10 @@ def _stream(starts: Sequence[Callable[[], Source]], turns: Iterable[int] = repea
 def _check_shared_memory(workers: int, prefetch: int, item_bytes: int) -> None:
     if not workers or not os.path.isdir(SHARED_MEMORY):
         return
-    needed, free = workers * prefetch * item_bytes, shutil.disk_usage(SHARED_MEMORY).free
+    needed, free = (
+        workers * prefetch * item_bytes,
+        shutil.disk_usage(SHARED_MEMORY).free,
+    )
     if needed > free:
         raise ConfigError(
             f"data.workers = {workers} and data.prefetch = {prefetch} need {needed / 2**20:.0f} MiB of shared memory, "

@@ -70,11 +70,15 @@ def _rgba(mask: RawMask, path: str) -> NDArray[np.uint8]:
     if mask.palette is not None:
         return mask.palette[mask.ids]
     if mask.header.bits != 8:
-        raise DataError(f"{path} is grey with {mask.header.bits} bits, but masks = colors needs 8. Set `masks: ids`.")
+        raise DataError(
+            f"{path} is grey with {mask.header.bits} bits, but masks = colors needs 8. Set `masks: ids`."
+        )
     return np.asarray(cv2.cvtColor(mask.ids, cv2.COLOR_GRAY2RGBA), np.uint8)
 
 
-def _check_palette(table: MaskTable, ids: Pixels, palette: NDArray[np.uint8], path: str) -> None:
+def _check_palette(
+    table: MaskTable, ids: Pixels, palette: NDArray[np.uint8], path: str
+) -> None:
     """Raise DataError where an index means one class as an id and another one by its color."""
     for index in np.flatnonzero(np.bincount(ids.ravel(), minlength=1)).tolist():
         color = _as_color(palette[index])
@@ -97,14 +101,20 @@ def _check_opaque(alpha: NDArray[np.uint8], path: str) -> None:
         )
 
 
-def _equal_channels(table: MaskTable, pixels: NDArray[np.uint8] | None, path: str) -> NDArray[np.uint8]:
+def _equal_channels(
+    table: MaskTable, pixels: NDArray[np.uint8] | None, path: str
+) -> NDArray[np.uint8]:
     """Ids of an RGBA picture whose three colors are the same in each pixel."""
     assert pixels is not None
     red = pixels[..., 0]
     differ = (red != pixels[..., 1]) | (red != pixels[..., 2])
     if differ.any():
         row, column = np.argwhere(differ)[0]
-        wanted = "masks = ids" if table.kind == "ids" else "the class table has no palette, so that masks hold ids"
+        wanted = (
+            "masks = ids"
+            if table.kind == "ids"
+            else "the class table has no palette, so that masks hold ids"
+        )
         raise DataError(
             f"{path} is a mask of colors, such as {_as_color(pixels[row, column])} at row {row}, column {column}, but "
             f"{wanted}. Set `masks: colors` and one color per class (`palette`) in classes.yaml.",
@@ -114,27 +124,45 @@ def _equal_channels(table: MaskTable, pixels: NDArray[np.uint8] | None, path: st
     return np.ascontiguousarray(red)
 
 
-def _target_of_colors(table: MaskTable, pixels: NDArray[np.uint8], path: str) -> NDArray[np.uint8]:
+def _target_of_colors(
+    table: MaskTable, pixels: NDArray[np.uint8], path: str
+) -> NDArray[np.uint8]:
     """Train ids of an opaque RGBA picture. Maps the start of each run of equal pixels, which are few in a mask."""
     packed = np.ascontiguousarray(pixels).view("<u4").ravel()
     starts = np.flatnonzero(np.concatenate(([True], packed[1:] != packed[:-1])))
     known = sorted((_packed(color), train) for color, train in table.colors.items())
-    keys, trains = np.array([key for key, _ in known], np.uint32), np.array([train for _, train in known], np.uint8)
+    keys, trains = (
+        np.array([key for key, _ in known], np.uint32),
+        np.array([train for _, train in known], np.uint8),
+    )
     places = np.minimum(np.searchsorted(keys, packed[starts]), len(keys) - 1)
     if (keys[places] != packed[starts]).any():
-        raise DataError(_unknown_color(table, pixels, ~np.isin(packed, keys).reshape(pixels.shape[:2]), path))
+        raise DataError(
+            _unknown_color(
+                table, pixels, ~np.isin(packed, keys).reshape(pixels.shape[:2]), path
+            )
+        )
     lengths = np.diff(np.append(starts, packed.size))
     return np.repeat(trains[places], lengths).reshape(pixels.shape[:2])
 
 
-def _unknown_color(table: MaskTable, pixels: NDArray[np.uint8], unknown: NDArray[np.bool_], path: str) -> str:
+def _unknown_color(
+    table: MaskTable, pixels: NDArray[np.uint8], unknown: NDArray[np.bool_], path: str
+) -> str:
     row, column = np.argwhere(unknown)[0]
     color = _as_color(pixels[row, column])
     count = np.count_nonzero((pixels[..., :3] == color).all(axis=2))
     kinds = len(np.unique(pixels[unknown].view("<u4")))
-    near = min(table.colors, key=lambda other: sum((a - b) ** 2 for a, b in zip(color, other, strict=True)))
+    near = min(
+        table.colors,
+        key=lambda other: sum((a - b) ** 2 for a, b in zip(color, other, strict=True)),
+    )
     others = f" and {kinds - 1} other unknown colors" if kinds > 1 else ""
-    blended = " So many colors come from resizing with interpolation or from JPEG." if kinds > 8 else ""
+    blended = (
+        " So many colors come from resizing with interpolation or from JPEG."
+        if kinds > 8
+        else ""
+    )
     grey = " If grey values are ids, set `masks: ids`." if len(set(color)) == 1 else ""
     return (
         f"{path} has the color {color} ({count} pixels, the first at row {row}, column {column}){others}, which the "

@@ -35,7 +35,9 @@ class DataPart:
     key: str = ""  # data.mix[n]; empty if it is not part of a mixture
     label: str = ""  # for names of samples: that of its folder
     weight: float | None = None
-    names: Mapping[str, str] | None = None  # class of this set: class of the shared table, or IGNORE
+    names: Mapping[str, str] | None = (
+        None  # class of this set: class of the shared table, or IGNORE
+    )
 
 
 def main_set(data: DataConfig) -> DataConfig:
@@ -57,7 +59,16 @@ def parts(data: DataConfig, split: str) -> list[DataPart]:
         labels.append(label if label not in labels else f"{label}#{number}")
         split_of = str(entry.get("split", split))
         names = {str(key): str(value) for key, value in entry.get("map", {}).items()}
-        found.append(DataPart(one, split_of, f"data.mix[{number}]", labels[-1], entry.get("weight"), names))
+        found.append(
+            DataPart(
+                one,
+                split_of,
+                f"data.mix[{number}]",
+                labels[-1],
+                entry.get("weight"),
+                names,
+            )
+        )
     return found
 
 
@@ -81,11 +92,17 @@ def all_parts(data: DataConfig, splits: Iterable[str]) -> list[DataPart]:
 
 def absent_root(data: DataConfig) -> str:
     """The first folder of the data that does not exist here; empty if all do, or there is none."""
-    roots = [part.data.root for part in all_parts(data, ("train", data.split)) if part.data.name != "synthetic"]
+    roots = [
+        part.data.root
+        for part in all_parts(data, ("train", data.split))
+        if part.data.name != "synthetic"
+    ]
     return next((root for root in roots if not Path(root).is_dir()), "")
 
 
-def shared_ids(part: DataPart, own: ClassTable, shared: ClassTable) -> NDArray[np.uint8]:
+def shared_ids(
+    part: DataPart, own: ClassTable, shared: ClassTable
+) -> NDArray[np.uint8]:
     """Train id of the shared table for each train id of a set, uint8 (256,); 255 stays.
 
     Classes of one name are one class. Raises DataError for classes that are neither shared nor in the map, and for
@@ -104,7 +121,9 @@ def shared_ids(part: DataPart, own: ClassTable, shared: ClassTable) -> NDArray[n
                 f"{where} maps {name} to {wanted!r}, which is no class of the shared table "
                 f"{shared.name}.{nearest(wanted, choices)}"
             )
-    lost = [name for name in own.names if name not in given and name not in shared.names]
+    lost = [
+        name for name in own.names if name not in given and name not in shared.names
+    ]
     if lost:
         raise DataError(
             f"{part.key} ({part.label}) has classes that the shared table {shared.name} lacks: {', '.join(lost)}. Map "

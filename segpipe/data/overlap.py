@@ -32,7 +32,9 @@ def look(image: NDArray[np.uint8]) -> int:
 
     Hardly changed by scale, compression, brightness. Source: the difference hash (dHash), with 8 rows of 9 parts.
     """
-    small = cv2.resize(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), (9, 8), interpolation=cv2.INTER_AREA).astype(np.float64)
+    small = cv2.resize(
+        cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), (9, 8), interpolation=cv2.INTER_AREA
+    ).astype(np.float64)
     if small.std() < FLAT:
         return UNKNOWN_LOOK
     return int.from_bytes(np.packbits(small[:, 1:] > small[:, :-1]).tobytes())

@@ -109,16 +109,23 @@ class Pack:
             found = opened.parts(entry)
             if opened.trusted.get(key) == entry and found is not None:
                 return _sample(entry, *found, decode)
-            fault = _changed(pair, entry) or _damaged(found, entry, f"{self.folder}: {pair.name}")
+            fault = _changed(pair, entry) or _damaged(
+                found, entry, f"{self.folder}: {pair.name}"
+            )
             if fault is None:
                 assert found is not None
                 opened.trusted[key] = entry
                 return _sample(entry, *found, decode)
-            print(f"{fault}. It is read from its files and packed again.", file=sys.stderr)
+            print(
+                f"{fault}. It is read from its files and packed again.", file=sys.stderr
+            )
             opened.trusted.pop(key, None)
         before = _times(pair)
         sample = decode()
-        image, mask = (FileState(*times, sha256(Path(path))) for times, path in zip(before, pair[1:], strict=True))
+        image, mask = (
+            FileState(*times, sha256(Path(path)))
+            for times, path in zip(before, pair[1:], strict=True)
+        )
         file = Path(pair.image).read_bytes() if self._images == "file" else b""
         if _times(pair) == before:
             self._add(opened, entry, key, sample, file, image, mask)
@@ -133,14 +140,17 @@ class Pack:
         """Of the files by their paths from this folder, so that a data set can be moved with the pack inside it."""
         paths = [os.path.relpath(path, self.folder) for path in pair[1:]]
         return hashlib.blake2b(
-            "\0".join([FORMAT, self._images, self.table, *paths]).encode(), digest_size=12
+            "\0".join([FORMAT, self._images, self.table, *paths]).encode(),
+            digest_size=12,
         ).hexdigest()
 
     def _own(self) -> _Opened:
         """What this process has opened; files inherited through a fork are left to the parent."""
         process = os.getpid()
         if process not in self._opened:
-            self._opened.setdefault(process, _Opened(self.folder))  # of several threads, one wins
+            self._opened.setdefault(
+                process, _Opened(self.folder)
+            )  # of several threads, one wins
         return self._opened[process]
 
     def _add(
@@ -154,30 +164,47 @@ class Pack:
         mask: FileState,
     ) -> None:
         """Write a sample, unless another process has done so since `known` was found; not if read-only or gone."""
-        pixels_of_image, target = (np.ascontiguousarray(part).data.cast("B") for part in sample)
+        pixels_of_image, target = (
+            np.ascontiguousarray(part).data.cast("B") for part in sample
+        )
         whole = [memoryview(file) if file else pixels_of_image, target]
         try:
-            with _locked(self.folder), open(os.path.join(self.folder, "pixels"), "ab") as pixels:
+            with (
+                _locked(self.folder),
+                open(os.path.join(self.folder, "pixels"), "ab") as pixels,
+            ):
                 if opened.find(key, news=True) != known:
                     return
                 place = -(-os.fstat(pixels.fileno()).st_size // PAGE_BYTES) * PAGE_BYTES
                 os.ftruncate(pixels.fileno(), place + sum(map(len, whole)))
             digest = hashlib.sha256()
-            with open(os.path.join(self.folder, "pixels"), "r+b", buffering=0) as pixels:
+            with open(
+                os.path.join(self.folder, "pixels"), "r+b", buffering=0
+            ) as pixels:
                 pixels.seek(place)
                 for part in whole:
                     digest.update(part)
                     while part:
                         part = part[pixels.write(part) :]
             height, width = sample[1].shape
-            entry = PackEntry(key, place, height, width, len(file), digest.hexdigest(), image, mask)
+            entry = PackEntry(
+                key, place, height, width, len(file), digest.hexdigest(), image, mask
+            )
             with _locked(self.folder) as index:
                 if opened.find(key, news=True) == known:
-                    torn = index.tell() and os.pread(index.fileno(), 1, index.tell() - 1) != b"\n"
+                    torn = (
+                        index.tell()
+                        and os.pread(index.fileno(), 1, index.tell() - 1) != b"\n"
+                    )
                     index.write(b"\n" * bool(torn) + _line(entry))
             (opened.added if known is None else opened.replaced).add(key)
         except OSError as error:
-            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT):  # ENOENT: somebody removed it
+            if error.errno in (
+                errno.EACCES,
+                errno.EPERM,
+                errno.EROFS,
+                errno.ENOENT,
+            ):  # ENOENT: somebody removed it
                 return
             raise DataError(
                 f"{self.folder} cannot take {sum(map(len, whole)) / 2**20:.1f} MiB more: {error.strerror}. Free some "
@@ -190,7 +217,12 @@ def open_pack(data: DataConfig, table: MaskTable) -> Pack | None:
     if data.pack == "off":
         return None
     folder = f"{data.root}/{AUTO}" if data.pack == "auto" else data.pack
-    meaning = sorted(table.classes.train_ids.items()), table.kind, sorted(table.colors.items()), table.exif
+    meaning = (
+        sorted(table.classes.train_ids.items()),
+        table.kind,
+        sorted(table.colors.items()),
+        table.exif,
+    )
     return Pack(folder, repr(meaning), data.pack_images)
 
 
@@ -218,16 +250,24 @@ class _Opened:
             with open(os.path.join(self.folder, "index"), "rb") as index:
                 state = os.fstat(index.fileno())
                 size = state.st_size
-                if size < start or state.st_ino != self._file:  # somebody has removed the pack
+                if (
+                    size < start or state.st_ino != self._file
+                ):  # somebody has removed the pack
                     start, self._file, self._map = 0, state.st_ino, None
                     self._entries.clear()
                     self.trusted.clear()
                 index.seek(start)
                 text = index.read() if size > start else b""
-        except OSError:  # none yet, or of another user: `_add` says what is wrong with it
+        except (
+            OSError
+        ):  # none yet, or of another user: `_add` says what is wrong with it
             return
         whole = text[: text.rfind(b"\n") + 1]
-        self._entries |= {entry.key: entry for entry in map(_entry, whole.splitlines()) if entry is not None}
+        self._entries |= {
+            entry.key: entry
+            for entry in map(_entry, whole.splitlines())
+            if entry is not None
+        }
         self._read_to = start + len(whole)
 
     def parts(self, entry: PackEntry) -> tuple[NDArray[np.uint8], Target] | None:
@@ -239,13 +279,22 @@ class _Opened:
                 with open(os.path.join(self.folder, "pixels"), "rb") as pixels:
                     if os.fstat(pixels.fileno()).st_size < middle + area:
                         return None
-                    self._map = np.frombuffer(mmap.mmap(pixels.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+                    self._map = np.frombuffer(
+                        mmap.mmap(pixels.fileno(), 0, access=mmap.ACCESS_READ), np.uint8
+                    )
             except OSError:
                 return None
-        return self._map[entry.place : middle], self._map[middle:][:area].reshape(entry.height, entry.width)
+        return self._map[entry.place : middle], self._map[middle:][:area].reshape(
+            entry.height, entry.width
+        )
 
 
-def _sample(entry: PackEntry, image: NDArray[np.uint8], target: Target, decode: Callable[..., Sample]) -> Sample:
+def _sample(
+    entry: PackEntry,
+    image: NDArray[np.uint8],
+    target: Target,
+    decode: Callable[..., Sample],
+) -> Sample:
     if entry.file_bytes:
         return decode(image.tobytes(), target)
     return image.reshape(entry.height, entry.width, 3), target
@@ -276,7 +325,16 @@ def _entry(line: bytes) -> PackEntry | None:
         return None
     try:
         key, place, height, width, file_bytes, digest, image, mask = json.loads(text)
-        return PackEntry(key, place, height, width, file_bytes, digest, FileState(*image), FileState(*mask))
+        return PackEntry(
+            key,
+            place,
+            height,
+            width,
+            file_bytes,
+            digest,
+            FileState(*image),
+            FileState(*mask),
+        )
     except (TypeError, ValueError):
         return None
 
@@ -293,12 +351,16 @@ def _times(pair: Pair) -> list[tuple[int, int, int]]:
 def _changed(pair: Pair, entry: PackEntry) -> str | None:
     """A message if a source file is not the one that was packed."""
     for path, now, packed in zip(pair[1:], _times(pair), entry[-2:], strict=True):
-        if now != packed[:3] and (now[0] != packed.size or sha256(Path(path)) != packed.sha256):
+        if now != packed[:3] and (
+            now[0] != packed.size or sha256(Path(path)) != packed.sha256
+        ):
             return f"{path} was changed after it was packed"
     return None
 
 
-def _damaged(found: tuple[NDArray[np.uint8], Target] | None, entry: PackEntry, where: str) -> str | None:
+def _damaged(
+    found: tuple[NDArray[np.uint8], Target] | None, entry: PackEntry, where: str
+) -> str | None:
     """A message if the pixels are not those that were packed."""
     if found is None:
         return f"{where} is truncated"

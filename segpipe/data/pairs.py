@@ -29,7 +29,15 @@ MASK_ENDINGS = (
     "_gtFine_labelIds", "_gtCoarse_labelIds", "_gtFine_labelTrainIds", "-mask", "-label",
 )  # fmt: skip
 HINTS = 20  # lines that get a suggestion, which takes a comparison with every image
-UNREAD = (".heic", ".heif", ".gif", ".jp2", ".avif", ".npy", ".npz")  # pictures that would be missed without a word
+UNREAD = (
+    ".heic",
+    ".heif",
+    ".gif",
+    ".jp2",
+    ".avif",
+    ".npy",
+    ".npz",
+)  # pictures that would be missed without a word
 DRAWINGS = {".json": "labelme or coco", ".xml": "cvat", ".txt": "coco"}
 
 
@@ -62,7 +70,9 @@ def _layout(data: DataConfig, split: str) -> FolderLayout | str:
 def scan_undivided(data: DataConfig) -> tuple[list[Pair], list[str]]:
     """All pairs of a folder data set that has no splits yet, and messages as those of `scan`."""
     layout = undivided(Path(data.root), data.images, data.masks)
-    return ([], [layout]) if isinstance(layout, str) else _pairs_of_folders(layout, "all")
+    return (
+        ([], [layout]) if isinstance(layout, str) else _pairs_of_folders(layout, "all")
+    )
 
 
 def pairing(data: DataConfig, split: str) -> Path | None:
@@ -81,25 +91,40 @@ def _pairs_of_folders(layout: FolderLayout, split: str) -> tuple[list[Pair], lis
     endings = _endings(layout, images, masks)
     if isinstance(endings, str):
         return [], [*faults, endings]
-    images, masks = _without(images, masks, endings, together=layout.images == layout.masks)
+    images, masks = _without(
+        images, masks, endings, together=layout.images == layout.masks
+    )
     if layout.sequences:
         images, masks = (
-            {stem: path for stem, path in paths.items() if stem.partition("/")[0] in layout.sequences}
+            {
+                stem: path
+                for stem, path in paths.items()
+                if stem.partition("/")[0] in layout.sequences
+            }
             for paths in (images, masks)
         )
     if layout.listing:
         wanted, list_faults = _listed(layout.listing, images, endings[0])
         faults += list_faults
-        images, masks = ({stem: paths[stem] for stem in wanted if stem in paths} for paths in (images, masks))
+        images, masks = (
+            {stem: paths[stem] for stem in wanted if stem in paths}
+            for paths in (images, masks)
+        )
     paired = images.keys() & masks.keys()
     if images and not masks:
         found = f"{layout.masks} holds no masks of the {len(images)} images of split {split}."
         return [], [*faults, f"{found}{_hint(layout.masks)}"]
     faults += [
-        f"{images[stem]} has no mask {layout.masks / stem}{endings[1]}.png." for stem in sorted(images.keys() - paired)
+        f"{images[stem]} has no mask {layout.masks / stem}{endings[1]}.png."
+        for stem in sorted(images.keys() - paired)
     ]
-    faults += [f"{masks[stem]} has no image in {layout.images}." for stem in sorted(masks.keys() - paired)]
-    pairs = sorted(Pair(f"{stem}{endings[0]}", images[stem], masks[stem]) for stem in paired)
+    faults += [
+        f"{masks[stem]} has no image in {layout.images}."
+        for stem in sorted(masks.keys() - paired)
+    ]
+    pairs = sorted(
+        Pair(f"{stem}{endings[0]}", images[stem], masks[stem]) for stem in paired
+    )
     if not pairs:
         where = layout.listing or layout.images
         faults.append(f"{where} is empty: split {split} has no pair of image and mask.")
@@ -119,15 +144,26 @@ def _stems(folder: Path, inferior: tuple[str, ...]) -> tuple[dict[str, str], lis
             faults.append(
                 f"{folder}/{str(relative)!a} has a name that is not UTF-8. Rename it, with convmv for instance."
             )
-        elif path.suffix.lower() in (*SUFFIXES, *UNREAD) and not any(part.startswith(".") for part in relative.parts):
-            found.setdefault(_composed(relative.with_suffix("").as_posix()), []).append(path)
+        elif path.suffix.lower() in (*SUFFIXES, *UNREAD) and not any(
+            part.startswith(".") for part in relative.parts
+        ):
+            found.setdefault(_composed(relative.with_suffix("").as_posix()), []).append(
+                path
+            )
     chosen: dict[str, str] = {}
     for stem, paths in found.items():
         for worse in (UNREAD, inferior):
-            paths = [path for path in paths if path.suffix.lower() not in worse] or paths
-        faults += [f"{paths[0]} and {path} have the same stem. Remove one of them." for path in paths[1:]]
+            paths = [
+                path for path in paths if path.suffix.lower() not in worse
+            ] or paths
+        faults += [
+            f"{paths[0]} and {path} have the same stem. Remove one of them."
+            for path in paths[1:]
+        ]
         if paths[0].suffix.lower() in UNREAD:
-            faults.append(f"{paths[0]} is of a format that is not read. Convert it to PNG or JPEG.")
+            faults.append(
+                f"{paths[0]} is of a format that is not read. Convert it to PNG or JPEG."
+            )
         chosen[stem] = str(paths[0])
     return chosen, faults
 
@@ -145,17 +181,24 @@ def _composed(name: str) -> str:
     return unicodedata.normalize("NFC", name)
 
 
-def _endings(layout: FolderLayout, images: Iterable[str], masks: Iterable[str]) -> tuple[str, str] | str:
+def _endings(
+    layout: FolderLayout, images: Iterable[str], masks: Iterable[str]
+) -> tuple[str, str] | str:
     """What ends the stems of images and masks, or a message if two endings fit equally well."""
     stems, names = set(masks), list(images)
     of_images = IMAGE_ENDINGS if layout.image_ending is None else (layout.image_ending,)
-    of_masks = ("", *MASK_ENDINGS) if layout.mask_ending is None else (layout.mask_ending,)
+    of_masks = (
+        ("", *MASK_ENDINGS) if layout.mask_ending is None else (layout.mask_ending,)
+    )
     plain = (of_images[0], of_masks[0])
-    if len(of_images) == len(of_masks) == 1 or any(name in stems for name in names if plain == ("", "")):
+    if len(of_images) == len(of_masks) == 1 or any(
+        name in stems for name in names if plain == ("", "")
+    ):
         return plain
     counts = {
         (of_image, of_mask): sum(
-            name.endswith(of_image) and _swapped(name, of_image, of_mask) in stems for name in names
+            name.endswith(of_image) and _swapped(name, of_image, of_mask) in stems
+            for name in names
         )
         for of_image in of_images
         for of_mask in of_masks
@@ -173,22 +216,44 @@ def _swapped(name: str, old: str, new: str) -> str:
 
 
 def _without(
-    images: dict[str, str], masks: dict[str, str], endings: tuple[str, str], *, together: bool
+    images: dict[str, str],
+    masks: dict[str, str],
+    endings: tuple[str, str],
+    *,
+    together: bool,
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Images and masks by what is before the endings; files without them are left out."""
     of_image, of_mask = endings
     if together and of_mask:
-        images = {stem: path for stem, path in images.items() if not stem.endswith(of_mask)}
-    kept = {_swapped(stem, of_mask, ""): path for stem, path in masks.items() if stem.endswith(of_mask)}
-    return {_swapped(stem, of_image, ""): path for stem, path in images.items() if stem.endswith(of_image)}, kept
+        images = {
+            stem: path for stem, path in images.items() if not stem.endswith(of_mask)
+        }
+    kept = {
+        _swapped(stem, of_mask, ""): path
+        for stem, path in masks.items()
+        if stem.endswith(of_mask)
+    }
+    return {
+        _swapped(stem, of_image, ""): path
+        for stem, path in images.items()
+        if stem.endswith(of_image)
+    }, kept
 
 
-def _listed(listing: Path, images: dict[str, str], ending: str) -> tuple[list[str], list[str]]:
+def _listed(
+    listing: Path, images: dict[str, str], ending: str
+) -> tuple[list[str], list[str]]:
     """Stems in a split file, and a message for every wrong line; a line is a stem or the path of an image."""
-    known = {f"{stem}{ending}": stem for stem in images} | {stem: stem for stem in images}
+    known = {f"{stem}{ending}": stem for stem in images} | {
+        stem: stem for stem in images
+    }
     by_path = {_composed(os.path.normpath(path)): stem for stem, path in images.items()}
-    named = {_without_suffix(path): path for path in by_path}  # as people mean them, in letters of any case
-    lines = [_composed(line.strip()) for line in _text(listing).splitlines() if line.strip()]
+    named = {
+        _without_suffix(path): path for path in by_path
+    }  # as people mean them, in letters of any case
+    lines = [
+        _composed(line.strip()) for line in _text(listing).splitlines() if line.strip()
+    ]
     faults: list[str] = []
     stems = []
     for line in lines:
@@ -197,11 +262,17 @@ def _listed(listing: Path, images: dict[str, str], ending: str) -> tuple[list[st
         if stem is None:
             path = named.get(_without_suffix(listing.parent / line))
             hint = did_you_mean(line, known) if len(faults) < HINTS and not path else ""
-            found = f"the file is named {Path(path).name}. Write it so." if path else f"images has no such stem.{hint}"
+            found = (
+                f"the file is named {Path(path).name}. Write it so."
+                if path
+                else f"images has no such stem.{hint}"
+            )
             faults.append(f"{listing} lists {line:.200}, but {found}")
         stems.append(stem or line)
     return stems, [
-        f"{listing} lists {stem} {times} times." for stem, times in Counter(stems).items() if times > 1
+        f"{listing} lists {stem} {times} times."
+        for stem, times in Counter(stems).items()
+        if times > 1
     ] + faults
 
 
@@ -215,9 +286,13 @@ def _pairs_of_table(root: Path, table: Path) -> tuple[list[Pair], list[str]]:
     first = text.partition("\n")[0]
     separators = ",;\t" if table.suffix == ".csv" else " "
     try:
-        rows = list(csv.reader(text.splitlines(), delimiter=max(separators, key=first.count)))
+        rows = list(
+            csv.reader(text.splitlines(), delimiter=max(separators, key=first.count))
+        )
     except csv.Error as error:
-        raise DataError(f"{table} is no table of image and mask: {error}. Write a row for each pair.") from None
+        raise DataError(
+            f"{table} is no table of image and mask: {error}. Write a row for each pair."
+        ) from None
     header = [cell.strip().lower() for cell in rows[0]] if rows else []
     named = "image" in header and "mask" in header
     image, mask = (header.index("image"), header.index("mask")) if named else (0, 1)
@@ -226,17 +301,33 @@ def _pairs_of_table(root: Path, table: Path) -> tuple[list[Pair], list[str]]:
         if (named and number == 1) or not any(cell.strip() for cell in row):
             continue
         if len(row) <= max(image, mask) or (not named and len(row) != 2):
-            faults.append(f"{table}, line {number}: {len(row)} columns, but image and mask were needed. Add a header.")
+            faults.append(
+                f"{table}, line {number}: {len(row)} columns, but image and mask were needed. Add a header."
+            )
             continue
         paths = [root / row[column].strip() for column in (image, mask)]
-        faults += [f"{table}, line {number}: {path} does not exist." for path in paths if not path.is_file()]
-        pairs.append(Pair(Path(row[image].strip()).with_suffix("").as_posix(), str(paths[0]), str(paths[1])))
+        faults += [
+            f"{table}, line {number}: {path} does not exist."
+            for path in paths
+            if not path.is_file()
+        ]
+        pairs.append(
+            Pair(
+                Path(row[image].strip()).with_suffix("").as_posix(),
+                str(paths[0]),
+                str(paths[1]),
+            )
+        )
     for name, times in Counter(pair.name for pair in pairs).items():
         if times > 1:
             faults.append(f"{table} has {name} {times} times.")
     if not pairs and not faults:
         faults.append(f"{table} is empty: it has no pair of image and mask.")
-    return sorted(pair for pair in pairs if Path(pair.image).is_file() and Path(pair.mask).is_file()), faults
+    return sorted(
+        pair
+        for pair in pairs
+        if Path(pair.image).is_file() and Path(pair.mask).is_file()
+    ), faults
 
 
 def _text(path: Path) -> str:
@@ -251,7 +342,11 @@ def _text(path: Path) -> str:
 
 def _hint(folder: Path) -> str:
     """What to do about a folder of masks that holds drawings instead."""
-    suffixes = Counter(path.suffix.lower() for path in files_below(folder) if path.suffix.lower() in DRAWINGS)
+    suffixes = Counter(
+        path.suffix.lower()
+        for path in files_below(folder)
+        if path.suffix.lower() in DRAWINGS
+    )
     if not suffixes:
         return ""
     (suffix, count), *_ = suffixes.most_common(1)

@@ -23,7 +23,9 @@ Member = tuple[int, int]  # epoch and index of a sample
 class Request(NamedTuple):
     """What a loader process makes at a time."""
 
-    place: tuple[int, int] | None  # (step, shard) of a batch to deliver; None: samples that were delivered before
+    place: (
+        tuple[int, int] | None
+    )  # (step, shard) of a batch to deliver; None: samples that were delivered before
     members: tuple[Member, ...]
     watched: tuple[int, ...] = ()  # rows of `members` that are compared
 
@@ -33,7 +35,9 @@ def chosen(seed: int, epoch: int, num: int, every: int) -> frozenset[int]:
     """Those of the first `num` indices that are watched in an epoch: one in `every` on average, none for 0."""
     if not every:
         return frozenset()
-    draws = generator(sample_key(seed, epoch, 0, "canary")).bit_generator.random_raw(num)
+    draws = generator(sample_key(seed, epoch, 0, "canary")).bit_generator.random_raw(
+        num
+    )
     return frozenset(np.flatnonzero(draws % np.uint64(every) == 0).tolist())
 
 
@@ -48,7 +52,12 @@ class _Repeat:
 
 
 def requests(
-    places: Iterable[tuple[int, int]], order: Order, *, seed: int, every: int, workers: int
+    places: Iterable[tuple[int, int]],
+    order: Order,
+    *,
+    seed: int,
+    every: int,
+    workers: int,
 ) -> Iterator[Request]:
     """Requests that deliver `places` in their order; between them, requests that make watched samples again.
 
@@ -65,7 +74,10 @@ def requests(
         request = _delivery(place, order, seed, every)
         yield request
         # Not at once: if no other process can make it, other samples must come in between.
-        repeats += [_Repeat(request.members[row], number + 2, {number % max(workers, 1)}) for row in request.watched]
+        repeats += [
+            _Repeat(request.members[row], number + 2, {number % max(workers, 1)})
+            for row in request.watched
+        ]
         number += 1
     while repeats:
         yield _due(repeats, number, workers)
@@ -75,7 +87,9 @@ def requests(
 def _delivery(place: tuple[int, int], order: Order, seed: int, every: int) -> Request:
     members = tuple(order.shard(*place))
     watched = (
-        row for row, (epoch, index) in enumerate(members) if index in chosen(seed, epoch, order.num_samples, every)
+        row
+        for row, (epoch, index) in enumerate(members)
+        if index in chosen(seed, epoch, order.num_samples, every)
     )
     return Request(place, members, tuple(watched))
 
@@ -83,7 +97,11 @@ def _delivery(place: tuple[int, int], order: Order, seed: int, every: int) -> Re
 def _due(repeats: list[_Repeat], number: int, workers: int) -> Request:
     """The repeats that request `number` makes; removes from `repeats` those that are then done."""
     turn = number % max(workers, 1)
-    ready = [repeat for repeat in repeats if repeat.due <= number and (workers < 2 or turn not in repeat.made_by)]
+    ready = [
+        repeat
+        for repeat in repeats
+        if repeat.due <= number and (workers < 2 or turn not in repeat.made_by)
+    ]
     for repeat in ready:
         repeat.left -= 1
         repeat.due = number + 2 * max(workers, 1)

@@ -48,7 +48,11 @@ def open_readable(data: DataConfig, split: str, seed: int) -> Samples | None:
         return open_samples(data, split, seed)
     with suppress(DataError):
         pairs = scan(data, split)[0]
-        return FileSamples(_settled(mask_table(data), pairs), tuple(pairs)) if pairs else None
+        return (
+            FileSamples(_settled(mask_table(data), pairs), tuple(pairs))
+            if pairs
+            else None
+        )
     return None
 
 
@@ -65,7 +69,9 @@ def problems(
     """
     if data.mix:
         for part in all_parts(data, splits):
-            yield from problems(part.data, [part.split], progress=progress, grouped=grouped)
+            yield from problems(
+                part.data, [part.split], progress=progress, grouped=grouped
+            )
         return
     if data.name == "synthetic":
         return
@@ -76,7 +82,11 @@ def problems(
 
 
 def _file_problems(
-    data: DataConfig, splits: Iterable[str], progress: Callable[[int, int], None], *, grouped: bool
+    data: DataConfig,
+    splits: Iterable[str],
+    progress: Callable[[int, int], None],
+    *,
+    grouped: bool,
 ) -> Iterator[str]:
     """Problems of a data set in files."""
     try:
@@ -103,9 +113,13 @@ def _file_problems(
         unreadable |= header_faults.keys()
         num_pixels += pixels
         progress(done, 2 * len(pairs))
-    if data.verify == "full" or (data.verify == "auto" and num_pixels < FULL_VERIFY_PIXELS):
+    if data.verify == "full" or (
+        data.verify == "auto" and num_pixels < FULL_VERIFY_PIXELS
+    ):
         with decoders_heard() as words:
-            for done, errors in enumerate(threaded(lambda pair: _check_pixels(table, pair, unreadable), pairs), 1):
+            for done, errors in enumerate(
+                threaded(lambda pair: _check_pixels(table, pair, unreadable), pairs), 1
+            ):
                 wrong += errors
                 progress(len(pairs) + done, 2 * len(pairs))
             said = words()
@@ -127,7 +141,9 @@ def _grouped(errors: Iterable[DataError]) -> Iterator[str]:
         yield f"{first}{more if others else ''}"
 
 
-def _plugin_problems(data: DataConfig, splits: Iterable[str], progress: Callable[[int, int], None]) -> Iterator[str]:
+def _plugin_problems(
+    data: DataConfig, splits: Iterable[str], progress: Callable[[int, int], None]
+) -> Iterator[str]:
     """Problems of a data set of the user: of all samples with data.verify=full, else of some of each split."""
     for split in splits:
         try:
@@ -148,10 +164,16 @@ def _settled(table: MaskTable, pairs: list[Pair]) -> MaskTable:
     return table
 
 
-def _check_headers(table: MaskTable, pair: Pair, most: int) -> tuple[int, dict[str, DataError]]:
+def _check_headers(
+    table: MaskTable, pair: Pair, most: int
+) -> tuple[int, dict[str, DataError]]:
     """Pixels of a pair, and the faults of its headers by path; a difference in size by the name of the pair."""
     faults: dict[str, DataError] = {}
-    image = _collect(faults, pair.image, lambda: _check_size(read_header(pair.image), pair.image, most))
+    image = _collect(
+        faults,
+        pair.image,
+        lambda: _check_size(read_header(pair.image), pair.image, most),
+    )
     mask = _collect(faults, pair.mask, lambda: read_header(pair.mask))
     if mask:
         _collect(faults, pair.mask, lambda: _check_mask(table, mask, pair.mask))
@@ -179,7 +201,9 @@ def _check_sizes(table: MaskTable, pair: Pair, image: Header, mask: Header) -> N
     check_sizes(pair, image.upright if turned else image[:2], mask[:2])
 
 
-def _check_pixels(table: MaskTable, pair: Pair, unreadable: set[str]) -> list[DataError]:
+def _check_pixels(
+    table: MaskTable, pair: Pair, unreadable: set[str]
+) -> list[DataError]:
     """Faults found by decoding the files of a pair, except those that are `unreadable` already."""
     faults: dict[str, DataError] = {}
     if pair.image not in unreadable:
@@ -189,7 +213,9 @@ def _check_pixels(table: MaskTable, pair: Pair, unreadable: set[str]) -> list[Da
     return list(faults.values())
 
 
-def _collect(faults: dict[str, DataError], where: str, check: Callable[[], T]) -> T | None:
+def _collect(
+    faults: dict[str, DataError], where: str, check: Callable[[], T]
+) -> T | None:
     try:
         return check()
     except DataError as error:

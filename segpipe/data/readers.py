@@ -56,13 +56,17 @@ class RawMask(NamedTuple):
     """Pixels of a mask file as they are stored, before a class table says what they mean."""
 
     header: Header
-    ids: Pixels | None  # grey values or palette indices (H, W); None if the pixels are colors
+    ids: (
+        Pixels | None
+    )  # grey values or palette indices (H, W); None if the pixels are colors
     rgba: NDArray[np.uint8] | None = None  # colors of the pixels, uint8 (H, W, 4)
     palette: NDArray[np.uint8] | None = None  # colors of the indices, RGBA uint8 (n, 4)
 
 
 def read_image(
-    path: str, orient: Callable[[Header], int] = lambda header: 1, data: bytes | None = None
+    path: str,
+    orient: Callable[[Header], int] = lambda header: 1,
+    data: bytes | None = None,
 ) -> NDArray[np.uint8]:
     """RGB pixels, uint8 (H, W, 3): grey is repeated, alpha dropped, and of 16 bits the upper 8 are kept.
 
@@ -71,7 +75,10 @@ def read_image(
     """
     data, header = _read(path) if data is None else (data, _parsed(data, path))
     turn = orient(header)
-    pixels = np.asarray(_decode(data, cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION, path), np.uint8)
+    pixels = np.asarray(
+        _decode(data, cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION, path),
+        np.uint8,
+    )
     return _turned(pixels, turn)
 
 
@@ -83,7 +90,9 @@ def read_mask(path: str) -> RawMask:
         try:
             return _read_indices(data, header, path)
         except ValueError:  # tables that are shorter than their header says
-            raise DataError(f"{path} is damaged: its palette is incomplete. Write it again.") from None
+            raise DataError(
+                f"{path} is damaged: its palette is incomplete. Write it again."
+            ) from None
     pixels = _decode(data, cv2.IMREAD_UNCHANGED, path)
     if pixels.ndim == 3:
         code = cv2.COLOR_BGR2RGBA if pixels.shape[2] == 3 else cv2.COLOR_BGRA2RGBA
@@ -94,9 +103,15 @@ def read_mask(path: str) -> RawMask:
 def check_mask(header: Header, path: str) -> None:
     """Raise DataError for a format that cannot hold a mask."""
     if header.mask_fault:
-        raise DataError(f"{path} cannot be a mask: {header.mask_fault}", cause=header.mask_fault, where=path)
+        raise DataError(
+            f"{path} cannot be a mask: {header.mask_fault}",
+            cause=header.mask_fault,
+            where=path,
+        )
     if header.orientation != 1:
-        raise DataError(f"{path} is a mask with an EXIF orientation. Write it upright, without EXIF.")
+        raise DataError(
+            f"{path} is a mask with an EXIF orientation. Write it upright, without EXIF."
+        )
 
 
 def _read_indices(data: bytes, header: Header, path: str) -> RawMask:
@@ -108,14 +123,26 @@ def _read_indices(data: bytes, header: Header, path: str) -> RawMask:
         alpha = np.full(len(colors), 255, np.uint8)
         given = np.frombuffer(body.get(b"tRNS", b""), np.uint8)[: len(colors)]
         alpha[: len(given)] = given
-        pixels = _unscaled(_decode(_as_grey(chunks), cv2.IMREAD_UNCHANGED, path), header.bits)
+        pixels = _unscaled(
+            _decode(_as_grey(chunks), cv2.IMREAD_UNCHANGED, path), header.bits
+        )
     else:  # BMP with 8 bits: rows of 4-byte multiples, the lowest first unless the height is negative
-        start, info, count = (int.from_bytes(data[place : place + 4], "little") for place in (10, 14, 46))
-        colors = np.frombuffer(data, np.uint8, 4 * min(count or 256, 256), 14 + info).reshape(-1, 4)[:, 2::-1]
+        start, info, count = (
+            int.from_bytes(data[place : place + 4], "little") for place in (10, 14, 46)
+        )
+        colors = np.frombuffer(
+            data, np.uint8, 4 * min(count or 256, 256), 14 + info
+        ).reshape(-1, 4)[:, 2::-1]
         alpha = np.full(len(colors), 255, np.uint8)
         stride = (header.width + 3) // 4 * 4
-        rows = np.frombuffer(data, np.uint8, stride * header.height, start).reshape(header.height, stride)
-        upright = rows if int.from_bytes(data[22:26], "little", signed=True) < 0 else rows[::-1]
+        rows = np.frombuffer(data, np.uint8, stride * header.height, start).reshape(
+            header.height, stride
+        )
+        upright = (
+            rows
+            if int.from_bytes(data[22:26], "little", signed=True) < 0
+            else rows[::-1]
+        )
         pixels = np.ascontiguousarray(upright[:, : header.width])
     if len(colors) == 0 or pixels.max(initial=0) >= len(colors):
         raise DataError(
@@ -141,13 +168,20 @@ def _as_grey(chunks: Iterable[tuple[bytes, bytes]]) -> bytes:
     for kind, body in chunks:
         if kind in (b"IHDR", b"IDAT", b"IEND"):
             body = body[:9] + b"\0" + body[10:] if kind == b"IHDR" else body
-            parts += [len(body).to_bytes(4), kind, body, zlib.crc32(kind + body).to_bytes(4)]
+            parts += [
+                len(body).to_bytes(4),
+                kind,
+                body,
+                zlib.crc32(kind + body).to_bytes(4),
+            ]
     return b"".join(parts)
 
 
 def _unscaled(pixels: Pixels, bits: int) -> Pixels:
     """Sample values: OpenCV stretches those of fewer than 8 bits to 0 to 255."""
-    return pixels if bits >= 8 else np.asarray(pixels // (255 // (2**bits - 1)), np.uint8)
+    return (
+        pixels if bits >= 8 else np.asarray(pixels // (255 // (2**bits - 1)), np.uint8)
+    )
 
 
 def _turned(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
@@ -177,7 +211,13 @@ def _header(path: str) -> Header:
         handle.seek(max(0, length - TAIL_BYTES))
         tail = handle.read()
     header = _parsed(head, path)
-    end = PNG_END if head.startswith(PNG_SIGNATURE) else JPEG_END if head.startswith(JPEG_START) else b""
+    end = (
+        PNG_END
+        if head.startswith(PNG_SIGNATURE)
+        else JPEG_END
+        if head.startswith(JPEG_START)
+        else b""
+    )
     if end not in tail:
         raise _truncated(path, length)
     return header
@@ -187,14 +227,22 @@ def _check_regular(path: str) -> None:
     """Raise DataError for what is no file: opening a FIFO waits for ever, and a device has no end."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
-        kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket"}
+        kinds = {
+            stat.S_IFIFO: "a FIFO",
+            stat.S_IFDIR: "a folder",
+            stat.S_IFSOCK: "a socket",
+        }
         raise DataError(
             f"{path} is {kinds.get(stat.S_IFMT(mode), 'a device')}, but a picture file was needed. Remove it."
         )
 
 
 def _unreadable(path: str, error: OSError) -> DataError:
-    tried = ", at six tries. Check the disk or the file server that holds it" if error.errno in PASSING else ""
+    tried = (
+        ", at six tries. Check the disk or the file server that holds it"
+        if error.errno in PASSING
+        else ""
+    )
     return DataError(f"{path} cannot be read: {error.strerror}{tried}.")
 
 
@@ -211,7 +259,9 @@ def _parsed(data: Bytes, path: str, *, complete: bool = False) -> Header:
 
 
 def _truncated(path: str, length: int) -> DataError:
-    return DataError(f"{path} is truncated: its {length} bytes end before the image does. Copy it again.")
+    return DataError(
+        f"{path} is truncated: its {length} bytes end before the image does. Copy it again."
+    )
 
 
 def _read(path: str) -> tuple[bytes, Header]:
@@ -230,7 +280,9 @@ def _decode(data: bytes, flags: int, path: str) -> NDArray[Any]:
     except cv2.error:
         pixels = None
     if pixels is None:
-        raise DataError(f"{path} is complete, but cannot be decoded. Write or copy it again.")
+        raise DataError(
+            f"{path} is complete, but cannot be decoded. Write or copy it again."
+        )
     return np.asarray(pixels)
 
 
@@ -253,12 +305,18 @@ def decoders_heard() -> Iterator[Callable[[], str]]:
             sys.stderr.flush()
             os.dup2(kept, 2)
             os.close(kept)
-            others = [line for line in _content(heard).splitlines(keepends=True) if not JPEG_WORDS.search(line)]
+            others = [
+                line
+                for line in _content(heard).splitlines(keepends=True)
+                if not JPEG_WORDS.search(line)
+            ]
             sys.stderr.write("".join(others))
 
 
 def _content(file: IO[bytes]) -> str:
-    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(
+        errors="replace"
+    )
 
 
 def damaged_jpegs(paths: Iterable[str]) -> Iterator[str]:
@@ -280,11 +338,16 @@ def threaded(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     process forked at that moment would inherit the lock locked, and hang. So this waits until the system has ended all.
     """
     threads: list[int] = []
-    pool = ThreadPoolExecutor(min(16, os.cpu_count() or 1), initializer=lambda: threads.append(get_native_id()))
+    pool = ThreadPoolExecutor(
+        min(16, os.cpu_count() or 1),
+        initializer=lambda: threads.append(get_native_id()),
+    )
     try:
         yield from pool.map(work, items)
     finally:
-        pool.shutdown(cancel_futures=True)  # a caller that stops at the first problem does not wait for the rest
+        pool.shutdown(
+            cancel_futures=True
+        )  # a caller that stops at the first problem does not wait for the rest
         tasks = [Path(f"/proc/self/task/{number}") for number in threads]
         deadline = time.monotonic() + 5.0
         while any(task.exists() for task in tasks) and time.monotonic() < deadline:

@@ -27,7 +27,16 @@ from typing import Any
 import torch
 
 from segpipe.data.slots import PAGE_BYTES, Block, Ended, RingLayout, Slot, Slots
-from segpipe.data.workers import Delivery, Items, context_of, death, hang, isolate, kill, sendable
+from segpipe.data.workers import (
+    Delivery,
+    Items,
+    context_of,
+    death,
+    hang,
+    isolate,
+    kill,
+    sendable,
+)
 from segpipe.errors import DataError
 
 LENGTH = struct.Struct("<Q")  # before each message
@@ -95,10 +104,16 @@ class Ring:
         spare: int,
     ) -> None:
         self._items, self._requests, self._how = items, iter(requests), how
-        self._context, workers, ahead = context_of(how.start_method), how.workers, how.workers * how.prefetch
+        self._context, workers, ahead = (
+            context_of(how.start_method),
+            how.workers,
+            how.workers * how.prefetch,
+        )
         self._layout = RingLayout(workers, -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES)
         self._block = Block(self._layout.slot(ahead + spare))
-        self._asked: dict[int, tuple[int, Any]] = {}  # slot and request of each item that is not delivered yet
+        self._asked: dict[
+            int, tuple[int, Any]
+        ] = {}  # slot and request of each item that is not delivered yet
         self._made: dict[int, Any] = {}
         self._next = self._sent = self._losses = 0
         self._processes: list[BaseProcess] = []
@@ -122,7 +137,9 @@ class Ring:
         while self._next not in self._made:
             left = deadline - time.monotonic()
             if left <= 0:
-                text = hang(number, self._processes, self._label(number), self._how.timeout_s)
+                text = hang(
+                    number, self._processes, self._label(number), self._how.timeout_s
+                )
                 self._lose(number, text)
                 deadline = time.monotonic() + self._how.timeout_s
             self._exchange(max(left, 0))
@@ -147,7 +164,9 @@ class Ring:
         for number, worker in enumerate(self._workers):
             self._layout.state(self._block, number)[1] = 1
             worker.send(None)
-        deadline = time.monotonic() + (END_S if all(process.is_alive() for process in self._processes) else 0)
+        deadline = time.monotonic() + (
+            END_S if all(process.is_alive() for process in self._processes) else 0
+        )
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
         kill(self._processes)
@@ -170,27 +189,39 @@ class Ring:
         """Wait until a worker has sent something, can be sent more, or has died; take what there is."""
         with selectors.DefaultSelector() as selector:
             for number, worker in enumerate(self._workers):
-                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.outbox else 0)
+                events = selectors.EVENT_READ | (
+                    selectors.EVENT_WRITE if worker.outbox else 0
+                )
                 selector.register(worker.socket, events, (number, False))
-                selector.register(worker.process.sentinel, selectors.EVENT_READ, (number, True))
+                selector.register(
+                    worker.process.sentinel, selectors.EVENT_READ, (number, True)
+                )
             ready = [key.data for key, _ in selector.select(timeout_s)]
         for number, _ in ready:
             self._workers[number].send()
             for place, item, size in self._workers[number].messages():
                 self._made[place] = item, size
         for number in sorted({number for number, ended in ready if ended}):
-            self._lose(number, death(number, self._processes[number], self._label(number)))
+            self._lose(
+                number, death(number, self._processes[number], self._label(number))
+            )
 
     def _start(self, number: int) -> _Worker:
         ours, theirs = socket.socketpair()
         inherited = [worker.socket for worker in self._workers] + [ours]
         others = inherited if self._context.get_start_method() == "fork" else []
         process = self._context.Process(  # type: ignore[attr-defined]
-            target=_work, args=(self._items, self._block, self._layout, number, theirs, others), daemon=True
+            target=_work,
+            args=(self._items, self._block, self._layout, number, theirs, others),
+            daemon=True,
         )
         with warnings.catch_warnings():
             # Python 3.12 and later warn of any thread; the workers take no lock that a thread of torch could hold.
-            warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+            warnings.filterwarnings(
+                "ignore",
+                message=".*multi-threaded, use of fork",
+                category=DeprecationWarning,
+            )
             process.start()
         theirs.close()
         self._processes[number:] = [process, *self._processes[number + 1 :]]
@@ -219,7 +250,12 @@ class Ring:
 
 
 def _work(
-    items: Items, block: Block, layout: RingLayout, number: int, end: socket.socket, others: Sequence[socket.socket]
+    items: Items,
+    block: Block,
+    layout: RingLayout,
+    number: int,
+    end: socket.socket,
+    others: Sequence[socket.socket],
 ) -> None:
     """A worker: makes what it is asked for until the trainer says that this is all, or is gone."""
     isolate(number)
@@ -229,7 +265,10 @@ def _work(
     with suppress(Ended, OSError):  # OSError: the trainer has closed its end
         while (message := _received(end, starter)) is not None:
             place, slot, request = message
-            room = Slot(torch.from_numpy(block.bytes[layout.slot(slot) :][: layout.slot_bytes]), state)
+            room = Slot(
+                torch.from_numpy(block.bytes[layout.slot(slot) :][: layout.slot_bytes]),
+                state,
+            )
             try:
                 item = items.make(request, room)
                 size = len(item.data) if room.used else None

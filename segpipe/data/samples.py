@@ -74,11 +74,23 @@ class FileSamples:
         decode = partial(self.decode, index)
         return self.pack.read(self.pairs[index], decode) if self.pack else decode()
 
-    def decode(self, index: int, data: bytes | None = None, target: NDArray[np.uint8] | None = None) -> Sample:
+    def decode(
+        self,
+        index: int,
+        data: bytes | None = None,
+        target: NDArray[np.uint8] | None = None,
+    ) -> Sample:
         """The sample from its two files, or from the content of the image's file and the target."""
-        pair, target = self.pairs[index], self.target(index) if target is None else target
+        pair, target = (
+            self.pairs[index],
+            self.target(index) if target is None else target,
+        )
         size = target.shape
-        image = read_image(pair.image, lambda header: orientation(header, size, self.table.exif, pair.image), data)
+        image = read_image(
+            pair.image,
+            lambda header: orientation(header, size, self.table.exif, pair.image),
+            data,
+        )
         check_sizes(pair, image.shape[:2], size)
         return image, target
 
@@ -106,7 +118,9 @@ class SyntheticSamples:
     def read(self, index: int) -> Sample:
         if not 0 <= index < self.num:
             raise IndexError(f"scene {index} of {self.num}")
-        return paint_scene(generator(sample_key(self.seed, 0, index, f"scene/{self.split}")), self.size)
+        return paint_scene(
+            generator(sample_key(self.seed, 0, index, f"scene/{self.split}")), self.size
+        )
 
 
 @dataclass
@@ -137,7 +151,9 @@ class MixedSamples:
     classes: ClassTable
     parts: tuple[DataPart, ...]
     sets: tuple[Samples, ...]
-    ids: tuple[NDArray[np.uint8], ...]  # of each set, shared train id per own train id, (256,)
+    ids: tuple[
+        NDArray[np.uint8], ...
+    ]  # of each set, shared train id per own train id, (256,)
 
     def __len__(self) -> int:
         return sum(map(len, self.sets))
@@ -159,7 +175,9 @@ class MixedSamples:
     def target(self, index: int) -> NDArray[np.uint8]:
         """Train ids alone."""
         number, own = self.place(index)
-        return np.asarray(cv2.LUT(target_of(self.sets[number], own), self.ids[number]), np.uint8)
+        return np.asarray(
+            cv2.LUT(target_of(self.sets[number], own), self.ids[number]), np.uint8
+        )
 
     def place(self, index: int) -> tuple[int, int]:
         """Number of the set, and index of the sample in it."""
@@ -181,17 +199,30 @@ class CachedSamples(Wrapped):
     _bytes: int = 0
 
     def __getstate__(self) -> dict[str, object]:
-        return {"samples": self.samples, "budget_mib": self.budget_mib, "_kept": {}, "_bytes": 0}
+        return {
+            "samples": self.samples,
+            "budget_mib": self.budget_mib,
+            "_kept": {},
+            "_bytes": 0,
+        }
 
     def __contains__(self, index: int) -> bool:
         return index in self._kept
 
     def read(self, index: int) -> Sample:
-        return self._kept[index] if index in self else self.keep(index, *self.samples.read(index))
+        return (
+            self._kept[index]
+            if index in self
+            else self.keep(index, *self.samples.read(index))
+        )
 
-    def keep(self, index: int, image: NDArray[np.uint8], target: NDArray[np.uint8]) -> Sample:
+    def keep(
+        self, index: int, image: NDArray[np.uint8], target: NDArray[np.uint8]
+    ) -> Sample:
         """The sample, which is kept if it fits."""
-        if (size := self._bytes + image.nbytes + target.nbytes) <= self.budget_mib * 2**20:
+        if (
+            size := self._bytes + image.nbytes + target.nbytes
+        ) <= self.budget_mib * 2**20:
             image.flags.writeable = target.flags.writeable = False
             self._kept[index], self._bytes = (image, target), size
         return image, target
@@ -215,12 +246,23 @@ def _held_out(data: DataConfig, split: str) -> Samples:
     """The part of the files on one side of `data.hold_out`; checks both sides, so that a run fails before it starts."""
     splits = list(dict.fromkeys(("train", data.split if split == "train" else split)))
     found = {each: _files(data, each) for each in splits}
-    where = {pair: sequence(pair.name, data.sequence) for each in splits for pair in found[each].pairs}
+    where = {
+        pair: sequence(pair.name, data.sequence)
+        for each in splits
+        for pair in found[each].pairs
+    }
     inside = sorted(pair for pair, name in where.items() if name == data.hold_out)
     outside = [pair for pair in found["train"].pairs if where[pair] != data.hold_out]
     if not inside or not outside:
-        counts = ", ".join(f"{name}: {times}" for name, times in sorted(Counter(where.values()).items())[:12])
-        fault = "training would have no image left" if inside else "no image is of that sequence"
+        counts = ", ".join(
+            f"{name}: {times}"
+            for name, times in sorted(Counter(where.values()).items())[:12]
+        )
+        fault = (
+            "training would have no image left"
+            if inside
+            else "no image is of that sequence"
+        )
         raise DataError(
             f"data.hold_out = {data.hold_out}, but {fault}. Images by sequence: {counts}."
             f"{'' if inside else nearest(data.hold_out, sorted(set(where.values())))}"
@@ -233,7 +275,9 @@ def _open(data: DataConfig, split: str, seed: int) -> Samples:
         return _open_parts(parts(data, split), main_set(data), data.split, seed)
     if data.name == "synthetic":
         num = data.num_train if split == "train" else data.num_val
-        return SyntheticSamples(seed=seed, split=split, num=num, size=(data.size[0], data.size[1]))
+        return SyntheticSamples(
+            seed=seed, split=split, num=num, size=(data.size[0], data.size[1])
+        )
     if is_path(data.name):
         return open_plugin(data, split)
     return _files(data, split)
@@ -248,13 +292,20 @@ def _files(data: DataConfig, split: str) -> FileSamples:
     return FileSamples(table, tuple(pairs), open_pack(data, table))
 
 
-def _open_parts(found: Sequence[DataPart], main: DataConfig, split: str, seed: int) -> Samples:
+def _open_parts(
+    found: Sequence[DataPart], main: DataConfig, split: str, seed: int
+) -> Samples:
     sets = [_open(part.data, part.split, seed) for part in found]
     if not found[0].key:
         return sets[0]
-    own = next((one for part, one in zip(found, sets, strict=True) if part.data == main), None)
+    own = next(
+        (one for part, one in zip(found, sets, strict=True) if part.data == main), None
+    )
     shared = (own or _open(main, split, seed)).classes
-    ids = (shared_ids(part, one.classes, shared) for part, one in zip(found, sets, strict=True))
+    ids = (
+        shared_ids(part, one.classes, shared)
+        for part, one in zip(found, sets, strict=True)
+    )
     return MixedSamples(shared, tuple(found), tuple(sets), tuple(ids))
 
 
@@ -264,13 +315,20 @@ def open_plugin(data: DataConfig, split: str) -> PluginSamples:
     table = source.classes
     if not isinstance(table, ClassTable):
         names, colors = tuple(map(str, table)), getattr(source, "palette", ())
-        palette = tuple((int(red), int(green), int(blue)) for red, green, blue in colors)
-        if len(palette) != len(names) or not 1 <= len(set(names)) == len(names) < IGNORE_INDEX:
+        palette = tuple(
+            (int(red), int(green), int(blue)) for red, green, blue in colors
+        )
+        if (
+            len(palette) != len(names)
+            or not 1 <= len(set(names)) == len(names) < IGNORE_INDEX
+        ):
             raise DataError(
                 f"data.name = {data.name}: classes has {len(names)} names and palette {len(palette)} colors, but a "
                 f"ClassTable, or different names with one RGB color each, were needed."
             )
-        ids = {train: train for train in range(len(names))} | {IGNORE_INDEX: IGNORE_INDEX}
+        ids = {train: train for train in range(len(names))} | {
+            IGNORE_INDEX: IGNORE_INDEX
+        }
         table = ClassTable(data.name.rpartition(":")[2], names, palette, ids)
     return PluginSamples(source, table, data.name, split)
 
@@ -295,7 +353,9 @@ def image_sizes(samples: Samples) -> Counter[tuple[int, int]]:
     if isinstance(source, MixedSamples):
         return sum(map(image_sizes, source.sets), Counter())
     if isinstance(source, FileSamples):
-        return Counter(read_header(pair.mask)[:2] for pair in source.pairs)  # as its image, if that is turned upright
+        return Counter(
+            read_header(pair.mask)[:2] for pair in source.pairs
+        )  # as its image, if that is turned upright
     if isinstance(source, PluginSamples):
         return Counter(source.size(index) for index in range(len(source)))
     return Counter({source.read(0)[1].shape: len(source)})
@@ -316,7 +376,10 @@ def one_by_one(samples: Samples) -> dict[str, MixedSamples]:
     if not isinstance(whole, MixedSamples):
         return {}
     each = zip(whole.parts, whole.sets, whole.ids, strict=True)
-    return {part.label: MixedSamples(whole.classes, (part,), (one,), (ids,)) for part, one, ids in each}
+    return {
+        part.label: MixedSamples(whole.classes, (part,), (one,), (ids,))
+        for part, one, ids in each
+    }
 
 
 def file_samples(samples: Samples) -> list[FileSamples]:
@@ -338,7 +401,10 @@ def set_weights(samples: Samples) -> list[tuple[int, float]]:
     if not isinstance(whole, MixedSamples):
         return [(len(samples), 1.0)]
     each = zip(whole.sets, whole.parts, strict=True)
-    return [(len(one), float(len(one)) if part.weight is None else part.weight) for one, part in each]
+    return [
+        (len(one), float(len(one)) if part.weight is None else part.weight)
+        for one, part in each
+    ]
 
 
 def check_labelled(samples: Samples) -> None:
@@ -350,7 +416,9 @@ def check_labelled(samples: Samples) -> None:
     for one in one_by_one(samples).values() or [samples]:
         here: set[int] = set()
         for index in range(len(one)):
-            here |= set(np.flatnonzero(np.bincount(target_of(one, index).ravel())).tolist()) - {IGNORE_INDEX}
+            here |= set(
+                np.flatnonzero(np.bincount(target_of(one, index).ravel())).tolist()
+            ) - {IGNORE_INDEX}
             if here and len(seen | here) > 1:
                 break
         if not here:
@@ -366,7 +434,11 @@ def check_labelled(samples: Samples) -> None:
 def single_class(samples: Samples, train: int) -> str:
     """Message about training images whose masks hold one class only."""
     names = samples.classes.names
-    found = "is the only class of the class table" if len(names) == 1 else "is the only class that occurs"
+    found = (
+        "is the only class of the class table"
+        if len(names) == 1
+        else "is the only class that occurs"
+    )
     return (
         f"{names[train]} {found} in the masks of the {len(samples)} training images: every network that says nothing "
         "else scores 100 %. Check that the masks were exported with their objects (many tools write black ones if not "
@@ -383,15 +455,25 @@ def countable(samples: Samples) -> list[int]:
     if isinstance(source, MixedSamples):
         found = zip(source.firsts, map(countable, source.sets), strict=True)
         return [first + index for first, indices in found for index in indices]
-    return list(range(len(source) if isinstance(source, FileSamples) else min(64, len(source))))
+    return list(
+        range(len(source) if isinstance(source, FileSamples) else min(64, len(source)))
+    )
 
 
-def image_pixels(samples: Samples, indices: Iterable[int]) -> Iterator[NDArray[np.int64]]:
+def image_pixels(
+    samples: Samples, indices: Iterable[int]
+) -> Iterator[NDArray[np.int64]]:
     """Pixels of each train id in each of the samples, int64 (C,); ignored pixels are not counted."""
     num_classes = samples.classes.num_classes
 
     def count(index: int) -> NDArray[np.int64]:
-        return np.bincount(target_of(samples, index).ravel(), minlength=IGNORE_INDEX + 1)[:num_classes]
+        return np.bincount(
+            target_of(samples, index).ravel(), minlength=IGNORE_INDEX + 1
+        )[:num_classes]
 
     # The user's class need not be safe to use from several threads.
-    return map(count, indices) if isinstance(unwrapped(samples), PluginSamples) else threaded(count, indices)
+    return (
+        map(count, indices)
+        if isinstance(unwrapped(samples), PluginSamples)
+        else threaded(count, indices)
+    )

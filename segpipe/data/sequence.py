@@ -32,7 +32,9 @@ def sequence(name: str, pattern: str = "") -> str:
         return frame(name)[0]
     found = re.search(pattern, name)
     if found is None or not (text := found[1] if found.re.groups else found[0]):
-        raise DataError(f"data.sequence = {pattern!r} does not match {name}. Change it, or leave it empty.")
+        raise DataError(
+            f"data.sequence = {pattern!r} does not match {name}. Change it, or leave it empty."
+        )
     return text
 
 

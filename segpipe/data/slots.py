@@ -75,7 +75,9 @@ class Slot:
 
     def take(self, size: int) -> Tensor:
         self.used = size <= len(self._memory)
-        return self._memory[:size] if self.used else torch.empty(size, dtype=torch.uint8)
+        return (
+            self._memory[:size] if self.used else torch.empty(size, dtype=torch.uint8)
+        )
 
     def at(self, row: int) -> None:
         self._state[0] = row
@@ -86,7 +88,9 @@ class Slot:
 class Slots:
     """The free slots. The one that was returned last goes first: its memory is in use already."""
 
-    def __init__(self, block: Block, layout: RingLayout, num: int, pinned: bool) -> None:
+    def __init__(
+        self, block: Block, layout: RingLayout, num: int, pinned: bool
+    ) -> None:
         self._block, self._layout, self._pinned = block, layout, pinned
         self._free = list(reversed(range(num)))
         self._copying: deque[tuple[Any, int]] = deque()
@@ -127,4 +131,6 @@ def _page_lock(block: Block) -> None:
             f"{size / 2**20:.0f} MiB for the loader's ring could not be page-locked. Lower data.workers or "
             f"data.prefetch, raise `ulimit -l`, or set data.transport=dataloader."
         )
-    weakref.finalize(block.bytes, runtime.cudaHostUnregister, place).atexit = False  # slots are views of it
+    weakref.finalize(
+        block.bytes, runtime.cudaHostUnregister, place
+    ).atexit = False  # slots are views of it

@@ -14,7 +14,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # or its import asks the network for a newer release
+os.environ.setdefault(
+    "NO_ALBUMENTATIONS_UPDATE", "1"
+)  # or its import asks the network for a newer release
 
 import albumentations as A
 import numpy as np
@@ -41,23 +43,35 @@ class SensorNoise(A.ImageOnlyTransform):  # type: ignore[misc]
     """
 
     def __init__(
-        self, read: tuple[float, float] = (0.5, 4.0), shot: tuple[float, float] = (0.0, 0.1), p: float = 0.5
+        self,
+        read: tuple[float, float] = (0.5, 4.0),
+        shot: tuple[float, float] = (0.0, 0.1),
+        p: float = 0.5,
     ) -> None:
         super().__init__(p=p)
         self.read, self.shot = read, shot
 
-    def get_params_dependent_on_data(self, params: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
-        read, shot = self.py_random.uniform(*self.read), self.py_random.uniform(*self.shot)
+    def get_params_dependent_on_data(
+        self, params: dict[str, Any], data: dict[str, Any]
+    ) -> dict[str, Any]:
+        read, shot = (
+            self.py_random.uniform(*self.read),
+            self.py_random.uniform(*self.shot),
+        )
         shape = data["image"].shape
         num_bytes = 4 * math.prod(shape)
-        raw = self.random_generator.bit_generator.random_raw(-(-num_bytes // 8)).view(np.uint8)[:num_bytes]
+        raw = self.random_generator.bit_generator.random_raw(-(-num_bytes // 8)).view(
+            np.uint8
+        )[:num_bytes]
         std = np.sqrt(read**2 + shot * np.arange(256))
         return {
             "noise": raw.reshape(4, *shape).sum(axis=0, dtype=np.int32) - 510,
             "factor": np.rint(std * 2**16 / BYTE_SUM_STD).astype(np.int32),
         }
 
-    def apply(self, img: Uint8, noise: NDArray[np.int32], factor: NDArray[np.int32], **_: Any) -> Uint8:
+    def apply(
+        self, img: Uint8, noise: NDArray[np.int32], factor: NDArray[np.int32], **_: Any
+    ) -> Uint8:
         levels = (noise * factor[img] + 2**15) >> 16
         return np.clip(img + levels, 0, 255).astype(np.uint8)
 
@@ -65,26 +79,47 @@ class SensorNoise(A.ImageOnlyTransform):  # type: ignore[misc]
 class Fog(A.ImageOnlyTransform):  # type: ignore[misc]
     """Light scattered into the camera, denser towards the top of the image, where objects are further away."""
 
-    def __init__(self, density: tuple[float, float] = (0.1, 0.6), light: tuple[int, int] = (180, 235), p: float = 0.5):
+    def __init__(
+        self,
+        density: tuple[float, float] = (0.1, 0.6),
+        light: tuple[int, int] = (180, 235),
+        p: float = 0.5,
+    ):
         super().__init__(p=p)
         self.density, self.light = density, light
 
     def get_params(self) -> dict[str, Any]:
-        return {"density": self.py_random.uniform(*self.density), "light": self.py_random.randint(*self.light)}
+        return {
+            "density": self.py_random.uniform(*self.density),
+            "light": self.py_random.randint(*self.light),
+        }
 
     def apply(self, img: Uint8, density: float, light: int, **_: Any) -> Uint8:
-        share = np.rint(256 * density * np.linspace(1.0, 0.4, img.shape[0])).astype(np.uint16)[:, None, None]
+        share = np.rint(256 * density * np.linspace(1.0, 0.4, img.shape[0])).astype(
+            np.uint16
+        )[:, None, None]
         # At most 255 * 256 + 128, which fits in uint16.
         mixed = img * (np.uint16(256) - share) + np.uint16(light) * share
         return np.asarray((mixed + np.uint16(128)) >> 8, np.uint8)
 
 
 TRANSFORMS: dict[str, Builder] = {
-    "shadow": partial(A.RandomShadow, num_shadows_limit=(1, 2), shadow_intensity_range=(0.3, 0.6), p=0.2),
+    "shadow": partial(
+        A.RandomShadow,
+        num_shadows_limit=(1, 2),
+        shadow_intensity_range=(0.3, 0.6),
+        p=0.2,
+    ),
     "fog": partial(Fog, p=0.15),
     "gaussian_blur": partial(A.GaussianBlur, sigma_limit=(0.3, 1.5), p=0.15),
     # Camera motion during the exposure; without a shift, the image stays aligned with its target.
-    "motion_blur": partial(A.MotionBlur, blur_limit=(3, 9), allow_shifted=False, direction_range=(0.0, 0.0), p=0.15),
+    "motion_blur": partial(
+        A.MotionBlur,
+        blur_limit=(3, 9),
+        allow_shifted=False,
+        direction_range=(0.0, 0.0),
+        p=0.15,
+    ),
     "gamma": partial(A.RandomGamma, gamma_limit=(65, 150), p=0.3),
     "noise": partial(SensorNoise, p=0.3),
     "jpeg": partial(A.ImageCompression, quality_range=(30, 90), p=0.2),
@@ -113,10 +148,22 @@ class CallableTransform(A.DualTransform):  # type: ignore[misc]
         self.function, self.name = function, name
 
     def __call__(self, *args: Any, force_apply: bool = False, **data: Any) -> Any:
-        image, target = self.function(data["image"], data["mask"], self.random_generator)
-        for what, before, now in (("image", data["image"], image), ("target", data["mask"], target)):
-            if not isinstance(now, np.ndarray) or (now.shape, now.dtype) != (before.shape, before.dtype):
-                found = f"{now.dtype} {now.shape}" if isinstance(now, np.ndarray) else f"a {type(now).__name__}"
+        image, target = self.function(
+            data["image"], data["mask"], self.random_generator
+        )
+        for what, before, now in (
+            ("image", data["image"], image),
+            ("target", data["mask"], target),
+        ):
+            if not isinstance(now, np.ndarray) or (now.shape, now.dtype) != (
+                before.shape,
+                before.dtype,
+            ):
+                found = (
+                    f"{now.dtype} {now.shape}"
+                    if isinstance(now, np.ndarray)
+                    else f"a {type(now).__name__}"
+                )
                 raise ConfigError(
                     f"{KEY} = {self.name} made {found} of the {what} {before.dtype} {before.shape}, but dtype and "
                     f"shape must stay: the crop has its size already."
@@ -133,7 +180,9 @@ def builder(name: str) -> Builder:
         return partial(_build, plugins.load(KEY, name), name)
     if name not in TRANSFORMS:
         valid = list(TRANSFORMS)
-        raise ConfigError(f"{KEY} = {name!r} is not one of {', '.join(valid)}.{nearest(name, valid)}")
+        raise ConfigError(
+            f"{KEY} = {name!r} is not one of {', '.join(valid)}.{nearest(name, valid)}"
+        )
     return TRANSFORMS[name]
 
 

@@ -124,8 +124,14 @@ class TorchLoader:
 
     def __init__(self, items: Items, requests: Iterable[Any], how: Delivery) -> None:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
-            warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+            warnings.filterwarnings(
+                "ignore", message="This DataLoader will create", category=UserWarning
+            )
+            warnings.filterwarnings(
+                "ignore",
+                message=".*multi-threaded, use of fork",
+                category=DeprecationWarning,
+            )
             loader: DataLoader[Any] = DataLoader(
                 _Numbered(items),
                 sampler=requests,
@@ -145,9 +151,13 @@ class TorchLoader:
         try:
             item = next(self._items)
         except RuntimeError as error:
-            if "DataLoader" not in str(error):  # torch has no class of its own for a worker that died or hangs
+            if "DataLoader" not in str(
+                error
+            ):  # torch has no class of its own for a worker that died or hangs
                 raise
-            raise DataError(f"{error}. With data.transport=ring, worker and sample are named.") from error
+            raise DataError(
+                f"{error}. With data.transport=ring, worker and sample are named."
+            ) from error
         if isinstance(item, Exception):
             raise item
         return item
@@ -164,7 +174,9 @@ def context_of(start_method: str) -> BaseContext:
     """A way to start processes."""
     context = get_context(start_method)
     if start_method == "forkserver":
-        context.set_forkserver_preload(["segpipe.data.loader"])  # torch is imported once instead of once per worker
+        context.set_forkserver_preload(
+            ["segpipe.data.loader"]
+        )  # torch is imported once instead of once per worker
     return context
 
 
@@ -179,11 +191,15 @@ def isolate(worker: int) -> None:
     if sys.__stderr__ is not None:
         faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
     keep_memory()
-    cv2.setNumThreads(0)  # OpenCV's threads do not survive a fork: a worker that uses them can hang
+    cv2.setNumThreads(
+        0
+    )  # OpenCV's threads do not survive a fork: a worker that uses them can hang
     torch.set_num_threads(1)
     random.seed(0)
     np.random.seed(0)
-    torch.default_generator.manual_seed(0)  # torch.manual_seed would also queue work for CUDA
+    torch.default_generator.manual_seed(
+        0
+    )  # torch.manual_seed would also queue work for CUDA
     cv2.setRNGSeed(0)
 
 
@@ -210,8 +226,12 @@ def keep_memory() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: bytes that may lie free at the end of the heap
-        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: the largest that glibc takes; larger blocks are mapped one by one
+        mallopt(
+            -1, 2**30
+        )  # M_TRIM_THRESHOLD: bytes that may lie free at the end of the heap
+        mallopt(
+            -3, 2**25
+        )  # M_MMAP_THRESHOLD: the largest that glibc takes; larger blocks are mapped one by one
 
 
 def kill(processes: Iterable[BaseProcess]) -> None:
@@ -224,7 +244,9 @@ def kill(processes: Iterable[BaseProcess]) -> None:
 
 def death(number: int, process: BaseProcess, label: str) -> str:
     """A message about a worker whose end was noticed."""
-    process.join(_EXIT_S)  # a process closes its socket shortly before its exit can be seen
+    process.join(
+        _EXIT_S
+    )  # a process closes its socket shortly before its exit can be seen
     code = process.exitcode
     if code is not None and code < 0:
         return f"loader worker {number} was killed by signal {-code}{label}: {_reason(-code)}"
@@ -240,7 +262,9 @@ def _reason(number: int) -> str:
     return "a crash inside a library. Set data.workers=0 to see where."
 
 
-def hang(number: int, processes: Sequence[BaseProcess], label: str, timeout_s: float) -> str:
+def hang(
+    number: int, processes: Sequence[BaseProcess], label: str, timeout_s: float
+) -> str:
     """Have all workers write their stacks, and return a message about the one that does not answer.
 
     One after another: two that write at the same time mix their lines.
@@ -248,7 +272,11 @@ def hang(number: int, processes: Sequence[BaseProcess], label: str, timeout_s: f
     stopped = _is_stopped(processes[number])
     for place, process in enumerate(processes):
         if process.is_alive() and process.pid is not None:
-            print(f"stack of loader worker {place} (process {process.pid}):", file=sys.stderr, flush=True)
+            print(
+                f"stack of loader worker {place} (process {process.pid}):",
+                file=sys.stderr,
+                flush=True,
+            )
             os.kill(process.pid, signal.SIGUSR1)
             time.sleep(STACK_S)
     advice = (
@@ -265,6 +293,8 @@ def hang(number: int, processes: Sequence[BaseProcess], label: str, timeout_s: f
 
 def _is_stopped(process: BaseProcess) -> bool:
     try:
-        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[
+            0
+        ] in ("T", "t")
     except OSError:
         return False

@@ -13,11 +13,14 @@ from typing import Any
 from segpipe.errors import ConfigError
 
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
-NEEDED = ENVIRONMENT | {  # values of variables that may be unset, but not set to something else
-    "NVIDIA_TF32_OVERRIDE": "0",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0",
-    "OMP_DYNAMIC": "false",  # true chooses the number of threads by the load of the machine
-}
+NEEDED = (
+    ENVIRONMENT
+    | {  # values of variables that may be unset, but not set to something else
+        "NVIDIA_TF32_OVERRIDE": "0",
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0",
+        "OMP_DYNAMIC": "false",  # true chooses the number of threads by the load of the machine
+    }
+)
 SELECTING = re.compile(  # variables by which libraries choose kernels
     r"(ONEDNN|DNNL|MKL|OMP|KMP|GOMP|NCCL|TORCH|PYTORCH)_|CUBLAS|CUDNN"
     r"|(NVIDIA_TF32_OVERRIDE|ATEN_CPU_CAPABILITY|OPENCV_CPU_DISABLE|OPENCV_IPP|OPENBLAS_CORETYPE|GLIBC_TUNABLES)$"
@@ -63,7 +66,9 @@ def set_environment(threads: int = 1, mode: str = "elastic") -> None:
                 f"Unset it, or set compute.mode=off to train without determinism."
             )
     for name, value in ENVIRONMENT.items() if mode != "off" else ():
-        assert name in os.environ or not _cuda_runs(), f"CUDA has already started: {name} would come too late"
+        assert name in os.environ or not _cuda_runs(), (
+            f"CUDA has already started: {name} would come too late"
+        )
         os.environ.setdefault(name, value)
     if threads > len(os.sched_getaffinity(0)):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -92,7 +97,11 @@ def apply(threads: int, mode: str = "elastic") -> None:
     torch.backends.cuda.matmul.allow_tf32 = not exact
     torch.backends.cudnn.allow_tf32 = not exact
     found, right = switches(), wanted(threads, mode)
-    wrong = [f"{name} is {found[name]} instead of {value}" for name, value in right.items() if found[name] != value]
+    wrong = [
+        f"{name} is {found[name]} instead of {value}"
+        for name, value in right.items()
+        if found[name] != value
+    ]
     if wrong:
         raise ConfigError(
             f"compute.mode = {mode}, but {', '.join(wrong)} right after it was set. Look for an environment variable "
@@ -147,11 +156,21 @@ def fingerprint() -> dict[str, Any]:
     import numpy
     import torch
 
-    cuda, machine, found = torch.cuda.is_available(), platform.processor() or platform.machine(), _capabilities()
-    models = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    cuda, machine, found = (
+        torch.cuda.is_available(),
+        platform.processor() or platform.machine(),
+        _capabilities(),
+    )
+    models = [
+        line.partition(":")[2].strip()
+        for line in _lines("/proc/cpuinfo")
+        if line.startswith("model name")
+    ]
     return {
         "python": platform.python_version(),
-        "torch": str(torch.__version__),  # a subclass of str, which weights_only loading would refuse
+        "torch": str(
+            torch.__version__
+        ),  # a subclass of str, which weights_only loading would refuse
         "numpy": numpy.__version__,
         "opencv": cv2.__version__,
         "albumentations": albumentations.__version__,
@@ -163,13 +182,17 @@ def fingerprint() -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if cuda else machine,
         "cpu": models[0] if models else machine,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "instructions": " ".join(name for name in INSTRUCTIONS if found.get(name)) if found else None,
+        "instructions": " ".join(name for name in INSTRUCTIONS if found.get(name))
+        if found
+        else None,
         "threads": torch.get_num_threads(),
         "variables": _variables(),
     }
 
 
-def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def differences(
+    a: Mapping[str, Any], b: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
     """Entries of two fingerprints that differ, as name -> (value in a, value in b); None stands for a missing one.
 
     Environment variables are entries of their own. A fingerprint of a release that did not record them does not differ
@@ -187,7 +210,11 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[A
         }
         for each in (a, b)
     )
-    return {n: (flat_a.get(n), flat_b.get(n)) for n in {**flat_a, **flat_b} if flat_a.get(n) != flat_b.get(n)}
+    return {
+        n: (flat_a.get(n), flat_b.get(n))
+        for n in {**flat_a, **flat_b}
+        if flat_a.get(n) != flat_b.get(n)
+    }
 
 
 def _variables() -> dict[str, str]:
@@ -195,14 +222,20 @@ def _variables() -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(os.environ.items())
-        if SELECTING.match(name) and not NOT_SELECTING.match(name) and ENVIRONMENT.get(name) != value
+        if SELECTING.match(name)
+        and not NOT_SELECTING.match(name)
+        and ENVIRONMENT.get(name) != value
     }
 
 
 def emulated(precision: str) -> bool:
     """Whether this CPU lacks instructions for `precision` (fp32, bf16 or fp16); False when torch does not tell."""
     found = _capabilities()
-    return bool(found) and precision in NATIVE and not any(found.get(name) for name in NATIVE[precision])
+    return (
+        bool(found)
+        and precision in NATIVE
+        and not any(found.get(name) for name in NATIVE[precision])
+    )
 
 
 def _capabilities() -> dict[str, Any]:
@@ -226,7 +259,11 @@ def _resize() -> str:
 
     from segpipe.models.resize import gpu_kernels
 
-    return "triton" if gpu_kernels(torch.device("cuda", torch.cuda.current_device())) is not None else "products"
+    return (
+        "triton"
+        if gpu_kernels(torch.device("cuda", torch.cuda.current_device())) is not None
+        else "products"
+    )
 
 
 def _nccl() -> str | None:

@@ -26,7 +26,9 @@ SLOW = "takes a slow path under deterministic algorithms"
 SILENT = "silently changes from run to run"
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-_FRAME = re.compile(r'  File "(.+?)", line (\d+), in ')  # of a traceback that torch keeps as text
+_FRAME = re.compile(
+    r'  File "(.+?)", line (\d+), in '
+)  # of a traceback that torch keeps as text
 
 
 Arguments = Mapping[str, Any]  # of a call, by their names in the op's schema
@@ -42,7 +44,13 @@ class Rule(NamedTuple):
     when: Callable[[Arguments], bool]  # whether the rule applies to a call
 
 
-def _rule(ops: str, state: str, why: str, instead: str, when: Callable[[Arguments], bool] = lambda call: True) -> Rule:
+def _rule(
+    ops: str,
+    state: str,
+    why: str,
+    instead: str,
+    when: Callable[[Arguments], bool] = lambda call: True,
+) -> Rule:
     return Rule(tuple(ops.split()), state, why, instead, when)
 
 
@@ -71,19 +79,53 @@ RULES = (
         'cross_entropy(reduction="none") with your own sum and count',
         lambda call: call["reduction"] != 0,
     ),
-    _rule("upsample_bilinear2d_backward", SLOW, f"{_ATOMICS}; F.interpolate changes forward bits too", _BILINEAR),
-    _rule("_upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward", RAISES, _ATOMICS, _BILINEAR),
+    _rule(
+        "upsample_bilinear2d_backward",
+        SLOW,
+        f"{_ATOMICS}; F.interpolate changes forward bits too",
+        _BILINEAR,
+    ),
+    _rule(
+        "_upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward",
+        RAISES,
+        _ATOMICS,
+        _BILINEAR,
+    ),
     _rule(
         "upsample_bicubic2d_backward upsample_linear1d_backward upsample_trilinear3d_backward",
         *(RAISES, _ATOMICS, _BILINEAR),
     ),
-    _rule("_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward", RAISES, _ATOMICS, _AVERAGE),
-    _rule("adaptive_max_pool2d_backward adaptive_max_pool3d_backward", RAISES, _ATOMICS, _POOL),
-    _rule("fractional_max_pool2d_backward fractional_max_pool3d_backward", RAISES, _ATOMICS, _POOL),
-    _rule("avg_pool3d_backward max_pool3d_with_indices_backward", RAISES, _ATOMICS, _POOL),
+    _rule(
+        "_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward",
+        RAISES,
+        _ATOMICS,
+        _AVERAGE,
+    ),
+    _rule(
+        "adaptive_max_pool2d_backward adaptive_max_pool3d_backward",
+        RAISES,
+        _ATOMICS,
+        _POOL,
+    ),
+    _rule(
+        "fractional_max_pool2d_backward fractional_max_pool3d_backward",
+        RAISES,
+        _ATOMICS,
+        _POOL,
+    ),
+    _rule(
+        "avg_pool3d_backward max_pool3d_with_indices_backward", RAISES, _ATOMICS, _POOL
+    ),
     _rule("max_unpool2d max_unpool3d", RAISES, _REPEATED, _BILINEAR),
-    _rule("reflection_pad1d_backward reflection_pad3d_backward", RAISES, _ATOMICS, _PADDING),
-    _rule("reflection_pad2d_backward", SLOW, _ATOMICS, _PADDING),  # documented to raise; no release since 2.11 does
+    _rule(
+        "reflection_pad1d_backward reflection_pad3d_backward",
+        RAISES,
+        _ATOMICS,
+        _PADDING,
+    ),
+    _rule(
+        "reflection_pad2d_backward", SLOW, _ATOMICS, _PADDING
+    ),  # documented to raise; no release since 2.11 does
     _rule(
         "replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward",
         *(SLOW, _ATOMICS, _PADDING),
@@ -95,14 +137,22 @@ RULES = (
     ),
     _rule(
         "index_put _index_put_impl _unsafe_index_put",
-        *(SLOW, f"{_SORTS} tensor[indices], and synchronizes when they are a mask", _WHERE),
+        *(
+            SLOW,
+            f"{_SORTS} tensor[indices], and synchronizes when they are a mask",
+            _WHERE,
+        ),
         lambda call: bool(call["accumulate"]),
     ),
     _rule("scatter_add index_add", SLOW, f"{_SORTS} gather and index_select", _ONE_HOT),
     _rule("embedding_dense_backward", SLOW, "sorts the indices", _ONE_HOT),
     _rule(
         "scatter",
-        *(SLOW, f"{_SORTS} max(dim), sort and topk", "scatter of a number, torch.where, or amax for max(dim)"),
+        *(
+            SLOW,
+            f"{_SORTS} max(dim), sort and topk",
+            "scatter of a number, torch.where, or amax for max(dim)",
+        ),
         lambda call: "src" in call or "reduce" in call,
     ),
     _rule(
@@ -111,16 +161,43 @@ RULES = (
         lambda call: call["reduce"] not in ("amax", "amin"),
     ),
     _rule("index_reduce put", RAISES, _REPEATED, _WHERE),
-    _rule("histc", RAISES, "counts in floats, in any order", "torch.bincount of integers without weights"),
+    _rule(
+        "histc",
+        RAISES,
+        "counts in floats, in any order",
+        "torch.bincount of integers without weights",
+    ),
     _rule(
         "bincount",
-        *(RAISES, "adds weights in any order", f"torch.bincount without weights, or {_ONE_HOT}"),
+        *(
+            RAISES,
+            "adds weights in any order",
+            f"torch.bincount without weights, or {_ONE_HOT}",
+        ),
         lambda call: call["weights"] is not None,
     ),
-    _rule("median nanmedian", RAISES, _TIES, f"median without dim, or {_BY_VALUE}", lambda call: "dim" in call),
+    _rule(
+        "median nanmedian",
+        RAISES,
+        _TIES,
+        f"median without dim, or {_BY_VALUE}",
+        lambda call: "dim" in call,
+    ),
     _rule("kthvalue topk", SILENT, _TIES, _BY_VALUE),
-    _rule("sort", SILENT, _TIES, f"stable=True, or {_BY_VALUE}", lambda call: not call.get("stable")),
-    _rule("cumsum", SLOW, "adds floats in an order that depends on the load", "cumsum of integers", _is_float),
+    _rule(
+        "sort",
+        SILENT,
+        _TIES,
+        f"stable=True, or {_BY_VALUE}",
+        lambda call: not call.get("stable"),
+    ),
+    _rule(
+        "cumsum",
+        SLOW,
+        "adds floats in an order that depends on the load",
+        "cumsum of integers",
+        _is_float,
+    ),
     _rule("_ctc_loss_backward", RAISES, _ATOMICS, "a loss per pixel"),
     _rule(
         "_embedding_bag_backward _embedding_bag_dense_backward",
@@ -144,7 +221,9 @@ class Violation:
         return f"{self.file}:{self.line} calls {self.op}: it {rule.why}, and {rule.state}. Use {rule.instead}."
 
 
-def check_ops(call: Callable[[], object], rules: Sequence[Rule] = RULES) -> list[Violation]:
+def check_ops(
+    call: Callable[[], object], rules: Sequence[Rule] = RULES
+) -> list[Violation]:
     """Forbidden ops in `call()`, which runs forward, loss and backward on a CPU; once per op and line.
 
     Inside, `segpipe.models.resize.bilinear` takes the path that it takes on CUDA. An op of the backward is named by the
@@ -167,7 +246,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.found: dict[Violation, None] = {}  # in the order of the calls
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         rule = self._rules.get(func._schema.name.removeprefix("aten::").rstrip("_"))
@@ -181,18 +264,26 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-def _arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """Arguments by name, with the defaults that the dispatcher leaves out."""
     schema = op._schema.arguments
     defaults = {argument.name: argument.default_value for argument in schema}
-    return {**defaults, **{argument.name: value for argument, value in zip(schema, args, strict=False)}, **kwargs}
+    return {
+        **defaults,
+        **{argument.name: value for argument, value in zip(schema, args, strict=False)},
+        **kwargs,
+    }
 
 
 def _caller() -> tuple[str, int]:
     """File and line of the innermost code outside torch that called the op, or, in a backward, the op's forward."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
-        if frame.f_code.co_name == "_engine_run_backward" and (forward := _forward_of_current_node()):
+        if frame.f_code.co_name == "_engine_run_backward" and (
+            forward := _forward_of_current_node()
+        ):
             return forward
         if _is_users(frame.f_code.co_filename):
             break

@@ -9,7 +9,8 @@ from segpipe.errors import ConfigError
 
 LINGER_S = 5.0  # a launcher checks its processes every 0.1 s
 LAUNCHER = (
-    "Start with torchrun, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or unset these to train without."
+    "Start with torchrun, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, "
+    "or unset these to train without."
 )
 
 
@@ -19,21 +20,31 @@ def world_size() -> int | None:
     Raises ConfigError for variables that no launcher sets so: a part of them, or no number.
     """
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
-        if {"RANK", "WORLD_SIZE"} <= os.environ.keys() and _number("WORLD_SIZE", low=1) > 1:
-            raise ConfigError(f"MASTER_ADDR is not set, but WORLD_SIZE = {os.environ['WORLD_SIZE']}. {LAUNCHER}")
+        if {"RANK", "WORLD_SIZE"} <= os.environ.keys() and _number(
+            "WORLD_SIZE", low=1
+        ) > 1:
+            raise ConfigError(
+                f"MASTER_ADDR is not set, but WORLD_SIZE = {os.environ['WORLD_SIZE']}. {LAUNCHER}"
+            )
         return None
     size, place = _number("WORLD_SIZE", low=1), _number("RANK")
     if size == 1 and place:
-        raise ConfigError(f"RANK = {place}, but WORLD_SIZE = 1 needs RANK = 0. {LAUNCHER}")
+        raise ConfigError(
+            f"RANK = {place}, but WORLD_SIZE = 1 needs RANK = 0. {LAUNCHER}"
+        )
     if size > 1 and "MASTER_PORT" not in os.environ:
-        raise ConfigError(f"MASTER_PORT is not set, but WORLD_SIZE = {size}. {LAUNCHER}")
+        raise ConfigError(
+            f"MASTER_PORT is not set, but WORLD_SIZE = {size}. {LAUNCHER}"
+        )
     return size
 
 
 def _number(name: str, default: int = 0, low: int = 0) -> int:
     text = os.environ.get(name, str(default))
     if not (text.isascii() and text.isdecimal() and int(text) >= low):
-        raise ConfigError(f"{name} = {text!r}, but a whole number from {low} was needed. {LAUNCHER}")
+        raise ConfigError(
+            f"{name} = {text!r}, but a whole number from {low} was needed. {LAUNCHER}"
+        )
     return int(text)
 
 
@@ -47,9 +58,20 @@ def check_tasks() -> None:
 
     Raises ConfigError with the command to use.
     """
-    slurm = "SLURM_STEP_NUM_TASKS" if os.environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
-    counts = {name: os.environ.get(name, "") for name in (slurm, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")}
-    several = {name: tasks for name, tasks in counts.items() if tasks.isdecimal() and int(tasks) > 1}
+    slurm = (
+        "SLURM_STEP_NUM_TASKS"
+        if os.environ.get("SLURM_STEP_NUM_TASKS")
+        else "SLURM_NTASKS"
+    )
+    counts = {
+        name: os.environ.get(name, "")
+        for name in (slurm, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    }
+    several = {
+        name: tasks
+        for name, tasks in counts.items()
+        if tasks.isdecimal() and int(tasks) > 1
+    }
     if under_launcher() or not several:
         return
     name, tasks = next(iter(several.items()))
@@ -73,7 +95,9 @@ def local_rank() -> int:
 
 def local_world_size() -> int:
     """LOCAL_WORLD_SIZE, or 1: processes of this machine."""
-    return _number("LOCAL_WORLD_SIZE", world_size() or 1, low=1) if under_launcher() else 1
+    return (
+        _number("LOCAL_WORLD_SIZE", world_size() or 1, low=1) if under_launcher() else 1
+    )
 
 
 def wait_to_be_ended() -> None:

@@ -38,8 +38,12 @@ class Group:
     local_rank: int
     world_size: int
     device: torch.device
-    subgroups: tuple[Level, ...] = ()  # of several machines: the ranks of one, then those of one local rank on all
-    contract: Contract = field(default_factory=Contract, compare=False)  # every collective is announced to it
+    subgroups: tuple[
+        Level, ...
+    ] = ()  # of several machines: the ranks of one, then those of one local rank on all
+    contract: Contract = field(
+        default_factory=Contract, compare=False
+    )  # every collective is announced to it
 
     def levels(self, leaves: int) -> tuple[Level, ...]:
         """From the leaves to the root: one level, or two on several machines if each rank holds one subtree."""
@@ -59,7 +63,9 @@ class Group:
 
     def runs(self, shards: int) -> list[range]:
         """The shards of every rank, `[rank*V/R, (rank+1)*V/R)` rounded down; their numbers differ by one at most."""
-        bounds = [rank * shards // self.world_size for rank in range(self.world_size + 1)]
+        bounds = [
+            rank * shards // self.world_size for rank in range(self.world_size + 1)
+        ]
         return [range(*pair) for pair in pairwise(bounds)]
 
     def sum_tensor(self, counts: Tensor) -> Tensor:
@@ -112,7 +118,9 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("compute.device = cuda, but torch sees no GPU. Set compute.device=cpu, or check the driver.")
+        raise ConfigError(
+            "compute.device = cuda, but torch sees no GPU. Set compute.device=cpu, or check the driver."
+        )
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
@@ -122,14 +130,20 @@ def join(config: ComputeConfig, same: Mapping[str, str]) -> Group:
     `same`: further values that must be equal on all ranks, by name. Raises CollectiveError when they are not, or when
     ranks are missing. NCCL is used where each rank has a GPU of its own; gloo on CPUs and where ranks share a GPU.
     """
-    rank, local_rank, world_size = environment.rank(), environment.local_rank(), environment.world_size() or 1
+    rank, local_rank, world_size = (
+        environment.rank(),
+        environment.local_rank(),
+        environment.world_size() or 1,
+    )
     device = choose_device(config.device, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     contract = Contract()
     if world_size > 1:
         same = {**same, "device": device.type}
-        store = meeting.meet(timeout_s=config.timeout_s, same=same, gpu=_name_of(device))
+        store = meeting.meet(
+            timeout_s=config.timeout_s, same=same, gpu=_name_of(device)
+        )
         # Not by the number of visible GPUs: a launcher may show each rank its own alone.
         shared = meeting.sharing(store, world_size)
         if shared and rank == 0:
@@ -156,7 +170,11 @@ def join(config: ComputeConfig, same: Mapping[str, str]) -> Group:
 
 def _name_of(device: torch.device) -> str:
     """Name of a GPU that is its own on all machines; empty for a CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    return (
+        str(torch.cuda.get_device_properties(device).uuid)
+        if device.type == "cuda"
+        else ""
+    )
 
 
 def _subgroups(group: Group, local: int) -> tuple[Level, ...]:
@@ -166,7 +184,9 @@ def _subgroups(group: Group, local: int) -> tuple[Level, ...]:
         return ()
     machines = [list(range(first, first + local)) for first in range(0, world, local)]
     within, _ = dist.new_subgroups_by_enumeration(machines)
-    across, _ = dist.new_subgroups_by_enumeration([list(places) for places in zip(*machines, strict=True)])
+    across, _ = dist.new_subgroups_by_enumeration(
+        [list(places) for places in zip(*machines, strict=True)]
+    )
     assert isinstance(within, dist.ProcessGroup)
     assert isinstance(across, dist.ProcessGroup)
     return (Level(local, within), Level(world // local, across))

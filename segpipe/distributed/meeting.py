@@ -22,10 +22,16 @@ if TYPE_CHECKING:
 
 POLL_S = 0.05
 LINGER_S = 1.0  # for which the rank that holds the store stays after a failure, so that the others can read why
-SAME = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # variables that must be equal on all ranks
+SAME = (
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)  # variables that must be equal on all ranks
 
 
-def meet(*, timeout_s: float, same: Mapping[str, str] | None = None, gpu: str = "") -> Store:
+def meet(
+    *, timeout_s: float, same: Mapping[str, str] | None = None, gpu: str = ""
+) -> Store:
     """The store of this run, once all WORLD_SIZE ranks have connected to MASTER_ADDR:MASTER_PORT.
 
     `same`: further values that must be equal on all ranks, by name; `gpu`: the name of this rank's GPU, which no other
@@ -37,7 +43,13 @@ def meet(*, timeout_s: float, same: Mapping[str, str] | None = None, gpu: str = 
     card |= {name: os.environ[name] for name in SAME}
     store, keeps = _open(rank, timeout_s)
     try:
-        _gather(store, {**card, **(same or {})}, [*SAME, *(same or ())], world_size, timeout_s)
+        _gather(
+            store,
+            {**card, **(same or {})},
+            [*SAME, *(same or ())],
+            world_size,
+            timeout_s,
+        )
     except CollectiveError:
         time.sleep(LINGER_S if keeps else 0.0)
         raise
@@ -71,14 +83,26 @@ def _open(rank: int, timeout_s: float) -> tuple[Store, bool]:
         )
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
-        needed = "a free port of this machine" if keeps else "the address and port of a running rank 0"
+        needed = (
+            "a free port of this machine"
+            if keeps
+            else "the address and port of a running rank 0"
+        )
         raise CollectiveError(
             f"{_address()} on rank {rank}, but {needed} was needed: {reason}. Give all ranks the same values."
         ) from error
-    return PrefixStore(f"segpipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store), keeps
+    return PrefixStore(
+        f"segpipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
+    ), keeps
 
 
-def _gather(store: Store, card: dict[str, Any], same: list[str], world_size: int, timeout_s: float) -> None:
+def _gather(
+    store: Store,
+    card: dict[str, Any],
+    same: list[str],
+    world_size: int,
+    timeout_s: float,
+) -> None:
     """Publish `card`, and wait for those of all ranks."""
     store.set(f"card/{store.add('cards', 1)}", json.dumps(card))
     cards: list[dict[str, Any]] = []
@@ -97,11 +121,15 @@ def _gather(store: Store, card: dict[str, Any], same: list[str], world_size: int
 
 def sharing(store: Store, world_size: int) -> list[int]:
     """Ranks of a run that has met whose GPU another rank has too; ranks without one share none."""
-    cards = [json.loads(store.get(f"card/{number}")) for number in range(1, world_size + 1)]
+    cards = [
+        json.loads(store.get(f"card/{number}")) for number in range(1, world_size + 1)
+    ]
     ranks: dict[str, list[int]] = {}
     for card in cards:
         ranks.setdefault(card["gpu"], []).append(card["rank"])
-    return sorted(rank for gpu, users in ranks.items() if gpu and len(users) > 1 for rank in users)
+    return sorted(
+        rank for gpu, users in ranks.items() if gpu and len(users) > 1 for rank in users
+    )
 
 
 def conflict(cards: list[dict[str, Any]], same: list[str]) -> str:

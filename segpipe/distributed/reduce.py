@@ -42,17 +42,23 @@ class FlatLayout:
     depend on the number of ranks.
     """
 
-    def __init__(self, like: Sequence[Tensor], *, bucket_size: int | None = None) -> None:
+    def __init__(
+        self, like: Sequence[Tensor], *, bucket_size: int | None = None
+    ) -> None:
         self._entries: list[tuple[torch.Size, tuple[int, ...], int]] = []
         self.buckets: list[slice] = []
         self.members: list[range] = []  # of each bucket: its places in `like`
         self.bucket_of: list[int] = []  # of each place
         start = offset = first = 0
         for place, tensor in enumerate(like):
-            self._entries.append((tensor.shape, torch.empty_like(tensor).stride(), offset))
+            self._entries.append(
+                (tensor.shape, torch.empty_like(tensor).stride(), offset)
+            )
             self.bucket_of.append(len(self.buckets))
             offset += -(-tensor.numel() // ALIGNMENT) * ALIGNMENT
-            if place == len(like) - 1 or (bucket_size is not None and offset - start >= bucket_size):
+            if place == len(like) - 1 or (
+                bucket_size is not None and offset - start >= bucket_size
+            ):
                 self.buckets.append(slice(start, offset))
                 self.members.append(range(first, place + 1))
                 start, first = offset, place + 1
@@ -62,13 +68,18 @@ class FlatLayout:
     def new(self) -> Tensor:
         """A fresh vector; the padding is zero."""
         flat = torch.zeros(self.size, dtype=torch.float32, device=self.device)
-        assert flat.data_ptr() % BASE_ALIGNMENT == 0, "another allocator than torch's aligns memory otherwise"
+        assert flat.data_ptr() % BASE_ALIGNMENT == 0, (
+            "another allocator than torch's aligns memory otherwise"
+        )
         return flat
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The tensors inside `flat`, without a copy."""
         start = flat.storage_offset()
-        return [flat.as_strided(shape, stride, start + offset) for shape, stride, offset in self._entries]
+        return [
+            flat.as_strided(shape, stride, start + offset)
+            for shape, stride, offset in self._entries
+        ]
 
 
 class Node(NamedTuple):
@@ -117,7 +128,9 @@ class TreeSum:
         Returns a vector that may be reused, if there is one.
         """
         free: Tensor | None = None
-        node, taken = _grown(Node(height, self._next >> height), self._nodes, self._leaves)
+        node, taken = _grown(
+            Node(height, self._next >> height), self._nodes, self._leaves
+        )
         for _ in range(taken):
             left = self._sums.pop()
             left.add_(vector)
@@ -143,7 +156,10 @@ class TreeSum:
         for left in reversed(self._sums[len(self._sums) - taken :]):
             left[part].add_(last[part])
             last = left
-        return [*(held[part] for held in self._sums[: len(self._sums) - taken]), last[part]]
+        return [
+            *(held[part] for held in self._sums[: len(self._sums) - taken]),
+            last[part],
+        ]
 
     def last_sum(self, last: Tensor) -> Tensor:
         """The vector whose parts `close` returned last in its lists; leaves the tree empty."""
@@ -173,14 +189,29 @@ class RankSum:
     """
 
     def __init__(self, group: Group, leaves: int) -> None:
-        self._levels, self._contract, self._world_size = group.levels(leaves), group.contract, group.world_size
+        self._levels, self._contract, self._world_size = (
+            group.levels(leaves),
+            group.contract,
+            group.world_size,
+        )
         held = [subtrees(leaves, run) for run in group.runs(leaves)]
-        self._counts, self._own = [len(nodes) for nodes in held], len(held[group.rank])  # subtrees of each rank
+        self._counts, self._own = (
+            [len(nodes) for nodes in held],
+            len(held[group.rank]),
+        )  # subtrees of each rank
         if len(self._levels) == 1:
-            self._leaves, self._heights = leaves, [node.height for nodes in held for node in nodes]
+            self._leaves, self._heights = (
+                leaves,
+                [node.height for nodes in held for node in nodes],
+            )
         else:  # every rank holds one, and all are of one height
-            self._leaves, self._heights = self._levels[0].size, [0] * self._levels[0].size
-        self._under_way: list[tuple[dist.Work, Iterator[dist.Work]]] = []  # of each part: its collective, and the rest
+            self._leaves, self._heights = (
+                self._levels[0].size,
+                [0] * self._levels[0].size,
+            )
+        self._under_way: list[
+            tuple[dist.Work, Iterator[dist.Work]]
+        ] = []  # of each part: its collective, and the rest
 
     def start(self, parts: Sequence[Tensor], into: Tensor | None = None) -> None:
         """Send the chunks of the same contiguous part of every own subtree; not to be changed until `finish`.
@@ -211,12 +242,21 @@ class RankSum:
         ranks = self._levels[0].size
         missing = -parts[0].numel() % self._world_size
         padded = [F.pad(part, (0, missing)) if missing else part for part in parts]
-        sent = padded[0] if len(parts) == 1 else torch.stack([part.view(ranks, -1) for part in padded], dim=1).flatten()
+        sent = (
+            padded[0]
+            if len(parts) == 1
+            else torch.stack([part.view(ranks, -1) for part in padded], dim=1).flatten()
+        )
         chunk = padded[0].numel() // ranks
         uneven = max(self._counts) > 1
-        arriving, leaving = [count * chunk for count in self._counts], [len(parts) * chunk] * ranks
+        arriving, leaving = (
+            [count * chunk for count in self._counts],
+            [len(parts) * chunk] * ranks,
+        )
         received = sent.new_empty(len(self._heights) * chunk)
-        self._contract.enter("all_to_all", received)  # what is sent differs between the ranks
+        self._contract.enter(
+            "all_to_all", received
+        )  # what is sent differs between the ranks
         yield _started(
             dist.all_to_all_single(
                 received,
@@ -228,7 +268,9 @@ class RankSum:
             )
         )
         root = padded[-1] if missing else into
-        yield from _climb(root, received, self._heights, self._leaves, self._levels, self._contract)
+        yield from _climb(
+            root, received, self._heights, self._leaves, self._levels, self._contract
+        )
         if missing:
             into.copy_(root[: into.numel()])
 
@@ -249,16 +291,24 @@ def _climb(
 ) -> Iterator[dist.Work]:
     """Sum the chunks of subtrees of these heights, received on the lowest level; continue above; gather the roots."""
     tree = TreeSum(leaves)
-    for chunk, height in zip(received.view(len(heights), -1).unbind(), heights, strict=True):
+    for chunk, height in zip(
+        received.view(len(heights), -1).unbind(), heights, strict=True
+    ):
         tree.push(chunk, height)
     root = tree.take()
     if len(levels) > 1:
         size, above = levels[1].size, torch.empty_like(root)
         contract.enter("all_to_all", root, level=level + 1)
-        yield _started(dist.all_to_all_single(above, root, group=levels[1].ranks, async_op=True))
-        yield from _climb(root, above, [0] * size, size, levels[1:], contract, level + 1)
+        yield _started(
+            dist.all_to_all_single(above, root, group=levels[1].ranks, async_op=True)
+        )
+        yield from _climb(
+            root, above, [0] * size, size, levels[1:], contract, level + 1
+        )
     contract.enter("all_gather", vector, level=level)
-    yield _started(_all_gather(vector, root.contiguous(), group=levels[0].ranks, async_op=True))
+    yield _started(
+        _all_gather(vector, root.contiguous(), group=levels[0].ranks, async_op=True)
+    )
 
 
 def tree_over_ranks(vector: Tensor, group: Group) -> Tensor:

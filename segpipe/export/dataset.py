@@ -46,7 +46,9 @@ class Material:
     labelled: Labelled | None
 
 
-def gather(samples: Samples | None, config: Config, size: Size | None = None) -> Material:
+def gather(
+    samples: Samples | None, config: Config, size: Size | None = None
+) -> Material:
     """Material from the validation split, at `size` if given, else at export.height/width or the most common size.
 
     Without an image of that size, `export.allow_unverified` gives as little as no data set. Raises DataError when no
@@ -69,9 +71,13 @@ def gather(samples: Samples | None, config: Config, size: Size | None = None) ->
             raise
         if export.allow_unverified:  # as without the data set
             return Material([], [], None)
-        raise DataError(f"{error} export.allow_unverified=true compares on generated images alone.") from None
+        raise DataError(
+            f"{error} export.allow_unverified=true compares on generated images alone."
+        ) from None
     height, width, _ = images[0].shape
-    return Material(names, images, Labelled(samples, (height, width), export.quality_images))
+    return Material(
+        names, images, Labelled(samples, (height, width), export.quality_images)
+    )
 
 
 def validation_samples(config: Config, classes: ClassTable) -> Samples | None:
@@ -118,10 +124,15 @@ class Spread:
         return len(self.samples)
 
     def __iter__(self) -> Iterator[Image]:
-        return (self.samples.read(index)[0] for index in _spread_indices(len(self.samples), self.count))
+        return (
+            self.samples.read(index)[0]
+            for index in _spread_indices(len(self.samples), self.count)
+        )
 
 
-def check_images(samples: Samples, count: int, size: Size | None = None) -> tuple[list[str], list[Image]]:
+def check_images(
+    samples: Samples, count: int, size: Size | None = None
+) -> tuple[list[str], list[Image]]:
     """Names and images of `count` samples spread over the split, or of all that fit when there are fewer.
 
     An exported file has one image size: `size`, or without it the most common size among the first `count` samples.
@@ -130,7 +141,9 @@ def check_images(samples: Samples, count: int, size: Size | None = None) -> tupl
     order = _spread_order(len(samples), count)
     read = [(samples.name(index), samples.read(index)[0]) for index in order[:count]]
     if not read:
-        raise DataError("data.split has no images, but an export is checked on real ones. Choose another data.split.")
+        raise DataError(
+            "data.split has no images, but an export is checked on real ones. Choose another data.split."
+        )
     wanted = size or Counter(image.shape[:2] for _, image in read).most_common(1)[0][0]
     kept = [(name, image) for name, image in read if image.shape[:2] == wanted]
     for index in order[count:]:

@@ -46,7 +46,10 @@ def produce(
         if precision == "fp32":
             FORMATS[name].write(model, size, manifest, shipped, probe)
         else:
-            source, fixed = shipped.with_name(FORMATS[name].file_name()), (schemes or {}).get(file_name, "")
+            source, fixed = (
+                shipped.with_name(FORMATS[name].file_name()),
+                (schemes or {}).get(file_name, ""),
+            )
             scheme = _lower(precision, source, shipped, manifest, frames, fixed)
             write_probe(shipped, probe)
         result.files[file_name] = {
@@ -61,7 +64,12 @@ def produce(
 
 
 def _lower(
-    precision: str, source: Path, out: Path, manifest: Manifest, frames: Sequence[Image], scheme: str = ""
+    precision: str,
+    source: Path,
+    out: Path,
+    manifest: Manifest,
+    frames: Sequence[Image],
+    scheme: str = "",
 ) -> str:
     """Writes `out` with `manifest` inside; returns the scheme of an int8 file, or ""."""
     try:

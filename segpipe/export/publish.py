@@ -18,7 +18,14 @@ from segpipe.export.artifact.golden import golden_entry, golden_figures, write_g
 from segpipe.export.artifact.manifest import describe, require_schema
 from segpipe.export.artifact.origin import Origin, origin_of
 from segpipe.export.artifact.outcome import NOT_EXPORTED, ExportReport, refusal
-from segpipe.export.artifact.place import beside, check_place, put_in_place, recover, write_sums, writing
+from segpipe.export.artifact.place import (
+    beside,
+    check_place,
+    put_in_place,
+    recover,
+    write_sums,
+    writing,
+)
 from segpipe.export.artifact.sidecars import write_sidecars
 from segpipe.export.dataset import gather
 from segpipe.export.gates.check_set import Check, check_set, trials
@@ -27,7 +34,15 @@ from segpipe.export.gates.limits import MAX_CLASSES
 from segpipe.export.gates.temperature import calibration_entry
 from segpipe.export.graph.formats import FORMATS
 from segpipe.export.graph.network import DeployModel, deploy_model
-from segpipe.export.graph.profiles import CONFIDENCE, PROFILES, Image, Manifest, Size, free_lengths, manifest_text
+from segpipe.export.graph.profiles import (
+    CONFIDENCE,
+    PROFILES,
+    Image,
+    Manifest,
+    Size,
+    free_lengths,
+    manifest_text,
+)
 from segpipe.export.produce import produce
 from segpipe.ledger.inputs import changed_since
 from segpipe.native import one_thread
@@ -57,8 +72,16 @@ def export_checkpoint(
     validation: the split to check on, or None with `export.allow_unverified`. training: images of the training split,
     for frame limits and int8. Raises what `export_run` and `gather` raise.
     """
-    export, found, origin = config.export, gather(validation, config), origin_of(run, which, trained)
-    changed = changed_since(run, trained.config.data, config.data) if validation is not None else ""
+    export, found, origin = (
+        config.export,
+        gather(validation, config),
+        origin_of(run, which, trained),
+    )
+    changed = (
+        changed_since(run, trained.config.data, config.data)
+        if validation is not None
+        else ""
+    )
     if changed:
         text = f"{changed}; the gates and the temperature are on the changed images"
         origin = replace(origin, warnings=(*origin.warnings, text))
@@ -103,8 +126,16 @@ def export_run(
     """
     out_dir = Path(out_dir)
     settings = settings if settings is not None else ExportConfig()
-    names = names if names is not None else [f"image_{index:06d}" for index in range(len(images))]
-    asked = (settings.height, settings.width) if settings.allow_unverified and settings.height else None
+    names = (
+        names
+        if names is not None
+        else [f"image_{index:06d}" for index in range(len(images))]
+    )
+    asked = (
+        (settings.height, settings.width)
+        if settings.allow_unverified and settings.height
+        else None
+    )
     inputs = GateInputs(check_set(images, names, asked), labelled, settings)
     _check_request(trained, out_dir, formats, settings, _size(inputs.checks))
     partial = beside(out_dir, "partial")
@@ -112,9 +143,13 @@ def export_run(
         _make_room(out_dir, partial)
         with one_thread():
             frames, kept = frames_of(images, train_images, inputs.checks[0].image.shape)
-            model, manifest = _described(trained, inputs, origin or Origin(), {**frames, **extra_manifest})
+            model, manifest = _described(
+                trained, inputs, origin or Origin(), {**frames, **extra_manifest}
+            )
             result = ExportReport(out_dir, manifest)
-            comparisons = _produce_and_judge(trained, model, result, partial, formats, kept, inputs)
+            comparisons = _produce_and_judge(
+                trained, model, result, partial, formats, kept, inputs
+            )
         with writing(out_dir):
             if result.passed:
                 _complete(result, model, inputs.checks, partial / "files")
@@ -127,11 +162,17 @@ def export_run(
 
 
 def _check_request(
-    trained: TrainedNetwork, out_dir: Path, formats: Sequence[str], settings: ExportConfig, size: Size
+    trained: TrainedNetwork,
+    out_dir: Path,
+    formats: Sequence[str],
+    settings: ExportConfig,
+    size: Size,
 ) -> None:
     unknown = [name for name in formats if name not in FORMATS]
     if unknown or not formats:
-        raise ConfigError(f"export.formats = {list(formats)}, but it must be one or more of {', '.join(FORMATS)}.")
+        raise ConfigError(
+            f"export.formats = {list(formats)}, but it must be one or more of {', '.join(FORMATS)}."
+        )
     for problem in export_problems(replace(settings, formats=list(formats))):
         raise ConfigError(problem)
     require_engines(settings)
@@ -152,13 +193,20 @@ def _check_request(
 
 
 def _described(
-    trained: TrainedNetwork, inputs: GateInputs, origin: Origin, extra: Mapping[str, Any]
+    trained: TrainedNetwork,
+    inputs: GateInputs,
+    origin: Origin,
+    extra: Mapping[str, Any],
 ) -> tuple[DeployModel, Manifest]:
     """The model to export, with the fitted temperature, and its manifest without figures."""
     settings = inputs.settings
     profile = replace(PROFILES[settings.profile], dynamic=settings.dynamic)
-    calibration = calibration_entry(trained, inputs.labelled if CONFIDENCE in profile.outputs else None)
-    model = deploy_model(trained, profile=profile, temperature=calibration["temperature"])
+    calibration = calibration_entry(
+        trained, inputs.labelled if CONFIDENCE in profile.outputs else None
+    )
+    model = deploy_model(
+        trained, profile=profile, temperature=calibration["temperature"]
+    )
     entries = {
         "calibration": calibration,
         "allow_unverified": settings.allow_unverified,
@@ -207,11 +255,19 @@ def _produce_and_judge(
 
 def _kinds(formats: Sequence[str], precisions: Sequence[str]) -> list[tuple[str, str]]:
     """(format, precision) of every file; fp32 first, since the others are made from it."""
-    order = [precision for precision in ("fp32", "fp16", "int8") if precision in precisions]
-    return [(name, precision) for name in formats for precision in (order if name == "onnx" else ("fp32",))]
+    order = [
+        precision for precision in ("fp32", "fp16", "int8") if precision in precisions
+    ]
+    return [
+        (name, precision)
+        for name in formats
+        for precision in (order if name == "onnx" else ("fp32",))
+    ]
 
 
-def _complete(result: ExportReport, model: DeployModel, checks: Sequence[Check], folder: Path) -> None:
+def _complete(
+    result: ExportReport, model: DeployModel, checks: Sequence[Check], folder: Path
+) -> None:
     """Writes everything besides the model files, then loads the folder as a robot would, which is part of G1."""
     created = _now()
     manifest = {**result.manifest, **verify_report.to_mapping(result, created)}
@@ -220,7 +276,9 @@ def _complete(result: ExportReport, model: DeployModel, checks: Sequence[Check],
     (folder / MANIFEST).write_text(text + "\n")
     verify_report.write(result, folder, created)
     write_golden(model, checks, folder)
-    write_sidecars(json.loads(text), folder)  # from the sorted manifest.json, as verify renders them again
+    write_sidecars(
+        json.loads(text), folder
+    )  # from the sorted manifest.json, as verify renders them again
     write_sums(folder)
     load_as_robot(result, folder)
 
@@ -230,12 +288,21 @@ def _publish(result: ExportReport, partial: Path) -> None:
     shutil.rmtree(beside(result.folder, "rejected"), ignore_errors=True)
 
 
-def _reject(result: ExportReport, partial: Path, comparisons: list[ImageComparison], checks: Sequence[Check]) -> None:
+def _reject(
+    result: ExportReport,
+    partial: Path,
+    comparisons: list[ImageComparison],
+    checks: Sequence[Check],
+) -> None:
     """Leaves report and worst images in the rejected folder, and raises the error of the worst failure."""
     result.folder = rejected = beside(result.folder, "rejected")
     folder = partial / "report"
     verify_report.write(result, folder, _now())
-    images = {check.name: check.image for trial in trials(result.free, checks) for check in trial.checks}
+    images = {
+        check.name: check.image
+        for trial in trials(result.free, checks)
+        for check in trial.checks
+    }
     verify_report.write_triptychs(result, folder, comparisons, images)
     shutil.rmtree(rejected, ignore_errors=True)
     os.rename(folder, rejected)

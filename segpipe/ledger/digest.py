@@ -33,10 +33,14 @@ SOURCE = Path(__file__).with_name("digest.c")
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # shift, factor
 _PHI = 0x9E3779B97F4A7C15
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-BLOCK = 1 << 15  # words; part of the definition. On a CPU three buffers of 256 KiB fit its L2 cache
+BLOCK = (
+    1 << 15
+)  # words; part of the definition. On a CPU three buffers of 256 KiB fit its L2 cache
 _CPU = torch.device("cpu")
 THREAD_BLOCKS = 4  # blocks that are worth a thread: 1 MiB
-DEVICE_CHUNK = 1 << 22  # words mixed at a time on a GPU, a multiple of BLOCK: few launches, 64 MiB
+DEVICE_CHUNK = (
+    1 << 22
+)  # words mixed at a time on a GPU, a multiple of BLOCK: few launches, 64 MiB
 
 
 def kernels() -> Any:
@@ -44,7 +48,13 @@ def kernels() -> Any:
     library = native.load(SOURCE)
     if library is not None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
-        library.segpipe_digests.argtypes = [*[pointer] * 3, *[number] * 3, pointer, number, pointer]
+        library.segpipe_digests.argtypes = [
+            *[pointer] * 3,
+            *[number] * 3,
+            pointer,
+            number,
+            pointer,
+        ]
         library.segpipe_digests.restype = None
     return library
 
@@ -63,10 +73,16 @@ def gpu_kernels(device: torch.device) -> Any:
         lengths = tuple(len(part) for part in parts)
         found = triton_digest.digests(parts, lengths, (1, 2), BLOCK).tolist()
     except Exception as error:
-        warnings.warn(f"digests on {device} are computed by torch, because Triton failed: {error}", stacklevel=2)
+        warnings.warn(
+            f"digests on {device} are computed by torch, because Triton failed: {error}",
+            stacklevel=2,
+        )
         return None
     if found != [int(_digest_words(part)) for part in (probe[:5], probe)]:
-        warnings.warn(f"digests on {device} are computed by torch, because Triton's were wrong", stacklevel=2)
+        warnings.warn(
+            f"digests on {device} are computed by torch, because Triton's were wrong",
+            stacklevel=2,
+        )
         return None
     return triton_digest
 
@@ -78,7 +94,9 @@ def _signed(value: int) -> int:
 
 def _mix64_(x: Tensor) -> Tensor:
     """mix64 in place."""
-    if x.device.type == "cpu":  # numpy has unsigned shifts and multiplies 64-bit integers three times as fast
+    if (
+        x.device.type == "cpu"
+    ):  # numpy has unsigned shifts and multiplies 64-bit integers three times as fast
         _mix64_on_host(x.numpy().view(np.uint64))
     else:
         _mix64_on_device(x)
@@ -97,7 +115,9 @@ def _mix64_on_host(x: NDArray[np.uint64]) -> None:
 def _mix64_on_device(x: Tensor) -> None:
     shifted = torch.empty_like(x)
     for places, factor in _ROUNDS:
-        torch.bitwise_right_shift(x, places, out=shifted)  # int64: the mask removes the copies of the sign bit
+        torch.bitwise_right_shift(
+            x, places, out=shifted
+        )  # int64: the mask removes the copies of the sign bit
         x.bitwise_xor_(shifted.bitwise_and_((1 << (64 - places)) - 1))
         if factor != 1:
             x.mul_(_signed(factor))
@@ -114,7 +134,9 @@ def digest(tensor: Tensor, *, offset: int = 0) -> Tensor:
     chunk = _chunk(device)
     for start in range(0, bits.numel(), chunk):
         part = bits[start : start + chunk]
-        total += _mix64_(part ^ _mixed_indices(offset + start, part.numel(), device)).sum()
+        total += _mix64_(
+            part ^ _mixed_indices(offset + start, part.numel(), device)
+        ).sum()
     return total
 
 
@@ -125,7 +147,11 @@ def _chunk(device: torch.device) -> int:
 
 def _mixed_indices(start: int, num: int, device: torch.device) -> Tensor:
     """mix64(i * phi) for `num` indices i from `start`, int64."""
-    return _mix64_(torch.arange(start, start + num, dtype=torch.int64, device=device).mul_(_signed(_PHI)))
+    return _mix64_(
+        torch.arange(start, start + num, dtype=torch.int64, device=device).mul_(
+            _signed(_PHI)
+        )
+    )
 
 
 @lru_cache(maxsize=16)
@@ -156,7 +182,9 @@ def digest_many(tensors: Sequence[Tensor], *, channels_last: bool = False) -> Te
     return digest_groups([tensors], channels_last=channels_last)[0]
 
 
-def digest_groups(groups: Sequence[Sequence[Tensor]], *, channels_last: bool = False) -> Tensor:
+def digest_groups(
+    groups: Sequence[Sequence[Tensor]], *, channels_last: bool = False
+) -> Tensor:
     """`digest_many` of every group of tensors, int64 (n,), on their device."""
     return GroupDigests(channels_last=channels_last)(groups)
 
@@ -176,15 +204,27 @@ class GroupDigests:
 
     def __call__(self, groups: Sequence[Sequence[Tensor]]) -> Tensor:
         """Digest of every group, int64 (n,), on the device of the tensors; never synchronizes."""
-        tensors, sizes = [tensor for group in groups for tensor in group], [len(group) for group in groups]
-        places = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors]
+        tensors, sizes = (
+            [tensor for group in groups for tensor in group],
+            [len(group) for group in groups],
+        )
+        places = [
+            (tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors
+        ]
         same = places == self._places and all(map(operator.is_, tensors, self._tensors))
         if not same or sizes != self._sizes:
             self._tensors, self._sizes, self._places = tensors, sizes, places
             self._look()
         if (kernels() if self._device == _CPU else gpu_kernels(self._device)) is None:
-            found = [_digest_words(_joined(group, self._device, self.channels_last)) for group in groups]
-            return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64, device=self._device)
+            found = [
+                _digest_words(_joined(group, self._device, self.channels_last))
+                for group in groups
+            ]
+            return (
+                torch.stack(found)
+                if found
+                else torch.zeros(0, dtype=torch.int64, device=self._device)
+            )
         self._copy()
         if self._device != _CPU:
             return _by_triton(self._parts, self._lengths, self._ends, self._device)
@@ -198,20 +238,33 @@ class GroupDigests:
         devices = {tensor.device for tensor in self._tensors} - {_CPU}
         assert len(devices) <= 1, "tensors of one device"
         self._device = devices.pop() if devices else _CPU
-        self._parts, self._ends = list(self._tensors), tuple(itertools.accumulate(self._sizes))
+        self._parts, self._ends = (
+            list(self._tensors),
+            tuple(itertools.accumulate(self._sizes)),
+        )
         self._lengths = tuple(-(-tensor.nbytes // 8) for tensor in self._tensors)
-        self._copied = [n for n, tensor in enumerate(self._tensors) if not self._in_place(tensor)]
+        self._copied = [
+            n for n, tensor in enumerate(self._tensors) if not self._in_place(tensor)
+        ]
         self._larger: list[int] = []
-        self._scalars: dict[Any, list[int]] = {}  # of a kind; AdamW counts the steps of each parameter
+        self._scalars: dict[
+            Any, list[int]
+        ] = {}  # of a kind; AdamW counts the steps of each parameter
         for place in self._copied:
             tensor = self._tensors[place]
             scalar = tensor.numel() == 1 and tensor.nbytes <= 8
             kind = (tensor.dtype, tensor.device, tensor.shape)
-            (self._scalars.setdefault(kind, []) if scalar else self._larger).append(place)
+            (self._scalars.setdefault(kind, []) if scalar else self._larger).append(
+                place
+            )
 
     def _in_place(self, tensor: Tensor) -> bool:
         """Whether its memory holds whole words in the order of the digest, on the device of the digest."""
-        order = torch.channels_last if self.channels_last and tensor.ndim == 4 else torch.contiguous_format
+        order = (
+            torch.channels_last
+            if self.channels_last and tensor.ndim == 4
+            else torch.contiguous_format
+        )
         if tensor.nbytes % 8 or not tensor.is_contiguous(memory_format=order):
             return False
         return self._device == _CPU or not (tensor.is_cpu or tensor.data_ptr() % 8)
@@ -220,11 +273,19 @@ class GroupDigests:
     def _copy(self) -> None:
         """Make the words of tensors that cannot be read where they are; those for a GPU are still to be moved."""
         for place in self._larger:
-            self._parts[place] = _words(self._tensors[place], channels_last=self.channels_last)
+            self._parts[place] = _words(
+                self._tensors[place], channels_last=self.channels_last
+            )
         for (dtype, device, _), places in self._scalars.items():
-            words = torch.zeros(len(places), 8 // dtype.itemsize, dtype=dtype, device=device)
-            words[:, 0] = torch.stack([self._tensors[place] for place in places]).view(-1)
-            for place, word in zip(places, torch.split(words.view(torch.int64).view(-1), 1), strict=True):
+            words = torch.zeros(
+                len(places), 8 // dtype.itemsize, dtype=dtype, device=device
+            )
+            words[:, 0] = torch.stack([self._tensors[place] for place in places]).view(
+                -1
+            )
+            for place, word in zip(
+                places, torch.split(words.view(torch.int64).view(-1), 1), strict=True
+            ):
                 self._parts[place] = word
 
 
@@ -233,13 +294,22 @@ def digest_each(batch: Tensor) -> Tensor:
     return digest_groups([[row] for row in batch])
 
 
-def _joined(tensors: Iterable[Tensor], device: torch.device, channels_last: bool) -> Tensor:
+def _joined(
+    tensors: Iterable[Tensor], device: torch.device, channels_last: bool
+) -> Tensor:
     """The words of all tensors, int64 (n,)."""
-    parts = [_words(tensor, channels_last=channels_last).to(device, non_blocking=True) for tensor in tensors]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)
+    parts = [
+        _words(tensor, channels_last=channels_last).to(device, non_blocking=True)
+        for tensor in tensors
+    ]
+    return (
+        torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)
+    )
 
 
-def _by_c(addresses: Sequence[int], lengths: tuple[int, ...], ends: tuple[int, ...]) -> Tensor:
+def _by_c(
+    addresses: Sequence[int], lengths: tuple[int, ...], ends: tuple[int, ...]
+) -> Tensor:
     """Digests of groups of CPU tensors by digest.c, on as many threads as torch has."""
     words, until, longest = _tables(lengths, ends)
     threads = min(native.threads(), longest // (THREAD_BLOCKS * BLOCK) + 1)
@@ -254,17 +324,31 @@ def _by_c(addresses: Sequence[int], lengths: tuple[int, ...], ends: tuple[int, .
 
 
 @lru_cache(maxsize=64)
-def _tables(lengths: tuple[int, ...], ends: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+def _tables(
+    lengths: tuple[int, ...], ends: tuple[int, ...]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
     """Both as arrays, and the words of the longest group."""
     words = np.diff(np.concatenate([[0], np.cumsum(lengths)])[np.array([0, *ends])])
-    return np.array(lengths, np.int64), np.array(ends, np.int64), int(words.max(initial=0))
+    return (
+        np.array(lengths, np.int64),
+        np.array(ends, np.int64),
+        int(words.max(initial=0)),
+    )
 
 
-def _by_triton(parts: list[Tensor], lengths: tuple[int, ...], ends: tuple[int, ...], device: torch.device) -> Tensor:
+def _by_triton(
+    parts: list[Tensor],
+    lengths: tuple[int, ...],
+    ends: tuple[int, ...],
+    device: torch.device,
+) -> Tensor:
     """Digests of groups of tensors, of which those of the CPU are copied to the GPU at once."""
     if away := [place for place, part in enumerate(parts) if part.is_cpu]:
         words = [parts[place] for place in away]
-        moved = torch.split(torch.cat(words).to(device, non_blocking=True), [len(each) for each in words])
+        moved = torch.split(
+            torch.cat(words).to(device, non_blocking=True),
+            [len(each) for each in words],
+        )
         parts = list(parts)
         for place, part in zip(away, moved, strict=True):
             parts[place] = part
@@ -281,7 +365,9 @@ def _digest_words(words: Tensor) -> Tensor:
         blocks = words[start : min(start + width, whole)].view(-1, BLOCK)
         sums.append(_mix64_(blocks ^ indices).sum(dim=1))
     if whole < len(words):
-        sums.append(_mix64_(words[None, whole:] ^ indices[: len(words) - whole]).sum(dim=1))
+        sums.append(
+            _mix64_(words[None, whole:] ^ indices[: len(words) - whole]).sum(dim=1)
+        )
     if not sums:
         return words.new_zeros(())
     blocks = torch.cat(sums)
@@ -299,7 +385,9 @@ def state_digest(state: Mapping[str, Tensor]) -> str:
     for name in sorted(state):
         value = state[name]
         number = int(digest(value)) & ((1 << 64) - 1)
-        whole.update(f"{name}|{value.dtype}|{tuple(value.shape)}|{number:016x}\n".encode())
+        whole.update(
+            f"{name}|{value.dtype}|{tuple(value.shape)}|{number:016x}\n".encode()
+        )
     return whole.hexdigest()
 
 

@@ -10,7 +10,17 @@ from numpy.typing import NDArray
 
 from segpipe.determinism import flags
 from segpipe.ledger.results import compare_results
-from segpipe.ledger.rows import PART, SHARD, STEP, Rows, differing, mapping_differences, part_fields, row_keys, slots
+from segpipe.ledger.rows import (
+    PART,
+    SHARD,
+    STEP,
+    Rows,
+    differing,
+    mapping_differences,
+    part_fields,
+    row_keys,
+    slots,
+)
 from segpipe.settings.config import of_this_version
 
 if TYPE_CHECKING:
@@ -39,7 +49,9 @@ FIELDS = (
     Field("augment", SHARD, "target", "mask"),
     Field("preprocess", SHARD, "batch", "preprocessed batch"),
     Field("forward", SHARD, "logits", "logits", "differ"),
-    Field("forward", SHARD, "statistics", "BatchNorm statistics of the shard", "differ"),
+    Field(
+        "forward", SHARD, "statistics", "BatchNorm statistics of the shard", "differ"
+    ),
     Field("loss", STEP, "valid", "number of valid pixels"),
     Field("loss", SHARD, "loss", "loss"),
     Field("backward", SHARD, "gradient", "local gradient"),
@@ -53,10 +65,17 @@ FIELDS = (
 )
 STAGES = tuple(dict.fromkeys(entry.stage for entry in FIELDS))
 SAMPLE_STAGES = ("order", "decode", "augment")  # with a digest for each sample
-DTYPES = {"valid": np.int64, "loss": np.float64, "lr": np.float64, "scale": np.float64}  # fields that are numbers
+DTYPES = {
+    "valid": np.int64,
+    "loss": np.float64,
+    "lr": np.float64,
+    "scale": np.float64,
+}  # fields that are numbers
 
 Key: TypeAlias = tuple[int, str, int]  # kind, field, shard (-1: none)
-Values: TypeAlias = dict[Key, tuple[NDArray[Any], NDArray[Any]]]  # of both runs, one per sample or tensor
+Values: TypeAlias = dict[
+    Key, tuple[NDArray[Any], NDArray[Any]]
+]  # of both runs, one per sample or tensor
 RowPairs: TypeAlias = dict[int, tuple[Rows, Rows]]  # rows of equal keys, by kind
 IN_RUNS = ("in A", "in B")
 
@@ -67,17 +86,25 @@ class Comparison:
 
     verdict: str  # identical | identical_up_to (one run has further steps) | diverged | not_comparable
     sentence: str
-    step: int | None = None  # the first that differs; -1 stands for the state before step 0
+    step: int | None = (
+        None  # the first that differs; -1 stands for the state before step 0
+    )
     stage: str | None = None  # one of STAGES, or RESULT
     shard: int | None = None
     shards: list[int] = field(default_factory=list)  # all that differ at this stage
     sample: int | None = None  # its index in A
     file: str | None = None  # its name
     layer: str | None = None
-    fields: list[dict[str, str]] = field(default_factory=list)  # stage, field, state: at `step`, or at the last one
+    fields: list[dict[str, str]] = field(
+        default_factory=list
+    )  # stage, field, state: at `step`, or at the last one
     steps: int = 0  # that both runs have
-    fingerprint: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # entries that differ
-    recipe: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # settings that differ
+    fingerprint: dict[str, tuple[Any, Any]] = field(
+        default_factory=dict
+    )  # entries that differ
+    recipe: dict[str, tuple[Any, Any]] = field(
+        default_factory=dict
+    )  # settings that differ
     inputs: str = ""  # data files and sources that differ
     processes: tuple[int, int] | None = None
     notes: tuple[str, ...] = ()
@@ -111,13 +138,17 @@ def compare(a: RunLedger, b: RunLedger) -> Comparison:
     Raises CheckpointError when a file with results cannot be read.
     """
     pairs = {kind: _common(a.rows[kind], b.rows[kind]) for kind in (SHARD, STEP, PART)}
-    steps = pairs[STEP][0]["step"]  # whose last row both have: a crash may leave shards of a step without it
+    steps = pairs[STEP][0][
+        "step"
+    ]  # whose last row both have: a crash may leave shards of a step without it
     ends = compare_results(a.folder, b.folder)
     facts: dict[str, Any] = {
         "inputs": ends.inputs,
         "steps": int((steps >= 0).sum()),
         "fingerprint": flags.differences(a.first.fingerprint, b.first.fingerprint),
-        "recipe": mapping_differences(of_this_version(a.first.recipe), of_this_version(b.first.recipe)),
+        "recipe": mapping_differences(
+            of_this_version(a.first.recipe), of_this_version(b.first.recipe)
+        ),
         "processes": (a.first.world_size, b.first.world_size),
         "notes": (
             *_limits(a, b),
@@ -127,13 +158,26 @@ def compare(a: RunLedger, b: RunLedger) -> Comparison:
     }
     if reason := _obstacle(a, b):
         return not_comparable(reason, **facts)
-    first = min((step for kind, pair in pairs.items() for step in _first_step(kind, pair)), default=None)
+    first = min(
+        (step for kind, pair in pairs.items() for step in _first_step(kind, pair)),
+        default=None,
+    )
     found = [_explain(first, pairs, a, b, facts)] if first is not None else []
-    found += [_explain_ranks(name, run, run.divergence, facts) for name, run in _named(a, b) if run.divergence]
-    if found:  # of two at the same place, ranks that diverged within a run are the cause
-        return min(reversed(found), key=lambda each: (each.step, STAGES.index(str(each.stage))))
+    found += [
+        _explain_ranks(name, run, run.divergence, facts)
+        for name, run in _named(a, b)
+        if run.divergence
+    ]
+    if (
+        found
+    ):  # of two at the same place, ranks that diverged within a run are the cause
+        return min(
+            reversed(found), key=lambda each: (each.step, STAGES.index(str(each.stage)))
+        )
     if not facts["steps"]:
-        return not_comparable(f"no step is in both ledgers: A has {_span(a)}, B has {_span(b)}.", **facts)
+        return not_comparable(
+            f"no step is in both ledgers: A has {_span(a)}, B has {_span(b)}.", **facts
+        )
     last = _StepPair(int(steps[-1]), pairs)
     fields = [_cell(entry, last.shards(entry)) for entry in FIELDS]
     limits = "; ".join(_limits(a, b))
@@ -141,19 +185,25 @@ def compare(a: RunLedger, b: RunLedger) -> Comparison:
     sentence += f", but not everything could be compared: {limits}" if limits else ""
     if ends.results:
         sentence += f", but {ends.results[0]}"
-        return Comparison("diverged", sentence, step=last.step, stage=RESULT, fields=fields, **facts)
+        return Comparison(
+            "diverged", sentence, step=last.step, stage=RESULT, fields=fields, **facts
+        )
     verdict = "identical" if _span(a) == _span(b) else "identical_up_to"
     return Comparison(verdict, sentence, fields=fields, **facts)
 
 
-def _named(a: RunLedger, b: RunLedger) -> tuple[tuple[str, RunLedger], tuple[str, RunLedger]]:
+def _named(
+    a: RunLedger, b: RunLedger
+) -> tuple[tuple[str, RunLedger], tuple[str, RunLedger]]:
     return ("A", a), ("B", b)
 
 
 def _limits(a: RunLedger, b: RunLedger) -> list[str]:
     """Why equal common steps do not prove equal runs; empty when they do."""
     spans = [f"A has {_span(a)}, B has {_span(b)}"] if _span(a) != _span(b) else []
-    return spans + [f"{name}: {fault}" for name, run in _named(a, b) for fault in run.faults]
+    return spans + [
+        f"{name}: {fault}" for name, run in _named(a, b) for fault in run.faults
+    ]
 
 
 def _obstacle(a: RunLedger, b: RunLedger) -> str:
@@ -165,9 +215,20 @@ def _obstacle(a: RunLedger, b: RunLedger) -> str:
             reasons.append(f"{name} is {here} in A and {there} in B")
     if a.sample_names and b.sample_names and a.sample_names != b.sample_names:
         pairs = enumerate(zip(a.sample_names, b.sample_names, strict=False))
-        unlike = (f"sample {index} is {one} in A and {two} in B" for index, (one, two) in pairs if one != two)
-        reasons.append(next(unlike, f"A has {len(a.sample_names)} samples and B has {len(b.sample_names)}"))
-    return "; ".join(reasons) + (". Only runs that agree in this can have the same bits." if reasons else "")
+        unlike = (
+            f"sample {index} is {one} in A and {two} in B"
+            for index, (one, two) in pairs
+            if one != two
+        )
+        reasons.append(
+            next(
+                unlike,
+                f"A has {len(a.sample_names)} samples and B has {len(b.sample_names)}",
+            )
+        )
+    return "; ".join(reasons) + (
+        ". Only runs that agree in this can have the same bits." if reasons else ""
+    )
 
 
 def _common(a: Rows, b: Rows) -> tuple[Rows, Rows]:
@@ -199,30 +260,45 @@ class _StepPair:
         self.whole: Values = {}  # from shard and step rows
         self.parts: Values = {}  # from part rows
         for kind, pair in pairs.items():
-            for one, two in zip(*(rows[pair[0]["step"] == step] for rows in pair), strict=True):
-                self._add_part(one, two) if kind == PART else self._add_whole(kind, one, two)
+            for one, two in zip(
+                *(rows[pair[0]["step"] == step] for rows in pair), strict=True
+            ):
+                self._add_part(one, two) if kind == PART else self._add_whole(
+                    kind, one, two
+                )
 
     def _add_whole(self, kind: int, one: Any, two: Any) -> None:
         shard = int(one["shard"])
         if kind == SHARD:
-            here, there = (np.stack([row["epoch"], row["sample"]], axis=1) for row in (one, two))
+            here, there = (
+                np.stack([row["epoch"], row["sample"]], axis=1) for row in (one, two)
+            )
             self.whole[kind, "order", shard] = (here, there)
         for number, (name, slot) in enumerate(slots(kind, len(one["sample"])).items()):
             if (one["present"] & two["present"]) >> number & 1:
-                self.whole[kind, name, shard] = (one["digest"][slot], two["digest"][slot])
+                self.whole[kind, name, shard] = (
+                    one["digest"][slot],
+                    two["digest"][slot],
+                )
 
     def _add_part(self, one: Any, two: Any) -> None:
         shard = int(one["shard"])
         key = (SHARD if shard >= 0 else STEP, part_fields(shard)[one["field"]], shard)
         before = self.parts.get(key, (np.zeros(0, np.uint64),) * 2)
         here, there = (
-            np.append(old, row["digest"][: row["present"]]) for old, row in zip(before, (one, two), strict=True)
+            np.append(old, row["digest"][: row["present"]])
+            for old, row in zip(before, (one, two), strict=True)
         )
         self.parts[key] = (here, there)
 
     def shards(self, entry: Field) -> list[int] | None:
         """Where a field differs; -1 is the step as a whole. None when one of the two lacks the field."""
-        keys = {key for values in (self.whole, self.parts) for key in values if key[:2] == (entry.kind, entry.name)}
+        keys = {
+            key
+            for values in (self.whole, self.parts)
+            for key in values
+            if key[:2] == (entry.kind, entry.name)
+        }
         return [key[2] for key in keys if self.places(*key)] if keys else None
 
     def places(self, kind: int, name: str, shard: int) -> list[int]:
@@ -233,24 +309,40 @@ class _StepPair:
     def sample(self, shard: int, place: int, side: int) -> tuple[int, int] | None:
         """Epoch and index of a sample of a shard; None when one of the two lacks the shard's row."""
         values = self.whole.get((SHARD, "order", shard))
-        return (int(values[side][place, 0]), int(values[side][place, 1])) if values else None
+        return (
+            (int(values[side][place, 0]), int(values[side][place, 1]))
+            if values
+            else None
+        )
 
 
 def _places(values: Values, key: Key) -> list[int]:
     if key not in values:
         return []
     unequal = np.not_equal(*values[key])
-    return [int(place) for place in np.flatnonzero(unequal.any(axis=tuple(range(1, unequal.ndim))))]
+    return [
+        int(place)
+        for place in np.flatnonzero(unequal.any(axis=tuple(range(1, unequal.ndim))))
+    ]
 
 
 def _explain(
-    step: int, pairs: RowPairs, a: RunLedger, b: RunLedger, facts: dict[str, Any], sides: tuple[str, str] = IN_RUNS
+    step: int,
+    pairs: RowPairs,
+    a: RunLedger,
+    b: RunLedger,
+    facts: dict[str, Any],
+    sides: tuple[str, str] = IN_RUNS,
 ) -> Comparison:
     """The verdict on `sides` that differ at `step`: the first stage, and there the lowest shard."""
     found = _StepPair(step, pairs)
     states = {entry: found.shards(entry) for entry in FIELDS}
     stage = next((entry.stage, entry.kind) for entry, where in states.items() if where)
-    same = {entry: where for entry, where in states.items() if (entry.stage, entry.kind) == stage and where is not None}
+    same = {
+        entry: where
+        for entry, where in states.items()
+        if (entry.stage, entry.kind) == stage and where is not None
+    }
     shards = sorted({shard for where in same.values() for shard in where})
     shard = shards[0]
     wrong = next(entry for entry, where in same.items() if shard in where)
@@ -261,8 +353,12 @@ def _explain(
     if wrong.stage == "order":
         what = _order_words(found, shard, place, (a, b), sides)
     else:
-        first = sorted(same, key=lambda entry: shard not in same[entry])  # fields that differ before equal ones
-        what = ", ".join(_state(entry, shard in same[entry], found, shard, sides) for entry in first)
+        first = sorted(
+            same, key=lambda entry: shard not in same[entry]
+        )  # fields that differ before equal ones
+        what = ", ".join(
+            _state(entry, shard in same[entry], found, shard, sides) for entry in first
+        )
     return Comparison(
         "diverged",
         f"{_where(step, shard, sample, a)}: {what}{_first_in(wrong, layer)}{_other_shards(shards)}",
@@ -279,12 +375,22 @@ def _explain(
     )
 
 
-def _explain_ranks(name: str, run: RunLedger, diverged: RankDivergence, facts: dict[str, Any]) -> Comparison:
+def _explain_ranks(
+    name: str, run: RunLedger, diverged: RankDivergence, facts: dict[str, Any]
+) -> Comparison:
     """The verdict when ranks of one run diverged: what differs, and on which rank."""
     usual, odd = (_process(run, number) for number in (diverged.usual, diverged.odd))
-    found = _explain(diverged.step, diverged.pairs, run, run, facts, (f"on {usual}", f"on {odd}"))
-    advice = f"Check {odd} of {name}: its memory, its GPU, code that depends on the rank."
-    return replace(found, sentence=f"{found.sentence}: {odd} of {name} differs from {usual}", advice=advice)
+    found = _explain(
+        diverged.step, diverged.pairs, run, run, facts, (f"on {usual}", f"on {odd}")
+    )
+    advice = (
+        f"Check {odd} of {name}: its memory, its GPU, code that depends on the rank."
+    )
+    return replace(
+        found,
+        sentence=f"{found.sentence}: {odd} of {name} differs from {usual}",
+        advice=advice,
+    )
 
 
 def _process(run: RunLedger, number: int) -> str:
@@ -315,7 +421,9 @@ def _sample(index: int, run: RunLedger) -> str:
     return f"sample {index}" + (f" ({name})" if name else "")
 
 
-def _state(entry: Field, differs: bool, found: _StepPair, shard: int, sides: tuple[str, str]) -> str:
+def _state(
+    entry: Field, differs: bool, found: _StepPair, shard: int, sides: tuple[str, str]
+) -> str:
     if not differs:
         return f"{entry.noun} equal"
     values = found.whole.get((entry.kind, entry.name, shard))
@@ -326,7 +434,11 @@ def _state(entry: Field, differs: bool, found: _StepPair, shard: int, sides: tup
 
 
 def _order_words(
-    found: _StepPair, shard: int, place: int, runs: tuple[RunLedger, RunLedger], sides: tuple[str, str]
+    found: _StepPair,
+    shard: int,
+    place: int,
+    runs: tuple[RunLedger, RunLedger],
+    sides: tuple[str, str],
 ) -> str:
     words = []
     for number, (run, side) in enumerate(zip(runs, sides, strict=True)):
@@ -350,19 +462,31 @@ def _layer(found: _StepPair, entry: Field, shard: int, run: RunLedger) -> str | 
 def _first_in(entry: Field, layer: str | None) -> str:
     if layer is None:
         return ""
-    return f", first seen in {layer}" if entry.stage == "forward" else f", first in {layer}"
+    return (
+        f", first seen in {layer}"
+        if entry.stage == "forward"
+        else f", first in {layer}"
+    )
 
 
 def _advice(entry: Field, layer: str | None, facts: dict[str, Any]) -> str:
     advice = []
     if facts["recipe"]:
-        advice.append("The settings differ, which alone can explain it: repeat with equal ones.")
+        advice.append(
+            "The settings differ, which alone can explain it: repeat with equal ones."
+        )
     if facts["inputs"]:
         advice.append("The runs read other files: repeat with equal ones.")
     if facts["fingerprint"]:
-        advice.append("The environments differ: equal bits are promised within one environment only.")
+        advice.append(
+            "The environments differ: equal bits are promised within one environment only."
+        )
     if layer is not None and entry.stage == "forward":
-        advice.append(f"The layer that differs comes before {layer}: --replay names it.")
+        advice.append(
+            f"The layer that differs comes before {layer}: --replay names it."
+        )
     if layer is None and STAGES.index(entry.stage) > STAGES.index("augment"):
-        advice.append("Train both again with compute.mode=audit: their ledgers then name the layer.")
+        advice.append(
+            "Train both again with compute.mode=audit: their ledgers then name the layer."
+        )
     return " ".join(advice)

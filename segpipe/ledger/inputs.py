@@ -41,7 +41,9 @@ def combined(hashes: Mapping[str, str]) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def record(config: Config, splits: Iterable[str], *, fresh: bool = False, ledger: bool = True) -> None:
+def record(
+    config: Config, splits: Iterable[str], *, fresh: bool = False, ledger: bool = True
+) -> None:
     """Write inputs.json into the run folder; when a resumed run already has it, compare the data with it.
 
     `fresh`: the run starts at step 0. What an attempt that ended before its first checkpoint has recorded is deleted,
@@ -53,7 +55,12 @@ def record(config: Config, splits: Iterable[str], *, fresh: bool = False, ledger
     for left in (path, *(config.run_dir / FOLDER).glob("rank*")) if fresh else ():
         left.unlink(missing_ok=True)
     if not path.is_file():
-        write_atomically(path, (json.dumps(_content(config, splits, hashed=hashed), indent=1) + "\n").encode())
+        write_atomically(
+            path,
+            (
+                json.dumps(_content(config, splits, hashed=hashed), indent=1) + "\n"
+            ).encode(),
+        )
         return
     before = read_inputs(path)["data"]
     changed = resized(before, config.data, splits)
@@ -70,12 +77,26 @@ def _content(config: Config, splits: Iterable[str], *, hashed: bool) -> dict[str
     files, sources = data_hashes(config.data, splits) if hashed else {}, source_hashes()
     sizes = data_sizes(config.data, splits)
     model = config.model
-    weights = {"weights": {"file": model.weights, "sha256": model.weights_sha256}} if model.weights else {}
+    weights = (
+        {"weights": {"file": model.weights, "sha256": model.weights_sha256}}
+        if model.weights
+        else {}
+    )
     own = plugins.sources(config.import_paths)
     return {
         **weights,
-        "data": {"name": config.data.name, "hashed": hashed, "sha256": combined(files), "files": files, "sizes": sizes},
-        "code": {"segpipe": segpipe.__version__, "sha256": combined(sources), "files": sources},
+        "data": {
+            "name": config.data.name,
+            "hashed": hashed,
+            "sha256": combined(files),
+            "files": files,
+            "sizes": sizes,
+        },
+        "code": {
+            "segpipe": segpipe.__version__,
+            "sha256": combined(sources),
+            "files": sources,
+        },
         **({"plugins": {"sha256": combined(own), "files": own}} if own else {}),
     }
 
@@ -87,7 +108,9 @@ def data_hashes(data: DataConfig, splits: Iterable[str]) -> Hashes:
     files, of what it reads. Raises DataError when images and masks are not paired.
     """
     found = _inputs(data, splits)
-    contents = {name: source() for name, source in found.items() if not isinstance(source, Path)}
+    contents = {
+        name: source() for name, source in found.items() if not isinstance(source, Path)
+    }
     paths = {name: source for name, source in found.items() if isinstance(source, Path)}
     return dict(sorted({**_hashed(paths), **contents}.items()))
 
@@ -99,15 +122,22 @@ def data_sizes(data: DataConfig, splits: Iterable[str]) -> Sizes:
     return {name: size for (name, _), size in zip(found, sizes, strict=True)}
 
 
-def resized(recorded: Mapping[str, Any], data: DataConfig, splits: Iterable[str]) -> list[str]:
+def resized(
+    recorded: Mapping[str, Any], data: DataConfig, splits: Iterable[str]
+) -> list[str]:
     """What changed in names and sizes since they were recorded; empty for inputs.json of an older segpipe."""
     before = recorded.get("sizes")
     return _resized(before, data_sizes(data, splits)) if before else []
 
 
 def _resized(before: Sizes, now: Sizes) -> list[str]:
-    unknown = {name for name in before.keys() & now.keys() if None in (before[name], now[name])}
-    return changes(before, {name: before[name] if name in unknown else size for name, size in now.items()})
+    unknown = {
+        name for name in before.keys() & now.keys() if None in (before[name], now[name])
+    }
+    return changes(
+        before,
+        {name: before[name] if name in unknown else size for name, size in now.items()},
+    )
 
 
 def changed_since(run: Path, trained: DataConfig, data: DataConfig) -> str:
@@ -124,12 +154,22 @@ def changed_since(run: Path, trained: DataConfig, data: DataConfig) -> str:
     splits = {"train", data.split} if data.hold_out else {data.split}
     now = data_sizes(data, splits)
     known = names & now.keys()
-    if data.split in ("train", trained.split) and data.name == trained.name and (known or data.root == trained.root):
-        known = now.keys() | _missing(names - now.keys(), data, {"train", trained.split} - splits)
+    if (
+        data.split in ("train", trained.split)
+        and data.name == trained.name
+        and (known or data.root == trained.root)
+    ):
+        known = now.keys() | _missing(
+            names - now.keys(), data, {"train", trained.split} - splits
+        )
     changed = _resized(_only(sizes, known), _only(now, known)) if sizes else []
     if not changed and data.hash and hashes:
         changed = changes(_only(hashes, known), _only(data_hashes(data, splits), known))
-    return f"the labelled images changed since the run: {listed(changed, 3)}" if changed else ""
+    return (
+        f"the labelled images changed since the run: {listed(changed, 3)}"
+        if changed
+        else ""
+    )
 
 
 def _missing(names: set[str], data: DataConfig, others: set[str]) -> set[str]:
@@ -170,7 +210,9 @@ def _paths(part: DataPart) -> Mapping[str, Path | Read]:
     if data.classes or data.name == "folder":
         paths.add(data.classes or str(Path(data.root) / "classes.yaml"))
     paths |= {str(table)} if (table := pairing(data, part.split)) else set()
-    return {Path(os.path.relpath(path, data.root)).as_posix(): Path(path) for path in paths}
+    return {
+        Path(os.path.relpath(path, data.root)).as_posix(): Path(path) for path in paths
+    }
 
 
 def _plugin_inputs(part: DataPart) -> dict[str, Path | Read]:
@@ -181,7 +223,9 @@ def _plugin_inputs(part: DataPart) -> dict[str, Path | Read]:
         files = samples.files(index)
         found |= {Path(os.path.relpath(path, root)).as_posix(): path for path in files}
         if not files:
-            found[f"{part.split}/{samples.name(index)}"] = partial(samples.content, index)
+            found[f"{part.split}/{samples.name(index)}"] = partial(
+                samples.content, index
+            )
     return found
 
 
@@ -201,4 +245,6 @@ def source_hashes() -> Hashes:
 def _hashed(paths: Mapping[str, Path]) -> Hashes:
     """By name, sorted; hashing releases the GIL."""
     names = sorted(paths)
-    return dict(zip(names, threaded(sha256, (paths[name] for name in names)), strict=True))
+    return dict(
+        zip(names, threaded(sha256, (paths[name] for name in names)), strict=True)
+    )

@@ -48,9 +48,13 @@ class RankDivergence(NamedTuple):
     """The first step at which two processes of one run recorded different rows."""
 
     step: int
-    usual: int  # index in `RunLedger.headers` of a session that agrees with the majority
+    usual: (
+        int  # index in `RunLedger.headers` of a session that agrees with the majority
+    )
     odd: int  # of one that does not; without a majority, that of the higher rank
-    pairs: dict[int, tuple[Rows, Rows]]  # by kind: rows of that step that both have, of `usual` and of `odd`
+    pairs: dict[
+        int, tuple[Rows, Rows]
+    ]  # by kind: rows of that step that both have, of `usual` and of `odd`
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,9 @@ class RunLedger:
     folder: Path
     headers: tuple[SessionHeader, ...]  # by session and rank
     rows: dict[int, Rows]  # by kind, one row per key, in key order
-    faults: tuple[str, ...]  # contradictions and gaps, which neither a crash nor another machine explains
+    faults: tuple[
+        str, ...
+    ]  # contradictions and gaps, which neither a crash nor another machine explains
     notes: tuple[str, ...]  # torn tails and changed environments
     divergence: RankDivergence | None = None
 
@@ -78,7 +84,9 @@ class RunLedger:
     @property
     def sample_names(self) -> list[str]:
         """Names of the samples by index; empty when no header has them."""
-        return next((header.sample_names for header in self.headers if header.sample_names), [])
+        return next(
+            (header.sample_names for header in self.headers if header.sample_names), []
+        )
 
     def sample_name(self, index: int) -> str | None:
         """File stem of a sample; None when unknown."""
@@ -86,7 +94,9 @@ class RunLedger:
 
     def part_names(self, name: str) -> list[str]:
         """Names of the tensors of a field's part rows; empty when no session has them."""
-        return next((header.parts[name] for header in self.headers if name in header.parts), [])
+        return next(
+            (header.parts[name] for header in self.headers if name in header.parts), []
+        )
 
 
 def read_run(run_folder: Path) -> RunLedger:
@@ -98,7 +108,9 @@ def read_run(run_folder: Path) -> RunLedger:
     paths = ledger_files(run_folder)
     if not paths:
         missing = "holds no ledger" if run_folder.is_dir() else "does not exist"
-        raise CheckpointError(f"{run_folder} {missing}. Give the folder of a run that wrote {FOLDER}/rank00.bin.")
+        raise CheckpointError(
+            f"{run_folder} {missing}. Give the folder of a run that wrote {FOLDER}/rank00.bin."
+        )
     sessions, notes = _load(paths)
     _check_one_run(run_folder, sessions)
     rows: dict[int, Rows] = {}
@@ -109,7 +121,10 @@ def read_run(run_folder: Path) -> RunLedger:
         first = valid[kind].at(np.unique(valid[kind].keys, return_index=True)[1])
         rows[kind] = first.rows
         faults += _resume_faults(first, void, kind)
-    headers, divergence = tuple(found.header for found in sessions), _first_divergence(valid)
+    headers, divergence = (
+        tuple(found.header for found in sessions),
+        _first_divergence(valid),
+    )
     faults += [_rank_fault(divergence, headers)] if divergence else []
     faults += _gaps(rows, headers[0].shards)
     notes += _environment_changes(headers)
@@ -124,10 +139,16 @@ def _load(paths: Sequence[Path]) -> tuple[list[LedgerSession], list[str]]:
         file = read_file(path)
         sessions += file.sessions
         if file.sound < file.size:
-            notes.append(f"{path.name}: {file.size - file.sound} bytes of a torn tail were ignored")
+            notes.append(
+                f"{path.name}: {file.size - file.sound} bytes of a torn tail were ignored"
+            )
     if not sessions:
-        raise CheckpointError(f"{paths[0].parent} holds no complete header: the run ended before its first step.")
-    return sorted(sessions, key=lambda found: (found.header.session, found.header.rank)), notes
+        raise CheckpointError(
+            f"{paths[0].parent} holds no complete header: the run ended before its first step."
+        )
+    return sorted(
+        sessions, key=lambda found: (found.header.session, found.header.rank)
+    ), notes
 
 
 def _check_one_run(run_folder: Path, sessions: Sequence[LedgerSession]) -> None:
@@ -144,7 +165,14 @@ def _split(sessions: Sequence[LedgerSession], kind: int) -> tuple[_Merged, _Merg
     """Valid rows of a kind, and those that a later session made void."""
     starts = {found.header.session: found.header.first_step for found in sessions}
     limits = [
-        min((start for session, start in starts.items() if session > found.header.session), default=NO_STEP)
+        min(
+            (
+                start
+                for session, start in starts.items()
+                if session > found.header.session
+            ),
+            default=NO_STEP,
+        )
         for found in sessions
     ]
     parts = [found.rows[found.rows["kind"] == kind] for found in sessions]
@@ -171,15 +199,31 @@ def _resume_faults(valid: _Merged, void: _Merged, kind: int) -> list[str]:
     if not len(wrong):
         return []
     row = valid.rows[now[wrong[0]]]
-    where = f"step {row['step']}" + (f", shard {row['shard']}" if row["shard"] >= 0 else "")
+    where = f"step {row['step']}" + (
+        f", shard {row['shard']}" if row["shard"] >= 0 else ""
+    )
     names = ", ".join(name for name, unequal in fields.items() if unequal[wrong[0]])
-    return [f"{where}: {names} changed when recomputed after a resume ({len(wrong)} of {len(now)} rows)"]
+    return [
+        f"{where}: {names} changed when recomputed after a resume ({len(wrong)} of {len(now)} rows)"
+    ]
 
 
 def _rank_fault(found: RankDivergence, headers: Sequence[SessionHeader]) -> str:
-    odd, usual = (f"rank {headers[n].rank} in session {headers[n].session}" for n in (found.odd, found.usual))
-    pairs = {kind: differing(*pair, kind) for kind, pair in found.pairs.items() if kind != PART}
-    names = [name for fields in pairs.values() for name, unequal in fields.items() if unequal.any()]
+    odd, usual = (
+        f"rank {headers[n].rank} in session {headers[n].session}"
+        for n in (found.odd, found.usual)
+    )
+    pairs = {
+        kind: differing(*pair, kind)
+        for kind, pair in found.pairs.items()
+        if kind != PART
+    }
+    names = [
+        name
+        for fields in pairs.values()
+        for name, unequal in fields.items()
+        if unequal.any()
+    ]
     return f"step {found.step}: {', '.join(names)} of {odd} differ from {usual}"
 
 
@@ -189,8 +233,12 @@ def _environment_changes(headers: Sequence[SessionHeader]) -> list[str]:
     for header in headers:
         changed = flags.differences(headers[0].fingerprint, header.fingerprint)
         if changed:
-            text = ", ".join(f"{name} {before} -> {now}" for name, (before, now) in changed.items())
-            found.append(f"session {header.session} on rank {header.rank} had another environment: {text}")
+            text = ", ".join(
+                f"{name} {before} -> {now}" for name, (before, now) in changed.items()
+            )
+            found.append(
+                f"session {header.session} on rank {header.rank} had another environment: {text}"
+            )
     return found[:MOST_CHANGES]
 
 
@@ -199,11 +247,15 @@ def _gaps(rows: dict[int, Rows], shards: int) -> list[str]:
     steps, counts = np.unique(rows[SHARD]["step"], return_counts=True)
     found = []
     if len(partial := steps[counts < shards]):
-        found.append(f"shards are missing in step {partial[0]} ({len(partial)} such steps)")
+        found.append(
+            f"shards are missing in step {partial[0]} ({len(partial)} such steps)"
+        )
     for what, present in (("shard", steps), ("step", np.unique(rows[STEP]["step"]))):
         if len(holes := np.flatnonzero(np.diff(present) > 1)):
             before = int(present[holes[0]])
-            found.append(f"no {what} rows between step {before} and step {int(present[holes[0] + 1])}")
+            found.append(
+                f"no {what} rows between step {before} and step {int(present[holes[0] + 1])}"
+            )
     return found
 
 
@@ -213,12 +265,18 @@ def _first_divergence(by_kind: Mapping[int, _Merged]) -> RankDivergence | None:
     for kind, merged in by_kind.items():
         leaders = np.searchsorted(merged.keys, merged.keys)
         wrong = np.flatnonzero(_unequal(merged.rows, merged.rows[leaders], kind))
-        found += [(int(merged.rows["step"][place]), kind, int(merged.keys[place])) for place in wrong[:1]]
+        found += [
+            (int(merged.rows["step"][place]), kind, int(merged.keys[place]))
+            for place in wrong[:1]
+        ]
     if not found:
         return None
     step, kind, key = min(found)
     usual, odd = _sides(by_kind[kind], kind, key)
-    pairs = {kind: _rows_of_both(merged, step, usual, odd) for kind, merged in by_kind.items()}
+    pairs = {
+        kind: _rows_of_both(merged, step, usual, odd)
+        for kind, merged in by_kind.items()
+    }
     return RankDivergence(step, usual, odd, pairs)
 
 
@@ -230,10 +288,16 @@ def _sides(merged: _Merged, kind: int, key: int) -> tuple[int, int]:
     return (other, leader) if 2 * unequal.sum() > len(unequal) else (leader, other)
 
 
-def _rows_of_both(merged: _Merged, step: int, usual: int, odd: int) -> tuple[Rows, Rows]:
+def _rows_of_both(
+    merged: _Merged, step: int, usual: int, odd: int
+) -> tuple[Rows, Rows]:
     at_step = merged.rows["step"] == step
-    one, two = (merged.at(at_step & (merged.origin == origin)) for origin in (usual, odd))
-    _, here, there = np.intersect1d(one.keys, two.keys, assume_unique=True, return_indices=True)
+    one, two = (
+        merged.at(at_step & (merged.origin == origin)) for origin in (usual, odd)
+    )
+    _, here, there = np.intersect1d(
+        one.keys, two.keys, assume_unique=True, return_indices=True
+    )
     return one.rows[here], two.rows[there]
 
 
@@ -247,8 +311,16 @@ class Seal(NamedTuple):
 def read_seals(path: Path) -> list[Seal]:
     """Seals of the ledger file `path`, oldest first; a line that a crash left torn is ignored."""
     seals = path.with_suffix(SEAL_SUFFIX)
-    parts = [line.split() for line in seals.read_text(errors="replace").splitlines()] if seals.is_file() else []
-    return [Seal(part[0], int(part[1])) for part in parts if len(part) == 2 and part[1].isdecimal()]
+    parts = (
+        [line.split() for line in seals.read_text(errors="replace").splitlines()]
+        if seals.is_file()
+        else []
+    )
+    return [
+        Seal(part[0], int(part[1]))
+        for part in parts
+        if len(part) == 2 and part[1].isdecimal()
+    ]
 
 
 def last_seals(run_folder: Path) -> dict[str, Seal]:
@@ -266,7 +338,9 @@ def first_broken(path: Path, seals: list[Seal]) -> tuple[int, int] | None:
     with path.open("rb") as file:
         for seal in seals:
             before = place
-            while place < seal.size and (content := file.read(min(CHUNK, seal.size - place))):
+            while place < seal.size and (
+                content := file.read(min(CHUNK, seal.size - place))
+            ):
                 running.update(content)
                 place += len(content)
             if running.hexdigest() != seal.sha256:

@@ -29,7 +29,9 @@ class ResultDifferences:
     """What differs between two runs, as phrases; empty where nothing does or one of the two lacks the file."""
 
     results: tuple[str, ...]
-    files: tuple[str, ...]  # images, masks and class tables that were altered, are missing or were added in B
+    files: tuple[
+        str, ...
+    ]  # images, masks and class tables that were altered, are missing or were added in B
     sources: tuple[str, ...]  # the same for the code
     missing: tuple[str, ...]  # files that only one of the two has
 
@@ -37,18 +39,33 @@ class ResultDifferences:
     def inputs(self) -> str:
         """A phrase with the changed files and sources; empty when there is none."""
         parts = [("data", self.files), ("code", self.sources)]
-        return "; ".join(f"{what} of B: {listed(changes)}" for what, changes in parts if changes)
+        return "; ".join(
+            f"{what} of B: {listed(changes)}" for what, changes in parts if changes
+        )
 
 
 def compare_results(a: Path, b: Path) -> ResultDifferences:
     """Differences between the files of two run folders. Raises CheckpointError for a file that cannot be read."""
-    both = [name for name in (RESULT, METRICS, INPUTS) if (a / name).is_file() and (b / name).is_file()]
-    only = [f"{name} is in {run} only" for name in (RESULT, INPUTS) for run in _holders(name, a, b)]
+    both = [
+        name
+        for name in (RESULT, METRICS, INPUTS)
+        if (a / name).is_file() and (b / name).is_file()
+    ]
+    only = [
+        f"{name} is in {run} only"
+        for name in (RESULT, INPUTS)
+        for run in _holders(name, a, b)
+    ]
     results = [*_metrics(a, b)] if METRICS in both else []
     results += [*_finals(a, b)] if RESULT in both else []
     read = [read_inputs(folder / INPUTS) for folder in (a, b)] if INPUTS in both else []
-    changed = {part: changes(*(each[part]["files"] for each in read)) if read else [] for part in ("data", "code")}
-    return ResultDifferences(tuple(results), tuple(changed["data"]), tuple(changed["code"]), tuple(only))
+    changed = {
+        part: changes(*(each[part]["files"] for each in read)) if read else []
+        for part in ("data", "code")
+    }
+    return ResultDifferences(
+        tuple(results), tuple(changed["data"]), tuple(changed["code"]), tuple(only)
+    )
 
 
 def _holders(name: str, a: Path, b: Path) -> list[str]:
@@ -63,7 +80,11 @@ def _metrics(a: Path, b: Path) -> Iterator[str]:
         one, two = here[step, kind, precision], there[step, kind, precision]
         if names := _unequal(one, two, NO_METRIC):
             first = "miou" if "miou" in names else names[0]
-            where = f"of the validation at step {step} ({precision})" if precision else f"of step {step} in {METRICS}"
+            where = (
+                f"of the validation at step {step} ({precision})"
+                if precision
+                else f"of step {step} in {METRICS}"
+            )
             yield f"{first} {where} is {one.get(first)} in A and {two.get(first)} in B"
 
 
@@ -72,16 +93,21 @@ def _finals(a: Path, b: Path) -> Iterator[str]:
     if one.get("steps") != two.get("steps"):
         return
     for name in _unequal(one, two, NO_RESULT):
-        if one.get("segpipe") == two.get("segpipe") or (name in one and name in two):  # releases add names
+        if one.get("segpipe") == two.get("segpipe") or (
+            name in one and name in two
+        ):  # releases add names
             yield f"{name} in {RESULT} is {_brief(one, name)} in A and {_brief(two, name)} in B"
 
 
-def _unequal(one: Mapping[str, Any], two: Mapping[str, Any], left_out: Collection[str]) -> list[str]:
+def _unequal(
+    one: Mapping[str, Any], two: Mapping[str, Any], left_out: Collection[str]
+) -> list[str]:
     """Names of unequal values, as JSON has them: NaN equals NaN."""
     return [
         name
         for name in {**one, **two}
-        if name not in left_out and json.dumps(one.get(name)) != json.dumps(two.get(name))
+        if name not in left_out
+        and json.dumps(one.get(name)) != json.dumps(two.get(name))
     ]
 
 
@@ -97,7 +123,9 @@ def _lines(folder: Path) -> dict[tuple[int, str, str], dict[str, Any]]:
         with contextlib.suppress(ValueError, TypeError):
             line = dict(json.loads(text))
             if line.get("kind") in COMPARED and "step" in line:
-                found[int(line["step"]), str(line["kind"]), str(line.get("precision", ""))] = line
+                found[
+                    int(line["step"]), str(line["kind"]), str(line.get("precision", ""))
+                ] = line
     return found
 
 
@@ -105,7 +133,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read as the result of a run ({error!r}). Restore it.") from error
+        raise CheckpointError(
+            f"{path} cannot be read as the result of a run ({error!r}). Restore it."
+        ) from error
 
 
 def read_inputs(path: Path) -> dict[str, Any]:
@@ -115,12 +145,20 @@ def read_inputs(path: Path) -> dict[str, Any]:
         for part in ("data", "code"):
             content[part]["files"].items()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read as the inputs of a run ({error!r}). Restore it.") from error
+        raise CheckpointError(
+            f"{path} cannot be read as the inputs of a run ({error!r}). Restore it."
+        ) from error
     return content
 
 
 def changes(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
     """Phrases such as "a.png was altered": altered files first, then missing and added ones."""
-    altered = [f"{name} was altered" for name in before if name in now and now[name] != before[name]]
+    altered = [
+        f"{name} was altered"
+        for name in before
+        if name in now and now[name] != before[name]
+    ]
     missing = [f"{name} is missing" for name in before if name not in now]
-    return altered + missing + [f"{name} was added" for name in now if name not in before]
+    return (
+        altered + missing + [f"{name} was added" for name in now if name not in before]
+    )

@@ -25,12 +25,28 @@ SEAL_SUFFIX = ".seal"  # of the running hashes beside a ledger file
 MAGIC = b"SEGLEDGR"  # its first byte is no kind of row
 VERSION = 1
 MOST = 1 << 16  # shards, and samples of one
-SHARD, STEP, PART = 1, 2, 3  # kinds of rows: of (step, shard); of a step; single samples or tensors of one field
+SHARD, STEP, PART = (
+    1,
+    2,
+    3,
+)  # kinds of rows: of (step, shard); of a step; single samples or tensors of one field
 
 SAMPLE_FIELDS = ("image", "target")  # one digest per sample, after augmentation
 SHARD_FIELDS = (*SAMPLE_FIELDS, "batch", "logits", "statistics", "loss", "gradient")
-AUDIT_FIELDS = ("decoded_image", "decoded_target")  # one digest per sample, in part rows only
-STEP_FIELDS = ("valid", "gradient", "lr", "scale", "optimizer", "weights", "statistics", "ema")
+AUDIT_FIELDS = (
+    "decoded_image",
+    "decoded_target",
+)  # one digest per sample, in part rows only
+STEP_FIELDS = (
+    "valid",
+    "gradient",
+    "lr",
+    "scale",
+    "optimizer",
+    "weights",
+    "statistics",
+    "ema",
+)
 
 Rows: TypeAlias = NDArray[Any]  # structured, of `row_type`
 _HEAD, _CRC = Struct("<8sIII"), Struct("<I")
@@ -53,9 +69,15 @@ def row_type(samples: int) -> np.dtype[Any]:
         [
             ("kind", "u1"),
             ("field", "u1"),  # part rows: index into `part_fields`
-            ("present", "<u2"),  # shard and step rows: a bit for each field given; part rows: number of digests
+            (
+                "present",
+                "<u2",
+            ),  # shard and step rows: a bit for each field given; part rows: number of digests
             ("shard", "<i4"),  # -1 in rows without a shard
-            ("step", "<i8"),  # the step before a session's first one stands for the state it starts from
+            (
+                "step",
+                "<i8",
+            ),  # the step before a session's first one stands for the state it starts from
             ("part", "<i4"),  # part rows: index among the rows of its field
             ("epoch", "<i4", (samples,)),
             ("sample", "<i4", (samples,)),
@@ -92,7 +114,9 @@ def row_keys(rows: Rows) -> NDArray[np.int64]:
     """
     step, shard = rows["step"].astype(np.int64), rows["shard"].astype(np.int64)
     field_number = np.where(rows["kind"] == PART, rows["field"], 0).astype(np.int64)
-    keys: NDArray[np.int64] = (step + 1) << 36 | (shard + 1) << 19 | field_number << 14 | rows["part"]
+    keys: NDArray[np.int64] = (
+        (step + 1) << 36 | (shard + 1) << 19 | field_number << 14 | rows["part"]
+    )
     return keys
 
 
@@ -105,7 +129,9 @@ def differing(a: Rows, b: Rows, kind: int) -> dict[str, NDArray[np.bool_]]:
         return {"part": (a["digest"] != b["digest"]).any(axis=1)}
     found = {}
     if kind == SHARD:
-        found["order"] = ((a["sample"] != b["sample"]) | (a["epoch"] != b["epoch"])).any(axis=1)
+        found["order"] = (
+            (a["sample"] != b["sample"]) | (a["epoch"] != b["epoch"])
+        ).any(axis=1)
     both = a["present"] & b["present"]
     for number, (name, slot) in enumerate(slots(kind, a["sample"].shape[1]).items()):
         unequal = (a["digest"][:, slot] != b["digest"][:, slot]).any(axis=1)
@@ -119,9 +145,15 @@ def lacking(a: Rows, b: Rows, kind: int) -> list[str]:
     return [name for number, name in enumerate(fields_of(kind)) if gone >> number & 1]
 
 
-def mapping_differences(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+def mapping_differences(
+    a: dict[str, Any], b: dict[str, Any]
+) -> dict[str, tuple[Any, Any]]:
     """Entries that differ, as name -> (value in a, value in b); None stands for a missing one."""
-    return {name: (a.get(name), b.get(name)) for name in {**a, **b} if a.get(name) != b.get(name)}
+    return {
+        name: (a.get(name), b.get(name))
+        for name in {**a, **b}
+        if a.get(name) != b.get(name)
+    }
 
 
 @dataclass(frozen=True)
@@ -136,8 +168,12 @@ class SessionHeader:
     config_hash: str
     fingerprint: dict[str, Any]
     level: int = 0  # 1: with part rows
-    parts: dict[str, list[str]] = field(default_factory=dict)  # field -> names of the tensors of its part rows
-    sample_names: list[str] = field(default_factory=list)  # by sample index; empty where unknown
+    parts: dict[str, list[str]] = field(
+        default_factory=dict
+    )  # field -> names of the tensors of its part rows
+    sample_names: list[str] = field(
+        default_factory=list
+    )  # by sample index; empty where unknown
     inputs: str = ""  # SHA-256 of inputs.json
 
     @property
@@ -160,7 +196,10 @@ def seal(rows: Rows) -> bytes:
 def _checksums(raw: bytes, start: int, count: int, size: int) -> list[int]:
     """CRC-32 of `count` rows, each without its last four bytes."""
     view = memoryview(raw)
-    return [zlib.crc32(view[place : place + size - 4]) for place in range(start, start + count * size, size)]
+    return [
+        zlib.crc32(view[place : place + size - 4])
+        for place in range(start, start + count * size, size)
+    ]
 
 
 def encode(header: SessionHeader) -> bytes:
@@ -191,7 +230,9 @@ def read_file(path: Path) -> LedgerFile:
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}. Check its permissions.") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror}. Check its permissions."
+        ) from error
     return parse(raw, path)
 
 
@@ -211,18 +252,26 @@ def parse(raw: bytes, path: Path) -> LedgerFile:
 def _decode(path: Path, raw: bytes, place: int) -> tuple[SessionHeader, int] | None:
     """The header at `place` and where it ends; None when it is torn."""
     head = raw[place : place + _HEAD.size]
-    if not any(head) and not raw[place:].strip(b"\0"):  # empty, or a power cut before the content reached the disk
+    if not any(head) and not raw[place:].strip(
+        b"\0"
+    ):  # empty, or a power cut before the content reached the disk
         return None
     if not head.startswith(MAGIC[: len(head)]):
-        raise CheckpointError(f"{path} is no ledger: it starts with {head[:8]!r}. Give the folder of a run.")
+        raise CheckpointError(
+            f"{path} is no ledger: it starts with {head[:8]!r}. Give the folder of a run."
+        )
     if len(head) < _HEAD.size:
         return None
     _, version, length, checksum = _HEAD.unpack(head)
-    altered = CheckpointError(f"{path}: the header at byte {place} was altered after it was written. Restore the file.")
+    altered = CheckpointError(
+        f"{path}: the header at byte {place} was altered after it was written. Restore the file."
+    )
     if checksum != zlib.crc32(head[: _HEAD_START.size]):
         raise altered
     if version != VERSION:
-        raise CheckpointError(f"{path} has version {version}, but version {VERSION} was needed. Use that segpipe.")
+        raise CheckpointError(
+            f"{path} has version {version}, but version {VERSION} was needed. Use that segpipe."
+        )
     end = place + _HEAD.size + length
     if end + _CRC.size > len(raw):
         return None
@@ -241,21 +290,38 @@ def _decode(path: Path, raw: bytes, place: int) -> tuple[SessionHeader, int] | N
     return header, end + _CRC.size
 
 
-def _rows(path: Path, raw: bytes, start: int, header: SessionHeader) -> tuple[Rows, int]:
+def _rows(
+    path: Path, raw: bytes, start: int, header: SessionHeader
+) -> tuple[Rows, int]:
     """The sound rows from `start` to the next header, and where they end."""
     layout = row_type(header.samples_per_shard)
     size = layout.itemsize
     count = (len(raw) - start) // size
-    first_bytes = np.frombuffer(raw, np.uint8, count * size, start).reshape(count, size)[:, 0]
-    starts = [int(number) for number in np.flatnonzero(first_bytes == MAGIC[0])] + [count]
-    num = next((number for number in starts if raw.startswith(MAGIC, start + number * size)), count)
+    first_bytes = np.frombuffer(raw, np.uint8, count * size, start).reshape(
+        count, size
+    )[:, 0]
+    starts = [int(number) for number in np.flatnonzero(first_bytes == MAGIC[0])] + [
+        count
+    ]
+    num = next(
+        (number for number in starts if raw.startswith(MAGIC, start + number * size)),
+        count,
+    )
     rows = np.frombuffer(raw, layout, num, start)
-    bad = np.flatnonzero(rows["crc"] != np.array(_checksums(raw, start, num, size), np.uint32))
+    bad = np.flatnonzero(
+        rows["crc"] != np.array(_checksums(raw, start, num, size), np.uint32)
+    )
     sound = int(bad[0]) if len(bad) else num
     end = start + sound * size
-    followed = len(bad) > 0 and raw.startswith(MAGIC, start + num * size)  # a new session drops a torn tail before it
+    followed = len(bad) > 0 and raw.startswith(
+        MAGIC, start + num * size
+    )  # a new session drops a torn tail before it
     if not raw.startswith(MAGIC, end) and (followed or _holds_row(raw, end, size)):
-        last = f"after step {rows['step'][sound - 1]}, shard {rows['shard'][sound - 1]}" if sound else "the first"
+        last = (
+            f"after step {rows['step'][sound - 1]}, shard {rows['shard'][sound - 1]}"
+            if sound
+            else "the first"
+        )
         raise CheckpointError(
             f"{path}: row {sound} of session {header.session} ({last}) was altered after it was written: its checksum "
             f"is wrong. Restore the file; the files of other ranks are not affected."
@@ -265,10 +331,13 @@ def _rows(path: Path, raw: bytes, start: int, header: SessionHeader) -> tuple[Ro
 
 def _holds_row(raw: bytes, start: int, size: int) -> bool:
     """Whether a sound row begins at any byte from `start`, also one shifted by lost bytes."""
-    tail = np.frombuffer(raw, np.uint8, offset=start)[: max(len(raw) - start - size + 1, 0)]
+    tail = np.frombuffer(raw, np.uint8, offset=start)[
+        : max(len(raw) - start - size + 1, 0)
+    ]
     view = memoryview(raw)
     kinds = np.flatnonzero((tail >= SHARD) & (tail <= PART))
     return any(
-        zlib.crc32(view[place : place + size - 4]) == _CRC.unpack_from(raw, place + size - 4)[0]
+        zlib.crc32(view[place : place + size - 4])
+        == _CRC.unpack_from(raw, place + size - 4)[0]
         for place in (start + int(number) for number in kinds)
     )

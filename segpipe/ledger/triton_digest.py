@@ -29,10 +29,18 @@ def _mixed_indices(indices):
 def _add_to_blocks(addresses, pieces, sums, chunk: tl.constexpr):
     """Adds what the words of one piece make to the sum of their block; integers, so the order does not matter."""
     at = pieces + tl.program_id(0).to(tl.int64) * 5
-    part, start, count, index, block = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+    part, start, count, index, block = (
+        tl.load(at),
+        tl.load(at + 1),
+        tl.load(at + 2),
+        tl.load(at + 3),
+        tl.load(at + 4),
+    )
     lane = tl.arange(0, chunk)
     words = tl.load(addresses + part).to(tl.pointer_type(tl.uint64)) + start + lane
-    mixed = _mix64(tl.load(words, mask=lane < count, other=0) ^ _mixed_indices(index + lane))
+    mixed = _mix64(
+        tl.load(words, mask=lane < count, other=0) ^ _mixed_indices(index + lane)
+    )
     total = tl.sum(tl.where(lane < count, mixed, tl.zeros_like(mixed)), 0)
     tl.atomic_add(sums + block, total.to(tl.int64, bitcast=True))
 
@@ -45,13 +53,17 @@ def _join_blocks(sums, edges, digests, chunk: tl.constexpr):
     total = tl.zeros((chunk,), tl.uint64)
     for place in range(first, end, chunk):
         block = place + tl.arange(0, chunk)
-        found = tl.load(sums + block, mask=block < end, other=0).to(tl.uint64, bitcast=True)
+        found = tl.load(sums + block, mask=block < end, other=0).to(
+            tl.uint64, bitcast=True
+        )
         mixed = _mix64(found ^ _mixed_indices(block - first))
         total += tl.where(block < end, mixed, tl.zeros_like(mixed))
     tl.store(digests + group, tl.sum(total, 0).to(tl.int64, bitcast=True))
 
 
-def digests(parts: Sequence[Tensor], lengths: tuple[int, ...], ends: tuple[int, ...], block: int) -> Tensor:
+def digests(
+    parts: Sequence[Tensor], lengths: tuple[int, ...], ends: tuple[int, ...], block: int
+) -> Tensor:
     """Digest of each group of consecutive `parts`, int64 (n,), on their device; the host does not wait.
 
     Every part holds `lengths` words, consecutive in memory, at a multiple of 8 bytes. Group g ends before part
@@ -61,7 +73,9 @@ def digests(parts: Sequence[Tensor], lengths: tuple[int, ...], ends: tuple[int, 
     pieces, edges, num_blocks = _pieces(lengths, ends, block, device)
     sums = torch.zeros(num_blocks, dtype=torch.int64, device=device)
     if len(pieces):
-        addresses = _uploaded(np.array([part.data_ptr() for part in parts], np.int64), device)
+        addresses = _uploaded(
+            np.array([part.data_ptr() for part in parts], np.int64), device
+        )
         _add_to_blocks[(len(pieces),)](addresses, pieces, sums, chunk=CHUNK)
     found = torch.empty(len(ends), dtype=torch.int64, device=device)
     _join_blocks[(len(ends),)](sums, edges, found, chunk=64)
@@ -81,15 +95,25 @@ def _pieces(
             done = 0
             while done < lengths[part]:
                 count = min(CHUNK, lengths[part] - done, block - place % block)
-                rows.append((part, done, count, place % block, edges[-1] + place // block))
+                rows.append(
+                    (part, done, count, place % block, edges[-1] + place // block)
+                )
                 done, place = done + count, place + count
         edges.append(edges[-1] - (-place // block))
         start = end
     pieces = np.array(rows, np.int64).reshape(-1, 5)
-    return _uploaded(pieces, device), _uploaded(np.array(edges, np.int64), device), edges[-1]
+    return (
+        _uploaded(pieces, device),
+        _uploaded(np.array(edges, np.int64), device),
+        edges[-1],
+    )
 
 
 def _uploaded(array: np.ndarray, device: torch.device) -> Tensor:
     """A copy on the device, from memory that the host need not wait for."""
     tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return (
+        tensor.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else tensor
+    )

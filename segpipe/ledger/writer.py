@@ -77,7 +77,9 @@ def session_header(
         level=int(parts is not None),
         parts={name: list(values) for name, values in (parts or {}).items()},
         sample_names=list(sample_names),
-        inputs=hashlib.sha256(inputs.read_bytes()).hexdigest() if inputs.is_file() else "",
+        inputs=hashlib.sha256(inputs.read_bytes()).hexdigest()
+        if inputs.is_file()
+        else "",
     )
 
 
@@ -86,7 +88,9 @@ def next_session(run_folder: Path) -> int:
 
     Raises CheckpointError for a file that is no ledger, or was altered.
     """
-    sessions = (found for path in ledger_files(run_folder) for found in read_file(path).sessions)
+    sessions = (
+        found for path in ledger_files(run_folder) for found in read_file(path).sessions
+    )
     return max((found.header.session + 1 for found in sessions), default=0)
 
 
@@ -95,7 +99,11 @@ class RunningHash:
 
     def __init__(self, path: Path) -> None:
         """Of `path` as it is now, or of nothing when it does not exist."""
-        self._seals, self._hash, self._size = path.with_suffix(SEAL_SUFFIX), hashlib.sha256(), 0
+        self._seals, self._hash, self._size = (
+            path.with_suffix(SEAL_SUFFIX),
+            hashlib.sha256(),
+            0,
+        )
         if path.exists():
             with path.open("rb") as file:
                 while content := file.read(CHUNK):
@@ -129,7 +137,9 @@ class LedgerWriter:
         self._width: int = self._type["digest"].shape[0]
         self._rows: list[Rows] = []
         self._num_rows = 0
-        self._values: list[tuple[int, Tensor | int]] = []  # index among the digests of all pending rows
+        self._values: list[
+            tuple[int, Tensor | int]
+        ] = []  # index among the digests of all pending rows
         sound = read_file(path).sound if path.exists() else 0
         with _disk(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,7 +173,9 @@ class LedgerWriter:
         """
         self._fill(self._new(STEP, 1, step, -1), STEP, digests)
 
-    def part_rows(self, step: int, shard: int | None, name: str, digests: Tensor) -> None:
+    def part_rows(
+        self, step: int, shard: int | None, name: str, digests: Tensor
+    ) -> None:
         """Digests int64 (n,) of the samples or tensors of one field of a shard, or of a step (shard None)."""
         shard = -1 if shard is None else shard
         number, count = part_fields(shard).index(name), digests.numel()
@@ -187,7 +199,9 @@ class LedgerWriter:
             self._rows, self._values, self._num_rows = [], [], 0
             self._append(seal(rows))
         if sync:
-            with _disk(self.path):  # not tried again: after a failed sync, Linux forgets which pages are not written
+            with _disk(
+                self.path
+            ):  # not tried again: after a failed sync, Linux forgets which pages are not written
                 os.fsync(self._file)
                 self._hash.seal()
 
@@ -212,7 +226,9 @@ class LedgerWriter:
         places, names = slots(kind, self._samples), fields_of(kind)
         for name, value in digests.items():
             row["present"] |= np.uint16(1 << names.index(name))
-            self._values.append(((self._num_rows - 1) * self._width + places[name].start, value))
+            self._values.append(
+                ((self._num_rows - 1) * self._width + places[name].start, value)
+            )
 
     def _append(self, content: bytes) -> None:
         with _disk(self.path):
@@ -232,14 +248,18 @@ def _integers(values: Tensor | Sequence[int]) -> list[int]:
     return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
-def _on_host(values: list[tuple[int, Tensor | int]]) -> Iterator[tuple[int, NDArray[np.uint64]]]:
+def _on_host(
+    values: list[tuple[int, Tensor | int]],
+) -> Iterator[tuple[int, NDArray[np.uint64]]]:
     """The values as arrays, with one copy for each device."""
     devices: dict[Any, list[tuple[int, Tensor]]] = {}
     for start, value in values:
         if isinstance(value, int):
             yield start, np.array([value & (1 << 64) - 1], np.uint64)
         else:
-            devices.setdefault(value.device, []).append((start, value.detach().reshape(-1)))
+            devices.setdefault(value.device, []).append(
+                (start, value.detach().reshape(-1))
+            )
     for members in devices.values():
         import torch  # here, so that reading a ledger does not load it
 

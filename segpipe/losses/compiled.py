@@ -95,8 +95,13 @@ def classes_and_counts(head: ClassHead) -> tuple[Tensor, Tensor]:
 
 def _span(first: tuple[int, ...], num_in: int) -> int:
     """Most columns of the logits that a task touches."""
-    lasts = (min(start + WIDTH, len(first)) - 1 for start in range(0, len(first), WIDTH))
-    return max(min(first[last] + 1, num_in - 1) - first[last // WIDTH * WIDTH] + 1 for last in lasts)
+    lasts = (
+        min(start + WIDTH, len(first)) - 1 for start in range(0, len(first), WIDTH)
+    )
+    return max(
+        min(first[last] + 1, num_in - 1) - first[last // WIDTH * WIDTH] + 1
+        for last in lasts
+    )
 
 
 def _given(head: ClassHead, **others: Any) -> _Pass:
@@ -117,7 +122,13 @@ def _given(head: ClassHead, **others: Any) -> _Pass:
             tensors[name] = value.data_ptr()
     batch, classes, rows_in, cols_in = head.logits.shape
     assert head.logits.dtype == torch.float32
-    shape = dict(zip(NUMBERS, (batch, classes, rows_in, cols_in, *head.target.shape[1:]), strict=False))
+    shape = dict(
+        zip(
+            NUMBERS,
+            (batch, classes, rows_in, cols_in, *head.target.shape[1:]),
+            strict=False,
+        )
+    )
     return _Pass(**tensors, **shape, ignore_index=head.ignore_index)
 
 

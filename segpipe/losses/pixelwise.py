@@ -68,7 +68,9 @@ def kth_largest(values: Tensor, k: Tensor) -> Tensor:
     return answer.view(torch.float32)
 
 
-def ohem_kept(losses: Tensor, valid: Tensor, *, threshold: float, min_kept: float) -> tuple[Tensor, Tensor]:
+def ohem_kept(
+    losses: Tensor, valid: Tensor, *, threshold: float, min_kept: float
+) -> tuple[Tensor, Tensor]:
     """Which pixels are hard, and the number of valid pixels per hard one.
 
     A pixel is hard when its loss exceeds `-log(threshold)`. When fewer than `min_kept` (a fraction of the shard's
@@ -86,11 +88,15 @@ def ohem_kept(losses: Tensor, valid: Tensor, *, threshold: float, min_kept: floa
     if fewest > 0 and not enough:
         count = torch.full((), fewest, device=losses.device)
         cut = torch.minimum(cut, kth_largest(detached, count))
-    kept = valid & ~(detached < cut)  # NaN counts as hard, so that it reaches the sum and is noticed
+    kept = valid & ~(
+        detached < cut
+    )  # NaN counts as hard, so that it reaches the sum and is noticed
     return kept, valid.sum() / kept.sum().clamp_min(1)
 
 
-def ohem_sum(losses: Tensor, valid: Tensor, *, threshold: float, min_kept: float) -> Tensor:
+def ohem_sum(
+    losses: Tensor, valid: Tensor, *, threshold: float, min_kept: float
+) -> Tensor:
     """Mean loss of the hard pixels (`ohem_kept`) times the number of valid pixels, 0-d."""
     kept, ratio = ohem_kept(losses, valid, threshold=threshold, min_kept=min_kept)
     return torch.where(kept, losses, 0.0).sum() * ratio
@@ -106,8 +112,12 @@ def dice_sum(logits: Tensor, target: Tensor, *, ignore_index: int) -> Tensor:
     sums of arXiv:1707.03237 in the denominator.
     """
     valid = (target != ignore_index).unsqueeze(1)
-    probability = logits.softmax(1) * valid.float()  # on a CPU, torch.where takes ten times as long
-    classes = torch.arange(logits.shape[1], device=target.device, dtype=target.dtype).view(1, -1, 1, 1)
+    probability = (
+        logits.softmax(1) * valid.float()
+    )  # on a CPU, torch.where takes ten times as long
+    classes = torch.arange(
+        logits.shape[1], device=target.device, dtype=target.dtype
+    ).view(1, -1, 1, 1)
     one_hot = (target.unsqueeze(1) == classes).float()
     common = (probability * one_hot).sum((0, 2, 3))
     size = one_hot.sum((0, 2, 3))
@@ -130,7 +140,9 @@ def boundary_target(target: Tensor, *, width: int = 2, ignore_index: int) -> Ten
     labels = target.unsqueeze(1).float()
     ignored = labels == ignore_index
     window = 2 * width + 1
-    highest = F.max_pool2d(labels.masked_fill(ignored, -1.0), window, stride=1, padding=width)
+    highest = F.max_pool2d(
+        labels.masked_fill(ignored, -1.0), window, stride=1, padding=width
+    )
     lowest = -F.max_pool2d(-labels, window, stride=1, padding=width)
     return ((highest > lowest) & ~ignored).float()
 
@@ -150,5 +162,7 @@ def boundary_sum(logits: Tensor, edge: Tensor, valid: Tensor) -> Tensor:
     mask = valid.unsqueeze(1)
     inside, outside = boundary_weights(edge, valid)
     weight = torch.where(edge > 0.5, inside, outside)
-    losses = F.binary_cross_entropy_with_logits(logits.float(), edge, weight=weight, reduction="none")
+    losses = F.binary_cross_entropy_with_logits(
+        logits.float(), edge, weight=weight, reduction="none"
+    )
     return torch.where(mask, losses, 0.0).sum()

@@ -43,7 +43,11 @@ class ClassHead:
 
     def class_weights(self) -> Tensor:
         """The weights, or ones; (C,)."""
-        return self.logits.new_ones(self.logits.shape[1]) if self.weights is None else self.weights
+        return (
+            self.logits.new_ones(self.logits.shape[1])
+            if self.weights is None
+            else self.weights
+        )
 
 
 @dataclass(frozen=True)
@@ -75,14 +79,20 @@ def evaluate(
     logits, rows, columns = head.logits, head.rows.matrix, head.columns.matrix
     losses = logits.new_empty(head.target.shape)
     total = torch.zeros_like(logits) if gradient else None
-    found = torch.zeros(3, logits.shape[1], dtype=torch.float64, device=logits.device) if sums else None
+    found = (
+        torch.zeros(3, logits.shape[1], dtype=torch.float64, device=logits.device)
+        if sums
+        else None
+    )
     for part, read, upsampled in _strips(head):
         strip = _Strip(head, head.target[:, part], upsampled)
         losses[:, part] = strip.losses()
         if found is not None:
             found += strip.sums()
         if total is not None:
-            share = strip.gradient(None if factors is None else factors[:, part], slopes)
+            share = strip.gradient(
+                None if factors is None else factors[:, part], slopes
+            )
             total[:, :, read] += (rows[part, read].t() @ share) @ columns
     return LossPass(losses, total, found)
 
@@ -97,7 +107,12 @@ def classes(head: ClassHead) -> Tensor:
 
 def _strips(head: ClassHead) -> Iterator[tuple[slice, slice, Tensor]]:
     """Strips of the output: their rows, the rows of the logits that they read, and their logits (B, C, n, W)."""
-    logits, rows, columns, first = head.logits, head.rows.matrix, head.columns.matrix, head.rows.first
+    logits, rows, columns, first = (
+        head.logits,
+        head.rows.matrix,
+        head.columns.matrix,
+        head.rows.first,
+    )
     elements = STRIP if logits.device.type == "cpu" else DEVICE_STRIP
     depth = max(1, elements // (logits.shape[0] * logits.shape[1] * len(columns)))
     for start in range(0, len(rows), depth):
@@ -115,36 +130,52 @@ class _Strip:
         self.log_probability = logits.log_softmax(1)
         weights = head.class_weights()
         self.weights = weights
-        self.target_share = (1 - head.smoothing) * torch.where(self.valid, weights[self.ids.squeeze(1)], 0.0)
+        self.target_share = (1 - head.smoothing) * torch.where(
+            self.valid, weights[self.ids.squeeze(1)], 0.0
+        )
         self.even_share = head.smoothing / len(weights)
 
     def losses(self) -> Tensor:
         found = -self.log_probability.gather(1, self.ids).squeeze(1) * self.target_share
         if self.even_share:
-            found -= self.even_share * torch.einsum("bcyx,c->byx", self.log_probability, self.weights)
+            found -= self.even_share * torch.einsum(
+                "bcyx,c->byx", self.log_probability, self.weights
+            )
         return torch.where(self.valid, found, 0.0)
 
     def _at_target(self) -> Tensor:
         """1 at the class of each pixel, also of ignored ones, else 0."""
-        classes = torch.arange(len(self.weights), device=self.ids.device).view(1, -1, 1, 1)
+        classes = torch.arange(len(self.weights), device=self.ids.device).view(
+            1, -1, 1, 1
+        )
         return (self.ids == classes).to(self.log_probability.dtype)
 
     def sums(self) -> Tensor:
-        probability, one_hot = self.log_probability.exp(), self._at_target() * self.valid.unsqueeze(1)
+        probability, one_hot = (
+            self.log_probability.exp(),
+            self._at_target() * self.valid.unsqueeze(1),
+        )
         found = (probability * one_hot, probability * self.valid.unsqueeze(1), one_hot)
         return torch.stack([each.sum((0, 2, 3), dtype=torch.float64) for each in found])
 
-    def gradient(self, factors: Tensor | None, slopes: tuple[Tensor, Tensor] | None) -> Tensor:
+    def gradient(
+        self, factors: Tensor | None, slopes: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
         """By the strip's logits; uses up the log probabilities."""
         one_hot, probability = self._at_target(), self.log_probability.exp_()
-        on_target, even = self.target_share, self.even_share * self.valid.to(probability.dtype)
+        on_target, even = (
+            self.target_share,
+            self.even_share * self.valid.to(probability.dtype),
+        )
         if factors is not None:
             on_target, even = on_target * factors, even * factors
         along = on_target + even * self.weights.sum()  # of the probability itself
         if slopes is None:
             found = probability * along.unsqueeze(1)
         else:
-            by_class = slopes[0].view(1, -1, 1, 1) + one_hot * slopes[1].view(1, -1, 1, 1)
+            by_class = slopes[0].view(1, -1, 1, 1) + one_hot * slopes[1].view(
+                1, -1, 1, 1
+            )
             by_class = by_class * self.valid.unsqueeze(1)
             mean = (probability * by_class).sum(1)
             found = probability * (by_class + (along - mean).unsqueeze(1))

@@ -14,7 +14,14 @@ from segpipe import IGNORE_INDEX, plugins
 from segpipe.errors import ConfigError
 from segpipe.losses import compiled, strips
 from segpipe.losses.fused import Evaluate, Terms, class_loss
-from segpipe.losses.pixelwise import boundary_sum, boundary_target, boundary_weights, dice_sum, ohem_sum, pixel_losses
+from segpipe.losses.pixelwise import (
+    boundary_sum,
+    boundary_target,
+    boundary_weights,
+    dice_sum,
+    ohem_sum,
+    pixel_losses,
+)
 from segpipe.losses.strips import ClassHead
 from segpipe.models.resize import bilinear, bilinear_axes, bilinear_matmul
 
@@ -61,13 +68,21 @@ def backend(config: LossConfig, device_type: str) -> str:
 
     Plug-ins take logits at full resolution, so theirs is plain.
     """
-    return "plain" if plugins.is_path(config.name) else resolved(config.backend, device_type)
+    return (
+        "plain"
+        if plugins.is_path(config.name)
+        else resolved(config.backend, device_type)
+    )
 
 
 def resolved(name: str, device_type: str) -> str:
     """`loss.backend`, or what `auto` stands for on a device. Raises ConfigError for one that cannot run there."""
     fastest = {"cpu": "native", "cuda": "triton"}.get(device_type, "torch")
-    missing = find_spec("triton") is None if fastest == "triton" else compiled.library() is None
+    missing = (
+        find_spec("triton") is None
+        if fastest == "triton"
+        else compiled.library() is None
+    )
     if name == "auto":
         return "torch" if missing else fastest
     if name in NEEDS and (missing or name != fastest):
@@ -79,7 +94,9 @@ def resolved(name: str, device_type: str) -> str:
 
 def _evaluate(name: str) -> Evaluate:
     if name == "triton":
-        from segpipe.losses import triton_pass  # seconds to import, and not installed everywhere
+        from segpipe.losses import (
+            triton_pass,
+        )  # seconds to import, and not installed everywhere
 
         return triton_pass.evaluate
     return compiled.evaluate if name == "native" else strips.evaluate
@@ -98,7 +115,11 @@ class _Heads:
         align_corners: bool,
     ) -> None:
         self.heads, self.target, self.config = heads, target, config
-        self.class_weights, self.scale, self.align_corners = class_weights, scale, align_corners
+        self.class_weights, self.scale, self.align_corners = (
+            class_weights,
+            scale,
+            align_corners,
+        )
 
     def stride(self, name: str) -> int:
         return self.config.stride if name == "main" else self.config.aux_stride
@@ -117,7 +138,12 @@ class _Heads:
         """Where the boundary head is sure of an edge, bool (B, H, W); None if that is no part of this head's loss."""
         if name != "main" or "boundary" not in self.heads:
             return None
-        logits = _at_target(self.heads["boundary"].detach(), self.target, self.stride(name), self.align_corners)
+        logits = _at_target(
+            self.heads["boundary"].detach(),
+            self.target,
+            self.stride(name),
+            self.align_corners,
+        )
         return torch.sigmoid(logits).squeeze(1) > EDGE_CONFIDENCE
 
 
@@ -141,7 +167,9 @@ class _Plain(_Heads):
         config, strided, weight = self.config, self.strided(name), self.weight(name)
         resized = _at_target(logits, self.target, self.stride(name), self.align_corners)
         losses = resized
-        if "boundary" in self.heads or not plugins.is_path(config.name):  # the part `edge` is of cross-entropy
+        if "boundary" in self.heads or not plugins.is_path(
+            config.name
+        ):  # the part `edge` is of cross-entropy
             losses = pixel_losses(
                 resized,
                 strided,
@@ -149,12 +177,22 @@ class _Plain(_Heads):
                 ignore_index=IGNORE_INDEX,
                 label_smoothing=config.label_smoothing,
             )
-        parts = {name: weight * _class_sum(losses, resized, strided, self.class_weights, config)}
+        parts = {
+            name: weight
+            * _class_sum(losses, resized, strided, self.class_weights, config)
+        }
         if name == "main" and config.dice_weight:
-            parts["dice"] = config.dice_weight * weight * dice_sum(resized, strided, ignore_index=IGNORE_INDEX)
+            parts["dice"] = (
+                config.dice_weight
+                * weight
+                * dice_sum(resized, strided, ignore_index=IGNORE_INDEX)
+            )
         sure = self.sure_edges(name)
         if sure is not None:
-            parts["edge"] = weight * torch.where(sure & (strided != IGNORE_INDEX), losses, 0.0).sum()
+            parts["edge"] = (
+                weight
+                * torch.where(sure & (strided != IGNORE_INDEX), losses, 0.0).sum()
+            )
         return parts
 
 
@@ -184,30 +222,60 @@ class _Fused(_Heads):
         edges = boundary_target(self.target, ignore_index=IGNORE_INDEX)
         inside, outside = boundary_weights(edges, valid)
         ids = torch.where(valid, edges.squeeze(1).to(torch.uint8), IGNORE_INDEX)
-        head = self._head(torch.cat([torch.zeros_like(logits), logits], 1), ids, 1, torch.stack([outside, inside]))
-        total, own = class_loss(head, Terms(), self.config.boundary_weight * self.scale, self.evaluate)
+        head = self._head(
+            torch.cat([torch.zeros_like(logits), logits], 1),
+            ids,
+            1,
+            torch.stack([outside, inside]),
+        )
+        total, own = class_loss(
+            head, Terms(), self.config.boundary_weight * self.scale, self.evaluate
+        )
         return total, {"boundary": own["class"]}
 
-    def _class_head(self, name: str, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _class_head(
+        self, name: str, logits: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config
         terms = Terms(
-            ohem=(config.ohem_threshold, config.ohem_min_kept) if config.name == "ohem" else None,
+            ohem=(config.ohem_threshold, config.ohem_min_kept)
+            if config.name == "ohem"
+            else None,
             dice_weight=config.dice_weight if name == "main" else 0.0,
             sure=self.sure_edges(name),
         )
-        head = self._head(logits, self.strided(name), self.stride(name), self.class_weights, config.label_smoothing)
+        head = self._head(
+            logits,
+            self.strided(name),
+            self.stride(name),
+            self.class_weights,
+            config.label_smoothing,
+        )
         total, own = class_loss(head, terms, self.weight(name), self.evaluate)
-        return total, {name if part == "class" else part: value for part, value in own.items()}
+        return total, {
+            name if part == "class" else part: value for part, value in own.items()
+        }
 
     def _head(
-        self, logits: Tensor, seen: Tensor, stride: int, weights: Tensor | None, smoothing: float = 0.0
+        self,
+        logits: Tensor,
+        seen: Tensor,
+        stride: int,
+        weights: Tensor | None,
+        smoothing: float = 0.0,
     ) -> ClassHead:
         size, wide = (self.target.shape[1], self.target.shape[2]), logits.float()
-        rows, columns = bilinear_axes(wide, size, align_corners=self.align_corners, stride=stride)
-        return ClassHead(wide, seen.contiguous(), rows, columns, IGNORE_INDEX, weights, smoothing)
+        rows, columns = bilinear_axes(
+            wide, size, align_corners=self.align_corners, stride=stride
+        )
+        return ClassHead(
+            wide, seen.contiguous(), rows, columns, IGNORE_INDEX, weights, smoothing
+        )
 
 
-def _at_target(logits: Tensor, target: Tensor, stride: int, align_corners: bool) -> Tensor:
+def _at_target(
+    logits: Tensor, target: Tensor, stride: int, align_corners: bool
+) -> Tensor:
     """Logits in fp32 at the size of the target, of which every `stride`-th row and column is computed.
 
     Resizing to fewer pixels instead would shift them by up to stride / 2 against the target with align_corners: at
@@ -216,17 +284,35 @@ def _at_target(logits: Tensor, target: Tensor, stride: int, align_corners: bool)
     size = (target.shape[-2], target.shape[-1])
     if stride == 1:
         return bilinear(logits.float(), size, align_corners=align_corners)
-    return bilinear_matmul(logits.float(), size, align_corners=align_corners, stride=stride)
+    return bilinear_matmul(
+        logits.float(), size, align_corners=align_corners, stride=stride
+    )
 
 
 def _class_sum(
-    losses: Tensor, logits: Tensor, target: Tensor, class_weights: Tensor | None, config: LossConfig
+    losses: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    class_weights: Tensor | None,
+    config: LossConfig,
 ) -> Tensor:
     if plugins.is_path(config.name):
-        return plugin_sum(config.name, config.args, logits, target, class_weights, ignore_index=IGNORE_INDEX)
+        return plugin_sum(
+            config.name,
+            config.args,
+            logits,
+            target,
+            class_weights,
+            ignore_index=IGNORE_INDEX,
+        )
     if config.name == "ohem":
         valid = target != IGNORE_INDEX
-        return ohem_sum(losses, valid, threshold=config.ohem_threshold, min_kept=config.ohem_min_kept)
+        return ohem_sum(
+            losses,
+            valid,
+            threshold=config.ohem_threshold,
+            min_kept=config.ohem_min_kept,
+        )
     return losses.sum()
 
 
@@ -247,20 +333,34 @@ def plugin_sum(
     Shapes: logits float32 (B, C, H, W), target uint8 (B, H, W), class_weights (C,).
     """
     weights = {} if class_weights is None else {"class_weights": class_weights}
-    found = _loss(name)(logits, target.long(), ignore_index=ignore_index, **weights, **args)
-    if not isinstance(found, Tensor) or found.dtype != torch.float32 or found.shape not in ((), target.shape):
-        what = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+    found = _loss(name)(
+        logits, target.long(), ignore_index=ignore_index, **weights, **args
+    )
+    if (
+        not isinstance(found, Tensor)
+        or found.dtype != torch.float32
+        or found.shape not in ((), target.shape)
+    ):
+        what = (
+            f"{found.dtype} {tuple(found.shape)}"
+            if isinstance(found, Tensor)
+            else f"a {type(found).__name__}"
+        )
         raise ConfigError(
             f"{KEY} = {name} returned {what} for logits of {tuple(logits.shape)}, but the float32 loss of each pixel, "
             f"{tuple(target.shape)}, or their sum, (), was needed."
         )
-    return torch.where(target != ignore_index, found, 0.0).sum() if found.ndim else found
+    return (
+        torch.where(target != ignore_index, found, 0.0).sum() if found.ndim else found
+    )
 
 
 def check_call(name: str, args: Mapping[str, Any], *, weighted: bool) -> None:
     """Raise ConfigError unless the function can be imported and called with `args`. Calls nothing."""
     weights = {"class_weights": None} if weighted else {}
-    plugins.check_arguments(KEY, name, _loss(name), args, "logits", "target", ignore_index=0, **weights)
+    plugins.check_arguments(
+        KEY, name, _loss(name), args, "logits", "target", ignore_index=0, **weights
+    )
 
 
 @cache

@@ -38,20 +38,34 @@ def _loss_of(z, total, hit, is_class, weight, on, smoothing, even_share, known):
     """
     log_total = tl.log(total)
     loss = on * (log_total - tl.sum(tl.where(hit, z, 0.0), 1))
-    spread = tl.where(is_class[None, :], weight[None, :] * (log_total[:, None] - z), 0.0)
+    spread = tl.where(
+        is_class[None, :], weight[None, :] * (log_total[:, None] - z), 0.0
+    )
     loss += tl.where(smoothing > 0.0, even_share * tl.sum(spread, 1), 0.0)
     return tl.where(known, loss, float("nan"))
 
 
 @triton.jit
 def _gradient_of(
-    probability, hit, valid, on, even, weight, everywhere, on_target, ids, is_class, has_slopes: tl.constexpr
+    probability,
+    hit,
+    valid,
+    on,
+    even,
+    weight,
+    everywhere,
+    on_target,
+    ids,
+    is_class,
+    has_slopes: tl.constexpr,
 ):
     """By the logits of pixels, (pixels, padded)."""
     along = on + even * tl.sum(weight, 0)
     if has_slopes:
         slope = tl.load(everywhere + ids, mask=is_class, other=0.0)[None, :]
-        slope += tl.where(hit, tl.load(on_target + ids, mask=is_class, other=0.0)[None, :], 0.0)
+        slope += tl.where(
+            hit, tl.load(on_target + ids, mask=is_class, other=0.0)[None, :], 0.0
+        )
         slope = tl.where(valid[:, None], slope, 0.0)
         mean = tl.sum(probability * slope, 1)
         found = probability * (slope + (along - mean)[:, None])
@@ -61,15 +75,39 @@ def _gradient_of(
 
 
 @triton.jit
-def _store_parts(at, to_upper, to_lower, left, right, share, inside, ids, is_class, classes, cells: tl.constexpr):
+def _store_parts(
+    at,
+    to_upper,
+    to_lower,
+    left,
+    right,
+    share,
+    inside,
+    ids,
+    is_class,
+    classes,
+    cells: tl.constexpr,
+):
     """Gathers gradients of two upsampled rows, (pixels, padded), into the columns of the logits."""
     cell, first = tl.arange(0, cells), tl.min(tl.where(inside, left, 1 << 30), 0)
-    matrix = tl.where((left[None, :] == (first + cell)[:, None]) & inside[None, :], (1.0 - share)[None, :], 0.0)
-    matrix += tl.where((right[None, :] == (first + cell)[:, None]) & inside[None, :], share[None, :], 0.0)
+    matrix = tl.where(
+        (left[None, :] == (first + cell)[:, None]) & inside[None, :],
+        (1.0 - share)[None, :],
+        0.0,
+    )
+    matrix += tl.where(
+        (right[None, :] == (first + cell)[:, None]) & inside[None, :],
+        share[None, :],
+        0.0,
+    )
     places = at + ids[None, :] * cells + cell[:, None]
     kept = is_class[None, :] & (cell >= 0)[:, None]
     tl.store(places, tl.dot(matrix, to_upper, input_precision="ieee"), mask=kept)
-    tl.store(places + classes * cells, tl.dot(matrix, to_lower, input_precision="ieee"), mask=kept)
+    tl.store(
+        places + classes * cells,
+        tl.dot(matrix, to_lower, input_precision="ieee"),
+        mask=kept,
+    )
 
 
 @triton.jit
@@ -87,7 +125,11 @@ def _losses(
     padded: tl.constexpr, pixels: tl.constexpr, cells: tl.constexpr, has_factors: tl.constexpr,
     has_slopes: tl.constexpr, wants_sums: tl.constexpr, wants_gradient: tl.constexpr,
 ):  # fmt: skip
-    image, row, block = tl.program_id(0) // rows_in, tl.program_id(0) % rows_in, tl.program_id(1)
+    image, row, block = (
+        tl.program_id(0) // rows_in,
+        tl.program_id(0) % rows_in,
+        tl.program_id(1),
+    )
     task = (tl.program_id(0) * tl.num_programs(1) + block).to(tl.int64)
     ids = tl.arange(0, padded)
     is_class = ids < classes
@@ -96,15 +138,22 @@ def _losses(
     inside = column < cols
     both = inside[:, None] & is_class[None, :]
     left = tl.load(col_low + column, mask=inside, other=0)
-    right, share = tl.minimum(left + 1, cols_in - 1), tl.load(col_share + column, mask=inside, other=0.0)
+    right, share = (
+        tl.minimum(left + 1, cols_in - 1),
+        tl.load(col_share + column, mask=inside, other=0.0),
+    )
     at = logits + (image * classes + ids).to(tl.int64)[None, :] * rows_in * cols_in
     upper = _upsampled(at + row * cols_in, both, left, right, share)
-    lower = _upsampled(at + tl.minimum(row + 1, rows_in - 1) * cols_in, both, left, right, share)
+    lower = _upsampled(
+        at + tl.minimum(row + 1, rows_in - 1) * cols_in, both, left, right, share
+    )
     zeros = tl.zeros((pixels, padded), tl.float32)
     to_upper, to_lower, common, everything, size = zeros, zeros, zeros, zeros, zeros
     for y in range(tl.load(row_start + row), tl.load(row_start + row + 1)):
         part = tl.load(row_share + y)
-        z = tl.where(is_class[None, :], upper * (1.0 - part) + lower * part, -float("inf"))
+        z = tl.where(
+            is_class[None, :], upper * (1.0 - part) + lower * part, -float("inf")
+        )
         z -= tl.max(z, 1)[:, None]
         total = tl.sum(tl.exp(z), 1)
         place = (image * rows + y).to(tl.int64) * cols + column
@@ -112,24 +161,58 @@ def _losses(
         valid = wanted != ignore_index
         hit = (ids[None, :] == wanted[:, None]) & valid[:, None]
         on = (1.0 - smoothing) * tl.sum(tl.where(hit, weight[None, :], 0.0), 1)
-        loss = _loss_of(z, total, hit, is_class, weight, on, smoothing, even_share, wanted < classes)
+        loss = _loss_of(
+            z, total, hit, is_class, weight, on, smoothing, even_share, wanted < classes
+        )
         tl.store(losses + place, tl.where(valid, loss, 0.0), mask=inside)
         probability = tl.exp(z) / total[:, None]
         if wants_sums:
             common += tl.where(hit, probability, 0.0)
-            everything, size = everything + tl.where(valid[:, None], probability, 0.0), size + tl.where(hit, 1.0, 0.0)
+            everything, size = (
+                everything + tl.where(valid[:, None], probability, 0.0),
+                size + tl.where(hit, 1.0, 0.0),
+            )
         if wants_gradient:
-            factor = tl.load(factors + place, mask=inside, other=0.0) if has_factors else 1.0
+            factor = (
+                tl.load(factors + place, mask=inside, other=0.0) if has_factors else 1.0
+            )
             even = tl.where(valid, even_share, 0.0) * factor
             found = _gradient_of(
-                probability, hit, valid, on * factor, even, weight, everywhere, on_target, ids, is_class, has_slopes
+                probability,
+                hit,
+                valid,
+                on * factor,
+                even,
+                weight,
+                everywhere,
+                on_target,
+                ids,
+                is_class,
+                has_slopes,
             )
-            to_upper, to_lower = to_upper + found * (1.0 - part), to_lower + found * part
+            to_upper, to_lower = (
+                to_upper + found * (1.0 - part),
+                to_lower + found * part,
+            )
     if wants_sums:
-        _store_sums(sums + task * 3 * classes + ids, common, everything, size, classes, is_class)
+        _store_sums(
+            sums + task * 3 * classes + ids, common, everything, size, classes, is_class
+        )
     if wants_gradient:
         at = parts + task * 2 * classes * cells
-        _store_parts(at, to_upper, to_lower, left, right, share, inside, ids, is_class, classes, cells)
+        _store_parts(
+            at,
+            to_upper,
+            to_lower,
+            left,
+            right,
+            share,
+            inside,
+            ids,
+            is_class,
+            classes,
+            cells,
+        )
 
 
 @triton.jit
@@ -145,7 +228,9 @@ def _join(
     first = tl.load(first_block + column, mask=inside, other=0)
     last = tl.load(last_block + column, mask=inside, other=-1)
     found = tl.zeros((width,), tl.float32)
-    for side in range(3):  # the lower half of the row above, the upper half of this one; the last row is its own lower
+    for side in range(
+        3
+    ):  # the lower half of the row above, the upper half of this one; the last row is its own lower
         above = tl.where(side == 0, row - 1, row)
         half = tl.where(side == 1, 0, 1)
         counts = (above >= 0) & ((side < 2) | (row == rows_in - 1))
@@ -156,13 +241,17 @@ def _join(
             task = ((image * rows_in + above) * blocks + block).to(tl.int64)
             at = parts + ((task * 2 + half) * classes + channel) * cells + cell
             found += tl.load(at, mask=seen, other=0.0)
-    tl.store(gradient + tl.program_id(0).to(tl.int64) * cols_in + column, found, mask=inside)
+    tl.store(
+        gradient + tl.program_id(0).to(tl.int64) * cols_in + column, found, mask=inside
+    )
 
 
 class _Blocks:
     """Which rows and blocks of columns belong to which logits; tensors on the device of the axes."""
 
-    def __init__(self, rows: "Axis", columns: "Axis", rows_in: int, cols_in: int, pixels: int) -> None:
+    def __init__(
+        self, rows: "Axis", columns: "Axis", rows_in: int, cols_in: int, pixels: int
+    ) -> None:
         device, low = columns.low.device, columns.first
         edges = torch.searchsorted(torch.tensor(rows.first), torch.arange(rows_in + 1))
         self.row_start = edges.to(torch.int32).to(device)
@@ -170,12 +259,26 @@ class _Blocks:
         ends = [min((block + 1) * pixels, len(low)) - 1 for block in range(self.number)]
         starts = [low[block * pixels] for block in range(self.number)]
         lasts = [min(low[end] + 1, cols_in - 1) for end in ends]
-        self.cells = max(16, triton.next_power_of_2(max(b - a + 1 for a, b in zip(starts, lasts, strict=True))))
+        self.cells = max(
+            16,
+            triton.next_power_of_2(
+                max(b - a + 1 for a, b in zip(starts, lasts, strict=True))
+            ),
+        )
         # A column of the logits that no block touches has its first block after its last.
-        first = [next((n for n, last in enumerate(lasts) if last >= column), self.number) for column in range(cols_in)]
-        last = [next((n for n in reversed(range(self.number)) if starts[n] <= column), -1) for column in range(cols_in)]
+        first = [
+            next((n for n, last in enumerate(lasts) if last >= column), self.number)
+            for column in range(cols_in)
+        ]
+        last = [
+            next((n for n in reversed(range(self.number)) if starts[n] <= column), -1)
+            for column in range(cols_in)
+        ]
         self.overlap = max(1, *(b - a + 1 for a, b in zip(first, last, strict=True)))
-        self.first, self.last = (torch.tensor(each, dtype=torch.int32, device=device) for each in (first, last))
+        self.first, self.last = (
+            torch.tensor(each, dtype=torch.int32, device=device)
+            for each in (first, last)
+        )
 
 
 _blocks = lru_cache(maxsize=64)(_Blocks)
@@ -204,14 +307,30 @@ def evaluate(
         "wants_gradient": gradient,
     }
     everywhere, on_target = slopes or (none, none)
-    tensors = (logits, head.target, head.class_weights(), none if factors is None else factors, everywhere, on_target)
+    tensors = (
+        logits,
+        head.target,
+        head.class_weights(),
+        none if factors is None else factors,
+        everywhere,
+        on_target,
+    )
     sizes = (classes, rows_in, cols_in, *head.target.shape[1:], head.ignore_index)
     axes = (blocks.row_start, head.rows.share, head.columns.low, head.columns.share)
     padded = max(16, triton.next_power_of_2(classes))
     shape = {"padded": padded, "pixels": pixels, "cells": blocks.cells}
     grid = (batch * rows_in, blocks.number)
     _losses[grid](
-        *tensors, losses, found, parts, *axes, *sizes, head.smoothing, head.smoothing / classes, **shape, **flags
+        *tensors,
+        losses,
+        found,
+        parts,
+        *axes,
+        *sizes,
+        head.smoothing,
+        head.smoothing / classes,
+        **shape,
+        **flags,
     )
     total = torch.empty_like(logits) if gradient else None
     if gradient:

@@ -26,7 +26,9 @@ MODELS: dict[str, Callable[..., SegmentationNet]] = {
 }
 
 
-def build_model(name: str, num_classes: int, args: Mapping[str, Any] = MappingProxyType({})) -> SegmentationNet:
+def build_model(
+    name: str, num_classes: int, args: Mapping[str, Any] = MappingProxyType({})
+) -> SegmentationNet:
     """The network `name` with auxiliary heads and fresh weights, drawn from torch's global generator.
 
     `name` is one of MODELS, or the import path package.module:Name of a class, or a function, that is called with
@@ -35,8 +37,14 @@ def build_model(name: str, num_classes: int, args: Mapping[str, Any] = MappingPr
     """
     net = plugins.call(KEY, name, _builder(name), args, num_classes=num_classes)
     if not isinstance(net, nn.Module):
-        raise ConfigError(f"{KEY} = {name} returned a {type(net).__name__}, but a torch.nn.Module was needed.")
-    return net if isinstance(net, SegmentationNet) else PluginNetwork(net, num_classes, name)
+        raise ConfigError(
+            f"{KEY} = {name} returned a {type(net).__name__}, but a torch.nn.Module was needed."
+        )
+    return (
+        net
+        if isinstance(net, SegmentationNet)
+        else PluginNetwork(net, num_classes, name)
+    )
 
 
 def check_model(name: str, args: Mapping[str, Any]) -> None:
@@ -45,7 +53,9 @@ def check_model(name: str, args: Mapping[str, Any]) -> None:
 
 
 def _triton_resize() -> Any:
-    from segpipe.models import triton_resize  # seconds to import, and not installed everywhere
+    from segpipe.models import (
+        triton_resize,
+    )  # seconds to import, and not installed everywhere
 
     return triton_resize
 
@@ -58,5 +68,7 @@ def _builder(name: str) -> Callable[..., Any]:
         found: Callable[..., Any] = plugins.load(KEY, name)
         return found
     if name not in MODELS:
-        raise ConfigError(f"{KEY} = {name!r} is not one of {', '.join(MODELS)}.{nearest(name, list(MODELS))}")
+        raise ConfigError(
+            f"{KEY} = {name!r} is not one of {', '.join(MODELS)}.{nearest(name, list(MODELS))}"
+        )
     return MODELS[name]

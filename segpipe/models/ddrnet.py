@@ -44,10 +44,14 @@ class DDRNet(SegmentationNet):
         self.to_detail4 = conv_bn(8 * c, 2 * c, 1)
         self.to_context3 = conv_bn(2 * c, 4 * c, 3, stride=2)
         self.to_context4 = nn.Sequential(
-            *conv_bn(2 * c, 4 * c, 3, stride=2), nn.ReLU(inplace=True), *conv_bn(4 * c, 8 * c, 3, stride=2)
+            *conv_bn(2 * c, 4 * c, 3, stride=2),
+            nn.ReLU(inplace=True),
+            *conv_bn(4 * c, 8 * c, 3, stride=2),
         )
         self.head = SegHead(4 * c, head_planes, num_classes)
-        self.train_only = nn.ModuleDict({"aux": SegHead(2 * c, head_planes, num_classes)})
+        self.train_only = nn.ModuleDict(
+            {"aux": SegHead(2 * c, head_planes, num_classes)}
+        )
         self.published_keys = PUBLISHED_KEYS
         init_weights(self)
 

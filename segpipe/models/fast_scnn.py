@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from segpipe.models.layers import Classifier, SegmentationNet, StridedDepthwise, conv_bn, init_weights
+from segpipe.models.layers import (
+    Classifier,
+    SegmentationNet,
+    StridedDepthwise,
+    conv_bn,
+    init_weights,
+)
 from segpipe.models.resize import adaptive_avg_pool, bilinear
 
 _BINS = (1, 2, 3, 6)
@@ -33,16 +39,23 @@ class FastSCNN(SegmentationNet):
             _separable(48, 64, stride=2),
         )
         self.context = nn.Sequential(
-            _bottlenecks(64, 64, stride=2), _bottlenecks(64, 96, stride=2), _bottlenecks(96, 128, stride=1)
+            _bottlenecks(64, 64, stride=2),
+            _bottlenecks(64, 96, stride=2),
+            _bottlenecks(96, 128, stride=1),
         )
         self.ppm = PyramidPooling()
         self.fusion = FeatureFusion()
         self.classifier = nn.Sequential(
-            _separable(128, 128), _separable(128, 128), nn.Dropout(0.1), Classifier(128, num_classes)
+            _separable(128, 128),
+            _separable(128, 128),
+            nn.Dropout(0.1),
+            Classifier(128, num_classes),
         )
         self.train_only = nn.ModuleDict()
         if aux:
-            head = nn.Sequential(_conv_bn_relu(64, 32, 3), nn.Dropout(0.1), Classifier(32, num_classes))
+            head = nn.Sequential(
+                _conv_bn_relu(64, 32, 3), nn.Dropout(0.1), Classifier(32, num_classes)
+            )
             self.train_only["aux"] = head
         self.published_keys = PUBLISHED_KEYS
         init_weights(self)
@@ -63,7 +76,9 @@ class InvertedResidual(nn.Module):
     def __init__(self, num_in: int, num_out: int, *, stride: int) -> None:
         super().__init__()
         self.expand = _conv_bn_relu(num_in, 6 * num_in, 1)
-        self.depthwise = _conv_bn_relu(6 * num_in, 6 * num_in, 3, stride=stride, groups=6 * num_in)
+        self.depthwise = _conv_bn_relu(
+            6 * num_in, 6 * num_in, 3, stride=stride, groups=6 * num_in
+        )
         self.project = conv_bn(6 * num_in, num_out, 1)
         self.has_shortcut = stride == 1 and num_in == num_out
 
@@ -82,7 +97,10 @@ class PyramidPooling(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         size = (x.shape[-2], x.shape[-1])
-        pooled = (branch(adaptive_avg_pool(x, bins)) for branch, bins in zip(self.branches, _BINS, strict=True))
+        pooled = (
+            branch(adaptive_avg_pool(x, bins))
+            for branch, bins in zip(self.branches, _BINS, strict=True)
+        )
         upsampled = (bilinear(scale, size, align_corners=True) for scale in pooled)
         out: Tensor = self.out(torch.cat([x, *upsampled], dim=1))
         return out
@@ -103,7 +121,13 @@ class FeatureFusion(nn.Module):
 
 
 def _conv_bn_relu(
-    num_in: int, num_out: int, kernel: int, *, stride: int = 1, padding: int | None = None, groups: int = 1
+    num_in: int,
+    num_out: int,
+    kernel: int,
+    *,
+    stride: int = 1,
+    padding: int | None = None,
+    groups: int = 1,
 ) -> nn.Sequential:
     pad = kernel // 2 if padding is None else padding
     kind = StridedDepthwise if groups > 1 and stride > 1 else nn.Conv2d
@@ -137,7 +161,10 @@ PUBLISHED_KEYS = {
     "detail.1.": "learning_to_downsample.dsconv1.conv.",
     "detail.2.": "learning_to_downsample.dsconv2.conv.",
     **dict(_context_keys()),
-    **{f"ppm.branches.{i}.": f"global_feature_extractor.ppm.conv{i + 1}.conv." for i in range(4)},
+    **{
+        f"ppm.branches.{i}.": f"global_feature_extractor.ppm.conv{i + 1}.conv."
+        for i in range(4)
+    },
     "ppm.out.": "global_feature_extractor.ppm.out.conv.",
     "fusion.depthwise.": "feature_fusion.dwconv.conv.",
     "fusion.low.": "feature_fusion.conv_lower_res.",

@@ -83,16 +83,28 @@ def upsample_like(x: Tensor, other: Tensor) -> Tensor:
 
 
 def conv_bn(
-    num_in: int, num_out: int, kernel: int, *, stride: int = 1, groups: int = 1, bias: bool = False
+    num_in: int,
+    num_out: int,
+    kernel: int,
+    *,
+    stride: int = 1,
+    groups: int = 1,
+    bias: bool = False,
 ) -> nn.Sequential:
     """Convolution with "same" padding, then BatchNorm."""
-    conv = nn.Conv2d(num_in, num_out, kernel, stride, kernel // 2, groups=groups, bias=bias)
+    conv = nn.Conv2d(
+        num_in, num_out, kernel, stride, kernel // 2, groups=groups, bias=bias
+    )
     return nn.Sequential(conv, nn.BatchNorm2d(num_out))
 
 
-def bn_relu_conv(num_in: int, num_out: int, kernel: int, *, groups: int = 1) -> nn.Sequential:
+def bn_relu_conv(
+    num_in: int, num_out: int, kernel: int, *, groups: int = 1
+) -> nn.Sequential:
     """BatchNorm, ReLU, convolution without bias: the pre-activation order of the pyramid pooling."""
-    conv = nn.Conv2d(num_in, num_out, kernel, padding=kernel // 2, groups=groups, bias=False)
+    conv = nn.Conv2d(
+        num_in, num_out, kernel, padding=kernel // 2, groups=groups, bias=False
+    )
     return nn.Sequential(nn.BatchNorm2d(num_in), nn.ReLU(inplace=True), conv)
 
 
@@ -104,13 +116,19 @@ def stem(planes: int) -> nn.Sequential:
 
 
 def _shortcut(num_in: int, num_out: int, stride: int) -> nn.Sequential | None:
-    return conv_bn(num_in, num_out, 1, stride=stride) if stride != 1 or num_in != num_out else None
+    return (
+        conv_bn(num_in, num_out, 1, stride=stride)
+        if stride != 1 or num_in != num_out
+        else None
+    )
 
 
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions and a shortcut; ReLU after the sum only with `final_relu`."""
 
-    def __init__(self, num_in: int, num_out: int, *, stride: int = 1, final_relu: bool = False) -> None:
+    def __init__(
+        self, num_in: int, num_out: int, *, stride: int = 1, final_relu: bool = False
+    ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(num_in, num_out, 3, stride, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(num_out)
@@ -121,7 +139,9 @@ class BasicBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = F.relu(self.bn1(self.conv1(x)), inplace=True)
-        out = self.bn2(self.conv2(out)) + (x if self.downsample is None else self.downsample(x))
+        out = self.bn2(self.conv2(out)) + (
+            x if self.downsample is None else self.downsample(x)
+        )
         return F.relu(out, inplace=True) if self.final_relu else out
 
 
@@ -146,10 +166,15 @@ class Bottleneck(nn.Module):
         return total
 
 
-def basic_stage(num_in: int, num_out: int, num_blocks: int, *, stride: int = 1) -> nn.Sequential:
+def basic_stage(
+    num_in: int, num_out: int, num_blocks: int, *, stride: int = 1
+) -> nn.Sequential:
     """`num_blocks` basic blocks, the first with `stride`; the last without its final ReLU."""
     first = BasicBlock(num_in, num_out, stride=stride, final_relu=num_blocks > 1)
-    later = (BasicBlock(num_out, num_out, final_relu=i < num_blocks - 1) for i in range(1, num_blocks))
+    later = (
+        BasicBlock(num_out, num_out, final_relu=i < num_blocks - 1)
+        for i in range(1, num_blocks)
+    )
     return nn.Sequential(first, *later)
 
 
@@ -186,7 +211,9 @@ class PyramidPool(nn.Module):
     def __init__(self, num_in: int, planes: int, num_out: int) -> None:
         super().__init__()
         pools = [*(nn.AvgPool2d(2 * s + 1, s, s) for s in (2, 4, 8)), GlobalPool()]
-        pooled = (nn.Sequential(pool, *bn_relu_conv(num_in, planes, 1)) for pool in pools)
+        pooled = (
+            nn.Sequential(pool, *bn_relu_conv(num_in, planes, 1)) for pool in pools
+        )
         self.scales = nn.ModuleList([bn_relu_conv(num_in, planes, 1), *pooled])
         self.compression = bn_relu_conv(5 * planes, num_out, 1)
         self.shortcut = bn_relu_conv(num_in, num_out, 1)

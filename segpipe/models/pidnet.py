@@ -40,7 +40,9 @@ class PIDNet(SegmentationNet):
         self.context2 = basic_stage(c, 2 * c, 2, stride=2)
         self.context3 = basic_stage(2 * c, 4 * c, 3, stride=2)
         self.context4 = basic_stage(4 * c, 8 * c, 3, stride=2)
-        self.context5 = nn.Sequential(Bottleneck(8 * c, 8 * c, stride=2), Bottleneck(16 * c, 8 * c))
+        self.context5 = nn.Sequential(
+            Bottleneck(8 * c, 8 * c, stride=2), Bottleneck(16 * c, 8 * c)
+        )
         self.ppm = PAPPM(16 * c, 96, 4 * c)
         self.detail3 = basic_stage(2 * c, 2 * c, 2)
         self.detail4 = basic_stage(2 * c, 2 * c, 2)
@@ -56,7 +58,12 @@ class PIDNet(SegmentationNet):
         self.to_boundary4 = conv_bn(8 * c, 2 * c, 3)
         self.fusion = LightBag(4 * c)
         self.head = SegHead(4 * c, 128, num_classes)
-        self.train_only = nn.ModuleDict({"aux_p": SegHead(2 * c, 128, num_classes), "boundary": SegHead(2 * c, c, 1)})
+        self.train_only = nn.ModuleDict(
+            {
+                "aux_p": SegHead(2 * c, 128, num_classes),
+                "boundary": SegHead(2 * c, c, 1),
+            }
+        )
         self.published_keys = PUBLISHED_KEYS
         init_weights(self)
 
@@ -75,19 +82,27 @@ class PIDNet(SegmentationNet):
             logits["boundary"] = self.train_only["boundary"](tap_d)
         return logits
 
-    def _detail(self, stride8: Tensor, stride16: Tensor, stride32: Tensor) -> tuple[Tensor, Tensor]:
+    def _detail(
+        self, stride8: Tensor, stride16: Tensor, stride32: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Branch P: the input of "aux_p", and the output of the branch."""
         gated = self.gate3(self.detail3(stride8), self.to_detail3(stride16))
         tap = F.relu(gated, inplace=True)
         gated = self.gate4(self.detail4(tap), self.to_detail4(stride32))
         return tap, self.detail5(F.relu(gated, inplace=True))
 
-    def _boundary(self, stride8: Tensor, stride16: Tensor, stride32: Tensor) -> tuple[Tensor, Tensor]:
+    def _boundary(
+        self, stride8: Tensor, stride16: Tensor, stride32: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Branch D: the input of "boundary", and the output of the branch."""
         edges = self.boundary3(stride8)
-        edges = F.relu(edges + upsample_like(self.to_boundary3(stride16), edges), inplace=True)
+        edges = F.relu(
+            edges + upsample_like(self.to_boundary3(stride16), edges), inplace=True
+        )
         edges = self.boundary4(edges)
-        tap = F.relu(edges + upsample_like(self.to_boundary4(stride32), edges), inplace=True)
+        tap = F.relu(
+            edges + upsample_like(self.to_boundary4(stride32), edges), inplace=True
+        )
         return tap, self.boundary5(tap)
 
 
@@ -119,7 +134,9 @@ class LightBag(nn.Module):
 
     def forward(self, detail: Tensor, context: Tensor, boundary: Tensor) -> Tensor:
         edge = torch.sigmoid(boundary)
-        out: Tensor = self.detail((1 - edge) * context + detail) + self.context(context + edge * detail)
+        out: Tensor = self.detail((1 - edge) * context + detail) + self.context(
+            context + edge * detail
+        )
         return out
 
 

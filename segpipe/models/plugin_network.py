@@ -20,8 +20,14 @@ if TYPE_CHECKING:
 
 MAIN = ("main", "out")  # the second is torchvision's
 RESERVED = ("total", "dice", "edge")  # names of other parts of the loss
-BOUNDARY = "boundary"  # a head of one channel, supervised by the borders between classes
-AVERAGED = ("running_mean", "running_var", "num_batches_tracked")  # of BatchNorm; a subclass may have more
+BOUNDARY = (
+    "boundary"  # a head of one channel, supervised by the borders between classes
+)
+AVERAGED = (
+    "running_mean",
+    "running_var",
+    "num_batches_tracked",
+)  # of BatchNorm; a subclass may have more
 PROBE_SIZE = 256  # image side with which an unknown stride is measured
 
 
@@ -38,8 +44,12 @@ class PluginNetwork(SegmentationNet):
         super().__init__()
         self.net, self.num_classes, self.name = net, num_classes, name
         self.align_corners = bool(getattr(net, "align_corners", False))
-        self.published_keys = {"net.": ""}  # files of weights name the tensors as `net` does
-        self.train_only = nn.ModuleDict()  # auxiliary heads are inside `net`, wherever it has them
+        self.published_keys = {
+            "net.": ""
+        }  # files of weights name the tensors as `net` does
+        self.train_only = (
+            nn.ModuleDict()
+        )  # auxiliary heads are inside `net`, wherever it has them
         self._stride: int | None = getattr(net, "output_stride", None)
         self._trained_heads: tuple[str, ...] = ()  # of the first forward in training
 
@@ -50,7 +60,9 @@ class PluginNetwork(SegmentationNet):
             device = next((tensor.device for tensor in self.parameters()), None)
             before = self.training
             with torch.no_grad():
-                found = self.eval()(torch.zeros(1, 3, PROBE_SIZE, PROBE_SIZE, device=device))
+                found = self.eval()(
+                    torch.zeros(1, 3, PROBE_SIZE, PROBE_SIZE, device=device)
+                )
             self.train(before)
             self._stride = max(1, round(PROBE_SIZE / found.shape[-2]))
         return self._stride
@@ -59,7 +71,14 @@ class PluginNetwork(SegmentationNet):
         """Logits per head: "main" and, with `aux`, all others. Raises ConfigError for outputs that do not fit."""
         traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
         checked = self.training and not traced
-        before = {name: (buffer, buffer._version) for name, buffer in plain_buffers(self.net)} if checked else {}
+        before = (
+            {
+                name: (buffer, buffer._version)
+                for name, buffer in plain_buffers(self.net)
+            }
+            if checked
+            else {}
+        )
         averaged = dict(norm_statistics(self.net)) if checked else {}
         heads = named_heads(self.net(image), self.name)
         if not traced:
@@ -74,7 +93,11 @@ class PluginNetwork(SegmentationNet):
         for name, logits in heads.items():
             channels = 1 if name == BOUNDARY else self.num_classes
             shape = tuple(logits.shape)
-            if len(shape) != 4 or shape[:2] != (image.shape[0], channels) or not logits.is_floating_point():
+            if (
+                len(shape) != 4
+                or shape[:2] != (image.shape[0], channels)
+                or not logits.is_floating_point()
+            ):
                 raise ConfigError(
                     f"model.name = {self.name}: head {name} is {logits.dtype} {shape} for an image of "
                     f"{tuple(image.shape)}, but float ({image.shape[0]}, {channels}, h, w) was needed: a batch of "
@@ -107,7 +130,9 @@ class PluginNetwork(SegmentationNet):
     def _check_statistics(self, before: Mapping[str, Tensor]) -> None:
         """Refuse another tensor in the place of a statistic: what the shards average would not be the network's."""
         now = dict(norm_statistics(self.net))
-        if moved := [name for name, tensor in before.items() if now.get(name) is not tensor]:
+        if moved := [
+            name for name, tensor in before.items() if now.get(name) is not tensor
+        ]:
             raise ConfigError(
                 f"model.name = {self.name}: its forward puts another tensor in the place of {moved[0]}, but shards "
                 f"average the tensor that was there. Write into it: {moved[0].rpartition('.')[2]}.copy_(...)."
@@ -144,11 +169,23 @@ class ShardGuard:
 
     def __init__(self, config: Config, model: nn.Module) -> None:
         names = {"model.name": config.model.name, "loss.name": config.loss.name}
-        self._names = ", ".join(f"{key} = {name}" for key, name in names.items() if is_path(name))
-        watches = bool(self._names) and config.compute.mode != "off" and not config.compute.compile
-        buffers = {} if config.compute.cuda_graph else dict(plain_buffers(model))  # its recording puts them back
-        self._tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **buffers} if watches else {}
-        self._draws = watches and config.track.name == "none"  # threads of a tracker may draw
+        self._names = ", ".join(
+            f"{key} = {name}" for key, name in names.items() if is_path(name)
+        )
+        watches = (
+            bool(self._names)
+            and config.compute.mode != "off"
+            and not config.compute.compile
+        )
+        buffers = (
+            {} if config.compute.cuda_graph else dict(plain_buffers(model))
+        )  # its recording puts them back
+        self._tensors: dict[str, Tensor] = (
+            {**dict(model.named_parameters()), **buffers} if watches else {}
+        )
+        self._draws = (
+            watches and config.track.name == "none"
+        )  # threads of a tracker may draw
         self._before = self._now()
 
     def start(self) -> None:
@@ -165,10 +202,18 @@ class ShardGuard:
         now = self._now()
         if now == self._before:
             return ""
-        moved = [name for name, *pair in zip(self._tensors, self._before[0], now[0], strict=True) if pair[0] != pair[1]]
+        moved = [
+            name
+            for name, *pair in zip(self._tensors, self._before[0], now[0], strict=True)
+            if pair[0] != pair[1]
+        ]
         pairs = zip(("random", "numpy.random"), self._before[1], now[1], strict=False)
         drawn = [name for name, one, two in pairs if one != two]
-        found = f"changes {moved[0]}" if moved else f"draws from the global generator of {drawn[0]}"
+        found = (
+            f"changes {moved[0]}"
+            if moved
+            else f"draws from the global generator of {drawn[0]}"
+        )
         return (
             f"its forward or backward {found}: shards would no longer add up to the same bits. Draw from torch's "
             f"generator alone, and write into no parameter or buffer."
@@ -176,8 +221,14 @@ class ShardGuard:
 
     def _now(self) -> tuple[list[int], list[bytes]]:
         """Versions of the tensors, which every write into them counts, and states of the generators."""
-        states = (random.getstate(), np.random.get_state(legacy=False)) if self._draws else ()
-        return [tensor._version for tensor in self._tensors.values()], [pickle.dumps(state) for state in states]
+        states = (
+            (random.getstate(), np.random.get_state(legacy=False))
+            if self._draws
+            else ()
+        )
+        return [tensor._version for tensor in self._tensors.values()], [
+            pickle.dumps(state) for state in states
+        ]
 
 
 def named_heads(output: Any, name: str) -> dict[str, Tensor]:
@@ -186,10 +237,22 @@ def named_heads(output: Any, name: str) -> dict[str, Tensor]:
         return {"main": output}
     heads: dict[str, Any] = {}
     if isinstance(output, list | tuple) and output:
-        heads = {f"aux{place}" if place else "main": head for place, head in enumerate(output)}
-    elif isinstance(output, Mapping) and (main := next((key for key in MAIN if key in output), None)):
-        heads = {"main": output[main], **{str(key): head for key, head in output.items() if key != main}}
-    wrong = [key for key, head in heads.items() if not isinstance(head, Tensor) or key in RESERVED]
+        heads = {
+            f"aux{place}" if place else "main": head
+            for place, head in enumerate(output)
+        }
+    elif isinstance(output, Mapping) and (
+        main := next((key for key in MAIN if key in output), None)
+    ):
+        heads = {
+            "main": output[main],
+            **{str(key): head for key, head in output.items() if key != main},
+        }
+    wrong = [
+        key
+        for key, head in heads.items()
+        if not isinstance(head, Tensor) or key in RESERVED
+    ]
     if not heads or wrong:
         found = f"a {type(output).__name__}"
         if isinstance(output, Mapping):

@@ -20,10 +20,17 @@ def colored(image: Tensor, color: Tensor) -> Tensor:
 
     Shapes: uint8 (B, H, W, 3), int32 (B, 3, 4) in steps of 1/COLOR_UNIT -> float32 (B, H, W, 3).
     """
-    red, green, blue, offset = color.to(image.device, torch.float32)[:, None, None].unbind(-1)
+    red, green, blue, offset = color.to(image.device, torch.float32)[
+        :, None, None
+    ].unbind(-1)
     values = image.to(torch.float32)
     mixed = values[..., 0:1] * red + values[..., 1:2] * green + values[..., 2:3] * blue
-    return mixed.add_(offset + COLOR_UNIT // 2).mul_(1 / COLOR_UNIT).floor_().clamp_(0, 255)
+    return (
+        mixed.add_(offset + COLOR_UNIT // 2)
+        .mul_(1 / COLOR_UNIT)
+        .floor_()
+        .clamp_(0, 255)
+    )
 
 
 class Preprocess(nn.Module):
@@ -42,17 +49,28 @@ class Preprocess(nn.Module):
     scale: Tensor
     bias: Tensor
 
-    def __init__(self, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD) -> None:
+    def __init__(
+        self, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD
+    ) -> None:
         super().__init__()
-        mean64, std64 = (torch.tensor(list(values), dtype=torch.float64).view(1, 3, 1, 1) for values in (mean, std))
+        mean64, std64 = (
+            torch.tensor(list(values), dtype=torch.float64).view(1, 3, 1, 1)
+            for values in (mean, std)
+        )
         self.register_buffer("scale", (1 / (255 * std64)).float())
         self.register_buffer("bias", (-mean64 / std64).float())
 
     def forward(self, image: Tensor, color: Tensor | None = None) -> Tensor:
         if image.dtype != torch.uint8:
-            raise TypeError(f"image is {image.dtype}, but uint8 (B, H, W, 3) in RGB order was needed.")
+            raise TypeError(
+                f"image is {image.dtype}, but uint8 (B, H, W, 3) in RGB order was needed."
+            )
         tracing = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
-        if not tracing and image.shape[-1] != 3:  # under tracing the comparison would only warn
-            raise ValueError(f"image has shape {tuple(image.shape)}, but (B, H, W, 3) was needed.")
+        if (
+            not tracing and image.shape[-1] != 3
+        ):  # under tracing the comparison would only warn
+            raise ValueError(
+                f"image has shape {tuple(image.shape)}, but (B, H, W, 3) was needed."
+            )
         values = image if color is None else colored(image, color)
         return values.permute(0, 3, 1, 2).to(torch.float32) * self.scale + self.bias

@@ -19,21 +19,34 @@ from torch.nn import functional as F
 
 _MATRICES: dict[tuple[object, ...], Tensor] = {}
 _as_on_cuda = False
-import_kernels: Callable[[], Any] | None = None  # gives triton_resize.py, which needs this module; see segpipe.models
+import_kernels: Callable[[], Any] | None = (
+    None  # gives triton_resize.py, which needs this module; see segpipe.models
+)
 
 
-def bilinear(x: Tensor, size: tuple[int, int], *, align_corners: bool = False) -> Tensor:
+def bilinear(
+    x: Tensor, size: tuple[int, int], *, align_corners: bool = False
+) -> Tensor:
     """`x` resized to `size` = (height, width); the only bilinear resize of the project.
 
     Shapes: float (B, C, h, w) -> same dtype (B, C, H, W). On a CPU and in export this is `F.interpolate`; on CUDA
     under deterministic algorithms, where torch's backward is slow, it is a kernel of Triton, or `bilinear_matmul`
     where that fails. All agree to 5e-7 of the largest value in fp32, unless TF32 is allowed for matrix products.
     """
-    on_cuda = _as_on_cuda or (x.is_cuda and torch.are_deterministic_algorithms_enabled())
-    exporting = _tracing() or torch.onnx.is_in_onnx_export() or torch.compiler.is_exporting()
+    on_cuda = _as_on_cuda or (
+        x.is_cuda and torch.are_deterministic_algorithms_enabled()
+    )
+    exporting = (
+        _tracing() or torch.onnx.is_in_onnx_export() or torch.compiler.is_exporting()
+    )
     if not on_cuda or exporting:
         return F.interpolate(x, size=size, mode="bilinear", align_corners=align_corners)
-    by_kernel = x.is_cuda and x.numel() and x.dtype != torch.float64 and not torch.compiler.is_compiling()
+    by_kernel = (
+        x.is_cuda
+        and x.numel()
+        and x.dtype != torch.float64
+        and not torch.compiler.is_compiling()
+    )
     if not by_kernel or (kernels := gpu_kernels(x.device)) is None:
         return bilinear_matmul(x, size, align_corners=align_corners)
     return kernels.bilinear(x, _axes_of_kernels(x, size, align_corners))  # type: ignore[no-any-return]
@@ -50,14 +63,18 @@ def as_on_cuda() -> Iterator[None]:
         _as_on_cuda = before
 
 
-def bilinear_matmul(x: Tensor, size: tuple[int, int], *, align_corners: bool = False, stride: int = 1) -> Tensor:
+def bilinear_matmul(
+    x: Tensor, size: tuple[int, int], *, align_corners: bool = False, stride: int = 1
+) -> Tensor:
     """`F.interpolate(x, size, mode="bilinear")` as `rows @ x @ columns.T`, on any device.
 
     With `stride` only rows and columns `stride // 2 :: stride` of that result, computed without the others.
 
     Shapes: float (B, C, h, w) -> same dtype (B, C, H, W). Half precision is computed in fp32, also under autocast.
     """
-    return _separable(x, size, "bilinear_corners" if align_corners else "bilinear", stride)
+    return _separable(
+        x, size, "bilinear_corners" if align_corners else "bilinear", stride
+    )
 
 
 def adaptive_avg_pool(x: Tensor, bins: int) -> Tensor:
@@ -88,7 +105,9 @@ def bilinear_taps(
     return low, source - low.astype(real)
 
 
-def bilinear_weights(num_in: int, num_out: int, real: type[np.floating[Any]], *, align_corners: bool) -> NDArray[Any]:
+def bilinear_weights(
+    num_in: int, num_out: int, real: type[np.floating[Any]], *, align_corners: bool
+) -> NDArray[Any]:
     """Matrix (num_out, num_in) that interpolates one axis, by `bilinear_taps`; every row sums to 1."""
     low, share = bilinear_taps(num_in, num_out, real, align_corners=align_corners)
     matrix = np.zeros((num_out, num_in), real)
@@ -120,23 +139,39 @@ def bilinear_axes(
 ) -> tuple[Axis, Axis]:
     """Rows and columns of what `bilinear_matmul` does, on the device of `x` and in its type; cached per process."""
     lengths = zip(x.shape[-2:], size, strict=True)
-    return tuple(_axis(*each, stride, align_corners, x.device, x.dtype) for each in lengths)  # type: ignore[return-value]
+    return tuple(
+        _axis(*each, stride, align_corners, x.device, x.dtype) for each in lengths
+    )  # type: ignore[return-value]
 
 
 @lru_cache(maxsize=256)
 def _axis(
-    num_in: int, num_out: int, stride: int, align_corners: bool, device: torch.device, dtype: torch.dtype
+    num_in: int,
+    num_out: int,
+    stride: int,
+    align_corners: bool,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Axis:
     real = np.float64 if dtype == torch.float64 else np.float32
     low, share = bilinear_taps(num_in, num_out, real, align_corners=align_corners)
-    low, share = (np.ascontiguousarray(each[stride // 2 :: stride]) for each in (low, share))
+    low, share = (
+        np.ascontiguousarray(each[stride // 2 :: stride]) for each in (low, share)
+    )
     with torch.inference_mode(False):
         kind = "bilinear_corners" if align_corners else "bilinear"
         return Axis(
             torch.from_numpy(low.astype(np.int32)).to(device),
             torch.from_numpy(share).to(device, dtype),
             tuple(low.tolist()),
-            partial(_matrix, kind, num_in, num_out, stride, torch.empty(0, device=device, dtype=dtype)),
+            partial(
+                _matrix,
+                kind,
+                num_in,
+                num_out,
+                stride,
+                torch.empty(0, device=device, dtype=dtype),
+            ),
         )
 
 
@@ -153,7 +188,10 @@ def gpu_kernels(device: torch.device) -> Any:
     except Exception as error:
         wrong = str(error) or type(error).__name__
     if wrong:
-        warnings.warn(f"bilinear resize on {device} is two matrix products, as Triton failed: {wrong}", stacklevel=2)
+        warnings.warn(
+            f"bilinear resize on {device} is two matrix products, as Triton failed: {wrong}",
+            stacklevel=2,
+        )
     return None if wrong else kernels
 
 
@@ -169,17 +207,24 @@ def _first_wrong(kernels: Any, device: torch.device) -> str:
                 there = image.to(device).clone(memory_format=order).requires_grad_()
                 found = kernels.bilinear(there, _axes_of_kernels(there, size, False))
                 (found * found).sum().backward()
-                for name, a, b in (("value", found, expected), ("gradient", there.grad, here.grad)):
+                for name, a, b in (
+                    ("value", found, expected),
+                    ("gradient", there.grad, here.grad),
+                ):
                     error = float((a.detach().cpu().double() - b.detach()).abs().max())  # type: ignore[union-attr]
                     if not error < 1e-5:
                         return f"a {name} at {size} in {order} is off by {error}"
     return ""
 
 
-def _axes_of_kernels(x: Tensor, size: tuple[int, int], align_corners: bool) -> tuple[Axis, Axis]:
+def _axes_of_kernels(
+    x: Tensor, size: tuple[int, int], align_corners: bool
+) -> tuple[Axis, Axis]:
     """Rows and columns with weights in fp32, whatever the dtype of `x`."""
     lengths = zip(x.shape[-2:], size, strict=True)
-    return tuple(_axis(*each, 1, align_corners, x.device, torch.float32) for each in lengths)  # type: ignore[return-value]
+    return tuple(
+        _axis(*each, 1, align_corners, x.device, torch.float32) for each in lengths
+    )  # type: ignore[return-value]
 
 
 def pool_weights(num_in: int, bins: int, real: type[np.floating[Any]]) -> NDArray[Any]:
@@ -191,7 +236,9 @@ def pool_weights(num_in: int, bins: int, real: type[np.floating[Any]]) -> NDArra
     return matrix
 
 
-def traced_pool_weights(num_in: int | torch.SymInt, bins: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def traced_pool_weights(
+    num_in: int | torch.SymInt, bins: int, device: torch.device, dtype: torch.dtype
+) -> Tensor:
     """`pool_weights` bit for bit, computed inside an exported graph whose input size is open."""
     cell = torch.arange(num_in, device=device)
     row = torch.arange(bins, device=device)[:, None]
@@ -202,7 +249,9 @@ def traced_pool_weights(num_in: int | torch.SymInt, bins: int, device: torch.dev
 
 
 def _separable(x: Tensor, size: tuple[int, int], kind: str, stride: int = 1) -> Tensor:
-    if torch.is_autocast_enabled(x.device.type):  # autocast would run the products in bf16
+    if torch.is_autocast_enabled(
+        x.device.type
+    ):  # autocast would run the products in bf16
         with torch.autocast(x.device.type, enabled=False):
             return _separable(x, size, kind, stride)
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
@@ -213,9 +262,13 @@ def _separable(x: Tensor, size: tuple[int, int], kind: str, stride: int = 1) -> 
     return out if wide is x else out.to(x.dtype)
 
 
-def _matrix(kind: str, num_in: int | torch.SymInt, num_out: int, stride: int, like: Tensor) -> Tensor:
+def _matrix(
+    kind: str, num_in: int | torch.SymInt, num_out: int, stride: int, like: Tensor
+) -> Tensor:
     """Weights of one axis, (num_out / stride, num_in), with dtype and device of `like`; cached per process."""
-    if kind == "pool" and isinstance(num_in, torch.SymInt):  # torch.export with an open size
+    if kind == "pool" and isinstance(
+        num_in, torch.SymInt
+    ):  # torch.export with an open size
         return traced_pool_weights(num_in, num_out, like.device, like.dtype)
     # torch.export's fake tensors must not outlive their trace; torch.jit.trace compares two traces, so both build it.
     cached = type(like) is Tensor and not _tracing()
@@ -226,10 +279,16 @@ def _matrix(kind: str, num_in: int | torch.SymInt, num_out: int, stride: int, li
     if kind == "pool":
         weights = pool_weights(int(num_in), num_out, real)
     else:
-        weights = bilinear_weights(int(num_in), num_out, real, align_corners=kind == "bilinear_corners")
+        weights = bilinear_weights(
+            int(num_in), num_out, real, align_corners=kind == "bilinear_corners"
+        )
     # A tensor made in inference mode could not take part in a later backward.
     with torch.inference_mode(False):
-        matrix = torch.tensor(weights[stride // 2 :: stride].tolist(), dtype=like.dtype, device=like.device)
+        matrix = torch.tensor(
+            weights[stride // 2 :: stride].tolist(),
+            dtype=like.dtype,
+            device=like.device,
+        )
     if cached:
         _MATRICES[key] = matrix
     return matrix

@@ -40,7 +40,12 @@ class TimmEncoder(SegmentationNet):
     """
 
     def __init__(
-        self, num_classes: int, *, encoder: str = "mobilenetv3_large_100", pretrained: bool = False, width: int = 128
+        self,
+        num_classes: int,
+        *,
+        encoder: str = "mobilenetv3_large_100",
+        pretrained: bool = False,
+        width: int = 128,
     ) -> None:
         super().__init__()
         if not isinstance(pretrained, bool):
@@ -50,23 +55,40 @@ class TimmEncoder(SegmentationNet):
             )
         self.name, self.wants_pretrained = encoder, pretrained
         self.encoder = _create(encoder, pretrained=False)
-        strides, channels = self.encoder.feature_info.reduction(), self.encoder.feature_info.channels()
-        self.places = [len(strides) - 1 - strides[::-1].index(stride) for stride in STRIDES if stride in strides]
+        strides, channels = (
+            self.encoder.feature_info.reduction(),
+            self.encoder.feature_info.channels(),
+        )
+        self.places = [
+            len(strides) - 1 - strides[::-1].index(stride)
+            for stride in STRIDES
+            if stride in strides
+        ]
         if len(self.places) < len(STRIDES) or len(set(strides)) < len(strides):
             raise ConfigError(
                 f"model.args.encoder = {encoder}: it has features at strides {', '.join(map(str, strides))}, but one "
                 f"each at 8, 16 and 32 was needed. Choose an encoder such as mobilenetv3_large_100 or resnet18."
             )
         fine, middle, coarse = (channels[place] for place in self.places)
-        self.lateral = nn.ModuleList(conv_bn(num, width, 1) for num in (fine, middle, coarse))
-        self.gate = nn.Sequential(GlobalPool(), nn.Conv2d(coarse, width, 1, bias=False), nn.Sigmoid())
+        self.lateral = nn.ModuleList(
+            conv_bn(num, width, 1) for num in (fine, middle, coarse)
+        )
+        self.gate = nn.Sequential(
+            GlobalPool(), nn.Conv2d(coarse, width, 1, bias=False), nn.Sigmoid()
+        )
         self.smooth = nn.Sequential(
             *conv_bn(width, width, 3, groups=width), nn.ReLU(inplace=True),
             *conv_bn(width, width, 1), nn.ReLU(inplace=True),
         )  # fmt: skip
         self.head = nn.Sequential(nn.Dropout(0.1), Classifier(width, num_classes))
         self.train_only = nn.ModuleDict({"aux": SegHead(fine, 64, num_classes)})
-        for part in (self.lateral, self.gate, self.smooth, self.head, self.train_only):  # timm initializes the encoder
+        for part in (
+            self.lateral,
+            self.gate,
+            self.smooth,
+            self.head,
+            self.train_only,
+        ):  # timm initializes the encoder
             init_weights(part)
         self.published_keys = _file_keys(self.encoder)
         self._scale, self._shift = _normalization(encoder)
@@ -74,7 +96,9 @@ class TimmEncoder(SegmentationNet):
     def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
         """Logits (B, num_classes, H/8, W/8): "main" and, with `aux`, "aux"."""
         if self._scale is not None:
-            scale, shift = (_per_channel(image, values) for values in (self._scale, self._shift))
+            scale, shift = (
+                _per_channel(image, values) for values in (self._scale, self._shift)
+            )
             image = image * scale + shift
         features = self.encoder(image)
         fine, middle, coarse = (features[place] for place in self.places)
@@ -92,7 +116,9 @@ class TimmEncoder(SegmentationNet):
         if not self.wants_pretrained:
             return "", {}
         tensors = _create(self.name, pretrained=True).state_dict()
-        return f"timm's {self.name}", {f"encoder.{name}": value for name, value in tensors.items()}
+        return f"timm's {self.name}", {
+            f"encoder.{name}": value for name, value in tensors.items()
+        }
 
 
 def _per_channel(image: Tensor, values: list[float]) -> Tensor:
@@ -114,18 +140,26 @@ def _create(encoder: str, *, pretrained: bool) -> Any:
     name = encoder.partition(".")[0]
     if not timm.is_model(name):
         known = timm.list_models()
-        raise ConfigError(f"model.args.encoder = {encoder!r} is not an encoder of timm.{nearest(name, known)}")
+        raise ConfigError(
+            f"model.args.encoder = {encoder!r} is not an encoder of timm.{nearest(name, known)}"
+        )
     try:
         return timm.create_model(encoder, features_only=True, pretrained=pretrained)
     except Exception as error:  # of timm, of the hub's client, of the network
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         if not pretrained:
-            raise ConfigError(f"model.args.encoder = {encoder}: timm cannot build it for features: {reason}") from error
+            raise ConfigError(
+                f"model.args.encoder = {encoder}: timm cannot build it for features: {reason}"
+            ) from error
         raise ConfigError(_unreachable(encoder, reason)) from error
 
 
 def _unreachable(encoder: str, reason: str) -> str:
-    offline = "HF_HUB_OFFLINE is set, so only the cache is read. " if os.environ.get("HF_HUB_OFFLINE") else ""
+    offline = (
+        "HF_HUB_OFFLINE is set, so only the cache is read. "
+        if os.environ.get("HF_HUB_OFFLINE")
+        else ""
+    )
     return (
         f"model.args.pretrained = true, but the weights of {encoder} are neither in timm's cache nor could they be "
         f"downloaded ({reason}). {offline}Where there is a network, run "
@@ -137,14 +171,27 @@ def _unreachable(encoder: str, reason: str) -> str:
 
 def _file_keys(encoder: nn.Module) -> dict[str, str]:
     """Prefixes of our names -> those in timm's own files. timm flattens `stages.0` to `stages_0` to tap its output."""
-    flat = {name: re.sub(r"_(\d+)$", r".\1", name) for name, _ in encoder.named_children()}
-    return {"encoder.": "", **{f"encoder.{name}.": f"{file}." for name, file in flat.items() if file != name}}
+    flat = {
+        name: re.sub(r"_(\d+)$", r".\1", name) for name, _ in encoder.named_children()
+    }
+    return {
+        "encoder.": "",
+        **{
+            f"encoder.{name}.": f"{file}."
+            for name, file in flat.items()
+            if file != name
+        },
+    }
 
 
 def _normalization(encoder: str) -> tuple[list[float] | None, list[float]]:
     """Scale and shift per channel from ImageNet's mean and deviation to those of the encoder; None where equal."""
     config = import_module("timm.models").get_pretrained_cfg(encoder)
-    mean, std = (config.mean, config.std) if config is not None else (IMAGENET_MEAN, IMAGENET_STD)
+    mean, std = (
+        (config.mean, config.std)
+        if config is not None
+        else (IMAGENET_MEAN, IMAGENET_STD)
+    )
     if (tuple(mean), tuple(std)) == (IMAGENET_MEAN, IMAGENET_STD):
         return None, []
     usual = list(zip(IMAGENET_MEAN, IMAGENET_STD, mean, std, strict=True))

@@ -18,7 +18,9 @@ from segpipe.models.resize import Axis
 
 BLOCK = 512  # most values that a program computes
 Axes = tuple[Axis, Axis]  # rows and columns
-_recorded: list[list[Tensor]] = []  # what CUDA graphs read in every replay, when the caches may have dropped it
+_recorded: list[
+    list[Tensor]
+] = []  # what CUDA graphs read in every replay, when the caches may have dropped it
 
 
 @triton.jit
@@ -31,7 +33,18 @@ def _weight(low, share, at, wanted, num_in):
 
 @triton.jit
 def _forward(
-    source, out, row_low, row_share, col_low, col_share, rows_in, cols_in, rows, inner, width, block: tl.constexpr
+    source,
+    out,
+    row_low,
+    row_share,
+    col_low,
+    col_share,
+    rows_in,
+    cols_in,
+    rows,
+    inner,
+    width,
+    block: tl.constexpr,
 ):
     """Each program computes a stretch of one output row: values of pixels side by side, or of one pixel."""
     plane, y = tl.program_id(0).to(tl.int64) // rows, tl.program_id(0) % rows
@@ -39,17 +52,26 @@ def _forward(
     inside = place < width
     x, lane = place // inner, place % inner
     top, down = tl.load(row_low + y), tl.load(row_share + y)
-    left, right = tl.load(col_low + x, mask=inside, other=0), tl.load(col_share + x, mask=inside, other=0.0)
+    left, right = (
+        tl.load(col_low + x, mask=inside, other=0),
+        tl.load(col_share + x, mask=inside, other=0.0),
+    )
     beside = tl.minimum(left + 1, cols_in - 1)
     upper = source + (plane * rows_in + top) * cols_in * inner + lane
-    lower = source + (plane * rows_in + tl.minimum(top + 1, rows_in - 1)) * cols_in * inner + lane
+    lower = (
+        source
+        + (plane * rows_in + tl.minimum(top + 1, rows_in - 1)) * cols_in * inner
+        + lane
+    )
     a = tl.load(upper + left * inner, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(upper + beside * inner, mask=inside, other=0.0).to(tl.float32)
     c = tl.load(lower + left * inner, mask=inside, other=0.0).to(tl.float32)
     d = tl.load(lower + beside * inner, mask=inside, other=0.0).to(tl.float32)
     above, under = a * (1.0 - right) + b * right, c * (1.0 - right) + d * right
     at = out + tl.program_id(0).to(tl.int64) * width + place
-    tl.store(at, (above * (1.0 - down) + under * down).to(out.dtype.element_ty), mask=inside)
+    tl.store(
+        at, (above * (1.0 - down) + under * down).to(out.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
@@ -62,7 +84,10 @@ def _backward(
     place = tl.program_id(1) * block + tl.arange(0, block)
     inside = place < width
     x, lane = place // inner, place % inner
-    start, end = tl.load(col_edges + 2 * x, mask=inside, other=0), tl.load(col_edges + 2 * x + 1, mask=inside, other=0)
+    start, end = (
+        tl.load(col_edges + 2 * x, mask=inside, other=0),
+        tl.load(col_edges + 2 * x + 1, mask=inside, other=0),
+    )
     first, last = tl.load(row_edges + 2 * y), tl.load(row_edges + 2 * y + 1)
     total = tl.zeros((block,), tl.float32)
     for step in range(0, tl.max(end - start, 0)):
@@ -72,8 +97,12 @@ def _backward(
         along = tl.zeros((block,), tl.float32)
         for row in range(first, last):
             at = given + (plane * rows + row) * cols * inner + column * inner + lane
-            along += tl.load(at, mask=there, other=0.0).to(tl.float32) * _weight(row_low, row_share, row, y, rows_in)
-        total += tl.where(there, along * _weight(col_low, col_share, column, x, cols_in), 0.0)
+            along += tl.load(at, mask=there, other=0.0).to(tl.float32) * _weight(
+                row_low, row_share, row, y, rows_in
+            )
+        total += tl.where(
+            there, along * _weight(col_low, col_share, column, x, cols_in), 0.0
+        )
     at = out + tl.program_id(0).to(tl.int64) * width + place
     tl.store(at, total.to(out.dtype.element_ty), mask=inside)
 
@@ -83,20 +112,48 @@ class _Resize(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, axes: Axes, size: tuple[int, int]) -> Tensor:
         ctx.axes, ctx.small, ctx.format = axes, x.shape, _format(x)
         x = x.contiguous(memory_format=ctx.format)
-        out = torch.empty((*x.shape[:2], *size), dtype=x.dtype, device=x.device, memory_format=ctx.format)
+        out = torch.empty(
+            (*x.shape[:2], *size),
+            dtype=x.dtype,
+            device=x.device,
+            memory_format=ctx.format,
+        )
         inner, block, grid = _work(out, ctx.format)
-        _forward[grid](x, out, *_kept(_taps(axes)), *x.shape[2:], size[0], inner, size[1] * inner, block=block)
+        _forward[grid](
+            x,
+            out,
+            *_kept(_taps(axes)),
+            *x.shape[2:],
+            size[0],
+            inner,
+            size[1] * inner,
+            block=block,
+        )
         return out
 
     @staticmethod
     def backward(ctx: Any, given: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         given = given.contiguous(memory_format=ctx.format)
-        out = torch.empty(ctx.small, dtype=given.dtype, device=given.device, memory_format=ctx.format)
+        out = torch.empty(
+            ctx.small, dtype=given.dtype, device=given.device, memory_format=ctx.format
+        )
         inner, block, grid = _work(out, ctx.format)
         small = ctx.small[2:]
-        edges = _kept([_edges(axis, length) for axis, length in zip(ctx.axes, small, strict=True)])
+        edges = _kept(
+            [_edges(axis, length) for axis, length in zip(ctx.axes, small, strict=True)]
+        )
         width = small[1] * inner
-        _backward[grid](given, out, *_taps(ctx.axes), *edges, *small, *given.shape[2:], inner, width, block=block)
+        _backward[grid](
+            given,
+            out,
+            *_taps(ctx.axes),
+            *edges,
+            *small,
+            *given.shape[2:],
+            inner,
+            width,
+            block=block,
+        )
         return out, None, None
 
 
@@ -116,7 +173,11 @@ def _work(out: Tensor, order: torch.memory_format) -> tuple[int, int, tuple[int,
     batch, channels, rows, columns = out.shape
     inner = channels if order is torch.channels_last else 1
     block = min(BLOCK, triton.next_power_of_2(columns * inner))
-    return inner, block, (batch * channels // inner * rows, triton.cdiv(columns * inner, block))
+    return (
+        inner,
+        block,
+        (batch * channels // inner * rows, triton.cdiv(columns * inner, block)),
+    )
 
 
 def _taps(axes: Axes) -> list[Tensor]:
@@ -134,5 +195,8 @@ def _kept(values: list[Tensor]) -> list[Tensor]:
 def _edges(axis: Axis, num_in: int) -> Tensor:
     """First output that reads each input, and the first after it that does not, int32 (num_in, 2)."""
     low, place = np.array(axis.first), np.arange(num_in)
-    edges = np.stack([np.searchsorted(low, place - 1), np.searchsorted(low, place, side="right")], axis=1)
+    edges = np.stack(
+        [np.searchsorted(low, place - 1), np.searchsorted(low, place, side="right")],
+        axis=1,
+    )
     return torch.from_numpy(edges.astype(np.int32)).to(axis.low.device)

@@ -59,11 +59,15 @@ def read_safetensors(path: Path) -> WeightsSource:
     try:
         with safe_open(path, framework="pt") as file:
             about = file.metadata() or {}
-            names = json.loads(about["classes"]) if about.get("format") == FORMAT else ()
+            names = (
+                json.loads(about["classes"]) if about.get("format") == FORMAT else ()
+            )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             return WeightsSource(tensors, str(path), class_names=tuple(names))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read as safetensors: {error}. Fetch or copy it again.") from error
+        raise CheckpointError(
+            f"{path} cannot be read as safetensors: {error}. Fetch or copy it again."
+        ) from error
 
 
 def read_torch(path: Path) -> Any:
@@ -84,16 +88,24 @@ def read_torch(path: Path) -> Any:
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
     if not path.is_file():
-        return CheckpointError(f"{path} does not exist. Set model.weights to a file, or to the folder of a run.")
+        return CheckpointError(
+            f"{path} does not exist. Set model.weights to a file, or to the folder of a run."
+        )
     reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-    reason = "its pickle is damaged" if isinstance(error, pickle.UnpicklingError) else reason
+    reason = (
+        "its pickle is damaged" if isinstance(error, pickle.UnpicklingError) else reason
+    )
     size = path.stat().st_size
-    return CheckpointError(f"{path} ({size} bytes) cannot be read as a file of torch: {reason}. Fetch it again.")
+    return CheckpointError(
+        f"{path} ({size} bytes) cannot be read as a file of torch: {reason}. Fetch it again."
+    )
 
 
 def sha256_of(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 of tensors that stand in no file of their own, as hex digits: that of their safetensors form."""
-    return hashlib.sha256(save({name: value.contiguous() for name, value in tensors.items()})).hexdigest()
+    return hashlib.sha256(
+        save({name: value.contiguous() for name, value in tensors.items()})
+    ).hexdigest()
 
 
 def state_dict_in(content: Any, path: Path) -> WeightsSource:
@@ -105,21 +117,33 @@ def state_dict_in(content: Any, path: Path) -> WeightsSource:
         return WeightsSource(dict(content), str(path))
     parts = dict(_state_dicts(content))
     if not parts:
-        found = ", ".join(map(str, list(content)[:NAMED])) if isinstance(content, Mapping) else type(content).__name__
+        found = (
+            ", ".join(map(str, list(content)[:NAMED]))
+            if isinstance(content, Mapping)
+            else type(content).__name__
+        )
         found = found or f"an empty {type(content).__name__}"
-        raise CheckpointError(f"{path} holds no state dict (tensors by name), but {found}. Save net.state_dict().")
+        raise CheckpointError(
+            f"{path} holds no state dict (tensors by name), but {found}. Save net.state_dict()."
+        )
     ranks = {name: place for place, name in enumerate(PARTS)}
-    part, *others = sorted(parts, key=lambda name: ranks.get(name.rpartition(".")[2], len(ranks)))
+    part, *others = sorted(
+        parts, key=lambda name: ranks.get(name.rpartition(".")[2], len(ranks))
+    )
     return WeightsSource(dict(parts[part]), str(path), part, tuple(others))
 
 
 def _is_state_dict(value: Any) -> bool:
     if not isinstance(value, Mapping) or not value:
         return False
-    return all(isinstance(key, str) and isinstance(item, Tensor) for key, item in value.items())
+    return all(
+        isinstance(key, str) and isinstance(item, Tensor) for key, item in value.items()
+    )
 
 
-def _state_dicts(content: Any, prefix: str = "", depth: int = 2) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+def _state_dicts(
+    content: Any, prefix: str = "", depth: int = 2
+) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
     for key, value in content.items() if isinstance(content, Mapping) and depth else ():
         if _is_state_dict(value):
             yield f"{prefix}{key}", value
@@ -132,16 +156,24 @@ class Fit:
     """What became of every tensor of a network and of a file. Names are the network's, but for `left_over`."""
 
     kept: tuple[str, ...]  # taken from the file
-    adapted: tuple[str, ...]  # class layers: the file has another number of classes, so they are initialized
+    adapted: tuple[
+        str, ...
+    ]  # class layers: the file has another number of classes, so they are initialized
     fresh: tuple[str, ...]  # initialized: not in the file, or of another shape there
     left_over: tuple[str, ...]  # of the file, without a place in the network
-    classes: tuple[int, int] | None  # number in the file and in the network, where they differ
+    classes: (
+        tuple[int, int] | None
+    )  # number in the file and in the network, where they differ
     share: float  # of the network's parameters that come from the file, 0 to 1
 
     @property
     def summary(self) -> str:
         """One sentence with all four counts, and names."""
-        classes = f" ({self.classes[0]} -> {self.classes[1]} classes, initialized)" if self.classes else ""
+        classes = (
+            f" ({self.classes[0]} -> {self.classes[1]} classes, initialized)"
+            if self.classes
+            else ""
+        )
         return "; ".join(
             (
                 f"kept {len(self.kept)} tensors, {math.floor(1000 * self.share) / 10} % of the parameters",
@@ -157,13 +189,19 @@ class Fit:
             "file": source.path,
             "entry": source.part,
             "sha256": source.sha256,
-            "classes": self.classes and {"file": self.classes[0], "network": self.classes[1]},
+            "classes": self.classes
+            and {"file": self.classes[0], "network": self.classes[1]},
             "share_of_parameters": round(self.share, 6),
-            **{name: list(getattr(self, name)) for name in ("kept", "adapted", "fresh", "left_over")},
+            **{
+                name: list(getattr(self, name))
+                for name in ("kept", "adapted", "fresh", "left_over")
+            },
         }
 
 
-def fit(model: nn.Module, source: WeightsSource, *, num_classes: int, partial: bool = False) -> Fit:
+def fit(
+    model: nn.Module, source: WeightsSource, *, num_classes: int, partial: bool = False
+) -> Fit:
     """Copy the tensors into the network and say what became of each.
 
     Names may be the network's or those of its authors' code, with a prefix such as `module.`, or below one of the
@@ -181,7 +219,11 @@ def fit(model: nn.Module, source: WeightsSource, *, num_classes: int, partial: b
             f"no tensor of {where} fits {type(model).__name__}: it has {_shown(tensors)}, the network {_shown(own)}. "
             f"Check that model.name is the network that the weights were trained with."
         )
-    counts = {name: len(found[name]) for name in found if _is_class_layer(found[name], own[name], num_classes)}
+    counts = {
+        name: len(found[name])
+        for name in found
+        if _is_class_layer(found[name], own[name], num_classes)
+    }
     adapted = [name for name in counts if len(set(counts.values())) == 1]
     misshapen = [name for name in found if name not in kept and name not in adapted]
     mistyped = [name for name in misshapen if found[name].shape == own[name].shape]
@@ -204,7 +246,8 @@ def fit(model: nn.Module, source: WeightsSource, *, num_classes: int, partial: b
         fresh=tuple(missing + misshapen),
         left_over=tuple(left_over + [names[name] for name in misshapen]),
         classes=(counts[adapted[0]], num_classes) if adapted else None,
-        share=sum(parameters.get(name, 0) for name in kept) / max(sum(parameters.values()), 1),
+        share=sum(parameters.get(name, 0) for name in kept)
+        / max(sum(parameters.values()), 1),
     )
 
 
@@ -215,12 +258,21 @@ def _check_plain(tensors: Mapping[str, Tensor], where: str) -> None:
         if value.layout is torch.strided and not scaled and not value.is_meta:
             continue
         why = ": the scales to multiply it with are not in the tensor" if scaled else ""
-        stored = "device meta, without values" if value.is_meta else f"{value.layout} of {value.dtype}{why}"
-        raise WeightsError(f"{where}: {name} is stored as {stored}. Write the file again with dense float32 tensors.")
+        stored = (
+            "device meta, without values"
+            if value.is_meta
+            else f"{value.layout} of {value.dtype}{why}"
+        )
+        raise WeightsError(
+            f"{where}: {name} is stored as {stored}. Write the file again with dense float32 tensors."
+        )
 
 
 def _fits(value: Tensor, own: Tensor) -> bool:
-    return value.shape == own.shape and value.is_floating_point() == own.is_floating_point()
+    return (
+        value.shape == own.shape
+        and value.is_floating_point() == own.is_floating_point()
+    )
 
 
 def _is_class_layer(value: Tensor, own: Tensor, num_classes: int) -> bool:
@@ -237,7 +289,11 @@ def _may_be_missing(name: str) -> bool:
 def _refuse(where: str, network: str, problems: Mapping[str, list[str]]) -> None:
     if not any(problems.values()):
         return
-    faults = "; ".join(f"{len(keys)} {what} ({listed(keys)})" for what, keys in problems.items() if keys)
+    faults = "; ".join(
+        f"{len(keys)} {what} ({listed(keys)})"
+        for what, keys in problems.items()
+        if keys
+    )
     raise WeightsError(
         f"{where} does not fit {network}: {faults}. Check that model.name is the network that the weights were trained "
         f"with, or set model.weights_partial=true to take what fits, such as an encoder alone."
@@ -247,31 +303,48 @@ def _refuse(where: str, network: str, problems: Mapping[str, list[str]]) -> None
 def _copy(own: Mapping[str, Tensor], values: Mapping[str, Tensor], where: str) -> None:
     for name, value in values.items():
         if not bool(torch.isfinite(value.to(own[name].dtype)).all()):
-            found = f"too large for {own[name].dtype}" if bool(torch.isfinite(value).all()) else "not finite"
-            raise WeightsError(f"{where}: {name} is {found}: the training that wrote it diverged. Take another.")
+            found = (
+                f"too large for {own[name].dtype}"
+                if bool(torch.isfinite(value).all())
+                else "not finite"
+            )
+            raise WeightsError(
+                f"{where}: {name} is {found}: the training that wrote it diverged. Take another."
+            )
         if name.endswith("running_var") and bool((value < 0).any()):
-            raise WeightsError(f"{where}: {name} holds a negative variance: the file is damaged. Take another.")
+            raise WeightsError(
+                f"{where}: {name} holds a negative variance: the file is damaged. Take another."
+            )
     with torch.no_grad():
         for name, value in values.items():
             own[name].copy_(value)
 
 
-def _names(model: nn.Module, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def _names(
+    model: nn.Module, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+) -> dict[str, str]:
     """Name in the file of every tensor of the network: the renaming by which most tensors fit."""
     best, most = {name: name for name in own}, 0
     for renamed, outer in _renamings(model, own):
         for prefix in _prefixes(renamed, own, tensors):
             names = {name: prefix + key for name, key in renamed.items()}
             names |= {name: name for name in outer if names[name] not in tensors}
-            count = sum(key in tensors and _fits(tensors[key], own[name]) for name, key in names.items())
+            count = sum(
+                key in tensors and _fits(tensors[key], own[name])
+                for name, key in names.items()
+            )
             if count > most:
                 best, most = names, count
-            if count > min(len(own), len(tensors)) / 2:  # no other renaming can do better
+            if (
+                count > min(len(own), len(tensors)) / 2
+            ):  # no other renaming can do better
                 return names
     return best
 
 
-def _renamings(model: nn.Module, own: Mapping[str, Tensor]) -> Iterator[tuple[dict[str, str], list[str]]]:
+def _renamings(
+    model: nn.Module, own: Mapping[str, Tensor]
+) -> Iterator[tuple[dict[str, str], list[str]]]:
     """The network's names as they are, as its authors' code has them, and without one of its own modules' names.
 
     With the names of the tensors outside that module, which a file of the module alone does not have.
@@ -279,24 +352,39 @@ def _renamings(model: nn.Module, own: Mapping[str, Tensor]) -> Iterator[tuple[di
     yield {name: name for name in own}, []
     if keys := getattr(model, "published_keys", None):
         yield {name: published_key(name, keys) for name in own}, []
-    modules = dict.fromkeys(".".join(name.split(".")[:depth]) for depth in (1, 2) for name in own)
+    modules = dict.fromkeys(
+        ".".join(name.split(".")[:depth]) for depth in (1, 2) for name in own
+    )
     for module in modules:
-        inner = {name: name.removeprefix(f"{module}.") for name in own if name.startswith(f"{module}.")}
+        inner = {
+            name: name.removeprefix(f"{module}.")
+            for name in own
+            if name.startswith(f"{module}.")
+        }
         outer = {name: name for name in own if name not in inner}
         if inner and not outer.keys() & set(inner.values()):
             yield inner | outer, list(outer)
 
 
-def _prefixes(renamed: Mapping[str, str], own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, None]:
+def _prefixes(
+    renamed: Mapping[str, str], own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+) -> dict[str, None]:
     """Prefixes such as `module.` with which names stand in the file; first none."""
     probes = [key for name, key in renamed.items() if own[name].ndim > 1][:PROBES]
-    found = [key.removesuffix(probe) for key in tensors for probe in probes if key.endswith(f".{probe}")]
+    found = [
+        key.removesuffix(probe)
+        for key in tensors
+        for probe in probes
+        if key.endswith(f".{probe}")
+    ]
     return dict.fromkeys(["", *found])
 
 
 def published_key(key: str, prefixes: Mapping[str, str]) -> str:
     """Published name of our `key`: its longest prefix among `prefixes`, replaced; `key` itself if none fits."""
-    longest = max((prefix for prefix in prefixes if key.startswith(prefix)), key=len, default="")
+    longest = max(
+        (prefix for prefix in prefixes if key.startswith(prefix)), key=len, default=""
+    )
     return prefixes.get(longest, "") + key.removeprefix(longest)
 
 

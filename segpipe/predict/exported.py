@@ -13,7 +13,14 @@ from segpipe.errors import ConfigError, ExportMismatch, IntegrityError
 from segpipe.files import sha256
 from segpipe.predict.outputs import Pixels, Predictor
 from segpipe.predict.tiles import Size, Tiling
-from segpipe.runtime.artifact import MANIFEST, Artifact, ArtifactError, SelfTestError, UnusableError, read_artifact
+from segpipe.runtime.artifact import (
+    MANIFEST,
+    Artifact,
+    ArtifactError,
+    SelfTestError,
+    UnusableError,
+    read_artifact,
+)
 from segpipe.runtime.engines import EngineError
 from segpipe.runtime.session import Session
 
@@ -26,9 +33,20 @@ class Exported:
     image smaller than a tile is padded by its edge pixels. With `resize`, it is scaled to that size and its mask back.
     """
 
-    def __init__(self, artifact: Artifact, session: Session, *, tile: Size | None, overlap: float, resize: bool):
+    def __init__(
+        self,
+        artifact: Artifact,
+        session: Session,
+        *,
+        tile: Size | None,
+        overlap: float,
+        resize: bool,
+    ):
         self.artifact = artifact
-        self.tile: Size = tile or (artifact.shapes.exported[0], artifact.shapes.exported[1])
+        self.tile: Size = tile or (
+            artifact.shapes.exported[0],
+            artifact.shapes.exported[1],
+        )
         self.overlap = overlap
         self.resize = resize
         self.refitted = 0  # images of sizes that the file does not take
@@ -50,7 +68,11 @@ class Exported:
         """How images of other sizes were answered; empty if there were none."""
         if not self.refitted:
             return ""
-        how, other = ("scaled to it", "tile cuts") if self.resize else ("cut into tiles of it", "resize scales")
+        how, other = (
+            ("scaled to it", "tile cuts")
+            if self.resize
+            else ("cut into tiles of it", "resize scales")
+        )
         size = "x".join(map(str, self.tile))
         return (
             f"{self.refitted} images or frames do not have the size {size} that the exported file answers. They were "
@@ -61,22 +83,33 @@ class Exported:
         height, width = image.shape[:2]
         shrinks = height * width > self.tile[0] * self.tile[1]
         kind = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
-        scaled = np.asarray(cv2.resize(image, self.tile[::-1], interpolation=kind), np.uint8)  # cv2 counts width first
+        scaled = np.asarray(
+            cv2.resize(image, self.tile[::-1], interpolation=kind), np.uint8
+        )  # cv2 counts width first
         mask = self._session.run(scaled)[0]
-        return np.asarray(cv2.resize(mask, (width, height), interpolation=cv2.INTER_NEAREST), np.uint8)
+        return np.asarray(
+            cv2.resize(mask, (width, height), interpolation=cv2.INTER_NEAREST), np.uint8
+        )
 
     def _in_tiles(self, image: Pixels) -> Pixels:
         size = image.shape[:2]
-        missing = [max(0, tile - length) for tile, length in zip(self.tile, size, strict=True)]
+        missing = [
+            max(0, tile - length) for tile, length in zip(self.tile, size, strict=True)
+        ]
         image = np.pad(image, ((0, missing[0]), (0, missing[1]), (0, 0)), mode="edge")
         tiling = Tiling.of((image.shape[0], image.shape[1]), self.tile, self.overlap)
         height, width = tiling.tile
-        weights = replace(tiling, overlap=1.0).weights()  # they rise up to the middle, so that no two tie
+        weights = replace(
+            tiling, overlap=1.0
+        ).weights()  # they rise up to the middle, so that no two tie
         ids, best = np.zeros(tiling.image, np.uint8), np.zeros(tiling.image, np.float32)
         for strip in tiling.strips():
             for left in strip.lefts:
                 place = np.s_[strip.top : strip.top + height, left : left + width]
-                found, better = self._session.run(np.ascontiguousarray(image[place]))[0], weights > best[place]
+                found, better = (
+                    self._session.run(np.ascontiguousarray(image[place]))[0],
+                    weights > best[place],
+                )
                 ids[place] = np.where(better, found, ids[place])
                 best[place] = np.maximum(best[place], weights)
         return ids[: size[0], : size[1]]
@@ -106,7 +139,10 @@ def load_exported(
         artifact = read_artifact(folder, precision=precision)
         session = Session(artifact, threads=threads, providers=(provider,))
         session.self_test()
-    except (EngineError, UnusableError) as error:  # such as an onnxruntime that is too old for the file
+    except (
+        EngineError,
+        UnusableError,
+    ) as error:  # such as an onnxruntime that is too old for the file
         raise ConfigError(str(error)) from error
     except SelfTestError as error:
         raise ExportMismatch(str(error)) from error
@@ -116,11 +152,19 @@ def load_exported(
 
 
 def _check_is_no_run(folder: Path) -> None:
-    if (folder / MANIFEST).is_file() or not any((folder / name).is_file() for name in ("config.json", "last.pt")):
+    if (folder / MANIFEST).is_file() or not any(
+        (folder / name).is_file() for name in ("config.json", "last.pt")
+    ):
         return
     exported = folder / "export"
-    fix = f"Set artifact={exported}" if exported.is_dir() else f"Export it first: segpipe export run={folder}"
-    raise ConfigError(f"artifact = {folder} is a run, but the folder of its export was needed. {fix}; or run={folder}.")
+    fix = (
+        f"Set artifact={exported}"
+        if exported.is_dir()
+        else f"Export it first: segpipe export run={folder}"
+    )
+    raise ConfigError(
+        f"artifact = {folder} is a run, but the folder of its export was needed. {fix}; or run={folder}."
+    )
 
 
 def of_exported(exported: Exported, *, precision: str) -> Predictor:

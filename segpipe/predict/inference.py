@@ -44,12 +44,20 @@ class Inference:
     @property
     def views(self) -> list[tuple[float, bool]]:
         """Scale and flip of each forward; the image as it is comes first."""
-        return [(scale, flip) for scale in self.scales for flip in ((False, True) if self.flip else (False,))]
+        return [
+            (scale, flip)
+            for scale in self.scales
+            for flip in ((False, True) if self.flip else (False,))
+        ]
 
     @property
     def described(self) -> dict[str, Any]:
         """What was asked for beyond one forward of the whole image; empty if nothing was."""
-        tiles = {"tile": "x".join(map(str, self.tile)), "overlap": self.overlap} if self.tile else {}
+        tiles = (
+            {"tile": "x".join(map(str, self.tile)), "overlap": self.overlap}
+            if self.tile
+            else {}
+        )
         views = [FLIP] * self.flip + [f"{scale:g}" for scale in self.scales[1:]]
         return tiles | ({"tta": ",".join(views)} if views else {})
 
@@ -61,10 +69,14 @@ def inference(given: Mapping[str, Any]) -> Inference:
     """
     precision = given.get("precision", "fp32")
     if precision not in ("fp32", *AUTOCAST):
-        raise ConfigError(f"precision = {precision}, but a run computes in one of fp32, {', '.join(AUTOCAST)}.")
+        raise ConfigError(
+            f"precision = {precision}, but a run computes in one of fp32, {', '.join(AUTOCAST)}."
+        )
     tile, overlap = parse_size("tile", given["tile"]), given["overlap"]
     if tile is not None and min(tile) < SMALLEST:
-        raise ConfigError(f"tile = {given['tile']}, but at least {SMALLEST}x{SMALLEST} was needed.")
+        raise ConfigError(
+            f"tile = {given['tile']}, but at least {SMALLEST}x{SMALLEST} was needed."
+        )
     assert 0 <= overlap <= LARGEST_OVERLAP
     flip, scales = _views(given["tta"])
     return Inference(tile, overlap, flip, scales, precision, given.get("batch", 1))
@@ -89,7 +101,9 @@ def _views(tta: Sequence[str]) -> tuple[bool, tuple[float, ...]]:
 
 
 @torch.inference_mode()
-def segment(model: SegmentationNet, preprocess: Preprocess, image: Tensor, how: Inference) -> Tensor:
+def segment(
+    model: SegmentationNet, preprocess: Preprocess, image: Tensor, how: Inference
+) -> Tensor:
     """Class ids of images at their own size; in one tile and one view exactly those of `train.validate.predict`.
 
     Probabilities (softmax of the logits at the size of the image) are averaged over the views, in their order, and
@@ -102,7 +116,9 @@ def segment(model: SegmentationNet, preprocess: Preprocess, image: Tensor, how: 
         return segment(model, preprocess, _padded(image), how)[:, :height, :width]
     tiling = Tiling.of((height, width), how.tile, how.overlap)
     if not tiling.is_whole:
-        return torch.stack([_in_tiles(model, preprocess, each, how, tiling) for each in image])
+        return torch.stack(
+            [_in_tiles(model, preprocess, each, how, tiling) for each in image]
+        )
     if how.views == [(1.0, False)]:
         return predict(model, preprocess, image, precision=how.precision)
     return _probabilities(model, preprocess, image, how).argmax(1).to(torch.uint8)
@@ -110,16 +126,27 @@ def segment(model: SegmentationNet, preprocess: Preprocess, image: Tensor, how: 
 
 def _padded(image: Tensor) -> Tensor:
     """The image with its last row and column repeated, so that no side is shorter than SMALLEST."""
-    rows, columns = (torch.arange(max(n, SMALLEST), device=image.device).clamp(max=n - 1) for n in image.shape[1:3])
+    rows, columns = (
+        torch.arange(max(n, SMALLEST), device=image.device).clamp(max=n - 1)
+        for n in image.shape[1:3]
+    )
     return image[:, rows][:, :, columns]
 
 
-def _in_tiles(model: SegmentationNet, preprocess: Preprocess, image: Tensor, how: Inference, tiling: Tiling) -> Tensor:
+def _in_tiles(
+    model: SegmentationNet,
+    preprocess: Preprocess,
+    image: Tensor,
+    how: Inference,
+    tiling: Tiling,
+) -> Tensor:
     """Class ids of one image (H, W, 3). Only one strip of tiles is in memory at a time."""
     height, width = tiling.tile
     weights = torch.from_numpy(tiling.weights()).to(image.device)
     ids = torch.empty(tiling.image, dtype=torch.uint8, device=image.device)
-    total: Tensor | None = None  # weighted sum of probabilities (C, h, W) of the rows from strip.top on
+    total: Tensor | None = (
+        None  # weighted sum of probabilities (C, h, W) of the rows from strip.top on
+    )
     for strip in tiling.strips():
         rows = image[strip.top : strip.top + height]
         crops = ((left, rows[:, left : left + width]) for left in strip.lefts)
@@ -130,30 +157,45 @@ def _in_tiles(model: SegmentationNet, preprocess: Preprocess, image: Tensor, how
         assert total is not None
         done = strip.done - strip.top
         ids[strip.top : strip.done] = total[:, :done].argmax(0).to(torch.uint8)
-        total = torch.cat([total[:, done:], total.new_zeros(len(total), done, tiling.image[1])], 1)
+        total = torch.cat(
+            [total[:, done:], total.new_zeros(len(total), done, tiling.image[1])], 1
+        )
     return ids
 
 
 def _each(
-    model: SegmentationNet, preprocess: Preprocess, crops: Iterator[tuple[int, Tensor]], how: Inference
+    model: SegmentationNet,
+    preprocess: Preprocess,
+    crops: Iterator[tuple[int, Tensor]],
+    how: Inference,
 ) -> Iterator[tuple[int, Tensor]]:
     """Place and probabilities (C, h, w) of each crop, `how.batch` of them per forward."""
     pending = list(crops)
     for first in range(0, len(pending), how.batch):
         lefts, images = zip(*pending[first : first + how.batch], strict=True)
-        yield from zip(lefts, _probabilities(model, preprocess, torch.stack(images), how), strict=True)
+        yield from zip(
+            lefts,
+            _probabilities(model, preprocess, torch.stack(images), how),
+            strict=True,
+        )
 
 
-def _probabilities(model: SegmentationNet, preprocess: Preprocess, image: Tensor, how: Inference) -> Tensor:
+def _probabilities(
+    model: SegmentationNet, preprocess: Preprocess, image: Tensor, how: Inference
+) -> Tensor:
     """Sum over the views of the probabilities of the classes, float32 (B, C, H, W)."""
     size = (image.shape[1], image.shape[2])
     normalised = preprocess(image)
     total: Tensor | None = None
     for scale, flip in how.views:
-        view = normalised if scale == 1.0 else bilinear(normalised, _scaled(size, scale))
+        view = (
+            normalised if scale == 1.0 else bilinear(normalised, _scaled(size, scale))
+        )
         with autocast(image.device, how.precision):
             logits = model(view.flip(3) if flip else view)
-        found = bilinear(logits.float(), size, align_corners=model.align_corners).softmax(1)
+        found = bilinear(
+            logits.float(), size, align_corners=model.align_corners
+        ).softmax(1)
         found = found.flip(3) if flip else found
         total = found if total is None else total + found
     assert total is not None
@@ -165,7 +207,9 @@ def _scaled(size: Size, scale: float) -> Size:
     return height, width
 
 
-def of_network(trained: TrainedNetwork, device: torch.device, how: Inference, *, raw: bool = False) -> Predictor:
+def of_network(
+    trained: TrainedNetwork, device: torch.device, how: Inference, *, raw: bool = False
+) -> Predictor:
     """The averaged network of a run; with `raw`, masks hold the ids of the data set's masks."""
     model, preprocess = trained.model.to(device), trained.preprocess.to(device)
     most, warned = trained.config.data.max_pixels, False
@@ -181,7 +225,9 @@ def of_network(trained: TrainedNetwork, device: torch.device, how: Inference, *,
                 file=sys.stderr,
             )
         try:
-            ids = segment(model, preprocess, torch.from_numpy(np.stack(images)).to(device), how)
+            ids = segment(
+                model, preprocess, torch.from_numpy(np.stack(images)).to(device), how
+            )
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -196,8 +242,14 @@ def of_network(trained: TrainedNetwork, device: torch.device, how: Inference, *,
         trained.classes.names,
         trained.classes.palette,
         {"weights_digest": trained.weights_digest, "step": trained.step},
-        {**how.described, "precision": how.precision, "ids": "raw" if raw else "train"},  # the batch changes last bits
-        raw_ids=raw_ids(trained.classes.train_ids, trained.classes.num_classes) if raw else None,
+        {
+            **how.described,
+            "precision": how.precision,
+            "ids": "raw" if raw else "train",
+        },  # the batch changes last bits
+        raw_ids=raw_ids(trained.classes.train_ids, trained.classes.num_classes)
+        if raw
+        else None,
     )
 
 

@@ -38,7 +38,9 @@ class Decoded(NamedTuple):
 class Predictions:
     """What a command did."""
 
-    entries: dict[str, dict[str, Any]] = field(default_factory=dict)  # of finished sources, by place
+    entries: dict[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # of finished sources, by place
     pixels: list[int] = field(default_factory=list)  # of each class, over all of them
     problems: list[str] = field(default_factory=list)
     kept: int = 0  # sources that were finished before
@@ -67,10 +69,17 @@ class PredictJob:
         self.found.pixels = [0] * len(self.outputs.predictor.names)
         todo = self._without_finished()
         self.clips = dict(self._probed(source for source in todo if source.is_video))
-        total = sum(not source.is_video for source in todo) + sum(clip.frames for clip in self.clips.values())
+        total = sum(not source.is_video for source in todo) + sum(
+            clip.frames for clip in self.clips.values()
+        )
         started = time.perf_counter()
         try:
-            self._predict(todo, lambda: self.progress(self.found.answered, max(total, self.found.answered)))
+            self._predict(
+                todo,
+                lambda: self.progress(
+                    self.found.answered, max(total, self.found.answered)
+                ),
+            )
         except KeyboardInterrupt:
             raise Interrupted(
                 f"interrupted: {len(self.found.entries)} of {len(self.sources)} sources are finished. The same command "
@@ -92,7 +101,9 @@ class PredictJob:
             try:
                 stamps = self.outputs.stamps(source, sha256(source.path))
             except OSError as error:
-                self.found.problems.append(f"{source.path} cannot be read: {error.strerror}.")
+                self.found.problems.append(
+                    f"{source.path} cannot be read: {error.strerror}."
+                )
                 continue
             states = {path: differences(path, stamp) for path, stamp in stamps.items()}
             blocked += [(path, changed) for path, changed in states.items() if changed]
@@ -106,7 +117,10 @@ class PredictJob:
         return todo
 
     def _blocked(self, blocked: Sequence[tuple[Path, list[str]]]) -> ConfigError:
-        named = "; ".join(f"{path.relative_to(self.outputs.out)} ({', '.join(why[:3])})" for path, why in blocked[:3])
+        named = "; ".join(
+            f"{path.relative_to(self.outputs.out)} ({', '.join(why[:3])})"
+            for path, why in blocked[:3]
+        )
         return ConfigError(
             f"out = {self.outputs.out} holds {len(blocked)} files of another model, source or setting: {named}. "
             f"Choose another out=, or overwrite them with exists=replace."
@@ -125,7 +139,9 @@ class PredictJob:
             answers = self.outputs.predictor.answer([each.pixels for each in batch])
             for (source, digest, pixels), ids in zip(batch, answers, strict=True):
                 try:
-                    self._enter(source, self.outputs.write_image(source, digest, pixels, ids))
+                    self._enter(
+                        source, self.outputs.write_image(source, digest, pixels, ids)
+                    )
                 except DataError as error:
                     self.found.problems.append(str(error))
                 self.found.answered += 1
@@ -134,13 +150,17 @@ class PredictJob:
             if source.place in self.clips:
                 self._predict_video(source, self.clips[source.place], advance)
 
-    def _predict_video(self, source: Input, clip: Clip, advance: Callable[[], None]) -> None:
+    def _predict_video(
+        self, source: Input, clip: Clip, advance: Callable[[], None]
+    ) -> None:
         def count() -> None:
             self.found.answered += 1
             advance()
 
         try:
-            self._enter(source, write_video(self.outputs, source, clip, self.batch, count))
+            self._enter(
+                source, write_video(self.outputs, source, clip, self.batch, count)
+            )
         except DataError as error:
             self.found.problems.append(str(error))
 
@@ -148,13 +168,15 @@ class PredictJob:
         """Images, read ahead by threads, in order; unreadable ones become problems."""
         with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as pool:
             waiting = deque(
-                pool.submit(_read, source, self.outputs.upright) for source in itertools.islice(sources, AHEAD)
+                pool.submit(_read, source, self.outputs.upright)
+                for source in itertools.islice(sources, AHEAD)
             )
             try:
                 while waiting:
                     done = waiting.popleft()
                     waiting.extend(
-                        pool.submit(_read, source, self.outputs.upright) for source in itertools.islice(sources, 1)
+                        pool.submit(_read, source, self.outputs.upright)
+                        for source in itertools.islice(sources, 1)
                     )
                     try:
                         yield done.result()
@@ -165,7 +187,9 @@ class PredictJob:
 
     def _enter(self, source: Input, stamp: Stamp) -> None:
         self.found.entries[source.place] = self.outputs.entry(source, stamp)
-        self.found.pixels = [sum(pair) for pair in zip(self.found.pixels, stamp["pixels"], strict=True)]
+        self.found.pixels = [
+            sum(pair) for pair in zip(self.found.pixels, stamp["pixels"], strict=True)
+        ]
 
     def _summarize(self) -> None:
         """Write predictions.json: everything but times, so that equal predictions give equal bytes."""
@@ -175,17 +199,25 @@ class PredictJob:
             "format": FORMAT,
             "model": predictor.model,
             "settings": self.outputs.settings,
-            "classes": [{"id": place, "name": name, "color": color} for place, (name, color) in enumerate(classes)],
+            "classes": [
+                {"id": place, "name": name, "color": color}
+                for place, (name, color) in enumerate(classes)
+            ],
             "complete": len(self.found.entries) == len(self.sources),
             "share": self.outputs.shares(self.found.pixels),
-            "predictions": [self.found.entries[place] for place in sorted(self.found.entries)],
+            "predictions": [
+                self.found.entries[place] for place in sorted(self.found.entries)
+            ],
             "problems": self.found.problems,
         }
         put(self.outputs.out / SUMMARY, to_json(content))
 
 
 def _read(source: Input, upright: bool) -> Decoded:
-    pixels = read_image(str(source.path), (lambda header: header.orientation) if upright else (lambda header: 1))
+    pixels = read_image(
+        str(source.path),
+        (lambda header: header.orientation) if upright else (lambda header: 1),
+    )
     return Decoded(source, sha256(source.path), pixels)
 
 

@@ -18,7 +18,14 @@ from segpipe.predict.stamp import Stamp, mask_png, picture_jpeg, put, read_stamp
 FORMAT = "segpipe-predictions/1"
 MASKS, OVERLAYS = "masks", "overlays"
 FRAMES = "frames.json"  # written after the last mask of a video
-FOUND = ("source", "size", "pixels", "frames", "fps", "partial")  # parts of a stamp that are results
+FOUND = (
+    "source",
+    "size",
+    "pixels",
+    "frames",
+    "fps",
+    "partial",
+)  # parts of a stamp that are results
 JPEG_LIMIT = 65500  # pixels along a side
 Pixels = NDArray[np.uint8]
 
@@ -27,13 +34,17 @@ Pixels = NDArray[np.uint8]
 class Predictor:
     """A network that answers images, and what its answers depend on."""
 
-    answer: Callable[[Sequence[Pixels]], list[Pixels]]  # class ids (H, W) of images (H, W, 3) of one size
+    answer: Callable[
+        [Sequence[Pixels]], list[Pixels]
+    ]  # class ids (H, W) of images (H, W, 3) of one size
     names: tuple[str, ...]
     palette: tuple[tuple[int, int, int], ...]
     model: dict[str, Any]  # digests of the network
     settings: dict[str, Any]  # of the inference
     note: Callable[[], str] = str  # what to say at the end
-    raw_ids: Pixels | None = None  # (256,): what is written for each class id, in place of itself
+    raw_ids: Pixels | None = (
+        None  # (256,): what is written for each class id, in place of itself
+    )
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,10 @@ class Outputs:
     @property
     def settings(self) -> dict[str, Any]:
         """What the answers depend on besides the model."""
-        return {**self.predictor.settings, "exif": "apply" if self.upright else "ignore"}
+        return {
+            **self.predictor.settings,
+            "exif": "apply" if self.upright else "ignore",
+        }
 
     def mask(self, source: Input) -> Path:
         """Of an image its mask, of a video the file that says that its masks are complete."""
@@ -61,7 +75,11 @@ class Outputs:
 
     def picture(self, source: Input, suffix: str = "") -> Path:
         """The overlay of an image or a video."""
-        return self.out / OVERLAYS / f"{source.name}{suffix or ('.mp4' if source.is_video else '.jpg')}"
+        return (
+            self.out
+            / OVERLAYS
+            / f"{source.name}{suffix or ('.mp4' if source.is_video else '.jpg')}"
+        )
 
     def frame(self, source: Input, number: int) -> Path:
         """The mask of a frame of a video."""
@@ -91,11 +109,18 @@ class Outputs:
             found[self.mask(source)] = stamp
         return found
 
-    def write_image(self, source: Input, sha256: str, image: Pixels, ids: Pixels) -> Stamp:
+    def write_image(
+        self, source: Input, sha256: str, image: Pixels, ids: Pixels
+    ) -> Stamp:
         """Write overlay and mask; the stamp of the mask."""
-        stamp = self.stamp(source, sha256) | {"size": list(ids.shape), "pixels": self.count(ids)}
+        stamp = self.stamp(source, sha256) | {
+            "size": list(ids.shape),
+            "pixels": self.count(ids),
+        }
         if self.overlay and max(ids.shape) > JPEG_LIMIT:
-            raise DataError(f"{source.path}: a JPEG has at most {JPEG_LIMIT} rows and columns. Set overlay=false.")
+            raise DataError(
+                f"{source.path}: a JPEG has at most {JPEG_LIMIT} rows and columns. Set overlay=false."
+            )
         if self.overlay:
             picture = self.blended(image, ids, with_legend=self.legend)
             put(self.picture(source), picture_jpeg(picture, self.of_picture(stamp)))
@@ -105,7 +130,12 @@ class Outputs:
     def write_mask(self, path: Path, ids: Pixels, stamp: Stamp) -> None:
         """Write a PNG of class ids with the palette of the classes, or a grey one of raw ids."""
         raw = self.predictor.raw_ids
-        put(path, mask_png(ids, stamp, self.predictor.palette) if raw is None else mask_png(raw[ids], stamp, None))
+        put(
+            path,
+            mask_png(ids, stamp, self.predictor.palette)
+            if raw is None
+            else mask_png(raw[ids], stamp, None),
+        )
 
     def blended(self, image: Pixels, ids: Pixels, *, with_legend: bool) -> Pixels:
         """The image with the colors of its classes, and if wanted with the legend of those it has."""
@@ -114,19 +144,28 @@ class Outputs:
 
     def key(self, pixels: Sequence[int]) -> Pixels:
         """Legend of the classes that have pixels, the most frequent first."""
-        shares = {name: share for name, share in self.shares(pixels).items() if share > 0}
+        shares = {
+            name: share for name, share in self.shares(pixels).items() if share > 0
+        }
         palette = dict(zip(self.predictor.names, self.predictor.palette, strict=True))
-        return legend(dict(sorted(shares.items(), key=lambda entry: -entry[1])), palette)
+        return legend(
+            dict(sorted(shares.items(), key=lambda entry: -entry[1])), palette
+        )
 
     def count(self, ids: Pixels) -> list[int]:
         """Pixels of each class."""
-        counts: list[int] = np.bincount(ids.ravel(), minlength=len(self.predictor.names)).tolist()
+        counts: list[int] = np.bincount(
+            ids.ravel(), minlength=len(self.predictor.names)
+        ).tolist()
         return counts
 
     def shares(self, pixels: Sequence[int]) -> dict[str, float]:
         """Share of the pixels by class."""
         total = max(sum(pixels), 1)
-        return {name: count / total for name, count in zip(self.predictor.names, pixels, strict=True)}
+        return {
+            name: count / total
+            for name, count in zip(self.predictor.names, pixels, strict=True)
+        }
 
     def entry(self, source: Input, stamp: Stamp) -> dict[str, Any]:
         """What predictions.json says of a finished source."""
@@ -139,10 +178,17 @@ class Outputs:
         return {
             "source": source.place,
             "source_sha256": stamp["source_sha256"],
-            **{name: path.relative_to(self.out).as_posix() for name, path in files.items()},
+            **{
+                name: path.relative_to(self.out).as_posix()
+                for name, path in files.items()
+            },
             "height": height,
             "width": width,
-            **{name: stamp[name] for name in ("frames", "fps", "partial") if name in stamp},
+            **{
+                name: stamp[name]
+                for name in ("frames", "fps", "partial")
+                if name in stamp
+            },
             "share": self.shares(stamp["pixels"]),
         }
 
@@ -168,6 +214,8 @@ def _flat(stamp: Stamp) -> dict[str, Any]:
     for name, value in stamp.items():
         if name not in FOUND:
             found |= (
-                {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
+                {f"{name}.{key}": each for key, each in value.items()}
+                if isinstance(value, dict)
+                else {name: value}
             )
     return found

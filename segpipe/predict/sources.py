@@ -12,7 +12,19 @@ from segpipe.data.folders import SUFFIXES as IMAGES
 from segpipe.errors import ConfigError, DataError, listed
 from segpipe.files import files_below
 
-VIDEOS = (".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm", ".mpg", ".mpeg", ".mjpeg", ".ts", ".wmv")
+VIDEOS = (
+    ".mp4",
+    ".m4v",
+    ".mov",
+    ".avi",
+    ".mkv",
+    ".webm",
+    ".mpg",
+    ".mpeg",
+    ".mjpeg",
+    ".ts",
+    ".wmv",
+)
 
 
 class Input(NamedTuple):
@@ -28,7 +40,9 @@ class Input(NamedTuple):
         return self.path.suffix.lower() in VIDEOS
 
 
-def find(given: str, out: Path, say: Callable[[str], None] = lambda text: None) -> list[Input]:
+def find(
+    given: str, out: Path, say: Callable[[str], None] = lambda text: None
+) -> list[Input]:
     """Images and videos of a file, a folder with all below it, or a glob pattern; sorted by place.
 
     Hidden files, files below `out`, and in folders and patterns all files with other suffixes are left out; `say` is
@@ -52,12 +66,17 @@ def find(given: str, out: Path, say: Callable[[str], None] = lambda text: None) 
             others[path.suffix or "no suffix"] += 1
     if not places:
         known = " ".join((*IMAGES, *VIDEOS))
-        raise DataError(f"source = {given} holds no image and no video. Files with these suffixes are read: {known}.")
+        raise DataError(
+            f"source = {given} holds no image and no video. Files with these suffixes are read: {known}."
+        )
     if others:
         counts = [f"{times} {suffix}" for suffix, times in others.most_common()]
         say(f"files of other types were left out: {listed(counts)}.")
     ordered = sorted(places)
-    return [Input(places[place], place, name) for place, name in zip(ordered, names(ordered), strict=True)]
+    return [
+        Input(places[place], place, name)
+        for place, name in zip(ordered, names(ordered), strict=True)
+    ]
 
 
 def _paths(given: str) -> tuple[Path, list[Path]]:
@@ -73,7 +92,11 @@ def _paths(given: str) -> tuple[Path, list[Path]]:
         return path.parent, [path]
     if has_magic(given):
         found = [Path(name) for name in glob(given, recursive=True)]
-        files = [file for each in found for file in (files_below(each) if each.is_dir() else [each])]
+        files = [
+            file
+            for each in found
+            for file in (files_below(each) if each.is_dir() else [each])
+        ]
         return _fixed(path), files
     raise DataError(
         f"source = {given} does not exist. Give a file, a folder, or a pattern in quotes: source='a/*.jpg'."
@@ -95,5 +118,8 @@ def names(places: Sequence[str]) -> list[str]:
     """A distinct name for each place: without its suffix, but with it where another one would have the same name."""
     found = [str(PurePosixPath(place).with_suffix("")) for place in places]
     while shared := {name for name, count in Counter(found).items() if count > 1}:
-        found = [place if name in shared else name for place, name in zip(places, found, strict=True)]
+        found = [
+            place if name in shared else name
+            for place, name in zip(places, found, strict=True)
+        ]
     return found

@@ -50,7 +50,9 @@ def read_stamp(path: Path) -> Stamp | None:
     return stamp if isinstance(stamp, dict) else None
 
 
-def mask_png(ids: NDArray[np.uint8], stamp: Stamp, palette: Sequence[tuple[int, int, int]] | None) -> bytes:
+def mask_png(
+    ids: NDArray[np.uint8], stamp: Stamp, palette: Sequence[tuple[int, int, int]] | None
+) -> bytes:
     """An 8-bit PNG whose pixel values are `ids`: with a palette of 256 colors, or grey if there is none."""
     picture = Image.fromarray(ids)
     if palette is not None:
@@ -71,7 +73,9 @@ def _comment(stamp: Stamp) -> PngInfo:
 def picture_jpeg(pixels: NDArray[np.uint8], stamp: Stamp) -> bytes:
     """A JPEG of RGB pixels (H, W, 3), with color at full resolution: a pole is 2 pixels wide."""
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "JPEG", quality=90, subsampling=0, comment=encoded(stamp))
+    Image.fromarray(pixels).save(
+        buffer, "JPEG", quality=90, subsampling=0, comment=encoded(stamp)
+    )
     return buffer.getvalue()
 
 

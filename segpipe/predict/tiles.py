@@ -47,7 +47,10 @@ class Tiling:
         """All tiles, from top to bottom and from left to right."""
         tops = starts(self.image[0], self.tile[0], self.overlap)
         lefts = tuple(starts(self.image[1], self.tile[1], self.overlap))
-        return [Strip(top, done, lefts) for top, done in itertools.pairwise([*tops, self.image[0]])]
+        return [
+            Strip(top, done, lefts)
+            for top, done in itertools.pairwise([*tops, self.image[0]])
+        ]
 
     def weights(self) -> NDArray[np.float32]:
         """How much each pixel of a tile counts, float32 (h, w), above 0: `ramp` of its row times that of its column."""
@@ -70,7 +73,9 @@ def ramp(length: int, overlap: float) -> NDArray[np.float32]:
     At its edges a network sees the padding of its convolutions instead of the image, so its answers there are worse.
     """
     distance = np.minimum(np.arange(1, length + 1), np.arange(length, 0, -1))
-    return np.minimum(distance / (math.floor(length * overlap) + 1), 1).astype(np.float32)
+    return np.minimum(distance / (math.floor(length * overlap) + 1), 1).astype(
+        np.float32
+    )
 
 
 def parse_size(key: str, text: str) -> Size | None:
@@ -79,5 +84,7 @@ def parse_size(key: str, text: str) -> Size | None:
         return None
     height, _, width = text.partition("x")
     if not (height.isdecimal() and width.isdecimal() and int(height) and int(width)):
-        raise ConfigError(f"{key} = {text!r}, but HEIGHTxWIDTH in pixels was needed, such as {key}=512x1024.")
+        raise ConfigError(
+            f"{key} = {text!r}, but HEIGHTxWIDTH in pixels was needed, such as {key}=512x1024."
+        )
     return int(height), int(width)

@@ -21,9 +21,14 @@ from segpipe.predict.sources import Input
 from segpipe.predict.stamp import Stamp, mp4_box, picture_png, put, unwritable
 
 FALLBACK_FPS = 25.0
-MISSING_SHARE, MISSING_FRAMES = 0.01, 2  # a header may promise that many frames too many without any damage
+MISSING_SHARE, MISSING_FRAMES = (
+    0.01,
+    2,
+)  # a header may promise that many frames too many without any damage
 CODEC = "mp4v"  # MPEG-4 part 2, which every build of OpenCV can write
-os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # its messages about a damaged file; ours names the file
+os.environ.setdefault(
+    "OPENCV_FFMPEG_LOGLEVEL", "-8"
+)  # its messages about a damaged file; ours names the file
 
 
 class Clip(NamedTuple):
@@ -40,7 +45,9 @@ def probe(path: Path) -> Clip:
     with _opened(path) as capture:
         done, first = capture.read()
         if not done:
-            raise DataError(f"{path} has no frame that OpenCV can decode. Convert it, for example to H.264 in MP4.")
+            raise DataError(
+                f"{path} has no frame that OpenCV can decode. Convert it, for example to H.264 in MP4."
+            )
         fps = float(capture.get(cv2.CAP_PROP_FPS))
         frames = capture.get(cv2.CAP_PROP_FRAME_COUNT)
         return Clip(
@@ -60,7 +67,9 @@ def read_frames(path: Path) -> Iterator[NDArray[np.uint8]]:
             if not done:
                 return
             if frame.shape != (size or frame.shape):
-                raise DataError(f"{path} changes its size from {size[:2]} to {frame.shape[:2]} (height, width).")
+                raise DataError(
+                    f"{path} changes its size from {size[:2]} to {frame.shape[:2]} (height, width)."
+                )
             size = frame.shape
             yield np.ascontiguousarray(frame[..., ::-1], np.uint8)
 
@@ -68,13 +77,19 @@ def read_frames(path: Path) -> Iterator[NDArray[np.uint8]]:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[cv2.VideoCapture]:
     if not os.access(path, os.R_OK):
-        raise DataError(f"{path} cannot be read: {'permission denied' if path.exists() else 'no such file'}.")
-    level = cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_ERROR)  # its warnings name no file
+        raise DataError(
+            f"{path} cannot be read: {'permission denied' if path.exists() else 'no such file'}."
+        )
+    level = cv2.utils.logging.setLogLevel(
+        cv2.utils.logging.LOG_LEVEL_ERROR
+    )  # its warnings name no file
     capture = cv2.VideoCapture(str(path), cv2.CAP_FFMPEG)
     cv2.utils.logging.setLogLevel(level)
     try:
         if not capture.isOpened():
-            raise DataError(f"{path} cannot be opened as a video. It is truncated, or no video. Copy it again.")
+            raise DataError(
+                f"{path} cannot be opened as a video. It is truncated, or no video. Copy it again."
+            )
         yield capture
     finally:
         capture.release()
@@ -90,13 +105,17 @@ class Film:
         self.path = path
         self.frames = 0
         self.size = (clip.height + clip.height % 2, clip.width + clip.width % 2)
-        self._aside = path.with_name(f".{path.name}.tmp.mp4")  # OpenCV chooses the format by the suffix
+        self._aside = path.with_name(
+            f".{path.name}.tmp.mp4"
+        )  # OpenCV chooses the format by the suffix
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._aside.write_bytes(b"")  # gives a reason, which OpenCV does not
         except OSError as error:
             raise unwritable(path, error) from error
-        self._writer = cv2.VideoWriter(str(self._aside), cv2.VideoWriter.fourcc(*CODEC), clip.fps, self.size[::-1])
+        self._writer = cv2.VideoWriter(
+            str(self._aside), cv2.VideoWriter.fourcc(*CODEC), clip.fps, self.size[::-1]
+        )
         if not self._writer.isOpened():
             self.discard()
             raise ConfigError(
@@ -138,24 +157,37 @@ class Film:
             self._aside.unlink(missing_ok=True)
 
 
-def write_video(outputs: Outputs, source: Input, clip: Clip, batch: int, advance: Callable[[], None]) -> Stamp:
+def write_video(
+    outputs: Outputs, source: Input, clip: Clip, batch: int, advance: Callable[[], None]
+) -> Stamp:
     """Predict all frames of a video; the stamp of its files, with results. Calls `advance` after each frame.
 
     Raises DataError when the video breaks off; the overlays up to there are kept as NAME.partial.mp4.
     """
     stamp = outputs.stamp(source, sha256(source.path))
     film = Film(outputs.picture(source), clip) if outputs.overlay else None
-    results: dict[str, Any] = {"size": [clip.height, clip.width], "frames": 0, "fps": clip.fps}
+    results: dict[str, Any] = {
+        "size": [clip.height, clip.width],
+        "frames": 0,
+        "fps": clip.fps,
+    }
     results["pixels"] = [0] * len(outputs.predictor.names)
     try:
         fault = _answer_frames(outputs, source, stamp, film, results, batch, advance)
-        if not fault and clip.frames - results["frames"] > max(MISSING_FRAMES, clip.frames * MISSING_SHARE):
+        if not fault and clip.frames - results["frames"] > max(
+            MISSING_FRAMES, clip.frames * MISSING_SHARE
+        ):
             fault = f"{source.path} breaks off: {results['frames']} of {clip.frames} frames could be decoded."
         if fault:
-            raise DataError(f"{fault} {_keep(outputs, source, film, stamp | results)}Copy or convert the video again.")
+            raise DataError(
+                f"{fault} {_keep(outputs, source, film, stamp | results)}Copy or convert the video again."
+            )
         if film is not None:
             if outputs.legend:
-                put(outputs.picture(source, ".legend.png"), picture_png(outputs.key(results["pixels"]), stamp))
+                put(
+                    outputs.picture(source, ".legend.png"),
+                    picture_png(outputs.key(results["pixels"]), stamp),
+                )
             film.finish(film.path, outputs.of_picture(stamp) | results)
         if outputs.frames:
             put(outputs.mask(source), to_json(stamp | results))
@@ -187,13 +219,20 @@ def _answer_frames(
     frames = read_frames(source.path)
     try:
         while images := list(itertools.islice(frames, batch)):
-            for image, ids in zip(images, outputs.predictor.answer(images), strict=True):
+            for image, ids in zip(
+                images, outputs.predictor.answer(images), strict=True
+            ):
                 if outputs.frames:
-                    outputs.write_mask(outputs.frame(source, results["frames"]), ids, stamp)
+                    outputs.write_mask(
+                        outputs.frame(source, results["frames"]), ids, stamp
+                    )
                 if film is not None:
                     film.add(outputs.blended(image, ids, with_legend=False))
                 results["frames"] += 1
-                results["pixels"] = [sum(pair) for pair in zip(results["pixels"], outputs.count(ids), strict=True)]
+                results["pixels"] = [
+                    sum(pair)
+                    for pair in zip(results["pixels"], outputs.count(ids), strict=True)
+                ]
                 advance()
     except DataError as error:
         return str(error)

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from segpipe.data.augment import Augmenter, Crop
     from segpipe.data.samples import Samples
 
-Trail = tuple[tuple[str, int], ...]  # of each transform its name, and 8 bytes of what it was given
+Trail = tuple[
+    tuple[str, int], ...
+]  # of each transform its name, and 8 bytes of what it was given
 
 
 class Witness(NamedTuple):
@@ -46,7 +48,9 @@ def witness(crop: Crop, trail: Trail = ()) -> Witness:
     return Witness(os.getpid(), of_image % 2**64, of_target % 2**64, trail)
 
 
-def augment_watched(augmenter: Augmenter, frame: Frame, key: int, again: bool = False) -> tuple[Crop, Witness]:
+def augment_watched(
+    augmenter: Augmenter, frame: Frame, key: int, again: bool = False
+) -> tuple[Crop, Witness]:
     """The augmented sample and its witness, without a trail where digests are not compiled: it would cost too much.
 
     With `again`, as a worker of another layout, so that a transform which reads the number of workers is seen too.
@@ -55,7 +59,9 @@ def augment_watched(augmenter: Augmenter, frame: Frame, key: int, again: bool = 
         return _augment_watched(augmenter, frame, key)
 
 
-def _augment_watched(augmenter: Augmenter, frame: Frame, key: int) -> tuple[Crop, Witness]:
+def _augment_watched(
+    augmenter: Augmenter, frame: Frame, key: int
+) -> tuple[Crop, Witness]:
     if kernels() is None:
         made = augmenter.crop(*frame, key)
         return made, witness(made)
@@ -71,7 +77,9 @@ def _augment_watched(augmenter: Augmenter, frame: Frame, key: int) -> tuple[Crop
 def _tensor(array: NDArray[Any]) -> torch.Tensor:
     """The array as a tensor that is only read."""
     array = np.ascontiguousarray(array)
-    if not array.flags.writeable:  # of a cache: torch warns of such memory, and a copy costs more than the digest
+    if (
+        not array.flags.writeable
+    ):  # of a cache: torch warns of such memory, and a copy costs more than the digest
         array = np.asarray(_Unlocked(array))
     return torch.from_numpy(array)
 
@@ -81,7 +89,10 @@ class _Unlocked:
 
     def __init__(self, array: NDArray[Any]) -> None:
         self._array = array  # keeps the memory alive
-        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+        self.__array_interface__ = {
+            **array.__array_interface__,
+            "data": (array.ctypes.data, False),
+        }
 
 
 @dataclass

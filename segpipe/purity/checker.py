@@ -50,9 +50,14 @@ UNANSWERED = {  # advice, by start method
     "spawn": "Define functions in TRANSFORMS at the top of a module; otherwise only data.start_method=fork works.",
 }
 COMBINED = (
-    "No transform alone shows it: set augment.keyed=true, or look for data in a module that two transforms share."
+    "No transform alone shows it: set augment.keyed=true, "
+    "or look for data in a module that two transforms share."
 )
-FORKED = Probe("forked process", Case.differs, "Do not use the process id, or state set up per process.")
+FORKED = Probe(
+    "forked process",
+    Case.differs,
+    "Do not use the process id, or state set up per process.",
+)
 SPAWNED = Probe(
     "spawned process",
     Case.differs,
@@ -67,7 +72,10 @@ QUICK = tuple(
     for probe in PROBES
     if probe.name != "pickled pipeline"
 )
-CAUSES = ("tripwires", "own state")  # probes that name a line or an attribute, where others tell what differs
+CAUSES = (
+    "tripwires",
+    "own state",
+)  # probes that name a line or an attribute, where others tell what differs
 MANY = 32  # images for each transform of the user, whose calls in two orders must agree
 ALWAYS = 2  # first probes of QUICK, two calls each, that run on every transform however slow the machine is
 METHODS = {"fork": FORKED, "spawn": SPAWNED}
@@ -109,12 +117,18 @@ def check(
     """
     ordered = _in_two_orders(augmenter, _two_frames(samples))
     cases = _cases(augmenter, samples, len(KEYS))
-    findings = _ask([(case, probe) for case in cases for probe in PROBES], report=report).findings
+    findings = _ask(
+        [(case, probe) for case in cases for probe in PROBES], report=report
+    ).findings
 
     def tell(name: str, found: list[Finding]) -> None:
         findings.extend(found)
         for case in cases:
-            report(case.name, name, next((one for one in found if one.transform == case.name), None))
+            report(
+                case.name,
+                name,
+                next((one for one in found if one.transform == case.name), None),
+            )
 
     for method, probe in METHODS.items():
         tell(probe.name, _answers(method, [(case, probe) for case in cases]).findings)
@@ -137,17 +151,27 @@ def quick(augmenter: Augmenter, samples: Samples, *, budget_s: float = BUDGET_S)
         return ""
     frames = _two_frames(samples)
     mine = any(map(is_path, augmenter.config.extra))
-    with started("spawn", _outputs, augmenter, frames, False) if mine else nullcontext(dict) as afresh:
+    with (
+        started("spawn", _outputs, augmenter, frames, False)
+        if mine
+        else nullcontext(dict) as afresh
+    ):
         found = elsewhere("fork", _probe, augmenter, samples, budget_s)
         ordered = _in_two_orders(augmenter, frames, afresh)
     answers, asked_for = (
-        found if not isinstance(found, str) else (_unanswered("fork", augmenter.name, QUICK[0], found), 0)
+        found
+        if not isinstance(found, str)
+        else (_unanswered("fork", augmenter.name, QUICK[0], found), 0)
     )
     findings = _drop_explained([*answers.findings, *ordered], augmenter.name)
-    told = [one for one in findings if one.unanswered and one.probe == SPAWNED.name]  # no reason not to train
+    told = [
+        one for one in findings if one.unanswered and one.probe == SPAWNED.name
+    ]  # no reason not to train
     if findings != told:
         others = f" ({len(findings) - 1} more)" if len(findings) > 1 else ""
-        telling = min(findings, key=lambda finding: (finding in told, finding.probe not in CAUSES))
+        telling = min(
+            findings, key=lambda finding: (finding in told, finding.probe not in CAUSES)
+        )
         raise ImpureAugmentError(
             f"augmentation is not a pure function of sample and key. {telling}{others} List all with "
             f"segpipe check-augment; augment.check=false trains anyway."
@@ -161,18 +185,25 @@ def quick(augmenter: Augmenter, samples: Samples, *, budget_s: float = BUDGET_S)
     return " ".join(notes)
 
 
-def _probe(augmenter: Augmenter, samples: Samples, budget_s: float) -> tuple[_Answers, int]:
+def _probe(
+    augmenter: Augmenter, samples: Samples, budget_s: float
+) -> tuple[_Answers, int]:
     """The answers of `quick`, and how many there could be."""
     cases = _cases(augmenter, samples, 2, largest=QUICK_SIZE)
     questions = [(case, probe) for probe in QUICK for case in cases]
     return _ask(questions, budget_s, ALWAYS * len(cases)), len(questions)
 
 
-def _in_two_orders(augmenter: Augmenter, frames: Sequence[Frame], afresh: Callable[[], Any] = dict) -> list[Finding]:
+def _in_two_orders(
+    augmenter: Augmenter, frames: Sequence[Frame], afresh: Callable[[], Any] = dict
+) -> list[Finding]:
     """A finding for each transform whose outputs differ between two forked processes, or from those `afresh`, of a
     spawned one; empty if a forked one fails, which the probes then explain."""
     try:
-        found = [elsewhere("fork", _outputs, augmenter, frames, backwards) for backwards in (False, True)]
+        found = [
+            elsewhere("fork", _outputs, augmenter, frames, backwards)
+            for backwards in (False, True)
+        ]
     except Exception:
         return []
     if any(isinstance(each, str) for each in found):
@@ -180,30 +211,66 @@ def _in_two_orders(augmenter: Augmenter, frames: Sequence[Frame], afresh: Callab
     try:
         spawned = afresh()
     except SegpipeError as error:
-        return [Finding(augmenter.name, SPAWNED.name, str(error).rstrip("."), SPAWNED.advice)]
+        return [
+            Finding(
+                augmenter.name, SPAWNED.name, str(error).rstrip("."), SPAWNED.advice
+            )
+        ]
     if isinstance(spawned, str):
-        return [Finding(augmenter.name, SPAWNED.name, spawned, UNANSWERED["spawn"], unanswered=True)]
+        return [
+            Finding(
+                augmenter.name,
+                SPAWNED.name,
+                spawned,
+                UNANSWERED["spawn"],
+                unanswered=True,
+            )
+        ]
     return [
         *_compared(found[0], found[1], ORDER, ORDER_ADVICE),
         *_compared(found[0], spawned, SPAWNED.name, SPAWNED.advice),
     ]
 
 
-def _compared(ones: Mapping[str, _Outputs], others: Mapping[str, _Outputs], probe: str, advice: str) -> list[Finding]:
+def _compared(
+    ones: Mapping[str, _Outputs],
+    others: Mapping[str, _Outputs],
+    probe: str,
+    advice: str,
+) -> list[Finding]:
     findings = []
     for name, other in others.items():
         one = ones[name]
         pixel = next(
-            (d for place in one.frames if (d := first_difference(one.frames[place], other.frames[place]))), None
+            (
+                d
+                for place in one.frames
+                if (d := first_difference(one.frames[place], other.frames[place]))
+            ),
+            None,
         )
         if pixel is not None:
-            left = [*dict.fromkeys((*one.written, *other.written))][:3] if probe == ORDER else []
+            left = (
+                [*dict.fromkeys((*one.written, *other.written))][:3]
+                if probe == ORDER
+                else []
+            )
             kept = f"; its calls write into {', '.join(left)}" if left else ""
-            findings.append(Finding(name, probe, f"{pixel}{kept}", advice, pixel if isinstance(pixel, Pixel) else None))
+            findings.append(
+                Finding(
+                    name,
+                    probe,
+                    f"{pixel}{kept}",
+                    advice,
+                    pixel if isinstance(pixel, Pixel) else None,
+                )
+            )
     return findings
 
 
-def _outputs(augmenter: Augmenter, frames: Sequence[Frame], backwards: bool) -> dict[str, _Outputs]:
+def _outputs(
+    augmenter: Augmenter, frames: Sequence[Frame], backwards: bool
+) -> dict[str, _Outputs]:
     """Of each transform and the whole, by name, what it makes of two samples under two keys; the same backwards, and
     as another worker.
 
@@ -213,42 +280,84 @@ def _outputs(augmenter: Augmenter, frames: Sequence[Frame], backwards: bool) -> 
     order = slice(None, None, -1) if backwards else slice(None)
     with tripwire.another_worker(environment=True) if backwards else nullcontext():
         cropped = [run(parts[0].fresh(), frame, KEYS[0]) for frame in frames]
-        small = [(image[:QUICK_SIZE, :QUICK_SIZE], target[:QUICK_SIZE, :QUICK_SIZE]) for image, target in cropped]
-        many = [*small, *((small[0][0] // 2 + np.uint8(4 * number), small[0][1]) for number in range(MANY - 2))]
+        small = [
+            (image[:QUICK_SIZE, :QUICK_SIZE], target[:QUICK_SIZE, :QUICK_SIZE])
+            for image, target in cropped
+        ]
+        many = [
+            *small,
+            *(
+                (small[0][0] // 2 + np.uint8(4 * number), small[0][1])
+                for number in range(MANY - 2)
+            ),
+        ]
         made = {}
         for function in [*parts, augmenter][order]:
-            given = frames if function not in parts[1:] else many if is_path(function.name) else small
-            places = [(0, 0), (0, 1), (1, 0), (1, 1), *((place, place % len(KEYS)) for place in range(2, len(given)))]
+            given = (
+                frames
+                if function not in parts[1:]
+                else many
+                if is_path(function.name)
+                else small
+            )
+            places = [
+                (0, 0),
+                (0, 1),
+                (1, 0),
+                (1, 1),
+                *((place, place % len(KEYS)) for place in range(2, len(given))),
+            ]
             made[function.name] = _called(function.fresh(), given, places[order])
     return made
 
 
-def _called(function: Augmenter, frames: Sequence[Frame], places: Sequence[tuple[int, int]]) -> _Outputs:
+def _called(
+    function: Augmenter, frames: Sequence[Frame], places: Sequence[tuple[int, int]]
+) -> _Outputs:
     function.ready()
     before = object_state(function)
-    made = {(sample, key): run(function, frames[sample], KEYS[key]) for sample, key in places}
+    made = {
+        (sample, key): run(function, frames[sample], KEYS[key])
+        for sample, key in places
+    }
     return _Outputs(made, tuple(written(before, object_state(function))))
 
 
-def _cases(augmenter: Augmenter, samples: Samples, num_keys: int, *, largest: int | None = None) -> list[Case]:
+def _cases(
+    augmenter: Augmenter, samples: Samples, num_keys: int, *, largest: int | None = None
+) -> list[Case]:
     """The parts, then the whole, each called once per key. Parts after the first get the output of the first."""
     frames = _two_frames(samples)
     parts = augmenter.parts()
     with tripwire.preserved():
         cropped = [run(parts[0].fresh(), frame, KEYS[0]) for frame in frames]
-        small = [(image[:largest, :largest].copy(), target[:largest, :largest].copy()) for image, target in cropped]
-        cases = [_case(parts[0], frames, num_keys), *(_case(part, small, num_keys) for part in parts[1:])]
+        small = [
+            (image[:largest, :largest].copy(), target[:largest, :largest].copy())
+            for image, target in cropped
+        ]
+        cases = [
+            _case(parts[0], frames, num_keys),
+            *(_case(part, small, num_keys) for part in parts[1:]),
+        ]
         whole = _case(augmenter.fresh(), frames, num_keys)
     cases[0].takes_samples = whole.takes_samples = True
-    whole.varies = any(_varies(case, part) for case, part in zip(cases, parts, strict=True))
+    whole.varies = any(
+        _varies(case, part) for case, part in zip(cases, parts, strict=True)
+    )
     return [*cases, whole]
 
 
 def _case(function: Augmenter, frames: Sequence[Frame], num_keys: int) -> Case:
     before, threads = tripwire.switches(), threading.active_count()
     expected = [run(function, frames[0], key) for key in KEYS[:num_keys]]
-    switched = [name for name, value in tripwire.switches().items() if value != before[name]]
-    switched += ["the number of threads of this process"] if threading.active_count() > threads else []
+    switched = [
+        name for name, value in tripwire.switches().items() if value != before[name]
+    ]
+    switched += (
+        ["the number of threads of this process"]
+        if threading.active_count() > threads
+        else []
+    )
     return Case(function, (frames[0], frames[1]), expected, switched=switched)
 
 
@@ -293,20 +402,35 @@ def _answer(case: Case, probe: Probe) -> Finding | None:
         found = f"raises {one_line(error)}"
     if found is None:
         return None
-    return Finding(case.name, probe.name, str(found), probe.advice, found if isinstance(found, Pixel) else None)
+    return Finding(
+        case.name,
+        probe.name,
+        str(found),
+        probe.advice,
+        found if isinstance(found, Pixel) else None,
+    )
 
 
 def _drop_explained(findings: list[Finding], whole: str) -> list[Finding]:
     """Drops findings of the whole pipeline that one transform explains."""
     parts = [finding for finding in findings if finding.transform != whole]
     explained = {finding.probe for finding in parts}
-    own = [finding for finding in findings if finding.transform == whole and finding.probe not in explained]
+    own = [
+        finding
+        for finding in findings
+        if finding.transform == whole and finding.probe not in explained
+    ]
     if not parts:
         own = [one if one.unanswered else replace(one, advice=COMBINED) for one in own]
     return [*parts, *own]
 
 
-def _answers(method: str, questions: Sequence[Question], budget_s: float = math.inf, always: int = 0) -> _Answers:
+def _answers(
+    method: str,
+    questions: Sequence[Question],
+    budget_s: float = math.inf,
+    always: int = 0,
+) -> _Answers:
     """The answers of `_ask` in another process."""
     found = elsewhere(method, _ask, questions, budget_s, always)
     if isinstance(found, _Answers):
@@ -315,4 +439,6 @@ def _answers(method: str, questions: Sequence[Question], budget_s: float = math.
 
 
 def _unanswered(method: str, name: str, probe: Probe, problem: str) -> _Answers:
-    return _Answers([Finding(name, probe.name, problem, UNANSWERED[method], unanswered=True)], 0)
+    return _Answers(
+        [Finding(name, probe.name, problem, UNANSWERED[method], unanswered=True)], 0
+    )

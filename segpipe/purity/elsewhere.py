@@ -24,7 +24,10 @@ from segpipe.purity import tripwire
 
 PATIENCE_S = 120.0  # for another process, as long as it does nothing
 START_SEED = 20_001  # of the global generators in a spawned process
-KEPT = ("PYTHON", "CUDA")  # numbers in these variables are those of the interpreter and of devices
+KEPT = (
+    "PYTHON",
+    "CUDA",
+)  # numbers in these variables are those of the interpreter and of devices
 RANK_1 = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 
 
@@ -35,7 +38,9 @@ def elsewhere(method: str, function: Callable[..., Any], *arguments: Any) -> Any
 
 
 @contextmanager
-def started(method: str, function: Callable[..., Any], *arguments: Any) -> Iterator[Callable[[], Any]]:
+def started(
+    method: str, function: Callable[..., Any], *arguments: Any
+) -> Iterator[Callable[[], Any]]:
     """The same while this process goes on with the block, in which what is yielded waits for the answer.
 
     With `spawn`, nothing but the code and the arguments is as here: the interpreter is a new one, with another hash of
@@ -49,12 +54,25 @@ def started(method: str, function: Callable[..., Any], *arguments: Any) -> Itera
     process, problem = None, ""
     try:
         try:
-            afresh = (pickle.dumps(partial(function, *arguments)), torch.get_num_threads()) if spawns else ()
-            target, given = (_send_afresh, afresh) if spawns else (_send, (function, *arguments))
+            afresh = (
+                (pickle.dumps(partial(function, *arguments)), torch.get_num_threads())
+                if spawns
+                else ()
+            )
+            target, given = (
+                (_send_afresh, afresh) if spawns else (_send, (function, *arguments))
+            )
             process = context.Process(target=target, args=(sender, *given), daemon=True)  # type: ignore[attr-defined]
-            with warnings.catch_warnings(), _another_start() if spawns else nullcontext():
+            with (
+                warnings.catch_warnings(),
+                _another_start() if spawns else nullcontext(),
+            ):
                 # Python 3.12 and later warn of any thread; this code takes no lock that a thread could hold.
-                warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+                warnings.filterwarnings(
+                    "ignore",
+                    message=".*multi-threaded, use of fork",
+                    category=DeprecationWarning,
+                )
                 process.start()
         except (AttributeError, TypeError, pickle.PicklingError) as error:
             problem = f"cannot be sent to another process: {error}"
@@ -70,8 +88,12 @@ def started(method: str, function: Callable[..., Any], *arguments: Any) -> Itera
 
 def _received(receiver: Any, pid: int | None) -> Any:
     used = -1.0
-    while not receiver.poll(PATIENCE_S):  # on a busy machine, one that computes needs longer
-        if (now := _processor_s(pid)) - used < PATIENCE_S / 100 or now > max(PATIENCE_S, 40):
+    while not receiver.poll(
+        PATIENCE_S
+    ):  # on a busy machine, one that computes needs longer
+        if (now := _processor_s(pid)) - used < PATIENCE_S / 100 or now > max(
+            PATIENCE_S, 40
+        ):
             return f"no answer in {PATIENCE_S:.0f} s"
         used = now
     try:
@@ -98,7 +120,11 @@ def _send(sender: Any, function: Callable[..., Any], *arguments: Any) -> None:
     except SegpipeError as error:
         sender.send(error)
     except Exception as error:
-        sender.send(ConfigError(f"your code cannot run in another process. {plugins.located(error)}"))
+        sender.send(
+            ConfigError(
+                f"your code cannot run in another process. {plugins.located(error)}"
+            )
+        )
     sender.close()
 
 
@@ -109,7 +135,11 @@ def _send_afresh(sender: Any, content: bytes, threads: int) -> None:
     here: Any = multiprocessing.current_process()
     here.name, here._identity, here._config["daemon"] = "MainProcess", (), False
     vars(multiprocessing.process)["_parent_process"] = None
-    for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
+    for name, value in (
+        ("is_initialized", True),
+        ("get_rank", 1),
+        ("get_world_size", 2),
+    ):
         setattr(torch.distributed, name, lambda *_, value=value, **__: value)
     torch.set_num_threads(threads)
     tripwire.seed_globals(START_SEED)
@@ -121,9 +151,15 @@ def _another_start() -> Iterator[None]:
     """What a process inherits that is spawned in the block."""
     before, arguments = dict(os.environ), sys.argv
     for name, value in before.items():
-        if value.isdecimal() and not name.startswith(KEPT) and not SELECTING.match(name):
+        if (
+            value.isdecimal()
+            and not name.startswith(KEPT)
+            and not SELECTING.match(name)
+        ):
             os.environ[name] = str(int(value) + 3)
-    os.environ.update(RANK_1, PYTHONHASHSEED="2" if before.get("PYTHONHASHSEED") == "1" else "1")
+    os.environ.update(
+        RANK_1, PYTHONHASHSEED="2" if before.get("PYTHONHASHSEED") == "1" else "1"
+    )
     sys.argv = [*arguments[:1], *(["started=again"] * (len(arguments) + 1))]
     try:
         yield

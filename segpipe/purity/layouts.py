@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 Layout = tuple[int, str]  # workers, start method
 LAYOUTS: tuple[Layout, ...] = (
     (0, "fork"),
-    *((workers, method) for method in ("fork", "forkserver", "spawn") for workers in (1, 2, 3, 8)),
+    *(
+        (workers, method)
+        for method in ("fork", "forkserver", "spawn")
+        for workers in (1, 2, 3, 8)
+    ),
 )
 RANKS = 16
 STEPS = range(8)  # every worker of the largest layout gets more than one batch
@@ -72,16 +76,32 @@ def check_layouts(
     findings = []
     for workers, method in layouts:
         batches = _batches(augmenter, samples, order, range(2), workers, method)
-        differing = next((found for batch in batches if (found := _first(augmenter, samples, batch))), None)
+        differing = next(
+            (
+                found
+                for batch in batches
+                if (found := _first(augmenter, samples, batch))
+            ),
+            None,
+        )
         layout = f"{method} x {workers}" if workers else "no workers"
-        finding = Finding(augmenter.name, "worker layouts", f"{layout}: {differing}", ADVICE) if differing else None
+        finding = (
+            Finding(augmenter.name, "worker layouts", f"{layout}: {differing}", ADVICE)
+            if differing
+            else None
+        )
         report(layout, finding)
         findings += [finding] if finding else []
     return findings
 
 
 def check_diversity(
-    augmenter: Augmenter, samples: Samples, *, ranks: int = RANKS, workers: int = 2, method: str = "fork"
+    augmenter: Augmenter,
+    samples: Samples,
+    *,
+    ranks: int = RANKS,
+    workers: int = 2,
+    method: str = "fork",
 ) -> list[Finding]:
     """A finding when fewer than 99 % of the outputs of one image differ, over the samples of all ranks.
 
@@ -91,12 +111,21 @@ def check_diversity(
     batches = [
         batch
         for rank in range(ranks)
-        for batch in _batches(augmenter, samples, order, range(rank, rank + 1), workers, method)
+        for batch in _batches(
+            augmenter, samples, order, range(rank, rank + 1), workers, method
+        )
     ]
-    found = {(batch.finished().tobytes(), batch.target.numpy().tobytes()) for batch in batches}
-    alone = augmenter.fresh()  # one for all batches: an unkeyed pipeline repeats itself when rebuilt
+    found = {
+        (batch.finished().tobytes(), batch.target.numpy().tobytes())
+        for batch in batches
+    }
+    alone = (
+        augmenter.fresh()
+    )  # one for all batches: an unkeyed pipeline repeats itself when rebuilt
     possible = {
-        (image.tobytes(), target.tobytes()) for batch in batches for image, target in _augmented(alone, samples, batch)
+        (image.tobytes(), target.tobytes())
+        for batch in batches
+        for image, target in _augmented(alone, samples, batch)
     }
     if len(found) >= DISTINCT * len(possible):
         return []
@@ -105,7 +134,12 @@ def check_diversity(
 
 
 def _batches(
-    augmenter: Augmenter, samples: Samples, order: Order, shards: range, workers: int, method: str
+    augmenter: Augmenter,
+    samples: Samples,
+    order: Order,
+    shards: range,
+    workers: int,
+    method: str,
 ) -> list[ShardBatch]:
     stream = train_batches(
         CachedSamples(OneImage(samples), 64),
@@ -124,17 +158,27 @@ def _batches(
 
 
 @one_thread()
-def _augmented(augmenter: Augmenter, samples: Samples, batch: ShardBatch) -> list[Frame]:
+def _augmented(
+    augmenter: Augmenter, samples: Samples, batch: ShardBatch
+) -> list[Frame]:
     """The samples of a batch, augmented one by one in this process."""
-    frame, places = samples.read(0), zip(batch.epoch.tolist(), batch.index.tolist(), strict=True)
-    return [augmenter(*frame, sample_key(0, epoch, index, "augment")) for epoch, index in places]
+    frame, places = (
+        samples.read(0),
+        zip(batch.epoch.tolist(), batch.index.tolist(), strict=True),
+    )
+    return [
+        augmenter(*frame, sample_key(0, epoch, index, "augment"))
+        for epoch, index in places
+    ]
 
 
 def _first(augmenter: Augmenter, samples: Samples, batch: ShardBatch) -> str:
     """Where a batch first differs from its samples augmented alone; empty when it does not."""
     images = batch.finished()
     for row, expected in enumerate(_augmented(augmenter.fresh(), samples, batch)):
-        difference = first_difference(expected, (images[row], batch.target[row].numpy()))
+        difference = first_difference(
+            expected, (images[row], batch.target[row].numpy())
+        )
         if difference is not None:
             return f"step {batch.step}, shard {batch.shard}, sample {row}: {difference}"
     return ""

@@ -36,9 +36,8 @@ class Pixel(NamedTuple):
     found: int
 
     def __str__(self) -> str:
-        return (
-            f"{self.array} (y, x, channel) = ({self.y}, {self.x}, {self.channel}) is {self.expected}, then {self.found}"
-        )
+        place = f"({self.y}, {self.x}, {self.channel})"
+        return f"{self.array} (y, x, channel) = {place} is {self.expected}, then {self.found}"
 
 
 Difference = Pixel | str | None
@@ -66,9 +65,13 @@ class Case:
     function: Augmenter
     frames: tuple[Frame, Frame]
     expected: list[Frame]
-    takes_samples: bool = False  # its input may be a cached sample, not the output of another transform
+    takes_samples: bool = (
+        False  # its input may be a cached sample, not the output of another transform
+    )
     varies: bool = False  # its output must depend on the key
-    switched: list[str] = field(default_factory=list)  # by its first calls, for the whole process
+    switched: list[str] = field(
+        default_factory=list
+    )  # by its first calls, for the whole process
 
     @property
     def name(self) -> str:
@@ -86,7 +89,10 @@ class Case:
         """First difference of `function` from what is expected, for all keys in reverse order."""
         function = function or self.function
         pairs = reversed([*zip(self.expected, KEYS, strict=False)])
-        return _first(first_difference(expected, run(function, self.frames[0], key)) for expected, key in pairs)
+        return _first(
+            first_difference(expected, run(function, self.frames[0], key))
+            for expected, key in pairs
+        )
 
     @cached_property
     def observation(self) -> Observation:
@@ -144,14 +150,17 @@ def _same_key_twice(case: Case) -> Difference:
 def _after_unrelated_calls(case: Case) -> Difference:
     image, target = case.frames[0]
     held = case.function(image.copy(), target.copy(), KEYS[0])
-    case.call(-1, frame=1)  # must change neither the output before it nor the one after it
+    case.call(
+        -1, frame=1
+    )  # must change neither the output before it nor the one after it
     return first_difference(case.expected[0], held) or case.again()
 
 
 def _fresh(case: Case) -> Difference:
     pairs = zip(case.expected, KEYS, strict=False)
     return _first(
-        first_difference(expected, run(case.function.fresh(), case.frames[0], key)) for expected, key in pairs
+        first_difference(expected, run(case.function.fresh(), case.frames[0], key))
+        for expected, key in pairs
     )
 
 
@@ -159,7 +168,9 @@ def _pickled(case: Case) -> Difference:
     return case.differs(pickle.loads(pickle.dumps(case.function)))
 
 
-def _after(setting: Callable[[int], None], values: Iterable[int], case: Case) -> Difference:
+def _after(
+    setting: Callable[[int], None], values: Iterable[int], case: Case
+) -> Difference:
     for value in values:
         setting(value)
         if (found := case.again()) is not None:
@@ -187,18 +198,31 @@ def _observe(case: Case) -> Observation:
     own = held.object_state(case.function)
     image.flags.writeable = target.flags.writeable = False
     with tripwire.preserved(), tripwire.opencv_generator() as opencv_used:
-        tripwire.seed_globals(HOSTILE_SEEDS[0], opencv=False)  # otherwise a second seed(0) would change nothing
+        tripwire.seed_globals(
+            HOSTILE_SEEDS[0], opencv=False
+        )  # otherwise a second seed(0) would change nothing
         before = tripwire.global_state()
         problem = ""
         with tripwire.watching() as called:
             try:
                 output = case.function(image, target, KEYS[1])
             except Exception as error:
-                output, problem = (image, target), f"on read-only input it raises {one_line(error)}"
-        changed = [name for name, value in tripwire.global_state().items() if value != before[name]]
+                output, problem = (
+                    (image, target),
+                    f"on read-only input it raises {one_line(error)}",
+                )
+        changed = [
+            name
+            for name, value in tripwire.global_state().items()
+            if value != before[name]
+        ]
         changed += ["the global generator of OpenCV"] if opencv_used() else []
     changed += case.switched
-    impure = [f"{name} at {where}" if where else name for name, where in called.items() if name != tripwire.SEEDED]
+    impure = [
+        f"{name} at {where}" if where else name
+        for name, where in called.items()
+        if name != tripwire.SEEDED
+    ]
     problems = {
         "globals untouched": f"changes {', '.join(changed)}" if changed else "",
         "tripwires": f"calls {', '.join(impure)}" if impure else "",
@@ -214,13 +238,17 @@ def _observed(name: str) -> Callable[[Case], Difference]:
     return lambda case: case.observation.problems[name] or None
 
 
-def _input_changed(case: Case, image: NDArray[np.uint8], target: NDArray[np.uint8], output: Frame) -> str:
+def _input_changed(
+    case: Case, image: NDArray[np.uint8], target: NDArray[np.uint8], output: Frame
+) -> str:
     """What is wrong with the input after a call. Transforms may pass on arrays of each other, but never of a sample."""
     change = first_difference(case.frames[0], (image, target))
     if change is not None:
         return f"the input changes: {change}"
     for name, part in zip(("image", "target"), output, strict=True):
-        if case.takes_samples and any(np.may_share_memory(part, source) for source in (image, target)):
+        if case.takes_samples and any(
+            np.may_share_memory(part, source) for source in (image, target)
+        ):
             return f"the {name} that it returns shares memory with the input"
     return ""
 
@@ -241,18 +269,42 @@ def _key_matters(case: Case) -> Difference:
 
 STATELESS = "Compute parameters from the key in get_params and pass them on; keep nothing from one call to the next."
 KEYED = "Draw only from self.py_random and self.random_generator."
-REBUILT = "Let the constructor's arguments alone decide the output, not what happened since."
+REBUILT = (
+    "Let the constructor's arguments alone decide the output, not what happened since."
+)
 PROBES = (
     Probe("same key twice", _same_key_twice, f"{KEYED} {STATELESS}"),
     Probe("call order", Case.differs, STATELESS),
-    Probe("after unrelated calls", _after_unrelated_calls, f"{STATELESS} Return a new array every time."),
-    Probe("globals untouched", _observed("globals untouched"), f"{KEYED} Switch nothing for the whole process."),
-    Probe("tripwires", _observed("tripwires"), f"{KEYED} Clocks and entropy differ in every process."),
-    Probe("input untouched", _observed("input untouched"), "Work on a copy: img = img.copy()."),
+    Probe(
+        "after unrelated calls",
+        _after_unrelated_calls,
+        f"{STATELESS} Return a new array every time.",
+    ),
+    Probe(
+        "globals untouched",
+        _observed("globals untouched"),
+        f"{KEYED} Switch nothing for the whole process.",
+    ),
+    Probe(
+        "tripwires",
+        _observed("tripwires"),
+        f"{KEYED} Clocks and entropy differ in every process.",
+    ),
+    Probe(
+        "input untouched",
+        _observed("input untouched"),
+        "Work on a copy: img = img.copy().",
+    ),
     Probe("own state", _observed("own state"), STATELESS),
     Probe("hostile global seeds", _hostile_seeds, KEYED),
     Probe("fresh pipeline", _fresh, REBUILT),
-    Probe("pickled pipeline", _pickled, f"{REBUILT} The function that builds it must be at the top of a module."),
+    Probe(
+        "pickled pipeline",
+        _pickled,
+        f"{REBUILT} The function that builds it must be at the top of a module.",
+    ),
     Probe("key matters", _key_matters, f"Compute the output from the input. {KEYED}"),
-    Probe("OpenCV threads", _opencv_threads, "Neither read nor set the number of threads."),
+    Probe(
+        "OpenCV threads", _opencv_threads, "Neither read nor set the number of threads."
+    ),
 )

@@ -17,7 +17,15 @@ from typing import Any
 import cv2
 import numpy as np
 
-CLOCKS = ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time")
+CLOCKS = (
+    "time",
+    "time_ns",
+    "monotonic",
+    "monotonic_ns",
+    "perf_counter",
+    "perf_counter_ns",
+    "process_time",
+)
 PYTHON = (
     "seed", "random", "uniform", "triangular", "randint", "randrange", "choice", "choices", "sample", "shuffle",
     "getrandbits", "randbytes", "gauss", "normalvariate", "betavariate", "expovariate",
@@ -74,7 +82,18 @@ UNSEEDED = "numpy.random.default_rng"
 SEEDED = f"{UNSEEDED}(seed)"  # allowed: the seed may come from the key
 OPENCV_SEED = 0x51F15EED  # a value that no transform uses
 LIBRARIES = frozenset(  # may ask for more than a transform, but not draw
-    ("albumentations", "albucore", "numpy", "torch", "torchvision", "cv2", "scipy", "skimage", "PIL", "segpipe")
+    (
+        "albumentations",
+        "albucore",
+        "numpy",
+        "torch",
+        "torchvision",
+        "cv2",
+        "scipy",
+        "skimage",
+        "PIL",
+        "segpipe",
+    )
 )
 STANDARD = sys.stdlib_module_names
 LIBRARY = os.path.dirname(os.__file__)  # where the standard library lies
@@ -90,7 +109,10 @@ class _Watch:
     def __init__(self) -> None:
         self.called: dict[str, str] = {}
         self._thread = threading.get_ident()
-        self._functions, self._codes = _by_reference(WIRES) | _by_reference(PLACES), _by_code(CODES)
+        self._functions, self._codes = (
+            _by_reference(WIRES) | _by_reference(PLACES),
+            _by_code(CODES),
+        )
 
     def note(self, name: str, frame: FrameType | None, *, own: bool = False) -> None:
         """A call was made in `frame`; with `own`, it counts only if the code of no library asked for it."""
@@ -101,7 +123,10 @@ class _Watch:
             return
         known = _top(caller) not in LIBRARIES | STANDARD
         self.called.setdefault(
-            name, f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}" if known else ""
+            name,
+            f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
+            if known
+            else "",
         )
 
     def profile(self, frame: FrameType, event: str, argument: Any) -> None:
@@ -110,9 +135,14 @@ class _Watch:
             if name := self._codes.get(frame.f_code):
                 self.note(name, frame.f_back, own=True)
         elif event == "c_call":
-            if (name := self._functions.get(identity(argument))) and not _is_default_seed(frame):
+            if (
+                name := self._functions.get(identity(argument))
+            ) and not _is_default_seed(frame):
                 self.note(name, frame, own=True)
-            elif argument.__name__ in DATES and getattr(argument.__self__, "__module__", "") == "datetime":
+            elif (
+                argument.__name__ in DATES
+                and getattr(argument.__self__, "__module__", "") == "datetime"
+            ):
                 self.note(f"datetime.{argument.__name__}", frame)
 
 
@@ -129,10 +159,14 @@ def watching() -> Iterator[dict[str, str]]:
     profile = sys.getprofile()
     try:
         for module_name, names in WIRES.items():
-            module = sys.modules.get(module_name)  # a module that is not imported cannot be called
+            module = sys.modules.get(
+                module_name
+            )  # a module that is not imported cannot be called
             for name in (name for name in names if hasattr(module, name)):
                 original = getattr(module, name)
-                wires[identity(original)] = wire = _wire(original, f"{module_name}.{name}", watch)
+                wires[identity(original)] = wire = _wire(
+                    original, f"{module_name}.{name}", watch
+                )
                 before.append((module, name, original))
                 setattr(module, name, wire)
         for module in own_modules():
@@ -152,11 +186,17 @@ def watching() -> Iterator[dict[str, str]]:
             setattr(module, name, original)
 
 
-def _wire(original: Callable[..., Any], label: str, watch: _Watch) -> Callable[..., Any]:
+def _wire(
+    original: Callable[..., Any], label: str, watch: _Watch
+) -> Callable[..., Any]:
     def wired(*arguments: Any, **keywords: Any) -> Any:
         name = label
         if label == UNSEEDED:
-            name = SEEDED if any(value is not None for value in (*arguments, *keywords.values())) else f"{label}()"
+            name = (
+                SEEDED
+                if any(value is not None for value in (*arguments, *keywords.values()))
+                else f"{label}()"
+            )
         watch.note(name, sys._getframe(1))
         return original(*arguments, **keywords)
 
@@ -166,7 +206,11 @@ def _wire(original: Callable[..., Any], label: str, watch: _Watch) -> Callable[.
 def _hash(original: Callable[[Any], int], watch: _Watch) -> Callable[[Any], int]:
     def wired(thing: Any, /) -> int:
         frame = sys._getframe(1)
-        if _salted(thing) and frame.f_code.co_name != "__hash__" and _caller(frame) is frame:
+        if (
+            _salted(thing)
+            and frame.f_code.co_name != "__hash__"
+            and _caller(frame) is frame
+        ):
             watch.note("hash() of text", frame, own=True)
         return original(thing)
 
@@ -194,7 +238,9 @@ def _open(original: Callable[..., Any], watch: _Watch) -> Callable[..., Any]:
     return wired
 
 
-def _environ(original: Callable[[Any, str], str], watch: _Watch) -> Callable[[Any, str], str]:
+def _environ(
+    original: Callable[[Any, str], str], watch: _Watch
+) -> Callable[[Any, str], str]:
     def wired(variables: Any, key: str) -> str:
         watch.note(f"os.environ[{key!r}]", sys._getframe(1), own=True)
         return original(variables, key)
@@ -204,7 +250,9 @@ def _environ(original: Callable[[Any, str], str], watch: _Watch) -> Callable[[An
 
 def _salted(thing: Any) -> bool:
     """Whether the hash of a thing is another in every process."""
-    return isinstance(thing, str | bytes) or (isinstance(thing, tuple | frozenset) and any(map(_salted, thing)))
+    return isinstance(thing, str | bytes) or (
+        isinstance(thing, tuple | frozenset) and any(map(_salted, thing))
+    )
 
 
 def _functions(table: dict[str, tuple[str, ...]]) -> Iterator[tuple[str, Any]]:
@@ -217,12 +265,20 @@ def _functions(table: dict[str, tuple[str, ...]]) -> Iterator[tuple[str, Any]]:
 
 def _by_reference(table: dict[str, tuple[str, ...]]) -> dict[int, str]:
     """Names by the id of each function that is written in C."""
-    return {id(function): name for name, function in _functions(table) if not hasattr(function, "__code__")}
+    return {
+        id(function): name
+        for name, function in _functions(table)
+        if not hasattr(function, "__code__")
+    }
 
 
 def _by_code(table: dict[str, tuple[str, ...]]) -> dict[CodeType, str]:
     """Names by the code of each function that is written in Python."""
-    return {function.__code__: name for name, function in _functions(table) if hasattr(function, "__code__")}
+    return {
+        function.__code__: name
+        for name, function in _functions(table)
+        if hasattr(function, "__code__")
+    }
 
 
 def _caller(frame: FrameType | None) -> FrameType | None:
@@ -236,12 +292,19 @@ def _caller(frame: FrameType | None) -> FrameType | None:
 
 def _is_default_seed(frame: FrameType) -> bool:
     """Whether numpy asks for the entropy of a bit generator, as it does for one with a key, too."""
-    return frame.f_code is random.SystemRandom.getrandbits.__code__ and frame.f_locals.get("k") == 128
+    return (
+        frame.f_code is random.SystemRandom.getrandbits.__code__
+        and frame.f_locals.get("k") == 128
+    )
 
 
 def own_modules() -> list[ModuleType]:
     """The imported modules of the user: neither libraries nor installed."""
-    return [module for name, module in [*sys.modules.items()] if module is not None and not foreign(name)]
+    return [
+        module
+        for name, module in [*sys.modules.items()]
+        if module is not None and not foreign(name)
+    ]
 
 
 def foreign(module: str | None) -> bool:
@@ -290,9 +353,18 @@ def switches() -> dict[str, bytes]:
     }
     if torch is not None:
         cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-        kernels = (cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, matmul.allow_tf32)
+        kernels = (
+            cudnn.benchmark,
+            cudnn.deterministic,
+            cudnn.allow_tf32,
+            matmul.allow_tf32,
+        )
         found["torch's default type"] = str(torch.get_default_dtype())
-        found["torch's switches"] = (torch.get_deterministic_debug_mode(), torch.is_grad_enabled(), *kernels)
+        found["torch's switches"] = (
+            torch.get_deterministic_debug_mode(),
+            torch.is_grad_enabled(),
+            *kernels,
+        )
     return {name: pickle.dumps(value) for name, value in found.items()}
 
 
@@ -326,8 +398,14 @@ def opencv_generator() -> Iterator[Callable[[], bool]]:
 def preserved() -> Iterator[None]:
     """Restores global generators and thread counts after the block; OpenCV's generator restarts."""
     torch = sys.modules.get("torch")
-    python, numpy, opencv_threads = random.getstate(), np.random.get_state(), cv2.getNumThreads()
-    torchs = (torch.get_rng_state(), torch.get_num_threads()) if torch is not None else None
+    python, numpy, opencv_threads = (
+        random.getstate(),
+        np.random.get_state(),
+        cv2.getNumThreads(),
+    )
+    torchs = (
+        (torch.get_rng_state(), torch.get_num_threads()) if torch is not None else None
+    )
     try:
         yield
     finally:
@@ -364,9 +442,17 @@ def another_worker(*, environment: bool = False) -> Iterator[None]:
     own, interval = worker._worker_info, sys.getswitchinterval()
     place, number = (own.id, own.num_workers) if own is not None else (0, 0)
     if environment:
-        os.environ.update({name: str(int(value) + 3) for name, value in os.environ.items() if value.isdecimal()})
+        os.environ.update(
+            {
+                name: str(int(value) + 3)
+                for name, value in os.environ.items()
+                if value.isdecimal()
+            }
+        )
         sys.setswitchinterval(1e-5)
-    worker._worker_info = worker.WorkerInfo(id=place + 7, num_workers=number + 11, seed=OPENCV_SEED, dataset=None)
+    worker._worker_info = worker.WorkerInfo(
+        id=place + 7, num_workers=number + 11, seed=OPENCV_SEED, dataset=None
+    )
     try:
         yield
     finally:

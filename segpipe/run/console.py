@@ -13,7 +13,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -22,14 +29,23 @@ if TYPE_CHECKING:
 
 CONSOLE = Console(highlight=False, soft_wrap=True, emoji=False)
 PLAIN_EVERY_S = 15.0  # between progress lines in a log file
-COLUMNS = {"boundary_iou": "boundary IoU", "precision": "precision", "recall": "recall", "f1": "F1"}
+COLUMNS = {
+    "boundary_iou": "boundary IoU",
+    "precision": "precision",
+    "recall": "recall",
+    "f1": "F1",
+}
 MOST_ROWS = 20  # of a table of sequences
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int | None = None, console: Console = CONSOLE) -> Iterator[Callable[..., None]]:
+def progress(
+    what: str, total: int | None = None, console: Console = CONSOLE
+) -> Iterator[Callable[..., None]]:
     """A function that shows `done`, `total` and `what` of some work in a bar, if the console is a terminal."""
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(
+        console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task(what, total=total)
 
         def show(done: int, total: int | None = None, what: str | None = None) -> None:
@@ -41,8 +57,15 @@ def progress(what: str, total: int | None = None, console: Console = CONSOLE) ->
 class TrainView:
     """Progress of a training run: a bar in a terminal, a line now and then in a log file."""
 
-    def __init__(self, console: Console, *, name: str, done: int, total: int, enabled: bool) -> None:
-        self._console, self._name, self._total, self._enabled = console, name, total, enabled
+    def __init__(
+        self, console: Console, *, name: str, done: int, total: int, enabled: bool
+    ) -> None:
+        self._console, self._name, self._total, self._enabled = (
+            console,
+            name,
+            total,
+            enabled,
+        )
         self._last_line = time.monotonic()
         self._bar = Progress(
             TextColumn("{task.description}", style="bold", markup=False),
@@ -62,7 +85,10 @@ class TrainView:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._bar.stop()
 
@@ -74,7 +100,11 @@ class TrainView:
         text = "  ".join(f"{name} {value}" for name, value in figures.items())
         self._bar.update(self._task, completed=done, figures=text)
         now = time.monotonic()
-        if self._enabled and not self._console.is_terminal and now - self._last_line > PLAIN_EVERY_S:
+        if (
+            self._enabled
+            and not self._console.is_terminal
+            and now - self._last_line > PLAIN_EVERY_S
+        ):
             self._last_line = now
             self.say(f"{self._name}  step {done}/{self._total}  {text}")
 
@@ -96,15 +126,33 @@ def iou_table(summary: dict[str, Any], shares: Sequence[float]) -> Table:
     interval = summary.get("interval_95")
     table = Table(title="IoU per class, in %", title_justify="left")
     columns = {key: title for key, title in COLUMNS.items() if key in summary}
-    for name in ("class", "IoU", "95 % range" if interval else "", *columns.values(), "pixels"):
+    for name in (
+        "class",
+        "IoU",
+        "95 % range" if interval else "",
+        *columns.values(),
+        "pixels",
+    ):
         table.add_column(name, justify="left" if name in ("class", "") else "right")
     for (name, iou), share in zip(summary["iou"].items(), shares, strict=True):
         if iou is None:
-            table.add_row(Text(name), "absent", "not in the mean", *[""] * len(columns), f"{100 * share:.2f}")
+            table.add_row(
+                Text(name),
+                "absent",
+                "not in the mean",
+                *[""] * len(columns),
+                f"{100 * share:.2f}",
+            )
         else:
-            beside = percent_range(interval["iou"][name]) if interval else "█" * round(20 * iou)
+            beside = (
+                percent_range(interval["iou"][name])
+                if interval
+                else "█" * round(20 * iou)
+            )
             cells = (percent(summary[key][name]) for key in columns)
-            table.add_row(Text(name), percent(iou), beside, *cells, f"{100 * share:.2f}")
+            table.add_row(
+                Text(name), percent(iou), beside, *cells, f"{100 * share:.2f}"
+            )
     table.add_section()
     means = (percent(summary["mean"][key]) for key in columns)
     beside = percent_range(interval["miou"]) if interval else ""
@@ -114,11 +162,19 @@ def iou_table(summary: dict[str, Any], shares: Sequence[float]) -> Table:
 
 def share_table(classes: ClassTable, pixels: Mapping[str, Any]) -> Table:
     """Share of each class in the labelled pixels of each split; `pixels` by split, in the order of the classes."""
-    table = Table("id", "class", *(f"{split}, % of pixels" for split in pixels), title=f"classes of {classes.name}")
+    table = Table(
+        "id",
+        "class",
+        *(f"{split}, % of pixels" for split in pixels),
+        title=f"classes of {classes.name}",
+    )
     for train, name in enumerate(classes.names):
         color = "#{:02x}{:02x}{:02x}".format(*classes.palette[train])
         shares = [
-            f"{100 * count[train] / count.sum():.2f}" if count[train] else "[red]absent[/]" for count in pixels.values()
+            f"{100 * count[train] / count.sum():.2f}"
+            if count[train]
+            else "[red]absent[/]"
+            for count in pixels.values()
         ]
         table.add_row(str(train), f"[{color}]■[/] {name}", *shares)
     return table
@@ -136,7 +192,12 @@ def never_predicted(summary: Mapping[str, Any]) -> str:
 def sequence_table(sequences: Mapping[str, Mapping[str, Any]]) -> Table:
     """mIoU of the sequences of a validation, the lowest first; of many, the 20 lowest."""
     table = Table(title="mIoU by sequence, in %", title_justify="left")
-    for name, justify in (("sequence", "left"), ("images", "right"), ("mIoU", "right"), ("in training", "left")):
+    for name, justify in (
+        ("sequence", "left"),
+        ("images", "right"),
+        ("mIoU", "right"),
+        ("in training", "left"),
+    ):
         table.add_column(name, justify="left" if justify == "left" else "right")
     rows = lowest_first(sequences)
     for name, found in rows[:MOST_ROWS]:
@@ -147,7 +208,9 @@ def sequence_table(sequences: Mapping[str, Mapping[str, Any]]) -> Table:
     return table
 
 
-def lowest_first(sequences: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
+def lowest_first(
+    sequences: Mapping[str, Mapping[str, Any]],
+) -> list[tuple[str, Mapping[str, Any]]]:
     """Sequences by rising mIoU; those without a labelled pixel come last."""
 
     def place(item: tuple[str, Mapping[str, Any]]) -> tuple[float, str]:

@@ -54,11 +54,18 @@ def render(found: Checkup) -> str:
     batch, fault = _batch(found)
     return template("doctor.html.j2").render(
         name=Path(data.root).resolve().name if data.root else data.name,
-        about=[f"data {data.name}", data.root, *(f"{split}: {len(found.samples[split])} images" for split in splits)],
+        about=[
+            f"data {data.name}",
+            data.root,
+            *(f"{split}: {len(found.samples[split])} images" for split in splits),
+        ],
         problems=found.problems[:SHOWN_PROBLEMS],
         num_problems=len(found.problems),
         warnings=found.warnings,
-        splits=[_split_row(split, found.samples[split], found.census[split]) for split in splits],
+        splits=[
+            _split_row(split, found.samples[split], found.census[split])
+            for split in splits
+        ],
         split_names=splits,
         classes=_classes(found),
         values=_values(found),
@@ -66,7 +73,10 @@ def render(found: Checkup) -> str:
         odd=_odd(found),
         leaks=leaks,
         unlabelled=_unlabelled(found),
-        grids=[(split, _grid(found.samples[split], found.census[split])) for split in splits],
+        grids=[
+            (split, _grid(found.samples[split], found.census[split]))
+            for split in splits
+        ],
         batch=batch,
         machine=machine(found.config),
         machine_faults=[fault] if fault else _worker_faults(found),
@@ -86,15 +96,21 @@ def _classes_of(found: Checkup) -> ClassTable:
 def _split_row(split: str, samples: Samples, census: Census) -> dict[str, Any]:
     table = census.table
     total = max(int(table.sum()), 1)
-    shown = ", ".join(f"{height}x{width} ({times})" for (height, width), times in census.sizes.most_common(4))
+    shown = ", ".join(
+        f"{height}x{width} ({times})"
+        for (height, width), times in census.sizes.most_common(4)
+    )
     whole = unwrapped(samples)
     first = whole.pairs[0] if isinstance(whole, FileSamples) else None
     return {
         "name": split,
         "images": len(samples),
         "read": len(census.names),
-        "sizes": shown + (f" and {len(census.sizes) - 4} others" if len(census.sizes) > 4 else ""),
-        "kinds": ", ".join(f"{kind} ({times})" for kind, times in census.kinds.most_common() if kind),
+        "sizes": shown
+        + (f" and {len(census.sizes) - 4} others" if len(census.sizes) > 4 else ""),
+        "kinds": ", ".join(
+            f"{kind} ({times})" for kind, times in census.kinds.most_common() if kind
+        ),
         "ignored": int(table[:, -2].sum()) / total if len(table) else 0.0,
         "unlabelled": len(census.unlabelled),
         "example": f"{first.image} with {first.mask}" if first else "",
@@ -108,18 +124,31 @@ def _classes(found: Checkup) -> list[dict[str, Any]]:
     from segpipe.losses.pixelwise import class_weights
 
     table = _classes_of(found)
-    pixels = {split: census.table[:, : table.num_classes] for split, census in found.census.items()}
+    pixels = {
+        split: census.table[:, : table.num_classes]
+        for split, census in found.census.items()
+    }
     train = next(iter(pixels.values())).sum(0)
-    weights = {kind: class_weights(torch.from_numpy(train), kind).tolist() for kind in ("log", "sqrt")}
-    shares = {split: counts.sum(0) / max(int(counts.sum()), 1) for split, counts in pixels.items()}
-    largest = max((float(share.max(initial=0.0)) for share in shares.values()), default=0.0) or 1.0
+    weights = {
+        kind: class_weights(torch.from_numpy(train), kind).tolist()
+        for kind in ("log", "sqrt")
+    }
+    shares = {
+        split: counts.sum(0) / max(int(counts.sum()), 1)
+        for split, counts in pixels.items()
+    }
+    largest = (
+        max((float(share.max(initial=0.0)) for share in shares.values()), default=0.0)
+        or 1.0
+    )
     return [
         {
             "id": place,
             "name": name,
             "color": _hex(table, place),
             "cells": [
-                (float(share[place]), int((pixels[split][:, place] > 0).sum())) for split, share in shares.items()
+                (float(share[place]), int((pixels[split][:, place] > 0).sum()))
+                for split, share in shares.items()
             ],
             "bar": float(next(iter(shares.values()))[place]) / largest,
             "log": weights["log"][place],
@@ -134,7 +163,9 @@ def _hex(table: ClassTable, place: int) -> str:
 
 
 def _meaning(table: ClassTable, train: int) -> str:
-    return {IGNORE_INDEX: "ignored", UNKNOWN: "not in the class table"}.get(train) or table.names[train]
+    return {IGNORE_INDEX: "ignored", UNKNOWN: "not in the class table"}.get(
+        train
+    ) or table.names[train]
 
 
 def _values(found: Checkup) -> list[dict[str, Any]]:
@@ -149,11 +180,19 @@ def _values(found: Checkup) -> list[dict[str, Any]]:
         pixels.update(census.values)
         files.update(census.files)
     total = max(sum(pixels.values()), 1)
-    known: list[Value] = list(masks.colors) if masks.kind == "colors" else list(masks.classes.train_ids)
-    for value in sorted({*known, *pixels}, key=lambda value: (isinstance(value, tuple), value)):
+    known: list[Value] = (
+        list(masks.colors) if masks.kind == "colors" else list(masks.classes.train_ids)
+    )
+    for value in sorted(
+        {*known, *pixels}, key=lambda value: (isinstance(value, tuple), value)
+    ):
         train = train_id(masks, value)
         color = (
-            value if isinstance(value, tuple) else masks.classes.palette[train] if 0 <= train < IGNORE_INDEX else None
+            value
+            if isinstance(value, tuple)
+            else masks.classes.palette[train]
+            if 0 <= train < IGNORE_INDEX
+            else None
         )
         rows.append(
             {
@@ -171,10 +210,14 @@ def _values(found: Checkup) -> list[dict[str, Any]]:
 def _odd(found: Checkup) -> list[str]:
     """Palette indices that mean one class as ids and another one by their color."""
     lines = {}
-    for samples, census in zip(found.samples.values(), found.census.values(), strict=True):
+    for samples, census in zip(
+        found.samples.values(), found.census.values(), strict=True
+    ):
         for index, (by_id, by_color) in census.odd.items():
             names = [_meaning(samples.classes, train) for train in (by_id, by_color)]
-            lines[index] = f"index {index} is {names[0]} as an id, but its color in the palette is that of {names[1]}"
+            lines[index] = (
+                f"index {index} is {names[0]} as an id, but its color in the palette is that of {names[1]}"
+            )
     return list(lines.values())
 
 
@@ -182,12 +225,21 @@ def _leaks(found: Checkup) -> dict[str, Any]:
     """Images that training and validation share: byte for byte, nearly, and sequences."""
     if len(found.samples) < 2:
         return {}
-    (train, val), (of_train, of_val) = tuple(found.samples.values())[:2], tuple(found.census.values())[:2]
+    (train, val), (of_train, of_val) = (
+        tuple(found.samples.values())[:2],
+        tuple(found.census.values())[:2],
+    )
     equal = shared_files(image_files(train), image_files(val))
     near = near_duplicates(of_train.looks, of_val.looks)
-    pairs = [_pair(train, val, of_train, of_val, each) for each in _spread(near, of_val)]
+    pairs = [
+        _pair(train, val, of_train, of_val, each) for each in _spread(near, of_val)
+    ]
     data = found.config.data
-    sequences = shared_sequences(of_train.names, of_val.names, data.sequence) if data.name != "synthetic" else {}
+    sequences = (
+        shared_sequences(of_train.names, of_val.names, data.sequence)
+        if data.name != "synthetic"
+        else {}
+    )
     return {
         "equal": equal[:SHOWN],
         "num_equal": len(equal),
@@ -202,15 +254,22 @@ def _leaks(found: Checkup) -> dict[str, Any]:
 def _spread(near: Sequence[NearDuplicate], census: Census) -> list[NearDuplicate]:
     """The nearest pairs, at most one for each image of training."""
     chosen = {each.first: each for each in reversed(near)}
-    return sorted(chosen.values(), key=lambda pair: (pair.distance, pair.second))[: SHOWN // 2]
+    return sorted(chosen.values(), key=lambda pair: (pair.distance, pair.second))[
+        : SHOWN // 2
+    ]
 
 
-def _pair(train: Samples, val: Samples, of_train: Census, of_val: Census, near: NearDuplicate) -> dict[str, Any]:
+def _pair(
+    train: Samples, val: Samples, of_train: Census, of_val: Census, near: NearDuplicate
+) -> dict[str, Any]:
     return {
         "distance": near.distance,
         "images": [
             (census.names[place], _picture(samples, census.places[place]))
-            for samples, census, place in ((train, of_train, near.first), (val, of_val, near.second))
+            for samples, census, place in (
+                (train, of_train, near.first),
+                (val, of_val, near.second),
+            )
         ],
     }
 
@@ -227,9 +286,15 @@ def _unlabelled(found: Checkup) -> list[tuple[str, str]]:
 def _grid(samples: Samples, census: Census) -> list[tuple[str, list[str]]]:
     """Name, image and overlay of samples from all over a split."""
     number = min(SHOWN, len(census.places))
-    chosen = [census.places[place * len(census.places) // number] for place in range(number)]
+    chosen = [
+        census.places[place * len(census.places) // number] for place in range(number)
+    ]
     read = ((samples.name(index), _read(samples, index)) for index in chosen)
-    return [(name, _both(samples.classes, *sample)) for name, sample in read if sample is not None]
+    return [
+        (name, _both(samples.classes, *sample))
+        for name, sample in read
+        if sample is not None
+    ]
 
 
 def _batch(found: Checkup) -> tuple[list[tuple[str, list[str]]], str]:
@@ -243,12 +308,18 @@ def _batch(found: Checkup) -> tuple[list[tuple[str, list[str]]], str]:
     images, targets = batch.finished(), batch.target.numpy()
     names = [samples.name(index) for index in batch.index.tolist()]
     each = zip(names, images, targets, strict=True)
-    return [(name, _both(samples.classes, image, target)) for name, image, target in each], ""
+    return [
+        (name, _both(samples.classes, image, target)) for name, image, target in each
+    ], ""
 
 
 def _worker_faults(found: Checkup) -> list[str]:
     samples = next(iter(found.samples.values()))
-    return list(worker_problems(found.config, samples)) if len(samples) and not found.problems else []
+    return (
+        list(worker_problems(found.config, samples))
+        if len(samples) and not found.problems
+        else []
+    )
 
 
 def _read(samples: Samples, index: int) -> Pixels | None:
@@ -260,17 +331,30 @@ def _read(samples: Samples, index: int) -> Pixels | None:
 
 def _picture(samples: Samples, index: int) -> str:
     sample = _read(samples, index)
-    return "" if sample is None else jpeg_url(shrink(sample[0], WIDTH, smooth=True), QUALITY)
+    return (
+        ""
+        if sample is None
+        else jpeg_url(shrink(sample[0], WIDTH, smooth=True), QUALITY)
+    )
 
 
-def _both(table: ClassTable, image: NDArray[np.uint8], target: NDArray[np.uint8]) -> list[str]:
+def _both(
+    table: ClassTable, image: NDArray[np.uint8], target: NDArray[np.uint8]
+) -> list[str]:
     """An image, and its target as an overlay."""
     small, ids = shrink(image, WIDTH, smooth=True), shrink(target, WIDTH, smooth=False)
-    return [jpeg_url(small, QUALITY), jpeg_url(blend(small, ids, table.palette), QUALITY)]
+    return [
+        jpeg_url(small, QUALITY),
+        jpeg_url(blend(small, ids, table.palette), QUALITY),
+    ]
 
 
 def _legend(found: Checkup) -> list[tuple[str, str]]:
     """Color and name of the classes that occur."""
     table = _classes_of(found)
     pixels = np.sum([census.table.sum(0) for census in found.census.values()], 0)
-    return [(_hex(table, place), name) for place, name in enumerate(table.names) if pixels[place]]
+    return [
+        (_hex(table, place), name)
+        for place, name in enumerate(table.names)
+        if pixels[place]
+    ]

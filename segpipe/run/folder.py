@@ -24,7 +24,9 @@ def check_folder(config: Config) -> None:
     try:
         lock.check(config.run_dir)
     except OSError as error:
-        raise ConfigError(f"{config.run_dir} cannot be read: {error.strerror}. Choose another run.root.") from error
+        raise ConfigError(
+            f"{config.run_dir} cannot be read: {error.strerror}. Choose another run.root."
+        ) from error
     _check_earlier_run(config)
 
 
@@ -54,7 +56,9 @@ def owned(config: Config, *, alone: bool) -> Iterator[None]:
     with lock.held(config.run_dir, released_by_signals=alone) as dead:
         if dead:
             print(dead, file=sys.stderr)
-        _check_earlier_run(config)  # again: another job may have trained here since it was claimed
+        _check_earlier_run(
+            config
+        )  # again: another job may have trained here since it was claimed
         lock.remove_leftovers(config.run_dir)
         (config.run_dir / FAILURE).unlink(missing_ok=True)
         yield
@@ -69,7 +73,11 @@ def _check_earlier_run(config: Config) -> None:
         )
     if config.run.exists == "resume" and (changed := _changed_recipe(config)):
         raise ConfigError(f"{folder} {changed}")
-    if config.run.exists == "resume" and not _has_checkpoint(folder) and (progress := _progress_without(folder)):
+    if (
+        config.run.exists == "resume"
+        and not _has_checkpoint(folder)
+        and (progress := _progress_without(folder))
+    ):
         raise ConfigError(
             f"run.exists = resume, but {folder} holds no checkpoint, although {progress}. Put a copy of last.pt or of "
             f"a step_*.pt back, or start again at step 0 with run.exists=replace."
@@ -109,13 +117,25 @@ def clear_folder(config: Config) -> None:
 def finished(config: Config) -> dict[str, Any] | None:
     """result.json of a run that `run.exists=resume` has nothing left to do for; None if there is work left."""
     folder = config.run_dir
-    if config.run.exists != "resume" or not (folder / "report.html").is_file() or failure(folder)[0]:
+    if (
+        config.run.exists != "resume"
+        or not (folder / "report.html").is_file()
+        or failure(folder)[0]
+    ):
         return None
-    if config.export.enabled and not (Path(config.export.dir or folder / "export") / "manifest.json").is_file():
+    if (
+        config.export.enabled
+        and not (
+            Path(config.export.dir or folder / "export") / "manifest.json"
+        ).is_file()
+    ):
         return None
     try:
         result = dict(json.loads((folder / "result.json").read_bytes()))
-        longer = not result.get("stopped_early") and int(result.get("steps", 0)) < config.train.steps
+        longer = (
+            not result.get("stopped_early")
+            and int(result.get("steps", 0)) < config.train.steps
+        )
     except (OSError, ValueError, TypeError):
         return None
     return None if longer else result
@@ -138,7 +158,11 @@ def _progress(folder: Path) -> str:
         found = newest_whole(folder)
     except SegpipeError:
         found = None
-    return f"step {found.content['step']}" if found else "a run without a readable checkpoint"
+    return (
+        f"step {found.content['step']}"
+        if found
+        else "a run without a readable checkpoint"
+    )
 
 
 def _progress_without(folder: Path) -> str:
@@ -149,11 +173,23 @@ def _progress_without(folder: Path) -> str:
     if (folder / "result.json").exists():
         return "it has a result.json"
     with contextlib.suppress(FileNotFoundError):
-        names = [line.split()[1] for line in (folder / "checkpoints.sha256").read_text().splitlines() if line.strip()]
+        names = [
+            line.split()[1]
+            for line in (folder / "checkpoints.sha256").read_text().splitlines()
+            if line.strip()
+        ]
         if any(name != "diverged.pt" for name in names):
             return f"checkpoints.sha256 lists {names[-1]}"
-    steps = [entry["step"] for entry in read_metrics(folder / FILE_NAME) if isinstance(entry["step"], int)]
-    return f"{FILE_NAME} reaches step {max(steps)}" if max(steps, default=0) > _first_save(folder) else ""
+    steps = [
+        entry["step"]
+        for entry in read_metrics(folder / FILE_NAME)
+        if isinstance(entry["step"], int)
+    ]
+    return (
+        f"{FILE_NAME} reaches step {max(steps)}"
+        if max(steps, default=0) > _first_save(folder)
+        else ""
+    )
 
 
 def _first_save(folder: Path) -> float:
@@ -162,5 +198,13 @@ def _first_save(folder: Path) -> float:
         config = saved_config(folder)
     except ConfigError:
         return 0
-    every = [n for n in (config.checkpoint.every, config.checkpoint.keep_every, config.train.validate_every) if n]
+    every = [
+        n
+        for n in (
+            config.checkpoint.every,
+            config.checkpoint.keep_every,
+            config.train.validate_every,
+        )
+        if n
+    ]
     return min([*every, config.train.steps])

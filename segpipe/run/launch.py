@@ -25,12 +25,26 @@ from segpipe import plugins
 from segpipe.determinism import flags
 from segpipe.disk import DISK_ERRORS
 from segpipe.distributed import environment
-from segpipe.errors import CheckpointError, ConfigError, DivergenceError, Interrupted, NumericsError, SegpipeError
+from segpipe.errors import (
+    CheckpointError,
+    ConfigError,
+    DivergenceError,
+    Interrupted,
+    NumericsError,
+    SegpipeError,
+)
 from segpipe.files import not_written
 from segpipe.run import lock
 from segpipe.run.console import TrainView
 from segpipe.run.folder import check_folder, claim_folder, clear_folder, owned
-from segpipe.run.tracking import Tracker, check_tracking, failure, note_failure, note_lost, open_tracker
+from segpipe.run.tracking import (
+    Tracker,
+    check_tracking,
+    failure,
+    note_failure,
+    note_lost,
+    open_tracker,
+)
 from segpipe.settings.check import check
 from segpipe.settings.config import Config, config_hash
 from segpipe.train.start import check_pins, pin_weights
@@ -46,7 +60,13 @@ if TYPE_CHECKING:
 Finish = Callable[["Run", "Validation", dict[str, Any], Console], None]
 
 # Raised on all ranks at once, so that rank 0 alone reports them.
-COMMON_ERRORS = (ConfigError, CheckpointError, NumericsError, DivergenceError, Interrupted)
+COMMON_ERRORS = (
+    ConfigError,
+    CheckpointError,
+    NumericsError,
+    DivergenceError,
+    Interrupted,
+)
 
 
 def launch(config: Config, *, finish: Finish | None = None) -> int:
@@ -59,7 +79,9 @@ def launch(config: Config, *, finish: Finish | None = None) -> int:
     try:
         environment.check_tasks()
         check(config, world_size=1)  # what takes no import of torch comes first
-        flags.set_environment(config.compute.threads, config.compute.mode)  # before anything imports torch
+        flags.set_environment(
+            config.compute.threads, config.compute.mode
+        )  # before anything imports torch
         config = with_steps(config)
         world_size = _world_size(config)
         prepare(config, world_size)
@@ -91,9 +113,13 @@ def _world_size(config: Config) -> int:
         return 1 if number == "auto" else int(number)
     import torch
 
-    gpus = torch.cuda.device_count()  # counts through NVML, without a CUDA context in the parent
+    gpus = (
+        torch.cuda.device_count()
+    )  # counts through NVML, without a CUDA context in the parent
     if device == "cuda" and gpus == 0:
-        raise ConfigError("compute.device = cuda, but torch sees no GPU. Set compute.device=cpu, or check the driver.")
+        raise ConfigError(
+            "compute.device = cuda, but torch sees no GPU. Set compute.device=cpu, or check the driver."
+        )
     return max(gpus, 1) if number == "auto" else int(number)
 
 
@@ -105,7 +131,12 @@ def with_steps(config: Config) -> Config:
     from segpipe.data.samples import open_samples
 
     images = config.train.epochs * len(open_samples(config.data, "train", config.seed))
-    return replace(config, train=replace(config.train, steps=math.ceil(images / config.global_batch), epochs=0))
+    return replace(
+        config,
+        train=replace(
+            config.train, steps=math.ceil(images / config.global_batch), epochs=0
+        ),
+    )
 
 
 def prepare(config: Config, world_size: int) -> None:
@@ -134,7 +165,12 @@ def examine(config: Config) -> None:
     from segpipe.data.frequency import check_given_weights
     from segpipe.data.overlap import check_overlap
     from segpipe.data.problems import verify
-    from segpipe.data.samples import check_labelled, image_files, open_samples, sequences
+    from segpipe.data.samples import (
+        check_labelled,
+        image_files,
+        open_samples,
+        sequences,
+    )
     from segpipe.purity import checker as purity
     from segpipe.run.preflight import check_crop, check_workers
 
@@ -150,15 +186,21 @@ def examine(config: Config) -> None:
     if config.data.split != "train" and not config.data.allow_overlap:
         check_overlap(image_files(samples), image_files(validation), config.data.split)
     for opened in (samples, validation):
-        sequences(opened, config.data.sequence)  # the scores are told by sequence, after the training
+        sequences(
+            opened, config.data.sequence
+        )  # the scores are told by sequence, after the training
     check_crop(config, samples)
     check_labelled(samples)
     if isinstance(config.loss.class_weights, list):
         check_given_weights(config.loss.class_weights, samples.classes.names)
     check_network(config, samples.classes)
     check_workers(config, samples)
-    if config.compute.mode != "off" and (skipped := purity.quick(Augmenter(config.augment), samples)):
-        Console(stderr=True, emoji=False).print(skipped, markup=False, highlight=False, soft_wrap=True)
+    if config.compute.mode != "off" and (
+        skipped := purity.quick(Augmenter(config.augment), samples)
+    ):
+        Console(stderr=True, emoji=False).print(
+            skipped, markup=False, highlight=False, soft_wrap=True
+        )
     if config.export.enabled and config.export.dir:
         from segpipe.export.artifact.place import check_place
 
@@ -171,10 +213,19 @@ def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    before, others = failure(config.run_dir), set(multiprocessing.active_children())  # not of this session
-    logging.disable(logging.CRITICAL)  # the ranks report errors; the launcher would add two tracebacks
+    before, others = (
+        failure(config.run_dir),
+        set(multiprocessing.active_children()),
+    )  # not of this session
+    logging.disable(
+        logging.CRITICAL
+    )  # the ranks report errors; the launcher would add two tracebacks
     try:
-        with handlers_kept(), interrupts_deferred_by_children(), _environment_of_children(config, world_size):
+        with (
+            handlers_kept(),
+            interrupts_deferred_by_children(),
+            _environment_of_children(config, world_size),
+        ):
             settings = LaunchConfig(
                 min_nodes=1,
                 max_nodes=1,
@@ -185,21 +236,31 @@ def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
                 max_restarts=0,
                 monitor_interval=0.1,
                 start_method="spawn",
-                signals_to_handle=",".join(["SIGINT", "SIGQUIT", *(number.name for number in stopping())]),
+                signals_to_handle=",".join(
+                    ["SIGINT", "SIGQUIT", *(number.name for number in stopping())]
+                ),
             )
             elastic_launch(settings, _child)(config, finish)
     except ConfigError as error:
         return _report(error)
     except ChildFailedError as error:
         rank, lost = error.get_first_failure()
-        return lost.exitcode if lost.exitcode > 0 else note_lost(config, rank, -lost.exitcode, before)
+        return (
+            lost.exitcode
+            if lost.exitcode > 0
+            else note_lost(config, rank, -lost.exitcode, before)
+        )
     except (SignalException, KeyboardInterrupt):
         return Interrupted.exit_code
     finally:
-        for child in set(multiprocessing.active_children()) - others:  # started just when a signal came
+        for child in (
+            set(multiprocessing.active_children()) - others
+        ):  # started just when a signal came
             child.kill()
         logging.disable(logging.NOTSET)
-        lock.remove_dead(config.run_dir)  # rank 0 may have been killed; another machine could not know it
+        lock.remove_dead(
+            config.run_dir
+        )  # rank 0 may have been killed; another machine could not know it
     return 0
 
 
@@ -209,7 +270,9 @@ def _environment_of_children(config: Config, world_size: int) -> Iterator[None]:
     before = set(os.environ)
     flags.set_environment(world_size * config.compute.threads, config.compute.mode)
     # After Ctrl-C, ranks first end their step or validation. One that takes longer than this is killed.
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(config.compute.timeout_s)))
+    os.environ.setdefault(
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(config.compute.timeout_s))
+    )
     added = os.environ.keys() - before
     try:
         yield
@@ -222,7 +285,9 @@ def _child(config: Config, finish: Finish | None) -> None:
     from segpipe.train import engine  # noqa: F401  (torch and all else, before Ctrl-C may interrupt)
 
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # one that came meanwhile is raised here
+        signal.pthread_sigmask(
+            signal.SIG_UNBLOCK, {signal.SIGINT}
+        )  # one that came meanwhile is raised here
         code = work(config, finish=finish, prepared=True)
     except KeyboardInterrupt:
         code = Interrupted.exit_code
@@ -232,34 +297,52 @@ def _child(config: Config, finish: Finish | None) -> None:
     sys.exit(code)
 
 
-def work(config: Config, *, finish: Finish | None = None, prepared: bool = False) -> int:
+def work(
+    config: Config, *, finish: Finish | None = None, prepared: bool = False
+) -> int:
     """Train as one process of the run, and on rank 0 call `finish`; returns the exit code.
 
     `prepared` means that a parent process has called `prepare` already.
     """
-    plugins.trust(path for _, path in config.import_paths)  # the user of this process's parent named them
+    plugins.trust(
+        path for _, path in config.import_paths
+    )  # the user of this process's parent named them
     ours = False
     try:
         if not prepared:
             check(config, world_size=1)  # what takes no import of torch comes first
-        flags.set_environment(environment.local_world_size() * config.compute.threads, config.compute.mode)
+        flags.set_environment(
+            environment.local_world_size() * config.compute.threads, config.compute.mode
+        )
         from segpipe.distributed import group as processes
 
         config = with_steps(config)
-        flags.apply(config.compute.threads, config.compute.mode)  # before the group: NCCL reads its variables there
+        flags.apply(
+            config.compute.threads, config.compute.mode
+        )  # before the group: NCCL reads its variables there
         group = processes.join(config.compute, {"configuration": config_hash(config)})
         try:
             if not prepared:
                 _check_launcher(config)
-                group.together(lambda: prepare(config, group.world_size) if group.is_main else pin_weights(config))
+                group.together(
+                    lambda: (
+                        prepare(config, group.world_size)
+                        if group.is_main
+                        else pin_weights(config)
+                    )
+                )
                 check_pins(config, group)
-            with contextlib.ExitStack() as held:  # to the end of what rank 0 does after the training
+            with (
+                contextlib.ExitStack() as held
+            ):  # to the end of what rank 0 does after the training
                 group.together(lambda: _own(config, group, held))
                 ours = True
                 return _train(config, group, finish)
         except Exception as error:
             lost = isinstance(error, RuntimeError) and _lost_another_rank(error)
-            if not isinstance(error, COMMON_ERRORS) and not getattr(error, "told", False):
+            if not isinstance(error, COMMON_ERRORS) and not getattr(
+                error, "told", False
+            ):
                 group.contract.fail(error, lost=lost)
             if ours and not lost and not isinstance(error, SegpipeError):
                 note_failure(config, 1, plugins.located(error))
@@ -306,13 +389,20 @@ def _lost_another_rank(error: RuntimeError) -> bool:
     from torch.distributed import DistError
 
     text = str(error)
-    return isinstance(error, DistError) or "gloo/transport" in text or "Connection closed by peer" in text
+    return (
+        isinstance(error, DistError)
+        or "gloo/transport" in text
+        or "Connection closed by peer" in text
+    )
 
 
 def _outlive(error: RuntimeError) -> int:
     """Report in one line, then wait to be ended: the launcher reports the rank that it sees end first."""
     reason = str(error).strip().splitlines()[0]
-    print(f"rank {environment.rank()}: a collective failed, because another rank ended: {reason}", file=sys.stderr)
+    print(
+        f"rank {environment.rank()}: a collective failed, because another rank ended: {reason}",
+        file=sys.stderr,
+    )
     environment.wait_to_be_ended()
     return 1
 
@@ -322,7 +412,9 @@ def _train(config: Config, group: Group, finish: Finish | None) -> int:
 
     console = Console(emoji=False)  # a path may hold :car:
     git = _commit() if group.is_main else None
-    run, validation, result = train(config, group, console, git=git, ends_later=finish is not None)
+    run, validation, result = train(
+        config, group, console, git=git, ends_later=finish is not None
+    )
     processes.leave(group)  # the other ranks need not wait for what rank 0 does next
     if group.is_main and finish is not None:
         assert isinstance(run.log, Tracker)
@@ -336,7 +428,12 @@ def _train(config: Config, group: Group, finish: Finish | None) -> int:
 
 
 def train(
-    config: Config, group: Group, console: Console, *, git: dict[str, Any] | None = None, ends_later: bool = False
+    config: Config,
+    group: Group,
+    console: Console,
+    *,
+    git: dict[str, Any] | None = None,
+    ends_later: bool = False,
 ) -> tuple[Run, Validation, dict[str, Any]]:
     """`segpipe.train.engine.train`, reporting to the terminal and to metrics.jsonl.
 
@@ -348,8 +445,12 @@ def train(
         if group.is_main and step is None:
             clear_folder(config)
         total, enabled = config.train.steps, group.is_main and config.train.progress
-        view = TrainView(console, name=config.run.name, done=step or 0, total=total, enabled=enabled)
-        return view, open_tracker(config, config.run_dir, step, rank=group.rank, ends_later=ends_later)
+        view = TrainView(
+            console, name=config.run.name, done=step or 0, total=total, enabled=enabled
+        )
+        return view, open_tracker(
+            config, config.run_dir, step, rank=group.rank, ends_later=ends_later
+        )
 
     return engine.train(config, group, open_outputs, git=git)
 
@@ -367,7 +468,11 @@ def _report(error: SegpipeError, *, rank: int = 0) -> int:
     if _speaks(error, rank):
         where = f"rank {rank}: " if rank else ""
         Console(stderr=True, emoji=False).print(
-            f"{where}{error}", style="bold red", markup=False, highlight=False, soft_wrap=True
+            f"{where}{error}",
+            style="bold red",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
         )
     else:
         environment.wait_to_be_ended()

@@ -27,7 +27,9 @@ from segpipe.train.stop import stopping
 
 NAME = "run.lock"
 BEAT_S = 15.0
-SILENT_S = 600.0  # without a touch, after which an owner on another machine counts as dead
+SILENT_S = (
+    600.0  # without a touch, after which an owner on another machine counts as dead
+)
 REMOVAL_S = 60.0  # the removal of a dead owner's lock takes milliseconds
 
 
@@ -64,9 +66,15 @@ def held(folder: Path, *, released_by_signals: bool) -> Iterator[str]:
     try:
         dead = lock.take()
     except OSError as error:
-        raise CheckpointError(f"{lock.path} could not be written: {error.strerror or error}.") from error
+        raise CheckpointError(
+            f"{lock.path} could not be written: {error.strerror or error}."
+        ) from error
     try:
-        with lock.released_by_signals() if released_by_signals else contextlib.nullcontext():
+        with (
+            lock.released_by_signals()
+            if released_by_signals
+            else contextlib.nullcontext()
+        ):
             yield dead
     finally:
         lock.release()
@@ -74,9 +82,16 @@ def held(folder: Path, *, released_by_signals: bool) -> Iterator[str]:
 
 class _Lock:
     def __init__(self, path: Path) -> None:
-        self.path, self._pid, self._since, self._content = path, os.getpid(), time.time(), b""
+        self.path, self._pid, self._since, self._content = (
+            path,
+            os.getpid(),
+            time.time(),
+            b"",
+        )
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._touch_until_released, name="run-lock", daemon=True)
+        self._thread = threading.Thread(
+            target=self._touch_until_released, name="run-lock", daemon=True
+        )
 
     def take(self) -> str:
         """Create the file; returns a line if it was taken over. Raises ConfigError, OSError."""
@@ -86,7 +101,9 @@ class _Lock:
                 content, reason = stale
                 dead = f"{self.path.parent}: taken over from {_who(content)}, {reason}."
                 _remove(self.path, content)
-            with contextlib.suppress(FileExistsError):  # another job was faster: look again
+            with contextlib.suppress(
+                FileExistsError
+            ):  # another job was faster: look again
                 self._create()
                 self._thread.start()
                 return dead
@@ -114,7 +131,9 @@ class _Lock:
 
     def _touch_until_released(self) -> None:
         while not self._ended.wait(BEAT_S):
-            with contextlib.suppress(OSError):  # of a file system that is away: the next touch may reach it
+            with contextlib.suppress(
+                OSError
+            ):  # of a file system that is away: the next touch may reach it
                 self._touch()
 
     def _touch(self) -> None:
@@ -125,7 +144,9 @@ class _Lock:
             return
         if found == self._content:
             os.utime(self.path)
-        elif found and not self._ended.is_set():  # this process was suspended for so long that it counted as dead
+        elif (
+            found and not self._ended.is_set()
+        ):  # this process was suspended for so long that it counted as dead
             lost = f"{self.path.parent} was taken over by {_who(found)}, so this run ends without saving."
             print(lost, file=sys.stderr, flush=True)
             os._exit(ConfigError.exit_code)
@@ -149,7 +170,9 @@ class _Lock:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-        main = threading.current_thread() is threading.main_thread()  # only it may set handlers
+        main = (
+            threading.current_thread() is threading.main_thread()
+        )  # only it may set handlers
         ours = [n for n in stopping() if main and signal.getsignal(n) == signal.SIG_DFL]
         for number in ours:
             signal.signal(number, end)
@@ -168,7 +191,9 @@ def _stale(path: Path) -> tuple[bytes, str] | None:
     """
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
-            raise ConfigError(f"{path} is no file that a run wrote (a folder, link or pipe). Remove it.")
+            raise ConfigError(
+                f"{path} is no file that a run wrote (a folder, link or pipe). Remove it."
+            )
         content, touched = path.read_bytes(), path.stat().st_mtime
         silent_s = max(_file_system_time(path.parent) - touched, 0.0)
     except FileNotFoundError:
@@ -184,9 +209,16 @@ def _stale(path: Path) -> tuple[bytes, str] | None:
     if alive:
         elsewhere = owner.get("folder", "")  # "": an older lock, or not readable
         if _is_copy(path, content, elsewhere):
-            return content, f"which trains into {elsewhere}: this folder is a copy of it"
+            return (
+                content,
+                f"which trains into {elsewhere}: this folder is a copy of it",
+            )
         moved = elsewhere not in ("", os.path.realpath(path.parent))
-        copied = f" If this folder is a copy of {elsewhere}, and not that folder moved, delete {path}." if moved else ""
+        copied = (
+            f" If this folder is a copy of {elsewhere}, and not that folder moved, delete {path}."
+            if moved
+            else ""
+        )
         raise ConfigError(
             f"{path.parent} is in use by {_who(content)}; last sign of life {silent_s:.0f} s ago. "
             f"Wait for its end or {advice}, or choose another run.name.{copied}"
@@ -199,9 +231,14 @@ def _is_copy(path: Path, content: bytes, folder: str) -> bool:
 
     A folder is the same under two names (links, mounts) if a new file in one is seen in the other.
     """
-    original, probe = Path(folder, NAME), path.with_name(f".copy.{uuid.uuid4().hex}.tmp")
+    original, probe = (
+        Path(folder, NAME),
+        path.with_name(f".copy.{uuid.uuid4().hex}.tmp"),
+    )
     try:
-        if original.read_bytes() != content or original.samefile(path):  # the same: folders with links to one file
+        if original.read_bytes() != content or original.samefile(
+            path
+        ):  # the same: folders with links to one file
             return False
         probe.write_bytes(b"")
         return not original.with_name(probe.name).exists()
@@ -215,7 +252,11 @@ def _parse(content: bytes) -> dict[str, Any]:
     """The owner; empty while the lock is being written, or when it is damaged."""
     try:
         owner = json.loads(content)
-        known = isinstance(owner["host"], str) and owner["started"] is not None and owner["since"] >= 0
+        known = (
+            isinstance(owner["host"], str)
+            and owner["started"] is not None
+            and owner["since"] >= 0
+        )
         owner["folder"] = str(owner.get("folder", ""))
         return owner if known and 0 < int(owner["pid"]) == owner["pid"] < 2**31 else {}
     except (ValueError, TypeError, KeyError):
@@ -250,7 +291,9 @@ def _remove(path: Path, stale: bytes) -> None:
         os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         with contextlib.suppress(FileNotFoundError):
-            if _file_system_time(path.parent) - beside.stat().st_mtime > REMOVAL_S:  # its job was killed
+            if (
+                _file_system_time(path.parent) - beside.stat().st_mtime > REMOVAL_S
+            ):  # its job was killed
                 beside.unlink()
         time.sleep(0.02)
         return

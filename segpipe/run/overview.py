@@ -31,7 +31,9 @@ class Row:
     date: str | None = None  # last change, local time
     state: str = "finished"
     reason: str = ""  # why the last session failed or stopped, on one line
-    settings: dict[str, Any] = field(default_factory=dict)  # of the recipe, by dotted key; without a readable file none
+    settings: dict[str, Any] = field(
+        default_factory=dict
+    )  # of the recipe, by dotted key; without a readable file none
 
 
 @dataclass(frozen=True)
@@ -70,17 +72,33 @@ def find_runs(root: Path, patterns: Sequence[str] = ()) -> list[Row]:
     """
     if not patterns:
         if not root.is_dir():
-            raise ConfigError(f"root = {root} is not a folder. Set root to the folder that holds the runs.")
-        return [read_row(folder, str(folder.relative_to(root))) for folder in _folders(root)]
+            raise ConfigError(
+                f"root = {root} is not a folder. Set root to the folder that holds the runs."
+            )
+        return [
+            read_row(folder, str(folder.relative_to(root))) for folder in _folders(root)
+        ]
     found: dict[Path, Row] = {}
     for pattern in patterns:
         path = Path(pattern)
         anchor = Path(path.anchor or ".")
-        tops = [path] if path.is_dir() else sorted(anchor.glob(str(path.relative_to(anchor) if path.anchor else path)))
+        tops = (
+            [path]
+            if path.is_dir()
+            else sorted(
+                anchor.glob(str(path.relative_to(anchor) if path.anchor else path))
+            )
+        )
         folders = [folder for top in tops if top.is_dir() for folder in _folders(top)]
         if not folders:
-            raise ConfigError(f"runs = {pattern}: no run is there. Name run folders, or match them: 'runs=[runs/lr*]'.")
-        found |= {folder: read_row(folder, str(folder)) for folder in folders if folder not in found}
+            raise ConfigError(
+                f"runs = {pattern}: no run is there. Name run folders, or match them: 'runs=[runs/lr*]'."
+            )
+        found |= {
+            folder: read_row(folder, str(folder))
+            for folder in folders
+            if folder not in found
+        }
     return list(found.values())
 
 
@@ -101,7 +119,11 @@ def read_row(folder: Path, name: str) -> Row:
         faults.append("result.json is damaged")
     metrics = read_metrics(folder / FILE_NAME)
     miou, steps, digest = result or (None, metrics[-1]["step"] if metrics else 0, None)
-    state = "finished" if result else f"unfinished, step {steps} of {config.train.steps if config else None}"
+    state = (
+        "finished"
+        if result
+        else f"unfinished, step {steps} of {config.train.steps if config else None}"
+    )
     code, reason = failure(folder)
     if reason:
         state = "interrupted" if code == Interrupted.exit_code else "failed"
@@ -116,7 +138,11 @@ def read_row(folder: Path, name: str) -> Row:
         date=_date(folder),
         state=faults[0] if faults else state,
         reason=reason,
-        settings={key: value for key, value in flat(config).items() if key not in FREE_KEYS} if config else {},
+        settings={
+            key: value for key, value in flat(config).items() if key not in FREE_KEYS
+        }
+        if config
+        else {},
     )
 
 
@@ -132,7 +158,9 @@ def _result(path: Path) -> tuple[float | None, int, str] | None:
 def _date(folder: Path) -> str:
     """When a file of the run's progress last changed."""
     times = [
-        path.stat().st_mtime for name in ("result.json", FILE_NAME, "config.json") if (path := folder / name).exists()
+        path.stat().st_mtime
+        for name in ("result.json", FILE_NAME, "config.json")
+        if (path := folder / name).exists()
     ]
     return datetime.fromtimestamp(times[0]).strftime("%Y-%m-%d %H:%M")
 
@@ -147,7 +175,11 @@ def ordered(rows: Sequence[Row], column: str) -> list[Row]:
 def differing(recipes: Sequence[Mapping[str, Any]]) -> list[str]:
     """Settings in which recipes differ, in the order of the settings page."""
     known = [recipe for recipe in recipes if recipe]
-    return [key for key in (known[0] if known else {}) if len({_text(recipe.get(key)) for recipe in known}) > 1]
+    return [
+        key
+        for key in (known[0] if known else {})
+        if len({_text(recipe.get(key)) for recipe in known}) > 1
+    ]
 
 
 def grouped(rows: Sequence[Row], by: str) -> list[RecipeGroup]:

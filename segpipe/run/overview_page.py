@@ -14,25 +14,44 @@ from segpipe.run.tracking import FILE_NAME, read_metrics
 from segpipe.settings.setting import shown
 
 # Readable on white and on black; more lines than these repeat the colors with dashes.
-COLORS = ("#3b82f6", "#f59e0b", "#10b981", "#ef4444", "#8b5cf6", "#ec4899", "#14b8a6", "#a3a3a3")
+COLORS = (
+    "#3b82f6",
+    "#f59e0b",
+    "#10b981",
+    "#ef4444",
+    "#8b5cf6",
+    "#ec4899",
+    "#14b8a6",
+    "#a3a3a3",
+)
 LINES = 16  # runs or groups with curves
 _POINTS = 120  # of a curve; more become means
-_CURVES = (("validation", "miou", "Validation mIoU, %"), ("train", "loss", "Training loss"))
+_CURVES = (
+    ("validation", "miou", "Validation mIoU, %"),
+    ("train", "loss", "Training loss"),
+)
 
 Line = tuple[str, str, list[tuple[float, float]]]  # color, dashes, points
 
 
-def render_overview(rows: Sequence[Row], groups: Sequence[RecipeGroup] = (), by: str = "") -> str:
+def render_overview(
+    rows: Sequence[Row], groups: Sequence[RecipeGroup] = (), by: str = ""
+) -> str:
     """The page for runs, or for groups of runs that differ in setting `by` alone."""
     shown_groups = groups if by else [RecipeGroup(row.settings, [row]) for row in rows]
     recipes = [group.settings for group in shown_groups]
     keys = differing(recipes)
-    lines = [_style(place) if place < LINES else None for place in range(len(shown_groups))]
+    lines = [
+        _style(place) if place < LINES else None for place in range(len(shown_groups))
+    ]
     return template("overview.html.j2").render(
         number=len(rows),
         by=by,
         keys=keys,
-        entries=[_entry(group, keys, by, line) for group, line in zip(shown_groups, lines, strict=True)],
+        entries=[
+            _entry(group, keys, by, line)
+            for group, line in zip(shown_groups, lines, strict=True)
+        ],
         curves=_pictures(shown_groups, lines),
         same=_common(recipes),
         left_out=max(len(shown_groups) - LINES, 0),
@@ -43,14 +62,22 @@ def _style(place: int) -> tuple[str, str]:
     return COLORS[place % len(COLORS)], ("solid", "dashed")[place // len(COLORS) % 2]
 
 
-def _entry(group: RecipeGroup, keys: Sequence[str], by: str, line: Any) -> dict[str, Any]:
+def _entry(
+    group: RecipeGroup, keys: Sequence[str], by: str, line: Any
+) -> dict[str, Any]:
     """A line of the table."""
     members, scores = group.rows, group.scores
     return {
-        "name": members[0].name if not by else ", ".join(shown(row.settings[by]) for row in group.distinct),
-        "settings": [_compact(group.settings[key]) if group.settings else "-" for key in keys],
+        "name": members[0].name
+        if not by
+        else ", ".join(shown(row.settings[by]) for row in group.distinct),
+        "settings": [
+            _compact(group.settings[key]) if group.settings else "-" for key in keys
+        ],
         "mean": None if group.mean is None else f"{100 * group.mean:.2f}",
-        "range": f"{100 * min(scores):.2f} to {100 * max(scores):.2f}" if len(scores) > 1 else "",
+        "range": f"{100 * min(scores):.2f} to {100 * max(scores):.2f}"
+        if len(scores) > 1
+        else "",
         "number": f"{len(scores)} of {len(group.distinct)}",
         "steps": max((row.steps or 0 for row in members), default=0),
         "state": "; ".join(dict.fromkeys(row.state for row in members)),
@@ -68,11 +95,20 @@ def _common(recipes: Sequence[Any]) -> dict[str, str]:
     """Settings that all runs share."""
     known = [recipe for recipe in recipes if recipe]
     different = differing(known)
-    return {key: shown(value) for key, value in known[0].items() if key not in different} if known else {}
+    return (
+        {key: shown(value) for key, value in known[0].items() if key not in different}
+        if known
+        else {}
+    )
 
 
-def _pictures(groups: Sequence[RecipeGroup], lines: Sequence[tuple[str, str] | None]) -> list[dict[str, Any]]:
-    histories = [[read_metrics(row.folder / FILE_NAME) for row in group.rows] for group in groups[:LINES]]
+def _pictures(
+    groups: Sequence[RecipeGroup], lines: Sequence[tuple[str, str] | None]
+) -> list[dict[str, Any]]:
+    histories = [
+        [read_metrics(row.folder / FILE_NAME) for row in group.rows]
+        for group in groups[:LINES]
+    ]
     pictures = []
     for kind, key, title in _CURVES:
         drawn = [
@@ -82,7 +118,12 @@ def _pictures(groups: Sequence[RecipeGroup], lines: Sequence[tuple[str, str] | N
             if style and (points := _points(history, kind, key))
         ]
         if drawn:
-            pictures.append({"title": title, "svg": Markup(_svg(drawn, title, marker=key == "miou"))})
+            pictures.append(
+                {
+                    "title": title,
+                    "svg": Markup(_svg(drawn, title, marker=key == "miou")),
+                }
+            )
     return pictures
 
 
@@ -104,7 +145,16 @@ def _svg(drawn: Sequence[Line], title: str, *, marker: bool) -> str:
         for color, dashes, points in drawn:
             x, y = zip(*points, strict=True)
             dot = "o" if marker or len(points) == 1 else None
-            axes.plot(x, y, color=color, linestyle=dashes, linewidth=1.5, marker=dot, markersize=3.5, clip_on=False)
+            axes.plot(
+                x,
+                y,
+                color=color,
+                linestyle=dashes,
+                linewidth=1.5,
+                marker=dot,
+                markersize=3.5,
+                clip_on=False,
+            )
         axes.set_ylim(bottom=min(0.0, *axes.get_ylim()))
         axes.set_xlabel("step", color="#888888")
 

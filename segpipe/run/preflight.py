@@ -75,15 +75,26 @@ def worker_problems(config: Config, samples: Samples) -> Iterator[str]:
     if not data.workers:
         return
     height, width = config.augment.crop_size
-    batches = data.workers * data.prefetch * config.compute.samples_per_shard * height * width * BYTES_PER_PIXEL
+    batches = (
+        data.workers
+        * data.prefetch
+        * config.compute.samples_per_shard
+        * height
+        * width
+        * BYTES_PER_PIXEL
+    )
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if batches > memory:
         yield (
             f"data.workers = {data.workers} and data.prefetch = {data.prefetch} need {batches / 2**20:.0f} MiB of "
             f"shared memory, but this machine has {memory / 2**20:.0f} MiB. Lower one of the two."
         )
-    per_batch = int(data.transport == "dataloader")  # the ring has one block of memory for all of them
-    needed = FILES_OF_A_RUN + data.workers * (FILES_PER_WORKER + per_batch * data.prefetch)
+    per_batch = int(
+        data.transport == "dataloader"
+    )  # the ring has one block of memory for all of them
+    needed = FILES_OF_A_RUN + data.workers * (
+        FILES_PER_WORKER + per_batch * data.prefetch
+    )
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if needed > allowed:
         yield (
@@ -133,12 +144,18 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (list, tuple, set, frozenset)):
         yield from ((f"[{place}]", item) for place, item in enumerate(value))
     elif isinstance(value, partial):
-        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
+        yield from (
+            (".func", value.func),
+            (".args", value.args),
+            (".keywords", value.keywords),
+        )
     elif isinstance(value, MethodType):
         yield ".__self__", value.__self__
     elif not isinstance(value, (type, FunctionType)):
         state = value.__getstate__()
-        for attributes in state if isinstance(state, tuple) else (state,):  # a tuple has those of __slots__ too
+        for attributes in (
+            state if isinstance(state, tuple) else (state,)
+        ):  # a tuple has those of __slots__ too
             if isinstance(attributes, dict):
                 yield from ((f".{name}", inner) for name, inner in attributes.items())
 
@@ -167,9 +184,13 @@ def machine(config: Config) -> dict[str, str]:
         f"data.workers = {workers}",
         "open files": f"{soft} (ulimit -n; at most {hard})",
     }
-    if SHARED_MEMORY.is_dir() and config.data.transport == "dataloader":  # the ring does not use it
+    if (
+        SHARED_MEMORY.is_dir() and config.data.transport == "dataloader"
+    ):  # the ring does not use it
         usage = shutil.disk_usage(SHARED_MEMORY)
-        found["shared memory"] = f"{usage.free / 2**20:,.0f} of {usage.total / 2**20:,.0f} MiB free in {SHARED_MEMORY}"
+        found["shared memory"] = (
+            f"{usage.free / 2**20:,.0f} of {usage.total / 2**20:,.0f} MiB free in {SHARED_MEMORY}"
+        )
     return found
 
 
@@ -181,7 +202,10 @@ class ThreadsSeen(CachedSamples):
         import torch
 
         sample = super().read(index)
-        for library, number in (("OpenCV", cv2.getNumThreads()), ("torch", torch.get_num_threads())):
+        for library, number in (
+            ("OpenCV", cv2.getNumThreads()),
+            ("torch", torch.get_num_threads()),
+        ):
             if number > 1:
                 raise DataError(
                     f"{library} uses {number} threads in a loader process: code of a data set or transform has set "
@@ -197,9 +221,20 @@ def first_batch(config: Config, samples: Samples) -> tuple[ShardBatch | None, st
     from segpipe.distributed.group import Group
     from segpipe.train.batches import shard_stream
 
-    data = replace(config.data, workers=min(config.data.workers, 1), cache_mib=0, balance=0.0, on_dead_worker="fail")
-    alone = replace(config, data=data, compute=replace(config.compute, mode="off"))  # without a canary
-    seen, group = ThreadsSeen(samples, 0) if data.workers else samples, Group(0, 0, 1, torch.device("cpu"))
+    data = replace(
+        config.data,
+        workers=min(config.data.workers, 1),
+        cache_mib=0,
+        balance=0.0,
+        on_dead_worker="fail",
+    )
+    alone = replace(
+        config, data=data, compute=replace(config.compute, mode="off")
+    )  # without a canary
+    seen, group = (
+        ThreadsSeen(samples, 0) if data.workers else samples,
+        Group(0, 0, 1, torch.device("cpu")),
+    )
     try:
         with closing(shard_stream(alone, group, seen, range(1), None)) as batches:
             return next(batches), ""

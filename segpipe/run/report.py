@@ -30,8 +30,12 @@ if TYPE_CHECKING:
 
 Predict = Callable[[NDArray[np.uint8]], NDArray[np.uint8]]
 _PANEL_WIDTH = 480  # pixels of an overlay; 32 of them stay below 2 MB
-_NEIGHBORS = 10  # places in its sequence within which an image looks much like another one
-_NUMBERED_CLASSES = 20  # with more classes, a cell of the confusion matrix is too small for its number
+_NEIGHBORS = (
+    10  # places in its sequence within which an image looks much like another one
+)
+_NUMBERED_CLASSES = (
+    20  # with more classes, a cell of the confusion matrix is too small for its number
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,9 @@ class ReportData:
     best: Sequence[Overlay] = ()
 
 
-def predictor(answer: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> Predict:
+def predictor(
+    answer: Callable[[torch.Tensor], torch.Tensor], device: torch.device
+) -> Predict:
     """A function from an image uint8 (H, W, 3) to its class ids uint8 (H, W).
 
     `answer` has it for images uint8 (1, H, W, 3) on `device`.
@@ -68,7 +74,10 @@ def predictor(answer: Callable[[torch.Tensor], torch.Tensor], device: torch.devi
     import torch
 
     def ids(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        return np.asarray(answer(torch.from_numpy(image.copy())[None].to(device))[0].cpu().numpy(), np.uint8)
+        return np.asarray(
+            answer(torch.from_numpy(image.copy())[None].to(device))[0].cpu().numpy(),
+            np.uint8,
+        )
 
     return ids
 
@@ -89,7 +98,9 @@ def page_data(
 
     def overlay(index: int) -> Overlay:
         image, target = samples.read(index)
-        return Overlay(samples.name(index), scores[index], image, target, predict(image))
+        return Overlay(
+            samples.name(index), scores[index], image, target, predict(image)
+        )
 
     worst, best = pick_extremes(scores, sequences(samples, config.data.sequence))
     return ReportData(
@@ -116,20 +127,34 @@ def pick_extremes(
     members: dict[str, list[int]] = {}
     for index in sorted(scores):
         members.setdefault(sequence_of[index], []).append(index)
-    place = {index: (name, at) for name, found in members.items() for at, index in enumerate(found)}
+    place = {
+        index: (name, at)
+        for name, found in members.items()
+        for at, index in enumerate(found)
+    }
     reach = {name: min(_NEIGHBORS, len(found) // 8) for name, found in members.items()}
 
     def spread(order: Sequence[int], most: int) -> list[int]:
         chosen: list[int] = []
         for index in order:
             name, at = place[index]
-            if all(place[other][0] != name or abs(place[other][1] - at) > reach[name] for other in chosen):
+            if all(
+                place[other][0] != name or abs(place[other][1] - at) > reach[name]
+                for other in chosen
+            ):
                 chosen.append(index)
         return chosen[:most]
 
     known = [index for index in sorted(scores) if not math.isnan(scores[index])]
-    worst = spread(sorted(known, key=lambda index: scores[index]), min(count, (len(known) + 1) // 2))
-    rest = [index for index in sorted(known, key=lambda index: -scores[index]) if index not in worst]
+    worst = spread(
+        sorted(known, key=lambda index: scores[index]),
+        min(count, (len(known) + 1) // 2),
+    )
+    rest = [
+        index
+        for index in sorted(known, key=lambda index: -scores[index])
+        if index not in worst
+    ]
     return worst, spread(rest, count)
 
 
@@ -144,9 +169,16 @@ def render(data: ReportData) -> str:
     from segpipe.train.metrics import rates, summary  # torch
     from segpipe.train.scores import flattering
 
-    figures = {**data.result, **summary(data.confusion, data.names), **rates(data.confusion, data.names)}
+    figures = {
+        **data.result,
+        **summary(data.confusion, data.names),
+        **rates(data.confusion, data.names),
+    }
     default, settings = _flat(to_mapping(Config())), _flat(data.config)
-    versions, sequences = _flat(data.result.get("versions", {})), data.result.get("sequences") or {}
+    versions, sequences = (
+        _flat(data.result.get("versions", {})),
+        data.result.get("sequences") or {},
+    )
     result = {key: value for key, value in data.result.items() if key not in _IN_TABLES}
     return template("report.html.j2").render(
         name=str(data.config.get("run", {}).get("name", "run")),
@@ -165,7 +197,11 @@ def render(data: ReportData) -> str:
         best=[_panels(overlay, data.palette) for overlay in data.best],
         worst=[_panels(overlay, data.palette) for overlay in data.worst],
         settings=settings,
-        changed={key: default.get(key) for key, value in settings.items() if default.get(key) != value},
+        changed={
+            key: default.get(key)
+            for key, value in settings.items()
+            if default.get(key) != value
+        },
         records={"Result": _flat(result), "Versions": versions},
     )
 
@@ -188,19 +224,39 @@ def _about(data: ReportData) -> list[str]:
     settings = config.get("data", {})
     kind, held_out = settings.get("name", ""), settings.get("hold_out")
     split = data.result.get("split", settings.get("split", ""))
-    name = data.data_name if data.data_name in ("", kind) else f"{data.data_name} ({kind})"
+    name = (
+        data.data_name if data.data_name in ("", kind) else f"{data.data_name} ({kind})"
+    )
     parts = [
         str(config.get("model", {}).get("name", "")),
         f"data {name or kind}" if name or kind else "",
-        f"sequence {held_out}, held out" if held_out else f"split {split}" if split else "",
+        f"sequence {held_out}, held out"
+        if held_out
+        else f"split {split}"
+        if split
+        else "",
         f"{images} images" if images else "",
         f"seed {config['seed']}" if "seed" in config else "",
     ]
     return [part for part in parts if part]
 
 
-_IN_TABLES = ("versions", "iou", "precision", "recall", "f1", "boundary_iou", "sequences", "interval_95", "note")
-_COLUMNS = {"boundary_iou": "boundary IoU, %", "precision": "precision, %", "recall": "recall, %"}
+_IN_TABLES = (
+    "versions",
+    "iou",
+    "precision",
+    "recall",
+    "f1",
+    "boundary_iou",
+    "sequences",
+    "interval_95",
+    "note",
+)
+_COLUMNS = {
+    "boundary_iou": "boundary IoU, %",
+    "precision": "precision, %",
+    "recall": "recall, %",
+}
 _TILES = (
     ("steps", "steps", "{:,}".format),
     ("train_seconds", "training", lambda seconds: _duration(seconds)),
@@ -223,7 +279,13 @@ def _tiles(pixel_accuracy: float, result: Mapping[str, Any]) -> list[tuple[str, 
 
 def _duration(seconds: float) -> str:
     minutes, hours = round(seconds / 60), seconds / 3600
-    return f"{seconds:.0f} s" if seconds < 120 else f"{minutes} min" if hours < 2 else f"{hours:.1f} h"
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 120
+        else f"{minutes} min"
+        if hours < 2
+        else f"{hours:.1f} h"
+    )
 
 
 def _curves(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -235,12 +297,24 @@ def _curves(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         ("validation", "miou", "Validation mIoU, %"),
     ):
         scale = 100 if key == "miou" else 1
-        lines = [line for line in history if line.get("kind") == kind and isinstance(line.get(key), int | float)]
-        points = [(line["step"], scale * line[key]) for line in lines if math.isfinite(line[key])]
+        lines = [
+            line
+            for line in history
+            if line.get("kind") == kind and isinstance(line.get(key), int | float)
+        ]
+        points = [
+            (line["step"], scale * line[key])
+            for line in lines
+            if math.isfinite(line[key])
+        ]
         if points:
             best, last = max(y for _, y in points), points[-1][1]
             ticks = validations if kind == "train" else ()
-            svg = Markup(curve_svg(points, label=f"{title} over steps", dots=key == "miou", ticks=ticks))
+            svg = Markup(
+                curve_svg(
+                    points, label=f"{title} over steps", dots=key == "miou", ticks=ticks
+                )
+            )
             caption = f"best {best:.3g}" if key == "miou" else f"last {last:.3g}"
             curves.append({"title": title, "caption": caption, "svg": svg})
     return curves
@@ -250,7 +324,10 @@ def _classes(data: ReportData, figures: Mapping[str, Any]) -> list[dict[str, Any
     """Rows of the class table: falling IoU, then the classes without one."""
     intervals = (data.result.get("interval_95") or {}).get("iou", {})
     counts = np.asarray(data.confusion)
-    shares, predicted = counts.sum(axis=1) / max(int(counts.sum()), 1), counts.sum(axis=0)
+    shares, predicted = (
+        counts.sum(axis=1) / max(int(counts.sum()), 1),
+        counts.sum(axis=0),
+    )
     rows = [
         {
             "id": k,
@@ -272,14 +349,24 @@ def _confusion(data: ReportData) -> list[dict[str, Any]]:
     counts = np.asarray(data.confusion, np.float64)
     rates = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     return [
-        {"id": k, "name": name, "present": bool(counts[k].any()), "rates": rates[k].tolist()}
+        {
+            "id": k,
+            "name": name,
+            "present": bool(counts[k].any()),
+            "rates": rates[k].tolist(),
+        }
         for k, name in enumerate(data.names)
     ]
 
 
-def _panels(overlay: Overlay, palette: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
+def _panels(
+    overlay: Overlay, palette: Sequence[tuple[int, int, int]]
+) -> dict[str, Any]:
     image = shrink(overlay.image, _PANEL_WIDTH, smooth=True)
-    target, pred = (shrink(ids, _PANEL_WIDTH, smooth=False) for ids in (overlay.target, overlay.pred))
+    target, pred = (
+        shrink(ids, _PANEL_WIDTH, smooth=False)
+        for ids in (overlay.target, overlay.pred)
+    )
     panels = (
         ("image", image),
         ("target", blend(image, target, palette)),
@@ -297,7 +384,11 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mappings as one, with keys such as `optim.lr`."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+        flat |= (
+            _flat(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping) and value
+            else {f"{prefix}{key}": value}
+        )
     return flat
 
 

@@ -21,9 +21,15 @@ from segpipe.run.tracking import failure
 from segpipe.settings.config import Config, recipe, to_mapping
 
 REFUSALS_SHOWN = 8
-SHORT_VALUE, SHORT_SUFFIX = 24, 120  # characters in the name of a job; a longer text ends with a hash of the whole
+SHORT_VALUE, SHORT_SUFFIX = (
+    24,
+    120,
+)  # characters in the name of a job; a longer text ends with a hash of the whole
 
-REPEATS = ("seed", "data.hold_out")  # runs that differ in nothing else repeat one recipe
+REPEATS = (
+    "seed",
+    "data.hold_out",
+)  # runs that differ in nothing else repeat one recipe
 
 
 @dataclass
@@ -50,7 +56,10 @@ class Sweep:
     """
 
     def __init__(
-        self, train: Callable[[Config], int], check: Callable[[Config], None], examine: Callable[[Config], None]
+        self,
+        train: Callable[[Config], int],
+        check: Callable[[Config], None],
+        examine: Callable[[Config], None],
     ) -> None:
         self._train, self._check, self._examine = train, check, examine
         self._jobs: list[SweepJob] = []
@@ -71,7 +80,11 @@ class Sweep:
             if not self.interrupted:
                 self._run(job)
         for place, twin in twins.items():
-            jobs[place].code, jobs[place].result, jobs[place].reason = twin.code, twin.result, twin.reason
+            jobs[place].code, jobs[place].result, jobs[place].reason = (
+                twin.code,
+                twin.result,
+                twin.reason,
+            )
 
     def _twins(self, jobs: Sequence[SweepJob]) -> dict[int, SweepJob]:
         """Jobs, by place, that an earlier one with the same settings stands for."""
@@ -99,7 +112,9 @@ class Sweep:
                 _recall(job)
                 self._examine_once(job.config)
             except SegpipeError as error:
-                refused.setdefault(str(error), []).append(job.swept or job.config.run.name)
+                refused.setdefault(str(error), []).append(
+                    job.swept or job.config.run.name
+                )
                 code = code or error.exit_code
         if refused:
             refusal = ConfigError(_refusals(refused, len(jobs)))
@@ -109,7 +124,10 @@ class Sweep:
     def _examine_once(self, config: Config) -> None:
         """Jobs often share data and augmentation, and reading a large data set takes minutes."""
         values = to_mapping(config)
-        parts = {name: values[name] for name in ("data", "model", "loss", "augment", "track", "export")}
+        parts = {
+            name: values[name]
+            for name in ("data", "model", "loss", "augment", "track", "export")
+        }
         parts["lr_scale"] = config.optim.lr_scale
         key = json.dumps([parts, config.compute.mode == "off"], sort_keys=True)
         if key not in self._examined:
@@ -119,7 +137,10 @@ class Sweep:
     def _run(self, job: SweepJob) -> None:
         if job.code is not None:
             return
-        print(f"job {self._jobs.index(job) + 1} of {len(self._jobs)}: {job.config.run_dir}", flush=True)
+        print(
+            f"job {self._jobs.index(job) + 1} of {len(self._jobs)}: {job.config.run_dir}",
+            flush=True,
+        )
         try:
             job.code = self._train(job.config)
         except SegpipeError as error:
@@ -130,7 +151,9 @@ class Sweep:
         if job.code == Interrupted.exit_code:
             self.interrupted, job.reason = True, "interrupted"
         elif job.code:
-            job.reason = job.reason or failure(job.config.run_dir)[1] or "see the messages above"
+            job.reason = (
+                job.reason or failure(job.config.run_dir)[1] or "see the messages above"
+            )
         else:
             job.result = json.loads((job.config.run_dir / "result.json").read_bytes())
 
@@ -149,11 +172,16 @@ class Sweep:
         scored = [job for job in self._jobs if job.miou is not None]
         if len(scored) > 1:
             best = max(scored, key=lambda job: job.miou or 0.0)
-            console.print(f"best: {best.config.run_dir}  mIoU {100 * (best.miou or 0.0):.2f} %  {best.swept}")
+            console.print(
+                f"best: {best.config.run_dir}  mIoU {100 * (best.miou or 0.0):.2f} %  {best.swept}"
+            )
         for title, results in _by_recipe(scored):
             console.print(_spread(title, results))
         if self.interrupted:
-            print("the sweep was interrupted. The same command with run.exists=resume continues it.", file=sys.stderr)
+            print(
+                "the sweep was interrupted. The same command with run.exists=resume continues it.",
+                file=sys.stderr,
+            )
         return next((job.code for job in self._jobs if job.code), 0)
 
 
@@ -173,7 +201,11 @@ def _refusals(refused: dict[str, list[str]], number: int) -> str:
     """One line for each message, with the jobs that it is about."""
     lines = []
     for message, jobs in list(refused.items())[:REFUSALS_SHOWN]:
-        about = "all jobs" if len(jobs) == number else "; ".join(jobs[:4]) + (" ..." if len(jobs) > 4 else "")
+        about = (
+            "all jobs"
+            if len(jobs) == number
+            else "; ".join(jobs[:4]) + (" ..." if len(jobs) > 4 else "")
+        )
         lines.append(f"{about}: {message}" if number > 1 else message)
     if len(refused) > REFUSALS_SHOWN:
         lines.append(f"and {len(refused) - REFUSALS_SHOWN} messages more")
@@ -185,35 +217,64 @@ def _refusals(refused: dict[str, list[str]], number: int) -> str:
 def _table(jobs: Sequence[SweepJob]) -> Table:
     table = Table(title=f"sweep in {jobs[0].config.run.root}", title_justify="left")
     for title in ("run", "overrides", "mIoU %", "exit code"):
-        table.add_column(title, no_wrap=title not in ("run", "overrides"), overflow="fold")
+        table.add_column(
+            title, no_wrap=title not in ("run", "overrides"), overflow="fold"
+        )
     for job in jobs:
         score = "-" if job.miou is None else f"{100 * job.miou:.2f}"
-        table.add_row(job.config.run.name, job.swept, score, "not started" if job.code is None else str(job.code))
+        table.add_row(
+            job.config.run.name,
+            job.swept,
+            score,
+            "not started" if job.code is None else str(job.code),
+        )
     return table
 
 
 def _by_recipe(jobs: Sequence[SweepJob]) -> list[tuple[str, list[dict[str, Any]]]]:
     """Results of each recipe with more than one run, under the settings in which the recipes differ."""
     groups: dict[str, list[SweepJob]] = {}
-    recipes = {id(job): {key: value for key, value in recipe(job.config).items() if key not in REPEATS} for job in jobs}
+    recipes = {
+        id(job): {
+            key: value
+            for key, value in recipe(job.config).items()
+            if key not in REPEATS
+        }
+        for job in jobs
+    }
     for job in jobs:
         groups.setdefault(json.dumps(recipes[id(job)], sort_keys=True), []).append(job)
     firsts = [recipes[id(members[0])] for members in groups.values()]
-    differing = [key for key in (firsts[0] if firsts else {}) if len({str(first[key]) for first in firsts}) > 1]
+    differing = [
+        key
+        for key in (firsts[0] if firsts else {})
+        if len({str(first[key]) for first in firsts}) > 1
+    ]
     found = []
     for members, first in zip(groups.values(), firsts, strict=True):
         if len(members) > 1:
-            repeated = "held-out sequences" if len({job.config.data.hold_out for job in members}) > 1 else "seeds"
+            repeated = (
+                "held-out sequences"
+                if len({job.config.data.hold_out for job in members}) > 1
+                else "seeds"
+            )
             recipe_of = ", ".join(f"{key}={first[key]}" for key in differing)
             title = f"{len(members)} {repeated}{f' of {recipe_of}' if recipe_of else ''}: IoU in %"
-            found.append((title, [job.result for job in members if job.result is not None]))
+            found.append(
+                (title, [job.result for job in members if job.result is not None])
+            )
     return found
 
 
 def _spread(title: str, results: list[dict[str, Any]]) -> Table:
     """Mean and range of mIoU and of each class's IoU over the runs of a recipe."""
-    table = Table("class", "mean", "lowest", "highest", "range", title=title, title_justify="left")
-    rows = {name: [result["iou"].get(name) for result in results] for name in results[0]["iou"]}
+    table = Table(
+        "class", "mean", "lowest", "highest", "range", title=title, title_justify="left"
+    )
+    rows = {
+        name: [result["iou"].get(name) for result in results]
+        for name in results[0]["iou"]
+    }
     rows["mean of classes"] = [result["miou"] for result in results]
     for name, scores in rows.items():
         known = [100 * score for score in scores if score is not None]
@@ -221,12 +282,19 @@ def _spread(title: str, results: list[dict[str, Any]]) -> Table:
             table.add_section()
         if known:
             low, high = min(known), max(known)
-            table.add_row(name, *(f"{number:.2f}" for number in (fmean(known), low, high, high - low)))
+            table.add_row(
+                name,
+                *(f"{number:.2f}" for number in (fmean(known), low, high, high - low)),
+            )
     return table
 
 
 def distinct(
-    names: Sequence[str], templates: Sequence[str], swept: Sequence[Mapping[str, str]], *, always: bool
+    names: Sequence[str],
+    templates: Sequence[str],
+    swept: Sequence[Mapping[str, str]],
+    *,
+    always: bool,
 ) -> list[str]:
     """The run names of all jobs: as they are if they differ, else each with the swept settings that it does not show.
 
@@ -238,14 +306,21 @@ def distinct(
     keys = {key for overrides in swept for key in overrides}
     named = []
     for name, template, overrides in zip(names, templates, swept, strict=True):
-        hidden = {key: text for key, text in overrides.items() if not _shows(template, key)}
+        hidden = {
+            key: text for key, text in overrides.items() if not _shows(template, key)
+        }
         named.append("-".join([name, _suffix(hidden, keys)]) if hidden else name)
     return named
 
 
 def _shows(template: str, key: str) -> bool:
     """Whether a run name contains a setting, or the name of the file that a group such as `model` was set to."""
-    return key == "run.name" or "${hydra:job" in template or f"${{{key}}}" in template or f"${{{key}.name}}" in template
+    return (
+        key == "run.name"
+        or "${hydra:job" in template
+        or f"${{{key}}}" in template
+        or f"${{{key}.name}}" in template
+    )
 
 
 def _suffix(overrides: Mapping[str, str], keys: Collection[str]) -> str:

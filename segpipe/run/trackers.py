@@ -27,7 +27,9 @@ from numpy.typing import NDArray
 from segpipe.errors import ConfigError
 from segpipe.settings.config import Config, recipe, to_mapping
 
-_PICTURE = re.compile(r'<img src="data:image/jpeg;base64,([^"]+)" alt="([^"]*)"')  # of report.html.j2
+_PICTURE = re.compile(
+    r'<img src="data:image/jpeg;base64,([^"]+)" alt="([^"]*)"'
+)  # of report.html.j2
 # One service under two names: wandb 0.31 moved its default host and still accepts a login for the former one.
 _WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 _MLFLOW_TAG = "segpipe.id"
@@ -70,9 +72,14 @@ def run_id(config: Config, run_dir: Path) -> str:
 
 def run_end(config: Config, result: Mapping[str, Any]) -> RunEnd:
     """Results for a tracker, from result.json and the files beside it."""
-    report, export = config.run_dir / "report.html", Path(config.export.dir or config.run_dir / "export")
+    report, export = (
+        config.run_dir / "report.html",
+        Path(config.export.dir or config.run_dir / "export"),
+    )
     pictures = _pictures(report.read_text()) if report.is_file() else []
-    files = [report] * report.is_file() + [export] * (config.export.enabled and export.is_dir())
+    files = [report] * report.is_file() + [export] * (
+        config.export.enabled and export.is_dir()
+    )
     return RunEnd(result["steps"], result["miou"], result["iou"], pictures, files)
 
 
@@ -81,9 +88,16 @@ def _pictures(page: str) -> list[tuple[str, NDArray[np.uint8]]]:
 
     found = []
     for encoded, caption in _PICTURE.findall(page):
-        image = cv2.imdecode(np.frombuffer(base64.b64decode(encoded), np.uint8), cv2.IMREAD_COLOR)
+        image = cv2.imdecode(
+            np.frombuffer(base64.b64decode(encoded), np.uint8), cv2.IMREAD_COLOR
+        )
         if image is not None:
-            found.append((html.unescape(caption), np.ascontiguousarray(image[..., ::-1], dtype=np.uint8)))
+            found.append(
+                (
+                    html.unescape(caption),
+                    np.ascontiguousarray(image[..., ::-1], dtype=np.uint8),
+                )
+            )
     return found
 
 
@@ -102,7 +116,9 @@ class WandbMirror:
             entity=config.track.entity or None,
             name=config.run.name,
             id=run_id(config, run_dir),
-            resume=None if step is None else "allow",  # None replaces an earlier run with this id
+            resume=None
+            if step is None
+            else "allow",  # None replaces an earlier run with this id
             dir=str(run_dir),
             mode="offline" if config.track.mode == "offline" else "online",
             config=to_mapping(config),
@@ -115,14 +131,25 @@ class WandbMirror:
         self._run.log(dict(values), step=step)
 
     def finish(self, end: RunEnd) -> None:
-        table = self._wandb.Table(columns=["class", "IoU"], data=[list(row) for row in end.iou.items()])
-        pictures = [self._wandb.Image(image, caption=caption) for caption, image in end.pictures]
-        self._run.log({"classes": table, **({"images": pictures} if pictures else {})}, step=end.step)
+        table = self._wandb.Table(
+            columns=["class", "IoU"], data=[list(row) for row in end.iou.items()]
+        )
+        pictures = [
+            self._wandb.Image(image, caption=caption) for caption, image in end.pictures
+        ]
+        self._run.log(
+            {"classes": table, **({"images": pictures} if pictures else {})},
+            step=end.step,
+        )
         self._run.summary.update({"miou": end.miou})
         if end.files:
-            artifact = self._wandb.Artifact(f"{self._run.id}-export", type="model", metadata={"miou": end.miou})
+            artifact = self._wandb.Artifact(
+                f"{self._run.id}-export", type="model", metadata={"miou": end.miou}
+            )
             for path in end.files:
-                artifact.add_dir(str(path)) if path.is_dir() else artifact.add_file(str(path))
+                artifact.add_dir(str(path)) if path.is_dir() else artifact.add_file(
+                    str(path)
+                )
             self._run.log_artifact(artifact)
 
     def close(self, exit_code: int) -> None:
@@ -146,7 +173,9 @@ def _has_login() -> bool:
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     settings = _wandb_settings()
-    server = urlsplit(os.environ.get("WANDB_BASE_URL") or settings.get("base_url") or "").netloc
+    server = urlsplit(
+        os.environ.get("WANDB_BASE_URL") or settings.get("base_url") or ""
+    ).netloc
     hosts = _WANDB_HOSTS if server in ("", *_WANDB_HOSTS) else (server,)
     return bool(settings.get("api_key")) or _netrc_has_login(hosts)
 
@@ -164,7 +193,10 @@ def _wandb_settings() -> dict[str, str]:
 
 def _netrc_has_login(hosts: tuple[str, ...]) -> bool:
     chosen = os.environ.get("NETRC")
-    paths = (Path(name).expanduser() for name in ([chosen] if chosen else ["~/.netrc", "~/_netrc"]))
+    paths = (
+        Path(name).expanduser()
+        for name in ([chosen] if chosen else ["~/.netrc", "~/_netrc"])
+    )
     path = next((path for path in paths if path.is_file()), None)
     try:
         logins = netrc.netrc(path) if path else None
@@ -184,7 +216,8 @@ class TensorboardMirror:
             str(run_dir / "tensorboard"), purge_step=None if step is None else step + 1
         )
         self._settings = {
-            key: value if isinstance(value, bool | int | float) else str(value) for key, value in recipe(config).items()
+            key: value if isinstance(value, bool | int | float) else str(value)
+            for key, value in recipe(config).items()
         }
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -196,7 +229,9 @@ class TensorboardMirror:
         for caption, image in end.pictures:
             self._writer.add_image(caption, image, end.step, dataformats="HWC")
         if end.miou is not None:
-            self._writer.add_hparams(self._settings, {"miou": end.miou}, run_name=".", global_step=end.step)
+            self._writer.add_hparams(
+                self._settings, {"miou": end.miou}, run_name=".", global_step=end.step
+            )
 
     def close(self, exit_code: int) -> None:
         self._writer.close()  # TensorBoard knows no failed runs
@@ -213,30 +248,61 @@ class MlflowMirror:
         # MLflow's default is a database, which mlflow-skinny cannot use; 3.x asks to allow files.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         files = (Path(config.run.root) / "mlruns").resolve().as_uri()
-        self._client: Any = mlflow.MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or files)
+        self._client: Any = mlflow.MlflowClient(
+            os.environ.get("MLFLOW_TRACKING_URI") or files
+        )
         known = self._client.get_experiment_by_name(config.track.project)
-        experiment = known.experiment_id if known else self._client.create_experiment(config.track.project)
+        experiment = (
+            known.experiment_id
+            if known
+            else self._client.create_experiment(config.track.project)
+        )
         own = run_id(config, run_dir)
-        earlier = [] if step is None else self._client.search_runs([experiment], f"tags.`{_MLFLOW_TAG}` = '{own}'")
+        earlier = (
+            []
+            if step is None
+            else self._client.search_runs(
+                [experiment], f"tags.`{_MLFLOW_TAG}` = '{own}'"
+            )
+        )
         if earlier:
             self._id = earlier[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
             return
-        self._id = self._client.create_run(experiment, run_name=config.run.name, tags={_MLFLOW_TAG: own}).info.run_id
-        params = [entities.Param(key, str(value)[:_MLFLOW_VALUE]) for key, value in recipe(config).items()]
+        self._id = self._client.create_run(
+            experiment, run_name=config.run.name, tags={_MLFLOW_TAG: own}
+        ).info.run_id
+        params = [
+            entities.Param(key, str(value)[:_MLFLOW_VALUE])
+            for key, value in recipe(config).items()
+        ]
         for start in range(0, len(params), _MLFLOW_BATCH):
-            self._client.log_batch(self._id, params=params[start : start + _MLFLOW_BATCH])
+            self._client.log_batch(
+                self._id, params=params[start : start + _MLFLOW_BATCH]
+            )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         now = int(1000 * time.time())
-        metrics = [self._entities.Metric(_name(name), float(value), now, step) for name, value in values.items()]
+        metrics = [
+            self._entities.Metric(_name(name), float(value), now, step)
+            for name, value in values.items()
+        ]
         self._client.log_batch(self._id, metrics=metrics)
 
     def finish(self, end: RunEnd) -> None:
-        ious = {f"class_iou/{name}": iou for name, iou in {**end.iou, "mean": end.miou}.items() if iou is not None}
+        ious = {
+            f"class_iou/{name}": iou
+            for name, iou in {**end.iou, "mean": end.miou}.items()
+            if iou is not None
+        }
         self.log(end.step, ious)
         for number, (caption, image) in enumerate(end.pictures):
-            _log_picture(self._client, self._id, f"images/{number:02d} {_name(caption)}.jpg", image)
+            _log_picture(
+                self._client,
+                self._id,
+                f"images/{number:02d} {_name(caption)}.jpg",
+                image,
+            )
         for path in end.files:
             if path.is_dir():
                 self._client.log_artifacts(self._id, str(path), "export")

@@ -23,12 +23,23 @@ from rich.console import Console
 from segpipe.disk import append, patiently
 from segpipe.errors import CollectiveError, ConfigError, SegpipeError
 from segpipe.files import not_written, plain, to_json, write_atomically
-from segpipe.run.trackers import Mirror, MlflowMirror, TensorboardMirror, WandbMirror, check_login, run_end
+from segpipe.run.trackers import (
+    Mirror,
+    MlflowMirror,
+    TensorboardMirror,
+    WandbMirror,
+    check_login,
+    run_end,
+)
 from segpipe.settings.config import Config
 
 FILE_NAME = "metrics.jsonl"
 FAILURE = "failure.json"
-_RESERVED = {"step": (int,), "kind": (str,), "time_s": (int, float)}  # keys of every line, and types of their values
+_RESERVED = {
+    "step": (int,),
+    "kind": (str,),
+    "time_s": (int, float),
+}  # keys of every line, and types of their values
 # track.name -> what pip calls its package, and its class
 TRACKERS: dict[str, tuple[str, Callable[[Config, Path, int | None], Mirror]]] = {
     "wandb": ("wandb", WandbMirror),
@@ -53,10 +64,16 @@ def check_tracking(config: Config) -> None:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Entries of a metrics.jsonl, oldest first; empty if there is no file. Lines damaged by a crash are skipped."""
     found = []
-    for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():  # after the last newline: a torn line
-        with contextlib.suppress(ValueError, RecursionError):  # a block lost in a power failure
+    for line in (
+        path.read_bytes().split(b"\n")[:-1] if path.exists() else ()
+    ):  # after the last newline: a torn line
+        with contextlib.suppress(
+            ValueError, RecursionError
+        ):  # a block lost in a power failure
             entry = json.loads(line)
-            if isinstance(entry, dict) and all(type(entry.get(key)) in kinds for key, kinds in _RESERVED.items()):
+            if isinstance(entry, dict) and all(
+                type(entry.get(key)) in kinds for key, kinds in _RESERVED.items()
+            ):
                 found.append(entry)
     return found
 
@@ -64,7 +81,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def note_failure(config: Config, code: int, reason: str) -> None:
     """Write down why the run ended; a full disk does not hide the error itself: then nothing is written."""
     with contextlib.suppress(SegpipeError, OSError):
-        write_atomically(config.run_dir / FAILURE, to_json({"exit_code": code, "reason": reason}))
+        write_atomically(
+            config.run_dir / FAILURE, to_json({"exit_code": code, "reason": reason})
+        )
 
 
 def failure(folder: Path) -> tuple[int, str]:
@@ -78,7 +97,11 @@ def failure(folder: Path) -> tuple[int, str]:
 
 def note_lost(config: Config, rank: int, number: int, before: tuple[int, str]) -> int:
     """Exit code for a rank that a signal ended; what another rank wrote about it in this session is kept."""
-    memory = " The machine's memory may have run out: see dmesg." if number == signal.SIGKILL else ""
+    memory = (
+        " The machine's memory may have run out: see dmesg."
+        if number == signal.SIGKILL
+        else ""
+    )
     reason = f"rank {rank} was ended by signal {number} ({signal.strsignal(number)}).{memory}"
     print(reason, file=sys.stderr)
     told = failure(config.run_dir)
@@ -116,7 +139,9 @@ class Tracker:
         """
         clash = _RESERVED.keys() & values.keys()
         if clash:
-            raise ValueError(f"log() sets {', '.join(sorted(clash))} itself; leave it out of the values.")
+            raise ValueError(
+                f"log() sets {', '.join(sorted(clash))} itself; leave it out of the values."
+            )
         if self._file is None or (step, kind) in self._kept:
             return
         found = plain(values)
@@ -124,11 +149,17 @@ class Tracker:
         entry = {"step": step, "kind": kind, "time_s": elapsed, **found}
         assert self._path is not None
         try:
-            append(self._path, self._file, (json.dumps(entry, allow_nan=False) + "\n").encode())
+            append(
+                self._path,
+                self._file,
+                (json.dumps(entry, allow_nan=False) + "\n").encode(),
+            )
         except OSError as error:
             raise not_written(self._path, error) from error
         if self._mirror:
-            self._mirror.do(lambda mirror: mirror.log(step, dict(_scalars(found, f"{kind}/"))))
+            self._mirror.do(
+                lambda mirror: mirror.log(step, dict(_scalars(found, f"{kind}/")))
+            )
 
     def close(self, exit_code: int = 0) -> None:
         """Close the file. The tracker ends too, failed if `exit_code` is not 0; after a success, `end` may follow."""
@@ -138,7 +169,9 @@ class Tracker:
         if exit_code or not self._ends_later:
             self._close_mirror(exit_code)
 
-    def end(self, config: Config, result: Mapping[str, Any], exit_code: int = 0) -> None:
+    def end(
+        self, config: Config, result: Mapping[str, Any], exit_code: int = 0
+    ) -> None:
         """Send results, pictures and files to the tracker, and end it. A second call does nothing."""
         if self._mirror:
             self._mirror.do(lambda mirror: mirror.finish(run_end(config, result)))
@@ -151,7 +184,12 @@ class Tracker:
 
 
 def open_tracker(
-    config: Config, run_dir: Path, resume_step: int | None, *, rank: int, ends_later: bool = False
+    config: Config,
+    run_dir: Path,
+    resume_step: int | None,
+    *,
+    rank: int,
+    ends_later: bool = False,
 ) -> Tracker:
     """Tracker of this process; on ranks above 0 it does nothing.
 
@@ -162,10 +200,21 @@ def open_tracker(
         return Tracker(None)
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / FILE_NAME
-    kept = [] if resume_step is None else [entry for entry in read_metrics(path) if entry["step"] <= resume_step]
-    write_atomically(path, "".join(json.dumps(entry, allow_nan=False) + "\n" for entry in kept).encode())
+    kept = (
+        []
+        if resume_step is None
+        else [entry for entry in read_metrics(path) if entry["step"] <= resume_step]
+    )
+    write_atomically(
+        path,
+        "".join(json.dumps(entry, allow_nan=False) + "\n" for entry in kept).encode(),
+    )
     name = config.track.name
-    mirror = _Guarded(name, lambda: TRACKERS[name][1](config, run_dir, resume_step)) if name in TRACKERS else None
+    mirror = (
+        _Guarded(name, lambda: TRACKERS[name][1](config, run_dir, resume_step))
+        if name in TRACKERS
+        else None
+    )
     return Tracker(path, mirror, kept=kept, ends_later=ends_later)
 
 
@@ -173,7 +222,10 @@ def _scalars(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, floa
     """Finite numbers by name. A list becomes one curve for each index (rank), a mapping one for each name."""
     for name, value in values.items():
         if isinstance(value, list):
-            yield from _scalars({str(index): item for index, item in enumerate(value)}, f"{prefix}{name}/")
+            yield from _scalars(
+                {str(index): item for index, item in enumerate(value)},
+                f"{prefix}{name}/",
+            )
         elif isinstance(value, Mapping):
             yield from _scalars(value, f"{prefix}{name}/")
         elif isinstance(value, bool | int | float) and math.isfinite(value):

@@ -21,7 +21,16 @@ from .artifact import ArtifactError
 from .bench import FLAT_MIB, bench
 from .engines import ENGINES
 from .frames import Result, Status
-from .media import Frame, OverlayVideo, files_of, frames_of, is_video, overlay, require_kept, write_picture
+from .media import (
+    Frame,
+    OverlayVideo,
+    files_of,
+    frames_of,
+    is_video,
+    overlay,
+    require_kept,
+    write_picture,
+)
 from .segmenter import Segmenter
 
 
@@ -30,7 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     try:
         if given.command == "run":
-            require_kept(files_of([Path(source) for source in given.sources]), Path(given.out))
+            require_kept(
+                files_of([Path(source) for source in given.sources]), Path(given.out)
+            )
             Path(given.out).mkdir(parents=True, exist_ok=True)
         segmenter = _load(given)
         return int(given.action(segmenter, given))
@@ -48,7 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _load(given: argparse.Namespace) -> Segmenter:
     """The segmenter of a command, after saying what its export lacks."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # told in a line, not with a place in the code
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # told in a line, not with a place in the code
         segmenter = Segmenter.load(
             given.folder,
             threads=given.threads,
@@ -64,11 +77,21 @@ def _load(given: argparse.Namespace) -> Segmenter:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"python -m {__package__}", description="Use and check an exported folder.")
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {__package__}", description="Use and check an exported folder."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, help_text, action in (
-        ("selftest", "compare checksums, then the golden answers on this machine", _selftest),
-        ("run", "segment images, folders and videos; writes NAME_mask and NAME_overlay", _run),
+        (
+            "selftest",
+            "compare checksums, then the golden answers on this machine",
+            _selftest,
+        ),
+        (
+            "run",
+            "segment images, folders and videos; writes NAME_mask and NAME_overlay",
+            _run,
+        ),
         ("bench", "latency, its spread, and growth of memory", _bench),
     ):
         command = commands.add_parser(name, help=help_text)
@@ -84,9 +107,17 @@ def _parser() -> argparse.ArgumentParser:
         if name == "bench":
             command.add_argument("--frames", type=_positive, default=300)
         command.add_argument("--threads", type=_positive, default=1)
-        command.add_argument("--precision", default="fp32", help="which ONNX file of the folder")
-        command.add_argument("--engine", default="onnxruntime", help=" or ".join(ENGINES))
-        command.add_argument("--providers", nargs="+", help="of onnxruntime, or one device of OpenVINO; without: CPU")
+        command.add_argument(
+            "--precision", default="fp32", help="which ONNX file of the folder"
+        )
+        command.add_argument(
+            "--engine", default="onnxruntime", help=" or ".join(ENGINES)
+        )
+        command.add_argument(
+            "--providers",
+            nargs="+",
+            help="of onnxruntime, or one device of OpenVINO; without: CPU",
+        )
         command.add_argument("--deadline-ms", type=float, default=None)
     return parser
 
@@ -101,7 +132,9 @@ def _positive(text: str) -> int:
 def _selftest(segmenter: Segmenter, given: argparse.Namespace) -> int:
     agreement, levels = segmenter.session.self_test()
     artifact = segmenter.artifact
-    print(f"{artifact.model_id}: {artifact.num_files} files as exported, status {artifact.status}")
+    print(
+        f"{artifact.model_id}: {artifact.num_files} files as exported, status {artifact.status}"
+    )
     print(
         f"{len(artifact.golden.image)} golden frames: at least {100 * agreement:.4g} % of the pixels equal, confidence "
         f"within {levels} levels"
@@ -115,7 +148,10 @@ def _bench(segmenter: Segmenter, given: argparse.Namespace) -> int:
     print(json.dumps(found, indent=1))
     answered = found["statuses"].keys() <= {Status.OK}
     if found["memory_flat"] is False:
-        print(f"memory grew by {found['memory_growth_mib']} MiB; at most {FLAT_MIB} were expected", file=sys.stderr)
+        print(
+            f"memory grew by {found['memory_growth_mib']} MiB; at most {FLAT_MIB} were expected",
+            file=sys.stderr,
+        )
     return 0 if answered and found["memory_flat"] is not False else 1
 
 
@@ -134,7 +170,10 @@ def _run_image(segmenter: Segmenter, path: Path, out: Path) -> bool:
     result = _answer(segmenter, frame)
     write_picture(out / f"{path.stem}_mask", result.mask)
     if frame.image is not None and result.status is Status.OK:
-        write_picture(out / f"{path.stem}_overlay", overlay(frame.image, result.mask, segmenter.artifact.palette))
+        write_picture(
+            out / f"{path.stem}_overlay",
+            overlay(frame.image, result.mask, segmenter.artifact.palette),
+        )
     return result.status is Status.OK
 
 
@@ -154,7 +193,11 @@ def _run_video(segmenter: Segmenter, path: Path, out: Path) -> bool:
 
 def _answer(segmenter: Segmenter, frame: Frame) -> Result:
     """The result of a frame, or of one that cannot be read, after printing it."""
-    result = segmenter.refuse(Status.ERROR) if frame.image is None else segmenter.infer(frame.image)
+    result = (
+        segmenter.refuse(Status.ERROR)
+        if frame.image is None
+        else segmenter.infer(frame.image)
+    )
     print(f"{frame.name} {result.status} {result.latency_ms:.1f} ms")
     if frame.problem:
         print(frame.problem, file=sys.stderr)

@@ -17,7 +17,9 @@ FORMAT = "segpipe-export/2"
 PROFILE, VERIFIED = "robot", "verified"
 SUMS = "SHA256SUMS"
 MANIFEST = "manifest.json"
-MANIFEST_KEY = "segpipe"  # key in an ONNX file's metadata_props that holds a copy of the manifest
+MANIFEST_KEY = (
+    "segpipe"  # key in an ONNX file's metadata_props that holds a copy of the manifest
+)
 EXPORT_AGAIN = "Copy the whole folder again, or export again."
 Shape = tuple[int, ...]
 # Levels by which kernels of other versions and processors round a confidence differently: between onnxruntime 1.31 and
@@ -47,7 +49,9 @@ class SelfTestError(ArtifactError):
 
 def resolved(axes: Sequence[int | str], lengths: Mapping[str, int]) -> Shape:
     """The manifest's `axes` as numbers; "height/8" is an eighth of the length of `height`."""
-    return tuple(axis if isinstance(axis, int) else _resolved(axis, lengths) for axis in axes)
+    return tuple(
+        axis if isinstance(axis, int) else _resolved(axis, lengths) for axis in axes
+    )
 
 
 def _resolved(axis: str, lengths: Mapping[str, int]) -> int:
@@ -65,26 +69,41 @@ class Shapes:
 
     def __init__(self, io: Mapping[str, Any]) -> None:
         self._frame: Sequence[int | str] = io["inputs"][0]["shape"][1:]
-        self._answers: list[Sequence[int | str]] = [entry["shape"][1:] for entry in io["outputs"]]
+        self._answers: list[Sequence[int | str]] = [
+            entry["shape"][1:] for entry in io["outputs"]
+        ]
         self._free: Mapping[str, Mapping[str, int]] = io.get("free", {})
         self.exported = resolved(self._frame, exported_lengths(io))
         # Use all entries once, so that an incomplete manifest fails when it is read and not at some frame.
         if not self.fits(self.exported) or not self.answers(self.exported):
-            raise ValueError(f"io: the exported shape {self.exported} violates its own free axes")
+            raise ValueError(
+                f"io: the exported shape {self.exported} violates its own free axes"
+            )
 
     def fits(self, shape: Shape) -> bool:
         """Whether the model accepts a frame of this shape."""
-        return len(shape) == len(self._frame) and all(map(self._is_within, shape, self._frame))
+        return len(shape) == len(self._frame) and all(
+            map(self._is_within, shape, self._frame)
+        )
 
     def answers(self, shape: Shape) -> list[Shape]:
         """Shapes of the answers to an accepted frame."""
-        lengths = {axis: length for axis, length in zip(self._frame, shape, strict=True) if isinstance(axis, str)}
+        lengths = {
+            axis: length
+            for axis, length in zip(self._frame, shape, strict=True)
+            if isinstance(axis, str)
+        }
         return [resolved(axes, lengths) for axes in self._answers]
 
     def describe(self) -> str:
         """Height x width of accepted frames, such as `360x480`, or `64 to 96 in steps of 4 x 480`."""
-        lengths = [str(axis) if isinstance(axis, int) else self._range(axis) for axis in self._frame[:2]]
-        return ("x" if all(isinstance(axis, int) for axis in self._frame[:2]) else " x ").join(lengths)
+        lengths = [
+            str(axis) if isinstance(axis, int) else self._range(axis)
+            for axis in self._frame[:2]
+        ]
+        return (
+            "x" if all(isinstance(axis, int) for axis in self._frame[:2]) else " x "
+        ).join(lengths)
 
     def _range(self, axis: str) -> str:
         entry = self._free[axis]
@@ -95,7 +114,10 @@ class Shapes:
         if isinstance(axis, int):
             return length == axis
         entry = self._free[axis]
-        return entry["min"] <= length <= entry.get("max", length) and length % entry["multiple"] == 0
+        return (
+            entry["min"] <= length <= entry.get("max", length)
+            and length % entry["multiple"] == 0
+        )
 
 
 @dataclass(frozen=True)
@@ -141,7 +163,9 @@ class Artifact:
     @property
     def palette(self) -> NDArray[np.uint8]:
         """Class colors, uint8 (C, 3) RGB."""
-        return np.array([entry["color"] for entry in self.manifest["classes"]], dtype=np.uint8)
+        return np.array(
+            [entry["color"] for entry in self.manifest["classes"]], dtype=np.uint8
+        )
 
 
 def read_artifact(folder: Path | str, *, precision: str = "fp32") -> Artifact:
@@ -205,18 +229,31 @@ def read_sums(folder: Path) -> dict[str, str]:
     except FileNotFoundError:
         inside = next(folder.glob(f"*/{SUMS}"), None)
         fix = (
-            f"Give {inside.parent}." if inside else "Give the folder that segpipe export wrote, or a copy of all of it."
+            f"Give {inside.parent}."
+            if inside
+            else "Give the folder that segpipe export wrote, or a copy of all of it."
         )
-        kind = ArtifactError if (folder / MANIFEST).exists() else UnusableError  # with a manifest, it was one
+        kind = (
+            ArtifactError if (folder / MANIFEST).exists() else UnusableError
+        )  # with a manifest, it was one
         raise kind(f"{folder} is no exported folder: it has no {SUMS}. {fix}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ArtifactError(f"{path} cannot be read ({error}). {EXPORT_AGAIN}") from None
+        raise ArtifactError(
+            f"{path} cannot be read ({error}). {EXPORT_AGAIN}"
+        ) from None
     sums = {}
     for line in lines:
         digest, _, name = line.partition("  ")
         parts = PurePosixPath(name).parts
-        if len(digest) != 64 or not parts or ".." in parts or PurePosixPath(name).is_absolute():
-            raise ArtifactError(f"{path} has the line {line[:100]!r}, but a digest and a file name were needed.")
+        if (
+            len(digest) != 64
+            or not parts
+            or ".." in parts
+            or PurePosixPath(name).is_absolute()
+        ):
+            raise ArtifactError(
+                f"{path} has the line {line[:100]!r}, but a digest and a file name were needed."
+            )
         sums[name] = digest
     return sums
 
@@ -224,7 +261,9 @@ def read_sums(folder: Path) -> dict[str, str]:
 def _require_file(path: Path) -> None:
     """A pipe would be waited for forever, and a link leads out of the folder."""
     if path.exists() and (path.is_symlink() or not path.is_file()):
-        raise ArtifactError(f"{path} is a link, a pipe or a device, not a file. {EXPORT_AGAIN}")
+        raise ArtifactError(
+            f"{path} is a link, a pipe or a device, not a file. {EXPORT_AGAIN}"
+        )
 
 
 def _read(folder: Path, name: str, sums: Mapping[str, str]) -> bytes:
@@ -235,7 +274,9 @@ def _read(folder: Path, name: str, sums: Mapping[str, str]) -> bytes:
         _require_file(folder / name)
         content = (folder / name).read_bytes()
     except OSError as error:
-        raise ArtifactError(f"{folder / name} cannot be read: {error.strerror}. {EXPORT_AGAIN}") from None
+        raise ArtifactError(
+            f"{folder / name} cannot be read: {error.strerror}. {EXPORT_AGAIN}"
+        ) from None
     digest = hashlib.sha256(content).hexdigest()
     if digest != sums[name]:
         raise ArtifactError(
@@ -249,20 +290,35 @@ def _parse(folder: Path, text: bytes) -> dict[str, Any]:
     try:
         manifest = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ArtifactError(f"{folder / MANIFEST} is not JSON ({error}). {EXPORT_AGAIN}") from None
-    found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
+        raise ArtifactError(
+            f"{folder / MANIFEST} is not JSON ({error}). {EXPORT_AGAIN}"
+        ) from None
+    found = (
+        manifest.get("format")
+        if isinstance(manifest, dict)
+        else type(manifest).__name__
+    )
     if found != FORMAT:
-        raise ArtifactError(f"{folder / MANIFEST} has format {found!r}, but {FORMAT!r} was needed. {EXPORT_AGAIN}")
+        raise ArtifactError(
+            f"{folder / MANIFEST} has format {found!r}, but {FORMAT!r} was needed. {EXPORT_AGAIN}"
+        )
     return dict(manifest)
 
 
 def _model_file(folder: Path, manifest: Mapping[str, Any], precision: str) -> str:
     """Name of the ONNX file of the given precision."""
-    files = {name: entry for name, entry in manifest["files"].items() if entry["format"] == "onnx"}
+    files = {
+        name: entry
+        for name, entry in manifest["files"].items()
+        if entry["format"] == "onnx"
+    }
     for name, entry in files.items():
         if entry["precision"] == precision:
             return str(name)
-    available = ", ".join(f"{name} ({entry['precision']})" for name, entry in files.items()) or "none"
+    available = (
+        ", ".join(f"{name} ({entry['precision']})" for name, entry in files.items())
+        or "none"
+    )
     raise UnusableError(
         f"{folder} has no ONNX file of precision {precision}, only: {available}. Choose one of these, or export with "
         "export.formats=[onnx]."
@@ -270,7 +326,11 @@ def _model_file(folder: Path, manifest: Mapping[str, Any], precision: str) -> st
 
 
 def _golden(
-    folder: Path, manifest: Mapping[str, Any], shapes: Shapes, sums: Mapping[str, str], model: Mapping[str, Any]
+    folder: Path,
+    manifest: Mapping[str, Any],
+    shapes: Shapes,
+    sums: Mapping[str, str],
+    model: Mapping[str, Any],
 ) -> Golden:
     arrays = {}
     for part in ("image", "mask", "confidence"):
@@ -278,27 +338,43 @@ def _golden(
         try:
             arrays[part] = np.load(io.BytesIO(content), allow_pickle=False)
         except Exception as error:  # numpy's parser raises many types, and MemoryError for a giant shape
-            raise ArtifactError(f"{folder}/golden/{part}.npy is not a numpy array ({error}). {EXPORT_AGAIN}") from None
+            raise ArtifactError(
+                f"{folder}/golden/{part}.npy is not a numpy array ({error}). {EXPORT_AGAIN}"
+            ) from None
     limits, (least, most) = manifest["golden"], _CEILINGS[model["precision"]]
     # The answers are those of the trained fp32 network. A model of reduced precision differed from them by this much
     # where it was exported; the tolerance between two machines comes on top.
     golden = Golden(
         **arrays,
-        image_agreement=limits["image_agreement"] - 1 + model.get("golden_agreement", 1),
+        image_agreement=limits["image_agreement"]
+        - 1
+        + model.get("golden_agreement", 1),
         confidence_levels=limits["confidence_levels"]
         + model.get("golden_confidence_levels", 0)
         + _ROUNDING.get(model["precision"], 0),
     )
     # Written so that NaN fails.
-    if not (least <= golden.image_agreement <= 1 and 0 <= golden.confidence_levels <= most):
+    if not (
+        least <= golden.image_agreement <= 1 and 0 <= golden.confidence_levels <= most
+    ):
         raise ArtifactError(
             f"{folder / MANIFEST} lets golden answers differ by {golden.confidence_levels} levels and agree on only "
             f"{golden.image_agreement:.1%} of the pixels; {model['precision']} allows {most} and {least:.1%}. "
             f"{EXPORT_AGAIN}"
         )
     found = {part: array.shape[1:] for part, array in arrays.items()}
-    names = [entry["name"] for entry in (*manifest["io"]["inputs"], *manifest["io"]["outputs"])]
-    needed = dict(zip(names, (shapes.exported, *shapes.answers(shapes.exported)), strict=True))
-    if found != needed or not len(golden.image) == len(golden.mask) == len(golden.confidence) > 0:
-        raise ArtifactError(f"{folder}/golden holds {found}, but {needed} was needed. {EXPORT_AGAIN}")
+    names = [
+        entry["name"]
+        for entry in (*manifest["io"]["inputs"], *manifest["io"]["outputs"])
+    ]
+    needed = dict(
+        zip(names, (shapes.exported, *shapes.answers(shapes.exported)), strict=True)
+    )
+    if (
+        found != needed
+        or not len(golden.image) == len(golden.mask) == len(golden.confidence) > 0
+    ):
+        raise ArtifactError(
+            f"{folder}/golden holds {found}, but {needed} was needed. {EXPORT_AGAIN}"
+        )
     return golden

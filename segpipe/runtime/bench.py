@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from .segmenter import Segmenter
 
-FLAT_MIB = (
-    4.0  # growth that counts as none: allocators take and return pages; a leak of 0.5 KiB in 9,000 frames is more
-)
+# Growth that counts as none: allocators take and return pages; a leak of 0.5 KiB in 9,000 frames is more.
+FLAT_MIB = 4.0
 _WARMUP = 10
 
 
@@ -49,7 +48,9 @@ def bench(segmenter: Segmenter, frames: int, threads: int) -> dict[str, Any]:
 
     resident: list[float | None] = []
     collections = _collections()
-    inferred = _timed(infer, frames, at=frames // 10, action=lambda: resident.append(resident_mib()))
+    inferred = _timed(
+        infer, frames, at=frames // 10, action=lambda: resident.append(resident_mib())
+    )
     resident.append(resident_mib())
     collections = _collections() - collections
     others = min(frames, 1000)
@@ -62,13 +63,21 @@ def bench(segmenter: Segmenter, frames: int, threads: int) -> dict[str, Any]:
         "model_id": segmenter.artifact.model_id,
         "size": list(images[0].shape[:2]),
         "threads": threads,
-        "machine": {"processor": processor(), "cores": os.cpu_count(), "engine": segmenter.session.engine.described},
+        "machine": {
+            "processor": processor(),
+            "cores": os.cpu_count(),
+            "engine": segmenter.session.engine.described,
+        },
         "statuses": dict(sorted(statuses.items())),
         "infer": percentiles(inferred.times_ms),
         "run_with_host_copies": percentiles(run.times_ms),
         "run_without_host_copies": percentiles(bound.times_ms),
         "p99_over_p50": spread(inferred.times_ms),
-        "steadiness": {"infer": steadiness(inferred), "machine": steadiness(machine), "collections": collections},
+        "steadiness": {
+            "infer": steadiness(inferred),
+            "machine": steadiness(machine),
+            "collections": collections,
+        },
         "memory_growth_mib": growth,
         "memory_flat": None if growth is None else growth <= FLAT_MIB,
     }
@@ -76,18 +85,25 @@ def bench(segmenter: Segmenter, frames: int, threads: int) -> dict[str, Any]:
 
 def percentiles(times_ms: NDArray[np.float64]) -> dict[str, float | int]:
     """p50, p90 and p99 in ms, and their number `n`."""
-    p50, p90, p99 = (round(float(value), 3) for value in np.percentile(times_ms, (50, 90, 99)))
+    p50, p90, p99 = (
+        round(float(value), 3) for value in np.percentile(times_ms, (50, 90, 99))
+    )
     return {"p50_ms": p50, "p90_ms": p90, "p99_ms": p99, "n": len(times_ms)}
 
 
 def spread(times_ms: NDArray[np.float64]) -> float:
     """p99 / p50."""
-    return round(float(np.percentile(times_ms, 99) / max(np.percentile(times_ms, 50), 1e-9)), 3)
+    return round(
+        float(np.percentile(times_ms, 99) / max(np.percentile(times_ms, 50), 1e-9)), 3
+    )
 
 
 def steadiness(series: Series) -> dict[str, float]:
     """p99 / p50 of wall time and of CPU time."""
-    return {"p99_over_p50": spread(series.times_ms), "cpu_p99_over_p50": spread(series.cpu_ms)}
+    return {
+        "p99_over_p50": spread(series.times_ms),
+        "cpu_p99_over_p50": spread(series.cpu_ms),
+    }
 
 
 def fixed_work(wanted_ms: float) -> Callable[[], object]:
@@ -104,7 +120,11 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    names = [
+        line.partition(":")[2].strip()
+        for line in lines
+        if line.startswith("model name")
+    ]
     return names[0] if names else platform.machine()
 
 
@@ -129,7 +149,11 @@ def _collections() -> int:
 
 
 def _timed(
-    call: Callable[[], object], count: int, *, at: int = 0, action: Callable[[], object] = lambda: None
+    call: Callable[[], object],
+    count: int,
+    *,
+    at: int = 0,
+    action: Callable[[], object] = lambda: None,
 ) -> Series:
     """Times of `count` calls after a warm-up; runs `action` once, before call number `at`."""
     for _ in range(_WARMUP):

@@ -28,10 +28,14 @@ class Engine(Protocol):
     def metadata(self, key: str) -> str:
         """Entry of the file's metadata_props; "" when there is none."""
 
-    def prepare(self, outputs: list[str]) -> tuple[Callable[[Bytes], list[Bytes]], Callable[[], None]]:
+    def prepare(
+        self, outputs: list[str]
+    ) -> tuple[Callable[[Bytes], list[Bytes]], Callable[[], None]]:
         """A run of one input batch for these outputs, and a function that ends this run from another thread."""
 
-    def bound(self, batch: Bytes, outputs: dict[str, tuple[int, ...]]) -> Callable[[], None]:
+    def bound(
+        self, batch: Bytes, outputs: dict[str, tuple[int, ...]]
+    ) -> Callable[[], None]:
         """A run of this batch without copies and allocations. outputs: shapes by name."""
 
 
@@ -49,7 +53,9 @@ def make_session(
     """
     available = onnxruntime.get_available_providers()
     if not providers or not set(providers) <= set(available):
-        raise _no_provider(providers, f"has {', '.join(available)}", "Install the package that has it")
+        raise _no_provider(
+            providers, f"has {', '.join(available)}", "Install the package that has it"
+        )
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
@@ -58,11 +64,17 @@ def make_session(
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
     options.log_severity_level = _FATAL
     if not optimize:
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.graph_optimization_level = (
+            onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        )
     session = onnxruntime.InferenceSession(model, options, providers=list(providers))
     started = session.get_providers()
     if not set(providers) <= set(started):
-        raise _no_provider(providers, f"started {', '.join(started)} only", "Install the libraries that it needs")
+        raise _no_provider(
+            providers,
+            f"started {', '.join(started)} only",
+            "Install the libraries that it needs",
+        )
     return session
 
 
@@ -76,18 +88,31 @@ def _no_provider(providers: Sequence[str], found: str, remedy: str) -> EngineErr
 class OnnxRuntime:
     """The model in onnxruntime. `oldest`: the first version that runs the file. Raises EngineError for an older one."""
 
-    def __init__(self, model: bytes, *, threads: int, providers: Sequence[str] | None, oldest: str = "0") -> None:
+    def __init__(
+        self,
+        model: bytes,
+        *,
+        threads: int,
+        providers: Sequence[str] | None,
+        oldest: str = "0",
+    ) -> None:
         self.described = f"onnxruntime {onnxruntime.__version__}"
         if _numbers(onnxruntime.__version__) < _numbers(oldest):
-            raise EngineError(f"{self.described} is too old for this file: version {oldest} or later was needed.")
-        self.inner = make_session(model, threads=threads, providers=providers or ("CPUExecutionProvider",))
+            raise EngineError(
+                f"{self.described} is too old for this file: version {oldest} or later was needed."
+            )
+        self.inner = make_session(
+            model, threads=threads, providers=providers or ("CPUExecutionProvider",)
+        )
         self._input = self.inner.get_inputs()[0].name
 
     def metadata(self, key: str) -> str:
         """As in `Engine`."""
         return str(self.inner.get_modelmeta().custom_metadata_map.get(key, ""))
 
-    def prepare(self, outputs: list[str]) -> tuple[Callable[[Bytes], list[Bytes]], Callable[[], None]]:
+    def prepare(
+        self, outputs: list[str]
+    ) -> tuple[Callable[[Bytes], list[Bytes]], Callable[[], None]]:
         """As in `Engine`."""
         options = onnxruntime.RunOptions()
         options.log_severity_level = _FATAL
@@ -96,14 +121,20 @@ class OnnxRuntime:
             lambda: setattr(options, "terminate", True),
         )
 
-    def bound(self, batch: Bytes, outputs: dict[str, tuple[int, ...]]) -> Callable[[], None]:
+    def bound(
+        self, batch: Bytes, outputs: dict[str, tuple[int, ...]]
+    ) -> Callable[[], None]:
         """As in `Engine`."""
         binding = self.inner.io_binding()
         # Each OrtValue is a view of its array, and the binding refers to the values: keep all alive with the function.
         held = [onnxruntime.OrtValue.ortvalue_from_numpy(batch)]
         binding.bind_ortvalue_input(self._input, held[0])
         for name, shape in outputs.items():
-            held.append(onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(shape, dtype=np.uint8)))
+            held.append(
+                onnxruntime.OrtValue.ortvalue_from_numpy(
+                    np.zeros(shape, dtype=np.uint8)
+                )
+            )
             binding.bind_ortvalue_output(name, held[-1])
 
         def run(held: list[Any] = held) -> None:
@@ -115,7 +146,14 @@ class OnnxRuntime:
 class OpenVino:
     """The same ONNX file in OpenVINO, on one device. Raises EngineError when OpenVINO or the device is not there."""
 
-    def __init__(self, model: bytes, *, threads: int, providers: Sequence[str] | None, oldest: str = "0") -> None:
+    def __init__(
+        self,
+        model: bytes,
+        *,
+        threads: int,
+        providers: Sequence[str] | None,
+        oldest: str = "0",
+    ) -> None:
         try:
             import openvino
         except ImportError as error:
@@ -131,31 +169,51 @@ class OpenVino:
             )
         self._model = core.read_model(model)
         # By default OpenVINO computes in bf16 or fp16 where the processor can, and masks differ from the gated ones.
-        options: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
+        options: dict[str, Any] = {
+            "INFERENCE_PRECISION_HINT": "f32",
+            "PERFORMANCE_HINT": "LATENCY",
+        }
         if devices[0] == "CPU":
             options["INFERENCE_NUM_THREADS"] = threads
-        self._request = core.compile_model(self._model, devices[0], options).create_infer_request()
+        self._request = core.compile_model(
+            self._model, devices[0], options
+        ).create_infer_request()
 
     def metadata(self, key: str) -> str:
         """As in `Engine`."""
         path = ["framework", key]
-        return str(self._model.get_rt_info(path).astype(str)) if self._model.has_rt_info(path) else ""
+        return (
+            str(self._model.get_rt_info(path).astype(str))
+            if self._model.has_rt_info(path)
+            else ""
+        )
 
-    def prepare(self, outputs: list[str]) -> tuple[Callable[[Bytes], list[Bytes]], Callable[[], None]]:
+    def prepare(
+        self, outputs: list[str]
+    ) -> tuple[Callable[[Bytes], list[Bytes]], Callable[[], None]]:
         """As in `Engine`."""
 
         def run(batch: Bytes) -> list[Bytes]:
-            found = self._request.infer({0: np.ascontiguousarray(batch)}, share_inputs=True)
+            found = self._request.infer(
+                {0: np.ascontiguousarray(batch)}, share_inputs=True
+            )
             return [found[name] for name in outputs]
 
         return run, self._request.cancel
 
-    def bound(self, batch: Bytes, outputs: dict[str, tuple[int, ...]]) -> Callable[[], None]:
+    def bound(
+        self, batch: Bytes, outputs: dict[str, tuple[int, ...]]
+    ) -> Callable[[], None]:
         """As in `Engine`."""
-        return lambda: self._request.infer({0: batch}, share_inputs=True, share_outputs=True)
+        return lambda: self._request.infer(
+            {0: batch}, share_inputs=True, share_outputs=True
+        )
 
 
-ENGINES: dict[str, Callable[..., Engine]] = {"onnxruntime": OnnxRuntime, "openvino": OpenVino}
+ENGINES: dict[str, Callable[..., Engine]] = {
+    "onnxruntime": OnnxRuntime,
+    "openvino": OpenVino,
+}
 
 
 def _numbers(version: str) -> tuple[int, ...]:

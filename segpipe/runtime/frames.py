@@ -10,7 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 NO_ANSWER = 255  # mask value where there is no answer; no class has this id
-DARK_LEVEL, BRIGHT_LEVEL = 8, 247  # a pixel is dark if no channel is above, bright if no channel is below
+DARK_LEVEL, BRIGHT_LEVEL = (
+    8,
+    247,
+)  # a pixel is dark if no channel is above, bright if no channel is below
 _MAX_PIXELS = 32768  # looked at for brightness
 _ROWS_APART = 61  # of the rows that are compared before the whole frame
 
@@ -115,7 +118,9 @@ class RepeatCounter:
         last = self._last
         # Noise makes a few rows differ; only where they do not, all are compared. An average or a checksum of the
         # frame would take longer than both.
-        if last is not None and all(np.array_equal(image[::step], last[::step]) for step in (_ROWS_APART, 1)):
+        if last is not None and all(
+            np.array_equal(image[::step], last[::step]) for step in (_ROWS_APART, 1)
+        ):
             self._count += 1
             return self._count
         self._count = 0
@@ -140,7 +145,9 @@ class StampCheck:
         if now < self._now:
             self._newest = -math.inf
         self._now = now
-        if not (abs(now - stamp) <= max_age_s and stamp >= self._newest):  # negated, so that NaN is not fresh
+        if not (
+            abs(now - stamp) <= max_age_s and stamp >= self._newest
+        ):  # negated, so that NaN is not fresh
             return False
         self._newest = stamp
         return True

@@ -37,12 +37,18 @@ def files_of(sources: Sequence[Path]) -> list[Path]:
     files: list[Path] = []
     for source in sources:
         inside = (
-            sorted(path for path in source.iterdir() if path.suffix.lower() in (*PICTURES, *VIDEOS))
+            sorted(
+                path
+                for path in source.iterdir()
+                if path.suffix.lower() in (*PICTURES, *VIDEOS)
+            )
             if (source.is_dir())
             else [source]
         )
         if not inside:
-            raise ValueError(f"{source} holds no image and no video: {', '.join((*PICTURES, *VIDEOS))} are looked for.")
+            raise ValueError(
+                f"{source} holds no image and no video: {', '.join((*PICTURES, *VIDEOS))} are looked for."
+            )
         files += inside
     stems: dict[str, Path] = {}
     for path in files:
@@ -54,7 +60,9 @@ def files_of(sources: Sequence[Path]) -> list[Path]:
             raise ValueError(f"{path} cannot be read: no such file.")
         other = stems.setdefault(path.stem, path)
         if other != path:
-            raise ValueError(f"{other} and {path} would both be written to {path.stem}_mask. Run them one by one.")
+            raise ValueError(
+                f"{other} and {path} would both be written to {path.stem}_mask. Run them one by one."
+            )
     return files
 
 
@@ -63,7 +71,9 @@ def require_kept(files: Sequence[Path], out: Path) -> None:
     written = {f"{path.stem}_{kind}" for path in files for kind in ("mask", "overlay")}
     for path in files:
         if path.stem in written and path.parent.resolve() == out.resolve():
-            raise ValueError(f"{path} would be overwritten by an answer. Choose another folder for --out.")
+            raise ValueError(
+                f"{path} would be overwritten by an answer. Choose another folder for --out."
+            )
 
 
 def is_video(path: Path) -> bool:
@@ -81,7 +91,9 @@ def frames_of(path: Path) -> Iterator[Frame]:
         return
     cv2, number = _cv2(path), 0
     capture = cv2.VideoCapture(str(path))
-    claimed = float(capture.get(cv2.CAP_PROP_FRAME_COUNT))  # 0 or below, and NaN, where it does not tell
+    claimed = float(
+        capture.get(cv2.CAP_PROP_FRAME_COUNT)
+    )  # 0 or below, and NaN, where it does not tell
     try:
         while True:
             there, image = capture.read()
@@ -92,9 +104,17 @@ def frames_of(path: Path) -> Iterator[Frame]:
     finally:
         capture.release()
     if not number:
-        yield Frame(str(path), None, f"{path} cannot be read: no frame of the video can be decoded.")
+        yield Frame(
+            str(path),
+            None,
+            f"{path} cannot be read: no frame of the video can be decoded.",
+        )
     elif claimed - number > max(1, _MISSING * claimed):
-        yield Frame(str(path), None, f"{path} is damaged: {number} of {claimed:.0f} frames could be decoded.")
+        yield Frame(
+            str(path),
+            None,
+            f"{path} is damaged: {number} of {claimed:.0f} frames could be decoded.",
+        )
 
 
 def frames_per_second(path: Path) -> float:
@@ -115,7 +135,9 @@ def read_image(path: Path) -> Image:
             return _read_ppm(path)
         return np.asarray(_decoder(path)(path))
     except Exception as error:  # decoders raise SyntaxError, struct.error and types of their own for damaged files
-        raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error}).") from None
+        raise ValueError(
+            f"{path} cannot be read ({type(error).__name__}: {error})."
+        ) from None
 
 
 def _read_ppm(path: Path) -> Image:
@@ -126,7 +148,9 @@ def _read_ppm(path: Path) -> Image:
     width, height = int(head[1]), int(head[2])
     pixels = np.frombuffer(content, np.uint8, offset=head.end())
     if pixels.size < height * width * 3:
-        raise ValueError(f"{pixels.size} bytes of pixels, {height * width * 3} were needed")
+        raise ValueError(
+            f"{pixels.size} bytes of pixels, {height * width * 3} were needed"
+        )
     return pixels[: height * width * 3].reshape(height, width, 3)
 
 
@@ -135,7 +159,10 @@ def _decoder(path: Path) -> Any:
     try:
         from PIL import Image as pillow  # noqa: N813
     except ImportError:
-        cv2 = _cv2(path, f"without Pillow or OpenCV only {ARRAY} and {PLAIN} are read; pip install pillow")
+        cv2 = _cv2(
+            path,
+            f"without Pillow or OpenCV only {ARRAY} and {PLAIN} are read; pip install pillow",
+        )
 
         def decode(path: Path) -> Image:
             # As stored, like Pillow and the readers of the training: no EXIF orientation is applied.
@@ -149,14 +176,21 @@ def _decoder(path: Path) -> Any:
 
     def convert(path: Path) -> Image:
         with pillow.open(path) as picture:
-            if picture.mode.startswith(("I", "F")):  # convert() would clip 16 bits to white
-                raise ValueError(f"it has mode {picture.mode}, but 8 bits per channel were needed")
+            if picture.mode.startswith(
+                ("I", "F")
+            ):  # convert() would clip 16 bits to white
+                raise ValueError(
+                    f"it has mode {picture.mode}, but 8 bits per channel were needed"
+                )
             return np.asarray(picture.convert("RGB"))
 
     return convert
 
 
-def _cv2(path: Path, otherwise: str = "videos need OpenCV; pip install opencv-python-headless") -> Any:
+def _cv2(
+    path: Path,
+    otherwise: str = "videos need OpenCV; pip install opencv-python-headless",
+) -> Any:
     try:
         import cv2
     except ImportError:
@@ -194,7 +228,10 @@ class OverlayVideo:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._writer is not None:
             self._writer.release()
@@ -205,7 +242,11 @@ class OverlayVideo:
         if self._writer is None:
             code = cv2.VideoWriter.fourcc(*"mp4v")
             size = (picture.shape[1], picture.shape[0])
-            self._writer = cv2.VideoWriter(str(self._path), code, frames_per_second(self._source), size)
+            self._writer = cv2.VideoWriter(
+                str(self._path), code, frames_per_second(self._source), size
+            )
             if not self._writer.isOpened():
-                raise ValueError(f"{self._path} cannot be written: this OpenCV has no mp4v encoder.")
+                raise ValueError(
+                    f"{self._path} cannot be written: this OpenCV has no mp4v encoder."
+                )
         self._writer.write(np.ascontiguousarray(picture[..., ::-1]))

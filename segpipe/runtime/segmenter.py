@@ -14,7 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .artifact import Artifact, ArtifactError, read_artifact
-from .frames import NO_ANSWER, FrameLimits, RepeatCounter, Result, StampCheck, Status, levels
+from .frames import (
+    NO_ANSWER,
+    FrameLimits,
+    RepeatCounter,
+    Result,
+    StampCheck,
+    Status,
+    levels,
+)
 from .session import DeadlineError, Session
 
 _WARMUP = 3  # onnxruntime plans its memory in the first runs
@@ -73,13 +81,19 @@ class Segmenter:
         export was not verified.
         """
         for name, value, fits in (
-            ("deadline_ms", deadline_ms, deadline_ms is None or 0 < deadline_ms < math.inf),
+            (
+                "deadline_ms",
+                deadline_ms,
+                deadline_ms is None or 0 < deadline_ms < math.inf,
+            ),
             ("threads", threads, threads >= 1),
             ("max_age_s", max_age_s, max_age_s > 0),
             ("frozen_after", frozen_after, frozen_after >= 0),
         ):
             if not fits:
-                raise ValueError(f"{name} = {value}, but a number above 0 was needed (0 for frozen_after: never).")
+                raise ValueError(
+                    f"{name} = {value}, but a number above 0 was needed (0 for frozen_after: never)."
+                )
         artifact = read_artifact(folder, precision=precision)
         if artifact.status.startswith("UNVERIFIED"):
             warnings.warn(artifact.caveat, stacklevel=2)
@@ -97,7 +111,9 @@ class Segmenter:
                 clock=clock,
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise ArtifactError(f"the manifest in {artifact.folder} is incomplete: {error!r}.") from error
+            raise ArtifactError(
+                f"the manifest in {artifact.folder} is incomplete: {error!r}."
+            ) from error
 
     def infer(self, image: NDArray[np.uint8], stamp: float | None = None) -> Result:
         """Answer to a frame uint8 (H, W, 3) RGB; never raises because of a frame.
@@ -112,29 +128,47 @@ class Segmenter:
         except DeadlineError as error:
             self.last_error = str(error)
             status, masks = Status.DEADLINE, None
-        except Exception as error:  # a robot needs the next frame more than a traceback of this one
+        except (
+            Exception
+        ) as error:  # a robot needs the next frame more than a traceback of this one
             self.last_error = f"{type(error).__name__}: {error}"
             status, masks = Status.ERROR, None
         if masks is not None and time.perf_counter() > due:
             self.last_error = f"the answer came after deadline_ms = {self.deadline_ms}"
             status, masks = Status.DEADLINE, None
         mask, confidence = masks if masks is not None else self._no_answer(image)
-        return Result(status, mask, confidence, (time.perf_counter() - start) * 1e3, self.artifact.model_id)
+        return Result(
+            status,
+            mask,
+            confidence,
+            (time.perf_counter() - start) * 1e3,
+            self.artifact.model_id,
+        )
 
     def refuse(self, status: Status) -> Result:
         """A result without an answer, for a frame that could not even be read. Raises ValueError for OK."""
         if status is Status.OK:
-            raise ValueError("status = OK, but a reason for having no answer was needed.")
+            raise ValueError(
+                "status = OK, but a reason for having no answer was needed."
+            )
         return Result(status, *self._no_answer(None), 0.0, self.artifact.model_id)
 
-    def _in_turn(self, image: NDArray[np.uint8], stamp: float | None, due: float) -> tuple[Status, Masks | None]:
+    def _in_turn(
+        self, image: NDArray[np.uint8], stamp: float | None, due: float
+    ) -> tuple[Status, Masks | None]:
         """The answer once no other thread has its frame answered. Raises DeadlineError when that takes too long."""
-        if os.getpid() != self._process:  # before the lock, which another thread may have held in the parent
+        if (
+            os.getpid() != self._process
+        ):  # before the lock, which another thread may have held in the parent
             raise RuntimeError(
                 f"this Segmenter was loaded in process {self._process}, and the threads of its deadline and its engine "
                 "stayed there when it forked. Call Segmenter.load in the process that uses it."
             )
-        patience = -1 if math.isinf(due) else min(max(due - time.perf_counter(), 0.0), threading.TIMEOUT_MAX)
+        patience = (
+            -1
+            if math.isinf(due)
+            else min(max(due - time.perf_counter(), 0.0), threading.TIMEOUT_MAX)
+        )
         if not self._lock.acquire(timeout=patience):
             raise DeadlineError("another thread's frame took until the deadline")
         try:
@@ -142,34 +176,55 @@ class Segmenter:
         finally:
             self._lock.release()
 
-    def _answer(self, image: NDArray[np.uint8], stamp: float | None, due: float) -> tuple[Status, Masks | None]:
+    def _answer(
+        self, image: NDArray[np.uint8], stamp: float | None, due: float
+    ) -> tuple[Status, Masks | None]:
         status = self._check(image, stamp)
         if status is not Status.OK:
             return status, None
         mask, confidence = self.session.run(image, due)
         highest = int(mask.max())
         if highest >= self._num_classes:
-            raise ValueError(f"mask holds id {highest}, but there are {self._num_classes} classes")
+            raise ValueError(
+                f"mask holds id {highest}, but there are {self._num_classes} classes"
+            )
         return Status.OK, (mask, confidence)
 
     def _check(self, image: NDArray[np.uint8], stamp: float | None) -> Status:
         """OK, or why the network does not get to see this frame, which `last_error` then says in words."""
-        if not isinstance(image, np.ndarray) or isinstance(image, np.ma.MaskedArray):  # what a mask hides is no pixel
-            return self._refused(Status.BAD_DTYPE, f"{type(image).__name__}, but a numpy array of uint8 was needed")
+        if not isinstance(image, np.ndarray) or isinstance(
+            image, np.ma.MaskedArray
+        ):  # what a mask hides is no pixel
+            return self._refused(
+                Status.BAD_DTYPE,
+                f"{type(image).__name__}, but a numpy array of uint8 was needed",
+            )
         if not self.artifact.shapes.fits(image.shape):
-            return self._refused(Status.BAD_SHAPE, _misfit(image.shape, self.artifact.shapes.describe()))
+            return self._refused(
+                Status.BAD_SHAPE, _misfit(image.shape, self.artifact.shapes.describe())
+            )
         if image.dtype != np.uint8:
-            return self._refused(Status.BAD_DTYPE, f"{image.dtype}, but uint8 was needed: 0 to 255")
+            return self._refused(
+                Status.BAD_DTYPE, f"{image.dtype}, but uint8 was needed: 0 to 255"
+            )
         repeated = self._repeats.count(image) if self.frozen_after else 0
-        if stamp is not None and not self._stamps.is_fresh(stamp, now := self.clock(), self.max_age_s):
+        if stamp is not None and not self._stamps.is_fresh(
+            stamp, now := self.clock(), self.max_age_s
+        ):
             text = f"stamp = {stamp} and the clock says {now}, but it must be within {self.max_age_s} s of the clock"
-            return self._refused(Status.STALE, f"{text} and not before that of an earlier frame")
+            return self._refused(
+                Status.STALE, f"{text} and not before that of an earlier frame"
+            )
         found = levels(image)
         status = self._limits.status(found)
         if status is not Status.OK:
-            return self._refused(status, f"{found}, but the export allows {self._limits}")
+            return self._refused(
+                status, f"{found}, but the export allows {self._limits}"
+            )
         if self.frozen_after and repeated >= self.frozen_after:
-            return self._refused(Status.FROZEN, f"the same frame {repeated + 1} times in a row")
+            return self._refused(
+                Status.FROZEN, f"the same frame {repeated + 1} times in a row"
+            )
         return status
 
     def _refused(self, status: Status, why: str) -> Status:
@@ -180,7 +235,9 @@ class Segmenter:
         """Empty answer in the size of the frame, or in the exported size when the frame does not fit."""
         shapes = self.artifact.shapes
         fits = isinstance(image, np.ndarray) and shapes.fits(image.shape)
-        mask, confidence = shapes.answers(image.shape if image is not None and fits else shapes.exported)
+        mask, confidence = shapes.answers(
+            image.shape if image is not None and fits else shapes.exported
+        )
         return np.full(mask, NO_ANSWER, np.uint8), np.zeros(confidence, np.uint8)
 
 

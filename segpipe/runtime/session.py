@@ -29,7 +29,9 @@ class Watchdog:
         self._wakes = math.inf  # when the thread wakes up by itself
         self._end: Callable[[], None] | None = None
         self._closed = False
-        self.thread = threading.Thread(target=self._watch, name="segpipe-deadline", daemon=True)
+        self.thread = threading.Thread(
+            target=self._watch, name="segpipe-deadline", daemon=True
+        )
         self.thread.start()
 
     @contextlib.contextmanager
@@ -59,7 +61,9 @@ class Watchdog:
                 left = self._due - time.perf_counter()
                 if left > 0:
                     self._wakes = self._due
-                    self._condition.wait(None if math.isinf(left) else min(left, threading.TIMEOUT_MAX))
+                    self._condition.wait(
+                        None if math.isinf(left) else min(left, threading.TIMEOUT_MAX)
+                    )
                     continue
                 if self._end is not None:
                     self._end()
@@ -79,20 +83,28 @@ class Session:
     ) -> None:
         self._artifact = artifact
         if engine not in ENGINES:
-            raise EngineError(f"engine = {engine}, but it must be one of {', '.join(ENGINES)}.")
+            raise EngineError(
+                f"engine = {engine}, but it must be one of {', '.join(ENGINES)}."
+            )
         oldest = artifact.requires.get(engine, "0")
         try:
-            self.engine: Engine = ENGINES[engine](artifact.model, threads=threads, providers=providers, oldest=oldest)
+            self.engine: Engine = ENGINES[engine](
+                artifact.model, threads=threads, providers=providers, oldest=oldest
+            )
         except EngineError:
             raise
         except Exception as error:  # onnxruntime has one exception type per status code
             raise ArtifactError(
                 f"{engine} cannot load the ONNX file in {artifact.folder} ({type(error).__name__}: {error})."
             ) from error
-        self._outputs = [str(entry["name"]) for entry in artifact.manifest["io"]["outputs"]]
+        self._outputs = [
+            str(entry["name"]) for entry in artifact.manifest["io"]["outputs"]
+        ]
         _check_identity(artifact, self.engine)
         self._watchdog: Watchdog | None = None
-        self._known_shapes: dict[tuple[int, ...], list[tuple[str, tuple[int, ...]]]] = {}
+        self._known_shapes: dict[
+            tuple[int, ...], list[tuple[str, tuple[int, ...]]]
+        ] = {}
 
     def run(self, image: Bytes, due: float = math.inf) -> tuple[Bytes, Bytes]:
         """Mask (H, W) and confidence (h, w) of a frame uint8 (H, W, 3), in newly allocated memory.
@@ -112,7 +124,9 @@ class Session:
             raise
         for output, (name, shape) in zip(outputs, self._shapes(image), strict=True):
             if output.shape != shape or output.dtype != np.uint8:
-                raise ValueError(f"{name} is {output.dtype} {output.shape}, but uint8 {shape} was needed")
+                raise ValueError(
+                    f"{name} is {output.dtype} {output.shape}, but uint8 {shape} was needed"
+                )
         return outputs[0][0], outputs[1][0]
 
     def bound(self, image: Bytes) -> Callable[[], None]:
@@ -126,10 +140,14 @@ class Session:
         """
         golden = self._artifact.golden
         agreement, levels = 1.0, 0
-        for image, mask, confidence in zip(golden.image, golden.mask, golden.confidence, strict=True):
+        for image, mask, confidence in zip(
+            golden.image, golden.mask, golden.confidence, strict=True
+        ):
             own_mask, own_confidence = self._golden_run(image)
             agreement = min(agreement, float((own_mask == mask).mean()))
-            levels = max(levels, int(np.abs(own_confidence.astype(np.int16) - confidence).max()))
+            levels = max(
+                levels, int(np.abs(own_confidence.astype(np.int16) - confidence).max())
+            )
         if agreement < golden.image_agreement or levels > golden.confidence_levels:
             raise SelfTestError(
                 f"{self._artifact.folder}: on this machine {100 * agreement:.3f} % of a golden mask is equal and "
@@ -152,11 +170,18 @@ class Session:
         """Names and shapes of the outputs for a frame."""
         if image.shape not in self._known_shapes:
             shapes = self._artifact.shapes.answers(image.shape)
-            found = [(name, (1, *shape)) for name, shape in zip(self._outputs, shapes, strict=True)]
-            self._known_shapes = {image.shape: found}  # of one shape: a robot's frames rarely change theirs
+            found = [
+                (name, (1, *shape))
+                for name, shape in zip(self._outputs, shapes, strict=True)
+            ]
+            self._known_shapes = {
+                image.shape: found
+            }  # of one shape: a robot's frames rarely change theirs
         return self._known_shapes[image.shape]
 
-    def _guard(self, end: Callable[[], None], due: float) -> contextlib.AbstractContextManager[None]:
+    def _guard(
+        self, end: Callable[[], None], due: float
+    ) -> contextlib.AbstractContextManager[None]:
         if math.isinf(due):
             return contextlib.nullcontext()
         if self._watchdog is None:

@@ -17,7 +17,10 @@ from segpipe.settings.setting import Setting, nearest
 
 
 def parse(
-    arguments: Sequence[str], keys: Sequence[Setting], settings: Sequence[str] = (), positional: Sequence[str] = ()
+    arguments: Sequence[str],
+    keys: Sequence[Setting],
+    settings: Sequence[str] = (),
+    positional: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Values of all `keys`, and of those of a run's `settings` that are given.
 
@@ -25,10 +28,15 @@ def parse(
     keys and for values that do not fit.
     """
     known = {key.key: key for key in keys} | {name: SETTINGS[name] for name in settings}
-    given = {name: read(known[name], text) for name, text in _pairs(arguments, known, positional)}
+    given = {
+        name: read(known[name], text)
+        for name, text in _pairs(arguments, known, positional)
+    }
     for key in keys:
         if key.required and not given.get(key.key):
-            raise ConfigError(f"{key.key} is missing ({key.doc}). Set {key.key}={key.default}.")
+            raise ConfigError(
+                f"{key.key} is missing ({key.doc}). Set {key.key}={key.default}."
+            )
         given.setdefault(key.key, key.default)
     return given
 
@@ -47,8 +55,14 @@ def _pairs(
             continue
         if name not in known or not (equals or is_flag):
             path = not equals and ("/" in argument or Path(argument).exists())
-            key = next((key for key in ("run", "data.root") if path and key in known), "")
-            hint = f" Did you mean {key}={argument}?" if key else nearest(name, list(known))
+            key = next(
+                (key for key in ("run", "data.root") if path and key in known), ""
+            )
+            hint = (
+                f" Did you mean {key}={argument}?"
+                if key
+                else nearest(name, list(known))
+            )
             raise ConfigError(
                 f"{argument!r} is not an argument of this command, which takes KEY=VALUE with the keys "
                 f"{', '.join(known)}.{hint}"
@@ -57,9 +71,17 @@ def _pairs(
             text = "true"
         elif not equals:  # --key value, or --key value value for a list
             values = [] if rest else [""]
-            while rest and not rest[0].startswith("--") and (not values or isinstance(known[name].default, list)):
+            while (
+                rest
+                and not rest[0].startswith("--")
+                and (not values or isinstance(known[name].default, list))
+            ):
                 values.append(rest.pop(0))
-            text = f"[{','.join(values)}]" if isinstance(known[name].default, list) else "".join(values)
+            text = (
+                f"[{','.join(values)}]"
+                if isinstance(known[name].default, list)
+                else "".join(values)
+            )
         if name in nameless:
             nameless.remove(name)
         yield name, text
@@ -76,7 +98,9 @@ def with_settings(config: Config, given: Mapping[str, Any]) -> Config:
     for key, value in given.items():
         group, dot, name = key.partition(".")
         if dot:
-            values[group][name] = read(SETTINGS[key], value) if isinstance(value, str) else value
+            values[group][name] = (
+                read(SETTINGS[key], value) if isinstance(value, str) else value
+            )
     changed = from_mapping(values)
     check(changed, world_size=1)
     return changed
@@ -94,9 +118,12 @@ def _typed(text: str, default: Any) -> Any:
     """Number, switch or list that `text` stands for; the text itself if it is none of them."""
     if isinstance(default, str):
         return text
-    if isinstance(default, bool):  # YAML would take yes, on and more, which Hydra does not
+    if isinstance(
+        default, bool
+    ):  # YAML would take yes, on and more, which Hydra does not
         return {"true": True, "false": False}.get(text.lower(), text)
     try:
-        return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index, call-overload]
+        parsed = OmegaConf.from_dotlist([f"value={text}"])
+        return OmegaConf.to_container(parsed)["value"]  # type: ignore[index, call-overload]
     except (YAMLError, OmegaConfBaseException):
         return text

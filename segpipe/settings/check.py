@@ -34,12 +34,16 @@ def check(config: Config, *, world_size: int) -> None:
         ("data.args", config.data.args, config.data.name),
     ):
         if args and ":" not in name:
-            raise ConfigError(f"{key} = {args}, but {name} takes none: only plug-ins (package.module:Name) do.")
+            raise ConfigError(
+                f"{key} = {args}, but {name} takes none: only plug-ins (package.module:Name) do."
+            )
     _check_loss(config)
     _check_length(config)
     low, high = config.augment.scale
     if low > high:
-        raise ConfigError(f"augment.scale = {config.augment.scale}, but [smallest, largest] was needed.")
+        raise ConfigError(
+            f"augment.scale = {config.augment.scale}, but [smallest, largest] was needed."
+        )
     if config.augment.color_on == "device" and config.augment.extra:
         raise ConfigError(
             f"augment.color_on = device, but augment.extra = {config.augment.extra} comes after color and needs the "
@@ -84,7 +88,9 @@ def _check_length(config: Config) -> None:
     if train.epochs:  # the number of updates is not known yet
         return
     if not train.steps:
-        raise ConfigError("train.steps = 0, but a number of updates was needed. Set it, or train.epochs.")
+        raise ConfigError(
+            "train.steps = 0, but a number of updates was needed. Set it, or train.epochs."
+        )
     earliest = (train.patience + 1) * train.validate_every
     if train.patience and earliest >= train.steps:
         raise ConfigError(
@@ -100,19 +106,34 @@ def _check_length(config: Config) -> None:
 
 def _check_names(config: Config) -> None:
     for part in (config.run.name, *Path(config.run.name).parts):
-        if not part or part in (".", "..") or part.startswith("/") or not part.isprintable():
-            raise ConfigError(f"run.name = {config.run.name!r} must name a folder below run.root = {config.run.root}.")
+        if (
+            not part
+            or part in (".", "..")
+            or part.startswith("/")
+            or not part.isprintable()
+        ):
+            raise ConfigError(
+                f"run.name = {config.run.name!r} must name a folder below run.root = {config.run.root}."
+            )
     for problem in mix_problems(config.data):
         raise ConfigError(problem)
     if config.data.name in FILE_SETS and not config.data.root and not config.data.mix:
-        raise ConfigError(f"data.root is empty, but data={config.data.name} reads files. Set data.root=FOLDER.")
+        raise ConfigError(
+            f"data.root is empty, but data={config.data.name} reads files. Set data.root=FOLDER."
+        )
     for key, value in (("images", config.data.images), ("masks", config.data.masks)):
         if value and config.data.name not in FILE_SETS:
-            raise ConfigError(f"data.{key} = {value}, but only data in files reads it. Remove it, or set data=folder.")
+            raise ConfigError(
+                f"data.{key} = {value}, but only data in files reads it. Remove it, or set data=folder."
+            )
 
 
 def _check_delivery(data: DataConfig) -> None:
-    if data.pack != "off" and not data.mix and (data.name == "synthetic" or ":" in data.name):
+    if (
+        data.pack != "off"
+        and not data.mix
+        and (data.name == "synthetic" or ":" in data.name)
+    ):
         raise ConfigError(
             f"data.pack = {data.pack}, but the samples of data={data.name} do not lie in files. Set data.pack=off; "
             f"data.cache_mib keeps them in memory."
@@ -120,7 +141,9 @@ def _check_delivery(data: DataConfig) -> None:
     if not data.pack:
         raise ConfigError("data.pack is empty, but off, auto or a folder was needed.")
     if data.pack_images != "raw" and data.pack == "off":
-        raise ConfigError(f"data.pack_images = {data.pack_images}, but data.pack = off. Set data.pack=auto.")
+        raise ConfigError(
+            f"data.pack_images = {data.pack_images}, but data.pack = off. Set data.pack=auto."
+        )
     if data.on_dead_worker == "replace" and data.transport != "ring":
         raise ConfigError(
             "data.on_dead_worker = replace, but torch's DataLoader cannot replace a worker. Set data.transport=ring."
@@ -134,19 +157,35 @@ def mix_problems(data: DataConfig) -> list[str]:
         key = f"data.mix[{number}]"
         for name, value in entry.items():
             if name not in MIX_KEYS:
-                found.append(f"{key}.{name} is not one of {', '.join(MIX_KEYS)}.{nearest(name, MIX_KEYS)}")
-            elif name == "weight" and not (type(value) in (int, float) and 0 < value <= 1e9):
-                found.append(f"{key}.weight = {value!r}, but a number above 0 was needed: the share of the samples.")
-            elif name == "map" and not (isinstance(value, dict) and all(map(_is_text, (*value, *value.values())))):
-                found.append(f"{key}.map = {value!r}, but {{class of this set: class of the shared table}} was needed.")
+                found.append(
+                    f"{key}.{name} is not one of {', '.join(MIX_KEYS)}.{nearest(name, MIX_KEYS)}"
+                )
+            elif name == "weight" and not (
+                type(value) in (int, float) and 0 < value <= 1e9
+            ):
+                found.append(
+                    f"{key}.weight = {value!r}, but a number above 0 was needed: the share of the samples."
+                )
+            elif name == "map" and not (
+                isinstance(value, dict)
+                and all(map(_is_text, (*value, *value.values())))
+            ):
+                found.append(
+                    f"{key}.map = {value!r}, but {{class of this set: class of the shared table}} was needed."
+                )
             elif name not in ("weight", "map") and not (_is_text(value) and value):
                 found.append(f"{key}.{name} = {value!r}, but text was needed.")
         kind = replace(SETTINGS["data.name"], key=f"{key}.name")
-        found += [problem] if (problem := kind.problem(entry.get("name", data.name))) else []
+        found += (
+            [problem] if (problem := kind.problem(entry.get("name", data.name))) else []
+        )
         if not entry.get("root") and (
-            entry.get("name") not in (None, "synthetic") or not ("name" in entry or data.root)
+            entry.get("name") not in (None, "synthetic")
+            or not ("name" in entry or data.root)
         ):
-            found.append(f"{key} has no root. Set root to the folder of this data set, such as {{root: FOLDER}}.")
+            found.append(
+                f"{key} has no root. Set root to the folder of this data set, such as {{root: FOLDER}}."
+            )
     if 0 < sum("weight" in entry for entry in data.mix) < len(data.mix):
         found.append(
             "data.mix gives some sets a weight and others none. Give all a weight, or none: then each set counts by "
@@ -163,7 +202,9 @@ def _check_sequences(data: DataConfig) -> None:
     try:
         re.compile(data.sequence)
     except re.error as error:
-        raise ConfigError(f"data.sequence = {data.sequence!r} is not a regular expression: {error}.") from None
+        raise ConfigError(
+            f"data.sequence = {data.sequence!r} is not a regular expression: {error}."
+        ) from None
     if data.hold_out and (data.mix or data.name not in FILE_SETS):
         kind = "data.mix" if data.mix else f"data={data.name}"
         raise ConfigError(
@@ -180,26 +221,36 @@ def _check_start(config: Config) -> None:
         )
     for key in ("weights_sha256", "weights_partial"):
         if getattr(model, key) and not model.weights:
-            raise ConfigError(f"model.{key} is set, but model.weights is empty. Set model.weights=FILE.")
+            raise ConfigError(
+                f"model.{key} is set, but model.weights is empty. Set model.weights=FILE."
+            )
     if model.weights and model.name == "timm" and model.args.get("pretrained"):
         raise ConfigError(
             f"model.weights = {model.weights} and model.args.pretrained = true, but a run starts from one of them. Set "
             f"model.args.pretrained=false."
         )
-    if model.freeze and not (model.weights or model.args.get("pretrained") or ":" in model.name):
+    if model.freeze and not (
+        model.weights or model.args.get("pretrained") or ":" in model.name
+    ):
         raise ConfigError(
             f"model.freeze = {model.freeze}, but without model.weights these parameters would stay at their random "
             f"initial values. Set model.weights=FILE."
         )
     for pattern, factor in config.optim.lr_scale.items():
         if isinstance(factor, bool) or not isinstance(factor, int | float):
-            raise ConfigError(f"optim.lr_scale of {pattern!r} is {factor!r}, but a number such as 0.1 was needed.")
+            raise ConfigError(
+                f"optim.lr_scale of {pattern!r} is {factor!r}, but a number such as 0.1 was needed."
+            )
 
 
 def _check_processes(config: Config, world_size: int) -> None:
     compute = config.compute
-    if compute.nproc != "auto" and not (compute.nproc.isdecimal() and int(compute.nproc) > 0):
-        raise ConfigError(f"compute.nproc = {compute.nproc!r}, but auto or at least 1 was needed.")
+    if compute.nproc != "auto" and not (
+        compute.nproc.isdecimal() and int(compute.nproc) > 0
+    ):
+        raise ConfigError(
+            f"compute.nproc = {compute.nproc!r}, but auto or at least 1 was needed."
+        )
     if compute.shards < world_size:
         raise ConfigError(
             f"compute.shards = {compute.shards}, but there are {world_size} processes and each needs a shard. Start at "
@@ -218,7 +269,9 @@ def _check_processes(config: Config, world_size: int) -> None:
                 f"audit the layers. Set compute.mode=elastic or compute.{name}=false."
             )
     if compute.compile and compute.cuda_graph:
-        raise ConfigError("compute.compile = true and compute.cuda_graph = true: set one of them to false.")
+        raise ConfigError(
+            "compute.compile = true and compute.cuda_graph = true: set one of them to false."
+        )
     if config.model.norm == "sync" and compute.mode in ("elastic", "audit"):
         raise ConfigError(
             f"model.norm = sync, but compute.mode = {compute.mode} promises the same bits for any number of processes, "
@@ -230,9 +283,15 @@ def export_problems(export: ExportConfig) -> list[str]:
     """Contradictions between export settings, one sentence each."""
     reduced = [name for name in export.precision if name != "fp32"]
     variable = f"export.dynamic = {export.dynamic}" if export.dynamic != "none" else ""
-    precision, formats = f"export.precision = {export.precision}", f"export.formats = {export.formats}"
+    precision, formats = (
+        f"export.precision = {export.precision}",
+        f"export.formats = {export.formats}",
+    )
     rules = (
-        ("fp32" not in export.precision, f"{precision} lacks fp32, from which the others are made. Add it."),
+        (
+            "fp32" not in export.precision,
+            f"{precision} lacks fp32, from which the others are made. Add it.",
+        ),
         (
             reduced and "onnx" not in export.formats,
             f"{precision}, but only ONNX files come in {' or '.join(reduced)} and {formats}. Add onnx.",

@@ -34,7 +34,9 @@ from segpipe.settings.setting import declared, group, nearest, setting
 
 @dataclass
 class Config:
-    seed: int = setting(0, "seed of weights, data order and augmentation", low=0, high=2**63 - 1)
+    seed: int = setting(
+        0, "seed of weights, data order and augmentation", low=0, high=2**63 - 1
+    )
     run: RunConfig = group(RunConfig, free=True)
     model: ModelConfig = group(ModelConfig)
     data: DataConfig = group(DataConfig)
@@ -61,15 +63,23 @@ class Config:
     @property
     def import_paths(self) -> list[tuple[str, str]]:
         """Settings that name code of the user, with the import path of each."""
-        values = [(key, value) for key, value in flat(self).items() if SETTINGS[key].plugin]
-        named = [(key, name) for key, value in values for name in (value if isinstance(value, list) else [value])]
+        values = [
+            (key, value) for key, value in flat(self).items() if SETTINGS[key].plugin
+        ]
+        named = [
+            (key, name)
+            for key, value in values
+            for name in (value if isinstance(value, list) else [value])
+        ]
         return [(key, name) for key, name in named if ":" in name]
 
 
 SETTINGS = {entry.key: entry for entry in declared(Config)}
 
 # Settings that hold a mapping: {key}.NAME=VALUE sets one entry.
-MAPPINGS = tuple(key for key, entry in SETTINGS.items() if isinstance(entry.default, dict))
+MAPPINGS = tuple(
+    key for key, entry in SETTINGS.items() if isinstance(entry.default, dict)
+)
 
 # Settings that may change when a run is resumed, because they cannot reach the numbers.
 FREE_KEYS = frozenset(key for key, entry in SETTINGS.items() if entry.free)
@@ -94,7 +104,9 @@ def saved_config(folder: Path) -> Config:
     try:
         return from_mapping(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError, AttributeError, ConfigError) as error:
-        raise ConfigError(f"{path} is not the configuration of a run: {error}") from error
+        raise ConfigError(
+            f"{path} is not the configuration of a run: {error}"
+        ) from error
 
 
 def _build(kind: type, values: Mapping[str, Any], prefix: str) -> Any:
@@ -103,9 +115,13 @@ def _build(kind: type, values: Mapping[str, Any], prefix: str) -> Any:
         key = f"{prefix}{name}"
         if name not in vars(built):
             if key not in REMOVED:
-                raise ConfigError(f"{key} is not a setting of segpipe.{nearest(key, list(SETTINGS))}")
+                raise ConfigError(
+                    f"{key} is not a setting of segpipe.{nearest(key, list(SETTINGS))}"
+                )
             if value != REMOVED[key]:
-                raise ConfigError(f"{key} = {value!r} is a setting of an earlier version. This version cannot do it.")
+                raise ConfigError(
+                    f"{key} = {value!r} is a setting of an earlier version. This version cannot do it."
+                )
             continue
         default = getattr(built, name)
         if not is_dataclass(default):
@@ -125,16 +141,31 @@ def convert(key: str, value: Any, default: Any) -> Any:
     Raises ConfigError for a value that does not fit.
     """
     if isinstance(default, dict):
-        if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-            raise ConfigError(f"{key} = {value!r}, but a mapping such as {{name: value}} was needed.")
+        if not isinstance(value, Mapping) or not all(
+            isinstance(name, str) for name in value
+        ):
+            raise ConfigError(
+                f"{key} = {value!r}, but a mapping such as {{name: value}} was needed."
+            )
         return dict(value)
     if isinstance(default, list):
         if not isinstance(value, list | tuple) or (default and not value):
-            raise ConfigError(f"{key} = {value!r}, but a list such as {default or [_item(key) or 'name']} was needed.")
+            raise ConfigError(
+                f"{key} = {value!r}, but a list such as {default or [_item(key) or 'name']} was needed."
+            )
         kind = default[0] if default else _item(key)
-        return [convert(f"{key}[{place}]", item, kind) for place, item in enumerate(value)]
-    if isinstance(value, list | tuple) and value and key in SETTINGS and SETTINGS[key].numbers:
-        return [convert(f"{key}[{place}]", item, 1.0) for place, item in enumerate(value)]
+        return [
+            convert(f"{key}[{place}]", item, kind) for place, item in enumerate(value)
+        ]
+    if (
+        isinstance(value, list | tuple)
+        and value
+        and key in SETTINGS
+        and SETTINGS[key].numbers
+    ):
+        return [
+            convert(f"{key}[{place}]", item, 1.0) for place, item in enumerate(value)
+        ]
     if isinstance(default, bool) or isinstance(value, bool):
         fits = isinstance(default, bool) and isinstance(value, bool)
     elif isinstance(default, float):
@@ -144,20 +175,33 @@ def convert(key: str, value: Any, default: Any) -> Any:
     else:
         fits = isinstance(value, type(default))
     if not fits:
-        raise ConfigError(f"{key} = {value!r}, but {_needed(key, default)} was needed{_instead(value, default)}.")
+        raise ConfigError(
+            f"{key} = {value!r}, but {_needed(key, default)} was needed{_instead(value, default)}."
+        )
     return type(default)(value)
 
 
 def _needed(key: str, default: Any) -> str:
     entry = SETTINGS.get(key.partition("[")[0])
     valid = f" of {entry.valid}" if entry and entry.valid and not entry.choices else ""
-    kinds: dict[type, str] = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
+    kinds: dict[type, str] = {
+        float: "a number",
+        int: "a whole number",
+        bool: "true or false",
+        str: "text",
+    }
     return f"{kinds[type(default)]}{valid}"
 
 
 def _instead(value: Any, default: Any) -> str:
     whole = type(default) is int and isinstance(value, float) and value.is_integer()
-    example = int(value) if whole else str(default).lower() if isinstance(default, bool) else repr(default)
+    example = (
+        int(value)
+        if whole
+        else str(default).lower()
+        if isinstance(default, bool)
+        else repr(default)
+    )
     return f", such as {example}" if example != "''" else ""
 
 
@@ -180,7 +224,8 @@ def recipe(config: Config) -> dict[str, Any]:
     """Settings that decide what is trained, by dotted name: all except FREE_KEYS."""
     found = {key: value for key, value in flat(config).items() if key not in FREE_KEYS}
     found["data.mix"] = [  # of a data set as of data.root, the place is free
-        {key: value for key, value in entry.items() if key not in ("root", "classes")} for entry in config.data.mix
+        {key: value for key, value in entry.items() if key not in ("root", "classes")}
+        for entry in config.data.mix
     ]
     if config.train.patience:  # then it decides where training may stop
         found["train.validate_every"] = config.train.validate_every
@@ -192,7 +237,11 @@ def recipe(config: Config) -> dict[str, Any]:
 def course(found: Mapping[str, Any]) -> dict[str, Any]:
     """What of a recipe decides an update: train.steps only while the learning rates follow it."""
     fixed = found.get("optim.schedule_steps")
-    return {key: value for key, value in of_this_version(found).items() if key != "train.steps" or not fixed}
+    return {
+        key: value
+        for key, value in of_this_version(found).items()
+        if key != "train.steps" or not fixed
+    }
 
 
 def of_this_version(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,14 +249,24 @@ def of_this_version(found: Mapping[str, Any]) -> dict[str, Any]:
 
     A removed setting that did something stays.
     """
-    kept = {key: value for key, value in found.items() if key not in REMOVED or value != REMOVED[key]}
-    return {key: entry.default for key, entry in SETTINGS.items() if not entry.free} | kept
+    kept = {
+        key: value
+        for key, value in found.items()
+        if key not in REMOVED or value != REMOVED[key]
+    }
+    return {
+        key: entry.default for key, entry in SETTINGS.items() if not entry.free
+    } | kept
 
 
 def changed_course(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """What differs between the recipes of a run and of its continuation, with what to do; empty if nothing does."""
     old, new = course(before), course(now)
-    changed = [f"{name}: {before.get(name)} -> {now.get(name)}" for name in new if old.get(name) != new[name]]
+    changed = [
+        f"{name}: {before.get(name)} -> {now.get(name)}"
+        for name in new
+        if old.get(name) != new[name]
+    ]
     if not changed:
         return ""
     fix = "Resume with the same settings, or start another run with another run.name."
@@ -222,5 +281,7 @@ def changed_course(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 def config_hash(config: Config | Mapping[str, Any]) -> str:
     """Hex digest of all settings, also as an earlier version saved them; ranks compare it when they join."""
-    text = json.dumps(to_mapping(config) if isinstance(config, Config) else config, sort_keys=True)
+    text = json.dumps(
+        to_mapping(config) if isinstance(config, Config) else config, sort_keys=True
+    )
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

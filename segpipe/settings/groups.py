@@ -14,31 +14,51 @@ FILE_SETS = (
 )  # fmt: skip
 DATA_NAMES = ("synthetic", *FILE_SETS)
 STEPS = 400  # train.steps unless it is set
-ENOUGH_IMAGES = 16  # real images that an exported file must be compared on to count as verified
+ENOUGH_IMAGES = (
+    16  # real images that an exported file must be compared on to count as verified
+)
 
 
 @dataclass
 class RunConfig:
-    name: str = setting("run", "run folder below run.root; conf/ sets it to DATA-MODEL-seedN")
+    name: str = setting(
+        "run", "run folder below run.root; conf/ sets it to DATA-MODEL-seedN"
+    )
     root: str = setting("runs", "folder that holds the runs")
     exists: str = setting(
-        "error", "what to do if the folder already holds a run", choices=("error", "resume", "replace")
+        "error",
+        "what to do if the folder already holds a run",
+        choices=("error", "resume", "replace"),
     )
-    allow_fingerprint_change: bool = setting(False, "resume even if versions or hardware, and so the bits, may differ")
+    allow_fingerprint_change: bool = setting(
+        False, "resume even if versions or hardware, and so the bits, may differ"
+    )
 
 
 @dataclass
 class ModelConfig:
-    name: str = setting("fast_scnn", "network; docs/plugins.md has those of your own", choices=MODEL_NAMES, plugin=True)
+    name: str = setting(
+        "fast_scnn",
+        "network; docs/plugins.md has those of your own",
+        choices=MODEL_NAMES,
+        plugin=True,
+    )
     args: dict[str, Any] = setting({}, "arguments of the network: model.args.KEY=VALUE")
     weights: str = setting(
-        "", "file of weights, or folder of a run, to start from, see docs/weights.md; empty: from the seed", free=True
+        "",
+        "file of weights, or folder of a run, to start from, see docs/weights.md; empty: from the seed",
+        free=True,
     )
-    weights_sha256: str = setting("", "SHA-256 that the file of model.weights must have; filled in at the start")
+    weights_sha256: str = setting(
+        "", "SHA-256 that the file of model.weights must have; filled in at the start"
+    )
     weights_partial: bool = setting(
-        False, "take the tensors of model.weights that fit and leave the others, for an encoder alone"
+        False,
+        "take the tensors of model.weights that fit and leave the others, for an encoder alone",
     )
-    freeze: list[str] = setting([], "patterns of parameter names that are not trained, such as [detail.*]")
+    freeze: list[str] = setting(
+        [], "patterns of parameter names that are not trained, such as [detail.*]"
+    )
     norm: str = setting(
         "batch",
         "BatchNorm statistics: per shard, or over all ranks (GPUs, compute.mode=ddp or off)",
@@ -49,7 +69,9 @@ class ModelConfig:
 @dataclass
 class DataConfig:
     name: str = setting("synthetic", "data set", choices=DATA_NAMES, plugin=True)
-    args: dict[str, Any] = setting({}, "arguments of a data set of your own: data.args.KEY=VALUE")
+    args: dict[str, Any] = setting(
+        {}, "arguments of a data set of your own: data.args.KEY=VALUE"
+    )
     root: str = setting("", "folder of the data set; not used by synthetic", free=True)
     mix: list[Any] = setting(
         [],
@@ -69,28 +91,63 @@ class DataConfig:
         "regular expression that finds an image's sequence (drive) in its name; empty: its folder, or what stands "
         "before the last number",
     )
-    hold_out: str = setting("", "sequence that training leaves out and validation consists of, see docs/evaluate.md")
-    classes: str = setting(
-        "", "YAML class table; empty: <data.root>/classes.yaml, or that of a published data set", free=True
+    hold_out: str = setting(
+        "",
+        "sequence that training leaves out and validation consists of, see docs/evaluate.md",
     )
-    images: str = setting("", "folder: images below data.root, as FOLDER/SPLIT or FOLDER/SPLIT/*ENDING; empty: found")
-    masks: str = setting("", "folder: masks below data.root, in the same form; empty: found")
-    allow_overlap: bool = setting(False, "train although validation reads the same images", free=True)
-    size: list[int] = setting([192, 384], "synthetic: [height, width] in pixels", length=2, low=32, high=8192)
-    num_train: int = setting(2000, "synthetic: number of distinct training scenes", low=1, high=10**7)
-    num_val: int = setting(64, "synthetic: number of validation scenes", low=1, high=10**7)
+    classes: str = setting(
+        "",
+        "YAML class table; empty: <data.root>/classes.yaml, or that of a published data set",
+        free=True,
+    )
+    images: str = setting(
+        "",
+        "folder: images below data.root, as FOLDER/SPLIT or FOLDER/SPLIT/*ENDING; empty: found",
+    )
+    masks: str = setting(
+        "", "folder: masks below data.root, in the same form; empty: found"
+    )
+    allow_overlap: bool = setting(
+        False, "train although validation reads the same images", free=True
+    )
+    size: list[int] = setting(
+        [192, 384], "synthetic: [height, width] in pixels", length=2, low=32, high=8192
+    )
+    num_train: int = setting(
+        2000, "synthetic: number of distinct training scenes", low=1, high=10**7
+    )
+    num_val: int = setting(
+        64, "synthetic: number of validation scenes", low=1, high=10**7
+    )
     verify: str = setting(
-        "auto", "how much of each file to read before the first step", choices=("auto", "full", "headers"), free=True
+        "auto",
+        "how much of each file to read before the first step",
+        choices=("auto", "full", "headers"),
+        free=True,
     )
     max_pixels: int = setting(
-        10**8, "pixels of the largest image that is read; a larger one is refused at the start", low=1, free=True
+        10**8,
+        "pixels of the largest image that is read; a larger one is refused at the start",
+        low=1,
+        free=True,
     )
     hash: bool = setting(
-        True, "write the SHA-256 of all files to inputs.json, for audits; reads each file once", free=True
+        True,
+        "write the SHA-256 of all files to inputs.json, for audits; reads each file once",
+        free=True,
     )
-    workers: int = setting(2, "loader processes per rank; 0 loads in the training process", low=0, high=256, free=True)
+    workers: int = setting(
+        2,
+        "loader processes per rank; 0 loads in the training process",
+        low=0,
+        high=256,
+        free=True,
+    )
     start_method: str = setting(
-        "fork", "how loader processes start", choices=("fork", "forkserver", "spawn"), free=True
+        "fork",
+        "how loader processes start",
+        choices=("fork", "forkserver", "spawn"),
+        free=True,
     )
     cache_mib: int = setting(
         0,
@@ -110,7 +167,13 @@ class DataConfig:
         choices=("raw", "file"),
         free=True,
     )
-    prefetch: int = setting(4, "shard batches that each loader process prepares ahead", low=1, high=1024, free=True)
+    prefetch: int = setting(
+        4,
+        "shard batches that each loader process prepares ahead",
+        low=1,
+        high=1024,
+        free=True,
+    )
     transport: str = setting(
         "ring",
         "how batches come from loader processes: a ring of shared memory, or torch's DataLoader",
@@ -124,15 +187,25 @@ class DataConfig:
         free=True,
     )
     timeout_s: float = setting(
-        300.0, "seconds without an answer from a loader process before the run stops", low=1, high=10**9, free=True
+        300.0,
+        "seconds without an answer from a loader process before the run stops",
+        low=1,
+        high=10**9,
+        free=True,
     )
 
 
 @dataclass
 class AugmentConfig:
-    crop_size: list[int] = setting([192, 384], "[height, width] of the crop in pixels", length=2, low=32, high=8192)
+    crop_size: list[int] = setting(
+        [192, 384], "[height, width] of the crop in pixels", length=2, low=32, high=8192
+    )
     scale: list[float] = setting(
-        [0.75, 1.5], "[smallest, largest] factor of the random resize, log-uniform", length=2, low=0.1, high=10
+        [0.75, 1.5],
+        "[smallest, largest] factor of the random resize, log-uniform",
+        length=2,
+        low=0.1,
+        high=10,
     )
     rare_crop: float = setting(
         0.0,
@@ -141,9 +214,13 @@ class AugmentConfig:
         high=1,
     )
     flip: float = setting(0.5, "probability of a horizontal flip", low=0, high=1)
-    brightness: float = setting(0.2, "largest relative change of brightness", low=0, high=1)
+    brightness: float = setting(
+        0.2, "largest relative change of brightness", low=0, high=1
+    )
     contrast: float = setting(0.2, "largest relative change of contrast", low=0, high=1)
-    saturation: float = setting(0.2, "largest relative change of saturation", low=0, high=1)
+    saturation: float = setting(
+        0.2, "largest relative change of saturation", low=0, high=1
+    )
     hue: float = setting(0.02, "largest shift of the hue, in turns", low=0, high=0.5)
     color_on: str = setting(
         "worker",
@@ -151,20 +228,40 @@ class AugmentConfig:
         "network, which gives the same pixels",
         choices=("worker", "device"),
     )
-    extra: list[str] = setting([], "further transforms by name, or package.module:Class of your own", plugin=True)
+    extra: list[str] = setting(
+        [],
+        "further transforms by name, or package.module:Class of your own",
+        plugin=True,
+    )
     check: bool = setting(
-        True, "check before training that augmentation is a pure function of sample and key", free=True
+        True,
+        "check before training that augmentation is a pure function of sample and key",
+        free=True,
     )
     canary: int = setting(
-        1000, "augment one in n samples again in another process and compare; 0: none", low=0, high=10**6, free=True
+        1000,
+        "augment one in n samples again in another process and compare; 0: none",
+        low=0,
+        high=10**6,
+        free=True,
     )
-    keyed: bool = setting(True, "false is the control: albumentations' own random state, as in other trainers")
+    keyed: bool = setting(
+        True,
+        "false is the control: albumentations' own random state, as in other trainers",
+    )
 
 
 @dataclass
 class LossConfig:
-    name: str = setting("cross_entropy", "loss of the class heads", choices=("cross_entropy", "ohem"), plugin=True)
-    args: dict[str, Any] = setting({}, "arguments of a loss of your own: loss.args.KEY=VALUE")
+    name: str = setting(
+        "cross_entropy",
+        "loss of the class heads",
+        choices=("cross_entropy", "ohem"),
+        plugin=True,
+    )
+    args: dict[str, Any] = setting(
+        {}, "arguments of a loss of your own: loss.args.KEY=VALUE"
+    )
     class_weights: Any = setting(
         "none",
         "weight of each class, with mean 1 over the training pixels: log: 1 / log(1.02 + frequency), sqrt: "
@@ -175,7 +272,10 @@ class LossConfig:
         high=1e6,
     )
     label_smoothing: float = setting(
-        0.0, "share of the target that is spread evenly over all classes, in the class heads", low=0, high=1
+        0.0,
+        "share of the target that is spread evenly over all classes, in the class heads",
+        low=0,
+        high=1,
     )
     # Free, because the fingerprint of a run holds what it resolves to, and a resume compares fingerprints.
     backend: str = setting(
@@ -185,17 +285,36 @@ class LossConfig:
         choices=("auto", "native", "triton", "torch", "plain"),
         free=True,
     )
-    aux_weight: float = setting(0.4, "weight of each auxiliary class head", low=0, high=1e6)
-    stride: int = setting(1, "the main head's loss reads every n-th row and column of the target", low=1, high=8)
-    aux_stride: int = setting(1, "the same for the auxiliary class heads", low=1, high=8)
+    aux_weight: float = setting(
+        0.4, "weight of each auxiliary class head", low=0, high=1e6
+    )
+    stride: int = setting(
+        1,
+        "the main head's loss reads every n-th row and column of the target",
+        low=1,
+        high=8,
+    )
+    aux_stride: int = setting(
+        1, "the same for the auxiliary class heads", low=1, high=8
+    )
     dice_weight: float = setting(
-        0.0, "weight of a soft Dice loss on the main head, in which all classes count equally", low=0, high=1e6
+        0.0,
+        "weight of a soft Dice loss on the main head, in which all classes count equally",
+        low=0,
+        high=1e6,
     )
-    boundary_weight: float = setting(20.0, "weight of the boundary head, if the network has one", low=0, high=1e6)
+    boundary_weight: float = setting(
+        20.0, "weight of the boundary head, if the network has one", low=0, high=1e6
+    )
     ohem_threshold: float = setting(
-        0.7, "ohem: pixels whose correct class has a higher probability are easy", low=0, high=1
+        0.7,
+        "ohem: pixels whose correct class has a higher probability are easy",
+        low=0,
+        high=1,
     )
-    ohem_min_kept: float = setting(0.0625, "ohem: fraction of a shard's pixels that is always kept", low=0, high=1)
+    ohem_min_kept: float = setting(
+        0.0625, "ohem: fraction of a shard's pixels that is always kept", low=0, high=1
+    )
 
 
 @dataclass
@@ -203,34 +322,67 @@ class OptimConfig:
     name: str = setting("sgd", "optimizer", choices=("sgd", "adamw"))
     lr: float = setting(0.05, "learning rate after the warm-up", low=0, high=3e38)
     momentum: float = setting(0.9, "sgd: momentum", low=0, high=1)
-    betas: list[float] = setting([0.9, 0.999], "adamw: decay rates of the two moments", length=2, low=0, high=1 - 1e-9)
-    weight_decay: float = setting(5e-4, "weight decay; not applied to norms and biases", low=0, high=1000)
-    schedule: str = setting("poly", "decay of the learning rate", choices=("poly", "cosine"))
+    betas: list[float] = setting(
+        [0.9, 0.999],
+        "adamw: decay rates of the two moments",
+        length=2,
+        low=0,
+        high=1 - 1e-9,
+    )
+    weight_decay: float = setting(
+        5e-4, "weight decay; not applied to norms and biases", low=0, high=1000
+    )
+    schedule: str = setting(
+        "poly", "decay of the learning rate", choices=("poly", "cosine")
+    )
     power: float = setting(0.9, "poly: exponent", low=0, high=100)
-    schedule_steps: int = setting(0, "updates after which the learning rate reaches 0; 0: train.steps", low=0)
+    schedule_steps: int = setting(
+        0, "updates after which the learning rate reaches 0; 0: train.steps", low=0
+    )
     warmup_steps: int = setting(20, "updates of linear warm-up", low=0)
-    clip_norm: float = setting(0.0, "largest gradient norm; 0: no clipping", low=0, high=1e30)
+    clip_norm: float = setting(
+        0.0, "largest gradient norm; 0: no clipping", low=0, high=1e30
+    )
     lr_scale: dict[str, Any] = setting(
-        {}, "{pattern of parameter names: factor of their learning rate}", low=1e-9, high=1e9
+        {},
+        "{pattern of parameter names: factor of their learning rate}",
+        low=1e-9,
+        high=1e9,
     )
 
 
 @dataclass
 class EmaConfig:
-    decay: float = setting(0.99, "decay of the averaged weights; 0: no averaging", low=0, high=1)
+    decay: float = setting(
+        0.99, "decay of the averaged weights; 0: no averaging", low=0, high=1
+    )
 
 
 @dataclass
 class TrainConfig:
-    steps: int = setting(STEPS, "number of updates; 0: left to train.epochs", low=0, high=10**9)
-    epochs: int = setting(0, "passes over the training images instead of train.steps; 0: none", low=0)
+    steps: int = setting(
+        STEPS, "number of updates; 0: left to train.epochs", low=0, high=10**9
+    )
+    epochs: int = setting(
+        0, "passes over the training images instead of train.steps; 0: none", low=0
+    )
     precision: str = setting(
-        "fp32", "autocast type of the network; the loss is always fp32", choices=("fp32", "bf16", "fp16")
+        "fp32",
+        "autocast type of the network; the loss is always fp32",
+        choices=("fp32", "bf16", "fp16"),
     )
     channels_last: bool = setting(True, "memory format NHWC")
-    log_every: int = setting(10, "updates between lines of metrics.jsonl", low=1, free=True)
-    validate_every: int = setting(0, "updates between validations; 0: only at the end", low=0, free=True)
-    patience: int = setting(0, "validations in a row without a better mIoU after which training stops; 0: none", low=0)
+    log_every: int = setting(
+        10, "updates between lines of metrics.jsonl", low=1, free=True
+    )
+    validate_every: int = setting(
+        0, "updates between validations; 0: only at the end", low=0, free=True
+    )
+    patience: int = setting(
+        0,
+        "validations in a row without a better mIoU after which training stops; 0: none",
+        low=0,
+    )
     progress: bool = setting(True, "show progress", free=True)
 
 
@@ -241,27 +393,52 @@ class ComputeConfig:
         "which runs give equal bits: ddp with the same processes, elastic and audit with any number",
         choices=("off", "ddp", "elastic", "audit"),
     )
-    nproc: str = setting("auto", "processes on this machine; auto: the number of GPUs, or 1", free=True)
+    nproc: str = setting(
+        "auto", "processes on this machine; auto: the number of GPUs, or 1", free=True
+    )
     device: str = setting("auto", "device to train on", choices=("auto", "cpu", "cuda"))
     shards: int = setting(
-        4, "logical shards, at least one per process; the global batch is shards * samples_per_shard", low=1, high=65536
+        4,
+        "logical shards, at least one per process; the global batch is shards * samples_per_shard",
+        low=1,
+        high=65536,
     )
     # At least 2: the networks pool whole images, which leaves BatchNorm one value per image.
     samples_per_shard: int = setting(4, "samples per logical shard", low=2, high=65536)
-    threads: int = setting(2, "intra-op threads per process; changes the bits on a CPU", low=1, high=1024)
-    compile: bool = setting(False, "torch.compile for the network; other bits than without, see docs/performance.md")
-    cuda_graph: bool = setting(False, "record the network's passes at the first batch, and replay them: fewer launches")
-    ledger: bool = setting(True, "write digests of every step, and compare the state across ranks", free=True)
-    timeout_s: float = setting(600.0, "timeout of a collective in seconds", low=1, high=10**9, free=True)
+    threads: int = setting(
+        2, "intra-op threads per process; changes the bits on a CPU", low=1, high=1024
+    )
+    compile: bool = setting(
+        False,
+        "torch.compile for the network; other bits than without, see docs/performance.md",
+    )
+    cuda_graph: bool = setting(
+        False,
+        "record the network's passes at the first batch, and replay them: fewer launches",
+    )
+    ledger: bool = setting(
+        True,
+        "write digests of every step, and compare the state across ranks",
+        free=True,
+    )
+    timeout_s: float = setting(
+        600.0, "timeout of a collective in seconds", low=1, high=10**9, free=True
+    )
 
 
 @dataclass
 class CheckpointConfig:
-    every: int = setting(100, "updates between writes of last.pt; 0: only at the end", low=0)
-    keep_every: int = setting(
-        0, "updates between checkpoints that are kept as step_NNNNNN.pt, for audits; 0: none", low=0
+    every: int = setting(
+        100, "updates between writes of last.pt; 0: only at the end", low=0
     )
-    keep_last: int = setting(0, "how many of the newest step_NNNNNN.pt are kept; 0: all", low=0)
+    keep_every: int = setting(
+        0,
+        "updates between checkpoints that are kept as step_NNNNNN.pt, for audits; 0: none",
+        low=0,
+    )
+    keep_last: int = setting(
+        0, "how many of the newest step_NNNNNN.pt are kept; 0: all", low=0
+    )
 
 
 @dataclass
@@ -273,32 +450,66 @@ class TrackConfig:
     )
     project: str = setting("segpipe", "wandb: project; mlflow: experiment")
     entity: str = setting("", "wandb: user or team")
-    mode: str = setting("online", "wandb: send now, or store for a later `wandb sync`", choices=("online", "offline"))
+    mode: str = setting(
+        "online",
+        "wandb: send now, or store for a later `wandb sync`",
+        choices=("online", "offline"),
+    )
 
 
 @dataclass
 class ExportConfig:
     enabled: bool = setting(True, "export after training")
     formats: list[str] = setting(
-        ["onnx", "torchscript"], "model files to write", choices=("onnx", "torchscript", "pt2")
+        ["onnx", "torchscript"],
+        "model files to write",
+        choices=("onnx", "torchscript", "pt2"),
     )
     profile: str = setting(
-        "robot", "inputs and outputs of the model, see docs/export.md", choices=("robot", "isaac", "logits")
+        "robot",
+        "inputs and outputs of the model, see docs/export.md",
+        choices=("robot", "isaac", "logits"),
     )
-    precision: list[str] = setting(["fp32"], "precisions of the ONNX files", choices=("fp32", "fp16", "int8"))
+    precision: list[str] = setting(
+        ["fp32"], "precisions of the ONNX files", choices=("fp32", "fp16", "int8")
+    )
     engines: list[str] = setting(
-        [], "engines besides onnxruntime in which every ONNX file must pass the gates", choices=("openvino",)
+        [],
+        "engines besides onnxruntime in which every ONNX file must pass the gates",
+        choices=("openvino",),
     )
-    dynamic: str = setting("none", "dimensions that stay variable, see docs/export.md", choices=("none", "batch", "hw"))
-    images: int = setting(ENOUGH_IMAGES, "validation images that the gates compare", low=1)
-    quality_images: int = setting(100, "validation images for the mIoU gate and the fit of the temperature", low=1)
-    critical_classes: list[str] = setting([], "classes whose IoU an int8 file must not lower by 2 points")
+    dynamic: str = setting(
+        "none",
+        "dimensions that stay variable, see docs/export.md",
+        choices=("none", "batch", "hw"),
+    )
+    images: int = setting(
+        ENOUGH_IMAGES, "validation images that the gates compare", low=1
+    )
+    quality_images: int = setting(
+        100, "validation images for the mIoU gate and the fit of the temperature", low=1
+    )
+    critical_classes: list[str] = setting(
+        [], "classes whose IoU an int8 file must not lower by 2 points"
+    )
     latency_budget_ms: float = setting(
-        0.0, "longest time per image on one CPU thread of this machine; 0: no limit", low=0
+        0.0,
+        "longest time per image on one CPU thread of this machine; 0: no limit",
+        low=0,
     )
-    allow_unverified: bool = setting(False, "export without the data set, marked UNVERIFIED_REAL_DATA")
+    allow_unverified: bool = setting(
+        False, "export without the data set, marked UNVERIFIED_REAL_DATA"
+    )
     height: int = setting(
-        0, "image height if there is no data set; 0: that of the validation images", low=0, high=65536
+        0,
+        "image height if there is no data set; 0: that of the validation images",
+        low=0,
+        high=65536,
     )
-    width: int = setting(0, "image width if there is no data set; 0: that of the validation images", low=0, high=65536)
+    width: int = setting(
+        0,
+        "image width if there is no data set; 0: that of the validation images",
+        low=0,
+        high=65536,
+    )
     dir: str = setting("", "folder of the exported files; empty: <run folder>/export")

@@ -65,7 +65,9 @@ class Setting:
     length: int = 0  # items that a list must have; 0 means any number
     free: bool = False  # cannot reach the numbers: may change when a run is resumed
     required: bool = False  # has no default; `default` is then an example
-    numbers: bool = False  # instead of a name, a list of numbers in the range may be given
+    numbers: bool = (
+        False  # instead of a name, a list of numbers in the range may be given
+    )
     mappings: bool = False  # a list of mappings, empty by default
     ending: str = ""  # of the name of a file
     plugin: bool = False  # an import path package.module:Name is valid too; its form is checked where it is imported
@@ -74,11 +76,21 @@ class Setting:
     def valid(self) -> str:
         """Description of the valid values; empty if every value of the type is valid."""
         if self.choices:
-            names = f"{'any' if isinstance(self.default, list) else 'one'} of {self._names}"
-            return f"{names}, or a list of numbers of at least {self.low}" if self.numbers else names
+            names = (
+                f"{'any' if isinstance(self.default, list) else 'one'} of {self._names}"
+            )
+            return (
+                f"{names}, or a list of numbers of at least {self.low}"
+                if self.numbers
+                else names
+            )
         if math.isinf(self.low):
             return ""
-        return f"at least {self.low}" if math.isinf(self.high) else f"{self.low} to {self.high}"
+        return (
+            f"at least {self.low}"
+            if math.isinf(self.high)
+            else f"{self.low} to {self.high}"
+        )
 
     @property
     def _names(self) -> str:
@@ -97,11 +109,17 @@ class Setting:
         if self.length and len(items) != self.length:
             return f"{self.key} = {value}, but {self.length} values were needed, such as {self.default}."
         for item in items:
-            given = (self.numbers and isinstance(value, list)) or (self.plugin and ":" in item)
+            given = (self.numbers and isinstance(value, list)) or (
+                self.plugin and ":" in item
+            )
             if self.choices and item not in self.choices and not given:
                 return f"{self.key} = {item!r} is not one of {self._names}.{nearest(item, self.choices)}"
             if not isinstance(item, str) and not self.low <= item <= self.high:
-                needed = f"values of {self.valid} were" if self.length else f"a value of {self.valid} was"
+                needed = (
+                    f"values of {self.valid} were"
+                    if self.length
+                    else f"a value of {self.valid} was"
+                )
                 return f"{self.key} = {value}, but {needed} needed."
         if len(set(items)) < len(items) and isinstance(items[0], str):
             return f"{self.key} = {value} names one twice. Give each name once."
@@ -125,7 +143,10 @@ def declared(kind: type, prefix: str = "", **inherited: Any) -> Iterator[Setting
     """All settings below a dataclass, in its order."""
     defaults = kind()
     for entry in fields(kind):
-        default, properties = getattr(defaults, entry.name), {**inherited, **entry.metadata}
+        default, properties = (
+            getattr(defaults, entry.name),
+            {**inherited, **entry.metadata},
+        )
         if is_dataclass(default):
             yield from declared(type(default), f"{prefix}{entry.name}.", **properties)
         else:
@@ -150,13 +171,21 @@ def nearest(word: str, choices: Sequence[str]) -> str:
     found = max(choices, key=lambda choice: _likeness(word, choice), default="")
     if not found:
         return ""
-    return f" Did you mean {found}?" if _likeness(word, found) >= 0.5 else f" The nearest is {found}."
+    return (
+        f" Did you mean {found}?"
+        if _likeness(word, found) >= 0.5
+        else f" The nearest is {found}."
+    )
 
 
 def _from_elsewhere(word: str) -> list[str]:
     """Our settings for a word of another trainer, the best first; in any group and spelling: `train.batchSize`."""
     leaf = word.rpartition(".")[2]
-    snake = "".join(f"_{c.lower()}" if c.isupper() else c for c in leaf).replace("-", "_").lstrip("_")
+    snake = (
+        "".join(f"_{c.lower()}" if c.isupper() else c for c in leaf)
+        .replace("-", "_")
+        .lstrip("_")
+    )
     return [key for key, terms in TERMS_ELSEWHERE.items() if snake in terms.split()]
 
 
@@ -166,5 +195,9 @@ def _likeness(word: str, choice: str) -> float:
     if "." not in choice or word.count(".") > 1:
         return whole
     leaf, own = word.rpartition(".")[2], choice.rpartition(".")[2]
-    named = 0.95 if leaf == own else 0.85 * difflib.SequenceMatcher(None, leaf, own).ratio()
-    return max(whole, named) + 0.01 * whole  # of equal names, the one whose group is nearer
+    named = (
+        0.95 if leaf == own else 0.85 * difflib.SequenceMatcher(None, leaf, own).ratio()
+    )
+    return (
+        max(whole, named) + 0.01 * whole
+    )  # of equal names, the one whose group is nearer

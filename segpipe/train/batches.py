@@ -13,7 +13,13 @@ from segpipe.data.augment import Augmenter
 from segpipe.data.frequency import PixelCounts
 from segpipe.data.loader import train_batches
 from segpipe.data.order import Order
-from segpipe.data.samples import CachedSamples, countable, image_pixels, set_weights, unwrapped
+from segpipe.data.samples import (
+    CachedSamples,
+    countable,
+    image_pixels,
+    set_weights,
+    unwrapped,
+)
 from segpipe.errors import DataError
 from segpipe.losses.pixelwise import class_weights
 from segpipe.purity.canary import Canary
@@ -32,7 +38,11 @@ SAY_EVERY_S = 10.0  # while masks are counted
 
 
 def shard_stream(
-    config: Config, group: Group, samples: Samples, steps: range, counts: PixelCounts | None
+    config: Config,
+    group: Group,
+    samples: Samples,
+    steps: range,
+    counts: PixelCounts | None,
 ) -> Generator[ShardBatch, None, None]:
     """This rank's shard batches of `steps`; workers start when the first is asked for."""
     compute, data = config.compute, config.data
@@ -57,8 +67,12 @@ def shard_stream(
 def order_of(config: Config, samples: Samples, counts: PixelCounts | None) -> Order:
     """Which samples each update takes; `counts` as `counted` returns them."""
     compute = config.compute
-    positions = frequency.draws(config.data.balance, set_weights(samples), counts, config.seed)
-    return Order(config.seed, len(samples), compute.shards, compute.samples_per_shard, positions)
+    positions = frequency.draws(
+        config.data.balance, set_weights(samples), counts, config.seed
+    )
+    return Order(
+        config.seed, len(samples), compute.shards, compute.samples_per_shard, positions
+    )
 
 
 def counted(
@@ -79,8 +93,15 @@ def counted(
     balance = bool(config.data.balance)  # needs each sample by itself
     indices = list(range(len(samples))) if balance else countable(samples)
     source = samples if balance else unwrapped(samples)
-    if kept is not None and (found := group.gather(frequency.load(kept) if group.is_main else None)[0]) is not None:
-        if not np.array_equal(found.indices, indices) or found.pixels.shape[1] != samples.classes.num_classes:
+    if (
+        kept is not None
+        and (found := group.gather(frequency.load(kept) if group.is_main else None)[0])
+        is not None
+    ):
+        if (
+            not np.array_equal(found.indices, indices)
+            or found.pixels.shape[1] != samples.classes.num_classes
+        ):
             raise DataError(
                 f"{kept} counts the classes of {len(found.indices)} masks, but there are {len(indices)} now, or other "
                 f"classes. Restore the data, or start another run with another run.name."
@@ -93,18 +114,28 @@ def counted(
         rows[done] = row
         if time.monotonic() - last > SAY_EVERY_S:
             last = time.monotonic()
-            say(f"counting the classes of the training masks: {done * group.world_size} of {len(indices)}")
+            say(
+                f"counting the classes of the training masks: {done * group.world_size} of {len(indices)}"
+            )
     counts = frequency.merged(group.gather(PixelCounts(rows, np.array(own, np.int64))))
-    say(f"counted the classes of {len(indices)} training masks in {time.monotonic() - start:.1f} s")
+    say(
+        f"counted the classes of {len(indices)} training masks in {time.monotonic() - start:.1f} s"
+    )
     if balance:
         factors = frequency.repeats(config.data.balance, set_weights(samples), counts)
-        unused = "" if factors.max() > 1 else ": no class is that rare. Raise it, at most to 1"
+        unused = (
+            ""
+            if factors.max() > 1
+            else ": no class is that rare. Raise it, at most to 1"
+        )
         times = f"{factors.mean():.2f} times per pass on average, at most {factors.max():.2f} times"
         say(f"data.balance = {config.data.balance:g}: images come {times}{unused}")
     return counts
 
 
-def loss_weights(config: Config, samples: Samples, counts: PixelCounts | None) -> torch.Tensor | None:
+def loss_weights(
+    config: Config, samples: Samples, counts: PixelCounts | None
+) -> torch.Tensor | None:
     """Weight of every class in the loss, (C,): given, or from its share of the pixels; None without weights."""
     chosen = config.loss.class_weights
     if chosen == "none":

@@ -23,7 +23,14 @@ from segpipe.files import not_written, write_atomically
 from segpipe.ledger.digest import leaves, state_digest
 from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
-from segpipe.settings.config import Config, changed_course, config_hash, from_mapping, recipe, to_mapping
+from segpipe.settings.config import (
+    Config,
+    changed_course,
+    config_hash,
+    from_mapping,
+    recipe,
+    to_mapping,
+)
 from segpipe.train.optim import load_optimizer
 
 if TYPE_CHECKING:
@@ -51,10 +58,18 @@ class TrainedNetwork:
     classes: ClassTable
     weights_digest: str
     step: int
-    config_hash: str = ""  # of the settings as the file has them, which may be an earlier version's
+    config_hash: str = (
+        ""  # of the settings as the file has them, which may be an earlier version's
+    )
 
 
-def save_state(path: Path, state: TrainState, config: Config, classes: ClassTable, fingerprint: dict[str, Any]) -> None:
+def save_state(
+    path: Path,
+    state: TrainState,
+    config: Config,
+    classes: ClassTable,
+    fingerprint: dict[str, Any],
+) -> None:
     """Write the state and what its bits depend on; list it in HASHES. Raises CheckpointError when the disk is full."""
     content = {
         "step": state.step,
@@ -87,7 +102,11 @@ def candidates(folder: Path) -> list[Path]:
     """Checkpoints in the folder from which a run could be resumed, whole or not: last.pt first, then the newest."""
     numbered = [path for path in folder.glob("step_*.pt") if path.stem[5:].isdecimal()]
     newest_first = sorted(numbered, key=lambda path: int(path.stem[5:]), reverse=True)
-    return [path for path in (folder / "last.pt", folder / "best.pt", *newest_first) if path.is_file()]
+    return [
+        path
+        for path in (folder / "last.pt", folder / "best.pt", *newest_first)
+        if path.is_file()
+    ]
 
 
 def newest_whole(folder: Path) -> Found | None:
@@ -100,7 +119,9 @@ def newest_whole(folder: Path) -> Found | None:
         try:
             found = Found(path, load(path))
         except CheckpointError as error:
-            if isinstance(error.__cause__, OSError):  # the disk's fault: the file may be whole
+            if isinstance(
+                error.__cause__, OSError
+            ):  # the disk's fault: the file may be whole
                 raise
             faults.append(str(error))
             continue
@@ -141,22 +162,32 @@ def restore(
     if changed := changed_course(recipe(from_mapping(saved["config"])), recipe(config)):
         raise CheckpointError(f"{path} {changed}")
     if not config.run.allow_fingerprint_change:
-        _check_plugins(path, saved["fingerprint"].get(flags.PLUGINS, {}), fingerprint.get(flags.PLUGINS, {}))
+        _check_plugins(
+            path,
+            saved["fingerprint"].get(flags.PLUGINS, {}),
+            fingerprint.get(flags.PLUGINS, {}),
+        )
     if config.compute.mode != "off" and not config.run.allow_fingerprint_change:
         _check_environment(path, saved["fingerprint"], fingerprint)
     for part in ("names", "train_ids"):
         before, now = saved["classes"][part], asdict(classes)[part]
         if before != now:
-            raise CheckpointError(f"{path} was trained with the class {part} {before}, the data set has {now}.")
+            raise CheckpointError(
+                f"{path} was trained with the class {part} {before}, the data set has {now}."
+            )
     load_weights(state.model, saved["model"], path)
     load_weights(state.ema.model, saved["ema"], path)
     load_optimizer(state.optimizer, saved["optimizer"])
-    if state.scaler.is_enabled():  # how fast the scale moves is for torch to say, not for the file
+    if (
+        state.scaler.is_enabled()
+    ):  # how fast the scale moves is for torch to say, not for the file
         kept = {name: saved["scaler"][name] for name in ("scale", "_growth_tracker")}
         state.scaler.load_state_dict({**state.scaler.state_dict(), **kept})
     state.step, state.best_miou = int(saved["step"]), float(saved["best_miou"])
     if state.step > config.train.steps:
-        raise CheckpointError(f"{path} is of step {state.step}, but train.steps = {config.train.steps}. Raise it.")
+        raise CheckpointError(
+            f"{path} is of step {state.step}, but train.steps = {config.train.steps}. Raise it."
+        )
     state.stale = int(saved["stale"])
 
 
@@ -168,7 +199,9 @@ def keep_newest(folder: Path, number: int) -> None:
 
 
 def _check_plugins(path: Path, before: dict[str, str], now: dict[str, str]) -> None:
-    if changed := [name for name in {**before, **now} if before.get(name) != now.get(name)]:
+    if changed := [
+        name for name in {**before, **now} if before.get(name) != now.get(name)
+    ]:
         raise CheckpointError(
             f"{path} was trained with other code of yours: {', '.join(changed[:5])} changed since. Restore it, start "
             f"another run with another run.name, or set run.allow_fingerprint_change=true and give up the promise of "
@@ -177,10 +210,17 @@ def _check_plugins(path: Path, before: dict[str, str], now: dict[str, str]) -> N
 
 
 def _check_environment(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    changed = [f"{name}: {there} -> {here}" for name, (there, here) in flags.differences(before, now).items()]
+    changed = [
+        f"{name}: {there} -> {here}"
+        for name, (there, here) in flags.differences(before, now).items()
+    ]
     if changed:
         loss = before.get(flags.LOSS, "plain")
-        there = f" with loss.backend={loss}" if loss != now.get(flags.LOSS, "plain") else " where it was trained"
+        there = (
+            f" with loss.backend={loss}"
+            if loss != now.get(flags.LOSS, "plain")
+            else " where it was trained"
+        )
         raise CheckpointError(
             f"{path} was trained in another environment, which may give other bits ({'; '.join(changed)}). Resume"
             f"{there}, or set run.allow_fingerprint_change=true and give up the promise of equal bits."
@@ -206,7 +246,10 @@ def save(path: Path, state: dict[str, Any], *, listed: bool = False) -> None:
 def _list_hash(path: Path, digest: str, step: int) -> None:
     hashes = path.parent / HASHES
     try:
-        descriptor = patiently(hashes, lambda: os.open(hashes, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
+        descriptor = patiently(
+            hashes,
+            lambda: os.open(hashes, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
+        )
         try:
             append(hashes, descriptor, f"{digest}  {path.name}  {step}\n".encode())
         finally:
@@ -221,7 +264,9 @@ def load(path: Path) -> dict[str, Any]:
     Raises CheckpointError, naming the file and what was expected, when it is missing, truncated, foreign or altered.
     """
     if not path.is_file():
-        raise CheckpointError(f"{path} does not exist. A run writes last.pt and best.pt; check run=.")
+        raise CheckpointError(
+            f"{path} does not exist. A run writes last.pt and best.pt; check run=."
+        )
     expected = f"a checkpoint of format {FORMAT!r} version {VERSION}"
     try:
         content = patiently(path, path.read_bytes)
@@ -231,9 +276,15 @@ def load(path: Path) -> dict[str, Any]:
         ) from error
     try:  # from memory: of files torn between 4 and 70 kB, torch says OSError, as if the disk had failed
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises RuntimeError, EOFError, UnpicklingError, BadZipFile ...
-        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        if isinstance(error, pickle.UnpicklingError):  # torch's words tell how to run the code in the file
+    except (
+        Exception
+    ) as error:  # torch raises RuntimeError, EOFError, UnpicklingError, BadZipFile ...
+        reason = (
+            str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        )
+        if isinstance(
+            error, pickle.UnpicklingError
+        ):  # torch's words tell how to run the code in the file
             if named := re.search(r"GLOBAL (\S+)", str(error)):
                 raise CheckpointError(
                     f"{path} is not {expected}: it names {named[1]}, a Python object, which could run code and "
@@ -245,18 +296,30 @@ def load(path: Path) -> dict[str, Any]:
             f"It is truncated or foreign; take another file of the run (last.pt, best.pt)."
         ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        found = sorted(map(str, state))[:5] if isinstance(state, dict) else type(state).__name__
-        raise CheckpointError(f"{path} is a torch file, but not {expected}: it holds {found}.")
+        found = (
+            sorted(map(str, state))[:5]
+            if isinstance(state, dict)
+            else type(state).__name__
+        )
+        raise CheckpointError(
+            f"{path} is a torch file, but not {expected}: it holds {found}."
+        )
     if state.get("version") != VERSION:
-        raise CheckpointError(f"{path} has version {state.get('version')}, but {expected} was needed.")
+        raise CheckpointError(
+            f"{path} has version {state.get('version')}, but {expected} was needed."
+        )
     missing = sorted(set(KEYS) - set(state))
     if missing:
         raise CheckpointError(f"{path} lacks {', '.join(missing)} of {expected}.")
     try:
         digests = _digests(state)
     except (AttributeError, TypeError) as error:
-        raise CheckpointError(f"{path} is not {expected}: its weights are not tensors ({error}).") from error
-    altered = [part for part, digest in digests.items() if state["digests"].get(part) != digest]
+        raise CheckpointError(
+            f"{path} is not {expected}: its weights are not tensors ({error})."
+        ) from error
+    altered = [
+        part for part, digest in digests.items() if state["digests"].get(part) != digest
+    ]
     if altered:
         raise CheckpointError(
             f"{path}: {' and '.join(altered)} were altered after they were written. Restore the file."
@@ -269,9 +332,19 @@ def _digests(state: dict[str, Any]) -> dict[str, str]:
 
     torch does not compare the checksums inside its files: 165 of 200 random bit flips were read back as momentum.
     """
-    rest = {name: value for name, value in state.items() if name not in ("model", "ema", "digests")}
-    tensors = {name: leaf for name, leaf in leaves(rest) if isinstance(leaf, torch.Tensor)}
-    plain = sorted(f"{name}={leaf!r}" for name, leaf in leaves(rest) if not isinstance(leaf, torch.Tensor))
+    rest = {
+        name: value
+        for name, value in state.items()
+        if name not in ("model", "ema", "digests")
+    }
+    tensors = {
+        name: leaf for name, leaf in leaves(rest) if isinstance(leaf, torch.Tensor)
+    }
+    plain = sorted(
+        f"{name}={leaf!r}"
+        for name, leaf in leaves(rest)
+        if not isinstance(leaf, torch.Tensor)
+    )
     text = hashlib.blake2b("\n".join(plain).encode(), digest_size=16).hexdigest()
     return {
         "model": state_digest(state["model"]),
@@ -318,9 +391,13 @@ def _class_table(values: dict[str, Any]) -> ClassTable:
     )
 
 
-def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], path: Path) -> None:
+def load_weights(
+    model: nn.Module, weights: dict[str, torch.Tensor], path: Path
+) -> None:
     """Copy weights into the network; raise WeightsError naming the keys and shapes that do not fit."""
     try:
         model.load_state_dict(weights, strict=True)
     except RuntimeError as error:
-        raise WeightsError(f"{path} does not fit {type(model).__name__}: {error}") from error
+        raise WeightsError(
+            f"{path} does not fit {type(model).__name__}: {error}"
+        ) from error

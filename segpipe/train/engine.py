@@ -40,7 +40,11 @@ if TYPE_CHECKING:
 
 
 def train(
-    config: Config, group: Group, open_outputs: OpenOutputs, *, git: dict[str, Any] | None = None
+    config: Config,
+    group: Group,
+    open_outputs: OpenOutputs,
+    *,
+    git: dict[str, Any] | None = None,
 ) -> tuple[Run, Validation, dict[str, Any]]:
     """Train, validate and write the run's files; returns the run, its last validation and the content of result.json.
 
@@ -57,15 +61,24 @@ def train(
                 run.view.say(note)
             images_per_second = _loop(run, stream)
             _save(run, "last.pt")  # before the validation, which may fail
-            final = _validate(run, precision="fp32", log=not _stopped_early(run))  # there, this step has its line
+            final = _validate(
+                run, precision="fp32", log=not _stopped_early(run)
+            )  # there, this step has its line
             if _keep_best(run, final, final=True):
                 _save(run, "last.pt")
-        result = {**result_of(run, final, images_per_second, stopped_early=_stopped_early(run)), "git": git}
+        result = {
+            **result_of(
+                run, final, images_per_second, stopped_early=_stopped_early(run)
+            ),
+            "git": git,
+        }
         if group.is_main:
             write_atomically(run.folder / "result.json", to_json(result))
         exit_code = 0
     finally:
-        with contextlib.suppress(CheckpointError):  # already reported by an earlier flush
+        with contextlib.suppress(
+            CheckpointError
+        ):  # already reported by an earlier flush
             run.watch.close()
         run.log.close(exit_code)
     return run, final, result
@@ -76,23 +89,50 @@ def _open(
 ) -> tuple[Run, Generator[ShardBatch, None, None], list[str]]:
     """The run at the step at which it starts or resumes, its batches, and notes for the user."""
     last = config.run_dir / "last.pt"
-    found = checkpoint.newest_whole(config.run_dir) if config.run.exists == "resume" else None
-    earlier = (config.run_dir / "config.json").is_file()  # before this session writes its own
+    found = (
+        checkpoint.newest_whole(config.run_dir)
+        if config.run.exists == "resume"
+        else None
+    )
+    earlier = (
+        config.run_dir / "config.json"
+    ).is_file()  # before this session writes its own
     flags.apply(config.compute.threads, config.compute.mode)
     samples = open_samples(config.data, "train", config.seed)
     start = None if found else read_start(config, checkpoint.load)
     current = state.build_state(config, samples.classes, group.device, start)
-    fingerprint, differences = common_fingerprint(config, group, backend(config.loss, group.device.type))
+    fingerprint, differences = common_fingerprint(
+        config, group, backend(config.loss, group.device.type)
+    )
     if found:
-        checkpoint.restore(found.path, current, config, samples.classes, fingerprint, saved=found.content)
+        checkpoint.restore(
+            found.path,
+            current,
+            config,
+            samples.classes,
+            fingerprint,
+            saved=found.content,
+        )
         if found.note and group.is_main:
             print(found.note, file=sys.stderr)  # also without train.progress
     val_samples = open_samples(config.data, config.data.split, config.seed)
     agree_on_step(found.path if found else last, current.step, group)
-    group.together(lambda: check_space(config, current, group.world_size) if group.is_main else None)
+    group.together(
+        lambda: (
+            check_space(config, current, group.world_size) if group.is_main else None
+        )
+    )
     kept = config.run_dir / frequency.FILE_NAME
-    counts = counted(config, group, samples, kept=kept if found else None, say=partial(_tell, config, group))
-    stream = shard_stream(config, group, samples, range(current.step, config.train.steps), counts)
+    counts = counted(
+        config,
+        group,
+        samples,
+        kept=kept if found else None,
+        say=partial(_tell, config, group),
+    )
+    stream = shard_stream(
+        config, group, samples, range(current.step, config.train.steps), counts
+    )
     done = current.step if found else None
     view, log = open_outputs(done)
     longer = found and found.content["config"]["train"]["steps"] != config.train.steps
@@ -106,13 +146,26 @@ def _open(
         splits = {"train": samples, config.data.split: val_samples}
         inputs.record(config, splits, fresh=not found, ledger=_keeps_ledger(config))
     group.keep_stacks(config.run_dir)
-    cache_mib = config.data.cache_mib * (1 if config.data.workers else 2)  # of training, it is in the workers
+    cache_mib = config.data.cache_mib * (
+        1 if config.data.workers else 2
+    )  # of training, it is in the workers
     watch = (
         Recorder(config, group, current, samples, fingerprint, cache_mib=cache_mib)
         if _keeps_ledger(config)
         else Watch(group, current, config.run_dir, cache_mib=cache_mib)
     )
-    run = Run(config, group, samples, val_samples, counts, current, fingerprint, watch, view, log)
+    run = Run(
+        config,
+        group,
+        samples,
+        val_samples,
+        counts,
+        current,
+        fingerprint,
+        watch,
+        view,
+        log,
+    )
     notes = [
         *current.notes,
         header(config, group, samples, val_samples, current.model),
@@ -142,7 +195,9 @@ def _notes(config: Config, group: Group, differences: list[str]) -> list[str]:
         )
     if differences and config.compute.mode != "off":
         listed = "; ".join(differences[:4])
-        notes.append(f"ranks differ, so another number of processes may give other bits: {listed}")
+        notes.append(
+            f"ranks differ, so another number of processes may give other bits: {listed}"
+        )
     return notes
 
 
@@ -151,7 +206,9 @@ def _resumed(config: Config, done: int | None, earlier: bool) -> list[str]:
     if done is not None:
         return [f"resuming {config.run_dir} at step {done}"]
     if earlier and config.run.exists == "resume":
-        return [f"{config.run_dir} holds no checkpoint yet: the run starts again at step 0"]
+        return [
+            f"{config.run_dir} holds no checkpoint yet: the run starts again at step 0"
+        ]
     return []
 
 
@@ -159,12 +216,19 @@ def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> float:
     """All updates that are left; returns images per second of the updates alone."""
     config, current, clock = run.config, run.state, run.clock
     own = run.group.own_shards(config.compute.shards)
-    step = TrainStep(config, run.watch, loss_weights(config, run.train_samples, run.counts))
-    with StopRequest(outlive_error=run.group.world_size > 1) as stop, contextlib.closing(stream):
+    step = TrainStep(
+        config, run.watch, loss_weights(config, run.train_samples, run.counts)
+    )
+    with (
+        StopRequest(outlive_error=run.group.world_size > 1) as stop,
+        contextlib.closing(stream),
+    ):
         while current.step < config.train.steps and not _stopped_early(run):
             shards = [next(stream) for _ in own]
             check = partial(_check, run, step, shards)
-            result = train_step(step, shards, stop=stop.asked, wait=_waits(run), check=check)
+            result = train_step(
+                step, shards, stop=stop.asked, wait=_waits(run), check=check
+            )
             if result is None:
                 _save(run, "last.pt")
                 raise Interrupted(
@@ -215,33 +279,53 @@ def _logs(config: Config, done: int) -> bool:
 def _waits(run: Run) -> bool:
     """Whether the host waits for the next update: always on a CPU; on a GPU when its outcome is logged or saved."""
     config, done = run.config, run.state.step + 1
-    saved_at = (config.checkpoint.every, config.checkpoint.keep_every, config.train.validate_every, config.train.steps)
+    saved_at = (
+        config.checkpoint.every,
+        config.checkpoint.keep_every,
+        config.train.validate_every,
+        config.train.steps,
+    )
     saves = any(_due(done, every) for every in saved_at)
     return run.group.device.type == "cpu" or saves or _logs(config, done)
 
 
-def _check(run: Run, step: TrainStep, shards: Sequence[ShardBatch], result: StepResult) -> None:
+def _check(
+    run: Run, step: TrainStep, shards: Sequence[ShardBatch], result: StepResult
+) -> None:
     """Raises NumericsError when this update, or an earlier one that the host did not check, is not finite."""
     config, current, group = run.config, run.state, run.group
     first = int(step.first_bad)
-    overflow = current.scaler.is_enabled() and not bool(torch.isfinite(result.grad_norm))
+    overflow = current.scaler.is_enabled() and not bool(
+        torch.isfinite(result.grad_norm)
+    )
     # The scaler skips such an update and halves its scale. Below 1 the gradients themselves are not finite.
     if first > current.step and not (overflow and current.scaler.get_scale() < 1.0):
         return
     own = {shard: float(loss) for shard, loss in result.shard_losses.items()}
     everywhere = [
-        (rank, shard, loss) for rank, losses in enumerate(group.gather(own)) for shard, loss in losses.items()
+        (rank, shard, loss)
+        for rank, losses in enumerate(group.gather(own))
+        for shard, loss in losses.items()
     ]
-    bad = [f"rank {rank} shard {shard} loss {loss}" for rank, shard, loss in everywhere if loss - loss != 0]
+    bad = [
+        f"rank {rank} shard {shard} loss {loss}"
+        for rank, shard, loss in everywhere
+        if loss - loss != 0
+    ]
     rate = result.rate
-    scale = f" at loss scale {current.scaler.get_scale():g}" if current.scaler.is_enabled() else ""
+    scale = (
+        f" at loss scale {current.scaler.get_scale():g}"
+        if current.scaler.is_enabled()
+        else ""
+    )
     or_fp32 = "" if config.train.precision == "fp32" else " or train.precision=fp32"
     good, name = _last_good_state(run, first), config.loss.name
     lead, advice = "", f" Lower optim.lr, or set optim.clip_norm=5{or_fp32}."
     if bad and is_path(name) and _logits_are_finite(run, step, shards):
         value = next(loss for *_, loss in everywhere if loss - loss != 0)
         lead = (
-            f"loss.name = {name} returned {value} for finite logits; `segpipe check-plugin loss.name={name}` tests it. "
+            f"loss.name = {name} returned {value} for finite logits; "
+            f"`segpipe check-plugin loss.name={name}` tests it. "
         )
         advice = " Mend the loss; a lower optim.lr does not help."
     raise NumericsError(
@@ -255,9 +339,15 @@ def _logits_are_finite(run: Run, step: TrainStep, shards: Sequence[ShardBatch]) 
     """Whether the network makes finite logits of these shards, on every rank. A collective; spoils its statistics."""
     device, found = run.group.device, []
     for batch in shards:
-        image, *color = (value.to(device) for value in (batch.image, batch.color) if value is not None)
+        image, *color = (
+            value.to(device)
+            for value in (batch.image, batch.color)
+            if value is not None
+        )
         with torch.no_grad(), autocast(device, run.config.train.precision):
-            heads = run.state.model.train().logits(step.loss.preprocess(image, *color), aux=True)  # type: ignore[operator]
+            heads = run.state.model.train().logits(
+                step.loss.preprocess(image, *color), aux=True
+            )  # type: ignore[operator]
         found += [bool(logits.isfinite().all()) for logits in heads.values()]
     return all(run.group.gather(all(found)))
 
@@ -267,7 +357,11 @@ def _last_good_state(run: Run, first: int) -> str:
     if first >= run.state.step:
         _save(run, "diverged.pt")
         return f"The state before this step is kept in {run.folder / 'diverged.pt'}."
-    good = f"last.pt of step {run.saved} is the last good state" if run.saved is not None else "no last.pt was written"
+    good = (
+        f"last.pt of step {run.saved} is the last good state"
+        if run.saved is not None
+        else "no last.pt was written"
+    )
     return f"Step {first} was the first that was not finite, {run.state.step} the first that was checked; {good}."
 
 
@@ -289,7 +383,11 @@ def _log(run: Run, result: StepResult) -> None:
     run.log.log(current.step, "memory", memory)
     for warning in warnings:
         run.view.say(warning)
-    shown = {"loss": f"{values['loss']:.3f}", "lr": f"{rate:.2g}", "img/s": f"{speed:.1f}" if speed else "-"}
+    shown = {
+        "loss": f"{values['loss']:.3f}",
+        "lr": f"{rate:.2g}",
+        "img/s": f"{speed:.1f}" if speed else "-",
+    }
     run.view.advance(current.step, shown)
 
 
@@ -343,7 +441,9 @@ def _save(run: Run, name: str) -> None:
         run.watch.flush(sync=True)
         if run.group.is_main:
             path = run.folder / name
-            checkpoint.save_state(path, run.state, run.config, run.train_samples.classes, run.fingerprint)
+            checkpoint.save_state(
+                path, run.state, run.config, run.train_samples.classes, run.fingerprint
+            )
 
     run.group.together(write)  # a full disk ends all ranks, not one alone
     if name == "last.pt":

@@ -35,7 +35,11 @@ BUCKET_SIZE = 1 << 20  # elements that are sent at once: 4 MiB
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
     """The context in which the network runs; the loss and all sums stay in fp32."""
-    return torch.autocast(device.type, dtype=AUTOCAST.get(precision, torch.bfloat16), enabled=precision in AUTOCAST)
+    return torch.autocast(
+        device.type,
+        dtype=AUTOCAST.get(precision, torch.bfloat16),
+        enabled=precision in AUTOCAST,
+    )
 
 
 @dataclass(frozen=True)
@@ -43,20 +47,35 @@ class Reduced:
     """What was reduced over the shards of all ranks besides the gradients, which are in `.grad`."""
 
     parts: dict[str, Tensor]  # losses, 0-d, over all shards; "total" is their sum
-    means: list[Tensor]  # BatchNorm statistics after the step, as `statistics` lists them
-    shard_losses: dict[int, Tensor]  # of this rank; of its first shard where DDP takes all as one batch
+    means: list[
+        Tensor
+    ]  # BatchNorm statistics after the step, as `statistics` lists them
+    shard_losses: dict[
+        int, Tensor
+    ]  # of this rank; of its first shard where DDP takes all as one batch
 
 
 class BatchLoss:
     """Forward and loss of a batch of uint8 images and targets."""
 
-    def __init__(self, config: Config, watch: Watch, class_weights: Tensor | None) -> None:
-        self.config, self.watch, self.state, self.group = config, watch, watch.state, watch.group
+    def __init__(
+        self, config: Config, watch: Watch, class_weights: Tensor | None
+    ) -> None:
+        self.config, self.watch, self.state, self.group = (
+            config,
+            watch,
+            watch.state,
+            watch.group,
+        )
         self.device = self.group.device
-        self.class_weights = class_weights.to(self.device) if class_weights is not None else None
+        self.class_weights = (
+            class_weights.to(self.device) if class_weights is not None else None
+        )
         self.preprocess = Preprocess().to(self.device)
         self.guard = ShardGuard(config, self.state.model)
-        self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._copies: torch.cuda.Stream | None = None
+        if self.device.type == "cuda":
+            self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def __call__(
         self,
@@ -70,10 +89,17 @@ class BatchLoss:
     ) -> dict[str, Tensor]:
         """Loss parts, 0-d; dropout is keyed by the step and `shard`, not by what ran before."""
         self.guard.start()
-        torch.manual_seed(torch_seed(self.config.seed, self.state.step, shard, "dropout"))
+        torch.manual_seed(
+            torch_seed(self.config.seed, self.state.step, shard, "dropout")
+        )
         with self.watch.span("copy"):
-            image, target, *rest = self._on_device(image, target, *([] if color is None else [color]))
-        with self.watch.span("forward"), autocast(self.device, self.config.train.precision):
+            image, target, *rest = self._on_device(
+                image, target, *([] if color is None else [color])
+            )
+        with (
+            self.watch.span("forward"),
+            autocast(self.device, self.config.train.precision),
+        ):
             seen = self.preprocess(image, *rest)
             heads = network(seen)
         self.watch.forward(seen, heads)
@@ -100,7 +126,9 @@ class BatchLoss:
             copies = [value.to(self.device, non_blocking=True) for value in values]
         here.wait_stream(self._copies)
         for value in copies:
-            value.record_stream(here)  # its memory is not used again before `here` has read it
+            value.record_stream(
+                here
+            )  # its memory is not used again before `here` has read it
         return copies
 
 
@@ -109,7 +137,9 @@ class ElasticGradients:
 
     def __init__(self, loss: BatchLoss) -> None:
         self.loss, self.state, self.group = loss, loss.state, loss.group
-        self.network = training_heads(self.state.model, loss.config.compute, self.group.device)
+        self.network = training_heads(
+            self.state.model, loss.config.compute, self.group.device
+        )
         self.parameters = [p for p in self.state.model.parameters() if p.requires_grad]
         self.statistics = statistics(self.state.model)
         self._part_names: list[str] = []
@@ -122,17 +152,26 @@ class ElasticGradients:
         self._exchange: _Exchange | None = None
         if self.group.world_size > 1:
             for place, parameter in enumerate(self.parameters):
-                parameter.register_post_accumulate_grad_hook(partial(self._on_grad_ready, place))  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(
+                    partial(self._on_grad_ready, place)
+                )  # type: ignore[no-untyped-call]
 
     def __call__(self, shards: Sequence[ShardBatch], global_valid: Tensor) -> Reduced:
         """Leave the reduced gradients in `.grad`: None where no shard of any rank gave one. A collective."""
         leaves, watch = self.loss.config.compute.shards, self.loss.watch
         tree, free, losses = TreeSum(leaves, shards[0].shard), list(self._vectors), {}
         self._kept.keep()
-        absent = set(range(len(self.parameters)))  # parameters for which no own shard gave a gradient
+        absent = set(
+            range(len(self.parameters))
+        )  # parameters for which no own shard gave a gradient
         for number, batch in enumerate(shards, 1):
             parts = self.loss(
-                self.network, batch.image, batch.target, global_valid, shard=batch.shard, color=batch.color
+                self.network,
+                batch.image,
+                batch.target,
+                global_valid,
+                shard=batch.shard,
+                color=batch.color,
             )
             layout = self._layout_for(parts)
             flat = free.pop() if free else self._new(layout)
@@ -141,7 +180,15 @@ class ElasticGradients:
                 # Not into `flat`: sums come back while its own gradients are still to be read by the watch.
                 total = free.pop() if free else self._new(layout)
                 across = RankSum(self.group, leaves)
-                self._exchange = _Exchange(layout, tree, flat, self._views_of(flat), self.parameters, across, total)
+                self._exchange = _Exchange(
+                    layout,
+                    tree,
+                    flat,
+                    self._views_of(flat),
+                    self.parameters,
+                    across,
+                    total,
+                )
             with watch.span("backward"):
                 self.state.scaler.scale(parts["total"]).backward()  # type: ignore[no-untyped-call]
             self.loss.guard.check(self.state.step, batch.shard)
@@ -160,12 +207,21 @@ class ElasticGradients:
                 elif self.group.world_size == 1:
                     tree.close(flat, slice(None))
         root = tree.last_sum(flat)
-        return self._unpack(root if self.group.world_size == 1 else total, losses, absent)
+        return self._unpack(
+            root if self.group.world_size == 1 else total, losses, absent
+        )
 
     def _collect(self, views: list[Tensor], parts: dict[str, Tensor]) -> set[int]:
         """Move what a shard's pass left behind into its vector; returns the parameters that have a gradient."""
-        given = self._exchange.given if self._exchange else [p.grad is not None for p in self.parameters]
-        copy_all(views[: len(self.statistics) + 1], [*self.statistics, self._figures(parts, given)])
+        given = (
+            self._exchange.given
+            if self._exchange
+            else [p.grad is not None for p in self.parameters]
+        )
+        copy_all(
+            views[: len(self.statistics) + 1],
+            [*self.statistics, self._figures(parts, given)],
+        )
         self._kept.put_back()
         if self._exchange is not None:
             self._exchange.send_rest()
@@ -191,18 +247,29 @@ class ElasticGradients:
     def _layout_for(self, parts: dict[str, Tensor]) -> FlatLayout:
         if self._layout is None:
             self._part_names = list(parts)
-            figures = torch.zeros(len(parts) + len(self.parameters), device=self.group.device)
+            figures = torch.zeros(
+                len(parts) + len(self.parameters), device=self.group.device
+            )
             tensors = [*self.statistics, figures, *self.parameters]
             self._layout = FlatLayout(tensors, bucket_size=BUCKET_SIZE)
         return self._layout
 
     def _figures(self, parts: dict[str, Tensor], given: list[bool]) -> Tensor:
         """A shard's losses, then 1 for each parameter that it gave a gradient for: sums of these are exact."""
-        if self._presence is None or self._presence[0] != given:  # a copy to the device, as good as once
-            self._presence = given, torch.tensor(given, dtype=torch.float32).to(self.group.device)
-        return torch.cat([torch.stack([part.detach() for part in parts.values()]), self._presence[1]])
+        if (
+            self._presence is None or self._presence[0] != given
+        ):  # a copy to the device, as good as once
+            self._presence = (
+                given,
+                torch.tensor(given, dtype=torch.float32).to(self.group.device),
+            )
+        return torch.cat(
+            [torch.stack([part.detach() for part in parts.values()]), self._presence[1]]
+        )
 
-    def _unpack(self, root: Tensor, losses: dict[int, Tensor], absent: set[int]) -> Reduced:
+    def _unpack(
+        self, root: Tensor, losses: dict[int, Tensor], absent: set[int]
+    ) -> Reduced:
         """Gradients and figures of the sum. Waits for a GPU only if no own shard used some parameter."""
         views = self._views_of(root)
         count = len(self.statistics)
@@ -212,10 +279,18 @@ class ElasticGradients:
         if absent:
             shards_with = figures[len(self._part_names) :].tolist()
             for place in absent:
-                if not shards_with[place]:  # as torch leaves it: no weight decay, no momentum
+                if not shards_with[
+                    place
+                ]:  # as torch leaves it: no weight decay, no momentum
                     self.parameters[place].grad = None
-        parts = dict(zip(self._part_names, figures[: len(self._part_names)].unbind(), strict=True))
-        return Reduced(parts, _divided(views[:count], self.loss.config.compute.shards), losses)
+        parts = dict(
+            zip(
+                self._part_names, figures[: len(self._part_names)].unbind(), strict=True
+            )
+        )
+        return Reduced(
+            parts, _divided(views[:count], self.loss.config.compute.shards), losses
+        )
 
 
 class _Exchange:
@@ -236,14 +311,24 @@ class _Exchange:
         total: Tensor,
     ) -> None:
         """`flat` is the last shard's vector, with its `views`; `total` receives the sums."""
-        self._layout, self._tree, self._flat, self._parameters, self._across = layout, tree, flat, parameters, across
+        self._layout, self._tree, self._flat, self._parameters, self._across = (
+            layout,
+            tree,
+            flat,
+            parameters,
+            across,
+        )
         self._total = total
         self.given = [False] * len(parameters)  # which have a gradient
         self._views = views
         self._first = len(self._views) - len(parameters)  # place of the first gradient
-        self._missing = [sum(place >= self._first for place in members) for members in layout.members]
+        self._missing = [
+            sum(place >= self._first for place in members) for members in layout.members
+        ]
         self._next = len(layout.buckets) - 1
-        self._held = layout.bucket_of[self._first - 1]  # buckets up to this one wait for statistics and figures
+        self._held = layout.bucket_of[
+            self._first - 1
+        ]  # buckets up to this one wait for statistics and figures
 
     def on_grad_ready(self, place: int) -> None:
         """Send the buckets that the gradient of parameter `place` completes."""
@@ -262,9 +347,15 @@ class _Exchange:
         self._across.finish()
 
     def _send(self) -> None:
-        members, bucket = self._layout.members[self._next], self._layout.buckets[self._next]
+        members, bucket = (
+            self._layout.members[self._next],
+            self._layout.buckets[self._next],
+        )
         grads = [place for place in members if place >= self._first]
-        _pack([self._views[place] for place in grads], [self._parameters[place - self._first] for place in grads])
+        _pack(
+            [self._views[place] for place in grads],
+            [self._parameters[place - self._first] for place in grads],
+        )
         self._across.start(self._tree.close(self._flat, bucket), self._total[bucket])
         self._next -= 1
 
@@ -301,7 +392,9 @@ class DdpGradients:
         """Whether trained parameters have no part in the heads: DDP then looks for them in every step, or it stops."""
         trained = [p for p in self.network.parameters() if p.requires_grad]
         with self._trial() as image:
-            grads = torch.autograd.grad(self._mean(image[:2]), trained, allow_unused=True)
+            grads = torch.autograd.grad(
+                self._mean(image[:2]), trained, allow_unused=True
+            )
         return any(grad is None for grad in grads)
 
     def _warm_up(self) -> None:
@@ -320,32 +413,59 @@ class DdpGradients:
     def _trial(self) -> Iterator[Tensor]:
         """An empty batch of this rank's size, for passes that leave the statistics of norms as they were."""
         config = self.loss.config
-        number = len(self.group.own_shards(config.compute.shards)) * config.compute.samples_per_shard
+        number = (
+            len(self.group.own_shards(config.compute.shards))
+            * config.compute.samples_per_shard
+        )
         before = [buffer.clone() for buffer in self.network.buffers()]
-        yield torch.zeros(number, 3, *config.augment.crop_size, device=self.group.device)
+        yield torch.zeros(
+            number, 3, *config.augment.crop_size, device=self.group.device
+        )
         copy_all(list(self.network.buffers()), before)
 
     def _mean(self, image: Tensor) -> Tensor:
         with autocast(self.group.device, self.loss.config.train.precision):
             heads = self.network(image)
-            return torch.stack([logits.float().mean() for logits in heads.values()]).sum()
+            return torch.stack(
+                [logits.float().mean() for logits in heads.values()]
+            ).sum()
 
     def __call__(self, shards: Sequence[ShardBatch], global_valid: Tensor) -> Reduced:
         """Leave the reduced gradients in `.grad`. A collective."""
         self.loss.watch.whole_batch(shards)
         self._kept.keep()
         device, world_size = self.group.device, self.group.world_size
-        image = torch.cat([batch.image.to(device, non_blocking=True) for batch in shards])
-        target = torch.cat([batch.target.to(device, non_blocking=True) for batch in shards])
-        colors = [batch.color.to(device, non_blocking=True) for batch in shards if batch.color is not None]
+        image = torch.cat(
+            [batch.image.to(device, non_blocking=True) for batch in shards]
+        )
+        target = torch.cat(
+            [batch.target.to(device, non_blocking=True) for batch in shards]
+        )
+        colors = [
+            batch.color.to(device, non_blocking=True)
+            for batch in shards
+            if batch.color is not None
+        ]
         color = torch.cat(colors) if colors else None
-        parts = self.loss(self.network, image, target, global_valid, shard=shards[0].shard, color=color)
+        parts = self.loss(
+            self.network,
+            image,
+            target,
+            global_valid,
+            shard=shards[0].shard,
+            color=color,
+        )
         if world_size > 1:
             self.group.contract.enter("backward of DDP")
-        total = parts["total"] * world_size  # DDP takes the mean over ranks, but the loss is divided by all pixels
+        total = (
+            parts["total"] * world_size
+        )  # DDP takes the mean over ranks, but the loss is divided by all pixels
         self.state.scaler.scale(total).backward()  # type: ignore[no-untyped-call]
         self.loss.guard.check(self.state.step, shards[0].shard)
-        tensors = [*self.statistics, torch.stack([part.detach() for part in parts.values()])]
+        tensors = [
+            *self.statistics,
+            torch.stack([part.detach() for part in parts.values()]),
+        ]
         self._layout = self._layout or FlatLayout(tensors)
         flat = self._layout.new()
         views = self._layout.views(flat)
@@ -354,7 +474,11 @@ class DdpGradients:
         tree_over_ranks(flat, self.group)
         *sums, figures = views
         losses = {shards[0].shard: parts["total"].detach()}
-        return Reduced(dict(zip(parts, figures.unbind(), strict=True)), _divided(sums, world_size), losses)
+        return Reduced(
+            dict(zip(parts, figures.unbind(), strict=True)),
+            _divided(sums, world_size),
+            losses,
+        )
 
 
 def _divided(sums: list[Tensor], count: int) -> list[Tensor]:
@@ -363,6 +487,9 @@ def _divided(sums: list[Tensor], count: int) -> list[Tensor]:
 
 def _pack(views: list[Tensor], parameters: list[nn.Parameter]) -> None:
     """Move gradients to their places; a parameter without one takes part as zeros, so that all ranks send the same."""
-    copy_all(views, [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters])
+    copy_all(
+        views,
+        [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters],
+    )
     for parameter in parameters:
         parameter.grad = None

@@ -56,10 +56,17 @@ class GraphedHeads(AllHeads):
         before = [buffer.clone() for buffer in self.model.buffers()]
         random = torch.random.fork_rng([image.device] if kind == "cuda" else [])
         # Weights that were cast for an earlier pass must not be read in a replay, so nothing is cached.
-        amp = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False)
+        amp = torch.autocast(
+            kind,
+            torch.get_autocast_dtype(kind),
+            torch.is_autocast_enabled(kind),
+            cache_enabled=False,
+        )
         traced = _Traced(self.model)
         with random, amp:
-            replay = torch.cuda.make_graphed_callables(traced, (image.detach().clone(),), allow_unused_input=True)
+            replay = torch.cuda.make_graphed_callables(
+                traced, (image.detach().clone(),), allow_unused_input=True
+            )
         # torch keeps these for the replays, and their graph would keep the nodes that take the parameters' gradients on
         # the stream of the recording: a wait between streams per parameter and step, and hooks on that stream.
         for logits in traced.last.values():
@@ -70,14 +77,18 @@ class GraphedHeads(AllHeads):
         return replay
 
 
-def training_heads(model: nn.Module, compute: ComputeConfig, device: torch.device) -> Any:
+def training_heads(
+    model: nn.Module, compute: ComputeConfig, device: torch.device
+) -> Any:
     """The heads as `compute.compile` and `compute.cuda_graph` want them. Raises ConfigError without a GPU."""
     if compute.compile:
         return _compiled(model)
     if not compute.cuda_graph:
         return AllHeads(model)
     if device.type != "cuda":
-        raise ConfigError("compute.cuda_graph = true, but training runs on a CPU. Set compute.cuda_graph=false.")
+        raise ConfigError(
+            "compute.cuda_graph = true, but training runs on a CPU. Set compute.cuda_graph=false."
+        )
     return GraphedHeads(model)
 
 

@@ -34,23 +34,35 @@ def confusion(pred: Tensor, target: Tensor, num_classes: int) -> Tensor:
     deterministic mode allows bincount without weights only.
     """
     if pred.shape != target.shape:
-        raise ValueError(f"pred has shape {tuple(pred.shape)}, but target has {tuple(target.shape)}.")
+        raise ValueError(
+            f"pred has shape {tuple(pred.shape)}, but target has {tuple(target.shape)}."
+        )
     if not 1 <= num_classes <= IGNORE_INDEX:
-        raise ValueError(f"num_classes = {num_classes}, but 1 to {IGNORE_INDEX} was needed.")
+        raise ValueError(
+            f"num_classes = {num_classes}, but 1 to {IGNORE_INDEX} was needed."
+        )
     row, column = target.to(torch.int64), pred.to(torch.int64)
     num_cells = num_classes * num_classes
     ignored, invalid_target, invalid_pred = num_cells, num_cells + 1, num_cells + 2
     # `where` instead of a boolean index: fixed shapes, so the host does not wait for the number of valid pixels.
-    cell = torch.where((column < 0) | (column >= num_classes), invalid_pred, row * num_classes + column)
+    cell = torch.where(
+        (column < 0) | (column >= num_classes), invalid_pred, row * num_classes + column
+    )
     cell = torch.where(row >= num_classes, invalid_target, cell)
     cell = torch.where(row == IGNORE_INDEX, ignored, cell)
     counts = torch.bincount(cell.flatten(), minlength=num_cells + 3)
     invalid_counts = counts[invalid_target:].tolist()
     if invalid_counts[0]:
         values = sorted(set(row.flatten().tolist()))
-        _refuse([value for value in values if num_classes <= value < IGNORE_INDEX], invalid_counts[0], num_classes)
+        _refuse(
+            [value for value in values if num_classes <= value < IGNORE_INDEX],
+            invalid_counts[0],
+            num_classes,
+        )
     if invalid_counts[1]:
-        raise ValueError(f"pred holds {invalid_counts[1]} pixels outside the classes 0 to {num_classes - 1}.")
+        raise ValueError(
+            f"pred holds {invalid_counts[1]} pixels outside the classes 0 to {num_classes - 1}."
+        )
     return counts[:num_cells].reshape(num_classes, num_classes)
 
 
@@ -62,7 +74,11 @@ def confusion_of(counts: Tensor) -> Tensor:
     num_classes = counts.shape[1]
     invalid = counts[num_classes:IGNORE_INDEX].sum(1)
     if invalid.any():
-        _refuse((invalid.nonzero().flatten() + num_classes).tolist(), int(invalid.sum()), num_classes)
+        _refuse(
+            (invalid.nonzero().flatten() + num_classes).tolist(),
+            int(invalid.sum()),
+            num_classes,
+        )
     return counts[:num_classes]
 
 
@@ -83,7 +99,9 @@ def iou_per_class(confusion: Counts) -> list[float | None]:
     target_pixels = [sum(row) for row in rows]
     predicted_pixels = [sum(column) for column in zip(*rows, strict=True)]
     return [
-        rows[k][k] / (target_pixels[k] + predicted_pixels[k] - rows[k][k]) if target_pixels[k] else None
+        rows[k][k] / (target_pixels[k] + predicted_pixels[k] - rows[k][k])
+        if target_pixels[k]
+        else None
         for k in range(len(rows))
     ]
 
@@ -128,7 +146,9 @@ def summary(confusion: Counts, names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def rates(confusion: Counts, names: Sequence[str]) -> dict[str, dict[str, float | None]]:
+def rates(
+    confusion: Counts, names: Sequence[str]
+) -> dict[str, dict[str, float | None]]:
     """Precision, recall and F1 ("precision", "recall", "f1") of each class by name, 0 to 1.
 
     None for a class without a target pixel, and the precision also where nothing was predicted as the class.
@@ -136,8 +156,16 @@ def rates(confusion: Counts, names: Sequence[str]) -> dict[str, dict[str, float 
     rows: list[list[int]] = confusion.tolist()
     predicted = [sum(column) for column in zip(*rows, strict=True)]
     found: dict[str, list[float | None]] = {
-        "precision": [rows[k][k] / predicted[k] if predicted[k] and any(row) else None for k, row in enumerate(rows)],
-        "recall": [row[k] / sum(row) if any(row) else None for k, row in enumerate(rows)],
-        "f1": [None if iou is None else 2 * iou / (1 + iou) for iou in iou_per_class(confusion)],
+        "precision": [
+            rows[k][k] / predicted[k] if predicted[k] and any(row) else None
+            for k, row in enumerate(rows)
+        ],
+        "recall": [
+            row[k] / sum(row) if any(row) else None for k, row in enumerate(rows)
+        ],
+        "f1": [
+            None if iou is None else 2 * iou / (1 + iou)
+            for iou in iou_per_class(confusion)
+        ],
     }
     return {key: dict(zip(names, values, strict=True)) for key, values in found.items()}

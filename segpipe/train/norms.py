@@ -13,17 +13,28 @@ from segpipe.train.optim import frozen_modules
 def norms(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
     """BatchNorm layers that gather statistics, in module order: all but those in frozen parts."""
     frozen = set(frozen_modules(model))
-    return [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m not in frozen]
+    return [
+        m
+        for m in model.modules()
+        if isinstance(m, nn.modules.batchnorm._BatchNorm) and m not in frozen
+    ]
 
 
 def statistics(model: nn.Module) -> list[Tensor]:
     """Running means and variances of `norms`, in module order."""
-    return [b for m in norms(model) for b in (m.running_mean, m.running_var) if b is not None]
+    return [
+        b
+        for m in norms(model)
+        for b in (m.running_mean, m.running_var)
+        if b is not None
+    ]
 
 
 def counters(model: nn.Module) -> list[Tensor]:
     """The number of its forward passes of each of `norms`, with which those without a momentum compute."""
-    return [m.num_batches_tracked for m in norms(model) if m.num_batches_tracked is not None]
+    return [
+        m.num_batches_tracked for m in norms(model) if m.num_batches_tracked is not None
+    ]
 
 
 class Kept:
@@ -31,7 +42,8 @@ class Kept:
 
     def __init__(self, model: nn.Module) -> None:
         self._groups = [
-            (tensors, [torch.empty_like(t) for t in tensors]) for tensors in (statistics(model), counters(model))
+            (tensors, [torch.empty_like(t) for t in tensors])
+            for tensors in (statistics(model), counters(model))
         ]
 
     def keep(self) -> None:

@@ -30,14 +30,23 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> str:
     if not patterns:
         return ""
     parameters = dict(model.named_parameters())
-    frozen = {name for pattern in patterns for name in _matches(model, pattern, "model.freeze")}
+    frozen = {
+        name
+        for pattern in patterns
+        for name in _matches(model, pattern, "model.freeze")
+    }
     if len(frozen) == len(parameters):
-        raise ConfigError(f"model.freeze = {list(patterns)} freezes every parameter: nothing is left to train.")
+        raise ConfigError(
+            f"model.freeze = {list(patterns)} freezes every parameter: nothing is left to train."
+        )
     for name in frozen:
         parameters[name].requires_grad_(False)
     for module in frozen_modules(model):
         module.training = False
-    count, total = sum(parameters[name].numel() for name in frozen), sum(p.numel() for p in parameters.values())
+    count, total = (
+        sum(parameters[name].numel() for name in frozen),
+        sum(p.numel() for p in parameters.values()),
+    )
     return f"frozen: {len(frozen)} of {len(parameters)} tensors, {100 * count / total:.1f} % of the parameters"
 
 
@@ -45,7 +54,9 @@ def frozen_modules(model: nn.Module) -> list[nn.Module]:
     """Modules that have parameters, all of them frozen, and what is inside them."""
     found: dict[nn.Module, None] = {}
     for module in model.modules():
-        if (own := list(module.parameters())) and not any(parameter.requires_grad for parameter in own):
+        if (own := list(module.parameters())) and not any(
+            parameter.requires_grad for parameter in own
+        ):
             found |= dict.fromkeys(module.modules())
     return list(found)
 
@@ -55,7 +66,9 @@ def _matches(model: nn.Module, pattern: str, key: str) -> list[str]:
     names = [name for name, _ in model.named_parameters()]
     found = [name for name in names if fnmatchcase(name, pattern)]
     if not found:
-        below = dict.fromkeys(".".join(name.split(".")[:depth]) for depth in (1, 2) for name in names)
+        below = dict.fromkeys(
+            ".".join(name.split(".")[:depth]) for depth in (1, 2) for name in names
+        )
         valid = [*(f"{module}.*" for module in below if module not in names), *names]
         tops = dict.fromkeys(name.partition(".")[0] for name in names)
         raise ConfigError(
@@ -75,7 +88,9 @@ def parameter_groups(
     for a pattern that matches nothing or only frozen parameters, and for a parameter that matches two.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    scaled = {pattern: _scaled(model, pattern, trained) for pattern in sorted(lr_scale or {})}
+    scaled = {
+        pattern: _scaled(model, pattern, trained) for pattern in sorted(lr_scale or {})
+    }
     owners: dict[str, str] = {}
     for pattern, names in scaled.items():
         for name in names:
@@ -85,7 +100,9 @@ def parameter_groups(
                     f"pattern, so that the factor does not depend on their order."
                 )
             owners[name] = pattern
-    groups = _by_decay([p for name, p in trained.items() if name not in owners], weight_decay)
+    groups = _by_decay(
+        [p for name, p in trained.items() if name not in owners], weight_decay
+    )
     for pattern, names in scaled.items():
         factor = float((lr_scale or {})[pattern])
         for group in _by_decay([trained[name] for name in names], weight_decay):
@@ -93,17 +110,31 @@ def parameter_groups(
     return groups
 
 
-def _scaled(model: nn.Module, pattern: str, trained: Mapping[str, nn.Parameter]) -> list[str]:
+def _scaled(
+    model: nn.Module, pattern: str, trained: Mapping[str, nn.Parameter]
+) -> list[str]:
     """Trained parameters that match."""
-    found = [name for name in _matches(model, pattern, "optim.lr_scale") if name in trained]
+    found = [
+        name for name in _matches(model, pattern, "optim.lr_scale") if name in trained
+    ]
     if not found:
-        raise ConfigError(f"optim.lr_scale: {pattern!r} matches only parameters that model.freeze keeps from training.")
+        raise ConfigError(
+            f"optim.lr_scale: {pattern!r} matches only parameters that model.freeze keeps from training."
+        )
     return found
 
 
-def _by_decay(parameters: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    decayed, plain = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+def _by_decay(
+    parameters: Sequence[nn.Parameter], weight_decay: float
+) -> list[dict[str, Any]]:
+    decayed, plain = (
+        [p for p in parameters if p.ndim > 1],
+        [p for p in parameters if p.ndim <= 1],
+    )
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
     return [group for group in groups if group["params"]]
 
 
@@ -119,11 +150,16 @@ def describe_rates(optimizer: torch.optim.Optimizer) -> str:
     for group in optimizer.param_groups:
         factor = group.get("lr_scale", 1.0)
         counts[factor] = counts.get(factor, 0) + len(group["params"])
-    parts = [f"{factor:g} x for {count} tensor{'s' * (count != 1)}" for factor, count in sorted(counts.items())]
+    parts = [
+        f"{factor:g} x for {count} tensor{'s' * (count != 1)}"
+        for factor, count in sorted(counts.items())
+    ]
     return f"learning rates: {', '.join(parts)}" if set(counts) != {1.0} else ""
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig, *, fused: bool = False) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, config: OptimConfig, *, fused: bool = False
+) -> torch.optim.Optimizer:
     """SGD with Nesterov-free momentum, or AdamW, over `parameter_groups`.
 
     `foreach` takes few kernels on a GPU. On a CPU it walks through all parameters once per operation, so none stays in
@@ -137,7 +173,9 @@ def build_optimizer(model: nn.Module, config: OptimConfig, *, fused: bool = Fals
     if config.name == "sgd":
         built = _SGD(groups, lr=config.lr, momentum=config.momentum, **way)
     else:
-        built = _ADAMW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), **way)
+        built = _ADAMW(
+            groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), **way
+        )
     if fused:
         built.register_step_pre_hook(_fill_momenta)
     return built
@@ -147,8 +185,13 @@ def _fill_momenta(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Start momenta at 0. torch's fused SGD takes fresh memory, and leaves it so if the first update overflowed."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group.get("momentum") else ():
-            if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            if (
+                parameter.grad is not None
+                and optimizer.state[parameter].get("momentum_buffer") is None
+            ):
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(
+                    parameter
+                )
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -158,7 +201,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
     something else than its configuration says, and an audit that starts from it would repeat that.
     """
     own = optimizer.state_dict()["param_groups"]
-    groups = [{**group, "lr": before["lr"]} for group, before in zip(own, saved["param_groups"], strict=True)]
+    groups = [
+        {**group, "lr": before["lr"]}
+        for group, before in zip(own, saved["param_groups"], strict=True)
+    ]
     optimizer.load_state_dict({**saved, "param_groups": groups})
 
 
@@ -170,7 +216,11 @@ def _light(kind: type[torch.optim.Optimizer]) -> Any:
     switch. Where a method has no wrapper, it is used as it is, so a torch that mends this needs no change here.
     """
     names = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")
-    return type(kind.__name__, (kind,), {name: torch.no_grad()(inspect.unwrap(getattr(kind, name))) for name in names})
+    return type(
+        kind.__name__,
+        (kind,),
+        {name: torch.no_grad()(inspect.unwrap(getattr(kind, name))) for name in names},
+    )
 
 
 _SGD, _ADAMW = _light(torch.optim.SGD), _light(torch.optim.AdamW)
@@ -198,7 +248,10 @@ class Ema:
         self._pairs = self._match(model)
 
     def _match(self, model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        averaged, live = self.model.state_dict(), model.state_dict()  # which share memory with the networks
+        averaged, live = (
+            self.model.state_dict(),
+            model.state_dict(),
+        )  # which share memory with the networks
         names = [name for name, value in live.items() if value.is_floating_point()]
         return [averaged[name] for name in names], [live[name] for name in names]
 

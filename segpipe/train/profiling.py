@@ -36,7 +36,14 @@ if TYPE_CHECKING:
 WARM, TIMED, TRACED = 3, 10, 2  # updates; one more counts bytes
 COPY_MIB = 256
 SAMPLES = 8  # that the loader's work is measured on
-HOOKS = ("forward", "shard", "whole_batch", "reduced", "applied", "after_update")  # of a Watch: the ledger's work
+HOOKS = (
+    "forward",
+    "shard",
+    "whole_batch",
+    "reduced",
+    "applied",
+    "after_update",
+)  # of a Watch: the ledger's work
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,10 @@ class Spans:
     @contextlib.contextmanager
     def __call__(self, name: str, *, host: bool = False) -> Iterator[None]:
         """`host`: measure the host's time even if there is a GPU."""
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self._cuda and not host else []  # type: ignore[no-untyped-call]
+        events: list[torch.cuda.Event] = []
+        if self._cuda and not host:
+            for _ in range(2):
+                events.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
         self.now, before = name, time.perf_counter()
         with record_function(name):
             if events:
@@ -123,11 +133,19 @@ class Traffic(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._spans, self.bytes = spans, defaultdict[str, int](int)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         if not func.is_view:
-            tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
-            self.bytes[self._spans.now] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            tensors = [
+                leaf
+                for leaf in tree_leaves((args, kwargs, out))
+                if isinstance(leaf, Tensor)
+            ]
+            self.bytes[self._spans.now] += sum(
+                tensor.numel() * tensor.element_size() for tensor in tensors
+            )
         return out
 
 
@@ -137,7 +155,10 @@ def measure(config: Config, group: Group, folder: Path) -> StepProfile:
     A collective: every rank measures itself. Raises ConfigError and DataError as a training does.
     """
     flags.apply(config.compute.threads, config.compute.mode)
-    samples, spans = open_samples(config.data, "train", config.seed), Spans(group.device)
+    samples, spans = (
+        open_samples(config.data, "train", config.seed),
+        Spans(group.device),
+    )
     with _updates(config, group, samples, spans) as update:
         for _ in range(WARM):
             update()
@@ -150,7 +171,10 @@ def measure(config: Config, group: Group, folder: Path) -> StepProfile:
         _trace(update, folder, group.device)
         with Traffic(spans) as traffic:
             update()
-    speed, batch = copy_speed(group.device), len(group.own_shards(config.compute.shards))
+    speed, batch = (
+        copy_speed(group.device),
+        len(group.own_shards(config.compute.shards)),
+    )
     read, augment = _loader(config, samples)
     batch *= config.compute.samples_per_shard
     found = StepProfile(
@@ -167,18 +191,26 @@ def measure(config: Config, group: Group, folder: Path) -> StepProfile:
 
 
 @contextlib.contextmanager
-def _updates(config: Config, group: Group, samples: Samples, spans: Spans) -> Iterator[Callable[[], None]]:
+def _updates(
+    config: Config, group: Group, samples: Samples, spans: Spans
+) -> Iterator[Callable[[], None]]:
     """A function that does the next update; nothing of it outlives the block."""
     counts = counted(config, group, samples, kept=None, say=print)
     steps = range(WARM + TIMED + TRACED + 1)
     with (
         tempfile.TemporaryDirectory() as scratch,
-        contextlib.closing(shard_stream(config, group, samples, steps, counts)) as stream,
+        contextlib.closing(
+            shard_stream(config, group, samples, steps, counts)
+        ) as stream,
     ):
         state = build_state(config, samples.classes, group.device)
         kept = replace(config, run=replace(config.run, root=scratch))
         ledger = config.compute.ledger and config.compute.mode != "off"
-        watch = Recorder(kept, group, state, samples, flags.fingerprint()) if ledger else Watch(group, state)
+        watch = (
+            Recorder(kept, group, state, samples, flags.fingerprint())
+            if ledger
+            else Watch(group, state)
+        )
         spans.attach(watch)
         step = TrainStep(config, watch, loss_weights(config, samples, counts))
 
@@ -200,14 +232,28 @@ def _trace(update: Callable[[], None], folder: Path, device: torch.device) -> No
     found.export_chrome_trace(str(folder / "trace.json"))  # type: ignore[no-untyped-call]
 
 
-def _parts(seconds: dict[str, float], whole: float, moved: dict[str, int], speed: float) -> list[SpanCost]:
+def _parts(
+    seconds: dict[str, float], whole: float, moved: dict[str, int], speed: float
+) -> list[SpanCost]:
     """Parts by time, and `other` for what no span holds."""
     left = {**seconds, "other": max(whole - sum(seconds.values()), 0.0)}
     parts = []
     for name, spent in sorted(left.items(), key=lambda item: -item[1]):
-        gib = 0.0 if name == "data" else moved.get("" if name == "other" else name, 0) / 2**30
+        gib = (
+            0.0
+            if name == "data"
+            else moved.get("" if name == "other" else name, 0) / 2**30
+        )
         used = gib / spent / speed if spent else 0.0
-        parts.append(SpanCost(name, round(1000 * spent, 2), round(spent / whole, 4), round(gib, 3), round(used, 3)))
+        parts.append(
+            SpanCost(
+                name,
+                round(1000 * spent, 2),
+                round(spent / whole, 4),
+                round(gib, 3),
+                round(used, 3),
+            )
+        )
     return parts
 
 
@@ -242,13 +288,17 @@ def _loader(config: Config, samples: Samples) -> tuple[float, float]:
     return 1000 * middle[0], 1000 * middle[1]
 
 
-def advice(found: StepProfile, config: Config, device: torch.device, batch: int) -> list[str]:
+def advice(
+    found: StepProfile, config: Config, device: torch.device, batch: int
+) -> list[str]:
     """What to change first, in words: one sentence for each part that takes more than it should."""
     share = {part.name: part.share for part in found.parts}
     per_sample = (found.read_ms + found.augment_ms) * (1 + found.repeated)
     told = []
     if share.get("data", 0) > 0.1:
-        needed = -(-batch * per_sample // max(found.update_ms * (1 - share["data"]), 1e-9))
+        needed = -(
+            -batch * per_sample // max(found.update_ms * (1 - share["data"]), 1e-9)
+        )
         more = (
             f"Set data.workers={needed:.0f} (now {config.data.workers}), which should keep up"
             if needed > config.data.workers
@@ -269,9 +319,17 @@ def advice(found: StepProfile, config: Config, device: torch.device, batch: int)
             f"Raise compute.samples_per_shard (now {config.compute.samples_per_shard}), or use fewer processes."
         )
     if share.get("ledger", 0) > 0.03:
-        told.append(f"The ledger takes {share['ledger']:.0%} of an update; compute.ledger=false leaves it out.")
-    if config.train.precision == "fp32" and not (device.type == "cpu" and flags.emulated("bf16")):
-        told.append("train.precision=bf16 runs the network in bf16, which this device has instructions for.")
+        told.append(
+            f"The ledger takes {share['ledger']:.0%} of an update; compute.ledger=false leaves it out."
+        )
+    if config.train.precision == "fp32" and not (
+        device.type == "cpu" and flags.emulated("bf16")
+    ):
+        told.append(
+            "train.precision=bf16 runs the network in bf16, which this device has instructions for."
+        )
     if not told:
-        told.append("Nothing stands out: the network's forward and backward take most of the time.")
+        told.append(
+            "Nothing stands out: the network's forward and backward take most of the time."
+        )
     return told

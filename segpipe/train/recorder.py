@@ -44,9 +44,15 @@ class Recorder(Watch):
         super().__init__(group, state, config.run_dir, cache_mib=cache_mib)
         self.samples = samples
         self.audits = config.compute.mode == "audit"
-        self.steps_held = 10 if self.audits else 50  # on the device, before they are written
+        self.steps_held = (
+            10 if self.audits else 50
+        )  # on the device, before they are written
         self._names, self._parameters = zip(*_trained(state.model), strict=True)
-        self._norms = {name: value for name, value in _numbers(state.model).items() if name not in self._names}
+        self._norms = {
+            name: value
+            for name, value in _numbers(state.model).items()
+            if name not in self._names
+        }
         self._averaged = _numbers(state.ema.model)
         # In the order of a row; the optimizer's moments are made by its first updates.
         self._tensors: dict[str, Sequence[Tensor]] = {
@@ -55,7 +61,9 @@ class Recorder(Watch):
             "statistics": list(self._norms.values()),
             "ema": list(self._averaged.values()),
         }
-        session = group.gather(ledger.next_session(config.run_dir) if group.is_main else 0)[0]
+        session = group.gather(
+            ledger.next_session(config.run_dir) if group.is_main else 0
+        )[0]
         header = ledger.session_header(
             config,
             fingerprint,
@@ -63,11 +71,19 @@ class Recorder(Watch):
             first_step=state.step,
             rank=group.rank,
             world_size=group.world_size,
-            parts={"gradient": self._names, **self.part_names()} if self.audits else None,
-            sample_names=[samples.name(index) for index in range(len(samples))] if group.is_main else [],
+            parts={"gradient": self._names, **self.part_names()}
+            if self.audits
+            else None,
+            sample_names=[samples.name(index) for index in range(len(samples))]
+            if group.is_main
+            else [],
         )
-        self._writer = ledger.LedgerWriter(ledger_path(config.run_dir, group.rank), header)
-        self._of_shard, self._of_gradients, self._of_state = (GroupDigests(channels_last=True) for _ in range(3))
+        self._writer = ledger.LedgerWriter(
+            ledger_path(config.run_dir, group.rank), header
+        )
+        self._of_shard, self._of_gradients, self._of_state = (
+            GroupDigests(channels_last=True) for _ in range(3)
+        )
         self._shard: dict[str, Tensor] = {}
         self._step: dict[str, Tensor] = {}
         self.state_digest = torch.zeros((), dtype=torch.int64)
@@ -81,14 +97,27 @@ class Recorder(Watch):
     def whole_batch(self, shards: Sequence[ShardBatch]) -> None:
         """Rows of shards that have no forward of their own."""
         for batch in shards:
-            self._writer.shard_row(self.state.step, batch.shard, batch.epoch, batch.index, _samples(batch))
+            self._writer.shard_row(
+                self.state.step, batch.shard, batch.epoch, batch.index, _samples(batch)
+            )
 
-    def shard(self, batch: ShardBatch, loss: Tensor, statistics: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    def shard(
+        self,
+        batch: ShardBatch,
+        loss: Tensor,
+        statistics: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+    ) -> None:
         """Row of a shard, after its backward; `gradients` in the order of the trained parameters."""
         step, shard = self.state.step, batch.shard
         found = self._of_shard([statistics, gradients])
         sums = dict(zip(("statistics", "gradient"), found.unbind(), strict=True))
-        row = {**self._shard, **_samples(batch), **sums, "loss": float_bits(loss.detach().double())}
+        row = {
+            **self._shard,
+            **_samples(batch),
+            **sums,
+            "loss": float_bits(loss.detach().double()),
+        }
         self._writer.shard_row(step, shard, batch.epoch, batch.index, row)
         if not self.audits:
             return
@@ -101,14 +130,24 @@ class Recorder(Watch):
         """Digests of the samples before augmentation; reads them again, in this process."""
         pairs = [self.samples.read(int(index)) for index in batch.index]
         images, targets = (
-            [digest_many([torch.from_numpy(part.copy())]) for part in parts] for parts in zip(*pairs, strict=True)
+            [digest_many([torch.from_numpy(part.copy())]) for part in parts]
+            for parts in zip(*pairs, strict=True)
         )
-        return {"decoded_image": torch.stack(images), "decoded_target": torch.stack(targets)}
+        return {
+            "decoded_image": torch.stack(images),
+            "decoded_target": torch.stack(targets),
+        }
 
     def reduced(self, valid: Tensor) -> None:
         """Digests of the gradients of the step, before anything scales or clips them."""
-        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._parameters]
-        self._step = {"valid": valid.long(), "gradient": self._of_gradients([gradients])[0]}
+        gradients = [
+            p.grad if p.grad is not None else torch.zeros_like(p)
+            for p in self._parameters
+        ]
+        self._step = {
+            "valid": valid.long(),
+            "gradient": self._of_gradients([gradients])[0],
+        }
         if self.audits:
             self._writer.part_rows(self.state.step, None, "gradient", _each(gradients))
 
@@ -118,14 +157,22 @@ class Recorder(Watch):
         self._state_row(self.state.step - 1)
 
     def _state_row(self, step: int) -> None:
-        moments = [value for parameter in self._parameters for value in _moments(self.state.optimizer, parameter)]
+        moments = [
+            value
+            for parameter in self._parameters
+            for value in _moments(self.state.optimizer, parameter)
+        ]
         kinds = {**self._tensors, "optimizer": moments}
         found = self._of_state(list(kinds.values()))
         scaler = self.state.scaler
         if scaler.is_enabled():  # also before a session's first update: a loaded scale decides what is skipped
             scale = scaler._get_scale_async()  # no wait for a GPU
-            self._step["scale"] = float_bits(scaler.get_scale() if scale is None else scale)
-        self._writer.step_row(step, {**self._step, **dict(zip(kinds, found.unbind(), strict=True))})
+            self._step["scale"] = float_bits(
+                scaler.get_scale() if scale is None else scale
+            )
+        self._writer.step_row(
+            step, {**self._step, **dict(zip(kinds, found.unbind(), strict=True))}
+        )
         self.state_digest = digest_many([found])
         if self.audits:
             for name, digests in self._digest_parts().items():
@@ -134,16 +181,27 @@ class Recorder(Watch):
     def _digest_parts(self) -> dict[str, Tensor]:
         """For every name of `part_names` the digests of the tensors, or moments, under that name, int64 (n,)."""
         found = {name: _each(tensors) for name, tensors in self._tensors.items()}
-        return found | {"optimizer": _each([_moments(self.state.optimizer, value) for value in self._parameters])}
+        return found | {
+            "optimizer": _each(
+                [_moments(self.state.optimizer, value) for value in self._parameters]
+            )
+        }
 
     def part_names(self) -> dict[str, list[str]]:
         """Names of the tensors of the state, by kind, in the order in which a fault spreads."""
         names = list(self._names)
-        return {"weights": names, "optimizer": names, "statistics": list(self._norms), "ema": list(self._averaged)}
+        return {
+            "weights": names,
+            "optimizer": names,
+            "statistics": list(self._norms),
+            "ema": list(self._averaged),
+        }
 
     def state_parts(self) -> dict[str, list[int]]:
         """Digests of the tensors that `part_names` names, as the state is now."""
-        return {name: digests.tolist() for name, digests in self._digest_parts().items()}
+        return {
+            name: digests.tolist() for name, digests in self._digest_parts().items()
+        }
 
     def after_update(self) -> None:
         """Flush every `steps_held` updates, on all ranks or none: a full disk ends the run on all."""
@@ -163,19 +221,29 @@ class Recorder(Watch):
 def _samples(batch: ShardBatch) -> dict[str, Tensor]:
     """Digests of each image, with its color where the device applies that, and of each target, int64 (b,)."""
     images = (
-        [[image] for image in batch.image] if batch.color is None else [*zip(batch.image, batch.color, strict=True)]
+        [[image] for image in batch.image]
+        if batch.color is None
+        else [*zip(batch.image, batch.color, strict=True)]
     )
     found = digest_groups([*images, *([target] for target in batch.target)])
     return {"image": found[: len(images)], "target": found[len(images) :]}
 
 
 def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
 
 
 def _numbers(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name, but for BatchNorm's counters of steps; they live as long as the model."""
-    return {name: value for name, value in model.state_dict().items() if not name.endswith("num_batches_tracked")}
+    return {
+        name: value
+        for name, value in model.state_dict().items()
+        if not name.endswith("num_batches_tracked")
+    }
 
 
 def _moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[Tensor]:
@@ -186,4 +254,7 @@ def _moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[
 
 def _each(parts: Sequence[Tensor] | Sequence[Sequence[Tensor]]) -> Tensor:
     """Digest of every tensor, or of the tensors of every name, int64 (n,)."""
-    return digest_groups([[part] if isinstance(part, Tensor) else part for part in parts], channels_last=True)
+    return digest_groups(
+        [[part] if isinstance(part, Tensor) else part for part in parts],
+        channels_last=True,
+    )

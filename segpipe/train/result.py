@@ -34,10 +34,16 @@ MIB = 2**20
 EXPORTED = 3  # sizes of the averaged weights that an exported folder has, about
 
 
-def header(config: Config, group: Group, train: Samples, val: Samples, model: nn.Module) -> str:
+def header(
+    config: Config, group: Group, train: Samples, val: Samples, model: nn.Module
+) -> str:
     """Four lines on network, data, batch and hardware, and a warning when validation sees sequences of training."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+    frozen = sum(
+        parameter.numel()
+        for parameter in model.parameters()
+        if not parameter.requires_grad
+    )
     height, width = config.augment.crop_size
     compute, steps = config.compute, config.train.steps
     epochs = steps * config.global_batch / len(train)
@@ -62,28 +68,58 @@ def _count(number: int, noun: str) -> str:
 
 
 def _device(device: torch.device) -> str:
-    return f"{device.type} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
+    return (
+        f"{device.type} ({torch.cuda.get_device_name(device)})"
+        if device.type == "cuda"
+        else device.type
+    )
 
 
-def _validated(config: Config, train: Samples, val: Samples) -> dict[str, dict[str, int | bool]]:
-    seen, counts = set(sequences(train, config.data.sequence)), Counter(sequences(val, config.data.sequence))
+def _validated(
+    config: Config, train: Samples, val: Samples
+) -> dict[str, dict[str, int | bool]]:
+    seen, counts = (
+        set(sequences(train, config.data.sequence)),
+        Counter(sequences(val, config.data.sequence)),
+    )
     if len(counts) == len(val):  # the names tell nothing
         return {}
-    return {name: {"images": images, "in_training": name in seen} for name, images in sorted(counts.items())}
+    return {
+        name: {"images": images, "in_training": name in seen}
+        for name, images in sorted(counts.items())
+    }
 
 
 def check_space(config: Config, state: TrainState, world_size: int) -> None:
     """Raise CheckpointError when the run's disk has less room than checkpoints, ledger and export need."""
-    weights, averages = (_bytes(model.state_dict().values()) for model in (state.model, state.ema.model))
-    trained = _bytes(parameter for parameter in state.model.parameters() if parameter.requires_grad)
+    weights, averages = (
+        _bytes(model.state_dict().values()) for model in (state.model, state.ema.model)
+    )
+    trained = _bytes(
+        parameter for parameter in state.model.parameters() if parameter.requires_grad
+    )
     moments = 2 if config.optim.name == "adamw" else int(config.optim.momentum > 0)
     one, files = weights + averages + moments * trained, _files(config, state.step)
-    there = sum(path.stat().st_size for name in ("last.pt", "best.pt") if (path := config.run_dir / name).is_file())
-    rows = (config.train.steps - state.step) * (config.compute.shards + world_size) if config.compute.ledger else 0
+    there = sum(
+        path.stat().st_size
+        for name in ("last.pt", "best.pt")
+        if (path := config.run_dir / name).is_file()
+    )
+    rows = (
+        (config.train.steps - state.step) * (config.compute.shards + world_size)
+        if config.compute.ledger
+        else 0
+    )
     ledger = rows * (64 + 24 * config.compute.samples_per_shard)
-    exported = EXPORTED * averages if config.export.enabled and not config.export.dir else 0
+    exported = (
+        EXPORTED * averages if config.export.enabled and not config.export.dir else 0
+    )
     needed = max(0, files * one - there) + ledger + exported
-    nearest = next(path for path in (config.run_dir, *config.run_dir.absolute().parents) if path.exists())
+    nearest = next(
+        path
+        for path in (config.run_dir, *config.run_dir.absolute().parents)
+        if path.exists()
+    )
     if needed > (free := shutil.disk_usage(nearest).free):
         raise CheckpointError(
             f"{config.run_dir} will need {needed / MIB:.0f} MiB ({files} checkpoints of {one / MIB:.0f} MiB, ledger "
@@ -103,10 +139,15 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def result_of(run: Run, found: Validation, images_per_second: float, *, stopped_early: bool) -> dict[str, Any]:
+def result_of(
+    run: Run, found: Validation, images_per_second: float, *, stopped_early: bool
+) -> dict[str, Any]:
     """Content of result.json. `miou` is that of the last averaged weights in fp32, not of the best checkpoint."""
     config, current = run.config, run.state
-    where, seen = (sequences(samples, config.data.sequence) for samples in (run.val_samples, run.train_samples))
+    where, seen = (
+        sequences(samples, config.data.sequence)
+        for samples in (run.val_samples, run.train_samples)
+    )
     return {
         "name": config.run.name,
         "images": len(run.val_samples),
@@ -132,7 +173,10 @@ def result_of(run: Run, found: Validation, images_per_second: float, *, stopped_
 
 def _speed(run: Run, images_per_second: float) -> dict[str, float]:
     """How fast the updates were; if a resumed run had none left, the figures of the earlier result.json."""
-    found = {"images_per_second": round(images_per_second, 3), "train_seconds": round(run.clock.seconds, 3)}
+    found = {
+        "images_per_second": round(images_per_second, 3),
+        "train_seconds": round(run.clock.seconds, 3),
+    }
     path = run.folder / "result.json"
     if run.clock.updates or not path.is_file():
         return found

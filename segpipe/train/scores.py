@@ -26,7 +26,10 @@ _AT_ONCE = 100  # resamples of one matrix product: 100 x 5,000 images are 4 MB
 
 
 def scores(
-    found: Validation, names: Sequence[str], sequence_of: Sequence[str], seen: Collection[str] | None
+    found: Validation,
+    names: Sequence[str],
+    sequence_of: Sequence[str],
+    seen: Collection[str] | None,
 ) -> dict[str, Any]:
     """All figures of a validation: those of `metrics.summary` and `metrics.rates`, means, interval and sequences.
 
@@ -65,15 +68,28 @@ def interval(per_image: Mapping[int, Tensor], names: Sequence[str]) -> dict[str,
 def _resampled(counts: NDArray[np.int64]) -> Iterator[NDArray[np.float64]]:
     """IoU per class of resampled images, (resamples, C) at a time; NaN for a class without a target pixel."""
     num, _, num_classes = counts.shape
-    target, pred, both = counts.sum(2), counts.sum(1), np.diagonal(counts, axis1=1, axis2=2)
+    target, pred, both = (
+        counts.sum(2),
+        counts.sum(1),
+        np.diagonal(counts, axis1=1, axis2=2),
+    )
     # In float64, which BLAS multiplies: whole numbers below 2**53, so the order of its sums does not matter.
     pixels = np.concatenate([both, target, pred], axis=1).astype(np.float64)
     random = generator(sample_key(0, 0, num, "bootstrap"))
     for start in range(0, RESAMPLES, _AT_ONCE):
         drawn = random.integers(0, num, (min(_AT_ONCE, RESAMPLES - start), num))
-        times = np.stack([np.bincount(row, minlength=num) for row in drawn]).astype(np.float64)
-        hits, targets, preds = np.split(times @ pixels, (num_classes, 2 * num_classes), axis=1)
-        yield np.divide(hits, targets + preds - hits, out=np.full_like(hits, np.nan), where=targets > 0)
+        times = np.stack([np.bincount(row, minlength=num) for row in drawn]).astype(
+            np.float64
+        )
+        hits, targets, preds = np.split(
+            times @ pixels, (num_classes, 2 * num_classes), axis=1
+        )
+        yield np.divide(
+            hits,
+            targets + preds - hits,
+            out=np.full_like(hits, np.nan),
+            where=targets > 0,
+        )
 
 
 def _middle(scores: NDArray[np.float64]) -> list[float] | None:
@@ -84,7 +100,9 @@ def _middle(scores: NDArray[np.float64]) -> list[float] | None:
 
 
 def by_sequence(
-    per_image: Mapping[int, Tensor], sequence_of: Sequence[str], seen: Collection[str] | None
+    per_image: Mapping[int, Tensor],
+    sequence_of: Sequence[str],
+    seen: Collection[str] | None,
 ) -> dict[str, dict[str, Any]]:
     """Score of each sequence, sorted: {"0016E5": {"images": 101, "miou": 0.62, "in_training": true}}.
 
@@ -111,14 +129,18 @@ def flattering(sequences: Mapping[str, Mapping[str, Any]]) -> str:
     both = [name for name, found in sequences.items() if found["in_training"]]
     if not both:
         return ""
-    images, total = (sum(sequences[name]["images"] for name in which) for which in (both, sequences))
+    images, total = (
+        sum(sequences[name]["images"] for name in which) for which in (both, sequences)
+    )
     return (
         f"{images} of {total} images are from sequences that training has seen too ({listed(both, 4)}): these scores "
         f"flatter. Neighboring frames look alike; expect less in new places."
     )
 
 
-def boundary_counts(pred: NDArray[np.uint8], target: NDArray[np.uint8], num_classes: int) -> NDArray[np.int64]:
+def boundary_counts(
+    pred: NDArray[np.uint8], target: NDArray[np.uint8], num_classes: int
+) -> NDArray[np.int64]:
     """Pixels of each class in both bands, in the prediction's band and in the target's; for `boundary_iou`.
 
     Boundary IoU shows how well contours are found, which IoU hardly shows for large classes. Source: arXiv:2103.16562.
@@ -130,9 +152,15 @@ def boundary_counts(pred: NDArray[np.uint8], target: NDArray[np.uint8], num_clas
     """
     radius = max(1, round(RATIO * math.hypot(*target.shape)))
     ignored = target == IGNORE_INDEX
-    bands = [_band(np.where(ignored, np.uint8(IGNORE_INDEX), ids), radius) for ids in (pred, target)]
+    bands = [
+        _band(np.where(ignored, np.uint8(IGNORE_INDEX), ids), radius)
+        for ids in (pred, target)
+    ]
     both = np.where(bands[0] == bands[1], bands[0], np.uint8(IGNORE_INDEX))
-    counts = [np.bincount(ids.ravel(), minlength=IGNORE_INDEX + 1)[:num_classes] for ids in (both, *bands)]
+    counts = [
+        np.bincount(ids.ravel(), minlength=IGNORE_INDEX + 1)[:num_classes]
+        for ids in (both, *bands)
+    ]
     return np.stack(counts).astype(np.int64)
 
 
@@ -142,7 +170,10 @@ def boundary_iou(counts: NDArray[np.int64]) -> list[float | None]:
     Shapes: counts int64 (3, C), as from `boundary_counts`.
     """
     rows: list[list[int]] = counts.tolist()
-    return [both / (pred + target - both) if target else None for both, pred, target in zip(*rows, strict=True)]
+    return [
+        both / (pred + target - both) if target else None
+        for both, pred, target in zip(*rows, strict=True)
+    ]
 
 
 def _band(ids: NDArray[np.uint8], radius: int) -> NDArray[np.uint8]:

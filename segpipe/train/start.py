@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from segpipe.models.weights import WeightsSource
     from segpipe.settings.config import Config
 
-LoadCheckpoint = Callable[[Path], dict[str, Any]]  # checkpoint.load; imported here, it would lengthen the chain
+LoadCheckpoint = Callable[
+    [Path], dict[str, Any]
+]  # checkpoint.load; imported here, it would lengthen the chain
 WEIGHTS = "weights.json"  # in a run's folder: what became of every tensor
 
 
@@ -51,7 +53,10 @@ def check_pins(config: Config, group: Group) -> None:
     """Refuse files of weights that differ between ranks, as copies on the disks of several machines may."""
     found = group.gather(config.model.weights_sha256)
     if len(set(found)) > 1:
-        listed = ", ".join(f"rank {rank} {digest[:12] or 'none'}" for rank, digest in enumerate(found[:8]))
+        listed = ", ".join(
+            f"rank {rank} {digest[:12] or 'none'}"
+            for rank, digest in enumerate(found[:8])
+        )
         raise ConfigError(
             f"model.weights = {config.model.weights} has other content on other machines (SHA-256: {listed}). Copy one "
             f"file to all of them."
@@ -94,7 +99,9 @@ def read_start(config: Config, load: LoadCheckpoint) -> WeightsSource:
             f"{path} does not exist any more, and without a checkpoint the run starts at step 0, which needs it. "
             f"Put it back, or set model.weights to where it is now."
         )
-    return replace(_read(path, load), path=config.model.weights, sha256=config.model.weights_sha256)
+    return replace(
+        _read(path, load), path=config.model.weights, sha256=config.model.weights_sha256
+    )
 
 
 def _read(path: Path, load: LoadCheckpoint) -> WeightsSource:
@@ -106,7 +113,9 @@ def _read(path: Path, load: LoadCheckpoint) -> WeightsSource:
     saved = weights.read_torch(path)
     if isinstance(saved, dict) and {"format", "ema", "digests"} <= saved.keys():
         saved = load(path)  # again, with its digests
-        return weights.WeightsSource(saved["ema"], part="ema", class_names=tuple(saved["classes"]["names"]))
+        return weights.WeightsSource(
+            saved["ema"], part="ema", class_names=tuple(saved["classes"]["names"])
+        )
     return weights.state_dict_in(saved, path)
 
 
@@ -121,4 +130,9 @@ def weights_summary(config: Config) -> dict[str, Any]:
         if not config.model.weights:
             return {}
         record = {"file": config.model.weights, "sha256": config.model.weights_sha256}
-    return {"weights": {name: len(value) if isinstance(value, list) else value for name, value in record.items()}}
+    return {
+        "weights": {
+            name: len(value) if isinstance(value, list) else value
+            for name, value in record.items()
+        }
+    }

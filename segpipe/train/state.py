@@ -30,13 +30,18 @@ class TrainState:
     scaler: torch.amp.GradScaler  # does nothing unless train.precision is fp16
     step: int = 0  # updates done
     best_miou: float = -1.0
-    weights: dict[str, Any] | None = None  # content of weights.json, if a file of weights was read
+    weights: dict[str, Any] | None = (
+        None  # content of weights.json, if a file of weights was read
+    )
     notes: tuple[str, ...] = ()  # what a person should know about its start
     stale: int = 0  # validations since the one with best_miou
 
 
 def build_state(
-    config: Config, classes: ClassTable, device: torch.device, start: WeightsSource | None = None
+    config: Config,
+    classes: ClassTable,
+    device: torch.device,
+    start: WeightsSource | None = None,
 ) -> TrainState:
     """A fresh state; its weights are a function of the seed, the network and the file of `model.weights` alone.
 
@@ -53,11 +58,15 @@ def build_state(
         model = model.to(memory_format=torch.channels_last)
     notes.append(freeze(model, config.model.freeze))
     scales = config.train.precision == "fp16"
-    optimizer = build_optimizer(model, config.optim, fused=scales and device.type == "cuda")
+    optimizer = build_optimizer(
+        model, config.optim, fused=scales and device.type == "cuda"
+    )
     notes.append(describe_rates(optimizer))
     scaler = torch.amp.GradScaler(device.type, enabled=scales)
     known = tuple(note for note in notes if note)
-    return TrainState(model, Ema(model, config.ema), optimizer, scaler, weights=record, notes=known)
+    return TrainState(
+        model, Ema(model, config.ema), optimizer, scaler, weights=record, notes=known
+    )
 
 
 def _load(
@@ -80,10 +89,14 @@ def _load(
     return found.record(start), notes
 
 
-def _with_sync_batchnorm(model: SegmentationNet, device: torch.device) -> SegmentationNet:
+def _with_sync_batchnorm(
+    model: SegmentationNet, device: torch.device
+) -> SegmentationNet:
     """The network with statistics over all ranks. Parameter names stay, so checkpoints fit both."""
     if device.type != "cuda":
-        raise ConfigError("model.norm = sync, but torch has SyncBatchNorm for GPUs only. Set model.norm=batch.")
+        raise ConfigError(
+            "model.norm = sync, but torch has SyncBatchNorm for GPUs only. Set model.norm=batch."
+        )
     converted = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     assert isinstance(converted, SegmentationNet)
     return converted

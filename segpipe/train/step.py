@@ -36,8 +36,15 @@ class StepResult:
 class TrainStep:
     """An update in two halves: the call finds the gradients, `apply` moves the state. `train_step` does a whole one."""
 
-    def __init__(self, config: Config, watch: Watch, class_weights: Tensor | None = None) -> None:
-        self.config, self.watch, self.state, self.group = config, watch, watch.state, watch.group
+    def __init__(
+        self, config: Config, watch: Watch, class_weights: Tensor | None = None
+    ) -> None:
+        self.config, self.watch, self.state, self.group = (
+            config,
+            watch,
+            watch.state,
+            watch.group,
+        )
         self.parameters = [p for p in self.state.model.parameters() if p.requires_grad]
         self.counters = counters(self.state.model)
         self.frozen = frozen_modules(self.state.model)
@@ -45,24 +52,32 @@ class TrainStep:
         self.loss = BatchLoss(config, watch, class_weights)
         self.gradients = _gradients(self.loss)
         self._rate = 0.0
-        self._means: list[Tensor] = []  # BatchNorm statistics that `apply` copies into the network
+        self._means: list[
+            Tensor
+        ] = []  # BatchNorm statistics that `apply` copies into the network
         # First update that was not finite, int64, 0-d, on the device: the host does not look at every update. An
         # overflow that the scaler skips does not count.
         self.first_bad = torch.full((), NEVER, device=self.group.device)
 
-    def __call__(self, shards: Sequence[ShardBatch], global_valid: Tensor) -> StepResult:
+    def __call__(
+        self, shards: Sequence[ShardBatch], global_valid: Tensor
+    ) -> StepResult:
         """Gradients and figures of update `state.step`, from this rank's shards. A collective.
 
         Changes nothing of the state but `.grad`: until `apply`, a checkpoint of it is that of the last update.
         `global_valid` is the number of valid pixels in all shards of all ranks, int64, 0-d, on the device.
         """
-        for module in self.frozen:  # code of a network or of a test may have called train()
+        for (
+            module
+        ) in self.frozen:  # code of a network or of a test may have called train()
             module.training = False
         reduced = self.gradients(shards, global_valid)
         self.watch.reduced(global_valid)
         self._means = reduced.means
         state, optim = self.state, self.config.optim
-        rate = learning_rate(state.step, optim.schedule_steps or self.config.train.steps, optim)
+        rate = learning_rate(
+            state.step, optim.schedule_steps or self.config.train.steps, optim
+        )
         set_rate(state.optimizer, rate)
         self._rate = rate
         with self.watch.span("clip"):
@@ -70,14 +85,23 @@ class TrainStep:
             grads = [p.grad for p in self.parameters if p.grad is not None]
             norm = torch.nn.utils.get_total_norm(grads, foreach=True)
             if optim.clip_norm > 0:
-                torch.nn.utils.clip_grads_with_norm_(self.parameters, optim.clip_norm, norm, foreach=True)
-        if state.scaler.is_enabled():  # it skips an update that overflowed, so its statistics must be dropped too
+                torch.nn.utils.clip_grads_with_norm_(
+                    self.parameters, optim.clip_norm, norm, foreach=True
+                )
+        if (
+            state.scaler.is_enabled()
+        ):  # it skips an update that overflowed, so its statistics must be dropped too
             finite = torch.isfinite(norm)
-            self._means = [torch.where(finite, *pair) for pair in zip(self._means, self.statistics, strict=True)]
+            self._means = [
+                torch.where(finite, *pair)
+                for pair in zip(self._means, self.statistics, strict=True)
+            ]
         parts = dict(reduced.parts)
         total = parts.pop("total")
         finite = torch.isfinite(total if state.scaler.is_enabled() else total + norm)
-        self.first_bad = torch.where(finite, self.first_bad, self.first_bad.clamp(max=state.step))
+        self.first_bad = torch.where(
+            finite, self.first_bad, self.first_bad.clamp(max=state.step)
+        )
         return StepResult(total, parts, norm, rate, reduced.shard_losses)
 
     def apply(self) -> None:
@@ -114,7 +138,9 @@ def train_step(
     """
     watch = step.watch
     with watch.span("counts"):
-        pixels, stops = watch.sum([sum(valid_pixels(batch.target) for batch in shards), int(stop)], wait=wait)
+        pixels, stops = watch.sum(
+            [sum(valid_pixels(batch.target) for batch in shards), int(stop)], wait=wait
+        )
     if wait and int(stops) and int(step.first_bad) == NEVER:
         return None
     with watch.explain_out_of_memory([batch.image.shape for batch in shards]):
@@ -129,4 +155,8 @@ def train_step(
 def _gradients(loss: BatchLoss) -> ElasticGradients | DdpGradients:
     """The way that `compute.mode` asks for."""
     mode = loss.config.compute.mode
-    return ElasticGradients(loss) if mode in ("elastic", "audit") else DdpGradients(loss, warm_up=mode == "ddp")
+    return (
+        ElasticGradients(loss)
+        if mode in ("elastic", "audit")
+        else DdpGradients(loss, warm_up=mode == "ddp")
+    )

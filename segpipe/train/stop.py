@@ -15,7 +15,9 @@ from multiprocessing import resource_tracker
 
 def stopping() -> list[signal.Signals]:
     """Signals that save and stop a run. A terminal that closes does not, where nohup has SIGHUP ignored."""
-    hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
+    hangup = (
+        [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
+    )
     return [signal.SIGTERM, *hangup, signal.SIGUSR2]
 
 
@@ -25,14 +27,23 @@ def handlers_kept() -> Iterator[None]:
 
     A scheduler may send SIGUSR1 to all processes of a job, also to one that only waits for its children.
     """
-    watched = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+    watched = {
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGQUIT,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+    }
     before = {n: signal.getsignal(n) for n in watched}
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():  # only it may set handlers
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # only it may set handlers
             for number, handler in before.items():
                 if handler is not None:  # None: not installed from Python
                     signal.signal(number, handler)
@@ -77,7 +88,10 @@ class StopRequest:
         self._first = 0.0
 
     def __enter__(self) -> StopRequest:
-        self._before = {number: signal.signal(number, self._remember) for number in (signal.SIGINT, *stopping())}
+        self._before = {
+            number: signal.signal(number, self._remember)
+            for number in (signal.SIGINT, *stopping())
+        }
         return self
 
     def _remember(self, number: int, frame: object) -> None:
@@ -89,5 +103,7 @@ class StopRequest:
 
     def __exit__(self, kind: object, *error: object) -> None:
         for number, handler in self._before.items():
-            ignored = self._outlive_error and kind is not None and number != signal.SIGINT
+            ignored = (
+                self._outlive_error and kind is not None and number != signal.SIGINT
+            )
             signal.signal(number, signal.SIG_IGN if ignored else handler)

@@ -73,7 +73,11 @@ class Clock:
         """Updates per second since the last call."""
         seconds, updates = self._recent
         self._recent = (self.seconds, self.updates)
-        return (self.updates - updates) / (self.seconds - seconds) if self.seconds > seconds else 0.0
+        return (
+            (self.updates - updates) / (self.seconds - seconds)
+            if self.seconds > seconds
+            else 0.0
+        )
 
 
 @dataclass
@@ -96,7 +100,10 @@ class Run:
     @cached_property
     def val_cache(self) -> CachedSamples:
         """Images that stay in memory from one validation to the next."""
-        return CachedSamples(self.val_samples, self.config.data.cache_mib if self.config.train.validate_every else 0)
+        return CachedSamples(
+            self.val_samples,
+            self.config.data.cache_mib if self.config.train.validate_every else 0,
+        )
 
     @property
     def folder(self) -> Path:

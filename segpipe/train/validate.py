@@ -36,7 +36,13 @@ class Validation:
 
 
 @torch.inference_mode()
-def predict(model: SegmentationNet, preprocess: Preprocess, image: Tensor, *, precision: str = "fp32") -> Tensor:
+def predict(
+    model: SegmentationNet,
+    preprocess: Preprocess,
+    image: Tensor,
+    *,
+    precision: str = "fp32",
+) -> Tensor:
     """Class ids of whole images at their own size.
 
     Shapes: image uint8 (B, H, W, 3) on the device of the model -> uint8 (B, H, W).
@@ -44,10 +50,16 @@ def predict(model: SegmentationNet, preprocess: Preprocess, image: Tensor, *, pr
     logits = _logits(model, preprocess, image, precision)
     size = (image.shape[1], image.shape[2])
     # argmax gives the same, but takes six times as long over an axis that is not the last.
-    return bilinear(logits, size, align_corners=model.align_corners).max(1).indices.to(torch.uint8)
+    return (
+        bilinear(logits, size, align_corners=model.align_corners)
+        .max(1)
+        .indices.to(torch.uint8)
+    )
 
 
-def _logits(model: SegmentationNet, preprocess: Preprocess, image: Tensor, precision: str) -> Tensor:
+def _logits(
+    model: SegmentationNet, preprocess: Preprocess, image: Tensor, precision: str
+) -> Tensor:
     with autocast(image.device, precision):
         logits: Tensor = model(preprocess(image))
     return logits.float()
@@ -63,8 +75,12 @@ def classes_and_confusion(
 
     Shapes: logits float32 (B, C, h, w), target uint8 (B, H, W) -> uint8 (B, H, W), int64 (C, C), on their device.
     """
-    rows, columns = bilinear_axes(logits, (target.shape[1], target.shape[2]), align_corners=align_corners)
-    head = ClassHead(logits.contiguous(), target.contiguous(), rows, columns, IGNORE_INDEX)
+    rows, columns = bilinear_axes(
+        logits, (target.shape[1], target.shape[2]), align_corners=align_corners
+    )
+    head = ClassHead(
+        logits.contiguous(), target.contiguous(), rows, columns, IGNORE_INDEX
+    )
     if backend == "native":
         pred, counts = compiled.classes_and_counts(head)
         return pred, confusion_of(counts)
@@ -103,20 +119,34 @@ def validate(
     def find(image: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         if answer is None and backend != "plain":
             logits = _logits(model, preprocess, image, precision)
-            return classes_and_confusion(logits, target, align_corners=model.align_corners, backend=backend)
-        pred = (answer or partial(predict, precision=precision))(model, preprocess, image)
+            return classes_and_confusion(
+                logits, target, align_corners=model.align_corners, backend=backend
+            )
+        pred = (answer or partial(predict, precision=precision))(
+            model, preprocess, image
+        )
         return pred, confusion(pred, target, num_classes)
 
     per_image: dict[int, Tensor] = {}
     images = eval_images(
-        samples, own, workers=workers, start_method=start_method, timeout_s=timeout_s, transport=transport, cache=cache
+        samples,
+        own,
+        workers=workers,
+        start_method=start_method,
+        timeout_s=timeout_s,
+        transport=transport,
+        cache=cache,
     )
     for index, image, target in images:
         pred, counts = find(image.to(group.device), target.to(group.device))
         per_image[index] = counts.cpu()
         see(index, pred, target)
         progress(len(per_image), len(own))
-    merged = {index: counts for part in group.gather(per_image) for index, counts in part.items()}
+    merged = {
+        index: counts
+        for part in group.gather(per_image)
+        for index, counts in part.items()
+    }
     assert len(merged) == len(samples)
     total = torch.zeros(num_classes, num_classes, dtype=torch.int64)
     for index in sorted(merged):

@@ -24,9 +24,18 @@ class Watch:
     Ranks still compare the collectives that they called, and memory is still watched. No hook changes a number.
     """
 
-    state_digest: Tensor | None = None  # of what the last update left behind; equal on all ranks
+    state_digest: Tensor | None = (
+        None  # of what the last update left behind; equal on all ranks
+    )
 
-    def __init__(self, group: Group, state: TrainState, folder: Path = Path(), *, cache_mib: float = 0.0) -> None:
+    def __init__(
+        self,
+        group: Group,
+        state: TrainState,
+        folder: Path = Path(),
+        *,
+        cache_mib: float = 0.0,
+    ) -> None:
         """`folder`: for reports of failures; `cache_mib`: memory that this process's caches may use."""
         self.group, self.state, self._folder = group, state, folder
         self.health = Health(group, allowance_mib=cache_mib)
@@ -41,7 +50,13 @@ class Watch:
     def forward(self, seen: Tensor, heads: Mapping[str, Tensor]) -> None:
         """After a shard's forward pass, with the network's input and outputs."""
 
-    def shard(self, batch: ShardBatch, loss: Tensor, statistics: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    def shard(
+        self,
+        batch: ShardBatch,
+        loss: Tensor,
+        statistics: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+    ) -> None:
         """The backward of a shard is done; `gradients` in the order of the trained parameters."""
 
     def whole_batch(self, shards: Sequence[ShardBatch]) -> None:
@@ -71,8 +86,18 @@ class Watch:
         """Names of the tensors of the state, by kind, in the order in which a fault spreads."""
         return {}
 
-    def explain_out_of_memory(self, shapes: Sequence[tuple[int, ...]]) -> contextlib.AbstractContextManager[None]:
+    def explain_out_of_memory(
+        self, shapes: Sequence[tuple[int, ...]]
+    ) -> contextlib.AbstractContextManager[None]:
         """Context that raises OutOfMemory in place of torch's errors; `shapes`: of the image batches inside."""
         group, state = self.group, self.state
-        scene = Scene(group.rank, state.step, shapes, state.model, group.device, state.optimizer, state.ema.model)
+        scene = Scene(
+            group.rank,
+            state.step,
+            shapes,
+            state.model,
+            group.device,
+            state.optimizer,
+            state.ema.model,
+        )
         return out_of_memory_named(scene, self._folder)

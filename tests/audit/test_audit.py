@@ -49,7 +49,10 @@ from segpipe.settings.config import Config, config_hash, from_mapping
 from segpipe.train import checkpoint
 
 STEPS, KEPT = 4, 2
-LAST_SPAN, FIRST_SPAN = 0, 4  # seeds that choose them; the span to last.pt is replayed anyway
+LAST_SPAN, FIRST_SPAN = (
+    0,
+    4,
+)  # seeds that choose them; the span to last.pt is replayed anyway
 
 
 @pytest.fixture(autouse=True)
@@ -64,9 +67,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the data and a finished run: checkpoints after 2 and 4 updates, and an exported folder."""
     folder = tmp_path_factory.mktemp("audit")
     write_camvid(folder / "data")
-    changes = ("data=camvid", f"data.root={folder / 'data'}", f"train.steps={STEPS}", f"checkpoint.keep_every={KEPT}")
+    changes = (
+        "data=camvid",
+        f"data.root={folder / 'data'}",
+        f"train.steps={STEPS}",
+        f"checkpoint.keep_every={KEPT}",
+    )
     assert run(folder / "run", *changes, "compute.shards=2", "checkpoint.every=3") == 0
-    (folder / "run" / "best.pt").unlink()  # the same state as last.pt, and as slow to look at
+    (
+        folder / "run" / "best.pt"
+    ).unlink()  # the same state as last.pt, and as slow to look at
     write_export(folder / "run")
     return folder
 
@@ -85,7 +95,9 @@ def write_export(run_folder: Path, **source: object) -> None:
     (folder / "model.onnx").write_bytes(b"a network")
     source = {"weights_digest": weights, "checkpoint": origin, **source}
     (folder / "manifest.json").write_text(json.dumps({"source": source}))
-    lines = [f"{inputs.sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
+    lines = [
+        f"{inputs.sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())
+    ]
     (folder / "SHA256SUMS").write_text("".join(lines))
 
 
@@ -97,9 +109,16 @@ def copy(whole: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def audited(folder: Path, progress: Progress = lambda what, done, total: None, **wishes: object) -> Audit:
+def audited(
+    folder: Path, progress: Progress = lambda what, done, total: None, **wishes: object
+) -> Audit:
     """Audit with one update of one span, in this process."""
-    asked: dict[str, object] = {"seed": 1, "spans": 1, "span_steps": 1, "settings": {"data.root": str(folder / "data")}}
+    asked: dict[str, object] = {
+        "seed": 1,
+        "spans": 1,
+        "span_steps": 1,
+        "settings": {"data.root": str(folder / "data")},
+    }
     request = AuditRequest(folder / "run", **{**asked, **wishes})  # type: ignore[arg-type]
     given = {"run": str(folder / "run"), "data.root": str(folder / "data")}
     measured = partial(command._evaluate, given)
@@ -118,39 +137,84 @@ def failures(audit: Audit) -> dict[str, str]:
 def test_a_sound_run_passes_from_the_first_image_to_the_final_file(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [f"run={whole / 'run'}", "spans=3", "span_steps=0", "seed=4", "verify=false", f"out={tmp_path}"]
-    assert segpipe(["audit", *arguments]) == 14, capsys.readouterr()  # the gates were not run again
+    arguments = [
+        f"run={whole / 'run'}",
+        "spans=3",
+        "span_steps=0",
+        "seed=4",
+        "verify=false",
+        f"out={tmp_path}",
+    ]
+    assert segpipe(["audit", *arguments]) == 14, (
+        capsys.readouterr()
+    )  # the gates were not run again
     report = json.loads((tmp_path / "report.json").read_text())
-    assert (report["verdict"], report["replayed"], report["updates"]) == ("passed in part", STEPS, STEPS)
+    assert (report["verdict"], report["replayed"], report["updates"]) == (
+        "passed in part",
+        STEPS,
+        STEPS,
+    )
     parts = ["data", "code", "config", "ledger", "last.pt", "step_000002.pt"]
     trained = ["updates", "replay", "replay", "states"]
     ends = ["result", "scores", "best", "export", "gates"]
     assert [line["part"] for line in report["lines"]] == [*parts, *trained, *ends]
-    assert {line["status"] for line in report["lines"] if line["part"] not in ("code", "gates")} == {"passed"}
+    assert {
+        line["status"]
+        for line in report["lines"]
+        if line["part"] not in ("code", "gates")
+    } == {"passed"}
     page = (tmp_path / "report.md").read_text()
     assert page.startswith(f"# Audit of {whole / 'run'}: passed")
     assert report["evidence"] in page
-    assert "passed in part: 4 of 4 updates (100%) were trained again and gave the same bits" in capsys.readouterr().out
+    assert (
+        "passed in part: 4 of 4 updates (100%) were trained again and gave the same bits"
+        in capsys.readouterr().out
+    )
     texts = {line["part"]: line["text"] for line in report["lines"]}
-    recorded, last = read_inputs(whole / "run" / "inputs.json"), checkpoint.load(whole / "run" / "last.pt")
+    recorded, last = (
+        read_inputs(whole / "run" / "inputs.json"),
+        checkpoint.load(whole / "run" / "last.pt"),
+    )
     named = {
         "data": [recorded["data"]["sha256"]],
         "code": [recorded["code"]["sha256"]],
         "config": [config_hash(compose_of(whole))],
-        "states": ["every tensor is bitwise that of the replay: step_000002.pt, last.pt"],
-        "last.pt": [f"weights {last['digests']['model']}", f"averaged weights {last['digests']['ema']}"],
+        "states": [
+            "every tensor is bitwise that of the replay: step_000002.pt, last.pt"
+        ],
+        "last.pt": [
+            f"weights {last['digests']['model']}",
+            f"averaged weights {last['digests']['ema']}",
+        ],
     }
-    assert all(value in texts[part] for part, values in named.items() for value in values), texts
+    assert all(
+        value in texts[part] for part, values in named.items() for value in values
+    ), texts
 
 
 def test_another_number_of_processes_gives_the_same_rows(whole: Path) -> None:
     seen = []
-    audit = audited(whole, lambda what, done, total: seen.append((done, total)), span_steps=0, nproc=2, seed=LAST_SPAN)
+    audit = audited(
+        whole,
+        lambda what, done, total: seen.append((done, total)),
+        span_steps=0,
+        nproc=2,
+        seed=LAST_SPAN,
+    )
     assert (audit.verdict, audit.replayed) == ("passed in part", KEPT), audit.sentence
-    assert set(seen) - {(0, 0)} == {(done, KEPT) for done in range(KEPT + 1)}, "the processes tell how far they are"
-    assert [(line.status, line.text.partition(". ")[0]) for line in audit.lines if line.part == "states"] == [
+    assert set(seen) - {(0, 0)} == {(done, KEPT) for done in range(KEPT + 1)}, (
+        "the processes tell how far they are"
+    )
+    assert [
+        (line.status, line.text.partition(". ")[0])
+        for line in audit.lines
+        if line.part == "states"
+    ] == [
         ("passed", "every tensor is bitwise that of the replay: last.pt"),
-        ("not checked", "only by digest, which can be forged, since no replayed span ends there: step_000002.pt"),
+        (
+            "not checked",
+            "only by digest, which can be forged, since no replayed span ends there: step_000002.pt",
+        ),
     ]
 
 
@@ -172,26 +236,37 @@ def forge_row(folder: Path, step: int, name: str = "weights", *, sealed: bool) -
     path = ledger_path(folder / "run", 0)
     (session,) = read_file(path).sessions
     rows = session.rows.copy()
-    place = np.flatnonzero((rows["step"] == step) & (rows["kind"] == (SHARD if name == "sample" else STEP)))[0]
+    place = np.flatnonzero(
+        (rows["step"] == step) & (rows["kind"] == (SHARD if name == "sample" else STEP))
+    )[0]
     if name == "sample":
         rows["sample"][place, 1] ^= 1
     else:
         rows["digest"][place, slots(STEP, 2)[name]] ^= 1
     raw = path.read_bytes()
-    path.write_bytes(raw[: session.start] + seal(rows) + raw[session.start + rows.nbytes :])
+    path.write_bytes(
+        raw[: session.start] + seal(rows) + raw[session.start + rows.nbytes :]
+    )
     if sealed:
         path.with_suffix(".seal").unlink()
         RunningHash(path).seal()
 
 
-def rewrite_ledger(folder: Path, change: Callable[[LedgerSession], list[tuple[SessionHeader, Rows]]]) -> None:
+def rewrite_ledger(
+    folder: Path, change: Callable[[LedgerSession], list[tuple[SessionHeader, Rows]]]
+) -> None:
     """Other sessions and rows, with all that vouches for them."""
     path = ledger_path(folder / "run", 0)
     (session,) = read_file(path).sessions
-    path.write_bytes(b"".join(encode(header) + seal(rows.copy()) for header, rows in change(session)))
+    path.write_bytes(
+        b"".join(encode(header) + seal(rows.copy()) for header, rows in change(session))
+    )
     path.with_suffix(".seal").unlink()
     RunningHash(path).seal()
-    edit(folder / "run" / "result.json", lambda content: content.update(ledger=last_seals(folder / "run")))
+    edit(
+        folder / "run" / "result.json",
+        lambda content: content.update(ledger=last_seals(folder / "run")),
+    )
 
 
 def empty_rows(session: LedgerSession) -> list[tuple[SessionHeader, Rows]]:
@@ -206,7 +281,9 @@ def without_last_shards(session: LedgerSession) -> list[tuple[SessionHeader, Row
     return [(session.header, rows[(rows["kind"] == STEP) | (rows["step"] < STEPS - 1)])]
 
 
-def in_two_sessions(session: LedgerSession, **changes: str) -> list[tuple[SessionHeader, Rows]]:
+def in_two_sessions(
+    session: LedgerSession, **changes: str
+) -> list[tuple[SessionHeader, Rows]]:
     later = session.rows["step"] >= KEPT
     header = replace(session.header, session=1, first_step=KEPT, **changes)  # type: ignore[arg-type]
     return [(session.header, session.rows[~later]), (header, session.rows[later])]
@@ -258,8 +335,14 @@ def collide(tensors: Sequence[torch.Tensor]) -> None:
         digest.digest_many(tensors, channels_last=True),
         next(number for number, each in enumerate(tensors) if each.ndim == 1),
     )
-    start = sum(len(digest._words(each, channels_last=True)) for each in tensors[:place]) % digest.BLOCK
-    words, indices = tensors[place].view(torch.int64), digest._block_indices(torch.device("cpu"))
+    start = (
+        sum(len(digest._words(each, channels_last=True)) for each in tensors[:place])
+        % digest.BLOCK
+    )
+    words, indices = (
+        tensors[place].view(torch.int64),
+        digest._block_indices(torch.device("cpu")),
+    )
     words[:2] = words[:2].flip(0) ^ indices[start] ^ indices[start + 1]
     assert digest.digest_many(tensors, channels_last=True) == before
 
@@ -270,16 +353,26 @@ def collision(folder: Path) -> None:
     path = folder / "run" / "last.pt"
     state = checkpoint.load(path)
     buffers = ("running_mean", "running_var", "num_batches_tracked")
-    collide([value for name, value in state["model"].items() if not name.endswith(buffers)])
+    collide(
+        [value for name, value in state["model"].items() if not name.endswith(buffers)]
+    )
     checkpoint.save(path, state, listed=True)
     digests = checkpoint.load(path)["digests"]
-    edit(folder / "run" / "result.json", lambda content: content.update(weights_digest=digests["model"]))
+    edit(
+        folder / "run" / "result.json",
+        lambda content: content.update(weights_digest=digests["model"]),
+    )
     write_export(folder / "run")
 
 
 def in_count(folder: Path) -> None:
     """A buffer of whole numbers, of which the ledger has no digest."""
-    forged(folder, lambda state: next(v for k, v in state["model"].items() if k.endswith("tracked")).add_(1))
+    forged(
+        folder,
+        lambda state: next(
+            v for k, v in state["model"].items() if k.endswith("tracked")
+        ).add_(1),
+    )
 
 
 def in_image(folder: Path) -> None:
@@ -296,11 +389,17 @@ def in_file(folder: Path) -> None:
 
 
 def in_setting(folder: Path) -> None:
-    edit(folder / "run" / "config.json", lambda content: content["optim"].update(lr=0.051))
+    edit(
+        folder / "run" / "config.json",
+        lambda content: content["optim"].update(lr=0.051),
+    )
 
 
 def in_free_setting(folder: Path) -> None:
-    edit(folder / "run" / "config.json", lambda content: content["data"].update(workers=1))
+    edit(
+        folder / "run" / "config.json",
+        lambda content: content["data"].update(workers=1),
+    )
 
 
 def in_inputs(folder: Path) -> None:
@@ -315,7 +414,10 @@ def in_inputs(folder: Path) -> None:
 
 
 def in_result(folder: Path) -> None:
-    edit(folder / "run" / "result.json", lambda content: content.update(ema_digest="0" * 32))
+    edit(
+        folder / "run" / "result.json",
+        lambda content: content.update(ema_digest="0" * 32),
+    )
 
 
 def in_export(folder: Path) -> None:
@@ -458,16 +560,28 @@ def test_what_was_altered_afterwards_fails_and_is_named(copy: Path, name: str) -
     [
         ({}, ""),
         ({"world_size": 64}, "world_size is 64, but the ledger has 1"),
-        ({"ledger": {}}, "ledger lacks rank00, whose hash at the end of the run belongs there"),
+        (
+            {"ledger": {}},
+            "ledger lacks rank00, whose hash at the end of the run belongs there",
+        ),
         ({"ledger": None}, "ledger lacks rank00"),
-        ({"weights": {"file": "imagenet.pt"}}, "weights has file, which a start from the seed does not give"),
+        (
+            {"weights": {"file": "imagenet.pt"}},
+            "weights has file, which a start from the seed does not give",
+        ),
     ],
 )
-def test_a_result_says_what_the_ledger_and_the_start_say(copy: Path, change: dict[str, Any], words: str) -> None:
+def test_a_result_says_what_the_ledger_and_the_start_say(
+    copy: Path, change: dict[str, Any], words: str
+) -> None:
     edit(copy / "run" / "result.json", lambda content: content.update(change))
     checkpoints, _ = evidence.check_checkpoints(copy / "run", None, None)
-    line = outcomes.check_result(copy / "run", compose_of(copy), checkpoints, read_run(copy / "run"), {})
-    assert (line.status, words in line.text) == (FAILED if words else "passed", True), line
+    line = outcomes.check_result(
+        copy / "run", compose_of(copy), checkpoints, read_run(copy / "run"), {}
+    )
+    assert (line.status, words in line.text) == (FAILED if words else "passed", True), (
+        line
+    )
 
 
 @pytest.mark.parametrize(
@@ -477,19 +591,31 @@ def test_a_result_says_what_the_ledger_and_the_start_say(copy: Path, change: dic
         ({"kept": 9}, "kept is 9, but the start of the run has 3"),
         ({"loaded": 1}, "weights has loaded, which its file does not give"),
         ({"sha256": "0" * 64}, "00000..., but the start of the run has '1111"),
-        ({"file": "imagenet.pt"}, "file is 'imagenet.pt', but the start of the run has 'a.pt'"),
+        (
+            {"file": "imagenet.pt"},
+            "file is 'imagenet.pt', but the start of the run has 'a.pt'",
+        ),
     ],
 )
 def test_weights_of_a_result_are_those_of_the_file_and_what_it_gives(
     copy: Path, change: dict[str, Any], words: str
 ) -> None:
     config, start = compose_of(copy), {"file": "a.pt", "sha256": "1" * 64}
-    config.model.weights, config.model.weights_sha256 = "moved/a.pt", start["sha256"]  # as a longer run may have it
+    config.model.weights, config.model.weights_sha256 = (
+        "moved/a.pt",
+        start["sha256"],
+    )  # as a longer run may have it
     edit(copy / "run" / "inputs.json", lambda content: content.update(weights=start))
-    edit(copy / "run" / "result.json", lambda content: content.update(weights={**start, "kept": 3, **change}))
+    edit(
+        copy / "run" / "result.json",
+        lambda content: content.update(weights={**start, "kept": 3, **change}),
+    )
     fresh = {"file": "auditor/a.pt", "sha256": start["sha256"], "kept": 3}
     line = outcomes.check_result(copy / "run", config, [], None, fresh)
-    assert (line.status, words in line.text) == (FAILED if words else UNCHECKED, True), line
+    assert (line.status, words in line.text) == (
+        FAILED if words else UNCHECKED,
+        True,
+    ), line
 
 
 @pytest.mark.parametrize(
@@ -501,25 +627,38 @@ def test_weights_of_a_result_are_those_of_the_file_and_what_it_gives(
         ("sequences", {"park": 1.0}, "in result.json and None measured again"),
     ],
 )
-def test_a_score_that_the_measurement_lacks_fails(copy: Path, name: str, invented: Any, words: str) -> None:
+def test_a_score_that_the_measurement_lacks_fails(
+    copy: Path, name: str, invented: Any, words: str
+) -> None:
     """Only the mean of the measurement has one more, of a score that the training does not measure."""
     path = copy / "run" / "result.json"
     again = json.loads(path.read_text())
     again["mean"]["boundary_iou"] = 0.3
     if invented:
         again.pop(name) if name == "sequences" else None
-        edit(path, lambda content: content.update({name: {**(content[name] or {}), **invented}}))
+        edit(
+            path,
+            lambda content: content.update(
+                {name: {**(content[name] or {}), **invented}}
+            ),
+        )
     line = outcomes.check_scores(copy / "run", lambda which, precision: again, "")
-    assert (line.status, words in line.text) == (FAILED if words else "passed", True), line
+    assert (line.status, words in line.text) == (FAILED if words else "passed", True), (
+        line
+    )
 
 
-def test_a_state_that_no_replay_reaches_is_known_by_a_digest_that_can_be_forged(copy: Path) -> None:
+def test_a_state_that_no_replay_reaches_is_known_by_a_digest_that_can_be_forged(
+    copy: Path,
+) -> None:
     """The control of the collision: nothing else sees it, and the report says that this was not compared."""
     collision(copy)
     audit = audited(copy)
     assert (audit.verdict, failures(audit)) == ("passed in part", {})
     (line,) = [line for line in audit.lines if line.part == "states"]
-    assert (line.status, "step_000002.pt, last.pt" in line.text) == (UNCHECKED, True), line
+    assert (line.status, "step_000002.pt, last.pt" in line.text) == (UNCHECKED, True), (
+        line
+    )
 
 
 def test_the_copy_itself_passes(copy: Path) -> None:
@@ -542,15 +681,22 @@ def make_older(folder: Path) -> None:
     def headers(session: LedgerSession) -> list[tuple[SessionHeader, Rows]]:
         recipe = {**session.header.recipe, "data.shuffle_labels": False}
         del recipe["ema.decay"]
-        return [(replace(session.header, recipe=recipe, config_hash=saved), session.rows)]
+        return [
+            (replace(session.header, recipe=recipe, config_hash=saved), session.rows)
+        ]
 
     rewrite_ledger(folder, headers)
-    edit(folder / "run" / "result.json", lambda content: content.update(config_hash=saved))
+    edit(
+        folder / "run" / "result.json",
+        lambda content: content.update(config_hash=saved),
+    )
     for path in (folder / "run").glob("*.pt"):
         state = checkpoint.load(path)
         older(state["config"])
         checkpoint.save(path, state, listed=True)
-        assert checkpoint.load_network(path).config_hash == saved, "that of an export which the same version made"
+        assert checkpoint.load_network(path).config_hash == saved, (
+            "that of an export which the same version made"
+        )
     shutil.rmtree(folder / "run" / "export")
     write_export(folder / "run")
 
@@ -558,12 +704,24 @@ def make_older(folder: Path) -> None:
 def test_a_run_of_an_earlier_version_passes_and_can_be_resumed(copy: Path) -> None:
     make_older(copy)
     assert failures(audited(copy, spans=9, span_steps=0)) == {}
-    edit(copy / "run" / "config.json", lambda content: content["data"].update(workers=1))
-    assert "setting that does not affect the numbers (data.workers is 0" in failures(audited(copy))["config"]
-    edit(copy / "run" / "config.json", lambda content: content["data"].update(workers=0))
+    edit(
+        copy / "run" / "config.json", lambda content: content["data"].update(workers=1)
+    )
+    assert (
+        "setting that does not affect the numbers (data.workers is 0"
+        in failures(audited(copy))["config"]
+    )
+    edit(
+        copy / "run" / "config.json", lambda content: content["data"].update(workers=0)
+    )
     final = checkpoint.load(copy / "run" / "last.pt")["digests"]["ema"]
     (copy / "run" / "last.pt").unlink()
-    changes = ("data=camvid", f"data.root={copy / 'data'}", f"train.steps={STEPS}", f"checkpoint.keep_every={KEPT}")
+    changes = (
+        "data=camvid",
+        f"data.root={copy / 'data'}",
+        f"train.steps={STEPS}",
+        f"checkpoint.keep_every={KEPT}",
+    )
     resumed = ("compute.shards=2", "checkpoint.every=3", "run.exists=resume")
     assert run(copy / "run", *changes, *resumed) == 0
     assert checkpoint.load(copy / "run" / "last.pt")["digests"]["ema"] == final
@@ -581,7 +739,9 @@ def test_a_run_that_was_killed_in_two_writes_of_a_checkpoint_passes(copy: Path) 
         assert failures(audited(copy)).keys() == failed
 
 
-def test_an_export_that_the_settings_ask_for_and_is_gone_was_not_checked(copy: Path) -> None:
+def test_an_export_that_the_settings_ask_for_and_is_gone_was_not_checked(
+    copy: Path,
+) -> None:
     shutil.rmtree(copy / "run" / "export")
     config = compose_of(copy)
     for enabled, status in ((True, UNCHECKED), (False, NOTED)):
@@ -599,11 +759,20 @@ def test_what_the_files_alone_contradict(copy: Path) -> None:
     assert [each.path.name for each in passed] == ["step_000002.pt", "last.pt"]
     (text,) = [line.text for line in lines if line.part == "step_000009.pt"]
     assert "checkpoints.sha256 does not list it" in text
-    edit(folder / "result.json", lambda content: content.update(steps=3, stopped_early=True))
-    assert "train.patience = 0 never stops a run" in outcomes.check_result(folder, compose_of(copy), [], None).text
+    edit(
+        folder / "result.json",
+        lambda content: content.update(steps=3, stopped_early=True),
+    )
+    assert (
+        "train.patience = 0 never stops a run"
+        in outcomes.check_result(folder, compose_of(copy), [], None).text
+    )
     for change, words in (
         ({"weights_digest": "0" * 32}, "its weights are 00000000"),
-        ({"checkpoint": {"file": "last.pt", "sha256": "0" * 64}}, "it was made from another last.pt"),
+        (
+            {"checkpoint": {"file": "last.pt", "sha256": "0" * 64}},
+            "it was made from another last.pt",
+        ),
     ):
         shutil.rmtree(folder / "export")
         write_export(folder, **change)
@@ -611,23 +780,33 @@ def test_what_the_files_alone_contradict(copy: Path) -> None:
 
 
 def test_every_source_is_hashed_the_c_of_the_digests_too() -> None:
-    assert {"train/engine.py", "ledger/digest.c", "audit/report.md.j2"} <= inputs.source_hashes().keys()
+    assert {
+        "train/engine.py",
+        "ledger/digest.c",
+        "audit/report.md.j2",
+    } <= inputs.source_hashes().keys()
 
 
 def test_other_sources_are_noted_and_fail_nothing_while_the_bits_are_the_same(
     whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashes = inputs.source_hashes
-    monkeypatch.setattr(inputs, "source_hashes", lambda: {**hashes(), "train/engine.py": "other"})
+    monkeypatch.setattr(
+        inputs, "source_hashes", lambda: {**hashes(), "train/engine.py": "other"}
+    )
     audit = audited(whole)
     (code,) = [line for line in audit.lines if line.part == "code"]
     assert (audit.verdict, code.status) == ("passed in part", "noted")
     assert "train/engine.py was altered" in code.text
 
 
-def test_another_environment_cannot_audit_unless_asked_to(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_environment_cannot_audit_unless_asked_to(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = flags.fingerprint()
-    monkeypatch.setattr(flags, "fingerprint", lambda: {**found, "torch": "9.9", "threads": 1})
+    monkeypatch.setattr(
+        flags, "fingerprint", lambda: {**found, "torch": "9.9", "threads": 1}
+    )
     audit = audited(whole)
     assert (audit.verdict, audit.exit_code, failures(audit)) == ("cannot audit", 2, {})
     assert "and '9.9' in this environment" in audit.sentence
@@ -660,23 +839,41 @@ def test_what_cannot_be_audited_says_why(
 @pytest.mark.parametrize("mode", ["ddp", "off"])
 def test_modes_that_promise_less_cannot_be_audited(whole: Path, mode: str) -> None:
     config = compose(settings(whole / "run", f"compute.mode={mode}"))
-    words = examination._obstacle(config, read_run(whole / "run"), AuditRequest(whole / "run", seed=0))
+    words = examination._obstacle(
+        config, read_run(whole / "run"), AuditRequest(whole / "run", seed=0)
+    )
     assert f"compute.mode = {mode} does not promise" in words
 
 
-@pytest.mark.parametrize("argument", ["spans=0", "compute.nproc=0", "seed=x", "optim.lr=1", "any_environment=yes"])
-def test_wishes_that_make_no_sense_are_refused(whole: Path, argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "argument",
+    ["spans=0", "compute.nproc=0", "seed=x", "optim.lr=1", "any_environment=yes"],
+)
+def test_wishes_that_make_no_sense_are_refused(
+    whole: Path, argument: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert segpipe(["audit", f"run={whole / 'run'}", argument]) == 2
     assert argument.partition("=")[0] in capsys.readouterr().err
 
 
 def test_a_report_that_cannot_be_written_is_told_before_the_work(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(command, "examine", lambda *_, **__: pytest.fail("the work was begun"))
+    monkeypatch.setattr(
+        command, "examine", lambda *_, **__: pytest.fail("the work was begun")
+    )
     (tmp_path / "file").touch()
-    assert segpipe(["audit", f"run={whole / 'run'}", f"out={tmp_path / 'file' / 'audit'}"]) == 2
-    assert f"nothing can be written to {tmp_path / 'file'}. Set out=FOLDER" in capsys.readouterr().err
+    assert (
+        segpipe(["audit", f"run={whole / 'run'}", f"out={tmp_path / 'file' / 'audit'}"])
+        == 2
+    )
+    assert (
+        f"nothing can be written to {tmp_path / 'file'}. Set out=FOLDER"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(("status", "code"), [("passed", 2), (FAILED, 13)])
@@ -687,8 +884,12 @@ def test_a_verdict_is_told_though_its_report_cannot_be_written(
     status: str,
     code: int,
 ) -> None:
-    found = Audit(str(tmp_path), (Line("config", status, "what it is"),), "", 0, 1, 1, 1, "", 0.0)
-    monkeypatch.setattr(command, "examine", lambda *_, **__: (tmp_path / "audit").touch() or found)
+    found = Audit(
+        str(tmp_path), (Line("config", status, "what it is"),), "", 0, 1, 1, 1, "", 0.0
+    )
+    monkeypatch.setattr(
+        command, "examine", lambda *_, **__: (tmp_path / "audit").touch() or found
+    )
     assert segpipe(["audit", f"run={tmp_path}"]) == code
     told = capsys.readouterr()
     assert "what it is" in told.out
@@ -698,13 +899,17 @@ def test_a_verdict_is_told_though_its_report_cannot_be_written(
 
 
 def test_a_page_keeps_one_row_of_three_cells_for_each_line() -> None:
-    lines = tuple(Line("data", status, "a|b <c> & {{ d }}") for status in ("passed", FAILED))
+    lines = tuple(
+        Line("data", status, "a|b <c> & {{ d }}") for status in ("passed", FAILED)
+    )
     page = markdown(Audit("runs/x", lines, "", 7, 5, 9, 2, "0" * 64, 12.6)).splitlines()
     assert page[0] == "# Audit of runs/x: failed"
     assert page[4:8] == ["| part | verdict | finding |", "|---|---|---|"] + [
         f"| data | {status} | a/b <c> & {{{{ d }}}} |" for status in ("passed", FAILED)
     ]
-    assert page[9].startswith("- Replayed: 5 of 9 updates by 2 processes, 13 s in all. Seed 7 ")
+    assert page[9].startswith(
+        "- Replayed: 5 of 9 updates by 2 processes, 13 s in all. Seed 7 "
+    )
 
 
 def forged(folder: Path, change: Callable[[dict], object]) -> None:  # type: ignore[type-arg]
@@ -723,8 +928,14 @@ def forged(folder: Path, change: Callable[[dict], object]) -> None:  # type: ign
             lambda state: state["config"]["optim"].update(lr=1.0),
             "optim.lr is 0.05 in the ledger and 1.0 in step_000002",
         ),
-        (lambda state: state.update(config=7), "its step or its configuration is malformed"),
-        (lambda state: state["optimizer"].update(param_groups=[]), "does not fit the run's network and optimizer"),
+        (
+            lambda state: state.update(config=7),
+            "its step or its configuration is malformed",
+        ),
+        (
+            lambda state: state["optimizer"].update(param_groups=[]),
+            "does not fit the run's network and optimizer",
+        ),
     ],
 )
 def test_a_checkpoint_that_no_run_writes_fails_and_ends_nothing(
@@ -740,52 +951,99 @@ def test_a_checkpoint_that_no_run_writes_fails_and_ends_nothing(
 
 def test_a_resumed_run_refuses_data_that_changed(copy: Path) -> None:
     config = compose(
-        settings(copy / "run", "data=camvid", f"data.root={copy / 'data'}", "run.exists=resume", "compute.shards=2")
+        settings(
+            copy / "run",
+            "data=camvid",
+            f"data.root={copy / 'data'}",
+            "run.exists=resume",
+            "compute.shards=2",
+        )
     )
     inputs.record(config, ("train", "val"))
     in_image(copy)
-    with pytest.raises(DataError, match=r"train/frame03.png was altered since the run .* was started"):
+    with pytest.raises(
+        DataError, match=r"train/frame03.png was altered since the run .* was started"
+    ):
         inputs.record(config, ("train", "val"))
 
 
-@pytest.mark.parametrize("without", ["data.hash=false", "compute.ledger=false", "compute.mode=off"])
+@pytest.mark.parametrize(
+    "without", ["data.hash=false", "compute.ledger=false", "compute.mode=off"]
+)
 def test_a_resume_without_hashes_refuses_other_names_and_sizes(
     tmp_path: Path, without: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, folder = write_camvid(tmp_path / "data"), tmp_path / "run"
-    changes = ("data=camvid", f"data.root={data}", "optim.schedule_steps=9", "compute.shards=1", without)
+    changes = (
+        "data=camvid",
+        f"data.root={data}",
+        "optim.schedule_steps=9",
+        "compute.shards=1",
+        without,
+    )
     assert run(folder, *changes, "train.steps=1") == 0
     recorded = read_inputs(folder / "inputs.json")["data"]
-    assert (recorded["files"], recorded["hashed"], len(recorded["sizes"])) == ({}, False, 20)
+    assert (recorded["files"], recorded["hashed"], len(recorded["sizes"])) == (
+        {},
+        False,
+        20,
+    )
     image, mask = data / "train" / "frame03.png", data / "valannot" / "frame01.png"
     for path, shape in ((image, (72, 96, 3)), (mask, (72, 96))):
         content = path.read_bytes()
         cv2.imwrite(str(path), np.full(shape, 1, np.uint8))
         capsys.readouterr()
-        assert run(folder, *changes, "train.steps=2", "run.exists=resume") == DataError.exit_code
+        assert (
+            run(folder, *changes, "train.steps=2", "run.exists=resume")
+            == DataError.exit_code
+        )
         name = path.relative_to(data).as_posix()
-        assert f"data.root = {data}: {name} was altered since the run" in capsys.readouterr().err
+        assert (
+            f"data.root = {data}: {name} was altered since the run"
+            in capsys.readouterr().err
+        )
         path.write_bytes(content)
     shutil.copy(image, data / "train" / "frame99.png")
-    shutil.copy(data / "trainannot" / "frame03.png", data / "trainannot" / "frame99.png")
-    assert run(folder, *changes, "train.steps=2", "run.exists=resume") == DataError.exit_code
+    shutil.copy(
+        data / "trainannot" / "frame03.png", data / "trainannot" / "frame99.png"
+    )
+    assert (
+        run(folder, *changes, "train.steps=2", "run.exists=resume")
+        == DataError.exit_code
+    )
     assert "train/frame99.png was added" in capsys.readouterr().err
     for name in ("train", "trainannot"):
         (data / name / "frame99.png").unlink()
-    edit(folder / "inputs.json", lambda content: content["data"].pop("sizes"))  # of an older segpipe
+    edit(
+        folder / "inputs.json", lambda content: content["data"].pop("sizes")
+    )  # of an older segpipe
     assert run(folder, *changes, "train.steps=2", "run.exists=resume") == 0
 
 
-def test_a_resume_that_no_longer_hashes_sees_sizes_and_one_that_does_sees_contents(copy: Path) -> None:
-    changes = ("data=camvid", f"data.root={copy / 'data'}", "run.exists=resume", "compute.shards=2")
-    hashed, sized = (compose(settings(copy / "run", *changes, f"data.hash={on}")) for on in ("true", "false"))
+def test_a_resume_that_no_longer_hashes_sees_sizes_and_one_that_does_sees_contents(
+    copy: Path,
+) -> None:
+    changes = (
+        "data=camvid",
+        f"data.root={copy / 'data'}",
+        "run.exists=resume",
+        "compute.shards=2",
+    )
+    hashed, sized = (
+        compose(settings(copy / "run", *changes, f"data.hash={on}"))
+        for on in ("true", "false")
+    )
     in_file(copy)  # a bit, so the size is the same: the limit of comparing sizes
     inputs.record(sized, ("train", "val"))
     inputs.record(hashed, ("train", "val"), ledger=False)
     with pytest.raises(DataError, match=r"val/frame01.png was altered"):
         inputs.record(hashed, ("train", "val"))
-    cv2.imwrite(str(copy / "data" / "train" / "frame00.png"), np.zeros((72, 96, 3), np.uint8))
-    with pytest.raises(DataError, match=r"train/frame00.png was altered since .* \(1 changes\)"):
+    cv2.imwrite(
+        str(copy / "data" / "train" / "frame00.png"), np.zeros((72, 96, 3), np.uint8)
+    )
+    with pytest.raises(
+        DataError, match=r"train/frame00.png was altered since .* \(1 changes\)"
+    ):
         inputs.record(sized, ("train", "val"))
 
 
@@ -794,32 +1052,58 @@ def test_the_sizes_of_files_that_were_not_hashed_are_audited(copy: Path) -> None
     config.data.root = str(copy / "data")
     edit(path, lambda content: content["data"].update(files={}))
     line = evidence.check_inputs(copy / "run", config, None)[0]
-    assert (line.status, "names and sizes are unchanged" in line.text) == ("not checked", True)
-    cv2.imwrite(str(copy / "data" / "train" / "frame03.png"), np.zeros((72, 96, 3), np.uint8))
+    assert (line.status, "names and sizes are unchanged" in line.text) == (
+        "not checked",
+        True,
+    )
+    cv2.imwrite(
+        str(copy / "data" / "train" / "frame03.png"), np.zeros((72, 96, 3), np.uint8)
+    )
     line = evidence.check_inputs(copy / "run", config, None)[0]
     assert (line.status, "train/frame03.png was altered" in line.text) == (FAILED, True)
     edit(path, lambda content: content["data"].pop("sizes"))
-    assert "the files were not recorded" in evidence.check_inputs(copy / "run", config, None)[0].text
+    assert (
+        "the files were not recorded"
+        in evidence.check_inputs(copy / "run", config, None)[0].text
+    )
 
 
-def test_sizes_that_are_not_known_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_that_are_not_known_are_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of samples that name no files, and of files that a user's class fetches later."""
     config = compose(settings(tmp_path / "run"))
-    sources = {"a": tmp_path / "absent", "b": lambda: pytest.fail("it was read"), "c": tmp_path / "c"}
+    sources = {
+        "a": tmp_path / "absent",
+        "b": lambda: pytest.fail("it was read"),
+        "c": tmp_path / "c",
+    }
     (tmp_path / "c").write_bytes(b"123")
     monkeypatch.setattr(inputs, "_inputs", lambda data, splits: sources)
     found = inputs.data_sizes(config.data, ["train"])
     assert found == {"a": None, "b": None, "c": 3}
     (tmp_path / "absent").write_bytes(b"fetched")
     assert inputs.resized({"sizes": found}, config.data, ["train"]) == []
-    assert inputs.resized({"sizes": {**found, "c": None, "d": None}}, config.data, ["train"]) == ["d is missing"]
-    assert inputs.resized({"sizes": {**found, "c": 4}}, config.data, ["train"]) == ["c was altered"]
+    assert inputs.resized(
+        {"sizes": {**found, "c": None, "d": None}}, config.data, ["train"]
+    ) == ["d is missing"]
+    assert inputs.resized({"sizes": {**found, "c": 4}}, config.data, ["train"]) == [
+        "c was altered"
+    ]
 
 
 def test_hashes_of_many_files_are_one_that_sees_names_and_contents() -> None:
     files = {"b": "2", "a": "1"}
     assert inputs.combined(files) == hashlib.sha256(b"1  a\n2  b\n").hexdigest()
-    assert len({inputs.combined(each) for each in (files, {"a": "2", "b": "1"}, {"a": "1"})}) == 3
+    assert (
+        len(
+            {
+                inputs.combined(each)
+                for each in (files, {"a": "2", "b": "1"}, {"a": "1"})
+            }
+        )
+        == 3
+    )
     assert changes({"a": "1", "b": "2"}, {"b": "3", "c": "4"}) == [
         "b was altered",
         "a is missing",
@@ -835,8 +1119,20 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that stopped early: on noise, one of a few seeds does."""
     folder = tmp_path_factory.mktemp("stopped")
     write_camvid(folder / "data")
-    patience = ("train.steps=9", "train.validate_every=2", "train.patience=2", "optim.lr=0.02", "ema.decay=0.0")
-    changes = ("data=camvid", f"data.root={folder / 'data'}", *patience, "compute.shards=1", "run.exists=replace")
+    patience = (
+        "train.steps=9",
+        "train.validate_every=2",
+        "train.patience=2",
+        "optim.lr=0.02",
+        "ema.decay=0.0",
+    )
+    changes = (
+        "data=camvid",
+        f"data.root={folder / 'data'}",
+        *patience,
+        "compute.shards=1",
+        "run.exists=replace",
+    )
     for seed in (3, 4, 5, 1, 2, 6, 7):
         assert run(folder / "run", *changes, "optim.name=adamw", f"seed={seed}") == 0
         if json.loads((folder / "run" / "result.json").read_text())["stopped_early"]:
@@ -844,15 +1140,21 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_best_score_that_was_forged_in_all_files_is_measured_again(stopped: Path, tmp_path: Path) -> None:
+def test_a_best_score_that_was_forged_in_all_files_is_measured_again(
+    stopped: Path, tmp_path: Path
+) -> None:
     (honest,) = [line for line in audited(stopped).lines if line.part == "best"]
     assert honest.status == "passed"
-    best, last = (checkpoint.load(stopped / "run" / name) for name in ("best.pt", "last.pt"))
+    best, last = (
+        checkpoint.load(stopped / "run" / name) for name in ("best.pt", "last.pt")
+    )
     assert f"of best.pt, after {best['step']} updates, measured again" in honest.text
     assert last["step"] - best["step"] == 4
     for name in ("run", "data"):
         shutil.copytree(stopped / name, tmp_path / name)
-    edit(tmp_path / "run" / "result.json", lambda content: content.update(best_miou=0.9))
+    edit(
+        tmp_path / "run" / "result.json", lambda content: content.update(best_miou=0.9)
+    )
     for name in ("best.pt", "last.pt"):
         path = tmp_path / "run" / name
         checkpoint.save(path, {**checkpoint.load(path), "best_miou": 0.9}, listed=True)
@@ -864,7 +1166,13 @@ def test_a_best_score_that_was_forged_in_all_files_is_measured_again(stopped: Pa
 
 def ended(name: str, step: int, **changes: object) -> CheckedCheckpoint:
     """A checkpoint of a run that stops 2 validations, each after 2 updates, after the best one."""
-    fields = {"digests": {"ema": name}, "best_miou": 0.5, "stale": 2 * (name == "last.pt"), "final": False, **changes}
+    fields = {
+        "digests": {"ema": name},
+        "best_miou": 0.5,
+        "stale": 2 * (name == "last.pt"),
+        "final": False,
+        **changes,
+    }
     return CheckedCheckpoint(Path(name), step, **fields)  # type: ignore[arg-type]
 
 
@@ -913,11 +1221,17 @@ COURSES: dict[str, tuple[list[CheckedCheckpoint], dict[str, object], str, str, s
 
 
 @pytest.mark.parametrize("name", COURSES)
-def test_a_best_score_and_an_early_stop_fit_the_checkpoints(tmp_path: Path, name: str) -> None:
+def test_a_best_score_and_an_early_stop_fit_the_checkpoints(
+    tmp_path: Path, name: str
+) -> None:
     checkpoints, changes, status, words, precision = COURSES[name]
     result = {"best_miou": 0.5, "miou": 0.3, "stopped_early": True, **changes}
     (tmp_path / "result.json").write_text(json.dumps(result))
-    config = compose(settings(tmp_path, "train.patience=2", "train.validate_every=2", "train.steps=20"))
+    config = compose(
+        settings(
+            tmp_path, "train.patience=2", "train.validate_every=2", "train.steps=20"
+        )
+    )
     config.train.precision = "bf16"
     asked = []
 
@@ -929,7 +1243,12 @@ def test_a_best_score_and_an_early_stop_fit_the_checkpoints(tmp_path: Path, name
     assert (line.part, line.status) == ("best", status), line.text
     assert words in line.text
     assert asked == ([("best", precision)] if precision else [])
-    if status == "passed":  # also where it need not be measured: the other line did not measure last.pt either
+    if (
+        status == "passed"
+    ):  # also where it need not be measured: the other line did not measure last.pt either
         for without in ((None, ""), (evaluate, "no data")):
             line = check_best(tmp_path, config, checkpoints, *without)
-            assert (line.status, without[1] or "evaluate=false") == ("not checked", line.text.rpartition(": ")[2])
+            assert (line.status, without[1] or "evaluate=false") == (
+                "not checked",
+                line.text.rpartition(": ")[2],
+            )

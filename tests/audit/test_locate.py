@@ -20,7 +20,13 @@ from segpipe.train import state
 from segpipe.train.checkpoint import load, save
 from segpipe.train.state import TrainState
 
-RUN = ("compute.shards=2", "train.steps=4", "checkpoint.keep_every=2", "train.log_every=9", "data.num_val=1")
+RUN = (
+    "compute.shards=2",
+    "train.steps=4",
+    "checkpoint.keep_every=2",
+    "train.log_every=9",
+    "data.num_val=1",
+)
 STEP = 3  # the last update: one after the checkpoint of step 2
 LAYER = "ppm.out.0"
 Plant = Callable[[TrainState], None]
@@ -43,7 +49,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def again(a: Path, b: Path) -> Comparison:
-    return compare_again(a, b, nproc=1, progress=lambda done, total: None, run_task=run_task)
+    return compare_again(
+        a, b, nproc=1, progress=lambda done, total: None, run_task=run_task
+    )
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, plant: Plant) -> None:
@@ -66,7 +74,11 @@ def nudged(tensor: Tensor) -> Tensor:
 
 def in_forward(current: TrainState) -> None:
     def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
-        return output + (nudged(output) - output.detach()) if current.step == STEP else None
+        return (
+            output + (nudged(output) - output.detach())
+            if current.step == STEP
+            else None
+        )
 
     current.model.get_submodule(LAYER).register_forward_hook(hook)
 
@@ -79,19 +91,34 @@ def in_backward(current: TrainState) -> None:
     current.model.get_submodule(LAYER).register_forward_pre_hook(hook)
 
 
-@pytest.mark.parametrize(("plant", "stage"), [(in_forward, "forward"), (in_backward, "backward")])
+@pytest.mark.parametrize(
+    ("plant", "stage"), [(in_forward, "forward"), (in_backward, "backward")]
+)
 def test_a_unit_in_the_last_place_of_a_layer_is_named_and_without_the_cause_the_odd_run(
-    alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Plant, stage: str
+    alone: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    plant: Plant,
+    stage: str,
 ) -> None:
     planted(monkeypatch, plant)
     assert run(tmp_path / "b", *RUN) == 0
     found = again(alone, tmp_path / "b")
-    assert (found.verdict, found.step, found.stage, found.layer) == ("diverged", STEP, stage, LAYER), found.replay
+    assert (found.verdict, found.step, found.stage, found.layer) == (
+        "diverged",
+        STEP,
+        stage,
+        LAYER,
+    ), found.replay
     assert found.odd is None
     assert f"replayed from step 2 to step {STEP}" in found.replay
     assert "both are reproduced" in found.replay
     monkeypatch.undo()  # what made it differ is gone, as after a fault of the hardware
-    pair, odd = ((alone, tmp_path / "b"), "B") if stage == "forward" else ((tmp_path / "b", alone), "A")
+    pair, odd = (
+        ((alone, tmp_path / "b"), "B")
+        if stage == "forward"
+        else ((tmp_path / "b", alone), "A")
+    )
     found = again(*pair)
     assert (found.stage, found.odd, found.layer) == (stage, odd, None), found.replay
     assert f"{odd} is the odd one" in found.replay
@@ -102,16 +129,34 @@ def test_a_setting_that_reaches_the_first_layer(
 ) -> None:
     assert run(tmp_path / "other", *RUN, "train.precision=bf16") == 0
     capsys.readouterr()
-    assert segpipe(["compare", str(alone), str(tmp_path / "other"), "--replay", "--json"]) == 5
+    assert (
+        segpipe(["compare", str(alone), str(tmp_path / "other"), "--replay", "--json"])
+        == 5
+    )
     found = json.loads(capsys.readouterr().out)
-    assert (found["step"], found["stage"], found["layer"]) == (0, "forward", "detail.0.0"), found["replay"]
+    assert (found["step"], found["stage"], found["layer"]) == (
+        0,
+        "forward",
+        "detail.0.0",
+    ), found["replay"]
     assert "replayed from the seed to step 0" in found["replay"]
-    assert segpipe(["compare", str(alone), str(tmp_path / "other"), "--replay", "--nproc", "3"]) == 2
-    assert "compute.shards = 2" in capsys.readouterr().out, "processes that cannot share the shards"
+    assert (
+        segpipe(
+            ["compare", str(alone), str(tmp_path / "other"), "--replay", "--nproc", "3"]
+        )
+        == 2
+    )
+    assert "compute.shards = 2" in capsys.readouterr().out, (
+        "processes that cannot share the shards"
+    )
 
 
-def test_a_setting_of_the_optimizer_is_no_layer_of_the_network(alone: Path, tmp_path: Path) -> None:
-    assert run(tmp_path / "other", *RUN, "optim.weight_decay=0.01", "train.steps=1") == 0
+def test_a_setting_of_the_optimizer_is_no_layer_of_the_network(
+    alone: Path, tmp_path: Path
+) -> None:
+    assert (
+        run(tmp_path / "other", *RUN, "optim.weight_decay=0.01", "train.steps=1") == 0
+    )
     found = again(alone, tmp_path / "other")
     assert (found.step, found.stage) == (0, "optimizer"), found.sentence
     assert "no module of the network is the cause: step 0" in found.replay
@@ -123,7 +168,9 @@ def test_equal_runs_are_not_trained_again(alone: Path) -> None:
     assert (found.verdict, found.replay) == ("identical", "")
 
 
-def test_the_last_common_checkpoint_has_equal_weights(alone: Path, tmp_path: Path) -> None:
+def test_the_last_common_checkpoint_has_equal_weights(
+    alone: Path, tmp_path: Path
+) -> None:
     assert [last_common(alone, alone, step).step for step in (1, 3)] == [0, 2]
     other = load(alone / "step_000002.pt")
     next(iter(other["model"].values()))[0, 0, 0, 0] += 1
@@ -131,6 +178,8 @@ def test_the_last_common_checkpoint_has_equal_weights(alone: Path, tmp_path: Pat
     assert last_common(alone, tmp_path, 4) == (0, (None, None))
 
 
-def test_processes_that_are_none_are_refused(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_processes_that_are_none_are_refused(
+    alone: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert segpipe(["compare", str(alone), str(alone), "--replay", "--nproc", "0"]) == 2
     assert "nproc = 0, but a value of at least 1 was needed" in capsys.readouterr().err

@@ -4,18 +4,31 @@ from pathlib import Path
 
 from segpipe.audit.examine import Span, choose_spans
 
-STARTS = {0: None, 4: Path("step_000004.pt"), 10: Path("step_000010.pt"), 20: Path("last.pt")}
+STARTS = {
+    0: None,
+    4: Path("step_000004.pt"),
+    10: Path("step_000010.pt"),
+    20: Path("last.pt"),
+}
 
 
 def test_all_spans_when_there_are_few() -> None:
     spans = choose_spans(STARTS, 20, count=9, longest=0, seed=0)
     assert spans == [Span(None, 0, 4), Span(STARTS[4], 4, 10), Span(STARTS[10], 10, 20)]
-    assert [str(span) for span in spans[:2]] == ["updates 0 to 3 from the seed", "updates 4 to 9 from step_000004.pt"]
+    assert [str(span) for span in spans[:2]] == [
+        "updates 0 to 3 from the seed",
+        "updates 4 to 9 from step_000004.pt",
+    ]
 
 
 def test_a_span_is_no_longer_than_asked_for() -> None:
     spans = choose_spans(STARTS, 22, count=9, longest=3, seed=0)
-    assert [(span.first, span.last) for span in spans] == [(0, 3), (4, 7), (10, 13), (20, 22)]
+    assert [(span.first, span.last) for span in spans] == [
+        (0, 3),
+        (4, 7),
+        (10, 13),
+        (20, 22),
+    ]
 
 
 def test_the_seed_chooses_and_every_span_has_its_turn() -> None:
@@ -30,9 +43,12 @@ def test_the_seed_chooses_and_every_span_has_its_turn() -> None:
 def test_spans_that_end_at_the_last_and_the_best_checkpoint_are_taken_besides() -> None:
     for seed in range(9):
         by_chance, found = (
-            choose_spans(STARTS, 24, count=1, longest=0, seed=seed, always=always) for always in ((), (20, 24))
+            choose_spans(STARTS, 24, count=1, longest=0, seed=seed, always=always)
+            for always in ((), (20, 24))
         )
-        assert {*by_chance, Span(STARTS[10], 10, 20), Span(STARTS[20], 20, 24)} == {*found}
+        assert {*by_chance, Span(STARTS[10], 10, 20), Span(STARTS[20], 20, 24)} == {
+            *found
+        }
     cut = choose_spans(STARTS, 24, count=1, longest=3, seed=0, always=(24,))
     assert len(cut) == 1, "a span that is cut ends at no checkpoint"
 

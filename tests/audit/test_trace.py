@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from segpipe.audit.trace import Culprit, Tracer, Traces, first_culprit, read_traces, write_traces
+from segpipe.audit.trace import (
+    Culprit,
+    Tracer,
+    Traces,
+    first_culprit,
+    read_traces,
+    write_traces,
+)
 
 
 class Residual(nn.Module):
@@ -32,7 +39,9 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
+        )
         self.inner = Residual()
         self.head = nn.Conv2d(4, 2, 1)
         self.beside = nn.Conv2d(4, 2, 1)
@@ -45,7 +54,9 @@ class Net(nn.Module):
 Plant = Callable[[Net], Any]
 
 
-def run(plant: Plant | None = None, *, watched: bool = True) -> tuple[Traces, list[Tensor]]:
+def run(
+    plant: Plant | None = None, *, watched: bool = True
+) -> tuple[Traces, list[Tensor]]:
     """Traces and gradients of two shards."""
     net, start = Net(), nn.Identity()
     if plant:
@@ -63,7 +74,9 @@ def run(plant: Plant | None = None, *, watched: bool = True) -> tuple[Traces, li
             compute()
     else:
         compute()
-    return tracer.traces(), [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+    return tracer.traces(), [
+        parameter.grad for parameter in net.parameters() if parameter.grad is not None
+    ]
 
 
 def nudged(tensor: Tensor) -> Tensor:
@@ -77,11 +90,18 @@ def test_hooks_change_nothing_and_leave_nothing() -> None:
     _, alone = run(watched=False)
     assert all(torch.equal(one, two) for one, two in zip(watched, alone, strict=True))
     assert list(traces) == [4, 5]
-    assert [call.name for call in traces[4].forward][:4] == ["stem.0", "stem.1", "stem.2", "stem"]
+    assert [call.name for call in traces[4].forward][:4] == [
+        "stem.0",
+        "stem.1",
+        "stem.2",
+        "stem",
+    ]
     net = Net()
     with Tracer(net, nn.Identity(), [0]).watch():
         pass
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
+    assert not any(
+        module._forward_hooks or module._forward_pre_hooks for module in net.modules()
+    )
 
 
 def test_equal_runs_have_no_culprit(tmp_path: Path) -> None:
@@ -140,7 +160,11 @@ def own_backward_plant(name: str) -> Plant:
         (backward_plant("head"), "backward", "head"),
         (backward_plant("inner.block.1"), "backward", "inner.block.1"),
         (own_backward_plant("inner.block.1"), "backward", "inner.block.1"),
-        (lambda net: net.inner.block[0].weight.register_hook(nudged), "backward", "inner.block.0"),
+        (
+            lambda net: net.inner.block[0].weight.register_hook(nudged),
+            "backward",
+            "inner.block.0",
+        ),
     ],
 )
 def test_a_planted_unit_is_named(plant: Plant, step_of: str, layer: str) -> None:
@@ -160,7 +184,9 @@ def test_an_operation_between_modules_is_blamed_on_the_module_that_holds_it() ->
 
 def test_the_loss_is_blamed_when_its_gradient_differs_first() -> None:
     def plant(net: Net) -> None:
-        net.head.register_forward_hook(lambda module, inputs, output: output.register_hook(nudged) and None)
+        net.head.register_forward_hook(
+            lambda module, inputs, output: output.register_hook(nudged) and None
+        )
 
     found = first_culprit(run()[0], run(plant)[0])
     assert found is not None
@@ -171,7 +197,9 @@ def test_the_loss_is_blamed_when_its_gradient_differs_first() -> None:
 def test_inputs_that_differ_already_blame_no_layer() -> None:
     one, two = run()[0], run()[0]
     moved = {
-        shard: trace._replace(forward=[call._replace(inputs=1, outputs=1) for call in trace.forward])
+        shard: trace._replace(
+            forward=[call._replace(inputs=1, outputs=1) for call in trace.forward]
+        )
         for shard, trace in two.items()
     }
     assert first_culprit(one, moved) is None
@@ -180,4 +208,6 @@ def test_inputs_that_differ_already_blame_no_layer() -> None:
 def test_other_networks_are_told_by_the_first_module_of_another_name() -> None:
     one, two = run()[0], run()[0]
     two[4].forward[2] = two[4].forward[2]._replace(name="other")
-    assert first_culprit(one, two) == Culprit("forward", 4, "stem.2", "A calls stem.2 where B calls other")
+    assert first_culprit(one, two) == Culprit(
+        "forward", 4, "stem.2", "A calls stem.2 where B calls other"
+    )

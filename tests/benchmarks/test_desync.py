@@ -43,13 +43,29 @@ WRONG = [
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_right_words_in_time_pass_and_nothing_else(name: str) -> None:
-    found = judge(name, [(10.0, "W1 torchrun\n"), (11.5, SAID[name] + "\n"), (12.0, SAID[name])], 10.0, 1)
-    assert (found["passed"], found["late"], found["seconds"], found["said"]) == (True, False, 1.5, SAID[name])
+    found = judge(
+        name,
+        [(10.0, "W1 torchrun\n"), (11.5, SAID[name] + "\n"), (12.0, SAID[name])],
+        10.0,
+        1,
+    )
+    assert (found["passed"], found["late"], found["seconds"], found["said"]) == (
+        True,
+        False,
+        1.5,
+        SAID[name],
+    )
     assert found["limit_s"] in (MISMATCH_S, TIMEOUT_S + 4.0)
     assert judge(name, [(10 + found["limit_s"] + 0.1, SAID[name])], 10.0, 1)["late"]
-    assert judge(name, [(11.0, SAID[name])], None, 1)["late"], "when the fault began is not known"
+    assert judge(name, [(11.0, SAID[name])], None, 1)["late"], (
+        "when the fault began is not known"
+    )
     assert not judge(name, [(11.0, SAID[name])], 10.0, 0)["passed"], "it went on"
     assert not judge(name, [(11.0, SAID[name])], 10.0, None)["passed"], "it hangs"
-    others = [words for other, words in SAID.items() if words != SAID[name] and {other, name} != {"asleep", "forward"}]
+    others = [
+        words
+        for other, words in SAID.items()
+        if words != SAID[name] and {other, name} != {"asleep", "forward"}
+    ]
     for words in [*WRONG, *others, SAID[name].replace("ank 3", "ank 1")]:
         assert not judge(name, [(11.0, words)], 10.0, 1)["passed"], words

@@ -22,7 +22,9 @@ def test_rows_say_how_much_is_equal(tmp_path: Path) -> None:
         mask, confidence = session.run(image)
         return 1 - mask, confidence + np.uint8(3)
 
-    rows = engines.compared({"right": lambda: session.run(image), "wrong": wrong}, artifact, repeats=2)
+    rows = engines.compared(
+        {"right": lambda: session.run(image), "wrong": wrong}, artifact, repeats=2
+    )
     assert (rows["right"]["equal"], rows["right"]["levels"]) == (1.0, 0)
     assert (rows["wrong"]["equal"], rows["wrong"]["levels"]) == (0.0, 3)
     assert all(row["p50_ms"] >= 0 <= row["cpu_ms"] for row in rows.values())
@@ -51,8 +53,13 @@ def test_the_claim_follows_the_masks(
 ) -> None:
     write_artifact(tmp_path / "run" / "export")
     row = {"levels": 0, "p50_ms": 1.0, "cpu_ms": 1.0}
-    rows = {"onnxruntime": {**row, "equal": equal}, "OpenVINO, default precision": {**row, "equal": 0.5}}
+    rows = {
+        "onnxruntime": {**row, "equal": equal},
+        "OpenVINO, default precision": {**row, "equal": 0.5},
+    }
     monkeypatch.setattr(engines, "arms", lambda *_: {})
     monkeypatch.setattr(engines, "compared", lambda *_: rows)
-    found = engines.measure(argparse.Namespace(settings=[f"run={tmp_path / 'run'}"], repeats=1))
+    found = engines.measure(
+        argparse.Namespace(settings=[f"run={tmp_path / 'run'}"], repeats=1)
+    )
     assert found["passed"] is passed

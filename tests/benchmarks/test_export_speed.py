@@ -14,7 +14,15 @@ from benchmarks import export_speed, run
 from exports import CLASSES, IMAGES, SIZE, tiny_network
 from segpipe.errors import ConfigError
 
-FORMS = {"eager fp32", "torchscript", "onnx fp32", "onnx fp16", "onnx int8 U8S8", "onnx int8 S8S8", "onnx int8 U8S7"}
+FORMS = {
+    "eager fp32",
+    "torchscript",
+    "onnx fp32",
+    "onnx fp16",
+    "onnx int8 U8S8",
+    "onnx int8 S8S8",
+    "onnx int8 U8S7",
+}
 
 
 class Labelled:
@@ -26,7 +34,9 @@ class Labelled:
         trained = tiny_network()
         with torch.no_grad():
             images = torch.from_numpy(np.stack(IMAGES))
-            logits = torch.nn.functional.interpolate(trained.model(trained.preprocess(images)), SIZE, mode="bilinear")
+            logits = torch.nn.functional.interpolate(
+                trained.model(trained.preprocess(images)), SIZE, mode="bilinear"
+            )
         self.targets = logits.argmax(1).to(torch.uint8).numpy()
 
     def __len__(self) -> int:
@@ -53,8 +63,17 @@ def test_every_form_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export_speed, "POINTS", 100.0)
     found = export_speed.compare(tiny_network(), Labelled(), IMAGES, repeats=3)
     assert found["latency"].keys() == found["miou"].keys() == FORMS
-    assert found["times_as_fast_as_eager"].keys() == found["size_mib"].keys() == FORMS - {"eager fp32"}
-    assert found["miou"]["eager fp32"] == found["miou"]["torchscript"] == found["miou"]["onnx fp32"] == 1.0
+    assert (
+        found["times_as_fast_as_eager"].keys()
+        == found["size_mib"].keys()
+        == FORMS - {"eager fp32"}
+    )
+    assert (
+        found["miou"]["eager fp32"]
+        == found["miou"]["torchscript"]
+        == found["miou"]["onnx fp32"]
+        == 1.0
+    )
     assert 0 < found["points_lost"]["onnx int8 U8S8"] < 20
     assert found["int8"] in FORMS
     assert found["passed"]
@@ -62,7 +81,9 @@ def test_every_form_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(json.dumps(found)) == found
 
 
-def test_every_size_is_timed_and_its_operators_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_size_is_timed_and_its_operators_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     frames = export_speed._scaled(IMAGES, "32x64")
     assert {frame.shape for frame in frames} == {(32, 64, 3)}
     for limit, fast in ((0.0, True), (1e9, False)):
@@ -71,15 +92,20 @@ def test_every_size_is_timed_and_its_operators_named(monkeypatch: pytest.MonkeyP
         found = export_speed.speed(tiny_network(), frames, repeats=2)
         assert found["fast"] is fast
     assert found["operators"].keys() == {"onnx fp32", found["int8"]}
-    assert all(0 < sum(shares.values()) <= 1.01 for shares in found["operators"].values())
+    assert all(
+        0 < sum(shares.values()) <= 1.01 for shares in found["operators"].values()
+    )
     with pytest.raises(ConfigError, match="sizes = 12, but HEIGHTxWIDTH"):
         export_speed._scaled(IMAGES, "12")
 
 
 @pytest.mark.parametrize(
-    ("limit", "value"), [("FP32_LIMIT", 1e9), ("INT8_LIMIT", 1e9), ("POINTS", -100.0), ("FRAMES", 32)]
+    ("limit", "value"),
+    [("FP32_LIMIT", 1e9), ("INT8_LIMIT", 1e9), ("POINTS", -100.0), ("FRAMES", 32)],
 )
-def test_each_limit_is_one(limit: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_limit_is_one(
+    limit: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def timed(runs: dict[str, object], *_: object) -> dict[str, object]:
         return {
             "latency": {name: {"median_ms": 1.0} for name in runs},
@@ -92,11 +118,18 @@ def test_each_limit_is_one(limit: str, value: float, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(export_speed, "forms", lambda *_: (forms, {}))
     monkeypatch.setattr(export_speed, "timed", timed)
     monkeypatch.setattr(export_speed, "quality_of", lambda *_: 0.5)
-    for name, reached in {"FP32_LIMIT": 0.0, "INT8_LIMIT": 0.0, "POINTS": 100.0, limit: value}.items():
+    for name, reached in {
+        "FP32_LIMIT": 0.0,
+        "INT8_LIMIT": 0.0,
+        "POINTS": 100.0,
+        limit: value,
+    }.items():
         monkeypatch.setattr(export_speed, name, reached)
     found = export_speed.compare(tiny_network(), Labelled(), IMAGES, repeats=1)
     assert found["passed"] is (limit == "FRAMES"), "the control: no limit at all"
-    assert found["verdict"].endswith("an export refuses it" if limit == "POINTS" else "a win")
+    assert found["verdict"].endswith(
+        "an export refuses it" if limit == "POINTS" else "a win"
+    )
 
 
 def test_the_verdict_follows_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +141,9 @@ def test_the_verdict_follows_the_figures(monkeypatch: pytest.MonkeyPatch) -> Non
             "onnx int8 U8S8": int8,
         }
         monkeypatch.setattr(
-            export_speed.measuring, "interleaved", lambda *_, **__: {name: [time] * 5 for name, time in times.items()}
+            export_speed.measuring,
+            "interleaved",
+            lambda *_, **__: {name: [time] * 5 for name, time in times.items()},
         )
         return export_speed.timed({}, IMAGES[0], 5)
 
@@ -126,7 +161,11 @@ def test_the_verdict_follows_the_figures(monkeypatch: pytest.MonkeyPatch) -> Non
     ],
 )
 def test_the_command(
-    arguments: list[str], code: int, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    code: int,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
     try:

@@ -21,7 +21,13 @@ from segpipe.determinism import flags
 from segpipe.determinism.opgate import RAISES, SILENT, SLOW
 
 CPU = torch.device("cpu")
-SMALL = ("model=fast_scnn", "data.num_train=16", "data.num_val=2", "data.workers=0", "augment.check=false")
+SMALL = (
+    "model=fast_scnn",
+    "data.num_train=16",
+    "data.num_val=2",
+    "data.workers=0",
+    "augment.check=false",
+)
 Digests = Callable[..., dict[str, Any]]
 
 
@@ -32,7 +38,9 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[gpu.Bench
     tf32 = torch.backends.cuda.matmul, torch.backends.cudnn
     before = [where.allow_tf32 for where in tf32]
     with runs.torch_restored():
-        yield gpu.Bench(CPU, time.monotonic() + 300, size=64, batch=2, updates=1, folder=tmp_path)
+        yield gpu.Bench(
+            CPU, time.monotonic() + 300, size=64, batch=2, updates=1, folder=tmp_path
+        )
     for where, value in zip(tf32, before, strict=True):
         where.allow_tf32 = value
 
@@ -42,11 +50,15 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """What would be started; it happens in this process instead, which saves the seconds of a start."""
     seen = []
 
-    def finished(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
+    def finished(
+        command: list[str], seconds: float
+    ) -> subprocess.CompletedProcess[str]:
         place = command.index(str(gpu_bits.ROOT / "train.py"))
         seen.append(command[:place])
         with runs.torch_restored():
-            return subprocess.CompletedProcess(command, segpipe(["train", *command[place + 1 :]]), "", "")
+            return subprocess.CompletedProcess(
+                command, segpipe(["train", *command[place + 1 :]]), "", ""
+            )
 
     monkeypatch.setattr(gpu_bits, "finished", finished)
     return seen
@@ -56,8 +68,12 @@ def counted(like: Callable[[int, tuple[str, ...]], Any]) -> Digests:
     """Digests that are what `like` makes of the number of the call and its changes."""
     calls = itertools.count()
 
-    def digests(bench: gpu.Bench, name: str, num_processes: int, *changes: str) -> dict[str, Any]:
-        return dict.fromkeys(gpu_bits.DIGESTS, like(next(calls), (f"{num_processes}", *changes)))
+    def digests(
+        bench: gpu.Bench, name: str, num_processes: int, *changes: str
+    ) -> dict[str, Any]:
+        return dict.fromkeys(
+            gpu_bits.DIGESTS, like(next(calls), (f"{num_processes}", *changes))
+        )
 
     return digests
 
@@ -65,39 +81,65 @@ def counted(like: Callable[[int, tuple[str, ...]], Any]) -> Digests:
 def test_equal_runs_repeat_their_bits(
     bench: gpu.Bench, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_bits, "PRECISIONS", ("fp32",))  # the others are slow on a CPU
+    monkeypatch.setattr(
+        gpu_bits, "PRECISIONS", ("fp32",)
+    )  # the others are slow on a CPU
     [(_, passed, figures)] = list(gpu.run(bench, ["repeats"]))
     assert passed, figures
     assert figures.keys() == {"steps", "fp32", "seconds"}
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    start = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=1",
+    ]
     assert commands == [start, start]
 
 
-def test_every_precision_is_run_twice(bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_precision_is_run_twice(
+    bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = []
 
-    def digests(bench: gpu.Bench, name: str, num_processes: int, *changes: str) -> dict[str, Any]:
+    def digests(
+        bench: gpu.Bench, name: str, num_processes: int, *changes: str
+    ) -> dict[str, Any]:
         calls.append(changes[-1])
         return dict.fromkeys(gpu_bits.DIGESTS, changes[-1])
 
     monkeypatch.setattr(gpu_bits, "digests", digests)
     figures = gpu_bits.repeats(bench)
-    assert figures == {"steps": 10, **{name: f"train.precision={name}" for name in ("fp32", "bf16", "fp16")}}
-    assert calls == [f"train.precision={name}" for name in ("fp32", "bf16", "fp16") for _ in range(2)]
+    assert figures == {
+        "steps": 10,
+        **{name: f"train.precision={name}" for name in ("fp32", "bf16", "fp16")},
+    }
+    assert calls == [
+        f"train.precision={name}" for name in ("fp32", "bf16", "fp16") for _ in range(2)
+    ]
 
 
-def test_the_judgement_on_processes(bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_judgement_on_processes(
+    bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def sound(call: int, changes: tuple[str, ...]) -> str:
         return changes[0] if "compute.mode=ddp" in changes else "same"
 
     monkeypatch.setattr(gpu_bits, "digests", counted(sound))
-    assert gpu_bits.processes(bench) == {"processes": [1, 2, 4, 3], "weights_digest": "same"}
+    assert gpu_bits.processes(bench) == {
+        "processes": [1, 2, 4, 3],
+        "weights_digest": "same",
+    }
 
 
-def test_as_many_processes_are_started_as_are_told(bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_processes_are_started_as_are_told(
+    bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[str] = []
 
-    def finished(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
+    def finished(
+        command: list[str], seconds: float
+    ) -> subprocess.CompletedProcess[str]:
         seen.append(command[4])
         return subprocess.CompletedProcess(command, 1, "", "no more")
 
@@ -108,7 +150,9 @@ def test_as_many_processes_are_started_as_are_told(bench: gpu.Bench, monkeypatch
     assert seen == ["--nproc-per-node=1", "--nproc-per-node=4"]
 
 
-@pytest.mark.parametrize(("check", "message"), [("repeats", "two equal runs"), ("processes", "elastic: ")])
+@pytest.mark.parametrize(
+    ("check", "message"), [("repeats", "two equal runs"), ("processes", "elastic: ")]
+)
 def test_control_digests_that_change_fail(
     check: str, message: str, bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,7 +162,9 @@ def test_control_digests_that_change_fail(
     assert message in figures["error"]
 
 
-def test_control_a_blind_control_fails(bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_a_blind_control_fails(
+    bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu_bits, "digests", counted(lambda call, changes: "same"))
     [(_, passed, figures)] = list(gpu.run(bench, ["processes"]))
     assert not passed
@@ -126,14 +172,25 @@ def test_control_a_blind_control_fails(bench: gpu.Bench, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("check", ["repeats", "processes", "ops", "cost"])
-def test_a_check_without_time_is_left_out_and_has_not_failed(check: str, tmp_path: Path) -> None:
-    late = gpu.Bench(torch.device("cuda"), time.monotonic(), size=64, batch=2, updates=1, folder=tmp_path)
+def test_a_check_without_time_is_left_out_and_has_not_failed(
+    check: str, tmp_path: Path
+) -> None:
+    late = gpu.Bench(
+        torch.device("cuda"),
+        time.monotonic(),
+        size=64,
+        batch=2,
+        updates=1,
+        folder=tmp_path,
+    )
     figures = getattr(gpu_bits, check)(late)
     assert figures["left out"] == "no time"
     assert not figures.keys() & {"fp32", "weights_digest"}
 
 
-def test_what_was_done_before_the_time_was_over_is_kept(bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_done_before_the_time_was_over_is_kept(
+    bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def digests(*arguments: object) -> dict[str, str]:
         if "train.precision=bf16" in arguments:
             raise subprocess.TimeoutExpired("train.py", 1)
@@ -148,11 +205,15 @@ def test_a_command_that_takes_too_long_ends_with_all_that_it_started(
 ) -> None:
     """As torchrun's ranks do, the child has a session of its own."""
     note = tmp_path / "pid"
-    child = "[sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True"
+    child = (
+        "[sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True"
+    )
     code = f"import subprocess, sys, time; p = subprocess.Popen({child}); print(p.pid, file=open({str(note)!r}, 'w'))"
     communicate = subprocess.Popen.communicate
 
-    def until_started(process: Any, input: Any = None, timeout: float | None = None) -> Any:
+    def until_started(
+        process: Any, input: Any = None, timeout: float | None = None
+    ) -> Any:
         if timeout is None:
             return communicate(process)
         runs.wait_for(lambda: note.exists() and bool(note.read_text()), process)
@@ -175,11 +236,19 @@ def _lives(pid: int) -> bool:
 
 
 def row(**changes: Any) -> dict[str, Any]:
-    sound = {"op": "sort", "device": "H", "raises": False, "deterministic_equal": True, "replacement_equal": True}
+    sound = {
+        "op": "sort",
+        "device": "H",
+        "raises": False,
+        "deterministic_equal": True,
+        "replacement_equal": True,
+    }
     return {**sound, "table": SLOW, **changes}
 
 
-def test_control_a_replacement_that_changes_fails(bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_a_replacement_that_changes_fails(
+    bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = [row(), row(op="put", replacement_equal=None)]
     monkeypatch.setattr(ops, "measure", lambda *args, **kwargs: rows)
     [(_, passed, figures)] = list(gpu.run(bench, ["ops"]))
@@ -205,22 +274,30 @@ def test_control_a_replacement_that_changes_fails(bench: gpu.Bench, monkeypatch:
         ({"device": "cpu", "table": RAISES}, False),
     ],
 )
-def test_what_the_table_says_wrongly_is_listed(changes: dict[str, Any], wrong: bool) -> None:
+def test_what_the_table_says_wrongly_is_listed(
+    changes: dict[str, Any], wrong: bool
+) -> None:
     assert bool(ops.misjudged([row(**changes)])) is wrong
 
 
-def test_the_cost_of_the_modes_is_told(bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cost_of_the_modes_is_told(
+    bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(modes, "SIZE", 64)
     monkeypatch.setattr(modes, "MODES", ("off", "elastic", "elastic+ledger"))
     monkeypatch.setattr(modes, "THREADS", 1)
     monkeypatch.setattr(modes, "peak_memory", lambda arm: 1)
     [(_, passed, figures)] = list(gpu.run(bench, ["cost"]))
     assert passed, figures
-    assert figures["modes"].keys() == figures["peak_memory_mib"].keys() == set(modes.MODES)
+    assert (
+        figures["modes"].keys() == figures["peak_memory_mib"].keys() == set(modes.MODES)
+    )
     assert figures["over_off"].keys() == set(modes.MODES[1:])
 
 
-def test_off_without_tf32_is_off_in_all_else(bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_off_without_tf32_is_off_in_all_else(
+    bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(modes, "THREADS", 1)
     modes.switch("off")
     usual = flags.switches()
@@ -229,7 +306,9 @@ def test_off_without_tf32_is_off_in_all_else(bench: gpu.Bench, monkeypatch: pyte
     assert usual["matmul_tf32"]
 
 
-def test_times_on_a_gpu_are_taken_when_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_on_a_gpu_are_taken_when_it_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("wait"))
     modes._median_ms(lambda: calls.append("act"), torch.device("cuda"))

@@ -24,12 +24,16 @@ class Digesting:
 def test_each_level_is_timed_when_it_is_first(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, warm = [0.0], [False]
     monkeypatch.setattr(ledger.time, "perf_counter", lambda: clock[0])
-    timed = ledger.Timed({level: Digesting(clock, warm, work) for level, work in ((0, 2.0), (1, 6.0))})  # type: ignore[misc]
+    timed = ledger.Timed(
+        {level: Digesting(clock, warm, work) for level, work in ((0, 2.0), (1, 6.0))}
+    )  # type: ignore[misc]
     for number in range(4):
         timed.first, warm[0] = number % 2, False
         timed.shard()
     assert dict(timed.seconds) == {(0, "shard"): [2.0, 2.0], (1, "shard"): [6.0, 6.0]}
-    assert timed.total == clock[0] == 2 * (2 + 3) + 2 * (6 + 1), "all of it is no part of an update"
+    assert timed.total == clock[0] == 2 * (2 + 3) + 2 * (6 + 1), (
+        "all of it is no part of an update"
+    )
 
 
 def test_shares_are_of_an_update_without_the_ledger() -> None:
@@ -40,10 +44,14 @@ def test_shares_are_of_an_update_without_the_ledger() -> None:
     assert ledger.share(1, 4, parts, base) == round((4 * 4 + 6) / 410, 5)
 
 
-def test_the_ledger_is_measured_in_real_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ledger_is_measured_in_real_updates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name, value in {"SIZE": 64, "BATCH": 2, "THREADS": 1}.items():
         monkeypatch.setattr(ledger, name, value)
     found = ledger.measure(Namespace(repeats=2))
     for level in (0, 1):
         one, many = (found["share_by_shards"][level][shards] for shards in (1, 16))
-        assert all(0 < share["low"] <= share["ratio"] <= share["high"] for share in (one, many))
+        assert all(
+            0 < share["low"] <= share["ratio"] <= share["high"] for share in (one, many)
+        )

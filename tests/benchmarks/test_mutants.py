@@ -59,7 +59,10 @@ def test_mutants_are_single_changes_that_compile() -> None:
     for mutant in mutants(SOURCE):
         compile(mutant.source, "mutant", "exec")
         assert mutant.source != SOURCE
-    assert next((mutant.line, mutant.code) for mutant in mutants(SOURCE)) == (2, "LIMIT = 3")
+    assert next((mutant.line, mutant.code) for mutant in mutants(SOURCE)) == (
+        2,
+        "LIMIT = 3",
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,7 +79,9 @@ def test_mutants_are_single_changes_that_compile() -> None:
         ("if TYPE_CHECKING:\n    x = 1", set()),
     ],
 )  # fmt: skip
-def test_every_operator_and_what_is_left_alone(source: str, expected: set[tuple[str, str]]) -> None:
+def test_every_operator_and_what_is_left_alone(
+    source: str, expected: set[tuple[str, str]]
+) -> None:
     assert changes(source) == expected
 
 
@@ -94,33 +99,57 @@ def mutation_run(folder: Path, test: str, **options: Any) -> dict[str, Any]:
         "given = json.loads(sys.argv[1]); folder = Path(given['folder']);"
         "print(json.dumps(mutants.run_module(folder, 'mod.py', ['test_mod.py'], **given['options'])))"
     )
-    done = subprocess.run([sys.executable, "-c", code, json.dumps(given)], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(given)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
 @pytest.mark.slow
-def test_a_weak_test_lets_mutants_survive_and_a_strong_one_kills_them(tmp_path: Path) -> None:
-    weak, strong = mutation_run(tmp_path / "weak", WEAK, sample=4), mutation_run(tmp_path / "strong", STRONG)
+def test_a_weak_test_lets_mutants_survive_and_a_strong_one_kills_them(
+    tmp_path: Path,
+) -> None:
+    weak, strong = (
+        mutation_run(tmp_path / "weak", WEAK, sample=4),
+        mutation_run(tmp_path / "strong", STRONG),
+    )
     assert (weak["mutants"], weak["tried"], strong["tried"]) == (14, 4, 14)
     assert len(weak["survivors"]) == weak["tried"] - weak["killed"] > 0
-    assert not any("total / count" in line or "raise" in line for line in strong["survivors"])
-    assert not any("number * 3" in line for line in strong["survivors"])  # never ends: stopped, which kills it
+    assert not any(
+        "total / count" in line or "raise" in line for line in strong["survivors"]
+    )
+    assert not any(
+        "number * 3" in line for line in strong["survivors"]
+    )  # never ends: stopped, which kills it
     assert (tmp_path / "strong" / "mod.py").read_text() == SOURCE
     again = mutation_run(tmp_path / "weak", STRONG, before=weak)
-    assert (again["tried"], set(again["survivors"]) <= set(strong["survivors"])) == (4, True)
+    assert (again["tried"], set(again["survivors"]) <= set(strong["survivors"])) == (
+        4,
+        True,
+    )
     assert again["killed"] == 4 - len(again["survivors"]) > weak["killed"]
 
 
-def test_every_module_and_its_tests_exist_and_every_equivalent_mutant_has_a_reason() -> None:
+def test_every_module_and_its_tests_exist_and_every_equivalent_mutant_has_a_reason() -> (
+    None
+):
     for module, tests in MODULES.items():
         assert (ROOT / module).is_file()
         assert all((ROOT / test).exists() for test in tests)
     found = {
-        module: {(each.code, each.before, each.after) for each in mutants((ROOT / module).read_text())}
+        module: {
+            (each.code, each.before, each.after)
+            for each in mutants((ROOT / module).read_text())
+        }
         for module in {entry["module"] for entry in EQUIVALENT}
     }
     for entry in EQUIVALENT:
-        assert (entry["code"], entry["before"], entry["after"]) in found[entry["module"]], entry
+        assert (entry["code"], entry["before"], entry["after"]) in found[
+            entry["module"]
+        ], entry
         assert len(entry["reason"]) > 20

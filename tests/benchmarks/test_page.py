@@ -19,13 +19,25 @@ def test_the_page_is_that_of_the_results() -> None:
 
 
 def test_results_name_no_folder_of_a_machine() -> None:
-    found = {path.name: re.findall(r"/[\w./-]+/(?:bin|lib)/\S+", path.read_text()) for path in page.RESULTS.iterdir()}
+    found = {
+        path.name: re.findall(r"/[\w./-]+/(?:bin|lib)/\S+", path.read_text())
+        for path in page.RESULTS.iterdir()
+    }
     assert {name: paths for name, paths in found.items() if paths} == {}
 
 
-def test_a_claim_that_is_not_met_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_claim_that_is_not_met_is_shown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     ratio = {"ratio": 1.2, "low": 1.1, "high": 1.31}
-    result = {"claim": "C6", "what": "a | b", "speed": ratio, "must": 1.3, "machine": {"torch": "9"}, "passed": False}
+    result = {
+        "claim": "C6",
+        "what": "a | b",
+        "speed": ratio,
+        "must": 1.3,
+        "machine": {"torch": "9"},
+        "passed": False,
+    }
     (tmp_path / "c6.json").write_text(json.dumps(result))
     monkeypatch.setattr(page, "RESULTS", tmp_path)
     row = page.page().splitlines()[-1]

@@ -27,7 +27,9 @@ def console() -> Console:
     return Console(file=io.StringIO(), width=200)
 
 
-def test_it_comes_as_told(tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_comes_as_told(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Unnoticed by an ordinary trainer, refused at the start, caught in the run; and quiet once repaired."""
     for name, kind in (("racy", augment.Racy), ("repaired", augment.Repaired)):
         monkeypatch.setitem(TRANSFORMS, name, kind)
@@ -44,14 +46,27 @@ def test_it_comes_as_told(tmp_path: Path, console: Console, monkeypatch: pytest.
     assert "racy (Racy), probe '" in told
     assert "augmented again under the same key" in told
     # With the mistake, as many samples differ as it happens: only what is told once repaired is counted.
-    assert len(re.findall(r"\b0 of 32\b", told[told.index("Without the bug there is no report") :])) == 2
+    assert (
+        len(
+            re.findall(
+                r"\b0 of 32\b", told[told.index("Without the bug there is no report") :]
+            )
+        )
+        == 2
+    )
     assert not (tmp_path / "refused").exists()
     assert not (tmp_path / "caught" / "result.json").exists()
     assert (tmp_path / "repaired" / "result.json").exists()
-    assert cv2.imread(str(tmp_path / "outcomes.png")).shape == (28 + 2 * 2 * 64 + 8, 3 * (2 * 96 + 8), 3)
+    assert cv2.imread(str(tmp_path / "outcomes.png")).shape == (
+        28 + 2 * 2 * 64 + 8,
+        3 * (2 * 96 + 8),
+        3,
+    )
 
 
-def test_what_does_not_come_as_told_is_said(tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_come_as_told_is_said(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The control: a trainer that always sees the same, and a segpipe that lets everything pass."""
     monkeypatch.setattr(plain, "train", lambda *_, **__: plain.Trained())
     assert not Demo(console, lambda settings: (0, ""), tmp_path, SMALL).story()
@@ -64,9 +79,21 @@ def test_the_mistake_is_in_the_order_of_calls_alone() -> None:
 
     def angles(change: plain.Augment) -> list[float]:
         """Those of five calls, found again among all that were drawn."""
-        drawn = [0.0, *(random.Random(seed).uniform(-augment.LARGEST, augment.LARGEST) for seed in range(5))]
-        turned = {augment.turned(sample[0], angle, smooth=True).tobytes(): angle for angle in drawn}
-        return [drawn.index(turned[change(*sample, random.Random(seed))[0].tobytes()]) for seed in range(5)]
+        drawn = [
+            0.0,
+            *(
+                random.Random(seed).uniform(-augment.LARGEST, augment.LARGEST)
+                for seed in range(5)
+            ),
+        ]
+        turned = {
+            augment.turned(sample[0], angle, smooth=True).tobytes(): angle
+            for angle in drawn
+        }
+        return [
+            drawn.index(turned[change(*sample, random.Random(seed))[0].tobytes()])
+            for seed in range(5)
+        ]
 
     augment.AUGMENTOR.angle = 0.0
     assert angles(augment.racy) == [0, 1, 2, 3, 4]

@@ -16,7 +16,11 @@ CROP, SCALE = 64, (0.5, 2.0)
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[str, str]:
     """The label of a pixel is whether its red channel is bright."""
-    labels = cv2.resize(np.random.default_rng(0).integers(0, 2, (4, 8), np.uint8), (128, 64), interpolation=0)
+    labels = cv2.resize(
+        np.random.default_rng(0).integers(0, 2, (4, 8), np.uint8),
+        (128, 64),
+        interpolation=0,
+    )
     image, mask = str(tmp_path / "image.png"), str(tmp_path / "mask.png")
     cv2.imwrite(image, np.dstack([labels * 10, labels * 10, labels * 200]))  # BGR
     cv2.imwrite(mask, labels)
@@ -26,7 +30,12 @@ def files(tmp_path: Path) -> tuple[str, str]:
 @pytest.mark.parametrize("color", [True, False])
 @pytest.mark.parametrize("raw", [True, False])
 def test_torchvision(files: tuple[str, str], color: bool, raw: bool) -> None:
-    check(Torchvision(CROP, SCALE, color=color, raw=raw), files, torch.uint8 if raw else torch.float32, 0)
+    check(
+        Torchvision(CROP, SCALE, color=color, raw=raw),
+        files,
+        torch.uint8 if raw else torch.float32,
+        0,
+    )
 
 
 def test_pidnet(files: tuple[str, str]) -> None:
@@ -37,7 +46,9 @@ def test_mmseg(files: tuple[str, str]) -> None:
     check(Mmseg(CROP, SCALE), files, torch.uint8, 2)
 
 
-def parts(found: tuple[object, tuple[object, object]]) -> tuple[torch.Tensor, torch.Tensor]:
+def parts(
+    found: tuple[object, tuple[object, object]],
+) -> tuple[torch.Tensor, torch.Tensor]:
     assert found[1][1].shape == found[1][0].shape  # type: ignore[attr-defined]
     return torch.from_numpy(found[0]), torch.from_numpy(found[1][0])
 

@@ -26,7 +26,9 @@ def drives(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split, drive_of in (("train", "aaaabbbb"), ("val", "bbcc")):
         for number, drive in enumerate(drive_of):
             for folder in (split, f"{split}annot"):
-                (root / folder / f"frame{number:02d}.png").rename(root / folder / f"{drive}_{split}{number:02d}.png")
+                (root / folder / f"frame{number:02d}.png").rename(
+                    root / folder / f"{drive}_{split}{number:02d}.png"
+                )
     return root
 
 
@@ -34,11 +36,22 @@ def drives(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def held_out(drives: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that holds drive b out."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    assert run(folder, "data=camvid", f"data.root={drives}", "data.hold_out=b", "train.steps=1") == 0
+    assert (
+        run(
+            folder,
+            "data=camvid",
+            f"data.root={drives}",
+            "data.hold_out=b",
+            "train.steps=1",
+        )
+        == 0
+    )
     return folder
 
 
-def evaluated(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[str, Any], str]:
+def evaluated(
+    capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[dict[str, Any], str]:
     """The figures on stdout and the text on stderr."""
     capsys.readouterr()
     with torch_restored():
@@ -48,12 +61,25 @@ def evaluated(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict
     return dict(json.loads(out, parse_constant=pytest.fail)), err
 
 
-def test_a_run_is_scored_on_the_drive_that_it_held_out(held_out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_scored_on_the_drive_that_it_held_out(
+    held_out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found, tables = evaluated(capsys, f"run={held_out}")
     recorded = result(held_out)
-    for key in ("miou", "iou", "precision", "recall", "f1", "interval_95", "sequences", "images"):
+    for key in (
+        "miou",
+        "iou",
+        "precision",
+        "recall",
+        "f1",
+        "interval_95",
+        "sequences",
+        "images",
+    ):
         assert found[key] == recorded[key], key
-    assert found["sequences"] == {"b": {"images": 6, "miou": found["miou"], "in_training": False}}
+    assert found["sequences"] == {
+        "b": {"images": 6, "miou": found["miou"], "in_training": False}
+    }
     assert found["note"] == ""
     assert "flatter" not in tables
     assert set(found["mean"]) == {"precision", "recall", "f1", "boundary_iou"}
@@ -70,11 +96,16 @@ def test_a_split_that_is_named_is_scored_whole(
     arguments = (f"run={held_out}", "data.split=train", f"out={page}")
     found, tables = evaluated(capsys, *arguments)
     sequences = found["sequences"]
-    assert {name: (entry["images"], entry["in_training"]) for name, entry in sequences.items()} == {
+    assert {
+        name: (entry["images"], entry["in_training"])
+        for name, entry in sequences.items()
+    } == {
         "a": (4, True),
         "b": (4, False),
     }
-    assert found["note"].startswith("4 of 8 images are from sequences that training has seen too (a)")
+    assert found["note"].startswith(
+        "4 of 8 images are from sequences that training has seen too (a)"
+    )
     assert found["note"] in tables
     assert str(page) in tables
     text = page.read_text()
@@ -91,7 +122,10 @@ def test_a_report_is_a_page(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_page_shows_the_predictions_that_were_scored(
-    held_out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    held_out: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     segment, asked = module.segment, []
 
@@ -105,8 +139,14 @@ def test_the_page_shows_the_predictions_that_were_scored(
     assert all(described == asked[0] and described for described in asked)
 
 
-def test_files_that_changed_since_the_run_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    root, folder, page = write_camvid(tmp_path / "data", num_val=3), tmp_path / "run", tmp_path / "page.html"
+def test_files_that_changed_since_the_run_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, folder, page = (
+        write_camvid(tmp_path / "data", num_val=3),
+        tmp_path / "run",
+        tmp_path / "page.html",
+    )
     assert run(folder, "data=camvid", f"data.root={root}", "train.steps=1") == 0
     mask = root / "valannot" / "frame01.png"
     labels = cv2.imread(str(mask), cv2.IMREAD_UNCHANGED)
@@ -120,7 +160,9 @@ def test_files_that_changed_since_the_run_are_told(tmp_path: Path, capsys: pytes
     assert told in page.read_text()
     assert evaluated(capsys, f"run={folder / 'last.pt'}")[0]["note"].startswith(told)
     others = evaluated(capsys, f"run={folder}", "data.split=train")[0]["note"]
-    assert others.startswith("The labelled images changed since the run: train/frame00.png was altered: ")
+    assert others.startswith(
+        "The labelled images changed since the run: train/frame00.png was altered: "
+    )
     cv2.imwrite(str(mask), labels)
     restored = evaluated(capsys, f"run={folder}")[0]["note"]
     assert "changed" not in restored, "the control: restored"
@@ -180,13 +222,21 @@ def test_what_changed_is_told_of_the_split_that_is_read(
     root = Path(shutil.copytree(recorded.parent / "data", tmp_path / "data"))
     change(root)
     trained = config_of(recorded).data
-    found = inputs.changed_since(recorded, trained, replace(trained, root=str(root), **settings))
-    assert found == (f"the labelled images changed since the run: {told}" if told else "")
+    found = inputs.changed_since(
+        recorded, trained, replace(trained, root=str(root), **settings)
+    )
+    assert found == (
+        f"the labelled images changed since the run: {told}" if told else ""
+    )
 
 
 def test_another_data_set_has_not_changed(recorded: Path, tmp_path: Path) -> None:
     root, trained = write_camvid(tmp_path / "data"), config_of(recorded).data
     for path in root.glob("*/frame*"):
         path.rename(path.with_name(f"other_{path.name}"))
-    assert inputs.changed_since(recorded, trained, replace(trained, root=str(root))) == ""
-    assert inputs.changed_since(tmp_path, trained, trained) == "", "the control: a folder that recorded nothing"
+    assert (
+        inputs.changed_since(recorded, trained, replace(trained, root=str(root))) == ""
+    )
+    assert inputs.changed_since(tmp_path, trained, trained) == "", (
+        "the control: a folder that recorded nothing"
+    )

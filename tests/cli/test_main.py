@@ -25,11 +25,15 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) 
 
 
 def line_of(text: str, key: str) -> str:
-    return next(line for line in text.splitlines() if line.strip().startswith(f"{key}="))
+    return next(
+        line for line in text.splitlines() if line.strip().startswith(f"{key}=")
+    )
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_has_a_line_for_each_key(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_a_line_for_each_key(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = COMMANDS[name]
     text = printed(capsys, name, "--help")
     assert text.startswith(f"usage: segpipe {name}")
@@ -37,12 +41,20 @@ def test_help_has_a_line_for_each_key(name: str, capsys: pytest.CaptureFixture[s
         assert entry.doc in line_of(text, entry.key)
         assert entry.valid in line_of(text, entry.key)
     for key, entry in SETTINGS.items():
-        assert key.partition(".")[0] not in command.overrides or entry.doc in line_of(text, key)
+        assert key.partition(".")[0] not in command.overrides or entry.doc in line_of(
+            text, key
+        )
     assert printed(capsys, name, "-h") == text
 
 
-STARTED = [*sorted((ROOT / "scripts").glob("*.py")), ROOT / "train.py", ROOT / "examples" / "race" / "demo.py"]
-STARTED += [ROOT / "benchmarks" / f"{name}.py" for name in ("run", "mutants", "export_table")]
+STARTED = [
+    *sorted((ROOT / "scripts").glob("*.py")),
+    ROOT / "train.py",
+    ROOT / "examples" / "race" / "demo.py",
+]
+STARTED += [
+    ROOT / "benchmarks" / f"{name}.py" for name in ("run", "mutants", "export_table")
+]
 
 
 @pytest.mark.parametrize("path", STARTED, ids=lambda path: path.name)
@@ -57,7 +69,9 @@ def test_every_script_explains_itself(
     assert capsys.readouterr().out.startswith("usage: ")
 
 
-def test_help_of_train_shows_meaning_default_and_choices_of_all_settings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_train_shows_meaning_default_and_choices_of_all_settings(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     text = printed(capsys, "train", "--help")
     assert sum(f"  {key}=" in text for key in SETTINGS) == len(SETTINGS) > 80
     assert "poly, cosine" in line_of(text, "optim.schedule")
@@ -78,7 +92,10 @@ def test_overview_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, "--version") == f"segpipe {__version__}\n"
     text = printed(capsys, "--help")
     assert text == printed(capsys)
-    assert all(f"  {name} " in text and entry.summary in text for name, entry in COMMANDS.items())
+    assert all(
+        f"  {name} " in text and entry.summary in text
+        for name, entry in COMMANDS.items()
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,9 +104,15 @@ def test_overview_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["trian"], "trian is not a command of segpipe. Did you mean train?"),
         (["train", "optim.lrr=1"], "Did you mean optim.lr?"),
         (["doctor", "data.rot=x"], "Did you mean data.root?"),
-        (["evaluate", "run=x", "optim.lr=1"], "'optim.lr=1' is not an argument of this command"),
+        (
+            ["evaluate", "run=x", "optim.lr=1"],
+            "'optim.lr=1' is not an argument of this command",
+        ),
         (["evaluate", "run=nowhere"], "nowhere"),
-        (["doctor", "out=x.txt"], "out = x.txt, but a file that ends in .html was needed."),
+        (
+            ["doctor", "out=x.txt"],
+            "out = x.txt, but a file that ends in .html was needed.",
+        ),
         (["compare", "a"], "b is missing"),
         (["runs", "sort=miuo"], "Did you mean miou?"),
         (["runs", "root=/nowhere"], "root = /nowhere is not a folder"),
@@ -104,7 +127,9 @@ def test_wrong_commands_and_keys_are_one_line(
     assert text.count("\n") == 1
 
 
-def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -121,12 +146,20 @@ def test_gpu_check_outside_a_clone_says_what_is_missing(
 
 def in_shell(*command: str, **environment: str) -> str:
     done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=True
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return done.stdout
 
 
-@pytest.mark.parametrize("command", ["--help", "train --help", "evaluate --help", "runs root=tests", "--version"])
+@pytest.mark.parametrize(
+    "command",
+    ["--help", "train --help", "evaluate --help", "runs root=tests", "--version"],
+)
 def test_light_commands_import_no_torch(command: str) -> None:
     code = "import sys; from segpipe.cli.main import main; main(sys.argv[1:]); print('torch' in sys.modules)"
     assert in_shell("-c", code, *command.split()).splitlines()[-1] == "False"
@@ -137,7 +170,9 @@ def test_all_entry_points_are_the_same_command() -> None:
     assert in_shell("-m", "segpipe", "--version") == version
     text = in_shell("-m", "segpipe", "train", "--help")
     assert in_shell("train.py", "--help") == text
-    assert in_shell("scripts/doctor.py", "--help", PYTHONPATH=str(ROOT)).startswith("usage: segpipe doctor")
+    assert in_shell("scripts/doctor.py", "--help", PYTHONPATH=str(ROOT)).startswith(
+        "usage: segpipe doctor"
+    )
 
 
 def test_each_script_is_one_command() -> None:
@@ -156,7 +191,9 @@ def test_each_script_is_one_command() -> None:
         "weights",
     }
     assert set(found) == COMMANDS.keys() - without
-    assert not [text for text in scripts if "sys.path" in text or len(text.splitlines()) > 10]
+    assert not [
+        text for text in scripts if "sys.path" in text or len(text.splitlines()) > 10
+    ]
 
 
 def test_commands_that_read_a_run_take_trust() -> None:
@@ -167,12 +204,25 @@ def test_commands_that_read_a_run_take_trust() -> None:
 
 
 def test_flags_of_hydra_still_work(tmp_path: Path) -> None:
-    shown = in_shell("-m", "segpipe", "train", "optim.lr=0.25", "--cfg", "job", "seed=7")
+    shown = in_shell(
+        "-m", "segpipe", "train", "optim.lr=0.25", "--cfg", "job", "seed=7"
+    )
     assert "lr: 0.25" in shown
     assert "seed: 7" in shown
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\noptim: {lr: 0.125}\n")
-    own = in_shell("train.py", "--config-dir", str(tmp_path), "experiment=mine", "--cfg", "job", "--package", "optim")
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\noptim: {lr: 0.125}\n"
+    )
+    own = in_shell(
+        "train.py",
+        "--config-dir",
+        str(tmp_path),
+        "experiment=mine",
+        "--cfg",
+        "job",
+        "--package",
+        "optim",
+    )
     assert "lr: 0.125" in own
 
 
@@ -180,12 +230,25 @@ def test_completion_knows_commands_keys_and_values() -> None:
     assert complete("segpipe ev") == list(COMMANDS)
     assert complete("segpipe nothing ") == []
     found = complete("segpipe evaluate run=runs/x w") or []
-    assert {"run=", "which=last", "which=best", "data.root=", "compute.device=cuda"} <= set(found)
+    assert {
+        "run=",
+        "which=last",
+        "which=best",
+        "data.root=",
+        "compute.device=cuda",
+    } <= set(found)
 
 
 @pytest.mark.parametrize("name", ["train", "doctor"])
 def test_hydra_completes_settings(name: str) -> None:
-    assert "complete -o nospace" in in_shell("-m", "segpipe", "train", "-sc", "install=bash")
+    assert "complete -o nospace" in in_shell(
+        "-m", "segpipe", "train", "-sc", "install=bash"
+    )
     query = ("-m", "segpipe", "-sc", "query=bash")
-    assert in_shell(*query, COMP_LINE=f"segpipe {name} optim.po").split() == ["optim.power="]
-    assert "experiment=street_cpu" in in_shell(*query, COMP_LINE=f"segpipe {name} experiment=").split()
+    assert in_shell(*query, COMP_LINE=f"segpipe {name} optim.po").split() == [
+        "optim.power="
+    ]
+    assert (
+        "experiment=street_cpu"
+        in in_shell(*query, COMP_LINE=f"segpipe {name} experiment=").split()
+    )

@@ -16,36 +16,65 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, zipfile.ZipFil
     folder = tmp_path_factory.mktemp("wheels")
     build = "import sys, hatchling.build; hatchling.build.build_wheel(sys.argv[1])"
     for source in (ROOT, ROOT / "packaging" / "runtime"):
-        subprocess.run([sys.executable, "-c", build, str(folder)], cwd=source, check=True, stdout=subprocess.DEVNULL)
-    return {path.name.partition("-")[0]: zipfile.ZipFile(path) for path in folder.glob("*.whl")}
+        subprocess.run(
+            [sys.executable, "-c", build, str(folder)],
+            cwd=source,
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+    return {
+        path.name.partition("-")[0]: zipfile.ZipFile(path)
+        for path in folder.glob("*.whl")
+    }
 
 
 def sources(folder: Path) -> set[str]:
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {".gitignore"}
+    return {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file()
+    } - {".gitignore"}
 
 
-def test_segpipe_holds_every_file_of_the_package_and_conf(wheels: dict[str, zipfile.ZipFile]) -> None:
+def test_segpipe_holds_every_file_of_the_package_and_conf(
+    wheels: dict[str, zipfile.ZipFile],
+) -> None:
     names = set(wheels["segpipe"].namelist())
     package = {name for name in sources(ROOT / "segpipe") if "__pycache__" not in name}
     assert {f"segpipe/{name}" for name in package} <= names
     assert {f"segpipe/conf/{name}" for name in sources(ROOT / "conf")} <= names
-    for part in ("conf/config.yaml", "ledger/digest.c", "export/artifact/manifest.schema.json", "py.typed"):
+    for part in (
+        "conf/config.yaml",
+        "ledger/digest.c",
+        "export/artifact/manifest.schema.json",
+        "py.typed",
+    ):
         assert f"segpipe/{part}" in names
-    assert not [name for name in names if name.startswith(("tests", "benchmarks", "train.py"))]
+    assert not [
+        name for name in names if name.startswith(("tests", "benchmarks", "train.py"))
+    ]
 
 
 def metadata(wheel: zipfile.ZipFile, name: str) -> str:
-    return wheel.read(next(path for path in wheel.namelist() if path.endswith(f".dist-info/{name}"))).decode()
+    return wheel.read(
+        next(path for path in wheel.namelist() if path.endswith(f".dist-info/{name}"))
+    ).decode()
 
 
 @pytest.mark.parametrize("name", ["segpipe", "segpipe_runtime"])
-def test_wheels_carry_licence_and_command(name: str, wheels: dict[str, zipfile.ZipFile]) -> None:
+def test_wheels_carry_licence_and_command(
+    name: str, wheels: dict[str, zipfile.ZipFile]
+) -> None:
     assert "Apache License" in metadata(wheels[name], "licenses/LICENSE")
     assert "License-Expression: Apache-2.0" in metadata(wheels[name], "METADATA")
-    assert f"{name.replace('_', '-')} = {name}." in metadata(wheels[name], "entry_points.txt")
+    assert f"{name.replace('_', '-')} = {name}." in metadata(
+        wheels[name], "entry_points.txt"
+    )
 
 
-def test_runtime_wheel_is_the_same_source_under_its_own_name(wheels: dict[str, zipfile.ZipFile]) -> None:
+def test_runtime_wheel_is_the_same_source_under_its_own_name(
+    wheels: dict[str, zipfile.ZipFile],
+) -> None:
     wheel, runtime = wheels["segpipe_runtime"], ROOT / "segpipe" / "runtime"
     for path in runtime.glob("*.py"):
         content = wheel.read(f"segpipe_runtime/{path.name}").decode()
@@ -55,7 +84,9 @@ def test_runtime_wheel_is_the_same_source_under_its_own_name(wheels: dict[str, z
     assert "Requires-Python: >=3.10" in metadata(wheel, "METADATA")
 
 
-def test_both_wheels_can_be_installed_in_one_environment(wheels: dict[str, zipfile.ZipFile], tmp_path: Path) -> None:
+def test_both_wheels_can_be_installed_in_one_environment(
+    wheels: dict[str, zipfile.ZipFile], tmp_path: Path
+) -> None:
     files = [set(wheel.namelist()) for wheel in wheels.values()]
     assert len(files) == 2
     assert not files[0] & files[1]
@@ -67,7 +98,12 @@ def test_both_wheels_can_be_installed_in_one_environment(wheels: dict[str, zipfi
     )
     command = [sys.executable, "-c", code]
     done = subprocess.run(
-        command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=True
+        command,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     *paths, name = done.stdout.split()
     assert all(Path(path).is_relative_to(tmp_path) for path in paths)

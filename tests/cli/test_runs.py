@@ -17,12 +17,26 @@ from segpipe.settings.compose import compose
 from segpipe.settings.config import to_mapping
 
 
-def write_run(root: Path, name: str, *, model: str, seconds: int, miou: float | None = None, steps: int = 9) -> Path:
+def write_run(
+    root: Path,
+    name: str,
+    *,
+    model: str,
+    seconds: int,
+    miou: float | None = None,
+    steps: int = 9,
+) -> Path:
     folder = root / name
     folder.mkdir(parents=True)
-    config = {"model": {"name": model}, "data": {"name": "synthetic"}, "train": {"steps": 100}}
+    config = {
+        "model": {"name": model},
+        "data": {"name": "synthetic"},
+        "train": {"steps": 100},
+    }
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": steps, "kind": "train", "time_s": 1.0}) + "\n")
+    (folder / "metrics.jsonl").write_text(
+        json.dumps({"step": steps, "kind": "train", "time_s": 1.0}) + "\n"
+    )
     if miou is not None:
         result = {"miou": miou, "steps": steps, "ema_digest": "0123456789abcdef"}
         (folder / "result.json").write_text(json.dumps(result))
@@ -34,12 +48,16 @@ def write_run(root: Path, name: str, *, model: str, seconds: int, miou: float | 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     write_run(tmp_path, "a", model="pidnet_s", seconds=10**9, miou=0.5, steps=30)
-    write_run(tmp_path, "sweep/b", model="fast_scnn", seconds=2 * 10**9, miou=0.75, steps=20)
+    write_run(
+        tmp_path, "sweep/b", model="fast_scnn", seconds=2 * 10**9, miou=0.75, steps=20
+    )
     write_run(tmp_path, "c", model="ddrnet23_slim", seconds=3 * 10**8, steps=40)
     return tmp_path
 
 
-def listed(capsys: pytest.CaptureFixture[str], root: Path, *arguments: str) -> list[dict[str, Any]]:
+def listed(
+    capsys: pytest.CaptureFixture[str], root: Path, *arguments: str
+) -> list[dict[str, Any]]:
     assert segpipe(["runs", f"root={root}", "--json", *arguments]) == 0
     return list(json.loads(capsys.readouterr().out))
 
@@ -54,11 +72,15 @@ def listed(capsys: pytest.CaptureFixture[str], root: Path, *arguments: str) -> l
         ("model", ["c", "sweep/b", "a"]),
     ],
 )
-def test_runs_are_sorted(root: Path, column: str, names: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_sorted(
+    root: Path, column: str, names: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert [row["name"] for row in listed(capsys, root, f"sort={column}")] == names
 
 
-def test_rows_hold_what_the_files_say(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_hold_what_the_files_say(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = {row["name"]: row for row in listed(capsys, root)}
     assert rows["a"]["date"].startswith("2001-09-")
     assert {key: rows["a"][key] for key in ("model", "miou", "steps", "state")} == {
@@ -78,7 +100,13 @@ def test_the_table_shows_percent_and_digest_and_is_not_cut_in_a_pipe(
     assert segpipe(["runs", f"root={root}"]) == 0
     text = capsys.readouterr().out
     line = next(line for line in text.splitlines() if "sweep/b" in line)
-    assert [cell.strip() for cell in line.split("│")[1:6]] == ["sweep/b", "fast_scnn", "synthetic", "75.00", "20"]
+    assert [cell.strip() for cell in line.split("│")[1:6]] == [
+        "sweep/b",
+        "fast_scnn",
+        "synthetic",
+        "75.00",
+        "20",
+    ]
     assert "0123456789ab " in line
 
 
@@ -86,15 +114,27 @@ def write_recipe(root: Path, name: str, score: float | None, *overrides: str) ->
     """A run of a whole configuration, with a curve; unfinished without a score."""
     folder = root / name
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(to_mapping(compose([f"run.name={name}", *overrides]))))
+    (folder / "config.json").write_text(
+        json.dumps(to_mapping(compose([f"run.name={name}", *overrides])))
+    )
     lines = [
-        {"step": step, "kind": kind, "time_s": 1.0, "loss": 1.0 / step, "miou": 0.01 * step}
+        {
+            "step": step,
+            "kind": kind,
+            "time_s": 1.0,
+            "loss": 1.0 / step,
+            "miou": 0.01 * step,
+        }
         for step in range(1, 301)
         for kind in ("train", "validation")
     ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     if score is not None:
-        (folder / "result.json").write_text(json.dumps({"miou": score, "steps": 300, "ema_digest": "ab" * 20}))
+        (folder / "result.json").write_text(
+            json.dumps({"miou": score, "steps": 300, "ema_digest": "ab" * 20})
+        )
     return folder
 
 
@@ -104,7 +144,9 @@ def seeds(tmp_path: Path) -> Path:
     write_recipe(tmp_path, "s1", 0.50, "seed=1", "optim.lr=0.1", "data.workers=0")
     write_recipe(tmp_path, "s2", 0.56, "seed=2", "optim.lr=0.1")
     failed = write_recipe(tmp_path, "s3", None, "seed=3", "optim.lr=0.1")
-    (failed / "failure.json").write_text('{"exit_code": 6, "reason": "<b>loss nan</b>"}')
+    (failed / "failure.json").write_text(
+        '{"exit_code": 6, "reason": "<b>loss nan</b>"}'
+    )
     write_recipe(tmp_path, "slow", 0.40, "seed=1", "optim.lr=0.01")
     return tmp_path
 
@@ -120,7 +162,18 @@ def test_columns_are_the_settings_that_differ_and_the_best_comes_first(
     assert segpipe(["runs", f"root={seeds}"]) == 0
     text = capsys.readouterr().out
     titles = [cell.strip() for cell in text.splitlines()[1].split("┃")[1:-1]]
-    assert titles == ["name", "model", "data", "mIoU %", "steps", "seed", "optim.lr", "digest", "date", "state"]
+    assert titles == [
+        "name",
+        "model",
+        "data",
+        "mIoU %",
+        "steps",
+        "seed",
+        "optim.lr",
+        "digest",
+        "date",
+        "state",
+    ]
     assert [text.index(f"│ {name} ") for name in ("s2", "s1", "slow", "s3")] == sorted(
         text.index(f"│ {name} ") for name in ("s1", "s2", "s3", "slow")
     )
@@ -131,10 +184,18 @@ def test_columns_are_the_settings_that_differ_and_the_best_comes_first(
 
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_name_score_steps_and_state_are_readable_in_every_terminal(
-    width: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    width: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("segpipe.cli.runs.Console", partial(Console, force_terminal=True, width=width, no_color=True))
-    reason = "step 3: loss 9.38e+22, gradient norm inf, lr 1e+06. " * 4 + "Lower optim.lr."
+    monkeypatch.setattr(
+        "segpipe.cli.runs.Console",
+        partial(Console, force_terminal=True, width=width, no_color=True),
+    )
+    reason = (
+        "step 3: loss 9.38e+22, gradient norm inf, lr 1e+06. " * 4 + "Lower optim.lr."
+    )
     settings = (
         "loss.name=ohem",
         "optim.lr=1000000.0",
@@ -142,7 +203,10 @@ def test_name_score_steps_and_state_are_readable_in_every_terminal(
         "optim.weight_decay=0.01",
         "model=pidnet_s",
     )
-    names = [f"synthetic-fast_scnn-lr1000000.0-momentum0.8-weight_decay0.01-seed{seed}" for seed in range(1, 6)]
+    names = [
+        f"synthetic-fast_scnn-lr1000000.0-momentum0.8-weight_decay0.01-seed{seed}"
+        for seed in range(1, 6)
+    ]
     for place, name in enumerate(names):
         write_recipe(tmp_path, name, 0.5, f"seed={place}", *settings[:place])
     failed = write_recipe(tmp_path, "broken", None, "seed=9", *settings)
@@ -152,36 +216,74 @@ def test_name_score_steps_and_state_are_readable_in_every_terminal(
     table, below = text.split("└")
     assert max(map(len, table.splitlines())) <= width
     assert "…" not in text
-    found = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if "│" in line]
+    found = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in table.splitlines()
+        if "│" in line
+    ]
     titles = [cell.strip() for cell in table.splitlines()[1].split("┃")[1:-1]]
     assert {"name", "mIoU %", "steps", "state"} <= set(titles)
     for name in names:
         assert name in "".join(cell[0] for cell in found)  # folded
-    scores = [[line[titles.index(title)] for title in ("mIoU %", "steps", "state")] for line in found if line[-1]]
+    scores = [
+        [line[titles.index(title)] for title in ("mIoU %", "steps", "state")]
+        for line in found
+        if line[-1]
+    ]
     assert scores == [["50.00", "300", "finished"]] * 5 + [["-", "300", "failed"]]
-    hidden = {"seed", "loss.name", "optim.lr", "optim.momentum", "optim.weight_decay", "model"} - set(titles)
+    hidden = {
+        "seed",
+        "loss.name",
+        "optim.lr",
+        "optim.momentum",
+        "optim.weight_decay",
+        "model",
+    } - set(titles)
     told = " ".join(below.split()).partition("They also differ in: ")[2]
     assert hidden
     assert all(re.search(rf"\b{key}[,.]", told) for key in hidden)
     assert f"\nbroken failed: {reason}\n" in below
 
 
-def test_the_page_shows_the_score_first_and_a_reason_on_one_line(tmp_path: Path) -> None:
+def test_the_page_shows_the_score_first_and_a_reason_on_one_line(
+    tmp_path: Path,
+) -> None:
     failed = write_recipe(tmp_path, "a", None, "optim.lr=1000000.0")
     write_recipe(tmp_path, "b", 0.5)
     (failed / "failure.json").write_text('{"exit_code": 6, "reason": "loss \\"nan\\""}')
     text = render_overview(find_runs(tmp_path))
-    places = [text.index(f">{title}</th>") for title in ("run", "mIoU, %", "steps", "state", "optim.lr")]
+    places = [
+        text.index(f">{title}</th>")
+        for title in ("run", "mIoU, %", "steps", "state", "optim.lr")
+    ]
     assert places == sorted(places)
     assert 'title="loss &#34;nan&#34;">failed: loss' in text
     assert "<td>1e+06</td>" in text
 
 
-def test_seeds_are_grouped_with_mean_range_and_number(seeds: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_seeds_are_grouped_with_mean_range_and_number(
+    seeds: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert segpipe(["runs", f"root={seeds}", "group=seed"]) == 0
     text = capsys.readouterr().out
-    assert cells(text, "0.1") == ["0.1", "1,2,3", "2 of 3", "53.00", "50.00", "56.00", "6.00"]
-    assert cells(text, "0.01") == ["0.01", "1", "1 of 1", "40.00", "40.00", "40.00", "0.00"]
+    assert cells(text, "0.1") == [
+        "0.1",
+        "1,2,3",
+        "2 of 3",
+        "53.00",
+        "50.00",
+        "56.00",
+        "6.00",
+    ]
+    assert cells(text, "0.01") == [
+        "0.01",
+        "1",
+        "1 of 1",
+        "40.00",
+        "40.00",
+        "40.00",
+        "0.00",
+    ]
     best, _ = listed(capsys, seeds, "group=seed")
     assert best["scores"] == [0.5, 0.56]
     assert best["runs"] == ["s1", "s2", "s3"]
@@ -190,19 +292,44 @@ def test_seeds_are_grouped_with_mean_range_and_number(seeds: Path, capsys: pytes
     assert "Did you mean seed?" in capsys.readouterr().err
 
 
-def test_a_repeated_run_is_no_second_sample(seeds: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_repeated_run_is_no_second_sample(
+    seeds: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("again", "slower"):
         write_recipe(seeds, name, 0.40, "seed=1", "optim.lr=0.01")
     write_recipe(seeds, "third", 0.53, "seed=3", "optim.lr=0.1")  # it had failed
     assert segpipe(["runs", f"root={seeds}", "group=seed"]) == 0
     text = capsys.readouterr().out
-    assert cells(text, "0.01") == ["0.01", "1", "1 of 1", "40.00", "40.00", "40.00", "0.00"]
-    assert cells(text, "0.1") == ["0.1", "1,2,3", "3 of 3", "53.00", "50.00", "56.00", "6.00"]
+    assert cells(text, "0.01") == [
+        "0.01",
+        "1",
+        "1 of 1",
+        "40.00",
+        "40.00",
+        "40.00",
+        "0.00",
+    ]
+    assert cells(text, "0.1") == [
+        "0.1",
+        "1,2,3",
+        "3 of 3",
+        "53.00",
+        "50.00",
+        "56.00",
+        "6.00",
+    ]
 
 
-def test_runs_are_named_or_matched(seeds: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_named_or_matched(
+    seeds: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     chosen = f"runs=[{seeds}/s1,{seeds}/s*]"
-    assert [Path(row["name"]).name for row in listed(capsys, seeds, chosen)] == ["s2", "s1", "slow", "s3"]
+    assert [Path(row["name"]).name for row in listed(capsys, seeds, chosen)] == [
+        "s2",
+        "s1",
+        "slow",
+        "s3",
+    ]
     assert segpipe(["runs", f"runs=[{seeds}/x*]"]) == 2
     assert "no run is there" in capsys.readouterr().err
 
@@ -220,10 +347,16 @@ def test_the_page_has_one_table_and_all_curves_and_loads_nothing(
     assert "<script" not in text
     assert "http" not in text.replace("http-equiv", "")
     assert "<th>optim.lr</th>" in text
-    picture = text[text.index("Training loss") : text.index("</figure>", text.index("Training loss"))]
+    picture = text[
+        text.index("Training loss") : text.index(
+            "</figure>", text.index("Training loss")
+        )
+    ]
     colors = [color for color in COLORS if f"stroke: {color}" in picture]
     assert len(colors) == (2 if by else 4)
-    assert picture.count("stroke-linecap: square") - picture.count('id="patch') >= lines  # a line each
+    assert (
+        picture.count("stroke-linecap: square") - picture.count('id="patch') >= lines
+    )  # a line each
     if by:
         assert "50.00 to 56.00" in text
         assert "2 of 3" in text
@@ -232,7 +365,9 @@ def test_the_page_has_one_table_and_all_curves_and_loads_nothing(
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", "\x00\x00", '{"miou"'])
-def test_a_damaged_file_is_named(root: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_file_is_named(
+    root: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (root / "a" / "result.json").write_text(content)
     (root / "c" / "config.json").write_text(content)
     rows = {row["name"]: row for row in listed(capsys, root)}
@@ -241,7 +376,9 @@ def test_a_damaged_file_is_named(root: Path, content: str, capsys: pytest.Captur
     assert rows["sweep/b"]["state"] == "finished"
 
 
-def test_a_value_of_another_type_is_named_too(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_value_of_another_type_is_named_too(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (root / "a" / "config.json").write_text('{"model": 5}')
     (root / "c" / "result.json").write_text('{"miou": "high", "steps": null}')
     states = {row["name"]: row["state"] for row in listed(capsys, root, "sort=miou")}

@@ -197,7 +197,9 @@ DATA = """
 def code(project: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's files, and no spawned process for each network, which costs seconds."""
     monkeypatch.setattr(network_contract, "elsewhere", lambda *_: "not asked")
-    monkeypatch.setattr(network_contract, "started", lambda *_: nullcontext(lambda: "not asked"))
+    monkeypatch.setattr(
+        network_contract, "started", lambda *_: nullcontext(lambda: "not asked")
+    )
     project("net.py", NET)
     project("loss.py", LOSS)
     project("data.py", DATA)
@@ -218,20 +220,60 @@ def network(monkeypatch: pytest.MonkeyPatch, **model: Any) -> dict[str, Clause]:
     ("fault", "clause", "says"),
     [
         ("raises", "is built", r"net.py, line \d+ .*ValueError: no"),
-        ("weights", "equal seeds give equal weights", "Draw initial weights from torch's generator"),
-        ("channels", "logits of every head in training", r"\(2, 4, 64, 96\).*\(2, 5, h, w\)"),
+        (
+            "weights",
+            "equal seeds give equal weights",
+            "Draw initial weights from torch's generator",
+        ),
+        (
+            "channels",
+            "logits of every head in training",
+            r"\(2, 4, 64, 96\).*\(2, 5, h, w\)",
+        ),
         ("odd", "odd image sizes", "images of 51x69 fail .*pad inside forward"),
-        ("unused", "gradients reach all parameters", "net.other.weight, net.other.bias get none"),
+        (
+            "unused",
+            "gradients reach all parameters",
+            "net.other.weight, net.other.bias get none",
+        ),
         ("detached", "gradients reach all parameters", "net.conv.weight get none"),
-        ("python", "randomness of torch's generator alone", "Draw from torch's generator alone"),
-        ("counter", "randomness of torch's generator alone", "keep nothing from one call to the next"),
-        ("running", "randomness of torch's generator alone", "keep nothing from one call to the next"),
-        ("drift", "randomness of torch's generator alone", "backward changes net.conv.bias. Leave parameters"),
-        ("late", "randomness of torch's generator alone", "draws from the global generator of numpy.random: shards"),
-        ("gradient", "randomness of torch's generator alone", "two passes of the same images in training mode differ"),
+        (
+            "python",
+            "randomness of torch's generator alone",
+            "Draw from torch's generator alone",
+        ),
+        (
+            "counter",
+            "randomness of torch's generator alone",
+            "keep nothing from one call to the next",
+        ),
+        (
+            "running",
+            "randomness of torch's generator alone",
+            "keep nothing from one call to the next",
+        ),
+        (
+            "drift",
+            "randomness of torch's generator alone",
+            "backward changes net.conv.bias. Leave parameters",
+        ),
+        (
+            "late",
+            "randomness of torch's generator alone",
+            "draws from the global generator of numpy.random: shards",
+        ),
+        (
+            "gradient",
+            "randomness of torch's generator alone",
+            "two passes of the same images in training mode differ",
+        ),
         ("dropout", "no randomness in eval mode", "F.dropout training=self.training"),
         ("batch", "an image alone as in a batch", "let nothing mix the images"),
-        ("op", "ops that CUDA repeats", r"net.py:\d+ calls aten.grid_sampler_2d_backward.*raises under deterministic"),
+        (
+            "op",
+            "ops that CUDA repeats",
+            r"net.py:\d+ calls aten.grid_sampler_2d_backward.*raises under deterministic",
+        ),
         ("state", "copies and state dict", "Keep all state in parameters and buffers"),
     ],
 )
@@ -242,7 +284,9 @@ def test_a_network_that_breaks_a_clause_is_told_which(
     assert re.search(says, found[clause])
 
 
-def test_a_sound_network_keeps_all_clauses_and_a_slow_op_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sound_network_keeps_all_clauses_and_a_slow_op_is_noted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert not broken(network(monkeypatch, name="net:Net").values())
     found = network(monkeypatch, name="net:Net", args={"fault": "slow"})
     assert not broken(found.values())
@@ -252,11 +296,19 @@ def test_a_sound_network_keeps_all_clauses_and_a_slow_op_is_noted(monkeypatch: p
 def test_what_wrong_shapes_would_break_too_is_not_checked(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clauses = list(network(monkeypatch, name="net:Net", args={"fault": "channels"}).values())
-    assert [clause.name for clause in clauses if clause.problem] == ["logits of every head in training"]
+    clauses = list(
+        network(monkeypatch, name="net:Net", args={"fault": "channels"}).values()
+    )
+    assert [clause.name for clause in clauses if clause.problem] == [
+        "logits of every head in training"
+    ]
     assert [clause.checked for clause in clauses] == [True] * 3 + [False] * 9
     monkeypatch.setattr(check_plugin.flags, "apply", lambda threads, mode: None)
-    overrides = ["model.name=net:Net", "model.args.fault=channels", "augment.crop_size=[32,32]"]
+    overrides = [
+        "model.name=net:Net",
+        "model.args.fault=channels",
+        "augment.crop_size=[32,32]",
+    ]
     assert check_plugin.main(overrides) == 2
     shown = capsys.readouterr().out
     assert "12 checks of model: 1 failed, 9 not checked" in shown
@@ -266,7 +318,11 @@ def test_what_wrong_shapes_would_break_too_is_not_checked(
 @pytest.mark.parametrize(
     ("name", "fault", "says"),
     [
-        ("Net", "weights", "net.conv.weight differs. Draw initial weights from torch's generator"),
+        (
+            "Net",
+            "weights",
+            "net.conv.weight differs. Draw initial weights from torch's generator",
+        ),
         ("Net", "python", "Draw from torch's generator alone"),
         ("Net", "running", "keep nothing from one call to the next"),
         ("Net", "eval", "Keep all state in parameters and buffers"),
@@ -275,21 +331,30 @@ def test_what_wrong_shapes_would_break_too_is_not_checked(
         ("Large", "running", "keep nothing from one call to the next"),
     ],
 )
-def test_no_training_starts_with_a_network_that_keeps_state(name: str, fault: str, says: str) -> None:
+def test_no_training_starts_with_a_network_that_keeps_state(
+    name: str, fault: str, says: str
+) -> None:
     config = from_mapping(
-        {"model": {"name": f"net:{name}", "args": {"fault": fault}}, "augment": {"crop_size": [96, 128]}}
+        {
+            "model": {"name": f"net:{name}", "args": {"fault": fault}},
+            "augment": {"crop_size": [96, 128]},
+        }
     )
     with pytest.raises(ConfigError, match=rf"model\.name = net:{name}: .*{says}"):
         check_network_of(config, 5)
 
 
 @pytest.mark.parametrize("fault", ["rank", "variable", "hash"])
-def test_no_training_starts_with_a_network_of_another_start(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+def test_no_training_starts_with_a_network_of_another_start(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
     """The rank in logits, an environment variable in gradients, a hash at import; alone, each repeats itself."""
     config = from_mapping({"model": {"name": "net:Net", "args": {"fault": fault}}})
     check_network_of(config, 5)
     monkeypatch.setattr(network_contract, "started", started)
-    with pytest.raises(ConfigError, match="others in a process that was started again, as rank 1 of 2"):
+    with pytest.raises(
+        ConfigError, match="others in a process that was started again, as rank 1 of 2"
+    ):
         check_network_of(config, 5)
 
 
@@ -311,7 +376,10 @@ def test_a_sound_network_computes_the_same_in_another_start(
 
 @pytest.mark.parametrize(
     ("fault", "says", "on_gpu"),
-    [("attribute", "has no attribute 'steam'", True), ("view", "is invalid for input of size", False)],
+    [
+        ("attribute", "has no attribute 'steam'", True),
+        ("view", "is invalid for input of size", False),
+    ],
 )
 def test_a_network_that_runs_at_no_size_starts_no_training(
     monkeypatch: pytest.MonkeyPatch, fault: str, says: str, on_gpu: bool
@@ -319,18 +387,25 @@ def test_a_network_that_runs_at_no_size_starts_no_training(
     """Its file and line are told. A GPU, which this process may not use, excuses all but plain mistakes."""
     config = from_mapping({"model": {"name": "net:Net", "args": {"fault": fault}}})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ConfigError, match=rf"model\.name = net:Net: .*net\.py, line \d+ \(.*{says}"):
+    with pytest.raises(
+        ConfigError, match=rf"model\.name = net:Net: .*net\.py, line \d+ \(.*{says}"
+    ):
         check_network_of(config, 5)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError) if on_gpu else nullcontext():
         check_network_of(config, 5)
 
 
-def test_the_check_before_a_training_lets_others_pass_and_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_before_a_training_lets_others_pass_and_draws_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     for name, fault in (("Net", ""), ("Large", ""), ("Net", "cuda"), ("Net", "unused")):
-        check_network_of(from_mapping({"model": {"name": f"net:{name}", "args": {"fault": fault}}}), 5)
+        check_network_of(
+            from_mapping({"model": {"name": f"net:{name}", "args": {"fault": fault}}}),
+            5,
+        )
     after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     assert before[:2] == after[:2]
     assert torch.equal(before[2], after[2])
@@ -340,7 +415,9 @@ def test_the_check_before_a_training_lets_others_pass_and_draws_nothing(monkeypa
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_our_networks_keep_all_clauses(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_our_networks_keep_all_clauses(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     assert not broken(network(monkeypatch, name=name).values())
 
 
@@ -351,20 +428,34 @@ def loss(**settings: Any) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("fault", "clause", "says"),
     [
-        ("mean", "shards add up", 'It looks like a mean. Return the loss of each pixel (reduction="none")'),
+        (
+            "mean",
+            "shards add up",
+            'It looks like a mean. Return the loss of each pixel (reduction="none")',
+        ),
         ("square", "shards add up", "its halves together"),
         ("ignored", "ignored pixels do not count", "Leave out target == ignore_index"),
         ("counts", "a batch without labels", "Do not divide by counts"),
         ("log", "gradients are finite", "Use log_softmax"),
         ("random", "no randomness", "Draw nothing at random"),
-        ("weights", "class weights", "Multiply the loss of a pixel by the weight of its class"),
+        (
+            "weights",
+            "class weights",
+            "Multiply the loss of a pixel by the weight of its class",
+        ),
         ("mean", "ops that CUDA repeats", "aten.nll_loss2d_forward"),
         ("detached", "ignored pixels do not count", "does not require grad"),
-        ("infinite", "shards add up", "not finite: inf for a batch, inf and inf for its halves"),
+        (
+            "infinite",
+            "shards add up",
+            "not finite: inf for a batch, inf and inf for its halves",
+        ),
         ("none", "can be called", "loss.args.falt is not an argument of loss:loss"),
     ],
 )
-def test_a_loss_that_breaks_a_clause_is_told_which(fault: str, clause: str, says: str) -> None:
+def test_a_loss_that_breaks_a_clause_is_told_which(
+    fault: str, clause: str, says: str
+) -> None:
     found = loss(name="loss:loss", args={"falt" if fault == "none" else "fault": fault})
     assert says in found[clause]
 
@@ -372,18 +463,36 @@ def test_a_loss_that_breaks_a_clause_is_told_which(fault: str, clause: str, says
 def test_sound_losses_keep_all_clauses() -> None:
     for name in ("cross_entropy", "ohem", "loss:loss", "loss:plain"):
         assert not loss(name=name)
-    assert "must take the keyword class_weights" in loss(name="loss:plain", class_weights="log")["can be called"]
+    assert (
+        "must take the keyword class_weights"
+        in loss(name="loss:plain", class_weights="log")["can be called"]
+    )
 
 
-def test_no_training_starts_with_a_mean_or_a_wrong_argument(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "claim_folder", lambda config: pytest.fail("the training would have started"))
+def test_no_training_starts_with_a_mean_or_a_wrong_argument(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        launch,
+        "claim_folder",
+        lambda config: pytest.fail("the training would have started"),
+    )
     for overrides, says in (
         (["loss.name=loss:loss", "loss.args.fault=mean"], "It looks like a mean"),
-        (["loss.name=loss:plain", "loss.class_weights=log"], "must take the keyword class_weights"),
-        (["model.name=net:Net", "model.args.falt=x"], "model.args.falt is not an argument of net:Net"),
+        (
+            ["loss.name=loss:plain", "loss.class_weights=log"],
+            "must take the keyword class_weights",
+        ),
+        (
+            ["model.name=net:Net", "model.args.falt=x"],
+            "model.args.falt is not an argument of net:Net",
+        ),
         (["model.name=net:Nett"], "net has no Nett"),
         (["data.name=data:Dat"], "data has no Dat"),
-        (["data.name=data:Data", "data.root=.", "data.args.fault=random"], "sample 0 has other bytes when read twice"),
+        (
+            ["data.name=data:Data", "data.root=.", "data.args.fault=random"],
+            "sample 0 has other bytes when read twice",
+        ),
     ):
         with pytest.raises(ConfigError, match=says):
             launch.prepare(compose(overrides), 1)
@@ -402,7 +511,11 @@ def data(split: str = "train", **args: Any) -> dict[str, str]:
         ("random", "same bytes twice", "draw nothing at random"),
         ("init", "same bytes twice", "Let the index alone decide"),
         ("open", "can be pickled", "open files and databases in read"),
-        ("process", "same bytes in another process", "has other bytes when read by another process"),
+        (
+            "process",
+            "same bytes in another process",
+            "has other bytes when read by another process",
+        ),
     ],
 )
 def test_data_that_break_a_clause_are_told_which(
@@ -418,17 +531,25 @@ def test_no_training_starts_with_samples_that_depend_on_the_process(fault: str) 
     config = Config()
     config.data.name, config.data.args = "data:Data", {"fault": fault}
     if fault:
-        with pytest.raises(ConfigError, match=r"data\.name = data:Data: sample 0 has other bytes when read (twice|by)"):
+        with pytest.raises(
+            ConfigError,
+            match=r"data\.name = data:Data: sample 0 has other bytes when read (twice|by)",
+        ):
             check_data(config)
     else:
         with torch_restored():
             torch.set_num_threads(3)  # for which a forked process would wait
             check_data(config)
-            assert not any(clause.problem or clause.note for clause in DataContract(config, "train").clauses())
+            assert not any(
+                clause.problem or clause.note
+                for clause in DataContract(config, "train").clauses()
+            )
         check_data(Config())
 
 
-def test_the_command_checks_what_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_checks_what_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(check_plugin.flags, "apply", lambda threads, mode: None)
     monkeypatch.setattr(DataContract, "_other_process", lambda self: "")
     assert check_plugin.main(["loss.name=loss:loss", "loss.args.fault=mean"]) == 2
@@ -437,6 +558,11 @@ def test_the_command_checks_what_is_named(capsys: pytest.CaptureFixture[str], mo
     assert "8 checks of loss: 4 failed" in shown
     assert check_plugin.main(["data.name=data:Data"]) == 0
     assert "10 checks of data: all passed" in capsys.readouterr().out
-    assert check_plugin.chosen(["model=pidnet_s", "augment.extra=[fog]"], Config()) == ["model", "augment"]
-    with pytest.raises(ConfigError, match=r"nothing to check. Name a plug-in with model.name=..."):
+    assert check_plugin.chosen(["model=pidnet_s", "augment.extra=[fog]"], Config()) == [
+        "model",
+        "augment",
+    ]
+    with pytest.raises(
+        ConfigError, match=r"nothing to check. Name a plug-in with model.name=..."
+    ):
         check_plugin.main(["seed=1"])

@@ -26,7 +26,9 @@ def config(**changes) -> AugmentConfig:
 @pytest.fixture(scope="module")
 def frame() -> tuple[np.ndarray, np.ndarray]:
     draws = np.random.Generator(np.random.Philox(7))
-    return draws.integers(0, 256, (60, 80, 3), np.uint8), draws.integers(0, 11, (60, 80), np.uint8)
+    return draws.integers(0, 256, (60, 80, 3), np.uint8), draws.integers(
+        0, 11, (60, 80), np.uint8
+    )
 
 
 def digest(augmenter, frame, key) -> bytes:
@@ -44,13 +46,17 @@ def test_shape_and_memory(frame):
 def test_the_sample_is_left_alone(frame):
     before = [part.copy() for part in frame]
     Augmenter(config(scale=[1.0, 1.0], crop_size=[60, 80]))(*frame, 1)
-    assert all(np.array_equal(now, then) for now, then in zip(frame, before, strict=True))
+    assert all(
+        np.array_equal(now, then) for now, then in zip(frame, before, strict=True)
+    )
 
 
 @pytest.mark.parametrize("crop_size", [[60, 80], [32, 48]])
 def test_the_output_is_never_memory_of_the_sample(frame, crop_size):
     """A cache may hold the sample, so writing into the crop must not change it."""
-    augmenter = Augmenter(config(crop_size=crop_size, scale=[1.0, 1.0], flip=0.0, **NO_COLOR))
+    augmenter = Augmenter(
+        config(crop_size=crop_size, scale=[1.0, 1.0], flip=0.0, **NO_COLOR)
+    )
     for output in augmenter(*frame, 1):
         assert not any(np.may_share_memory(output, part) for part in frame)
 
@@ -58,20 +64,42 @@ def test_the_output_is_never_memory_of_the_sample(frame, crop_size):
 def test_parts_are_the_transforms_alone_and_always(frame):
     whole = Augmenter(config(flip=0.001, extra=["noise"], keyed=False))
     parts = whole.parts()
-    assert [part.name for part in parts] == ["ScaleCrop", "HorizontalFlip", "ColorMatrix", "noise (SensorNoise)"]
+    assert [part.name for part in parts] == [
+        "ScaleCrop",
+        "HorizontalFlip",
+        "ColorMatrix",
+        "noise (SensorNoise)",
+    ]
     assert [part.certain for part in parts] == [True, False, True, False]
     flipped = parts[1](*frame, 1)
-    assert all(np.array_equal(now, then[:, ::-1]) for now, then in zip(flipped, frame, strict=True))
-    assert digest(parts[0], frame, 1) == digest(parts[0].fresh(), frame, 1) != digest(parts[0], frame, 2)
+    assert all(
+        np.array_equal(now, then[:, ::-1])
+        for now, then in zip(flipped, frame, strict=True)
+    )
+    assert (
+        digest(parts[0], frame, 1)
+        == digest(parts[0].fresh(), frame, 1)
+        != digest(parts[0], frame, 2)
+    )
 
 
 def test_parts_of_nested_transforms(monkeypatch, frame):
     def nested() -> A.OneOf:
-        return A.OneOf([A.VerticalFlip(p=0.1), A.Sequential([A.Solarize(p=0.2), A.ToGray(p=0.2)], p=0.3)], p=0.5)
+        return A.OneOf(
+            [
+                A.VerticalFlip(p=0.1),
+                A.Sequential([A.Solarize(p=0.2), A.ToGray(p=0.2)], p=0.3),
+            ],
+            p=0.5,
+        )
 
     monkeypatch.setitem(TRANSFORMS, "nested", nested)
     parts = Augmenter(config(extra=["nested"])).parts()[3:]
-    assert [part.name for part in parts] == ["nested (VerticalFlip)", "nested (Solarize)", "nested (ToGray)"]
+    assert [part.name for part in parts] == [
+        "nested (VerticalFlip)",
+        "nested (Solarize)",
+        "nested (ToGray)",
+    ]
     assert not any(part.certain for part in parts)
     assert np.array_equal(parts[0](*frame, 1)[0], frame[0][::-1])
 
@@ -134,12 +162,19 @@ def test_the_random_state_reaches_nested_steps():
     pipeline = A.Compose([A.OneOf([A.Sequential(inner, p=1.0), A.SomeOf(inner, n=1)])])
     pythons, numpys = random.Random(1), generator(1)
     pipeline.set_random_state(numpys, pythons)
-    assert all(step.py_random is pythons and step.random_generator is numpys for step in inner)
+    assert all(
+        step.py_random is pythons and step.random_generator is numpys for step in inner
+    )
 
 
 def test_zero_strength_changes_nothing(frame):
-    still = Augmenter(config(scale=[1.0, 1.0], crop_size=[60, 80], flip=0.0, **NO_COLOR))
-    assert all(np.array_equal(now, then) for now, then in zip(still(*frame, 3), frame, strict=True))
+    still = Augmenter(
+        config(scale=[1.0, 1.0], crop_size=[60, 80], flip=0.0, **NO_COLOR)
+    )
+    assert all(
+        np.array_equal(now, then)
+        for now, then in zip(still(*frame, 3), frame, strict=True)
+    )
     assert len(still._own_pipeline().transforms) == 1
     moved = Augmenter(config(scale=[1.0, 1.0], crop_size=[60, 80], flip=0.0))
     assert not np.array_equal(moved(*frame, 3)[0], frame[0])
@@ -150,12 +185,17 @@ def test_zero_strength_changes_nothing(frame):
 def test_image_and_target_share_the_grid(axis, scale):
     """Both hold a coordinate of the source; after the resize they agree to half a pixel, without bias."""
     ramp = np.indices((60, 60))[axis].astype(np.uint8)
-    image = np.repeat((4 * ramp)[..., None], 3, axis=2)  # times 4: interpolated values at these scales stay whole
+    image = np.repeat(
+        (4 * ramp)[..., None], 3, axis=2
+    )  # times 4: interpolated values at these scales stay whole
     augmenter = Augmenter(config(crop_size=[32, 32], scale=[scale, scale], **NO_COLOR))
     errors = []
     for key in range(8):
         seen, target = augmenter(image, ramp, key)
-        part = (slice(2, -2), slice(2, -2))  # at the border of the frame the interpolation stops being linear
+        part = (
+            slice(2, -2),
+            slice(2, -2),
+        )  # at the border of the frame the interpolation stops being linear
         errors.append(seen[part][..., 0] / 4 - target[part])
     assert np.abs(errors).max() <= 0.5
     assert abs(np.mean(errors)) < 0.05
@@ -181,7 +221,9 @@ def test_flips_happen_and_keep_pairs_together():
 
 
 def test_padding_is_mean_color_and_ignored(frame):
-    augmenter = Augmenter(config(crop_size=[64, 96], scale=[0.5, 0.5], flip=0.0, **NO_COLOR))
+    augmenter = Augmenter(
+        config(crop_size=[64, 96], scale=[0.5, 0.5], flip=0.0, **NO_COLOR)
+    )
     places = set()
     for key in range(30):
         image, target = augmenter(*frame, key)
@@ -196,14 +238,20 @@ def test_scale_is_uniform_in_log():
     """Half of all factors lie below 1 when the range is 1/2 to 2; uniform in the factor it would be a third."""
     cropper = augment.ScaleCrop((32, 32), (0.5, 2.0))
     cropper.set_random_state(generator(0), random.Random(0))
-    boxes = [cropper.get_params_dependent_on_data({"shape": (500, 500)}, {})["source"][0] for _ in range(1000)]
+    boxes = [
+        cropper.get_params_dependent_on_data({"shape": (500, 500)}, {})["source"][0]
+        for _ in range(1000)
+    ]
     assert 0.45 < np.mean([box.stop - box.start > 32 for box in boxes]) < 0.55
 
 
 def test_crops_reach_every_border():
     cropper = augment.ScaleCrop((32, 32), (1.0, 1.0))
     cropper.set_random_state(generator(0), random.Random(0))
-    starts = [cropper.get_params_dependent_on_data({"shape": (36, 36)}, {})["source"][0].start for _ in range(500)]
+    starts = [
+        cropper.get_params_dependent_on_data({"shape": (36, 36)}, {})["source"][0].start
+        for _ in range(500)
+    ]
     assert set(starts) == {0, 1, 2, 3, 4}
 
 
@@ -217,29 +265,43 @@ def street() -> tuple[np.ndarray, np.ndarray]:
 
 def test_rare_crops_hold_each_class_by_the_inverse_of_its_pixels(street):
     """4,710, 40 and 10 pixels: class 2 is drawn with p = 0.80 and class 1 with 0.20; the two never share a crop."""
-    augmenter = Augmenter(config(crop_size=[32, 32], scale=[1.0, 1.5], rare_crop=1.0, **NO_COLOR))
+    augmenter = Augmenter(
+        config(crop_size=[32, 32], scale=[1.0, 1.5], rare_crop=1.0, **NO_COLOR)
+    )
     seen = [set(np.unique(augmenter(*street, key)[1])) - {0, 255} for key in range(400)]
-    assert sum(len(classes) == 1 for classes in seen) >= 395  # class 0 is drawn with p = 0.002
+    assert (
+        sum(len(classes) == 1 for classes in seen) >= 395
+    )  # class 0 is drawn with p = 0.002
     assert 0.74 < np.mean([classes == {2} for classes in seen]) < 0.86
 
 
-@pytest.mark.parametrize(("rare_crop", "low", "high"), [(0.0, 0.20, 0.35), (0.5, 0.57, 0.73)])
+@pytest.mark.parametrize(
+    ("rare_crop", "low", "high"), [(0.0, 0.20, 0.35), (0.5, 0.57, 0.73)]
+)
 def test_rare_crops_come_with_their_probability(street, rare_crop, low, high):
     """A crop anywhere holds one of the two classes with p = 0.27."""
-    augmenter = Augmenter(config(crop_size=[32, 32], scale=[1.0, 1.0], rare_crop=rare_crop, **NO_COLOR))
-    held = [bool(np.isin(augmenter(*street, key)[1], (1, 2)).any()) for key in range(400)]
+    augmenter = Augmenter(
+        config(crop_size=[32, 32], scale=[1.0, 1.0], rare_crop=rare_crop, **NO_COLOR)
+    )
+    held = [
+        bool(np.isin(augmenter(*street, key)[1], (1, 2)).any()) for key in range(400)
+    ]
     assert low < np.mean(held) < high
 
 
 def test_without_rare_crops_the_bytes_are_those_of_ever(frame):
     """Frozen: a run that does not ask for them keeps its bits, and their draws come after all others."""
-    assert hashlib.sha256(digest(Augmenter(config()), frame, 5)).hexdigest()[:16] == "91bfff2338672d3e"
+    assert (
+        hashlib.sha256(digest(Augmenter(config()), frame, 5)).hexdigest()[:16]
+        == "91bfff2338672d3e"
+    )
     probable = augment.ScaleCrop((32, 48), (0.5, 2.0), rare=1e-9)
     never = augment.ScaleCrop((32, 48), (0.5, 2.0))
     for cropper in (probable, never):
         cropper.set_random_state(generator(0), random.Random(0))
     one, two = (
-        crop.get_params_dependent_on_data({"shape": (60, 80)}, {"mask": frame[1]}) for crop in (probable, never)
+        crop.get_params_dependent_on_data({"shape": (60, 80)}, {"mask": frame[1]})
+        for crop in (probable, never)
     )
     assert one == two
 
@@ -253,7 +315,10 @@ def test_a_sample_without_labels_is_cropped_anywhere(frame):
 def test_any_image_and_any_factor_fit(size):
     draws = random.Random(0)
     for _ in range(300):
-        factor, draw = 10 ** draws.uniform(-1, 1), draws.choice([0.0, draws.random(), 1 - 2**-53])
+        factor, draw = (
+            10 ** draws.uniform(-1, 1),
+            draws.choice([0.0, draws.random(), 1 - 2**-53]),
+        )
         kept = draws.choice([None, 0, size[0] - 1, draws.randrange(size[0])])
         source, place = augment._spans(size[0], 32, factor, draw, kept)
         assert kept is None or source.start <= kept < source.stop
@@ -266,7 +331,9 @@ def test_color_is_the_identity_at_zero_and_keeps_grey_grey():
     turned = color_matrix(0, 0, 0.4, 0.1)
     assert turned[:, :3].sum(axis=1) == pytest.approx([1, 1, 1], abs=1e-3)
     assert turned[:, 3] == pytest.approx([0, 0, 0], abs=1e-9)
-    assert color_matrix(0, 0.5, 0, 0)[:, :3] @ PAD_COLOR + color_matrix(0, 0.5, 0, 0)[:, 3] == pytest.approx(PAD_COLOR)
+    assert color_matrix(0, 0.5, 0, 0)[:, :3] @ PAD_COLOR + color_matrix(0, 0.5, 0, 0)[
+        :, 3
+    ] == pytest.approx(PAD_COLOR)
 
 
 def test_color_is_integer_arithmetic(frame):
@@ -274,7 +341,9 @@ def test_color_is_integer_arithmetic(frame):
     matrix = color_matrix(0.2, -0.1, 0.2, 0.02)
     fixed = np.rint(matrix * 1024).astype(np.int64)
     fixed[:, 3] = np.rint(matrix[:, 3] * 1024 + 512)
-    expected = np.clip((frame[0].astype(np.int64) @ fixed[:, :3].T + fixed[:, 3]) >> 10, 0, 255)
+    expected = np.clip(
+        (frame[0].astype(np.int64) @ fixed[:, :3].T + fixed[:, 3]) >> 10, 0, 255
+    )
     assert np.array_equal(cv2.transform(frame[0], matrix), expected)
 
 

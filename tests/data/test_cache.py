@@ -43,7 +43,9 @@ def test_a_kept_sample_is_read_once_and_equal() -> None:
     cached = CachedSamples(samples, 1)
     for _ in range(3):
         for index in (3, 0, 5):
-            for found, expected in zip(cached.read(index), plain.read(index), strict=True):
+            for found, expected in zip(
+                cached.read(index), plain.read(index), strict=True
+            ):
                 np.testing.assert_array_equal(found, expected)
     assert samples.reads == [1, 0, 0, 1, 0, 1, 0, 0]
     assert plain.reads[3] == 3
@@ -59,7 +61,9 @@ def test_budget_is_kept_and_the_first_stay() -> None:
             cached.read(index)
     assert fitting == 64
     assert samples.reads == [1] * 64 + [2] * 36
-    assert CachedSamples(samples, 0).read(0)[0].flags.writeable  # nothing is kept with no budget
+    assert (
+        CachedSamples(samples, 0).read(0)[0].flags.writeable
+    )  # nothing is kept with no budget
 
 
 def test_kept_arrays_cannot_be_changed() -> None:
@@ -70,7 +74,9 @@ def test_kept_arrays_cannot_be_changed() -> None:
 
 
 def test_a_copy_for_another_process_starts_empty() -> None:
-    cached = CachedSamples(open_samples(DataConfig(size=[64, 64], num_train=4), "train", 0), 64)
+    cached = CachedSamples(
+        open_samples(DataConfig(size=[64, 64], num_train=4), "train", 0), 64
+    )
     before = len(pickle.dumps(cached))
     image, _ = cached.read(1)
     assert len(pickle.dumps(cached)) == before
@@ -81,7 +87,13 @@ def test_a_copy_for_another_process_starts_empty() -> None:
 @pytest.mark.parametrize("touch", [True, False], ids=["augmented", "left as it is"])
 def test_batches_have_the_same_bits_with_a_cache(workers: int, touch: bool) -> None:
     plain = AugmentConfig(
-        crop_size=[64, 64], scale=[1.0, 1.0], flip=0.0, brightness=0.0, contrast=0.0, saturation=0.0, hue=0.0
+        crop_size=[64, 64],
+        scale=[1.0, 1.0],
+        flip=0.0,
+        brightness=0.0,
+        contrast=0.0,
+        saturation=0.0,
+        hue=0.0,
     )
     config = AugmentConfig(crop_size=[64, 64]) if touch else plain
     found = []
@@ -98,15 +110,21 @@ def test_batches_have_the_same_bits_with_a_cache(workers: int, touch: bool) -> N
             prefetch=2,
             pin_memory=False,
         )
-        found.append([(b.image.numpy().tobytes(), b.target.numpy().tobytes()) for b in batches])
+        found.append(
+            [(b.image.numpy().tobytes(), b.target.numpy().tobytes()) for b in batches]
+        )
     assert found[0] == found[1]
     assert len(found[0]) == 12
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("num", [10, 80], ids=["all fit", "64 of 80 fit"])
-def test_a_later_pass_over_whole_images_loads_only_what_did_not_fit(workers: int, num: int) -> None:
-    def images(samples: Samples, cache: CachedSamples | None = None) -> list[tuple[int, bytes, bytes]]:
+def test_a_later_pass_over_whole_images_loads_only_what_did_not_fit(
+    workers: int, num: int
+) -> None:
+    def images(
+        samples: Samples, cache: CachedSamples | None = None
+    ) -> list[tuple[int, bytes, bytes]]:
         found = []
         how = {"workers": workers, "start_method": "fork", "cache": cache}
         for index, image, target in eval_images(samples, range(num)[::-1], **how):
@@ -126,11 +144,23 @@ def test_a_later_pass_over_whole_images_loads_only_what_did_not_fit(workers: int
         assert samples.reads == [1] * (num - 64) + [0] * min(num, 64)
 
 
-def test_without_anything_to_load_no_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_anything_to_load_no_process_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     samples, kept = Counted(4), CachedSamples(Counted(4), 1)
-    first = [part[1].clone() for part in eval_images(samples, range(4), workers=1, start_method="fork", cache=kept)]
+    first = [
+        part[1].clone()
+        for part in eval_images(
+            samples, range(4), workers=1, start_method="fork", cache=kept
+        )
+    ]
     monkeypatch.setattr(loader, "Ring", None)
-    again = [part[1] for part in eval_images(samples, range(4), workers=1, start_method="fork", cache=kept)]
+    again = [
+        part[1]
+        for part in eval_images(
+            samples, range(4), workers=1, start_method="fork", cache=kept
+        )
+    ]
     assert all(map(torch.equal, first, again))
     with pytest.raises(TypeError):  # the control
         list(eval_images(samples, range(4), workers=1, start_method="fork"))

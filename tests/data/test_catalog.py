@@ -28,11 +28,20 @@ def table_file(tmp_path: Path, text: str = YAML) -> Path:
 
 @pytest.mark.parametrize("table", [CAMVID, STREET])
 def test_tables_are_consistent(table: ClassTable) -> None:
-    assert len(set(table.names)) == len(table.names) == len(table.palette) == len(set(table.palette))
-    assert set(table.train_ids.values()) - {IGNORE_INDEX} == set(range(table.num_classes))
+    assert (
+        len(set(table.names))
+        == len(table.names)
+        == len(table.palette)
+        == len(set(table.palette))
+    )
+    assert set(table.train_ids.values()) - {IGNORE_INDEX} == set(
+        range(table.num_classes)
+    )
     assert table.lut.dtype == np.uint8
     assert table.lut.shape == table.known.shape == (256,)
-    assert {raw: int(table.lut[raw]) for raw in np.flatnonzero(table.known)} == table.train_ids
+    assert {
+        raw: int(table.lut[raw]) for raw in np.flatnonzero(table.known)
+    } == table.train_ids
 
 
 def test_camvid_has_eleven_classes_and_void() -> None:
@@ -46,7 +55,11 @@ def test_target_maps_every_id_exactly(tmp_path: Path) -> None:
     table = load_masks(table_file(tmp_path)).classes
     mask = np.array([[7, 8, 11], [24, 0, 255]], np.uint8)
     assert table.target(mask, "x.png").tolist() == [[0, 0, 1], [2, 255, 255]]
-    assert (table.name, table.num_classes, table.palette[2]) == ("warehouse", 3, (220, 20, 60))
+    assert (table.name, table.num_classes, table.palette[2]) == (
+        "warehouse",
+        3,
+        (220, 20, 60),
+    )
 
 
 def test_unknown_id_names_file_id_table_and_remedy() -> None:
@@ -54,7 +67,13 @@ def test_unknown_id_names_file_id_table_and_remedy() -> None:
     mask[2, 3] = 34
     with pytest.raises(DataError) as caught:
         CAMVID.target(mask, "lindau_000003.png")
-    for part in ("lindau_000003.png", "id 34", "row 2, column 3", "camvid table knows 0-11", "extend the table"):
+    for part in (
+        "lindau_000003.png",
+        "id 34",
+        "row 2, column 3",
+        "camvid table knows 0-11",
+        "extend the table",
+    ):
         assert part in str(caught.value)
 
 
@@ -81,13 +100,29 @@ def test_ids_and_ignore_have_defaults(tmp_path: Path) -> None:
     [
         ("ids:", "idz:", "idz is not one of .* Did you mean ids"),
         ("names: [floor, shelf, person]", "names: []", "names = "),
-        ("names: [floor, shelf, person]", "names: [floor, shelf, floor]", "names holds floor twice"),
-        ("names: [floor, shelf, person]", "names: [floor, no, person]", "names holds False, .* quote it"),
-        ("names: [floor, shelf, person]", "names: [floor, ~, person]", "names holds None, .* quote it"),
+        (
+            "names: [floor, shelf, person]",
+            "names: [floor, shelf, floor]",
+            "names holds floor twice",
+        ),
+        (
+            "names: [floor, shelf, person]",
+            "names: [floor, no, person]",
+            "names holds False, .* quote it",
+        ),
+        (
+            "names: [floor, shelf, person]",
+            "names: [floor, ~, person]",
+            "names holds None, .* quote it",
+        ),
         ("[70, 70, 70], ", "", "palette = 2 colors, but 3"),
         ("[70, 70, 70]", "[70, 70]", r"palette\[1\] = \[70, 70\]"),
         ("[70, 70, 70]", "[70, 70, 256]", r"palette\[1\] = "),
-        ("24: person", "24: persn", r"ids\[24\] = 'persn' is not one of names. Did you mean person"),
+        (
+            "24: person",
+            "24: persn",
+            r"ids\[24\] = 'persn' is not one of names. Did you mean person",
+        ),
         ("24: person", "70000: person", "ids holds 70000"),
         ("24: person", "24: floor", "no id in ids maps to person"),
         ("ignore: [0, 255]", "ignore: [7]", "id 7 is in ids and in ignore"),
@@ -97,7 +132,9 @@ def test_ids_and_ignore_have_defaults(tmp_path: Path) -> None:
         ("names: [", "names: [[", "cannot be read as YAML"),
     ],
 )
-def test_a_wrong_table_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_a_wrong_table_is_refused(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
     assert old in YAML
     path = table_file(tmp_path, YAML.replace(old, new))
     with pytest.raises(DataError, match=message) as caught:

@@ -41,7 +41,9 @@ class Case(NamedTuple):
     refused: bool  # nothing may come out
 
 
-def encoded(pixels: np.ndarray, kind: str = "PNG", mode: str = "", **options: object) -> bytes:
+def encoded(
+    pixels: np.ndarray, kind: str = "PNG", mode: str = "", **options: object
+) -> bytes:
     out = io.BytesIO()
     image = Image.fromarray(pixels)
     (image.convert(mode) if mode else image).save(out, kind, **options)
@@ -69,14 +71,18 @@ def headless(content: bytes, draws: np.random.Generator) -> bytes:
 
 
 def emptied(content: bytes, draws: np.random.Generator) -> bytes:
-    return bytes(int(draws.integers(0, 2)) * 300)  # nothing, or a file of zeros as a full disk leaves it
+    return bytes(
+        int(draws.integers(0, 2)) * 300
+    )  # nothing, or a file of zeros as a full disk leaves it
 
 
 def longer(content: bytes, draws: np.random.Generator) -> bytes:
     return content + draws.bytes(30)
 
 
-CHANGES: dict[str, Change] = {change.__name__: change for change in (flipped, cut, zeroed, emptied, longer)}
+CHANGES: dict[str, Change] = {
+    change.__name__: change for change in (flipped, cut, zeroed, emptied, longer)
+}
 PHOTO_GREY = np.asarray(Image.fromarray(PHOTO).convert("L"))
 GREY_RGB = np.dstack([PHOTO_GREY] * 3)
 WIDE = TARGET.astype(np.uint16)
@@ -97,7 +103,10 @@ MASK_MODES: dict[str, tuple[bytes, np.ndarray | None]] = {
     "inverted": (encoded(255 - TARGET), None),
     "transparent": (encoded(np.dstack([TARGET] * 3 + [TARGET * 100])), None),
     "another size": (encoded(TARGET.T.copy()), None),
-    "1 bit": (encoded((TARGET > 0).astype(np.uint8) * 255, mode="1"), (TARGET > 0).astype(np.uint8)),
+    "1 bit": (
+        encoded((TARGET > 0).astype(np.uint8) * 255, mode="1"),
+        (TARGET > 0).astype(np.uint8),
+    ),
 }
 
 
@@ -108,15 +117,29 @@ def case(number: int) -> Case:
     kind, of_mask = number // 2 % 7, bool(number % 2)
     if kind < len(CHANGES):
         name, change = list(CHANGES.items())[kind]
-        files = (photo, change(mask, draws)) if of_mask else (change(photo, draws), mask)
+        files = (
+            (photo, change(mask, draws)) if of_mask else (change(photo, draws), mask)
+        )
         return Case(name, files, PHOTO, TARGET, refused=name in ("cut", "emptied"))
     if kind == 5 and not of_mask:  # a JPEG, whose structure alone can tell
-        name, change = (("cut jpeg", cut), ("headless jpeg", headless))[number // 14 % 2]
-        return Case(name, (change(encoded(PHOTO, "JPEG"), draws), mask), PHOTO, TARGET, refused=True)
+        name, change = (("cut jpeg", cut), ("headless jpeg", headless))[
+            number // 14 % 2
+        ]
+        return Case(
+            name,
+            (change(encoded(PHOTO, "JPEG"), draws), mask),
+            PHOTO,
+            TARGET,
+            refused=True,
+        )
     if of_mask:
-        name, (content, right) = list(MASK_MODES.items())[(number // 14 + 5 * (kind - 5)) % len(MASK_MODES)]
+        name, (content, right) = list(MASK_MODES.items())[
+            (number // 14 + 5 * (kind - 5)) % len(MASK_MODES)
+        ]
         wanted = TARGET if right is None else right
-        return Case(f"mask: {name}", (photo, content), PHOTO, wanted, refused=right is None)
+        return Case(
+            f"mask: {name}", (photo, content), PHOTO, wanted, refused=right is None
+        )
     name, (content, image) = list(PHOTO_MODES.items())[number // 14 % len(PHOTO_MODES)]
     return Case(f"photo: {name}", (content, mask), image, TARGET, refused=False)
 
@@ -137,9 +160,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def read(root: Path, number: int, pack: Pack | None = None) -> tuple[np.ndarray, np.ndarray]:
-    image, mask = (str(root / f"{kind}/train/n{number:03d}.png") for kind in ("images", "masks"))
-    return FileSamples(load_masks(root / "classes.yaml"), (Pair(f"n{number:03d}", image, mask),), pack).read(0)
+def read(
+    root: Path, number: int, pack: Pack | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    image, mask = (
+        str(root / f"{kind}/train/n{number:03d}.png") for kind in ("images", "masks")
+    )
+    return FileSamples(
+        load_masks(root / "classes.yaml"), (Pair(f"n{number:03d}", image, mask),), pack
+    ).read(0)
 
 
 def refusal(root: Path, number: int, pack: Pack | None = None) -> str | None:
@@ -158,13 +187,17 @@ def refusal(root: Path, number: int, pack: Pack | None = None) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("number", range(NUMBER), ids=[f"{n}-{one.kind}" for n, one in enumerate(CASES)])
+@pytest.mark.parametrize(
+    "number", range(NUMBER), ids=[f"{n}-{one.kind}" for n, one in enumerate(CASES)]
+)
 def test_the_reader_names_the_file_or_reads_it_right(folder: Path, number: int) -> None:
     refusal(folder, number)
 
 
 @pytest.fixture(params=["raw", "file"])
-def packed(folder: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[], Pack]:
+def packed(
+    folder: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> Callable[[], Pack]:
     """The pack of what can be read, as each new process opens it."""
 
     def opened() -> Pack:
@@ -172,26 +205,38 @@ def packed(folder: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Call
 
     pack = opened()
     said = [refusal(folder, number, pack) for number in range(NUMBER)]
-    assert said == [refusal(folder, number) for number in range(NUMBER)], "as without a pack"
+    assert said == [refusal(folder, number) for number in range(NUMBER)], (
+        "as without a pack"
+    )
     assert pack.use().added == said.count(None) > NUMBER // 4
     return opened
 
 
-def test_a_pack_delivers_what_the_reader_does(folder: Path, packed: Callable[[], Pack]) -> None:
+def test_a_pack_delivers_what_the_reader_does(
+    folder: Path, packed: Callable[[], Pack]
+) -> None:
     pack = packed()
     said = [refusal(folder, number, pack) for number in range(NUMBER)]
-    assert pack.use() == (said.count(None), 0, 0), "all that can be read comes from the pack"
+    assert pack.use() == (said.count(None), 0, 0), (
+        "all that can be read comes from the pack"
+    )
 
 
 @pytest.mark.parametrize("file", ["pixels", "index"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_corrupted_pack_delivers_the_pixels_of_the_files(
-    folder: Path, packed: Callable[[], Pack], change: Change, file: str, capfd: pytest.CaptureFixture[str]
+    folder: Path,
+    packed: Callable[[], Pack],
+    change: Change,
+    file: str,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     path = Path(packed().folder) / file
     content = path.read_bytes()
     for seed in range(3):
-        path.write_bytes(change(content, np.random.Generator(np.random.Philox([seed, 7]))))
+        path.write_bytes(
+            change(content, np.random.Generator(np.random.Philox([seed, 7])))
+        )
         pack = packed()
         said = [refusal(folder, number, pack) for number in range(NUMBER)]
         assert sum(pack.use()) == said.count(None)
@@ -199,20 +244,45 @@ def test_a_corrupted_pack_delivers_the_pixels_of_the_files(
         assert "It is read from its files and packed again" in capfd.readouterr().err
 
 
-def test_the_doctor_names_each_file_that_the_reader_refuses(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    unread = {f"n{number:03d}" for number in range(NUMBER) if refusal(folder, number) is not None}
+def test_the_doctor_names_each_file_that_the_reader_refuses(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    unread = {
+        f"n{number:03d}"
+        for number in range(NUMBER)
+        if refusal(folder, number) is not None
+    }
     assert NUMBER // 2 < len(unread) < NUMBER
     page = folder / "doctor.html"
-    settings = ("data.split=train", "data.workers=0", "lines=0", "augment.crop_size=[32,32]", f"out={page}")
+    settings = (
+        "data.split=train",
+        "data.workers=0",
+        "lines=0",
+        "augment.crop_size=[32,32]",
+        f"out={page}",
+    )
     assert segpipe(["doctor", "data=folder", f"data.root={folder}", *settings]) == 2
     text = capfd.readouterr().out
-    named = {f"n{number:03d}" for number in range(NUMBER) if f"/n{number:03d}.png" in text}
+    named = {
+        f"n{number:03d}" for number in range(NUMBER) if f"/n{number:03d}.png" in text
+    }
     assert named == unread
     assert f'<dd class="bad">{len(unread)}</dd>' in page.read_text()
 
 
-def test_the_command_names_a_file_that_cannot_be_packed(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    given = ("data=folder", f"data.root={folder}", "data.split=train", f"data.pack={folder}/other")
+def test_the_command_names_a_file_that_cannot_be_packed(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = (
+        "data=folder",
+        f"data.root={folder}",
+        "data.split=train",
+        f"data.pack={folder}/other",
+    )
     assert segpipe(["pack", *given]) == 2
     text = capfd.readouterr().err
-    assert any(f"n{number:03d}.png" in text for number in range(NUMBER) if refusal(folder, number) is not None)
+    assert any(
+        f"n{number:03d}.png" in text
+        for number in range(NUMBER)
+        if refusal(folder, number) is not None
+    )

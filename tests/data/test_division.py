@@ -20,11 +20,19 @@ from segpipe.errors import DataError
 from segpipe.settings.groups import DataConfig
 
 DRIVES = {"north": 40, "south": 25, "east": 10, "west": 15, "ring": 10}
-NAMES = [f"{drive}_{number:04d}" for drive, count in DRIVES.items() for number in range(count)]
+NAMES = [
+    f"{drive}_{number:04d}"
+    for drive, count in DRIVES.items()
+    for number in range(count)
+]
 
 
 def drives(chosen: list[bool], side: bool) -> set[str]:
-    return {name.partition("_")[0] for name, of_val in zip(NAMES, chosen, strict=True) if of_val == side}
+    return {
+        name.partition("_")[0]
+        for name, of_val in zip(NAMES, chosen, strict=True)
+        if of_val == side
+    }
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -33,17 +41,23 @@ def test_sequences_stay_whole_and_the_share_is_near(seed: int) -> None:
     assert not drives(chosen, True) & drives(chosen, False)
     assert sum(chosen) == 20, "10 + 10 is nearer to 20 % of 100 than 15 or 25"
     assert chosen == divide(NAMES, val=0.2, by="sequence", seed=seed)
-    sides = [[n for n, v in zip(NAMES, chosen, strict=True) if v == side] for side in (0, 1)]
+    sides = [
+        [n for n, v in zip(NAMES, chosen, strict=True) if v == side] for side in (0, 1)
+    ]
     assert shared_sequences(*sides, "") == {}
     assert "0" in shared_sequences(*sides, "_([0-9])"), "data.sequence is another rule"
 
 
 def test_another_seed_makes_another_choice() -> None:
     names = [f"{drive:03d}_{number}" for drive in range(50) for number in range(2)]
-    first, second = (divide(names, val=0.2, by="sequence", seed=seed) for seed in (0, 1))
+    first, second = (
+        divide(names, val=0.2, by="sequence", seed=seed) for seed in (0, 1)
+    )
     assert sum(first) == sum(second) == 20
     assert first != second
-    assert divide(names, val=0.2, by="image", seed=0) != divide(names, val=0.2, by="image", seed=1)
+    assert divide(names, val=0.2, by="image", seed=0) != divide(
+        names, val=0.2, by="image", seed=1
+    )
 
 
 def test_classes_weigh_in_the_choice() -> None:
@@ -56,24 +70,40 @@ def test_classes_weigh_in_the_choice() -> None:
     rare = np.array([[90, 10 * (name[0] in "af")] for name in names])
     for seed in range(4):
         chosen = divide(names, val=0.2, by="sequence", seed=seed, pixels=rare)
-        assert sum(rare[index, 1] for index, of_val in enumerate(chosen) if of_val) == 100
+        assert (
+            sum(rare[index, 1] for index, of_val in enumerate(chosen) if of_val) == 100
+        )
         assert sum(chosen) == 20
     without = [divide(names, val=0.2, by="sequence", seed=seed) for seed in range(4)]
-    assert any(sum(rare[i, 1] for i, of_val in enumerate(each) if of_val) != 100 for each in without), "the control"
+    assert any(
+        sum(rare[i, 1] for i, of_val in enumerate(each) if of_val) != 100
+        for each in without
+    ), "the control"
 
 
 def test_the_tail_is_the_last_frames_by_number() -> None:
     names = [f"x_{number}" for number in range(1, 11)] + ["y_7"]
     chosen = divide(names, val=0.2, by="tail", seed=0)
-    assert [name for name, of_val in zip(names, chosen, strict=True) if of_val] == ["x_9", "x_10"]
+    assert [name for name, of_val in zip(names, chosen, strict=True) if of_val] == [
+        "x_9",
+        "x_10",
+    ]
 
 
 def test_copies_of_one_image_stay_together() -> None:
-    names = [f"photo{number}_jpg.rf.{copy:x}" for number in range(20) for copy in (11, 12, 13)]
+    names = [
+        f"photo{number}_jpg.rf.{copy:x}"
+        for number in range(20)
+        for copy in (11, 12, 13)
+    ]
     for by in ("image", "sequence"):
         pattern = r"photo\d+" if by == "sequence" else ""
         chosen = divide(names, val=0.2, by=by, seed=3, pattern=pattern)
-        assert set(Counter(n.partition(".")[0] for n, v in zip(names, chosen, strict=True) if v).values()) == {3}
+        assert set(
+            Counter(
+                n.partition(".")[0] for n, v in zip(names, chosen, strict=True) if v
+            ).values()
+        ) == {3}
     assert sum(chosen) == 12
 
 
@@ -88,7 +118,10 @@ def test_a_single_sequence_is_refused_with_the_ways_on(by: str) -> None:
 
 def flat(root: Path, masks: dict[str, np.ndarray]) -> str:
     for number, (name, mask) in enumerate(masks.items()):  # no two images alike
-        for kind, pixels in (("images", np.full((*mask.shape[:2], 3), number, np.uint8)), ("masks", mask)):
+        for kind, pixels in (
+            ("images", np.full((*mask.shape[:2], 3), number, np.uint8)),
+            ("masks", mask),
+        ):
             (root / kind).mkdir(exist_ok=True, parents=True)
             cv2.imwrite(str(root / kind / f"{name}.png"), pixels)
     return f"data.root={root}"
@@ -98,8 +131,17 @@ def mask_of(*values: int) -> np.ndarray:
     return np.repeat(np.array(values, np.uint8), 4).reshape(len(values), 4)
 
 
-def test_a_newcomer_gets_from_masks_to_a_checked_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    root = flat(tmp_path, {f"{drive}_{n}": mask_of(0, n % 2 * 5, 9, 255) for drive in "abcde" for n in range(4)})
+def test_a_newcomer_gets_from_masks_to_a_checked_split(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = flat(
+        tmp_path,
+        {
+            f"{drive}_{n}": mask_of(0, n % 2 * 5, 9, 255)
+            for drive in "abcde"
+            for n in range(4)
+        },
+    )
     assert segpipe(["doctor", "data=folder", root]) == 2
     text = capsys.readouterr().out
     for part in ("- class5  # id 5: ", "in 10 masks", "9: class9", "write=true"):
@@ -109,7 +151,8 @@ def test_a_newcomer_gets_from_masks_to_a_checked_split(tmp_path: Path, capsys: p
     text = capsys.readouterr().out
     assert f"This table is written to {tmp_path}/classes.yaml." in text
     assert (
-        f"is not divided into train and val yet, so no more was checked. Next: `segpipe split {root} val=0.2`" in text
+        f"is not divided into train and val yet, so no more was checked. Next: `segpipe split {root} val=0.2`"
+        in text
     )
     assert "problem" not in text
     (tmp_path / "training.txt").touch()
@@ -120,8 +163,12 @@ def test_a_newcomer_gets_from_masks_to_a_checked_split(tmp_path: Path, capsys: p
     text = capsys.readouterr().out
     assert "train.txt: 12 images (60.0%) of 3 sequences" in text
     assert "val, % of pixels" in text
-    lists = [(tmp_path / f"{split}.txt").read_text().split() for split in ("train", "val")]
-    assert sorted(lists[0] + lists[1]) == sorted(path.stem for path in (tmp_path / "masks").iterdir())
+    lists = [
+        (tmp_path / f"{split}.txt").read_text().split() for split in ("train", "val")
+    ]
+    assert sorted(lists[0] + lists[1]) == sorted(
+        path.stem for path in (tmp_path / "masks").iterdir()
+    )
     assert segpipe(["doctor", "data=folder", root]) == 0
     assert "in both training" not in capsys.readouterr().out
     assert segpipe(["split", root]) == 2
@@ -129,12 +176,19 @@ def test_a_newcomer_gets_from_masks_to_a_checked_split(tmp_path: Path, capsys: p
     assert segpipe(["split", root, "by=tail", "replace=true"]) == 0
     assert segpipe(["doctor", "data=folder", root]) == 0
     text = capsys.readouterr().out
-    assert "Warning: 5 sequences in both training and validation: a (3 and 1 images)" in text
+    assert (
+        "Warning: 5 sequences in both training and validation: a (3 and 1 images)"
+        in text
+    )
     assert segpipe(["doctor", "data=folder", root, 'data.sequence="_(.)"']) == 0
-    assert "in both training" not in capsys.readouterr().out, "by the number, the last of each drive is a sequence"
+    assert "in both training" not in capsys.readouterr().out, (
+        "by the number, the last of each drive is a sequence"
+    )
 
 
-def test_split_refuses_folders_that_are_divided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_split_refuses_folders_that_are_divided(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "images/train").mkdir(parents=True)
     assert segpipe(["split", f"data.root={tmp_path}"]) == 2
     assert "divided into splits already" in capsys.readouterr().err
@@ -147,11 +201,15 @@ def test_doctor_of_a_folder_without_images_does_not_suggest_itself(
     (tmp_path / "photos").mkdir()
     assert segpipe(["doctor", "data=folder", f"data.root={tmp_path}"]) == 2
     said = capsys.readouterr().out
-    assert said.startswith(f"{tmp_path}/images does not exist. {tmp_path}/ holds photos.")
+    assert said.startswith(
+        f"{tmp_path}/images does not exist. {tmp_path}/ holds photos."
+    )
     assert "`segpipe doctor" not in said
 
 
-def test_doctor_prints_some_of_many_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_prints_some_of_many_problems(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = flat(tmp_path, {f"a_{n}": mask_of(0, 1) for n in range(30)})
     (tmp_path / "classes.yaml").write_text("names: [x]\n")
     for split in ("train", "val"):
@@ -186,8 +244,14 @@ PROPOSED = {
     "train ids": ([mask_of(0, 1, 2)], [0, 1, 2]),
     "ids with gaps": ([mask_of(7, 11), mask_of(7, 255)], [[0, 1], [0, 255]]),
     "black and white": ([mask_of(0, 255)], [0, 1]),
-    "colors, one file black": ([COLORED, COLORED * 0], [[[2, 0], [1, 0]], [[0, 0], [0, 0]]]),
-    "ids in three channels": ([np.dstack([mask_of(3, 4)] * 3), mask_of(4, 4)], [[0, 1], [1, 1]]),
+    "colors, one file black": (
+        [COLORED, COLORED * 0],
+        [[[2, 0], [1, 0]], [[0, 0], [0, 0]]],
+    ),
+    "ids in three channels": (
+        [np.dstack([mask_of(3, 4)] * 3), mask_of(4, 4)],
+        [[0, 1], [1, 1]],
+    ),
 }
 
 
@@ -206,7 +270,9 @@ def test_a_proposed_table_reads_its_masks(tmp_path: Path, name: str) -> None:
         assert rows == (wanted if isinstance(wanted[0], list) else [wanted])
 
 
-EDGES = np.repeat(np.array([0] * 20 + [68, 188] + [255] * 90, np.uint8)[:, None], 4, axis=1)
+EDGES = np.repeat(
+    np.array([0] * 20 + [68, 188] + [255] * 90, np.uint8)[:, None], 4, axis=1
+)
 
 
 def shapes(seed: int, ids: list[int], side: tuple[int, int] = (3, 30)) -> np.ndarray:
@@ -227,16 +293,24 @@ def resized(mask: np.ndarray) -> np.ndarray:
 
 
 def as_jpeg(mask: np.ndarray) -> np.ndarray:
-    return cv2.imdecode(cv2.imencode(".jpg", mask, [cv2.IMWRITE_JPEG_QUALITY, 75])[1], cv2.IMREAD_UNCHANGED)
+    return cv2.imdecode(
+        cv2.imencode(".jpg", mask, [cv2.IMWRITE_JPEG_QUALITY, 75])[1],
+        cv2.IMREAD_UNCHANGED,
+    )
 
 
-def masks_of(ids: list[int], change: Callable[[np.ndarray], np.ndarray] = lambda mask: mask) -> list[np.ndarray]:
+def masks_of(
+    ids: list[int], change: Callable[[np.ndarray], np.ndarray] = lambda mask: mask
+) -> list[np.ndarray]:
     return [change(shapes(seed, ids)) for seed in range(6)]
 
 
 BLENDED = {
     "smoothed edges": ([EDGES, EDGES], "The ids 68, 188 are rare"),
-    "in few masks": ([EDGES, *[mask_of(*[0] * 20, *[255] * 20)] * 9], "The ids 68, 188 are rare"),
+    "in few masks": (
+        [EDGES, *[mask_of(*[0] * 20, *[255] * 20)] * 9],
+        "The ids 68, 188 are rare",
+    ),
     "no ignored pixels": ([EDGES[:100] % 255, EDGES[:50] % 255], ""),
     "large classes": ([mask_of(0, 68, 188, 255)] * 2, ""),
     "0 and 5, resized": (masks_of([0, 5], resized), "The ids 1, 2, 3, 4 are rare"),
@@ -244,7 +318,10 @@ BLENDED = {
         [np.dstack([mask] * 3) for mask in masks_of([0, 5], resized)],
         "The ids 1, 2, 3, 4 are rare",
     ),
-    "34 ids, some of them rare": ([*masks_of([7, 8, 11, 23, 0]), shapes(9, list(range(34)), (2, 12))], ""),
+    "34 ids, some of them rare": (
+        [*masks_of([7, 8, 11, 23, 0]), shapes(9, list(range(34)), (2, 12))],
+        "",
+    ),
     "150 ids": (masks_of(list(range(150))), ""),
     "0 and 255": (masks_of([0, 255]), ""),
     "0, 128 and 255": (masks_of([0, 128, 255]), ""),
@@ -271,7 +348,10 @@ REFUSED = {
         masks_of([0, 200], as_jpeg),
         r"the masks hold \d+ different ids, \d+ of them rare and along edges",
     ),
-    "0 and 255, resized": (masks_of([0, 255], resized), r"different ids, \d+ of them rare"),
+    "0 and 255, resized": (
+        masks_of([0, 255], resized),
+        r"different ids, \d+ of them rare",
+    ),
     "two colors, resized": (
         [resized(COLORS[mask]) for mask in masks_of([0, 1])],
         r"different colors, \d+ of them rare",
@@ -282,7 +362,9 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_masks_with_many_blended_values_are_refused(tmp_path: Path, name: str) -> None:
     masks, wanted = REFUSED[name]
-    with pytest.raises(DataError, match=f"{wanted}.*resized with interpolation or stored as JPEG"):
+    with pytest.raises(
+        DataError, match=f"{wanted}.*resized with interpolation or stored as JPEG"
+    ):
         proposal(tmp_path, masks)
 
 
@@ -292,9 +374,17 @@ def test_doctor_tells_blended_values_of_a_table_that_has_them(
     def table(*ids: int) -> None:
         rows = "".join(f"  {value}: class{value}\n" for value in ids)
         text = f"names: [{', '.join(f'class{value}' for value in ids)}]\nids:\n{rows}"
-        (tmp_path / "classes.yaml").write_text(f"{text}ignore: [{', '.join(map(str, set(range(256)) - set(ids)))}]\n")
+        (tmp_path / "classes.yaml").write_text(
+            f"{text}ignore: [{', '.join(map(str, set(range(256)) - set(ids)))}]\n"
+        )
 
-    root = flat(tmp_path, {f"{drive}_1": as_jpeg(shapes(seed, [0, 200])) for seed, drive in enumerate("abcdef")})
+    root = flat(
+        tmp_path,
+        {
+            f"{drive}_1": as_jpeg(shapes(seed, [0, 200]))
+            for seed, drive in enumerate("abcdef")
+        },
+    )
     (tmp_path / "train.txt").write_text("a_1\nb_1\nc_1\nd_1\n")
     (tmp_path / "val.txt").write_text("e_1\nf_1\n")
     crop = "augment.crop_size=[64,64]"
@@ -313,14 +403,19 @@ def test_doctor_tells_blended_values_of_a_table_that_has_them(
 
 @pytest.mark.parametrize("ids", [(0,), (5, 255), (255,)])
 def test_masks_of_one_id_get_no_table(tmp_path: Path, ids: tuple[int, ...]) -> None:
-    with pytest.raises(DataError, match=f"all 2 masks hold nothing but {' and '.join(map(str, ids))}, .*exported"):
+    with pytest.raises(
+        DataError,
+        match=f"all 2 masks hold nothing but {' and '.join(map(str, ids))}, .*exported",
+    ):
         proposal(tmp_path, [mask_of(*ids)] * 2)
 
 
 def test_training_of_one_class_is_refused_and_named_by_the_doctor(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    root = flat(tmp_path, {f"{drive}_1": np.zeros((64, 96), np.uint8) for drive in "abc"})
+    root = flat(
+        tmp_path, {f"{drive}_1": np.zeros((64, 96), np.uint8) for drive in "abc"}
+    )
     (tmp_path / "train.txt").write_text("a_1\nb_1\n")
     (tmp_path / "val.txt").write_text("c_1\n")
     options = ["data=folder", root, "augment.crop_size=[64,64]"]
@@ -334,16 +429,26 @@ def test_training_of_one_class_is_refused_and_named_by_the_doctor(
         assert f"{said} in the masks of the 2 training images" in found
         assert "1 problem in" in found
         with pytest.raises(DataError, match=said):
-            check_labelled(open_samples(DataConfig(name="folder", root=str(tmp_path)), "train", 0))
+            check_labelled(
+                open_samples(DataConfig(name="folder", root=str(tmp_path)), "train", 0)
+            )
     (tmp_path / "classes.yaml").write_text("names: [x, y]\n")
     cv2.imwrite(str(tmp_path / "masks/b_1.png"), np.tri(64, 96, dtype=np.uint8))
     assert segpipe(["doctor", *options]) == 0
-    check_labelled(open_samples(DataConfig(name="folder", root=str(tmp_path)), "train", 0))
+    check_labelled(
+        open_samples(DataConfig(name="folder", root=str(tmp_path)), "train", 0)
+    )
 
 
 def test_no_table_is_proposed_for_what_are_no_classes(tmp_path: Path) -> None:
-    noise = np.random.Generator(np.random.Philox(1)).integers(0, 256, (32, 32, 3), np.uint8)
-    with pytest.raises(DataError, match=r"10\d\d different colors, too many for classes.*interpolation"):
+    noise = np.random.Generator(np.random.Philox(1)).integers(
+        0, 256, (32, 32, 3), np.uint8
+    )
+    with pytest.raises(
+        DataError, match=r"10\d\d different colors, too many for classes.*interpolation"
+    ):
         proposal(tmp_path, [noise])
-    with pytest.raises(DataError, match=r"the masks hold colors \(.*0.png\) and ids \(.*1.png\)"):
+    with pytest.raises(
+        DataError, match=r"the masks hold colors \(.*0.png\) and ids \(.*1.png\)"
+    ):
         proposal(tmp_path, [COLORED, mask_of(0, 1)])

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from segpipe.data.draws import Draws, Passes, whole_shares
-from segpipe.data.frequency import PixelCounts, draws, load, merged, pixels_seen, repeat_factors
+from segpipe.data.frequency import (
+    PixelCounts,
+    draws,
+    load,
+    merged,
+    pixels_seen,
+    repeat_factors,
+)
 from segpipe.data.order import Order, permutation
 from segpipe.errors import ConfigError, DataError
 from segpipe.keys import sample_key
@@ -15,12 +22,19 @@ REPEATS = np.array([1.0, 1.0, 1.25, 1.0, 2.5, 1.0, 3.0, 1.75])  # 12.5 together
 
 
 def mixture(seed: int = 3) -> Draws:
-    sets = [Passes(seed, 0, 0, np.ones(6)), Passes(seed, 1, 6, np.ones(4)), Passes(seed, 2, 10, REPEATS)]
+    sets = [
+        Passes(seed, 0, 0, np.ones(6)),
+        Passes(seed, 1, 6, np.ones(4)),
+        Passes(seed, 2, 10, REPEATS),
+    ]
     return Draws(seed, sets, [12, 3, 5])
 
 
 def drawn(order: Draws, epochs: range) -> list[tuple[int, int]]:
-    return [order.sample(position) for position in range(epochs.start * order.length, epochs.stop * order.length)]
+    return [
+        order.sample(position)
+        for position in range(epochs.start * order.length, epochs.stop * order.length)
+    ]
 
 
 def test_a_pass_holds_every_sample_as_often_as_its_repeats_rounded() -> None:
@@ -37,26 +51,36 @@ def test_repeats_are_exact_on_average() -> None:
     order = Passes(0, 0, 0, REPEATS)
     counts = Counter(order.draw(number)[1] for number in range(13 * 2000))
     found = np.array([counts[index] for index in range(8)]) / 2000
-    np.testing.assert_allclose(found, REPEATS * 13 / 12.5, atol=0.05)  # 4.5 standard deviations of a fair coin
+    np.testing.assert_allclose(
+        found, REPEATS * 13 / 12.5, atol=0.05
+    )  # 4.5 standard deviations of a fair coin
 
 
 def test_no_two_draws_share_a_key() -> None:
     found = drawn(mixture(), range(40))
     assert len(set(found)) == len(found) == 40 * 20
-    assert len({sample_key(3, epoch, index, "augment") for epoch, index in found}) == len(found)
+    assert len(
+        {sample_key(3, epoch, index, "augment") for epoch, index in found}
+    ) == len(found)
 
 
 def test_every_epoch_has_the_exact_shares_and_every_set_its_whole_passes() -> None:
     found = drawn(mixture(), range(40))
     for epoch in range(40):
         kinds = Counter(
-            np.searchsorted([6, 10], index, side="right") for _, index in found[20 * epoch : 20 * epoch + 20]
+            np.searchsorted([6, 10], index, side="right")
+            for _, index in found[20 * epoch : 20 * epoch + 20]
         )
         assert [kinds[0], kinds[1], kinds[2]] == [12, 3, 5], epoch
-    first, second = [index for _, index in found if index < 6], [index for _, index in found if 6 <= index < 10]
+    first, second = (
+        [index for _, index in found if index < 6],
+        [index for _, index in found if 6 <= index < 10],
+    )
     for own, num in ((first, 6), (second, 4)):
         for start in range(0, len(own), num):
-            assert len(set(own[start : start + num])) == num, "each sample once per pass, also over the end of an epoch"
+            assert len(set(own[start : start + num])) == num, (
+                "each sample once per pass, also over the end of an epoch"
+            )
 
 
 def test_values_are_frozen() -> None:
@@ -67,7 +91,9 @@ def test_values_are_frozen() -> None:
 def test_a_position_depends_on_nothing_before_it() -> None:
     whole = drawn(mixture(), range(6))
     backwards = mixture()
-    assert [backwards.sample(position) for position in reversed(range(120))] == whole[::-1]
+    assert [backwards.sample(position) for position in reversed(range(120))] == whole[
+        ::-1
+    ]
     assert drawn(mixture(), range(4, 6)) == whole[80:]
     assert drawn(mixture(4), range(6)) != whole
 
@@ -76,14 +102,25 @@ def test_a_position_depends_on_nothing_before_it() -> None:
 def test_the_number_of_ranks_does_not_matter(ranks: int) -> None:
     order = Order(3, 18, 8, 3, mixture())
     per_rank = 8 // ranks
-    parts = [order.shard(5, rank * per_rank + place) for rank in range(ranks) for place in range(per_rank)]
-    assert [member for part in parts for member in part] == [order.sample(120 + place) for place in range(24)]
+    parts = [
+        order.shard(5, rank * per_rank + place)
+        for rank in range(ranks)
+        for place in range(per_rank)
+    ]
+    assert [member for part in parts for member in part] == [
+        order.sample(120 + place) for place in range(24)
+    ]
 
 
 def test_sets_of_one_size_are_shuffled_apart() -> None:
-    order = Draws(0, [Passes(0, 0, 0, np.ones(50)), Passes(0, 1, 50, np.ones(50))], [50, 50])
+    order = Draws(
+        0, [Passes(0, 0, 0, np.ones(50)), Passes(0, 1, 50, np.ones(50))], [50, 50]
+    )
     found = [index for _, index in drawn(order, range(1))]
-    first, second = [index for index in found if index < 50], [index - 50 for index in found if index >= 50]
+    first, second = (
+        [index for index in found if index < 50],
+        [index - 50 for index in found if index >= 50],
+    )
     assert first != second
     assert first != [index for index in permutation(0, 0, 50).tolist() if index < 50]
 
@@ -95,8 +132,14 @@ def test_shares_are_whole_and_exact() -> None:
     for total in range(5, 60):
         found = whole_shares([3, 2.5, 1.7], total)
         assert sum(found) == total
-        assert all(abs(one - weight * total / 7.2) < 1 for one, weight in zip(found, (3, 2.5, 1.7), strict=True))
-    with pytest.raises(ConfigError, match=r"data\.mix\[1\] has weight 1, which is less than 1 of the 10 samples"):
+        assert all(
+            abs(one - weight * total / 7.2) < 1
+            for one, weight in zip(found, (3, 2.5, 1.7), strict=True)
+        )
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.mix\[1\] has weight 1, which is less than 1 of the 10 samples",
+    ):
         whole_shares([99, 1], 10)
 
 
@@ -108,8 +151,12 @@ def test_repeat_factors_are_those_of_the_definition() -> None:
     expected = [np.sqrt(5), *[np.sqrt(1.25)] * 3, *[1.0] * 6]
     np.testing.assert_allclose(found, expected, rtol=1e-12)
     assert (repeat_factors(present, 0.1, np.ones(10)) == 1).all()
-    heavy = np.array([5.0] + [1.0] * 9)  # the first image is drawn five times as often: class 2 is in 5 of 14
-    assert repeat_factors(present, 0.5, heavy)[0] == pytest.approx(np.sqrt(0.5 * 14 / 5))
+    heavy = np.array(
+        [5.0] + [1.0] * 9
+    )  # the first image is drawn five times as often: class 2 is in 5 of 14
+    assert repeat_factors(present, 0.5, heavy)[0] == pytest.approx(
+        np.sqrt(0.5 * 14 / 5)
+    )
     assert (repeat_factors(np.zeros((3, 2), bool), 1.0, np.ones(3)) == 1).all()
 
 
@@ -126,26 +173,41 @@ def test_balanced_samples_come_more_often() -> None:
     order = draws(1.0, [(4, 1.0)], COUNTS, 0)
     assert order is not None
     counts = Counter(order.sample(position)[1] for position in range(5 * 1000))
-    assert (counts[1] + counts[2]) / (counts[0] + counts[3]) == pytest.approx(np.sqrt(2), rel=0.01)
+    assert (counts[1] + counts[2]) / (counts[0] + counts[3]) == pytest.approx(
+        np.sqrt(2), rel=0.01
+    )
     assert min(counts.values()) >= 1000
 
 
 def test_pixels_are_weighed_as_training_meets_them() -> None:
     assert pixels_seen(0.0, [(4, 1.0)], COUNTS).tolist() == [20, 4]
     assert pixels_seen(0.0, [(4, 1.0)], COUNTS).dtype == np.int64
-    mixed = pixels_seen(0.0, [(2, 3.0), (2, 1.0)], COUNTS)  # the first two images make three quarters of the samples
-    np.testing.assert_allclose(mixed, [0.75 * 4.5 + 0.25 * 5.5, 0.75 * 1.5 + 0.25 * 0.5])
+    mixed = pixels_seen(
+        0.0, [(2, 3.0), (2, 1.0)], COUNTS
+    )  # the first two images make three quarters of the samples
+    np.testing.assert_allclose(
+        mixed, [0.75 * 4.5 + 0.25 * 5.5, 0.75 * 1.5 + 0.25 * 0.5]
+    )
     balanced = pixels_seen(1.0, [(4, 1.0)], COUNTS)
     root = np.sqrt(2)
-    np.testing.assert_allclose(balanced, [(12 + 8 * root) / (2 + 2 * root), 4 * root / (2 + 2 * root)])
-    some = PixelCounts(COUNTS.pixels[[0, 2]], np.array([0, 2]))  # of each set one image was counted
-    np.testing.assert_allclose(pixels_seen(0.0, [(2, 3.0), (2, 1.0)], some), [0.75 * 6 + 0.25 * 5, 0.25])
+    np.testing.assert_allclose(
+        balanced, [(12 + 8 * root) / (2 + 2 * root), 4 * root / (2 + 2 * root)]
+    )
+    some = PixelCounts(
+        COUNTS.pixels[[0, 2]], np.array([0, 2])
+    )  # of each set one image was counted
+    np.testing.assert_allclose(
+        pixels_seen(0.0, [(2, 3.0), (2, 1.0)], some), [0.75 * 6 + 0.25 * 5, 0.25]
+    )
 
 
 def test_counts_are_kept_and_put_together(tmp_path) -> None:
     path = tmp_path / "pixels.npz"
     assert load(path) is None
-    parts = [PixelCounts(COUNTS.pixels[rank::3], COUNTS.indices[rank::3]) for rank in range(3)]
+    parts = [
+        PixelCounts(COUNTS.pixels[rank::3], COUNTS.indices[rank::3])
+        for rank in range(3)
+    ]
     merged(parts).save(path)
     found = load(path)
     assert found is not None

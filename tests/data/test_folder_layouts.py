@@ -27,7 +27,13 @@ def make(root: Path, *names: str) -> DataConfig:
     for name in names:
         path = root / name.removeprefix("mask:")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(MASK if name.startswith("mask:") else PICTURE if path.suffix == ".png" else name.encode())
+        path.write_bytes(
+            MASK
+            if name.startswith("mask:")
+            else PICTURE
+            if path.suffix == ".png"
+            else name.encode()
+        )
     (root / "classes.yaml").write_text("names: [a]\n")
     return DataConfig(name="folder", root=str(root))
 
@@ -37,7 +43,14 @@ def found(data: DataConfig, split: str = "train") -> list[tuple[str, str, str]]:
     pairs, faults = scan(data, split)
     assert faults == []
     root = Path(data.root)
-    return [(p.name, str(Path(p.image).relative_to(root)), str(Path(p.mask).relative_to(root))) for p in pairs]
+    return [
+        (
+            p.name,
+            str(Path(p.image).relative_to(root)),
+            str(Path(p.mask).relative_to(root)),
+        )
+        for p in pairs
+    ]
 
 
 LAYOUTS = {
@@ -49,7 +62,10 @@ LAYOUTS = {
     "splits first, labels": (["train/images/a.png", "mask:train/labels/a.png"], "a"),
     "mask ending": (["images/train/a.png", "mask:masks/train/a_mask.png"], "a"),
     "DeepGlobe": (["images/train/7_sat.png", "mask:masks/train/7_mask.png"], "7_sat"),
-    "CamVid's _L": (["images/train/0016E5_1.png", "mask:masks/train/0016E5_1_L.png"], "0016E5_1"),
+    "CamVid's _L": (
+        ["images/train/0016E5_1.png", "mask:masks/train/0016E5_1_L.png"],
+        "0016E5_1",
+    ),
     "Cityscapes": (
         [
             "leftImg8bit/train/bonn/b_1_leftImg8bit.png",
@@ -59,8 +75,14 @@ LAYOUTS = {
         ],
         "bonn/b_1_leftImg8bit",
     ),
-    "a preview beside the mask": (["images/train/a.png", "mask:masks/train/a.png", "masks/train/a.jpg"], "a"),
-    "hidden files": (["images/train/a.png", "images/train/.x/b.png", "mask:masks/train/a.png"], "a"),
+    "a preview beside the mask": (
+        ["images/train/a.png", "mask:masks/train/a.png", "masks/train/a.jpg"],
+        "a",
+    ),
+    "hidden files": (
+        ["images/train/a.png", "images/train/.x/b.png", "mask:masks/train/a.png"],
+        "a",
+    ),
 }
 
 
@@ -75,8 +97,17 @@ def test_a_layout_is_found(tmp_path: Path, name: str) -> None:
 
 
 def test_a_table_of_pairs_is_read_and_hashed(tmp_path: Path) -> None:
-    data = make(tmp_path, "photos/b.png", "photos/a.png", "mask:drawn/one.png", "mask:drawn/two.png")
-    pairs = [("photos/a", "photos/a.png", "drawn/two.png"), ("photos/b", "photos/b.png", "drawn/one.png")]
+    data = make(
+        tmp_path,
+        "photos/b.png",
+        "photos/a.png",
+        "mask:drawn/one.png",
+        "mask:drawn/two.png",
+    )
+    pairs = [
+        ("photos/a", "photos/a.png", "drawn/two.png"),
+        ("photos/b", "photos/b.png", "drawn/one.png"),
+    ]
     tables = (
         "photos/b.png,drawn/one.png\nphotos/a.png,drawn/two.png\n",
         "image,mask\nphotos/b.png,drawn/one.png\n\nphotos/a.png,drawn/two.png\n",
@@ -89,22 +120,39 @@ def test_a_table_of_pairs_is_read_and_hashed(tmp_path: Path) -> None:
     assert set(before) == {
         "classes.yaml", "train.csv", "photos/a.png", "photos/b.png", "drawn/one.png", "drawn/two.png",
     }  # fmt: skip
-    (tmp_path / "train.csv").write_text(tables[0].replace("one", "x").replace("two", "one").replace("x.png", "two.png"))
-    assert data_hashes(data, ["train"])["train.csv"] != before["train.csv"], "the same files, paired otherwise"
+    (tmp_path / "train.csv").write_text(
+        tables[0].replace("one", "x").replace("two", "one").replace("x.png", "two.png")
+    )
+    assert data_hashes(data, ["train"])["train.csv"] != before["train.csv"], (
+        "the same files, paired otherwise"
+    )
 
 
 def test_a_list_holds_stems_or_paths(tmp_path: Path) -> None:
-    names = [f"{kind}/x/{stem}.png" for stem in "abcd" for kind in ("images", "mask:masks")]
+    names = [
+        f"{kind}/x/{stem}.png" for stem in "abcd" for kind in ("images", "mask:masks")
+    ]
     data = make(tmp_path, *names)
-    (tmp_path / "train.txt").write_text("x/a\nx/b.png\nimages/x/c.png\n./images/x/d.png\n")
+    (tmp_path / "train.txt").write_text(
+        "x/a\nx/b.png\nimages/x/c.png\n./images/x/d.png\n"
+    )
     assert [name for name, _, _ in found(data)] == ["x/a", "x/b", "x/c", "x/d"]
 
 
 @pytest.mark.parametrize(
-    "listed", ["Stra\u00dfe/gr\u00fcn", "Stra\u00dfe/gru\u0308n", "images/Stra\u00dfe/gru\u0308n.png"]
+    "listed",
+    [
+        "Stra\u00dfe/gr\u00fcn",
+        "Stra\u00dfe/gru\u0308n",
+        "images/Stra\u00dfe/gru\u0308n.png",
+    ],
 )
 def test_two_ways_to_write_an_umlaut_are_one_name(tmp_path: Path, listed: str) -> None:
-    data = make(tmp_path, "images/Stra\u00dfe/gru\u0308n.png", "mask:masks/Stra\u00dfe/gr\u00fcn.png")
+    data = make(
+        tmp_path,
+        "images/Stra\u00dfe/gru\u0308n.png",
+        "mask:masks/Stra\u00dfe/gr\u00fcn.png",
+    )
     (tmp_path / "train.txt").write_text(f"{listed}\n", encoding="utf-8")
     assert [name for name, _, _ in found(data)] == ["Stra\u00dfe/gr\u00fcn"]
 
@@ -124,34 +172,63 @@ def test_settings_name_other_folders(tmp_path: Path) -> None:
     assert "nothing says which belong to split train" in scan(beside, "train")[1][0]
     beside.images, beside.masks = "SPLIT", "SPLIT/*_mask"
     assert found(beside) == [("a", "train/a.png", "train/a_mask.png")]
-    config = compose([f"data.root={tmp_path}", "data=folder", "data.images=photo/SPLIT", "data.masks=x/SPLIT/*_v2.png"])
+    config = compose(
+        [
+            f"data.root={tmp_path}",
+            "data=folder",
+            "data.images=photo/SPLIT",
+            "data.masks=x/SPLIT/*_v2.png",
+        ]
+    )
     assert config.data.masks == "x/SPLIT/*_v2.png"
     check(config, world_size=1)
-    with pytest.raises(ConfigError, match=r"data\.images = x, but only data in files reads it"):
+    with pytest.raises(
+        ConfigError, match=r"data\.images = x, but only data in files reads it"
+    ):
         check(compose(["data.images=x"]), world_size=1)
 
 
 REFUSED = {
-    "no split": (["images/a.png", "mask:masks/a.png"], ["nothing says which belong", "segpipe split data.root="]),
+    "no split": (
+        ["images/a.png", "mask:masks/a.png"],
+        ["nothing says which belong", "segpipe split data.root="],
+    ),
     "no split of drives": (
         ["images/north/a.png", "mask:masks/north/a.png"],
         ["nothing says which belong", "`segpipe split data.root="],
     ),
-    "other splits": (["images/val/a.png", "mask:masks/val/a.png"], ["images/train does not exist"]),
-    "a split of another name": (["images/tain/a.png", "mask:masks/tain/a.png"], ["Nearest: ", "images/tain"]),
+    "other splits": (
+        ["images/val/a.png", "mask:masks/val/a.png"],
+        ["images/train does not exist"],
+    ),
+    "a split of another name": (
+        ["images/tain/a.png", "mask:masks/tain/a.png"],
+        ["Nearest: ", "images/tain"],
+    ),
     "other lists": (
         ["images/a.png", "mask:masks/a.png", "val.txt", "test.csv", "notes.txt"],
-        ["no train.txt and no train.csv. The lists that exist are test.csv, val.txt: set the split to one of them"],
+        [
+            "no train.txt and no train.csv. The lists that exist are test.csv, val.txt: set the split to one of them"
+        ],
     ),
     "two synonyms": (
         ["images/train/a.png", "mask:labels/train/a.png", "mask:gt/train/a.png"],
         ["labels and gt, and each may hold the masks. Set data.masks=labels"],
     ),
     "two endings": (
-        ["images/train/a.png", "mask:masks/train/a_gt.png", "mask:masks/train/a_mask.png"],
-        ["has the masks *_mask and *_gt for its images. Choose with data.masks=FOLDER/SPLIT/*_mask"],
+        [
+            "images/train/a.png",
+            "mask:masks/train/a_gt.png",
+            "mask:masks/train/a_mask.png",
+        ],
+        [
+            "has the masks *_mask and *_gt for its images. Choose with data.masks=FOLDER/SPLIT/*_mask"
+        ],
     ),
-    "two lists": (["images/a.png", "mask:masks/a.png", "train.csv", "train.txt"], ["both list split train"]),
+    "two lists": (
+        ["images/a.png", "mask:masks/a.png", "train.csv", "train.txt"],
+        ["both list split train"],
+    ),
     "drawings": (
         ["images/train/a.png", "masks/train/a.json"],
         [
@@ -160,14 +237,26 @@ REFUSED = {
             "`segpipe import --help` (labelme or coco)",
         ],
     ),
-    "heic": (["images/train/a.heic", "mask:masks/train/a.png"], ["a.heic is of a format that is not read"]),
+    "heic": (
+        ["images/train/a.heic", "mask:masks/train/a.png"],
+        ["a.heic is of a format that is not read"],
+    ),
     "gif beside": (
         ["images/train/a.png", "images/train/b.gif", "mask:masks/train/a.png"],
         ["b.gif", "b.gif has no mask"],
     ),
-    "row without a file": (["a.png", "train.csv=a.png,b.png"], ["train.csv, line 1", "b.png does not exist"]),
-    "row with three columns": (["train.csv=a.png,b.png,c"], ["line 1: 3 columns, but image and mask"]),
-    "row twice": (["a.png", "mask:b.png", "train.csv=a.png,b.png\na.png,b.png"], ["has a 2 times"]),
+    "row without a file": (
+        ["a.png", "train.csv=a.png,b.png"],
+        ["train.csv, line 1", "b.png does not exist"],
+    ),
+    "row with three columns": (
+        ["train.csv=a.png,b.png,c"],
+        ["line 1: 3 columns, but image and mask"],
+    ),
+    "row twice": (
+        ["a.png", "mask:b.png", "train.csv=a.png,b.png\na.png,b.png"],
+        ["has a 2 times"],
+    ),
     "wrong line": (
         ["images/frame1.png", "mask:masks/frame1.png", "train.txt=frame1\nfrme1"],
         ["lists frme1, but images has no such stem. Did you mean frame1?"],
@@ -184,7 +273,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_paired_is_refused_with_the_fix(tmp_path: Path, name: str) -> None:
+def test_what_cannot_be_paired_is_refused_with_the_fix(
+    tmp_path: Path, name: str
+) -> None:
     files, parts = REFUSED[name]
     data = make(tmp_path, *(file for file in files if "=" not in file))
     for file in files:
@@ -195,7 +286,9 @@ def test_what_cannot_be_paired_is_refused_with_the_fix(tmp_path: Path, name: str
         assert any(part in fault for fault in faults), faults
 
 
-def test_nothing_is_suggested_for_a_folder_that_is_like_no_other(tmp_path: Path) -> None:
+def test_nothing_is_suggested_for_a_folder_that_is_like_no_other(
+    tmp_path: Path,
+) -> None:
     for name in ("ext", "images"):
         (tmp_path / name).mkdir()
     assert missing(tmp_path / "nonexist").startswith(
@@ -205,13 +298,22 @@ def test_nothing_is_suggested_for_a_folder_that_is_like_no_other(tmp_path: Path)
 
 
 def test_names_of_pairs_stay_those_of_the_images(tmp_path: Path) -> None:
-    data = make(tmp_path, *(f"images/train/{n}_img.png" for n in "ba"), *(f"mask:masks/train/{n}.png" for n in "ab"))
+    data = make(
+        tmp_path,
+        *(f"images/train/{n}_img.png" for n in "ba"),
+        *(f"mask:masks/train/{n}.png" for n in "ab"),
+    )
     samples = open_samples(data, "train", 0)
     assert [samples.name(index) for index in range(2)] == ["a_img", "b_img"]
 
 
-def test_links_to_folders_are_followed_and_real_folders_come_first(tmp_path: Path) -> None:
-    data = make(tmp_path / "set", *(f"{kind}/train/z/a.png" for kind in ("images", "mask:masks")))
+def test_links_to_folders_are_followed_and_real_folders_come_first(
+    tmp_path: Path,
+) -> None:
+    data = make(
+        tmp_path / "set",
+        *(f"{kind}/train/z/a.png" for kind in ("images", "mask:masks")),
+    )
     make(tmp_path / "disk", "images/b.png", "mask:masks/b.png")
     for kind in ("images", "masks"):
         folder = tmp_path / "set" / kind / "train"

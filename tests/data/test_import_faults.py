@@ -27,19 +27,37 @@ def labelme(root: Path, **shapes: list[dict[str, Any]] | None) -> None:
     good = {"label": "car", "points": SQUARE}
     for name, more in {"a": [], **shapes}.items():
         picture(root / f"{name}.png")
-        content = {"imagePath": f"{name}.png", "imageHeight": 6, "imageWidth": 9, "shapes": [good, *(more or [])]}
+        content = {
+            "imagePath": f"{name}.png",
+            "imageHeight": 6,
+            "imageWidth": 9,
+            "shapes": [good, *(more or [])],
+        }
         (root / f"{name}.json").write_text(json.dumps(content))
 
 
-def coco(root: Path, *annotations: dict[str, Any], file: str = "annotations/instances_default.json") -> Path:
+def coco(
+    root: Path,
+    *annotations: dict[str, Any],
+    file: str = "annotations/instances_default.json",
+) -> Path:
     """Two pictures, a with a good polygon and b with `annotations`."""
     for name in "ab":
         picture(root / f"images/{name}.png")
-    images = [{"id": place, "file_name": f"{name}.png", "height": 6, "width": 9} for place, name in enumerate("ab")]
+    images = [
+        {"id": place, "file_name": f"{name}.png", "height": 6, "width": 9}
+        for place, name in enumerate("ab")
+    ]
     good = {"image_id": 0, "category_id": 1, "segmentation": [FLAT]}
     content = {
         "images": images,
-        "annotations": [good, *({"image_id": 1, "category_id": 1, "segmentation": [FLAT]} | a for a in annotations)],
+        "annotations": [
+            good,
+            *(
+                {"image_id": 1, "category_id": 1, "segmentation": [FLAT]} | a
+                for a in annotations
+            ),
+        ],
         "categories": [{"id": 1, "name": "car"}],
     }
     (root / file).parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +69,10 @@ def cvat(root: Path, shape: str) -> None:
     """Two pictures, a with a good polygon and b with `shape`."""
     points = ";".join(f"{x},{y}" for x, y in SQUARE)
     images = ""
-    for name, inside in (("a", f'<polygon label="car" points="{points}"/>'), ("b", shape)):
+    for name, inside in (
+        ("a", f'<polygon label="car" points="{points}"/>'),
+        ("b", shape),
+    ):
         picture(root / f"images/{name}.png")
         images += f'<image name="{name}.png" height="6" width="9">{inside}</image>'
     (root / "annotations.xml").write_text(f"<annotations><meta/>{images}</annotations>")
@@ -67,10 +88,26 @@ def imported(kind: str, source: Path, out: Path, *options: str) -> int:
 
 LINE = {"label": "lane", "points": SQUARE, "shape_type": "linestrip"}
 LEFT_OUT: dict[str, tuple[str, Any, str]] = {
-    "labelme line": ("labelme", lambda root: labelme(root, b=[LINE, LINE]), "b.json has a linestrip of lane"),
-    "coco box": ("coco", lambda root: coco(root, {"id": 7, "segmentation": []}), "annotation 7 is a box"),
-    "coco category": ("coco", lambda root: coco(root, {"id": 7, "category_id": 9}), "7 has the category 9"),
-    "cvat line": ("cvat", lambda root: cvat(root, '<polyline label="lane" points="1,1;2,2"/>'), "polyline of lane"),
+    "labelme line": (
+        "labelme",
+        lambda root: labelme(root, b=[LINE, LINE]),
+        "b.json has a linestrip of lane",
+    ),
+    "coco box": (
+        "coco",
+        lambda root: coco(root, {"id": 7, "segmentation": []}),
+        "annotation 7 is a box",
+    ),
+    "coco category": (
+        "coco",
+        lambda root: coco(root, {"id": 7, "category_id": 9}),
+        "7 has the category 9",
+    ),
+    "cvat line": (
+        "cvat",
+        lambda root: cvat(root, '<polyline label="lane" points="1,1;2,2"/>'),
+        "polyline of lane",
+    ),
 }
 
 
@@ -97,9 +134,19 @@ def test_an_image_that_is_left_out_now_loses_its_earlier_mask(tmp_path: Path) ->
     assert not (tmp_path / "out/images/b.png").exists()
 
 
-def test_labels_that_names_lacks_are_ignored_pixels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    labelme(tmp_path / "source", b=[{"label": "tree", "points": [[6, 0], [9, 0], [9, 6], [6, 6]]}])
-    assert imported("labelme", tmp_path / "source", tmp_path / "out", "names=[car]", "skip=true") == 0
+def test_labels_that_names_lacks_are_ignored_pixels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    labelme(
+        tmp_path / "source",
+        b=[{"label": "tree", "points": [[6, 0], [9, 0], [9, 6], [6, 6]]}],
+    )
+    assert (
+        imported(
+            "labelme", tmp_path / "source", tmp_path / "out", "names=[car]", "skip=true"
+        )
+        == 0
+    )
     assert "these pixels are ignored" in capsys.readouterr().out
     mask = np.asarray(Image.open(tmp_path / "out/masks/b.png"))
     assert (mask[:, 6:] == 255).all()
@@ -111,19 +158,31 @@ def test_labels_without_image_and_images_without_labels_are_reported(
 ) -> None:
     coco(tmp_path / "coco", {"id": 7, "image_id": 99})
     assert imported("coco", tmp_path / "coco", tmp_path / "out") == 2
-    assert "annotation 7 has the image_id 99, which images does not list" in capsys.readouterr().out
+    assert (
+        "annotation 7 has the image_id 99, which images does not list"
+        in capsys.readouterr().out
+    )
     for name in "ab":
         picture(tmp_path / f"roboflow/train/{name}.jpg")
-    Image.fromarray(np.zeros(SIZE, np.uint8)).save(tmp_path / "roboflow/train/a_mask.png")
-    (tmp_path / "roboflow/train/_classes.csv").write_text('Pixel Value, Class\n0, background\n1, "red, blue"\n')
+    Image.fromarray(np.zeros(SIZE, np.uint8)).save(
+        tmp_path / "roboflow/train/a_mask.png"
+    )
+    (tmp_path / "roboflow/train/_classes.csv").write_text(
+        'Pixel Value, Class\n0, background\n1, "red, blue"\n'
+    )
     assert imported("roboflow", tmp_path / "roboflow", tmp_path / "masks") == 2
     assert "b.jpg has no mask b_mask.png" in capsys.readouterr().out
-    assert imported("roboflow", tmp_path / "roboflow", tmp_path / "masks", "skip=true") == 0
+    assert (
+        imported("roboflow", tmp_path / "roboflow", tmp_path / "masks", "skip=true")
+        == 0
+    )
     assert "2 classes (background, red, blue)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("up", [False, True])
-def test_nothing_is_written_beside_an_image_whose_path_leads_outside(tmp_path: Path, up: bool) -> None:
+def test_nothing_is_written_beside_an_image_whose_path_leads_outside(
+    tmp_path: Path, up: bool
+) -> None:
     listing = coco(tmp_path / "source/x", file="a.json")
     photo = tmp_path / "source/photo.png"
     picture(photo)
@@ -146,7 +205,9 @@ def square(**changes: Any) -> list[dict[str, Any]]:
 
 def sized(root: Path, **size: Any) -> None:
     labelme(root, b=[])
-    (root / "b.json").write_text(json.dumps(json.loads((root / "b.json").read_text()) | size))
+    (root / "b.json").write_text(
+        json.dumps(json.loads((root / "b.json").read_text()) | size)
+    )
 
 
 BROKEN: dict[str, tuple[str, Any, tuple[str, ...], list[str]]] = {
@@ -198,7 +259,12 @@ BROKEN: dict[str, tuple[str, Any, tuple[str, ...], list[str]]] = {
         ("b.json is not complete",),
         ["a"],
     ),
-    "labelme of no size": ("labelme", lambda root: sized(root, imageHeight=0), ("b.png: its labels are for",), ["a"]),
+    "labelme of no size": (
+        "labelme",
+        lambda root: sized(root, imageHeight=0),
+        ("b.png: its labels are for",),
+        ["a"],
+    ),
     "labelme mask": (
         "labelme",
         lambda root: labelme(root, b=square(shape_type="mask", mask="?")),
@@ -213,8 +279,12 @@ BROKEN: dict[str, tuple[str, Any, tuple[str, ...], list[str]]] = {
     ),
     "cvat mask": (
         "cvat",
-        lambda root: cvat(root, '<mask label="car" rle="0,4" left="-1" top="0" width="2" height="2"/>'),
-        ("b.png: an area of car has a mask of 2x2 at row 0, column -1, outside the image",),
+        lambda root: cvat(
+            root, '<mask label="car" rle="0,4" left="-1" top="0" width="2" height="2"/>'
+        ),
+        (
+            "b.png: an area of car has a mask of 2x2 at row 0, column -1, outside the image",
+        ),
         ["a"],
     ),
     "cvat label": (
@@ -232,21 +302,33 @@ def test_a_malformed_file_is_named_and_ends_in_no_traceback(
 ) -> None:
     kind, draw, parts, left = BROKEN[name]
     draw(tmp_path / "source")
-    assert imported(kind, tmp_path / "source", tmp_path / "out", "skip=true") == (0 if left else 2)
+    assert imported(kind, tmp_path / "source", tmp_path / "out", "skip=true") == (
+        0 if left else 2
+    )
     told = "".join(capsys.readouterr())
     for part in parts:
         assert part in told
     assert masks(tmp_path / "out") == left
 
 
-def test_skip_is_not_proposed_where_nothing_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_skip_is_not_proposed_where_nothing_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     labelme(tmp_path / "source", a=[LINE])
-    for option, wanted in (("false", "or set skip=true"), ("true", "no image is left without them")):
-        assert imported("labelme", tmp_path / "source", tmp_path / "out", f"skip={option}") == 2
+    for option, wanted in (
+        ("false", "or set skip=true"),
+        ("true", "no image is left without them"),
+    ):
+        assert (
+            imported("labelme", tmp_path / "source", tmp_path / "out", f"skip={option}")
+            == 2
+        )
         assert wanted in capsys.readouterr().out
 
 
-def test_a_table_of_roboflow_with_other_columns_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_of_roboflow_with_other_columns_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "_classes.csv").write_text("Pixel Value;Class\n0;background\n")
     assert imported("roboflow", tmp_path, tmp_path / "out") == 2
     assert "_classes.csv" in capsys.readouterr().err
@@ -256,7 +338,10 @@ def test_a_file_of_coco_finds_the_images_of_its_own_layout(tmp_path: Path) -> No
     listing = coco(tmp_path / "source", file="annotations/instances_val2017.json")
     (tmp_path / "source/images").rename(tmp_path / "source/val2017")
     assert imported("coco", listing, tmp_path / "out") == 0
-    assert sorted(path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("a.*")) == [
+    assert sorted(
+        path.relative_to(tmp_path / "out").as_posix()
+        for path in (tmp_path / "out").rglob("a.*")
+    ) == [
         "images/val/a.png",
         "masks/val/a.png",
     ]

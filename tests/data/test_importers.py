@@ -16,13 +16,21 @@ from segpipe.cli.commands import IMPORTS
 from segpipe.cli.main import main as segpipe
 from segpipe.data.catalog import published
 from segpipe.data.importers import IMPORTERS
-from segpipe.data.importers.outlines import coco_counts, ellipse, polygon, rectangle, runs
+from segpipe.data.importers.outlines import (
+    coco_counts,
+    ellipse,
+    polygon,
+    rectangle,
+    runs,
+)
 from segpipe.data.problems import problems
 from segpipe.data.samples import open_samples
 from segpipe.settings.groups import DataConfig
 
 HEIGHT, WIDTH = 6, 9
-PICTURE = np.random.Generator(np.random.Philox(7)).integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8)
+PICTURE = np.random.Generator(np.random.Philox(7)).integers(
+    0, 256, (HEIGHT, WIDTH, 3), np.uint8
+)
 # A person of 2 x 3 pixels lies on a car of 4 x 6; the rest is background.
 CAR, PERSON = (1, 1, 7, 5), (2, 2, 5, 4)  # left, top, right, bottom
 
@@ -58,7 +66,10 @@ def voc(root: Path) -> None:
     ids = scene(7, 15)
     ids[0, 0] = 255
     image = Image.fromarray(ids, "P")
-    image.putpalette([part for color in published("voc").table.classes.palette for part in color] + 705 * [224])
+    image.putpalette(
+        [part for color in published("voc").table.classes.palette for part in color]
+        + 705 * [224]
+    )
     (root / "VOC2012/SegmentationClass").mkdir(parents=True)
     image.save(root / "VOC2012/SegmentationClass/a.png")
     write(root / "VOC2012/JPEGImages/a.jpg", PICTURE)
@@ -72,7 +83,8 @@ def voc_of_cvat(root: Path) -> None:
     write(root / "JPEGImages/a.png", PICTURE)
     write(root / "ImageSets/Segmentation/default.txt", "a\n")
     write(
-        root / "labelmap.txt", "# label:color_rgb:parts:actions\nbackground:0,0,0::\ncar:10,20,30::\nperson:200,0,0::\n"
+        root / "labelmap.txt",
+        "# label:color_rgb:parts:actions\nbackground:0,0,0::\ncar:10,20,30::\nperson:200,0,0::\n",
     )
 
 
@@ -96,27 +108,52 @@ def compressed(area: np.ndarray) -> dict[str, object]:
 
 
 def coco_json(kinds: tuple[str, str]) -> str:
-    areas = {"car": (scene() > 0).astype(np.uint8), "person": (scene() == 2).astype(np.uint8)}
+    areas = {
+        "car": (scene() > 0).astype(np.uint8),
+        "person": (scene() == 2).astype(np.uint8),
+    }
     boxes = {"car": CAR, "person": PERSON}
     shapes = []
     for label, kind in zip(("person", "car"), kinds, strict=True):
         column = areas[label].T.ravel()
-        edges = [*np.flatnonzero(np.diff(np.concatenate(([0], column)))).tolist(), column.size]
+        edges = [
+            *np.flatnonzero(np.diff(np.concatenate(([0], column)))).tolist(),
+            column.size,
+        ]
         segmentation = {
             "polygon": [flat(boxes[label])],
             "text": compressed(areas[label]),
-            "counts": {"size": [HEIGHT, WIDTH], "counts": np.diff([0, *edges]).tolist()},
+            "counts": {
+                "size": [HEIGHT, WIDTH],
+                "counts": np.diff([0, *edges]).tolist(),
+            },
         }[kind]
         category = {"car": 3, "person": 9}[label]
         area = int(areas[label].sum())
-        shapes.append({"id": 1, "image_id": 4, "category_id": category, "area": area, "segmentation": segmentation})
-    categories = [{"id": 9, "name": "person"}, {"id": 3, "name": "car"}, {"id": 0, "name": "unused"}]
+        shapes.append(
+            {
+                "id": 1,
+                "image_id": 4,
+                "category_id": category,
+                "area": area,
+                "segmentation": segmentation,
+            }
+        )
+    categories = [
+        {"id": 9, "name": "person"},
+        {"id": 3, "name": "car"},
+        {"id": 0, "name": "unused"},
+    ]
     images = [{"id": 4, "file_name": "a.jpg", "height": HEIGHT, "width": WIDTH}]
-    return json.dumps({"images": images, "annotations": shapes, "categories": categories})
+    return json.dumps(
+        {"images": images, "annotations": shapes, "categories": categories}
+    )
 
 
 def coco_polygons(root: Path) -> None:
-    write(root / "annotations/instances_val2017.json", coco_json(("polygon", "polygon")))
+    write(
+        root / "annotations/instances_val2017.json", coco_json(("polygon", "polygon"))
+    )
     write(root / "val2017/a.jpg", PICTURE)
 
 
@@ -136,17 +173,32 @@ def panoptic(root: Path) -> None:
     ids[0, 0] = 0
     write(root / "annotations/panoptic_train2017/a.png", colored(ids, numbers))
     write(root / "train2017/a.jpg", PICTURE)
-    segments = [{"id": 7, "category_id": 184}, {"id": 300, "category_id": 3}, {"id": 70000, "category_id": 1}]
+    segments = [
+        {"id": 7, "category_id": 184},
+        {"id": 300, "category_id": 3},
+        {"id": 70000, "category_id": 1},
+    ]
     content = {
         "images": [{"id": 1, "file_name": "a.jpg"}],
-        "annotations": [{"image_id": 1, "file_name": "a.png", "segments_info": segments}],
-        "categories": [{"id": 1, "name": "person"}, {"id": 3, "name": "car"}, {"id": 184, "name": "tree"}],
+        "annotations": [
+            {"image_id": 1, "file_name": "a.png", "segments_info": segments}
+        ],
+        "categories": [
+            {"id": 1, "name": "person"},
+            {"id": 3, "name": "car"},
+            {"id": 184, "name": "tree"},
+        ],
     }
     write(root / "annotations/panoptic_train2017.json", json.dumps(content))
 
 
 def labelme_json(*shapes: dict[str, object]) -> str:
-    content = {"imagePath": "..\\x\\a.jpg", "imageHeight": HEIGHT, "imageWidth": WIDTH, "shapes": shapes}
+    content = {
+        "imagePath": "..\\x\\a.jpg",
+        "imageHeight": HEIGHT,
+        "imageWidth": WIDTH,
+        "shapes": shapes,
+    }
     return json.dumps(content)
 
 
@@ -157,7 +209,11 @@ def labelme(root: Path) -> None:
         root / "sub/a.json",
         labelme_json(
             {"label": "car", "shape_type": "polygon", "points": corners(CAR)},
-            {"label": "__ignore__", "shape_type": "rectangle", "points": [[9, 1], [8, 0]]},
+            {
+                "label": "__ignore__",
+                "shape_type": "rectangle",
+                "points": [[9, 1], [8, 0]],
+            },
             {
                 "label": "person",
                 "shape_type": "mask",
@@ -169,7 +225,9 @@ def labelme(root: Path) -> None:
 
 
 def cvat_xml(*shapes: str, size: tuple[int, int] = (HEIGHT, WIDTH)) -> str:
-    labels = "".join(f"<label><name>{name}</name></label>" for name in ("car", "person", "unused"))
+    labels = "".join(
+        f"<label><name>{name}</name></label>" for name in ("car", "person", "unused")
+    )
     return (
         f"<annotations><meta><task><labels>{labels}</labels></task></meta>"
         f'<image id="0" name="a.jpg" subset="Validation" height="{size[0]}" width="{size[1]}">{"".join(shapes)}</image>'
@@ -180,14 +238,22 @@ def cvat_xml(*shapes: str, size: tuple[int, int] = (HEIGHT, WIDTH)) -> str:
 def cvat(root: Path) -> None:
     points = ";".join(f"{x}.0,{y}.0" for x, y in corners(CAR))
     person = '<mask label="person" rle="0,6" left="2" top="2" width="3" height="2" z_order="1"/>'
-    write(root / "annotations.xml", cvat_xml(person, f'<polygon label="car" points="{points}" z_order="0"/>', "<tag/>"))
+    write(
+        root / "annotations.xml",
+        cvat_xml(
+            person, f'<polygon label="car" points="{points}" z_order="0"/>', "<tag/>"
+        ),
+    )
     write(root / "images/Validation/a.jpg", PICTURE)
 
 
 def roboflow(root: Path) -> None:
     write(root / "valid/a_jpg.rf.1f.jpg", PICTURE)
     write(root / "valid/a_jpg.rf.1f_mask.png", scene())
-    write(root / "valid/_classes.csv", "Pixel Value, Class\n0, background\n1, car\n2, person\n")
+    write(
+        root / "valid/_classes.csv",
+        "Pixel Value, Class\n0, background\n1, car\n2, person\n",
+    )
 
 
 VOC_TARGET = scene(7, 15)
@@ -196,14 +262,23 @@ TREES, LABELME = scene(1, 0, 2), scene()
 TREES[0, 0] = LABELME[0, 8] = 255
 THREE = ("background", "car", "person")
 # Export: how it is drawn, format, split, name of the image, classes, and the train ids of all pixels.
-EXPORTS: dict[str, tuple[Callable[[Path], None], str, str, str, tuple[str, ...], np.ndarray]] = {
+EXPORTS: dict[
+    str, tuple[Callable[[Path], None], str, str, str, tuple[str, ...], np.ndarray]
+] = {
     "voc": (voc, "voc", "train", "a", published("voc").table.classes.names, VOC_TARGET),
     "voc of cvat": (voc_of_cvat, "voc", "", "a", THREE, scene()),
     "coco polygons": (coco_polygons, "coco", "val", "a", THREE, scene()),
     "coco compressed runs": (coco_text, "coco", "train", "a", THREE, scene()),
     "coco runs": (coco_counts_of_a_crowd, "coco", "", "a", THREE, scene()),
     "coco of roboflow": (coco_text, "roboflow", "train", "a", THREE, scene()),
-    "coco panoptic": (panoptic, "coco_panoptic", "train", "a", ("person", "car", "tree"), TREES),
+    "coco panoptic": (
+        panoptic,
+        "coco_panoptic",
+        "train",
+        "a",
+        ("person", "car", "tree"),
+        TREES,
+    ),
     "labelme": (labelme, "labelme", "", "sub/a", THREE, LABELME),
     "cvat": (cvat, "cvat", "val", "a", THREE, scene()),
     "roboflow masks": (roboflow, "roboflow", "val", "a_jpg.rf.1f", THREE, scene()),
@@ -215,7 +290,9 @@ def imported(source: Path, out: Path, name: str, *options: str) -> int:
 
 
 @pytest.mark.parametrize("name", EXPORTS)
-def test_an_export_becomes_a_data_set(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_becomes_a_data_set(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     draw, kind, split, stem, classes, wanted = EXPORTS[name]
     draw(tmp_path / "source")
     out = tmp_path / "out"
@@ -240,9 +317,20 @@ def test_every_format_is_tested_and_declared() -> None:
 
 def test_pixels_outside_may_be_ignored_and_classes_ordered(tmp_path: Path) -> None:
     labelme(tmp_path / "source")
-    assert imported(tmp_path / "source", tmp_path / "a", "labelme", "background=ignore", "names=[person,car]") == 0
+    assert (
+        imported(
+            tmp_path / "source",
+            tmp_path / "a",
+            "labelme",
+            "background=ignore",
+            "names=[person,car]",
+        )
+        == 0
+    )
     (tmp_path / "a/train.txt").write_text("sub/a\n")
-    samples = open_samples(DataConfig(name="folder", root=str(tmp_path / "a")), "train", 0)
+    samples = open_samples(
+        DataConfig(name="folder", root=str(tmp_path / "a")), "train", 0
+    )
     assert samples.classes.names == ("person", "car")
     wanted = scene(1, 0, 255)
     assert np.array_equal(samples.read(0)[1], wanted)
@@ -256,7 +344,9 @@ def faulty_labelme(root: Path) -> None:
     write(root / "d.png", PICTURE)
     write(
         root / "d.json",
-        labelme_json({"label": "car", "shape_type": "point", "points": [[1, 1]]}).replace("a.jpg", "d.png"),
+        labelme_json(
+            {"label": "car", "shape_type": "point", "points": [[1, 1]]}
+        ).replace("a.jpg", "d.png"),
     )
     write(root / "e.json", "{")
     write(root / "f.png", PICTURE)
@@ -286,41 +376,81 @@ def test_all_faults_are_told_together_and_nothing_is_finished(
     (source / "d.json").write_text(labelme_json().replace("a.jpg", "d.png"))
     assert imported(source, out, "labelme") == 0
     faulty_labelme(tmp_path / "again")
-    assert imported(tmp_path / "again", tmp_path / "skipped", "labelme", "skip=true") == 0
+    assert (
+        imported(tmp_path / "again", tmp_path / "skipped", "labelme", "skip=true") == 0
+    )
     masks = (tmp_path / "skipped/masks").rglob("*.png")
-    assert [path.relative_to(tmp_path / "skipped/masks").as_posix() for path in masks] == ["sub/a.png"]
+    assert [
+        path.relative_to(tmp_path / "skipped/masks").as_posix() for path in masks
+    ] == ["sub/a.png"]
 
 
 FAULTY: dict[str, tuple[str, dict[str, str], str]] = {
     "coco boxes": (
         "coco",
-        {"a.json": coco_json(("polygon", "polygon")).replace('"segmentation"', '"x"'), "a.jpg": ""},
+        {
+            "a.json": coco_json(("polygon", "polygon")).replace(
+                '"segmentation"', '"x"'
+            ),
+            "a.jpg": "",
+        },
         "a box without",
     ),
-    "coco without images": ("coco", {"a.json": coco_json(("polygon", "polygon"))}, "lists a.jpg, which is neither"),
+    "coco without images": (
+        "coco",
+        {"a.json": coco_json(("polygon", "polygon"))},
+        "lists a.jpg, which is neither",
+    ),
     "coco with another size": (
         "coco",
-        {"a.json": coco_json(("counts", "polygon")).replace('"size": [6, 9]', '"size": [9, 6]'), "a.jpg": ""},
+        {
+            "a.json": coco_json(("counts", "polygon")).replace(
+                '"size": [6, 9]', '"size": [9, 6]'
+            ),
+            "a.jpg": "",
+        },
         "an area of person has run lengths for the size [9, 6]",
     ),
-    "coco that is none": ("coco", {"a.json": '{"shapes": []}'}, "a.json has no 'images', so it is not of this format"),
+    "coco that is none": (
+        "coco",
+        {"a.json": '{"shapes": []}'},
+        "a.json has no 'images', so it is not of this format",
+    ),
     "coco with holes": (
         "coco",
         {"a.json": '{"images": [{}], "annotations": [], "categories": []}'},
         "a.json is not a complete COCO file",
     ),
-    "cvat video": ("cvat", {"annotations.xml": "<annotations><track/></annotations>"}, "is of a video"),
+    "cvat video": (
+        "cvat",
+        {"annotations.xml": "<annotations><track/></annotations>"},
+        "is of a video",
+    ),
     "cvat rotated box": (
         "cvat",
         {
-            "annotations.xml": cvat_xml('<box label="car" xtl="1" ytl="1" xbr="2" ybr="2" rotation="4"/>'),
+            "annotations.xml": cvat_xml(
+                '<box label="car" xtl="1" ytl="1" xbr="2" ybr="2" rotation="4"/>'
+            ),
             "images/a.jpg": "",
         },
         "is a rotated box, which is not read",
     ),
-    "cvat line": ("cvat", {"annotations.xml": cvat_xml('<polyline label="car"/>'), "a.jpg": ""}, "polyline of car"),
-    "roboflow boxes": ("roboflow", {"train/a.txt": "0 1 1 1 1"}, "Export from Roboflow as COCO Segmentation"),
-    "voc detection": ("voc", {"VOC2012/JPEGImages/a.jpg": ""}, "has no folder SegmentationClass"),
+    "cvat line": (
+        "cvat",
+        {"annotations.xml": cvat_xml('<polyline label="car"/>'), "a.jpg": ""},
+        "polyline of car",
+    ),
+    "roboflow boxes": (
+        "roboflow",
+        {"train/a.txt": "0 1 1 1 1"},
+        "Export from Roboflow as COCO Segmentation",
+    ),
+    "voc detection": (
+        "voc",
+        {"VOC2012/JPEGImages/a.jpg": ""},
+        "has no folder SegmentationClass",
+    ),
 }
 
 
@@ -357,7 +487,9 @@ def test_an_interrupted_import_goes_on_and_another_one_is_refused(
     assert imported(tmp_path / "source", tmp_path / "source", "labelme") == 2
     assert "is not empty" in capsys.readouterr().err
     assert (out / "images/sub/a.jpg").is_symlink()
-    assert imported(tmp_path / "source", tmp_path / "copied", "labelme", "copy=true") == 0
+    assert (
+        imported(tmp_path / "source", tmp_path / "copied", "labelme", "copy=true") == 0
+    )
     assert not (tmp_path / "copied/images/sub/a.jpg").is_symlink()
 
 
@@ -377,12 +509,24 @@ def test_outlines_cover_pixel_centres() -> None:
 
 def test_runs_are_those_of_coco() -> None:
     """The text is what pycocotools 2.0.11 makes of this area."""
-    rows = ("111000000", "010101010", "000100000", "000000001", "001100000", "010011011")
+    rows = (
+        "111000000",
+        "010101010",
+        "000100000",
+        "000000001",
+        "001100000",
+        "010011011",
+    )
     area = np.array([[int(value) for value in row] for row in rows])
     counts = coco_counts("0151N00OO1OO50K02040L000N0")
     assert np.array_equal(runs(counts, (6, 9), by_column=True), area)
     assert compressed(area)["counts"] == "0151N00OO1OO50K02040L000N0"
-    large = (np.random.Generator(np.random.Philox(2)).random((60, 80)) < 0.01).astype(int)
-    assert np.array_equal(runs(coco_counts(str(compressed(large)["counts"])), (60, 80), by_column=True), large)
+    large = (np.random.Generator(np.random.Philox(2)).random((60, 80)) < 0.01).astype(
+        int
+    )
+    assert np.array_equal(
+        runs(coco_counts(str(compressed(large)["counts"])), (60, 80), by_column=True),
+        large,
+    )
     with pytest.raises(ValueError, match="55 pixels, but 6x9"):
         runs([55], (6, 9), by_column=True)

@@ -22,7 +22,11 @@ from segpipe.errors import DataError
 from segpipe.settings.groups import DataConfig
 
 HEIGHT, WIDTH = 5, 7
-TARGET = np.random.Generator(np.random.Philox(5)).integers(0, 3, (HEIGHT, WIDTH)).astype(np.uint8)
+TARGET = (
+    np.random.Generator(np.random.Philox(5))
+    .integers(0, 3, (HEIGHT, WIDTH))
+    .astype(np.uint8)
+)
 TARGET[2, 3], TARGET[0, :3] = 255, (0, 1, 2)
 COLORS = {0: (128, 64, 128), 1: (70, 70, 70), 2: (220, 20, 60), 255: (0, 0, 0)}
 RAW = {0: 7, 1: 8, 2: 11, 255: 0}
@@ -56,15 +60,22 @@ def exif(number: int) -> bytes:
     return entries.tobytes()
 
 
-def encoded(pixels: np.ndarray, kind: str = "PNG", mode: str | None = None, **options: object) -> bytes:
+def encoded(
+    pixels: np.ndarray, kind: str = "PNG", mode: str | None = None, **options: object
+) -> bytes:
     out = io.BytesIO()
-    Image.fromarray(pixels, mode).save(out, kind, **options) if mode else Image.fromarray(pixels).save(
+    Image.fromarray(pixels, mode).save(
         out, kind, **options
-    )
+    ) if mode else Image.fromarray(pixels).save(out, kind, **options)
     return out.getvalue()
 
 
-def palette_file(kind: str, colors: dict[int, tuple[int, int, int]], order: dict[int, int], **options: object) -> bytes:
+def palette_file(
+    kind: str,
+    colors: dict[int, tuple[int, int, int]],
+    order: dict[int, int],
+    **options: object,
+) -> bytes:
     """Palette file in which train id t has the index order[t] and the color colors[t]."""
     image = Image.fromarray(mapped(order)).convert("P")
     table = np.zeros((256, 3), np.uint8)
@@ -80,9 +91,18 @@ def palette_file(kind: str, colors: dict[int, tuple[int, int, int]], order: dict
 def interlaced(content: bytes) -> bytes:
     """The 8-bit PNG with Adam7 interlacing, which neither Pillow nor OpenCV writes."""
     pixels = np.asarray(Image.open(io.BytesIO(content)))
-    steps = [(0, 8, 0, 8), (0, 8, 4, 8), (4, 8, 0, 4), (0, 4, 2, 4), (2, 4, 0, 2), (0, 2, 1, 2), (1, 2, 0, 1)]
+    steps = [
+        (0, 8, 0, 8),
+        (0, 8, 4, 8),
+        (4, 8, 0, 4),
+        (0, 4, 2, 4),
+        (2, 4, 0, 2),
+        (0, 2, 1, 2),
+        (1, 2, 0, 1),
+    ]
     rows = b"".join(
-        b"".join(b"\0" + row.tobytes() for row in pixels[r::dr, c::dc] if row.size) for r, dr, c, dc in steps
+        b"".join(b"\0" + row.tobytes() for row in pixels[r::dr, c::dc] if row.size)
+        for r, dr, c, dc in steps
     )
 
     def chunk(kind: bytes, body: bytes) -> bytes:
@@ -90,8 +110,18 @@ def interlaced(content: bytes) -> bytes:
 
     head = content[16:24] + b"\x08" + content[25:28] + b"\1"
     plte = content.find(b"PLTE")
-    palette = content[plte - 4 : plte + 8 + int.from_bytes(content[plte - 4 : plte])] if plte > 0 else b""
-    return content[:8] + chunk(b"IHDR", head) + palette + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    palette = (
+        content[plte - 4 : plte + 8 + int.from_bytes(content[plte - 4 : plte])]
+        if plte > 0
+        else b""
+    )
+    return (
+        content[:8]
+        + chunk(b"IHDR", head)
+        + palette
+        + chunk(b"IDAT", zlib.compress(rows))
+        + chunk(b"IEND", b"")
+    )
 
 
 def with_alpha(alpha: int) -> np.ndarray:
@@ -106,8 +136,12 @@ def bmp_with_4_bytes() -> bytes:
 
 def bmp_of_two_colors() -> bytes:
     """8 bits per pixel and a palette of black and white, which Pillow reads as 0 everywhere."""
-    rows = np.pad((TARGET != 0).astype(np.uint8), ((0, 0), (0, -WIDTH % 4)))[::-1].tobytes()
-    info = struct.pack("<IiiHHIIiiII", 40, WIDTH, HEIGHT, 1, 8, 0, len(rows), 0, 0, 2, 0)
+    rows = np.pad((TARGET != 0).astype(np.uint8), ((0, 0), (0, -WIDTH % 4)))[
+        ::-1
+    ].tobytes()
+    info = struct.pack(
+        "<IiiHHIIiiII", 40, WIDTH, HEIGHT, 1, 8, 0, len(rows), 0, 0, 2, 0
+    )
     head = struct.pack("<IHHI", 14 + 40 + 8 + len(rows), 0, 0, 14 + 40 + 8)
     return b"BM" + head + info + bytes([0, 0, 0, 0, 255, 255, 255, 0]) + rows
 
@@ -135,14 +169,22 @@ CASES: dict[str, Case] = {
     "png grey ids": (lambda: encoded(grey()), IDS, None),
     "png grey train ids": (lambda: encoded(TARGET), TRAIN_IDS, None),
     "png grey 16 bits": (lambda: encoded(mapped(RAW, np.uint16)), IDS, None),
-    "png grey 16 bits, large ids": (lambda: encoded(mapped(RAW | {2: 40011}, np.uint16)), WIDE, None),
+    "png grey 16 bits, large ids": (
+        lambda: encoded(mapped(RAW | {2: 40011}, np.uint16)),
+        WIDE,
+        None,
+    ),
     "png grey interlaced": (lambda: interlaced(encoded(grey())), IDS, None),
     "png grey with opaque alpha": (
         lambda: encoded(np.dstack([grey(), np.full_like(TARGET, 255)]), mode="LA"),
         IDS,
         None,
     ),
-    "png palette, indices are ids": (lambda: palette_file("PNG", PAINTED, RAW), IDS, None),
+    "png palette, indices are ids": (
+        lambda: palette_file("PNG", PAINTED, RAW),
+        IDS,
+        None,
+    ),
     "png palette of 1 bit": (
         lambda: palette_file("PNG", PAINTED, {0: 0, 1: 1, 2: 1, 255: 1}, bits=1),
         "names: [floor, rest]\n",
@@ -153,8 +195,16 @@ CASES: dict[str, Case] = {
         TRAIN_IDS + "ignore: [3]\n",
         None,
     ),
-    "png palette of 4 bits": (lambda: palette_file("PNG", PAINTED, RAW, bits=4), IDS, None),
-    "png palette interlaced": (lambda: interlaced(palette_file("PNG", PAINTED, RAW, bits=8)), IDS, None),
+    "png palette of 4 bits": (
+        lambda: palette_file("PNG", PAINTED, RAW, bits=4),
+        IDS,
+        None,
+    ),
+    "png palette interlaced": (
+        lambda: interlaced(palette_file("PNG", PAINTED, RAW, bits=8)),
+        IDS,
+        None,
+    ),
     "png palette in the order of the table": (
         lambda: palette_file("PNG", COLORS, IN_ORDER),
         BOTH.replace("[255,", "[3, 255,"),
@@ -163,7 +213,10 @@ CASES: dict[str, Case] = {
     "png palette as an optimizer orders it": (
         lambda: palette_file("PNG", COLORS, OWN_ORDER),
         BOTH,
-        ("index 0 of its palette is id 0, floor, but its color (70, 70, 70) is that of shelf", "masks: colors"),
+        (
+            "index 0 of its palette is id 0, floor, but its color (70, 70, 70) is that of shelf",
+            "masks: colors",
+        ),
     ),
     "png palette, colors declared": (
         lambda: palette_file("PNG", COLORS, OWN_ORDER),
@@ -175,7 +228,11 @@ CASES: dict[str, Case] = {
         IDS + PALETTE + "masks: ids\n",
         None,
     ),
-    "png palette, transparent entry, ids": (lambda: palette_file("PNG", PAINTED, RAW, transparency=7), IDS, None),
+    "png palette, transparent entry, ids": (
+        lambda: palette_file("PNG", PAINTED, RAW, transparency=7),
+        IDS,
+        None,
+    ),
     "png palette, transparent entry, colors": (
         lambda: palette_file("PNG", COLORS, OWN_ORDER, transparency=0),
         BOTH + "masks: colors\n",
@@ -186,7 +243,10 @@ CASES: dict[str, Case] = {
     "png rgba, one pixel transparent": (
         lambda: encoded(with_alpha(254)),
         BOTH,
-        ("transparent in 1 pixels, the first at row 1, column 2", "without an alpha channel"),
+        (
+            "transparent in 1 pixels, the first at row 1, column 2",
+            "without an alpha channel",
+        ),
     ),
     "png rgb, further colors of a class": (
         lambda: encoded(mapped(COLORS | {1: (1, 2, 3)})),
@@ -196,21 +256,39 @@ CASES: dict[str, Case] = {
     "png rgb, off by one": (
         lambda: encoded(off_by_one()),
         BOTH,
-        ("color (71, 70, 70) (1 pixels, the first at row 3, column 4)", "nearest is (70, 70, 70) of shelf"),
+        (
+            "color (71, 70, 70) (1 pixels, the first at row 3, column 4)",
+            "nearest is (70, 70, 70) of shelf",
+        ),
     ),
-    "png rgb, resized with interpolation": (lambda: encoded(blended()), BOTH, ("resizing with interpolation",)),
+    "png rgb, resized with interpolation": (
+        lambda: encoded(blended()),
+        BOTH,
+        ("resizing with interpolation",),
+    ),
     "png rgb without a palette in the table": (
         lambda: encoded(rgb()),
         TRAIN_IDS,
-        ("is a mask of colors, such as (128, 64, 128) at row 0, column 0", "one color per class (`palette`)"),
+        (
+            "is a mask of colors, such as (128, 64, 128) at row 0, column 0",
+            "one color per class (`palette`)",
+        ),
     ),
-    "png rgb, ids declared": (lambda: encoded(rgb()), BOTH + "masks: ids\n", ("masks = ids", "Set `masks: colors`")),
+    "png rgb, ids declared": (
+        lambda: encoded(rgb()),
+        BOTH + "masks: ids\n",
+        ("masks = ids", "Set `masks: colors`"),
+    ),
     "png rgb of 16 bits": (
         lambda: cv2.imencode(".png", rgb().astype(np.uint16))[1].tobytes(),
         BOTH,
         ("cannot be a mask: 16 bits per channel",),
     ),
-    "png ids in three equal channels": (lambda: encoded(np.dstack([grey()] * 3)), IDS, None),
+    "png ids in three equal channels": (
+        lambda: encoded(np.dstack([grey()] * 3)),
+        IDS,
+        None,
+    ),
     "png ids in three equal channels, ids declared": (
         lambda: encoded(np.dstack([TARGET] * 3)),
         BOTH + "masks: ids\n",
@@ -223,10 +301,15 @@ CASES: dict[str, Case] = {
     ),
     "png grey that means colors": (
         lambda: encoded(mapped({0: 128, 1: 70, 2: 20, 255: 0})),
-        TRAIN_IDS + "palette: [[128, 128, 128], [70, 70, 70], [20, 20, 20]]\nmasks: colors\nignore: [[0, 0, 0]]\n",
+        TRAIN_IDS
+        + "palette: [[128, 128, 128], [70, 70, 70], [20, 20, 20]]\nmasks: colors\nignore: [[0, 0, 0]]\n",
         None,
     ),
-    "png unknown id": (lambda: encoded(mapped(RAW | {2: 12})), IDS, ("has id 12", "first at row 0, column 2")),
+    "png unknown id": (
+        lambda: encoded(mapped(RAW | {2: 12})),
+        IDS,
+        ("has id 12", "first at row 0, column 2"),
+    ),
     "png unknown id of 16 bits": (
         lambda: encoded(mapped(RAW | {2: 3000}, np.uint16)),
         IDS,
@@ -250,21 +333,59 @@ CASES: dict[str, Case] = {
     ),
     "bmp truncated": (lambda: encoded(rgb(), "BMP")[:-5], BOTH, ("is truncated",)),
     "tiff grey": (lambda: encoded(grey(), "TIFF"), IDS, None),
-    "tiff grey, lzw": (lambda: encoded(grey(), "TIFF", compression="tiff_lzw"), IDS, None),
-    "tiff grey of 16 bits": (lambda: encoded(mapped(RAW | {2: 40011}, np.uint16), "TIFF"), WIDE, None),
-    "tiff rgb": (lambda: encoded(rgb(), "TIFF", compression="tiff_deflate"), BOTH, None),
-    "tiff palette": (lambda: palette_file("TIFF", PAINTED, RAW), IDS, ("TIFF with a palette", "Write it as PNG")),
-    "tiff jpeg": (lambda: encoded(rgb(), "TIFF", compression="jpeg"), BOTH, ("JPEG inside TIFF", LOSSY)),
-    "tiff float": (lambda: encoded(grey().astype(np.float32), "TIFF"), IDS, ("1 channels of 32 bits",)),
+    "tiff grey, lzw": (
+        lambda: encoded(grey(), "TIFF", compression="tiff_lzw"),
+        IDS,
+        None,
+    ),
+    "tiff grey of 16 bits": (
+        lambda: encoded(mapped(RAW | {2: 40011}, np.uint16), "TIFF"),
+        WIDE,
+        None,
+    ),
+    "tiff rgb": (
+        lambda: encoded(rgb(), "TIFF", compression="tiff_deflate"),
+        BOTH,
+        None,
+    ),
+    "tiff palette": (
+        lambda: palette_file("TIFF", PAINTED, RAW),
+        IDS,
+        ("TIFF with a palette", "Write it as PNG"),
+    ),
+    "tiff jpeg": (
+        lambda: encoded(rgb(), "TIFF", compression="jpeg"),
+        BOTH,
+        ("JPEG inside TIFF", LOSSY),
+    ),
+    "tiff float": (
+        lambda: encoded(grey().astype(np.float32), "TIFF"),
+        IDS,
+        ("1 channels of 32 bits",),
+    ),
     "tiff of two pages": (
-        lambda: encoded(grey(), "TIFF", save_all=True, append_images=[Image.fromarray(grey())]),
+        lambda: encoded(
+            grey(), "TIFF", save_all=True, append_images=[Image.fromarray(grey())]
+        ),
         IDS,
         ("several pages",),
     ),
     "tiff truncated": (lambda: encoded(grey(), "TIFF")[:-9], IDS, ("is truncated",)),
-    "jpeg": (lambda: encoded(grey(), "JPEG"), IDS, ("cannot be a mask: JPEG", LOSSY, "as PNG")),
-    "webp": (lambda: encoded(rgb(), "WEBP", lossless=True), BOTH, ("cannot be a mask: WebP",)),
-    "gif": (lambda: palette_file("GIF", PAINTED, RAW), IDS, ("neither PNG nor JPEG, BMP, TIFF or WebP",)),
+    "jpeg": (
+        lambda: encoded(grey(), "JPEG"),
+        IDS,
+        ("cannot be a mask: JPEG", LOSSY, "as PNG"),
+    ),
+    "webp": (
+        lambda: encoded(rgb(), "WEBP", lossless=True),
+        BOTH,
+        ("cannot be a mask: WebP",),
+    ),
+    "gif": (
+        lambda: palette_file("GIF", PAINTED, RAW),
+        IDS,
+        ("neither PNG nor JPEG, BMP, TIFF or WebP",),
+    ),
 }
 WANTED = {
     "bmp palette of two colors": np.where(TARGET == 0, 0, 1),
@@ -279,7 +400,9 @@ def table_of(folder: Path, text: str) -> MaskTable:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_label_file_is_read_right_or_refused_with_the_fix(tmp_path: Path, name: str) -> None:
+def test_a_label_file_is_read_right_or_refused_with_the_fix(
+    tmp_path: Path, name: str
+) -> None:
     draw, text, message = CASES[name]
     path = str(tmp_path / "mask.png")  # the content counts, not the suffix
     Path(path).write_bytes(draw())
@@ -297,15 +420,23 @@ def test_a_label_file_is_read_right_or_refused_with_the_fix(tmp_path: Path, name
         assert part in str(caught.value), str(caught.value)
 
 
-PICTURE = np.random.Generator(np.random.Philox(6)).integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8)
+PICTURE = np.random.Generator(np.random.Philox(6)).integers(
+    0, 256, (HEIGHT, WIDTH, 3), np.uint8
+)
 GREY = PICTURE[..., 0]
 IMAGES = {
     "grey": (encoded(GREY), np.dstack([GREY] * 3)),
-    "grey of 16 bits": (encoded(GREY.astype(np.uint16) * 256 + 255), np.dstack([GREY] * 3)),
+    "grey of 16 bits": (
+        encoded(GREY.astype(np.uint16) * 256 + 255),
+        np.dstack([GREY] * 3),
+    ),
     "rgba": (encoded(np.dstack([PICTURE, GREY])), PICTURE),
     "bmp": (encoded(PICTURE, "BMP"), PICTURE),
     "tiff": (encoded(PICTURE, "TIFF", compression="tiff_lzw"), PICTURE),
-    "tiff of 16 bits": (encoded(GREY.astype(np.uint16) * 256 + 255, "TIFF"), np.dstack([GREY] * 3)),
+    "tiff of 16 bits": (
+        encoded(GREY.astype(np.uint16) * 256 + 255, "TIFF"),
+        np.dstack([GREY] * 3),
+    ),
     "webp": (encoded(PICTURE, "WEBP", lossless=True), PICTURE),
     "webp with exif": (encoded(PICTURE, "WEBP", lossless=True, exif=exif(1)), PICTURE),
 }
@@ -321,18 +452,28 @@ def test_images_are_rgb_of_8_bits_and_no_cut_passes(tmp_path: Path, name: str) -
     for length in [*range(0, len(content) - 1, 11), len(content) - 2]:
         path.write_bytes(content[:length])
         for read in (read_image, read_header):
-            if read is read_header and content.startswith(b"\x89PNG") and length >= len(content) - 4:
+            if (
+                read is read_header
+                and content.startswith(b"\x89PNG")
+                and length >= len(content) - 4
+            ):
                 continue
-            with pytest.raises(DataError, match="is truncated" if length >= 12 else "is"):
+            with pytest.raises(
+                DataError, match="is truncated" if length >= 12 else "is"
+            ):
                 read(str(path))
 
 
-def turned_set(folder: Path, number: int, size: tuple[int, int], mask: np.ndarray, rule: str = "") -> DataConfig:
+def turned_set(
+    folder: Path, number: int, size: tuple[int, int], mask: np.ndarray, rule: str = ""
+) -> DataConfig:
     """One training pair: a photo with an EXIF orientation, stored with `size`, and a mask."""
     for kind in ("images", "masks"):
         (folder / kind / "train").mkdir(parents=True)
     pixels = PICTURE[: size[0], : size[1]]
-    (folder / "images/train/a.png").write_bytes(encoded(np.ascontiguousarray(pixels), exif=exif(number)))
+    (folder / "images/train/a.png").write_bytes(
+        encoded(np.ascontiguousarray(pixels), exif=exif(number))
+    )
     (folder / "masks/train/a.png").write_bytes(encoded(np.ascontiguousarray(mask)))
     (folder / "classes.yaml").write_text(TRAIN_IDS + rule)
     return DataConfig(name="folder", root=str(folder))
@@ -340,33 +481,57 @@ def turned_set(folder: Path, number: int, size: tuple[int, int], mask: np.ndarra
 
 def upright(number: int, pixels: np.ndarray) -> np.ndarray:
     """What OpenCV makes of the orientation, which this project applies itself."""
-    content = np.frombuffer(encoded(np.ascontiguousarray(pixels), exif=exif(number)), np.uint8)
+    content = np.frombuffer(
+        encoded(np.ascontiguousarray(pixels), exif=exif(number)), np.uint8
+    )
     return np.asarray(cv2.imdecode(content, cv2.IMREAD_COLOR_RGB))
 
 
 @pytest.mark.parametrize("number", TURNS)
-def test_the_mask_tells_whether_its_photo_is_turned(tmp_path: Path, number: int) -> None:
+def test_the_mask_tells_whether_its_photo_is_turned(
+    tmp_path: Path, number: int
+) -> None:
     turns = number >= 5
     mask = TARGET.T if turns else TARGET
-    data = turned_set(tmp_path / "turned", number, (HEIGHT, WIDTH), mask, "" if turns else "exif: apply\n")
+    data = turned_set(
+        tmp_path / "turned",
+        number,
+        (HEIGHT, WIDTH),
+        mask,
+        "" if turns else "exif: apply\n",
+    )
     samples = open_samples(data, "train", 0)
     assert list(problems(data, ["train"])) == []
     assert np.array_equal(samples.read(0)[0], upright(number, PICTURE))
     assert image_sizes(samples) == {mask.shape: 1}
-    stored = turned_set(tmp_path / "stored", number, (HEIGHT, WIDTH), TARGET, "" if turns else "exif: ignore\n")
+    stored = turned_set(
+        tmp_path / "stored",
+        number,
+        (HEIGHT, WIDTH),
+        TARGET,
+        "" if turns else "exif: ignore\n",
+    )
     assert np.array_equal(open_samples(stored, "train", 0).read(0)[0], PICTURE)
     assert list(problems(stored, ["train"])) == []
 
 
 @pytest.mark.parametrize(("number", "size"), [(6, (5, 5)), (3, (5, 7)), (2, (5, 7))])
-def test_a_photo_that_may_be_turned_or_not_is_refused(tmp_path: Path, number: int, size: tuple[int, int]) -> None:
+def test_a_photo_that_may_be_turned_or_not_is_refused(
+    tmp_path: Path, number: int, size: tuple[int, int]
+) -> None:
     mask = TARGET[:, : size[1]]
     data = turned_set(tmp_path / "any", number, size, mask)
     for found in (list(problems(data, ["train"])), [str(fault_of(data))]):
         assert len(found) == 1
-        assert f"has the EXIF orientation {number}, and its mask has the same size turned or not" in found[0]
+        assert (
+            f"has the EXIF orientation {number}, and its mask has the same size turned or not"
+            in found[0]
+        )
     applied = turned_set(tmp_path / "applied", number, size, mask, "exif: apply\n")
-    assert np.array_equal(open_samples(applied, "train", 0).read(0)[0], upright(number, PICTURE[:, : size[1]]))
+    assert np.array_equal(
+        open_samples(applied, "train", 0).read(0)[0],
+        upright(number, PICTURE[:, : size[1]]),
+    )
 
 
 def fault_of(data: DataConfig) -> DataError:
@@ -375,9 +540,14 @@ def fault_of(data: DataConfig) -> DataError:
     return caught.value
 
 
-def test_a_set_with_ids_and_colors_is_refused_unless_the_table_decides(tmp_path: Path) -> None:
+def test_a_set_with_ids_and_colors_is_refused_unless_the_table_decides(
+    tmp_path: Path,
+) -> None:
     """A grey file among color masks may be black background, not id 0: the two readings differ."""
-    text = TRAIN_IDS + "palette: [[128, 64, 128], [70, 70, 70], [220, 20, 60]]\nignore: [255, [0, 0, 0]]\n"
+    text = (
+        TRAIN_IDS
+        + "palette: [[128, 64, 128], [70, 70, 70], [220, 20, 60]]\nignore: [255, [0, 0, 0]]\n"
+    )
     for kind in ("images", "masks"):
         (tmp_path / kind / "train").mkdir(parents=True)
     for name in "ab":
@@ -393,10 +563,14 @@ def test_a_set_with_ids_and_colors_is_refused_unless_the_table_decides(tmp_path:
         open_samples(data, "train", 0).read(1)
     (tmp_path / "classes.yaml").write_text(text + "masks: colors\n")
     assert list(problems(data, ["train"])) == []
-    assert np.array_equal(open_samples(data, "train", 0).read(1)[1], np.full_like(TARGET, 255))
+    assert np.array_equal(
+        open_samples(data, "train", 0).read(1)[1], np.full_like(TARGET, 255)
+    )
 
 
-def test_damaged_files_end_with_an_error_that_names_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_damaged_files_end_with_an_error_that_names_them(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Random bytes of formats without checksums are changed: a file is read, or refused by a DataError."""
     names = ("bmp palette", "bmp rgb", "tiff grey, lzw", "tiff rgb", "webp", "jpeg")
     generator = np.random.Generator(np.random.Philox(8))
@@ -404,7 +578,9 @@ def test_damaged_files_end_with_an_error_that_names_them(tmp_path: Path, capfd: 
     for content in (CASES[name][0]() for name in names):
         for _ in range(30):
             damaged = bytearray(content)
-            damaged[generator.integers(0, min(len(content), 300))] = generator.choice([0, 1, 255])
+            damaged[generator.integers(0, min(len(content), 300))] = generator.choice(
+                [0, 1, 255]
+            )
             path.write_bytes(damaged)
             for read in (read_header, read_image, read_mask):
                 try:

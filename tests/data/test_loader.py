@@ -30,7 +30,9 @@ from segpipe.purity.canary import Canary
 from segpipe.settings.groups import AugmentConfig, DataConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-CROP = AugmentConfig(crop_size=[32, 48], canary=5)  # so that every layout here makes samples again
+CROP = AugmentConfig(
+    crop_size=[32, 48], canary=5
+)  # so that every layout here makes samples again
 ORDER = Order(seed=3, num_samples=10, shards=2, samples_per_shard=3)
 PATIENCE_S = 200.0  # for what takes a second on an idle machine; what must not be waited for takes longer
 
@@ -48,7 +50,9 @@ class OneImage:
 
     def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         draws = np.random.Generator(np.random.Philox(1))
-        return draws.integers(0, 256, (60, 80, 3), np.uint8), draws.integers(0, 11, (60, 80), np.uint8)
+        return draws.integers(0, 256, (60, 80, 3), np.uint8), draws.integers(
+            0, 11, (60, 80), np.uint8
+        )
 
 
 class Sleepy(OneImage):
@@ -62,7 +66,9 @@ class Sleepy(OneImage):
 class Torn(OneImage):
     def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         if index == 4:
-            raise DataError(f"{self.name(index)}.png is torn at byte 77. Copy it again.")
+            raise DataError(
+                f"{self.name(index)}.png is torn at byte 77. Copy it again."
+            )
         return super().read(index)
 
 
@@ -99,7 +105,9 @@ class Raising(OneImage):
 
 class Sizes(OneImage):
     def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        return np.full((5 + index, 7, 3), index, np.uint8), np.full((5 + index, 7), index + 1, np.uint8)
+        return np.full((5 + index, 7, 3), index, np.uint8), np.full(
+            (5 + index, 7), index + 1, np.uint8
+        )
 
 
 LATE = ORDER.shard(0, 0)[2][1]  # the last sample of the first batch
@@ -129,12 +137,25 @@ class Worker(OneImage):
     def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         interrupts = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         seeds = random.random(), np.random.random(), float(torch.rand(()))
-        state = [interrupts, cv2.getNumThreads(), torch.get_num_threads(), *(int(255 * seed) for seed in seeds)]
+        state = [
+            interrupts,
+            cv2.getNumThreads(),
+            torch.get_num_threads(),
+            *(int(255 * seed) for seed in seeds),
+        ]
         return np.zeros((1, len(state), 3), np.uint8), np.array([state], np.uint8)
 
 
 def batches(
-    samples=None, config=CROP, order=ORDER, shards=range(2), steps=range(4), workers=0, how="fork", prefetch=2, **more
+    samples=None,
+    config=CROP,
+    order=ORDER,
+    shards=range(2),
+    steps=range(4),
+    workers=0,
+    how="fork",
+    prefetch=2,
+    **more,
 ):
     samples = samples or OneImage()
     return train_batches(
@@ -172,12 +193,16 @@ def expected() -> list[str]:
 
 def test_a_batch(expected):
     found = list(batches())
-    assert [(batch.step, batch.shard) for batch in found] == [(step, shard) for step in range(4) for shard in range(2)]
+    assert [(batch.step, batch.shard) for batch in found] == [
+        (step, shard) for step in range(4) for shard in range(2)
+    ]
     batch = found[3]
     assert (batch.image.shape, batch.image.dtype) == ((3, 32, 48, 3), torch.uint8)
     assert (batch.target.shape, batch.target.dtype) == ((3, 32, 48), torch.uint8)
     assert batch.epoch.dtype == batch.index.dtype == torch.int64
-    assert list(zip(batch.epoch.tolist(), batch.index.tolist(), strict=True)) == ORDER.shard(1, 1)
+    assert list(
+        zip(batch.epoch.tolist(), batch.index.tolist(), strict=True)
+    ) == ORDER.shard(1, 1)
     assert len(set(expected)) == 8
 
 
@@ -185,8 +210,12 @@ def test_a_batch(expected):
 def test_every_row_has_the_key_of_its_seed_epoch_and_index(workers):
     augmenter, frame = Augmenter(CROP), OneImage().read(0)
     for batch in batches(workers=workers):
-        for image, target, epoch, index in zip(*(part.numpy() for part in batch[2:6]), strict=True):
-            alone = augmenter(*frame, sample_key(ORDER.seed, int(epoch), int(index), "augment"))
+        for image, target, epoch, index in zip(
+            *(part.numpy() for part in batch[2:6]), strict=True
+        ):
+            alone = augmenter(
+                *frame, sample_key(ORDER.seed, int(epoch), int(index), "augment")
+            )
             assert np.array_equal(image, alone[0])
             assert np.array_equal(target, alone[1])
 
@@ -194,7 +223,11 @@ def test_every_row_has_the_key_of_its_seed_epoch_and_index(workers):
 @pytest.mark.parametrize(
     ("transport", "how", "workers", "prefetch"),
     [
-        *(("ring", "fork", workers, prefetch) for workers in (1, 2, 3, 8) for prefetch in (1, 4)),
+        *(
+            ("ring", "fork", workers, prefetch)
+            for workers in (1, 2, 3, 8)
+            for prefetch in (1, 4)
+        ),
         *(("ring", "forkserver", workers, 2) for workers in (1, 2, 3)),
         ("ring", "spawn", 1, 2),
         *(("dataloader", "fork", workers, 2) for workers in (0, 1, 2, 3)),
@@ -202,23 +235,43 @@ def test_every_row_has_the_key_of_its_seed_epoch_and_index(workers):
         ("dataloader", "spawn", 1, 2),
     ],
 )
-def test_workers_start_methods_and_transports_do_not_enter(expected, transport, how, workers, prefetch):
-    found = digests(batches(Sleepy(), workers=workers, how=how, prefetch=prefetch, transport=transport))
+def test_workers_start_methods_and_transports_do_not_enter(
+    expected, transport, how, workers, prefetch
+):
+    found = digests(
+        batches(
+            Sleepy(), workers=workers, how=how, prefetch=prefetch, transport=transport
+        )
+    )
     assert found == expected
 
 
 @pytest.mark.parametrize(
     ("transport", "how", "workers"),
-    [("ring", "fork", 0), ("ring", "fork", 2), ("ring", "spawn", 1), ("dataloader", "fork", 1)],
+    [
+        ("ring", "fork", 0),
+        ("ring", "fork", 2),
+        ("ring", "spawn", 1),
+        ("dataloader", "fork", 1),
+    ],
 )
 def test_color_on_the_device_gives_the_pixels_of_the_worker(transport, how, workers):
     """Also of samples that are made again and compared (every fifth)."""
-    deferred = list(batches(config=replace(CROP, color_on="device"), how=how, workers=workers, transport=transport))
+    deferred = list(
+        batches(
+            config=replace(CROP, color_on="device"),
+            how=how,
+            workers=workers,
+            transport=transport,
+        )
+    )
     for batch, made in zip(deferred, batches(), strict=True):
         assert np.array_equal(batch.finished(), made.image)
         assert all(map(torch.equal, batch[3:6], made[3:6]))
         assert batch.color.shape == (3, 3, 4)
-        assert not torch.equal(batch.image, made.image), "the control: color changes the pixels"
+        assert not torch.equal(batch.image, made.image), (
+            "the control: color changes the pixels"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -230,21 +283,31 @@ def files(tmp_path_factory) -> DataConfig:
             ("masks", random.integers(0, 3, (60, 80))),
         ):
             (root / kind / "train").mkdir(parents=True, exist_ok=True)
-            cv2.imwrite(str(root / kind / "train" / f"{number}.png"), pixels.astype(np.uint8))
+            cv2.imwrite(
+                str(root / kind / "train" / f"{number}.png"), pixels.astype(np.uint8)
+            )
     (root / "classes.yaml").write_text("names: [a, b, c]\n")
     return DataConfig(name="folder", root=str(root))
 
 
 @pytest.mark.parametrize(
     ("transport", "how", "workers"),
-    [("ring", "fork", 0), ("ring", "fork", 3), ("ring", "forkserver", 2), ("dataloader", "fork", 2)],
+    [
+        ("ring", "fork", 0),
+        ("ring", "fork", 3),
+        ("ring", "forkserver", 2),
+        ("dataloader", "fork", 2),
+    ],
 )
 def test_a_pack_does_not_enter(files, transport, how, workers, tmp_path):
     plain = open_samples(files, "train", 0)
     packed = open_samples(replace(files, pack=str(tmp_path)), "train", 0)
     expected = digests(batches(plain))
     for _ in range(2):  # built, then read
-        assert digests(batches(packed, workers=workers, how=how, transport=transport)) == expected
+        assert (
+            digests(batches(packed, workers=workers, how=how, transport=transport))
+            == expected
+        )
     assert len((tmp_path / "index").read_bytes().splitlines()) == ORDER.num_samples
 
 
@@ -274,13 +337,21 @@ def test_the_trainers_random_state_is_left_alone(workers):
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
 
 
-def distinct(config: AugmentConfig, ranks: int, workers: int, steps: range) -> tuple[int, int]:
+def distinct(
+    config: AugmentConfig, ranks: int, workers: int, steps: range
+) -> tuple[int, int]:
     """Distinct and all outputs of one frame on `ranks` ranks, one sample per shard."""
     order = Order(seed=0, num_samples=10, shards=ranks, samples_per_shard=1)
     outputs = [
         batch.image.numpy().tobytes()
         for rank in range(ranks)
-        for batch in batches(config=config, order=order, shards=range(rank, rank + 1), steps=steps, workers=workers)
+        for batch in batches(
+            config=config,
+            order=order,
+            shards=range(rank, rank + 1),
+            steps=steps,
+            workers=workers,
+        )
     ]
     return len(set(outputs)), len(outputs)
 
@@ -311,7 +382,12 @@ def test_whole_images_in_the_order_asked_for(workers):
 
 def test_workers_are_isolated():
     first, second = (
-        [target.flatten().tolist() for _, _, target in eval_images(Worker(), [0], workers=1, start_method="fork")]
+        [
+            target.flatten().tolist()
+            for _, _, target in eval_images(
+                Worker(), [0], workers=1, start_method="fork"
+            )
+        ]
         for _ in range(2)
     )
     interrupts, opencv_threads, torch_threads = first[0][:3]
@@ -321,7 +397,9 @@ def test_workers_are_isolated():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_bad_file_is_named_in_its_turn(workers):
-    before = ORDER.shard(0, 0) + ORDER.shard(0, 1) + ORDER.shard(1, 0) + ORDER.shard(1, 1)
+    before = (
+        ORDER.shard(0, 0) + ORDER.shard(0, 1) + ORDER.shard(1, 0) + ORDER.shard(1, 1)
+    )
     turn = [index for _, index in before].index(4) // 3
     seen = []
     with pytest.raises(DataError) as caught:
@@ -341,14 +419,29 @@ def test_what_a_sample_raises_never_ends_the_stream_as_if_it_were_over(transport
     with pytest.raises(RuntimeError, match="StopIteration"):
         list(batches(Exhausted(), workers=2, transport=transport, timeout_s=PATIENCE_S))
     with pytest.raises(RuntimeError, match="StopIteration"):
-        list(eval_images(Exhausted(), range(3), workers=1, start_method="fork", transport=transport))
+        list(
+            eval_images(
+                Exhausted(),
+                range(3),
+                workers=1,
+                start_method="fork",
+                transport=transport,
+            )
+        )
 
 
 @pytest.mark.parametrize("transport", ["ring", "dataloader"])
-@pytest.mark.parametrize(("what", "said"), [((TwoParts, "a.png", 7), "torn at byte 7"), ((Locked, "a.png"), "a.png")])
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [((TwoParts, "a.png", 7), "torn at byte 7"), ((Locked, "a.png"), "a.png")],
+)
 def test_an_error_that_cannot_be_pickled_keeps_its_message(transport, what, said):
     with pytest.raises(DataError, match=said):
-        list(batches(Raising(*what), workers=1, transport=transport, timeout_s=PATIENCE_S))
+        list(
+            batches(
+                Raising(*what), workers=1, transport=transport, timeout_s=PATIENCE_S
+            )
+        )
 
 
 def test_a_killed_worker_is_named():
@@ -357,7 +450,9 @@ def test_a_killed_worker_is_named():
     victim = multiprocessing.active_children()[0]
     os.kill(victim.pid, signal.SIGKILL)
     start = time.monotonic()
-    with pytest.raises(DataError, match=r"loader worker [01] was killed by signal 9.*: often memory"):
+    with pytest.raises(
+        DataError, match=r"loader worker [01] was killed by signal 9.*: often memory"
+    ):
         list(items)
     assert time.monotonic() - start < PATIENCE_S
     assert not multiprocessing.active_children()
@@ -373,8 +468,12 @@ def test_a_worker_that_a_sample_kills_is_named_with_it(tries, capfd):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_worker_that_was_replaced_does_not_enter(expected, number, capfd, monkeypatch):
-    monkeypatch.setattr(ring, "TRIES", 10**6)  # on a busy machine, healthy workers may take longer than 1 s
+def test_a_worker_that_was_replaced_does_not_enter(
+    expected, number, capfd, monkeypatch
+):
+    monkeypatch.setattr(
+        ring, "TRIES", 10**6
+    )  # on a busy machine, healthy workers may take longer than 1 s
     items = batches(Sleepy(), workers=2, replace=True, timeout_s=1.0)
     found = digests([next(items)])
     os.kill(multiprocessing.active_children()[0].pid, number)
@@ -387,13 +486,19 @@ def test_a_worker_that_was_stopped_is_named():
     items = batches(steps=range(1000), workers=2, timeout_s=3.0)
     next(items)
     os.kill(multiprocessing.active_children()[0].pid, signal.SIGSTOP)
-    with pytest.raises(DataError, match=r"nothing for 3 s while it made sample \d .*It was stopped by a signal"):
+    with pytest.raises(
+        DataError,
+        match=r"nothing for 3 s while it made sample \d .*It was stopped by a signal",
+    ):
         list(items)
     assert not multiprocessing.active_children()
 
 
 def test_the_dataloader_names_a_worker_that_died():
-    with pytest.raises(DataError, match=r"DataLoader worker .* exited unexpectedly.*data\.transport=ring"):
+    with pytest.raises(
+        DataError,
+        match=r"DataLoader worker .* exited unexpectedly.*data\.transport=ring",
+    ):
         list(batches(Deadly(), workers=2, transport="dataloader"))
 
 
@@ -411,7 +516,11 @@ def test_workers_leave_the_signals_of_the_whole_job_to_the_trainer(expected, how
 
 
 def test_workers_that_nobody_ends_do_not_hold_up_the_exit():
-    without = next(step for step in range(9) if 4 not in [index for _, index in ORDER.shard(step, 0)])
+    without = next(
+        step
+        for step in range(9)
+        if 4 not in [index for _, index in ORDER.shard(step, 0)]
+    )
     code = f"""
 import test_loader
 items = test_loader.batches(test_loader.Stuck(), workers=2, steps=range({without}, 9))
@@ -420,7 +529,11 @@ next(items)
     folders = os.pathsep.join(str(folder) for folder in (ROOT, ROOT / "tests" / "data"))
     environment = os.environ | {"PYTHONPATH": folders, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, timeout=PATIENCE_S, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        env=environment,
+        timeout=PATIENCE_S,
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -442,7 +555,9 @@ def test_a_dying_worker_does_not_interrupt_other_code():
     next(items)
     victim = multiprocessing.active_children()[0].pid
     os.kill(victim, signal.SIGKILL)
-    os.waitid(os.P_PID, victim, os.WEXITED | os.WNOWAIT)  # dead, and not yet reaped: the handler would look for it
+    os.waitid(
+        os.P_PID, victim, os.WEXITED | os.WNOWAIT
+    )  # dead, and not yet reaped: the handler would look for it
     time.sleep(0.01)
     items.close()
 
@@ -453,7 +568,11 @@ def test_closing_half_way(workers, monkeypatch):
     monkeypatch.setattr(ring, "END_S", 2 * PATIENCE_S)
     items = batches(steps=range(100000), workers=workers)
     next(items)
-    start, threads, children = time.monotonic(), threading.active_count(), multiprocessing.active_children()
+    start, threads, children = (
+        time.monotonic(),
+        threading.active_count(),
+        multiprocessing.active_children(),
+    )
     items.close()
     assert time.monotonic() - start < PATIENCE_S
     assert [child.exitcode for child in children] == [0] * workers
@@ -480,7 +599,9 @@ class Watched(ring.Ring):
 
 
 @pytest.mark.parametrize("keep", [1, 4, 40])
-def test_a_slot_is_used_again_when_its_batch_is_dropped_and_not_before(keep, monkeypatch):
+def test_a_slot_is_used_again_when_its_batch_is_dropped_and_not_before(
+    keep, monkeypatch
+):
     """Two shards: 5 slots are to spare. Who keeps more batches gets copies."""
     monkeypatch.setattr(loader, "Ring", Watched)
     expected, kept, places, inside = digests(batches(steps=range(20))), [], set(), 0
@@ -493,7 +614,9 @@ def test_a_slot_is_used_again_when_its_batch_is_dropped_and_not_before(keep, mon
             places.add(place)
         del batch
         if len(kept) == keep:
-            assert digests([one for _, one in kept]) == [expected[one] for one, _ in kept]
+            assert digests([one for _, one in kept]) == [
+                expected[one] for one, _ in kept
+            ]
             kept.clear()
     assert inside == (40 if keep < 5 else 5)
     assert len(places) <= 2 * 2 + 5
@@ -517,9 +640,15 @@ time.sleep(600)
     folders = os.pathsep.join(str(folder) for folder in (ROOT, ROOT / "tests" / "data"))
     environment = os.environ | {"PYTHONPATH": folders, "OMP_NUM_THREADS": "1"}
     before = set(os.listdir("/dev/shm"))
-    trainer = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True
+    )
     first, last = (int(pid) for pid in trainer.stdout.readline().split())
-    named = {name for name in set(os.listdir("/dev/shm")) - before if str(trainer.pid) in name}
+    named = {
+        name
+        for name in set(os.listdir("/dev/shm")) - before
+        if str(trainer.pid) in name
+    }
     os.kill(last, signal.SIGSTOP)
     trainer.kill()
     trainer.wait()
@@ -552,7 +681,8 @@ class Event:
 def test_a_slot_is_not_used_again_while_the_gpu_copies_from_it(monkeypatch):
     locked = []
     runtime = SimpleNamespace(
-        cudaHostRegister=lambda *given: locked.append(given) or 0, cudaHostUnregister=locked.append
+        cudaHostRegister=lambda *given: locked.append(given) or 0,
+        cudaHostUnregister=locked.append,
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -576,8 +706,12 @@ def test_a_slot_is_not_used_again_while_the_gpu_copies_from_it(monkeypatch):
 
 def test_too_little_shared_memory_is_said_before_the_start(monkeypatch):
     usage = shutil.disk_usage("/")
-    monkeypatch.setattr(loader.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(ConfigError, match=r"data.workers = 2 and data.prefetch = 2 need .* MiB free"):
+    monkeypatch.setattr(
+        loader.shutil, "disk_usage", lambda path: usage._replace(free=1000)
+    )
+    with pytest.raises(
+        ConfigError, match=r"data.workers = 2 and data.prefetch = 2 need .* MiB free"
+    ):
         batches(workers=2, transport="dataloader")
     assert len(list(batches(workers=0, transport="dataloader"))) == 8
     assert len(list(batches(workers=2))) == 8  # a ring does not lie there

@@ -43,7 +43,9 @@ def make(root: Path, name: str, num: int, size: tuple[int, int] = (72, 96)) -> s
     (root / name / "classes.yaml").write_text(TABLES[name])
     for number in range(num):
         split = "val" if number == num - 1 else "train"
-        image = np.random.Generator(np.random.Philox(number)).integers(0, 256, (*size, 3), np.uint8)
+        image = np.random.Generator(np.random.Philox(number)).integers(
+            0, 256, (*size, 3), np.uint8
+        )
         mask = np.full(size, IDS[name][number % 3], np.uint8)
         mask[0, :4] = IDS[name]
         for kind, pixels in (("images", image), ("masks", mask)):
@@ -55,7 +57,9 @@ def make(root: Path, name: str, num: int, size: tuple[int, int] = (72, 96)) -> s
 @pytest.fixture
 def mixed(tmp_path: Path) -> DataConfig:
     town, farm = make(tmp_path, "town", 6), make(tmp_path, "farm", 4)
-    return DataConfig(mix=[{"root": town, "weight": 3}, {"root": farm, "weight": 1, "map": MAP}])
+    return DataConfig(
+        mix=[{"root": town, "weight": 3}, {"root": farm, "weight": 1, "map": MAP}]
+    )
 
 
 def changed(data: DataConfig, **change: Any) -> DataConfig:
@@ -71,41 +75,66 @@ def test_training_reads_all_sets_with_the_shared_classes(mixed: DataConfig) -> N
         *(f"town/f{number}" for number in range(5)), *(f"farm/f{number}" for number in range(3)),
     ]  # fmt: skip
     assert samples.read(0)[1][0, :5].tolist() == [0, 1, 2, 255, 0]
-    assert samples.read(5)[1][0, :5].tolist() == [1, 255, 0, 255, 1], "man, field, road, unlabelled; the rest man"
+    assert samples.read(5)[1][0, :5].tolist() == [1, 255, 0, 255, 1], (
+        "man, field, road, unlabelled; the rest man"
+    )
     alone = open_samples(parts(mixed, "train")[1].data, "train", 0)
     for index in range(3):
         assert np.array_equal(samples.read(5 + index)[0], alone.read(index)[0])
         assert np.array_equal(target_of(samples, 5 + index), samples.read(5 + index)[1])
     assert set_weights(samples) == [(5, 3), (3, 1)]
     assert image_sizes(samples) == {(72, 96): 8}
-    assert class_pixels(samples).sum() == sum((samples.read(index)[1] != 255).sum() for index in range(8))
+    assert class_pixels(samples).sum() == sum(
+        (samples.read(index)[1] != 255).sum() for index in range(8)
+    )
     assert len(CachedSamples(samples, 1)) == 8
 
 
 def test_validation_reads_the_main_set(mixed: DataConfig) -> None:
     val = open_samples(mixed, "val", 0)
-    assert ([val.name(index) for index in range(len(val))], val.classes.name) == (["f5"], "town")
+    assert ([val.name(index) for index in range(len(val))], val.classes.name) == (
+        ["f5"],
+        "town",
+    )
     farm = DataConfig(
         name="folder",
         root=mixed.mix[1]["root"],
         mix=[{"root": mixed.mix[0]["root"], "map": {"person": "man", "car": "ignore"}}],
     )
     assert open_samples(farm, "val", 0).classes.names == ("man", "field", "road")
-    assert open_samples(farm, "train", 0).read(0)[1][0, :5].tolist() == [2, 0, 255, 255, 2]
+    assert open_samples(farm, "train", 0).read(0)[1][0, :5].tolist() == [
+        2,
+        0,
+        255,
+        255,
+        2,
+    ]
 
 
 def test_an_entry_without_a_root_is_the_main_set(mixed: DataConfig) -> None:
     ignored = ("lane_mark", "sidewalk", "building", "vegetation", "pole", "sign", "sky")
-    names = {**dict.fromkeys(ignored, "ignore"), "vehicle": "car", "pedestrian": "person"}
+    names = {
+        **dict.fromkeys(ignored, "ignore"),
+        "vehicle": "car",
+        "pedestrian": "person",
+    }
     entries: list[dict[str, Any]] = [{}, {"name": "synthetic", "map": names}]
-    samples = open_samples(DataConfig(name="folder", root=mixed.mix[0]["root"], mix=entries, num_train=7), "train", 0)
-    assert set_weights(samples) == [(5, 5.0), (7, 7.0)], "without weights, by the number of images"
+    samples = open_samples(
+        DataConfig(name="folder", root=mixed.mix[0]["root"], mix=entries, num_train=7),
+        "train",
+        0,
+    )
+    assert set_weights(samples) == [(5, 5.0), (7, 7.0)], (
+        "without weights, by the number of images"
+    )
     assert samples.name(5) == "synthetic/train_000000"
 
 
 def test_names_of_folders_may_repeat(tmp_path: Path, mixed: DataConfig) -> None:
     other = make(tmp_path / "old", "town", 3)
-    samples = open_samples(DataConfig(mix=[mixed.mix[0], {"root": other, "weight": 1}]), "train", 0)
+    samples = open_samples(
+        DataConfig(mix=[mixed.mix[0], {"root": other, "weight": 1}]), "train", 0
+    )
     assert (samples.name(0), samples.name(5)) == ("town/f0", "town#1/f0")
 
 
@@ -117,7 +146,9 @@ def test_names_of_folders_may_repeat(tmp_path: Path, mixed: DataConfig) -> None:
         ({"map": {**MAP, "man": "persson"}}, ["data.mix[1].map maps man to 'persson'", "Did you mean person?"]),
     ],
 )  # fmt: skip
-def test_classes_without_a_place_are_refused(mixed: DataConfig, change: dict[str, Any], words: list[str]) -> None:
+def test_classes_without_a_place_are_refused(
+    mixed: DataConfig, change: dict[str, Any], words: list[str]
+) -> None:
     with pytest.raises(DataError) as caught:
         open_samples(changed(mixed, **change), "train", 0)
     assert all(word in str(caught.value) for word in words), caught.value
@@ -127,29 +158,47 @@ def test_problems_and_hashes_cover_all_sets(mixed: DataConfig) -> None:
     assert list(problems(mixed, ["train", "val"])) == []
     before = data_hashes(mixed, ["train", "val"])
     assert len(before) == 2 * (6 + 3) + 3
-    assert {"data.mix[0]/masks/train/f0.png", "data.mix[1]/classes.yaml", "masks/val/f5.png"} <= set(before)
+    assert {
+        "data.mix[0]/masks/train/f0.png",
+        "data.mix[1]/classes.yaml",
+        "masks/val/f5.png",
+    } <= set(before)
     farm = Path(mixed.mix[1]["root"])
     cv2.imwrite(str(farm / "masks/train/f0.png"), np.full((72, 96), 9, np.uint8))
     assert [text for text in problems(mixed, ["train", "val"]) if "has id 9" in text]
     after = data_hashes(mixed, ["train", "val"])
-    assert [name for name in before if before[name] != after[name]] == ["data.mix[1]/masks/train/f0.png"]
+    assert [name for name in before if before[name] != after[name]] == [
+        "data.mix[1]/masks/train/f0.png"
+    ]
     assert absent_root(mixed) == ""
     farm.rename(farm.with_name("gone"))
     assert absent_root(mixed) == str(farm)
 
 
-def test_doctor_shows_each_set(mixed: DataConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_shows_each_set(
+    mixed: DataConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert segpipe(["doctor", on_the_command_line(mixed.mix)]) == 0
     text = capsys.readouterr().out
-    for part in ("train: town: 5 images", "train: farm: 3 images", "val: 1 images", "classes of town"):
+    for part in (
+        "train: town: 5 images",
+        "train: farm: 3 images",
+        "val: 1 images",
+        "classes of town",
+    ):
         assert part in text
 
 
 def test_a_set_without_a_label_is_refused(mixed: DataConfig) -> None:
     check_labelled(open_samples(mixed, "train", 0))
     for path in Path(mixed.mix[1]["root"]).glob("masks/train/*.png"):
-        cv2.imwrite(str(path), np.full((72, 96), 6, np.uint8))  # field, which the map ignores
-    with pytest.raises(DataError, match=r"none of the 3 training images has a labelled pixel \(the first is farm/f0\)"):
+        cv2.imwrite(
+            str(path), np.full((72, 96), 6, np.uint8)
+        )  # field, which the map ignores
+    with pytest.raises(
+        DataError,
+        match=r"none of the 3 training images has a labelled pixel \(the first is farm/f0\)",
+    ):
         check_labelled(open_samples(mixed, "train", 0))
 
 
@@ -163,7 +212,9 @@ def on_the_command_line(entries: list[dict[str, Any]]) -> str:
     return f"data.mix={json.dumps(entries)}".replace('"', "")
 
 
-def test_a_balanced_mixture_trains_the_same_in_any_layout(tmp_path: Path, mixed: DataConfig) -> None:
+def test_a_balanced_mixture_trains_the_same_in_any_layout(
+    tmp_path: Path, mixed: DataConfig
+) -> None:
     """Resumed after step 1 with another number of workers; the counts of the first session are kept."""
     settings = (
         on_the_command_line(mixed.mix), "data.balance=1", "augment.rare_crop=0.5", "loss.class_weights=sqrt",
@@ -182,4 +233,6 @@ def test_a_balanced_mixture_trains_the_same_in_any_layout(tmp_path: Path, mixed:
         assert run(folder, *settings, "run.exists=resume", "data.workers=1") == 0
         assert (results(folder) == whole) == (kept == "own")
     PixelCounts(counts.pixels[:5], counts.indices[:5]).save(folder / FILE_NAME)
-    assert run(folder, *settings, "run.exists=resume") == 2, "counts of other masks are refused"
+    assert run(folder, *settings, "run.exists=resume") == 2, (
+        "counts of other masks are refused"
+    )

@@ -20,7 +20,11 @@ def test_every_sample_once(n):
 
 
 def test_seeds_and_epochs_give_other_orders():
-    orders = {tuple(permutation(seed, epoch, 50).tolist()) for seed in range(4) for epoch in range(4)}
+    orders = {
+        tuple(permutation(seed, epoch, 50).tolist())
+        for seed in range(4)
+        for epoch in range(4)
+    }
     assert len(orders) == 16
 
 
@@ -38,8 +42,15 @@ def test_the_cached_order_cannot_be_changed():
 
 def test_batches_span_epochs_and_drop_nothing():
     order = Order(seed=3, num_samples=10, shards=2, samples_per_shard=3)
-    seen = [pair for step in range(5) for shard in range(2) for pair in order.shard(step, shard)]
-    assert seen == [(epoch, index) for epoch in range(3) for index in permutation(3, epoch, 10)]
+    seen = [
+        pair
+        for step in range(5)
+        for shard in range(2)
+        for pair in order.shard(step, shard)
+    ]
+    assert seen == [
+        (epoch, index) for epoch in range(3) for index in permutation(3, epoch, 10)
+    ]
     assert {epoch for epoch, _ in order.shard(1, 1)} == {0, 1}
 
 
@@ -54,12 +65,18 @@ def test_the_number_of_ranks_does_not_matter(ranks):
     order = Order(seed=5, num_samples=37, shards=16, samples_per_shard=2)
     whole = [order.sample(3 * 32 + position) for position in range(32)]
     per_rank = 16 // ranks
-    parts = [order.shard(3, rank * per_rank + place) for rank in range(ranks) for place in range(per_rank)]
+    parts = [
+        order.shard(3, rank * per_rank + place)
+        for rank in range(ranks)
+        for place in range(per_rank)
+    ]
     assert [pair for part in parts for pair in part] == whole
 
 
 def test_resuming_is_arithmetic():
-    fresh, used = (Order(seed=1, num_samples=11, shards=4, samples_per_shard=2) for _ in range(2))
+    fresh, used = (
+        Order(seed=1, num_samples=11, shards=4, samples_per_shard=2) for _ in range(2)
+    )
     for step in range(50):
         used.shard(step, 0)
     assert fresh.shard(50, 3) == used.shard(50, 3)

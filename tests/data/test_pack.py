@@ -33,7 +33,10 @@ FORK = multiprocessing.get_context("fork")
 def write(root: Path, split: str, number: int, seed: int = 0) -> None:
     random = np.random.default_rng([seed, number])
     size = (8 + number, 13)
-    for kind, pixels in (("images", random.integers(0, 256, (*size, 3))), ("masks", random.integers(0, 3, size))):
+    for kind, pixels in (
+        ("images", random.integers(0, 256, (*size, 3))),
+        ("masks", random.integers(0, 3, size)),
+    ):
         path = root / kind / split / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         cv2.imwrite(str(path), pixels.astype(np.uint8))
@@ -48,7 +51,12 @@ def data(tmp_path: Path, request: pytest.FixtureRequest) -> DataConfig:
     cv2.imwrite(str(image.with_suffix(".jpg")), cv2.imread(str(image)))
     image.unlink()
     (tmp_path / "set" / "classes.yaml").write_text("names: [a, b, c]\n")
-    return DataConfig(name="folder", root=str(tmp_path / "set"), pack="auto", pack_images=request.param)
+    return DataConfig(
+        name="folder",
+        root=str(tmp_path / "set"),
+        pack="auto",
+        pack_images=request.param,
+    )
 
 
 def opened(data: DataConfig) -> FileSamples:
@@ -64,7 +72,9 @@ def read_all(samples: FileSamples) -> list[Sample]:
 
 def same(found: list[Sample], expected: list[Sample]) -> bool:
     return all(
-        np.array_equal(*parts) for pairs in zip(found, expected, strict=True) for parts in zip(*pairs, strict=True)
+        np.array_equal(*parts)
+        for pairs in zip(found, expected, strict=True)
+        for parts in zip(*pairs, strict=True)
     )
 
 
@@ -85,7 +95,9 @@ def test_packed_samples_are_those_of_the_files_and_no_file_is_decoded_again(
     assert samples.pack is not None
     assert samples.pack.use() == (0, 0, NUM)
     again = opened(data)
-    monkeypatch.setattr(FileSamples, "target", lambda self, index: pytest.fail("decoded again"))
+    monkeypatch.setattr(
+        FileSamples, "target", lambda self, index: pytest.fail("decoded again")
+    )
     for _ in range(2):
         assert same(read_all(again), expected)
     assert again.pack is not None
@@ -97,44 +109,69 @@ def test_packed_samples_are_those_of_the_files_and_no_file_is_decoded_again(
 
 def test_another_class_table_has_other_targets(data: DataConfig) -> None:
     read_all(opened(data))
-    (Path(data.root) / "classes.yaml").write_text("names: [a, b]\nids: {0: a, 1: b, 2: a}\n")
+    (Path(data.root) / "classes.yaml").write_text(
+        "names: [a, b]\nids: {0: a, 1: b, 2: a}\n"
+    )
     samples = opened(data)
     assert same(read_all(samples), decoded(samples))
     assert samples.read(0)[1].max() == 1
 
 
-def test_a_data_set_may_move_with_its_pack(data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_may_move_with_its_pack(
+    data: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = read_all(opened(data))
     moved = os.rename(data.root, f"{data.root}_moved") or opened(
-        DataConfig(name="folder", root=f"{data.root}_moved", pack="auto", pack_images=data.pack_images)
+        DataConfig(
+            name="folder",
+            root=f"{data.root}_moved",
+            pack="auto",
+            pack_images=data.pack_images,
+        )
     )
-    monkeypatch.setattr(FileSamples, "target", lambda self, index: pytest.fail("decoded again"))
+    monkeypatch.setattr(
+        FileSamples, "target", lambda self, index: pytest.fail("decoded again")
+    )
     assert same(read_all(moved), expected)
 
 
-def test_a_changed_file_is_named_and_packed_again(data: DataConfig, capfd: pytest.CaptureFixture[str]) -> None:
-    before = [tuple(part.copy() for part in sample) for sample in read_all(opened(data))]
+def test_a_changed_file_is_named_and_packed_again(
+    data: DataConfig, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = [
+        tuple(part.copy() for part in sample) for sample in read_all(opened(data))
+    ]
     write(Path(data.root), "train", 2, seed=1)
     samples = opened(data)
     found = read_all(samples)
     assert same(found, decoded(samples))
-    assert [np.array_equal(one[0], two[0]) for one, two in zip(found, before, strict=True)] == [True, True, False, True]
+    assert [
+        np.array_equal(one[0], two[0]) for one, two in zip(found, before, strict=True)
+    ] == [True, True, False, True]
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 1
-    assert said[0].startswith(f"{data.root}/images/train/2.png was changed after it was packed.")
+    assert said[0].startswith(
+        f"{data.root}/images/train/2.png was changed after it was packed."
+    )
     read_all(opened(data))
     assert capfd.readouterr().err == ""
 
 
-def test_another_time_alone_decodes_nothing(data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_time_alone_decodes_nothing(
+    data: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = read_all(opened(data))
     for path in Path(data.root).rglob("*.png"):
         os.utime(path, ns=(1, 1))
-    monkeypatch.setattr(FileSamples, "target", lambda self, index: pytest.fail("decoded again"))
+    monkeypatch.setattr(
+        FileSamples, "target", lambda self, index: pytest.fail("decoded again")
+    )
     assert same(read_all(opened(data)), expected)
 
 
-def test_a_mask_of_the_same_size_and_time_is_noticed(data: DataConfig, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_mask_of_the_same_size_and_time_is_noticed(
+    data: DataConfig, capfd: pytest.CaptureFixture[str]
+) -> None:
     """As cp -p, touch -r, an archive, or a link to other masks leaves it."""
     path = Path(data.root) / "masks" / "train" / "1.bmp"
     pixels = cv2.imread(str(path.with_suffix(".png")), cv2.IMREAD_UNCHANGED)
@@ -144,7 +181,10 @@ def test_a_mask_of_the_same_size_and_time_is_noticed(data: DataConfig, capfd: py
     read_all(opened(data))
     cv2.imwrite(str(path), (pixels + 1) % 3)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (
+        before.st_size,
+        before.st_mtime_ns,
+    )
     samples = opened(data)
     assert same(read_all(samples), decoded(samples))
     assert f"{path} was changed after it was packed" in capfd.readouterr().err
@@ -191,7 +231,9 @@ def test_a_pack_that_another_process_removed_and_built_anew(data: DataConfig) ->
     assert same(read_all(samples), expected)
 
 
-def test_a_pack_that_is_deleted_while_it_is_filled_stops_nothing(data: DataConfig) -> None:
+def test_a_pack_that_is_deleted_while_it_is_filled_stops_nothing(
+    data: DataConfig,
+) -> None:
     samples = opened(data)
     samples.read(0)
     shutil.rmtree(Path(data.root) / AUTO)
@@ -205,7 +247,9 @@ def test_entries_that_were_added_later_are_not_trusted(data: DataConfig) -> None
     for index in (0, 1, 0, 1):
         samples.read(index)
     index = Path(data.root) / AUTO / "index"
-    first, second = (pack_module._entry(line) for line in index.read_bytes().splitlines())
+    first, second = (
+        pack_module._entry(line) for line in index.read_bytes().splitlines()
+    )
     assert first is not None
     assert second is not None
     wrong = first._replace(place=second.place)
@@ -214,22 +258,30 @@ def test_entries_that_were_added_later_are_not_trusted(data: DataConfig) -> None
     assert same(read_all(samples), expected)
 
 
-def test_lines_of_another_format_and_an_index_that_cannot_be_read(data: DataConfig) -> None:
+def test_lines_of_another_format_and_an_index_that_cannot_be_read(
+    data: DataConfig,
+) -> None:
     expected = read_all(opened(data))
     index = Path(data.root) / AUTO / "index"
     for text in ("[]", "[1, 2, 3]", "7", '["k", 0, 1, 1, 0, "", [1, 2], [3]]'):
-        index.write_bytes(index.read_bytes() + f"{pack_module._checksum(text)} {text}\n".encode())
+        index.write_bytes(
+            index.read_bytes() + f"{pack_module._checksum(text)} {text}\n".encode()
+        )
     samples = opened(data)
     assert same(read_all(samples), expected)
     assert samples.pack is not None
     assert samples.pack.use() == (NUM, 0, 0)
     index.unlink()
     index.mkdir()
-    with pytest.raises(DataError, match=r"\.segpipe-pack cannot take .* MiB more: Is a directory"):
+    with pytest.raises(
+        DataError, match=r"\.segpipe-pack cannot take .* MiB more: Is a directory"
+    ):
         opened(data).read(0)
 
 
-def test_whatever_is_damaged_the_pixels_are_right(data: DataConfig, capfd: pytest.CaptureFixture[str]) -> None:
+def test_whatever_is_damaged_the_pixels_are_right(
+    data: DataConfig, capfd: pytest.CaptureFixture[str]
+) -> None:
     expected = decoded(opened(data))
     read_all(opened(data))
     folder, random = Path(data.root) / AUTO, np.random.default_rng(0)
@@ -263,7 +315,9 @@ def test_the_index_of_another_pack(data: DataConfig, tmp_path: Path) -> None:
     other = replace(data, pack=f"{data.root}/.other")
     for index in reversed(range(NUM)):
         opened(other).read(index)
-    (folder / "index").write_bytes(b"".join(rows[:1]) + (Path(data.root) / ".other" / "index").read_bytes())
+    (folder / "index").write_bytes(
+        b"".join(rows[:1]) + (Path(data.root) / ".other" / "index").read_bytes()
+    )
     samples = opened(data)
     assert same(read_all(samples), decoded(samples))
 
@@ -276,7 +330,9 @@ def write_together(data: DataConfig, barrier: object) -> None:
 
 def test_two_writers_at_once_write_each_sample_once(data: DataConfig) -> None:
     barrier = FORK.Barrier(3)
-    writers = [FORK.Process(target=write_together, args=(data, barrier)) for _ in range(3)]
+    writers = [
+        FORK.Process(target=write_together, args=(data, barrier)) for _ in range(3)
+    ]
     for writer in writers:
         writer.start()
     for writer in writers:
@@ -294,7 +350,10 @@ def test_space_is_reserved_and_lines_are_added_under_the_lock(
 
     def watched(call: Callable[..., Any]) -> Callable[..., Any]:
         def locked(*given: Any) -> Any:
-            with (Path(data.root) / AUTO / "index").open() as other, pytest.raises(BlockingIOError):
+            with (
+                (Path(data.root) / AUTO / "index").open() as other,
+                pytest.raises(BlockingIOError),
+            ):
                 fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
             seen.append(call)
             return call(*given)
@@ -361,7 +420,9 @@ def test_a_process_opens_its_own_map(data: DataConfig) -> None:
     assert len(pickle.dumps(samples.pack)) < 500
 
 
-def test_a_pack_that_cannot_be_written_is_read(data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pack_that_cannot_be_written_is_read(
+    data: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened(data).read(0)
 
     def refuse(folder: str) -> None:
@@ -375,17 +436,24 @@ def test_a_pack_that_cannot_be_written_is_read(data: DataConfig, monkeypatch: py
     assert lines(data) == 1
 
 
-def test_a_full_disk_is_named(data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_named(
+    data: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(folder: str) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(pack_module, "_locked", full)
-    with pytest.raises(DataError, match=r"\.segpipe-pack cannot take 0\.0 MiB more: No space left on device"):
+    with pytest.raises(
+        DataError,
+        match=r"\.segpipe-pack cannot take 0\.0 MiB more: No space left on device",
+    ):
         opened(data).read(0)
 
 
 def test_no_folder_for_a_pack(data: DataConfig) -> None:
-    with pytest.raises(DataError, match=r"classes\.yaml/x cannot be made: Not a directory"):
+    with pytest.raises(
+        DataError, match=r"classes\.yaml/x cannot be made: Not a directory"
+    ):
         Pack(f"{data.root}/classes.yaml/x", "")
 
 
@@ -395,7 +463,10 @@ def test_no_folder_for_a_pack(data: DataConfig) -> None:
         ({"pack": "auto"}, "the samples of data=synthetic do not lie in files"),
         ({"pack": "", "name": "folder", "root": "x"}, "data.pack is empty"),
         ({"pack_images": "file"}, "data.pack_images = file, but data.pack = off"),
-        ({"on_dead_worker": "replace", "transport": "dataloader"}, "cannot replace a worker"),
+        (
+            {"on_dead_worker": "replace", "transport": "dataloader"},
+            "cannot replace a worker",
+        ),
     ],
 )
 def test_settings_that_cannot_work(given: dict[str, str], expected: str) -> None:
@@ -403,8 +474,15 @@ def test_settings_that_cannot_work(given: dict[str, str], expected: str) -> None
         check(from_mapping({"data": given}), world_size=1)
 
 
-def test_the_command_fills_checks_and_repairs(data: DataConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["data=folder", f"data.root={data.root}", f"data.pack_images={data.pack_images}", "data.pack=auto"]
+def test_the_command_fills_checks_and_repairs(
+    data: DataConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "data=folder",
+        f"data.root={data.root}",
+        f"data.pack_images={data.pack_images}",
+        "data.pack=auto",
+    ]
 
     def said() -> str:
         assert command.main(arguments) == 0
@@ -423,4 +501,7 @@ def test_a_page_shows_packed_images(data: DataConfig) -> None:
     """torch warns of a tensor of read-only memory, which is an error here."""
     read_all(opened(data))
     image, _ = opened(data).read(0)
-    assert np.array_equal(predictor(lambda batch: batch[..., 0], torch.device("cpu"))(image), image[..., 0])
+    assert np.array_equal(
+        predictor(lambda batch: batch[..., 0], torch.device("cpu"))(image),
+        image[..., 0],
+    )

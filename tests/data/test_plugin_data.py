@@ -107,20 +107,29 @@ def config(name: str = "data:Data", **args: Any) -> DataConfig:
 
 def test_samples_come_from_the_users_class() -> None:
     samples = open_samples(config(num=3), "train", 0)
-    assert (len(samples), samples.name(2), samples.classes.names) == (3, "train2", ("a", "b"))
+    assert (len(samples), samples.name(2), samples.classes.names) == (
+        3,
+        "train2",
+        ("a", "b"),
+    )
     assert samples.classes.palette[1] == (9, 9, 9)
     image, target = pickle.loads(pickle.dumps(samples)).read(2)
     assert (image.shape, target.shape, int(image.max())) == ((10, 6, 3), (10, 6), 2)
     assert class_pixels(samples).tolist() == [6 * (7 + 9), 6 * 8]
     assert image_sizes(samples) == {(8, 6): 1, (9, 6): 1, (10, 6): 1}
-    assert image_sizes(open_samples(config("data:Listed", num=3), "train", 0)) == {(100, 200): 3}
+    assert image_sizes(open_samples(config("data:Listed", num=3), "train", 0)) == {
+        (100, 200): 3
+    }
     assert not list(problems(config(), ["train", "val"]))
 
 
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        ("float", "train0 has the image float64 (8, 6, 3), but a numpy array uint8 (H, W, 3) in RGB order"),
+        (
+            "float",
+            "train0 has the image float64 (8, 6, 3), but a numpy array uint8 (H, W, 3) in RGB order",
+        ),
         ("grey", "train0 has the image uint8 (8, 6)"),
         ("size", "an image (8, 6, 3) and a target (7, 6), but (H, W, 3) and (H, W)"),
         ("id", "train10 has class id 2, but the classes end at 1; 255 means ignored"),
@@ -154,7 +163,10 @@ def test_two_samples_of_one_name_are_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (config(nmu=3), "data.args.nmu is not an argument of data:Data, which takes num, fault. Did you mean num"),
+        (
+            config(nmu=3),
+            "data.args.nmu is not an argument of data:Data, which takes num, fault. Did you mean num",
+        ),
         (config(num=0), "split train has no sample"),
         (config("data:Odd"), "data:Odd: the object has no name, read, classes"),
         (config("data:Colorless"), "classes has 2 names and palette 0 colors"),
@@ -174,31 +186,49 @@ def test_inputs_are_hashed_by_file_or_by_content(project: Write) -> None:
     for name in ("train0", "train1"):
         Path(f"here/{name}.bin").write_text(name)
     assert data_hashes(config("data:Listed", num=2), ["train"]) == {
-        f"{name}.bin": hashlib.sha256(name.encode()).hexdigest() for name in ("train0", "train1")
+        f"{name}.bin": hashlib.sha256(name.encode()).hexdigest()
+        for name in ("train0", "train1")
     }
 
 
 def augmented(name: str, key: int = 1) -> np.ndarray[Any, Any]:
     quiet = dict.fromkeys(("flip", "brightness", "contrast", "saturation", "hue"), 0.0)
-    settings = AugmentConfig(crop_size=[32, 32], scale=[1.0, 1.0], extra=[name], **quiet)  # type: ignore[arg-type]
+    settings = AugmentConfig(
+        crop_size=[32, 32], scale=[1.0, 1.0], extra=[name], **quiet
+    )  # type: ignore[arg-type]
     augmenter = pickle.loads(pickle.dumps(Augmenter(settings)))
-    image, _ = augmenter(np.full((32, 32, 3), 200, np.uint8), np.zeros((32, 32), np.uint8), key)
+    image, _ = augmenter(
+        np.full((32, 32, 3), 200, np.uint8), np.zeros((32, 32), np.uint8), key
+    )
     return np.asarray(image)
 
 
 def test_transforms_of_the_user_follow_the_key() -> None:
-    assert np.array_equal(augmented("transforms:Dark"), np.full((32, 32, 3), 100, np.uint8))
-    rows = {tuple(np.flatnonzero((augmented("transforms:Row", key) == 0).all((1, 2)))) for key in range(8)}
+    assert np.array_equal(
+        augmented("transforms:Dark"), np.full((32, 32, 3), 100, np.uint8)
+    )
+    rows = {
+        tuple(np.flatnonzero((augmented("transforms:Row", key) == 0).all((1, 2))))
+        for key in range(8)
+    }
     assert len(rows) > 3
-    assert np.array_equal(augmented("transforms:Row", 5), augmented("transforms:Row", 5))
+    assert np.array_equal(
+        augmented("transforms:Row", 5), augmented("transforms:Row", 5)
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("Smaller", r"transforms:Smaller made uint8 \(8, 32, 3\) of the image uint8 \(32, 32, 3\)"),
+        (
+            "Smaller",
+            r"transforms:Smaller made uint8 \(8, 32, 3\) of the image uint8 \(32, 32, 3\)",
+        ),
         ("Needs", r"augment.extra = transforms:Needs cannot be called as Needs\(\)"),
-        ("nothing", "augment.extra = transforms:nothing made 3, but a transform of albumentations"),
+        (
+            "nothing",
+            "augment.extra = transforms:nothing made 3, but a transform of albumentations",
+        ),
         ("Roww", "transforms has no Roww. Did you mean Row"),
     ],
 )

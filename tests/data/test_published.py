@@ -36,11 +36,16 @@ class Miniature(NamedTuple):
     num_classes: int
     palette: bool = False  # the mask is a PNG with a palette
     lists: dict[str, str] = {}  # noqa: RUF012
-    others: Sequence[str] = ()  # masks that do not count: of other kinds, or of other splits
+    others: Sequence[
+        str
+    ] = ()  # masks that do not count: of other kinds, or of other splits
 
 
 def city(kind: str, split: str, name: str) -> tuple[str, str]:
-    return f"leftImg8bit/{split}/{name}_leftImg8bit.png", f"{kind}/{split}/{name}_{kind}_labelIds.png"
+    return (
+        f"leftImg8bit/{split}/{name}_leftImg8bit.png",
+        f"{kind}/{split}/{name}_{kind}_labelIds.png",
+    )
 
 
 CITY = {
@@ -56,7 +61,10 @@ RELLIS = "00000/pylon_camera_node{}/frame000104-1581624663_{}"
 
 
 def rellis(number: int) -> tuple[str, str]:
-    return f"{RELLIS.format('', number)}.jpg", f"{RELLIS.format('_label_id', number)}.png"
+    return (
+        f"{RELLIS.format('', number)}.jpg",
+        f"{RELLIS.format('_label_id', number)}.png",
+    )
 
 
 MINIATURES = {
@@ -162,13 +170,21 @@ MINIATURES = {
 }  # fmt: skip
 
 
-def draw_mask(path: Path, meaning: Sequence[int | tuple[int, int, int]], *, palette: bool) -> None:
+def draw_mask(
+    path: Path, meaning: Sequence[int | tuple[int, int, int]], *, palette: bool
+) -> None:
     """A mask whose first pixels, row by row, have these values; the others have the first of them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     flat = [*meaning, *[meaning[0]] * (SIZE[0] * SIZE[1] - len(meaning))]
     image = Image.fromarray(np.array(flat, np.uint8).reshape(*SIZE, -1).squeeze())
     if palette:
-        image.putpalette([part for index in range(256) for part in (index, 255 - index, index * 7 % 256)])
+        image.putpalette(
+            [
+                part
+                for index in range(256)
+                for part in (index, 255 - index, index * 7 % 256)
+            ]
+        )
     image.save(path)
 
 
@@ -204,10 +220,14 @@ def test_a_published_set_is_read_as_its_publisher_says(
         found = [names[train] for train in target.ravel().tolist()]
         assert found[: len(small.meaning)] == list(small.meaning.values())
         assert target.max() == IGNORE_INDEX
-    listed = {path for path in data_hashes(data, ["train"]) if path.endswith((".txt", ".lst"))}
+    listed = {
+        path for path in data_hashes(data, ["train"]) if path.endswith((".txt", ".lst"))
+    }
     assert listed == {path for path in small.lists if "train" in path}
     published_counts = any(published(name).splits.values())  # a miniature has fewer
-    assert segpipe(["prepare", f"data={name}", f"data.root={tmp_path}"]) == (2 if published_counts else 0)
+    assert segpipe(["prepare", f"data={name}", f"data.root={tmp_path}"]) == (
+        2 if published_counts else 0
+    )
     text = capsys.readouterr().out
     for split, pairs in small.files.items():
         assert f"{split}: {len(pairs)}" in text
@@ -231,13 +251,22 @@ def test_an_id_that_never_occurs_is_an_error(tmp_path: Path, value: int) -> None
     draw(tmp_path, small)
     draw_mask(tmp_path / small.files["val"][0][1], [value], palette=False)
     with pytest.raises(DataError, match=f"000000000139.png has id {value} "):
-        open_samples(DataConfig(name="coco_stuff", root=str(tmp_path)), "val", 0).read(0)
+        open_samples(DataConfig(name="coco_stuff", root=str(tmp_path)), "val", 0).read(
+            0
+        )
 
 
-def test_prepare_points_at_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepare_points_at_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert segpipe(["prepare", "data=voc"]) == 0
     text = capsys.readouterr().out
-    for part in ("VOCtrainval_11-May-2012.tar", "host.robots.ox.ac.uk", "JPEGImages", "data.root=FOLDER"):
+    for part in (
+        "VOCtrainval_11-May-2012.tar",
+        "host.robots.ox.ac.uk",
+        "JPEGImages",
+        "data.root=FOLDER",
+    ):
         assert part in text
     small = MINIATURES["voc"]
     draw(tmp_path, small)
@@ -259,8 +288,12 @@ def test_a_table_of_your_own_replaces_the_published_one(tmp_path: Path) -> None:
         **dict.fromkeys((0, 1, 9), "ground"),
         **{number: "rest" for number in range(19) if number not in (0, 1, 9)},
     }
-    (tmp_path / "two.yaml").write_text(f"names: [ground, rest]\nids: {ids}\nignore: [255]\n".replace("'", ""))
-    data = DataConfig(name="bdd100k", root=str(tmp_path), classes=str(tmp_path / "two.yaml"))
+    (tmp_path / "two.yaml").write_text(
+        f"names: [ground, rest]\nids: {ids}\nignore: [255]\n".replace("'", "")
+    )
+    data = DataConfig(
+        name="bdd100k", root=str(tmp_path), classes=str(tmp_path / "two.yaml")
+    )
     samples = open_samples(data, "train", 0)
     assert samples.classes.names == ("ground", "rest")
     assert samples.read(0)[1].ravel()[:3].tolist() == [0, 0, 1]
@@ -271,7 +304,11 @@ def test_the_coarse_images_of_cityscapes_join_a_mixture(tmp_path: Path) -> None:
     for name in ("cityscapes", "cityscapes_coarse"):
         draw(tmp_path, MINIATURES[name])
     entry = f"{{name: cityscapes_coarse, root: {tmp_path}, split: train_extra}}"
-    data = compose(["data=cityscapes", f"data.root={tmp_path}", f"data.mix=[{{}}, {entry}]"]).data
+    data = compose(
+        ["data=cityscapes", f"data.root={tmp_path}", f"data.mix=[{{}}, {entry}]"]
+    ).data
     samples = open_samples(data, "train", 0)
-    assert [samples.name(index).rpartition("/")[2][:4] for index in range(len(samples))] == ["aach", "troi"]
+    assert [
+        samples.name(index).rpartition("/")[2][:4] for index in range(len(samples))
+    ] == ["aach", "troi"]
     assert samples.classes == published("cityscapes").table.classes

@@ -26,7 +26,9 @@ TABLE = "names: [a, b, c]\npalette: [[0, 0, 0], [1, 1, 1], [2, 2, 2]]\nids: {0: 
 
 
 def image_of(number: int, size: tuple[int, int] = (HEIGHT, WIDTH)) -> np.ndarray:
-    return np.random.Generator(np.random.Philox(number)).integers(0, 256, (*size, 3), np.uint8)
+    return np.random.Generator(np.random.Philox(number)).integers(
+        0, 256, (*size, 3), np.uint8
+    )
 
 
 def mask_of(number: int, size: tuple[int, int] = (HEIGHT, WIDTH)) -> np.ndarray:
@@ -36,7 +38,12 @@ def mask_of(number: int, size: tuple[int, int] = (HEIGHT, WIDTH)) -> np.ndarray:
 
 def write(path: Path, rgb_or_ids: np.ndarray) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    cv2.imwrite(str(path), np.ascontiguousarray(rgb_or_ids[..., ::-1]) if rgb_or_ids.ndim == 3 else rgb_or_ids)
+    cv2.imwrite(
+        str(path),
+        np.ascontiguousarray(rgb_or_ids[..., ::-1])
+        if rgb_or_ids.ndim == 3
+        else rgb_or_ids,
+    )
 
 
 @pytest.fixture
@@ -61,7 +68,11 @@ def truncate(path: Path, keep: float) -> None:
 
 def test_folder_reads_rgb_and_train_ids(data: DataConfig) -> None:
     samples = open_samples(data, "train", seed=0)
-    assert [samples.name(index) for index in range(len(samples))] == ["frame0", "frame1", "frame2"]
+    assert [samples.name(index) for index in range(len(samples))] == [
+        "frame0",
+        "frame1",
+        "frame2",
+    ]
     image, target = samples.read(1)
     assert np.array_equal(image, image_of(1))
     assert image.dtype == target.dtype == np.uint8
@@ -87,12 +98,17 @@ def test_listed_splits_read_the_same_pairs(data: DataConfig, tmp_path: Path) -> 
     (flat / "classes.yaml").write_text(TABLE)
     listed = DataConfig(name="folder", root=str(flat))
     one, two = open_samples(data, "train", 0), open_samples(listed, "train", 0)
-    assert all(np.array_equal(one.read(index)[1], two.read(index)[1]) for index in range(3))
+    assert all(
+        np.array_equal(one.read(index)[1], two.read(index)[1]) for index in range(3)
+    )
     assert len(two) == 3
     assert found(listed) == []
     (flat / "val.txt").write_text("frame3\nframe3\nfrme4\n")
     assert any("val.txt lists frame3 2 times" in text for text in found(listed))
-    assert any("val.txt lists frme4" in text and "Did you mean frame4" in text for text in found(listed))
+    assert any(
+        "val.txt lists frme4" in text and "Did you mean frame4" in text
+        for text in found(listed)
+    )
 
 
 def test_jpeg_images_are_read(data: DataConfig, tmp_path: Path) -> None:
@@ -109,19 +125,40 @@ def names(data: DataConfig, split: str) -> list[str]:
     return [samples.name(index) for index in range(len(samples))]
 
 
-def test_a_sequence_that_is_held_out_moves_from_training_to_validation(tmp_path: Path) -> None:
-    for split, stems in {"train": ["a_1", "a_2", "b_1", "c_1"], "val": ["a_3", "c_2", "c_1"]}.items():
+def test_a_sequence_that_is_held_out_moves_from_training_to_validation(
+    tmp_path: Path,
+) -> None:
+    for split, stems in {
+        "train": ["a_1", "a_2", "b_1", "c_1"],
+        "val": ["a_3", "c_2", "c_1"],
+    }.items():
         for stem in stems:
             write(tmp_path / split / f"{stem}.png", image_of(1))
-            write(tmp_path / f"{split}annot" / f"{stem}.png", np.full((HEIGHT, WIDTH), len(stem), np.uint8))
+            write(
+                tmp_path / f"{split}annot" / f"{stem}.png",
+                np.full((HEIGHT, WIDTH), len(stem), np.uint8),
+            )
     data = DataConfig(name="camvid", root=str(tmp_path), hold_out="a")
     assert names(data, "train") == ["b_1", "c_1"]
     assert names(data, "val") == ["a_1", "a_2", "a_3"]
-    assert class_pixels(open_samples(data, "train", seed=0)).sum() == 2 * HEIGHT * WIDTH  # not those of `a`
-    assert names(replace(data, hold_out="c"), "val") == ["c_1", "c_1", "c_2"]  # of both splits
+    assert (
+        class_pixels(open_samples(data, "train", seed=0)).sum() == 2 * HEIGHT * WIDTH
+    )  # not those of `a`
+    assert names(replace(data, hold_out="c"), "val") == [
+        "c_1",
+        "c_1",
+        "c_2",
+    ]  # of both splits
     assert names(replace(data, sequence="_([123])", hold_out="1"), "train") == ["a_2"]
-    assert names(replace(data, hold_out=""), "val") == ["a_3", "c_1", "c_2"]  # the control
-    with pytest.raises(DataError, match=r"no image is of that sequence.*a: 3, b: 1, c: 3. Did you mean a\?"):
+    assert names(replace(data, hold_out=""), "val") == [
+        "a_3",
+        "c_1",
+        "c_2",
+    ]  # the control
+    with pytest.raises(
+        DataError,
+        match=r"no image is of that sequence.*a: 3, b: 1, c: 3. Did you mean a\?",
+    ):
         names(replace(data, hold_out="aa"), "train")
     with pytest.raises(DataError, match="training would have no image left"):
         names(replace(data, sequence=r"_", hold_out="_"), "train")
@@ -158,7 +195,10 @@ def break_depth(root: Path) -> None:
 
 
 def break_id(root: Path) -> None:
-    write(root / "masks/train/frame1.png", np.where(mask_of(1) == 7, 9, mask_of(1)).astype(np.uint8))
+    write(
+        root / "masks/train/frame1.png",
+        np.where(mask_of(1) == 7, 9, mask_of(1)).astype(np.uint8),
+    )
 
 
 def break_byte(root: Path) -> None:
@@ -176,33 +216,72 @@ def break_jpeg(root: Path) -> None:
 
 FAULTS = {
     "root": (break_root, ["does not exist. Nearest: "]),
-    "split": (break_split, ["images/val does not exist. Nearest: ", "images/vall. Set data.root"]),
-    "table": (lambda root: (root / "classes.yaml").unlink(), ["classes.yaml does not exist"]),
+    "split": (
+        break_split,
+        ["images/val does not exist. Nearest: ", "images/vall. Set data.root"],
+    ),
+    "table": (
+        lambda root: (root / "classes.yaml").unlink(),
+        ["classes.yaml does not exist"],
+    ),
     "empty": (break_empty, ["images/val is empty"]),
-    "no mask": (lambda root: (root / "masks/train/frame1.png").unlink(), ["images/train/frame1.png has no mask"]),
-    "no image": (lambda root: (root / "images/train/frame1.png").unlink(), ["masks/train/frame1.png has no image"]),
-    "twice": (lambda root: write(root / "images/val/frame3.jpg", image_of(3)), ["frame3.png have the same stem"]),
+    "no mask": (
+        lambda root: (root / "masks/train/frame1.png").unlink(),
+        ["images/train/frame1.png has no mask"],
+    ),
+    "no image": (
+        lambda root: (root / "images/train/frame1.png").unlink(),
+        ["masks/train/frame1.png has no image"],
+    ),
+    "twice": (
+        lambda root: write(root / "images/val/frame3.jpg", image_of(3)),
+        ["frame3.png have the same stem"],
+    ),
     "size": (
         lambda root: write(root / "masks/train/frame1.png", mask_of(1, (12, 32))),
         ["images/train/frame1.png is 24x32", "masks/train/frame1.png is 12x32"],
     ),
     "colors": (break_colors, ["masks/train/frame1.png is a mask of colors"]),
     "depth": (break_depth, ["masks/train/frame1.png cannot be a mask: 16 bits"]),
-    "id": (break_id, ["masks/train/frame1.png has id 9", "table knows 0, 4, 7, 255", "extend the table"]),
-    "torn image": (lambda root: truncate(root / "images/train/frame1.png", 0.6), ["images/train/frame1.png is trunc"]),
-    "torn mask": (lambda root: truncate(root / "masks/train/frame1.png", 0.6), ["masks/train/frame1.png is trunc"]),
-    "torn head": (lambda root: truncate(root / "images/train/frame1.png", 0.005), ["images/train/frame1.png is"]),
-    "no bytes": (lambda root: truncate(root / "images/train/frame1.png", 0.0), ["images/train/frame1.png is empty"]),
+    "id": (
+        break_id,
+        [
+            "masks/train/frame1.png has id 9",
+            "table knows 0, 4, 7, 255",
+            "extend the table",
+        ],
+    ),
+    "torn image": (
+        lambda root: truncate(root / "images/train/frame1.png", 0.6),
+        ["images/train/frame1.png is trunc"],
+    ),
+    "torn mask": (
+        lambda root: truncate(root / "masks/train/frame1.png", 0.6),
+        ["masks/train/frame1.png is trunc"],
+    ),
+    "torn head": (
+        lambda root: truncate(root / "images/train/frame1.png", 0.005),
+        ["images/train/frame1.png is"],
+    ),
+    "no bytes": (
+        lambda root: truncate(root / "images/train/frame1.png", 0.0),
+        ["images/train/frame1.png is empty"],
+    ),
     "torn jpeg": (break_jpeg, ["images/train/frame1.jpg is truncated"]),
     "flipped bit": (break_byte, ["images/train/frame1.png is damaged"]),
-    "text": (lambda root: (root / "images/train/frame1.png").write_text("not found"), ["neither PNG nor JPEG"]),
+    "text": (
+        lambda root: (root / "images/train/frame1.png").write_text("not found"),
+        ["neither PNG nor JPEG"],
+    ),
 }
 NEEDS_PIXELS = {"id", "flipped bit"}
 
 
 @pytest.mark.parametrize("mode", ["auto", "full", "headers"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_every_fault_is_named_with_its_file(data: DataConfig, fault: str, mode: str) -> None:
+def test_every_fault_is_named_with_its_file(
+    data: DataConfig, fault: str, mode: str
+) -> None:
     data.verify = mode
     verify(data, ["train", "val"])
     damage, parts = FAULTS[fault]
@@ -216,14 +295,18 @@ def test_every_fault_is_named_with_its_file(data: DataConfig, fault: str, mode: 
     assert len(found(data)) == 1
 
 
-@pytest.mark.parametrize("fault", ["root", "split", "table", "empty", "no mask", "no image", "twice"])
+@pytest.mark.parametrize(
+    "fault", ["root", "split", "table", "empty", "no mask", "no image", "twice"]
+)
 def test_open_refuses_an_incomplete_split(data: DataConfig, fault: str) -> None:
     FAULTS[fault][0](Path(data.root))
     with pytest.raises(DataError):
         open_samples(data, "train" if fault.startswith("no") else "val", 0)
 
 
-@pytest.mark.parametrize("fault", ["size", "colors", "depth", "id", "torn image", "torn mask", "torn jpeg"])
+@pytest.mark.parametrize(
+    "fault", ["size", "colors", "depth", "id", "torn image", "torn mask", "torn jpeg"]
+)
 def test_reading_refuses_a_faulty_sample(data: DataConfig, fault: str) -> None:
     FAULTS[fault][0](Path(data.root))
     samples = open_samples(data, "train", 0)
@@ -239,7 +322,12 @@ def test_problems_finds_all_in_one_pass(data: DataConfig) -> None:
     write(root / "masks/val/frame4.png", mask_of(4, (8, 8)))
     texts = found(data)
     assert len(texts) == 4
-    for part in ("frame3.png has no mask", "frame4.png is 24x32", "frame1.png is truncated", "has id 9"):
+    for part in (
+        "frame3.png has no mask",
+        "frame4.png is 24x32",
+        "frame1.png is truncated",
+        "has id 9",
+    ):
         assert sum(part in text for text in texts) == 1
 
 
@@ -248,11 +336,20 @@ def doctor(data: DataConfig, capsys: pytest.CaptureFixture[str]) -> tuple[int, s
     return code, capsys.readouterr().out
 
 
-def test_doctor_prints_all_problems_at_once(data: DataConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_prints_all_problems_at_once(
+    data: DataConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, text = doctor(data, capsys)
     assert code == 0
     assert "train: 3 images of 24x32 (3)" in text
-    share = 100 * float(np.mean([(m == 4)[m != 255].mean() for m in [np.stack([mask_of(n) for n in range(3)])]]))
+    share = 100 * float(
+        np.mean(
+            [
+                (m == 4)[m != 255].mean()
+                for m in [np.stack([mask_of(n) for n in range(3)])]
+            ]
+        )
+    )
     assert f"{share:.2f}" in text
     break_id(Path(data.root))
     (Path(data.root) / "masks/val/frame3.png").unlink()
@@ -262,7 +359,9 @@ def test_doctor_prints_all_problems_at_once(data: DataConfig, capsys: pytest.Cap
         assert part in text
 
 
-def test_doctor_names_a_split_without_a_labelled_pixel(data: DataConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_names_a_split_without_a_labelled_pixel(
+    data: DataConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
     for path in (Path(data.root) / "masks/val").iterdir():
         write(path, np.full_like(mask_of(0), 255))
     code, text = doctor(data, capsys)
@@ -278,26 +377,43 @@ def test_every_cut_of_a_file_is_seen(tmp_path: Path) -> None:
         content = path.read_bytes()
         for length in [*range(0, len(content) - end, 37), len(content) - 1]:
             path.write_bytes(content[:length])
-            with pytest.raises(DataError, match="whole.* is truncated" if length > 8 else "whole"):
+            with pytest.raises(
+                DataError, match="whole.* is truncated" if length > 8 else "whole"
+            ):
                 read_image(str(path))
 
 
-def test_the_control_opencv_accepts_a_torn_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_control_opencv_accepts_a_torn_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "torn.jpg"
     write(path, image_of(0))
     truncate(path, 0.6)
-    assert cv2.imread(str(path)) is not None  # why readers.py checks the structure itself
+    assert (
+        cv2.imread(str(path)) is not None
+    )  # why readers.py checks the structure itself
     capfd.readouterr()
 
 
 def test_progress_ends_at_its_total(data: DataConfig) -> None:
     calls: list[tuple[int, int]] = []
-    assert list(problems(data, ["train", "val"], progress=lambda done, total: calls.append((done, total)))) == []
+    assert (
+        list(
+            problems(
+                data,
+                ["train", "val"],
+                progress=lambda done, total: calls.append((done, total)),
+            )
+        )
+        == []
+    )
     assert [done for done, total in calls if total == 10] == list(range(1, 11))
     assert calls[-1][0] == calls[-1][1]
 
 
-@pytest.mark.skipif(not CAMVID_ROOT.is_dir(), reason="the CamVid frames are not on this machine")
+@pytest.mark.skipif(
+    not CAMVID_ROOT.is_dir(), reason="the CamVid frames are not on this machine"
+)
 def test_camvid_has_the_published_counts() -> None:
     data = DataConfig(name="camvid", root=str(CAMVID_ROOT))
     train, val = open_samples(data, "train", 0), open_samples(data, "val", 0)
@@ -314,7 +430,10 @@ def test_no_thread_outlives_a_read_of_many_files() -> None:
     tasks = Path("/proc/self/task")
     before = set(tasks.iterdir())
     for _ in range(50):
-        assert len(list(threaded(lambda number: cv2.flip(NOISE, number % 2), range(32)))) == 32
+        assert (
+            len(list(threaded(lambda number: cv2.flip(NOISE, number % 2), range(32))))
+            == 32
+        )
         assert set(tasks.iterdir()) <= before
 
 

@@ -44,7 +44,9 @@ def test_shapes_types_and_ids() -> None:
 
 
 def test_painted_ids_are_those_of_the_class_table() -> None:
-    assert [getattr(street, name.upper()) for name in STREET.names] == list(range(STREET.num_classes))
+    assert [getattr(street, name.upper()) for name in STREET.names] == list(
+        range(STREET.num_classes)
+    )
 
 
 def test_the_pixels_are_frozen() -> None:
@@ -53,9 +55,13 @@ def test_the_pixels_are_frozen() -> None:
     Colors may differ in the last bit on another CPU, where OpenCV computes in floats; targets may not.
     """
     images, targets = zip(*(scenes().read(index) for index in range(4)), strict=True)
-    digest = hashlib.sha256(b"".join(target.tobytes() for target in targets)).hexdigest()
+    digest = hashlib.sha256(
+        b"".join(target.tobytes() for target in targets)
+    ).hexdigest()
     assert digest == "2c9cdf4355a37e2f89aa3eaef61f7a5ffb96c6241f8780e9cad8fd28d64eca8e"
-    assert np.mean(images, (0, 1, 2)) == pytest.approx([115.309, 115.461, 112.225], abs=2e-3)
+    assert np.mean(images, (0, 1, 2)) == pytest.approx(
+        [115.309, 115.461, 112.225], abs=2e-3
+    )
 
 
 def test_the_same_scene_whatever_came_before() -> None:
@@ -95,7 +101,10 @@ def test_the_same_scene_in_another_process() -> None:
 
 def test_seed_split_and_index_matter() -> None:
     variants = [
-        content(scenes(seed, split), index) for seed in (0, 1) for split in ("train", "val") for index in (0, 1)
+        content(scenes(seed, split), index)
+        for seed in (0, 1)
+        for split in ("train", "val")
+        for index in (0, 1)
     ]
     assert len(set(variants)) == 8
 
@@ -106,7 +115,12 @@ def test_scenes_are_diverse() -> None:
 
 def test_every_class_is_common_enough_to_be_learned() -> None:
     samples = SyntheticSamples(1, "train", 60, (192, 384))
-    counts = np.stack([np.bincount(samples.read(index)[1].ravel(), minlength=10) for index in range(60)])
+    counts = np.stack(
+        [
+            np.bincount(samples.read(index)[1].ravel(), minlength=10)
+            for index in range(60)
+        ]
+    )
     share = counts.sum(0) / counts.sum()
     assert share.min() >= 0.005, dict(zip(STREET.names, share, strict=True))
     assert (counts > 40).mean(0).min() >= 0.6
@@ -119,12 +133,20 @@ def test_image_and_target_show_the_same_things() -> None:
         pixels = image.reshape(-1, 3).astype(float)
         means = [pixels[target.ravel() == label].mean(0) for label in np.unique(target)]
         weights = [(target == label).mean() for label in np.unique(target)]
-        between = sum(w * ((m - pixels.mean(0)) ** 2).sum() for w, m in zip(weights, means, strict=True))
+        between = sum(
+            w * ((m - pixels.mean(0)) ** 2).sum()
+            for w, m in zip(weights, means, strict=True)
+        )
         return float(between / pixels.var(0).sum())
 
     samples = scenes()
     own = np.mean([explained(*samples.read(index)) for index in range(8)])
-    other = np.mean([explained(samples.read(index)[0], samples.read(index + 50)[1]) for index in range(8)])
+    other = np.mean(
+        [
+            explained(samples.read(index)[0], samples.read(index + 50)[1])
+            for index in range(8)
+        ]
+    )
     assert own > 0.4
     assert own > other + 0.1
 

@@ -16,13 +16,22 @@ from segpipe.settings.check import check
 from segpipe.settings.compose import compose
 from segpipe.settings.groups import AugmentConfig
 
-PLAIN = {"scale": [1.0, 1.0], "flip": 0.0, "brightness": 0.0, "contrast": 0.0, "saturation": 0.0, "hue": 0.0}
+PLAIN = {
+    "scale": [1.0, 1.0],
+    "flip": 0.0,
+    "brightness": 0.0,
+    "contrast": 0.0,
+    "saturation": 0.0,
+    "hue": 0.0,
+}
 
 
 @pytest.fixture(scope="module")
 def frame() -> tuple[np.ndarray, np.ndarray]:
     draws = np.random.Generator(np.random.Philox(3))
-    return draws.integers(0, 256, (64, 96, 3), np.uint8), draws.integers(0, 11, (64, 96), np.uint8)
+    return draws.integers(0, 256, (64, 96, 3), np.uint8), draws.integers(
+        0, 11, (64, 96), np.uint8
+    )
 
 
 def keyed(step: A.BasicTransform, image: np.ndarray, key: int) -> np.ndarray:
@@ -49,8 +58,12 @@ def test_shape_type_and_target(name, frame):
         assert touched.any() == (name == "cutout")
         assert (target[touched] == 255).all()
         if name == "cutout":
-            assert (image[touched] == (124, 116, 104)).all(), "the image is empty where the target is ignored"
-            assert np.array_equal(image[target == frame[1]], frame[0][target == frame[1]])
+            assert (image[touched] == (124, 116, 104)).all(), (
+                "the image is empty where the target is ignored"
+            )
+            assert np.array_equal(
+                image[target == frame[1]], frame[0][target == frame[1]]
+            )
     assert changed == 6
 
 
@@ -58,7 +71,9 @@ def test_shape_type_and_target(name, frame):
 def test_they_are_left_out_by_chance(name, frame):
     """A transform that always applies would never show the network a clean image."""
     augmenter = Augmenter(AugmentConfig(crop_size=[64, 96], extra=[name], **PLAIN))
-    seen = [augmenter(*frame, sample_key(0, 0, index, "augment"))[0] for index in range(60)]
+    seen = [
+        augmenter(*frame, sample_key(0, 0, index, "augment"))[0] for index in range(60)
+    ]
     untouched = sum(np.array_equal(image, frame[0]) for image in seen)
     assert 30 < untouched < 60
 
@@ -67,7 +82,10 @@ def test_noise_has_the_variance_that_it_says():
     """Variance = read**2 + shot * value in every channel, no bias, and no neighbour knows another."""
     for value, read, shot in ((60, 3.0, 0.0), (200, 1.0, 0.1), (128, 4.0, 0.05)):
         image = np.full((200, 200, 3), value, np.uint8)
-        noisy = keyed(SensorNoise((read, read), (shot, shot)), image, 5).astype(float) - value
+        noisy = (
+            keyed(SensorNoise((read, read), (shot, shot)), image, 5).astype(float)
+            - value
+        )
         expected = read**2 + shot * value + 1 / 12  # rounding to whole levels
         assert noisy.var() == pytest.approx(expected, rel=0.03)
         assert abs(noisy.mean()) < 4 * math.sqrt(expected / noisy.size)
@@ -77,7 +95,10 @@ def test_noise_has_the_variance_that_it_says():
 
 def test_noise_knows_more_than_65536_seeds(frame):
     """The bits after the first draw come from all 128 bits of the key, not from 16 of them."""
-    high = [keyed(SensorNoise((2.0, 2.0), (0.0, 0.0)), frame[0], 1 + (part << 64)).tobytes() for part in range(20)]
+    high = [
+        keyed(SensorNoise((2.0, 2.0), (0.0, 0.0)), frame[0], 1 + (part << 64)).tobytes()
+        for part in range(20)
+    ]
     assert len(set(high)) == 20
 
 
@@ -85,11 +106,18 @@ def test_noise_is_integer_arithmetic(frame):
     """The same bytes from the raw stream by hand; the control draws other bits."""
     read = 2.5
     found = keyed(SensorNoise((read, read), (0.0, 0.0)), frame[0], 9)
-    raw = generator(9).bit_generator.random_raw(frame[0].size // 2).view(np.uint8).reshape(4, *frame[0].shape)
+    raw = (
+        generator(9)
+        .bit_generator.random_raw(frame[0].size // 2)
+        .view(np.uint8)
+        .reshape(4, *frame[0].shape)
+    )
     factor = round(read * 2**16 / math.sqrt(4 * (256**2 - 1) / 12))
     levels = ((raw.astype(np.int64).sum(axis=0) - 510) * factor + 2**15) >> 16
     assert np.array_equal(found, np.clip(frame[0] + levels, 0, 255))
-    assert not np.array_equal(found, keyed(SensorNoise((read, read), (0.0, 0.0)), frame[0], 10))
+    assert not np.array_equal(
+        found, keyed(SensorNoise((read, read), (0.0, 0.0)), frame[0], 10)
+    )
 
 
 def test_fog_is_denser_at_the_top_and_never_overflows():
@@ -105,9 +133,14 @@ def test_fog_is_denser_at_the_top_and_never_overflows():
 
 
 def test_unknown_names_are_refused_with_the_nearest():
-    with pytest.raises(ConfigError, match=r"augment.extra = 'nois' is not one of .*Did you mean noise\?"):
+    with pytest.raises(
+        ConfigError,
+        match=r"augment.extra = 'nois' is not one of .*Did you mean noise\?",
+    ):
         Augmenter(AugmentConfig(extra=["nois"]))
-    with pytest.raises(ConfigError, match=r"augment.extra = \['noise', 'noise'\] names one twice"):
+    with pytest.raises(
+        ConfigError, match=r"augment.extra = \['noise', 'noise'\] names one twice"
+    ):
         check(compose(["augment.extra=[noise,noise]"]), world_size=1)
 
 
@@ -120,7 +153,9 @@ def test_what_is_not_a_transform_is_refused(monkeypatch, frame):
 def test_own_transforms_travel_with_the_augmenter(monkeypatch, frame):
     """A worker that was spawned has a TRANSFORMS without them."""
     monkeypatch.setitem(TRANSFORMS, "solarized", A.Solarize)
-    augmenter = Augmenter(AugmentConfig(crop_size=[64, 96], extra=["solarized"], **PLAIN))
+    augmenter = Augmenter(
+        AugmentConfig(crop_size=[64, 96], extra=["solarized"], **PLAIN)
+    )
     packed = pickle.dumps(augmenter)
     monkeypatch.delitem(TRANSFORMS, "solarized")
     with pytest.raises(ConfigError):
@@ -135,9 +170,15 @@ def test_groups_and_overrides_go_together():
     assert standard.augment == AugmentConfig()
     assert robust.augment == AugmentConfig(extra=robust.augment.extra)
     assert set(robust.augment.extra) == set(TRANSFORMS)
-    assert compose(["augment=robust", "augment.crop_size=[64,96]"]).augment.crop_size == [64, 96]
+    assert compose(
+        ["augment=robust", "augment.crop_size=[64,96]"]
+    ).augment.crop_size == [64, 96]
     both = compose(["experiment=camvid_cpu", "augment=robust"]).augment
-    assert both.crop_size == compose(["experiment=camvid_cpu"]).augment.crop_size != AugmentConfig().crop_size
+    assert (
+        both.crop_size
+        == compose(["experiment=camvid_cpu"]).augment.crop_size
+        != AugmentConfig().crop_size
+    )
     assert both.extra == robust.augment.extra
     assert compose(["augment=robust", "augment.extra=[]"]) == standard
     assert compose(["augment.extra=[noise]"]).augment.extra == ["noise"]

@@ -53,11 +53,16 @@ SETTERS: dict[str, Callable[[Any], None]] = {
     "cudnn_deterministic": _set(torch.backends.cudnn, "deterministic"),
     "matmul_tf32": _set(torch.backends.cuda.matmul, "allow_tf32"),
     "cudnn_tf32": _set(torch.backends.cudnn, "allow_tf32"),
-    "fill_uninitialized_memory": _set(torch.utils.deterministic, "fill_uninitialized_memory"),
+    "fill_uninitialized_memory": _set(
+        torch.utils.deterministic, "fill_uninitialized_memory"
+    ),
     "threads": torch.set_num_threads,
     "opencv_threads": cv2.setNumThreads,
 }
-ENVIRONMENT = {"cublas_workspace": "CUBLAS_WORKSPACE_CONFIG", "nccl_nvls": "NCCL_NVLS_ENABLE"}
+ENVIRONMENT = {
+    "cublas_workspace": "CUBLAS_WORKSPACE_CONFIG",
+    "nccl_nvls": "NCCL_NVLS_ENABLE",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +77,9 @@ def left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "wanted"), [("elastic", EXACT), ("audit", EXACT), ("ddp", EXACT), ("off", OFF)], ids=lambda x: str(x)[:7]
+    ("mode", "wanted"),
+    [("elastic", EXACT), ("audit", EXACT), ("ddp", EXACT), ("off", OFF)],
+    ids=lambda x: str(x)[:7],
 )
 def test_every_switch_is_set_whatever_it_was(mode: str, wanted: dict[str, Any]) -> None:
     for name, put in SETTERS.items():
@@ -86,15 +93,18 @@ def test_every_switch_is_set_whatever_it_was(mode: str, wanted: dict[str, Any]) 
 
 @pytest.mark.parametrize("name", list(SETTERS))
 @pytest.mark.parametrize("mode", ["elastic", "off"])
-def test_a_switch_that_does_not_hold_is_named(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_switch_that_does_not_hold_is_named(
+    name: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     switches = flags.switches
     right = (OFF if mode == "off" else EXACT)[name]
     wrong = 3 if name.endswith("threads") else not right
     monkeypatch.setattr(flags, "switches", lambda: {**switches(), name: wrong})
     with pytest.raises(ConfigError) as caught:
         flags.apply(1, mode)
-    assert f"compute.mode = {mode}, but {name} is {wrong} instead of {right} right after it was set." in str(
-        caught.value
+    assert (
+        f"compute.mode = {mode}, but {name} is {wrong} instead of {right} right after it was set."
+        in str(caught.value)
     )
 
 
@@ -113,7 +123,10 @@ def test_another_wish_of_the_environment_is_refused(
     name: str, value: str, needed: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=f"^{name} = {value} in the environment, but compute.mode = {mode} needs"):
+    with pytest.raises(
+        ConfigError,
+        match=f"^{name} = {value} in the environment, but compute.mode = {mode} needs",
+    ):
         flags.apply(1, mode)
     assert os.environ[name] == value
     flags.apply(1, "off")
@@ -121,9 +134,14 @@ def test_another_wish_of_the_environment_is_refused(
     flags.apply(1, mode)
 
 
-def test_the_environment_is_not_set_after_cuda_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_not_set_after_cuda_has_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(AssertionError, match="CUDA has already started: CUBLAS_WORKSPACE_CONFIG would come too late"):
+    with pytest.raises(
+        AssertionError,
+        match="CUDA has already started: CUBLAS_WORKSPACE_CONFIG would come too late",
+    ):
         flags.set_environment()
     for name, value in flags.ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
@@ -134,7 +152,10 @@ def test_a_run_writes_down_what_was_in_force(tmp_path: Path) -> None:
     assert runs.run(tmp_path / "run", "train.steps=1") == 0
     result = runs.result(tmp_path / "run")
     assert result["switches"] == EXACT
-    assert result["versions"] == flags.fingerprint() | {"threads": 1, "loss": backend(LossConfig(), "cpu")}
+    assert result["versions"] == flags.fingerprint() | {
+        "threads": 1,
+        "loss": backend(LossConfig(), "cpu"),
+    }
 
 
 def test_a_foreign_environment_ends_a_run_with_its_name(
@@ -145,23 +166,40 @@ def test_a_foreign_environment_ends_a_run_with_its_name(
     assert "NCCL_NVLS_ENABLE = 1 in the environment" in capsys.readouterr().err
 
 
-def test_a_fingerprint_tells_processor_instructions_and_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fingerprint_tells_processor_instructions_and_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = flags.fingerprint()
-    assert {"cpu", "cpu_capability", "instructions", "driver", "nccl", "cuda", "cudnn"} <= found.keys()
+    assert {
+        "cpu",
+        "cpu_capability",
+        "instructions",
+        "driver",
+        "nccl",
+        "cuda",
+        "cudnn",
+    } <= found.keys()
     assert json.loads(json.dumps(found)) == found
     info = Path("/proc/cpuinfo")
     if info.exists() and "model name" in info.read_text():
         assert f"model name\t: {found['cpu']}\n" in info.read_text()
     told = tmp_path / "version"
-    told.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.1\nGCC version: 12\n")
-    assert flags._lines(str(told))[0] == "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.1"
+    told.write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.1\nGCC version: 12\n"
+    )
+    assert (
+        flags._lines(str(told))[0]
+        == "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.1"
+    )
     assert flags._lines(str(tmp_path / "none")) == []
     there = {"avx512_bf16": True, "amx_bf16": False, "avx2": True, "avx512_vnni": True}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: there, raising=False)
     assert flags.fingerprint()["instructions"] == "avx512_vnni avx512_bf16"
 
 
-def test_a_fingerprint_holds_the_variables_that_select_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fingerprint_holds_the_variables_that_select_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     selecting = {
         "ONEDNN_MAX_CPU_ISA": "AVX2", "DNNL_DEFAULT_FPMATH_MODE": "BF16", "MKL_CBWR": "COMPATIBLE", "GOMP_OTHER": "1",
         "KMP_HW_SUBSET": "1s", "OMP_SCHEDULE": "dynamic", "CUBLASLT_OTHER": "1", "NCCL_ALGO": "Tree",
@@ -178,7 +216,9 @@ def test_a_fingerprint_holds_the_variables_that_select_kernels(monkeypatch: pyte
     found = flags.fingerprint()
     assert selecting.items() <= found["variables"].items()
     assert list(found["variables"]) == sorted(found["variables"])
-    assert flags.differences(before, found) == {name: (None, selecting[name]) for name in sorted(selecting)}
+    assert flags.differences(before, found) == {
+        name: (None, selecting[name]) for name in sorted(selecting)
+    }
 
 
 def test_a_fingerprint_does_not_hold_what_launchers_set_or_what_selects_no_kernel(
@@ -195,7 +235,12 @@ def test_a_fingerprint_does_not_hold_what_launchers_set_or_what_selects_no_kerne
         "NCCL_VERSION", "PYTORCH_VERSION", "RANK", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "HOME",
     ):  # fmt: skip
         monkeypatch.setenv(name, "7")
-    for name, value in flags.ENVIRONMENT.items():  # set in every mode but off; another value is recorded
+    for (
+        name,
+        value,
+    ) in (
+        flags.ENVIRONMENT.items()
+    ):  # set in every mode but off; another value is recorded
         monkeypatch.setenv(name, value)
     assert flags.fingerprint() == before
 
@@ -209,7 +254,9 @@ def test_a_fingerprint_without_variables_does_not_differ_by_them() -> None:
     assert flags.differences(old | {"threads": 1}, narrow) == {"threads": (1, None)}
 
 
-def test_a_fingerprint_without_what_computed_the_loss_means_the_only_way_of_its_time() -> None:
+def test_a_fingerprint_without_what_computed_the_loss_means_the_only_way_of_its_time() -> (
+    None
+):
     assert flags.differences({}, {"loss": "plain"}) == {}
     assert flags.differences({}, {"loss": "native"}) == {"loss": ("plain", "native")}
 
@@ -219,8 +266,14 @@ def test_another_backend_of_the_loss_is_refused_and_the_same_one_resumes(
 ) -> None:
     folder, steps = tmp_path / "run", "train.steps=1"
     assert runs.run(folder, steps, "loss.backend=plain") == 0
-    assert runs.run(folder, steps, "run.exists=resume", "loss.backend=torch") == CheckpointError.exit_code
-    assert "loss: plain -> torch). Resume with loss.backend=plain, or" in capsys.readouterr().err
+    assert (
+        runs.run(folder, steps, "run.exists=resume", "loss.backend=torch")
+        == CheckpointError.exit_code
+    )
+    assert (
+        "loss: plain -> torch). Resume with loss.backend=plain, or"
+        in capsys.readouterr().err
+    )
     assert runs.run(folder, steps, "run.exists=resume", "loss.backend=plain") == 0
 
 
@@ -235,7 +288,10 @@ def test_compare_names_a_variable_and_a_resume_under_another_value_is_refused(
     assert runs.result(a)["versions"] != runs.result(b)["versions"]
     capsys.readouterr()
     segpipe(["compare", str(a), str(b)])
-    assert "environment ONEDNN_MAX_CPU_ISA: None in A, AVX2 in B" in capsys.readouterr().out
+    assert (
+        "environment ONEDNN_MAX_CPU_ISA: None in A, AVX2 in B"
+        in capsys.readouterr().out
+    )
     again = ("train.steps=1", "run.exists=resume")
     assert runs.run(a, *again) == CheckpointError.exit_code
     assert "ONEDNN_MAX_CPU_ISA: None -> AVX2" in capsys.readouterr().err
@@ -245,9 +301,18 @@ def test_compare_names_a_variable_and_a_resume_under_another_value_is_refused(
 @pytest.mark.parametrize(
     ("there", "expected"),
     [
-        ({"avx2": True, "avx512_bf16": False}, {"bf16": True, "fp16": True, "fp32": False}),
-        ({"avx2": True, "avx512_bf16": True}, {"bf16": False, "fp16": True, "fp32": False}),
-        ({"amx_bf16": True, "amx_fp16": True}, {"bf16": False, "fp16": False, "fp32": False}),
+        (
+            {"avx2": True, "avx512_bf16": False},
+            {"bf16": True, "fp16": True, "fp32": False},
+        ),
+        (
+            {"avx2": True, "avx512_bf16": True},
+            {"bf16": False, "fp16": True, "fp32": False},
+        ),
+        (
+            {"amx_bf16": True, "amx_fp16": True},
+            {"bf16": False, "fp16": False, "fp32": False},
+        ),
         ({}, {"bf16": False, "fp16": False, "fp32": False}),  # unknown
     ],
 )
@@ -261,15 +326,32 @@ def test_a_precision_without_instructions_is_emulated(
 def test_a_run_in_an_emulated_precision_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, there, times in (("slow", {"avx2": True}, 1), ("fast", {"avx512_bf16": True}, 0)):
+    for name, there, times in (
+        ("slow", {"avx2": True}, 1),
+        ("fast", {"avx512_bf16": True}, 0),
+    ):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda there=there: there)
-        assert runs.run(tmp_path / name, "train.precision=bf16", "train.steps=1", "train.progress=true") == 0
-        assert " ".join(capsys.readouterr().out.split()).count("this CPU has no instructions") == times
+        assert (
+            runs.run(
+                tmp_path / name,
+                "train.precision=bf16",
+                "train.steps=1",
+                "train.progress=true",
+            )
+            == 0
+        )
+        assert (
+            " ".join(capsys.readouterr().out.split()).count(
+                "this CPU has no instructions"
+            )
+            == times
+        )
 
 
 def test_importing_the_flags_does_not_import_torch() -> None:
     """`set_environment` has to come before OpenMP starts."""
     code = (
-        "from segpipe.determinism import flags; flags.set_environment(); import sys; assert 'torch' not in sys.modules"
+        "from segpipe.determinism import flags; flags.set_environment(); "
+        "import sys; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -29,21 +29,36 @@ from segpipe.train.validate import predict
 from segpipe.train.watch import Watch
 
 C = STREET.num_classes
-IMAGE = torch.randint(0, 256, (2, 64, 64, 3), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
-TARGET = torch.randint(0, C, (2, 64, 64), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+IMAGE = torch.randint(
+    0, 256, (2, 64, 64, 3), generator=torch.Generator().manual_seed(0)
+).to(torch.uint8)
+TARGET = torch.randint(
+    0, C, (2, 64, 64), generator=torch.Generator().manual_seed(1)
+).to(torch.uint8)
 TARGET[:, :8] = 255
 # The only warning that an op of a plant gives.
 pytestmark = pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")
 
-PLAIN, FUSED = partial(LossConfig, backend="plain"), partial(LossConfig, backend="torch")
+PLAIN, FUSED = (
+    partial(LossConfig, backend="plain"),
+    partial(LossConfig, backend="torch"),
+)
 LOSSES: dict[str, tuple[LossConfig, Tensor | None]] = {
     "cross_entropy": (PLAIN(), None),
     "class weights": (PLAIN(), torch.rand(C)),
     "ohem": (PLAIN(name="ohem"), None),
     "dice": (PLAIN(dice_weight=1.0), None),
     "strided": (PLAIN(stride=2, aux_stride=4), None),
-    "all at once": (PLAIN(name="ohem", dice_weight=1.0, stride=4, aux_stride=2), torch.rand(C)),
-    "fused": (FUSED(name="ohem", dice_weight=1.0, stride=4, aux_stride=2, label_smoothing=0.1), torch.rand(C)),
+    "all at once": (
+        PLAIN(name="ohem", dice_weight=1.0, stride=4, aux_stride=2),
+        torch.rand(C),
+    ),
+    "fused": (
+        FUSED(
+            name="ohem", dice_weight=1.0, stride=4, aux_stride=2, label_smoothing=0.1
+        ),
+        torch.rand(C),
+    ),
 }
 
 
@@ -56,7 +71,12 @@ def test_networks_and_all_their_losses_pass(name: str) -> None:
         heads = model.logits(Preprocess()(IMAGE), aux=True)
         for config, weights in LOSSES.values():
             parts = shard_loss(
-                heads, TARGET, config, class_weights=weights, global_valid=valid, align_corners=model.align_corners
+                heads,
+                TARGET,
+                config,
+                class_weights=weights,
+                global_valid=valid,
+                align_corners=model.align_corners,
             )
             gradients = torch.autograd.grad(parts["total"], list(heads.values()))
         torch.autograd.backward(list(heads.values()), gradients)
@@ -68,7 +88,11 @@ def test_networks_and_all_their_losses_pass(name: str) -> None:
 
 def test_a_whole_update_and_a_validation_pass() -> None:
     config = Config()
-    config.model.name, config.compute.shards, config.compute.samples_per_shard = "fast_scnn", 2, 2
+    config.model.name, config.compute.shards, config.compute.samples_per_shard = (
+        "fast_scnn",
+        2,
+        2,
+    )
     config.loss.name, config.optim.clip_norm = "ohem", 5.0
     device = torch.device("cpu")
     state = build_state(config, STREET, device)
@@ -76,7 +100,10 @@ def test_a_whole_update_and_a_validation_pass() -> None:
     numbers = torch.zeros(2, dtype=torch.int64)
 
     def update() -> None:
-        step([ShardBatch(0, shard, IMAGE, TARGET, numbers, numbers) for shard in (0, 1)], torch.tensor(4096))
+        step(
+            [ShardBatch(0, shard, IMAGE, TARGET, numbers, numbers) for shard in (0, 1)],
+            torch.tensor(4096),
+        )
         step.apply()
         pred = predict(state.model.eval(), Preprocess(), IMAGE)
         confusion(pred, TARGET, C)
@@ -84,22 +111,38 @@ def test_a_whole_update_and_a_validation_pass() -> None:
     assert check_ops(update) == []
 
 
-def test_control_a_network_that_resizes_as_on_a_cpu_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_a_network_that_resizes_as_on_a_cpu_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(opgate, "as_on_cuda", nullcontext)
     model = build_model("fast_scnn", C)
     violations = check_ops(lambda: model(Preprocess()(IMAGE)).sum().backward())
-    assert {(found.op, found.file) for found in violations} == {("aten.upsample_bilinear2d_backward", resize.__file__)}
+    assert {(found.op, found.file) for found in violations} == {
+        ("aten.upsample_bilinear2d_backward", resize.__file__)
+    }
 
 
 def test_control_a_loss_that_reduces_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mean(logits: Tensor, target: Tensor, class_weights: Tensor | None, *, ignore_index: int, **_: float) -> Tensor:
+    def mean(
+        logits: Tensor,
+        target: Tensor,
+        class_weights: Tensor | None,
+        *,
+        ignore_index: int,
+        **_: float,
+    ) -> Tensor:
         return F.cross_entropy(logits, target.long(), ignore_index=ignore_index)
 
     monkeypatch.setattr("segpipe.losses.total.pixel_losses", mean)
     heads = {"main": torch.randn(2, C, 8, 8)}
     [found] = check_ops(
         lambda: shard_loss(
-            heads, TARGET, PLAIN(), class_weights=None, global_valid=torch.tensor(1), align_corners=False
+            heads,
+            TARGET,
+            PLAIN(),
+            class_weights=None,
+            global_valid=torch.tensor(1),
+            align_corners=False,
         )
     )
     assert (found.op, found.file) == ("aten.nll_loss2d_forward", __file__)
@@ -113,9 +156,15 @@ GRID = torch.zeros(2, 4, 4, 2)
 # Name: (op, a call of it on one line). The input is float (2, C, 8, 8) and wants a gradient.
 FORWARD: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
     "cross_entropy mean": ("nll_loss2d_forward", lambda x: F.cross_entropy(x, IDS)),
-    "cross_entropy sum": ("nll_loss2d_forward", lambda x: F.cross_entropy(x, IDS, reduction="sum")),
+    "cross_entropy sum": (
+        "nll_loss2d_forward",
+        lambda x: F.cross_entropy(x, IDS, reduction="sum"),
+    ),
     "histc": ("histc", lambda x: torch.histc(x.detach(), bins=4)),
-    "bincount": ("bincount", lambda x: torch.bincount(IDS.flatten(), weights=x[:, 0].detach().flatten())),
+    "bincount": (
+        "bincount",
+        lambda x: torch.bincount(IDS.flatten(), weights=x[:, 0].detach().flatten()),
+    ),
     "median": ("median", lambda x: x.median(1).values),
     "kthvalue": ("kthvalue", lambda x: x.kthvalue(3, 1).values),
     "put": ("put_", lambda x: x.detach().put_(ROWS, torch.ones(4))),
@@ -124,41 +173,103 @@ FORWARD: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
     "sort": ("sort", lambda x: x.sort(1).values),
     "argsort": ("sort", lambda x: x.argsort(1)),
     "topk": ("topk", lambda x: x.topk(2, 1).values),
-    "scatter_add": ("scatter_add_", lambda x: torch.zeros(2, C, 8, 8).scatter_add_(1, IDS[:, None], x[:, :1])),
-    "scatter_reduce": ("scatter_reduce", lambda x: x.scatter_reduce(1, IDS[:, None], x[:, :1], "sum")),
+    "scatter_add": (
+        "scatter_add_",
+        lambda x: torch.zeros(2, C, 8, 8).scatter_add_(1, IDS[:, None], x[:, :1]),
+    ),
+    "scatter_reduce": (
+        "scatter_reduce",
+        lambda x: x.scatter_reduce(1, IDS[:, None], x[:, :1], "sum"),
+    ),
     "scatter": ("scatter", lambda x: x.scatter(1, IDS[:, None], x[:, :1])),
     "index_add": ("index_add", lambda x: x.index_add(1, ROWS, x[:, :4])),
-    "index_reduce": ("index_reduce", lambda x: x.detach().index_reduce(1, ROWS, x[:, :4].detach(), "mean")),
-    "index_put": ("index_put", lambda x: x[0].index_put((ROWS,), torch.ones(()), accumulate=True)),
-    "max_unpool": ("max_unpool2d", lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2)),
+    "index_reduce": (
+        "index_reduce",
+        lambda x: x.detach().index_reduce(1, ROWS, x[:, :4].detach(), "mean"),
+    ),
+    "index_put": (
+        "index_put",
+        lambda x: x[0].index_put((ROWS,), torch.ones(()), accumulate=True),
+    ),
+    "max_unpool": (
+        "max_unpool2d",
+        lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2),
+    ),
 }
 BACKWARD: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
-    "bilinear": ("upsample_bilinear2d_backward", lambda x: F.interpolate(x, (9, 9), mode="bilinear")),
+    "bilinear": (
+        "upsample_bilinear2d_backward",
+        lambda x: F.interpolate(x, (9, 9), mode="bilinear"),
+    ),
     "antialias": (
         "_upsample_bilinear2d_aa_backward",
         lambda x: F.interpolate(x, (5, 5), mode="bilinear", antialias=True),
     ),
-    "bicubic": ("upsample_bicubic2d_backward", lambda x: F.interpolate(x, (9, 9), mode="bicubic")),
-    "linear": ("upsample_linear1d_backward", lambda x: F.interpolate(x[0], 9, mode="linear")),
-    "trilinear": ("upsample_trilinear3d_backward", lambda x: F.interpolate(x[None], (2, 9, 9), mode="trilinear")),
-    "adaptive average": ("_adaptive_avg_pool2d_backward", lambda x: F.adaptive_avg_pool2d(x, 3)),
-    "adaptive average 3-D": ("_adaptive_avg_pool3d_backward", lambda x: F.adaptive_avg_pool3d(x, 2)),
-    "adaptive maximum": ("adaptive_max_pool2d_backward", lambda x: F.adaptive_max_pool2d(x, 3)),
-    "fractional maximum": ("fractional_max_pool2d_backward", lambda x: F.fractional_max_pool2d(x, 2, 4)),
+    "bicubic": (
+        "upsample_bicubic2d_backward",
+        lambda x: F.interpolate(x, (9, 9), mode="bicubic"),
+    ),
+    "linear": (
+        "upsample_linear1d_backward",
+        lambda x: F.interpolate(x[0], 9, mode="linear"),
+    ),
+    "trilinear": (
+        "upsample_trilinear3d_backward",
+        lambda x: F.interpolate(x[None], (2, 9, 9), mode="trilinear"),
+    ),
+    "adaptive average": (
+        "_adaptive_avg_pool2d_backward",
+        lambda x: F.adaptive_avg_pool2d(x, 3),
+    ),
+    "adaptive average 3-D": (
+        "_adaptive_avg_pool3d_backward",
+        lambda x: F.adaptive_avg_pool3d(x, 2),
+    ),
+    "adaptive maximum": (
+        "adaptive_max_pool2d_backward",
+        lambda x: F.adaptive_max_pool2d(x, 3),
+    ),
+    "fractional maximum": (
+        "fractional_max_pool2d_backward",
+        lambda x: F.fractional_max_pool2d(x, 2, 4),
+    ),
     "average 3-D": ("avg_pool3d_backward", lambda x: F.avg_pool3d(x, 2)),
     "maximum 3-D": ("max_pool3d_with_indices_backward", lambda x: F.max_pool3d(x, 2)),
-    "reflection": ("reflection_pad2d_backward", lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect")),
-    "reflection 1-D": ("reflection_pad1d_backward", lambda x: F.pad(x[0], (1, 1), mode="reflect")),
-    "replication": ("replication_pad2d_backward", lambda x: F.pad(x, (1, 1, 1, 1), mode="replicate")),
-    "grid_sample": ("grid_sampler_2d_backward", lambda x: F.grid_sample(x, GRID, align_corners=False)),
+    "reflection": (
+        "reflection_pad2d_backward",
+        lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
+    ),
+    "reflection 1-D": (
+        "reflection_pad1d_backward",
+        lambda x: F.pad(x[0], (1, 1), mode="reflect"),
+    ),
+    "replication": (
+        "replication_pad2d_backward",
+        lambda x: F.pad(x, (1, 1, 1, 1), mode="replicate"),
+    ),
+    "grid_sample": (
+        "grid_sampler_2d_backward",
+        lambda x: F.grid_sample(x, GRID, align_corners=False),
+    ),
     "a list of indices": ("index_put", lambda x: x[:, ROWS]),
     "a mask": ("index_put", lambda x: x[:, 0][IDS > 2]),
     "gather": ("scatter_add", lambda x: x.gather(1, IDS[:, None])),
     "index_select": ("index_add", lambda x: x.index_select(1, ROWS)),
     "maximum of an axis": ("scatter", lambda x: x.max(1).values),
-    "embedding": ("embedding_dense_backward", lambda x: F.embedding(IDS, x[0].flatten(1))),
-    "embedding_bag": ("_embedding_bag_backward", lambda x: F.embedding_bag(IDS[0], x[0].flatten(1), mode="max")),
-    "ctc": ("_ctc_loss_backward", lambda x: F.ctc_loss(x[0, :, :4].log_softmax(2), ROWS[:, None], [C] * 4, [1] * 4)),
+    "embedding": (
+        "embedding_dense_backward",
+        lambda x: F.embedding(IDS, x[0].flatten(1)),
+    ),
+    "embedding_bag": (
+        "_embedding_bag_backward",
+        lambda x: F.embedding_bag(IDS[0], x[0].flatten(1), mode="max"),
+    ),
+    "ctc": (
+        "_ctc_loss_backward",
+        lambda x: F.ctc_loss(
+            x[0, :, :4].log_softmax(2), ROWS[:, None], [C] * 4, [1] * 4
+        ),
+    ),
 }
 PLANTS = FORWARD | BACKWARD
 SAFE: dict[str, Callable[[Tensor], Any]] = {
@@ -175,14 +286,20 @@ SAFE: dict[str, Callable[[Tensor], Any]] = {
     "median without indices": lambda x: x.detach().median(),
     "scatter of a number": lambda x: x.scatter(1, IDS[:, None], 1.0),
     "one_hot": lambda x: F.one_hot(IDS, C),
-    "scatter_reduce amax": lambda x: x.detach().scatter_reduce(1, IDS[:, None], x[:, :1].detach(), "amax"),
+    "scatter_reduce amax": lambda x: x.detach().scatter_reduce(
+        1, IDS[:, None], x[:, :1].detach(), "amax"
+    ),
     "amax": lambda x: x.amax(1),
-    "embedding_bag mean": lambda x: F.embedding_bag(IDS[0], x[0].flatten(1), mode="mean"),
+    "embedding_bag mean": lambda x: F.embedding_bag(
+        IDS[0], x[0].flatten(1), mode="mean"
+    ),
 }
 
 
 def leaf() -> Tensor:
-    return torch.randn(2, C, 8, 8, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    return torch.randn(
+        2, C, 8, 8, generator=torch.Generator().manual_seed(3)
+    ).requires_grad_()
 
 
 def both_ways(call: Callable[[Tensor], Any]) -> None:
@@ -206,7 +323,9 @@ def test_control_without_its_rule_a_plant_is_not_named(name: str) -> None:
     op, call = PLANTS[name]
     rules = [rule for rule in RULES if op.rstrip("_") not in rule.ops]
     assert len(rules) == len(RULES) - 1
-    violations = check_ops(lambda: both_ways(call), rules)  # the backward of a few breaks another rule
+    violations = check_ops(
+        lambda: both_ways(call), rules
+    )  # the backward of a few breaks another rule
     assert f"aten.{op}" not in {found.op for found in violations}
 
 
@@ -228,7 +347,11 @@ def test_every_rule_has_a_plant() -> None:
 def test_a_forward_before_the_gate_is_named_by_its_backward() -> None:
     out = F.adaptive_avg_pool2d(leaf(), 3).sum()
     [found] = check_ops(lambda: out.backward())
-    assert found.line == test_a_forward_before_the_gate_is_named_by_its_backward.__code__.co_firstlineno + 2
+    assert (
+        found.line
+        == test_a_forward_before_the_gate_is_named_by_its_backward.__code__.co_firstlineno
+        + 2
+    )
 
 
 class Gather(torch.autograd.Function):

@@ -47,7 +47,9 @@ def test_what_works_everywhere_raises_nowhere() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_an_error_of_one_rank_is_raised_on_all_and_reported_by_rank_0(number: int) -> None:
+def test_an_error_of_one_rank_is_raised_on_all_and_reported_by_rank_0(
+    number: int,
+) -> None:
     with pytest.raises(DataError, match="torn") as caught:
         rank(number, DataError("torn"), None).together(lambda: None)
     assert caught.value.told == (number != 0)
@@ -71,39 +73,72 @@ def test_an_error_that_is_not_ours_is_left_to_the_contract() -> None:
 @pytest.mark.parametrize(
     ("gpus", "rank", "backend", "shared"),
     [
-        (["a", "b", "c"], 0, "nccl", []),  # also where a launcher shows each rank its own GPU alone
+        (
+            ["a", "b", "c"],
+            0,
+            "nccl",
+            [],
+        ),  # also where a launcher shows each rank its own GPU alone
         (["a", "b", "a"], 1, "gloo", [0, 2]),
         (["a", "a", "a"], 0, "gloo", [0, 1, 2]),
         (["", "", ""], 1, "gloo", []),
     ],
 )
 def test_nccl_is_taken_where_no_two_ranks_share_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, gpus: list[str], rank: int, backend: str, shared: list[int]
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: list[str],
+    rank: int,
+    backend: str,
+    shared: list[int],
 ) -> None:
     """All ranks must take the same, whatever each of them sees. Here one GPU is visible to each."""
     store, made = dist.HashStore(), []
     for place in (1, 0, 2):  # in the order of arrival
-        store.set(f"card/{store.add('cards', 1)}", json.dumps({"rank": place, "gpu": gpus[place]}))
-    known = {"RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": "x", "MASTER_PORT": 1, "LOCAL_RANK": rank}
+        store.set(
+            f"card/{store.add('cards', 1)}",
+            json.dumps({"rank": place, "gpu": gpus[place]}),
+        )
+    known = {
+        "RANK": rank,
+        "WORLD_SIZE": 3,
+        "MASTER_ADDR": "x",
+        "MASTER_PORT": 1,
+        "LOCAL_RANK": rank,
+    }
     for name, value in known.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(group_module, "_configure_nccl", lambda: None)  # it sets variables of this process
+    monkeypatch.setattr(
+        group_module, "_configure_nccl", lambda: None
+    )  # it sets variables of this process
     asked: dict[str, Any] = {}
-    monkeypatch.setattr(group_module.meeting, "meet", lambda **given: asked.update(given) or store)
-    monkeypatch.setattr(group_module.dist, "init_process_group", lambda name, **given: made.append(name))
+    monkeypatch.setattr(
+        group_module.meeting, "meet", lambda **given: asked.update(given) or store
+    )
+    monkeypatch.setattr(
+        group_module.dist, "init_process_group", lambda name, **given: made.append(name)
+    )
     monkeypatch.setattr(group_module, "watch", lambda *given, **named: Contract())
     monkeypatch.setattr(group_module, "_subgroups", lambda group, local: ())
     if gpus[rank]:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid=gpus[rank]))
+        monkeypatch.setattr(
+            torch.cuda,
+            "get_device_properties",
+            lambda device: types.SimpleNamespace(uuid=gpus[rank]),
+        )
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         join(ComputeConfig(), {"configuration": "x"})
     assert made == [backend]
     assert asked["gpu"] == gpus[rank]
-    assert asked["same"] == {"configuration": "x", "device": "cuda" if gpus[rank] else "cpu"}
-    assert [str(shared) in str(warning.message) for warning in told] == [True] * (bool(shared) and rank == 0)
+    assert asked["same"] == {
+        "configuration": "x",
+        "device": "cuda" if gpus[rank] else "cpu",
+    }
+    assert [str(shared) in str(warning.message) for warning in told] == [True] * (
+        bool(shared) and rank == 0
+    )
     for place in range(3):
         assert (place in meeting.sharing(store, 3)) == (place in shared)

@@ -11,7 +11,13 @@ from torch import Tensor
 from ranks import Loopback, gloo
 from segpipe.distributed import reduce
 from segpipe.distributed.group import Group, Level
-from segpipe.distributed.reduce import FlatLayout, RankSum, TreeSum, subtrees, tree_over_ranks
+from segpipe.distributed.reduce import (
+    FlatLayout,
+    RankSum,
+    TreeSum,
+    subtrees,
+    tree_over_ranks,
+)
 
 CPU = torch.device("cpu")
 RANKS, SHARDS, LENGTH = 8, 16, 24
@@ -22,7 +28,9 @@ JOBS: list[Job] = [
     for ranks in (1, 2, 4, 8)
     for length, seed in ((LENGTH, 0), (8, 1), (4000, 2), (13, 4))
 ]
-JOBS += [(ranks, SHARDS, 300, 5) for ranks in (3, 5, 6, 7)] + [(ranks, 6, 300, 6) for ranks in range(1, 7)]
+JOBS += [(ranks, SHARDS, 300, 5) for ranks in (3, 5, 6, 7)] + [
+    (ranks, 6, 300, 6) for ranks in range(1, 7)
+]
 JOBS += [(RANKS, SHARDS, 4000, MACHINES), (RANKS, 12, 4000, MACHINES)]
 
 
@@ -34,8 +42,14 @@ def vectors(count: int, length: int = LENGTH, seed: int = 0) -> list[Tensor]:
 
 
 def by_recursion(parts: list[Tensor]) -> Tensor:
-    half = 1 << (len(parts) - 1).bit_length() >> 1  # the largest power of two below the number
-    return parts[0] if not half else by_recursion(parts[:half]) + by_recursion(parts[half:])
+    half = (
+        1 << (len(parts) - 1).bit_length() >> 1
+    )  # the largest power of two below the number
+    return (
+        parts[0]
+        if not half
+        else by_recursion(parts[:half]) + by_recursion(parts[half:])
+    )
 
 
 def tree_sum(parts: list[Tensor]) -> Tensor:
@@ -75,7 +89,9 @@ def test_a_tree_without_all_leaves_has_no_sum() -> None:
 
 
 @pytest.mark.parametrize("leaves", [1, 2, 6, 7, 12, 16, 21, 48])
-def test_any_run_of_leaves_is_a_few_subtrees_from_which_the_one_tree_is_completed(leaves: int) -> None:
+def test_any_run_of_leaves_is_a_few_subtrees_from_which_the_one_tree_is_completed(
+    leaves: int,
+) -> None:
     """For every number of ranks: what all of them send adds up to the bits of one process."""
     parts = vectors(leaves, seed=leaves)
     for ranks in range(1, leaves + 1):
@@ -89,7 +105,12 @@ def test_any_run_of_leaves_is_a_few_subtrees_from_which_the_one_tree_is_complete
                 tree.push(part, node.height)
         assert same_bits(tree.take(), by_recursion(parts))
     halves = [len(subtrees(16, run)) for run in Group(0, 0, 4, CPU).runs(16)]
-    assert halves == [1, 1, 1, 1]  # no more traffic than a ring where the ranks divide a power of two
+    assert halves == [
+        1,
+        1,
+        1,
+        1,
+    ]  # no more traffic than a ring where the ranks divide a power of two
 
 
 def test_vectors_that_push_returns_are_free() -> None:
@@ -125,21 +146,34 @@ def test_layout_keeps_values_strides_and_padding() -> None:
         torch.randn(2, 3, 2, 2),
     ]
     layout = FlatLayout(tensors)
-    assert layout.size == 384 + 4 * 128  # 360, 7, 1, 6 and 24 elements, each up to a multiple of 128
+    assert (
+        layout.size == 384 + 4 * 128
+    )  # 360, 7, 1, 6 and 24 elements, each up to a multiple of 128
     flat = layout.new()
     views = layout.views(flat)
     for view, tensor in zip(views, tensors, strict=True):
         assert view.stride() == tensor.stride()
         view.copy_(tensor)
-    assert all(torch.equal(view, tensor) for view, tensor in zip(views, tensors, strict=True))
+    assert all(
+        torch.equal(view, tensor) for view, tensor in zip(views, tensors, strict=True)
+    )
     assert flat.dtype == torch.float32
     starts, ends = [0, 384, 512, 640, 768], [360, 391, 513, 646, 792]
     assert [view.storage_offset() for view in views] == starts
-    filled = torch.cat([flat[start:end] for start, end in zip(starts, ends, strict=True)])
-    assert torch.equal(filled.sort().values, torch.cat([t.flatten() for t in tensors]).sort().values)  # no overlap
+    filled = torch.cat(
+        [flat[start:end] for start, end in zip(starts, ends, strict=True)]
+    )
+    assert torch.equal(
+        filled.sort().values, torch.cat([t.flatten() for t in tensors]).sort().values
+    )  # no overlap
     assert flat.count_nonzero() == filled.count_nonzero()
-    part = torch.cat([torch.full((5,), 9.0), flat])[5:]  # a vector that does not start where its memory does
-    assert all(torch.equal(view, tensor) for view, tensor in zip(layout.views(part), tensors, strict=True))
+    part = torch.cat([torch.full((5,), 9.0), flat])[
+        5:
+    ]  # a vector that does not start where its memory does
+    assert all(
+        torch.equal(view, tensor)
+        for view, tensor in zip(layout.views(part), tensors, strict=True)
+    )
 
 
 def test_buckets_end_with_the_tensor_that_fills_them_and_are_padded() -> None:
@@ -155,7 +189,9 @@ def test_buckets_end_with_the_tensor_that_fills_them_and_are_padded() -> None:
     assert flat.tolist() == [value for each in expected for value in each]
 
 
-def test_a_tensor_that_fills_a_bucket_exactly_ends_it_and_one_tensor_is_a_layout() -> None:
+def test_a_tensor_that_fills_a_bucket_exactly_ends_it_and_one_tensor_is_a_layout() -> (
+    None
+):
     layout = FlatLayout([torch.zeros(n) for n in (3, 4, 1)], bucket_size=256)
     assert layout.buckets == [slice(0, 256), slice(256, 384)]
     alone = FlatLayout([torch.zeros(3)])
@@ -207,11 +243,15 @@ class Announced:
 
 
 @pytest.mark.parametrize("machines", [False, True])
-def test_ranks_continue_the_tree_and_announce_every_collective(loopback: Loopback, machines: bool) -> None:
+def test_ranks_continue_the_tree_and_announce_every_collective(
+    loopback: Loopback, machines: bool
+) -> None:
     parts, contracts = vectors(8, length=32, seed=5), [Announced() for _ in range(4)]
 
     def work(rank: int) -> Tensor:
-        group = Group(rank, rank, 4, CPU, levels_of(rank, machines), contract=contracts[rank])  # type: ignore[arg-type]
+        group = Group(
+            rank, rank, 4, CPU, levels_of(rank, machines), contract=contracts[rank]
+        )  # type: ignore[arg-type]
         (own,) = sums_of_run(parts, group.own_shards(8))
         across = RankSum(group, 8)
         across.start([own])
@@ -220,17 +260,28 @@ def test_ranks_continue_the_tree_and_announce_every_collective(loopback: Loopbac
 
     assert all(same_bits(found, by_recursion(parts)) for found in loopback.run(work))
     flat = [("all_to_all", 32, 0), ("all_gather", 32, 0)]
-    climbed = [("all_to_all", 32, 0), ("all_to_all", 16, 1), ("all_gather", 16, 1), ("all_gather", 32, 0)]
-    assert all(contract.calls == (climbed if machines else flat) for contract in contracts)
+    climbed = [
+        ("all_to_all", 32, 0),
+        ("all_to_all", 16, 1),
+        ("all_gather", 16, 1),
+        ("all_gather", 32, 0),
+    ]
+    assert all(
+        contract.calls == (climbed if machines else flat) for contract in contracts
+    )
 
 
 @pytest.mark.parametrize("machines", [False, True])
-def test_parts_travel_together_and_a_sum_can_be_used_again(loopback: Loopback, machines: bool) -> None:
+def test_parts_travel_together_and_a_sum_can_be_used_again(
+    loopback: Loopback, machines: bool
+) -> None:
     """Parts of several lengths are started before the first is finished, twice with one RankSum."""
     parts, contracts = vectors(4, length=28, seed=6), [Announced() for _ in range(4)]
 
     def work(rank: int) -> list[Tensor]:
-        group = Group(rank, rank, 4, CPU, levels_of(rank, machines), contract=contracts[rank])  # type: ignore[arg-type]
+        group = Group(
+            rank, rank, 4, CPU, levels_of(rank, machines), contract=contracts[rank]
+        )  # type: ignore[arg-type]
         across, found = RankSum(group, 4), []
         for _ in range(2):
             flat = parts[rank].clone()
@@ -240,15 +291,23 @@ def test_parts_travel_together_and_a_sum_can_be_used_again(loopback: Loopback, m
             found.append(flat)
         return found
 
-    assert all(same_bits(flat, by_recursion(parts)) for found in loopback.run(work) for flat in found)
-    assert [len(contract.calls) for contract in contracts] == [2 * 3 * (4 if machines else 2)] * 4
+    assert all(
+        same_bits(flat, by_recursion(parts))
+        for found in loopback.run(work)
+        for flat in found
+    )
+    assert [len(contract.calls) for contract in contracts] == [
+        2 * 3 * (4 if machines else 2)
+    ] * 4
 
 
 def test_two_ranks_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, parts = Loopback(2), vectors(2, length=8)
     monkeypatch.setattr(reduce, "dist", ranks)
     monkeypatch.setattr(reduce, "_all_gather", ranks.all_gather)
-    found = ranks.run(lambda rank: tree_over_ranks(parts[rank].clone(), Group(rank, rank, 2, CPU)))
+    found = ranks.run(
+        lambda rank: tree_over_ranks(parts[rank].clone(), Group(rank, rank, 2, CPU))
+    )
     assert all(same_bits(vector, by_recursion(parts)) for vector in found)
 
 
@@ -257,22 +316,30 @@ def test_two_ranks_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_length_that_does_not_divide_among_the_ranks_is_padded_for_the_transport(
     loopback: Loopback, machines: bool, length: int
 ) -> None:
-    parts, contracts = vectors(4, length=length + 2, seed=7), [Announced() for _ in range(4)]
+    parts, contracts = (
+        vectors(4, length=length + 2, seed=7),
+        [Announced() for _ in range(4)],
+    )
 
     def work(rank: int) -> Tensor:
-        group = Group(rank, rank, 4, CPU, levels_of(rank, machines), contract=contracts[rank])  # type: ignore[arg-type]
+        group = Group(
+            rank, rank, 4, CPU, levels_of(rank, machines), contract=contracts[rank]
+        )  # type: ignore[arg-type]
         flat = parts[rank].clone()
         tree_over_ranks(flat[1:-1], group)
         return flat
 
     for rank, found in enumerate(loopback.run(work)):
         assert same_bits(found[1:-1], by_recursion(parts)[1:-1])
-        assert same_bits(found[[0, -1]], parts[rank][[0, -1]])  # what lies beside the part stays
+        assert same_bits(
+            found[[0, -1]], parts[rank][[0, -1]]
+        )  # what lies beside the part stays
     assert contracts[0].calls[0] == ("all_to_all", -(-length // 4) * 4, 0)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "shards", "per_machine"), [(3, 8, 0), (5, 16, 0), (7, 16, 0), (4, 6, 0), (8, 16, 2), (8, 12, 2)]
+    ("world_size", "shards", "per_machine"),
+    [(3, 8, 0), (5, 16, 0), (7, 16, 0), (4, 6, 0), (8, 16, 2), (8, 12, 2)],
 )
 def test_ranks_with_several_subtrees_give_the_one_tree(
     monkeypatch: pytest.MonkeyPatch, world_size: int, shards: int, per_machine: int
@@ -285,7 +352,12 @@ def test_ranks_with_several_subtrees_give_the_one_tree(
     def subgroups(rank: int) -> tuple[Level, ...]:
         if not per_machine:
             return ()
-        within = tuple(range(rank // per_machine * per_machine, (rank // per_machine + 1) * per_machine))
+        within = tuple(
+            range(
+                rank // per_machine * per_machine,
+                (rank // per_machine + 1) * per_machine,
+            )
+        )
         across = tuple(range(rank % per_machine, world_size, per_machine))
         return (Level(per_machine, within), Level(world_size // per_machine, across))  # type: ignore[arg-type]
 
@@ -318,10 +390,18 @@ def _serve(rank: int, jobs: list[Job]) -> list[Any]:
     return [_sums(rank, groups, levels, job) if rank < job[0] else None for job in jobs]
 
 
-def _sums(rank: int, groups: dict[int, Any], levels: tuple[Level, ...], job: Job) -> tuple[list[int], list[int]]:
+def _sums(
+    rank: int, groups: dict[int, Any], levels: tuple[Level, ...], job: Job
+) -> tuple[list[int], list[int]]:
     """Bits of the tree's and of the usual sum over the shards on the first ranks."""
     world_size, shards, length, seed = job
-    group = Group(rank, rank, world_size, CPU, levels if seed == MACHINES else (Level(world_size, groups[world_size]),))
+    group = Group(
+        rank,
+        rank,
+        world_size,
+        CPU,
+        levels if seed == MACHINES else (Level(world_size, groups[world_size]),),
+    )
     parts, run = vectors(shards, length, seed), group.own_shards(shards)
     sums = sums_of_run(parts, run)
     if world_size > 1:
@@ -340,16 +420,23 @@ def _sums(rank: int, groups: dict[int, Any], levels: tuple[Level, ...], job: Job
 def answers() -> dict[Job, list[Any]]:
     """Of every job, what each of its ranks found; all jobs by one pool of gloo processes."""
     by_rank = gloo(RANKS, _serve, JOBS)
-    return {job: [by_rank[rank][place] for rank in range(job[0])] for place, job in enumerate(JOBS)}
+    return {
+        job: [by_rank[rank][place] for rank in range(job[0])]
+        for place, job in enumerate(JOBS)
+    }
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_ranks_give_the_bits_of_one_process(answers: dict[Job, list[Any]], job: Job) -> None:
+def test_ranks_give_the_bits_of_one_process(
+    answers: dict[Job, list[Any]], job: Job
+) -> None:
     """The last jobs are of four machines with two ranks each; with 16 shards they climb the tree in two levels."""
     expected = by_recursion(vectors(*job[1:])).view(torch.int32).tolist()
     assert [found == expected for found, _ in answers[job]] == [True] * job[0]
 
 
-def test_the_control_sequential_sum_and_all_reduce_depends_on_the_ranks(answers: dict[Job, list[Any]]) -> None:
+def test_the_control_sequential_sum_and_all_reduce_depends_on_the_ranks(
+    answers: dict[Job, list[Any]],
+) -> None:
     usual = [answers[world_size, SHARDS, 4000, 2][0][1] for world_size in (1, 2, 4, 8)]
     assert all(usual[0] != other for other in usual[1:])

@@ -42,7 +42,10 @@ def files(tmp_path: Path) -> Path:
     for number in (4, 0, 5, 2, 1, 3):
         for kind, high, shape in (("photos", 256, (40, 48, 3)), ("drawn", 3, (40, 48))):
             (root / kind).mkdir(parents=True, exist_ok=True)
-            cv2.imwrite(str(root / f"{kind}/f{number}.png"), DRAWS.integers(0, high, shape, np.uint8))
+            cv2.imwrite(
+                str(root / f"{kind}/f{number}.png"),
+                DRAWS.integers(0, high, shape, np.uint8),
+            )
         rows.append(f"photos/f{number}.png,drawn/f{number}.png\n")
     (root / "train.csv").write_text("image,mask\n" + "".join(rows))
     (root / "classes.yaml").write_text("names: [floor, shelf, person]\n")
@@ -53,7 +56,11 @@ def remote(files: Path, cache: Path, protocol: str = "file") -> Samples:
     name = "bucket:Bucket"
     root = f"{protocol}://{files}"
     return open_samples(
-        compose([f"data.name={name}", f"data.root={root}", f"data.args.cache={cache}"]).data, "train", 0
+        compose(
+            [f"data.name={name}", f"data.root={root}", f"data.args.cache={cache}"]
+        ).data,
+        "train",
+        0,
     )
 
 
@@ -78,11 +85,17 @@ def batches(samples: Samples, workers: int, how: str = "fork") -> list[torch.Ten
     return found
 
 
-@pytest.mark.parametrize(("workers", "how"), [(0, "fork"), (2, "fork"), (2, "forkserver"), (1, "spawn")])
-def test_order_keys_and_pixels_are_those_of_files(files: Path, tmp_path: Path, workers: int, how: str) -> None:
+@pytest.mark.parametrize(
+    ("workers", "how"), [(0, "fork"), (2, "fork"), (2, "forkserver"), (1, "spawn")]
+)
+def test_order_keys_and_pixels_are_those_of_files(
+    files: Path, tmp_path: Path, workers: int, how: str
+) -> None:
     on_disk = open_samples(DataConfig(name="folder", root=str(files)), "train", 0)
     found = remote(files, tmp_path / "cache")
-    assert [found.name(index) for index in range(6)] == [on_disk.name(index) for index in range(6)]
+    assert [found.name(index) for index in range(6)] == [
+        on_disk.name(index) for index in range(6)
+    ]
     wanted = batches(on_disk, 0)
     assert all(map(torch.equal, batches(found, workers, how), wanted))
     assert not torch.equal(wanted[0], wanted[3])
@@ -93,12 +106,20 @@ def test_the_order_is_that_of_names_without_suffix(files: Path, tmp_path: Path) 
     for kind in ("photos", "drawn"):
         for number, name in enumerate(("f-1", "f", "f 2", "f.x")):
             (files / kind / f"f{number}.png").rename(files / kind / f"{name}.png")
-    lines = [f"photos/{name}.png,drawn/{name}.png\n" for name in ("f", "f 2", "f4", "f-1", "f.x", "f5")]
+    lines = [
+        f"photos/{name}.png,drawn/{name}.png\n"
+        for name in ("f", "f 2", "f4", "f-1", "f.x", "f5")
+    ]
     (files / "train.csv").write_text("image,mask\n" + "".join(lines))
     on_disk = open_samples(DataConfig(name="folder", root=str(files)), "train", 0)
     found = remote(files, tmp_path / "cache")
-    assert [found.name(index) for index in range(6)] == [on_disk.name(index) for index in range(6)]
-    assert all(np.array_equal(found.read(index)[0], on_disk.read(index)[0]) for index in range(6))
+    assert [found.name(index) for index in range(6)] == [
+        on_disk.name(index) for index in range(6)
+    ]
+    assert all(
+        np.array_equal(found.read(index)[0], on_disk.read(index)[0])
+        for index in range(6)
+    )
 
 
 def test_two_data_sets_of_one_cache(files: Path, tmp_path: Path) -> None:
@@ -110,7 +131,9 @@ def test_two_data_sets_of_one_cache(files: Path, tmp_path: Path) -> None:
     assert not remote(other, tmp_path / "cache").read(0)[0].any()
 
 
-def test_a_cache_on_a_full_disk_is_named(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_on_a_full_disk_is_named(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = remote(files, tmp_path / "cache")
 
     def full(path: Path, content: bytes) -> int:
@@ -118,7 +141,10 @@ def test_a_cache_on_a_full_disk_is_named(files: Path, tmp_path: Path, monkeypatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(DataError, match=r"f2\.png cannot be written: No space left on device\. Free some"):
+    with pytest.raises(
+        DataError,
+        match=r"f2\.png cannot be written: No space left on device\. Free some",
+    ):
         found.read(2)
     assert not list((tmp_path / "cache").rglob("*f2.png*")), "no part of it is left"
 
@@ -126,9 +152,13 @@ def test_a_cache_on_a_full_disk_is_named(files: Path, tmp_path: Path, monkeypatc
 def test_sizes_are_known_without_reading_all(files: Path, tmp_path: Path) -> None:
     found = remote(files, tmp_path / "cache")
     assert image_sizes(found) == {(40, 48): 6}
-    assert len(list((tmp_path / "cache").rglob("*.png"))) == 1  # the first mask, which tells the size
+    assert (
+        len(list((tmp_path / "cache").rglob("*.png"))) == 1
+    )  # the first mask, which tells the size
     rows = (files / "train.csv").read_text().splitlines()
-    (files / "train.csv").write_text("\n".join([f"{rows[0]},height,width", *(f"{row},7,9" for row in rows[1:])]))
+    (files / "train.csv").write_text(
+        "\n".join([f"{rows[0]},height,width", *(f"{row},7,9" for row in rows[1:])])
+    )
     assert image_sizes(remote(files, tmp_path / "other")) == {(7, 9): 6}
 
 
@@ -138,7 +168,9 @@ def test_an_object_is_fetched_once(files: Path, tmp_path: Path) -> None:
     again = remote(files, tmp_path / "cache")
     assert np.array_equal(again.read(2)[0], first[0])
     (files / "photos/f3.png").unlink()
-    with pytest.raises(DataError, match=r"bucket/photos/f3\.png cannot be read: FileNotFoundError"):
+    with pytest.raises(
+        DataError, match=r"bucket/photos/f3\.png cannot be read: FileNotFoundError"
+    ):
         again.read(3)
     assert not list((tmp_path / "cache").rglob("*f3.png")), "no part of it is left"
 
@@ -149,7 +181,8 @@ def test_any_file_system_of_fsspec_will_do(files: Path, tmp_path: Path) -> None:
         memory.pipe_file(f"memory://{path}", path.read_bytes())
     found = remote(files, tmp_path / "cache", "memory")
     assert np.array_equal(
-        found.read(0)[0], open_samples(DataConfig(name="folder", root=str(files)), "train", 0).read(0)[0]
+        found.read(0)[0],
+        open_samples(DataConfig(name="folder", root=str(files)), "train", 0).read(0)[0],
     )
     assert unpicklable(found) is None
 
@@ -159,7 +192,9 @@ class Threaded(AsyncFileSystem):
 
     protocol = "threaded"
 
-    async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: object) -> bytes:
+    async def _cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **_: object
+    ) -> bytes:
         await asyncio.sleep(0)
         return Path(self._strip_protocol(path)).read_bytes()
 
@@ -168,8 +203,16 @@ def test_a_file_system_with_a_thread_survives_a_fork(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fsspec.register_implementation("threaded", Threaded, clobber=True)
-    found = remote(files, tmp_path / "cache", "threaded")  # the list is read here, before the fork
-    assert all(map(torch.equal, batches(found, 2), batches(remote(files, tmp_path / "other"), 0)))
+    found = remote(
+        files, tmp_path / "cache", "threaded"
+    )  # the list is read here, before the fork
+    assert all(
+        map(
+            torch.equal,
+            batches(found, 2),
+            batches(remote(files, tmp_path / "other"), 0),
+        )
+    )
     found = remote(files, tmp_path / "third", "threaded")
     shared = found.source._files()
     monkeypatch.setattr(type(found.source), "_files", lambda self: shared)
@@ -177,7 +220,9 @@ def test_a_file_system_with_a_thread_survives_a_fork(
         batches(found, 2)
 
 
-def test_a_process_opens_its_own_file_system(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_opens_its_own_file_system(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of the network run a thread, which a forked process does not have."""
     own = remote(files, tmp_path / "cache").source
     before = own._files()
@@ -188,16 +233,26 @@ def test_a_process_opens_its_own_file_system(files: Path, tmp_path: Path, monkey
 
 def test_what_is_wrong_is_said_with_the_url(files: Path, tmp_path: Path) -> None:
     (files / "train.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(ConfigError, match=r"bucket/train\.csv has no rows below a header with image and mask"):
+    with pytest.raises(
+        ConfigError,
+        match=r"bucket/train\.csv has no rows below a header with image and mask",
+    ):
         remote(files, tmp_path / "a")
     (files / "train.csv").write_text("image,mask\nphotos/f0.png\n")
-    with pytest.raises(ConfigError, match=r"train\.csv: \['photos/f0\.png', None\] is not an image and its"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train\.csv: \['photos/f0\.png', None\] is not an image and its",
+    ):
         remote(files, tmp_path / "a2")
-    (files / "train.csv").write_text("image,mask\nphotos/f0.png,drawn/f0.png\nphotos/f0.jpg,drawn/f1.png\n")
+    (files / "train.csv").write_text(
+        "image,mask\nphotos/f0.png,drawn/f0.png\nphotos/f0.jpg,drawn/f1.png\n"
+    )
     with pytest.raises(ConfigError, match=r"train\.csv has photos/f0 twice"):
         remote(files, tmp_path / "a3")
     (files / "train.csv").write_text("image,mask\n../../x.png,drawn/f0.png\n")
-    with pytest.raises(ConfigError, match=r"\.\./\.\./x\.png leads out of the data set"):
+    with pytest.raises(
+        ConfigError, match=r"\.\./\.\./x\.png leads out of the data set"
+    ):
         remote(files, tmp_path / "b")
     with pytest.raises(ConfigError, match=r"nowhere/train\.csv cannot be read"):
         remote(files / "nowhere", tmp_path / "c")

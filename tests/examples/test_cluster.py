@@ -29,21 +29,40 @@ def commands(text: str) -> list[list[str]]:
     """Words of every command in the bash blocks of a page."""
     blocks = re.findall(r"```bash\n(.*?)```", text, re.S)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [shlex.split(line, comments=True) for line in lines if line.strip() and not line.startswith("#")]
+    return [
+        shlex.split(line, comments=True)
+        for line in lines
+        if line.strip() and not line.startswith("#")
+    ]
 
 
 def overrides(words: list[str]) -> list[str]:
     """What follows `segpipe train`, with a value for each shell variable."""
-    place = next(place for place in range(1, len(words)) if words[place - 1 : place + 1] == ["segpipe", "train"])
-    return [re.sub(r"\$\{?\w+\}?", "1", word) for word in words[place + 1 :] if not word.startswith("-")]
+    place = next(
+        place
+        for place in range(1, len(words))
+        if words[place - 1 : place + 1] == ["segpipe", "train"]
+    )
+    return [
+        re.sub(r"\$\{?\w+\}?", "1", word)
+        for word in words[place + 1 :]
+        if not word.startswith("-")
+    ]
 
 
 def options(words: list[str]) -> dict[str, str]:
-    return dict(word.removeprefix("--").split("=", 1) for word in words if word.startswith("--") and "=" in word)
+    return dict(
+        word.removeprefix("--").split("=", 1)
+        for word in words
+        if word.startswith("--") and "=" in word
+    )
 
 
 def manifests() -> dict[str, Any]:
-    return {each["kind"]: each for each in yaml.safe_load_all((EXAMPLES / "job.yaml").read_text())}
+    return {
+        each["kind"]: each
+        for each in yaml.safe_load_all((EXAMPLES / "job.yaml").read_text())
+    }
 
 
 def script_overrides() -> list[str]:
@@ -51,7 +70,9 @@ def script_overrides() -> list[str]:
     return [re.sub(r"\$\{?\w+\}?", "/somewhere", word) for word in shlex.split(listed)]
 
 
-TRAINING = [words for words in commands(PAGE) if "segpipe" in words and "train" in words]
+TRAINING = [
+    words for words in commands(PAGE) if "segpipe" in words and "train" in words
+]
 
 
 @pytest.mark.parametrize("words", TRAINING, ids=lambda words: words[0])
@@ -68,9 +89,18 @@ def test_torchrun_knows_the_options_that_are_used() -> None:
     from torch.distributed.run import get_args_parser
 
     job = manifests()["Job"]["spec"]["template"]["spec"]["containers"][0]["args"]
-    script = SCRIPT.read_text().partition("torchrun")[2].partition("-m segpipe")[0].replace("\\\n", " ")
-    used = [words[: words.index("-m")] for words in [*TRAINING, job] if "-m" in words] + [shlex.split(script)]
-    known = {name for action in get_args_parser()._actions for name in action.option_strings}
+    script = (
+        SCRIPT.read_text()
+        .partition("torchrun")[2]
+        .partition("-m segpipe")[0]
+        .replace("\\\n", " ")
+    )
+    used = [
+        words[: words.index("-m")] for words in [*TRAINING, job] if "-m" in words
+    ] + [shlex.split(script)]
+    known = {
+        name for action in get_args_parser()._actions for name in action.option_strings
+    }
     for words in used:
         names = {word.partition("=")[0] for word in words if word.startswith("--")}
         assert len(names) > 3
@@ -92,7 +122,9 @@ def test_the_script_for_slurm_is_sound() -> None:
 
 
 @pytest.mark.parametrize("code", [130, 0])
-def test_the_script_saves_and_requeues_before_the_time_limit(tmp_path: Path, code: int) -> None:
+def test_the_script_saves_and_requeues_before_the_time_limit(
+    tmp_path: Path, code: int
+) -> None:
     """With stand-ins for Slurm: `srun` trains until it gets TERM, which `scancel` sends."""
     bodies = {
         "srun": f"trap 'exit {code}' TERM; echo $$ > pid; echo \"$@\" > started; while :; do sleep 0.05; done",
@@ -103,9 +135,15 @@ def test_the_script_saves_and_requeues_before_the_time_limit(tmp_path: Path, cod
         path = tmp_path / name
         path.write_text(f"#!/bin/bash\n{body}\n")
         path.chmod(0o755)
-    slurm = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": "2"}
+    slurm = {
+        "SLURM_JOB_ID": "42",
+        "SLURM_JOB_NODELIST": "node[7-8]",
+        "SLURM_NNODES": "2",
+    }
     env = {**os.environ, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    script = subprocess.Popen(["bash", str(SCRIPT)], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
+    script = subprocess.Popen(
+        ["bash", str(SCRIPT)], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 60
     while not (tmp_path / "started").exists() or not (tmp_path / "started").read_text():
         assert time.monotonic() < deadline
@@ -118,7 +156,9 @@ def test_the_script_saves_and_requeues_before_the_time_limit(tmp_path: Path, cod
     assert options(words)["rdzv-endpoint"] == "node7:29500"
     check(compose(overrides(words)), world_size=16)
     assert (tmp_path / "cancelled").read_text() == "--signal=TERM 42\n"
-    assert (tmp_path / "requeued").exists() is (code != 0)  # a run that was just finished is not started again
+    assert (tmp_path / "requeued").exists() is (
+        code != 0
+    )  # a run that was just finished is not started again
 
 
 def test_the_job_for_kubernetes_fits_together() -> None:
@@ -128,7 +168,10 @@ def test_the_job_for_kubernetes_fits_together() -> None:
     given = options(container["args"])
     assert spec["completionMode"] == "Indexed"
     assert spec["completions"] == spec["parallelism"] == int(given["nnodes"])
-    assert int(given["nproc-per-node"]) == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert (
+        int(given["nproc-per-node"])
+        == container["resources"]["limits"]["nvidia.com/gpu"]
+    )
     assert given["master-addr"] == f"{job['metadata']['name']}-0.{pod['subdomain']}"
     assert pod["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["clusterIP"] == "None"
@@ -137,16 +180,33 @@ def test_the_job_for_kubernetes_fits_together() -> None:
     assert pod["terminationGracePeriodSeconds"] > int(given["shutdown-timeout"])
     mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert mounted.keys() == {volume["name"] for volume in pod["volumes"]}
-    shm = next(volume["emptyDir"] for volume in pod["volumes"] if mounted[volume["name"]] == "/dev/shm")
-    config = compose(overrides(["segpipe", *container["args"][container["args"].index("train") :]]))
+    shm = next(
+        volume["emptyDir"]
+        for volume in pod["volumes"]
+        if mounted[volume["name"]] == "/dev/shm"
+    )
+    config = compose(
+        overrides(["segpipe", *container["args"][container["args"].index("train") :]])
+    )
     check(config, world_size=16)
     assert (pod["restartPolicy"], config.run.exists) == ("OnFailure", "resume")
     assert shm["medium"] == "Memory"
-    assert shared_memory(8, config.data.workers, config.data.prefetch, 4, 720, 960) < int(shm["sizeLimit"][:-2]) * 2**30
+    assert (
+        shared_memory(8, config.data.workers, config.data.prefetch, 4, 720, 960)
+        < int(shm["sizeLimit"][:-2]) * 2**30
+    )
 
 
-def shared_memory(processes: int, workers: int, prefetch: int, samples: int, height: int, width: int) -> int:
-    return processes * workers * prefetch * samples * (height * width * PIXEL_BYTES + ROW_BYTES)
+def shared_memory(
+    processes: int, workers: int, prefetch: int, samples: int, height: int, width: int
+) -> int:
+    return (
+        processes
+        * workers
+        * prefetch
+        * samples
+        * (height * width * PIXEL_BYTES + ROW_BYTES)
+    )
 
 
 def test_the_page_gives_the_formula_of_the_loader() -> None:
@@ -163,7 +223,9 @@ def test_two_machines_compute_the_bits_of_one_process(tmp_path: Path) -> None:
         "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=0", "--rdzv-backend=c10d",
         f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=two", "--local-addr=localhost", "-m", "segpipe", "train",
     ]  # fmt: skip
-    machines = [start(*meeting, *settings(tmp_path / "two", *changes)) for _ in range(2)]
+    machines = [
+        start(*meeting, *settings(tmp_path / "two", *changes)) for _ in range(2)
+    ]
     assert run(tmp_path / "one", *changes) == 0
     for machine in machines:
         done = finished(machine)

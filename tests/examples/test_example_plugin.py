@@ -25,7 +25,12 @@ FAST = (
 def example(project: object) -> Path:
     """A copy of the example with its data, which is the current folder."""
     folder = Path.cwd()
-    shutil.copytree(EXAMPLE, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        EXAMPLE,
+        folder,
+        dirs_exist_ok=True,
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     subprocess.run([sys.executable, "draw.py", "shots"], check=True)
     return folder
 
@@ -35,15 +40,29 @@ def command(*arguments: str) -> int:
         return segpipe(list(arguments))
 
 
-def test_a_session_with_plug_ins(example: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_session_with_plug_ins(
+    example: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """One and two processes give the same bits; evaluate and audit work; other code is refused by name."""
     assert command("train", *FAST, "run.name=one") == 0, capfd.readouterr().err
-    assert command("train", *FAST, "run.name=two", "compute.nproc=2") == 0, capfd.readouterr().err
-    one, two = (json.loads(Path(f"runs/{name}/result.json").read_text()) for name in ("one", "two"))
+    assert command("train", *FAST, "run.name=two", "compute.nproc=2") == 0, (
+        capfd.readouterr().err
+    )
+    one, two = (
+        json.loads(Path(f"runs/{name}/result.json").read_text())
+        for name in ("one", "two")
+    )
     assert one["weights_digest"] == two["weights_digest"]
     saved = load(Path("runs/one/last.pt"))
     assert any(name.startswith("net.backbone.") for name in saved["model"])
-    code = {"mine/__init__.py", "mine/network.py", "mine/loss.py", "mine/data.py", "mine/transform.py", "torchvision"}
+    code = {
+        "mine/__init__.py",
+        "mine/network.py",
+        "mine/loss.py",
+        "mine/data.py",
+        "mine/transform.py",
+        "torchvision",
+    }
     assert set(saved["fingerprint"]["plugins"]) == code
     content = json.loads(Path("runs/one/inputs.json").read_text())
     assert set(content["plugins"]["files"]) == code
@@ -51,11 +70,16 @@ def test_a_session_with_plug_ins(example: Path, capfd: pytest.CaptureFixture[str
     capfd.readouterr()
     assert command("evaluate", "run=runs/two", "data.workers=0") == 0
     assert json.loads(capfd.readouterr().out)["miou"] == pytest.approx(two["miou"])
-    assert command("audit", "run=runs/two", "spans=1", "data.workers=0") == 0, capfd.readouterr()
+    assert command("audit", "run=runs/two", "spans=1", "data.workers=0") == 0, (
+        capfd.readouterr()
+    )
     plugins._trusted.clear()  # the training in this process named them
     with Path("mine/network.py").open("a") as file:
         file.write("# another\n")
-    for arguments in (["evaluate", "run=runs/one"], ["train", *FAST, "run.name=one", "run.exists=resume"]):
+    for arguments in (
+        ["evaluate", "run=runs/one"],
+        ["train", *FAST, "run.name=one", "run.exists=resume"],
+    ):
         assert command(*arguments) == 2
         assert "mine/network.py" in capfd.readouterr().err
     assert command("evaluate", "run=runs/one", "data.workers=0", "trust=[mine]") == 0

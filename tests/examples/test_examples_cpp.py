@@ -32,11 +32,20 @@ class Build(NamedTuple):
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, check=False
+    )
 
 
 def with_cmake(folder: Path) -> Build:
-    configured = run("cmake", "-S", SOURCES, "-B", folder, f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}")
+    configured = run(
+        "cmake",
+        "-S",
+        SOURCES,
+        "-B",
+        folder,
+        f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}",
+    )
     assert configured.returncode == 0, configured.stderr
     built = run("cmake", "--build", folder)
     assert built.returncode == 0, built.stdout + built.stderr
@@ -47,10 +56,29 @@ def with_cmake(folder: Path) -> Build:
 def with_compiler(compiler: str, folder: Path) -> Build:
     """Without CMake: the program for libtorch alone."""
     place = Path(torch.__file__).parent
-    includes = (f"-isystem{place / 'include'}", f"-isystem{place / 'include/torch/csrc/api/include'}")
-    libraries = (f"-L{place / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{place / 'lib'},--allow-shlib-undefined")
+    includes = (
+        f"-isystem{place / 'include'}",
+        f"-isystem{place / 'include/torch/csrc/api/include'}",
+    )
+    libraries = (
+        f"-L{place / 'lib'}",
+        "-ltorch_cpu",
+        "-lc10",
+        f"-Wl,-rpath,{place / 'lib'},--allow-shlib-undefined",
+    )
     source, program = SOURCES / "segpipe_torch.cpp", folder / "segpipe_torch"
-    built = run(compiler, "-std=c++20", "-O1", "-Wall", "-Wextra", *includes, source, "-o", program, *libraries)
+    built = run(
+        compiler,
+        "-std=c++20",
+        "-O1",
+        "-Wall",
+        "-Wextra",
+        *includes,
+        source,
+        "-o",
+        program,
+        *libraries,
+    )
     assert built.returncode == 0, built.stderr
     return Build(folder, None)
 
@@ -61,16 +89,24 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     if compiler is None:
         pytest.skip("no C++ compiler on this machine")
     folder = tmp_path_factory.mktemp("build")
-    return with_cmake(folder) if shutil.which("cmake") else with_compiler(compiler, folder)
+    return (
+        with_cmake(folder) if shutil.which("cmake") else with_compiler(compiler, folder)
+    )
 
 
 @pytest.fixture(scope="module")
 def exported(build: Build, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    formats = ["torchscript", "onnx"] if (build.folder / "segpipe_ort").exists() else ["torchscript"]
+    formats = (
+        ["torchscript", "onnx"]
+        if (build.folder / "segpipe_ort").exists()
+        else ["torchscript"]
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(latency, "SECONDS", 0.0)
         folder = tmp_path_factory.mktemp("export") / "export"
-        return export_run(tiny_network(), IMAGES, folder, formats, {}, names=NAMES).folder
+        return export_run(
+            tiny_network(), IMAGES, folder, formats, {}, names=NAMES
+        ).folder
 
 
 @pytest.fixture
@@ -90,8 +126,15 @@ def program(request: pytest.FixtureRequest, build: Build) -> Path:
 
 
 def write_sums(folder: Path) -> None:
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "SHA256SUMS")
-    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(folder)}\n" for path in files]
+    files = sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "SHA256SUMS"
+    )
+    lines = [
+        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(folder)}\n"
+        for path in files
+    ]
     (folder / "SHA256SUMS").write_text("".join(lines))
 
 
@@ -102,7 +145,8 @@ def test_golden_answers_are_repeated(program: Path, exported: Path) -> None:
     assert len(lines) == len(np.load(exported / "golden" / "image.npy"))
     for index, line in enumerate(lines):
         found = re.fullmatch(
-            r"frame (\d+): ([\d.]+) % of the pixels equal, confidence within (\d) levels, p50 ([\d.]+) ms", line
+            r"frame (\d+): ([\d.]+) % of the pixels equal, confidence within (\d) levels, p50 ([\d.]+) ms",
+            line,
         )
         assert found is not None, line
         assert int(found[1]) == index
@@ -169,20 +213,44 @@ def escape(folder: Path) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "golden byte": (flip, 7, r"mask\.npy is missing, altered or truncated"),
     "golden mask": (change("mask", 1), 4, "other answers on this machine"),
-    "golden confidence": (change("confidence", 128), 4, "other answers on this machine"),
+    "golden confidence": (
+        change("confidence", 128),
+        4,
+        "other answers on this machine",
+    ),
     "model cut": (cut("model.*"), 7, "is missing, altered or truncated"),
     "no model": (garble, 7, "cannot be used"),
-    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), 7, r"manifest\.json is missing"),
-    "no sums": (lambda folder: (folder / "SHA256SUMS").unlink(), 7, "expected an exported folder"),
+    "no manifest": (
+        lambda folder: (folder / "manifest.json").unlink(),
+        7,
+        r"manifest\.json is missing",
+    ),
+    "no sums": (
+        lambda folder: (folder / "SHA256SUMS").unlink(),
+        7,
+        "expected an exported folder",
+    ),
     "way out": (escape, 7, "has the line"),
     "other weights": (
         rewrite("manifest.json", '"4567"', '"89"'),
         7,
         "other weights",
     ),
-    "other profile": (rewrite("manifest.json", '"profile": "robot"', '"profile": "isaac"'), 7, "format or profile"),
-    "other format": (rewrite("manifest.json", FORMAT, "segpipe-export/0"), 7, "format or profile"),
-    "no limits": (rewrite("manifest.json", '"image_agreement"', '"agreement"'), 7, r"no golden\.image_agreement"),
+    "other profile": (
+        rewrite("manifest.json", '"profile": "robot"', '"profile": "isaac"'),
+        7,
+        "format or profile",
+    ),
+    "other format": (
+        rewrite("manifest.json", FORMAT, "segpipe-export/0"),
+        7,
+        "format or profile",
+    ),
+    "no limits": (
+        rewrite("manifest.json", '"image_agreement"', '"agreement"'),
+        7,
+        r"no golden\.image_agreement",
+    ),
     "looser limit": (
         rewrite("manifest.json", '"image_agreement": 0.999', '"image_agreement": 0.5'),
         7,
@@ -222,7 +290,9 @@ def test_checksums_of_every_length(program: Path, copied: Path) -> None:
     assert run(program, copied, "1").returncode == 7, "the control: the files are read"
 
 
-@pytest.mark.parametrize("arguments", [(), ("export", "0"), ("export", "many"), ("export", "1", "2")])
+@pytest.mark.parametrize(
+    "arguments", [(), ("export", "0"), ("export", "many"), ("export", "1", "2")]
+)
 def test_usage(arguments: tuple[str, ...], program: Path) -> None:
     done = run(program, *arguments)
     assert (done.returncode, done.stdout) == (2, "")

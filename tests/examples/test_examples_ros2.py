@@ -26,7 +26,9 @@ NOW = 1000.0
 def importable() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(PACKAGE))
-        patch.setitem(sys.modules, "segpipe_runtime", segpipe.runtime)  # the name in the wheel for robots
+        patch.setitem(
+            sys.modules, "segpipe_runtime", segpipe.runtime
+        )  # the name in the wheel for robots
         yield
 
 
@@ -56,7 +58,12 @@ RECORDED = {
     "VisionClass": {"class_id": "uint16", "class_name": "string"},
     "LabelInfo": {"header": "Header", "class_map": "VisionClass[]", "threshold": "float32"},
 }  # fmt: skip
-WHOLE = {"int32": (-(2**31), 2**31), "uint8": (0, 2**8), "uint16": (0, 2**16), "uint32": (0, 2**32)}
+WHOLE = {
+    "int32": (-(2**31), 2**31),
+    "uint8": (0, 2**8),
+    "uint16": (0, 2**16),
+    "uint32": (0, 2**32),
+}
 
 
 class Message:
@@ -64,13 +71,17 @@ class Message:
 
     def __init__(self, **fields: Any) -> None:
         kinds = RECORDED[type(self).__name__]
-        assert fields.keys() <= kinds.keys(), f"{type(self).__name__} has no {fields.keys() - kinds.keys()}"
+        assert fields.keys() <= kinds.keys(), (
+            f"{type(self).__name__} has no {fields.keys() - kinds.keys()}"
+        )
         for name, kind in kinds.items():
             setattr(self, name, fields[name] if name in fields else default(kind))
 
     def __setattr__(self, name: str, value: Any) -> None:
         kind = RECORDED[type(self).__name__][name]
-        assert fits(kind, value), f"{type(self).__name__}.{name} is {kind}, but {value!r:.60} was given"
+        assert fits(kind, value), (
+            f"{type(self).__name__}.{name} is {kind}, but {value!r:.60} was given"
+        )
         super().__setattr__(name, value)
 
 
@@ -88,7 +99,9 @@ def fits(kind: str, value: Any) -> bool:
     if kind == "uint8[]":
         return isinstance(value, array) and value.typecode == "B"
     if kind.endswith("[]"):
-        return isinstance(value, list) and all(fits(kind[:-2], entry) for entry in value)
+        return isinstance(value, list) and all(
+            fits(kind[:-2], entry) for entry in value
+        )
     if kind in WHOLE:
         return isinstance(value, int) and WHOLE[kind][0] <= value < WHOLE[kind][1]
     if kind == "byte":
@@ -99,7 +112,14 @@ def fits(kind: str, value: Any) -> bool:
 
 def test_recorded_messages_refuse_what_rclpy_refuses() -> None:
     image = KINDS["Image"]
-    for wrong in ({"heigth": 3}, {"height": -1}, {"data": [1, 2]}, {"step": 2.0}, {"header": "now"}, {"encoding": 8}):
+    for wrong in (
+        {"heigth": 3},
+        {"height": -1},
+        {"data": [1, 2]},
+        {"step": 2.0},
+        {"header": "now"},
+        {"encoding": 8},
+    ):
         with pytest.raises(AssertionError, match="Image"):
             image(**wrong)
     assert image(height=3, data=array("B", b"123")).encoding == ""
@@ -108,9 +128,13 @@ def test_recorded_messages_refuse_what_rclpy_refuses() -> None:
 def message(image: np.ndarray, *, padding: int = 0, **fields: Any) -> SimpleNamespace:
     """sensor_msgs/Image of `image` with `padding` bytes of noise after each row; of any types, as drivers send them."""
     height, width = image.shape[:2]
-    rows = np.hstack([image.reshape(height, -1), np.full((height, padding), 99, np.uint8)])
+    rows = np.hstack(
+        [image.reshape(height, -1), np.full((height, padding), 99, np.uint8)]
+    )
     entries = {
-        "header": KINDS["Header"](stamp=KINDS["Time"](sec=int(NOW), nanosec=250_000_000), frame_id="camera"),
+        "header": KINDS["Header"](
+            stamp=KINDS["Time"](sec=int(NOW), nanosec=250_000_000), frame_id="camera"
+        ),
         "height": height,
         "width": width,
         "encoding": "rgb8",
@@ -136,7 +160,9 @@ def test_pixels_are_read_as_they_were_sent(padding: int, encoding: str) -> None:
     assert found.image is not None
     assert np.array_equal(found.image, image)
     other = "bgr8" if encoding == "rgb8" else "rgb8"
-    assert not np.array_equal(read_frame(message(sent, encoding=other)).image, image), "the control: order of colors"
+    assert not np.array_equal(read_frame(message(sent, encoding=other)).image, image), (
+        "the control: order of colors"
+    )
 
 
 BYTES = frame(3).tobytes()
@@ -155,7 +181,11 @@ REFUSED: dict[str, tuple[dict[str, Any], Status, str]] = {
     "no data": ({"data": array("B")}, Status.BAD_SHAPE, "0 bytes"),
     "data too short": ({"data": BYTES[:-1]}, Status.BAD_SHAPE, "4607 bytes"),
     "data too long": ({"data": BYTES + b"x"}, Status.BAD_SHAPE, "4609 bytes"),
-    "step too short": ({"step": 3 * SIZE[1] - 1, "data": BYTES[: -SIZE[0]]}, Status.BAD_SHAPE, "step = 143"),
+    "step too short": (
+        {"step": 3 * SIZE[1] - 1, "data": BYTES[: -SIZE[0]]},
+        Status.BAD_SHAPE,
+        "step = 143",
+    ),
     "no step": ({"step": 0}, Status.BAD_SHAPE, "step = 0"),
     "no rows": ({"height": 0, "data": b""}, Status.BAD_SHAPE, "0x48"),
     "no columns": ({"width": 0}, Status.BAD_SHAPE, "32x0"),
@@ -164,12 +194,18 @@ REFUSED: dict[str, tuple[dict[str, Any], Status, str]] = {
         Status.BAD_SHAPE,
         "resize first",
     ),
-    "rows for columns": ({"height": 48, "width": 32, "step": 96}, Status.BAD_SHAPE, "48x32, but 32x48 was needed"),
+    "rows for columns": (
+        {"height": 48, "width": 32, "step": 96},
+        Status.BAD_SHAPE,
+        "48x32, but 32x48 was needed",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_read_for_certain_is_refused(name: str, segmenter: Segmenter) -> None:
+def test_what_cannot_be_read_for_certain_is_refused(
+    name: str, segmenter: Segmenter
+) -> None:
     from segpipe_ros.messages import answer as answer_of
 
     fields, status, told = REFUSED[name]
@@ -217,7 +253,12 @@ def test_masks_as_messages() -> None:
 
     mask = np.arange(12, dtype=np.uint8).reshape(3, 4)
     fields = mono8(mask[:, ::2])
-    assert (fields["height"], fields["width"], fields["step"], fields["encoding"]) == (3, 2, 2, "mono8")
+    assert (fields["height"], fields["width"], fields["step"], fields["encoding"]) == (
+        3,
+        2,
+        2,
+        "mono8",
+    )
     assert fields["is_bigendian"] == 0
     assert fields["data"] == array("B", [0, 2, 4, 6, 8, 10])
 
@@ -226,7 +267,9 @@ def test_masks_as_messages() -> None:
 
 
 def result_of(status: Status, latency_ms: float = 5.0) -> Result:
-    return Result(status, np.zeros(SIZE, np.uint8), np.zeros((8, 12), np.uint8), latency_ms, "toy")
+    return Result(
+        status, np.zeros(SIZE, np.uint8), np.zeros((8, 12), np.uint8), latency_ms, "toy"
+    )
 
 
 def test_every_status_has_a_level() -> None:
@@ -234,7 +277,9 @@ def test_every_status_has_a_level() -> None:
 
     assert LEVELS.keys() == set(Status)
     assert [status for status in Status if LEVELS[status] == OK] == [Status.OK]
-    assert (OK, WARN, ERROR, STALE) == (0, 1, 2, 3), "numbers of diagnostic_msgs/DiagnosticStatus"
+    assert (OK, WARN, ERROR, STALE) == (0, 1, 2, 3), (
+        "numbers of diagnostic_msgs/DiagnosticStatus"
+    )
 
 
 def test_diagnostics_tell_the_worst_since_the_last_report() -> None:
@@ -257,7 +302,10 @@ def test_diagnostics_tell_the_worst_since_the_last_report() -> None:
     assert health.report(3.0)[:2] == (WARN, "1 of 2 frames TOO_DARK")
     health.note(result_of(Status.BAD_DTYPE), "encoding = 'mono8'", 3.1)
     health.note(result_of(Status.TOO_DARK), "", 3.2)
-    assert health.report(4.0)[:2] == (ERROR, "1 of 2 frames BAD_DTYPE (BAD_DTYPE: encoding = 'mono8')")
+    assert health.report(4.0)[:2] == (
+        ERROR,
+        "1 of 2 frames BAD_DTYPE (BAD_DTYPE: encoding = 'mono8')",
+    )
     assert health.report(4.5)[:2] == (OK, "waiting for a frame")
     assert health.report(6.0)[:2] == (STALE, "no frame for 2.8 s")
     assert dict(health.report(6.0).values)["TOO_DARK"] == "2", "counts go on"
@@ -269,7 +317,9 @@ def test_results_that_wait_for_a_report_hold_no_masks() -> None:
     health = Health("toy", 0.0)
     for _ in range(3):
         health.note(result_of(Status.OK), "", 1.0)
-    assert sum(result.mask.size + result.confidence.size for result in health._recent) == 0
+    assert (
+        sum(result.mask.size + result.confidence.size for result in health._recent) == 0
+    )
 
 
 # The node
@@ -304,7 +354,9 @@ class Node:
         self.qualities[topic] = quality
         return SimpleNamespace(publish=self.sent.setdefault(topic, []).append)
 
-    def create_subscription(self, _kind: Any, topic: str, callback: Any, quality: Any) -> None:
+    def create_subscription(
+        self, _kind: Any, topic: str, callback: Any, quality: Any
+    ) -> None:
         self.qualities[topic] = quality
         self.receive = callback
 
@@ -342,7 +394,9 @@ def ros(node: Node, spin: Any) -> dict[str, ModuleType]:
         "DurabilityPolicy": SimpleNamespace(TRANSIENT_LOCAL="latched"),
         "ReliabilityPolicy": SimpleNamespace(BEST_EFFORT="best effort"),
     }
-    executors = module("rclpy.executors", ExternalShutdownException=ExternalShutdownException)
+    executors = module(
+        "rclpy.executors", ExternalShutdownException=ExternalShutdownException
+    )
     rclpy = module(
         "rclpy",
         init=lambda: None,
@@ -356,10 +410,16 @@ def ros(node: Node, spin: Any) -> dict[str, ModuleType]:
         "sensor_msgs": ("Image",),
         "vision_msgs": ("LabelInfo", "VisionClass"),
     }
-    found = {"rclpy": rclpy, "rclpy.executors": executors, "rclpy.qos": module("rclpy.qos", **quality)}
+    found = {
+        "rclpy": rclpy,
+        "rclpy.executors": executors,
+        "rclpy.qos": module("rclpy.qos", **quality),
+    }
     for name, members in kinds.items():
         found[name] = module(name)
-        found[f"{name}.msg"] = module(f"{name}.msg", **{member: KINDS[member] for member in members})
+        found[f"{name}.msg"] = module(
+            f"{name}.msg", **{member: KINDS[member] for member in members}
+        )
     return found
 
 
@@ -371,7 +431,9 @@ def start(monkeypatch: pytest.MonkeyPatch, node: Node, spin: Any) -> int:
     return main()
 
 
-def test_the_node_answers_and_tells_how_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_node_answers_and_tells_how_it_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     node = Node({"folder": str(folder), "deadline_ms": 60_000.0})
 
     def spin(_node: Node) -> None:
@@ -383,18 +445,28 @@ def test_the_node_answers_and_tells_how_it_is(folder: Path, monkeypatch: pytest.
     assert start(monkeypatch, node, spin) == 0
     assert node.ended
     masks, confidences = node.sent["~/mask"], node.sent["~/confidence"]
-    assert np.array_equal(np.frombuffer(masks[0].data, np.uint8).reshape(SIZE), answer(frame(3))[0])
-    assert np.array_equal(np.frombuffer(confidences[0].data, np.uint8).reshape(8, 12), answer(frame(3))[1])
+    assert np.array_equal(
+        np.frombuffer(masks[0].data, np.uint8).reshape(SIZE), answer(frame(3))[0]
+    )
+    assert np.array_equal(
+        np.frombuffer(confidences[0].data, np.uint8).reshape(8, 12), answer(frame(3))[1]
+    )
     assert masks[0].header.frame_id == "camera"
     assert set(masks[1].data) == {255}
     assert set(confidences[1].data) == {0}
     labels = node.sent["~/label_info"][0].class_map
-    assert [(entry.class_id, entry.class_name) for entry in labels] == [(0, "low"), (1, "high"), (255, "no_answer")]
+    assert [(entry.class_id, entry.class_name) for entry in labels] == [
+        (0, "low"),
+        (1, "high"),
+        (255, "no_answer"),
+    ]
     assert node.qualities["~/label_info"] == {"depth": 1, "durability": "latched"}
     assert node.qualities["image"] == {"depth": 1, "reliability": "best effort"}
     (status,) = node.sent["/diagnostics"][0].status
     assert status.level == b"\x02"
-    assert status.message.startswith("1 of 2 frames BAD_DTYPE (BAD_DTYPE: encoding = 'mono8'")
+    assert status.message.startswith(
+        "1 of 2 frames BAD_DTYPE (BAD_DTYPE: encoding = 'mono8'"
+    )
     assert {entry.key: entry.value for entry in status.values}["OK"] == "1"
 
 
@@ -419,17 +491,36 @@ def test_ros_is_imported_only_inside() -> None:
     """Nothing at the top of a file needs ROS; the launch file is ROS's own."""
     for path in (PACKAGE / "segpipe_ros").glob("*.py"):
         for statement in ast.parse(path.read_text()).body:
-            names = [alias.name for alias in statement.names] if isinstance(statement, ast.Import) else []
-            names += [str(statement.module)] if isinstance(statement, ast.ImportFrom) else []
+            names = (
+                [alias.name for alias in statement.names]
+                if isinstance(statement, ast.Import)
+                else []
+            )
+            names += (
+                [str(statement.module)] if isinstance(statement, ast.ImportFrom) else []
+            )
             for name in names:
                 root = name.partition(".")[0]
-                allowed = {"numpy", "segpipe_ros", "segpipe_runtime", *sys.stdlib_module_names}
+                allowed = {
+                    "numpy",
+                    "segpipe_ros",
+                    "segpipe_runtime",
+                    *sys.stdlib_module_names,
+                }
                 assert root in allowed, f"{path.name}: {name}"
 
 
 def test_the_package_lists_what_it_imports() -> None:
-    listed = {entry.text for entry in ElementTree.parse(PACKAGE / "package.xml").getroot().iter("exec_depend")}
-    for path in [*(PACKAGE / "segpipe_ros").glob("*.py"), *(PACKAGE / "launch").glob("*.py")]:
+    listed = {
+        entry.text
+        for entry in ElementTree.parse(PACKAGE / "package.xml")
+        .getroot()
+        .iter("exec_depend")
+    }
+    for path in [
+        *(PACKAGE / "segpipe_ros").glob("*.py"),
+        *(PACKAGE / "launch").glob("*.py"),
+    ]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom):
                 root = str(node.module).partition(".")[0]

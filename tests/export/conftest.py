@@ -24,11 +24,23 @@ def tiny_networks() -> Iterator[None]:
     It is not trained, so a fitted temperature would make all classes equally likely, and faults of the confidence
     could not be seen.
     """
-    fixed = {"method": "temperature", "temperature": 0.25, "ece_before": 0.2, "ece_after": 0.1, "images": 4}
+    fixed = {
+        "method": "temperature",
+        "temperature": 0.25,
+        "ece_before": 0.2,
+        "ece_after": 0.1,
+        "images": 4,
+    }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "build_model", lambda _, num_classes, *args: Tiny(num_classes))
+        patch.setattr(
+            checkpoint, "build_model", lambda _, num_classes, *args: Tiny(num_classes)
+        )
         for module in (publish, verification):
-            patch.setattr(module, "calibration_entry", lambda _, labelled: dict(fixed if labelled else NOT_FITTED))
+            patch.setattr(
+                module,
+                "calibration_entry",
+                lambda _, labelled: dict(fixed if labelled else NOT_FITTED),
+            )
         yield
 
 
@@ -37,7 +49,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_networks: None) -> Path:
     folder = write_run(tmp_path_factory.mktemp("runs") / "scenes", tiny_network)
     path = folder / "result.json"
     digest = checkpoint.load_network(folder, "last").weights_digest
-    path.write_text(json.dumps({**json.loads(path.read_text()), **METRICS, "ema_digest": digest}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), **METRICS, "ema_digest": digest})
+    )
     return folder
 
 

@@ -22,7 +22,13 @@ from torch import nn
 from exports import CLASSES, IMAGES, NAMES, SIZE, tiny_network, trained_network
 from segpipe.cli import export as command
 from segpipe.cli.main import main as segpipe
-from segpipe.errors import ConfigError, DataError, ExportError, ExportMismatch, IntegrityError
+from segpipe.errors import (
+    ConfigError,
+    DataError,
+    ExportError,
+    ExportMismatch,
+    IntegrityError,
+)
 from segpipe.export import dataset, publish
 from segpipe.export.artifact import place, verify_report
 from segpipe.export.artifact.manifest import describe
@@ -60,89 +66,138 @@ def tiny() -> TrainedNetwork:
 
 
 @pytest.fixture(scope="module")
-def exported(trained: TrainedNetwork, tmp_path_factory: pytest.TempPathFactory) -> publish.ExportReport:
+def exported(
+    trained: TrainedNetwork, tmp_path_factory: pytest.TempPathFactory
+) -> publish.ExportReport:
     folder = tmp_path_factory.mktemp("run") / "export"
-    return export_run(trained, IMAGES, folder, list(FORMATS), {"label": "abc"}, names=NAMES)
+    return export_run(
+        trained, IMAGES, folder, list(FORMATS), {"label": "abc"}, names=NAMES
+    )
 
 
 def model_files(folder: Path) -> list[str]:
-    return sorted(str(path) for suffix in ("*.onnx*", "*.pt*") for path in folder.rglob(suffix))
+    return sorted(
+        str(path) for suffix in ("*.onnx*", "*.pt*") for path in folder.rglob(suffix)
+    )
 
 
 # Acceptance
 
 
 def test_an_export_holds_what_it_promises(exported: publish.ExportReport) -> None:
-    assert {"model.onnx", "model.pt2", "model.torchscript.pt"} <= {path.name for path in exported.folder.iterdir()}
+    assert {"model.onnx", "model.pt2", "model.torchscript.pt"} <= {
+        path.name for path in exported.folder.iterdir()
+    }
     assert sorted(path.name for path in exported.folder.parent.iterdir()) == ["export"]
     names = ["G1 integrity", "G2 logits", "G3 mask", "G4 preprocessing", "latency"]
     assert [gate.name for gate in exported.gates["model.onnx"]] == names
     assert [gate.name for gate in exported.gates["eager"]] == ["G6 power"]
     assert exported.images[:4] == NAMES
     assert len(exported.images) == 17
-    assert exported.latency.keys() == {"eager", "model.onnx", "model.pt2", "model.torchscript.pt"}
+    assert exported.latency.keys() == {
+        "eager",
+        "model.onnx",
+        "model.pt2",
+        "model.torchscript.pt",
+    }
     assert all(found["n"] == 10 for found in exported.latency.values())
 
 
 def test_the_manifest_explains_a_lone_file(exported: publish.ExportReport) -> None:
     manifest = json.loads((exported.folder / "manifest.json").read_text())
-    inside = json.loads(onnx.load(exported.folder / "model.onnx").metadata_props[0].value)
+    inside = json.loads(
+        onnx.load(exported.folder / "model.onnx").metadata_props[0].value
+    )
     assert inside == {key: manifest[key] for key in inside}
     assert inside["label"] == "abc"
     assert inside["source"]["weights_digest"] == "0123abcd"
     assert [entry["name"] for entry in inside["classes"]] == list(CLASSES.names)
     assert inside["io"]["inputs"][0]["shape"] == [1, 64, 96, 3]
-    assert (manifest["status"], manifest["real_images"]) == ("VERIFIED_FEW_IMAGES", len(IMAGES))
+    assert (manifest["status"], manifest["real_images"]) == (
+        "VERIFIED_FEW_IMAGES",
+        len(IMAGES),
+    )
     card = (exported.folder / "model_card.md").read_text()
     assert "Status: VERIFIED_FEW_IMAGES" in card
     assert "compared on 4 real images, verified needs 16" in card
     assert manifest["gates"]["model.onnx"]["G2 logits"]["max_sigma"] <= 1e-3
 
 
-def test_both_files_answer_as_the_eager_network(trained: TrainedNetwork, exported: publish.ExportReport) -> None:
+def test_both_files_answer_as_the_eager_network(
+    trained: TrainedNetwork, exported: publish.ExportReport
+) -> None:
     model = deploy_model(trained)
     with torch.no_grad():
         logits = trained.model(trained.preprocess(torch.from_numpy(IMAGES[0])[None]))
         mask, confidence = model(torch.from_numpy(IMAGES[0])[None])
-    full = nn.functional.interpolate(logits, SIZE, mode="bilinear", align_corners=trained.model.align_corners)
+    full = nn.functional.interpolate(
+        logits, SIZE, mode="bilinear", align_corners=trained.model.align_corners
+    )
     assert torch.equal(mask, full.argmax(1).to(torch.uint8))
     assert confidence.shape[1:] == logits.shape[2:]
     assert len(mask.unique()) > 1, "a constant mask would agree with anything"
     for opened in (
         open_onnx(exported.folder / "model.onnx"),
-        FORMATS["torchscript"].open(exported.folder / "model.torchscript.pt", model.profile),
+        FORMATS["torchscript"].open(
+            exported.folder / "model.torchscript.pt", model.profile
+        ),
     ):
         answer = opened(IMAGES[0])
         assert (answer.mask == mask[0].numpy()).mean() > 0.999
         assert np.abs(answer.confidence.astype(int) - confidence[0].numpy()).max() <= 1
 
 
-def test_auxiliary_heads_are_not_in_the_files(trained: TrainedNetwork, exported: publish.ExportReport) -> None:
-    assert any("train_only" in name for name in trained.model.state_dict()), "the control: the network has such heads"
+def test_auxiliary_heads_are_not_in_the_files(
+    trained: TrainedNetwork, exported: publish.ExportReport
+) -> None:
+    assert any("train_only" in name for name in trained.model.state_dict()), (
+        "the control: the network has such heads"
+    )
     assert not any("train_only" in name for name in deploy_model(trained).state_dict())
     for name in exported.files:
         assert b"train_only" not in (exported.folder / name).read_bytes()
-    stored = sum(int(np.prod(entry.dims)) for entry in onnx.load(exported.folder / "model.onnx").graph.initializer)
+    stored = sum(
+        int(np.prod(entry.dims))
+        for entry in onnx.load(exported.folder / "model.onnx").graph.initializer
+    )
     assert stored < sum(tensor.numel() for tensor in trained.model.parameters())
 
 
-def converted(name: str, trained: TrainedNetwork, checks: list[Check], folder: Path) -> tuple[list[str], list[str]]:
+def converted(
+    name: str, trained: TrainedNetwork, checks: list[Check], folder: Path
+) -> tuple[list[str], list[str]]:
     """G1 findings, and messages of G2 to G4 that fail, for a new file of the format `name`."""
     model, size = deploy_model(trained), checks[0].image.shape[:2]
-    manifest, shipped, probe = describe(trained, model, size, Origin(), {}), folder / "a", folder / "b"
+    manifest, shipped, probe = (
+        describe(trained, model, size, Origin(), {}),
+        folder / "a",
+        folder / "b",
+    )
     FORMATS[name].write(model, size, manifest, shipped, probe)
-    candidate = Candidate(*(FORMATS[name].open(path, model.profile) for path in (probe, shipped)))
-    sigma = compare(as_trained(run_eager(model), trained.preprocess), [candidate], checks)
+    candidate = Candidate(
+        *(FORMATS[name].open(path, model.profile) for path in (probe, shipped))
+    )
+    sigma = compare(
+        as_trained(run_eager(model), trained.preprocess), [candidate], checks
+    )
     found = candidate.comparisons
     assert len(found) == len(checks), candidate.broken
-    gates = (gate_logits(found, sigma), gate_mask(found, sigma), gate_preprocessing(found))
+    gates = (
+        gate_logits(found, sigma),
+        gate_mask(found, sigma),
+        gate_preprocessing(found),
+    )
     problems = ModelFile(name, "fp32", shipped, probe, manifest).problems()
     return problems, [gate.message for gate in gates if not gate.passed]
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "fast_scnn"])  # which `exported` is
+@pytest.mark.parametrize(
+    "name", [name for name in MODELS if name != "fast_scnn"]
+)  # which `exported` is
 def test_every_model_is_accepted_by_torch_export(name: str, tmp_path: Path) -> None:
-    checks = [Check(name, image) for name, image in zip(NAMES[:2], IMAGES[:2], strict=True)]
+    checks = [
+        Check(name, image) for name, image in zip(NAMES[:2], IMAGES[:2], strict=True)
+    ]
     assert converted("pt2", trained_network(name, SIZE), checks, tmp_path) == ([], [])
 
 
@@ -151,9 +206,14 @@ FRAMES = Path(__file__).resolve().parents[3] / "shared" / "data" / "cityscapes_f
 
 @pytest.mark.skipif(not FRAMES.is_dir(), reason="no real frames on this machine")
 def test_photographs_of_two_megapixels(tmp_path: Path) -> None:
-    checks = [Check(path.stem, cv2.imread(str(path))[..., ::-1].copy()) for path in sorted(FRAMES.glob("*.png"))]
+    checks = [
+        Check(path.stem, cv2.imread(str(path))[..., ::-1].copy())
+        for path in sorted(FRAMES.glob("*.png"))
+    ]
     assert [check.image.shape for check in checks] == [(1024, 2048, 3)] * 2
-    assert converted("onnx", trained_network("fast_scnn", (64, 128)), checks, tmp_path) == ([], [])
+    assert converted(
+        "onnx", trained_network("fast_scnn", (64, 128)), checks, tmp_path
+    ) == ([], [])
 
 
 # Refusal: the conversion is given another model than the reference
@@ -167,27 +227,44 @@ Fault = Callable[[DeployModel], None]
 bgr, one_weight_scaled = CONTROLS["bgr"], CONTROLS["one_weight_scaled"]
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, name: str, fault: Fault, *, shipped_only: bool = False) -> None:
+def plant(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    fault: Fault,
+    *,
+    shipped_only: bool = False,
+) -> None:
     """The conversion to `name` now works on a model with `fault`, or ships one with a correct probe beside it."""
     right = FORMATS[name].convert
 
-    def wrong(model: DeployModel, size: Any, manifest: Any, shipped: Path, probe: Path) -> None:
+    def wrong(
+        model: DeployModel, size: Any, manifest: Any, shipped: Path, probe: Path
+    ) -> None:
         faulty = copy.deepcopy(model)
         fault(faulty)
         right(faulty, size, manifest, shipped, probe)
         if shipped_only:
             right(model, size, manifest, probe.with_name("unused"), probe)
 
-    monkeypatch.setitem(FORMATS, name, dataclasses.replace(FORMATS[name], convert=wrong))
+    monkeypatch.setitem(
+        FORMATS, name, dataclasses.replace(FORMATS[name], convert=wrong)
+    )
 
 
 def failed_gates(run_dir: Path) -> set[str]:
     """Names of the gates that failed, from the report that a refusal leaves; there is no model file beside it."""
     assert model_files(run_dir) == []
     assert [path.name for path in run_dir.iterdir()] == ["export.rejected"]
-    report = json.loads((run_dir / "export.rejected" / "verify_report.json").read_text())
+    report = json.loads(
+        (run_dir / "export.rejected" / "verify_report.json").read_text()
+    )
     assert report["status"] == "rejected"
-    return {gate[:2] for gates in report["gates"].values() for gate, entry in gates.items() if not entry["passed"]}
+    return {
+        gate[:2]
+        for gates in report["gates"].values()
+        for gate, entry in gates.items()
+        if not entry["passed"]
+    }
 
 
 @pytest.mark.parametrize("name", CONTROLS)
@@ -195,17 +272,25 @@ def test_a_planted_fault_is_refused(
     name: str, tiny: TrainedNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch, "torchscript", CONTROLS[name])
-    with pytest.raises(ExportMismatch, match=r"^EXPORT REJECTED: G2 logits differ by .* > 0.001 sigma") as caught:
+    with pytest.raises(
+        ExportMismatch, match=r"^EXPORT REJECTED: G2 logits differ by .* > 0.001 sigma"
+    ) as caught:
         export_run(tiny, IMAGES, tmp_path / "export", ["torchscript"], {}, names=NAMES)
     assert caught.value.exit_code == 4
     wrong_input = name in ("bgr", "no_normalisation", "half_mean_and_std")
-    assert failed_gates(tmp_path) == ({"G2", "G3", "G4"} if wrong_input else {"G2", "G3"})
+    assert failed_gates(tmp_path) == (
+        {"G2", "G3", "G4"} if wrong_input else {"G2", "G3"}
+    )
     assert len(list((tmp_path / "export.rejected").glob("worst_*.png"))) == 3
 
 
-def test_a_network_with_synchronised_norms_is_the_same_one(tiny: TrainedNetwork, tmp_path: Path) -> None:
+def test_a_network_with_synchronised_norms_is_the_same_one(
+    tiny: TrainedNetwork, tmp_path: Path
+) -> None:
     synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(tiny.model))  # type: ignore[no-untyped-call]
-    assert any(isinstance(module, nn.SyncBatchNorm) for module in synchronised.modules()), "the control"
+    assert any(
+        isinstance(module, nn.SyncBatchNorm) for module in synchronised.modules()
+    ), "the control"
     network = dataclasses.replace(tiny, model=synchronised)
     model = deploy_model(network)
     assert not any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
@@ -213,8 +298,12 @@ def test_a_network_with_synchronised_norms_is_the_same_one(tiny: TrainedNetwork,
     assert list(expected) == list(found)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     for image in IMAGES:
-        assert np.array_equal(run_eager(model)(image).mask, run_eager(deploy_model(tiny))(image).mask)
-    assert export_run(network, IMAGES[:1], tmp_path / "export", ["torchscript"], {}).passed
+        assert np.array_equal(
+            run_eager(model)(image).mask, run_eager(deploy_model(tiny))(image).mask
+        )
+    assert export_run(
+        network, IMAGES[:1], tmp_path / "export", ["torchscript"], {}
+    ).passed
 
 
 @pytest.mark.parametrize("name", ["onnx", "pt2"])
@@ -222,15 +311,21 @@ def test_a_planted_fault_is_refused_in_other_formats(
     name: str, tiny: TrainedNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch, name, bgr)
-    with pytest.raises(ExportMismatch, match=rf"G4 preprocessing differs by .* in model\.{name}"):
-        export_run(tiny, IMAGES, tmp_path / "export", [name, "torchscript"], {}, names=NAMES)
+    with pytest.raises(
+        ExportMismatch, match=rf"G4 preprocessing differs by .* in model\.{name}"
+    ):
+        export_run(
+            tiny, IMAGES, tmp_path / "export", [name, "torchscript"], {}, names=NAMES
+        )
     assert failed_gates(tmp_path) == {"G2", "G3", "G4"}
 
 
 def test_a_fault_of_the_shipped_file_alone_is_seen_by_g3(
     tiny: TrainedNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plant(monkeypatch, "torchscript", CONTROLS["align_corners_flipped"], shipped_only=True)
+    plant(
+        monkeypatch, "torchscript", CONTROLS["align_corners_flipped"], shipped_only=True
+    )
     line = r"^EXPORT REJECTED: G3 mask agreement \d\d\.\d\d % < 99.99 % \(worst: \w+, \d+ unexplained pixels\)"
     with pytest.raises(ExportMismatch, match=line):
         export_run(tiny, IMAGES, tmp_path / "export", ["torchscript"], {}, names=NAMES)
@@ -249,25 +344,35 @@ def test_logits_that_are_no_numbers_are_refused(
 def test_a_file_that_is_not_what_the_manifest_says_is_refused(
     tiny: TrainedNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(model: DeployModel, size: Any, manifest: Any, shipped: Path, probe: Path) -> None:
+    def wrong(
+        model: DeployModel, size: Any, manifest: Any, shipped: Path, probe: Path
+    ) -> None:
         right(model, size, {**manifest, "model": "another"}, shipped, probe)
 
     right = FORMATS["torchscript"].convert
     broken = dataclasses.replace(FORMATS["torchscript"], convert=wrong)
     monkeypatch.setitem(FORMATS, "torchscript", broken)
-    with pytest.raises(IntegrityError, match=r"G1 integrity: manifest\.json inside the file differs") as caught:
+    with pytest.raises(
+        IntegrityError, match=r"G1 integrity: manifest\.json inside the file differs"
+    ) as caught:
         export_run(tiny, IMAGES, tmp_path / "export", ["torchscript"], {})
     assert caught.value.exit_code == 7
     assert failed_gates(tmp_path) == {"G1"}
 
 
-@pytest.mark.parametrize("change", ["output name", "opset", "reader", "no manifest", "torn"])
-def test_integrity_of_onnx_sees(change: str, exported: publish.ExportReport, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "change", ["output name", "opset", "reader", "no manifest", "torn"]
+)
+def test_integrity_of_onnx_sees(
+    change: str, exported: publish.ExportReport, tmp_path: Path
+) -> None:
     path = exported.folder / "model.onnx"
     assert ModelFile("onnx", "fp32", path, path, exported.manifest).problems() == []
     model = onnx.load(path)
     if change == "output name":
-        next(node for node in model.graph.node if "mask" in node.output).output[:] = ["classes"]
+        next(node for node in model.graph.node if "mask" in node.output).output[:] = [
+            "classes"
+        ]
         model.graph.output[0].name = "classes"
     elif change == "opset":
         model.opset_import[0].version = 19
@@ -282,7 +387,9 @@ def test_integrity_of_onnx_sees(change: str, exported: publish.ExportReport, tmp
     assert ModelFile("onnx", "fp32", changed, changed, exported.manifest).problems()
 
 
-def test_integrity_sees_a_second_file(exported: publish.ExportReport, tmp_path: Path) -> None:
+def test_integrity_sees_a_second_file(
+    exported: publish.ExportReport, tmp_path: Path
+) -> None:
     for name in ("model.onnx", "model.onnx.data"):
         (tmp_path / name).write_bytes((exported.folder / "model.onnx").read_bytes())
     path = tmp_path / "model.onnx"
@@ -296,9 +403,14 @@ def test_integrity_sees_a_second_file(exported: publish.ExportReport, tmp_path: 
 
 def test_an_older_export_is_replaced(tiny: TrainedNetwork, tmp_path: Path) -> None:
     for label in ("first", "second"):
-        export_run(tiny, IMAGES[:1], tmp_path / "export", ["torchscript"], {"label": label})
+        export_run(
+            tiny, IMAGES[:1], tmp_path / "export", ["torchscript"], {"label": label}
+        )
         (tmp_path / "export" / label).touch()
-    assert json.loads((tmp_path / "export" / "manifest.json").read_text())["label"] == "second"
+    assert (
+        json.loads((tmp_path / "export" / "manifest.json").read_text())["label"]
+        == "second"
+    )
     assert not (tmp_path / "export" / "first").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
@@ -315,7 +427,9 @@ def test_a_refusal_leaves_the_older_export(
     assert (tmp_path / "export" / "SHA256SUMS").read_bytes() == before
     assert model_files(tmp_path / "export.rejected") == []
     export_run(tiny, IMAGES[:1], tmp_path / "export", ["torchscript"], {})
-    assert [path.name for path in tmp_path.iterdir()] == ["export"], "a success takes the old refusal away"
+    assert [path.name for path in tmp_path.iterdir()] == ["export"], (
+        "a success takes the old refusal away"
+    )
 
 
 @pytest.mark.parametrize("crash_in", ["judge", "_publish"])
@@ -323,7 +437,9 @@ def test_a_crash_leaves_no_model_file(
     crash_in: str, tiny: TrainedNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def crash(*_: Any) -> None:
-        assert model_files(tmp_path / "export.partial"), "the control: files were there when it crashed"
+        assert model_files(tmp_path / "export.partial"), (
+            "the control: files were there when it crashed"
+        )
         raise KeyboardInterrupt
 
     monkeypatch.setattr(publish, crash_in, crash)
@@ -345,13 +461,18 @@ def test_the_older_export_survives_a_failing_rename(
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", failing)
-    with pytest.raises(ConfigError, match=r"^export\.dir = .* cannot be written \(disk full\)\. Choose another"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^export\.dir = .* cannot be written \(disk full\)\. Choose another",
+    ):
         export_run(tiny, IMAGES[:1], out_dir, ["torchscript"], {"label": "second"})
     assert json.loads((out_dir / "manifest.json").read_text())["label"] == "first"
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
 
-def test_a_kill_between_the_renames_is_mended(tiny: TrainedNetwork, tmp_path: Path) -> None:
+def test_a_kill_between_the_renames_is_mended(
+    tiny: TrainedNetwork, tmp_path: Path
+) -> None:
     out_dir = tmp_path / "export"
     export_run(tiny, IMAGES[:1], out_dir, ["torchscript"], {})
     out_dir.rename(tmp_path / "export.old")
@@ -359,7 +480,9 @@ def test_a_kill_between_the_renames_is_mended(tiny: TrainedNetwork, tmp_path: Pa
     assert model_files(tmp_path) == [str(out_dir / "model.torchscript.pt")]
 
 
-def test_a_folder_that_is_not_an_export_is_never_replaced(tiny: TrainedNetwork, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_an_export_is_never_replaced(
+    tiny: TrainedNetwork, tmp_path: Path
+) -> None:
     (tmp_path / "thesis.txt").touch()
     with pytest.raises(ConfigError, match="holds other files"):
         export_run(tiny, IMAGES, tmp_path, ["torchscript"], {})
@@ -386,11 +509,19 @@ def test_what_torch_cannot_convert_is_an_export_error(
         (IMAGES, [], "export.formats"),
         (IMAGES, ["tflite"], "export.formats"),
         ([IMAGES[0], IMAGES[1][:32]], ["onnx"], "check image image_000001"),
-        ([IMAGES[0].astype(np.float32)], ["onnx"], "check image image_000000 is float32"),
+        (
+            [IMAGES[0].astype(np.float32)],
+            ["onnx"],
+            "check image image_000000 is float32",
+        ),
     ],
 )
 def test_unusable_requests(
-    images: list[np.ndarray], formats: list[str], message: str, tiny: TrainedNetwork, tmp_path: Path
+    images: list[np.ndarray],
+    formats: list[str],
+    message: str,
+    tiny: TrainedNetwork,
+    tmp_path: Path,
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         export_run(tiny, images, tmp_path / "export", formats, {})
@@ -413,16 +544,27 @@ class FakeSamples:
         return f"scene_{index}"
 
     def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.images[index], np.zeros(self.images[index].shape[:2], dtype=np.uint8)
+        return self.images[index], np.zeros(
+            self.images[index].shape[:2], dtype=np.uint8
+        )
 
 
 def test_check_images_are_spread_over_the_split() -> None:
-    assert check_images(FakeSamples(IMAGES * 5), 4)[0] == ["scene_0", "scene_5", "scene_10", "scene_15"]
+    assert check_images(FakeSamples(IMAGES * 5), 4)[0] == [
+        "scene_0",
+        "scene_5",
+        "scene_10",
+        "scene_15",
+    ]
     assert len(check_images(FakeSamples(IMAGES), 100)[1]) == 4
-    assert check_images(FakeSamples([IMAGES[0][:32], *IMAGES]), 5)[0] == [f"scene_{index}" for index in range(1, 5)]
+    assert check_images(FakeSamples([IMAGES[0][:32], *IMAGES]), 5)[0] == [
+        f"scene_{index}" for index in range(1, 5)
+    ]
     mixed = FakeSamples([IMAGES[0][:32], *IMAGES] * 4)
     names, images = check_images(mixed, 4, SIZE)
-    assert names == ["scene_2", "scene_7", "scene_12", "scene_17"], "the usual places, 0, 5, 10 and 15, do not fit"
+    assert names == ["scene_2", "scene_7", "scene_12", "scene_17"], (
+        "the usual places, 0, 5, 10 and 15, do not fit"
+    )
     assert {image.shape[:2] for image in images} == {SIZE}
     assert len(check_images(mixed, 100, SIZE)[0]) == 16
     with pytest.raises(DataError, match=r"has no image of 9x9 pixels .* among its 20"):
@@ -438,16 +580,22 @@ def _run_exists(tiny: TrainedNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_run_exists")
-def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = [f"run={tmp_path}", "export.formats=[torchscript]", "export.images=2"]
     assert segpipe(["export", *arguments]) == 0
     report = (tmp_path / "export" / "verify_report.md").read_text()
-    assert report.splitlines()[0].endswith(": VERIFIED_FEW_IMAGES, compared on 2 real images, verified needs 16")
+    assert report.splitlines()[0].endswith(
+        ": VERIFIED_FEW_IMAGES, compared on 2 real images, verified needs 16"
+    )
     assert "| model.torchscript.pt | " in report.partition("## Latency")[2]
     assert "Prefer model.torchscript.pt: " in report
     captured = capsys.readouterr().out
     assert "G3 mask" in captured
-    assert captured.splitlines()[-1].startswith("EXPORT VERIFIED_FEW_IMAGES: model.torchscript.pt in ")
+    assert captured.splitlines()[-1].startswith(
+        "EXPORT VERIFIED_FEW_IMAGES: model.torchscript.pt in "
+    )
     plant(monkeypatch, "torchscript", bgr)
     assert segpipe(["export", *arguments, f"export.dir={tmp_path}/else/export"]) == 4
     assert failed_gates(tmp_path / "else") == {"G2", "G3", "G4"}
@@ -475,25 +623,48 @@ def test_a_folder_that_cannot_be_written_is_a_usage_error(
 @pytest.mark.parametrize(
     ("p50_ms", "told"),
     [
-        ({"onnx": 3.0, "ts": 5.0, "int8": 1.0}, "Prefer onnx: .*; 2.00 times as fast as eager. int8 takes 0.33 of"),
-        ({"onnx": 5.0, "ts": 4.8, "int8": 4.9}, "Prefer onnx: the gates compared .*; 1.20 times as fast as eager.$"),
-        ({"onnx": 5.0, "ts": 3.0, "int8": 4.9}, "Prefer ts: it is clearly the fastest fp32 file; 2.00 times"),
+        (
+            {"onnx": 3.0, "ts": 5.0, "int8": 1.0},
+            "Prefer onnx: .*; 2.00 times as fast as eager. int8 takes 0.33 of",
+        ),
+        (
+            {"onnx": 5.0, "ts": 4.8, "int8": 4.9},
+            "Prefer onnx: the gates compared .*; 1.20 times as fast as eager.$",
+        ),
+        (
+            {"onnx": 5.0, "ts": 3.0, "int8": 4.9},
+            "Prefer ts: it is clearly the fastest fp32 file; 2.00 times",
+        ),
         ({"ts": 12.0}, "Prefer ts: .*; 0.50 times as fast as eager.$"),
     ],
 )
-def test_the_report_says_which_file_to_prefer(p50_ms: dict[str, float], told: str) -> None:
+def test_the_report_says_which_file_to_prefer(
+    p50_ms: dict[str, float], told: str
+) -> None:
     files = {
         "onnx": {"format": "onnx", "precision": "fp32"},
         "ts": {"format": "torchscript", "precision": "fp32"},
         "int8": {"format": "onnx", "precision": "int8"},
     }
-    measured = {name: {"p50_ms": value} for name, value in {"eager": 6.0, **p50_ms}.items()}
-    assert re.match(told, verify_report.preference(measured, {name: files[name] for name in p50_ms}))
+    measured = {
+        name: {"p50_ms": value} for name, value in {"eager": 6.0, **p50_ms}.items()
+    }
+    assert re.match(
+        told, verify_report.preference(measured, {name: files[name] for name in p50_ms})
+    )
 
 
 @pytest.mark.usefixtures("_run_exists")
 @pytest.mark.parametrize(
-    "argument", ["model.name=pidnet_s", "mean=0.5", "std=0.5", "data.classes=x.yaml", "export.formats=[x]", "which=it"]
+    "argument",
+    [
+        "model.name=pidnet_s",
+        "mean=0.5",
+        "std=0.5",
+        "data.classes=x.yaml",
+        "export.formats=[x]",
+        "which=it",
+    ],
 )
 def test_what_the_checkpoint_knows_cannot_be_given(
     argument: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -14,7 +14,13 @@ from torch import nn
 
 from exports import IMAGES, NAMES, NUM_CLASSES, tiny_network
 from segpipe.data.augment import Augmenter
-from segpipe.errors import ConfigError, ExportMismatch, IntegrityError, LatencyError, QualityError
+from segpipe.errors import (
+    ConfigError,
+    ExportMismatch,
+    IntegrityError,
+    LatencyError,
+    QualityError,
+)
 from segpipe.export.artifact.outcome import ExportReport, refusal
 from segpipe.export.dataset import Labelled
 from segpipe.export.gates import controls
@@ -45,22 +51,37 @@ from segpipe.settings.groups import AugmentConfig
 ONE = Sigma(1.0, 1.0)
 
 
-def answers(num_different: int, margin: float, *, pixels: int = 100_000) -> ImageComparison:
+def answers(
+    num_different: int, margin: float, *, pixels: int = 100_000
+) -> ImageComparison:
     """Two classes, sigma 1: `num_different` pixels differ where the reference is `margin` from a tie."""
     logits = np.zeros((2, 1, pixels), dtype=np.float32)
     logits[0] = margin
-    mask, changed = np.zeros((1, pixels), dtype=np.uint8), np.zeros((1, pixels), dtype=np.uint8)
+    mask, changed = (
+        np.zeros((1, pixels), dtype=np.uint8),
+        np.zeros((1, pixels), dtype=np.uint8),
+    )
     changed[0, :num_different] = 1
     confidence = np.zeros((1, 1), dtype=np.uint8)
     right = Answer(mask, confidence, logits)
-    return compare_answers(Check("x", IMAGES[0]), right, right, Answer(changed, confidence))
+    return compare_answers(
+        Check("x", IMAGES[0]), right, right, Answer(changed, confidence)
+    )
 
 
 @pytest.mark.parametrize(
     ("num_different", "margin", "passed"),
-    [(0, 1.0, True), (9, 1.9e-3, True), (11, 1.9e-3, False), (1, 2.1e-3, False), (1, float("nan"), False)],
+    [
+        (0, 1.0, True),
+        (9, 1.9e-3, True),
+        (11, 1.9e-3, False),
+        (1, 2.1e-3, False),
+        (1, float("nan"), False),
+    ],
 )
-def test_mask_gate_at_its_limits(num_different: int, margin: float, passed: bool) -> None:
+def test_mask_gate_at_its_limits(
+    num_different: int, margin: float, passed: bool
+) -> None:
     assert gate_mask([answers(num_different, margin)], ONE).passed is passed
 
 
@@ -75,14 +96,24 @@ def test_mask_gate_looks_at_every_image() -> None:
 def test_mask_gate_sees_confidence() -> None:
     entry = answers(0, 1.0)
     assert gate_mask([dataclasses.replace(entry, confidence_difference=1)], ONE).passed
-    assert not gate_mask([dataclasses.replace(entry, confidence_difference=2)], ONE).passed
+    assert not gate_mask(
+        [dataclasses.replace(entry, confidence_difference=2)], ONE
+    ).passed
 
 
 @pytest.mark.parametrize(
     ("difference", "sigma", "passed"),
-    [(0.9e-3, 1.0, True), (1.1e-3, 1.0, False), (1.1e-3, 2.0, True), (float("inf"), 1.0, False), (0.0, 0.0, False)],
+    [
+        (0.9e-3, 1.0, True),
+        (1.1e-3, 1.0, False),
+        (1.1e-3, 2.0, True),
+        (float("inf"), 1.0, False),
+        (0.0, 0.0, False),
+    ],
 )
-def test_logits_gate_at_its_limits(difference: float, sigma: float, passed: bool) -> None:
+def test_logits_gate_at_its_limits(
+    difference: float, sigma: float, passed: bool
+) -> None:
     entry = dataclasses.replace(answers(0, 1.0), logits_difference=difference)
     result = gate_logits([entry], Sigma(sigma, sigma))
     assert result.passed is passed
@@ -99,7 +130,9 @@ def test_real_images_are_held_to_their_own_sigma() -> None:
         assert gate([entry], Sigma(everything=1.0, real=9.0)).passed
     worse = dataclasses.replace(answers(1, 3e-3), logits_difference=2e-3)
     for gate in (gate_logits, gate_mask):
-        assert not gate([worse], Sigma(everything=1.0, real=9.0)).passed, "the smaller of both is the unit"
+        assert not gate([worse], Sigma(everything=1.0, real=9.0)).passed, (
+            "the smaller of both is the unit"
+        )
 
 
 def test_sigma_is_the_standard_deviation() -> None:
@@ -114,8 +147,14 @@ def test_int8_has_no_limit_of_logits_and_still_no_nan() -> None:
     entry = dataclasses.replace(answers(0, 1.0), logits_difference=5.0)
     assert gate_logits([entry], ONE, LIMITS["int8"]).passed
     assert not gate_logits([entry], ONE, LIMITS["fp16"]).passed
-    assert gate_logits([dataclasses.replace(entry, logits_difference=2.9e-2)], ONE, LIMITS["fp16"]).passed
-    assert not gate_logits([dataclasses.replace(entry, logits_difference=float("inf"))], ONE, LIMITS["int8"]).passed
+    assert gate_logits(
+        [dataclasses.replace(entry, logits_difference=2.9e-2)], ONE, LIMITS["fp16"]
+    ).passed
+    assert not gate_logits(
+        [dataclasses.replace(entry, logits_difference=float("inf"))],
+        ONE,
+        LIMITS["int8"],
+    ).passed
 
 
 @pytest.mark.parametrize(("precision", "agreement"), [("fp16", 0.995), ("int8", 0.97)])
@@ -130,15 +169,22 @@ def test_mask_gate_of_reduced_precision(precision: str, agreement: float) -> Non
 def test_weights_that_are_not_the_checkpoints_are_refused() -> None:
     result = gate_logits([answers(0, 1.0)], ONE, changed_tensors=["a", "b", "c", "d"])
     assert not result.passed
-    assert result.message == "G2 logits come from other weights: a, b, c and 1 more not as in the checkpoint"
+    assert (
+        result.message
+        == "G2 logits come from other weights: a, b, c and 1 more not as in the checkpoint"
+    )
 
 
 # G4
 
 
-@pytest.mark.parametrize(("difference", "passed"), [(0.9e-5, True), (1.1e-5, False), (float("inf"), False)])
+@pytest.mark.parametrize(
+    ("difference", "passed"), [(0.9e-5, True), (1.1e-5, False), (float("inf"), False)]
+)
 def test_preprocessing_gate_at_its_limits(difference: float, passed: bool) -> None:
-    result = gate_preprocessing([dataclasses.replace(answers(0, 1.0), normalised_difference=difference)])
+    result = gate_preprocessing(
+        [dataclasses.replace(answers(0, 1.0), normalised_difference=difference)]
+    )
     assert result.passed is passed
     assert passed or result.message.startswith("G4 preprocessing differs by")
     json.dumps(result.figures, allow_nan=False)
@@ -149,15 +195,25 @@ def test_the_graph_normalises_what_training_feeds_the_network() -> None:
     image = IMAGES[0]
     height, width, _ = image.shape
     still = AugmentConfig(
-        crop_size=[height, width], scale=[1.0, 1.0], flip=0.0, brightness=0.0, contrast=0.0, saturation=0.0, hue=0.0
+        crop_size=[height, width],
+        scale=[1.0, 1.0],
+        flip=0.0,
+        brightness=0.0,
+        contrast=0.0,
+        saturation=0.0,
+        hue=0.0,
     )
     sample, _ = Augmenter(still)(image, np.zeros((height, width), np.uint8), 7)
     fed = Preprocess()(torch.from_numpy(sample)[None])[0].numpy()
     for profile in PROFILES.values():
-        inside = run_eager(deploy_model(tiny_network(), profile=profile))(image).normalised
+        inside = run_eager(deploy_model(tiny_network(), profile=profile))(
+            image
+        ).normalised
         assert inside is not None
         assert np.abs(inside - fed).max() <= 1e-6
-        assert np.abs(inside[::-1] - fed).max() > 0.1, "the control: another order of the channels"
+        assert np.abs(inside[::-1] - fed).max() > 0.1, (
+            "the control: another order of the channels"
+        )
 
 
 # G5
@@ -201,8 +257,13 @@ def test_quality_gate_sees_one_class_among_many() -> None:
     right = {(index, index): 100_000 for index in range(20)}
     before, now = score(right, 20), score({**right, (3, 3): 99_920, (3, 4): 80}, 20)
     result = gate_quality(before, now, names)
-    assert result.message == "G5 quality: IoU of class_3 moves by -0.080 points, limit 0.05"
-    assert gate_quality(before, now, names, Limits(class_points=0.1)).passed, "the control: mIoU alone is within limits"
+    assert (
+        result.message
+        == "G5 quality: IoU of class_3 moves by -0.080 points, limit 0.05"
+    )
+    assert gate_quality(before, now, names, Limits(class_points=0.1)).passed, (
+        "the control: mIoU alone is within limits"
+    )
 
 
 def test_quality_gate_of_a_critical_class() -> None:
@@ -211,16 +272,27 @@ def test_quality_gate_of_a_critical_class() -> None:
     before, now = score(right, 20), score({**right, (0, 0): 97_500, (0, 1): 2_500}, 20)
     assert gate_quality(before, now, names, LIMITS["int8"]).passed
     result = gate_quality(before, now, names, LIMITS["int8"], ["class_3", "road"])
-    assert result.message == "G5 quality: IoU of critical class road falls by more than 2.0 points"
+    assert (
+        result.message
+        == "G5 quality: IoU of critical class road falls by more than 2.0 points"
+    )
 
 
 def test_a_critical_class_without_a_label_is_not_passed_over() -> None:
     right = score({(0, 0): 1000, (1, 1): 1000}, 3)
-    assert gate_quality(right, right, ("road", "sky", "person"), LIMITS["int8"], ["road"]).passed
-    assert gate_quality(right, right, ("road", "sky", "person"), LIMITS["fp32"], ["person"]).passed, "int8 alone has it"
-    result = gate_quality(right, right, ("road", "sky", "person"), LIMITS["int8"], ["road", "person"])
+    assert gate_quality(
+        right, right, ("road", "sky", "person"), LIMITS["int8"], ["road"]
+    ).passed
+    assert gate_quality(
+        right, right, ("road", "sky", "person"), LIMITS["fp32"], ["person"]
+    ).passed, "int8 alone has it"
+    result = gate_quality(
+        right, right, ("road", "sky", "person"), LIMITS["int8"], ["road", "person"]
+    )
     assert not result.passed
-    assert "critical class person has no pixel in the 1 labelled images" in result.message
+    assert (
+        "critical class person has no pixel in the 1 labelled images" in result.message
+    )
 
 
 def test_quality_needs_labels_and_known_ids() -> None:
@@ -254,7 +326,9 @@ class Split:
 
 
 def test_scores_are_counted_on_images_of_the_files_size() -> None:
-    labelled = Labelled(Split([IMAGES[0], IMAGES[1][:32], IMAGES[2], IMAGES[3]]), (64, 96), 100)
+    labelled = Labelled(
+        Split([IMAGES[0], IMAGES[1][:32], IMAGES[2], IMAGES[3]]), (64, 96), 100
+    )
     runs = {
         "right": lambda image: Answer(np.zeros(image.shape[:2], np.uint8)),
         "eager": run_eager(deploy_model(tiny_network())),
@@ -264,7 +338,9 @@ def test_scores_are_counted_on_images_of_the_files_size() -> None:
     assert found["right"].counts[:, 0].tolist() == [6144, 0, 6144, 6144, 0]
     assert len(list(Labelled(Split(IMAGES), (64, 96), 2))) == 2
     mixed = Labelled(Split([IMAGES[0][:32], *IMAGES] * 4), (64, 96), 4)
-    assert len(list(mixed)) == 4, "places 0, 5, 10 and 15 do not fit, and others are taken"
+    assert len(list(mixed)) == 4, (
+        "places 0, 5, 10 and 15 do not fit, and others are taken"
+    )
 
 
 # G6
@@ -294,7 +370,9 @@ def test_controls_leave_the_model_as_it_was() -> None:
     checks = check_set(IMAGES[:1], ["x"])
     gate_power(model, reference, checks, compare(reference, [], checks))
     assert not any(module.training for module in model.modules())
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(before[name], tensor) for name, tensor in model.state_dict().items()
+    )
 
 
 def tensors_of(model: DeployModel) -> dict[str, torch.Tensor]:
@@ -302,7 +380,9 @@ def tensors_of(model: DeployModel) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("align_corners", [True, False])
-def test_each_control_is_the_fault_that_its_name_says_and_no_other(align_corners: bool) -> None:
+def test_each_control_is_the_fault_that_its_name_says_and_no_other(
+    align_corners: bool,
+) -> None:
     model, image = deploy_model(tiny_network()), IMAGES[0]
     model.align_corners = align_corners
     right, pixels = run_eager(model)(image), image.transpose(2, 0, 1) / 255
@@ -316,20 +396,35 @@ def test_each_control_is_the_fault_that_its_name_says_and_no_other(align_corners
     }
     for name, answer in found.items():
         assert answer.normalised is not None
-        np.testing.assert_allclose(answer.normalised, normalised.get(name, right.normalised), atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            answer.normalised,
+            normalised.get(name, right.normalised),
+            atol=1e-5,
+            err_msg=name,
+        )
         changed = [
-            key for key, value in tensors_of(faulty[name]).items() if not value.equal(tensors_of(model).get(key, value))
+            key
+            for key, value in tensors_of(faulty[name]).items()
+            if not value.equal(tensors_of(model).get(key, value))
         ]
         assert len(changed) == (name == "one_weight_scaled"), name
     (scaled,) = (
-        key for key, value in tensors_of(faulty["one_weight_scaled"]).items() if not value.equal(tensors_of(model)[key])
+        key
+        for key, value in tensors_of(faulty["one_weight_scaled"]).items()
+        if not value.equal(tensors_of(model)[key])
     )
-    torch.testing.assert_close(tensors_of(faulty["one_weight_scaled"])[scaled], 1.01 * tensors_of(model)[scaled])
-    assert np.array_equal(found["classes_permuted"].mask, (right.mask.astype(int) + 1) % NUM_CLASSES)
+    torch.testing.assert_close(
+        tensors_of(faulty["one_weight_scaled"])[scaled],
+        1.01 * tensors_of(model)[scaled],
+    )
+    assert np.array_equal(
+        found["classes_permuted"].mask, (right.mask.astype(int) + 1) % NUM_CLASSES
+    )
     assert faulty["align_corners_flipped"].align_corners is not align_corners
     assert not np.array_equal(found["align_corners_flipped"].logits, right.logits)  # type: ignore[arg-type]
     modes = {
-        name: [type(module).__name__ for module in each.modules() if module.training] for name, each in faulty.items()
+        name: [type(module).__name__ for module in each.modules() if module.training]
+        for name, each in faulty.items()
     }
     assert modes.pop("batchnorm_in_training_mode") == ["BatchNorm2d"]
     assert not any("BatchNorm2d" in training for training in modes.values())
@@ -346,7 +441,9 @@ def test_controls_are_tried_on_three_images_that_reveal_most() -> None:
     assert names(checks[4:][::-1]) == ["noise", "checkerboard", "constant_255"]
 
 
-@pytest.mark.parametrize(("effects", "unseen"), [([1e-2], False), ([1.001e-2], True), ([0.5, 0.0], True)])
+@pytest.mark.parametrize(
+    ("effects", "unseen"), [([1e-2], False), ([1.001e-2], True), ([0.5, 0.0], True)]
+)
 def test_an_effect_of_a_hundredth_must_be_noticed(
     monkeypatch: pytest.MonkeyPatch, effects: list[float], unseen: bool
 ) -> None:
@@ -356,25 +453,48 @@ def test_an_effect_of_a_hundredth_must_be_noticed(
     monkeypatch.setattr(controls, "_refusing", lambda *_: [])
     monkeypatch.setattr(controls, "_effect", lambda *_: next(found))
     model = deploy_model(tiny_network())
-    result = gate_power(model, run_eager(model), [Check("x", IMAGES[0])] * len(effects), ONE)
+    result = gate_power(
+        model, run_eager(model), [Check("x", IMAGES[0])] * len(effects), ONE
+    )
     assert (result.gate, result.passed) == ("G6", not unseen)
-    assert (result.figures["unseen"], result.figures["without_effect"]) == ((["bgr"], []) if unseen else ([], ["bgr"]))
-    assert ("bgr, so the gates are inconclusive" if unseen else "too flat to show bgr") in result.message
+    assert (result.figures["unseen"], result.figures["without_effect"]) == (
+        (["bgr"], []) if unseen else ([], ["bgr"])
+    )
+    assert (
+        "bgr, so the gates are inconclusive" if unseen else "too flat to show bgr"
+    ) in result.message
 
 
-def test_a_control_without_effect_says_nothing_of_the_gates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_control_without_effect_says_nothing_of_the_gates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(controls.CONTROLS, "nothing", lambda model: None)
     result = power()
     assert result.passed
-    assert (result.figures["without_effect"], result.figures["unseen"]) == (["nothing"], [])
-    assert result.message == "the network is too flat to show nothing; the other controls are refused"
+    assert (result.figures["without_effect"], result.figures["unseen"]) == (
+        ["nothing"],
+        [],
+    )
+    assert (
+        result.message
+        == "the network is too flat to show nothing; the other controls are refused"
+    )
     report = ExportReport(Path("export"), {}, gates={"eager": [result]}, real_images=16)
     assert (report.status, report.passed) == ("UNVERIFIED_FLAT_NETWORK", True)
-    assert ExportReport(Path("export"), {}, gates={"eager": [result]}).status == "UNVERIFIED_REAL_DATA"
+    assert (
+        ExportReport(Path("export"), {}, gates={"eager": [result]}).status
+        == "UNVERIFIED_REAL_DATA"
+    )
 
 
 @pytest.mark.parametrize(
-    "name", ["batchnorm_in_training_mode", "half_mean_and_std", "no_normalisation", "align_corners_flipped"]
+    "name",
+    [
+        "batchnorm_in_training_mode",
+        "half_mean_and_std",
+        "no_normalisation",
+        "align_corners_flipped",
+    ],
 )
 def test_a_network_is_not_flat_because_it_cannot_have_a_fault(name: str) -> None:
     """A network with GroupNorm, with a normalisation of 0.5, without upsampling: trained as well as any other."""
@@ -385,46 +505,74 @@ def test_a_network_is_not_flat_because_it_cannot_have_a_fault(name: str) -> None
     elif name == "align_corners_flipped":
         network.body[0].stride, network.output_stride = (1, 1), 1
     else:
-        model.preprocess = Preprocess(*(((0.5,) * 3,) * 2 if "half" in name else ((0.0,) * 3, (1.0,) * 3)))
+        model.preprocess = Preprocess(
+            *(((0.5,) * 3,) * 2 if "half" in name else ((0.0,) * 3, (1.0,) * 3))
+        )
     result = power(model)
     assert result.passed
-    assert (result.figures["impossible"], result.figures["without_effect"]) == ([name], [])
+    assert (result.figures["impossible"], result.figures["without_effect"]) == (
+        [name],
+        [],
+    )
     assert set(result.figures["refused_by"]) == set(CONTROLS) - {name}
-    assert result.message == f"all 6 negative controls are refused; {name} is no fault of this network"
+    assert (
+        result.message
+        == f"all 6 negative controls are refused; {name} is no fault of this network"
+    )
     report = ExportReport(Path("export"), {}, gates={"eager": [result]}, real_images=16)
     assert report.status == "verified"
 
 
 def test_the_effect_of_a_control_is_measured_in_spreads_of_the_logits() -> None:
-    logits, normalised = np.zeros((2, 4, 4), np.float32), np.zeros((3, 4, 4), np.float32)
+    logits, normalised = (
+        np.zeros((2, 4, 4), np.float32),
+        np.zeros((3, 4, 4), np.float32),
+    )
     logits[0] = 2.0  # standard deviation 1
     expected = Answer(np.zeros((4, 4), np.uint8), None, logits, normalised)
     assert controls._effect(expected, expected) == 0
-    assert controls._effect(expected, expected._replace(logits=logits + np.float32(0.5))) == pytest.approx(0.5)
+    assert controls._effect(
+        expected, expected._replace(logits=logits + np.float32(0.5))
+    ) == pytest.approx(0.5)
     assert controls._effect(expected, expected._replace(normalised=normalised - 3)) == 3
     flat = expected._replace(logits=np.zeros_like(logits))
     assert controls._effect(flat, flat) == 0
 
 
 def test_the_scaled_weight_is_the_one_that_moves_the_logits_most() -> None:
-    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 64, 1), nn.Conv2d(64, 2, 1))
+    network = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.Conv2d(8, 64, 1), nn.Conv2d(64, 2, 1)
+    )
     with torch.no_grad():
-        network[1].bias.fill_(5.0)  # which the last weights multiply, and those before it do not
+        network[1].bias.fill_(
+            5.0
+        )  # which the last weights multiply, and those before it do not
         before = [weight.clone() for weight in network.parameters()]
         assert controls._most_influential(network) is network[2].weight
         norm = nn.BatchNorm2d(8)
         norm.weight.fill_(100.0)
         norm.bias.fill_(1e4)
         first = nn.Conv2d(3, 8, 3, padding=1)
-        assert controls._most_influential(nn.Sequential(first, norm).eval()) is first.weight, "of a convolution only"
+        assert (
+            controls._most_influential(nn.Sequential(first, norm).eval())
+            is first.weight
+        ), "of a convolution only"
         alone = nn.BatchNorm2d(3).eval()
         alone.bias.fill_(1e4)
-        assert controls._most_influential(alone) is alone.bias, "there is no convolution"
+        assert controls._most_influential(alone) is alone.bias, (
+            "there is no convolution"
+        )
     assert all(map(torch.equal, before, network.parameters()))
 
 
 def test_a_gate_that_was_widened_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    wide = Limits(logits_sigma=100.0, agreement=0.0, image_agreement=0.0, margin_sigma=100.0, confidence_levels=255)
+    wide = Limits(
+        logits_sigma=100.0,
+        agreement=0.0,
+        image_agreement=0.0,
+        margin_sigma=100.0,
+        confidence_levels=255,
+    )
 
     def widened(gate: Any) -> Any:
         return lambda comparisons, sigma: gate(comparisons, sigma, wide)
@@ -444,12 +592,18 @@ def test_a_gate_that_was_widened_is_found_out(monkeypatch: pytest.MonkeyPatch) -
     [(0.0, None, "fp32", True), (10.0, None, "fp32", True), (9.9, None, "fp32", False), (0.0, 12.0, "int8", True),
      (0.0, 11.0, "int8", False), (0.0, 11.0, "fp16", True)],
 )  # fmt: skip
-def test_latency_gate_at_its_limits(budget: float, fp32: float | None, precision: str, passed: bool) -> None:
+def test_latency_gate_at_its_limits(
+    budget: float, fp32: float | None, precision: str, passed: bool
+) -> None:
     measured = {"p50_ms": 10.0, "cpu_ms": 10.0}
     others = None if fp32 is None else {"cpu_ms": fp32}
-    result = gate_latency(measured, budget_ms=budget, fp32=others, limits=LIMITS[precision])
+    result = gate_latency(
+        measured, budget_ms=budget, fp32=others, limits=LIMITS[precision]
+    )
     assert result.passed is passed
-    assert not any(value == 10.0 for value in result.figures.values() if value != budget), "equal exports, equal gates"
+    assert not any(
+        value == 10.0 for value in result.figures.values() if value != budget
+    ), "equal exports, equal gates"
 
 
 @pytest.mark.parametrize(
@@ -464,8 +618,13 @@ def test_latency_gate_at_its_limits(budget: float, fp32: float | None, precision
         (["latency"], LatencyError, 12),
     ],
 )
-def test_the_worst_failure_decides(failing: list[str], kind: type[ExportMismatch], exit_code: int) -> None:
-    gates = [("model.onnx", GateResult(name, False, {"limit": 1}, f"{name} is bad")) for name in failing]
+def test_the_worst_failure_decides(
+    failing: list[str], kind: type[ExportMismatch], exit_code: int
+) -> None:
+    gates = [
+        ("model.onnx", GateResult(name, False, {"limit": 1}, f"{name} is bad"))
+        for name in failing
+    ]
     error = refusal("EXPORT REJECTED", gates, "there")
     assert type(error) is kind
     assert error.exit_code == exit_code
@@ -473,7 +632,12 @@ def test_the_worst_failure_decides(failing: list[str], kind: type[ExportMismatch
     assert [(name, gate.gate, gate.figures) for name, gate in error.failed] == [
         ("model.onnx", name, {"limit": 1}) for name in failing
     ]
-    report = ExportReport(Path("export"), {}, gates={"model.onnx": [gate for _, gate in gates]}, real_images=1)
+    report = ExportReport(
+        Path("export"),
+        {},
+        gates={"model.onnx": [gate for _, gate in gates]},
+        real_images=1,
+    )
     assert report.status == "rejected"
     assert report.failed == gates
 
@@ -491,7 +655,11 @@ def test_a_file_that_does_not_run_is_broken_not_a_traceback() -> None:
 
     model = deploy_model(tiny_network())
     good, bad = Candidate(run_eager(model), run_eager(model)), Candidate(torn, torn)
-    compare(as_trained(run_eager(model), Preprocess()), [bad, good], check_set(IMAGES[:1], ["x"]))
+    compare(
+        as_trained(run_eager(model), Preprocess()),
+        [bad, good],
+        check_set(IMAGES[:1], ["x"]),
+    )
     assert bad.broken == "RuntimeError: torn (on x)"
     assert len(good.comparisons) == 10
 
@@ -501,19 +669,27 @@ def test_a_file_that_does_not_run_is_broken_not_a_traceback() -> None:
 
 def test_temperature_reaches_the_confidence_and_not_the_mask() -> None:
     network = tiny_network()
-    plain, soft = (run_eager(deploy_model(network, temperature=value))(IMAGES[0]) for value in (1.0, 4.0))
+    plain, soft = (
+        run_eager(deploy_model(network, temperature=value))(IMAGES[0])
+        for value in (1.0, 4.0)
+    )
     assert np.array_equal(plain.mask, soft.mask)
     assert plain.confidence is not None
     assert soft.confidence is not None
     assert soft.confidence.mean() < plain.confidence.mean() - 5
     with torch.no_grad():
         logits = network.model(network.preprocess(torch.from_numpy(IMAGES[0])[None]))
-    expected = (logits / 4).softmax(1).amax(1).mul(255).round().to(torch.uint8)[0].numpy()
+    expected = (
+        (logits / 4).softmax(1).amax(1).mul(255).round().to(torch.uint8)[0].numpy()
+    )
     assert np.array_equal(soft.confidence, expected)
 
 
 def test_calibration_entry() -> None:
-    assert calibration_entry(tiny_network(), None) == {"method": "none", "temperature": 1.0}
+    assert calibration_entry(tiny_network(), None) == {
+        "method": "none",
+        "temperature": 1.0,
+    }
     entry = calibration_entry(tiny_network(), Labelled(Split(IMAGES), (64, 96), 100))
     assert entry["method"] == "temperature"
     assert entry["images"] == len(IMAGES)
@@ -524,14 +700,20 @@ def test_calibration_entry() -> None:
 @pytest.mark.parametrize("name", PROFILES)
 def test_profiles_answer_alike(name: str) -> None:
     network = tiny_network()
-    robot, other = (deploy_model(network, profile=profile) for profile in (ROBOT, PROFILES[name]))
+    robot, other = (
+        deploy_model(network, profile=profile) for profile in (ROBOT, PROFILES[name])
+    )
     expected, found = run_eager(robot)(IMAGES[0]), run_eager(other)(IMAGES[0])
     assert np.array_equal(expected.mask, found.mask)
     assert expected.logits is not None
     assert found.logits is not None
     np.testing.assert_allclose(expected.logits, found.logits, atol=1e-5)
     outputs = other(PROFILES[name].example((64, 96)))
-    shapes = {"robot": [(1, 64, 96), (1, 16, 24)], "isaac": [(1, 64, 96)], "logits": [(1, NUM_CLASSES, 64, 96)]}
+    shapes = {
+        "robot": [(1, 64, 96), (1, 16, 24)],
+        "isaac": [(1, 64, 96)],
+        "logits": [(1, NUM_CLASSES, 64, 96)],
+    }
     assert [tuple(output.shape) for output in outputs] == shapes[name]
     kinds = {"robot": torch.uint8, "isaac": torch.int32, "logits": torch.float32}
     assert outputs[0].dtype == kinds[name]
@@ -541,7 +723,10 @@ def test_profiles_answer_alike(name: str) -> None:
     ("changes", "told"),
     [
         ({"precision": ["fp16"]}, "lacks fp32"),
-        ({"precision": ["fp32", "int8"], "formats": ["torchscript"]}, "only ONNX files come in int8"),
+        (
+            {"precision": ["fp32", "int8"], "formats": ["torchscript"]},
+            "only ONNX files come in int8",
+        ),
         ({"precision": ["fp32", "int8"], "profile": "isaac"}, "export.profile = isaac"),
         ({"precision": ["fp32", "fp8"]}, "export.precision = 'fp8'"),
         ({"profile": "robots"}, "Did you mean robot?"),

@@ -26,12 +26,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def difference(folder: Path, image: np.ndarray, other: np.ndarray) -> tuple[float, float]:
+def difference(
+    folder: Path, image: np.ndarray, other: np.ndarray
+) -> tuple[float, float]:
     """Largest difference of the logits in sigma, and share of equal pixels: fp32 of `image`, fp16 of `other`."""
-    expected, found = open_onnx(folder / "fp32.onnx")(image), open_onnx(folder / "fp16.onnx")(other)
+    expected, found = (
+        open_onnx(folder / "fp32.onnx")(image),
+        open_onnx(folder / "fp16.onnx")(other),
+    )
     assert expected.logits is not None
     assert found.logits is not None
-    largest = float(np.abs(expected.logits - found.logits).max() / expected.logits.std())
+    largest = float(
+        np.abs(expected.logits - found.logits).max() / expected.logits.std()
+    )
     return largest, float((expected.mask == found.mask).mean())
 
 
@@ -40,7 +47,9 @@ def test_answers_are_those_of_fp32_within_the_gates(folder: Path) -> None:
         largest, equal = difference(folder, image, image)
         assert 0 < largest <= SIGMA_LIMIT
         assert equal >= AGREEMENT
-    largest, equal = difference(folder, IMAGES[0], np.ascontiguousarray(IMAGES[0][..., ::-1]))
+    largest, equal = difference(
+        folder, IMAGES[0], np.ascontiguousarray(IMAGES[0][..., ::-1])
+    )
     assert largest > SIGMA_LIMIT, "the control: BGR is found out"
     assert equal < AGREEMENT
 
@@ -49,14 +58,21 @@ def test_the_network_alone_is_fp16(folder: Path) -> None:
     model = onnx.load(folder / "fp16.onnx")
     onnx.checker.check_model(model, full_check=True)
     inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph
-    kinds = {entry.name: entry.type.tensor_type.elem_type for entry in (*inferred.value_info, *inferred.output)}
+    kinds = {
+        entry.name: entry.type.tensor_type.elem_type
+        for entry in (*inferred.value_info, *inferred.output)
+    }
     kinds |= {tensor.name: tensor.data_type for tensor in inferred.initializer}
     for node in model.graph.node:
         if node.op_type in ("Conv", "BatchNormalization", "Relu", "Concat"):
-            assert {kinds[name] for name in (*node.input, *node.output)} == {TensorProto.FLOAT16}, node.name
+            assert {kinds[name] for name in (*node.input, *node.output)} == {
+                TensorProto.FLOAT16
+            }, node.name
         if node.op_type in ("Softmax", "ArgMax", "Mul"):
             assert kinds[node.input[0]] == TensorProto.FLOAT, node.name
-    assert sum(node.op_type == "Cast" for node in model.graph.node) == 3 + 2, "one cast in, one out"
+    assert sum(node.op_type == "Cast" for node in model.graph.node) == 3 + 2, (
+        "one cast in, one out"
+    )
 
 
 def test_all_else_is_as_it_was(folder: Path) -> None:
@@ -68,7 +84,9 @@ def test_all_else_is_as_it_was(folder: Path) -> None:
     assert [node.op_type for node in after.graph.node if node.op_type != "Cast"] == [
         node.op_type for node in before.graph.node if node.op_type != "Cast"
     ]
-    sizes = {name: (folder / f"{name}.onnx").stat().st_size for name in ("fp32", "fp16")}
+    sizes = {
+        name: (folder / f"{name}.onnx").stat().st_size for name in ("fp32", "fp16")
+    }
     assert sizes["fp16"] < sizes["fp32"]
     assert {path.name for path in folder.iterdir()} == {"fp32.onnx", "fp16.onnx"}
 
@@ -78,10 +96,16 @@ def test_the_same_bytes_every_time(folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "again.onnx").read_bytes() == (folder / "fp16.onnx").read_bytes()
 
 
-def test_a_weight_that_fp16_cannot_hold_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_weight_that_fp16_cannot_hold_is_refused(
+    folder: Path, tmp_path: Path
+) -> None:
     model = onnx.load(folder / "fp32.onnx")
-    weight = next(tensor for tensor in model.graph.initializer if tensor.name == "fuse_weight")
-    weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight) * 1e6, weight.name))
+    weight = next(
+        tensor for tensor in model.graph.initializer if tensor.name == "fuse_weight"
+    )
+    weight.CopyFrom(
+        numpy_helper.from_array(numpy_helper.to_array(weight) * 1e6, weight.name)
+    )
     onnx.save(model, tmp_path / "large.onnx")
     with pytest.raises(ExportError, match=r"fuse_weight reaches .* 65504"):
         to_fp16(tmp_path / "large.onnx", tmp_path / "out.onnx")
@@ -91,7 +115,11 @@ def test_a_weight_that_fp16_cannot_hold_is_refused(folder: Path, tmp_path: Path)
 def test_the_network_lies_between_the_convolutions(folder: Path) -> None:
     graph = onnx.load(folder / "fp32.onnx").graph
     inside = between_convolutions(graph)
-    names = [node.output[0] for node, is_inside in zip(graph.node, inside, strict=True) if is_inside]
+    names = [
+        node.output[0]
+        for node, is_inside in zip(graph.node, inside, strict=True)
+        if is_inside
+    ]
     assert names[0] == "stem"
     assert names[-1] == "head"
     assert {"shortcut", "pooled", "upsampled", "joined"} <= set(names)

@@ -27,7 +27,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("int8")
     write_graph(folder / "fp32.onnx")
     for scheme in SCHEMES:
-        assert to_int8(folder / "fp32.onnx", folder / f"{scheme}.onnx", FRAMES, scheme=scheme) == scheme
+        assert (
+            to_int8(
+                folder / "fp32.onnx", folder / f"{scheme}.onnx", FRAMES, scheme=scheme
+            )
+            == scheme
+        )
     return folder
 
 
@@ -37,24 +42,38 @@ def agreement(expected: Path, found: Path) -> float:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_masks_agree_on_frames_that_were_not_calibrated_on(scheme: str, folder: Path, tmp_path: Path) -> None:
+def test_masks_agree_on_frames_that_were_not_calibrated_on(
+    scheme: str, folder: Path, tmp_path: Path
+) -> None:
     assert AGREEMENT <= agreement(folder / "fp32.onnx", folder / f"{scheme}.onnx") < 1
     model = onnx.load(folder / f"{scheme}.onnx")
-    scale = next(tensor for tensor in model.graph.initializer if tensor.name == "fuse_weight_scale")
+    scale = next(
+        tensor
+        for tensor in model.graph.initializer
+        if tensor.name == "fuse_weight_scale"
+    )
     factor = np.linspace(0.5, 2, PLANES, dtype=np.float32)
-    scale.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(scale) * factor, scale.name))
+    scale.CopyFrom(
+        numpy_helper.from_array(numpy_helper.to_array(scale) * factor, scale.name)
+    )
     onnx.save(model, tmp_path / "wrong.onnx")
     wrong = agreement(folder / "fp32.onnx", tmp_path / "wrong.onnx")
     assert wrong < AGREEMENT, "the control: wrong scales of one layer are found out"
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_convolutions_are_int8_and_what_decides_is_not(scheme: str, folder: Path) -> None:
+def test_convolutions_are_int8_and_what_decides_is_not(
+    scheme: str, folder: Path
+) -> None:
     graph = onnx.load(folder / f"{scheme}.onnx").graph
     weights = {tensor.name: tensor for tensor in graph.initializer}
     makers = {name: node for node in graph.node for name in node.output}
     readers = {name: node for node in graph.node for name in node.input}
-    kinds = {"U8S8": TensorProto.UINT8, "S8S8": TensorProto.INT8, "U8S7": TensorProto.UINT8}
+    kinds = {
+        "U8S8": TensorProto.UINT8,
+        "S8S8": TensorProto.INT8,
+        "U8S7": TensorProto.UINT8,
+    }
     found = []
     for node in graph.node:
         if node.op_type != "Conv":
@@ -68,10 +87,16 @@ def test_convolutions_are_int8_and_what_decides_is_not(scheme: str, folder: Path
         assert data.op_type == kernel.op_type == "DequantizeLinear", node.name
         assert weights[data.input[2]].data_type == kinds[scheme]
         assert weights[kernel.input[0]].data_type == TensorProto.INT8
-        largest = int(np.abs(numpy_helper.to_array(weights[kernel.input[0]]).astype(int)).max())
-        assert (largest <= 64) is (scheme == "U8S7"), "7 bits, so that no sum overflows on a CPU with AVX2 alone"
+        largest = int(
+            np.abs(numpy_helper.to_array(weights[kernel.input[0]]).astype(int)).max()
+        )
+        assert (largest <= 64) is (scheme == "U8S7"), (
+            "7 bits, so that no sum overflows on a CPU with AVX2 alone"
+        )
         assert weights[kernel.input[1]].dims == [PLANES], "a scale per channel"
-        assert readers[node.output[0]].op_type == "QuantizeLinear", "the ReLU is in the range"
+        assert readers[node.output[0]].op_type == "QuantizeLinear", (
+            "the ReLU is in the range"
+        )
         found.append(node.name)
     assert len(found) == 5
     others = [node.op_type for node in graph.node]
@@ -79,12 +104,17 @@ def test_convolutions_are_int8_and_what_decides_is_not(scheme: str, folder: Path
     assert others.count("Relu") == 0
     for node in graph.node:
         if node.op_type in ("Softmax", "ArgMax"):
-            assert makers[node.input[0]].op_type in ("Conv", "Resize"), "no eight bits in between"
+            assert makers[node.input[0]].op_type in ("Conv", "Resize"), (
+                "no eight bits in between"
+            )
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_file_is_a_valid_one_with_the_same_face(scheme: str, folder: Path) -> None:
-    before, after = onnx.load(folder / "fp32.onnx"), onnx.load(folder / f"{scheme}.onnx")
+    before, after = (
+        onnx.load(folder / "fp32.onnx"),
+        onnx.load(folder / f"{scheme}.onnx"),
+    )
     onnx.checker.check_model(after, full_check=True)
     for field in ("opset_import", "metadata_props"):
         assert list(getattr(after, field)) == list(getattr(before, field)), field
@@ -94,7 +124,10 @@ def test_the_file_is_a_valid_one_with_the_same_face(scheme: str, folder: Path) -
 
 
 def test_nothing_else_is_left_behind_or_said(
-    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     elsewhere = tmp_path / "temporary"
     elsewhere.mkdir()
@@ -103,9 +136,14 @@ def test_nothing_else_is_left_behind_or_said(
     root = logging.getLogger()
     before = (list(root.handlers), root.level, root.manager.disable)
     to_int8(folder / "fp32.onnx", tmp_path / "again.onnx", FRAMES, scheme="U8S8")
-    assert (tmp_path / "again.onnx").read_bytes() == (folder / "U8S8.onnx").read_bytes(), "the same bytes every time"
+    assert (tmp_path / "again.onnx").read_bytes() == (
+        folder / "U8S8.onnx"
+    ).read_bytes(), "the same bytes every time"
     assert list(elsewhere.iterdir()) == []
-    assert {path.name for path in folder.iterdir()} == {"fp32.onnx", *(f"{scheme}.onnx" for scheme in SCHEMES)}
+    assert {path.name for path in folder.iterdir()} == {
+        "fp32.onnx",
+        *(f"{scheme}.onnx" for scheme in SCHEMES),
+    }
     assert (list(root.handlers), root.level, root.manager.disable) == before
     assert capfd.readouterr() == ("", "")
 
@@ -114,7 +152,9 @@ def test_the_quantizer_may_log_and_nobody_hears(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     root = logging.getLogger()
-    monkeypatch.setattr(root, "handlers", [])  # as in a process that has not set up logging
+    monkeypatch.setattr(
+        root, "handlers", []
+    )  # as in a process that has not set up logging
     with int8._silent_logging():
         logging.warning("please consider something")
     assert root.handlers == []
@@ -153,11 +193,15 @@ def test_a_rare_outlier_does_not_widen_a_range(model: onnx.ModelProto) -> None:
     many = calm.copy()
     many[:16] = 255
     assert activation_ranges(model, ["wide"], [one, calm, calm, calm])["wide"][1] < 70
-    assert activation_ranges(model, ["wide"], [many] * 4)["wide"][1] > 250, "the control: frequent values count"
+    assert activation_ranges(model, ["wide"], [many] * 4)["wide"][1] > 250, (
+        "the control: frequent values count"
+    )
 
 
 def test_an_activation_of_zeros_has_a_range(model: onnx.ModelProto) -> None:
-    low, high = activation_ranges(model, ["wide"], [np.zeros((*SIZE, 3), np.uint8)])["wide"]
+    low, high = activation_ranges(model, ["wide"], [np.zeros((*SIZE, 3), np.uint8)])[
+        "wide"
+    ]
     assert (low, high) == (0.0, 0.0)
 
 
@@ -179,10 +223,18 @@ class FakeSession:
     [
         ((0.99, 0.98, 0.98), (1.0, 2.0, 1.5), "U8S8"),
         ((0.99, 0.98, 0.98), (2.0, 1.0, 1.5), "S8S8"),
-        ((0.98, 0.98, 0.99), (1.0, 1.01, 1.04), "U8S7"),  # as fast, so the closest, however the load was
+        (
+            (0.98, 0.98, 0.99),
+            (1.0, 1.01, 1.04),
+            "U8S7",
+        ),  # as fast, so the closest, however the load was
         ((0.98, 0.99, 0.98), (1.0, 1.06, 1.0), "U8S8"),
         ((0.98, 0.98, 0.98), (1.02, 1.0, 1.0), "U8S8"),
-        ((0.969, 0.971, 0.5), (1.0, 9.0, 1.0), "S8S8"),  # what a gate would refuse is not kept for its speed
+        (
+            (0.969, 0.971, 0.5),
+            (1.0, 9.0, 1.0),
+            "S8S8",
+        ),  # what a gate would refuse is not kept for its speed
         ((0.9, 0.9, 0.99), (1.0, 1.0, 9.0), "U8S7"),  # as on a CPU with AVX2 alone
         ((0.8, 0.9, 0.7), (1.0, 9.0, 1.0), "S8S8"),
     ],
@@ -195,11 +247,17 @@ def test_the_closest_of_the_fast_schemes_is_chosen(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(int8, "_agreement", lambda *_: dict(zip(SCHEMES, agreement, strict=True)))
+    monkeypatch.setattr(
+        int8, "_agreement", lambda *_: dict(zip(SCHEMES, agreement, strict=True))
+    )
     took = dict(zip(SCHEMES, seconds, strict=True))
-    monkeypatch.setattr(int8, "_processor_seconds", lambda made, _: {name: took[name] for name in made})
+    monkeypatch.setattr(
+        int8, "_processor_seconds", lambda made, _: {name: took[name] for name in made}
+    )
     assert to_int8(folder / "fp32.onnx", tmp_path / "int8.onnx", FRAMES) == chosen
-    assert (tmp_path / "int8.onnx").read_bytes() == (folder / f"{chosen}.onnx").read_bytes()
+    assert (tmp_path / "int8.onnx").read_bytes() == (
+        folder / f"{chosen}.onnx"
+    ).read_bytes()
 
 
 def test_the_least_time_counts_and_processor_time_at_that(
@@ -216,17 +274,28 @@ def test_the_least_time_counts_and_processor_time_at_that(
 def test_agreement_is_measured_on_masks(folder: Path) -> None:
     made = {scheme: onnx.load(folder / f"{scheme}.onnx") for scheme in SCHEMES}
     found = int8._agreement(made, onnx.load(folder / "fp32.onnx"), IMAGES)
-    assert found == {scheme: agreement(folder / "fp32.onnx", folder / f"{scheme}.onnx") for scheme in SCHEMES}
+    assert found == {
+        scheme: agreement(folder / "fp32.onnx", folder / f"{scheme}.onnx")
+        for scheme in SCHEMES
+    }
 
 
 def test_unusable_requests(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="scheme = 'U4', but it must be one of U8S8, S8S8"):
+    with pytest.raises(
+        ConfigError, match="scheme = 'U4', but it must be one of U8S8, S8S8"
+    ):
         to_int8(folder / "fp32.onnx", tmp_path / "out.onnx", FRAMES, scheme="U4")
     with pytest.raises(ConfigError, match="calibration frames"):
         to_int8(folder / "fp32.onnx", tmp_path / "out.onnx", [])
     model = onnx.load(folder / "fp32.onnx")
-    weight = next(tensor for tensor in model.graph.initializer if tensor.name == "stem_weight")
-    weight.CopyFrom(numpy_helper.from_array(np.full_like(numpy_helper.to_array(weight), np.nan), weight.name))
+    weight = next(
+        tensor for tensor in model.graph.initializer if tensor.name == "stem_weight"
+    )
+    weight.CopyFrom(
+        numpy_helper.from_array(
+            np.full_like(numpy_helper.to_array(weight), np.nan), weight.name
+        )
+    )
     onnx.save(model, tmp_path / "broken.onnx")
     with pytest.raises(ExportError, match="int8 needs finite ones"):
         to_int8(tmp_path / "broken.onnx", tmp_path / "out.onnx", FRAMES)

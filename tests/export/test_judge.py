@@ -48,7 +48,10 @@ class Shelf:
         return self.runs[path]
 
     def file(
-        self, kind: str = "onnx", precision: str = "fp32", fault: Callable[[DeployModel], None] = lambda model: None
+        self,
+        kind: str = "onnx",
+        precision: str = "fp32",
+        fault: Callable[[DeployModel], None] = lambda model: None,
     ) -> ModelFile:
         """A file of the trained network with a fault in it."""
         path = self.folder / FORMATS[kind].file_name(precision)
@@ -56,7 +59,9 @@ class Shelf:
         model = deploy_model(TRAINED)
         fault(model)
         self.runs[path] = self.runs[path.with_suffix(".probe")] = run_eager(model)
-        self.stored[path] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        self.stored[path] = {
+            name: tensor.clone() for name, tensor in model.state_dict().items()
+        }
         return ModelFile(kind, precision, path, path.with_suffix(".probe"), {})
 
 
@@ -78,10 +83,18 @@ def judged(
     *files: ModelFile, dynamic: str = "none", labelled: Any = None, **settings: Any
 ) -> tuple[ExportReport, dict[str, Any]]:
     classes = [{"name": name} for name in CLASSES.names]
-    manifest = {"profile": "robot", "classes": classes, "io": {"free": free_lengths(dynamic, SIZE, 4)}}
+    manifest = {
+        "profile": "robot",
+        "classes": classes,
+        "io": {"free": free_lengths(dynamic, SIZE, 4)},
+    }
     report = ExportReport(Path("export"), manifest)
-    inputs = GateInputs(check_set(IMAGES[:2], NAMES[:2]), labelled, ExportConfig(**settings))
-    return report, judge.judge(report, deploy_model(TRAINED), TRAINED.preprocess, files, inputs)
+    inputs = GateInputs(
+        check_set(IMAGES[:2], NAMES[:2]), labelled, ExportConfig(**settings)
+    )
+    return report, judge.judge(
+        report, deploy_model(TRAINED), TRAINED.preprocess, files, inputs
+    )
 
 
 def gates(report: ExportReport, name: str) -> list[str]:
@@ -100,7 +113,11 @@ class Blind:
 
     def __call__(self, image: Image) -> Answer:
         answer = self.right(image)
-        return answer._replace(mask=np.zeros_like(answer.mask)) if np.array_equal(image, self.image) else answer
+        return (
+            answer._replace(mask=np.zeros_like(answer.mask))
+            if np.array_equal(image, self.image)
+            else answer
+        )
 
 
 def labelled(images: list[Image]) -> Any:
@@ -110,7 +127,9 @@ def labelled(images: list[Image]) -> Any:
 
 
 def test_sound_files_pass_every_gate_in_order(shelf: Shelf) -> None:
-    report, found = judged(shelf.file(), shelf.file("torchscript"), labelled=labelled(IMAGES))
+    report, found = judged(
+        shelf.file(), shelf.file("torchscript"), labelled=labelled(IMAGES)
+    )
     assert report.passed, report.failed
     names = ["model.onnx", "model.torchscript.pt"]
     for name in names:
@@ -119,15 +138,25 @@ def test_sound_files_pass_every_gate_in_order(shelf: Shelf) -> None:
         assert report.gates[name][4].figures["miou_reference"] == pytest.approx(100)
     assert gates(report, EAGER) == ["G6"]
     assert list(found) == names
-    copies = [f"{name} ({how})" for name in NAMES[:2] for how in ("dark", "blurred", "noisy", "shifted")]
+    copies = [
+        f"{name} ({how})"
+        for name in NAMES[:2]
+        for how in ("dark", "blurred", "noisy", "shifted")
+    ]
     made = ["constant_0", "constant_128", "constant_255", "noise", "checkerboard"]
     assert report.images == [*NAMES[:2], *copies, *made]
     assert report.real_images == 2
     assert set(report.latency) == {EAGER, *names}
     reference = run_eager(deploy_model(TRAINED))
-    logits = np.stack([reference(check.image).logits for check in check_set(IMAGES[:2], NAMES[:2])])  # type: ignore[misc]
-    assert report.sigma.everything == pytest.approx(logits.std(dtype=np.float64), rel=1e-5)
-    assert report.sigma.real == pytest.approx(logits[:2].std(dtype=np.float64), rel=1e-5)
+    logits = np.stack(
+        [reference(check.image).logits for check in check_set(IMAGES[:2], NAMES[:2])]
+    )  # type: ignore[misc]
+    assert report.sigma.everything == pytest.approx(
+        logits.std(dtype=np.float64), rel=1e-5
+    )
+    assert report.sigma.real == pytest.approx(
+        logits[:2].std(dtype=np.float64), rel=1e-5
+    )
 
 
 def test_without_labels_quality_is_not_judged_and_latency_is(shelf: Shelf) -> None:
@@ -135,19 +164,26 @@ def test_without_labels_quality_is_not_judged_and_latency_is(shelf: Shelf) -> No
     assert gates(report, "model.onnx") == ["G1", *ANSWERS, "latency"]
 
 
-def test_the_latency_is_that_of_the_first_check_image(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_latency_is_that_of_the_first_check_image(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[Image] = []
     monkeypatch.setattr(
         latency,
         "measure",
-        lambda runs, image: seen.append(image) or {name: {"p50_ms": 1.0, "cpu_ms": 1.0} for name in runs},
+        lambda runs, image: (
+            seen.append(image)
+            or {name: {"p50_ms": 1.0, "cpu_ms": 1.0} for name in runs}
+        ),
     )
     judged(shelf.file())
     assert [np.array_equal(image, IMAGES[0]) for image in seen] == [True]
 
 
 @pytest.mark.parametrize("fault", ["listed", "does not open", "no probe"])
-def test_a_file_that_is_not_whole_is_refused_and_not_compared(shelf: Shelf, fault: str) -> None:
+def test_a_file_that_is_not_whole_is_refused_and_not_compared(
+    shelf: Shelf, fault: str
+) -> None:
     torn, good = shelf.file(), shelf.file("torchscript")
     if fault == "listed":
         shelf.faults[torn.path] = ["the manifest is missing"]
@@ -156,14 +192,20 @@ def test_a_file_that_is_not_whole_is_refused_and_not_compared(shelf: Shelf, faul
     report, found = judged(torn, good, labelled=labelled(IMAGES))
     assert failures(report) == [("model.onnx", "G1")]
     assert gates(report, "model.onnx") == ["G1"]
-    assert ("the manifest is missing" if fault == "listed" else "KeyError") in report.gates["model.onnx"][0].message
-    assert gates(report, "model.torchscript.pt") == ["G1", *ANSWERS], "no quality and latency after a refusal"
+    assert (
+        "the manifest is missing" if fault == "listed" else "KeyError"
+    ) in report.gates["model.onnx"][0].message
+    assert gates(report, "model.torchscript.pt") == ["G1", *ANSWERS], (
+        "no quality and latency after a refusal"
+    )
     assert list(found) == ["model.torchscript.pt"]
     assert report.latency == {}
 
 
 def test_a_fault_is_named_at_its_file_and_gate(shelf: Shelf) -> None:
-    report, found = judged(shelf.file(fault=CONTROLS["no_normalisation"]), shelf.file("torchscript"))
+    report, found = judged(
+        shelf.file(fault=CONTROLS["no_normalisation"]), shelf.file("torchscript")
+    )
     assert {name for name, _ in failures(report)} == {"model.onnx"}
     assert {gate for _, gate in failures(report)} == set(ANSWERS)
     assert report.latency == {}
@@ -171,16 +213,22 @@ def test_a_fault_is_named_at_its_file_and_gate(shelf: Shelf) -> None:
 
 
 @pytest.mark.parametrize("role", ["probe", "path"])
-def test_logits_come_from_the_probe_and_masks_from_the_shipped_file(shelf: Shelf, role: str) -> None:
+def test_logits_come_from_the_probe_and_masks_from_the_shipped_file(
+    shelf: Shelf, role: str
+) -> None:
     file = shelf.file()
     wrong = deploy_model(TRAINED)
     CONTROLS["no_normalisation"](wrong)
     shelf.runs[getattr(file, role)] = run_eager(wrong)
     report, _ = judged(file)
-    assert failures(report) == [("model.onnx", gate) for gate in (["G2", "G4"] if role == "probe" else ["G3"])]
+    assert failures(report) == [
+        ("model.onnx", gate) for gate in (["G2", "G4"] if role == "probe" else ["G3"])
+    ]
 
 
-def test_a_file_that_fails_on_an_image_has_one_finding_of_integrity_more(shelf: Shelf) -> None:
+def test_a_file_that_fails_on_an_image_has_one_finding_of_integrity_more(
+    shelf: Shelf,
+) -> None:
     def torn(image: Image) -> Answer:
         raise RuntimeError("out of shape")
 
@@ -197,11 +245,18 @@ def test_a_file_that_fails_on_an_image_has_one_finding_of_integrity_more(shelf: 
 
 def test_the_check_set_is_real_images_and_generated_ones_of_their_size() -> None:
     checks = check_set(IMAGES[:2], NAMES[:2])
-    assert [(check.name, check.is_real) for check in checks[:2]] == [(name, True) for name in NAMES[:2]]
-    assert all(check.image is image for check, image in zip(checks[:2], IMAGES[:2], strict=True))
+    assert [(check.name, check.is_real) for check in checks[:2]] == [
+        (name, True) for name in NAMES[:2]
+    ]
+    assert all(
+        check.image is image
+        for check, image in zip(checks[:2], IMAGES[:2], strict=True)
+    )
     made = {check.name: check.image for check in checks[2:] if not check.is_copy}
     assert not any(check.is_real for check in checks[2:])
-    assert {(image.shape, image.dtype) for image in made.values()} == {((*SIZE, 3), np.dtype(np.uint8))}
+    assert {(image.shape, image.dtype) for image in made.values()} == {
+        ((*SIZE, 3), np.dtype(np.uint8))
+    }
     for level in (0, 128, 255):
         assert (made[f"constant_{level}"] == level).all()
     assert len(np.unique(made["noise"])) == 256
@@ -209,20 +264,35 @@ def test_the_check_set_is_real_images_and_generated_ones_of_their_size() -> None
     board = made["checkerboard"]
     assert sorted(np.unique(board)) == [0, 255]
     assert (board == board[..., :1]).all()
-    assert [board[0, 0, 0], board[7, 7, 0], board[0, 8, 0], board[8, 0, 0], board[8, 8, 0]] == [0, 0, 255, 255, 0]
+    assert [
+        board[0, 0, 0],
+        board[7, 7, 0],
+        board[0, 8, 0],
+        board[8, 0, 0],
+        board[8, 8, 0],
+    ] == [0, 0, 255, 255, 0]
     assert board.mean() == 127.5
     alone = check_set([], [], (16, 24))
     assert [check.image.shape for check in alone] == [(16, 24, 3)] * 5
     copies = {check.name: check.image.astype(int) for check in checks if check.is_copy}
-    assert list(copies)[:4] == [f"{NAMES[0]} ({how})" for how in ("dark", "blurred", "noisy", "shifted")]
+    assert list(copies)[:4] == [
+        f"{NAMES[0]} ({how})" for how in ("dark", "blurred", "noisy", "shifted")
+    ]
     assert len(copies) == 8
     image = IMAGES[0].astype(int)
-    dark, blurred, noisy, shifted = (copies[f"{NAMES[0]} ({how})"] for how in ("dark", "blurred", "noisy", "shifted"))
+    dark, blurred, noisy, shifted = (
+        copies[f"{NAMES[0]} ({how})"] for how in ("dark", "blurred", "noisy", "shifted")
+    )
     assert (dark == image // 4).all()
-    assert np.abs(np.diff(blurred, axis=0)).mean() < 0.6 * np.abs(np.diff(image, axis=0)).mean()
+    assert (
+        np.abs(np.diff(blurred, axis=0)).mean()
+        < 0.6 * np.abs(np.diff(image, axis=0)).mean()
+    )
     assert 8 < np.abs(noisy - image).mean() < 11  # of a standard deviation of 12 levels
     assert (shifted[4:, 6:] == image[:-4, :-6]).all()
-    assert len([check for check in check_set(IMAGES, NAMES) if check.is_copy]) == 8, "of the first two images alone"
+    assert len([check for check in check_set(IMAGES, NAMES) if check.is_copy]) == 8, (
+        "of the first two images alone"
+    )
 
 
 @pytest.mark.parametrize(
@@ -248,13 +318,26 @@ def test_the_check_set_in_every_shape() -> None:
     checks = [Check(name, image) for name, image in zip(NAMES, IMAGES, strict=True)]
     own, wide, high = trials(free_lengths("hw", SIZE, 4), checks)
     assert own.checks is checks
-    assert [(trial.name, trial.batch) for trial in (own, wide, high)] == [("", 1), ("32x144", 1), ("96x48", 1)]
+    assert [(trial.name, trial.batch) for trial in (own, wide, high)] == [
+        ("", 1),
+        ("32x144", 1),
+        ("96x48", 1),
+    ]
     assert {entry.image.shape for entry in wide.checks} == {(32, 144, 3)}
     assert high.checks[1].name == "scene_1 (96x48)"
-    assert np.array_equal(wide.checks[1].image, cv2.resize(IMAGES[1], (144, 32), interpolation=cv2.INTER_LINEAR))
+    assert np.array_equal(
+        wide.checks[1].image,
+        cv2.resize(IMAGES[1], (144, 32), interpolation=cv2.INTER_LINEAR),
+    )
     batched = list(trials(free_lengths("batch", SIZE, 4), checks))
-    assert [(trial.name, trial.batch) for trial in batched] == [("", 1), ("batches of 2", 2), ("batches of 3", 3)]
-    assert [check.name for check in batched[1].checks] == [f"{name} (batches of 2)" for name in NAMES]
+    assert [(trial.name, trial.batch) for trial in batched] == [
+        ("", 1),
+        ("batches of 2", 2),
+        ("batches of 3", 3),
+    ]
+    assert [check.name for check in batched[1].checks] == [
+        f"{name} (batches of 2)" for name in NAMES
+    ]
     assert len(list(trials({}, checks))) == 1
 
 
@@ -262,7 +345,9 @@ def test_the_check_set_in_every_shape() -> None:
 
 
 @pytest.mark.parametrize("change", ["one bit", "missing", "further"])
-def test_stored_weights_must_be_the_checkpoints_to_the_bit(shelf: Shelf, change: str) -> None:
+def test_stored_weights_must_be_the_checkpoints_to_the_bit(
+    shelf: Shelf, change: str
+) -> None:
     """Where the format keeps names: in ONNX files the converter has folded the weights."""
     files = [shelf.file(), shelf.file("torchscript")]
     for file in files:
@@ -277,23 +362,36 @@ def test_stored_weights_must_be_the_checkpoints_to_the_bit(shelf: Shelf, change:
     report, _ = judged(*files)
     assert failures(report) == [("model.torchscript.pt", "G2")]
     name = "network.more" if change == "further" else "network.classifier.bias"
-    assert f"other weights: {name} not as" in report.gates["model.torchscript.pt"][1].message
+    assert (
+        f"other weights: {name} not as"
+        in report.gates["model.torchscript.pt"][1].message
+    )
 
 
 # --- several shapes
 
 
 @pytest.mark.parametrize(
-    ("dynamic", "names"), [("hw", ["32x144", "96x48"]), ("batch", ["batches of 2", "batches of 3"])]
+    ("dynamic", "names"),
+    [("hw", ["32x144", "96x48"]), ("batch", ["batches of 2", "batches of 3"])],
 )
-def test_every_shape_is_judged_and_named(shelf: Shelf, dynamic: str, names: list[str]) -> None:
-    report, found = judged(shelf.file(), shelf.file("torchscript"), dynamic=dynamic, labelled=labelled(IMAGES))
+def test_every_shape_is_judged_and_named(
+    shelf: Shelf, dynamic: str, names: list[str]
+) -> None:
+    report, found = judged(
+        shelf.file(),
+        shelf.file("torchscript"),
+        dynamic=dynamic,
+        labelled=labelled(IMAGES),
+    )
     assert report.passed, report.failed
     for name in ("model.onnx", "model.torchscript.pt"):
         shapes = [(gate.gate, gate.shape) for gate in report.gates[name]]
         wanted = [(gate, shape) for shape in ("", *names) for gate in ANSWERS]
         assert shapes == [("G1", ""), *wanted, ("G5", ""), ("latency", "")]
-        assert [gate.figures.get("shape", "") for gate in report.gates[name]] == [shape for _, shape in shapes]
+        assert [gate.figures.get("shape", "") for gate in report.gates[name]] == [
+            shape for _, shape in shapes
+        ]
         assert len(found[name]) == 3 * len(report.images)
     alone, _ = judged(shelf.file())
     assert report.sigma == alone.sigma, "that of the exported shape"
@@ -305,11 +403,18 @@ def test_a_fault_of_another_shape_is_named_with_it(shelf: Shelf) -> None:
 
     def fixed(image: Image) -> Answer:
         answer = right(image)
-        return answer if image.shape[:2] == SIZE else answer._replace(mask=np.zeros_like(answer.mask))
+        return (
+            answer
+            if image.shape[:2] == SIZE
+            else answer._replace(mask=np.zeros_like(answer.mask))
+        )
 
     shelf.runs[file.path] = fixed
     report, _ = judged(file, dynamic="hw")
-    assert [gate.name for _, gate in report.failed] == ["G3 mask, 32x144", "G3 mask, 96x48"]
+    assert [gate.name for _, gate in report.failed] == [
+        "G3 mask, 32x144",
+        "G3 mask, 96x48",
+    ]
 
     def broken(image: Image) -> Answer:
         assert image.shape[:2] != (96, 48), "no such shape"
@@ -329,7 +434,9 @@ def test_each_precision_is_held_to_its_own_limits(shelf: Shelf) -> None:
         with torch.no_grad():
             model.network.classifier.bias.add_(1e-3)  # type: ignore[operator, union-attr]
 
-    files = [shelf.file("onnx", precision, shifted) for precision in ("fp32", "fp16", "int8")]
+    files = [
+        shelf.file("onnx", precision, shifted) for precision in ("fp32", "fp16", "int8")
+    ]
     report, _ = judged(*files)
     assert ("model.onnx", "G2") in failures(report)
     assert {name for name, _ in failures(report)} == {"model.onnx"}
@@ -340,7 +447,9 @@ def test_the_probe_of_an_int8_file_runs_node_by_node(shelf: Shelf) -> None:
     files = [shelf.file("onnx", precision) for precision in ("fp32", "int8")]
     judged(*files)
     fp32, int8 = files
-    asked = [shelf.optimised[path] for path in (fp32.path, fp32.probe, int8.path, int8.probe)]
+    asked = [
+        shelf.optimised[path] for path in (fp32.path, fp32.probe, int8.path, int8.probe)
+    ]
     assert asked == [True, True, True, False]
 
 
@@ -351,7 +460,10 @@ def test_quality_is_judged_on_the_labelled_images(shelf: Shelf) -> None:
     assert failures(report) == [("model.torchscript.pt", "G5")]
     assert report.latency == {}, "a file that was refused is not measured"
     figures = report.gates["model.torchscript.pt"][-1].figures
-    assert (figures["miou_reference"], figures["images"]) == (pytest.approx(100), len(IMAGES))
+    assert (figures["miou_reference"], figures["images"]) == (
+        pytest.approx(100),
+        len(IMAGES),
+    )
     assert figures["points"] < 0
 
 
@@ -370,7 +482,9 @@ def test_a_critical_class_is_the_users_choice(shelf: Shelf) -> None:
         mask = answer.mask.copy()
         if np.array_equal(shown, image):
             places = np.flatnonzero(mask.ravel() == rare)
-            mask.ravel()[places[: max(1, int(0.03 * len(places)))]] = (rare + 1) % NUM_CLASSES
+            mask.ravel()[places[: max(1, int(0.03 * len(places)))]] = (
+                rare + 1
+            ) % NUM_CLASSES
         return answer._replace(mask=mask)
 
     shelf.runs[file.path] = misses
@@ -381,9 +495,18 @@ def test_a_critical_class_is_the_users_choice(shelf: Shelf) -> None:
 
 
 def timed(monkeypatch: pytest.MonkeyPatch, **ms: float) -> None:
-    names = {"int8": "model.int8.onnx", "fp32": "model.onnx", "torch": "model.torchscript.pt", EAGER: EAGER}
-    times = {names[name]: {"p50_ms": value, "cpu_ms": value} for name, value in ms.items()}
-    monkeypatch.setattr(latency, "measure", lambda runs, _: {name: times[name] for name in runs})
+    names = {
+        "int8": "model.int8.onnx",
+        "fp32": "model.onnx",
+        "torch": "model.torchscript.pt",
+        EAGER: EAGER,
+    }
+    times = {
+        names[name]: {"p50_ms": value, "cpu_ms": value} for name, value in ms.items()
+    }
+    monkeypatch.setattr(
+        latency, "measure", lambda runs, _: {name: times[name] for name in runs}
+    )
 
 
 def test_latency_is_held_to_the_budget_and_int8_to_the_fp32_onnx_file(
@@ -396,17 +519,26 @@ def test_latency_is_held_to_the_budget_and_int8_to_the_fp32_onnx_file(
     assert "0.95 > 0.9 of the fp32 file's" in report.failed[0][1].message
     assert report.latency["model.onnx"] == {"p50_ms": 10.0, "cpu_ms": 10.0}
     (_, *others) = files
-    assert judged(*others)[0].passed, "without the fp32 file there is nothing to compare with"
+    assert judged(*others)[0].passed, (
+        "without the fp32 file there is nothing to compare with"
+    )
     timed(monkeypatch, eager=50.0, fp32=10.0, int8=8.0, torch=20.0)
     assert judged(*files)[0].passed
-    assert failures(judged(*files, latency_budget_ms=15.0)[0]) == [("model.torchscript.pt", "latency")]
+    assert failures(judged(*files, latency_budget_ms=15.0)[0]) == [
+        ("model.torchscript.pt", "latency")
+    ]
 
 
-def test_int8_is_held_to_the_fp32_file_in_its_own_engine(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_is_held_to_the_fp32_file_in_its_own_engine(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = {}
     for precision in ("fp32", "int8"):
         file = shelf.file("onnx", precision)
-        files |= {each.name: each for each in (file, dataclasses.replace(file, engine="openvino"))}
+        files |= {
+            each.name: each
+            for each in (file, dataclasses.replace(file, engine="openvino"))
+        }
     times = {
         "model.onnx": 10.0,
         "model.int8.onnx": 8.0,
@@ -414,10 +546,17 @@ def test_int8_is_held_to_the_fp32_file_in_its_own_engine(shelf: Shelf, monkeypat
         "model.int8.onnx (openvino)": 8.0,
     }
     monkeypatch.setattr(
-        latency, "measure", lambda *_: {name: {"p50_ms": ms, "cpu_ms": ms} for name, ms in times.items()}
+        latency,
+        "measure",
+        lambda *_: {name: {"p50_ms": ms, "cpu_ms": ms} for name, ms in times.items()},
     )
     report = ExportReport(Path("export"), {}, gates={name: [] for name in files})
-    judge._judge_latency(report, {}, files, GateInputs(check_set(IMAGES[:1], NAMES[:1]), None, ExportConfig()))
+    judge._judge_latency(
+        report,
+        {},
+        files,
+        GateInputs(check_set(IMAGES[:1], NAMES[:1]), None, ExportConfig()),
+    )
     assert failures(report) == [("model.int8.onnx (openvino)", "latency")]
     assert "1.33 > 0.9 of the fp32 file's" in report.failed[0][1].message
 
@@ -455,14 +594,28 @@ class Robot:
      ("robot", (96, 48, 3), ["model.onnx", "model.int8.onnx"])],
 )  # fmt: skip
 def test_every_onnx_file_runs_on_the_robot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: str, fails_at: object, failed: list[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    profile: str,
+    fails_at: object,
+    failed: list[str],
 ) -> None:
     robot = Robot(tmp_path)
     robot.fails_at = fails_at
     monkeypatch.setattr(judge, "Segmenter", robot)
-    entries = {"model.onnx": ("onnx", "fp32"), "model.int8.onnx": ("onnx", "int8"), "model.pt2": ("pt2", "fp32")}
-    report = ExportReport(Path("runs/x/export"), {"profile": profile, "io": {"free": free_lengths("hw", SIZE, 4)}})
-    report.files = {name: {"format": kind, "precision": precision} for name, (kind, precision) in entries.items()}
+    entries = {
+        "model.onnx": ("onnx", "fp32"),
+        "model.int8.onnx": ("onnx", "int8"),
+        "model.pt2": ("pt2", "fp32"),
+    }
+    report = ExportReport(
+        Path("runs/x/export"),
+        {"profile": profile, "io": {"free": free_lengths("hw", SIZE, 4)}},
+    )
+    report.files = {
+        name: {"format": kind, "precision": precision}
+        for name, (kind, precision) in entries.items()
+    }
     sound, other = (judge.gate_integrity([]) for _ in range(2))
     report.gates = {name: [sound, other] for name in entries}
     judge.load_as_robot(report, tmp_path)
@@ -474,4 +627,6 @@ def test_every_onnx_file_runs_on_the_robot(
         first, second = report.gates[name]
         assert (first.gate, first.passed, second) == ("G1", False, other)
         assert f"export/model.onnx: {fails_at} does not run" in first.message
-        assert str(tmp_path) not in first.message, "a temporary folder that will be gone"
+        assert str(tmp_path) not in first.message, (
+            "a temporary folder that will be gone"
+        )

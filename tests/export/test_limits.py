@@ -22,7 +22,13 @@ from segpipe.export.gates.comparison import (
     gate_mask,
     gate_preprocessing,
 )
-from segpipe.export.gates.limits import LIMITS, MAX_CLASSES, Limits, Sigma, gate_integrity
+from segpipe.export.gates.limits import (
+    LIMITS,
+    MAX_CLASSES,
+    Limits,
+    Sigma,
+    gate_integrity,
+)
 from segpipe.export.gates.quality import Score, gate_quality
 from segpipe.export.graph.profiles import Answer, Runner
 
@@ -55,10 +61,14 @@ def test_limits_change_only_on_purpose() -> None:
     assert MAX_CLASSES == 255
 
 
-def compared(name: str = "x", *, pixels: int = 10_000, margins: Any = (), **changes: Any) -> ImageComparison:
+def compared(
+    name: str = "x", *, pixels: int = 10_000, margins: Any = (), **changes: Any
+) -> ImageComparison:
     """An image on which nothing differs but pixels of these margins."""
     mask = np.zeros((1, pixels), np.uint8)
-    same = ImageComparison(name, True, 0.0, 0, np.array(margins, np.float32), mask, mask)
+    same = ImageComparison(
+        name, True, 0.0, 0, np.array(margins, np.float32), mask, mask
+    )
     return replace(same, **changes)
 
 
@@ -67,12 +77,19 @@ def test_integrity_names_every_problem() -> None:
     assert (whole.passed, whole.figures) == (True, {"problems": []})
     assert whole.message
     torn = gate_integrity(["a is torn", "b is missing"])
-    assert (torn.passed, torn.figures) == (False, {"problems": ["a is torn", "b is missing"]})
+    assert (torn.passed, torn.figures) == (
+        False,
+        {"problems": ["a is torn", "b is missing"]},
+    )
     assert "a is torn; b is missing" in torn.message
 
 
 def test_logits_at_the_limit_pass_and_the_worst_image_is_named() -> None:
-    entries = [compared("a", logits_difference=0.25), compared("b", logits_difference=0.5), compared("c")]
+    entries = [
+        compared("a", logits_difference=0.25),
+        compared("b", logits_difference=0.5),
+        compared("c"),
+    ]
     found = gate_logits(entries, ONE, Limits(logits_sigma=0.5))
     assert found.passed
     assert found.figures == {"max_sigma": 0.5, "limit_sigma": 0.5, "worst": "b"}
@@ -85,7 +102,10 @@ def test_logits_at_the_limit_pass_and_the_worst_image_is_named() -> None:
     assert "not judged" in gate_logits(entries, ONE, Limits(logits_sigma=None)).message
 
 
-@pytest.mark.parametrize(("names", "shown"), [("ab", "a, b "), ("abc", "a, b, c "), ("abcde", "a, b, c and 2 more ")])
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [("ab", "a, b "), ("abc", "a, b, c "), ("abcde", "a, b, c and 2 more ")],
+)
 def test_tensors_of_other_weights_are_named(names: str, shown: str) -> None:
     for limits in (LIMITS["fp32"], LIMITS["int8"]):
         found = gate_logits([compared()], ONE, limits, list(names))
@@ -95,7 +115,9 @@ def test_tensors_of_other_weights_are_named(names: str, shown: str) -> None:
 
 def test_what_cannot_be_measured_is_refused_with_its_reason() -> None:
     constant = gate_logits([compared()], Sigma(0.0, 0.0))
-    infinite = gate_logits([compared("bad", logits_difference=math.inf), compared()], ONE)
+    infinite = gate_logits(
+        [compared("bad", logits_difference=math.inf), compared()], ONE
+    )
     assert not constant.passed
     assert not infinite.passed
     assert constant.figures["max_sigma"] is infinite.figures["max_sigma"] is None
@@ -128,10 +150,20 @@ def test_mask_figures_are_those_of_all_images() -> None:
 def test_mask_agreement_at_the_limit_passes() -> None:
     half = compared(pixels=8, margins=[0.0] * 4)
     assert gate_mask([half], ONE, Limits(agreement=0.5, image_agreement=0.5)).passed
-    assert "50.00 %" in gate_mask([half], ONE, Limits(agreement=0.51, image_agreement=0.5)).message
-    assert "50.00 %" in gate_mask([half], ONE, Limits(agreement=0.5, image_agreement=0.51)).message
-    assert gate_mask([compared(confidence_difference=2)], ONE, Limits(confidence_levels=2)).passed
-    refused = gate_mask([compared(confidence_difference=3)], ONE, Limits(confidence_levels=2))
+    assert (
+        "50.00 %"
+        in gate_mask([half], ONE, Limits(agreement=0.51, image_agreement=0.5)).message
+    )
+    assert (
+        "50.00 %"
+        in gate_mask([half], ONE, Limits(agreement=0.5, image_agreement=0.51)).message
+    )
+    assert gate_mask(
+        [compared(confidence_difference=2)], ONE, Limits(confidence_levels=2)
+    ).passed
+    refused = gate_mask(
+        [compared(confidence_difference=3)], ONE, Limits(confidence_levels=2)
+    )
     assert not refused.passed
     assert "3 > 2" in refused.message
 
@@ -142,7 +174,12 @@ def test_mask_says_what_differs() -> None:
     near = gate_mask([compared(pixels=8, margins=[0.0])], ONE, loose)
     assert "1 of 8" in near.message
     assert "tie" in near.message
-    assert "tie" not in gate_mask([compared(pixels=8, margins=[9.0])], ONE, replace(loose, margin_sigma=None)).message
+    assert (
+        "tie"
+        not in gate_mask(
+            [compared(pixels=8, margins=[9.0])], ONE, replace(loose, margin_sigma=None)
+        ).message
+    )
 
 
 def test_a_share_is_rounded_down() -> None:
@@ -151,7 +188,11 @@ def test_a_share_is_rounded_down() -> None:
 
 
 def test_preprocessing_at_the_limit_passes_and_the_worst_image_is_named() -> None:
-    entries = [compared("a", normalised_difference=0.1), compared("b", normalised_difference=0.25), compared("c")]
+    entries = [
+        compared("a", normalised_difference=0.1),
+        compared("b", normalised_difference=0.25),
+        compared("c"),
+    ]
     found = gate_preprocessing(entries, Limits(normalised=0.25))
     assert found.passed
     assert found.figures == {"max_difference": 0.25, "limit": 0.25, "worst": "b"}
@@ -171,7 +212,9 @@ def test_preprocessing_at_the_limit_passes_and_the_worst_image_is_named() -> Non
 def test_without_a_spread_a_difference_means_nothing(sigma: float) -> None:
     assert compared(logits_difference=1.0).relative(Sigma(sigma, sigma)) == math.inf
     assert compared(logits_difference=1.0).relative(Sigma(4.0, 2.0)) == 0.5
-    assert compared(logits_difference=1.0, is_real=False).relative(Sigma(4.0, 2.0)) == 0.25
+    assert (
+        compared(logits_difference=1.0, is_real=False).relative(Sigma(4.0, 2.0)) == 0.25
+    )
 
 
 def test_a_pixel_at_the_margin_is_explained() -> None:
@@ -191,13 +234,20 @@ def test_moments_of_nothing_and_of_a_constant() -> None:
 
 
 def check(name: str, *, is_real: bool = False, level: int = 0) -> Any:
-    return SimpleNamespace(name=name, is_real=is_real, is_copy=False, image=np.full((2, 3, 3), level, np.uint8))
+    return SimpleNamespace(
+        name=name,
+        is_real=is_real,
+        is_copy=False,
+        image=np.full((2, 3, 3), level, np.uint8),
+    )
 
 
 def answer(image: Any) -> Answer:
     """Three classes; logits as large as the level of the image."""
     level = float(image[0, 0, 0])
-    logits = np.stack([np.full((2, 3), value, np.float32) for value in (0.0, level, -level)])
+    logits = np.stack(
+        [np.full((2, 3), value, np.float32) for value in (0.0, level, -level)]
+    )
     mask, confidence = np.full((2, 3), 1, np.uint8), np.full((1, 1), 200, np.uint8)
     return Answer(mask, confidence, logits, np.full((3, 2, 3), level, np.float32))
 
@@ -208,7 +258,9 @@ def test_answers_are_compared_output_by_output() -> None:
     assert right.confidence is not None
     mask = right.mask.copy()
     mask[0, 1] = 2
-    probe = right._replace(logits=right.logits + 0.5, normalised=right.normalised - 0.25)
+    probe = right._replace(
+        logits=right.logits + 0.5, normalised=right.normalised - 0.25
+    )
     shipped = Answer(mask, right.confidence - 7)
     found = compare_answers(check("x", is_real=True), right, probe, shipped)
     assert (found.name, found.is_real) == ("x", True)
@@ -217,20 +269,32 @@ def test_answers_are_compared_output_by_output() -> None:
     assert found.margins.tolist() == [4.0]  # the best class against the second
     assert np.array_equal(found.reference_mask, right.mask)
     assert np.array_equal(found.mask, mask)
-    assert compare_answers(check("x"), right, probe, Answer(mask)).confidence_difference == 0
+    assert (
+        compare_answers(check("x"), right, probe, Answer(mask)).confidence_difference
+        == 0
+    )
     two = right._replace(logits=right.logits[:2] + 3)
     assert compare_answers(check("x"), two, two, Answer(mask)).margins.tolist() == [4.0]
     alone = right._replace(logits=right.logits[:1] + 3)
-    assert compare_answers(check("x"), alone, alone, Answer(mask)).margins.tolist() == [3.0]
+    assert compare_answers(check("x"), alone, alone, Answer(mask)).margins.tolist() == [
+        3.0
+    ]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("side", [0, 1])
-def test_numbers_that_are_not_finite_differ_without_limit(value: float, side: int) -> None:
+def test_numbers_that_are_not_finite_differ_without_limit(
+    value: float, side: int
+) -> None:
     right = answer(check("x", level=4).image)
     assert right.logits is not None
     bad = right._replace(logits=np.full_like(right.logits, value))
-    assert compare_answers(check("x"), *((bad, right) if side else (right, bad)), right).logits_difference == math.inf
+    assert (
+        compare_answers(
+            check("x"), *((bad, right) if side else (right, bad)), right
+        ).logits_difference
+        == math.inf
+    )
     missing = compare_answers(check("x"), right, right._replace(normalised=None), right)
     assert (missing.normalised_difference, missing.logits_difference) == (math.inf, 0.0)
 
@@ -238,7 +302,11 @@ def test_numbers_that_are_not_finite_differ_without_limit(value: float, side: in
 @pytest.mark.parametrize("role", ["probe", "shipped"])
 def test_another_shape_is_named(role: str) -> None:
     right = answer(check("x").image)
-    given = {"probe": right, "shipped": right, role: right._replace(mask=right.mask[:1])}
+    given = {
+        "probe": right,
+        "shipped": right,
+        role: right._replace(mask=right.mask[:1]),
+    }
     with pytest.raises(ValueError, match=r"mask .*\(1, 3\).*\(2, 3\)"):
         compare_answers(check("x"), right, given["probe"], given["shipped"])
 
@@ -251,20 +319,31 @@ def batches_of(sizes: list[int]) -> Runner:
     return Runner(batch)
 
 
-def test_all_images_are_compared_batch_by_batch_and_sigma_is_that_of_the_reference() -> None:
-    checks = [check(str(level), is_real=level < 3, level=level) for level in range(1, 6)]
+def test_all_images_are_compared_batch_by_batch_and_sigma_is_that_of_the_reference() -> (
+    None
+):
+    checks = [
+        check(str(level), is_real=level < 3, level=level) for level in range(1, 6)
+    ]
     reference_sizes: list[int] = []
     sizes: list[int] = []
     candidate = Candidate(batches_of(sizes), batches_of([]))
     sigma = compare(batches_of(reference_sizes), [candidate], checks, batch_size=2)
     assert (reference_sizes, sizes) == ([1] * 5, [2, 2, 1])
     assert [entry.name for entry in candidate.comparisons] == ["1", "2", "3", "4", "5"]
-    assert all(entry.logits_difference == 0 and not entry.margins.size for entry in candidate.comparisons)
+    assert all(
+        entry.logits_difference == 0 and not entry.margins.size
+        for entry in candidate.comparisons
+    )
     logits = [answer(each.image).logits for each in checks]
     assert sigma.everything == pytest.approx(np.std(logits), rel=1e-6)
     assert sigma.real == pytest.approx(np.std(logits[:2]), rel=1e-6)
     made_up = compare(answer, [], checks[3:])
-    assert made_up.real == made_up.everything == pytest.approx(np.std(logits[3:]), rel=1e-6)
+    assert (
+        made_up.real
+        == made_up.everything
+        == pytest.approx(np.std(logits[3:]), rel=1e-6)
+    )
 
 
 def test_a_candidate_that_raised_is_not_asked_again() -> None:
@@ -284,13 +363,18 @@ def test_a_candidate_that_raised_is_not_asked_again() -> None:
 
 def test_a_gate_is_named_with_the_shape_in_which_it_ran() -> None:
     result = gate_integrity([])
-    assert (result.name, replace(result, shape="32x144").name) == ("G1 integrity", "G1 integrity, 32x144")
+    assert (result.name, replace(result, shape="32x144").name) == (
+        "G1 integrity",
+        "G1 integrity, 32x144",
+    )
 
 
 # --- quality and latency
 
 
-def counted(correct: list[int], *mistakes: tuple[int, int, int], images: int = 3) -> Score:
+def counted(
+    correct: list[int], *mistakes: tuple[int, int, int], images: int = 3
+) -> Score:
     """A confusion with these correct pixels by class, and mistakes as (target, prediction, pixels)."""
     counts = torch.diag(torch.tensor(correct))
     for target, prediction, pixels in mistakes:
@@ -301,7 +385,9 @@ def counted(correct: list[int], *mistakes: tuple[int, int, int], images: int = 3
 def test_quality_figures_and_limits_are_in_points_of_100() -> None:
     """At a limit a file passes; one unit in the last place below it, it does not."""
     names, before = ("road", "car", "sky", "none"), counted([100, 100, 200, 0])
-    now = counted([90, 100, 200, 0], (0, 1, 10))  # IoU of road 90 / 100, of car 100 / 110
+    now = counted(
+        [90, 100, 200, 0], (0, 1, 10)
+    )  # IoU of road 90 / 100, of car 100 / 110
     loose = Limits(miou_points=100.0, class_points=None, both_ways=False)
     found = gate_quality(before, now, names, loose)
     assert found.passed
@@ -329,7 +415,9 @@ def test_quality_figures_and_limits_are_in_points_of_100() -> None:
             assert not refused.passed
             assert refused.message.startswith("G5 quality: ")
             risen = gate_quality(now, before, names, below, critical)
-            assert risen.passed is not both_ways, "a gain is refused where both ways are limited"
+            assert risen.passed is not both_ways, (
+                "a gain is refused where both ways are limited"
+            )
 
 
 def test_pixels_are_counted_by_target_and_prediction() -> None:
@@ -343,7 +431,10 @@ def test_pixels_are_counted_by_target_and_prediction() -> None:
 
 def test_reduced_precision_is_judged_where_answers_mean_something() -> None:
     """On real images and their degraded copies; on noise and constants a network may say anything."""
-    real, made = compared("frame"), compared("noise", is_real=False, margins=[0.0] * 9_000)
+    real, made = (
+        compared("frame"),
+        compared("noise", is_real=False, margins=[0.0] * 9_000),
+    )
     copy = compared("frame (dark)", is_real=False, is_copy=True, margins=[0.0] * 9_000)
     reduced = LIMITS["int8"]
     assert gate_mask([real, made], ONE, reduced).passed
@@ -352,20 +443,32 @@ def test_reduced_precision_is_judged_where_answers_mean_something() -> None:
     assert not gate_mask([real, made], ONE, replace(reduced, made_images=True)).passed
 
 
-def test_confidence_is_judged_by_its_mean_on_real_images_and_by_its_calibration() -> None:
+def test_confidence_is_judged_by_its_mean_on_real_images_and_by_its_calibration() -> (
+    None
+):
     """A file may be unsure elsewhere than the trained network, but no more wrong about being sure."""
-    limits = Limits(agreement=0.0, image_agreement=None, confidence_levels=None, confidence_mean=8.0)
-    near, made = compared(confidence_mean=8.0), compared("noise", is_real=False, confidence_mean=90.0)
+    limits = Limits(
+        agreement=0.0, image_agreement=None, confidence_levels=None, confidence_mean=8.0
+    )
+    near, made = (
+        compared(confidence_mean=8.0),
+        compared("noise", is_real=False, confidence_mean=90.0),
+    )
     assert gate_mask([near, made], ONE, limits).passed
     for level in (8.1, math.nan):
         refused = gate_mask([compared(confidence_mean=level), made], ONE, limits)
         assert not refused.passed
         assert "8 levels on average" in refused.message
     dark = compared("frame (dark)", is_real=False, is_copy=True, confidence_mean=8.2)
-    assert not gate_mask([near, dark, made], ONE, limits).passed, "unsure of the day, sure of the night"
+    assert not gate_mask([near, dark, made], ONE, limits).passed, (
+        "unsure of the day, sure of the night"
+    )
     target = np.zeros((8, 8), np.uint8)
     target[:, 6:] = 1
-    mask, levels = np.zeros((8, 8), np.uint8), np.full((4, 4), 192, np.uint8)  # three quarters right, and so sure
+    mask, levels = (
+        np.zeros((8, 8), np.uint8),
+        np.full((4, 4), 192, np.uint8),
+    )  # three quarters right, and so sure
     honest, boastful = (Score(torch.zeros(2, 2, dtype=torch.int64)) for _ in range(2))
     honest.add(Answer(mask, levels), target)
     boastful.add(Answer(mask, np.full((4, 4), 255, np.uint8)), target)
@@ -373,7 +476,9 @@ def test_confidence_is_judged_by_its_mean_on_real_images_and_by_its_calibration(
     assert boastful.calibration_error == pytest.approx(0.25)
     points = 100 * (boastful.calibration_error - honest.calibration_error)
     for limit, passed in ((points, True), (math.nextafter(points, 0), False)):
-        found = gate_quality(honest, boastful, ("a", "b"), Limits(calibration_points=limit))
+        found = gate_quality(
+            honest, boastful, ("a", "b"), Limits(calibration_points=limit)
+        )
         assert found.passed is passed
         assert passed or "calibration error grows by 24.7 points" in found.message
     unlabelled = Score(torch.zeros(2, 2, dtype=torch.int64))
@@ -386,7 +491,11 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.calls = 1000.0, ""
-        monkeypatch.setattr(latency, "time", SimpleNamespace(perf_counter=lambda: self.now, process_time=self.spent))
+        monkeypatch.setattr(
+            latency,
+            "time",
+            SimpleNamespace(perf_counter=lambda: self.now, process_time=self.spent),
+        )
 
     def spent(self) -> float:
         """Processor time: half of the clock's."""
@@ -403,7 +512,9 @@ class Clock:
         return answer
 
 
-@pytest.mark.parametrize(("seconds", "num"), [(1 / 1024, 50), (1 / 16, 14), (1 / 2, 10)])
+@pytest.mark.parametrize(
+    ("seconds", "num"), [(1 / 1024, 50), (1 / 16, 14), (1 / 2, 10)]
+)
 def test_latency_is_that_of_warm_runs_that_take_turns(
     monkeypatch: pytest.MonkeyPatch, seconds: float, num: int
 ) -> None:
@@ -414,9 +525,17 @@ def test_latency_is_that_of_warm_runs_that_take_turns(
     assert clock.calls == "ab" * (num + 2)
     assert {name: entry["n"] for name, entry in found.items()} == {"a": num, "b": num}
     clock = Clock(monkeypatch)
-    runs = {"a": clock.run("a", 1 / 8, first=64.0), "b": clock.run("b", 1 / 4, first=64.0)}
+    runs = {
+        "a": clock.run("a", 1 / 8, first=64.0),
+        "b": clock.run("b", 1 / 4, first=64.0),
+    }
     found = latency.measure(runs, check("x").image)
-    assert [found[name][share] for name in "ab" for share in ("p50_ms", "p99_ms")] == [125, 125, 250, 250]
+    assert [found[name][share] for name in "ab" for share in ("p50_ms", "p99_ms")] == [
+        125,
+        125,
+        250,
+        250,
+    ]
     assert [found[name]["cpu_ms"] for name in "ab"] == [62.5, 125]
 
 
@@ -426,11 +545,16 @@ def test_latency_at_its_limits() -> None:
     measured = {"p50_ms": 8.0, "cpu_ms": 4.0}
     assert latency.gate_latency(measured, budget_ms=8.0).message == "within 8 ms"
     assert latency.gate_latency(measured, budget_ms=0).message == "no budget"
-    assert "8.0 ms > 0.5 ms of export.latency_budget_ms" in latency.gate_latency(measured, budget_ms=0.5).message
+    assert (
+        "8.0 ms > 0.5 ms of export.latency_budget_ms"
+        in latency.gate_latency(measured, budget_ms=0.5).message
+    )
     fp32 = {"p50_ms": 1.0, "cpu_ms": 8.0}  # a p50 that load has moved does not count
     half = latency.gate_latency(measured, budget_ms=9.0, fp32=fp32, limits=int8)
     assert (half.passed, half.message) == (True, "within 9 ms, at most 0.5 of fp32")
     assert half.figures == {"budget_ms": 9.0, "share_of_fp32": 0.5}
-    slower = latency.gate_latency({"p50_ms": 0.1, "cpu_ms": 4.01}, budget_ms=9.0, fp32=fp32, limits=int8)
+    slower = latency.gate_latency(
+        {"p50_ms": 0.1, "cpu_ms": 4.01}, budget_ms=9.0, fp32=fp32, limits=int8
+    )
     assert not slower.passed
     assert "processor time is 0.50 > 0.5" in slower.message

@@ -28,12 +28,20 @@ pytestmark = pytest.mark.usefixtures("quick_exports", "tiny_networks")
 BY_ANSWERS = [name for name, plant in PLANTS.items() if plant.answers]
 BY_LIST = [name for name, plant in PLANTS.items() if plant.listed]
 # Both commands run the same gates: a fault of each gate shows that export listens to all of them.
-BY_EXPORT = ["another opset", "align_corners flipped", "BGR for RGB", "classes permuted", "one frame of the split"]
+BY_EXPORT = [
+    "another opset",
+    "align_corners flipped",
+    "BGR for RGB",
+    "classes permuted",
+    "one frame of the split",
+]
 
 
 def contents(folder: Path) -> dict[str, str]:
     return {
-        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        path.relative_to(folder).as_posix(): hashlib.sha256(
+            path.read_bytes()
+        ).hexdigest()
         for path in folder.rglob("*")
         if path.is_file()
     }
@@ -44,7 +52,10 @@ def int8_is_fast(patch: pytest.MonkeyPatch) -> None:
     measure = latency.measure
 
     def measured(runs: Any, image: Any) -> Any:
-        return {name: {**found, "cpu_ms": 1 - 0.5 * ("int8" in name)} for name, found in measure(runs, image).items()}
+        return {
+            name: {**found, "cpu_ms": 1 - 0.5 * ("int8" in name)}
+            for name, found in measure(runs, image).items()
+        }
 
     patch.setattr(int8, "_best", lambda *_: "U8S7")
     patch.setattr(latency, "measure", measured)
@@ -54,7 +65,11 @@ def int8_is_fast(patch: pytest.MonkeyPatch) -> None:
 def all_files(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every format and precision."""
     folder = tmp_path_factory.mktemp("all") / "export"
-    wanted = ("export.formats=[onnx,torchscript,pt2]", "export.precision=[fp32,fp16,int8]", "export.images=16")
+    wanted = (
+        "export.formats=[onnx,torchscript,pt2]",
+        "export.precision=[fp32,fp16,int8]",
+        "export.images=16",
+    )
     with pytest.MonkeyPatch.context() as patch:
         int8_is_fast(patch)
         assert export(run, folder, *wanted) == 0
@@ -66,11 +81,18 @@ def converted_before(all_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A conversion gives the same files every time (test_conversion.py), so the sound ones are what it would give."""
 
     def copies(
-        _result: Any, _model: Any, _size: Any, folders: tuple[Path, Path], kinds: Sequence[tuple[str, str]], *_: Any
+        _result: Any,
+        _model: Any,
+        _size: Any,
+        folders: tuple[Path, Path],
+        kinds: Sequence[tuple[str, str]],
+        *_: Any,
     ) -> list[ModelFile]:
         files = []
         for name, precision in kinds:
-            path = Path(shutil.copy(all_files / FORMATS[name].file_name(precision), folders[0]))
+            path = Path(
+                shutil.copy(all_files / FORMATS[name].file_name(precision), folders[0])
+            )
             files.append(ModelFile(name, precision, path, folders[1] / path.name, {}))
         return files
 
@@ -80,7 +102,9 @@ def converted_before(all_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def other_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files cannot be compared with a conversion of today."""
-    monkeypatch.setattr(verification, "other_versions", lambda _: {"torch": "torch 2.0, here 3.0"})
+    monkeypatch.setattr(
+        verification, "other_versions", lambda _: {"torch": "torch 2.0, here 3.0"}
+    )
 
 
 @pytest.fixture
@@ -88,14 +112,22 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def loaded(*_: Any, **__: Any) -> Any:
         pytest.fail("something of the judged folder was loaded")
 
-    for module, attribute in ((torch.jit, "load"), (torch.export, "load"), (onnxruntime, "InferenceSession")):
+    for module, attribute in (
+        (torch.jit, "load"),
+        (torch.export, "load"),
+        (onnxruntime, "InferenceSession"),
+    ):
         monkeypatch.setattr(module, attribute, loaded)
 
 
-def planted(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Plant, Path]:
+def planted(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> tuple[Plant, Path]:
     plant, folder = PLANTS[name], tmp_path / "export"
     request.getfixturevalue("converted_before")
-    shutil.copytree(request.getfixturevalue("all_files" if plant.all_files else "artifact"), folder)
+    shutil.copytree(
+        request.getfixturevalue("all_files" if plant.all_files else "artifact"), folder
+    )
     plant.change(folder)
     return plant, folder
 
@@ -109,7 +141,11 @@ def test_the_table_holds_what_it_should() -> None:
 
 @pytest.mark.parametrize("name", PLANTS)
 def test_every_plant_is_refused_before_anything_is_run(
-    name: str, run: Path, tmp_path: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+    name: str,
+    run: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     plant, folder = planted(name, request, tmp_path)
     if "converts to" in plant.told:  # other faults are found beside what is loaded
@@ -123,7 +159,11 @@ def test_every_plant_is_refused_before_anything_is_run(
 @pytest.mark.usefixtures("other_versions")
 @pytest.mark.parametrize("name", BY_LIST)
 def test_what_a_conversion_does_not_need_is_refused_by_name(
-    name: str, run: Path, tmp_path: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+    name: str,
+    run: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     plant, folder = planted(name, request, tmp_path)
     request.getfixturevalue("nothing_is_loaded")
@@ -148,13 +188,21 @@ def test_answers_alone_show_it_too(
         plant, folder = planted(name, request, tmp_path)
         code, gate = plant.answers or (14, "")
     else:  # the control: opening, saving and signing alone changes no verdict
-        folder, code, gate = Path(shutil.copytree(artifact, tmp_path / "export")), 14, ""
+        folder, code, gate = (
+            Path(shutil.copytree(artifact, tmp_path / "export")),
+            14,
+            "",
+        )
         edited(folder / "model.onnx", folder / "model.onnx", no_fault)
         sign(folder)
     before = contents(folder)
     assert verify(run, folder) == code
     line = last_line(capsys)
-    assert line.startswith("ARTIFACT REFUSED: " if code != 14 else "ARTIFACT VERIFIED_BY_ANSWERS: model.onnx")
+    assert line.startswith(
+        "ARTIFACT REFUSED: "
+        if code != 14
+        else "ARTIFACT VERIFIED_BY_ANSWERS: model.onnx"
+    )
     assert gate in line
     assert contents(folder) == before, "nothing is written there"
 
@@ -172,19 +220,27 @@ def test_an_export_refuses_it_too(
     plant, folder = planted(name, request, tmp_path / "planted")
     code, gate = plant.answers or (14, "")
 
-    def wrong(_model: Any, _size: Any, _manifest: Any, shipped: Path, probe: Path) -> None:
+    def wrong(
+        _model: Any, _size: Any, _manifest: Any, shipped: Path, probe: Path
+    ) -> None:
         # An export is the same every time, so the file of the sound one is what a conversion would give.
         shutil.copy(folder / "model.onnx", shipped)
         write_probe(shipped, probe)
 
-    monkeypatch.setitem(FORMATS, "onnx", dataclasses.replace(FORMATS["onnx"], convert=wrong))
+    monkeypatch.setitem(
+        FORMATS, "onnx", dataclasses.replace(FORMATS["onnx"], convert=wrong)
+    )
     (tmp_path / "out").mkdir()
     assert export(run, tmp_path / "out" / "export", "export.formats=[onnx]") == code
     line = last_line(capsys)
     assert line.startswith("EXPORT REJECTED: ")
     assert gate in line
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["export.rejected"]
-    assert not [path for path in (tmp_path / "out").rglob("*") if path.suffix in (".onnx", ".pt", ".npy")]
+    assert not [
+        path
+        for path in (tmp_path / "out").rglob("*")
+        if path.suffix in (".onnx", ".pt", ".npy")
+    ]
 
 
 def test_a_sound_folder_of_every_file_passes_the_comparison(
@@ -192,7 +248,9 @@ def test_a_sound_folder_of_every_file_passes_the_comparison(
 ) -> None:
     """The control: the folder into which faults are planted is none itself; another onnx is not torch."""
     int8_is_fast(monkeypatch)
-    monkeypatch.setattr(verification, "other_versions", lambda _: {"onnx": "onnx 1.0, here 2.0"})
+    monkeypatch.setattr(
+        verification, "other_versions", lambda _: {"onnx": "onnx 1.0, here 2.0"}
+    )
     assert verify(run, all_files, "export.images=16") == 14
 
 

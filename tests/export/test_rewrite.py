@@ -14,7 +14,11 @@ from onnx import TensorProto, helper
 
 from exports import IMAGES
 from segpipe.export.graph.onnx_format import open_onnx, open_session
-from segpipe.export.lowprec.rewrite import fold_batchnorm, norms_as_convolutions, widen_stem
+from segpipe.export.lowprec.rewrite import (
+    fold_batchnorm,
+    norms_as_convolutions,
+    widen_stem,
+)
 
 # BatchNorm
 
@@ -24,7 +28,9 @@ def operators(model: onnx.ModelProto) -> list[str]:
 
 
 @pytest.mark.parametrize("change", [fold_batchnorm, norms_as_convolutions])
-def test_the_graph_computes_the_same(change: Callable[[onnx.GraphProto], int], tmp_path: Path) -> None:
+def test_the_graph_computes_the_same(
+    change: Callable[[onnx.GraphProto], int], tmp_path: Path
+) -> None:
     model = onnx.load(write_graph(tmp_path / "before.onnx"))
     norms = operators(model).count("BatchNormalization")
     assert change(model.graph) == norms == 2
@@ -32,7 +38,10 @@ def test_the_graph_computes_the_same(change: Callable[[onnx.GraphProto], int], t
     onnx.checker.check_model(model, full_check=True)
     onnx.save(model, tmp_path / "after.onnx")
     for image in IMAGES:
-        before, after = (open_onnx(tmp_path / f"{name}.onnx")(image).logits for name in ("before", "after"))
+        before, after = (
+            open_onnx(tmp_path / f"{name}.onnx")(image).logits
+            for name in ("before", "after")
+        )
         assert before is not None
         assert after is not None
         np.testing.assert_allclose(after, before, atol=2e-5 * before.std())
@@ -40,12 +49,17 @@ def test_the_graph_computes_the_same(change: Callable[[onnx.GraphProto], int], t
 
 def test_control_a_deleted_batchnorm_changes_the_answer(tmp_path: Path) -> None:
     model = onnx.load(write_graph(tmp_path / "before.onnx"))
-    norm = next(node for node in model.graph.node if node.op_type == "BatchNormalization")
+    norm = next(
+        node for node in model.graph.node if node.op_type == "BatchNormalization"
+    )
     following = next(node for node in model.graph.node if norm.output[0] in node.input)
     following.input[0] = norm.input[0]
     model.graph.node.remove(norm)
     onnx.save(model, tmp_path / "after.onnx")
-    before, after = (open_onnx(tmp_path / f"{name}.onnx")(IMAGES[0]).logits for name in ("before", "after"))
+    before, after = (
+        open_onnx(tmp_path / f"{name}.onnx")(IMAGES[0]).logits
+        for name in ("before", "after")
+    )
     assert before is not None
     assert after is not None
     assert np.abs(before - after).max() > 0.01 * before.std()
@@ -53,7 +67,11 @@ def test_control_a_deleted_batchnorm_changes_the_answer(tmp_path: Path) -> None:
 
 def test_a_convolution_that_others_read_stays(tmp_path: Path) -> None:
     model = onnx.load(write_graph(tmp_path / "before.onnx"))
-    shortcut = next(node for node in model.graph.node if node.op_type == "Add" and node.output[0] == "shortcut")
+    shortcut = next(
+        node
+        for node in model.graph.node
+        if node.op_type == "Add" and node.output[0] == "shortcut"
+    )
     shortcut.input[1] = "stem"  # before its BatchNorm
     assert fold_batchnorm(model.graph) == 1
     assert operators(model).count("BatchNormalization") == 1
@@ -69,21 +87,36 @@ def test_a_batchnorm_before_a_convolution_stays(tmp_path: Path) -> None:
 
 # The first convolution
 
-IMAGE = np.random.Generator(np.random.Philox(key=1)).normal(0, 1, (1, 3, 14, 24)).astype(np.float32)
+IMAGE = (
+    np.random.Generator(np.random.Philox(key=1))
+    .normal(0, 1, (1, 3, 14, 24))
+    .astype(np.float32)
+)
 
 
-def stem(kernel: int, *, bias: bool = True, width: int = 24, read_twice: bool = False, **attributes: Any) -> Any:
+def stem(
+    kernel: int,
+    *,
+    bias: bool = True,
+    width: int = 24,
+    read_twice: bool = False,
+    **attributes: Any,
+) -> Any:
     made = Builder()
     made.conv("image", "stem", (16, 3, kernel, kernel), bias=bias)
     del made.nodes[-1].attribute[:]
-    made.nodes[-1].attribute.extend(helper.make_attribute(name, value) for name, value in attributes.items())
+    made.nodes[-1].attribute.extend(
+        helper.make_attribute(name, value) for name, value in attributes.items()
+    )
     made.relu("stem")
     if read_twice:
         made.node("Sigmoid", ["stem"], "other")
     entry = helper.make_tensor_value_info("image", TensorProto.FLOAT, (1, 3, 14, width))
     outputs = [helper.make_tensor_value_info("stem_relu", TensorProto.FLOAT, None)]
     graph = helper.make_graph(made.nodes, "stem", [entry], outputs, made.weights)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    model = helper.make_model(
+        graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10
+    )
     return onnx.shape_inference.infer_shapes(model, strict_mode=True)
 
 
@@ -94,7 +127,14 @@ def outputs(model: onnx.ModelProto) -> Any:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
     ("kernel", "pads"),
-    [(3, [0, 0, 0, 0]), (3, [1, 1, 1, 1]), (5, [2, 2, 2, 2]), (7, [3, 3, 3, 3]), (1, [0, 0, 0, 0]), (3, [0, 0, 1, 1])],
+    [
+        (3, [0, 0, 0, 0]),
+        (3, [1, 1, 1, 1]),
+        (5, [2, 2, 2, 2]),
+        (7, [3, 3, 3, 3]),
+        (1, [0, 0, 0, 0]),
+        (3, [0, 0, 1, 1]),
+    ],
 )
 def test_the_outputs_are_the_same(kernel: int, pads: list[int], bias: bool) -> None:
     model = stem(kernel, bias=bias, strides=[2, 2], pads=pads)
@@ -103,7 +143,9 @@ def test_the_outputs_are_the_same(kernel: int, pads: list[int], bias: bool) -> N
     del model.graph.value_info[:]
     onnx.checker.check_model(model, full_check=True)
     conv = next(node for node in model.graph.node if node.op_type == "Conv")
-    weight = next(tensor for tensor in model.graph.initializer if tensor.name == conv.input[1])
+    weight = next(
+        tensor for tensor in model.graph.initializer if tensor.name == conv.input[1]
+    )
     assert list(weight.dims[:2]) == [32, 12]
     after = outputs(model)
     assert after.shape == before.shape
@@ -119,7 +161,10 @@ def test_the_outputs_are_the_same(kernel: int, pads: list[int], bias: bool) -> N
         (3, {"strides": [2, 2], "pads": [1, 1, 1, 1], "read_twice": True}),
         (3, {"strides": [2, 2], "pads": [2, 1, 2, 1], "dilations": [2, 1]}),
         (3, {"strides": [2, 2], "auto_pad": "SAME_UPPER"}),
-        (3, {"strides": [2, 2], "pads": [1, 2, 1, 2]}),  # one column more than pairs provide
+        (
+            3,
+            {"strides": [2, 2], "pads": [1, 2, 1, 2]},
+        ),  # one column more than pairs provide
     ],
 )
 def test_another_convolution_stays(kernel: int, others: dict[str, Any]) -> None:

@@ -19,9 +19,15 @@ from onnx import TensorProto, helper
 
 from exports import export
 
-PATH = Path(__file__).resolve().parents[2] / "examples" / "tensorrt" / "verify_engine.py"
+PATH = (
+    Path(__file__).resolve().parents[2] / "examples" / "tensorrt" / "verify_engine.py"
+)
 pytestmark = pytest.mark.usefixtures("quick_exports", "tiny_networks")
-_KINDS = {"tensor(float)": np.float32, "tensor(int32)": np.int32, "tensor(uint8)": np.uint8}
+_KINDS = {
+    "tensor(float)": np.float32,
+    "tensor(int32)": np.int32,
+    "tensor(uint8)": np.uint8,
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +43,15 @@ def example() -> ModuleType:
 class Engine:
     """ICudaEngine and IExecutionContext in one, on host memory."""
 
-    def __init__(self, content: bytes, change: Callable[[np.ndarray], np.ndarray]) -> None:
+    def __init__(
+        self, content: bytes, change: Callable[[np.ndarray], np.ndarray]
+    ) -> None:
         self.session = onnxruntime.InferenceSession(content)
         self.change = change
-        self.values = {value.name: value for value in (*self.session.get_inputs(), *self.session.get_outputs())}
+        self.values = {
+            value.name: value
+            for value in (*self.session.get_inputs(), *self.session.get_outputs())
+        }
         self.places: dict[str, int] = {}
         self.num_io_tensors = len(self.values)
         self.create_execution_context = lambda: self
@@ -53,7 +64,9 @@ class Engine:
     def _view(self, name: str) -> np.ndarray:
         kind, shape = np.dtype(_KINDS[self.values[name].type]), self.values[name].shape
         size = int(np.prod(shape)) * kind.itemsize
-        return np.frombuffer((ctypes.c_char * size).from_address(self.places[name]), kind).reshape(shape)
+        return np.frombuffer(
+            (ctypes.c_char * size).from_address(self.places[name]), kind
+        ).reshape(shape)
 
     def execute_async_v3(self, stream: int) -> bool:
         names = [name for name in self.values if name != "image"]
@@ -82,14 +95,20 @@ def trt(monkeypatch: pytest.MonkeyPatch, example: ModuleType) -> SimpleNamespace
         create_builder_config=lambda: config,
         # No two builds are equal: kernels are chosen by their time.
         build_serialized_network=lambda network, _: (
-            made.built.append(network.content + b"\xa2\x06\x01" + bytes([len(made.built)])),
+            made.built.append(
+                network.content + b"\xa2\x06\x01" + bytes([len(made.built)])
+            ),
             made.built[-1],
         )[1],
     )
     made.Logger = type("Logger", (), {"ERROR": 1, "__init__": lambda self, _: None})
     made.Builder = lambda _: builder
-    made.OnnxParser = lambda *_: SimpleNamespace(parse=parse, get_error=lambda _: "no such operator")
-    made.Runtime = lambda _: SimpleNamespace(deserialize_cuda_engine=lambda plan: Engine(plan, made.change))
+    made.OnnxParser = lambda *_: SimpleNamespace(
+        parse=parse, get_error=lambda _: "no such operator"
+    )
+    made.Runtime = lambda _: SimpleNamespace(
+        deserialize_cuda_engine=lambda plan: Engine(plan, made.change)
+    )
     made.NetworkDefinitionCreationFlag = SimpleNamespace(STRONGLY_TYPED=1)
     made.BuilderFlag = SimpleNamespace(TF32="TF32")
     made.TensorIOMode = SimpleNamespace(INPUT="INPUT")
@@ -124,7 +143,9 @@ def test_a_verified_engine_is_written(
     assert "in tensorrt 10.9" in shown
     assert "golden frames: at least 100.0000 % of the pixels equal" in shown
     assert plan.read_bytes() in trt.built
-    assert len(trt.built) == 2, "one of the file, which the gates ran and which is written, and one of its probe"
+    assert len(trt.built) == 2, (
+        "one of the file, which the gates ran and which is written, and one of its probe"
+    )
     assert set(trt.cleared) == {"TF32"}
     assert set(trt.flags) == {2}, "types are those of the file"
 
@@ -145,12 +166,21 @@ def test_an_engine_with_other_answers_is_not_written(
 
 
 def test_what_prevents_an_engine_is_named(
-    example: ModuleType, trt: SimpleNamespace, run: Path, artifact: Path, isaac: Path, monkeypatch: Any, capsys: Any
+    example: ModuleType,
+    trt: SimpleNamespace,
+    run: Path,
+    artifact: Path,
+    isaac: Path,
+    monkeypatch: Any,
+    capsys: Any,
 ) -> None:
     assert example.main([]) == 2
     assert example.main([str(run), str(artifact)]) == 2, "profile robot"
     assert "Transpose" in (told := capsys.readouterr().err)
-    assert "reads uint8, but only a Cast to float may. Export with export.profile=isaac" in told
+    assert (
+        "reads uint8, but only a Cast to float may. Export with export.profile=isaac"
+        in told
+    )
     trt.parses = False
     assert example.main([str(run), str(isaac)]) == 7
     assert "TensorRT cannot parse it: no such operator" in capsys.readouterr().err
@@ -158,11 +188,15 @@ def test_what_prevents_an_engine_is_named(
     assert example.main([str(run), str(isaac)]) == 2
 
 
-def test_rules_of_uint8_and_quantisation(example: ModuleType, artifact: Path, isaac: Path) -> None:
+def test_rules_of_uint8_and_quantisation(
+    example: ModuleType, artifact: Path, isaac: Path
+) -> None:
     assert example.rule_problems(onnx.load(isaac / "model.onnx")) == []
     robot = " ".join(example.rule_problems(onnx.load(artifact / "model.onnx")))
     assert "Transpose" in robot
-    assert "writes uint8 from another type than float" in robot, "class ids are integers before they are bytes"
+    assert "writes uint8 from another type than float" in robot, (
+        "class ids are integers before they are bytes"
+    )
     make = helper.make_node
 
     def found(*nodes: onnx.NodeProto) -> list[str]:
@@ -171,9 +205,21 @@ def test_rules_of_uint8_and_quantisation(example: ModuleType, artifact: Path, is
         scale = helper.make_tensor("scale", TensorProto.FLOAT, [], [0.5])
         zero = helper.make_tensor("zero", TensorProto.UINT8, [], [3])
         graph = helper.make_graph(nodes, "g", [image], [out], [scale, zero])
-        return list(example.rule_problems(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)])))
+        return list(
+            example.rule_problems(
+                helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)])
+            )
+        )
 
-    to_float, to_bytes = make("Cast", ["image"], ["x"], to=1), make("Cast", ["y"], ["out"], to=2)
+    to_float, to_bytes = (
+        make("Cast", ["image"], ["x"], to=1),
+        make("Cast", ["y"], ["out"], to=2),
+    )
     assert found(to_float, make("Relu", ["x"], ["y"]), to_bytes) == []
-    assert len(found(make("Cast", ["image"], ["y"], to=6), to_bytes)) == 2, "int32 is no float"
-    assert "quantises to uint8" in found(to_float, make("QuantizeLinear", ["x", "scale", "zero"], ["out"]))[0]
+    assert len(found(make("Cast", ["image"], ["y"], to=6), to_bytes)) == 2, (
+        "int32 is no float"
+    )
+    assert (
+        "quantises to uint8"
+        in found(to_float, make("QuantizeLinear", ["x", "scale", "zero"], ["out"]))[0]
+    )

@@ -20,7 +20,18 @@ from openvino_stand_in import StandIn
 from PIL import Image
 from plants import byte_flipped, edited, golden_changed, int8_scale, retold, sign, std
 
-from exports import IMAGES, SCENES, SIZE, export, last_line, scenes, tiny_network, trained_network, verify, write_run
+from exports import (
+    IMAGES,
+    SCENES,
+    SIZE,
+    export,
+    last_line,
+    scenes,
+    tiny_network,
+    trained_network,
+    verify,
+    write_run,
+)
 from runs import write_camvid
 from segpipe.cli.main import main as segpipe
 from segpipe.data.samples import open_samples
@@ -32,7 +43,12 @@ from segpipe.export.gates import latency
 from segpipe.export.gates.check_set import Check
 from segpipe.export.graph.network import deploy_model
 from segpipe.export.graph.onnx_format import open_onnx, write_probe
-from segpipe.export.graph.torch_formats import MANIFEST_FILE, jit, quiet_torchscript, write_archive
+from segpipe.export.graph.torch_formats import (
+    MANIFEST_FILE,
+    jit,
+    quiet_torchscript,
+    write_archive,
+)
 from segpipe.export.lowprec import int8
 from segpipe.export.lowprec.int8 import to_int8
 from segpipe.ledger import inputs
@@ -51,11 +67,26 @@ def test_the_exit_code_reaches_the_shell(artifact: Path, tmp_path: Path) -> None
     folder = tmp_path / "export"
     shutil.copytree(artifact, folder)
     byte_flipped(folder)
-    run = write_run(tmp_path / "run", partial(trained_network, "fast_scnn", SIZE))  # another process: no tiny network
-    command = [sys.executable, "-m", "segpipe", "verify", f"artifact={folder}", f"run={run}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    run = write_run(
+        tmp_path / "run", partial(trained_network, "fast_scnn", SIZE)
+    )  # another process: no tiny network
+    command = [
+        sys.executable,
+        "-m",
+        "segpipe",
+        "verify",
+        f"artifact={folder}",
+        f"run={run}",
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 7, done.stderr
-    assert done.stderr.strip().splitlines()[-1].startswith("ARTIFACT REFUSED: G1 integrity: model.onnx was altered")
+    assert (
+        done.stderr.strip()
+        .splitlines()[-1]
+        .startswith("ARTIFACT REFUSED: G1 integrity: model.onnx was altered")
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,16 +95,26 @@ def test_the_exit_code_reaches_the_shell(artifact: Path, tmp_path: Path) -> None
      ["artifact={folder}", "run={run}", "export.profile=isaac"]],
 )  # fmt: skip
 def test_usage(arguments: list[str], artifact: Path, run: Path) -> None:
-    assert segpipe(["verify", *[text.format(folder=artifact, run=run) for text in arguments]]) == 2
+    assert (
+        segpipe(
+            ["verify", *[text.format(folder=artifact, run=run) for text in arguments]]
+        )
+        == 2
+    )
 
 
-def test_another_run_is_refused(artifact: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_run_is_refused(
+    artifact: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = tmp_path / "other"
     shutil.copytree(run, other)
     state = checkpoint.load(other / "last.pt")
     name = next(iter(state["ema"]))
     state["ema"] = {**state["ema"], name: state["ema"][name] + 1e-3}
-    checkpoint.save(other / "last.pt", {key: state[key] for key in state if key not in ("format", "version")})
+    checkpoint.save(
+        other / "last.pt",
+        {key: state[key] for key in state if key not in ("format", "version")},
+    )
     assert verify(other, artifact) == 7
     assert "differ in source.weights_digest" in last_line(capsys)
 
@@ -87,7 +128,12 @@ def test_another_run_is_refused(artifact: Path, run: Path, tmp_path: Path, capsy
     ],
 )
 def test_a_checkpoint_of_other_tensors_exports_nothing(
-    fault: str, told: str, artifact: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fault: str,
+    told: str,
+    artifact: Path,
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     other = tmp_path / "other"
     shutil.copytree(run, other)
@@ -99,7 +145,10 @@ def test_a_checkpoint_of_other_tensors_exports_nothing(
         state["ema"]["classifier.scale"] = torch.zeros(3)
     else:
         state["ema"]["classifier.bias"] = torch.zeros(3)
-    checkpoint.save(other / "last.pt", {key: state[key] for key in state if key not in ("format", "version")})
+    checkpoint.save(
+        other / "last.pt",
+        {key: state[key] for key in state if key not in ("format", "version")},
+    )
     assert export(other, tmp_path / "export") == 7
     line = capsys.readouterr().err
     assert line.startswith("EXPORT REJECTED: G1 integrity: ")
@@ -110,18 +159,29 @@ def test_a_checkpoint_of_other_tensors_exports_nothing(
     assert last_line(capsys).startswith("ARTIFACT REFUSED: G1 integrity: ")
 
 
-def test_latency_over_the_budget(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_latency_over_the_budget(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     budget = "export.latency_budget_ms=0.001"
-    assert export(run, tmp_path / "export", "export.formats=[torchscript]", budget) == 12
+    assert (
+        export(run, tmp_path / "export", "export.formats=[torchscript]", budget) == 12
+    )
     assert "> 0.001 ms of export.latency_budget_ms" in last_line(capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["export.rejected"]
 
 
 def test_what_was_compared_is_what_is_run(
-    run: Path, artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path,
+    artifact: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Whoever can write to the folder may swap a file at the worst moment."""
-    folder, compare = Path(shutil.copytree(artifact, tmp_path / "export")), verification.conversion_problems
+    folder, compare = (
+        Path(shutil.copytree(artifact, tmp_path / "export")),
+        verification.conversion_problems,
+    )
 
     def swapped(*given: Any) -> list[str]:
         found = compare(*given)
@@ -138,7 +198,10 @@ def test_what_was_compared_is_what_is_run(
     ("change", "told"),
     [
         (
-            lambda manifest: (manifest["check_images"].insert(0, "x"), manifest["golden"]["images"].insert(0, "x")),
+            lambda manifest: (
+                manifest["check_images"].insert(0, "x"),
+                manifest["golden"]["images"].insert(0, "x"),
+            ),
             "golden frame x is not among the check images here",
         ),
         (
@@ -151,7 +214,12 @@ def test_what_was_compared_is_what_is_run(
     ],
 )
 def test_what_cannot_be_computed_again_is_not_called_verified(
-    change: Any, told: str, run: Path, artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    change: Any,
+    told: str,
+    run: Path,
+    artifact: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = Path(shutil.copytree(artifact, tmp_path / "export"))
     retold(folder, change)
@@ -160,7 +228,9 @@ def test_what_cannot_be_computed_again_is_not_called_verified(
             np.load(folder / "golden" / "image.npy"),
             deploy_model(load_network(run, "last"), temperature=0.25),
         )
-        for name, array in golden_arrays(model, np.concatenate([frames[:1] // 2, frames])).items():
+        for name, array in golden_arrays(
+            model, np.concatenate([frames[:1] // 2, frames])
+        ).items():
             np.save(folder / "golden" / f"{name}.npy", array)
         sign(folder)
     assert verify(run, folder) == 14
@@ -176,11 +246,20 @@ def test_golden_frames_are_the_images_of_their_names(tmp_path: Path) -> None:
     def found(frames: list[Any], *names: str) -> tuple[list[str], str]:
         np.save(tmp_path / "golden" / "image.npy", np.stack(frames))
         # Other check images than here: what they are called cannot be a way out.
-        return golden_frame_problems(tmp_path, {"check_images": ["c"], "golden": {"images": [*names]}}, checks)
+        return golden_frame_problems(
+            tmp_path, {"check_images": ["c"], "golden": {"images": [*names]}}, checks
+        )
 
     assert found(IMAGES[:2], "a", "b") == ([], "")
-    assert found(IMAGES[:2], "a", "z") == ([], "golden frame z is not among the check images here")
-    for frames, *names in ((IMAGES[:2], "b", "a"), (IMAGES[:1], "a", "b"), (IMAGES[:2], "a")):
+    assert found(IMAGES[:2], "a", "z") == (
+        [],
+        "golden frame z is not among the check images here",
+    )
+    for frames, *names in (
+        (IMAGES[:2], "b", "a"),
+        (IMAGES[:1], "a", "b"),
+        (IMAGES[:2], "a"),
+    ):
         (problem,), note = found(frames, *names)
         assert "does not hold the images" in problem
         assert not note
@@ -190,7 +269,10 @@ def test_images_that_changed_since_the_run_are_named_and_not_the_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, folder = scenes(), tmp_path / "run" / "export"
-    config.data.name, config.data.root = "camvid", str(write_camvid(tmp_path / "data", num_val=4))
+    config.data.name, config.data.root = (
+        "camvid",
+        str(write_camvid(tmp_path / "data", num_val=4)),
+    )
     config.run.root, config.run.name = str(tmp_path), "run"
     config.train.steps = 12
     run = write_run(tmp_path / "run", tiny_network, config)
@@ -198,14 +280,18 @@ def test_images_that_changed_since_the_run_are_named_and_not_the_folder(
     assert export(run, folder, "export.formats=[onnx]") == 0
     unfinished = "trained for 7 of 12 steps: the run was interrupted, or goes on"
     assert capsys.readouterr().err == f"warning: {unfinished}.\n"
-    assert json.loads((folder / "manifest.json").read_text())["warnings"] == [unfinished]
+    assert json.loads((folder / "manifest.json").read_text())["warnings"] == [
+        unfinished
+    ]
     assert f"Warning: {unfinished}.\n" in (folder / "model_card.md").read_text()
     image = tmp_path / "data" / "val" / "frame00.png"
     Image.fromarray(255 - np.asarray(Image.open(image))).save(image)
     told = "the labelled images changed since the run: val/frame00.png was altered"
     assert verify(run, folder) == 2
     line = last_line(capsys)
-    assert line.startswith(f"{told}. The files of {folder} are what the checkpoint converts to, but ")
+    assert line.startswith(
+        f"{told}. The files of {folder} are what the checkpoint converts to, but "
+    )
     assert "golden/image.npy does not hold the images" in line
 
     other = Path(shutil.copytree(folder, tmp_path / "other"))
@@ -214,7 +300,9 @@ def test_images_that_changed_since_the_run_are_named_and_not_the_folder(
     assert verify(run, other) == 7, "the files themselves are at fault"
 
     assert export(run, folder, "export.formats=[onnx]") == 0
-    assert f"warning: {told}; the gates and the temperature are" in capsys.readouterr().err
+    assert (
+        f"warning: {told}; the gates and the temperature are" in capsys.readouterr().err
+    )
     for name in ("model_card.md", "verify_report.md"):
         assert f"Warning: {told}; " in (folder / name).read_text()
     assert verify(run, folder) == 0, "of the images as they are now"
@@ -225,25 +313,41 @@ def test_images_that_changed_since_the_run_are_named_and_not_the_folder(
 
 
 def test_another_bias_in_torchscript_is_refused(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder, files = tmp_path / "export", {MANIFEST_FILE: ""}
     assert export(run, folder, "export.formats=[torchscript,pt2]") == 0
     assert verify(run, folder) == 0
-    assert last_line(capsys).startswith("ARTIFACT VERIFIED_FEW_IMAGES: model.pt2, model.torchscript.pt")
+    assert last_line(capsys).startswith(
+        "ARTIFACT VERIFIED_FEW_IMAGES: model.pt2, model.torchscript.pt"
+    )
     path = folder / "model.torchscript.pt"
     with quiet_torchscript():
         module = jit.load(str(path), _extra_files=files)
         with torch.no_grad():
             module.state_dict()["network.classifier.bias"].add_(1e-6)
         text = files[MANIFEST_FILE]
-        write_archive(module, path, {MANIFEST_FILE: text.decode() if isinstance(text, bytes) else text})
+        write_archive(
+            module,
+            path,
+            {MANIFEST_FILE: text.decode() if isinstance(text, bytes) else text},
+        )
     sign(folder)
     assert verify(run, folder) == 7
-    assert "model.torchscript.pt is not what the checkpoint converts to: record " in last_line(capsys)
-    monkeypatch.setattr(verification, "other_versions", lambda _: {"torch": "torch 2.0, here 3.0"})
+    assert (
+        "model.torchscript.pt is not what the checkpoint converts to: record "
+        in last_line(capsys)
+    )
+    monkeypatch.setattr(
+        verification, "other_versions", lambda _: {"torch": "torch 2.0, here 3.0"}
+    )
     assert verify(run, folder) == 4
-    assert "G2 logits come from other weights: network.classifier.bias" in last_line(capsys)
+    assert "G2 logits come from other weights: network.classifier.bias" in last_line(
+        capsys
+    )
 
 
 def test_golden_answers_are_repeated_without_onnx(
@@ -255,7 +359,10 @@ def test_golden_answers_are_repeated_without_onnx(
     golden_changed(folder)
     capsys.readouterr()
     assert verify(run, folder) == 7
-    assert "G1 integrity: golden/mask.npy differs from what the trained network gives" in last_line(capsys)
+    assert (
+        "G1 integrity: golden/mask.npy differs from what the trained network gives"
+        in last_line(capsys)
+    )
 
 
 # Reduced precision
@@ -274,22 +381,40 @@ def int8_takes(patch: pytest.MonkeyPatch, share: float) -> None:
 
 
 def test_int8_is_held_to_its_own_limits(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder, wanted = tmp_path / "export", ("export.formats=[onnx]", "export.precision=[fp32,fp16,int8]", MANY)
-    monkeypatch.setattr(int8, "_best", lambda *_: "U8S7")  # else machine and load would choose
+    folder, wanted = (
+        tmp_path / "export",
+        ("export.formats=[onnx]", "export.precision=[fp32,fp16,int8]", MANY),
+    )
+    monkeypatch.setattr(
+        int8, "_best", lambda *_: "U8S7"
+    )  # else machine and load would choose
     with monkeypatch.context() as patch:
         int8_takes(patch, 0.91)
         assert export(run, folder, *wanted) == 12
-        assert "> 0.9 of the fp32 file's, so the file is no gain in model.int8.onnx" in last_line(capsys)
+        assert (
+            "> 0.9 of the fp32 file's, so the file is no gain in model.int8.onnx"
+            in last_line(capsys)
+        )
         assert [path.name for path in tmp_path.iterdir()] == ["export.rejected"]
     int8_takes(monkeypatch, 0.89)
     for place in (folder, tmp_path / "again"):
         assert export(run, place, *wanted) == 0
-        assert last_line(capsys) == f"EXPORT verified: model.onnx, model.fp16.onnx, model.int8.onnx in {place}"
+        assert (
+            last_line(capsys)
+            == f"EXPORT verified: model.onnx, model.fp16.onnx, model.int8.onnx in {place}"
+        )
     for name in ("model.onnx", "model.fp16.onnx", "model.int8.onnx"):
-        assert (folder / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), "the same every time"
-    entry = json.loads((folder / "manifest.json").read_text())["files"]["model.int8.onnx"]
+        assert (folder / name).read_bytes() == (
+            tmp_path / "again" / name
+        ).read_bytes(), "the same every time"
+    entry = json.loads((folder / "manifest.json").read_text())["files"][
+        "model.int8.onnx"
+    ]
     assert entry["precision"] == "int8"
     assert entry["scheme"] == "U8S7"
     assert entry["golden_agreement"] >= 0.9
@@ -301,19 +426,31 @@ def test_int8_is_held_to_its_own_limits(
     sign(folder)
     capsys.readouterr()
     assert verify(run, folder, MANY) == 7
-    assert "model.int8.onnx is not what the checkpoint converts to: tensor " in last_line(capsys)
-    monkeypatch.setattr(verification, "other_versions", lambda _: {"torch": "torch 2.0, here 3.0"})
+    assert (
+        "model.int8.onnx is not what the checkpoint converts to: tensor "
+        in last_line(capsys)
+    )
+    monkeypatch.setattr(
+        verification, "other_versions", lambda _: {"torch": "torch 2.0, here 3.0"}
+    )
     assert verify(run, folder, MANY) == 4
     assert "G3 mask agreement" in last_line(capsys)
 
 
-def test_the_inside_of_an_int8_file_is_seen_as_it_is(artifact: Path, tmp_path: Path) -> None:
+def test_the_inside_of_an_int8_file_is_seen_as_it_is(
+    artifact: Path, tmp_path: Path
+) -> None:
     image = np.load(artifact / "golden" / "image.npy")[0]
-    lowered, probe, whole = (tmp_path / f"{name}.onnx" for name in ("int8", "probe", "whole"))
+    lowered, probe, whole = (
+        tmp_path / f"{name}.onnx" for name in ("int8", "probe", "whole")
+    )
     to_int8(artifact / "model.onnx", lowered, [image], scheme="U8S8")
     write_probe(lowered, probe)
     write_probe(artifact / "model.onnx", whole)
-    seen, expected = open_onnx(probe, optimise=False)(image).normalised, open_onnx(whole)(image).normalised
+    seen, expected = (
+        open_onnx(probe, optimise=False)(image).normalised,
+        open_onnx(whole)(image).normalised,
+    )
     assert seen is not None
     assert expected is not None
     assert np.abs(seen - expected).max() <= 1e-5
@@ -323,15 +460,24 @@ def test_the_inside_of_an_int8_file_is_seen_as_it_is(artifact: Path, tmp_path: P
 
 
 def test_an_engine_passes_the_gates_too_or_nothing_is_published(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder, wanted = tmp_path / "export", ("export.formats=[onnx]", "export.precision=[fp32,fp16]")
+    folder, wanted = (
+        tmp_path / "export",
+        ("export.formats=[onnx]", "export.precision=[fp32,fp16]"),
+    )
     stand_in, engine = StandIn(), "export.engines=[openvino]"
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "openvino", None)  # type: ignore[arg-type]
         patch.setattr("segpipe.export.gates.judge.find_spec", lambda _: None)
         assert export(run, folder, *wanted, engine) == 2
-        assert "export.engines = ['openvino'], but openvino is not installed" in last_line(capsys)
+        assert (
+            "export.engines = ['openvino'], but openvino is not installed"
+            in last_line(capsys)
+        )
     monkeypatch.setitem(sys.modules, "openvino", stand_in)  # type: ignore[arg-type]
     assert export(run, folder, "export.formats=[torchscript]", engine) == 2
     assert "only ONNX files run there" in last_line(capsys)
@@ -340,7 +486,9 @@ def test_an_engine_passes_the_gates_too_or_nothing_is_published(
     for name in ("model.onnx (openvino)", "model.fp16.onnx (openvino)"):
         assert set(found["gates"][name]) == set(found["gates"]["model.onnx"])
         assert found["latency"]["files"][name]["n"] >= 10
-    assert set(found["files"]) == {"model.onnx", "model.fp16.onnx"}, "the files are the same"
+    assert set(found["files"]) == {"model.onnx", "model.fp16.onnx"}, (
+        "the files are the same"
+    )
     assert verify(run, folder, engine) == 0
     capsys.readouterr()
     stand_in.off = 1
@@ -355,12 +503,18 @@ def test_an_engine_passes_the_gates_too_or_nothing_is_published(
 
 
 def test_without_data_a_file_is_published_only_on_request(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def absent(*_: Any) -> Any:
         raise DataError("data.root = there is no folder.")
 
-    folder, wanted = tmp_path / "export", ("export.formats=[onnx]", "export.allow_unverified=true")
+    folder, wanted = (
+        tmp_path / "export",
+        ("export.formats=[onnx]", "export.allow_unverified=true"),
+    )
     with monkeypatch.context() as patch:
         patch.setattr(dataset, "open_samples", absent)
         assert export(run, folder, "export.formats=[onnx]") == 2
@@ -368,7 +522,16 @@ def test_without_data_a_file_is_published_only_on_request(
         assert export(run, folder, *wanted) == 2
         assert "export.height = 0" in last_line(capsys)
         assert list(tmp_path.iterdir()) == []
-        assert export(run, folder, *wanted, f"export.height={SIZE[0]}", f"export.width={SIZE[1]}") == 0
+        assert (
+            export(
+                run,
+                folder,
+                *wanted,
+                f"export.height={SIZE[0]}",
+                f"export.width={SIZE[1]}",
+            )
+            == 0
+        )
         assert verify(run, folder) == 2
         capsys.readouterr()
         assert verify(run, folder, "export.allow_unverified=true") == 0
@@ -376,7 +539,10 @@ def test_without_data_a_file_is_published_only_on_request(
         assert line.startswith("ARTIFACT UNVERIFIED_REAL_DATA: model.onnx")
         assert line.endswith("; compared on generated images only")
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert (manifest["status"], manifest["allow_unverified"]) == ("UNVERIFIED_REAL_DATA", True)
+    assert (manifest["status"], manifest["allow_unverified"]) == (
+        "UNVERIFIED_REAL_DATA",
+        True,
+    )
     assert manifest["calibration"]["method"] == "none"
     assert "generated images only" in (folder / "model_card.md").read_text()
     with pytest.warns(UserWarning, match="UNVERIFIED_REAL_DATA"):
@@ -390,14 +556,21 @@ def test_without_data_a_file_is_published_only_on_request(
 def test_a_size_that_no_image_has_is_compared_on_generated_images_alone(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, wanted = tmp_path / "export", ("export.formats=[onnx]", "export.height=32", "export.width=64")
+    folder, wanted = (
+        tmp_path / "export",
+        ("export.formats=[onnx]", "export.height=32", "export.width=64"),
+    )
     assert export(run, folder, *wanted) == 2
     assert "has no image of 32x64 pixels" in (line := last_line(capsys))
-    assert line.endswith("export.allow_unverified=true compares on generated images alone.")
+    assert line.endswith(
+        "export.allow_unverified=true compares on generated images alone."
+    )
     assert export(run, folder, *wanted, "export.allow_unverified=true") == 0
     capsys.readouterr()
     assert verify(run, folder) == 2
-    assert last_line(capsys).endswith("export.allow_unverified=true compares on generated images alone.")
+    assert last_line(capsys).endswith(
+        "export.allow_unverified=true compares on generated images alone."
+    )
     assert verify(run, folder, "export.allow_unverified=true") == 0
     assert last_line(capsys).startswith("ARTIFACT UNVERIFIED_REAL_DATA: model.onnx")
 
@@ -411,20 +584,42 @@ def test_other_profiles_pass_the_same_gates(
 ) -> None:
     folder = tmp_path / "export"
     assert (
-        export(run, folder, f"export.profile={profile}", "export.formats=[onnx]", "export.precision=[fp32,fp16]") == 0
+        export(
+            run,
+            folder,
+            f"export.profile={profile}",
+            "export.formats=[onnx]",
+            "export.precision=[fp32,fp16]",
+        )
+        == 0
     )
     capsys.readouterr()
     assert verify(run, folder) == 0
-    assert last_line(capsys).startswith("ARTIFACT VERIFIED_FEW_IMAGES: model.fp16.onnx, model.onnx")
+    assert last_line(capsys).startswith(
+        "ARTIFACT VERIFIED_FEW_IMAGES: model.fp16.onnx, model.onnx"
+    )
     manifest = json.loads((folder / "manifest.json").read_text())
     image, outputs = manifest["io"]["inputs"][0], manifest["io"]["outputs"]
-    needed = {"isaac": ("float32", "NCHW", ["mask"]), "logits": ("uint8", "NHWC", ["logits"])}[profile]
-    assert (image["dtype"], image["layout"], [entry["name"] for entry in outputs]) == needed
+    needed = {
+        "isaac": ("float32", "NCHW", ["mask"]),
+        "logits": ("uint8", "NHWC", ["logits"]),
+    }[profile]
+    assert (
+        image["dtype"],
+        image["layout"],
+        [entry["name"] for entry in outputs],
+    ) == needed
     parameters = folder / "ros" / "isaac_params.yaml"
     assert parameters.exists() is (profile == "isaac")
     if profile == "isaac":
-        nodes = {name: node["ros__parameters"] for name, node in yaml.safe_load(parameters.read_text()).items()}
-        assert (nodes["resize_node"]["output_height"], nodes["resize_node"]["output_width"]) == SIZE
+        nodes = {
+            name: node["ros__parameters"]
+            for name, node in yaml.safe_load(parameters.read_text()).items()
+        }
+        assert (
+            nodes["resize_node"]["output_height"],
+            nodes["resize_node"]["output_width"],
+        ) == SIZE
         assert nodes["interleaved_to_planar_node"]["input_tensor_shape"] == [*SIZE, 3]
         assert nodes["reshape_node"]["output_tensor_shape"] == [1, 3, *SIZE]
         assert nodes["tensor_rt_node"]["output_binding_names"] == ["mask"]
@@ -448,16 +643,30 @@ def test_predict_gives_the_same_ids_by_the_exported_file_as_by_the_run(
     samples = open_samples(scenes().data, "val", 0)
     (tmp_path / "images").mkdir()
     for index in range(3):
-        Image.fromarray(samples.read(index)[0]).save(tmp_path / "images" / f"{index}.png")
+        Image.fromarray(samples.read(index)[0]).save(
+            tmp_path / "images" / f"{index}.png"
+        )
     for name, network in (("a", f"run={run}"), ("b", f"artifact={artifact}")):
-        given = (f"source={tmp_path / 'images'}", f"out={tmp_path / name}", "compute.threads=1")
+        given = (
+            f"source={tmp_path / 'images'}",
+            f"out={tmp_path / name}",
+            "compute.threads=1",
+        )
         assert segpipe(["predict", network, *given]) == 0
     manifest = json.loads((artifact / "manifest.json").read_text())
     for index in range(3):
-        by_run, by_file = (np.asarray(Image.open(tmp_path / name / "masks" / f"{index}.png")) for name in "ab")
+        by_run, by_file = (
+            np.asarray(Image.open(tmp_path / name / "masks" / f"{index}.png"))
+            for name in "ab"
+        )
         assert (by_run == by_file).mean() >= manifest["golden"]["image_agreement"]
         assert len(np.unique(by_run)) > 1
-    found = {name: json.loads((tmp_path / name / "predictions.json").read_text()) for name in "ab"}
-    assert found["a"]["model"]["weights_digest"] == found["b"]["model"]["weights_digest"]
+    found = {
+        name: json.loads((tmp_path / name / "predictions.json").read_text())
+        for name in "ab"
+    }
+    assert (
+        found["a"]["model"]["weights_digest"] == found["b"]["model"]["weights_digest"]
+    )
     assert found["b"]["model"]["artifact"].startswith(f"{manifest['model']}-fp32-")
     assert found["b"]["settings"]["tile"] == "x".join(map(str, SIZE))

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from segpipe.ledger import digest as module
-from segpipe.ledger.digest import digest, digest_each, digest_many, float_bits, state_digest
+from segpipe.ledger.digest import (
+    digest,
+    digest_each,
+    digest_many,
+    float_bits,
+    state_digest,
+)
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
 DTYPES = (
@@ -41,7 +47,9 @@ def reference(tensor: Tensor, offset: int = 0) -> int:
     kinds = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
     views = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     size = tensor.element_size()
-    bits = np.array(tensor.contiguous().view(views[size]).numpy().ravel().tolist(), kinds[size])
+    bits = np.array(
+        tensor.contiguous().view(views[size]).numpy().ravel().tolist(), kinds[size]
+    )
     return int(each(bits, offset).sum(dtype=U))
 
 
@@ -53,7 +61,9 @@ def example(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
     random = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point:
         return torch.randn(shape, generator=random, dtype=torch.float64).to(dtype)
-    return torch.randint(0, 2 if dtype == torch.bool else 200, shape, generator=random).to(dtype)
+    return torch.randint(
+        0, 2 if dtype == torch.bool else 200, shape, generator=random
+    ).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -65,8 +75,13 @@ def test_digest_is_the_formula(dtype: torch.dtype) -> None:
 
 
 def test_known_values_stay() -> None:
-    assert number(torch.arange(10, dtype=torch.float32)) == reference(torch.arange(10, dtype=torch.float32))
-    assert [number(torch.tensor([value])) for value in (1, -1)] == [6238072747940578789, 13029008266876403067]
+    assert number(torch.arange(10, dtype=torch.float32)) == reference(
+        torch.arange(10, dtype=torch.float32)
+    )
+    assert [number(torch.tensor([value])) for value in (1, -1)] == [
+        6238072747940578789,
+        13029008266876403067,
+    ]
 
 
 def test_chunks_add_up_by_offset(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +91,9 @@ def test_chunks_add_up_by_offset(monkeypatch: pytest.MonkeyPatch) -> None:
         edges = (0, *cuts, 1000)
         parts = [number(tensor[a:b], a) for a, b in itertools.pairwise(edges)]
         assert sum(parts) % 2**64 == whole
-    assert (number(tensor[:500]) + number(tensor[500:])) % 2**64 != whole  # the control: without the offset
+    assert (
+        number(tensor[:500]) + number(tensor[500:])
+    ) % 2**64 != whole  # the control: without the offset
     monkeypatch.setattr(module, "BLOCK", 7)
     assert number(tensor) == whole
 
@@ -86,7 +103,9 @@ def test_strides_do_not_matter(dtype: torch.dtype) -> None:
     tensor = example(dtype, 2, 3, 4, 5)
     assert number(tensor.to(memory_format=torch.channels_last)) == number(tensor)
     assert number(tensor.transpose(1, 3)) == number(tensor.transpose(1, 3).contiguous())
-    assert number(tensor[:, ::2, 1:, ::3]) == number(tensor[:, ::2, 1:, ::3].contiguous())
+    assert number(tensor[:, ::2, 1:, ::3]) == number(
+        tensor[:, ::2, 1:, ::3].contiguous()
+    )
     assert number(tensor.flatten()[5:]) == reference(tensor.flatten()[5:])
     assert number(tensor.transpose(1, 3)) != number(tensor)
 
@@ -100,7 +119,9 @@ def test_device_and_host_mix_alike() -> None:
     assert (on_host.numpy().view(U) == mix64(x.numpy().view(U))).all()
 
 
-def test_words_of_another_device_are_mixed_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_of_another_device_are_mixed_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     mixed: list[Tensor] = []
     monkeypatch.setattr(module, "_mix64_on_device", mixed.append)
     elsewhere = torch.empty(3, dtype=torch.int64, device="meta")
@@ -110,15 +131,22 @@ def test_words_of_another_device_are_mixed_there(monkeypatch: pytest.MonkeyPatch
 
 def words(*tensors: Tensor) -> int:
     """H over H of every block of the bytes of tensors, each filled up to whole words."""
-    octets = [bytes(tensor.contiguous().view(torch.uint8).flatten().tolist()) for tensor in tensors]
-    whole = np.frombuffer(b"".join(part + bytes(-len(part) % 8) for part in octets), np.int64)
+    octets = [
+        bytes(tensor.contiguous().view(torch.uint8).flatten().tolist())
+        for tensor in tensors
+    ]
+    whole = np.frombuffer(
+        b"".join(part + bytes(-len(part) % 8) for part in octets), np.int64
+    )
     starts = range(0, len(whole), module.BLOCK)
     sums = [each(whole[start : start + module.BLOCK]).sum(dtype=U) for start in starts]
     return int(each(np.array(sums, U).view(np.int64)).sum(dtype=U))
 
 
 @pytest.fixture(params=[1 << 15, 3, 10])
-def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+def block(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[int]:
     """Block sizes, so that small tensors fill several."""
     monkeypatch.setattr(module, "BLOCK", request.param)
     module._block_indices.cache_clear()
@@ -137,10 +165,20 @@ def many(*tensors: Tensor, channels_last: bool = False) -> int:
 
 def test_words_of_many_tensors_are_the_formula(block: int) -> None:
     shapes = itertools.cycle(((3,), (2, 4), (5, 7), (1, 9, 2)))
-    tensors = [example(dtype, *shape) for dtype, shape in zip(DTYPES, shapes, strict=False)]
-    tensors += [example(torch.float32, 9)[1:], example(torch.float32, 4, 6).t(), example(torch.float32, 0)]
+    tensors = [
+        example(dtype, *shape) for dtype, shape in zip(DTYPES, shapes, strict=False)
+    ]
+    tensors += [
+        example(torch.float32, 9)[1:],
+        example(torch.float32, 4, 6).t(),
+        example(torch.float32, 0),
+    ]
     assert many(*tensors) == words(*tensors)
-    starts_between = [tensors[-3], example(torch.float32, 29)[9:], example(torch.uint8, 25)[9:]]  # two words of memory
+    starts_between = [
+        tensors[-3],
+        example(torch.float32, 29)[9:],
+        example(torch.uint8, 25)[9:],
+    ]  # two words of memory
     for tensor in (*starts_between, example(torch.uint8, 9)):
         assert by_torch(tensor) == words(tensor)
     for length in (1, 2, block - 1, block, block + 1, 2 * block, 9 * block + 2):
@@ -150,14 +188,20 @@ def test_words_of_many_tensors_are_the_formula(block: int) -> None:
 
 
 @pytest.mark.parametrize("block", [3, 10], indirect=True)
-def test_a_gpu_mixes_a_chunk_at_a_time(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_mixes_a_chunk_at_a_time(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So its memory is bounded, with few launches; a block is the least."""
     mixed: list[int] = []
     mix = module._mix64_
     tensor = example(torch.int64, 9 * block + 2)
     expected = by_torch(tensor)
     monkeypatch.setattr(module, "_mix64_", lambda x: mixed.append(x.numel()) or mix(x))
-    for chunk, parts in ((4 * block, [4, 4, 1]), (2 * block + 1, [2, 2, 2, 2, 1]), (1, [1] * 9)):
+    for chunk, parts in (
+        (4 * block, [4, 4, 1]),
+        (2 * block + 1, [2, 2, 2, 2, 1]),
+        (1, [1] * 9),
+    ):
         monkeypatch.setattr(module, "_chunk", lambda device, chunk=chunk: chunk)
         mixed.clear()
         assert by_torch(tensor) == expected == words(tensor)
@@ -171,23 +215,45 @@ def test_known_values_of_many_tensors_and_of_a_state_stay() -> None:
     assert many(x[:7].float(), x.to(torch.uint8)) == 15667322718796810617
     state = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(4)}
     assert state_digest(state) == "addf2f0120495c7ea23161eb92e4e3e7"
-    assert state_digest({"a": torch.ones(3)}) == "3cc04671c63dc9030d0b96e9f3f425c9"  # an odd number
+    assert (
+        state_digest({"a": torch.ones(3)}) == "3cc04671c63dc9030d0b96e9f3f425c9"
+    )  # an odd number
 
 
-@pytest.mark.parametrize("value", [0, 1, 2**63 - 1, 2**63, 2**64 - 1, 0x9E3779B97F4A7C15])
+@pytest.mark.parametrize(
+    "value", [0, 1, 2**63 - 1, 2**63, 2**64 - 1, 0x9E3779B97F4A7C15]
+)
 def test_an_unsigned_number_keeps_its_bits(value: int) -> None:
     assert np.array(module._signed(value), np.int64).view(U) == value
 
 
 def test_words_see_the_order_of_tensors() -> None:
     one, two = example(torch.float32, 3), example(torch.float32, 4, seed=1)
-    assert len({many(one, two), many(two, one), many(torch.cat([one, two])), many(one, -two), many(one)}) == 5
+    assert (
+        len(
+            {
+                many(one, two),
+                many(two, one),
+                many(torch.cat([one, two])),
+                many(one, -two),
+                many(one),
+            }
+        )
+        == 5
+    )
     assert many() == many(one[:0]) == by_torch(one[:0]) == 0
 
 
 def test_swapped_words_and_blocks_are_seen(block: int) -> None:
     x = example(torch.float64, 6 * block).unflatten(0, (6, block))
-    swaps = [x[[1, 0, 2, 3, 4, 5]], x[[0, 1, 2, 3, 5, 4]], x.roll(1, 1), x.flip(1), x.flip(0), -x]
+    swaps = [
+        x[[1, 0, 2, 3, 4, 5]],
+        x[[0, 1, 2, 3, 5, 4]],
+        x.roll(1, 1),
+        x.flip(1),
+        x.flip(0),
+        -x,
+    ]
     assert len({many(x), *map(many, swaps)}) == 7
 
 
@@ -205,15 +271,27 @@ def test_order_of_channels_is_a_choice_and_memory_format_is_not() -> None:
     x = example(torch.float32, 2, 3, 4, 5)
     other = x.to(memory_format=torch.channels_last)
     assert many(x) == many(other) == words(x)
-    assert many(x, channels_last=True) == many(other, channels_last=True) == words(x.permute(0, 2, 3, 1))
+    assert (
+        many(x, channels_last=True)
+        == many(other, channels_last=True)
+        == words(x.permute(0, 2, 3, 1))
+    )
     assert many(x) != many(x, channels_last=True)
 
 
 @pytest.mark.usefixtures("block")
 def test_each_of_a_batch_is_digested_as_if_alone() -> None:
-    for batch in (example(torch.uint8, 3, 4, 5, 3), example(torch.uint8, 4, 7, 9), example(torch.float32, 2, 6)):
-        assert [int(value) % 2**64 for value in digest_each(batch)] == [words(sample) for sample in batch]
-        assert [by_torch(sample) for sample in batch] == [words(sample) for sample in batch]
+    for batch in (
+        example(torch.uint8, 3, 4, 5, 3),
+        example(torch.uint8, 4, 7, 9),
+        example(torch.float32, 2, 6),
+    ):
+        assert [int(value) % 2**64 for value in digest_each(batch)] == [
+            words(sample) for sample in batch
+        ]
+        assert [by_torch(sample) for sample in batch] == [
+            words(sample) for sample in batch
+        ]
     assert digest_each(batch.flip(0)).tolist() == digest_each(batch).tolist()[::-1]
 
 
@@ -230,24 +308,41 @@ def variants(x: Tensor, random: np.random.Generator) -> dict[str, Tensor]:
     i, j = (int(place) for place in random.choice(len(x), 2, replace=False))
     swapped, bit, sign, zero, doubled = (x.clone() for _ in range(5))
     swapped[i], swapped[j] = x[j], x[i]
-    bit.view(torch.int32)[i] ^= -(2**31) if (place := int(random.integers(32))) == 31 else 1 << place
+    bit.view(torch.int32)[i] ^= (
+        -(2**31) if (place := int(random.integers(32))) == 31 else 1 << place
+    )
     sign[i] = -x[i]
     zero[j] = 0.0
     minus_zero = zero.clone()
     minus_zero[j] = -0.0
     doubled[i] = x[j]
-    made = {"flip": x.flip(0), "swap": swapped, "one bit": bit, "sign": sign, "duplicate": doubled, "zero": zero}
-    return {**made, "minus zero": minus_zero, "roll": x.roll(1), "double": torch.cat([x, x]), "same": x}
+    made = {
+        "flip": x.flip(0),
+        "swap": swapped,
+        "one bit": bit,
+        "sign": sign,
+        "duplicate": doubled,
+        "zero": zero,
+    }
+    return {
+        **made,
+        "minus zero": minus_zero,
+        "roll": x.roll(1),
+        "double": torch.cat([x, x]),
+        "same": x,
+    }
 
 
 def test_every_damage_changes_the_digest() -> None:
     random = np.random.default_rng(0)
     for case in range(250):
-        x = torch.from_numpy(random.standard_normal(int(random.integers(2, 40)), dtype=np.float32))
-        made = variants(x, random)
-        assert len({number(value) for value in made.values()}) >= len({v.numpy().tobytes() for v in made.values()}), (
-            case
+        x = torch.from_numpy(
+            random.standard_normal(int(random.integers(2, 40)), dtype=np.float32)
         )
+        made = variants(x, random)
+        assert len({number(value) for value in made.values()}) >= len(
+            {v.numpy().tobytes() for v in made.values()}
+        ), case
         assert number(x.clone()) == number(x)
 
 
@@ -259,14 +354,33 @@ def test_a_million_damages_never_collide() -> None:
     bits = x.view(np.int32)
     rows, i = np.arange(len(x)), random.integers(0, 16, len(x))
     j = (i + random.integers(1, 16, len(x))) % 16
-    swapped, flipped, doubled, one = bits.copy(), bits[:, ::-1], bits.copy(), bits.copy()
+    swapped, flipped, doubled, one = (
+        bits.copy(),
+        bits[:, ::-1],
+        bits.copy(),
+        bits.copy(),
+    )
     swapped[rows, i], swapped[rows, j] = bits[rows, j], bits[rows, i]
     doubled[rows, i] = bits[rows, j]
-    one[rows, i] ^= np.left_shift(np.int64(1), random.integers(0, 32, len(x))).astype(np.uint32).view(np.int32)
+    one[rows, i] ^= (
+        np.left_shift(np.int64(1), random.integers(0, 32, len(x)))
+        .astype(np.uint32)
+        .view(np.int32)
+    )
     sign, zero, minus = bits.copy(), bits.copy(), bits.copy()
     sign[rows, i] ^= np.int32(-(2**31))
     zero[rows, i], minus[rows, i] = 0, np.int32(-(2**31))
-    made = (bits, swapped, flipped, doubled, one, sign, zero, minus, np.hstack([bits, bits]))
+    made = (
+        bits,
+        swapped,
+        flipped,
+        doubled,
+        one,
+        sign,
+        zero,
+        minus,
+        np.hstack([bits, bits]),
+    )
     # One bit may be that of the sign: then both are the same damage, and one of them is enough.
     different = np.ones((len(made), len(x)), bool)
     different[4] = (one != sign).any(-1)
@@ -274,12 +388,19 @@ def test_a_million_damages_never_collide() -> None:
     assert different.sum() > 1_000_000
     assert np.unique(found).size == different.sum()
     assert number(torch.from_numpy(x[77])) == found[0, 77]
-    product = np.stack([digest_each(torch.from_numpy(np.ascontiguousarray(value))).numpy() for value in made])
+    product = np.stack(
+        [
+            digest_each(torch.from_numpy(np.ascontiguousarray(value))).numpy()
+            for value in made
+        ]
+    )
     assert np.unique(product).size == different.sum()
     assert by_torch(torch.from_numpy(x[77])) == int(product[0, 77]) % 2**64
 
 
-@pytest.mark.skipif(not hasattr(torch, "hash_tensor"), reason="this torch has no hash_tensor")
+@pytest.mark.skipif(
+    not hasattr(torch, "hash_tensor"), reason="this torch has no hash_tensor"
+)
 def test_the_control_torch_hash_tensor_sees_neither_swap_nor_double() -> None:
     x = example(torch.float32, 8)
     swapped = x[[1, 0, 2, 3, 4, 5, 6, 7]]

@@ -37,7 +37,13 @@ def test_rows_come_back_as_they_were_given(tmp_path: Path) -> None:
     assert path == tmp_path / "ledger" / "rank03.bin"
     with closing(LedgerWriter(path, ledgers.header())) as writer:
         image, loss = torch.tensor([-1, 2**62]), torch.tensor(-(2**63))
-        writer.shard_row(7, 2, torch.tensor([0, 1]), [48, 0], {"image": image, "loss": loss, "gradient": 5})
+        writer.shard_row(
+            7,
+            2,
+            torch.tensor([0, 1]),
+            [48, 0],
+            {"image": image, "loss": loss, "gradient": 5},
+        )
         writer.step_row(7, {"ema": torch.tensor(9), "valid": -4})
         writer.part_rows(7, None, "weights", torch.arange(20) - 1)
     shard, step, *parts = read_file(path).sessions[0].rows
@@ -47,12 +53,16 @@ def test_rows_come_back_as_they_were_given(tmp_path: Path) -> None:
     assert shard["digest"][places["image"]].view(np.int64).tolist() == [-1, 2**62]
     assert shard["digest"][places["loss"]].view(np.int64).tolist() == [-(2**63)]
     assert shard["digest"][places["target"]].tolist() == [0, 0]
-    assert shard["present"] == sum(1 << SHARD_FIELDS.index(name) for name in ("image", "loss", "gradient"))
+    assert shard["present"] == sum(
+        1 << SHARD_FIELDS.index(name) for name in ("image", "loss", "gradient")
+    )
     assert (step["kind"], step["step"], step["shard"]) == (STEP, 7, -1)
     assert step["digest"][slots(STEP, 2)["ema"]] == 9
     assert step["digest"][slots(STEP, 2)["valid"]].view(np.int64) == -4
     assert [row["kind"] for row in parts] == [PART] * 3
-    values = np.concatenate([row["digest"][: row["present"]] for row in parts]).view(np.int64)
+    values = np.concatenate([row["digest"][: row["present"]] for row in parts]).view(
+        np.int64
+    )
     assert values.tolist() == list(range(-1, 19))
 
 
@@ -66,12 +76,15 @@ def test_size_of_a_hundred_thousand_steps_is_the_documented_one(tmp_path: Path) 
         headers = sum(len(encode(read_file(path).sessions[0].header)) for path in paths)
         in_all = sum(path.stat().st_size for path in paths)
         size_mb = (in_all - headers) / 3 * 100_000 / 1e6
-        assert f"{size_mb:.0f} MB from {'one process' if ranks == 1 else ranks}" in " ".join(
-            str(writer.__doc__).split()
+        assert (
+            f"{size_mb:.0f} MB from {'one process' if ranks == 1 else ranks}"
+            in " ".join(str(writer.__doc__).split())
         )
 
 
-def test_nothing_is_written_before_a_flush_and_tensors_are_read_then(tmp_path: Path) -> None:
+def test_nothing_is_written_before_a_flush_and_tensors_are_read_then(
+    tmp_path: Path,
+) -> None:
     path = ledger_path(tmp_path, 0)
     writer = LedgerWriter(path, ledgers.header())
     value = torch.tensor(1)
@@ -101,10 +114,16 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
     assert ended.returncode == -9
-    assert read_file(ledger_path(tmp_path, 0)).sessions[0].rows["step"].tolist() == [0, 1, 2]
+    assert read_file(ledger_path(tmp_path, 0)).sessions[0].rows["step"].tolist() == [
+        0,
+        1,
+        2,
+    ]
 
 
-def test_a_full_disk_is_said_and_leaves_whole_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_said_and_leaves_whole_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = ledger_path(tmp_path, 0)
     writer = LedgerWriter(path, ledgers.header())
     writer.step_row(0, {"weights": 1})
@@ -118,7 +137,10 @@ def test_a_full_disk_is_said_and_leaves_whole_rows(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(os, "write", half)
     writer.step_row(1, {"weights": 2})
-    with pytest.raises(CheckpointError, match=r"rank00.bin could not be written: No space left.*Free some space"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"rank00.bin could not be written: No space left.*Free some space",
+    ):
         writer.flush()
     monkeypatch.undo()
     assert path.stat().st_size == sound
@@ -138,7 +160,9 @@ def test_a_session_drops_what_a_crash_left_torn_before_it(tmp_path: Path) -> Non
     ledgers.write_session(tmp_path, ledgers.header(), range(2))
     whole = path.read_bytes()
     path.write_bytes(whole + whole[-50:])
-    ledgers.write_session(tmp_path, ledgers.header(session=1, first_step=2), range(2, 3))
+    ledgers.write_session(
+        tmp_path, ledgers.header(session=1, first_step=2), range(2, 3)
+    )
     found = read_file(path)
     assert [each.header.session for each in found.sessions] == [0, 1]
     assert path.read_bytes().startswith(whole + encode(found.sessions[1].header))
@@ -149,10 +173,16 @@ def test_sessions_are_counted_over_all_ranks(tmp_path: Path) -> None:
     assert next_session(tmp_path) == 0
     ledgers.write_session(tmp_path, ledgers.header(), range(2), ranks=2)
     assert next_session(tmp_path) == 1
-    ledgers.write_session(tmp_path, ledgers.header(session=1, first_step=2), range(2, 3))
+    ledgers.write_session(
+        tmp_path, ledgers.header(session=1, first_step=2), range(2, 3)
+    )
     assert next_session(tmp_path) == 2
-    assert [found.header.session for found in read_file(ledger_path(tmp_path, 0)).sessions] == [0, 1]
-    assert [found.header.session for found in read_file(ledger_path(tmp_path, 1)).sessions] == [0]
+    assert [
+        found.header.session for found in read_file(ledger_path(tmp_path, 0)).sessions
+    ] == [0, 1]
+    assert [
+        found.header.session for found in read_file(ledger_path(tmp_path, 1)).sessions
+    ] == [0]
 
 
 def test_description_holds_recipe_and_level(tmp_path: Path) -> None:
@@ -162,7 +192,13 @@ def test_description_holds_recipe_and_level(tmp_path: Path) -> None:
     assert (plain.level, plain.shards, plain.samples_per_shard) == (0, 4, 4)
     assert plain.recipe["optim.lr"] == config.optim.lr
     assert "run.name" not in plain.recipe
-    audit = session_header(config, {}, **place, parts={"gradient": ("a", "b")}, sample_names=("x",))  # type: ignore[arg-type]
-    assert (audit.level, audit.parts, audit.sample_names) == (1, {"gradient": ["a", "b"]}, ["x"])
+    audit = session_header(
+        config, {}, **place, parts={"gradient": ("a", "b")}, sample_names=("x",)
+    )  # type: ignore[arg-type]
+    assert (audit.level, audit.parts, audit.sample_names) == (
+        1,
+        {"gradient": ["a", "b"]},
+        ["x"],
+    )
     with closing(LedgerWriter(ledger_path(tmp_path, 0), audit)):
         assert read_file(ledger_path(tmp_path, 0)).sessions[0].header == audit

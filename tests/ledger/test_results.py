@@ -19,16 +19,37 @@ RESULT = {
     "steps": 3, "weights_digest": "aa", "ema_digest": "bb", "pixels": 90, "miou": 0.150, "iou": {"road": 0.15},
     "images_per_second": 9.0, "name": "a", "best_miou": 0.2, "f1": {"road": 0.3, "sky": float("nan")}, "segpipe": "1",
 }  # fmt: skip
-INPUTS = {"data": {"files": {"val/x.png": "11", "val/y.png": "22"}}, "code": {"files": {"losses/total.py": "33"}}}
-TRAIN = {"step": 1, "kind": "train", "time_s": 1.0, "loss": 2.0, "images_per_second": 0.0}
-LINE = {"step": 3, "kind": "validation", "time_s": 1.0, "precision": "fp32", "miou": 0.150}
+INPUTS = {
+    "data": {"files": {"val/x.png": "11", "val/y.png": "22"}},
+    "code": {"files": {"losses/total.py": "33"}},
+}
+TRAIN = {
+    "step": 1,
+    "kind": "train",
+    "time_s": 1.0,
+    "loss": 2.0,
+    "images_per_second": 0.0,
+}
+LINE = {
+    "step": 3,
+    "kind": "validation",
+    "time_s": 1.0,
+    "precision": "fp32",
+    "miou": 0.150,
+}
 Content = dict[str, Any]
 
 
-def write(folder: Path, change: Callable[[Content], None] = lambda content: None, steps: int = 3) -> Path:
+def write(
+    folder: Path,
+    change: Callable[[Content], None] = lambda content: None,
+    steps: int = 3,
+) -> Path:
     """A run of three updates with its files, in which `change` altered something."""
     ledgers.write_session(folder, ledgers.header(), range(steps))
-    content: Content = copy.deepcopy({"result": RESULT, "inputs": INPUTS, "metrics": [LINE, TRAIN]})
+    content: Content = copy.deepcopy(
+        {"result": RESULT, "inputs": INPUTS, "metrics": [LINE, TRAIN]}
+    )
     change(content)
     for name in ("result", "inputs"):
         if content[name]:
@@ -42,7 +63,9 @@ def write(folder: Path, change: Callable[[Content], None] = lambda content: None
     return folder
 
 
-def compared(tmp_path: Path, change: Callable[[Content], None], steps: int = 3) -> Comparison:
+def compared(
+    tmp_path: Path, change: Callable[[Content], None], steps: int = 3
+) -> Comparison:
     a, b = write(tmp_path / "a"), write(tmp_path / "b", change, steps)
     return compare(read_run(a), read_run(b))
 
@@ -51,55 +74,116 @@ def test_equal_results_and_files_are_identical(tmp_path: Path) -> None:
     """Speed, name and time may differ."""
 
     def change(content: Content) -> None:
-        content["result"] |= {"images_per_second": 8.0, "name": "b", "world_size": 2, "segpipe": "2", "new_score": 1}
+        content["result"] |= {
+            "images_per_second": 8.0,
+            "name": "b",
+            "world_size": 2,
+            "segpipe": "2",
+            "new_score": 1,
+        }
         content["metrics"][0]["time_s"] = 2.0
         content["metrics"][1] |= {"time_s": 3.0, "images_per_second": 5.0}
 
     found = compared(tmp_path, change)
-    assert (found.verdict, found.exit_code, found.inputs, found.notes) == ("identical", 0, "", ())
+    assert (found.verdict, found.exit_code, found.inputs, found.notes) == (
+        "identical",
+        0,
+        "",
+        (),
+    )
 
 
 @pytest.mark.parametrize(
     ("part", "name", "value", "words"),
     [
         ("result", "miou", 0.139, "miou in result.json is 0.15 in A and 0.139 in B"),
-        ("result", "weights_digest", "ac", "weights_digest in result.json is aa in A and ac in B"),
-        ("result", "ema_digest", "bc", "ema_digest in result.json is bb in A and bc in B"),
+        (
+            "result",
+            "weights_digest",
+            "ac",
+            "weights_digest in result.json is aa in A and ac in B",
+        ),
+        (
+            "result",
+            "ema_digest",
+            "bc",
+            "ema_digest in result.json is bb in A and bc in B",
+        ),
         ("result", "iou", {"road": 0.1}, "iou in result.json"),
         ("result", "pixels", 91, "pixels in result.json"),
-        ("result", "best_miou", 0.3, "best_miou in result.json is 0.2 in A and 0.3 in B"),
-        ("result", "f1", {"road": 0.4}, "f1 in result.json is {'road': 0.3, 'sky': nan} in A and {'road': 0.4} in B"),
-        ("result", "interval_95", [0.1, 0.2], "interval_95 in result.json is missing in A and [0.1, 0.2] in B"),
-        ("metrics", "miou", 0.139, "miou of the validation at step 3 (fp32) is 0.15 in A and 0.139 in B"),
-        ("metrics", "loss", 1.5, "loss of step 1 in metrics.jsonl is 2.0 in A and 1.5 in B"),
+        (
+            "result",
+            "best_miou",
+            0.3,
+            "best_miou in result.json is 0.2 in A and 0.3 in B",
+        ),
+        (
+            "result",
+            "f1",
+            {"road": 0.4},
+            "f1 in result.json is {'road': 0.3, 'sky': nan} in A and {'road': 0.4} in B",
+        ),
+        (
+            "result",
+            "interval_95",
+            [0.1, 0.2],
+            "interval_95 in result.json is missing in A and [0.1, 0.2] in B",
+        ),
+        (
+            "metrics",
+            "miou",
+            0.139,
+            "miou of the validation at step 3 (fp32) is 0.15 in A and 0.139 in B",
+        ),
+        (
+            "metrics",
+            "loss",
+            1.5,
+            "loss of step 1 in metrics.jsonl is 2.0 in A and 1.5 in B",
+        ),
     ],
 )
 def test_another_result_of_equal_updates_is_a_divergence(
     tmp_path: Path, part: str, name: str, value: Any, words: str
 ) -> None:
     def change(content: Content) -> None:
-        found = next(line for line in content["metrics"] if name in line) if part == "metrics" else content[part]
+        found = (
+            next(line for line in content["metrics"] if name in line)
+            if part == "metrics"
+            else content[part]
+        )
         found[name] = value
 
     found = compared(tmp_path, change)
-    assert (found.verdict, found.exit_code, found.stage, found.step) == ("diverged", 5, "result", 2)
+    assert (found.verdict, found.exit_code, found.stage, found.step) == (
+        "diverged",
+        5,
+        "result",
+        2,
+    )
     assert f"identical in all 3 common steps, but {words}" in found.sentence
 
 
-def test_changed_files_and_sources_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_files_and_sources_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def change(content: Content) -> None:
         content["inputs"]["data"]["files"] = {"val/x.png": "12", "val/z.png": "22"}
         content["inputs"]["code"]["files"] = {"losses/total.py": "34"}
 
     found = compared(tmp_path, change)
     assert found.verdict == "identical"  # no number depends on them
-    expected = "data of B: val/x.png was altered, val/y.png is missing, val/z.png was added; "
+    expected = (
+        "data of B: val/x.png was altered, val/y.png is missing, val/z.png was added; "
+    )
     assert found.inputs == f"{expected}code of B: losses/total.py was altered"
     assert segpipe(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert expected in capsys.readouterr().out
 
 
-def test_results_after_other_numbers_of_updates_are_not_compared(tmp_path: Path) -> None:
+def test_results_after_other_numbers_of_updates_are_not_compared(
+    tmp_path: Path,
+) -> None:
     def change(content: Content) -> None:
         content["result"] |= {"steps": 5, "weights_digest": "zz"}
         content["metrics"][0]["step"] = 5

@@ -33,7 +33,9 @@ def whole(tmp_path: Path) -> bytes:
 
 
 def _header(session: int) -> SessionHeader:
-    return ledgers.header(session=session, first_step=session, sample_names=[], compute__shards=2)
+    return ledgers.header(
+        session=session, first_step=session, sample_names=[], compute__shards=2
+    )
 
 
 def _sizes() -> tuple[int, int, int]:
@@ -41,7 +43,9 @@ def _sizes() -> tuple[int, int, int]:
     return len(encode(_header(0))), row_type(2).itemsize, len(encode(_header(1)))
 
 
-def test_a_file_torn_at_any_byte_keeps_its_whole_rows(tmp_path: Path, whole: bytes) -> None:
+def test_a_file_torn_at_any_byte_keeps_its_whole_rows(
+    tmp_path: Path, whole: bytes
+) -> None:
     first, row, second = _sizes()
     path = tmp_path / "torn.bin"
     later = first + 6 * row + second
@@ -55,12 +59,21 @@ def test_a_file_torn_at_any_byte_keeps_its_whole_rows(tmp_path: Path, whole: byt
         if length % 37 == 0:  # a session that follows starts behind the last whole row
             path.write_bytes(whole[:length])
             LedgerWriter(path, _header(2)).close()
-            assert [len(session.rows) for session in read_file(path).sessions] == [*expected, 0], length
+            assert [len(session.rows) for session in read_file(path).sessions] == [
+                *expected,
+                0,
+            ], length
 
 
 def test_tails_that_a_power_cut_leaves_are_cut(tmp_path: Path, whole: bytes) -> None:
     first, row, _ = _sizes()
-    for tail in (bytes(1), bytes(row), bytes(5 * row + 3), b"\x01" * 40, whole[first : first + row - 1]):
+    for tail in (
+        bytes(1),
+        bytes(row),
+        bytes(5 * row + 3),
+        b"\x01" * 40,
+        whole[first : first + row - 1],
+    ):
         found = parse(whole[: first + 4 * row] + tail, tmp_path)
         assert (len(found.sessions[0].rows), found.sound, found.size) == (
             4,
@@ -74,9 +87,16 @@ def test_any_changed_byte_is_found(tmp_path: Path, whole: bytes) -> None:
     first, row, second = _sizes()
     path = tmp_path / "altered.bin"
     for place in range(len(whole)):
-        raw = whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :]
-        if place >= len(whole) - row:  # a damaged last row cannot be told from a torn one
-            assert [len(session.rows) for session in parse(raw, path).sessions] == [6, 2]
+        raw = (
+            whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :]
+        )
+        if (
+            place >= len(whole) - row
+        ):  # a damaged last row cannot be told from a torn one
+            assert [len(session.rows) for session in parse(raw, path).sessions] == [
+                6,
+                2,
+            ]
             continue
         with pytest.raises(CheckpointError, match=r"altered\.bin") as raised:
             parse(raw, path)
@@ -87,18 +107,29 @@ def test_any_changed_byte_is_found(tmp_path: Path, whole: bytes) -> None:
         if first <= place < first + 6 * row:
             assert f"row {(place - first) // row} of session 0" in str(raised.value)
         elif place >= first + 6 * row + second:
-            assert f"row {(place - first - 6 * row - second) // row} of session 1" in str(raised.value)
-    with pytest.raises(CheckpointError, match=r"row 2 of session 0 \(after step 0, shard 1\) was altered.*Restore"):
+            assert (
+                f"row {(place - first - 6 * row - second) // row} of session 1"
+                in str(raised.value)
+            )
+    with pytest.raises(
+        CheckpointError,
+        match=r"row 2 of session 0 \(after step 0, shard 1\) was altered.*Restore",
+    ):
         parse(whole[: first + 2 * row] + bytes(row) + whole[first + 3 * row :], path)
 
 
 def test_a_row_that_lost_a_byte_is_no_torn_tail(tmp_path: Path, whole: bytes) -> None:
     first, row, _ = _sizes()
     with pytest.raises(CheckpointError, match="row 1 of session 0"):
-        parse(whole[: first + row + 5] + whole[first + row + 6 : first + 6 * row], tmp_path)
+        parse(
+            whole[: first + row + 5] + whole[first + row + 6 : first + 6 * row],
+            tmp_path,
+        )
 
 
-def test_a_damaged_row_before_a_session_without_rows_is_no_torn_tail(tmp_path: Path, whole: bytes) -> None:
+def test_a_damaged_row_before_a_session_without_rows_is_no_torn_tail(
+    tmp_path: Path, whole: bytes
+) -> None:
     first, row, second = _sizes()
     raw = whole[: first + 6 * row + second]
     assert [len(session.rows) for session in parse(raw, tmp_path).sessions] == [6, 0]
@@ -106,7 +137,9 @@ def test_a_damaged_row_before_a_session_without_rows_is_no_torn_tail(tmp_path: P
         parse(raw[: first + 6 * row - 9] + b"?" + raw[first + 6 * row - 8 :], tmp_path)
 
 
-def test_foreign_files_and_versions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_files_and_versions_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "rank00.bin"
     for content in (b"PK\x03\x04 a zip", b"\n", bytes(30) + b"x"):
         path.write_bytes(content)
@@ -117,14 +150,21 @@ def test_foreign_files_and_versions_are_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("segpipe.ledger.rows.VERSION", 2)
     path.write_bytes(encode(_header(0)))
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="has version 2, but version 1 was needed"):
+    with pytest.raises(
+        CheckpointError, match="has version 2, but version 1 was needed"
+    ):
         read_file(path)
 
 
 def test_a_header_that_no_run_writes_is_refused(tmp_path: Path) -> None:
     """Whoever writes the checksum anew can say anything."""
     path = tmp_path / "rank00.bin"
-    for change in ({"recipe": {}}, {"recipe": 7}, {"compute.samples_per_shard": 10**9}, {"compute.shards": 0}):
+    for change in (
+        {"recipe": {}},
+        {"recipe": 7},
+        {"compute.samples_per_shard": 10**9},
+        {"compute.shards": 0},
+    ):
         recipe = change.get("recipe", {**_header(0).recipe, **change})
         path.write_bytes(encode(replace(_header(0), recipe=recipe)))
         with pytest.raises(CheckpointError, match="the header at byte 0 was altered"):
@@ -134,15 +174,26 @@ def test_a_header_that_no_run_writes_is_refused(tmp_path: Path) -> None:
 def test_keys_sort_by_step_shard_field_and_part() -> None:
     random = np.random.default_rng(0)
     rows = np.zeros(3000, row_type(2))
-    for name, low, high in (("step", -1, 2**27 - 1), ("shard", -1, 65536), ("field", 0, 9), ("part", 0, 2**14)):
+    for name, low, high in (
+        ("step", -1, 2**27 - 1),
+        ("shard", -1, 65536),
+        ("field", 0, 9),
+        ("part", 0, 2**14),
+    ):
         rows[name] = random.integers(low, high, len(rows))
         rows[name][:2] = low, high - 1
     rows["step"][2:200], rows["shard"][2:100] = 5, 7
-    for kind, names in ((PART, ("part", "field", "shard", "step")), (SHARD, ("shard", "step"))):
+    for kind, names in (
+        (PART, ("part", "field", "shard", "step")),
+        (SHARD, ("shard", "step")),
+    ):
         rows["kind"] = kind
         if kind == SHARD:
             rows["part"] = 0
-        assert (np.argsort(row_keys(rows), kind="stable") == np.lexsort([rows[name] for name in names])).all()
+        assert (
+            np.argsort(row_keys(rows), kind="stable")
+            == np.lexsort([rows[name] for name in names])
+        ).all()
     assert STEP not in (PART, SHARD)
 
 
@@ -154,7 +205,9 @@ def test_keys_have_the_documented_room() -> None:
     ]  # fmt: skip
     rows = np.zeros(len(places), row_type(2))
     rows["kind"] = PART
-    for name, values in zip(("step", "shard", "field", "part"), zip(*places, strict=True), strict=True):
+    for name, values in zip(
+        ("step", "shard", "field", "part"), zip(*places, strict=True), strict=True
+    ):
         rows[name] = values
     assert (np.diff(row_keys(rows)) > 0).all()
     assert row_keys(rows).min() > 0

@@ -8,7 +8,15 @@ import pytest
 import ledgers
 from segpipe.errors import CheckpointError
 from segpipe.ledger.reader import RunLedger, read_run
-from segpipe.ledger.rows import PART, SHARD, STEP, ledger_path, mapping_differences, read_file, slots
+from segpipe.ledger.rows import (
+    PART,
+    SHARD,
+    STEP,
+    ledger_path,
+    mapping_differences,
+    read_file,
+    slots,
+)
 
 
 def keys(run: RunLedger, kind: int = SHARD) -> list[tuple[int, int]]:
@@ -19,7 +27,10 @@ def keys(run: RunLedger, kind: int = SHARD) -> list[tuple[int, int]]:
 def test_ranks_become_one_row_per_key(tmp_path: Path) -> None:
     first = ledgers.header(compute__shards=16, level=1, parts=ledgers.AUDITED)
     merged = [
-        read_run(ledgers.write_session(tmp_path / str(ranks), first, range(3), ranks=ranks)) for ranks in (1, 4, 16)
+        read_run(
+            ledgers.write_session(tmp_path / str(ranks), first, range(3), ranks=ranks)
+        )
+        for ranks in (1, 4, 16)
     ]
     for run in merged:
         assert keys(run) == [(step, shard) for step in range(3) for shard in range(16)]
@@ -34,17 +45,24 @@ def test_ranks_become_one_row_per_key(tmp_path: Path) -> None:
 
 
 def resumed(
-    folder: Path, *, again: dict[ledgers.Place, int] | None = None, ranks: tuple[int, int] = (4, 2)
+    folder: Path,
+    *,
+    again: dict[ledgers.Place, int] | None = None,
+    ranks: tuple[int, int] = (4, 2),
 ) -> RunLedger:
     """Steps 0 to 5 with one number of ranks, resumed at step 3 with another, up to step 7."""
     ledgers.write_session(folder, ledgers.header(), range(6), ranks=ranks[0])
     later = ledgers.header(session=1, first_step=3)
-    ledgers.write_session(folder, later, range(3, 8), ranks=ranks[1], changed=again, start=True)
+    ledgers.write_session(
+        folder, later, range(3, 8), ranks=ranks[1], changed=again, start=True
+    )
     return read_run(folder)
 
 
 def test_a_later_session_replaces_what_it_trained_again(tmp_path: Path) -> None:
-    whole = read_run(ledgers.write_session(tmp_path / "whole", ledgers.header(), range(8), ranks=2))
+    whole = read_run(
+        ledgers.write_session(tmp_path / "whole", ledgers.header(), range(8), ranks=2)
+    )
     for ranks in ((4, 2), (1, 4), (2, 2)):
         run = resumed(tmp_path / str(ranks), ranks=ranks)
         assert (run.notes, run.faults) == ((), ())
@@ -55,46 +73,69 @@ def test_a_later_session_replaces_what_it_trained_again(tmp_path: Path) -> None:
             assert run.rows[kind].tobytes() == whole.rows[kind].tobytes()
 
 
-def test_rows_beyond_a_later_start_are_void_even_where_nothing_replaced_them(tmp_path: Path) -> None:
+def test_rows_beyond_a_later_start_are_void_even_where_nothing_replaced_them(
+    tmp_path: Path,
+) -> None:
     ledgers.write_session(tmp_path, ledgers.header(), range(6))
-    ledgers.write_session(tmp_path, ledgers.header(session=1, first_step=2), range(2, 3))
-    ledgers.write_session(tmp_path, ledgers.header(session=2, first_step=3), range(3, 3))
+    ledgers.write_session(
+        tmp_path, ledgers.header(session=1, first_step=2), range(2, 3)
+    )
+    ledgers.write_session(
+        tmp_path, ledgers.header(session=2, first_step=3), range(3, 3)
+    )
     assert keys(read_run(tmp_path), STEP) == [(0, -1), (1, -1), (2, -1)]
 
 
 def test_another_outcome_of_the_same_step_is_a_fault(tmp_path: Path) -> None:
-    run = resumed(tmp_path, again={(4, 2, "logits", 0): 1, (5, None, "lr", 0): 1, (6, 1, "loss", 0): 1})
+    run = resumed(
+        tmp_path,
+        again={(4, 2, "logits", 0): 1, (5, None, "lr", 0): 1, (6, 1, "loss", 0): 1},
+    )
     assert run.faults == (
         "step 4, shard 2: logits changed when recomputed after a resume (1 of 12 rows)",
         "step 5: lr changed when recomputed after a resume (1 of 3 rows)",
     )
     row = run.rows[SHARD][keys(run).index((4, 2))]
     digest = int(row["digest"][slots(SHARD, 2)["logits"]].view(np.int64)[0])
-    assert digest == ledgers.number("", 4, 2, "logits", 0) ^ 1, "the later outcome is the one that counts"
+    assert digest == ledgers.number("", 4, 2, "logits", 0) ^ 1, (
+        "the later outcome is the one that counts"
+    )
 
 
 def test_a_state_that_was_not_restored_exactly_is_a_fault(tmp_path: Path) -> None:
     run = resumed(tmp_path, again={(2, None, "weights", 0): 1})
-    assert run.faults == ("step 2: weights of rank 0 in session 1 differ from rank 0 in session 0",)
+    assert run.faults == (
+        "step 2: weights of rank 0 in session 1 differ from rank 0 in session 0",
+    )
 
 
 def test_ranks_that_diverged_are_a_fault(tmp_path: Path) -> None:
     ledgers.write_session(tmp_path, ledgers.header(), range(4), ranks=2)
     other = ledgers.write_session(
-        tmp_path / "other", ledgers.header(), range(4), ranks=2, changed={(3, None, "ema", 0): 1}
+        tmp_path / "other",
+        ledgers.header(),
+        range(4),
+        ranks=2,
+        changed={(3, None, "ema", 0): 1},
     )
     ledger_path(tmp_path, 1).write_bytes(ledger_path(other, 1).read_bytes())
-    assert read_run(tmp_path).faults == ("step 3: ema of rank 1 in session 0 differ from rank 0 in session 0",)
+    assert read_run(tmp_path).faults == (
+        "step 3: ema of rank 1 in session 0 differ from rank 0 in session 0",
+    )
 
 
 def test_what_is_missing_is_noted(tmp_path: Path) -> None:
     ledgers.write_session(tmp_path, ledgers.header(), range(5), ranks=2)
     path = ledger_path(tmp_path, 1)
     path.write_bytes(path.read_bytes()[:-150])
-    ledgers.write_session(tmp_path, ledgers.header(session=1, first_step=8), range(8, 10), ranks=1)
+    ledgers.write_session(
+        tmp_path, ledgers.header(session=1, first_step=8), range(8, 10), ranks=1
+    )
     run = read_run(tmp_path)
     row = read_file(path).sessions[0].rows.itemsize
-    assert run.notes == (f"rank01.bin: {2 * row - 150} bytes of a torn tail were ignored",)
+    assert run.notes == (
+        f"rank01.bin: {2 * row - 150} bytes of a torn tail were ignored",
+    )
     assert run.faults == (
         "shards are missing in step 4 (1 such steps)",
         "no shard rows between step 4 and step 8",
@@ -104,20 +145,30 @@ def test_what_is_missing_is_noted(tmp_path: Path) -> None:
 
 def test_another_environment_of_a_later_session_is_noted(tmp_path: Path) -> None:
     ledgers.write_session(tmp_path, ledgers.header(), range(2))
-    later = ledgers.header(session=1, first_step=2, fingerprint={"torch": "2.14", "threads": 1})
+    later = ledgers.header(
+        session=1, first_step=2, fingerprint={"torch": "2.14", "threads": 1}
+    )
     ledgers.write_session(tmp_path, later, range(2, 4))
-    assert read_run(tmp_path).notes == ("session 1 on rank 0 had another environment: torch 2.11 -> 2.14",)
+    assert read_run(tmp_path).notes == (
+        "session 1 on rank 0 had another environment: torch 2.11 -> 2.14",
+    )
 
 
 def test_what_is_no_run_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"absent does not exist. Give the folder of a run"):
+    with pytest.raises(
+        CheckpointError, match=r"absent does not exist. Give the folder of a run"
+    ):
         read_run(tmp_path / "absent")
-    with pytest.raises(CheckpointError, match=r"holds no ledger. Give the folder of a run"):
+    with pytest.raises(
+        CheckpointError, match=r"holds no ledger. Give the folder of a run"
+    ):
         read_run(tmp_path)
     ledgers.write_session(tmp_path, ledgers.header(), range(2))
     path = ledger_path(tmp_path, 0)
     ledgers.write_session(tmp_path / "other", ledgers.header(seed=1), range(2))
-    ledger_path(tmp_path, 1).write_bytes(ledger_path(tmp_path / "other", 0).read_bytes())
+    ledger_path(tmp_path, 1).write_bytes(
+        ledger_path(tmp_path / "other", 0).read_bytes()
+    )
     with pytest.raises(CheckpointError, match="mixes runs: seed is 0 and 1"):
         read_run(tmp_path)
     ledger_path(tmp_path, 1).unlink()
@@ -127,22 +178,39 @@ def test_what_is_no_run_is_refused_with_what_to_do(tmp_path: Path) -> None:
 
 
 def test_differences_of_mappings_name_what_is_missing() -> None:
-    assert mapping_differences({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}) == {"b": (2, 3), "c": (None, 4)}
+    assert mapping_differences({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}) == {
+        "b": (2, 3),
+        "c": (None, 4),
+    }
 
 
-def diverged(folder: Path, ranks: int, odd: int, change: dict[ledgers.Place, int], **fields: object) -> Path:
+def diverged(
+    folder: Path,
+    ranks: int,
+    odd: int,
+    change: dict[ledgers.Place, int],
+    **fields: object,
+) -> Path:
     """A run in which one rank holds something that the others do not."""
     first = ledgers.header(**fields)
     ledgers.write_session(folder, first, range(4), ranks=ranks)
-    other = ledgers.write_session(folder / "other", first, range(4), ranks=ranks, changed=change)
+    other = ledgers.write_session(
+        folder / "other", first, range(4), ranks=ranks, changed=change
+    )
     ledger_path(folder, odd).write_bytes(ledger_path(other, odd).read_bytes())
     return folder
 
 
 @pytest.mark.parametrize(("ranks", "odd", "named"), [(4, 3, 3), (4, 0, 0), (2, 0, 1)])
-def test_the_rank_in_the_minority_is_the_odd_one(tmp_path: Path, ranks: int, odd: int, named: int) -> None:
+def test_the_rank_in_the_minority_is_the_odd_one(
+    tmp_path: Path, ranks: int, odd: int, named: int
+) -> None:
     """Of two ranks that differ neither has a majority, and the higher one is named."""
-    run = read_run(diverged(tmp_path, ranks, odd, {(2, None, "weights", 0): 1, (3, None, "ema", 0): 1}))
+    run = read_run(
+        diverged(
+            tmp_path, ranks, odd, {(2, None, "weights", 0): 1, (3, None, "ema", 0): 1}
+        )
+    )
     assert run.divergence is not None
     assert (run.divergence.step, run.headers[run.divergence.odd].rank) == (2, named)
     assert run.headers[run.divergence.usual].rank != named
@@ -156,34 +224,55 @@ def test_ranks_that_agree_have_no_divergence(tmp_path: Path) -> None:
     assert (run.divergence, run.faults) == (None, ())
 
 
-def test_what_a_crash_leaves_is_a_note_and_what_is_missing_a_fault(tmp_path: Path) -> None:
+def test_what_a_crash_leaves_is_a_note_and_what_is_missing_a_fault(
+    tmp_path: Path,
+) -> None:
     ledgers.write_session(tmp_path, ledgers.header(), range(4))
     path = ledger_path(tmp_path, 0)
     path.write_bytes(path.read_bytes()[:-50])
     run = read_run(tmp_path)
     assert (len(run.notes), run.faults) == (1, ())
-    ledgers.write_session(tmp_path, ledgers.header(session=1, first_step=7), range(7, 9))
+    ledgers.write_session(
+        tmp_path, ledgers.header(session=1, first_step=7), range(7, 9)
+    )
     assert len(read_run(tmp_path).faults) == 2
 
 
-def test_updates_are_counted_and_a_single_missing_step_is_a_fault(tmp_path: Path) -> None:
+def test_updates_are_counted_and_a_single_missing_step_is_a_fault(
+    tmp_path: Path,
+) -> None:
     ledgers.write_session(tmp_path, ledgers.header(), range(3), start=True)
     run = read_run(tmp_path)
     assert (run.num_updates, run.faults) == (3, ())
-    ledgers.write_session(tmp_path, ledgers.header(session=1, first_step=4), range(4, 6))
+    ledgers.write_session(
+        tmp_path, ledgers.header(session=1, first_step=4), range(4, 6)
+    )
     run = read_run(tmp_path)
     assert run.num_updates == 6
-    assert run.faults == ("no shard rows between step 2 and step 4", "no step rows between step 2 and step 4")
+    assert run.faults == (
+        "no shard rows between step 2 and step 4",
+        "no step rows between step 2 and step 4",
+    )
 
 
 def test_only_the_first_changes_of_environment_are_listed(tmp_path: Path) -> None:
     for session in range(6):
         changed = {"fingerprint": {"torch": f"2.{session}", "threads": 1}}
-        ledgers.write_session(tmp_path, ledgers.header(session=session, first_step=session, **changed), [session])
+        ledgers.write_session(
+            tmp_path,
+            ledgers.header(session=session, first_step=session, **changed),
+            [session],
+        )
     notes = read_run(tmp_path).notes
-    assert [note.partition(" had")[0] for note in notes] == [f"session {n} on rank 0" for n in (1, 2, 3)]
+    assert [note.partition(" had")[0] for note in notes] == [
+        f"session {n} on rank 0" for n in (1, 2, 3)
+    ]
 
 
 def test_a_fault_of_ranks_names_fields_and_not_single_tensors(tmp_path: Path) -> None:
-    run = read_run(diverged(tmp_path, 4, 2, {(2, None, "weights", 3): 1}, level=1, parts=ledgers.AUDITED))
+    run = read_run(
+        diverged(
+            tmp_path, 4, 2, {(2, None, "weights", 3): 1}, level=1, parts=ledgers.AUDITED
+        )
+    )
     assert "part" not in run.faults[0].partition(" of rank ")[0]

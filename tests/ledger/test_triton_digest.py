@@ -28,9 +28,16 @@ def groups() -> list[list[Tensor]]:
     """Empty groups and tensors, parts that end between blocks, more than one piece and block, bytes and odd strides."""
     random = torch.Generator().manual_seed(0)
     sizes = ((), (0, 1), (5, 96, 97, 0, 300), (2, 2 * 2048 + 3, 64), (2_500,), (0,))
-    words = [[torch.randint(-(2**63), 2**63 - 1, (size,), generator=random) for size in each] for each in sizes]
+    words = [
+        [torch.randint(-(2**63), 2**63 - 1, (size,), generator=random) for size in each]
+        for each in sizes
+    ]
     maps = torch.randn(2, 3, 5, 7, generator=random)
-    return [*words, [maps, maps.to(memory_format=torch.channels_last), maps[:, 1:], maps.half()], [torch.tensor(-0.0)]]
+    return [
+        *words,
+        [maps, maps.to(memory_format=torch.channels_last), maps[:, 1:], maps.half()],
+        [torch.tensor(-0.0)],
+    ]
 
 
 def found_by_triton() -> list[list[int]]:
@@ -43,20 +50,39 @@ def found_by_triton() -> list[list[int]]:
         module.BLOCK = block
         places = module.GroupDigests(channels_last=True)
         places(given)
-        away = [module._words(tensor, channels_last=True) for group in given for tensor in group]
+        away = [
+            module._words(tensor, channels_last=True)
+            for group in given
+            for tensor in group
+        ]
         lengths = tuple(len(words) for words in away)
-        found.append(triton_digest.digests(places._parts, lengths, ends, block).tolist())
-        found.append(module._by_triton(away, lengths, ends, CPU).tolist())  # all are moved
+        found.append(
+            triton_digest.digests(places._parts, lengths, ends, block).tolist()
+        )
+        found.append(
+            module._by_triton(away, lengths, ends, CPU).tolist()
+        )  # all are moved
     return [*found, [int(module.gpu_kernels(CPU) is not None)]]
 
 
 def test_the_kernels_give_the_digests_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
-    *found, accepted = ([int(number) for number in line.split()] for line in done.stdout.splitlines())
+    *found, accepted = (
+        [int(number) for number in line.split()] for line in done.stdout.splitlines()
+    )
     assert accepted == [1], "the kernels failed their own start check"
-    for block, direct, copied in zip((96, 5000, module.BLOCK), found[::2], found[1::2], strict=True):
+    for block, direct, copied in zip(
+        (96, 5000, module.BLOCK), found[::2], found[1::2], strict=True
+    ):
         monkeypatch.setattr(module, "BLOCK", block)
         module._block_indices.cache_clear()
         expected = module.digest_groups(groups(), channels_last=True).tolist()
@@ -76,7 +102,10 @@ def test_they_compile_for_an_h100() -> None:
         (kernels._join_blocks, ("sums", "edges", "digests")),
     ):
         signature = {**dict.fromkeys(names, "*i64"), "chunk": "constexpr"}
-        built = compile(ASTSource(kernel, signature, {"chunk": 2048}), target=GPUTarget("cuda", 90, 32))
+        built = compile(
+            ASTSource(kernel, signature, {"chunk": 2048}),
+            target=GPUTarget("cuda", 90, 32),
+        )
         assert built.asm["cubin"]
         assert ("atom" in built.asm["ptx"]) == (kernel is kernels._add_to_blocks)
 
@@ -91,20 +120,26 @@ def unknown() -> Iterator[None]:
 
 @pytest.mark.usefixtures("unknown")
 @pytest.mark.parametrize("wrong", [True, False])
-def test_torch_computes_them_where_triton_fails_or_is_wrong(monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
+def test_torch_computes_them_where_triton_fails_or_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, wrong: bool
+) -> None:
     from segpipe.ledger import triton_digest
 
     def digests(parts: list[Tensor], *_: Any) -> Tensor:
         if not wrong:
             raise RuntimeError("no driver")
-        return torch.stack([module._digest_words(part) for part in parts]) ^ torch.tensor([0, 1])
+        return torch.stack(
+            [module._digest_words(part) for part in parts]
+        ) ^ torch.tensor([0, 1])
 
     monkeypatch.setattr(triton_digest, "digests", digests)
     with pytest.warns(UserWarning, match="wrong" if wrong else "no driver"):
         assert module.gpu_kernels(CPU) is None
     monkeypatch.setattr(module, "kernels", lambda: None)
     for group in groups():
-        assert int(module.digest_many(group)) == int(module._digest_words(module._joined(group, CPU, False)))
+        assert int(module.digest_many(group)) == int(
+            module._digest_words(module._joined(group, CPU, False))
+        )
 
 
 if __name__ == "__main__":

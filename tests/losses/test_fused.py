@@ -33,9 +33,19 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"label_smoothing": 0.1},
     {"stride": 2, "aux_stride": 3},
     {"name": "ohem", "ohem_threshold": 0.3, "ohem_min_kept": 0.2},
-    {"name": "ohem", "ohem_threshold": 0.9, "ohem_min_kept": 0.0, "label_smoothing": 0.2},
+    {
+        "name": "ohem",
+        "ohem_threshold": 0.9,
+        "ohem_min_kept": 0.0,
+        "label_smoothing": 0.2,
+    },
     {"dice_weight": 0.7},
-    {"name": "ohem", "ohem_threshold": 0.05, "ohem_min_kept": 0.0, "dice_weight": 1.0},  # rows of which none is hard
+    {
+        "name": "ohem",
+        "ohem_threshold": 0.05,
+        "ohem_min_kept": 0.0,
+        "dice_weight": 1.0,
+    },  # rows of which none is hard
     {"name": "ohem", "dice_weight": 1.0, "stride": 2, "label_smoothing": 0.05},
 )
 
@@ -48,60 +58,115 @@ def class_head(logits: Tensor, target: Tensor, **fields: Any) -> ClassHead:
 def upsampled(logits: Tensor, size: tuple[int, int], align_corners: bool) -> Tensor:
     """In float64, at the coordinates of fp32: exact ones would differ by 4e-6."""
     rows, columns = (
-        torch.from_numpy(bilinear_weights(source, out, np.float32, align_corners=align_corners)).double()
+        torch.from_numpy(
+            bilinear_weights(source, out, np.float32, align_corners=align_corners)
+        ).double()
         for source, out in zip(logits.shape[-2:], size, strict=True)
     )
     return rows @ (logits.double() @ columns.t())
 
 
 def class_reference(
-    logits: Tensor, target: Tensor, config: LossConfig, weights: Tensor | None, sure: Tensor | None, dice: float
+    logits: Tensor,
+    target: Tensor,
+    config: LossConfig,
+    weights: Tensor | None,
+    sure: Tensor | None,
+    dice: float,
 ) -> Tensor:
     """The sum over the pixels of a class head, written out in float64."""
     valid = target != 255
     ids = torch.where(valid, target, 0).long()
-    scale = torch.ones(logits.shape[1]).double() if weights is None else weights.double()
+    scale = (
+        torch.ones(logits.shape[1]).double() if weights is None else weights.double()
+    )
     log_p, smoothing = logits.log_softmax(1), config.label_smoothing
     on_target = log_p.gather(1, ids[:, None])[:, 0] * scale[ids]
-    losses = -(1 - smoothing) * on_target - smoothing / len(scale) * (log_p * scale.view(1, -1, 1, 1)).sum(1)
+    losses = -(1 - smoothing) * on_target - smoothing / len(scale) * (
+        log_p * scale.view(1, -1, 1, 1)
+    ).sum(1)
     losses = torch.where(valid, losses, 0.0)
     kept, ratio = valid, 1.0
     if config.name == "ohem":
-        fewest, cut = math.ceil(config.ohem_min_kept * losses.numel()), -math.log(config.ohem_threshold)
+        fewest, cut = (
+            math.ceil(config.ohem_min_kept * losses.numel()),
+            -math.log(config.ohem_threshold),
+        )
         ordered = losses.detach().flatten().sort(descending=True).values
-        kept = valid & (losses >= (min(cut, float(ordered[fewest - 1])) if fewest else cut))
+        kept = valid & (
+            losses >= (min(cut, float(ordered[fewest - 1])) if fewest else cut)
+        )
         ratio = float(valid.sum() / kept.sum().clamp_min(1))
-    total = losses[kept].sum() * ratio + (losses[sure].sum() if sure is not None else 0.0)
+    total = losses[kept].sum() * ratio + (
+        losses[sure].sum() if sure is not None else 0.0
+    )
     if dice:
         p = log_p.exp() * valid[:, None]
         one_hot = F.one_hot(ids, len(scale)).movedim(3, 1) * valid[:, None]
         present = one_hot.sum((0, 2, 3)) > 0
         score = 2 * (p * one_hot).sum((0, 2, 3)) / (p + one_hot).sum((0, 2, 3))
-        total = total + dice * (1 - score)[present].mean() * valid.sum() if present.any() else total
+        total = (
+            total + dice * (1 - score)[present].mean() * valid.sum()
+            if present.any()
+            else total
+        )
     return total
 
 
 def reference(
-    heads: dict[str, Tensor], target: Tensor, config: LossConfig, weights: Tensor | None, align_corners: bool
+    heads: dict[str, Tensor],
+    target: Tensor,
+    config: LossConfig,
+    weights: Tensor | None,
+    align_corners: bool,
 ) -> Tensor:
-    size, total = (target.shape[1], target.shape[2]), torch.zeros((), dtype=torch.float64)
-    edge = upsampled(heads["boundary"], size, align_corners) if "boundary" in heads else None
+    size, total = (
+        (target.shape[1], target.shape[2]),
+        torch.zeros((), dtype=torch.float64),
+    )
+    edge = (
+        upsampled(heads["boundary"], size, align_corners)
+        if "boundary" in heads
+        else None
+    )
     for name, logits in heads.items():
         wide = upsampled(logits, size, align_corners)
         if name == "boundary":
             band = boundary_target(target, ignore_index=255)
             assert boundary_sum(wide, band, target != 255).isfinite()
-            positives, valid = (band[:, 0] * (target != 255)).sum(), (target != 255).sum().clamp_min(1)
-            weight = torch.where(band > 0.5, (valid - positives) / valid, positives / valid).double()
-            losses = weight * F.binary_cross_entropy_with_logits(wide, band.double(), reduction="none")
-            total = total + config.boundary_weight * losses[(target != 255)[:, None]].sum()
+            positives, valid = (
+                (band[:, 0] * (target != 255)).sum(),
+                (target != 255).sum().clamp_min(1),
+            )
+            weight = torch.where(
+                band > 0.5, (valid - positives) / valid, positives / valid
+            ).double()
+            losses = weight * F.binary_cross_entropy_with_logits(
+                wide, band.double(), reduction="none"
+            )
+            total = (
+                total + config.boundary_weight * losses[(target != 255)[:, None]].sum()
+            )
             continue
         stride = config.stride if name == "main" else config.aux_stride
         pick = (slice(stride // 2, None, stride), slice(stride // 2, None, stride))
         seen, main = target[:, *pick], name == "main"
-        sure = edge.detach()[:, 0, *pick].sigmoid() > 0.8 if main and edge is not None else None
-        found = class_reference(wide[:, :, *pick], seen, config, weights, sure, config.dice_weight if main else 0.0)
-        total = total + found * target.numel() / seen.numel() * (1.0 if main else config.aux_weight)
+        sure = (
+            edge.detach()[:, 0, *pick].sigmoid() > 0.8
+            if main and edge is not None
+            else None
+        )
+        found = class_reference(
+            wide[:, :, *pick],
+            seen,
+            config,
+            weights,
+            sure,
+            config.dice_weight if main else 0.0,
+        )
+        total = total + found * target.numel() / seen.numel() * (
+            1.0 if main else config.aux_weight
+        )
     return total / (target != 255).sum().clamp_min(1)
 
 
@@ -125,7 +190,10 @@ def case(number: int) -> tuple[dict[str, Tensor], Tensor, Tensor | None, bool]:
         target[:, : size[0] // 2] = 255
     elif kind == 4:
         target[:] = 255 if number % 2 else 1
-    heads = {"main": torch.randn(batch, classes, *small) * 3, "aux": torch.randn(batch, classes, *small)}
+    heads = {
+        "main": torch.randn(batch, classes, *small) * 3,
+        "aux": torch.randn(batch, classes, *small),
+    }
     if number % 2:
         heads["boundary"] = torch.randn(batch, 1, *small) * 2
     weights = torch.rand(classes) + 0.1 if number % 3 == 0 else None
@@ -133,32 +201,58 @@ def case(number: int) -> tuple[dict[str, Tensor], Tensor, Tensor | None, bool]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("settings", "half"), [*((each, False) for each in SETTINGS), (SETTINGS[-1], True)], ids=str)
-def test_loss_and_gradient_are_those_of_float64(name: str, settings: dict[str, Any], half: bool) -> None:
+@pytest.mark.parametrize(
+    ("settings", "half"),
+    [*((each, False) for each in SETTINGS), (SETTINGS[-1], True)],
+    ids=str,
+)
+def test_loss_and_gradient_are_those_of_float64(
+    name: str, settings: dict[str, Any], half: bool
+) -> None:
     for number in range(12):
         heads, target, weights, align_corners = case(number)
-        heads = {head: logits.bfloat16() if half else logits for head, logits in heads.items()}
-        given = {head: logits.clone().requires_grad_() for head, logits in heads.items()}
+        heads = {
+            head: logits.bfloat16() if half else logits
+            for head, logits in heads.items()
+        }
+        given = {
+            head: logits.clone().requires_grad_() for head, logits in heads.items()
+        }
         valid = (target != 255).sum()
         config = LossConfig(backend=name, **settings)
         found = shard_loss(
-            given, target, config, class_weights=weights, global_valid=valid, align_corners=align_corners
+            given,
+            target,
+            config,
+            class_weights=weights,
+            global_valid=valid,
+            align_corners=align_corners,
         )
-        wide = {head: logits.double().requires_grad_() for head, logits in heads.items()}
+        wide = {
+            head: logits.double().requires_grad_() for head, logits in heads.items()
+        }
         expected = reference(wide, target, config, weights, align_corners)
         (2 * found["total"]).backward()  # the gradient that comes from above counts
         (2 * expected).backward()
-        assert float(found["total"].detach()) == pytest.approx(float(expected.detach()), rel=1e-6, abs=1e-9)
+        assert float(found["total"].detach()) == pytest.approx(
+            float(expected.detach()), rel=1e-6, abs=1e-9
+        )
         for head, logits in given.items():
             assert logits.grad is not None
             assert logits.grad.dtype == logits.dtype
             right = wide[head].grad
             error, size = (logits.grad.double() - right).abs().max(), right.abs().max()
-            assert error <= (1e-2 if half else 1e-6) * size, (number, head, float(error / size))
+            assert error <= (1e-2 if half else 1e-6) * size, (
+                number,
+                head,
+                float(error / size),
+            )
 
 
 def test_gradcheck_of_the_strips_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strips, "STRIP", 60)  # several strips, which share rows of the logits
+    monkeypatch.setattr(
+        strips, "STRIP", 60
+    )  # several strips, which share rows of the logits
     torch.manual_seed(0)
     target = torch.randint(0, 4, (1, 7, 9), dtype=torch.uint8)
     target[0, 2:4] = 255
@@ -169,7 +263,9 @@ def test_gradcheck_of_the_strips_in_float64(monkeypatch: pytest.MonkeyPatch) -> 
 
     def loss(logits: Tensor) -> Tensor:
         terms = Terms(dice_weight=0.5, sure=sure)
-        return class_loss(replace(head, logits=logits), terms, scale, strips.evaluate)[0]
+        return class_loss(replace(head, logits=logits), terms, scale, strips.evaluate)[
+            0
+        ]
 
     assert torch.autograd.gradcheck(loss, logits, nondet_tol=0.0)
 
@@ -182,25 +278,57 @@ def test_compiled_any_number_of_threads_gives_the_same_bits() -> None:
     found = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        found.append(compiled.evaluate(head, gradient=True, sums=True, factors=factors, slopes=slopes))
+        found.append(
+            compiled.evaluate(
+                head, gradient=True, sums=True, factors=factors, slopes=slopes
+            )
+        )
     for other in found[1:]:
         for part in ("losses", "gradient", "sums"):
             assert torch.equal(getattr(found[0], part), getattr(other, part)), part
 
 
 @pytest.mark.parametrize("settings", [SETTINGS[0], SETTINGS[-1]], ids=str)
-def test_threads_and_memory_format_give_the_same_bits_of_the_loss(settings: dict[str, Any]) -> None:
+def test_threads_and_memory_format_give_the_same_bits_of_the_loss(
+    settings: dict[str, Any],
+) -> None:
     """Of a sum in fp32 over so many pixels the order would depend on the threads."""
     torch.manual_seed(0)
-    target, logits = torch.randint(0, 5, (2, 160, 320), dtype=torch.uint8), torch.randn(2, 5, 20, 40) * 3
+    target, logits = (
+        torch.randint(0, 5, (2, 160, 320), dtype=torch.uint8),
+        torch.randn(2, 5, 20, 40) * 3,
+    )
     found = []
-    for threads, memory in ((1, torch.contiguous_format), (2, torch.contiguous_format), (3, torch.channels_last)):
+    for threads, memory in (
+        (1, torch.contiguous_format),
+        (2, torch.contiguous_format),
+        (3, torch.channels_last),
+    ):
         torch.set_num_threads(threads)
         given = logits.clone(memory_format=memory).requires_grad_()
-        config, valid = LossConfig(backend="native", **settings), torch.tensor(target.numel())
-        parts = shard_loss({"main": given}, target, config, class_weights=None, global_valid=valid, align_corners=False)
-        found.append([*(part.detach() for part in parts.values()), torch.autograd.grad(parts["total"], given)[0]])
-    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+        config, valid = (
+            LossConfig(backend="native", **settings),
+            torch.tensor(target.numel()),
+        )
+        parts = shard_loss(
+            {"main": given},
+            target,
+            config,
+            class_weights=None,
+            global_valid=valid,
+            align_corners=False,
+        )
+        found.append(
+            [
+                *(part.detach() for part in parts.values()),
+                torch.autograd.grad(parts["total"], given)[0],
+            ]
+        )
+    assert all(
+        torch.equal(a, b)
+        for other in found[1:]
+        for a, b in zip(found[0], other, strict=True)
+    )
 
 
 VARIANTS = {
@@ -212,7 +340,9 @@ VARIANTS = {
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other instruction sets")
-def test_any_instruction_set_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_instruction_set_gives_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also with fused multiply-add at hand: contraction is off. Each variant takes its own branch of the compiler."""
     capable, found = torch.backends.cpu.get_cpu_capability(), {}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -220,23 +350,33 @@ def test_any_instruction_set_gives_the_same_bits(tmp_path: Path, monkeypatch: py
     head = class_head(torch.randn(1, 19, 4, 12) * 3, target, smoothing=0.1)
     slopes, factors = (torch.randn(19), torch.randn(19)), torch.rand(1, 32, 96)
     for name, options in VARIANTS.items():
-        if (name == "avx512" and capable != "AVX512") or (name == "avx2 and fma" and "AVX" not in capable):
+        if (name == "avx512" and capable != "AVX512") or (
+            name == "avx2 and fma" and "AVX" not in capable
+        ):
             continue
-        monkeypatch.setattr(native, "FLAGS", (*options, "-ffp-contract=off", "-shared", "-fPIC"))
+        monkeypatch.setattr(
+            native, "FLAGS", (*options, "-ffp-contract=off", "-shared", "-fPIC")
+        )
         native.load.cache_clear()
         assert compiled.library() is not None, name
-        given = compiled.evaluate(head, gradient=True, sums=True, factors=factors, slopes=slopes)
+        given = compiled.evaluate(
+            head, gradient=True, sums=True, factors=factors, slopes=slopes
+        )
         pred, counts = compiled.classes_and_counts(head)
         found[name] = (given.losses, given.gradient, given.sums, pred, counts)
     native.load.cache_clear()
     first, *others = found.values()
     assert others
-    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    assert all(
+        torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("number", [math.nan, math.inf])
-def test_numbers_that_are_not_finite_reach_loss_and_gradient(name: str, number: float) -> None:
+def test_numbers_that_are_not_finite_reach_loss_and_gradient(
+    name: str, number: float
+) -> None:
     logits = torch.randn(1, 5, 4, 6)
     logits[0, 2, 1, 2] = number
     logits.requires_grad_()
@@ -244,7 +384,12 @@ def test_numbers_that_are_not_finite_reach_loss_and_gradient(name: str, number: 
     for settings in ({}, {"name": "ohem"}):
         config = LossConfig(backend=name, **settings)  # type: ignore[arg-type]
         parts = shard_loss(
-            {"main": logits}, target, config, class_weights=None, global_valid=torch.tensor(99), align_corners=False
+            {"main": logits},
+            target,
+            config,
+            class_weights=None,
+            global_valid=torch.tensor(99),
+            align_corners=False,
         )
         (grad,) = torch.autograd.grad(parts["total"], logits)
         assert parts["total"].isnan()
@@ -253,16 +398,28 @@ def test_numbers_that_are_not_finite_reach_loss_and_gradient(name: str, number: 
 
 @pytest.mark.parametrize("name", [*NAMES, "plain"])
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_numbers_that_are_not_finite_reach_the_gradient_where_no_pixel_counts(name: str, number: float) -> None:
+def test_numbers_that_are_not_finite_reach_the_gradient_where_no_pixel_counts(
+    name: str, number: float
+) -> None:
     """With a boundary head or OHEM, rows without a pixel that counts are passed over."""
     target = torch.full((1, 32, 48), 255, dtype=torch.uint8)
     for settings, heads in (({"name": "ohem"}, ("main",)), ({}, ("main", "boundary"))):
         logits = torch.zeros(1, 5, 4, 6)
         logits[0, 2, 1, 2] = number
         logits.requires_grad_()
-        given = {head: logits if head == "main" else torch.zeros(1, 1, 4, 6) for head in heads}
+        given = {
+            head: logits if head == "main" else torch.zeros(1, 1, 4, 6)
+            for head in heads
+        }
         config, valid = LossConfig(backend=name, **settings), torch.tensor(0)  # type: ignore[arg-type]
-        found = shard_loss(given, target, config, class_weights=None, global_valid=valid, align_corners=False)
+        found = shard_loss(
+            given,
+            target,
+            config,
+            class_weights=None,
+            global_valid=valid,
+            align_corners=False,
+        )
         (grad,) = torch.autograd.grad(found["total"], logits)
         assert not grad.isfinite().all()
 
@@ -289,7 +446,9 @@ def test_huge_logits_give_the_losses_of_float64(name: str) -> None:
         found = EVALUATE[name](head, gradient=True)
         expected = -logits.double().log_softmax(1)[0, right]
         assert found.losses[0, 0, 0] == pytest.approx(float(expected), rel=1e-6)
-        assert found.gradient.flatten().tolist() == [4.0 * ((c == 2) - (c == right)) for c in range(4)]
+        assert found.gradient.flatten().tolist() == [
+            4.0 * ((c == 2) - (c == right)) for c in range(4)
+        ]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -305,19 +464,32 @@ def test_without_a_gradient_nothing_is_differentiated(name: str) -> None:
     total, parts = class_loss(head, Terms(), torch.tensor(1.0), watched)
     assert (seen, total.requires_grad) == ([False], False)
     assert parts["class"] == total
-    class_loss(replace(head, logits=head.logits.requires_grad_()), Terms(), torch.tensor(1.0), watched)
+    class_loss(
+        replace(head, logits=head.logits.requires_grad_()),
+        Terms(),
+        torch.tensor(1.0),
+        watched,
+    )
     assert seen == [False, True]
 
 
-def test_auto_takes_what_the_device_has_and_the_rest_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_what_the_device_has_and_the_rest_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = {device: backend(LossConfig(), device) for device in ("cpu", "cuda", "mps")}
     assert found == {"cpu": "native", "cuda": "triton", "mps": "torch"}
     assert backend(LossConfig(name="package.module:Name"), "cuda") == "plain"
-    with pytest.raises(ConfigError, match=r"loss.backend = native on cuda, but a C compiler and a CPU was needed"):
+    with pytest.raises(
+        ConfigError,
+        match=r"loss.backend = native on cuda, but a C compiler and a CPU was needed",
+    ):
         backend(LossConfig(backend="native"), "cuda")
     monkeypatch.setattr(compiled, "library", lambda: None)
     monkeypatch.setattr("segpipe.losses.total.find_spec", lambda name: None)
-    assert [backend(LossConfig(), device) for device in ("cpu", "cuda")] == ["torch", "torch"]
+    assert [backend(LossConfig(), device) for device in ("cpu", "cuda")] == [
+        "torch",
+        "torch",
+    ]
     for name, device in (("native", "cpu"), ("triton", "cuda")):
         with pytest.raises(ConfigError, match=f"loss.backend = {name} on {device}"):
             backend(LossConfig(backend=name), device)

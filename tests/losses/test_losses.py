@@ -24,7 +24,9 @@ dice_sum = partial(pixelwise.dice_sum, ignore_index=255)
 boundary_target = partial(pixelwise.boundary_target, ignore_index=255)
 
 
-def batch(seed: int, *, size: tuple[int, int] = (12, 16), count: int = 2, ignored: float = 0.3) -> Tensor:
+def batch(
+    seed: int, *, size: tuple[int, int] = (12, 16), count: int = 2, ignored: float = 0.3
+) -> Tensor:
     random = torch.Generator().manual_seed(seed)
     target = torch.randint(0, C, (count, *size), generator=random).to(torch.uint8)
     return target.masked_fill(torch.rand(target.shape, generator=random) < ignored, 255)
@@ -34,7 +36,9 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def reference(logits: Tensor, target: Tensor, weights: Tensor | None = None) -> np.ndarray:
+def reference(
+    logits: Tensor, target: Tensor, weights: Tensor | None = None
+) -> np.ndarray:
     """Cross-entropy of every pixel in float64, written out."""
     x = logits.double().numpy()
     x = x - x.max(1, keepdims=True)
@@ -62,7 +66,14 @@ def loss(request: pytest.FixtureRequest) -> Loss:
     ) -> dict[str, Tensor]:
         count = torch.tensor(valid_pixels(target) if valid is None else valid)
         config = replace(config, backend=request.param)
-        return shard_loss(heads, target, config, class_weights=weights, global_valid=count, align_corners=align_corners)
+        return shard_loss(
+            heads,
+            target,
+            config,
+            class_weights=weights,
+            global_valid=count,
+            align_corners=align_corners,
+        )
 
     return parts
 
@@ -72,7 +83,9 @@ def test_cross_entropy_is_that_of_float64(weighted: bool) -> None:
     logits, target = noise(2, C, 12, 16), batch(1)
     weights = torch.tensor([0.5, 1.0, 2.0, 0.1, 7.0]) if weighted else None
     found = pixel_losses(logits, target, weights)
-    np.testing.assert_allclose(found.double().numpy(), reference(logits, target, weights), rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(
+        found.double().numpy(), reference(logits, target, weights), rtol=2e-6, atol=2e-6
+    )
     assert (found[target == 255] == 0).all()
 
 
@@ -81,7 +94,10 @@ def test_class_weights_have_mean_1_over_the_training_pixels() -> None:
     weights = class_weights(pixels, "log").double()
     assert float((weights * pixels).sum() / pixels.sum()) == pytest.approx(1, rel=1e-6)
     frequency = pixels.double() / pixels.sum()
-    torch.testing.assert_close(weights / weights[0], math.log(1.02 + float(frequency[0])) / torch.log(1.02 + frequency))
+    torch.testing.assert_close(
+        weights / weights[0],
+        math.log(1.02 + float(frequency[0])) / torch.log(1.02 + frequency),
+    )
     assert weights.isfinite().all()
     assert weights[3] == weights.max()
 
@@ -90,7 +106,9 @@ def test_square_root_weights_of_classes() -> None:
     pixels = torch.tensor([9 * 10**8, 10**8, 4 * 10**4, 0])
     weights = class_weights(pixels, "sqrt").double()
     assert float((weights * pixels).sum() / pixels.sum()) == pytest.approx(1, rel=1e-6)
-    torch.testing.assert_close(weights / weights[1], torch.tensor([1 / 3, 1, 50, 10**4], dtype=torch.double))
+    torch.testing.assert_close(
+        weights / weights[1], torch.tensor([1 / 3, 1, 50, 10**4], dtype=torch.double)
+    )
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3, 4])
@@ -100,18 +118,32 @@ def test_strided_loss_uses_the_same_logits_as_the_full_one(
     loss: Loss, stride: int, align_corners: bool, size: tuple[int, int]
 ) -> None:
     target, logits = batch(2, size=size), noise(2, C, 6, 9)
-    found = loss({"main": logits}, target, LossConfig(stride=stride), 100, align_corners=align_corners)["main"]
+    found = loss(
+        {"main": logits},
+        target,
+        LossConfig(stride=stride),
+        100,
+        align_corners=align_corners,
+    )["main"]
     full = reference(bilinear(logits, size, align_corners=align_corners), target)
     seen = full[:, stride // 2 :: stride, stride // 2 :: stride]
-    assert float(found) == pytest.approx(seen.sum() * full.size / seen.size / 100, rel=2e-5)
+    assert float(found) == pytest.approx(
+        seen.sum() * full.size / seen.size / 100, rel=2e-5
+    )
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("size", [(24, 48), (35, 51)])
-def test_stride_keeps_the_loss_of_a_constant_image(loss: Loss, stride: int, size: tuple[int, int]) -> None:
+def test_stride_keeps_the_loss_of_a_constant_image(
+    loss: Loss, stride: int, size: tuple[int, int]
+) -> None:
     target = torch.full((2, *size), 3, dtype=torch.uint8)
     logits = noise(1, C, 1, 1).expand(2, C, 6, 9)
-    parts = loss({"main": logits, "aux": logits}, target, LossConfig(stride=stride, aux_stride=stride, aux_weight=0.5))
+    parts = loss(
+        {"main": logits, "aux": logits},
+        target,
+        LossConfig(stride=stride, aux_stride=stride, aux_weight=0.5),
+    )
     expected = float(F.cross_entropy(logits[:1, :, 0, 0].double(), torch.tensor([3])))
     assert float(parts["main"]) == pytest.approx(expected, rel=1e-5)
     assert float(parts["aux"]) == pytest.approx(0.5 * expected, rel=1e-5)
@@ -131,7 +163,10 @@ def test_strided_loss_has_gradients_only_at_its_pixels(loss: Loss) -> None:
 
 def test_strides_match_the_full_loss_in_expectation(loss: Loss) -> None:
     target, logits = batch(4, size=(96, 128)), noise(2, C, 12, 16)
-    full, half = (float(loss({"main": logits}, target, LossConfig(stride=n))["main"]) for n in (1, 2))
+    full, half = (
+        float(loss({"main": logits}, target, LossConfig(stride=n))["main"])
+        for n in (1, 2)
+    )
     assert half == pytest.approx(full, rel=0.05)
     assert half != full
 
@@ -139,16 +174,23 @@ def test_strides_match_the_full_loss_in_expectation(loss: Loss) -> None:
 @pytest.mark.parametrize("name", ["cross_entropy", "ohem"])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("elsewhere", [0, 500], ids=["whole step", "this shard"])
-def test_nothing_labelled_is_loss_0_and_gradient_0(loss: Loss, name: str, stride: int, elsewhere: int) -> None:
+def test_nothing_labelled_is_loss_0_and_gradient_0(
+    loss: Loss, name: str, stride: int, elsewhere: int
+) -> None:
     target = torch.full((2, 12, 16), 255, dtype=torch.uint8)
-    heads = {head: noise(2, channels, 3, 4) for head, channels in (("main", C), ("aux", C), ("boundary", 1))}
+    heads = {
+        head: noise(2, channels, 3, 4)
+        for head, channels in (("main", C), ("aux", C), ("boundary", 1))
+    }
     heads = {head: logits.requires_grad_() for head, logits in heads.items()}
     config = LossConfig(name=name, stride=stride, aux_stride=stride, dice_weight=1.0)
     parts = loss(heads, target, config, valid=elsewhere)
     parts["total"].backward()
     assert set(parts) == {"main", "dice", "aux", "boundary", "edge", "total"}
     assert all(float(part.detach()) == 0 for part in parts.values())
-    assert all(logits.grad is not None and not logits.grad.any() for logits in heads.values())
+    assert all(
+        logits.grad is not None and not logits.grad.any() for logits in heads.values()
+    )
 
 
 @pytest.mark.parametrize("stride", [1, 2])
@@ -158,12 +200,23 @@ def test_shards_add_up_to_the_whole_batch(loss: Loss, stride: int) -> None:
     config, valid = LossConfig(stride=stride), valid_pixels(target)
     whole = loss({"main": main, "aux": aux}, target, config, valid)
     shards = [
-        loss({"main": main[i : i + 2], "aux": aux[i : i + 2]}, target[i : i + 2], config, valid) for i in (0, 2, 4, 6)
+        loss(
+            {"main": main[i : i + 2], "aux": aux[i : i + 2]},
+            target[i : i + 2],
+            config,
+            valid,
+        )
+        for i in (0, 2, 4, 6)
     ]
     for name, value in whole.items():
-        assert float(sum(part[name] for part in shards)) == pytest.approx(float(value), rel=1e-5)
+        assert float(sum(part[name] for part in shards)) == pytest.approx(
+            float(value), rel=1e-5
+        )
     # The control: the mean over shards, as other trainers take it, differs when shards have different label counts.
-    means = [loss({"main": main[i : i + 2]}, target[i : i + 2], config)["main"] for i in (0, 2, 4, 6)]
+    means = [
+        loss({"main": main[i : i + 2]}, target[i : i + 2], config)["main"]
+        for i in (0, 2, 4, 6)
+    ]
     assert float(sum(means)) / 4 != pytest.approx(float(whole["main"]), rel=1e-3)
 
 
@@ -180,7 +233,11 @@ def test_edge_part_counts_only_where_the_boundary_head_is_sure(loss: Loss) -> No
     target, main = batch(6), noise(2, C, 12, 16)
     boundary = torch.full((2, 1, 12, 16), -10.0)
     boundary[:, :, 4:6] = 10.0
-    parts = loss({"main": main, "boundary": boundary.requires_grad_()}, target, LossConfig(boundary_weight=0.0))
+    parts = loss(
+        {"main": main, "boundary": boundary.requires_grad_()},
+        target,
+        LossConfig(boundary_weight=0.0),
+    )
     expected = reference(main, target)[:, 4:6].sum() / valid_pixels(target)
     assert float(parts["edge"]) == pytest.approx(expected, rel=1e-5)
     parts["total"].backward()
@@ -189,27 +246,39 @@ def test_edge_part_counts_only_where_the_boundary_head_is_sure(loss: Loss) -> No
 
 
 @pytest.mark.parametrize(("probability", "counted"), [(0.79, False), (0.81, True)])
-def test_the_boundary_head_is_sure_above_80_percent(loss: Loss, probability: float, counted: bool) -> None:
+def test_the_boundary_head_is_sure_above_80_percent(
+    loss: Loss, probability: float, counted: bool
+) -> None:
     target, main = batch(6), noise(2, C, 12, 16)
     boundary = torch.full((2, 1, 12, 16), math.log(probability / (1 - probability)))
-    parts = loss({"main": main, "boundary": boundary}, target, LossConfig(boundary_weight=0.0))
+    parts = loss(
+        {"main": main, "boundary": boundary}, target, LossConfig(boundary_weight=0.0)
+    )
     expected = reference(main, target).sum() / valid_pixels(target) if counted else 0.0
     assert float(parts["edge"]) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("stride", [2, 3])
-def test_edge_part_under_stride_counts_what_a_strided_pixel_stands_for(loss: Loss, stride: int) -> None:
+def test_edge_part_under_stride_counts_what_a_strided_pixel_stands_for(
+    loss: Loss, stride: int
+) -> None:
     target, main = batch(6, size=(24, 36)), noise(2, C, 6, 9)
     boundary = torch.full((2, 1, 6, 9), 10.0)
-    parts = loss({"main": main, "boundary": boundary}, target, LossConfig(stride=stride))
+    parts = loss(
+        {"main": main, "boundary": boundary}, target, LossConfig(stride=stride)
+    )
     assert float(parts["edge"]) == pytest.approx(float(parts["main"]), rel=1e-6)
 
 
 @pytest.mark.parametrize("align_corners", [False, True])
-def test_boundary_part_is_weighted_and_at_the_size_of_the_target(loss: Loss, align_corners: bool) -> None:
+def test_boundary_part_is_weighted_and_at_the_size_of_the_target(
+    loss: Loss, align_corners: bool
+) -> None:
     target = batch(6, size=(4, 6)).repeat_interleave(6, 1).repeat_interleave(6, 2)
     heads = {"main": noise(2, C, 6, 9), "boundary": noise(2, 1, 6, 9)}
-    found = loss(heads, target, LossConfig(boundary_weight=7.0), 100, align_corners=align_corners)["boundary"]
+    found = loss(
+        heads, target, LossConfig(boundary_weight=7.0), 100, align_corners=align_corners
+    )["boundary"]
     logits = bilinear(heads["boundary"], (24, 36), align_corners=align_corners)
     expected = 7.0 * boundary_sum(logits, boundary_target(target), target != 255) / 100
     assert float(expected) > 1
@@ -218,8 +287,14 @@ def test_boundary_part_is_weighted_and_at_the_size_of_the_target(loss: Loss, ali
 
 def test_main_and_auxiliary_heads_have_their_own_strides(loss: Loss) -> None:
     target, logits = batch(2, size=(24, 36)), noise(2, C, 6, 9)
-    parts = loss({"main": logits, "aux": logits}, target, LossConfig(stride=2, aux_stride=3, aux_weight=0.5))
-    alone = {n: loss({"main": logits}, target, LossConfig(stride=n))["main"] for n in (2, 3)}
+    parts = loss(
+        {"main": logits, "aux": logits},
+        target,
+        LossConfig(stride=2, aux_stride=3, aux_weight=0.5),
+    )
+    alone = {
+        n: loss({"main": logits}, target, LossConfig(stride=n))["main"] for n in (2, 3)
+    }
     assert float(parts["main"]) == float(alone[2])
     assert float(parts["aux"]) == pytest.approx(0.5 * float(alone[3]), rel=1e-6)
 
@@ -228,26 +303,48 @@ def test_ohem_settings_reach_the_loss(loss: Loss) -> None:
     target, logits = batch(2), noise(2, C, 12, 16)
     losses = pixel_losses(logits, target)
     for threshold, min_kept in ((0.7, 0.0625), (0.2, 0.0625), (0.001, 0.5)):
-        config = LossConfig(name="ohem", ohem_threshold=threshold, ohem_min_kept=min_kept)
-        expected = ohem_sum(losses, target != 255, threshold=threshold, min_kept=min_kept) / valid_pixels(target)
-        assert float(loss({"main": logits}, target, config)["main"]) == pytest.approx(float(expected), rel=1e-6)
+        config = LossConfig(
+            name="ohem", ohem_threshold=threshold, ohem_min_kept=min_kept
+        )
+        expected = ohem_sum(
+            losses, target != 255, threshold=threshold, min_kept=min_kept
+        ) / valid_pixels(target)
+        assert float(loss({"main": logits}, target, config)["main"]) == pytest.approx(
+            float(expected), rel=1e-6
+        )
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3])
-def test_dice_part_under_stride_counts_what_a_strided_pixel_stands_for(loss: Loss, stride: int) -> None:
+def test_dice_part_under_stride_counts_what_a_strided_pixel_stands_for(
+    loss: Loss, stride: int
+) -> None:
     target, logits = batch(12, size=(24, 36)), noise(2, C, 6, 9)
-    parts = loss({"main": logits, "aux": logits}, target, LossConfig(stride=stride, dice_weight=0.7))
+    parts = loss(
+        {"main": logits, "aux": logits},
+        target,
+        LossConfig(stride=stride, dice_weight=0.7),
+    )
     pick = (slice(stride // 2, None, stride), slice(stride // 2, None, stride))
     seen, resized = target[:, *pick], bilinear(logits, (24, 36))[:, :, *pick]
-    expected = 0.7 * dice_sum(resized, seen) * target.numel() / seen.numel() / valid_pixels(target)
+    expected = (
+        0.7
+        * dice_sum(resized, seen)
+        * target.numel()
+        / seen.numel()
+        / valid_pixels(target)
+    )
     assert float(parts["dice"]) == pytest.approx(float(expected), rel=1e-5)
-    assert float(parts["total"]) == pytest.approx(float(parts["main"] + parts["aux"] + parts["dice"]), rel=1e-6)
+    assert float(parts["total"]) == pytest.approx(
+        float(parts["main"] + parts["aux"] + parts["dice"]), rel=1e-6
+    )
 
 
 # --- OHEM
 
 
-def ohem_reference(losses: np.ndarray, valid: np.ndarray, threshold: float, min_kept: float) -> float:
+def ohem_reference(
+    losses: np.ndarray, valid: np.ndarray, threshold: float, min_kept: float
+) -> float:
     """Sort, cut, sum: losses above the threshold, or the highest `min_kept` with all ties of the last."""
     ordered = np.sort(losses.ravel())[::-1]
     fewest = min(math.ceil(min_kept * losses.size), losses.size)
@@ -255,7 +352,9 @@ def ohem_reference(losses: np.ndarray, valid: np.ndarray, threshold: float, min_
     if fewest:
         cut = min(cut, float(ordered[fewest - 1]))
     kept = valid & (losses >= cut)
-    return float(losses[kept].astype(np.float64).sum() * valid.sum() / max(kept.sum(), 1))
+    return float(
+        losses[kept].astype(np.float64).sum() * valid.sum() / max(kept.sum(), 1)
+    )
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.05, 0.7, 1.0])
@@ -266,7 +365,9 @@ def test_ohem_is_that_of_a_sort(threshold: float, min_kept: float) -> None:
         losses = pixel_losses(noise(2, C, 12, 16, seed=seed), target)
         if seed >= 3:
             losses = (losses * 2).round() / 2  # many ties, also at the cut
-        expected = ohem_reference(losses.numpy(), (target != 255).numpy(), threshold, min_kept)
+        expected = ohem_reference(
+            losses.numpy(), (target != 255).numpy(), threshold, min_kept
+        )
         found = ohem_sum(losses, target != 255, threshold=threshold, min_kept=min_kept)
         assert float(found) == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
@@ -281,12 +382,18 @@ def test_ohem_gives_easy_pixels_no_gradient() -> None:
 
 def test_ohem_keeps_a_nan() -> None:
     valid = torch.ones(1, 2, 2, dtype=torch.bool)
-    for losses in (torch.full((1, 2, 2), math.nan), torch.tensor([[[0.1, math.nan], [3.0, 0.0]]])):
+    for losses in (
+        torch.full((1, 2, 2), math.nan),
+        torch.tensor([[[0.1, math.nan], [3.0, 0.0]]]),
+    ):
         assert ohem_sum(losses, valid, threshold=0.7, min_kept=0.25).isnan()
 
 
 def test_ohem_keeps_the_hardest_pixel_when_all_are_easy() -> None:
-    losses, valid = torch.tensor([[[0.01, 0.03, 0.02, 0.0]]]), torch.ones(1, 1, 4, dtype=torch.bool)
+    losses, valid = (
+        torch.tensor([[[0.01, 0.03, 0.02, 0.0]]]),
+        torch.ones(1, 1, 4, dtype=torch.bool),
+    )
     found = ohem_sum(losses, valid, threshold=0.7, min_kept=0.1)
     assert float(found) == pytest.approx(4 * 0.03)
     assert float(ohem_sum(losses, valid, threshold=0.7, min_kept=0.0)) == 0
@@ -296,7 +403,18 @@ def special_values(random: np.random.Generator, size: int) -> np.ndarray:
     """Non-negative floats of all magnitudes: bits at random, zeros, denormals, huge ones and many ties."""
     bits = random.integers(0, 0x7F800000, size, dtype=np.int64).astype(np.uint32)
     values = bits.view(np.float32).copy()
-    pool = np.array([0, 1e-45, 1e-40, 1.1754944e-38, 1, np.nextafter(np.float32(1), 2), 3.4028235e38], np.float32)
+    pool = np.array(
+        [
+            0,
+            1e-45,
+            1e-40,
+            1.1754944e-38,
+            1,
+            np.nextafter(np.float32(1), 2),
+            3.4028235e38,
+        ],
+        np.float32,
+    )
     chosen = random.random(size) < random.random()
     values[chosen] = random.choice(pool, int(chosen.sum()))
     return values
@@ -314,9 +432,16 @@ def test_kth_largest_is_that_of_a_sort() -> None:
 
 def test_kth_largest_does_not_depend_on_the_order() -> None:
     values = noise(3, 7, 11).abs()
-    mixed = values.flatten()[torch.randperm(values.numel(), generator=torch.Generator().manual_seed(1))]
-    assert torch.equal(kth_largest(values, torch.tensor(50)), kth_largest(mixed, torch.tensor(50)))
-    assert torch.equal(kth_largest(values.transpose(0, 2), torch.tensor(50)), kth_largest(mixed, torch.tensor(50)))
+    mixed = values.flatten()[
+        torch.randperm(values.numel(), generator=torch.Generator().manual_seed(1))
+    ]
+    assert torch.equal(
+        kth_largest(values, torch.tensor(50)), kth_largest(mixed, torch.tensor(50))
+    )
+    assert torch.equal(
+        kth_largest(values.transpose(0, 2), torch.tensor(50)),
+        kth_largest(mixed, torch.tensor(50)),
+    )
 
 
 # --- boundary
@@ -326,7 +451,9 @@ def slow_boundary(target: np.ndarray, width: int) -> np.ndarray:
     edges = np.zeros(target.shape, np.float32)
     count, height, length = target.shape
     for b, y, x in np.ndindex(count, height, length):
-        window = target[b, max(y - width, 0) : y + width + 1, max(x - width, 0) : x + width + 1]
+        window = target[
+            b, max(y - width, 0) : y + width + 1, max(x - width, 0) : x + width + 1
+        ]
         others = set(window.ravel().tolist()) - {255, int(target[b, y, x])}
         edges[b, y, x] = bool(others) and target[b, y, x] != 255
     return edges
@@ -340,7 +467,9 @@ def test_boundary_target_is_that_of_the_definition(width: int) -> None:
         target[:, 3, 7], target[:, 11, 2] = 255, 254
         found = boundary_target(target, width=width)
         assert found.shape == (2, 1, 20, 25)
-        np.testing.assert_array_equal(found[:, 0].numpy(), slow_boundary(target.numpy(), width))
+        np.testing.assert_array_equal(
+            found[:, 0].numpy(), slow_boundary(target.numpy(), width)
+        )
 
 
 def test_ignored_pixels_make_no_edge_and_are_none() -> None:
@@ -353,18 +482,29 @@ def test_ignored_pixels_make_no_edge_and_are_none() -> None:
 
 def test_boundary_sum_balances_edges_against_the_rest() -> None:
     target = batch(7, size=(20, 25), ignored=0.2)
-    edge, valid, logits = boundary_target(target, width=1), target != 255, noise(2, 1, 20, 25)
-    edge = edge * (torch.rand(edge.shape, generator=torch.Generator().manual_seed(0)) < 0.1)
+    edge, valid, logits = (
+        boundary_target(target, width=1),
+        target != 255,
+        noise(2, 1, 20, 25),
+    )
+    edge = edge * (
+        torch.rand(edge.shape, generator=torch.Generator().manual_seed(0)) < 0.1
+    )
     edge[~valid.unsqueeze(1)] = 1.0  # must not count
     x, e, v = logits[:, 0].double().numpy(), edge[:, 0].numpy(), valid.numpy()
     positives, total = (e * v).sum(), v.sum()
     bce = np.logaddexp(0, x) - x * e
     weight = np.where(e > 0.5, (total - positives) / total, positives / total)
-    assert float(boundary_sum(logits, edge, valid)) == pytest.approx((bce * weight)[v].sum(), rel=1e-5)
+    assert float(boundary_sum(logits, edge, valid)) == pytest.approx(
+        (bce * weight)[v].sum(), rel=1e-5
+    )
     flat = torch.zeros_like(logits).requires_grad_()
     boundary_sum(flat, edge, valid).backward()
     assert flat.grad is not None
-    pull = flat.grad[edge > 0.5].sum().abs(), flat.grad[(edge < 0.5) & valid.unsqueeze(1)].sum()
+    pull = (
+        flat.grad[edge > 0.5].sum().abs(),
+        flat.grad[(edge < 0.5) & valid.unsqueeze(1)].sum(),
+    )
     assert float(pull[0]) == pytest.approx(float(pull[1]), rel=1e-4)
     assert not flat.grad[~valid.unsqueeze(1)].any()
 
@@ -377,11 +517,15 @@ def test_dice_is_that_of_float64_over_the_classes_that_occur() -> None:
     p /= p.sum(1, keepdims=True)
     ids = target.numpy()
     losses = [
-        1 - 2 * p[:, c][ids == c].sum() / (p[:, c][ids != 255].sum() + (ids == c).sum()) for c in range(C) if c != 3
+        1 - 2 * p[:, c][ids == c].sum() / (p[:, c][ids != 255].sum() + (ids == c).sum())
+        for c in range(C)
+        if c != 3
     ]
     found = float(dice_sum(logits, target))
     assert found == pytest.approx(np.mean(losses) * valid_pixels(target), rel=1e-5)
-    with_absent = (sum(losses) + 1) / C  # the control: counting absent classes as missed
+    with_absent = (
+        sum(losses) + 1
+    ) / C  # the control: counting absent classes as missed
     assert found != pytest.approx(with_absent * valid_pixels(target), rel=1e-3)
 
 
@@ -405,19 +549,25 @@ def test_one_pixel_of_one_class_has_its_whole_dice_loss() -> None:
     target[0, 0, 1] = 2
     logits = noise(1, C, 1, 3)
     p = float(logits.double().softmax(1)[0, 2, 0, 1])
-    assert float(dice_sum(logits, target)) == pytest.approx(1 - 2 * p / (p + 1), rel=1e-5)
+    assert float(dice_sum(logits, target)) == pytest.approx(
+        1 - 2 * p / (p + 1), rel=1e-5
+    )
 
 
 def test_the_one_hardest_pixel_is_kept_where_none_is_hard() -> None:
     losses = torch.tensor([[[0.1, 0.4, 0.2, 0.3]]])
     valid = torch.tensor([[[True, True, True, False]]])
-    assert float(ohem_sum(losses, valid, threshold=0.01, min_kept=0.2)) == pytest.approx(3 * 0.4)
+    assert float(
+        ohem_sum(losses, valid, threshold=0.01, min_kept=0.2)
+    ) == pytest.approx(3 * 0.4)
     assert float(ohem_sum(losses, valid, threshold=0.01, min_kept=0.0)) == 0
 
 
 @pytest.mark.parametrize("name", ["log", "sqrt"])
 @pytest.mark.parametrize("pixels", [[1, 0, 0], [0, 0, 0]])
-def test_class_weights_of_a_pixel_or_none_are_finite(pixels: list[int], name: str) -> None:
+def test_class_weights_of_a_pixel_or_none_are_finite(
+    pixels: list[int], name: str
+) -> None:
     weights = class_weights(torch.tensor(pixels), name)
     assert weights.isfinite().all()
     assert weights.dtype == torch.float32
@@ -431,33 +581,56 @@ def test_an_image_of_one_edge_pixel_has_no_rest_to_weigh_it_by() -> None:
 
 
 def test_edges_among_ignored_pixels_do_not_count() -> None:
-    logits, valid = noise(1, 1, 2, 4), torch.tensor([[[True, True, True, True], [False] * 4]])
+    logits, valid = (
+        noise(1, 1, 2, 4),
+        torch.tensor([[[True, True, True, True], [False] * 4]]),
+    )
     edge = torch.tensor([[[[1.0, 0, 0, 0], [1, 1, 1, 1]]]])
     without = torch.tensor([[[[1.0, 0, 0, 0], [0, 0, 0, 0]]]])
-    assert float(boundary_sum(logits, edge, valid)) == float(boundary_sum(logits, without, valid)) > 0
+    assert (
+        float(boundary_sum(logits, edge, valid))
+        == float(boundary_sum(logits, without, valid))
+        > 0
+    )
 
 
 def test_one_labelled_pixel_in_the_whole_step_has_its_whole_loss(loss: Loss) -> None:
     target, logits = torch.full((1, 2, 2), 255, dtype=torch.uint8), noise(1, C, 2, 2)
     target[0, 1, 0] = 3
     found = loss({"main": logits}, target, LossConfig())
-    assert float(found["total"]) == pytest.approx(float(reference(logits, target).sum()), rel=1e-5)
+    assert float(found["total"]) == pytest.approx(
+        float(reference(logits, target).sum()), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("stride", [1, 2])
 def test_ohem_reaches_every_class_head(loss: Loss, stride: int) -> None:
     target, main, aux = batch(10), noise(2, C, 12, 16), noise(2, C, 12, 16, seed=1)
     settings = LossConfig(
-        name="ohem", ohem_threshold=0.3, ohem_min_kept=0.1, stride=stride, aux_stride=1, aux_weight=0.4
+        name="ohem",
+        ohem_threshold=0.3,
+        ohem_min_kept=0.1,
+        stride=stride,
+        aux_stride=1,
+        aux_weight=0.4,
     )
     parts = loss({"main": main, "aux": aux}, target, settings)
-    pick = (slice(None), slice(stride // 2, None, stride), slice(stride // 2, None, stride))
+    pick = (
+        slice(None),
+        slice(stride // 2, None, stride),
+        slice(stride // 2, None, stride),
+    )
     seen = pixel_losses(main[:, :, *pick[1:]], target[pick])
     share = target.numel() / seen.numel() / valid_pixels(target)
     expected = {
-        "main": share * ohem_reference(seen.numpy(), (target[pick] != 255).numpy(), 0.3, 0.1),
+        "main": share
+        * ohem_reference(seen.numpy(), (target[pick] != 255).numpy(), 0.3, 0.1),
         "aux": 0.4
-        * ohem_reference(pixel_losses(aux, target).numpy(), (target != 255).numpy(), 0.3, 0.1)
+        * ohem_reference(
+            pixel_losses(aux, target).numpy(), (target != 255).numpy(), 0.3, 0.1
+        )
         / valid_pixels(target),
     }
-    assert {name: float(parts[name]) for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert {name: float(parts[name]) for name in expected} == pytest.approx(
+        expected, rel=1e-5
+    )

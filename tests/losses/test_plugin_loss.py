@@ -34,7 +34,9 @@ LOSSES = """
         return logits.sum((1, 2))
 """
 LOGITS = torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(1))
-TARGET = torch.randint(0, 4, (2, 6, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+TARGET = torch.randint(
+    0, 4, (2, 6, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(2)
+)
 TARGET[0, :3] = IGNORE_INDEX
 
 
@@ -44,12 +46,22 @@ def losses(project: Callable[[str, str], None]) -> None:
 
 
 def parts(
-    name: str, heads: tuple[str, ...] = ("main",), weights: Tensor | None = None, **settings: object
+    name: str,
+    heads: tuple[str, ...] = ("main",),
+    weights: Tensor | None = None,
+    **settings: object,
 ) -> dict[str, Tensor]:
     logits = {head: LOGITS[:, :1] if head == "boundary" else LOGITS for head in heads}
     config = LossConfig(name=name, backend="plain", **settings)  # type: ignore[arg-type]
     valid = (TARGET != IGNORE_INDEX).sum()
-    return shard_loss(logits, TARGET, config, class_weights=weights, global_valid=valid, align_corners=False)
+    return shard_loss(
+        logits,
+        TARGET,
+        config,
+        class_weights=weights,
+        global_valid=valid,
+        align_corners=False,
+    )
 
 
 @pytest.mark.parametrize("stride", [1, 2])
@@ -61,32 +73,52 @@ def test_the_users_cross_entropy_is_ours(stride: int) -> None:
         theirs = parts("losses:pixels", heads, given, stride=stride, dice_weight=1.0)
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert torch.equal(parts("losses:pixels", args={"factor": 2.0})["main"], 2 * parts("cross_entropy")["main"])
+    assert torch.equal(
+        parts("losses:pixels", args={"factor": 2.0})["main"],
+        2 * parts("cross_entropy")["main"],
+    )
     assert torch.allclose(parts("losses:total")["main"], parts("cross_entropy")["main"])
 
 
 def test_ignored_pixels_of_a_map_do_not_count() -> None:
-    found = plugin_sum("losses:everywhere", {}, LOGITS, TARGET, None, ignore_index=IGNORE_INDEX)
+    found = plugin_sum(
+        "losses:everywhere", {}, LOGITS, TARGET, None, ignore_index=IGNORE_INDEX
+    )
     assert found == (TARGET != IGNORE_INDEX).sum()
 
 
-@pytest.mark.parametrize(("name", "found"), [("double", r"torch.float64 \(\)"), ("rows", r"torch.float32 \(2, 8\)")])
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("double", r"torch.float64 \(\)"), ("rows", r"torch.float32 \(2, 8\)")],
+)
 def test_results_of_another_kind_are_refused(name: str, found: str) -> None:
-    with pytest.raises(ConfigError, match=rf"losses:{name} returned {found}.*\(2, 6, 8\), or their sum"):
+    with pytest.raises(
+        ConfigError, match=rf"losses:{name} returned {found}.*\(2, 6, 8\), or their sum"
+    ):
         parts(f"losses:{name}")
 
 
 def test_calls_are_checked_by_the_signature() -> None:
     check_call("losses:total", {"factor": 2}, weighted=False)
-    with pytest.raises(ConfigError, match="losses:total must take the keyword class_weights"):
+    with pytest.raises(
+        ConfigError, match="losses:total must take the keyword class_weights"
+    ):
         check_call("losses:total", {}, weighted=True)
-    with pytest.raises(ConfigError, match=r"loss.args.gamma is not an argument of losses:total, which takes factor"):
+    with pytest.raises(
+        ConfigError,
+        match=r"loss.args.gamma is not an argument of losses:total, which takes factor",
+    ):
         check_call("losses:total", {"gamma": 2}, weighted=False)
 
 
-def test_cross_entropy_is_computed_only_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cross_entropy_is_computed_only_where_it_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls = []
-    monkeypatch.setattr("segpipe.losses.total.pixel_losses", lambda *a, **k: calls.append(1) or pixel_losses(*a, **k))
+    monkeypatch.setattr(
+        "segpipe.losses.total.pixel_losses",
+        lambda *a, **k: calls.append(1) or pixel_losses(*a, **k),
+    )
     parts("losses:pixels")
     assert not calls
     parts("losses:pixels", ("main", "boundary"))

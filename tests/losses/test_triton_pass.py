@@ -42,21 +42,38 @@ def difference(number: int) -> float:
     factors = torch.rand(seen.shape) if number % 3 else None
     slopes = (torch.randn(classes), torch.randn(classes)) if number % 2 == 0 else None
     found = []
-    for evaluate, kind in ((triton_pass.evaluate, torch.float32), (strips.evaluate, torch.float64)):
+    for evaluate, kind in (
+        (triton_pass.evaluate, torch.float32),
+        (strips.evaluate, torch.float64),
+    ):
         torch.manual_seed(number)
         logits = (torch.randn(batch, classes, *small) * 3).to(kind)
-        rows, columns = bilinear_axes(logits, size, align_corners=number % 2 == 1, stride=stride)
+        rows, columns = bilinear_axes(
+            logits, size, align_corners=number % 2 == 1, stride=stride
+        )
         given = weights.to(kind) if weights is not None else None
         head = ClassHead(logits, seen, rows, columns, 255, given, 0.1 * (number % 3))
-        found.append(evaluate(head, gradient=True, sums=True, factors=factors, slopes=slopes))
+        found.append(
+            evaluate(head, gradient=True, sums=True, factors=factors, slopes=slopes)
+        )
     parts = [[each.losses, each.gradient, each.sums] for each in found]
-    return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-9)) for a, b in zip(*parts, strict=True))
+    return max(
+        float((a - b).abs().max() / b.abs().max().clamp_min(1e-9))
+        for a, b in zip(*parts, strict=True)
+    )
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="no triton here")
 def test_the_kernels_are_the_strips_of_float64() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     errors = [float(line) for line in done.stdout.split()]
     assert len(errors) == len(CASES)

@@ -20,7 +20,9 @@ any_model = pytest.mark.parametrize("name", sorted(MODELS))
 
 def reference_image() -> Tensor:
     k, y, x = np.ogrid[:3, :128, :256]
-    image = 1.5 * np.sin(0.05 * x + 0.03 * y + k) + 0.3 * np.cos(0.4 * x - 0.2 * y * (k + 1))
+    image = 1.5 * np.sin(0.05 * x + 0.03 * y + k) + 0.3 * np.cos(
+        0.4 * x - 0.2 * y * (k + 1)
+    )
     return torch.from_numpy(image.astype(np.float32))[None]
 
 
@@ -32,7 +34,11 @@ def published_heads(name: str, net: SegmentationNet) -> dict[str, Tensor]:
     image = reference_image()
     logits = net.logits(image, aux=True)
     if name == "fast_scnn":
-        logits = {"main": bilinear(logits["main"], (image.shape[-2], image.shape[-1]), align_corners=True)}
+        logits = {
+            "main": bilinear(
+                logits["main"], (image.shape[-2], image.shape[-1]), align_corners=True
+            )
+        }
     swapped = {"main": "aux", "aux": "main"} if name == "ddrnet23_slim" else {}
     return {swapped.get(head, head): value for head, value in logits.items()}
 
@@ -45,7 +51,12 @@ def worst_disagreement(name: str, net: SegmentationNet) -> float:
         for head, ours in published_heads(name, net.eval()).items():
             expected = torch.from_numpy(reference[head])
             step = ours.shape[-1] // expected.shape[-1]
-            worst = max(worst, float((ours[..., ::step, ::step] - expected).abs().max() / expected.std()))
+            worst = max(
+                worst,
+                float(
+                    (ours[..., ::step, ::step] - expected).abs().max() / expected.std()
+                ),
+            )
     return worst
 
 
@@ -69,15 +80,22 @@ def test_outputs_are_those_of_the_published_network(name: str) -> None:
         ("pidnet_s", "spp.scale3.3.weight"),
     ],
 )
-def test_control_one_weight_tensor_off_by_a_percent_fails_parity(name: str, key: str) -> None:
+def test_control_one_weight_tensor_off_by_a_percent_fails_parity(
+    name: str, key: str
+) -> None:
     weights = state_dict(name)
     weights[key] *= 1.01
     assert worst_disagreement(name, published_network(name, weights)) > 1e-4
 
 
-def test_control_the_other_align_corners_fails_parity(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_the_other_align_corners_fails_parity(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     net = published_network("pidnet_s")
-    monkeypatch.setattr("segpipe.models.layers.bilinear", lambda x, size: bilinear(x, size, align_corners=True))
+    monkeypatch.setattr(
+        "segpipe.models.layers.bilinear",
+        lambda x, size: bilinear(x, size, align_corners=True),
+    )
     assert worst_disagreement("pidnet_s", net) > 1e-4
 
 
@@ -108,9 +126,14 @@ def test_any_size_in_training(name: str, size: tuple[int, int]) -> None:
     assert {head: x.shape[1] for head, x in logits.items()} == channels
     assert len({x.shape[2:] for x in logits.values()}) == 1
     if size == (96, 128):
-        assert logits["main"].shape[2:] == (96 // net.output_stride, 128 // net.output_stride)
+        assert logits["main"].shape[2:] == (
+            96 // net.output_stride,
+            128 // net.output_stride,
+        )
     sum(x.sum() for x in logits.values()).backward()
-    assert [key for key, parameter in net.named_parameters() if parameter.grad is None] == []
+    assert [
+        key for key, parameter in net.named_parameters() if parameter.grad is None
+    ] == []
 
 
 @any_model
@@ -119,8 +142,16 @@ def test_auxiliary_heads_train_themselves_and_the_trunk(name: str) -> None:
     for head in net.train_only:
         net.zero_grad()
         net.logits(torch.randn(2, 3, 64, 64), aux=True)[head].square().sum().backward()
-        reached = {key for key, parameter in net.named_parameters() if parameter.grad is not None}
-        assert {key for key, _ in net.named_parameters() if key.startswith(f"train_only.{head}.")} <= reached
+        reached = {
+            key
+            for key, parameter in net.named_parameters()
+            if parameter.grad is not None
+        }
+        assert {
+            key
+            for key, _ in net.named_parameters()
+            if key.startswith(f"train_only.{head}.")
+        } <= reached
         assert next(iter(net.state_dict())) in reached
         assert not any(key.startswith(("head.", "classifier.")) for key in reached)
 
@@ -142,7 +173,11 @@ def test_where_the_auxiliary_heads_are_attached() -> None:
     for name in ("pidnet_s", "ddrnet23_slim"):
         net = build_model(name, 5)
         for head, module in net.train_only.items():
-            module.register_forward_pre_hook(lambda _, args, key=(name, head): seen.update({key: args[0].min().item()}))
+            module.register_forward_pre_hook(
+                lambda _, args, key=(name, head): seen.update(
+                    {key: args[0].min().item()}
+                )
+            )
         net.logits(image, aux=True)
     assert seen["pidnet_s", "aux_p"] == seen["pidnet_s", "boundary"] == 0
     assert seen["ddrnet23_slim", "aux"] < 0
@@ -159,7 +194,9 @@ def test_a_traced_network_computes_the_same(name: str) -> None:
 
 
 def test_an_unknown_name_lists_the_valid_ones() -> None:
-    with pytest.raises(ConfigError, match=r"pidnet-s.*fast_scnn, ddrnet23_slim, pidnet_s"):
+    with pytest.raises(
+        ConfigError, match=r"pidnet-s.*fast_scnn, ddrnet23_slim, pidnet_s"
+    ):
         build_model("pidnet-s", 19)
 
 

@@ -40,7 +40,9 @@ NETS = """
 class Outputs(nn.Module):
     """Returns what it is given, and counts its forwards in a buffer if asked to."""
 
-    def __init__(self, outputs: Callable[[Tensor], Any], *, counts: bool = False) -> None:
+    def __init__(
+        self, outputs: Callable[[Tensor], Any], *, counts: bool = False
+    ) -> None:
         super().__init__()
         self.conv, self.outputs = nn.Conv2d(3, 5, 1), outputs
         self.norm = nn.BatchNorm2d(5)
@@ -54,37 +56,65 @@ class Outputs(nn.Module):
 
 
 def heads(outputs: Callable[[Tensor], Any], **options: Any) -> dict[str, Tensor]:
-    return PluginNetwork(Outputs(outputs, **options), 5, "net:Net").logits(IMAGE, aux=True)
+    return PluginNetwork(Outputs(outputs, **options), 5, "net:Net").logits(
+        IMAGE, aux=True
+    )
 
 
 def test_heads_have_names() -> None:
     x, y = torch.zeros(1), torch.ones(1)
     assert list(named_heads(x, "")) == ["main"]
     assert named_heads([x, y, y], "") == {"main": x, "aux1": y, "aux2": y}
-    assert list(named_heads({"aux": y, "main": x, "deep": y}, "")) == ["main", "aux", "deep"]
+    assert list(named_heads({"aux": y, "main": x, "deep": y}, "")) == [
+        "main",
+        "aux",
+        "deep",
+    ]
     assert named_heads({"out": x, "aux": y}, "")["main"] is x
-    for wrong in (None, [], {"logits": x}, {"main": [x]}, [x, 3], {"main": x, "dice": y}, {"main": x, "total": y}):
-        with pytest.raises(ConfigError, match=r"model.name = net:Net: its forward returned a (NoneType|list|dict)"):
+    for wrong in (
+        None,
+        [],
+        {"logits": x},
+        {"main": [x]},
+        [x, 3],
+        {"main": x, "dice": y},
+        {"main": x, "total": y},
+    ):
+        with pytest.raises(
+            ConfigError,
+            match=r"model.name = net:Net: its forward returned a (NoneType|list|dict)",
+        ):
             named_heads(wrong, "net:Net")
 
 
 @pytest.mark.parametrize(
     ("outputs", "says"),
     [
-        (lambda x: x[:, :4], r"head main is torch.float32 \(2, 4, 16, 24\).*float \(2, 5, h, w\) was needed"),
+        (
+            lambda x: x[:, :4],
+            r"head main is torch.float32 \(2, 4, 16, 24\).*float \(2, 5, h, w\) was needed",
+        ),
         (lambda x: x.argmax(1), r"head main is torch.int64 \(2, 16, 24\)"),
         (lambda x: x[:1], r"head main is torch.float32 \(1, 5, 16, 24\)"),
         (lambda x: [x, x[:, :1]], "head aux1 is .* logits for 5 classes"),
-        (lambda x: {"main": x, "boundary": x}, r"head boundary is .* logits for 1 channel"),
+        (
+            lambda x: {"main": x, "boundary": x},
+            r"head boundary is .* logits for 1 channel",
+        ),
     ],
 )
-def test_outputs_of_another_shape_are_refused(outputs: Callable[[Tensor], Any], says: str) -> None:
+def test_outputs_of_another_shape_are_refused(
+    outputs: Callable[[Tensor], Any], says: str
+) -> None:
     with pytest.raises(ConfigError, match=says):
         heads(outputs)
 
 
 def test_a_boundary_head_has_one_channel() -> None:
-    assert list(heads(lambda x: {"main": x, "boundary": x[:, :1]})) == ["main", "boundary"]
+    assert list(heads(lambda x: {"main": x, "boundary": x[:, :1]})) == [
+        "main",
+        "boundary",
+    ]
 
 
 def test_heads_may_be_fewer_in_eval_mode_only() -> None:
@@ -93,12 +123,17 @@ def test_heads_may_be_fewer_in_eval_mode_only() -> None:
     assert list(net.logits(IMAGE, aux=True)) == ["main", "aux1"]
     assert list(net.logits(IMAGE, aux=False)) == ["main"]
     assert net.eval()(IMAGE).shape == (2, 5, 16, 24)
-    with pytest.raises(ConfigError, match="returned the heads main, and before that main, aux1"):
+    with pytest.raises(
+        ConfigError, match="returned the heads main, and before that main, aux1"
+    ):
         net.train().logits(IMAGE, aux=True)
 
 
 def test_state_outside_batchnorm_is_refused() -> None:
-    with pytest.raises(ConfigError, match="changes the buffer seen, which is no statistic of a BatchNorm"):
+    with pytest.raises(
+        ConfigError,
+        match="changes the buffer seen, which is no statistic of a BatchNorm",
+    ):
         heads(lambda x: x, counts=True)
     net = PluginNetwork(Outputs(lambda x: x), 5, "net:Net")
     before = net.net.norm.running_mean.clone()
@@ -123,7 +158,10 @@ def test_state_is_refused_however_and_whenever_it_changes(way: str) -> None:
     net.eval().logits(IMAGE, aux=True)
     if way == "removed":
         net.net.seen = torch.zeros(())
-    with pytest.raises(ConfigError, match="changes the buffer seen, which is no statistic of a BatchNorm"):
+    with pytest.raises(
+        ConfigError,
+        match="changes the buffer seen, which is no statistic of a BatchNorm",
+    ):
         net.train().logits(IMAGE, aux=True)
 
 
@@ -150,11 +188,19 @@ class OwnNorm(nn.BatchNorm2d):
     ("way", "says"),
     [
         ("in place", ""),
-        ("replaced", r"puts another tensor in the place of norm.running_mean, .* it: running_mean.copy_"),
-        ("beside", "changes the buffer norm.largest, which is no statistic of a BatchNorm"),
+        (
+            "replaced",
+            r"puts another tensor in the place of norm.running_mean, .* it: running_mean.copy_",
+        ),
+        (
+            "beside",
+            "changes the buffer norm.largest, which is no statistic of a BatchNorm",
+        ),
     ],
 )
-def test_a_norm_of_the_user_may_move_what_is_averaged_in_place(way: str, says: str) -> None:
+def test_a_norm_of_the_user_may_move_what_is_averaged_in_place(
+    way: str, says: str
+) -> None:
     net = Outputs(lambda x: x)
     net.norm = OwnNorm(5, way)
     with pytest.raises(ConfigError, match=says) if says else contextlib.nullcontext():
@@ -177,25 +223,48 @@ def test_a_buffer_may_be_a_cache_for_the_size_of_the_image() -> None:
 def test_it_is_built_from_an_import_path(project: Callable[[str, str], None]) -> None:
     project("net.py", NETS)
     net = build_model("net:Net", 5, {"width": 6})
-    assert list(net.state_dict()) == ["net.body.weight", "net.body.bias", "net.head.weight", "net.head.bias"]
+    assert list(net.state_dict()) == [
+        "net.body.weight",
+        "net.body.bias",
+        "net.head.weight",
+        "net.head.bias",
+    ]
     assert net.state_dict()["net.body.weight"].shape[0] == 6
     assert (net.output_stride, net.align_corners, list(net.train_only)) == (4, True, [])
     built = build_model("net:build", 5)
-    assert (built.output_stride, built.align_corners, built.training) == (2, False, True)
-    with pytest.raises(ConfigError, match=r"net:nothing returned a int, but a torch.nn.Module was needed"):
+    assert (built.output_stride, built.align_corners, built.training) == (
+        2,
+        False,
+        True,
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"net:nothing returned a int, but a torch.nn.Module was needed",
+    ):
         build_model("net:nothing", 5)
-    with pytest.raises(ConfigError, match=r"model.args.widht is not an argument of net:Net, which takes width\. Did"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model.args.widht is not an argument of net:Net, which takes width\. Did",
+    ):
         check_model("net:Net", {"widht": 3})
 
 
 def test_networks_of_ours_take_their_own_arguments_only() -> None:
     assert not build_model("fast_scnn", 5, {"aux": False}).train_only
-    with pytest.raises(ConfigError, match=r"model.args.planes is not an argument of pidnet_s, which takes none\."):
+    with pytest.raises(
+        ConfigError,
+        match=r"model.args.planes is not an argument of pidnet_s, which takes none\.",
+    ):
         build_model("pidnet_s", 5, {"planes": 3})
 
 
-def test_a_network_of_our_kind_is_not_wrapped(project: Callable[[str, str], None]) -> None:
-    project("net.py", "from segpipe.models.fast_scnn import FastSCNN\nclass Mine(FastSCNN): pass")
+def test_a_network_of_our_kind_is_not_wrapped(
+    project: Callable[[str, str], None],
+) -> None:
+    project(
+        "net.py",
+        "from segpipe.models.fast_scnn import FastSCNN\nclass Mine(FastSCNN): pass",
+    )
     assert type(build_model("net:Mine", 5)).__name__ == "Mine"
     plugins.trust(["torch"])
     with pytest.raises(ConfigError, match="must take the keyword num_classes"):

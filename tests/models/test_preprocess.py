@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from segpipe.data.augment import Augmenter, ColorMatrix, color_matrix
-from segpipe.models.preprocess import COLOR_UNIT, IMAGENET_MEAN, IMAGENET_STD, Preprocess, colored
+from segpipe.models.preprocess import (
+    COLOR_UNIT,
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    Preprocess,
+    colored,
+)
 from segpipe.settings.groups import AugmentConfig
 
 DRAWS = np.random.Generator(np.random.Philox(5))
@@ -18,12 +24,16 @@ DRAWS = np.random.Generator(np.random.Philox(5))
 def every_value() -> torch.Tensor:
     """All 256 values in all three channels, in three different orders."""
     values = torch.arange(256).repeat(2, 1).view(2, 16, 16)
-    return torch.stack([values, 255 - values, (values * 7) % 256], dim=-1).to(torch.uint8)
+    return torch.stack([values, 255 - values, (values * 7) % 256], dim=-1).to(
+        torch.uint8
+    )
 
 
 def reference(image: torch.Tensor) -> np.ndarray:
     wide = image.numpy().astype(np.float64)
-    return np.moveaxis((wide / 255 - np.array(IMAGENET_MEAN)) / np.array(IMAGENET_STD), -1, 1)
+    return np.moveaxis(
+        (wide / 255 - np.array(IMAGENET_MEAN)) / np.array(IMAGENET_STD), -1, 1
+    )
 
 
 def error_of(result: torch.Tensor, image: torch.Tensor) -> float:
@@ -54,11 +64,15 @@ def test_channels_last_without_a_copy(every_value, batch):
 
 def test_other_statistics(every_value):
     assert torch.equal(
-        Preprocess(mean=[0, 0, 0], std=[1 / 255] * 3)(every_value), every_value.permute(0, 3, 1, 2).float()
+        Preprocess(mean=[0, 0, 0], std=[1 / 255] * 3)(every_value),
+        every_value.permute(0, 3, 1, 2).float(),
     )
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.trace:FutureWarning", "ignore:.torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.trace:FutureWarning",
+    "ignore:.torch.jit.trace:DeprecationWarning",
+)
 def test_traced_for_one_size_it_serves_another(every_value):
     traced = torch.jit.trace(Preprocess(), every_value[:, :8, :8])
     assert torch.equal(traced(every_value), Preprocess()(every_value))
@@ -87,8 +101,12 @@ def drawn_colors(number: int, largest: float = 1.0) -> list[np.ndarray]:
 
 
 def whole_steps(matrices: list[np.ndarray]) -> torch.Tensor:
-    fixed = ColorMatrix(brightness=0, contrast=0, saturation=0, hue=0, deferred=True).apply_to_color
-    return torch.from_numpy(np.stack([fixed(np.empty(0), matrix) for matrix in matrices]))
+    fixed = ColorMatrix(
+        brightness=0, contrast=0, saturation=0, hue=0, deferred=True
+    ).apply_to_color
+    return torch.from_numpy(
+        np.stack([fixed(np.empty(0), matrix) for matrix in matrices])
+    )
 
 
 @pytest.mark.parametrize("width", [1, 7, 64, 333])
@@ -97,7 +115,12 @@ def test_color_on_the_device_is_that_of_opencv(width: int) -> None:
     matrices = drawn_colors(100)
     image = DRAWS.integers(0, 256, (len(matrices), 3, width, 3), np.uint8)
     found = colored(torch.from_numpy(image), whole_steps(matrices))
-    expected = np.stack([cv2.transform(one, matrix) for one, matrix in zip(image, matrices, strict=True)])
+    expected = np.stack(
+        [
+            cv2.transform(one, matrix)
+            for one, matrix in zip(image, matrices, strict=True)
+        ]
+    )
     assert np.array_equal(found.numpy(), expected)
 
 
@@ -119,19 +142,28 @@ def test_no_sum_of_a_color_is_rounded() -> None:
         color = whole_steps(colors).double().abs()
         return float((255 * color[..., :3].sum(-1) + color[..., 3]).max()) + COLOR_UNIT
 
-    assert largest_sum(drawn_colors(1000)) < 2**24 < largest_sum(drawn_colors(1000, 3.0))
+    assert (
+        largest_sum(drawn_colors(1000)) < 2**24 < largest_sum(drawn_colors(1000, 3.0))
+    )
 
 
 def test_color_of_an_image_does_not_depend_on_its_batch() -> None:
     augmenter = Augmenter(AugmentConfig(crop_size=[32, 64], color_on="device"))
     frame = DRAWS.integers(0, 256, (60, 80, 3), np.uint8), np.zeros((60, 80), np.uint8)
     crops = [augmenter.crop(*frame, key) for key in range(5)]
-    image, color = (torch.from_numpy(np.stack([crop[part] for crop in crops])) for part in (0, 2))
+    image, color = (
+        torch.from_numpy(np.stack([crop[part] for crop in crops])) for part in (0, 2)
+    )
     seen = Preprocess()(image, color)
     for row, key in enumerate(range(5)):
         alone = torch.from_numpy(augmenter(*frame, key)[0][None])
         assert torch.equal(seen[row : row + 1], Preprocess()(alone))
-        assert torch.equal(seen[row : row + 1], Preprocess()(image[row : row + 1], color[row : row + 1]))
+        assert torch.equal(
+            seen[row : row + 1],
+            Preprocess()(image[row : row + 1], color[row : row + 1]),
+        )
     assert torch.equal(Preprocess()(image.flip(0), color.flip(0)), seen.flip(0))
-    assert not torch.equal(Preprocess()(image, color.flip(0)), seen), "the control: colors of other samples"
+    assert not torch.equal(Preprocess()(image, color.flip(0)), seen), (
+        "the control: colors of other samples"
+    )
     assert seen.is_contiguous(memory_format=torch.channels_last)

@@ -43,16 +43,22 @@ def test_control_the_other_align_corners_is_seen() -> None:
 def test_matrix_resize_in_fp32_within_5e_7(align_corners: bool) -> None:
     x = torch.rand(2, 19, 17, 33)
     ours = resize.bilinear_matmul(x, (136, 264), align_corners=align_corners)
-    torchs = F.interpolate(x, size=(136, 264), mode="bilinear", align_corners=align_corners)
+    torchs = F.interpolate(
+        x, size=(136, 264), mode="bilinear", align_corners=align_corners
+    )
     assert (ours - torchs).abs().max() <= 5e-7
 
 
 @pytest.mark.parametrize("align_corners", [False, True])
 @pytest.mark.parametrize("stride", [2, 3, 4])
-def test_a_strided_resize_is_every_nth_pixel_of_the_full_one(stride: int, align_corners: bool) -> None:
+def test_a_strided_resize_is_every_nth_pixel_of_the_full_one(
+    stride: int, align_corners: bool
+) -> None:
     x = torch.randn(2, 3, 5, 7)
     full = resize.bilinear_matmul(x, (33, 49), align_corners=align_corners)
-    found = resize.bilinear_matmul(x, (33, 49), align_corners=align_corners, stride=stride)
+    found = resize.bilinear_matmul(
+        x, (33, 49), align_corners=align_corners, stride=stride
+    )
     expected = full[..., stride // 2 :: stride, stride // 2 :: stride]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
@@ -75,18 +81,27 @@ class Upsample(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_computed_in_fp32_also_under_autocast(dtype: torch.dtype) -> None:
+def test_half_precision_is_computed_in_fp32_also_under_autocast(
+    dtype: torch.dtype,
+) -> None:
     x = torch.randn(1, 4, 9, 13).to(dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ours = resize.bilinear_matmul(x, (36, 52))
         wide = resize.bilinear_matmul(x.float(), (36, 52))
     assert ours.dtype == dtype
     assert wide.dtype == torch.float32
-    torch.testing.assert_close(wide, F.interpolate(x.float(), size=(36, 52), mode="bilinear"), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        wide,
+        F.interpolate(x.float(), size=(36, 52), mode="bilinear"),
+        rtol=0,
+        atol=1e-6,
+    )
     torch.testing.assert_close(ours, wide.to(dtype), rtol=0, atol=0)
 
 
-def test_matrices_of_inference_mode_serve_a_later_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrices_of_inference_mode_serve_a_later_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(resize, "_MATRICES", {})
     x = torch.randn(1, 1, 3, 4, requires_grad=True)
     with torch.inference_mode():
@@ -104,7 +119,9 @@ def test_bilinear_on_a_cpu_is_interpolate() -> None:
 
 @pytest.mark.parametrize("bins", [1, 2, 3, 6])
 @pytest.mark.parametrize("size", [(32, 64), (7, 13), (6, 6), (4, 5), (1, 2)])
-def test_pooling_is_adaptive_also_where_bins_do_not_divide(bins: int, size: tuple[int, int]) -> None:
+def test_pooling_is_adaptive_also_where_bins_do_not_divide(
+    bins: int, size: tuple[int, int]
+) -> None:
     x = torch.randn(2, 3, *size, dtype=torch.float64, requires_grad=True)
     ours, torchs = resize.adaptive_avg_pool(x, bins), F.adaptive_avg_pool2d(x, bins)
     weight = torch.randn_like(torchs)
@@ -119,11 +136,15 @@ class Pool(nn.Module):
         return resize.adaptive_avg_pool(x, 3)
 
 
-def test_pooling_survives_export_and_leaves_no_fake_tensor_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pooling_survives_export_and_leaves_no_fake_tensor_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(resize, "_MATRICES", {})
     x = torch.randn(1, 2, 7, 10)
     exported = torch.export.export(Pool(), (x,)).module()
-    torch.testing.assert_close(exported(x), F.adaptive_avg_pool2d(x, 3), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        exported(x), F.adaptive_avg_pool2d(x, 3), rtol=0, atol=1e-6
+    )
     assert not resize._MATRICES
 
 

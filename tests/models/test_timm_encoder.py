@@ -36,13 +36,19 @@ def test_the_encoder_sees_images_normalized_as_it_was_trained() -> None:
     seen: list[torch.Tensor] = []
     net.encoder.register_forward_pre_hook(lambda _, args: seen.append(args[0]))  # type: ignore[operator, union-attr]
     raw = torch.rand(1, 3, 64, 64)
-    ours = (raw - torch.tensor(IMAGENET_MEAN).view(1, 3, 1, 1)) / torch.tensor(IMAGENET_STD).view(1, 3, 1, 1)
+    ours = (raw - torch.tensor(IMAGENET_MEAN).view(1, 3, 1, 1)) / torch.tensor(
+        IMAGENET_STD
+    ).view(1, 3, 1, 1)
     net(ours)
     torch.testing.assert_close(seen[0], (raw - 0.5) / 0.5, rtol=0, atol=1e-5)
     assert (seen[0] - ours).abs().max() > 0.1, "another normalization than ours"
     with pytest.MonkeyPatch.context() as on_a_gpu:
         on_a_gpu.setattr(torch.Tensor, "is_cuda", True)
-        on_a_gpu.setattr(torch.Tensor, "new_tensor", lambda *args: pytest.fail("the host waits for this copy"))
+        on_a_gpu.setattr(
+            torch.Tensor,
+            "new_tensor",
+            lambda *args: pytest.fail("the host waits for this copy"),
+        )
         net.logits(ours, aux=False)
     assert torch.equal(seen.pop(), seen[0])
     usual = build_model("timm", 5, {"encoder": "mobilenetv3_small_050"}).eval()
@@ -51,8 +57,12 @@ def test_the_encoder_sees_images_normalized_as_it_was_trained() -> None:
     assert seen[1] is ours
 
 
-@pytest.mark.parametrize("encoder", [SMALL, "convnext_atto"])  # timm flattens the stages of the second
-def test_a_file_of_the_whole_classifier_gives_the_encoder(encoder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "encoder", [SMALL, "convnext_atto"]
+)  # timm flattens the stages of the second
+def test_a_file_of_the_whole_classifier_gives_the_encoder(
+    encoder: str, tmp_path: Path
+) -> None:
     whole = timm.create_model(encoder, num_classes=10)
     path = tmp_path / "model.safetensors"
     save_file(whole.state_dict(), path)
@@ -61,20 +71,32 @@ def test_a_file_of_the_whole_classifier_gives_the_encoder(encoder: str, tmp_path
     assert state.weights is not None
     names = [name for name in state.model.state_dict() if name.startswith("encoder.")]
     assert set(names) == set(state.weights["kept"])
-    assert not any(name.startswith(("stages", "blocks", "conv_stem")) for name in state.weights["left_over"])
+    assert not any(
+        name.startswith(("stages", "blocks", "conv_stem"))
+        for name in state.weights["left_over"]
+    )
     settings.model.weights_partial = False
-    with pytest.raises(CheckpointError, match=r"lateral\.0\.0\.weight.*model\.weights_partial=true"):
+    with pytest.raises(
+        CheckpointError, match=r"lateral\.0\.0\.weight.*model\.weights_partial=true"
+    ):
         build_state(settings, STREET, CPU, read_start(settings, checkpoint.load))
 
 
-def test_pretrained_weights_are_loaded_for_step_0_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_pretrained_weights_are_loaded_for_step_0_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     create, asked = timm.create_model, []
 
     def with_weights(name: str, *, pretrained: bool = False, **kind: Any) -> Any:
         asked.append(pretrained)
         net = create(name, **kind)
         if pretrained:
-            net.load_state_dict({key: torch.full_like(value, 2) for key, value in net.state_dict().items()})
+            net.load_state_dict(
+                {
+                    key: torch.full_like(value, 2)
+                    for key, value in net.state_dict().items()
+                }
+            )
         return net
 
     monkeypatch.setattr(timm, "create_model", with_weights)
@@ -82,7 +104,11 @@ def test_pretrained_weights_are_loaded_for_step_0_only(monkeypatch: pytest.Monke
     settings.run.root = str(tmp_path)
     state = build_state(settings, STREET, CPU, read_start(settings, checkpoint.load))
     assert asked == [False, True]
-    encoder = [value for name, value in state.ema.model.state_dict().items() if name.startswith("encoder.")]
+    encoder = [
+        value
+        for name, value in state.ema.model.state_dict().items()
+        if name.startswith("encoder.")
+    ]
     assert all((value == 2).all() for value in encoder)
     assert state.weights is not None
     assert len(state.weights["kept"]) == len(encoder)
@@ -94,16 +120,23 @@ def test_pretrained_weights_are_loaded_for_step_0_only(monkeypatch: pytest.Monke
     assert weights_summary(settings) == {}
 
 
-def test_without_a_network_it_is_said_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_it_is_said_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     settings = config("mobilenetv3_small_050", pretrained=True)
     start = read_start(settings, checkpoint.load)
-    with pytest.raises(ConfigError, match=r"neither in timm's cache nor.*HF_HUB_OFFLINE is set.*weights_partial=true"):
+    with pytest.raises(
+        ConfigError,
+        match=r"neither in timm's cache nor.*HF_HUB_OFFLINE is set.*weights_partial=true",
+    ):
         build_state(settings, STREET, CPU, start)
 
 
-def test_without_timm_the_message_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_timm_the_message_names_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(ConfigError, match=r"pip install 'segpipe\[timm\]'"):
         build_model("timm", 5)
@@ -112,10 +145,19 @@ def test_without_timm_the_message_names_the_command(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("args", "match"),
     [
-        ({"encoder": "resnet81"}, "'resnet81' is not an encoder of timm. Did you mean resnet"),
-        ({"encoder": "vit_tiny_patch16_224"}, "strides 16, 16, 16, but one each at 8, 16 and 32"),
+        (
+            {"encoder": "resnet81"},
+            "'resnet81' is not an encoder of timm. Did you mean resnet",
+        ),
+        (
+            {"encoder": "vit_tiny_patch16_224"},
+            "strides 16, 16, 16, but one each at 8, 16 and 32",
+        ),
         ({"pretrained": "x.pth"}, "model.weights=x.pth and model.weights_partial=true"),
-        ({"depth": 3}, "model.args.depth is not an argument of timm, which takes encoder, pretrained, width"),
+        (
+            {"depth": 3},
+            "model.args.depth is not an argument of timm, which takes encoder, pretrained, width",
+        ),
     ],
 )
 def test_wrong_arguments_are_explained(args: dict[str, Any], match: str) -> None:

@@ -43,10 +43,15 @@ def differences(number: int) -> list[float]:
     torch.manual_seed(number)
     shape, size = CASES[number]
     x, weights = torch.randn(shape), torch.randn(*shape[:2], *size)
-    corners, order = bool(number % 2), (torch.contiguous_format, torch.channels_last)[number // 2 % 2]
+    corners, order = (
+        bool(number % 2),
+        (torch.contiguous_format, torch.channels_last)[number // 2 % 2],
+    )
     exact = x.double().requires_grad_()
     rows, columns = (  # with coordinates as torch has them for fp32
-        torch.from_numpy(resize.bilinear_weights(*lengths, np.float32, align_corners=corners)).double()
+        torch.from_numpy(
+            resize.bilinear_weights(*lengths, np.float32, align_corners=corners)
+        ).double()
         for lengths in zip(shape[2:], size, strict=True)
     )
     expected = rows @ exact @ columns.t()
@@ -56,27 +61,50 @@ def differences(number: int) -> list[float]:
     found = triton_resize.bilinear(given, axes)
     (found * weights).sum().backward()  # type: ignore[no-untyped-call]
     half = triton_resize.bilinear(x.bfloat16(), axes)
-    lost = found.dtype != x.dtype or half.dtype != torch.bfloat16 or not found.is_contiguous(memory_format=order)
-    return [far(found, expected), far(given.grad, exact.grad), far(half, expected), float(lost)]
+    lost = (
+        found.dtype != x.dtype
+        or half.dtype != torch.bfloat16
+        or not found.is_contiguous(memory_format=order)
+    )
+    return [
+        far(found, expected),
+        far(given.grad, exact.grad),
+        far(half, expected),
+        float(lost),
+    ]
 
 
 def far(found: Tensor | None, expected: Tensor | None) -> float:
     assert found is not None
     assert expected is not None
-    return float((found.detach().double() - expected.detach()).abs().max() / expected.detach().abs().max())
+    return float(
+        (found.detach().double() - expected.detach()).abs().max()
+        / expected.detach().abs().max()
+    )
 
 
 def test_values_and_gradients_are_those_of_float64() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
-    *found, accepted = ([float(number) for number in line.split()] for line in done.stdout.splitlines())
+    *found, accepted = (
+        [float(number) for number in line.split()] for line in done.stdout.splitlines()
+    )
     assert accepted == [1.0], f"the kernels failed their own start check: {done.stderr}"
     assert len(found) == len(CASES)
     for case, (value, gradient, half, lost) in zip(CASES, found, strict=True):
         assert value < 2e-6, case
         assert gradient < 2e-6, case
-        assert 1e-4 < half < 1e-2 or case[0][2:] == (1, 1), case  # its inputs are rounded, so it cannot be closer
+        assert 1e-4 < half < 1e-2 or case[0][2:] == (1, 1), (
+            case
+        )  # its inputs are rounded, so it cannot be closer
         assert lost == 0, case
 
 
@@ -87,13 +115,21 @@ def test_they_compile_for_an_h100() -> None:
 
     from segpipe.models import triton_resize as kernels
 
-    taps = {"row_low": "*i32", "row_share": "*fp32", "col_low": "*i32", "col_share": "*fp32"}
+    taps = {
+        "row_low": "*i32",
+        "row_share": "*fp32",
+        "col_low": "*i32",
+        "col_share": "*fp32",
+    }
     edges = {"row_edges": "*i32", "col_edges": "*i32"}
     sizes = dict.fromkeys(("rows_in", "cols_in", "rows", "inner", "width"), "i32")
     for dtype in ("*bf16", "*fp32"):
         for kernel, names in (
             (kernels._forward, {"source": dtype, "out": dtype, **taps, **sizes}),
-            (kernels._backward, {"given": dtype, "out": dtype, **taps, **edges, **sizes, "cols": "i32"}),
+            (
+                kernels._backward,
+                {"given": dtype, "out": dtype, **taps, **edges, **sizes, "cols": "i32"},
+            ),
         ):
             source = ASTSource(kernel, {**names, "block": "constexpr"}, {"block": 512})
             ptx = compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
@@ -101,7 +137,9 @@ def test_they_compile_for_an_h100() -> None:
             assert "red.global" not in ptx
 
 
-def test_what_a_cuda_graph_reads_outlives_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_cuda_graph_reads_outlives_the_caches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A validation on images of many sizes empties them; a replay would then read memory that is somebody else's."""
     from triton.runtime.jit import JITFunction
 
@@ -113,15 +151,24 @@ def test_what_a_cuda_graph_reads_outlives_the_caches(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Tensor, "is_cuda", True)
     seen = []
     for capturing in (False, True):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        monkeypatch.setattr(
+            torch.cuda,
+            "is_current_stream_capturing",
+            lambda capturing=capturing: capturing,
+        )
         x = torch.randn(1, 2, 3, 5, requires_grad=True)
         axes = resize._axes_of_kernels(x, (6, 10), False)
         triton_resize.bilinear(x, axes).sum().backward()
         read = [
             *triton_resize._taps(axes),
-            *(triton_resize._edges(axis, n) for axis, n in zip(axes, (3, 5), strict=True)),
+            *(
+                triton_resize._edges(axis, n)
+                for axis, n in zip(axes, (3, 5), strict=True)
+            ),
         ]
-        seen.append([any(value is kept for values in held for kept in values) for value in read])
+        seen.append(
+            [any(value is kept for values in held for kept in values) for value in read]
+        )
     assert seen == [[False] * 6, [True] * 6]
 
 
@@ -135,22 +182,32 @@ def unknown() -> Iterator[None]:
 
 @pytest.mark.usefixtures("unknown")
 @pytest.mark.parametrize("fault", ["fails", "value", "gradient"])
-def test_products_take_its_place_where_it_fails_or_is_wrong(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+def test_products_take_its_place_where_it_fails_or_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
     from segpipe.models import triton_resize
 
     def bilinear(x: Tensor, axes: Any) -> Tensor:
         if fault == "fails":
             raise RuntimeError("no driver")
-        found = F.interpolate(x, tuple(len(axis.first) for axis in axes), mode="bilinear")
+        found = F.interpolate(
+            x, tuple(len(axis.first) for axis in axes), mode="bilinear"
+        )
         return found + 1e-3 * (found if fault == "value" else found - found.detach())
 
     monkeypatch.setattr(triton_resize, "bilinear", bilinear)
-    with pytest.warns(UserWarning, match={"fails": "no driver"}.get(fault, f"a {fault} at")):
+    with pytest.warns(
+        UserWarning, match={"fails": "no driver"}.get(fault, f"a {fault} at")
+    ):
         assert resize.gpu_kernels(CPU) is None
 
 
-def test_only_tensors_of_a_gpu_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resize, "gpu_kernels", lambda device: pytest.fail("asked for the kernels"))
+def test_only_tensors_of_a_gpu_take_the_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        resize, "gpu_kernels", lambda device: pytest.fail("asked for the kernels")
+    )
     with resize.as_on_cuda():
         resize.bilinear(torch.randn(1, 2, 3, 4), (6, 8))
 

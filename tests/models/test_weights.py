@@ -38,7 +38,9 @@ class Small(nn.Module):
 
     def __init__(self, num_classes: int = 5, width: int = 8) -> None:
         super().__init__()
-        self.encoder = nn.Sequential(nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.Conv2d(width, width, 1))
+        self.encoder = nn.Sequential(
+            nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.Conv2d(width, width, 1)
+        )
         self.head = nn.Conv2d(width, num_classes, 1)
 
 
@@ -50,8 +52,14 @@ def training_file(name: str) -> dict[str, Tensor]:
     """The state dict as the authors' training code saves it: below `model.`, beside the class weights of its losses."""
     weights = {f"model.{key}": value for key, value in state_dict(name).items()}
     if name == "fast_scnn":  # published with an auxiliary head by some
-        weights |= {"model.auxlayer.0.weight": torch.ones(32, 64, 3, 3), "model.auxlayer.4.bias": torch.ones(19)}
-    return weights | {"sem_loss.criterion.weight": torch.ones(19), "model.total_ops": torch.zeros(1)}
+        weights |= {
+            "model.auxlayer.0.weight": torch.ones(32, 64, 3, 3),
+            "model.auxlayer.4.bias": torch.ones(19),
+        }
+    return weights | {
+        "sem_loss.criterion.weight": torch.ones(19),
+        "model.total_ops": torch.zeros(1),
+    }
 
 
 @any_published
@@ -71,23 +79,35 @@ def test_files_of_the_authors_training_code_are_read(name: str) -> None:
 
 
 @any_published
-def test_another_class_count_initializes_the_class_layers_and_nothing_else(name: str) -> None:
+def test_another_class_count_initializes_the_class_layers_and_nothing_else(
+    name: str,
+) -> None:
     torch.manual_seed(3)
     net = build_model(name, 7)
     before = {key: value.clone() for key, value in net.state_dict().items()}
     found = fit(net, source(training_file(name)), num_classes=7)
-    layers = [f"{layer}.{part}" for layer in CLASS_LAYERS[name] for part in ("weight", "bias")]
-    absent = {"train_only.aux.2.weight"} if name == "fast_scnn" else set()  # training_file has one tensor of two
+    layers = [
+        f"{layer}.{part}" for layer in CLASS_LAYERS[name] for part in ("weight", "bias")
+    ]
+    absent = (
+        {"train_only.aux.2.weight"} if name == "fast_scnn" else set()
+    )  # training_file has one tensor of two
     assert set(found.adapted) == set(layers) - absent
     assert found.classes == (19, 7)
     assert f"adapted {len(found.adapted)} (" in found.summary
     assert "19 -> 7 classes, initialized" in found.summary
     for key, value in net.state_dict().items():
         kept = key not in (*found.adapted, *found.fresh)
-        assert torch.equal(value, before[key]) != kept or not value.ndim or key.endswith("num_batches_tracked"), key
+        assert (
+            torch.equal(value, before[key]) != kept
+            or not value.ndim
+            or key.endswith("num_batches_tracked")
+        ), key
 
 
-@pytest.mark.parametrize("prefix", ["", "module.", "model.", "module.model.", "_orig_mod."])
+@pytest.mark.parametrize(
+    "prefix", ["", "module.", "model.", "module.model.", "_orig_mod."]
+)
 def test_prefixes_are_dropped_and_a_mixture_is_refused(prefix: str) -> None:
     name, weights = "fast_scnn", state_dict("fast_scnn")
     prefixed = {prefix + key: value for key, value in weights.items()}
@@ -95,8 +115,14 @@ def test_prefixes_are_dropped_and_a_mixture_is_refused(prefix: str) -> None:
     assert not found.left_over
     assert len(found.kept) == len(weights)
     key, *others = weights
-    mixed = {f"odd.{prefix}{key}": weights[key], **{prefix + other: weights[other] for other in others}}
-    with pytest.raises(WeightsError, match=f"1 missing \\({prefix}{key}\\); 1 left over \\(odd.{prefix}{key}\\)"):
+    mixed = {
+        f"odd.{prefix}{key}": weights[key],
+        **{prefix + other: weights[other] for other in others},
+    }
+    with pytest.raises(
+        WeightsError,
+        match=f"1 missing \\({prefix}{key}\\); 1 left over \\(odd.{prefix}{key}\\)",
+    ):
         fit(build_model(name, 19), source(mixed), num_classes=19)
 
 
@@ -110,23 +136,42 @@ def test_what_does_not_fit_is_named(name: str) -> None:
         before = {key: value.clone() for key, value in net.state_dict().items()}
         with pytest.raises(WeightsError, match=match):
             fit(net, source(changed), num_classes=19)
-        assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
+        assert all(
+            torch.equal(value, before[key]) for key, value in net.state_dict().items()
+        )
 
     other = {other: value for other, value in weights.items() if other != key}
     refused(other, rf"^x\.pth does not fit \w+ with 19 classes: 1 missing \({key}\)\.")
     refused(
-        {**weights, "extra.weight": torch.zeros(1)}, r"1 left over \(extra\.weight\)\..*model\.weights_partial=true"
+        {**weights, "extra.weight": torch.zeros(1)},
+        r"1 left over \(extra\.weight\)\..*model\.weights_partial=true",
     )
-    refused({**weights, key: torch.zeros(2, 3)}, rf"1 of another shape \({key} \(2, 3\), needed \(32, 3, 3, 3\)\)\.")
+    refused(
+        {**weights, key: torch.zeros(2, 3)},
+        rf"1 of another shape \({key} \(2, 3\), needed \(32, 3, 3, 3\)\)\.",
+    )
     for dtype in (torch.int64, torch.int8, torch.complex64):
         refused(
-            {**weights, key: weights[key].to(dtype)}, rf"1 of another dtype \({key} {dtype}, needed torch\.float32\)\."
+            {**weights, key: weights[key].to(dtype)},
+            rf"1 of another dtype \({key} {dtype}, needed torch\.float32\)\.",
         )
-    refused({**weights, key: torch.full_like(weights[key], torch.inf)}, r"x\.pth: \S+ is not finite")
-    refused({**weights, key: weights[key].double() + 1e300}, r"x\.pth: \S+ is too large for torch\.float32")
+    refused(
+        {**weights, key: torch.full_like(weights[key], torch.inf)},
+        r"x\.pth: \S+ is not finite",
+    )
+    refused(
+        {**weights, key: weights[key].double() + 1e300},
+        r"x\.pth: \S+ is too large for torch\.float32",
+    )
     variance = next(name for name in weights if name.endswith("running_var"))
-    refused({**weights, variance: -weights[variance]}, r"x\.pth: \S+\.running_var holds a negative variance")
-    refused({"a": torch.zeros(1), "b": torch.zeros(2)}, r"no tensor of x\.pth fits .*: it has a, b, .*, the network")
+    refused(
+        {**weights, variance: -weights[variance]},
+        r"x\.pth: \S+\.running_var holds a negative variance",
+    )
+    refused(
+        {"a": torch.zeros(1), "b": torch.zeros(2)},
+        r"no tensor of x\.pth fits .*: it has a, b, .*, the network",
+    )
 
 
 def test_class_layers_of_two_class_counts_are_refused() -> None:
@@ -135,48 +180,86 @@ def test_class_layers_of_two_class_counts_are_refused() -> None:
             super().__init__(num_classes)
             self.aux = nn.Conv2d(8, num_aux, 1)
 
-    with pytest.raises(WeightsError, match=r"4 of another shape \(head\.weight \(19, 8, 1, 1\), needed \(5, 8, 1, 1\)"):
+    with pytest.raises(
+        WeightsError,
+        match=r"4 of another shape \(head\.weight \(19, 8, 1, 1\), needed \(5, 8, 1, 1\)",
+    ):
         fit(Two(5, 5), source(Two(19, 20).state_dict()), num_classes=5)
-    assert len(fit(Two(5, 5), source(Two(19, 19).state_dict()), num_classes=5).adapted) == 4
+    assert (
+        len(fit(Two(5, 5), source(Two(19, 19).state_dict()), num_classes=5).adapted)
+        == 4
+    )
 
 
 def test_a_layer_of_another_width_is_no_class_layer() -> None:
     with pytest.raises(WeightsError, match="of another shape"):
         fit(Small(5, 5), source(Small(5, 9).state_dict()), num_classes=5)
-    other = {**Small(5).state_dict(), "head.weight": torch.ones(7, 9, 1, 1)}  # another class count, and another width
+    other = {
+        **Small(5).state_dict(),
+        "head.weight": torch.ones(7, 9, 1, 1),
+    }  # another class count, and another width
     with pytest.raises(WeightsError, match=r"1 of another shape \(head\.weight"):
         fit(Small(5), source(other), num_classes=5)
 
 
 def test_partial_takes_an_encoder_alone_and_names_the_rest() -> None:
     net, other = Small(), Small()
-    inner = {key.removeprefix("encoder."): value for key, value in other.state_dict().items() if "encoder" in key}
+    inner = {
+        key.removeprefix("encoder."): value
+        for key, value in other.state_dict().items()
+        if "encoder" in key
+    }
     for tensors in (inner, {f"backbone.{key}": value for key, value in inner.items()}):
-        found = fit(net, source({**tensors, "fc.weight": torch.ones(1000, 8)}), num_classes=5, partial=True)
-        assert set(found.kept) == {key for key in net.state_dict() if key.startswith("encoder.")}
+        found = fit(
+            net,
+            source({**tensors, "fc.weight": torch.ones(1000, 8)}),
+            num_classes=5,
+            partial=True,
+        )
+        assert set(found.kept) == {
+            key for key in net.state_dict() if key.startswith("encoder.")
+        }
         assert found.fresh == ("head.weight", "head.bias")
         assert found.left_over == ("fc.weight",)
         assert torch.equal(net.encoder[0].weight, other.encoder[0].weight)  # type: ignore[arg-type]
     with pytest.raises(WeightsError, match=r"2 missing \(head\.weight, head\.bias\)"):
         fit(net, source(inner), num_classes=5)
     prefixed = {f"enc.{key}": value for key, value in inner.items()}
-    with pytest.raises(WeightsError, match=r"2 missing \(net\.head\.weight, net\.head\.bias\)\. Check"):
+    with pytest.raises(
+        WeightsError, match=r"2 missing \(net\.head\.weight, net\.head\.bias\)\. Check"
+    ):
         fit(PluginNetwork(Small(), 5, "mine:Small"), source(prefixed), num_classes=5)
-    headed = {**prefixed, **{f"enc.{key}": value for key, value in other.state_dict().items() if "head" in key}}
+    headed = {
+        **prefixed,
+        **{
+            f"enc.{key}": value
+            for key, value in other.state_dict().items()
+            if "head" in key
+        },
+    }
     assert not fit(net, source(headed), num_classes=5).fresh
     wide = {**other.state_dict(), "encoder.0.weight": torch.ones(4, 3, 3, 3)}
     found = fit(net, source(wide), num_classes=5, partial=True)
-    assert (found.fresh, found.left_over) == (("encoder.0.weight",), ("encoder.0.weight",))
+    assert (found.fresh, found.left_over) == (
+        ("encoder.0.weight",),
+        ("encoder.0.weight",),
+    )
 
 
 def test_a_network_of_the_user_is_read_with_its_own_names() -> None:
     """A plug-in has its names behind "net."; a file has them as the user's code does, or as segpipe wrote them."""
     other = Small()
     wrapped = PluginNetwork(Small(), 5, "mine:Small")
-    for tensors in (other.state_dict(), PluginNetwork(other, 5, "mine:Small").state_dict()):
+    for tensors in (
+        other.state_dict(),
+        PluginNetwork(other, 5, "mine:Small").state_dict(),
+    ):
         found = fit(wrapped, source(tensors), num_classes=5)
         assert not found.fresh
-        assert all(torch.equal(value, other.state_dict()[key]) for key, value in wrapped.net.state_dict().items())
+        assert all(
+            torch.equal(value, other.state_dict()[key])
+            for key, value in wrapped.net.state_dict().items()
+        )
     assert published_key("net.head.bias", wrapped.published_keys) == "head.bias"
 
 
@@ -199,15 +282,22 @@ def test_half_precision_is_converted_and_old_files_lack_counters() -> None:
 @pytest.mark.parametrize(
     ("changed", "stored"),
     [
-        (lambda value: value.to(torch.float8_e4m3fn), r"torch\.strided of torch\.float8_e4m3fn: the scales"),
+        (
+            lambda value: value.to(torch.float8_e4m3fn),
+            r"torch\.strided of torch\.float8_e4m3fn: the scales",
+        ),
         (lambda value: value.to_sparse(), r"torch\.sparse_coo of torch\.float32\."),
         (lambda value: value.to("meta"), "device meta, without values"),
     ],
 )
-def test_tensors_without_plain_numbers_are_refused(changed: Callable[[Tensor], Tensor], stored: str) -> None:
+def test_tensors_without_plain_numbers_are_refused(
+    changed: Callable[[Tensor], Tensor], stored: str
+) -> None:
     weights = Small().state_dict()
     weights["encoder.2.weight"] = changed(weights["encoder.2.weight"])
-    with pytest.raises(WeightsError, match=rf"x\.pth: encoder\.2\.weight is stored as {stored}"):
+    with pytest.raises(
+        WeightsError, match=rf"x\.pth: encoder\.2\.weight is stored as {stored}"
+    ):
         fit(Small(), source(weights), num_classes=5)
 
 
@@ -216,8 +306,17 @@ def test_tensors_without_plain_numbers_are_refused(changed: Callable[[Tensor], T
     [
         (Small().state_dict(), ""),
         ({"state_dict": Small().state_dict(), "epoch": 3}, "state_dict"),
-        ({"model": Small().state_dict(), "optimizer": {"state": {0: {"m": torch.ones(1)}}}}, "model"),
-        ({"ema": Small().state_dict(), "state_dict": Small().state_dict()}, "state_dict"),
+        (
+            {
+                "model": Small().state_dict(),
+                "optimizer": {"state": {0: {"m": torch.ones(1)}}},
+            },
+            "model",
+        ),
+        (
+            {"ema": Small().state_dict(), "state_dict": Small().state_dict()},
+            "state_dict",
+        ),
         ({"mine": {"net": Small().state_dict()}}, "mine.net"),
     ],
 )
@@ -227,7 +326,11 @@ def test_the_state_dict_is_found(tmp_path: Path, content: Any, part: str) -> Non
     found = state_dict_in(read_torch(path), path)
     assert found.part == part
     assert set(found.tensors) == set(Small().state_dict())
-    assert found.where == (f"{path} (entry {part}{', not ema' if 'ema' in content else ''})" if part else str(path))
+    assert found.where == (
+        f"{path} (entry {part}{', not ema' if 'ema' in content else ''})"
+        if part
+        else str(path)
+    )
 
 
 def test_a_file_without_a_state_dict_says_what_it_holds(tmp_path: Path) -> None:
@@ -235,7 +338,9 @@ def test_a_file_without_a_state_dict_says_what_it_holds(tmp_path: Path) -> None:
         ({"epoch": 3, "loss": 0.5}, "epoch, loss"), ([1, 2], "list"), (torch.ones(2), "Tensor"), ({}, "an empty dict"),
     ):  # fmt: skip
         torch.save(content, tmp_path / "x.pth")
-        with pytest.raises(CheckpointError, match=f"x.pth holds no state dict .*but {held}"):
+        with pytest.raises(
+            CheckpointError, match=f"x.pth holds no state dict .*but {held}"
+        ):
             state_dict_in(read_torch(tmp_path / "x.pth"), tmp_path / "x.pth")
 
 
@@ -250,16 +355,24 @@ class Evil:
 def test_no_file_runs_code(tmp_path: Path) -> None:
     path = tmp_path / "x.pth"
     for content, kind in (
-        ({"state_dict": Small().state_dict(), "args": argparse.Namespace(lr=1)}, r"argparse\.Namespace"),
+        (
+            {"state_dict": Small().state_dict(), "args": argparse.Namespace(lr=1)},
+            r"argparse\.Namespace",
+        ),
         (Small(), r".*Small"),
         ({"state_dict": Small().state_dict(), "args": Evil(tmp_path / "ran")}, r"\S+"),
     ):
         torch.save(content, path)
-        with pytest.raises(CheckpointError, match=f"holds {kind}, a Python object.* so it was not loaded") as caught:
+        with pytest.raises(
+            CheckpointError,
+            match=f"holds {kind}, a Python object.* so it was not loaded",
+        ) as caught:
             read_torch(path)
         assert "weights_only" not in str(caught.value)
     assert not (tmp_path / "ran").exists()
-    torch.load(path, weights_only=False)  # the control: the file does run code where it is allowed to
+    torch.load(
+        path, weights_only=False
+    )  # the control: the file does run code where it is allowed to
     assert (tmp_path / "ran").exists()
 
 
@@ -290,9 +403,13 @@ def test_safetensors_of_others_have_no_class_names(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     save_file(Small().state_dict(), path)
     assert read_safetensors(path).class_names == ()
-    save_file(Small().state_dict(), path, metadata={"format": "pt", "classes": "no JSON"})
+    save_file(
+        Small().state_dict(), path, metadata={"format": "pt", "classes": "no JSON"}
+    )
     assert read_safetensors(path).class_names == ()
-    assert len(fit(Small(), read_safetensors(path), num_classes=5).kept) == len(Small().state_dict())
+    assert len(fit(Small(), read_safetensors(path), num_classes=5).kept) == len(
+        Small().state_dict()
+    )
 
 
 @pytest.mark.parametrize(
@@ -305,7 +422,9 @@ def test_safetensors_of_others_have_no_class_names(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("reverse", [False, True])
-def test_published_key_replaces_the_longest_prefix(key: str, expected: str, reverse: bool) -> None:
+def test_published_key_replaces_the_longest_prefix(
+    key: str, expected: str, reverse: bool
+) -> None:
     prefixes = {"b.": "short.", "b.c.": "long.", "c.": "other."}
     entries = reversed(prefixes.items()) if reverse else prefixes.items()
     assert published_key(key, dict(entries)) == expected
@@ -316,8 +435,12 @@ def test_published_key_maps_know_every_key(name: str) -> None:
     """Every key has a prefix in the map, and no two keys get the same name."""
     net = build_model(name, 19)
     keys = net.published_keys
-    assert all(any(key.startswith(prefix) for prefix in keys) for key in net.state_dict())
-    assert len({published_key(key, keys) for key in net.state_dict()}) == len(net.state_dict())
+    assert all(
+        any(key.startswith(prefix) for prefix in keys) for key in net.state_dict()
+    )
+    assert len({published_key(key, keys) for key in net.state_dict()}) == len(
+        net.state_dict()
+    )
 
 
 def test_messages_name_five_keys_then_count() -> None:

@@ -53,7 +53,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, _tiny_networks: None) -> Path:
 
 def write(path: Path, image: np.ndarray) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    done, data = cv2.imencode(path.suffix, image[..., ::-1] if image.ndim == 3 else image)
+    done, data = cv2.imencode(
+        path.suffix, image[..., ::-1] if image.ndim == 3 else image
+    )
     assert done
     path.write_bytes(data.tobytes())
     return path
@@ -76,7 +78,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def start(out: Path, *arguments: str) -> int:
-    return segpipe(["predict", f"out={out}", "compute.device=cpu", "compute.threads=1", *arguments])
+    return segpipe(
+        ["predict", f"out={out}", "compute.device=cpu", "compute.threads=1", *arguments]
+    )
 
 
 def ids_of(path: Path) -> np.ndarray:
@@ -84,7 +88,11 @@ def ids_of(path: Path) -> np.ndarray:
 
 
 def written(out: Path) -> dict[str, bytes]:
-    return {path.relative_to(out).as_posix(): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
+    return {
+        path.relative_to(out).as_posix(): path.read_bytes()
+        for path in sorted(out.rglob("*"))
+        if path.is_file()
+    }
 
 
 def record(out: Path) -> dict[str, Any]:
@@ -100,13 +108,24 @@ def whole(run: Path, path: Path) -> np.ndarray:
 def test_every_image_of_a_folder_gets_a_mask_and_an_overlay(
     run: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = folder / "answers"  # inside the source: a second run must not predict its own overlays
+    out = (
+        folder / "answers"
+    )  # inside the source: a second run must not predict its own overlays
     assert start(out, f"run={run}", f"source={folder}") == 0
     told = capsys.readouterr()
-    assert told.err == "files of other types were left out: 1 .txt.\n", "neither the hidden one nor outputs"
+    assert told.err == "files of other types were left out: 1 .txt.\n", (
+        "neither the hidden one nor outputs"
+    )
     line = json.loads(told.out)
-    assert (line["predicted"], line["kept"], line["images"], line["problems"]) == (5, 0, 5, 0)
-    assert line["ema_digest"] == line["weights_digest"] == load_network(run).weights_digest
+    assert (line["predicted"], line["kept"], line["images"], line["problems"]) == (
+        5,
+        0,
+        5,
+        0,
+    )
+    assert (
+        line["ema_digest"] == line["weights_digest"] == load_network(run).weights_digest
+    )
     first = written(out)
     assert {name for name in first if name.startswith("masks/")} == {
         "masks/one.png", "masks/small.png", "masks/grey.png",
@@ -117,7 +136,9 @@ def test_every_image_of_a_folder_gets_a_mask_and_an_overlay(
         mask = Image.open(out / entry["mask"])
         ids = np.asarray(mask)
         assert mask.mode == "P"
-        assert np.array(mask.getpalette()[:30]).reshape(-1, 3).tolist() == [list(c) for c in network.classes.palette]
+        assert np.array(mask.getpalette()[:30]).reshape(-1, 3).tolist() == [
+            list(c) for c in network.classes.palette
+        ]
         if entry["source"] != "small.png":  # padded, see test_inference.py
             assert np.array_equal(ids, whole(run, folder / entry["source"]))
         counts = np.bincount(ids.ravel(), minlength=10) / ids.size
@@ -125,7 +146,11 @@ def test_every_image_of_a_folder_gets_a_mask_and_an_overlay(
         stamp = read_stamp(out / entry["mask"])
         assert stamp is not None
         assert stamp["model"] == {"weights_digest": network.weights_digest, "step": 7}
-        assert read_stamp(out / entry["overlay"])["source_sha256"] == entry["source_sha256"] == stamp["source_sha256"]
+        assert (
+            read_stamp(out / entry["overlay"])["source_sha256"]
+            == entry["source_sha256"]
+            == stamp["source_sha256"]
+        )
     assert record(out)["complete"]
     assert sum(record(out)["share"].values()) == pytest.approx(1)
 
@@ -135,22 +160,34 @@ def test_every_image_of_a_folder_gets_a_mask_and_an_overlay(
     assert written(out) == first
 
 
-def test_an_overlay_shows_the_colors_of_the_classes_beside_their_names(run: Path, tmp_path: Path) -> None:
+def test_an_overlay_shows_the_colors_of_the_classes_beside_their_names(
+    run: Path, tmp_path: Path
+) -> None:
     path = write(tmp_path / "one.png", IMAGES[0])
-    for name, *changes in (("full", "alpha=1"), ("none", "alpha=0", "legend=false"), ("off", "overlay=false")):
+    for name, *changes in (
+        ("full", "alpha=1"),
+        ("none", "alpha=0", "legend=false"),
+        ("off", "overlay=false"),
+    ):
         assert start(tmp_path / name, f"run={run}", f"source={path}", *changes) == 0
     network = load_network(run)
-    full = np.asarray(Image.open(tmp_path / "full" / "overlays" / "one.jpg")).astype(int)
+    full = np.asarray(Image.open(tmp_path / "full" / "overlays" / "one.jpg")).astype(
+        int
+    )
     colors = np.array(network.classes.palette)[whole(run, path)]
     assert full.shape[1] > SIZE[1]  # the legend is on the right
     assert np.abs(full[: SIZE[0], : SIZE[1]] - colors).mean() < 12  # of the JPEG
-    plain = np.asarray(Image.open(tmp_path / "none" / "overlays" / "one.jpg")).astype(int)
+    plain = np.asarray(Image.open(tmp_path / "none" / "overlays" / "one.jpg")).astype(
+        int
+    )
     assert plain.shape == (*SIZE, 3)
     assert np.abs(plain - IMAGES[0]).mean() < 12
     assert not (tmp_path / "off" / "overlays").exists()
 
 
-def test_an_image_that_is_far_too_large_is_warned_of_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_image_that_is_far_too_large_is_warned_of_once(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     network, pixels = load_network(run), SIZE[0] * SIZE[1]
 
     def told(most: int, **how: Any) -> str:
@@ -160,7 +197,9 @@ def test_an_image_that_is_far_too_large_is_warned_of_once(run: Path, capsys: pyt
             predictor.answer([image])
         return capsys.readouterr().err
 
-    assert told(pixels - 1).startswith(f"warning: an image of {SIZE[0]}x{SIZE[1]} has more pixels than data.max_pixels")
+    assert told(pixels - 1).startswith(
+        f"warning: an image of {SIZE[0]}x{SIZE[1]} has more pixels than data.max_pixels"
+    )
     assert told(pixels - 1).count("warning: ") == 1
     assert told(pixels) == told(pixels - 1, tile=(32, 32)) == "", "the control"
 
@@ -174,7 +213,9 @@ def test_bad_files_are_named_and_the_rest_is_predicted(
     out = folder.parent / "out"
     assert start(out, f"run={run}", f"source={folder}", "batch=2") == 2
     told = capsys.readouterr()
-    assert [name for name in ("broken.png", "empty.jpg", "film.mp4") if name not in told.err] == []
+    assert [
+        name for name in ("broken.png", "empty.jpg", "film.mp4") if name not in told.err
+    ] == []
     *problems, left_out = told.err.splitlines()
     assert left_out.startswith("files of other types")
     assert json.loads(told.out)["problems"] == 3
@@ -208,7 +249,11 @@ def test_what_another_model_wrote_is_refused_unless_it_may_be_replaced(
 
 
 def test_an_interrupt_leaves_whole_files_and_the_rest_for_the_next_time(
-    run: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     settings = (f"run={run}", f"source={folder}")
     assert start(tmp_path / "whole", *settings) == 0
@@ -227,7 +272,9 @@ def test_an_interrupt_leaves_whole_files_and_the_rest_for_the_next_time(
         assert start(out, *settings) == Interrupted.exit_code
     assert "2 of 5 sources are finished" in capsys.readouterr().err
     left = written(out)
-    assert {name: data for name, data in left.items() if name != "predictions.json"}.items() <= expected.items()
+    assert {
+        name: data for name, data in left.items() if name != "predictions.json"
+    }.items() <= expected.items()
     assert not record(out)["complete"]
     assert start(out, *settings) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["kept"] == 2
@@ -256,15 +303,24 @@ def test_classes_without_an_id_of_8_bits_cannot_be_written_as_raw() -> None:
             raw_ids(table, 2)
 
 
-def test_photos_are_turned_upright_unless_told_otherwise(run: Path, tmp_path: Path) -> None:
+def test_photos_are_turned_upright_unless_told_otherwise(
+    run: Path, tmp_path: Path
+) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # stored turned by 90 degrees
     Image.fromarray(IMAGES[0]).save(tmp_path / "photo.png", exif=exif)
     for rule, pixels in (("apply", np.rot90(IMAGES[0], -1)), ("ignore", IMAGES[0])):
         plain = write(tmp_path / f"{rule}.png", np.ascontiguousarray(pixels))
-        given = (f"run={run}", f"source={tmp_path / 'photo.png'}", f"exif={rule}", "overlay=false")
+        given = (
+            f"run={run}",
+            f"source={tmp_path / 'photo.png'}",
+            f"exif={rule}",
+            "overlay=false",
+        )
         assert start(tmp_path / rule, *given) == 0
-        assert np.array_equal(ids_of(tmp_path / rule / "masks" / "photo.png"), whole(run, plain))
+        assert np.array_equal(
+            ids_of(tmp_path / rule / "masks" / "photo.png"), whole(run, plain)
+        )
 
 
 @pytest.mark.parametrize(
@@ -275,23 +331,56 @@ def test_photos_are_turned_upright_unless_told_otherwise(run: Path, tmp_path: Pa
         (("run={run}", "source={folder}/nothing.png"), "does not exist"),
         (("run={run}", "source={folder}/*.gif"), "holds no image and no video"),
         (("run={run}", "source={folder}/notes.txt"), "the suffix .txt"),
-        (("run={run}", "source={folder}", "fit=resize"), "fit = resize, but run is set"),
-        (("artifact=x", "source={folder}", "tta=[flip]"), "tta = ['flip'], but artifact is set"),
+        (
+            ("run={run}", "source={folder}", "fit=resize"),
+            "fit = resize, but run is set",
+        ),
+        (
+            ("artifact=x", "source={folder}", "tta=[flip]"),
+            "tta = ['flip'], but artifact is set",
+        ),
         (("artifact=x", "source={folder}", "provider=Quantum"), "provider = Quantum"),
         (("run={run}", "source={folder}", "precision=int8"), "precision = int8"),
-        (("run={run}", "source={folder}", "out={folder}/one.png"), "one.png is a file, but a folder"),
-        (("run={run}", "source={folder}", "out={folder}"), "or lies above it, so results and sources would be mixed"),
-        (("run={run}", "source={folder}/one.png", "out={folder}/.."), "or lies above it"),
+        (
+            ("run={run}", "source={folder}", "out={folder}/one.png"),
+            "one.png is a file, but a folder",
+        ),
+        (
+            ("run={run}", "source={folder}", "out={folder}"),
+            "or lies above it, so results and sources would be mixed",
+        ),
+        (
+            ("run={run}", "source={folder}/one.png", "out={folder}/.."),
+            "or lies above it",
+        ),
         (("run={run}", "source={folder}/*.png", "out={folder}"), "or lies above it"),
-        (("artifact={run}", "source={folder}"), "is a run, but the folder of its export was needed. Export it first"),
-        (("run={run}", "source={folder}", "out={folder}/one.png/x"), "x cannot be written"),
+        (
+            ("artifact={run}", "source={folder}"),
+            "is a run, but the folder of its export was needed. Export it first",
+        ),
+        (
+            ("run={run}", "source={folder}", "out={folder}/one.png/x"),
+            "x cannot be written",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(
-    run: Path, folder: Path, arguments: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
+    run: Path,
+    folder: Path,
+    arguments: tuple[str, ...],
+    named: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    given = [argument.format(run=run, folder=folder) for argument in arguments if "compute" not in argument]
-    out = [] if any(argument.startswith("out=") for argument in given) else [f"out={folder}/out"]
+    given = [
+        argument.format(run=run, folder=folder)
+        for argument in arguments
+        if "compute" not in argument
+    ]
+    out = (
+        []
+        if any(argument.startswith("out=") for argument in given)
+        else [f"out={folder}/out"]
+    )
     assert segpipe(["predict", *given, *out]) == 2
     told = capsys.readouterr().err
     assert named in told
@@ -318,8 +407,15 @@ def test_files_folders_and_patterns(folder: Path, tmp_path: Path) -> None:
         return [source.place for source in find(given, out)]
 
     assert places(f"{folder}/sub dir/*.jpg") == ["straße 1.jpg"]
-    assert places(f"{folder}/**/straße*") == ["sub dir/straße 1.jpg", "sub dir/straße 1.png"]
-    assert places(f"{folder}/s*") == ["small.png", "sub dir/straße 1.jpg", "sub dir/straße 1.png"]
+    assert places(f"{folder}/**/straße*") == [
+        "sub dir/straße 1.jpg",
+        "sub dir/straße 1.png",
+    ]
+    assert places(f"{folder}/s*") == [
+        "small.png",
+        "sub dir/straße 1.jpg",
+        "sub dir/straße 1.png",
+    ]
     assert places(str(folder / "one.png")) == ["one.png"]
     bracket = write(folder / "x[1].png", IMAGES[0])
     assert places(str(bracket)) == ["x[1].png"]
@@ -336,7 +432,18 @@ def test_evaluate_takes_tiles_and_views_and_changes_nothing_without_them(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def scored(*arguments: str) -> dict[str, Any]:
-        assert segpipe(["evaluate", f"run={run}", "data.workers=0", "compute.threads=1", *arguments]) == 0
+        assert (
+            segpipe(
+                [
+                    "evaluate",
+                    f"run={run}",
+                    "data.workers=0",
+                    "compute.threads=1",
+                    *arguments,
+                ]
+            )
+            == 0
+        )
         return dict(json.loads(capsys.readouterr().out))
 
     network = load_network(run)
@@ -345,18 +452,28 @@ def test_evaluate_takes_tiles_and_views_and_changes_nothing_without_them(
     def by_hand(how: Inference | None) -> float:
         counts = torch.zeros(10, 10, dtype=torch.int64)
         for index in range(len(samples)):
-            image, target = (torch.from_numpy(part)[None] for part in samples.read(index))
+            image, target = (
+                torch.from_numpy(part)[None] for part in samples.read(index)
+            )
             given = (network.model, network.preprocess, image)
-            counts += confusion(segment(*given, how) if how else predict(*given), target, 10)
+            counts += confusion(
+                segment(*given, how) if how else predict(*given), target, 10
+            )
         return miou(counts)
 
     plain = scored()
     assert plain["miou"] == by_hand(None)
     assert "tile" not in plain
     covered = scored("tile=64x96")
-    assert {key: value for key, value in covered.items() if key not in ("tile", "overlap")} == plain
+    assert {
+        key: value for key, value in covered.items() if key not in ("tile", "overlap")
+    } == plain
     both = scored("tile=48x64", "overlap=0.5", "tta=[flip,0.75]")
-    assert both["miou"] == by_hand(Inference((48, 64), 0.5, True, (1.0, 0.75))) != plain["miou"]
+    assert (
+        both["miou"]
+        == by_hand(Inference((48, 64), 0.5, True, (1.0, 0.75)))
+        != plain["miou"]
+    )
     assert (both["tile"], both["overlap"], both["tta"]) == ("48x64", 0.5, "flip,0.75")
 
 
@@ -375,22 +492,47 @@ def test_images_of_other_sizes_are_cut_into_tiles_of_the_exported_size(
     image = np.random.default_rng(1).integers(0, 190, (*size, 3), dtype=np.uint8)
     image[..., 2] = 0  # of the toy file: no loops
     path = write(tmp_path / "one.png", image)
-    assert segpipe(["predict", f"artifact={toy}", f"source={path}", f"out={tmp_path}/o", "overlay=false"]) == 0
-    assert np.array_equal(ids_of(tmp_path / "o" / "masks" / "one.png"), image[..., 0] // 128)
+    assert (
+        segpipe(
+            [
+                "predict",
+                f"artifact={toy}",
+                f"source={path}",
+                f"out={tmp_path}/o",
+                "overlay=false",
+            ]
+        )
+        == 0
+    )
+    assert np.array_equal(
+        ids_of(tmp_path / "o" / "masks" / "one.png"), image[..., 0] // 128
+    )
     told = capsys.readouterr().err
     assert ("cut into tiles of it" in told) == (size != TOY_SIZE)
-    assert ("1 images or frames do not have the size 32x48" in told) == (size != TOY_SIZE)
+    assert ("1 images or frames do not have the size 32x48" in told) == (
+        size != TOY_SIZE
+    )
 
 
-def test_a_pixel_gets_its_id_from_the_tile_in_which_it_lies_deepest(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pixel_gets_its_id_from_the_tile_in_which_it_lies_deepest(
+    toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     exported, calls = load_exported(toy), iter(range(9))
-    monkeypatch.setattr(exported._session, "run", lambda image: (np.full(TOY_SIZE, next(calls), np.uint8), None))
-    found = exported(np.zeros((32, 100, 3), np.uint8))  # tiles of 48 columns from 0, 26 and 52 on
+    monkeypatch.setattr(
+        exported._session,
+        "run",
+        lambda image: (np.full(TOY_SIZE, next(calls), np.uint8), None),
+    )
+    found = exported(
+        np.zeros((32, 100, 3), np.uint8)
+    )  # tiles of 48 columns from 0, 26 and 52 on
     assert np.flatnonzero(np.diff(found[0])).tolist() == [36, 62]
     assert (found == found[0]).all()
 
 
-def test_a_file_whose_writing_is_interrupted_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_whose_writing_is_interrupted_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_bytes = Path.write_bytes
 
     def half(path: Path, content: bytes) -> int:
@@ -405,7 +547,9 @@ def test_a_file_whose_writing_is_interrupted_is_not_there(tmp_path: Path, monkey
     assert written(tmp_path) == {"old": b"before"}
 
 
-def test_no_file_is_written_under_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_is_written_under_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_bytes, names_written = Path.write_bytes, []
 
     def watched(path: Path, content: bytes) -> int:
@@ -424,9 +568,16 @@ def test_images_of_other_sizes_are_resized_if_wanted(toy: Path, tmp_path: Path) 
     image[1::2, :, 0] //= 2  # at full size class 0, after averaging of rows too: 112
     path = write(tmp_path / "one.png", image)
     for fit in ("tile", "resize"):
-        given = (f"artifact={toy}", f"source={path}", f"out={tmp_path / fit}", f"fit={fit}")
+        given = (
+            f"artifact={toy}",
+            f"source={path}",
+            f"out={tmp_path / fit}",
+            f"fit={fit}",
+        )
         assert segpipe(["predict", *given]) == 0
-    tiles, resized = (ids_of(tmp_path / fit / "masks" / "one.png") for fit in ("tile", "resize"))
+    tiles, resized = (
+        ids_of(tmp_path / fit / "masks" / "one.png") for fit in ("tile", "resize")
+    )
     assert resized.shape == image.shape[:2]
     assert tiles[::2, TOY_SIZE[1] :].all()
     assert not resized.any()
@@ -438,11 +589,30 @@ def test_altered_folders_and_other_answers_are_refused(
     path = write(tmp_path / "one.png", frame(0))
     altered = shutil.copytree(toy, tmp_path / "altered")
     (altered / "model.onnx").write_bytes((toy / "model.onnx").read_bytes()[:-1])
-    assert segpipe(["predict", f"artifact={altered}", f"source={path}", f"out={tmp_path}/o"]) == 7
+    assert (
+        segpipe(
+            ["predict", f"artifact={altered}", f"source={path}", f"out={tmp_path}/o"]
+        )
+        == 7
+    )
     other = shutil.copytree(toy, tmp_path / "other")
     np.save(other / "golden" / "mask.npy", 1 - np.load(toy / "golden" / "mask.npy"))
     write_sums(other)
-    assert segpipe(["predict", f"artifact={other}", f"source={path}", f"out={tmp_path}/o"]) == 4
-    assert segpipe(["predict", f"artifact={toy}", f"source={path}", f"out={tmp_path}/o", "tile=64x48"]) == 2
+    assert (
+        segpipe(["predict", f"artifact={other}", f"source={path}", f"out={tmp_path}/o"])
+        == 4
+    )
+    assert (
+        segpipe(
+            [
+                "predict",
+                f"artifact={toy}",
+                f"source={path}",
+                f"out={tmp_path}/o",
+                "tile=64x48",
+            ]
+        )
+        == 2
+    )
     assert "takes images of 32x48" in capsys.readouterr().err
     assert not (tmp_path / "o" / "masks").exists()

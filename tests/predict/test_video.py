@@ -30,7 +30,13 @@ def answer(images: Sequence[Pixels]) -> list[Pixels]:
 
 
 def outputs(out: Path, **changes: object) -> Outputs:
-    predictor = Predictor(answer, ("low", "high"), PALETTE, {"weights_digest": "12ab"}, {"precision": "fp32"})
+    predictor = Predictor(
+        answer,
+        ("low", "high"),
+        PALETTE,
+        {"weights_digest": "12ab"},
+        {"precision": "fp32"},
+    )
     return Outputs(out, predictor, **{"frames": True, **changes})  # type: ignore[arg-type]
 
 
@@ -48,25 +54,42 @@ def run(clip: Path, made: Outputs, batch: int = 3) -> list[str]:
     return PredictJob(find(str(clip), made.out), made, batch=batch).run().problems
 
 
-def test_a_video_becomes_a_video_of_the_same_size_and_speed_and_a_mask_per_frame(clip: Path, tmp_path: Path) -> None:
+def test_a_video_becomes_a_video_of_the_same_size_and_speed_and_a_mask_per_frame(
+    clip: Path, tmp_path: Path
+) -> None:
     made = outputs(tmp_path / "out")
     assert run(clip, made) == []
     overlay = tmp_path / "out" / "overlays" / "a drive.mp4"
     assert probe(overlay) == Clip(*SIZE, FPS, FRAMES)
     pixels = np.zeros(2, int)
-    for number, (image, shown) in enumerate(zip(read_frames(clip), read_frames(overlay), strict=True)):
-        ids = np.asarray(Image.open(tmp_path / "out" / "masks" / "a drive.mp4" / f"{number:06}.png"))
+    for number, (image, shown) in enumerate(
+        zip(read_frames(clip), read_frames(overlay), strict=True)
+    ):
+        ids = np.asarray(
+            Image.open(tmp_path / "out" / "masks" / "a drive.mp4" / f"{number:06}.png")
+        )
         assert np.array_equal(ids, answer([image])[0])
         expected = 0.5 * image + 0.5 * np.array(PALETTE)[ids]
         assert np.abs(shown - expected).mean() < 12  # of the codec
         pixels += np.bincount(ids.ravel(), minlength=2)
-    entry = json.loads((tmp_path / "out" / "predictions.json").read_text())["predictions"][0]
-    assert (entry["frames"], entry["fps"], entry["height"], entry["width"]) == (FRAMES, FPS, *SIZE)
-    assert entry["share"] == {"low": pixels[0] / pixels.sum(), "high": pixels[1] / pixels.sum()}
+    entry = json.loads((tmp_path / "out" / "predictions.json").read_text())[
+        "predictions"
+    ][0]
+    assert (entry["frames"], entry["fps"], entry["height"], entry["width"]) == (
+        FRAMES,
+        FPS,
+        *SIZE,
+    )
+    assert entry["share"] == {
+        "low": pixels[0] / pixels.sum(),
+        "high": pixels[1] / pixels.sum(),
+    }
     assert read_stamp(overlay)["model"] == {"weights_digest": "12ab"}
     assert (tmp_path / "out" / "overlays" / "a drive.legend.png").is_file()
 
-    done = PredictJob(find(str(clip), made.out), made).run()  # the second time everything is there
+    done = PredictJob(
+        find(str(clip), made.out), made
+    ).run()  # the second time everything is there
     assert (done.kept, done.answered, list(done.entries.values())) == (1, 0, [entry])
     with pytest.raises(ConfigError, match=r"overlay\.alpha 0\.5 -> 0.2"):
         run(clip, outputs(tmp_path / "out", alpha=0.2))
@@ -74,7 +97,9 @@ def test_a_video_becomes_a_video_of_the_same_size_and_speed_and_a_mask_per_frame
 
 def test_a_video_that_breaks_off_is_named_and_kept_up_to_there(tmp_path: Path) -> None:
     path = tmp_path / "cut.avi"
-    writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"MJPG"), FPS, SIZE[::-1])
+    writer = cv2.VideoWriter(
+        str(path), cv2.VideoWriter.fourcc(*"MJPG"), FPS, SIZE[::-1]
+    )
     for image in structured(FRAMES, SIZE):
         writer.write(image)
     writer.release()
@@ -95,13 +120,19 @@ def test_a_video_that_breaks_off_is_named_and_kept_up_to_there(tmp_path: Path) -
 def test_a_header_may_be_off_by_two_frames(clip: Path, tmp_path: Path) -> None:
     made = outputs(tmp_path / "out")
     source = find(str(clip), made.out)[0]
-    found = video_module.write_video(made, source, Clip(*SIZE, FPS, FRAMES + 2), 4, lambda: None)
+    found = video_module.write_video(
+        made, source, Clip(*SIZE, FPS, FRAMES + 2), 4, lambda: None
+    )
     assert found["frames"] == FRAMES
     with pytest.raises(DataError, match="10 of 13 frames"):
-        video_module.write_video(made, source, Clip(*SIZE, FPS, FRAMES + 3), 4, lambda: None)
+        video_module.write_video(
+            made, source, Clip(*SIZE, FPS, FRAMES + 3), 4, lambda: None
+        )
 
 
-def test_a_file_cut_short_is_a_problem_beside_the_others(clip: Path, tmp_path: Path) -> None:
+def test_a_file_cut_short_is_a_problem_beside_the_others(
+    clip: Path, tmp_path: Path
+) -> None:
     cut = tmp_path / "cut.mp4"
     cut.write_bytes(clip.read_bytes()[:2000])
     (tmp_path / "empty.avi").write_bytes(b"")
@@ -128,10 +159,14 @@ def test_an_interrupted_video_leaves_no_part_of_a_film(
     assert list((tmp_path / "out" / "overlays").iterdir()) == []
     assert len(list((tmp_path / "out" / "masks" / "a drive.mp4").iterdir())) == 5
     assert run(clip, made) == []
-    assert len(list((tmp_path / "out" / "masks" / "a drive.mp4").iterdir())) == FRAMES + 1
+    assert (
+        len(list((tmp_path / "out" / "masks" / "a drive.mp4").iterdir())) == FRAMES + 1
+    )
 
 
-def test_masks_of_frames_that_another_model_left_are_refused(clip: Path, tmp_path: Path) -> None:
+def test_masks_of_frames_that_another_model_left_are_refused(
+    clip: Path, tmp_path: Path
+) -> None:
     made = outputs(tmp_path / "out", overlay=False)
     assert run(clip, made) == []
     made.mask(find(str(clip), made.out)[0]).unlink()  # as if it had been interrupted

@@ -74,7 +74,9 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
     return planted
 
 
-def batches(augmenter: Augmenter, workers: int, samples: object = None, steps: range = range(4)) -> list[ShardBatch]:
+def batches(
+    augmenter: Augmenter, workers: int, samples: object = None, steps: range = range(4)
+) -> list[ShardBatch]:
     stream = train_batches(
         samples or Noise(num=10),
         augmenter,
@@ -92,7 +94,9 @@ def batches(augmenter: Augmenter, workers: int, samples: object = None, steps: r
         return list(stream)
 
 
-def planned(workers: int, every: int, *, steps: int = 40, order: Order = ORDER) -> list[Request]:
+def planned(
+    workers: int, every: int, *, steps: int = 40, order: Order = ORDER
+) -> list[Request]:
     places = [(step, shard) for step in range(steps) for shard in range(order.shards)]
     return list(requests(places, order, seed=order.seed, every=every, workers=workers))
 
@@ -110,12 +114,22 @@ def test_one_sample_in_so_many_is_chosen() -> None:
 def test_the_choice_is_a_function_of_seed_epoch_and_index() -> None:
     found = chosen(0, 1, 1000, 10)
     assert chosen(0, 1, 500, 10) == {index for index in found if index < 500}
-    assert len({chosen(seed, epoch, 1000, 10) for seed in range(3) for epoch in range(3)}) == 9
-    assert chosen(0, 0, 96, 20) == {41, 42, 64, 77}, "for ever, on every machine and in every process"
+    assert (
+        len({chosen(seed, epoch, 1000, 10) for seed in range(3) for epoch in range(3)})
+        == 9
+    )
+    assert chosen(0, 0, 96, 20) == {41, 42, 64, 77}, (
+        "for ever, on every machine and in every process"
+    )
 
 
 def watched(planned_requests: list[Request]) -> set[Member]:
-    return {task.members[row] for task in planned_requests if task.place for row in task.watched}
+    return {
+        task.members[row]
+        for task in planned_requests
+        if task.place
+        for row in task.watched
+    }
 
 
 def test_the_choice_is_the_same_for_any_workers_and_ranks() -> None:
@@ -124,7 +138,14 @@ def test_the_choice_is_the_same_for_any_workers_and_ranks() -> None:
     for workers in (1, 2, 8):
         assert watched(planned(workers, 7)) == alone
     ranks = [
-        requests([(step, rank) for step in range(40)], ORDER, seed=ORDER.seed, every=7, workers=2) for rank in range(2)
+        requests(
+            [(step, rank) for step in range(40)],
+            ORDER,
+            seed=ORDER.seed,
+            every=7,
+            workers=2,
+        )
+        for rank in range(2)
     ]
     assert set().union(*(watched(list(rank)) for rank in ranks)) == alone
 
@@ -137,8 +158,14 @@ def test_the_choice_is_the_same_for_any_workers_and_ranks() -> None:
 def test_every_chosen_sample_is_made_again_by_others(workers: int, every: int) -> None:
     found = planned(workers, every)
     delivered = [task for task in found if task.place]
-    assert [task.place for task in delivered] == [(step, shard) for step in range(40) for shard in range(2)]
-    assert all(list(task.members) == ORDER.shard(*task.place) for task in delivered if task.place)
+    assert [task.place for task in delivered] == [
+        (step, shard) for step in range(40) for shard in range(2)
+    ]
+    assert all(
+        list(task.members) == ORDER.shard(*task.place)
+        for task in delivered
+        if task.place
+    )
     made: dict[Member, list[int]] = defaultdict(list)
     for number, task in enumerate(found):
         for row in task.watched:
@@ -169,13 +196,19 @@ def test_the_sample_before_is_another_one_each_time(workers: int, every: int) ->
                 before[member].append(previous.get(turn))
             previous[turn] = member
     again = {member: others for member, others in before.items() if len(others) > 1}
-    alike = [member for member, others in again.items() if member in others or len(set(others)) == 1]
+    alike = [
+        member
+        for member, others in again.items()
+        if member in others or len(set(others)) == 1
+    ]
     assert again
     assert len(alike) <= (0.02 * len(again) if every < 40 else 0)
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_other_processes_make_them_again(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_processes_make_them_again(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     makers: dict[Member, list[int]] = defaultdict(list)
     for name in ("hold", "compare"):
         original = getattr(Canary, name)
@@ -198,23 +231,36 @@ def test_other_processes_make_them_again(workers: int, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("every", [1, 4])
-def test_stale_parameters_are_found_and_named(plant: Plant, workers: int, every: int) -> None:
+def test_stale_parameters_are_found_and_named(
+    plant: Plant, workers: int, every: int
+) -> None:
     with pytest.raises(ImpureAugmentError) as caught:
         batches(plant(impure.StaleParameters, canary=every), workers, steps=range(12))
     message = str(caught.value)
-    found = re.match(r"sample (\d+) \(noise_(\d+)\) of epoch (\d+), augmented again under the same key: ", message)
+    found = re.match(
+        r"sample (\d+) \(noise_(\d+)\) of epoch (\d+), augmented again under the same key: ",
+        message,
+    )
     assert found is not None
     index, name, epoch = map(int, found.groups())
     assert index == name
     assert (epoch, index) in watched(planned(workers, every, steps=12))
-    digests = re.search(r"the image differs, digest (\w{16}) in process (\d+), then (\w{16}) in process (\d+)", message)
+    digests = re.search(
+        r"the image differs, digest (\w{16}) in process (\d+), then (\w{16}) in process (\d+)",
+        message,
+    )
     assert digests is not None
     assert digests[1] != digests[3]
     assert (digests[2] != digests[4]) == (workers > 0)
     assert "the target is equal" in message
-    assert re.search(r"image \(y, x, channel\) = \(0, \d, \d\) is \d+, then \d+\.", message)
+    assert re.search(
+        r"image \(y, x, channel\) = \(0, \d, \d\) is \d+, then \d+\.", message
+    )
     assert "not a pure function of sample and key" in message
-    assert "the first transform whose output differs is planted (StaleParameters). " in message
+    assert (
+        "the first transform whose output differs is planted (StaleParameters). "
+        in message
+    )
     assert "segpipe check-augment" in message
     assert "augment.canary=0" in message
     assert "\n" not in message
@@ -223,12 +269,17 @@ def test_stale_parameters_are_found_and_named(plant: Plant, workers: int, every:
 
 
 def test_a_target_alone_is_told_apart(plant: Plant) -> None:
-    with pytest.raises(ImpureAugmentError, match=r"the image is equal; the target differs, .*; target \(y, x, channel"):
+    with pytest.raises(
+        ImpureAugmentError,
+        match=r"the image is equal; the target differs, .*; target \(y, x, channel",
+    ):
         batches(plant(StaleTarget, canary=1), 2)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", [impure.SelfCounter, impure.OwnGenerator, impure.Clock, Sometimes])
+@pytest.mark.parametrize(
+    "kind", [impure.SelfCounter, impure.OwnGenerator, impure.Clock, Sometimes]
+)
 def test_other_impurities_are_found(plant: Plant, kind: type, workers: int) -> None:
     with pytest.raises(ImpureAugmentError, match="not a pure function"):
         batches(plant(kind, canary=1), workers, steps=range(6))
@@ -241,7 +292,8 @@ def test_what_all_workers_of_a_run_agree_on_is_found(
 ) -> None:
     """Repeats are made under another layout; the control is made under the same, and `WorkersRead` goes through."""
     with pytest.raises(
-        ImpureAugmentError, match=rf"first transform whose output differs is planted \({kind.__name__}\)"
+        ImpureAugmentError,
+        match=rf"first transform whose output differs is planted \({kind.__name__}\)",
     ):
         batches(plant(kind, canary=1), workers)
     if kind is impure.WorkersRead and workers:
@@ -259,11 +311,16 @@ def test_a_file_that_changes_is_said_to_be_possible() -> None:
         def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
             return super().read(index + time.perf_counter_ns() % 10**9)
 
-    with pytest.raises(ImpureAugmentError, match="What was read differs already: the file was changed meanwhile"):
+    with pytest.raises(
+        ImpureAugmentError,
+        match="What was read differs already: the file was changed meanwhile",
+    ):
         batches(Augmenter(config(canary=1)), 0, Rewritten(num=10))
 
 
-def test_a_color_that_the_device_applies_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_color_that_the_device_applies_is_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     deferred = Augmenter(config(canary=1, color_on="device"))
     assert len(batches(deferred, 0)) == 8
     apply, calls = ColorMatrix.apply_to_color, count()
@@ -272,14 +329,19 @@ def test_a_color_that_the_device_applies_is_compared(monkeypatch: pytest.MonkeyP
         return apply(self, color, **given) + next(calls)
 
     monkeypatch.setattr(ColorMatrix, "apply_to_color", impure_one)
-    with pytest.raises(ImpureAugmentError, match="the first transform whose output differs is ColorMatrix"):
+    with pytest.raises(
+        ImpureAugmentError,
+        match="the first transform whose output differs is ColorMatrix",
+    ):
         batches(Augmenter(config(canary=1, color_on="device")), 0)
 
 
 # Which transform it was
 
 
-@pytest.mark.parametrize("settings_of", [["augment=standard"], ["augment=robust"], ["augment.keyed=false"]])
+@pytest.mark.parametrize(
+    "settings_of", [["augment=standard"], ["augment=robust"], ["augment.keyed=false"]]
+)
 def test_looking_at_a_pipeline_changes_nothing(settings_of: list[str]) -> None:
     """Every shipped pipeline: the same bytes as without a look, and a digest of what every transform was given."""
     shipped = compose([*settings_of, "augment.crop_size=[48,48]"]).augment
@@ -290,37 +352,66 @@ def test_looking_at_a_pipeline_changes_nothing(settings_of: list[str]) -> None:
         expected = plain(*frame, key)
         found, made = augment_watched(watched_one, frame, key)
         trail = made.trail
-        assert [part.tobytes() for part in found[:2]] == [part.tobytes() for part in expected]
-        assert [name for name, _ in trail[:3]] == ["ScaleCrop", "HorizontalFlip", "ColorMatrix"]
+        assert [part.tobytes() for part in found[:2]] == [
+            part.tobytes() for part in expected
+        ]
+        assert [name for name, _ in trail[:3]] == [
+            "ScaleCrop",
+            "HorizontalFlip",
+            "ColorMatrix",
+        ]
         assert [name.split()[0] for name, _ in trail[3:]] == shipped.extra
-        ends = [int(digest_groups([[torch.from_numpy(part) for part in pair]])) for pair in (frame, found[:2])]
+        ends = [
+            int(digest_groups([[torch.from_numpy(part) for part in pair]]))
+            for pair in (frame, found[:2])
+        ]
         assert trail[0][1] == ends[0]
-        moved |= {name for (name, given), (_, gives) in pairwise([*trail, ("", ends[1])]) if given != gives}
-    assert moved == {name for name, _ in trail}, "each transform shows in what the next one is given"
+        moved |= {
+            name
+            for (name, given), (_, gives) in pairwise([*trail, ("", ends[1])])
+            if given != gives
+        }
+    assert moved == {name for name, _ in trail}, (
+        "each transform shows in what the next one is given"
+    )
 
 
 @pytest.mark.parametrize(
-    "extra", [["planted"], ["noise", "planted", "fog"], ["planted", "jpeg", "noise"], ["gamma", "gamma", "planted"]]
+    "extra",
+    [
+        ["planted"],
+        ["noise", "planted", "fog"],
+        ["planted", "jpeg", "noise"],
+        ["gamma", "gamma", "planted"],
+    ],
 )
 def test_the_first_impure_transform_is_named_wherever_it_stands(
     monkeypatch: pytest.MonkeyPatch, extra: list[str]
 ) -> None:
     monkeypatch.setitem(TRANSFORMS, "planted", impure.OwnGenerator)
     with pytest.raises(
-        ImpureAugmentError, match=r"the first transform whose output differs is planted \(OwnGenerator\)"
+        ImpureAugmentError,
+        match=r"the first transform whose output differs is planted \(OwnGenerator\)",
     ):
         batches(Augmenter(config(extra=extra, canary=1)), 0)
 
 
-def test_without_compiled_digests_the_check_is_to_name_it(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_compiled_digests_the_check_is_to_name_it(
+    plant: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which would cost more than half a percent; what is delivered is the same."""
     monkeypatch.setattr("segpipe.purity.canary.kernels", lambda: None)
     pure = Augmenter(config())
     frame = Noise().read(0)
     found, made = augment_watched(pure, frame, 7)
     assert made.trail == ()
-    assert [part.tobytes() for part in found[:2]] == [part.tobytes() for part in pure(*frame, 7)]
-    with pytest.raises(ImpureAugmentError, match=r"changed meanwhile\). Find the transform with segpipe "):
+    assert [part.tobytes() for part in found[:2]] == [
+        part.tobytes() for part in pure(*frame, 7)
+    ]
+    with pytest.raises(
+        ImpureAugmentError,
+        match=r"changed meanwhile\). Find the transform with segpipe ",
+    ):
         batches(plant(impure.StaleParameters, canary=1), 0)
 
 
@@ -329,7 +420,10 @@ def test_a_frame_of_a_cache_is_looked_at_where_it_lies() -> None:
     kept = CachedSamples(Noise(num=1), 64)  # type: ignore[arg-type]
     first, again = kept.read(0), kept.read(0)
     assert not again[0].flags.writeable
-    trails = [augment_watched(Augmenter(config()), frame, 3)[1].trail for frame in (Noise(num=1).read(0), first, again)]
+    trails = [
+        augment_watched(Augmenter(config()), frame, 3)[1].trail
+        for frame in (Noise(num=1).read(0), first, again)
+    ]
     assert trails[0] == trails[1] == trails[2] != ()
     assert not again[0].flags.writeable
 
@@ -345,7 +439,13 @@ def test_off_means_off(plant: Plant) -> None:
 
 def whole(found: list[ShardBatch]) -> list[tuple[int, int, bytes, bytes, bytes]]:
     return [
-        (b.step, b.shard, b.image.numpy().tobytes(), b.target.numpy().tobytes(), b.index.numpy().tobytes())
+        (
+            b.step,
+            b.shard,
+            b.image.numpy().tobytes(),
+            b.target.numpy().tobytes(),
+            b.index.numpy().tobytes(),
+        )
         for b in found
     ]
 
@@ -395,15 +495,26 @@ def test_the_digests_are_those_of_the_ledger(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(Canary, "hold", spied)
     for batch in batches(Augmenter(config(canary=1)), 1, steps=range(1)):
-        digests = (digest_each(batch.image).tolist(), digest_each(batch.target).tolist())
-        for row, member in enumerate(zip(batch.epoch.tolist(), batch.index.tolist(), strict=True)):
+        digests = (
+            digest_each(batch.image).tolist(),
+            digest_each(batch.target).tolist(),
+        )
+        for row, member in enumerate(
+            zip(batch.epoch.tolist(), batch.index.tolist(), strict=True)
+        ):
             assert seen[member] == tuple(part[row] % 2**64 for part in digests)
 
 
-def test_nothing_is_kept_when_it_has_been_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_kept_when_it_has_been_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made: list[Canary] = []
     original = Canary.__init__
-    monkeypatch.setattr(Canary, "__init__", lambda self, samples: (made.append(self), original(self, samples))[1])
+    monkeypatch.setattr(
+        Canary,
+        "__init__",
+        lambda self, samples: (made.append(self), original(self, samples))[1],
+    )
     batches(Augmenter(config(canary=2)), 2)
     assert [one._held for one in made] == [{}]
 
@@ -411,7 +522,9 @@ def test_nothing_is_kept_when_it_has_been_compared(monkeypatch: pytest.MonkeyPat
 # How often
 
 
-def caught(recomputations: int, chosen_samples: list[int], share: float = 0.01) -> float:
+def caught(
+    recomputations: int, chosen_samples: list[int], share: float = 0.01
+) -> float:
     """How many trainings, with so many chosen samples each, meet a transform that is impure in a share of its calls.
 
     A sample is told when one of its results, the delivered one and the repeated, is unlike another: when some of the
@@ -429,7 +542,10 @@ def test_one_impure_call_in_a_hundred_is_caught_within_200000_samples() -> None:
     """200 seeds of ten epochs of 20,000 samples, 20 trainings each."""
     every = AugmentConfig().canary
     assert every == 1000
-    numbers = [sum(len(chosen(seed, epoch, 20_000, every)) for epoch in range(10)) for seed in range(200)]
+    numbers = [
+        sum(len(chosen(seed, epoch, 20_000, every)) for epoch in range(10))
+        for seed in range(200)
+    ]
     assert caught(REPEATS, numbers) > 0.99
     assert caught(1, numbers) < 0.99  # the control: one recomputation would not do
 
@@ -471,13 +587,23 @@ def test_it_costs_at_most_half_a_percent_of_the_loaders_time() -> None:
     def cost() -> tuple[float, float]:
         """Of what is made again, and with the planning of it, as parts of the loader's time."""
         pairs = [(seconds(0), seconds(4)) for _ in range(7)]
-        repeats = float(np.median([often / plain - 1 for plain, often in pairs])) / share / 1000
-        bookkeeping = min(planning(1000) for _ in range(3)) - min(planning(0) for _ in range(3))
-        return repeats, repeats + bookkeeping / (min(plain for plain, _ in pairs) / (num_steps * 8))
+        repeats = (
+            float(np.median([often / plain - 1 for plain, often in pairs]))
+            / share
+            / 1000
+        )
+        bookkeeping = min(planning(1000) for _ in range(3)) - min(
+            planning(0) for _ in range(3)
+        )
+        return repeats, repeats + bookkeeping / (
+            min(plain for plain, _ in pairs) / (num_steps * 8)
+        )
 
     seconds(4)
     measured = []
-    for _ in range(3):  # other work on the machine makes processor time longer, now of one kind and now of the other
+    for _ in range(
+        3
+    ):  # other work on the machine makes processor time longer, now of one kind and now of the other
         measured.append(cost())
         repeats, all_of_it = measured[-1]
         if repeats > 0.001 and all_of_it <= 0.005:
@@ -489,7 +615,9 @@ def test_it_costs_at_most_half_a_percent_of_the_loaders_time() -> None:
 
 
 def test_its_setting_is_checked_and_free() -> None:
-    with pytest.raises(ConfigError, match=r"augment.canary = -1, but a value of 0 to 1000000"):
+    with pytest.raises(
+        ConfigError, match=r"augment.canary = -1, but a value of 0 to 1000000"
+    ):
         check(Config(augment=AugmentConfig(canary=-1)), world_size=1)
     assert "augment.canary" in FREE_KEYS
 
@@ -503,17 +631,31 @@ def test_all_ranks_end_when_one_finds_it(tmp_path: Path) -> None:
             (step, shard)
             for step in range(9)
             for shard in range(4)
-            if any(index in chosen(0, epoch, 16, every) for epoch, index in order.shard(step, shard))
+            if any(
+                index in chosen(0, epoch, 16, every)
+                for epoch, index in order.shard(step, shard)
+            )
         }
 
     every = next(
         every
         for every in range(5, 500)
-        if (found := shards_of(every)) and all(shard >= 2 and 1 <= step <= 4 for step, shard in found)
+        if (found := shards_of(every))
+        and all(shard >= 2 and 1 <= step <= 4 for step, shard in found)
     )
-    changes = ("augment.extra=[racy]", f"augment.canary={every}", "train.steps=9", "data.workers=1", "compute.nproc=2")
+    changes = (
+        "augment.extra=[racy]",
+        f"augment.canary={every}",
+        "train.steps=9",
+        "data.workers=1",
+        "compute.nproc=2",
+    )
     done = command("examples/race/start.py", *settings(tmp_path / "run", *changes))
     assert done.returncode == ImpureAugmentError.exit_code, done.stderr
-    assert re.search(r"^rank 1: sample \d+ \(train_0000\d\d\) of epoch \d+, augmented again", done.stderr, re.M)
+    assert re.search(
+        r"^rank 1: sample \d+ \(train_0000\d\d\) of epoch \d+, augmented again",
+        done.stderr,
+        re.M,
+    )
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run" / "result.json").exists()

@@ -31,7 +31,12 @@ def test_all_start_methods_and_the_numbers_that_the_contract_names_are_tried():
 def test_keyed_workers_give_the_same_bytes():
     seen = []
     augmenter = Augmenter(config(extra=["noise", "cutout"]))
-    assert check_layouts(augmenter, Noise(), FEW, report=lambda *result: seen.append(result)) == []
+    assert (
+        check_layouts(
+            augmenter, Noise(), FEW, report=lambda *result: seen.append(result)
+        )
+        == []
+    )
     assert seen == [("no workers", None), ("fork x 2", None), ("fork x 3", None)]
     assert check_layouts(Augmenter(config(color_on="device")), Noise(), FEW[:2]) == []
 
@@ -113,8 +118,12 @@ def test_the_script_says_that_the_pipeline_is_pure(capsys):
 
 
 @pytest.mark.usefixtures("two_layouts")
-def test_the_script_names_the_layouts_in_which_the_unkeyed_control_differs(monkeypatch, capsys):
-    monkeypatch.setattr(check_augment.purity, "check", lambda *args, **kwargs: [])  # it would find the control, too
+def test_the_script_names_the_layouts_in_which_the_unkeyed_control_differs(
+    monkeypatch, capsys
+):
+    monkeypatch.setattr(
+        check_augment.purity, "check", lambda *args, **kwargs: []
+    )  # it would find the control, too
     assert segpipe(["check-augment", *SMALL, "augment.keyed=false"]) == 8
     said = capsys.readouterr().out
     assert "probe 'worker layouts': no workers: step " in said
@@ -128,11 +137,19 @@ def test_the_script_refuses_a_setting_that_does_not_exist(capsys):
 
 
 def examined(**changes: Any) -> dict[str, Any]:
-    sound = {"keyed": True, "probes": 9, "failed": [], "layouts": {"a": "same bytes"}, "diversity": "distinct"}
+    sound = {
+        "keyed": True,
+        "probes": 9,
+        "failed": [],
+        "layouts": {"a": "same bytes"},
+        "diversity": "distinct",
+    }
     return {**sound, **changes}
 
 
-CONTROL = examined(keyed=False, layouts={"a": "differs", "b": "differs"}, diversity="2 of 8")
+CONTROL = examined(
+    keyed=False, layouts={"a": "differs", "b": "differs"}, diversity="2 of 8"
+)
 
 
 def test_the_benchmark_passes_what_is_pure_beside_a_control_that_is_not():
@@ -158,9 +175,13 @@ def test_the_benchmark_fails_what_is_impure_and_a_control_that_is_not(rows):
 
 
 def test_the_benchmark_asks_all_probes_and_layouts(monkeypatch):
-    monkeypatch.delitem(augment.purity.METHODS, "spawn")  # seconds; the script's test has it
+    monkeypatch.delitem(
+        augment.purity.METHODS, "spawn"
+    )  # seconds; the script's test has it
     with runs.torch_restored():
         found = augment.examined(SMALL, keyed=True, layouts=FEW[:2], ranks=2)
     assert found["layouts"] == {"no workers": "same bytes", "fork x 2": "same bytes"}
-    assert found["probes"] == (len(augment.purity.NAMES) - 1) * (len(found["transforms"]) + 1)
+    assert found["probes"] == (len(augment.purity.NAMES) - 1) * (
+        len(found["transforms"]) + 1
+    )
     assert (found["failed"], found["diversity"]) == ([], "distinct")

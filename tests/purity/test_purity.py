@@ -63,7 +63,9 @@ def plant(monkeypatch):
     """An augmenter with further transforms, by the names of their builders."""
 
     def planted(*builders, **changes) -> Augmenter:
-        names = [getattr(builder, "__name__", "partial").lower() for builder in builders]
+        names = [
+            getattr(builder, "__name__", "partial").lower() for builder in builders
+        ]
         for name, builder in zip(names, builders, strict=True):
             monkeypatch.setitem(TRANSFORMS, name, builder)
         return Augmenter(config(extra=names, **changes))
@@ -142,7 +144,9 @@ def test_a_sample_may_not_be_given_back(monkeypatch):
     """Between transforms views are fine, since the first one makes new memory; if it does not, it is named."""
     monkeypatch.setattr(augment, "ScaleCrop", impure.LazyCrop)
     augmenter = Augmenter(config(crop_size=[48, 80]))
-    assert ("LazyCrop", "input untouched") in {(one.transform, one.probe) for one in purity.check(augmenter, Noise())}
+    assert ("LazyCrop", "input untouched") in {
+        (one.transform, one.probe) for one in purity.check(augmenter, Noise())
+    }
     with pytest.raises(ImpureAugmentError, match="LazyCrop, probe 'input untouched'"):
         purity.quick(Augmenter(config(crop_size=[60, 80])), Noise(), budget_s=60)
 
@@ -153,7 +157,11 @@ def test_whoever_insists_may_train(plant):
 
 @pytest.mark.usefixtures("without_spawn")
 def test_the_first_pixel_is_named(plant):
-    finding = next(one for one in purity.check(plant(impure.SelfCounter), Noise()) if one.probe == "same key twice")
+    finding = next(
+        one
+        for one in purity.check(plant(impure.SelfCounter), Noise())
+        if one.probe == "same key twice"
+    )
     assert finding.pixel is not None
     assert finding.pixel[:4] == ("image", 0, 0, 0)
     assert finding.pixel.found == finding.pixel.expected + 1
@@ -167,7 +175,10 @@ def test_the_unkeyed_control_is_found():
     findings = purity.check(control, Noise())
     assert by_transform(findings)["whole pipeline"] >= {"same key twice", "call order"}
     assert {finding.transform for finding in findings} == {"whole pipeline"}
-    with pytest.raises(ImpureAugmentError, match=r"whole pipeline, probe 'same key twice'.*augment.keyed=true"):
+    with pytest.raises(
+        ImpureAugmentError,
+        match=r"whole pipeline, probe 'same key twice'.*augment.keyed=true",
+    ):
         purity.quick(control, Noise(), budget_s=60)
     purity.quick(Augmenter(config(keyed=False, check=False)), Noise())
 
@@ -178,11 +189,15 @@ def everything() -> dict[str, set[str]]:
     patch = pytest.MonkeyPatch()
     patch.delenv("PYTHONHASHSEED", raising=False)
     patch.setitem(impure.LATE, "number", 7)
-    found = {kind.__name__: kind for kind in (*IMPURE, impure.HashOfText, impure.LateGlobal)}
+    found = {
+        kind.__name__: kind for kind in (*IMPURE, impure.HashOfText, impure.LateGlobal)
+    }
     for name, builder in (PURE | found).items():
         patch.setitem(TRANSFORMS, name, builder)
     try:
-        return by_transform(purity.check(Augmenter(config(extra=list(TRANSFORMS))), Noise()))
+        return by_transform(
+            purity.check(Augmenter(config(extra=list(TRANSFORMS))), Noise())
+        )
     finally:
         patch.undo()
 
@@ -190,7 +205,9 @@ def everything() -> dict[str, set[str]]:
 def test_pure_transforms_raise_no_alarm(everything):
     guilty = {name.partition(" ")[0] for name in everything}
     assert len(PURE) >= 25
-    assert guilty - {"whole"} == {kind.__name__ for kind in (*IMPURE, impure.HashOfText, impure.LateGlobal)}
+    assert guilty - {"whole"} == {
+        kind.__name__ for kind in (*IMPURE, impure.HashOfText, impure.LateGlobal)
+    }
 
 
 @pytest.mark.parametrize("kind", IMPURE, ids=lambda kind: kind.__name__)
@@ -199,7 +216,9 @@ def test_the_impure_ones_of_albumentations_are_found(everything, kind):
     assert everything[f"{name} ({name})"] == {"globals untouched", "tripwires"}
 
 
-@pytest.mark.parametrize(("name", "others"), [("HashOfText", {"tripwires"}), ("LateGlobal", set())])
+@pytest.mark.parametrize(
+    ("name", "others"), [("HashOfText", {"tripwires"}), ("LateGlobal", set())]
+)
 def test_what_a_spawned_process_sees(everything, name, others):
     assert everything[f"{name} ({name})"] == {"spawned process"} | others
 
@@ -211,7 +230,9 @@ def test_what_differs_between_two_starts_is_found_before_a_training():
     names = {kind: f"impure:{kind.__name__}" for kind in (*found, *impure.HONEST)}
     augmenter = Augmenter(config(extra=list(names.values())))
     frames = purity._two_frames(Noise())
-    with elsewhere.started("spawn", purity._outputs, augmenter, frames, False) as afresh:
+    with elsewhere.started(
+        "spawn", purity._outputs, augmenter, frames, False
+    ) as afresh:
         findings = by_transform(purity._in_two_orders(augmenter, frames, afresh))
     titles = {kind: f"{name} ({kind.__name__})" for kind, name in names.items()}
     for kind in impure.OF_A_START:
@@ -222,7 +243,8 @@ def test_what_differs_between_two_starts_is_found_before_a_training():
     assert not findings
     # The control: two processes in one order, and without a spawned one, agree about all of them.
     assert (
-        not {titles[kind] for kind in impure.OF_A_START} & by_transform(purity._in_two_orders(augmenter, frames)).keys()
+        not {titles[kind] for kind in impure.OF_A_START}
+        & by_transform(purity._in_two_orders(augmenter, frames)).keys()
     )
 
 
@@ -234,10 +256,18 @@ def test_a_spawned_process_looks_like_another_start(monkeypatch):
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     torch.set_num_threads(torch.get_num_threads() + 5)
     before, arguments = dict(os.environ), list(sys.argv)
-    there, here = elsewhere.elsewhere("spawn", impure.surroundings), impure.surroundings()
+    there, here = (
+        elsewhere.elsewhere("spawn", impure.surroundings),
+        impure.surroundings(),
+    )
     assert dict(os.environ) == before
     assert sys.argv == arguments
-    assert {name for name in here if here[name] == there[name]} == {"kept", "threads", "parent", "daemon"}
+    assert {name for name in here if here[name] == there[name]} == {
+        "kept",
+        "threads",
+        "parent",
+        "daemon",
+    }
     assert there["rank"] == ("1", 1)
     assert there["number"] == "7"
     assert there["seeds"][0] == elsewhere.START_SEED
@@ -247,12 +277,17 @@ def test_a_spawned_process_looks_like_another_start(monkeypatch):
 @pytest.mark.usefixtures("named")
 def test_quick_names_what_differs_between_two_starts(monkeypatch):
     with pytest.raises(
-        ImpureAugmentError, match=r"impure:ImportedUuid .*, probe 'spawned process'.*not even at import"
+        ImpureAugmentError,
+        match=r"impure:ImportedUuid .*, probe 'spawned process'.*not even at import",
     ):
         purity.quick(Augmenter(config(extra=["impure:ImportedUuid"])), Noise())
-    monkeypatch.setattr(elsewhere, "_send_afresh", impure.forget)  # which takes no arguments, so there is no answer
+    monkeypatch.setattr(
+        elsewhere, "_send_afresh", impure.forget
+    )  # which takes no arguments, so there is no answer
     told = purity.quick(Augmenter(config(extra=["impure:OwnTable"])), Noise())
-    assert told.startswith("purity of the augmentation: whole pipeline, probe 'spawned process': the process ended")
+    assert told.startswith(
+        "purity of the augmentation: whole pipeline, probe 'spawned process': the process ended"
+    )
 
 
 def test_no_process_is_spawned_for_transforms_of_segpipe(monkeypatch):
@@ -277,7 +312,10 @@ SHIPPED = {
 def test_shipped_pipelines_raise_no_alarm(name):
     augmenter = Augmenter(config(**SHIPPED[name]))
     passed = []
-    assert purity.check(augmenter, Noise(), report=lambda *result: passed.append(result)) == []
+    assert (
+        purity.check(augmenter, Noise(), report=lambda *result: passed.append(result))
+        == []
+    )
     assert len(passed) == (len(augmenter.parts()) + 1) * (len(PROBES) + 2)
     assert all(finding is None for _, _, finding in passed)
     assert purity.quick(augmenter, Noise(), budget_s=600) == ""
@@ -289,7 +327,10 @@ def test_quick_is_quick():
 
     Other work on the machine makes processor time longer, never shorter: one measurement of three is enough.
     """
-    samples, augmenter = Noise((360, 480)), Augmenter(config(crop_size=[320, 416], extra=list(TRANSFORMS)))
+    samples, augmenter = (
+        Noise((360, 480)),
+        Augmenter(config(crop_size=[320, 416], extra=list(TRANSFORMS))),
+    )
 
     def seconds() -> float:
         before = os.times()
@@ -304,13 +345,23 @@ def test_quick_is_quick():
 def test_no_probe_starts_after_the_budget_but_those_that_always_do(fits, always):
     cases = purity._cases(Augmenter(config()), Noise(), 2)
     asked, questions = [], [(case, probe) for case in cases for probe in PROBES[:2]]
-    answer = purity._ask(questions, fits, always, report=lambda *r: asked.append(r), clock=lambda: len(asked))
+    answer = purity._ask(
+        questions,
+        fits,
+        always,
+        report=lambda *r: asked.append(r),
+        clock=lambda: len(asked),
+    )
     assert len(asked) == answer.asked == min(max(fits, always), 2 * len(cases))
 
 
-def test_the_budget_is_processor_time_which_a_busy_machine_does_not_spend(plant, monkeypatch):
+def test_the_budget_is_processor_time_which_a_busy_machine_does_not_spend(
+    plant, monkeypatch
+):
     """Every call waits; with the wall's clock, the control, probes are left out."""
-    augmenter = plant(Waits, brightness=0.0, contrast=0.0, saturation=0.0, hue=0.0, flip=0.0)
+    augmenter = plant(
+        Waits, brightness=0.0, contrast=0.0, saturation=0.0, hue=0.0, flip=0.0
+    )
     cases = purity._cases(augmenter, Noise(), 2)
     questions = [(case, probe) for probe in purity.QUICK[:4] for case in cases]
     monkeypatch.setattr(Waits, "waits", 0.1)
@@ -319,12 +370,18 @@ def test_the_budget_is_processor_time_which_a_busy_machine_does_not_spend(plant,
 
 
 @pytest.mark.parametrize(
-    "kind", [impure.StaleParameters, impure.SelfCounter, impure.Clock], ids=lambda kind: kind.__name__
+    "kind",
+    [impure.StaleParameters, impure.SelfCounter, impure.Clock],
+    ids=lambda kind: kind.__name__,
 )
 def test_without_time_they_are_refused_all_the_same(plant, monkeypatch, kind):
-    with pytest.raises(ImpureAugmentError, match=rf"\({kind.__name__}\), probe 'same key twice'"):
+    with pytest.raises(
+        ImpureAugmentError, match=rf"\({kind.__name__}\), probe 'same key twice'"
+    ):
         purity.quick(plant(A.ToSepia, kind), Noise(), budget_s=0)
-    monkeypatch.setattr(purity, "ALWAYS", 0)  # the control: it passes when nothing is asked
+    monkeypatch.setattr(
+        purity, "ALWAYS", 0
+    )  # the control: it passes when nothing is asked
     monkeypatch.setattr(purity, "_in_two_orders", lambda *_: [])
     assert ": 0 of " in purity.quick(plant(A.ToSepia, kind), Noise(), budget_s=0)
 
@@ -333,7 +390,14 @@ def test_what_was_left_out_is_told_before_training(tmp_path, monkeypatch, capsys
     def told(budget_s: float) -> str:
         with monkeypatch.context() as patch:
             patch.setattr(purity, "quick", partial(purity.quick, budget_s=budget_s))
-            launch.prepare(compose(settings(tmp_path / "run", "augment.check=true", "run.exists=replace")), 1)
+            launch.prepare(
+                compose(
+                    settings(
+                        tmp_path / "run", "augment.check=true", "run.exists=replace"
+                    )
+                ),
+                1,
+            )
         return capsys.readouterr().err
 
     cases = len(Augmenter(compose(settings(tmp_path / "run")).augment).parts()) + 1
@@ -348,11 +412,24 @@ def test_quick_leaves_this_process_as_it_was(plant):
     """A transform that moves every global generator moves them in the child alone, and in the calls that warm up."""
     random.seed(5), np.random.seed(5), torch.manual_seed(5)
     threads = cv2.getNumThreads()
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    for kind in (impure.PythonGlobal, impure.NumpyGlobal, impure.TorchGlobal, impure.LeavesSeed):
+    before = (
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        torch.get_rng_state().tolist(),
+    )
+    for kind in (
+        impure.PythonGlobal,
+        impure.NumpyGlobal,
+        impure.TorchGlobal,
+        impure.LeavesSeed,
+    ):
         with pytest.raises(ImpureAugmentError):
             purity.quick(plant(kind), Noise(), budget_s=60)
-    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+    assert (
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        torch.get_rng_state().tolist(),
+    ) == before
     assert cv2.getNumThreads() == threads
     assert not multiprocessing.active_children()
 
@@ -403,7 +480,9 @@ def test_a_child_that_hangs_or_dies_is_told(plant, monkeypatch):
 
 
 def test_an_error_in_a_probe_is_a_finding(plant):
-    with pytest.raises(ImpureAugmentError, match="raises ValueError: three times is enough"):
+    with pytest.raises(
+        ImpureAugmentError, match="raises ValueError: three times is enough"
+    ):
         purity.quick(plant(RaisesLater), Noise(), budget_s=60)
 
 
@@ -411,7 +490,10 @@ def test_what_cannot_be_sent_to_a_process_is_told(plant, monkeypatch):
     augmenter = plant(lambda: A.Solarize())
     monkeypatch.setattr(purity, "METHODS", {"spawn": purity.SPAWNED})
     findings = purity.check(augmenter, Noise())
-    assert any(one.probe == "spawned process" and "top of a module" in one.advice for one in findings)
+    assert any(
+        one.probe == "spawned process" and "top of a module" in one.advice
+        for one in findings
+    )
     assert any(one.probe == "pickled pipeline" for one in findings)
     purity.quick(augmenter, Noise(), budget_s=60)  # forked workers take it
 
@@ -421,15 +503,22 @@ def test_the_whole_is_not_blamed_for_its_parts_but_for_what_it_adds(plant):
     found = purity.check(plant(impure.Clock), Noise())
     assert {finding.transform for finding in found} == {"clock (Clock)"}
     guilty = Finding("part", "tripwires", "", "")
-    whole = [Finding("whole", "tripwires", "", "a"), Finding("whole", "own state", "", "b")]
+    whole = [
+        Finding("whole", "tripwires", "", "a"),
+        Finding("whole", "own state", "", "b"),
+    ]
     assert purity._drop_explained([guilty, *whole], "whole") == [guilty, whole[1]]
-    assert [finding.advice for finding in purity._drop_explained(whole, "whole")] == [purity.COMBINED] * 2
+    assert [finding.advice for finding in purity._drop_explained(whole, "whole")] == [
+        purity.COMBINED
+    ] * 2
 
 
 def test_a_transform_that_hides_all_others_is_found(plant):
     """The pipeline draws from its key, and every output is the same."""
     augmenter = plant(partial(A.MultiplicativeNoise, multiplier=(0.0, 0.0), p=1.0))
-    with pytest.raises(ImpureAugmentError, match="the same output for different images"):
+    with pytest.raises(
+        ImpureAugmentError, match="the same output for different images"
+    ):
         purity.quick(augmenter, Noise(), budget_s=60)
 
 
@@ -438,11 +527,15 @@ def test_first_difference():
     other = tuple(part.copy() for part in frame)
     assert first_difference(frame, other) is None
     other[1][3, 4] += 1
-    assert first_difference(frame, other) == Pixel("target", 3, 4, 0, frame[1][3, 4], other[1][3, 4])
+    assert first_difference(frame, other) == Pixel(
+        "target", 3, 4, 0, frame[1][3, 4], other[1][3, 4]
+    )
     other[0][7, 5, 2] ^= 1
     other[0][7, 6, 0] ^= 1
     assert first_difference(frame, other)[:4] == ("image", 7, 5, 2)
-    assert "(60, 80, 3), then uint8 (60, 79, 3)" in first_difference(frame, (frame[0][:, 1:], frame[1]))
+    assert "(60, 80, 3), then uint8 (60, 79, 3)" in first_difference(
+        frame, (frame[0][:, 1:], frame[1])
+    )
     assert "uint8" in first_difference(frame, (frame[0].astype(int), frame[1]))
 
 
@@ -482,16 +575,31 @@ class Plain:
 @pytest.mark.parametrize(
     ("probe", "function", "varies", "words"),
     [
-        ("input untouched", Plain(writes=True), False, "on read-only input it raises"),  # though it puts it back
+        (
+            "input untouched",
+            Plain(writes=True),
+            False,
+            "on read-only input it raises",
+        ),  # though it puts it back
         ("input untouched", Plain(), False, ""),
         ("key matters", Plain(), True, "the same output for different keys"),
         ("key matters", Plain(), False, ""),
-        ("own state", Plain(), False, ""),  # what the first call builds is no state that a call changes
+        (
+            "own state",
+            Plain(),
+            False,
+            "",
+        ),  # what the first call builds is no state that a call changes
     ],
 )
 def test_single_probes(probe, function, varies, words):
     frame = Noise().read(0)
-    case = Case(function, (frame, frame), [tuple(part.copy() for part in frame)] * 2, varies=varies)
+    case = Case(
+        function,
+        (frame, frame),
+        [tuple(part.copy() for part in frame)] * 2,
+        varies=varies,
+    )
     found = next(each for each in PROBES if each.name == probe).run(case)
     assert (words in found) if words else found is None
 
@@ -503,7 +611,9 @@ def test_a_split_of_one_sample_is_probed_with_its_mirror_image():
 
 
 def test_keys_are_not_those_of_training():
-    assert not {sample_key(0, 0, index, "augment") for index in range(100)} & set(purity.KEYS)
+    assert not {sample_key(0, 0, index, "augment") for index in range(100)} & set(
+        purity.KEYS
+    )
 
 
 def test_quick_asks_what_the_whole_check_asks():
@@ -515,9 +625,16 @@ def test_quick_asks_what_the_whole_check_asks():
 
 @pytest.mark.parametrize(
     ("kind", "probes"),
-    [(impure.IgnoresKey, {"key matters"}), (impure.OneBuffer, {"after unrelated calls", "own state"})],
+    [
+        (impure.IgnoresKey, {"key matters"}),
+        (impure.OneBuffer, {"after unrelated calls", "own state"}),
+    ],
 )
 def test_without_its_probe_a_plant_goes_through(plant, monkeypatch, kind, probes):
     """The control: it is the probe which claims an impurity that finds it."""
-    monkeypatch.setattr(purity, "QUICK", tuple(probe for probe in purity.QUICK if probe.name not in probes))
+    monkeypatch.setattr(
+        purity,
+        "QUICK",
+        tuple(probe for probe in purity.QUICK if probe.name not in probes),
+    )
     purity.quick(plant(kind), Noise(), budget_s=60)

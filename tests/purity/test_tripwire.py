@@ -120,8 +120,14 @@ def test_every_wire_exists():
         (lambda: random.random(), "the generator of random"),
         (lambda: np.random.rand(), "the global generator of numpy"),
         (lambda: torch.rand(()), "the global generator of torch"),
-        (lambda: cv2.setNumThreads(cv2.getNumThreads() % 4 + 1), "OpenCV's number of threads"),
-        (lambda: torch.set_num_threads(torch.get_num_threads() % 2 + 1), "torch's number of threads"),
+        (
+            lambda: cv2.setNumThreads(cv2.getNumThreads() % 4 + 1),
+            "OpenCV's number of threads",
+        ),
+        (
+            lambda: torch.set_num_threads(torch.get_num_threads() % 2 + 1),
+            "torch's number of threads",
+        ),
     ],
 )
 def test_global_state_shows_changes_and_is_put_back(change, name):
@@ -135,7 +141,11 @@ def test_global_state_shows_changes_and_is_put_back(change, name):
 
 @pytest.mark.parametrize(
     ("change", "used"),
-    [(lambda: cv2.randu(np.zeros(1), 0, 1), True), (lambda: cv2.setRNGSeed(3), True), (lambda: None, False)],
+    [
+        (lambda: cv2.randu(np.zeros(1), 0, 1), True),
+        (lambda: cv2.setRNGSeed(3), True),
+        (lambda: None, False),
+    ],
 )
 def test_opencvs_generator(change, used):
     with preserved(), opencv_generator() as moved:
@@ -147,8 +157,16 @@ class Holder:
     shared: ClassVar = [0]
 
     def __init__(self) -> None:
-        self.numbers, self.nested, self.count = np.zeros(3), {"a": [1, {2, 3}]}, itertools.count()
-        self.own, self.params, self.py_random = np.random.default_rng(0), {}, random.Random(0)
+        self.numbers, self.nested, self.count = (
+            np.zeros(3),
+            {"a": [1, {2, 3}]},
+            itertools.count(),
+        )
+        self.own, self.params, self.py_random = (
+            np.random.default_rng(0),
+            {},
+            random.Random(0),
+        )
         self.owns = [np.random.default_rng(number) for number in range(4)]
         self.itself, self.tensor = self, torch.zeros(2)
 
@@ -166,7 +184,10 @@ MODULE = {"number": 0}
         (lambda holder: holder.nested["a"][1].add(4), True),
         (lambda holder: next(holder.count), True),
         (lambda holder: holder.own.random(), True),
-        (lambda holder: holder.owns[3].random(), True),  # no object hides behind the id of one that is gone
+        (
+            lambda holder: holder.owns[3].random(),
+            True,
+        ),  # no object hides behind the id of one that is gone
         (lambda holder: setattr(holder, "new", None), True),
         (lambda holder: holder.tensor.add_(1), True),
         (lambda holder: Holder.shared.append(1), True),
@@ -192,7 +213,10 @@ def test_a_memo_is_written_into_but_no_fault():
     _squared(3)
     now = object_state(holder)
     assert changed(before, now) == []
-    assert sorted(written(before, now)) == ["Holder.nested", f"the cache of {__name__}._squared"]
+    assert sorted(written(before, now)) == [
+        "Holder.nested",
+        f"the cache of {__name__}._squared",
+    ]
     holder.nested["b"] = 2
     assert changed(now, object_state(holder)) == ["Holder.nested['b']"]
 

@@ -24,27 +24,49 @@ def printed(console: Console) -> str:
 
 
 def terminal() -> Console:
-    return Console(file=io.StringIO(), width=120, force_terminal=True, color_system=None)
+    return Console(
+        file=io.StringIO(), width=120, force_terminal=True, color_system=None
+    )
 
 
 def test_names_between_colons_stay(capsys: pytest.CaptureFixture[str]) -> None:
     """rich draws a car for the name of one."""
     module.CONSOLE.print("runs/a:car:b")
     assert capsys.readouterr().out == "runs/a:car:b\n"
-    sources = [path for path in Path(module.__file__).parents[1].rglob("*.py") if path.parent.name in ("cli", "run")]
-    made = [call for path in sources for call in re.findall(r"\bConsole\([^()]*\)", path.read_text())]
+    sources = [
+        path
+        for path in Path(module.__file__).parents[1].rglob("*.py")
+        if path.parent.name in ("cli", "run")
+    ]
+    made = [
+        call
+        for path in sources
+        for call in re.findall(r"\bConsole\([^()]*\)", path.read_text())
+    ]
     assert len(made) > 10
-    assert [call for call in made if "emoji=False" not in call and call != "Console(stderr=True)"] == []
+    assert [
+        call
+        for call in made
+        if "emoji=False" not in call and call != "Console(stderr=True)"
+    ] == []
 
 
 def test_class_names_are_not_markup() -> None:
-    figures = summary(np.array([[9, 1, 0, 0], [0, 5, 0, 0], [0, 0, 0, 0], [0, 0, 0, 5]]), NAMES)
+    figures = summary(
+        np.array([[9, 1, 0, 0], [0, 5, 0, 0], [0, 0, 0, 0], [0, 0, 0, 5]]), NAMES
+    )
     console = terminal()
     console.print(iou_table(figures, [0.5, 0.25, 0.0, 0.25]))
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed(console).splitlines() if "│" in line]
+    rows = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in printed(console).splitlines()
+        if "│" in line
+    ]
     assert [row[0] for row in rows] == [*NAMES, "mean"]
     assert [row[1] for row in rows] == ["90.0", "83.3", "absent", "100.0", "91.11"]
-    with pytest.raises(Exception, match="closing tag"):  # the control: a plain string is markup
+    with pytest.raises(
+        Exception, match="closing tag"
+    ):  # the control: a plain string is markup
         console.print("[/x]")
 
 
@@ -61,13 +83,21 @@ def test_a_run_name_is_not_markup(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_in_the_tables_of_a_sweep_are_not_markup(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_in_the_tables_of_a_sweep_are_not_markup(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     sweep = Sweep(lambda config: 0, lambda config: None, lambda config: None)
     result = {"miou": 0.5, "iou": {name: 0.5}}
     for learning_rate in (0.1, 0.2):
         for seed in (1, 2):
-            values = {"seed": seed, "optim": {"lr": learning_rate}, "run": {"name": f"{name}-{seed}", "root": "runs"}}
-            sweep._jobs.append(SweepJob(from_mapping(values), f"seed={seed}", 0, result))
+            values = {
+                "seed": seed,
+                "optim": {"lr": learning_rate},
+                "run": {"name": f"{name}-{seed}", "root": "runs"},
+            }
+            sweep._jobs.append(
+                SweepJob(from_mapping(values), f"seed={seed}", 0, result)
+            )
     assert sweep.finish() == 0
     text = capsys.readouterr().out
     assert f"│ {name}-1 " in text
@@ -90,6 +120,13 @@ def test_a_log_file_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_network_that_leaves_out_most_classes_is_told_to_train_longer() -> None:
     iou = {"floor": 0.2, "shelf": 0.0, "person": 0.0, "sky": None}
-    few = {"iou": iou, "precision": {"floor": 0.2, "shelf": None, "person": None, "sky": None}}
-    assert never_predicted(few).startswith("2 of 3 classes were never predicted: train longer (train.epochs)")
-    assert never_predicted({**few, "precision": {**few["precision"], "shelf": 0.1}}) == ""
+    few = {
+        "iou": iou,
+        "precision": {"floor": 0.2, "shelf": None, "person": None, "sky": None},
+    }
+    assert never_predicted(few).startswith(
+        "2 of 3 classes were never predicted: train longer (train.epochs)"
+    )
+    assert (
+        never_predicted({**few, "precision": {**few["precision"], "shelf": 0.1}}) == ""
+    )

@@ -21,7 +21,9 @@ SIZE = (96, 128)
 
 def scene(seed: int) -> np.ndarray:
     """A picture of large random blocks, as RGB."""
-    small = np.random.Generator(np.random.Philox(seed)).integers(0, 256, (12, 16, 3), np.uint8)
+    small = np.random.Generator(np.random.Philox(seed)).integers(
+        0, 256, (12, 16, 3), np.uint8
+    )
     return cv2.resize(small, SIZE[::-1], interpolation=cv2.INTER_CUBIC)
 
 
@@ -49,7 +51,16 @@ def page(root: Path, *changes: str) -> tuple[int, str]:
     out = root / "doctor.html"
     out.unlink(missing_ok=True)
     settings = ("data.workers=0", "augment.crop_size=[64,64]", "compute.threads=1")
-    code = segpipe(["doctor", "data=folder", f"data.root={root}", f"out={out}", *settings, *changes])
+    code = segpipe(
+        [
+            "doctor",
+            "data=folder",
+            f"data.root={root}",
+            f"out={out}",
+            *settings,
+            *changes,
+        ]
+    )
     return code, out.read_text() if out.is_file() else ""
 
 
@@ -74,9 +85,13 @@ def test_a_sound_set_shows_no_fault(tmp_path: Path) -> None:
     assert "<dt>warnings" not in text
     assert tile(text, "loader").strip() == "fine"
     assert "A batch as training sees it" in text
-    assert text.count("data:image/jpeg") == 2 * (4 + 2 + 4)  # image and overlay of samples and of a shard
+    assert text.count("data:image/jpeg") == 2 * (
+        4 + 2 + 4
+    )  # image and overlay of samples and of a shard
     shares = [10 * number * 128 for number in (1, 2, 3, 4)]
-    assert f"<td>{100 * sum(shares) / (4 * 95 * 128):.2f}</td><td>4</td>" in text  # shelf, of what is labelled
+    assert (
+        f"<td>{100 * sum(shares) / (4 * 95 * 128):.2f}</td><td>4</td>" in text
+    )  # shelf, of what is labelled
     assert "http" not in text.replace("http-equiv", "")
     assert "<script" not in text
 
@@ -100,31 +115,45 @@ def test_images_that_training_would_refuse_or_that_are_tiny_are_warned_of(
     said = capsys.readouterr().out
     assert code == 0
     for shown in (text, " ".join(said.split())):
-        assert "1 of the 5 training images is tiny: the smallest has a side of 1 pixels" in shown
+        assert (
+            "1 of the 5 training images is tiny: the smallest has a side of 1 pixels"
+            in shown
+        )
         assert "augment.crop_size = " not in shown
 
 
-def test_all_values_are_counted_and_sizes_are_those_of_the_images(tmp_path: Path) -> None:
+def test_all_values_are_counted_and_sizes_are_those_of_the_images(
+    tmp_path: Path,
+) -> None:
     root = sound(tmp_path)
-    write(root / "masks/train/drive0_001.png", np.arange(2 * 64 * 64, dtype=np.uint16).reshape(64, 128) % 400)
+    write(
+        root / "masks/train/drive0_001.png",
+        np.arange(2 * 64 * 64, dtype=np.uint16).reshape(64, 128) % 400,
+    )
     code, text = page(root)
     assert code == 2
     assert "<summary>400 ids or colors" in text
     assert text.count("not in the class table") == 300 - 3
     assert "<p>... and 100 more</p>" in text
     assert '<td class="left">96x128 (4)</td>' in text
-    (root / "masks/train/drive0_001.png").write_bytes((root / "masks/train/drive1_001.png").read_bytes())
+    (root / "masks/train/drive0_001.png").write_bytes(
+        (root / "masks/train/drive1_001.png").read_bytes()
+    )
     text = page(root)[1]
     assert "<summary>3 ids or colors" in text
     assert " more</p>" not in text
 
 
-def test_every_planted_fault_is_on_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_planted_fault_is_on_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = sound(tmp_path)
     write(root / "masks/train/drive1_001.png", np.full(SIZE, 255, np.uint8))
     darker = cv2.convertScaleAbs(scene(2), alpha=0.8, beta=5)[2:, :-2]
     write(root / "images/val/drive4_001.png", cv2.resize(darker, SIZE[::-1]))
-    (root / "images/val/drive5_001.png").write_bytes((root / "images/train/drive3_001.png").read_bytes())
+    (root / "images/val/drive5_001.png").write_bytes(
+        (root / "images/train/drive3_001.png").read_bytes()
+    )
     (root / "images/val/drive5_001.png").rename(root / "images/val/drive0_002.png")
     (root / "masks/val/drive5_001.png").rename(root / "masks/val/drive0_002.png")
     code, text = page(root)
@@ -150,7 +179,11 @@ def test_a_set_with_broken_files_has_a_page_too(tmp_path: Path) -> None:
     code, text = page(root)
     assert code == 2
     assert tile(text, "problems") == "3"
-    for part in ("drive0_001.png is truncated", "drive4_001.png has id 9 (3 pixels", "drive2_001.png has no mask"):
+    for part in (
+        "drive0_001.png is truncated",
+        "drive4_001.png has id 9 (3 pixels",
+        "drive2_001.png has no mask",
+    ):
         assert part in text
     assert "not in the class table" in text
     assert tile(text, "without a label") == "none"  # what id 9 is, nobody knows yet
@@ -167,8 +200,24 @@ def test_a_mixture_has_a_page(tmp_path: Path) -> None:
         sound(tmp_path / name)
     entries = ",".join(f"{{root: {tmp_path / name}, weight: 1}}" for name in ("a", "b"))
     out = tmp_path / "page.html"
-    settings = ("data.workers=0", "augment.crop_size=[64,64]", "data.allow_overlap=true", f"out={out}")
-    assert segpipe(["doctor", "data=folder", f"data.root={tmp_path / 'a'}", f"data.mix=[{entries}]", *settings]) == 0
+    settings = (
+        "data.workers=0",
+        "augment.crop_size=[64,64]",
+        "data.allow_overlap=true",
+        f"out={out}",
+    )
+    assert (
+        segpipe(
+            [
+                "doctor",
+                "data=folder",
+                f"data.root={tmp_path / 'a'}",
+                f"data.mix=[{entries}]",
+                *settings,
+            ]
+        )
+        == 0
+    )
     text = out.read_text()
     assert "train: 8 images" in text
     assert "a/drive0_001" in text
@@ -176,12 +225,17 @@ def test_a_mixture_has_a_page(tmp_path: Path) -> None:
 
 def test_indices_and_colors_that_contradict_each_other_are_told(tmp_path: Path) -> None:
     root = sound(tmp_path)
-    image = Image.fromarray(np.where(np.arange(96)[:, None] < 20, 7, 0).astype(np.uint8).repeat(128, 1), "P")
+    image = Image.fromarray(
+        np.where(np.arange(96)[:, None] < 20, 7, 0).astype(np.uint8).repeat(128, 1), "P"
+    )
     image.putpalette([0, 200, 0] + 18 * [9] + [200, 0, 0])
     image.save(root / "masks/train/drive0_001.png")
     code, text = page(root)
     assert code == 0
-    assert "index 0 is floor as an id, but its color in the palette is that of shelf" in text
+    assert (
+        "index 0 is floor as an id, but its color in the palette is that of shelf"
+        in text
+    )
 
 
 def test_a_census_counts_colors_and_samples_of_any_kind(tmp_path: Path) -> None:
@@ -200,7 +254,10 @@ def test_a_census_counts_colors_and_samples_of_any_kind(tmp_path: Path) -> None:
 def test_a_look_survives_what_does_not_change_the_scene() -> None:
     looks = [look(scene(seed)) for seed in range(40)]
     assert near_duplicates(looks[:20], looks[20:]) == []
-    jpeg = cv2.imdecode(cv2.imencode(".jpg", scene(3), [cv2.IMWRITE_JPEG_QUALITY, 60])[1], cv2.IMREAD_COLOR)
+    jpeg = cv2.imdecode(
+        cv2.imencode(".jpg", scene(3), [cv2.IMWRITE_JPEG_QUALITY, 60])[1],
+        cv2.IMREAD_COLOR,
+    )
     (found,) = near_duplicates(looks, [look(cv2.resize(jpeg, (300, 200)))])
     assert found.first == 3
     assert look(np.full((30, 40, 3), 90, np.uint8)) == UNKNOWN_LOOK

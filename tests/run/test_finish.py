@@ -13,17 +13,25 @@ from segpipe.run import finish as module
 
 
 @pytest.mark.parametrize("installed", [False, True], ids=["checkout", "wheel"])
-def test_the_next_command_needs_no_editing(installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_command_needs_no_editing(
+    installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if installed:
         monkeypatch.setattr(module, "EVALUATE", tmp_path / "evaluate.py")
     folder = tmp_path / "a run's folder"
     interpreter, *words = shlex.split(module._next_command(folder))
     assert Path.cwd() / interpreter == Path(sys.executable)
-    script = ["-m", "segpipe", "evaluate"] if installed else [str(module.EVALUATE.relative_to(Path.cwd()))]
+    script = (
+        ["-m", "segpipe", "evaluate"]
+        if installed
+        else [str(module.EVALUATE.relative_to(Path.cwd()))]
+    )
     assert words == [*script, f"run={folder}"]
 
 
-def test_the_next_command_names_segpipe_where_it_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_command_names_segpipe_where_it_was_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = tmp_path / "segpipe"
     program.write_text("")
     program.chmod(0o755)
@@ -36,5 +44,11 @@ def test_the_next_command_names_segpipe_where_it_was_typed(tmp_path: Path, monke
 def test_importing_the_module_is_cheap() -> None:
     """The command imports it before it sets the variables that torch and OpenMP read once."""
     code = "import sys, segpipe.run.finish; print([m for m in ('torch', 'cv2', 'matplotlib') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
     assert done.stdout.strip() == "[]"

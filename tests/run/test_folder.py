@@ -15,7 +15,17 @@ from typing import Any
 
 import pytest
 
-from runs import ROOT, finished, metrics, outcome, run, settings, start, updates, wait_for
+from runs import (
+    ROOT,
+    finished,
+    metrics,
+    outcome,
+    run,
+    settings,
+    start,
+    updates,
+    wait_for,
+)
 from segpipe.distributed import environment
 from segpipe.errors import ConfigError
 from segpipe.files import process_start, this_host, write_atomically
@@ -47,14 +57,23 @@ def hold(folder: Path, alone: bool = True) -> subprocess.Popen[str]:
     return process
 
 
-def kill(process: subprocess.Popen[str], number: signal.Signals = signal.SIGKILL) -> int:
+def kill(
+    process: subprocess.Popen[str], number: signal.Signals = signal.SIGKILL
+) -> int:
     os.killpg(process.pid, number)
     return finished(process).returncode
 
 
 def write_lock(folder: Path, /, *, silent_s: float = 0.0, **changes: Any) -> Path:
     path = folder / lock.NAME
-    owner = {"id": "x", "host": "far-1", "pid": 77, "started": "5", "since": 0.0, **changes}
+    owner = {
+        "id": "x",
+        "host": "far-1",
+        "pid": 77,
+        "started": "5",
+        "since": 0.0,
+        **changes,
+    }
     path.write_text(json.dumps(owner))
     os.utime(path, (time.time() - silent_s,) * 2)
     return path
@@ -78,12 +97,22 @@ def test_a_second_job_of_one_name_is_refused_and_a_killed_one_is_continued(
     first = start("train.py", *settings(folder, *changes))
     try:
         wait_for(lambda: (folder / "last.pt").exists(), first)
-        os.kill(first.pid, signal.SIGSTOP)  # or it would be done before the others have tried
+        os.kill(
+            first.pid, signal.SIGSTOP
+        )  # or it would be done before the others have tried
         for exists in ("error", "resume", "replace"):
             assert run(folder, f"run.exists={exists}") == 2
             said = capsys.readouterr().err
             assert f"{folder} is in use by process {first.pid} on " in said
-            assert all(part in said for part in ("since 20", "last sign of life", f"kill {first.pid}", "run.name"))
+            assert all(
+                part in said
+                for part in (
+                    "since 20",
+                    "last sign of life",
+                    f"kill {first.pid}",
+                    "run.name",
+                )
+            )
         steps = len(updates(folder))
         os.kill(first.pid, signal.SIGCONT)
         wait_for(lambda: len(updates(folder)) > steps, first)
@@ -101,10 +130,14 @@ def test_two_jobs_that_start_together_have_one_winner(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     jobs = [start("train.py", *settings(folder, f"seed={seed}")) for seed in (1, 2)]
     done = [finished(job) for job in jobs]
-    assert sorted(job.returncode for job in done) == [0, 2], [job.stderr for job in done]
+    assert sorted(job.returncode for job in done) == [0, 2], [
+        job.stderr for job in done
+    ]
     loser = next(job for job in done if job.returncode)
     assert "is in use by process" in loser.stderr or "already holds" in loser.stderr
-    winner = next(seed for seed, job in zip((1, 2), done, strict=True) if not job.returncode)
+    winner = next(
+        seed for seed, job in zip((1, 2), done, strict=True) if not job.returncode
+    )
     assert run(tmp_path / "alone", f"seed={winner}") == 0
     assert outcome(folder) == outcome(tmp_path / "alone")
 
@@ -125,7 +158,9 @@ def test_rank_0_owns_the_folder_and_the_parent_removes_its_lock_when_it_was_kill
     assert not (folder / lock.NAME).exists()
     code, reason = failure(folder)
     assert code == 9
-    assert reason.startswith("rank 0 was ended by signal 9 (Killed). The machine's memory may have run out")
+    assert reason.startswith(
+        "rank 0 was ended by signal 9 (Killed). The machine's memory may have run out"
+    )
 
 
 def test_replace_deletes_all_but_the_lock(tmp_path: Path) -> None:
@@ -142,8 +177,13 @@ def test_replace_deletes_all_but_the_lock(tmp_path: Path) -> None:
 # --- the lock
 
 
-@pytest.mark.parametrize(("number", "left"), [(signal.SIGTERM, False), (signal.SIGHUP, False), (signal.SIGKILL, True)])
-def test_only_sigkill_leaves_the_lock_and_it_is_taken_over(tmp_path: Path, number: signal.Signals, left: bool) -> None:
+@pytest.mark.parametrize(
+    ("number", "left"),
+    [(signal.SIGTERM, False), (signal.SIGHUP, False), (signal.SIGKILL, True)],
+)
+def test_only_sigkill_leaves_the_lock_and_it_is_taken_over(
+    tmp_path: Path, number: signal.Signals, left: bool
+) -> None:
     process = hold(tmp_path)
     with pytest.raises(ConfigError, match=f"in use by process {process.pid} on "):
         lock.check(tmp_path)
@@ -182,9 +222,12 @@ def test_an_owner_on_another_machine_is_judged_by_its_last_touch_not_by_a_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_lock(tmp_path, silent_s=lock.SILENT_S - 60)
-    monkeypatch.setattr(time, "time", lambda: 4e9)  # this machine's clock is decades ahead
+    monkeypatch.setattr(
+        time, "time", lambda: 4e9
+    )  # this machine's clock is decades ahead
     with pytest.raises(
-        ConfigError, match=r"process 77 on far since .* last sign of life 5[34]\d s ago.* its lock ends"
+        ConfigError,
+        match=r"process 77 on far since .* last sign of life 5[34]\d s ago.* its lock ends",
     ):
         taken(tmp_path)
     monkeypatch.undo()
@@ -192,11 +235,18 @@ def test_an_owner_on_another_machine_is_judged_by_its_last_touch_not_by_a_clock(
     assert "taken over from process 77 on far" in taken(tmp_path)
 
 
-def test_a_pid_that_a_process_of_another_user_has_now_is_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pid_that_a_process_of_another_user_has_now_is_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def denied(pid: int, number: int) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    write_lock(tmp_path, host=this_host(), pid=os.getpid(), started=f"{process_start(os.getpid())}0")
+    write_lock(
+        tmp_path,
+        host=this_host(),
+        pid=os.getpid(),
+        started=f"{process_start(os.getpid())}0",
+    )
     monkeypatch.setattr(os, "kill", denied)
     assert "taken over" in taken(tmp_path)
 
@@ -213,7 +263,9 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize("content", UNREADABLE)
-def test_a_lock_that_cannot_be_read_is_respected_for_a_while(tmp_path: Path, content: bytes) -> None:
+def test_a_lock_that_cannot_be_read_is_respected_for_a_while(
+    tmp_path: Path, content: bytes
+) -> None:
     (tmp_path / lock.NAME).write_bytes(content)
     with pytest.raises(ConfigError, match="an unknown process"):
         taken(tmp_path)
@@ -248,18 +300,28 @@ def test_of_many_that_find_a_dead_owner_one_takes_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
-def test_what_is_no_file_is_named_instead_of_waited_for(tmp_path: Path, kind: str) -> None:
+def test_what_is_no_file_is_named_instead_of_waited_for(
+    tmp_path: Path, kind: str
+) -> None:
     """A link that leads nowhere was neither there nor could it be created; a pipe is never read to its end."""
     path = tmp_path / lock.NAME
-    {"link": lambda: path.symlink_to("/nowhere/at/all"), "pipe": lambda: os.mkfifo(path), "folder": path.mkdir}[kind]()
+    {
+        "link": lambda: path.symlink_to("/nowhere/at/all"),
+        "pipe": lambda: os.mkfifo(path),
+        "folder": path.mkdir,
+    }[kind]()
     with (
-        pytest.raises(ConfigError, match=r"run\.lock is no file that a run wrote.*Remove it"),
+        pytest.raises(
+            ConfigError, match=r"run\.lock is no file that a run wrote.*Remove it"
+        ),
         lock.held(tmp_path, released_by_signals=False),
     ):
         pytest.fail("owned")
 
 
-def test_a_dead_lock_is_deleted_by_one_job_and_never_another_lock(tmp_path: Path) -> None:
+def test_a_dead_lock_is_deleted_by_one_job_and_never_another_lock(
+    tmp_path: Path,
+) -> None:
     path, beside = write_lock(tmp_path), tmp_path / f".{lock.NAME}.removal"
     dead = path.read_bytes()
     lock._remove(path, b"of an owner that was replaced meanwhile")
@@ -281,7 +343,9 @@ def test_a_removal_that_was_killed_does_not_block_for_ever(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_owner_touches_its_lock_and_puts_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_owner_touches_its_lock_and_puts_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lock, "BEAT_S", 0.02)
     path = tmp_path / lock.NAME
     with lock.held(tmp_path, released_by_signals=False):
@@ -297,10 +361,16 @@ def test_the_owner_touches_its_lock_and_puts_it_back(tmp_path: Path, monkeypatch
     assert not path.exists()
 
 
-def test_an_owner_that_lost_its_folder_ends_without_a_word_to_its_files(tmp_path: Path) -> None:
+def test_an_owner_that_lost_its_folder_ends_without_a_word_to_its_files(
+    tmp_path: Path,
+) -> None:
     code = HOLD.replace("with lock", "lock.BEAT_S = 0.02\nwith lock")
     process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path), "alone"], cwd=ROOT, stdout=-1, stderr=-1, text=True
+        [sys.executable, "-c", code, str(tmp_path), "alone"],
+        cwd=ROOT,
+        stdout=-1,
+        stderr=-1,
+        text=True,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
@@ -331,7 +401,9 @@ def copied(folder: Path, name: str) -> Path:
     return Path(shutil.copytree(folder, folder.parent / name))
 
 
-def test_a_copy_of_a_folder_in_use_is_free_and_its_original_is_not(tmp_path: Path) -> None:
+def test_a_copy_of_a_folder_in_use_is_free_and_its_original_is_not(
+    tmp_path: Path,
+) -> None:
     """On this machine, and on a shared file system whose owner is on another one."""
     folder = tmp_path / "run"
     folder.mkdir()
@@ -361,11 +433,16 @@ def test_a_folder_that_was_moved_while_its_owner_lives_stays_his(
     folder.mkdir()
     with lock.held(folder, released_by_signals=False):
         folder.rename(moved)
-        with pytest.raises(ConfigError, match=f"If this folder is a copy of {folder}, .* delete {moved / lock.NAME}"):
+        with pytest.raises(
+            ConfigError,
+            match=f"If this folder is a copy of {folder}, .* delete {moved / lock.NAME}",
+        ):
             taken(moved)
         folder.mkdir()
         deadline = time.monotonic() + 60
-        while not (folder / lock.NAME).exists() or not (folder / lock.NAME).read_bytes():
+        while (
+            not (folder / lock.NAME).exists() or not (folder / lock.NAME).read_bytes()
+        ):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         with pytest.raises(ConfigError, match="in use"):
@@ -375,7 +452,9 @@ def test_a_folder_that_was_moved_while_its_owner_lives_stays_his(
 
 
 @pytest.mark.parametrize("how", ["a link", "links to its files", "two mounts"])
-def test_a_folder_under_another_name_is_no_copy(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_under_another_name_is_no_copy(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, other = tmp_path / "run", tmp_path / "other"
     folder.mkdir()
     if how == "links to its files":  # a job would append to the ledger of the original
@@ -393,7 +472,9 @@ def test_a_folder_under_another_name_is_no_copy(tmp_path: Path, how: str, monkey
 
 
 @pytest.mark.parametrize("changes", [{}, {"folder": 7}, {"folder": "\0"}])
-def test_a_lock_that_names_no_folder_is_respected(tmp_path: Path, changes: dict[str, object]) -> None:
+def test_a_lock_that_names_no_folder_is_respected(
+    tmp_path: Path, changes: dict[str, object]
+) -> None:
     """Of an older segpipe, or damaged."""
     write_lock(tmp_path, **changes)
     with pytest.raises(ConfigError, match="in use by process 77") as refused:
@@ -403,7 +484,12 @@ def test_a_lock_that_names_no_folder_is_respected(tmp_path: Path, changes: dict[
 
 # --- resuming from what is left
 
-STEPPED = ("train.steps=8", "train.log_every=1", "checkpoint.every=2", "checkpoint.keep_every=3")
+STEPPED = (
+    "train.steps=8",
+    "train.log_every=1",
+    "checkpoint.every=2",
+    "checkpoint.keep_every=3",
+)
 
 
 @pytest.fixture(scope="module")
@@ -428,11 +514,18 @@ def tear(path: Path) -> None:
     ],
 )
 def test_without_a_whole_last_pt_the_newest_whole_checkpoint_is_continued(
-    stepped: Path, tmp_path: Path, damage: str, found: str, step: int, capsys: pytest.CaptureFixture[str]
+    stepped: Path,
+    tmp_path: Path,
+    damage: str,
+    found: str,
+    step: int,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The rows of metrics and ledger after it are written again, and nothing is left of the others."""
     folder = Path(shutil.copytree(stepped, tmp_path / "run"))
-    last, newest, oldest = (folder / name for name in ("last.pt", "step_000006.pt", "step_000003.pt"))
+    last, newest, oldest = (
+        folder / name for name in ("last.pt", "step_000006.pt", "step_000003.pt")
+    )
     if "step files" not in damage:
         (folder / "best.pt").unlink()
     if "missing" in damage:
@@ -454,7 +547,9 @@ def test_without_a_whole_last_pt_the_newest_whole_checkpoint_is_continued(
     ]
     again = read_run(folder)
     assert again.faults == ()
-    assert compare(read_run(stepped), again).sentence == "identical in all 8 common steps"
+    assert (
+        compare(read_run(stepped), again).sentence == "identical in all 8 common steps"
+    )
     assert load(last)["step"] == 8
 
 
@@ -468,7 +563,10 @@ def test_a_whole_last_pt_is_continued_as_ever(
     assert outcome(folder) == outcome(stepped)
 
 
-@pytest.mark.parametrize("left", ["torn checkpoints", "metrics and ledger", "the list of checkpoints", "metrics"])
+@pytest.mark.parametrize(
+    "left",
+    ["torn checkpoints", "metrics and ledger", "the list of checkpoints", "metrics"],
+)
 def test_a_run_with_progress_and_nothing_whole_never_starts_again_unasked(
     stepped: Path, tmp_path: Path, left: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -485,18 +583,26 @@ def test_a_run_with_progress_and_nothing_whole_never_starts_again_unasked(
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert run(folder, *STEPPED, "run.exists=resume") == 2
     said = capsys.readouterr().err
-    assert "no whole checkpoint" in said if left == "torn checkpoints" else "no checkpoint" in said
+    assert (
+        "no whole checkpoint" in said
+        if left == "torn checkpoints"
+        else "no checkpoint" in said
+    )
     assert "back" in said
     assert "run.exists=replace" in said
     assert run(folder, *STEPPED) == 2  # run.exists=error
     capsys.readouterr()
     (folder / "failure.json").unlink(missing_ok=True)  # why it was refused
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert {
+        path: path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    } == before
     assert run(folder, *STEPPED, "run.exists=replace") == 0  # the second way on
     assert outcome(folder) == outcome(stepped)
 
 
-def test_an_empty_folder_or_a_run_without_a_step_starts(stepped: Path, tmp_path: Path) -> None:
+def test_an_empty_folder_or_a_run_without_a_step_starts(
+    stepped: Path, tmp_path: Path
+) -> None:
     """A job that always sets run.exists=resume starts the first time, also after it was killed before a step."""
     folder = tmp_path / "run"
     folder.mkdir()
@@ -507,23 +613,38 @@ def test_an_empty_folder_or_a_run_without_a_step_starts(stepped: Path, tmp_path:
 
 
 @pytest.mark.parametrize("ended", ["killed", "diverged"])
-def test_a_run_that_ended_before_its_first_checkpoint_starts_again(stepped: Path, tmp_path: Path, ended: str) -> None:
+def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
+    stepped: Path, tmp_path: Path, ended: str
+) -> None:
     """At step 1 of a run that saves every 2: a cluster's next attempt must not need a person.
 
     What the first attempt recorded of its code is gone: it may have failed for it, and an audit would name it.
     """
     folder = Path(shutil.copytree(stepped, tmp_path / "run"))
     recorded = (folder / "inputs.json").read_text()
-    (folder / "inputs.json").write_text(recorded.replace('"train/engine.py": "', '"train/engine.py": "0'))
-    for path in (*folder.glob("*.pt"), folder / "result.json", folder / "checkpoints.sha256"):
+    (folder / "inputs.json").write_text(
+        recorded.replace('"train/engine.py": "', '"train/engine.py": "0')
+    )
+    for path in (
+        *folder.glob("*.pt"),
+        folder / "result.json",
+        folder / "checkpoints.sha256",
+    ):
         path.unlink()
     if ended == "diverged":
         (folder / "checkpoints.sha256").write_text(f"{'0' * 64}  diverged.pt  1\n")
-    early = [line for line in (folder / "metrics.jsonl").read_text().splitlines() if json.loads(line)["step"] <= 1]
+    early = [
+        line
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+        if json.loads(line)["step"] <= 1
+    ]
     (folder / "metrics.jsonl").write_text("\n".join(early) + "\n")
     assert run(folder, *STEPPED, "run.exists=resume") == 0
     assert outcome(folder) == outcome(stepped)
-    assert compare(read_run(stepped), read_run(folder)).sentence == "identical in all 8 common steps"
+    assert (
+        compare(read_run(stepped), read_run(folder)).sentence
+        == "identical in all 8 common steps"
+    )
     assert (folder / "inputs.json").read_text() == recorded
     assert len(read_run(folder).headers) == 1
 
@@ -534,14 +655,18 @@ def test_a_run_that_failed_after_its_training_is_not_finished(tmp_path: Path) ->
     (config.run_dir / "report.html").write_text("")
     (config.run_dir / "result.json").write_text('{"steps": 3}')
     assert folders.finished(config) == {"steps": 3}
-    (config.run_dir / "failure.json").write_text('{"exit_code": 4, "reason": "an export was rejected"}')
+    (config.run_dir / "failure.json").write_text(
+        '{"exit_code": 4, "reason": "an export was rejected"}'
+    )
     assert folders.finished(config) is None
 
 
 def test_another_recipe_is_refused_before_anything_is_loaded(
     stepped: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("segpipe.run.launch.work", lambda *_, **__: pytest.fail("it started"))
+    monkeypatch.setattr(
+        "segpipe.run.launch.work", lambda *_, **__: pytest.fail("it started")
+    )
     assert run(stepped, *STEPPED, "run.exists=resume", "optim.lr=0.125") == 2
     assert "optim.lr: 0.05 -> 0.125" in capsys.readouterr().err
 
@@ -549,20 +674,31 @@ def test_another_recipe_is_refused_before_anything_is_loaded(
 # --- temporary files, tasks
 
 
-def test_temporary_files_of_living_processes_and_other_machines_stay(tmp_path: Path) -> None:
+def test_temporary_files_of_living_processes_and_other_machines_stay(
+    tmp_path: Path,
+) -> None:
     sleeper = start("-c", "import time; time.sleep(600)")
-    living, far = tmp_path / f".last.pt.{this_host()}.{sleeper.pid}.tmp", tmp_path / f".last.pt.far-1.{sleeper.pid}.tmp"
-    other = tmp_path / f".last.pt.sha.{this_host()}.{sleeper.pid}.tmp"  # of another file
+    living, far = (
+        tmp_path / f".last.pt.{this_host()}.{sleeper.pid}.tmp",
+        tmp_path / f".last.pt.far-1.{sleeper.pid}.tmp",
+    )
+    other = (
+        tmp_path / f".last.pt.sha.{this_host()}.{sleeper.pid}.tmp"
+    )  # of another file
     for path in (living, far, other):
         path.write_bytes(b"half")
     write_atomically(tmp_path / "last.pt", b"whole")
-    assert sorted(tmp_path.iterdir()) == sorted([living, far, other, tmp_path / "last.pt"])
+    assert sorted(tmp_path.iterdir()) == sorted(
+        [living, far, other, tmp_path / "last.pt"]
+    )
     kill(sleeper)
     write_atomically(tmp_path / "last.pt", b"whole")
     assert sorted(tmp_path.iterdir()) == sorted([far, other, tmp_path / "last.pt"])
 
 
-def test_old_temporary_files_of_other_machines_are_removed_by_the_next_owner(tmp_path: Path) -> None:
+def test_old_temporary_files_of_other_machines_are_removed_by_the_next_owner(
+    tmp_path: Path,
+) -> None:
     old, new = tmp_path / ".last.pt.far-1.7.tmp", tmp_path / ".best.pt.far-1.7.tmp"
     for path in (old, new):
         path.write_bytes(b"half")
@@ -580,32 +716,56 @@ def test_old_temporary_files_of_other_machines_are_removed_by_the_next_owner(tmp
         ({"PMI_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "1"}, False),
         ({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}, False),
         ({"SLURM_NTASKS": "1"}, False),
-        ({"SLURM_NTASKS": "4", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "-"}, False),
+        (
+            {"SLURM_NTASKS": "4", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "-"},
+            False,
+        ),
         ({}, False),
     ],
 )
 def test_srun_without_a_launcher_is_refused_with_the_command(
     variables: dict[str, str], refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "RANK"):
+    for name in (
+        "SLURM_NTASKS",
+        "SLURM_STEP_NUM_TASKS",
+        "OMPI_COMM_WORLD_SIZE",
+        "PMI_SIZE",
+        "RANK",
+    ):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     if not refused:
         return environment.check_tasks()
-    with pytest.raises(ConfigError, match=rf"{next(iter(variables))} = 4.*srun --ntasks-per-node=1 torchrun --nnodes"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"{next(iter(variables))} = 4.*srun --ntasks-per-node=1 torchrun --nnodes",
+    ):
         environment.check_tasks()
 
 
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE = 'two', but a whole number from 1 was needed"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "two"},
+            "WORLD_SIZE = 'two', but a whole number from 1 was needed",
+        ),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE = '0'"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK = '-1', but a whole number from 0"),
-        ({"RANK": "3", "WORLD_SIZE": "1"}, "RANK = 3, but WORLD_SIZE = 1 needs RANK = 0"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_PORT is not set, but WORLD_SIZE = 2"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": ""}, "MASTER_ADDR is not set, but WORLD_SIZE = 2"),
+        (
+            {"RANK": "3", "WORLD_SIZE": "1"},
+            "RANK = 3, but WORLD_SIZE = 1 needs RANK = 0",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "MASTER_PORT is not set, but WORLD_SIZE = 2",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": ""},
+            "MASTER_ADDR is not set, but WORLD_SIZE = 2",
+        ),
         ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "x"}, "LOCAL_RANK = 'x'"),
     ],
 )
@@ -617,7 +777,9 @@ def test_variables_that_no_launcher_sets_are_refused_in_a_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name, value in {"MASTER_ADDR": "localhost", **variables}.items():
-        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(
+            name, raising=False
+        )
     monkeypatch.delenv("MASTER_PORT", raising=False)
     assert run(tmp_path / "run") == 2
     said = capsys.readouterr().err

@@ -14,11 +14,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import (
+    ChildFailedError,
+    ProcessFailure,
+)
 from torch.distributed.launcher.api import LaunchConfig
 
 from ranks import launched
-from runs import TORCHRUN, command, finished, outcome, result, run, settings, start, updates, wait_for, write_camvid
+from runs import (
+    TORCHRUN,
+    command,
+    finished,
+    outcome,
+    result,
+    run,
+    settings,
+    start,
+    updates,
+    wait_for,
+    write_camvid,
+)
 from segpipe.cli.main import main as segpipe
 from segpipe.data.order import Order
 from segpipe.distributed import environment
@@ -59,9 +74,13 @@ def test_sixteen_processes_compute_the_same_bits(alone: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["python", "torchrun"])
-def test_two_and_three_processes_compute_the_same_bits(alone: Path, tmp_path: Path, launcher: tuple[str, ...]) -> None:
+def test_two_and_three_processes_compute_the_same_bits(
+    alone: Path, tmp_path: Path, launcher: tuple[str, ...]
+) -> None:
     folder = tmp_path / "several"
-    division = () if launcher else ("compute.nproc=3", "data.workers=1")  # 5, 5 and 6 shards
+    division = (
+        () if launcher else ("compute.nproc=3", "data.workers=1")
+    )  # 5, 5 and 6 shards
     entry = ("-m", "segpipe", "train") if launcher else ("train.py",)
     done = command(*launcher, *entry, *settings(folder, *RECIPE, *division))
     assert done.returncode == 0, done.stderr
@@ -72,45 +91,85 @@ def test_two_and_three_processes_compute_the_same_bits(alone: Path, tmp_path: Pa
 
 def test_multirun_makes_two_runs_and_a_table(alone: Path, tmp_path: Path) -> None:
     """fp32 and bf16, each in two processes, and the bits of one process."""
-    changes = (*RECIPE, "compute.nproc=2", "train.precision=fp32,bf16", "run.name=${train.precision}")
+    changes = (
+        *RECIPE,
+        "compute.nproc=2",
+        "train.precision=fp32,bf16",
+        "run.name=${train.precision}",
+    )
     done = command("train.py", "--multirun", *settings(tmp_path / "unused", *changes))
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     table = done.stdout[done.stdout.index("sweep") :]
     for name in ("fp32", "bf16"):
-        assert f"{100 * result(tmp_path / name)['miou']:.2f}" in next(x for x in table.splitlines() if name in x)
+        assert f"{100 * result(tmp_path / name)['miou']:.2f}" in next(
+            x for x in table.splitlines() if name in x
+        )
     assert "seeds" not in table  # there is one seed only
     assert run(tmp_path / "alone", *RECIPE, "train.precision=bf16") == 0
     assert outcome(tmp_path / "fp32") == outcome(alone)
     assert outcome(tmp_path / "bf16") == outcome(tmp_path / "alone")
-    assert outcome(tmp_path / "bf16")["weights_digest"] != outcome(alone)["weights_digest"]
+    assert (
+        outcome(tmp_path / "bf16")["weights_digest"] != outcome(alone)["weights_digest"]
+    )
 
 
-@pytest.mark.parametrize("change", ["loss.class_weights=none", "optim.clip_norm=2", "data.balance=0"])
-def test_another_recipe_computes_other_bits(alone: Path, tmp_path: Path, change: str) -> None:
+@pytest.mark.parametrize(
+    "change", ["loss.class_weights=none", "optim.clip_norm=2", "data.balance=0"]
+)
+def test_another_recipe_computes_other_bits(
+    alone: Path, tmp_path: Path, change: str
+) -> None:
     """The control: the digests see what changes the weights, so their equality means something."""
     assert run(tmp_path / "other", *RECIPE, change) == 0
-    assert outcome(tmp_path / "other")["weights_digest"] != outcome(alone)["weights_digest"]
+    assert (
+        outcome(tmp_path / "other")["weights_digest"]
+        != outcome(alone)["weights_digest"]
+    )
 
 
-def test_mode_ddp_keeps_its_promise_and_says_its_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mode_ddp_keeps_its_promise_and_says_its_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The same processes give the same bits across a resume; other processes are refused by name."""
-    changes = (*RECIPE, "compute.mode=ddp", "compute.shards=4", "train.steps=4", "checkpoint.keep_every=2")
+    changes = (
+        *RECIPE,
+        "compute.mode=ddp",
+        "compute.shards=4",
+        "train.steps=4",
+        "checkpoint.keep_every=2",
+    )
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert command("train.py", *settings(whole, *changes, "compute.nproc=2")).returncode == 0
+    assert (
+        command("train.py", *settings(whole, *changes, "compute.nproc=2")).returncode
+        == 0
+    )
     shutil.copytree(whole, parts)  # as a run that ended after step 2
     (parts / "step_000002.pt").replace(parts / "last.pt")
     for name in ("result.json", "best.pt"):
         (parts / name).unlink()
-    assert run(parts, *changes, "compute.nproc=1", "run.exists=resume") == CheckpointError.exit_code
+    assert (
+        run(parts, *changes, "compute.nproc=1", "run.exists=resume")
+        == CheckpointError.exit_code
+    )
     assert "world_size: 2 -> 1" in capsys.readouterr().err
-    assert command("train.py", *settings(parts, *changes, "compute.nproc=2", "run.exists=resume")).returncode == 0
-    assert [line["step"] for line in updates(parts)] == [line["step"] for line in updates(whole)]
+    assert (
+        command(
+            "train.py",
+            *settings(parts, *changes, "compute.nproc=2", "run.exists=resume"),
+        ).returncode
+        == 0
+    )
+    assert [line["step"] for line in updates(parts)] == [
+        line["step"] for line in updates(whole)
+    ]
     assert outcome(parts) == outcome(whole)
     assert result(whole)["switches"]["deterministic_algorithms"] is True
 
 
-def test_recipes_for_a_cpu_start_one_process_beside_eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipes_for_a_cpu_start_one_process_beside_eight_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     for name in ("street_cpu", "camvid_cpu"):
         assert launch._world_size(compose([f"experiment={name}"])) == 1
@@ -144,24 +203,35 @@ def test_children_find_their_environment_and_nothing_of_it_stays(
         signal.signal(signal.SIGTERM, before)
     (four, patience), (one, _) = found
     assert four["OMP_WAIT_POLICY"] == "PASSIVE"
-    assert patience == 78  # seconds after Ctrl-C, in which a step or a validation may end
+    assert (
+        patience == 78
+    )  # seconds after Ctrl-C, in which a step or a validation may end
     assert "OMP_WAIT_POLICY" not in one  # the control: one thread on two cores
     assert not os.environ.keys() & own
 
 
 @pytest.mark.parametrize("spoke", [True, False])
 def test_a_killed_rank_ends_with_9_and_the_text_of_the_rank_that_spoke_is_kept(
-    spoke: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    spoke: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = compose(settings(tmp_path / "run", "compute.nproc=2", "run.exists=resume"))
     config.run_dir.mkdir()
     note_failure(config, 2, "of an earlier session")
 
-    def pretend(settings: LaunchConfig, entry: object) -> Callable[[Config, object], None]:
+    def pretend(
+        settings: LaunchConfig, entry: object
+    ) -> Callable[[Config, object], None]:
         def start(config: Config, finish: object) -> None:
             if spoke:
-                note_failure(config, 9, "rank 1 was lost after call 95, which was all_reduce.")
-            raise ChildFailedError("run", {1: ProcessFailure(1, os.getpid(), -9, str(tmp_path / "none"))})
+                note_failure(
+                    config, 9, "rank 1 was lost after call 95, which was all_reduce."
+                )
+            raise ChildFailedError(
+                "run", {1: ProcessFailure(1, os.getpid(), -9, str(tmp_path / "none"))}
+            )
 
         return start
 
@@ -181,7 +251,9 @@ def _interrupt_this() -> None:
 
 def test_children_defer_ctrl_c_while_this_process_gets_it() -> None:
     """A child that imports torch would print a traceback."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # processes of pytest-xdist ignore it
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # processes of pytest-xdist ignore it
     try:
         _check_that_children_defer()
     finally:
@@ -189,7 +261,11 @@ def test_children_defer_ctrl_c_while_this_process_gets_it() -> None:
 
 
 def _check_that_children_defer() -> None:
-    asks = [sys.executable, "-c", "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"]
+    asks = [
+        sys.executable,
+        "-c",
+        "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))",
+    ]
     with interrupts_deferred_by_children():
         assert subprocess.check_output(asks, text=True) == "True\n"
         with pytest.raises(KeyboardInterrupt):
@@ -197,11 +273,17 @@ def _check_that_children_defer() -> None:
     assert subprocess.check_output(asks, text=True) == "False\n"
 
 
-def test_ctrl_c_leaves_no_child_that_the_launcher_has_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_leaves_no_child_that_the_launcher_has_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The signal may come while the launcher starts them, before it knows them; their parent would wait for ever."""
-    child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(3600,))
+    child = multiprocessing.get_context("spawn").Process(
+        target=time.sleep, args=(3600,)
+    )
 
-    def pretend(settings: LaunchConfig, entry: object) -> Callable[[Config, object], None]:
+    def pretend(
+        settings: LaunchConfig, entry: object
+    ) -> Callable[[Config, object], None]:
         def start(config: Config, finish: object) -> None:
             child.start()
             raise KeyboardInterrupt
@@ -210,20 +292,31 @@ def test_ctrl_c_leaves_no_child_that_the_launcher_has_lost(tmp_path: Path, monke
 
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", pretend)
     try:
-        assert launch.launch_apart(compose(settings(tmp_path / "run", "compute.nproc=2"))) == 130
+        assert (
+            launch.launch_apart(compose(settings(tmp_path / "run", "compute.nproc=2")))
+            == 130
+        )
         child.join(60)
         assert child.exitcode == -signal.SIGKILL
     finally:
         child.kill()
 
 
-def test_one_process_sets_its_environment_before_anything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_sets_its_environment_before_anything_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Counting GPUs and opening the data import torch, and with it OpenMP, which reads the variable once."""
     seen = []
     monkeypatch.setenv("OMP_WAIT_POLICY", "unset")
-    monkeypatch.delenv("OMP_WAIT_POLICY")  # what the launch sets is taken back at the end
+    monkeypatch.delenv(
+        "OMP_WAIT_POLICY"
+    )  # what the launch sets is taken back at the end
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
-    monkeypatch.setattr(launch, "_world_size", lambda config: seen.append(os.environ.get("OMP_WAIT_POLICY")) or 1)
+    monkeypatch.setattr(
+        launch,
+        "_world_size",
+        lambda config: seen.append(os.environ.get("OMP_WAIT_POLICY")) or 1,
+    )
     monkeypatch.setattr(launch, "prepare", lambda *_: None)
     monkeypatch.setattr(launch, "work", lambda *_, **__: 0)
     assert launch.launch(compose(settings(tmp_path / "run", "compute.threads=2"))) == 0
@@ -238,12 +331,20 @@ def test_ctrl_c_while_files_are_checked_ends_in_a_line(
 
     monkeypatch.setattr(launch, "prepare", interrupted)
     assert run(tmp_path / "run") == 130
-    assert capsys.readouterr().err == "stopped before the first step; nothing was written.\n"
+    assert (
+        capsys.readouterr().err
+        == "stopped before the first step; nothing was written.\n"
+    )
 
 
-def test_augmentation_that_is_not_keyed_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_augmentation_that_is_not_keyed_does_not_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     unkeyed = ("augment.keyed=false", "train.steps=1")
-    assert run(tmp_path / "run", *unkeyed, "augment.check=true") == ImpureAugmentError.exit_code
+    assert (
+        run(tmp_path / "run", *unkeyed, "augment.check=true")
+        == ImpureAugmentError.exit_code
+    )
     assert "not a pure function of sample and key" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     assert run(tmp_path / "run", *unkeyed) == 0  # the control: nobody asked
@@ -259,19 +360,29 @@ def test_mode_off_promises_nothing_and_says_so(tmp_path: Path) -> None:
 @pytest.fixture
 def as_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment that torchrun gives to the only process of a run."""
-    for key, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "-"}.items():
+    for key, value in {
+        "RANK": 0,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": 1,
+        "LOCAL_WORLD_SIZE": 1,
+        "MASTER_ADDR": "-",
+    }.items():
         monkeypatch.setenv(key, str(value))
 
 
 @pytest.mark.usefixtures("as_torchrun")
-def test_number_of_processes_is_not_ignored_under_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_number_of_processes_is_not_ignored_under_torchrun(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(tmp_path / "run", "compute.nproc=2") == 2
     assert "compute.nproc = 2, but the launcher started 1" in capsys.readouterr().err
     assert run(tmp_path / "run", "compute.nproc=1", "train.steps=1") == 0
 
 
 @pytest.mark.usefixtures("as_torchrun")
-def test_multirun_under_a_launcher_ends_with_the_usage_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_multirun_under_a_launcher_ends_with_the_usage_code(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert segpipe(["train", "--multirun", "seed=1,2"]) == 2
     assert "Use: segpipe train --multirun compute.nproc=N" in capsys.readouterr().err
 
@@ -280,7 +391,13 @@ def test_a_silent_rank_leaves_the_word_to_the_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Were it to end first, the launcher would end the rank that says what is wrong."""
-    for key, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "-", "MASTER_PORT": 1}.items():
+    for key, value in {
+        "RANK": 1,
+        "LOCAL_RANK": 1,
+        "WORLD_SIZE": 2,
+        "MASTER_ADDR": "-",
+        "MASTER_PORT": 1,
+    }.items():
         monkeypatch.setenv(key, str(value))
     monkeypatch.setattr(environment, "LINGER_S", 0.5)
     for refused in (["--multirun", "seed=1,2"], ["sead=1"]):
@@ -307,16 +424,23 @@ def test_a_rank_that_lost_another_leaves_the_exit_code_to_it(
     started = time.monotonic()
     assert run(tmp_path / "run") == 1
     assert time.monotonic() - started > 0.5
-    assert f"rank 0: a collective failed, because another rank ended: {said}\n" in capsys.readouterr().err
+    assert (
+        f"rank 0: a collective failed, because another rank ended: {said}\n"
+        in capsys.readouterr().err
+    )
     said = "mat1 and mat2 shapes cannot be multiplied"
-    with pytest.raises(RuntimeError, match="mat1"):  # any other error keeps its traceback
+    with pytest.raises(
+        RuntimeError, match="mat1"
+    ):  # any other error keeps its traceback
         run(tmp_path / "run")
     code, reason = failure(tmp_path / "run")  # and `segpipe runs` says that it failed
     assert (code, reason.endswith(f"RuntimeError: {said}")) == (1, True)
 
 
 @pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["python", "torchrun"])
-def test_an_error_on_one_rank_ends_all_and_is_named(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+def test_an_error_on_one_rank_ends_all_and_is_named(
+    tmp_path: Path, launcher: tuple[str, ...]
+) -> None:
     """The last sample of the second step, which rank 1 reads, is damaged inside, where headers do not show it."""
     data = write_camvid(tmp_path / "data", num_train=32)
     _, index = Order(0, 32, 4, 2).shard(1, 3)[-1]
@@ -324,12 +448,22 @@ def test_an_error_on_one_rank_ends_all_and_is_named(tmp_path: Path, launcher: tu
     content = bytearray(torn.read_bytes())
     content[len(content) // 2] ^= 255
     torn.write_bytes(content)
-    changes = ("data=camvid", f"data.root={data}", "data.verify=headers", "train.steps=9", "train.log_every=1")
+    changes = (
+        "data=camvid",
+        f"data.root={data}",
+        "data.verify=headers",
+        "train.steps=9",
+        "train.log_every=1",
+    )
     nproc = () if launcher else ("compute.nproc=2",)
-    process = start(*launcher, "train.py", *settings(tmp_path / "run", *changes, *nproc))
+    process = start(
+        *launcher, "train.py", *settings(tmp_path / "run", *changes, *nproc)
+    )
     wait_for(lambda: len(updates(tmp_path / "run")) == 1, process)
     done = finished(process)
-    assert done.returncode == (1 if launcher else 2)  # torchrun has one code for everything
+    assert done.returncode == (
+        1 if launcher else 2
+    )  # torchrun has one code for everything
     assert f"rank 1: {torn} is damaged" in done.stderr
     if launcher:
         assert "exitcode  : 2 " in done.stderr[done.stderr.index("Root Cause") :]

@@ -60,7 +60,9 @@ UNPICKLABLE = [
 ]
 
 
-@pytest.mark.parametrize(("value", "where"), UNPICKLABLE, ids=[where for _, where in UNPICKLABLE])
+@pytest.mark.parametrize(
+    ("value", "where"), UNPICKLABLE, ids=[where for _, where in UNPICKLABLE]
+)
 def test_what_cannot_be_pickled_is_named_by_its_path(value: object, where: str) -> None:
     found = unpicklable(value)
     assert found is not None
@@ -78,26 +80,56 @@ def config(*changes: str) -> Config:
 def test_only_other_start_methods_pickle() -> None:
     samples = Nested(LOCK)
     for method in ("spawn", "forkserver"):
-        (problem,) = worker_problems(config("data.workers=1", f"data.start_method={method}"), samples)
-        for part in ("Nested.inner cannot be pickled", f"data.start_method = {method}", "data.start_method=fork"):
+        (problem,) = worker_problems(
+            config("data.workers=1", f"data.start_method={method}"), samples
+        )
+        for part in (
+            "Nested.inner cannot be pickled",
+            f"data.start_method = {method}",
+            "data.start_method=fork",
+        ):
             assert part in problem
     assert list(worker_problems(config("data.workers=1"), samples)) == []
-    assert list(worker_problems(config("data.workers=0", "data.start_method=spawn"), samples)) == []
+    assert (
+        list(
+            worker_problems(
+                config("data.workers=0", "data.start_method=spawn"), samples
+            )
+        )
+        == []
+    )
 
 
-def test_more_files_than_allowed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_files_than_allowed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(preflight.resource, "getrlimit", lambda kind: (256, 4096))
     many = config("data.workers=32", "data.transport=dataloader")
     (problem,) = worker_problems(many, Nested(1))
-    assert "may keep 480 files open, but 256 are allowed. Run `ulimit -n 960`" in problem
-    assert segpipe(["doctor", *TINY, "data.workers=32", "data.transport=dataloader"]) == 0
+    assert (
+        "may keep 480 files open, but 256 are allowed. Run `ulimit -n 960`" in problem
+    )
+    assert (
+        segpipe(["doctor", *TINY, "data.workers=32", "data.transport=dataloader"]) == 0
+    )
     assert f"Warning: {problem}" in capsys.readouterr().out
-    assert list(worker_problems(config("data.workers=8", "data.transport=dataloader"), Nested(1))) == []
+    assert (
+        list(
+            worker_problems(
+                config("data.workers=8", "data.transport=dataloader"), Nested(1)
+            )
+        )
+        == []
+    )
     monkeypatch.setattr(preflight.resource, "getrlimit", lambda kind: (400, 4096))
-    assert list(worker_problems(config("data.workers=32"), Nested(1))) == [], "a ring is one file, not one per batch"
+    assert list(worker_problems(config("data.workers=32"), Nested(1))) == [], (
+        "a ring is one file, not one per batch"
+    )
 
 
-def test_code_that_uses_cuda_does_not_survive_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_uses_cuda_does_not_survive_a_fork(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """No GPU is needed: the sample says that it has initialised CUDA."""
     state: list[bool] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(state))
@@ -125,7 +157,9 @@ def test_threads_in_a_worker_are_seen() -> None:
         assert ThreadsSeen(Nested(1), 0).read(0)[1].shape == (64, 96)
 
 
-def test_a_run_is_refused_before_its_folder_is_claimed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_refused_before_its_folder_is_claimed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "lockbox.py").write_text(
         "import threading, numpy as np\n"
         "class Data:\n"
@@ -135,10 +169,20 @@ def test_a_run_is_refused_before_its_folder_is_claimed(tmp_path: Path, capsys: p
         "    def name(self, index): return f'n{index}'\n"
         "    def read(self, index): return np.zeros((64, 96, 3), np.uint8), np.tri(64, 96, dtype=np.uint8)\n"
     )
-    changes = ("data.name=lockbox:Data", "data.workers=1", "data.start_method=spawn", "data.size=[64,96]")
+    changes = (
+        "data.name=lockbox:Data",
+        "data.workers=1",
+        "data.start_method=spawn",
+        "data.size=[64,96]",
+    )
     with torch_restored(), pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
-        assert segpipe(["train", *TINY[:1], *TINY[2:], *changes, "run.root=runs", "run.name=a"]) == 2
+        assert (
+            segpipe(
+                ["train", *TINY[:1], *TINY[2:], *changes, "run.root=runs", "run.name=a"]
+            )
+            == 2
+        )
     assert "PluginSamples.source.lock cannot be pickled" in capsys.readouterr().err
     assert not (tmp_path / "runs/a").exists()
 
@@ -150,14 +194,36 @@ def rates(*values: float) -> Callable[[int], float]:
 @pytest.mark.parametrize(
     ("measured", "needed", "tried", "workers", "limits"),
     [
-        (rates(90, 10, 20, 29, 29.5, 99), 500, 5, 3, True),  # the fourth gains 2 %, the fifth is not measured
-        (rates(10, 9, 18, 27, 36), 20, 4, 3, False),  # 27 is 1.35 times what the network takes
+        (
+            rates(90, 10, 20, 29, 29.5, 99),
+            500,
+            5,
+            3,
+            True,
+        ),  # the fourth gains 2 %, the fifth is not measured
+        (
+            rates(10, 9, 18, 27, 36),
+            20,
+            4,
+            3,
+            False,
+        ),  # 27 is 1.35 times what the network takes
         (rates(10, 9, 9.1, 27, 36), 100, 3, 1, True),
-        (rates(500, 10), 3, 2, 1, False),  # no worker is not chosen: the network would wait while it loads
+        (
+            rates(500, 10),
+            3,
+            2,
+            1,
+            False,
+        ),  # no worker is not chosen: the network would wait while it loads
     ],
 )
 def test_measuring_stops_where_a_worker_gains_nothing(
-    measured: Callable[[int], float], needed: float, tried: int, workers: int, limits: bool
+    measured: Callable[[int], float],
+    needed: float,
+    tried: int,
+    workers: int,
+    limits: bool,
 ) -> None:
     found = choose(measured, 4 if tried < 5 else 5, needed)
     assert (len(found.rates), found.workers, found.limits) == (tried, workers, limits)
@@ -165,7 +231,9 @@ def test_measuring_stops_where_a_worker_gains_nothing(
 
 def test_tune_loader_prints_what_to_paste(capsys: pytest.CaptureFixture[str]) -> None:
     with torch_restored():
-        assert segpipe(["tune-loader", *TINY, "seconds=0.05", "compute.nproc=1000"]) == 0
+        assert (
+            segpipe(["tune-loader", *TINY, "seconds=0.05", "compute.nproc=1000"]) == 0
+        )
     text = capsys.readouterr().out
     assert "data:\n  workers: 1\n  prefetch: 4\n" in text
     assert "bottleneck" in text

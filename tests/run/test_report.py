@@ -18,7 +18,20 @@ from segpipe.settings.config import Config, to_mapping
 NAMES = ("road", "lane <mark>", "bus", "train")
 PALETTE = ((128, 64, 128), (240, 240, 200), (0, 60, 160), (0, 80, 100))
 COUNTS = np.array([[90, 10, 0, 7], [5, 45, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
-VOID = {"area", "br", "col", "hr", "img", "input", "link", "meta", "circle", "line", "polyline", "polygon"}
+VOID = {
+    "area",
+    "br",
+    "col",
+    "hr",
+    "img",
+    "input",
+    "link",
+    "meta",
+    "circle",
+    "line",
+    "polyline",
+    "polygon",
+}
 
 
 class Page(HTMLParser):
@@ -53,14 +66,30 @@ class Page(HTMLParser):
 def overlay(name: str, miou: float = 0.5) -> Overlay:
     rng = np.random.default_rng(0)
     ids = rng.choice(np.array([0, 1, 255], np.uint8), (30, 60))
-    return Overlay(name, miou, rng.integers(0, 256, (30, 60, 3)).astype(np.uint8), ids, np.minimum(ids, 1))
+    return Overlay(
+        name,
+        miou,
+        rng.integers(0, 256, (30, 60, 3)).astype(np.uint8),
+        ids,
+        np.minimum(ids, 1),
+    )
 
 
 def make(name: str = "street_seed0", **changes: Any) -> ReportData:
     config = Config()
-    config = replace(config, run=replace(config.run, name=name), optim=replace(config.optim, lr=0.0125))
-    history = [{"step": s, "kind": "train", "time_s": 1.0, "loss": 2 / s, "lr": 0.1 / s} for s in range(10, 100, 10)]
-    history += [{"step": s, "kind": "validation", "time_s": 1.0, "miou": s / 100} for s in (50, 90)]
+    config = replace(
+        config,
+        run=replace(config.run, name=name),
+        optim=replace(config.optim, lr=0.0125),
+    )
+    history = [
+        {"step": s, "kind": "train", "time_s": 1.0, "loss": 2 / s, "lr": 0.1 / s}
+        for s in range(10, 100, 10)
+    ]
+    history += [
+        {"step": s, "kind": "validation", "time_s": 1.0, "miou": s / 100}
+        for s in (50, 90)
+    ]
     data = ReportData(
         config=to_mapping(config),
         result={
@@ -79,12 +108,22 @@ def make(name: str = "street_seed0", **changes: Any) -> ReportData:
 
 def assert_self_contained(text: str) -> None:
     page = Page(text)
-    assert not {tag for tag, _ in page.tags} & {"script", "link", "iframe", "object", "embed", "base", "form"}
+    assert not {tag for tag, _ in page.tags} & {
+        "script",
+        "link",
+        "iframe",
+        "object",
+        "embed",
+        "base",
+        "form",
+    }
     for _, attributes in page.tags:
         assert not [name for name in attributes if name.startswith("on")]
         for name in ("src", "href", "xlink:href", "srcset", "action", "data"):
             assert (attributes.get(name) or "data:").startswith(("data:", "#"))
-    assert not re.search(r"https?:|url\(|@import|//\w", re.sub(r'"data:[^"]*"', "", text))
+    assert not re.search(
+        r"https?:|url\(|@import|//\w", re.sub(r'"data:[^"]*"', "", text)
+    )
 
 
 def test_page_is_one_self_contained_file(tmp_path: Path) -> None:
@@ -96,7 +135,10 @@ def test_page_is_one_self_contained_file(tmp_path: Path) -> None:
     assert text == render(make())  # same data, same bytes
 
 
-@pytest.mark.parametrize("leak", ['<img src="https://x.test/a.png">', "<script>1</script>", '<p onclick="x()"></p>'])
+@pytest.mark.parametrize(
+    "leak",
+    ['<img src="https://x.test/a.png">', "<script>1</script>", '<p onclick="x()"></p>'],
+)
 def test_the_check_above_sees_a_leak(leak: str) -> None:
     with pytest.raises(AssertionError):
         assert_self_contained(render(make()).replace("</main>", leak + "</main>"))
@@ -104,18 +146,35 @@ def test_the_check_above_sees_a_leak(leak: str) -> None:
 
 def test_page_says_what_was_found() -> None:
     text = Page(render(make())).text
-    for value in ("77.7", "80.4", "75.0", "86.0 %"):  # mean of 90/112 and 45/60; accuracy 135/157
+    for value in (
+        "77.7",
+        "80.4",
+        "75.0",
+        "86.0 %",
+    ):  # mean of 90/112 and 45/60; accuracy 135/157
         assert value in text
     for name in NAMES:
         assert name in text
-    for wanted in ("street_seed0", "8,000", "90 min", "412.7", "optim.lr", "0.0125", "torch", "2.14.1"):
+    for wanted in (
+        "street_seed0",
+        "8,000",
+        "90 min",
+        "412.7",
+        "optim.lr",
+        "0.0125",
+        "torch",
+        "2.14.1",
+    ):
         assert wanted in text
 
 
 def test_absent_classes_are_said_and_left_out() -> None:
     text = Page(render(make())).text
     assert "mean over 2 of 4 classes" in text
-    assert "absent from the validation images, left out of the mean; never predicted" in text
+    assert (
+        "absent from the validation images, left out of the mean; never predicted"
+        in text
+    )
     assert "left out of the mean; wrongly predicted in 7 pixels" in text
     everywhere = Page(render(make(confusion=np.full((4, 4), 9)))).text
     assert "absent" not in everywhere
@@ -126,20 +185,34 @@ def test_both_kinds_of_overlays_and_the_legend_are_there() -> None:
     page = Page(render(make()))
     pictures = [attributes for tag, attributes in page.tags if tag == "img"]
     assert [picture["alt"] for picture in pictures] == [
-        f"{name}: {kind}" for name in ("worst_one", "best_one") for kind in ("image", "target", "prediction", "errors")
+        f"{name}: {kind}"
+        for name in ("worst_one", "best_one")
+        for kind in ("image", "target", "prediction", "errors")
     ]
-    assert len({picture["src"] for picture in pictures}) == 4  # the two overlays hold the same pixels
+    assert (
+        len({picture["src"] for picture in pictures}) == 4
+    )  # the two overlays hold the same pixels
     assert "mIoU 87.5 %" in page.text
     assert "mIoU 12.5 %" in page.text
     assert page.text.count("ignored") == 1
 
 
 def test_the_legend_goes_by_id_and_the_table_by_iou() -> None:
-    text = render(make(names=("a", "b", "c", "d"), confusion=np.array([[1, 9, 0, 0], [0, 9, 0, 0], [0] * 4, [0] * 4])))
+    text = render(
+        make(
+            names=("a", "b", "c", "d"),
+            confusion=np.array([[1, 9, 0, 0], [0, 9, 0, 0], [0] * 4, [0] * 4]),
+        )
+    )
     legend = text.split('<ul class="legend">')[1].split("</ul>")[0]
     assert re.findall(r"</i>(\w+)</li>", legend) == ["a", "b", "c", "d", "ignored"]
     table = text.split('<table class="classes">')[1].split("</table>")[0]
-    assert re.findall(r"</i>(\w+)</th>", table) == ["b", "a", "c", "d"]  # 0.5, 0.1, absent
+    assert re.findall(r"</i>(\w+)</th>", table) == [
+        "b",
+        "a",
+        "c",
+        "d",
+    ]  # 0.5, 0.1, absent
 
 
 def test_only_changed_settings_are_in_the_first_table() -> None:
@@ -150,11 +223,15 @@ def test_only_changed_settings_are_in_the_first_table() -> None:
 @pytest.mark.parametrize("name", ["[/x]", "<b>", "{{ 7 * 7 }}", "{% for"])
 def test_class_names_are_text(name: str) -> None:
     page = Page(render(make(names=(name, *NAMES[1:]))))
-    assert page.text.count(name) == 4  # legend, classes, and both sides of the confusion matrix
+    assert (
+        page.text.count(name) == 4
+    )  # legend, classes, and both sides of the confusion matrix
     assert ("b", {}) not in page.tags
 
 
-@pytest.mark.parametrize("place", ["name", "class", "overlay", "result", "version", "config"])
+@pytest.mark.parametrize(
+    "place", ["name", "class", "overlay", "result", "version", "config"]
+)
 def test_hostile_text_is_shown_not_run(place: str) -> None:
     evil = "\"'><script>alert(1)</script><img src=x onerror=alert(2)>&amp;"
     data = make(evil) if place == "name" else make()
@@ -163,7 +240,14 @@ def test_hostile_text_is_shown_not_run(place: str) -> None:
         "overlay": {"worst": [overlay(evil)]},
         "result": {"result": {"device": evil, evil: evil}},
         "version": {"result": {"versions": {evil: evil}}},
-        "config": {"config": {**data.config, evil: {evil: [evil]}, "model": {"name": evil}, "seed": evil}},
+        "config": {
+            "config": {
+                **data.config,
+                evil: {evil: [evil]},
+                "model": {"name": evil},
+                "seed": evil,
+            }
+        },
     }
     text = render(replace(data, **changes.get(place, {})))
     assert_self_contained(text)
@@ -174,12 +258,28 @@ def test_hostile_text_is_shown_not_run(place: str) -> None:
     "missing",
     [
         {"history": ()},
-        {"history": [{"step": 1, "kind": "train", "time_s": 0.0, "loss": None, "lr": math.nan}]},
+        {
+            "history": [
+                {
+                    "step": 1,
+                    "kind": "train",
+                    "time_s": 0.0,
+                    "loss": None,
+                    "lr": math.nan,
+                }
+            ]
+        },
         {"history": [{"step": 1, "kind": "train", "time_s": 0.0, "loss": 1.0}]},
         {"best": (), "worst": ()},
         {"best": ()},
         {"result": {}},
-        {"result": {"steps": None, "train_seconds": math.nan, "images_per_second": "unknown"}},
+        {
+            "result": {
+                "steps": None,
+                "train_seconds": math.nan,
+                "images_per_second": "unknown",
+            }
+        },
         {"confusion": np.zeros((4, 4), np.int64), "worst": [overlay("void", math.nan)]},
         {"config": {}},
     ],
@@ -192,9 +292,15 @@ def test_missing_data_leaves_a_page_without_it(missing: dict[str, Any]) -> None:
 
 def test_many_classes_have_a_matrix_without_numbers() -> None:
     names = [f"class_{k}" for k in range(21)]
-    data = make(confusion=np.eye(21, dtype=np.int64), names=names, palette=[(k, k, k) for k in range(21)])
+    data = make(
+        confusion=np.eye(21, dtype=np.int64),
+        names=names,
+        palette=[(k, k, k) for k in range(21)],
+    )
     assert '<td class="hit strong" style="--s:1.00"></td>' in render(data)
-    assert '<td class="hit strong" style="--s:1.00">100</td>' in render(make(confusion=np.eye(4, dtype=np.int64)))
+    assert '<td class="hit strong" style="--s:1.00">100</td>' in render(
+        make(confusion=np.eye(4, dtype=np.int64))
+    )
 
 
 def test_large_images_stay_small_on_the_page() -> None:
@@ -205,29 +311,49 @@ def test_large_images_stay_small_on_the_page() -> None:
         target=np.tile(big.target, (34, 34)),
         pred=np.tile(big.pred, (34, 34)),
     )
-    assert len(render(make(best=[big] * 4, worst=[big] * 4))) < 6_000_000  # noise, which JPEG cannot compress
+    assert (
+        len(render(make(best=[big] * 4, worst=[big] * 4))) < 6_000_000
+    )  # noise, which JPEG cannot compress
 
 
 def test_extremes_go_by_value_then_index_and_do_not_overlap() -> None:
     values = [0.5, 0.9, math.nan, 0.1, 0.9, 0.5, 0.1, 0.7, 0.3, 0.2]
     scores, names = dict(enumerate(values)), [str(index) for index in range(10)]
     assert pick_extremes(scores, names) == ([3, 6, 9, 8], [1, 4, 7, 0])
-    assert pick_extremes(dict(reversed(scores.items())), names) == ([3, 6, 9, 8], [1, 4, 7, 0])
+    assert pick_extremes(dict(reversed(scores.items())), names) == (
+        [3, 6, 9, 8],
+        [1, 4, 7, 0],
+    )
     assert pick_extremes(dict(enumerate(values[:4])), names) == ([3, 0], [1])
     assert pick_extremes({0: math.nan}, names) == ([], [])
 
 
 def test_of_neighboring_frames_only_the_worst_is_shown() -> None:
-    scores = {index: 0.5 + 0.001 * index for index in range(80)} | {100 + index: 0.9 for index in range(3)}
+    scores = {index: 0.5 + 0.001 * index for index in range(80)} | {
+        100 + index: 0.9 for index in range(3)
+    }
     scores |= {40: 0.1, 41: 0.11, 43: 0.12, 52: 0.13}
     names = ["drive"] * 100 + ["other"] * 3
-    assert pick_extremes(scores, names, count=3) == ([40, 52, 0], [100, 101, 102])  # 10 places apart; 3 are few
-    assert pick_extremes(scores, [str(index) for index in range(103)], count=3)[0] == [40, 41, 43]  # the control
+    assert pick_extremes(scores, names, count=3) == (
+        [40, 52, 0],
+        [100, 101, 102],
+    )  # 10 places apart; 3 are few
+    assert pick_extremes(scores, [str(index) for index in range(103)], count=3)[0] == [
+        40,
+        41,
+        43,
+    ]  # the control
 
 
 def test_importing_the_module_is_cheap() -> None:
     code = "import sys, segpipe.run.report; print([m for m in ('torch', 'matplotlib', 'cv2') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -243,15 +369,26 @@ def test_sequences_interval_and_warning_are_on_the_page() -> None:
     }
     shown = render(make(result=result, data_name="warehouse"))
     text = Page(shown).text
-    for wanted in ("61.0-64.0", "70.0-72.0", "45.6", "warehouse", "30 images", "20 of 30 images are from sequences"):
+    for wanted in (
+        "61.0-64.0",
+        "70.0-72.0",
+        "45.6",
+        "warehouse",
+        "30 images",
+        "20 of 30 images are from sequences",
+    ):
         assert wanted in text, wanted
     table = shown.split("<h2>Sequences</h2>")[1]
     assert table.index("night") < table.index("clear")  # the lowest first
-    unseen = {"sequences": {"clear": {"images": 10, "miou": 0.75, "in_training": False}}}
+    unseen = {
+        "sequences": {"clear": {"images": 10, "miou": 0.75, "in_training": False}}
+    }
     assert "flatter" not in render(make(result=unseen)).split("<h2>Sequences</h2>")[0]
 
 
 def test_validations_are_ticks_of_the_other_curves() -> None:
     text = render(make())
     assert text.count('id="ticks"') == 2  # loss and learning rate
-    assert 'id="ticks"' not in render(make(history=[line for line in make().history if line["kind"] == "train"]))
+    assert 'id="ticks"' not in render(
+        make(history=[line for line in make().history if line["kind"] == "train"])
+    )

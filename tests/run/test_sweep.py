@@ -52,7 +52,9 @@ class Sweeps:
         """Exit code and output of a sweep."""
         self.started.clear()
         self.examined.clear()
-        code = segpipe(["train", "--multirun", f"run.root={self.root}", "export=off", *changes])
+        code = segpipe(
+            ["train", "--multirun", f"run.root={self.root}", "export=off", *changes]
+        )
         said = self._capsys.readouterr()
         return code, said.out + said.err
 
@@ -69,7 +71,9 @@ def write_result(config: Config) -> None:
 
 
 @pytest.fixture
-def sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Sweeps:
+def sweeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Sweeps:
     found = Sweeps(tmp_path, capsys)
     monkeypatch.setattr(train, "launch_apart", found.train)
     monkeypatch.setattr(train, "examine", found.examined.append)
@@ -78,11 +82,15 @@ def sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 def row(said: str, name: str) -> list[str]:
     """Cells of a run's line in the table of the sweep."""
-    line = next(line for line in said.splitlines() if "│" in line and f" {name} " in line)
+    line = next(
+        line for line in said.splitlines() if "│" in line and f" {name} " in line
+    )
     return [cell.strip() for cell in line.split("│")[1:-1]]
 
 
-def test_jobs_train_in_other_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_jobs_train_in_other_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """One process, with the report and the export at its end as in a run alone."""
     spawned: list[tuple[int, object]] = []
 
@@ -92,14 +100,22 @@ def test_jobs_train_in_other_processes(monkeypatch: pytest.MonkeyPatch, tmp_path
         return 0
 
     monkeypatch.setattr(launch, "_spawn", spawn)
-    monkeypatch.setattr(launch, "work", lambda *_, **__: pytest.fail("it trained in the process of the sweep"))
+    monkeypatch.setattr(
+        launch,
+        "work",
+        lambda *_, **__: pytest.fail("it trained in the process of the sweep"),
+    )
     assert segpipe(["train", "--multirun", *settings(tmp_path / "run")]) == 0
     assert spawned == [(1, finish)]
 
 
-def test_flags_without_a_sweep_start_the_run_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_flags_without_a_sweep_start_the_run_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     started: list[Config] = []
-    monkeypatch.setattr(train, "launch", lambda config, *, finish: started.append(config) or 7)
+    monkeypatch.setattr(
+        train, "launch", lambda config, *, finish: started.append(config) or 7
+    )
     arguments = [f"run.root={tmp_path}", "seed=4"]
     assert segpipe(["train", *arguments, "--config-dir", str(tmp_path)]) == 7
     assert started == [compose(arguments)]
@@ -108,22 +124,38 @@ def test_flags_without_a_sweep_start_the_run_as_it_is(monkeypatch: pytest.Monkey
 def test_names_show_what_is_swept_and_values_reach_the_jobs(sweeps: Sweeps) -> None:
     code, said = sweeps("seed=1,2", "optim.lr=0.25,0.5", "train.steps=9")
     assert code == 0, said
-    names = [f"synthetic-fast_scnn-seed{seed}-lr{rate}" for seed in (1, 2) for rate in (0.25, 0.5)]
+    names = [
+        f"synthetic-fast_scnn-seed{seed}-lr{rate}"
+        for seed in (1, 2)
+        for rate in (0.25, 0.5)
+    ]
     assert sweeps.started == names
     assert row(said, names[3])[1:] == ["seed=2 optim.lr=0.5", "52.00", "0"]
     assert f"best: {sweeps.root / names[3]}  mIoU 52.00 %" in said
-    assert all(json.loads((sweeps.root / name / "config.json").read_text())["run"]["name"] == name for name in names)
+    assert all(
+        json.loads((sweeps.root / name / "config.json").read_text())["run"]["name"]
+        == name
+        for name in names
+    )
 
 
 @pytest.mark.parametrize(
     ("template", "swept", "names"),
     [
         ("${data.name}-seed${seed}", [{"seed": "1"}, {"seed": "2"}], ["n0", "n1"]),
-        ("${model.name}", [{"model": "fast_scnn"}, {"model": "pidnet_s"}], ["n0", "n1"]),
+        (
+            "${model.name}",
+            [{"model": "fast_scnn"}, {"model": "pidnet_s"}],
+            ["n0", "n1"],
+        ),
         ("job${hydra:job.num}", [{"seed": "1"}, {"seed": "2"}], ["n0", "n1"]),
         ("n", [{"run.name": "n0"}, {"run.name": "n1"}], ["n0", "n1"]),
         ("n", [{"seed": "1"}, {"seed": "2"}], ["n0-seed1", "n1-seed2"]),
-        ("n${seed}", [{"seed": "1", "optim.name": "sgd"}] * 2, ["n0-name_sgd", "n1-name_sgd"]),
+        (
+            "n${seed}",
+            [{"seed": "1", "optim.name": "sgd"}] * 2,
+            ["n0-name_sgd", "n1-name_sgd"],
+        ),
         (
             "n",
             [{"augment.crop_size": "[64,64]"}, {"augment.crop_size": "[96,128]"}],
@@ -142,19 +174,35 @@ def test_names_of_a_search_show_what_the_template_does_not(
 def test_names_are_safe_short_and_differ() -> None:
     def suffixes(*swept: dict[str, str]) -> list[str]:
         return [
-            name.removeprefix("n-") for name in distinct(["n"] * len(swept), ["n"] * len(swept), swept, always=False)
+            name.removeprefix("n-")
+            for name in distinct(
+                ["n"] * len(swept), ["n"] * len(swept), swept, always=False
+            )
         ]
 
-    assert suffixes({"a.width": "1", "b.width": "2"}, {"a.width": "1", "b.width": "3"}) == [
+    assert suffixes(
+        {"a.width": "1", "b.width": "2"}, {"a.width": "1", "b.width": "3"}
+    ) == [
         "a.width1-b.width2",
         "a.width1-b.width3",
     ]
-    long = suffixes({"model.weights": f"/data/{'w' * 40}/one.pt"}, {"model.weights": f"/data/{'w' * 40}/two.pt"})
+    long = suffixes(
+        {"model.weights": f"/data/{'w' * 40}/one.pt"},
+        {"model.weights": f"/data/{'w' * 40}/two.pt"},
+    )
     assert len(set(long)) == 2
     assert all(len(name) <= 32 and "/" not in name for name in long)
-    (many,) = set(suffixes({f"k{i}": "x" * 20 for i in range(20)}, {f"k{i}": "x" * 20 for i in range(20)}))
+    (many,) = set(
+        suffixes(
+            {f"k{i}": "x" * 20 for i in range(20)},
+            {f"k{i}": "x" * 20 for i in range(20)},
+        )
+    )
     assert len(many) <= 120
-    assert suffixes({"data.root": "~/a b"}, {"data.root": ""}) == ["root_a_b", "root_empty"]
+    assert suffixes({"data.root": "~/a b"}, {"data.root": ""}) == [
+        "root_a_b",
+        "root_empty",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -162,14 +210,19 @@ def test_names_are_safe_short_and_differ() -> None:
     [
         (["train.steps=1,abc"], "train.steps = 'abc', but a whole number"),
         (["seed=1,-1"], "seed=-1: seed = -1, but a value of 0 to"),
-        (["compute.shards=4,0", "seed=1,2"], "compute.shards=0 seed=1; compute.shards=0 seed=2: compute.shards = 0"),
+        (
+            ["compute.shards=4,0", "seed=1,2"],
+            "compute.shards=0 seed=1; compute.shards=0 seed=2: compute.shards = 0",
+        ),
         (["seed=1,1"], "is the name of 2 jobs"),
         (["seed=1,2", "data=folder"], "all jobs: data.root is empty"),
         (["seed=1,2", "hydra/launcher=basic"], "hydra/launcher cannot be set"),
         (["seed=1,2", "hydra/sweeper=optuna2"], "optuna2"),
     ],
 )
-def test_a_job_that_cannot_start_starts_none(sweeps: Sweeps, changes: list[str], named: str) -> None:
+def test_a_job_that_cannot_start_starts_none(
+    sweeps: Sweeps, changes: list[str], named: str
+) -> None:
     code, said = sweeps(*changes)
     assert (code, sweeps.started) == (2, [])
     assert named in said
@@ -206,10 +259,16 @@ def test_a_folder_in_use_is_found_before_the_first_job(sweeps: Sweeps) -> None:
 
 def test_resume_skips_what_is_finished(sweeps: Sweeps) -> None:
     assert sweeps("seed=1,2,3")[0] == 0
-    for seed, name in ((2, "result.json"), (3, "report.html")):  # killed during the training, and after it
+    for seed, name in (
+        (2, "result.json"),
+        (3, "report.html"),
+    ):  # killed during the training, and after it
         (sweeps.root / f"synthetic-fast_scnn-seed{seed}" / name).unlink()
     code, said = sweeps("seed=1,2,3", "run.exists=resume")
-    assert (code, sweeps.started) == (0, [f"synthetic-fast_scnn-seed{seed}" for seed in (2, 3)])
+    assert (code, sweeps.started) == (
+        0,
+        [f"synthetic-fast_scnn-seed{seed}" for seed in (2, 3)],
+    )
     assert row(said, "synthetic-fast_scnn-seed1")[2:] == ["6.00", "0"]
     assert "\nsynthetic-fast_scnn-seed1: was finished already\n" in said
     assert "3 seeds: IoU in %" in said
@@ -224,7 +283,9 @@ def test_a_failed_job_does_not_cost_the_others(sweeps: Sweeps) -> None:
     def outcome(config: Config) -> int | Exception:
         if config.seed == 2:
             config.run_dir.mkdir()
-            (config.run_dir / "failure.json").write_text('{"exit_code": 6, "reason": "loss nan\\nat step 3"}')
+            (config.run_dir / "failure.json").write_text(
+                '{"exit_code": 6, "reason": "loss nan\\nat step 3"}'
+            )
             return 6
         return ConfigError("a file is gone") if config.seed == 3 else 0
 
@@ -238,17 +299,33 @@ def test_a_failed_job_does_not_cost_the_others(sweeps: Sweeps) -> None:
     assert row(said, "synthetic-fast_scnn-seed4")[2:4] == ["9.00", "0"]
     sweeps.outcome = lambda config: 0
     code, said = sweeps("seed=1,2,3,4", "run.exists=resume")
-    assert (code, sweeps.started) == (6, ["synthetic-fast_scnn-seed3"])  # the same bits would diverge again
+    assert (code, sweeps.started) == (
+        6,
+        ["synthetic-fast_scnn-seed3"],
+    )  # the same bits would diverge again
     assert "\nsynthetic-fast_scnn-seed2: failed before: loss nan at step 3\n" in said
 
 
-def test_the_table_is_readable_in_a_narrow_terminal(sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("segpipe.run.sweep.Console", partial(Console, force_terminal=True, width=80, no_color=True))
-    reason = "step 3: loss 9.38e+22, gradient norm inf, lr 1e+06. " * 4 + "Lower optim.lr."
+def test_the_table_is_readable_in_a_narrow_terminal(
+    sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "segpipe.run.sweep.Console",
+        partial(Console, force_terminal=True, width=80, no_color=True),
+    )
+    reason = (
+        "step 3: loss 9.38e+22, gradient norm inf, lr 1e+06. " * 4 + "Lower optim.lr."
+    )
     sweeps.outcome = lambda config: ConfigError(reason) if config.seed == 2 else 0
-    _, said = sweeps("seed=1,2", "optim.momentum=0.8,0.9", "optim.weight_decay=0.01,0.02")
+    _, said = sweeps(
+        "seed=1,2", "optim.momentum=0.8,0.9", "optim.weight_decay=0.01,0.02"
+    )
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in said.splitlines()]
-    table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    table = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in lines
+        if "│" in line
+    ]
     for place, name in enumerate(sweeps.started):
         assert name in "".join(line[0] for line in table)
         assert (f"{name}: {reason}" in lines) == (place >= 4)
@@ -257,7 +334,9 @@ def test_the_table_is_readable_in_a_narrow_terminal(sweeps: Sweeps, monkeypatch:
 
 
 @pytest.mark.parametrize("how", [130, KeyboardInterrupt()])
-def test_ctrl_c_ends_the_sweep_and_lists_what_is_done(sweeps: Sweeps, how: int | KeyboardInterrupt) -> None:
+def test_ctrl_c_ends_the_sweep_and_lists_what_is_done(
+    sweeps: Sweeps, how: int | KeyboardInterrupt
+) -> None:
     def outcome(config: Config) -> int:
         if config.seed == 2 and isinstance(how, KeyboardInterrupt):
             raise how
@@ -265,7 +344,10 @@ def test_ctrl_c_ends_the_sweep_and_lists_what_is_done(sweeps: Sweeps, how: int |
 
     sweeps.outcome = outcome
     code, said = sweeps("seed=1,2,3")
-    assert (code, sweeps.started) == (130, [f"synthetic-fast_scnn-seed{seed}" for seed in (1, 2)])
+    assert (code, sweeps.started) == (
+        130,
+        [f"synthetic-fast_scnn-seed{seed}" for seed in (1, 2)],
+    )
     assert [row(said, f"synthetic-fast_scnn-seed{seed}")[2:] for seed in (1, 2, 3)] == [
         ["6.00", "0"],
         ["-", "130"],
@@ -277,13 +359,20 @@ def test_ctrl_c_ends_the_sweep_and_lists_what_is_done(sweeps: Sweeps, how: int |
 
 def test_seeds_of_one_recipe_are_summed_up_by_class(sweeps: Sweeps) -> None:
     sweeps.outcome = lambda config: 0 if config.seed < 4 else 6
-    code, said = sweeps("seed=1,2,4", "optim.lr=0.4,0.5", "run.name=s${seed}-${optim.lr}")
+    code, said = sweeps(
+        "seed=1,2,4", "optim.lr=0.4,0.5", "run.name=s${seed}-${optim.lr}"
+    )
     assert code == 6
     assert "lane" not in said  # no seed knows it
-    for rate, rows in (("0.4", ("51.50 │ 51.00  │ 52.00", "26.50 │ 22.00  │ 31.00")), ("0.5", ("61.50 │ 61.00",))):
+    for rate, rows in (
+        ("0.4", ("51.50 │ 51.00  │ 52.00", "26.50 │ 22.00  │ 31.00")),
+        ("0.5", ("61.50 │ 61.00",)),
+    ):
         table = said[said.index(f"2 seeds of optim.lr={rate}") :]
         assert all(row in table for row in rows), table
-    assert f"{41.5:.2f} │ 41.00  │ 42.00   │ 1.00" in next(x for x in said.splitlines() if "mean of classes" in x)
+    assert f"{41.5:.2f} │ 41.00  │ 42.00   │ 1.00" in next(
+        x for x in said.splitlines() if "mean of classes" in x
+    )
 
 
 class HillClimber(Sweeper):
@@ -301,12 +390,17 @@ class HillClimber(Sweeper):
         rates = [0.25, 0.5]
         for first in (0, 2):
             batch = [[*arguments, f"optim.lr={rate}"] for rate in rates]
-            for rate, returned in zip(rates, self.launcher.launch(batch, first), strict=True):
+            for rate, returned in zip(
+                rates, self.launcher.launch(batch, first), strict=True
+            ):
                 try:
                     self.seen.append((rate, returned.return_value))
                 except train.JobFailedError as error:
                     self.seen.append((rate, str(error)))
-            best = max(self.seen, key=lambda pair: pair[1] if isinstance(pair[1], float) else 0.0)[0]
+            best = max(
+                self.seen,
+                key=lambda pair: pair[1] if isinstance(pair[1], float) else 0.0,
+            )[0]
             rates = [best, 2 * best]
 
 
@@ -320,7 +414,10 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def instantiate(**arguments: Any) -> Sweeper:
         OmegaConf.set_readonly(arguments["config"], False)
         OmegaConf.set_struct(arguments["config"], False)
-        arguments["config"].hydra.sweeper = {"_target_": place, "direction": HillClimber.direction}
+        arguments["config"].hydra.sweeper = {
+            "_target_": place,
+            "direction": HillClimber.direction,
+        }
         sweeper = HillClimber()
         sweeper.setup(**arguments)
         return sweeper
@@ -340,7 +437,9 @@ def test_a_search_gets_scores_and_a_job_that_it_repeats_is_not_trained_again(
     assert sweeps.started == ["x-lr0.25", "x-lr0.5", "x-lr1.0"]
 
 
-def test_a_search_hears_of_failures_and_each_batch_is_checked(sweeps: Sweeps, searched: list[Any]) -> None:
+def test_a_search_hears_of_failures_and_each_batch_is_checked(
+    sweeps: Sweeps, searched: list[Any]
+) -> None:
     sweeps.outcome = lambda config: 6 if config.optim.lr == 0.5 else 0
     assert sweeps("run.name=x")[0] == 6
     assert searched[1] == (0.5, "see the messages above")
@@ -355,7 +454,9 @@ def test_a_search_hears_of_failures_and_each_batch_is_checked(sweeps: Sweeps, se
     assert row(said, "x-lr0.5")[2] == "50.00"  # the first batch is told all the same
 
 
-def test_a_search_in_the_wrong_direction_is_refused(sweeps: Sweeps, searched: list[Any]) -> None:
+def test_a_search_in_the_wrong_direction_is_refused(
+    sweeps: Sweeps, searched: list[Any]
+) -> None:
     HillClimber.direction = "minimize"
     code, said = sweeps()
     assert (code, sweeps.started) == (2, [])

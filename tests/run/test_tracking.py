@@ -25,7 +25,13 @@ from segpipe.run.pictures import jpeg_url
 from segpipe.run.trackers import RunEnd, run_end, run_id
 from segpipe.run.tracking import check_tracking, open_tracker, read_metrics
 from segpipe.settings.compose import compose
-from segpipe.settings.config import FREE_KEYS, SETTINGS, Config, from_mapping, to_mapping
+from segpipe.settings.config import (
+    FREE_KEYS,
+    SETTINGS,
+    Config,
+    from_mapping,
+    to_mapping,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,7 +42,10 @@ def with_wandb(mode: str = "offline") -> Config:
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def steps(run_dir: Path) -> list[int]:
@@ -63,8 +72,20 @@ def test_a_line_is_on_disk_before_log_returns(tmp_path: Path) -> None:
 
 def test_what_json_lacks_becomes_null_and_arrays_become_lists(tmp_path: Path) -> None:
     tracker = open_tracker(Config(), tmp_path, None, rank=0)
-    tracker.log(1, "validation", {"miou": math.nan, "iou": {"road": 0.5, "bus": None, "car": math.inf}})
-    tracker.log(2, "train", {"loss": torch.tensor(math.nan), "norms": np.array([1.0, math.inf]), "count": np.int64(3)})
+    tracker.log(
+        1,
+        "validation",
+        {"miou": math.nan, "iou": {"road": 0.5, "bus": None, "car": math.inf}},
+    )
+    tracker.log(
+        2,
+        "train",
+        {
+            "loss": torch.tensor(math.nan),
+            "norms": np.array([1.0, math.inf]),
+            "count": np.int64(3),
+        },
+    )
     tracker.close()
     first, second = lines(tmp_path)
     assert first["miou"] is None
@@ -93,7 +114,11 @@ def test_resume_cuts_a_torn_last_line(tmp_path: Path) -> None:
     write_steps(tmp_path, range(1, 4))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "kind": "tr')
-    assert [entry["step"] for entry in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert [entry["step"] for entry in read_metrics(tmp_path / "metrics.jsonl")] == [
+        1,
+        2,
+        3,
+    ]
     tracker = open_tracker(Config(), tmp_path, 3, rank=0)
     tracker.log(4, "train", {})
     tracker.close()
@@ -109,7 +134,11 @@ def test_lines_of_wrong_types_are_skipped(tmp_path: Path, line: str) -> None:
     write_steps(tmp_path, range(1, 4))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(f"{line}\n")
-    assert [entry["step"] for entry in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert [entry["step"] for entry in read_metrics(tmp_path / "metrics.jsonl")] == [
+        1,
+        2,
+        3,
+    ]
     tracker = open_tracker(Config(), tmp_path, 9, rank=0)
     tracker.log(4, "train", {})
     tracker.close()
@@ -117,7 +146,9 @@ def test_lines_of_wrong_types_are_skipped(tmp_path: Path, line: str) -> None:
 
 
 def test_clock_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "kind": "train", "time_s": 5000.0}\n')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "kind": "train", "time_s": 5000.0}\n'
+    )
     tracker = open_tracker(Config(), tmp_path, 1, rank=0)
     tracker.log(2, "train", {})
     tracker.close()
@@ -141,7 +172,9 @@ def test_another_rank_writes_nothing(tmp_path: Path) -> None:
 @pytest.fixture
 def no_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home folder in which nobody ever logged in; returns it."""
-    for name in [name for name in os.environ if name.startswith("WANDB") or name == "NETRC"]:
+    for name in [
+        name for name in os.environ if name.startswith("WANDB") or name == "NETRC"
+    ]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -157,23 +190,33 @@ def test_online_without_a_login_stops_before_training(no_login: Path) -> None:
 
 @pytest.mark.parametrize("host", ["api.wandb.ai", "api.forge.coreweave.com"])
 def test_login_in_netrc_is_found(no_login: Path, host: str) -> None:
-    (no_login / ".netrc").write_text("machine elsewhere.test login user password secret\n")
+    (no_login / ".netrc").write_text(
+        "machine elsewhere.test login user password secret\n"
+    )
     with pytest.raises(ConfigError):
         check_tracking(with_wandb("online"))
     (no_login / ".netrc").write_text(f"machine {host} login user password {'0' * 40}\n")
     check_tracking(with_wandb("online"))
 
 
-def test_login_of_an_own_server_is_asked_for_that_server(no_login: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_login_of_an_own_server_is_asked_for_that_server(
+    no_login: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.robots.test")
-    (no_login / ".netrc").write_text("machine api.wandb.ai login user password secret\n")
+    (no_login / ".netrc").write_text(
+        "machine api.wandb.ai login user password secret\n"
+    )
     with pytest.raises(ConfigError):
         check_tracking(with_wandb("online"))
-    (no_login / ".netrc").write_text("machine wandb.robots.test login user password secret\n")
+    (no_login / ".netrc").write_text(
+        "machine wandb.robots.test login user password secret\n"
+    )
     check_tracking(with_wandb("online"))
 
 
-def test_login_by_variable_or_settings_file_is_found(no_login: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_login_by_variable_or_settings_file_is_found(
+    no_login: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = no_login / ".config" / "wandb" / "settings"
     settings.parent.mkdir(parents=True)
     settings.write_text("[default]\napi_key = 0000\n")
@@ -186,11 +229,16 @@ def test_login_by_variable_or_settings_file_is_found(no_login: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("name", "wheel"), [("wandb", "wandb"), ("tensorboard", "tensorboard"), ("mlflow", "mlflow-skinny")]
+    ("name", "wheel"),
+    [("wandb", "wandb"), ("tensorboard", "tensorboard"), ("mlflow", "mlflow-skinny")],
 )
-def test_a_package_that_is_missing_is_told_at_the_start(name: str, wheel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_missing_is_told_at_the_start(
+    name: str, wheel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=f"Run pip install {wheel}, or set track=none"):
+    with pytest.raises(
+        ConfigError, match=f"Run pip install {wheel}, or set track=none"
+    ):
         check_tracking(compose([f"track={name}", "track.mode=offline"]))
     check_tracking(Config())
 
@@ -227,7 +275,9 @@ def test_run_id_is_that_of_all_that_may_be_resumed(key: str) -> None:
     group, _, name = key.rpartition(".")
     entries = values[group] if group else values
     entries[name] = [{"weight": 2.0}] if key == "data.mix" else _other(entries[name])
-    same = run_id(from_mapping(values), Path("runs/a")) == run_id(Config(), Path("runs/a"))
+    same = run_id(from_mapping(values), Path("runs/a")) == run_id(
+        Config(), Path("runs/a")
+    )
     assert same is (key in FREE_KEYS)
 
 
@@ -252,7 +302,9 @@ class Recorded:
         return [(given, named) for called, given, named in self.calls if called == name]
 
 
-def fake_wandb(monkeypatch: pytest.MonkeyPatch, *, broken: str = "") -> tuple[Recorded, dict[str, Any], Recorded]:
+def fake_wandb(
+    monkeypatch: pytest.MonkeyPatch, *, broken: str = ""
+) -> tuple[Recorded, dict[str, Any], Recorded]:
     """The run, what `wandb.init` was given, and the artifact."""
     run, seen, artifact = Recorded(broken), {}, Recorded()
     module = SimpleNamespace(
@@ -267,22 +319,43 @@ def fake_wandb(monkeypatch: pytest.MonkeyPatch, *, broken: str = "") -> tuple[Re
     return run, seen, artifact
 
 
-def test_wandb_receives_what_the_file_receives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_receives_what_the_file_receives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, seen, _ = fake_wandb(monkeypatch)
     tracker = open_tracker(with_wandb("online"), tmp_path, 0, rank=0)
-    tracker.log(5, "train", {"loss": 1.5, "lr": math.nan, "mib": [1.0, None], "iou": {"road": 0.5, "bus": None}})
+    tracker.log(
+        5,
+        "train",
+        {
+            "loss": 1.5,
+            "lr": math.nan,
+            "mib": [1.0, None],
+            "iou": {"road": 0.5, "bus": None},
+        },
+    )
     tracker.close(3)
     tracker.close(3)
     figures = {"train/loss": 1.5, "train/mib/0": 1.0, "train/iou/road": 0.5}
-    assert run.calls == [("log", (figures,), {"step": 5}), ("finish", (), {"exit_code": 3})]
+    assert run.calls == [
+        ("log", (figures,), {"step": 5}),
+        ("finish", (), {"exit_code": 3}),
+    ]
     assert seen["id"] == run_id(with_wandb("online"), tmp_path)
-    assert (seen["mode"], seen["resume"], seen["dir"]) == ("online", "allow", str(tmp_path))
+    assert (seen["mode"], seen["resume"], seen["dir"]) == (
+        "online",
+        "allow",
+        str(tmp_path),
+    )
     assert seen["config"]["optim"]["lr"] == 0.05
 
 
 @pytest.mark.parametrize("broken", ["log", "finish", "log_artifact"])
 def test_a_tracker_that_breaks_is_told_once_and_training_goes_on(
-    finished: Config, broken: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished: Config,
+    broken: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run, _, _ = fake_wandb(monkeypatch, broken=broken)
     config = replace(finished, track=with_wandb().track)
@@ -294,7 +367,10 @@ def test_a_tracker_that_breaks_is_told_once_and_training_goes_on(
     assert steps(config.run_dir) == [1, 2, 3]
     assert len(run.named(broken)) == 1
     said = capsys.readouterr().err
-    assert said.count("wandb stopped: ConnectionError: the [bold]service[/bold] is gone") == 1
+    assert (
+        said.count("wandb stopped: ConnectionError: the [bold]service[/bold] is gone")
+        == 1
+    )
 
 
 RESULT = {"steps": 7, "miou": 0.25, "iou": {"road": 0.5, "bus": None}}
@@ -307,7 +383,9 @@ def finished(tmp_path: Path) -> Config:
     (config.run_dir / "export").mkdir(parents=True)
     (config.run_dir / "export" / "model.onnx").write_text("graph")
     url = jpeg_url(np.full((4, 6, 3), (250, 0, 0), np.uint8))
-    (config.run_dir / "report.html").write_text(f'<img src="{url}" alt="a&amp;b: target" loading="lazy">')
+    (config.run_dir / "report.html").write_text(
+        f'<img src="{url}" alt="a&amp;b: target" loading="lazy">'
+    )
     return config
 
 
@@ -322,7 +400,9 @@ def test_the_end_of_a_run_has_its_pictures_and_files(finished: Config) -> None:
     assert run_end(off, RESULT) == RunEnd(7, 0.25, RESULT["iou"], [], [])
 
 
-def test_wandb_gets_classes_pictures_and_the_artifact(finished: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_classes_pictures_and_the_artifact(
+    finished: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, _, artifact = fake_wandb(monkeypatch)
     config = replace(finished, track=with_wandb().track)
     tracker = open_tracker(config, config.run_dir, None, rank=0, ends_later=True)
@@ -346,8 +426,14 @@ def test_mlflow_gets_settings_figures_and_files_and_a_resumed_run_continues(
     made = SimpleNamespace(info=SimpleNamespace(run_id="r1"))
     client = Recorded(create_experiment="e1", create_run=made, search_runs=[made])
     opened: list[str] = []
-    module = SimpleNamespace(MlflowClient=lambda uri: opened.append(uri) or client, entities=SimpleNamespace())
-    module.entities.Param, module.entities.Metric = lambda *given: given, lambda *given: (given[0], given[1], given[3])
+    module = SimpleNamespace(
+        MlflowClient=lambda uri: opened.append(uri) or client,
+        entities=SimpleNamespace(),
+    )
+    module.entities.Param, module.entities.Metric = (
+        lambda *given: given,
+        lambda *given: (given[0], given[1], given[3]),
+    )
     monkeypatch.setitem(sys.modules, "mlflow", module)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -359,32 +445,72 @@ def test_mlflow_gets_settings_figures_and_files_and_a_resumed_run_continues(
     tracker = open_tracker(config, config.run_dir, 1, rank=0, ends_later=True)
     tracker.close()
     tracker.end(config, RESULT)
-    assert opened == [(Path(config.run.root) / "mlruns").as_uri(), "http://tracker.test"]
-    params = [pair for _, named in client.named("log_batch") for pair in named.get("params", [])]
+    assert opened == [
+        (Path(config.run.root) / "mlruns").as_uri(),
+        "http://tracker.test",
+    ]
+    params = [
+        pair
+        for _, named in client.named("log_batch")
+        for pair in named.get("params", [])
+    ]
     assert ("optim.lr", "0.05") in params
-    metrics = [each for _, named in client.named("log_batch") for each in named.get("metrics", [])]
-    assert metrics == [("train/loss", 1.5, 1), ("class_iou/road", 0.5, 7), ("class_iou/mean", 0.25, 7)]
+    metrics = [
+        each
+        for _, named in client.named("log_batch")
+        for each in named.get("metrics", [])
+    ]
+    assert metrics == [
+        ("train/loss", 1.5, 1),
+        ("class_iou/road", 0.5, 7),
+        ("class_iou/mean", 0.25, 7),
+    ]
     assert len(client.named("create_run")) == 1
-    assert client.named("search_runs")[0][0] == (["e1"], f"tags.`segpipe.id` = '{run_id(config, config.run_dir)}'")
-    assert client.named("log_artifacts") == [(("r1", str(config.run_dir / "export"), "export"), {})]
-    assert [Path(given[1]).name for given, _ in client.named("log_artifact")] == ["00 a_b_ target.jpg", "report.html"]
-    assert [given for given, _ in client.named("set_terminated")] == [("r1", "FAILED"), ("r1", "FINISHED")]
+    assert client.named("search_runs")[0][0] == (
+        ["e1"],
+        f"tags.`segpipe.id` = '{run_id(config, config.run_dir)}'",
+    )
+    assert client.named("log_artifacts") == [
+        (("r1", str(config.run_dir / "export"), "export"), {})
+    ]
+    assert [Path(given[1]).name for given, _ in client.named("log_artifact")] == [
+        "00 a_b_ target.jpg",
+        "report.html",
+    ]
+    assert [given for given, _ in client.named("set_terminated")] == [
+        ("r1", "FAILED"),
+        ("r1", "FINISHED"),
+    ]
 
 
 def test_tensorboard_shows_a_resumed_run_as_one(tmp_path: Path) -> None:
     """A real run: figures of both sessions once, settings with the score, and the pictures of the report."""
     folder = tmp_path / "run"
-    changes = ("track=tensorboard", "train.log_every=1", "train.steps=2", "checkpoint.every=1")
+    changes = (
+        "track=tensorboard",
+        "train.log_every=1",
+        "train.steps=2",
+        "checkpoint.every=1",
+    )
     assert run(folder, *changes) == 0
     assert run(folder, *changes, "run.exists=resume") == 0
     shown = EventAccumulator(str(folder / "tensorboard"))
     shown.Reload()
-    losses = [(entry["step"], entry["loss"]) for entry in lines(folder) if entry["kind"] == "train"]
-    assert [(event.step, pytest.approx(event.value)) for event in shown.Scalars("train/loss")] == losses
+    losses = [
+        (entry["step"], entry["loss"])
+        for entry in lines(folder)
+        if entry["kind"] == "train"
+    ]
+    assert [
+        (event.step, pytest.approx(event.value))
+        for event in shown.Scalars("train/loss")
+    ] == losses
     assert any(name.endswith(": prediction") for name in shown.Tags()["images"])
     score = json.loads((folder / "result.json").read_text())["miou"]
     assert shown.Scalars("miou")[-1].value == pytest.approx(score)
-    assert b"optim.lr" in b"".join(path.read_bytes() for path in (folder / "tensorboard").iterdir())
+    assert b"optim.lr" in b"".join(
+        path.read_bytes() for path in (folder / "tensorboard").iterdir()
+    )
 
 
 TRAINING = """
@@ -424,21 +550,41 @@ def proxy() -> Iterator[tuple[int, list[bytes]]]:
     thread.join(timeout=60)
 
 
-def train(mode: str, run_dir: Path, port: int, resume_step: int = 0) -> subprocess.CompletedProcess[str]:
+def train(
+    mode: str, run_dir: Path, port: int, resume_step: int = 0
+) -> subprocess.CompletedProcess[str]:
     hidden = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
-    env = {k: v for k, v in os.environ.items() if k.lower() not in hidden and not k.startswith("WANDB")}
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if k.lower() not in hidden and not k.startswith("WANDB")
+    }
     env |= dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY"), f"http://127.0.0.1:{port}")
-    env |= {"HOME": str(run_dir.parent / "home"), "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
+    env |= {
+        "HOME": str(run_dir.parent / "home"),
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "error",
+    }
     env["WANDB_API_KEY"] = "0" * 40
-    if mode == "online":  # which nobody answers; offline, a busy machine may well take longer to start the service
+    if (
+        mode == "online"
+    ):  # which nobody answers; offline, a busy machine may well take longer to start the service
         env["WANDB_INIT_TIMEOUT"] = "2"
     command = [sys.executable, "-c", TRAINING, mode, str(run_dir), str(resume_step)]
     return subprocess.run(
-        command, env=env, cwd=run_dir.parent, capture_output=True, text=True, timeout=300, check=False
+        command,
+        env=env,
+        cwd=run_dir.parent,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
 
 
-def test_offline_records_in_the_run_folder_and_calls_nobody(tmp_path: Path, proxy: tuple[int, list[bytes]]) -> None:
+def test_offline_records_in_the_run_folder_and_calls_nobody(
+    tmp_path: Path, proxy: tuple[int, list[bytes]]
+) -> None:
     port, attempts = proxy
     run_dir = tmp_path / "street"
     first = train("offline", run_dir, port)
@@ -454,7 +600,9 @@ def test_offline_records_in_the_run_folder_and_calls_nobody(tmp_path: Path, prox
     assert attempts == []
 
 
-def test_unreachable_wandb_costs_a_warning(tmp_path: Path, proxy: tuple[int, list[bytes]]) -> None:
+def test_unreachable_wandb_costs_a_warning(
+    tmp_path: Path, proxy: tuple[int, list[bytes]]
+) -> None:
     """Also the control of the test above: the proxy does see an attempt when there is one."""
     port, attempts = proxy
     done = train("online", tmp_path / "street", port)

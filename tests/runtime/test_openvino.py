@@ -40,34 +40,55 @@ def answered(segmenter: Segmenter, image: np.ndarray) -> bool:
     )
 
 
-def test_the_file_is_compiled_for_fp32_and_the_threads(folder: Path, stand_in: StandIn) -> None:
+def test_the_file_is_compiled_for_fp32_and_the_threads(
+    folder: Path, stand_in: StandIn
+) -> None:
     segmenter = Segmenter.load(folder, engine="openvino", threads=2)
     assert stand_in.compiled == [
-        ("CPU", {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": 2})
+        (
+            "CPU",
+            {
+                "INFERENCE_PRECISION_HINT": "f32",
+                "PERFORMANCE_HINT": "LATENCY",
+                "INFERENCE_NUM_THREADS": 2,
+            },
+        )
     ]
     assert answered(segmenter, frame(3))
     assert answered(segmenter, np.asfortranarray(frame(4)))
     segmenter.session.bound(frame(3))()
     Segmenter.load(folder, engine="openvino", providers=["GPU"])
-    assert stand_in.compiled[-1] == ("GPU", {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"})
+    assert stand_in.compiled[-1] == (
+        "GPU",
+        {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"},
+    )
 
 
 def test_a_request_is_canceled_at_the_deadline(folder: Path, stand_in: StandIn) -> None:
     segmenter = Segmenter.load(folder, engine="openvino", deadline_ms=5)
     stand_in.waits = True
-    while not stand_in.canceled.is_set():  # a busy machine may let the deadline pass before the run begins
+    while (
+        not stand_in.canceled.is_set()
+    ):  # a busy machine may let the deadline pass before the run begins
         assert segmenter.infer(frame(3)).status is Status.DEADLINE
     stand_in.waits, segmenter.deadline_ms = False, 60_000
     assert answered(segmenter, frame(4))
 
 
 @pytest.mark.parametrize("devices", [["NPU"], ["CPU", "GPU"]])
-def test_a_device_that_is_not_here_is_named(devices: list[str], folder: Path, stand_in: StandIn) -> None:
-    with pytest.raises(EngineError, match=rf"providers = {', '.join(devices)}, but openvino .* devices: CPU, GPU"):
+def test_a_device_that_is_not_here_is_named(
+    devices: list[str], folder: Path, stand_in: StandIn
+) -> None:
+    with pytest.raises(
+        EngineError,
+        match=rf"providers = {', '.join(devices)}, but openvino .* devices: CPU, GPU",
+    ):
         Segmenter.load(folder, engine="openvino", providers=devices)
 
 
-def test_an_engine_that_is_not_here_is_named(folder: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_an_engine_that_is_not_here_is_named(
+    folder: Path, monkeypatch: Any, capsys: Any
+) -> None:
     monkeypatch.setitem(sys.modules, "openvino", None)
     assert main(["selftest", str(folder), "--engine", "openvino"]) == 2
     assert r"pip install segpipe-runtime[openvino]" in capsys.readouterr().err
@@ -80,6 +101,8 @@ def test_openvino_itself(folder: Path) -> None:
     segmenter = Segmenter.load(folder, engine="openvino", deadline_ms=60_000)
     assert all(answered(segmenter, frame(seed)) for seed in range(4))
     segmenter.deadline_ms = 1
-    assert segmenter.infer(frame(5, blue=200)).status is Status.DEADLINE, "canceled inside the run"
+    assert segmenter.infer(frame(5, blue=200)).status is Status.DEADLINE, (
+        "canceled inside the run"
+    )
     segmenter.deadline_ms = 60_000
     assert answered(segmenter, frame(6))

@@ -34,9 +34,24 @@ import pytest
 from artifacts import SIZE, answer, frame, toy_manifest, write_artifact, write_sums
 
 from segpipe.files import sha256
-from segpipe.runtime import ArtifactError, EngineError, Segmenter, SelfTestError, Status, make_session, read_artifact
+from segpipe.runtime import (
+    ArtifactError,
+    EngineError,
+    Segmenter,
+    SelfTestError,
+    Status,
+    make_session,
+    read_artifact,
+)
 from segpipe.runtime.__main__ import main
-from segpipe.runtime.bench import _timed, bench, fixed_work, resident_mib, spread, steadiness
+from segpipe.runtime.bench import (
+    _timed,
+    bench,
+    fixed_work,
+    resident_mib,
+    spread,
+    steadiness,
+)
 from segpipe.runtime.frames import FrameLimits, Levels, RepeatCounter, levels, subsample
 from segpipe.runtime.media import frames_of, frames_per_second, read_image
 from segpipe.runtime.session import Session
@@ -61,7 +76,11 @@ def segmenter(shared_folder: Path) -> Segmenter:
 
 def refuses(result: Any, status: Status) -> bool:
     """Whether `result` has this status and no answer at all."""
-    no_answer = result.mask.shape == SIZE and result.mask.dtype == np.uint8 and (result.mask == 255).all()
+    no_answer = (
+        result.mask.shape == SIZE
+        and result.mask.dtype == np.uint8
+        and (result.mask == 255).all()
+    )
     return bool(result.status is status and no_answer and not result.confidence.any())
 
 
@@ -71,7 +90,9 @@ def answers(segmenter: Segmenter, seed: int) -> bool:
     result = segmenter.infer(image, 1000.0)
     mask, confidence = answer(image)
     assert mask.min() < mask.max()
-    equal = np.array_equal(result.mask, mask) and np.array_equal(result.confidence, confidence)
+    equal = np.array_equal(result.mask, mask) and np.array_equal(
+        result.confidence, confidence
+    )
     return result.status is Status.OK and equal
 
 
@@ -79,8 +100,22 @@ def answers(segmenter: Segmenter, seed: int) -> bool:
 
 
 def test_names_of_statuses_are_a_contract() -> None:
-    names = ["OK", "BAD_SHAPE", "BAD_DTYPE", "STALE", "TOO_DARK", "SATURATED", "FROZEN", "DEADLINE", "ERROR"]
-    assert [status.name for status in Status] == [status.value for status in Status] == names
+    names = [
+        "OK",
+        "BAD_SHAPE",
+        "BAD_DTYPE",
+        "STALE",
+        "TOO_DARK",
+        "SATURATED",
+        "FROZEN",
+        "DEADLINE",
+        "ERROR",
+    ]
+    assert (
+        [status.name for status in Status]
+        == [status.value for status in Status]
+        == names
+    )
 
 
 def test_a_sound_frame_is_answered(segmenter: Segmenter) -> None:
@@ -90,7 +125,9 @@ def test_a_sound_frame_is_answered(segmenter: Segmenter) -> None:
     assert mask.shape == SIZE
     assert confidence.shape == (8, 12)
     assert latency_ms > 0
-    digest = hashlib.sha256((segmenter.artifact.folder / "model.onnx").read_bytes()).hexdigest()
+    digest = hashlib.sha256(
+        (segmenter.artifact.folder / "model.onnx").read_bytes()
+    ).hexdigest()
     assert model_id == f"toy-fp32-{digest[:12]}"
 
 
@@ -135,7 +172,12 @@ SHOTS = {
     "black": Shot(lambda: np.zeros(BLANK, np.uint8), Status.TOO_DARK),
     "lens cap": Shot(lambda: frame(7) // 40, Status.TOO_DARK),
     "white": Shot(lambda: np.full(BLANK, 255, np.uint8), Status.SATURATED),
-    "sun": Shot(lambda: np.where(np.arange(BLANK[1])[:, None] < 40, 255, frame(7)).astype(np.uint8), Status.SATURATED),
+    "sun": Shot(
+        lambda: np.where(np.arange(BLANK[1])[:, None] < 40, 255, frame(7)).astype(
+            np.uint8
+        ),
+        Status.SATURATED,
+    ),
     "stale": Shot(lambda: frame(7), Status.STALE, stamp=999.0),
     "from the future": Shot(lambda: frame(7), Status.STALE, stamp=1001.0),
     "overtaken": Shot(lambda: frame(7), Status.STALE, stamp=999.9),
@@ -146,19 +188,33 @@ SHOTS = {
     "sound": Shot(lambda: frame(7), Status.OK),
     "sound, no stamp": Shot(lambda: frame(7), Status.OK, stamp=None),
     "sound, column after column": Shot(lambda: np.asfortranarray(frame(7)), Status.OK),
-    "sound, every other pixel": Shot(lambda: frame(7).repeat(2, 0).repeat(2, 1)[::2, ::2], Status.OK),
-    "sound, of four channels three": Shot(lambda: np.dstack([frame(7), frame(8)])[..., :3], Status.OK),
+    "sound, every other pixel": Shot(
+        lambda: frame(7).repeat(2, 0).repeat(2, 1)[::2, ::2], Status.OK
+    ),
+    "sound, of four channels three": Shot(
+        lambda: np.dstack([frame(7), frame(8)])[..., :3], Status.OK
+    ),
     "sound, mapped from a file": Shot(lambda: frame(7).view(np.memmap), Status.OK),
-    "sound, read-only": Shot(lambda: np.frombuffer(frame(7).tobytes(), np.uint8).reshape(BLANK), Status.OK),
+    "sound, read-only": Shot(
+        lambda: np.frombuffer(frame(7).tobytes(), np.uint8).reshape(BLANK), Status.OK
+    ),
     "sound, negative row stride": Shot(lambda: frame(7)[::-1].copy()[::-1], Status.OK),
-    "sound, negative column stride": Shot(lambda: frame(7)[:, ::-1].copy()[:, ::-1], Status.OK),
-    "sound, negative channel stride": Shot(lambda: frame(7)[..., ::-1].copy()[..., ::-1], Status.OK),
-    "sound, stride of zero": Shot(lambda: np.broadcast_to(frame(7)[:1], BLANK), Status.OK),
+    "sound, negative column stride": Shot(
+        lambda: frame(7)[:, ::-1].copy()[:, ::-1], Status.OK
+    ),
+    "sound, negative channel stride": Shot(
+        lambda: frame(7)[..., ::-1].copy()[..., ::-1], Status.OK
+    ),
+    "sound, stride of zero": Shot(
+        lambda: np.broadcast_to(frame(7)[:1], BLANK), Status.OK
+    ),
 }
 
 
 @pytest.mark.parametrize("name", SHOTS)
-def test_every_frame_gets_its_answer_or_a_reason_and_the_next_one_works(name: str, segmenter: Segmenter) -> None:
+def test_every_frame_gets_its_answer_or_a_reason_and_the_next_one_works(
+    name: str, segmenter: Segmenter
+) -> None:
     shot = SHOTS[name]
     for seed in range(2):
         assert answers(segmenter, seed)
@@ -179,15 +235,23 @@ def test_every_frame_gets_its_answer_or_a_reason_and_the_next_one_works(name: st
     ("name", "told"),
     [
         ("larger", "64x48, but 32x48 was needed (height x width)"),
-        ("gray", "an array of shape (32, 48), but (height, width, 3) was needed, 32x48 (height x width)"),
+        (
+            "gray",
+            "an array of shape (32, 48), but (height, width, 3) was needed, 32x48 (height x width)",
+        ),
         ("float", "float64, but uint8 was needed: 0 to 255"),
         ("list", "list, but a numpy array of uint8 was needed"),
-        ("stale", "stamp = 999.0 and the clock says 1000.0, but it must be within 0.5 s of the clock"),
+        (
+            "stale",
+            "stamp = 999.0 and the clock says 1000.0, but it must be within 0.5 s of the clock",
+        ),
         ("black", "Levels(mean=0.0"),
         ("frozen", "the same frame 6 times in a row"),
     ],
 )
-def test_a_refused_frame_is_explained(name: str, told: str, segmenter: Segmenter) -> None:
+def test_a_refused_frame_is_explained(
+    name: str, told: str, segmenter: Segmenter
+) -> None:
     shot = SHOTS[name]
     for _ in range(shot.times):
         result = segmenter.infer(shot.make(), shot.stamp)
@@ -209,15 +273,24 @@ def test_a_stale_frame(stamp: float, segmenter: Segmenter) -> None:
     assert refuses(segmenter.infer(frame(3), "now"), Status.ERROR)  # type: ignore[arg-type]
 
 
-def test_a_frame_before_an_earlier_one_is_stale_until_the_clock_is_set_back(shared_folder: Path) -> None:
+def test_a_frame_before_an_earlier_one_is_stale_until_the_clock_is_set_back(
+    shared_folder: Path,
+) -> None:
     now = [1000.0]
     segmenter = Segmenter.load(shared_folder, clock=lambda: now[0])
 
     def statuses(*stamps: float) -> list[Status]:
-        return [segmenter.infer(frame(int(stamp * 10)), stamp).status for stamp in stamps]
+        return [
+            segmenter.infer(frame(int(stamp * 10)), stamp).status for stamp in stamps
+        ]
 
-    assert statuses(999.7, 999.9, 999.8, 999.9, 1000.1) == [Status.OK] * 2 + [Status.STALE] + [Status.OK] * 2
-    assert statuses(1009.0, 1000.0, 1000.1) == [Status.STALE] * 2 + [Status.OK], "a refused stamp moves nothing"
+    assert (
+        statuses(999.7, 999.9, 999.8, 999.9, 1000.1)
+        == [Status.OK] * 2 + [Status.STALE] + [Status.OK] * 2
+    )
+    assert statuses(1009.0, 1000.0, 1000.1) == [Status.STALE] * 2 + [Status.OK], (
+        "a refused stamp moves nothing"
+    )
     now[0] = 500.0
     assert statuses(500.0, 499.9, 500.1) == [Status.OK, Status.STALE, Status.OK]
     now[0] = 500.2
@@ -231,7 +304,9 @@ def test_a_frozen_camera(shared_folder: Path) -> None:
     assert found == [Status.OK] * 3 + [Status.FROZEN] * 2
     assert refuses(segmenter.infer(buffer), Status.FROZEN)
     buffer[-1, -1, -1] ^= 1  # drivers reuse their buffers
-    assert [segmenter.infer(buffer).status for _ in range(4)] == [Status.OK] * 3 + [Status.FROZEN]
+    assert [segmenter.infer(buffer).status for _ in range(4)] == [Status.OK] * 3 + [
+        Status.FROZEN
+    ]
     for step in range(10):
         buffer[-1, -1, -1] = step
         assert segmenter.infer(buffer).status is Status.OK
@@ -259,8 +334,12 @@ def test_an_id_that_no_class_has_is_an_error(tmp_path: Path) -> None:
     assert segmenter.infer(frame(3) // 2).status is Status.OK
 
 
-@pytest.mark.parametrize("change", [lambda mask: mask.astype(np.int32), lambda mask: mask[:, :-1]])
-def test_an_output_of_another_shape_or_type_is_an_error(change: Any, segmenter: Segmenter, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    "change", [lambda mask: mask.astype(np.int32), lambda mask: mask[:, :-1]]
+)
+def test_an_output_of_another_shape_or_type_is_an_error(
+    change: Any, segmenter: Segmenter, monkeypatch: Any
+) -> None:
     prepare = segmenter.session.engine.prepare
 
     def other(outputs: list[str]) -> Any:
@@ -292,7 +371,9 @@ def test_brightness_of_a_frame() -> None:
     large = np.zeros((1024, 2048, 3), np.uint8)
     large[:, 512:] = 255
     assert levels(large) == pytest.approx((191.25, 0.25, 0.75), rel=0.01)
-    limits = FrameLimits(min_mean=10, max_mean=200, max_dark_share=0.5, max_bright_share=0.6)
+    limits = FrameLimits(
+        min_mean=10, max_mean=200, max_dark_share=0.5, max_bright_share=0.6
+    )
     for found, status in (
         (Levels(10, 0.5, 0.6), Status.OK),
         (Levels(9.9, 0.0, 0.0), Status.TOO_DARK),
@@ -321,7 +402,9 @@ def test_a_run_ends_at_its_deadline_and_the_next_one_works(shared_folder: Path) 
         whole, whole_cpu_ms = timed(2 * seed)
         assert whole.status is Status.OK
         assert whole_cpu_ms > 100, "the control: the run is slow enough to be ended"
-        segmenter.deadline_ms = whole_cpu_ms / 5  # not of the latency: on a busy machine the next run may be faster
+        segmenter.deadline_ms = (
+            whole_cpu_ms / 5
+        )  # not of the latency: on a busy machine the next run may be faster
         ended, ended_cpu_ms = timed(2 * seed + 1)
         assert refuses(ended, Status.DEADLINE)
         assert ended.latency_ms >= segmenter.deadline_ms
@@ -329,14 +412,18 @@ def test_a_run_ends_at_its_deadline_and_the_next_one_works(shared_folder: Path) 
         shares.append(ended.latency_ms / whole.latency_ms)
         segmenter.deadline_ms = 60_000
         assert answers(segmenter, seed)
-    assert min(shares) < 0.7, "by the clock too, where the machine was as busy with one as with the other"
+    assert min(shares) < 0.7, (
+        "by the clock too, where the machine was as busy with one as with the other"
+    )
     segmenter.deadline_ms = 1e-6
     assert refuses(segmenter.infer(frame(7)), Status.DEADLINE)
     segmenter.deadline_ms = None
     assert timed(8)[0].status is Status.OK
 
 
-def test_an_answer_that_is_late_is_none(segmenter: Segmenter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_is_late_is_none(
+    segmenter: Segmenter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = segmenter.session.run
     segmenter.deadline_ms = 100
 
@@ -377,11 +464,15 @@ def test_the_deadline_thread_sleeps_through_frames_in_time(shared_folder: Path) 
     assert not notes
     slow = frame(0, blue=100)
     segmenter.deadline_ms = 5
-    assert refuses(segmenter.infer(slow), Status.DEADLINE), "the control: an earlier time wakes it"
+    assert refuses(segmenter.infer(slow), Status.DEADLINE), (
+        "the control: an earlier time wakes it"
+    )
     assert notes
 
 
-def test_calls_from_several_threads_get_their_own_answers(shared_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_from_several_threads_get_their_own_answers(
+    shared_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     segmenter = Segmenter.load(shared_folder, clock=lambda: 1000.0, deadline_ms=60_000)
     right: list[bool] = []
     running, most = 0, 0
@@ -398,7 +489,12 @@ def test_calls_from_several_threads_get_their_own_answers(shared_folder: Path, m
 
     monkeypatch.setattr(segmenter.session, "run", counted)
     threads = [
-        threading.Thread(target=lambda first: right.extend(answers(segmenter, first + n) for n in range(20)), args=[s])
+        threading.Thread(
+            target=lambda first: right.extend(
+                answers(segmenter, first + n) for n in range(20)
+            ),
+            args=[s],
+        )
         for s in (0, 100, 200)
     ]
     for thread in threads:
@@ -409,10 +505,16 @@ def test_calls_from_several_threads_get_their_own_answers(shared_folder: Path, m
     assert most == 1
 
 
-def test_the_deadline_holds_for_the_wait_for_another_thread(segmenter: Segmenter, monkeypatch: Any) -> None:
+def test_the_deadline_holds_for_the_wait_for_another_thread(
+    segmenter: Segmenter, monkeypatch: Any
+) -> None:
     entered, leave = threading.Event(), threading.Event()
     run = segmenter.session.run
-    monkeypatch.setattr(segmenter.session, "run", lambda *given: (entered.set(), leave.wait(20), run(given[0]))[2])
+    monkeypatch.setattr(
+        segmenter.session,
+        "run",
+        lambda *given: (entered.set(), leave.wait(20), run(given[0]))[2],
+    )
     first: list[Any] = []
     thread = threading.Thread(target=lambda: first.append(segmenter.infer(frame(0))))
     thread.start()
@@ -431,35 +533,64 @@ def test_a_child_process_is_told_to_load_its_own(shared_folder: Path) -> None:
     segmenter = Segmenter.load(shared_folder, clock=lambda: 1000.0, deadline_ms=60_000)
     assert answers(segmenter, 0)
     reader, writer = os.pipe()
-    with warnings.catch_warnings(), segmenter._lock:  # held by another thread of the parent, which the child lacks
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of every fork beside threads
+    with (
+        warnings.catch_warnings(),
+        segmenter._lock,
+    ):  # held by another thread of the parent, which the child lacks
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # Python 3.12 warns of every fork beside threads
         child = os.fork()
     if child == 0:
         try:
             refused = refuses(segmenter.infer(frame(1), 1000.0), Status.ERROR)
-            own = Segmenter.load(shared_folder, clock=lambda: 1000.0, deadline_ms=60_000)
-            os.write(writer, f"{refused} {answers(own, 2)} {segmenter.last_error}".encode())
+            own = Segmenter.load(
+                shared_folder, clock=lambda: 1000.0, deadline_ms=60_000
+            )
+            os.write(
+                writer, f"{refused} {answers(own, 2)} {segmenter.last_error}".encode()
+            )
         finally:
             os._exit(0)
     os.waitpid(child, 0)
     told = os.read(reader, 1000).decode()
-    assert told.startswith(f"True True RuntimeError: this Segmenter was loaded in process {os.getpid()}"), told
+    assert told.startswith(
+        f"True True RuntimeError: this Segmenter was loaded in process {os.getpid()}"
+    ), told
     assert answers(segmenter, 3), "the parent goes on"
 
 
 # Engines
 
 
-@pytest.mark.parametrize("providers", [["CUDAExecutionProvider"], ["CPUExecutionProvider", "Nonsense"], []])
-def test_a_provider_that_is_not_here_is_no_silent_cpu(providers: list[str], shared_folder: Path) -> None:
-    with pytest.raises(EngineError, match=f"providers = .*{onnxruntime.__version__} has .*CPUExecutionProvider"):
-        Segmenter.load(shared_folder, providers=providers) if providers else make_session(b"", providers=providers)
+@pytest.mark.parametrize(
+    "providers", [["CUDAExecutionProvider"], ["CPUExecutionProvider", "Nonsense"], []]
+)
+def test_a_provider_that_is_not_here_is_no_silent_cpu(
+    providers: list[str], shared_folder: Path
+) -> None:
+    with pytest.raises(
+        EngineError,
+        match=f"providers = .*{onnxruntime.__version__} has .*CPUExecutionProvider",
+    ):
+        Segmenter.load(
+            shared_folder, providers=providers
+        ) if providers else make_session(b"", providers=providers)
     assert main(["selftest", str(shared_folder), "--providers", "Nonsense"]) == 2
-    assert answers(Segmenter.load(shared_folder, clock=lambda: 1000.0, providers=["CPUExecutionProvider"]), 1)
+    assert answers(
+        Segmenter.load(
+            shared_folder, clock=lambda: 1000.0, providers=["CPUExecutionProvider"]
+        ),
+        1,
+    )
 
 
-def test_a_provider_that_does_not_start_is_no_silent_cpu(shared_folder: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDA", "CPUExecutionProvider"])
+def test_a_provider_that_does_not_start_is_no_silent_cpu(
+    shared_folder: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(
+        onnxruntime, "get_available_providers", lambda: ["CUDA", "CPUExecutionProvider"]
+    )
 
     class OnTheCpu:
         def __init__(self, *_: Any, **__: Any) -> None: ...
@@ -467,28 +598,46 @@ def test_a_provider_that_does_not_start_is_no_silent_cpu(shared_folder: Path, mo
             return ["CPUExecutionProvider"]
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", OnTheCpu)
-    with pytest.raises(EngineError, match=r"providers = CUDA, but onnxruntime .* started CPUExecutionProvider only"):
+    with pytest.raises(
+        EngineError,
+        match=r"providers = CUDA, but onnxruntime .* started CPUExecutionProvider only",
+    ):
         Segmenter.load(shared_folder, providers=["CUDA"])
 
 
-def test_an_onnxruntime_that_is_too_old_is_named(folder: Path, monkeypatch: Any) -> None:
+def test_an_onnxruntime_that_is_too_old_is_named(
+    folder: Path, monkeypatch: Any
+) -> None:
     change_manifest(folder, requires={"onnxruntime": "1.14"})
     write_sums(folder)
-    for version, fits in (("1.14.0", True), ("1.100", True), ("2.0", True), ("1.13.1", False), ("1.9.0", False)):
+    for version, fits in (
+        ("1.14.0", True),
+        ("1.100", True),
+        ("2.0", True),
+        ("1.13.1", False),
+        ("1.9.0", False),
+    ):
         monkeypatch.setattr(onnxruntime, "__version__", version)
         if fits:
             assert Segmenter.load(folder).infer(frame(0)).status is Status.OK
         else:
-            with pytest.raises(EngineError, match=f"onnxruntime {version} is too old .* version 1.14 or later"):
+            with pytest.raises(
+                EngineError,
+                match=f"onnxruntime {version} is too old .* version 1.14 or later",
+            ):
                 Segmenter.load(folder)
 
 
 # The folder
 
 
-@pytest.mark.parametrize("name", ["model.onnx", "manifest.json", "golden/image.npy", "golden/confidence.npy"])
+@pytest.mark.parametrize(
+    "name", ["model.onnx", "manifest.json", "golden/image.npy", "golden/confidence.npy"]
+)
 @pytest.mark.parametrize("damage", ["flip", "cut", "delete", "link", "pipe"])
-def test_damaged_files_are_never_loaded(name: str, damage: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_files_are_never_loaded(
+    name: str, damage: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = folder / name
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -500,18 +649,28 @@ def test_damaged_files_are_never_loaded(name: str, damage: str, folder: Path, mo
             os.mkfifo(path)
     else:
         path.write_bytes(content if damage == "flip" else content[:-1])
-    monkeypatch.setattr(onnxruntime, "InferenceSession", lambda *_, **__: pytest.fail("a session was made"))
+    monkeypatch.setattr(
+        onnxruntime,
+        "InferenceSession",
+        lambda *_, **__: pytest.fail("a session was made"),
+    )
     with pytest.raises(ArtifactError, match=name) as caught:
         Segmenter.load(folder)
     assert caught.value.exit_code == 7
 
 
-def test_a_file_that_nobody_reads_here_is_compared_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_nobody_reads_here_is_compared_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "model.pt2").write_bytes(b"for another program")
     write_sums(folder)
     runs: list[Any] = []
     run = Session.run
-    monkeypatch.setattr(Session, "run", lambda self, image, *due: (runs.append(image), run(self, image, *due))[1])
+    monkeypatch.setattr(
+        Session,
+        "run",
+        lambda self, image, *due: (runs.append(image), run(self, image, *due))[1],
+    )
     Segmenter.load(folder)
     assert len(runs) == 5, "two golden frames, and three to warm up"
     (folder / "model.pt2").write_bytes(b"for another Program")
@@ -527,7 +686,9 @@ def change_manifest(folder: Path, **entries: Any) -> None:
 def giant_array() -> bytes:
     """The head of an array of 9 PiB."""
     head = io.BytesIO()
-    np.lib.format.write_array_header_1_0(head, {"descr": "|u1", "fortran_order": False, "shape": (10**8, 10**5, 1000)})
+    np.lib.format.write_array_header_1_0(
+        head, {"descr": "|u1", "fortran_order": False, "shape": (10**8, 10**5, 1000)}
+    )
     return head.getvalue()
 
 
@@ -540,40 +701,82 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: change_manifest(folder, profile="isaac"),
         "profile isaac, .* needs robot",
     ),
-    "no io": (lambda folder: change_manifest(folder, io={}), "manifest.json does not follow"),
-    "no limits": (lambda folder: change_manifest(folder, frame_limits={}), "manifest .* is incomplete"),
+    "no io": (
+        lambda folder: change_manifest(folder, io={}),
+        "manifest.json does not follow",
+    ),
+    "no limits": (
+        lambda folder: change_manifest(folder, frame_limits={}),
+        "manifest .* is incomplete",
+    ),
     "NaN as a limit": (  # every comparison with it is false
-        lambda folder: change_manifest(folder, frame_limits={**toy_manifest()["frame_limits"], "min_mean": math.nan}),
+        lambda folder: change_manifest(
+            folder,
+            frame_limits={**toy_manifest()["frame_limits"], "min_mean": math.nan},
+        ),
         "min_mean=nan.* numbers from 0 to 255 were needed",
     ),
     "an infinite limit": (
-        lambda folder: change_manifest(folder, frame_limits={**toy_manifest()["frame_limits"], "max_mean": math.inf}),
+        lambda folder: change_manifest(
+            folder,
+            frame_limits={**toy_manifest()["frame_limits"], "max_mean": math.inf},
+        ),
         "max_mean=inf",
     ),
-    "no source": (lambda folder: change_manifest(folder, source=[]), "manifest.json does not follow"),
-    "no requirements": (lambda folder: change_manifest(folder, requires="1.15"), "manifest.json does not follow"),
-    "no input": (lambda folder: change_manifest(folder, io={**toy_manifest()["io"], "inputs": []}), "does not follow"),
-    "deep": (lambda folder: (folder / "manifest.json").write_text("[" * 100_000), "is not JSON"),
+    "no source": (
+        lambda folder: change_manifest(folder, source=[]),
+        "manifest.json does not follow",
+    ),
+    "no requirements": (
+        lambda folder: change_manifest(folder, requires="1.15"),
+        "manifest.json does not follow",
+    ),
+    "no input": (
+        lambda folder: change_manifest(
+            folder, io={**toy_manifest()["io"], "inputs": []}
+        ),
+        "does not follow",
+    ),
+    "deep": (
+        lambda folder: (folder / "manifest.json").write_text("[" * 100_000),
+        "is not JSON",
+    ),
     "an archive for an array": (
-        lambda folder: (folder / "golden" / "mask.npy").write_bytes(b"PK\x03\x04" + bytes(50)),
+        lambda folder: (folder / "golden" / "mask.npy").write_bytes(
+            b"PK\x03\x04" + bytes(50)
+        ),
         "is not a numpy array",
     ),
     "a giant array": (
         lambda folder: (folder / "golden" / "mask.npy").write_bytes(giant_array()),
         "is not a numpy array|does not follow",
     ),
-    "no json": (lambda folder: (folder / "manifest.json").write_text("{"), "is not JSON"),
-    "no model": (lambda folder: change_manifest(folder, files={}), "has no ONNX file of precision fp32, only: none"),
+    "no json": (
+        lambda folder: (folder / "manifest.json").write_text("{"),
+        "is not JSON",
+    ),
+    "no model": (
+        lambda folder: change_manifest(folder, files={}),
+        "has no ONNX file of precision fp32, only: none",
+    ),
     "mixed": (
         lambda folder: change_manifest(folder, source={"weights_digest": "9"}),
         "holds weights 0123, but the manifest describes 9",
     ),
-    "no onnx": (lambda folder: (folder / "model.onnx").write_bytes(b"x" * 99), "cannot load the ONNX file"),
+    "no onnx": (
+        lambda folder: (folder / "model.onnx").write_bytes(b"x" * 99),
+        "cannot load the ONNX file",
+    ),
     "no array": (
         lambda folder: (folder / "golden" / "mask.npy").write_bytes(b"x" * 99),
         "is not a numpy array",
     ),
-    "fewer": (lambda folder: np.save(folder / "golden" / "mask.npy", np.zeros((1, *SIZE), np.uint8)), "golden holds"),
+    "fewer": (
+        lambda folder: np.save(
+            folder / "golden" / "mask.npy", np.zeros((1, *SIZE), np.uint8)
+        ),
+        "golden holds",
+    ),
 }
 
 
@@ -589,7 +792,10 @@ def test_folders_that_are_whole_but_wrong(name: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("sums", "message"),
     [
-        (None, "is no exported folder: it has no SHA256SUMS. Give the folder that segpipe export wrote"),
+        (
+            None,
+            "is no exported folder: it has no SHA256SUMS. Give the folder that segpipe export wrote",
+        ),
         ("", "does not list manifest.json"),
         (f"{'0' * 64}  ../secret\n", "has the line"),
         (f"{'0' * 64}  /secret\n", "has the line"),
@@ -597,7 +803,9 @@ def test_folders_that_are_whole_but_wrong(name: str, folder: Path) -> None:
         (f"{'0' * 63}  manifest.json\n", "has the line"),
     ],
 )
-def test_checksums_that_say_nothing(sums: str | None, message: str, folder: Path) -> None:
+def test_checksums_that_say_nothing(
+    sums: str | None, message: str, folder: Path
+) -> None:
     if sums is None:
         (folder / "SHA256SUMS").unlink()
     else:
@@ -613,23 +821,46 @@ def test_the_folder_of_a_run_is_answered_with_that_of_its_export(
     assert f"Give {shared_folder}." in capsys.readouterr().err
 
 
-def test_usage_is_no_altered_file(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_is_no_altered_file(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["selftest", str(folder), "--precision", "int8"]) == 2
     assert "no ONNX file of precision int8" in capsys.readouterr().err
-    assert main(["run", str(tmp_path / "nothing"), "image.npy", "--out", str(tmp_path / "out")]) == 2
+    assert (
+        main(
+            [
+                "run",
+                str(tmp_path / "nothing"),
+                "image.npy",
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
+        == 2
+    )
     change_manifest(folder, profile="isaac")
     write_sums(folder)
     assert main(["selftest", str(folder)]) == 2
     assert "has profile isaac" in capsys.readouterr().err
     (folder / "SHA256SUMS").unlink()
-    assert main(["selftest", str(folder)]) == 7, "the control: an export that lost a file"
+    assert main(["selftest", str(folder)]) == 7, (
+        "the control: an export that lost a file"
+    )
 
 
 def test_a_file_with_new_checksums_is_not_the_one_of_the_manifest(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = folder / "model.onnx"
-    change_manifest(folder, files={"model.onnx": {**toy_manifest()["files"]["model.onnx"], "sha256": sha256(path)}})
+    change_manifest(
+        folder,
+        files={
+            "model.onnx": {
+                **toy_manifest()["files"]["model.onnx"],
+                "sha256": sha256(path),
+            }
+        },
+    )
     write_sums(folder)
     assert main(["selftest", str(folder)]) == 0, "the control"
     model = onnx.load(path)
@@ -638,11 +869,16 @@ def test_a_file_with_new_checksums_is_not_the_one_of_the_manifest(
     write_sums(folder)
     capsys.readouterr()
     assert main(["selftest", str(folder)]) == 7
-    assert f"{path} is the file of SHA256SUMS, but manifest.json describes one with" in capsys.readouterr().err
+    assert (
+        f"{path} is the file of SHA256SUMS, but manifest.json describes one with"
+        in capsys.readouterr().err
+    )
 
 
 def test_an_interrupted_command_ends_in_a_line(
-    shared_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    shared_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -653,9 +889,12 @@ def test_an_interrupted_command_ends_in_a_line(
 
 
 @pytest.mark.parametrize(
-    ("part", "by", "passes"), [("mask", 1, False), ("confidence", 1, True), ("confidence", 2, False)]
+    ("part", "by", "passes"),
+    [("mask", 1, False), ("confidence", 1, True), ("confidence", 2, False)],
 )
-def test_other_answers_than_at_export_are_refused(part: str, by: int, passes: bool, folder: Path) -> None:
+def test_other_answers_than_at_export_are_refused(
+    part: str, by: int, passes: bool, folder: Path
+) -> None:
     path = folder / "golden" / f"{part}.npy"
     array = np.load(path)
     array[1, :4] ^= by
@@ -678,34 +917,53 @@ def test_golden_frames_that_cannot_be_run_here_are_refused(folder: Path) -> None
     assert caught.value.exit_code == 4
 
 
-def test_a_file_of_reduced_precision_may_be_as_far_as_it_was_at_export(folder: Path) -> None:
+def test_a_file_of_reduced_precision_may_be_as_far_as_it_was_at_export(
+    folder: Path,
+) -> None:
     path = folder / "golden" / "mask.npy"
     mask = np.load(path)
     mask[1, :4] ^= 1  # 4 of 32 rows
     np.save(path, mask)
     files = toy_manifest()["files"]
     for agreement, passes in ((0.9, False), (0.875, True)):
-        files["model.onnx"] |= {"precision": "int8", "golden_agreement": agreement, "golden_confidence_levels": 0}
+        files["model.onnx"] |= {
+            "precision": "int8",
+            "golden_agreement": agreement,
+            "golden_confidence_levels": 0,
+        }
         change_manifest(folder, files=files)
         write_sums(folder)
         if passes:
-            assert Segmenter.load(folder, precision="int8").artifact.model_id.startswith("toy-int8-")
+            assert Segmenter.load(
+                folder, precision="int8"
+            ).artifact.model_id.startswith("toy-int8-")
         else:
             with pytest.raises(SelfTestError, match=r"87\.500 %"):
                 Segmenter.load(folder, precision="int8")
 
 
-@pytest.mark.parametrize(("precision", "off", "passes"), [("fp16", 2, False), ("int8", 9, True), ("int8", 10, False)])
+@pytest.mark.parametrize(
+    ("precision", "off", "passes"),
+    [("fp16", 2, False), ("int8", 9, True), ("int8", 10, False)],
+)
 def test_confidence_of_int8_may_be_rounded_by_another_version(
     precision: str, off: int, passes: bool, folder: Path
 ) -> None:
     path = folder / "golden" / "confidence.npy"
     np.save(path, np.load(path) - np.uint8(off))
     files = toy_manifest()["files"]
-    files["model.onnx"] |= {"precision": precision, "golden_agreement": 1.0, "golden_confidence_levels": 0}
+    files["model.onnx"] |= {
+        "precision": precision,
+        "golden_agreement": 1.0,
+        "golden_confidence_levels": 0,
+    }
     change_manifest(folder, files=files)
     write_sums(folder)
-    with contextlib.nullcontext() if passes else pytest.raises(SelfTestError, match=f"differs by {off} levels"):
+    with (
+        contextlib.nullcontext()
+        if passes
+        else pytest.raises(SelfTestError, match=f"differs by {off} levels")
+    ):
         Segmenter.load(folder, precision=precision)
 
 
@@ -728,7 +986,11 @@ def test_no_manifest_can_raise_the_tolerance_of_the_self_test(
     folder: Path, precision: str, entry: dict[str, float]
 ) -> None:
     files = toy_manifest()["files"]
-    whole = {"precision": precision, "golden_agreement": 1.0, "golden_confidence_levels": 0}
+    whole = {
+        "precision": precision,
+        "golden_agreement": 1.0,
+        "golden_confidence_levels": 0,
+    }
     for change, passes in (({}, True), (entry, False)):
         files["model.onnx"] |= whole | change
         change_manifest(folder, files=files)
@@ -753,15 +1015,23 @@ def test_settings_out_of_range(given: dict[str, Any], shared_folder: Path) -> No
 
 
 def test_waiting_threads_sleep(shared_folder: Path) -> None:
-    options = Segmenter.load(shared_folder, threads=2).session.engine.inner.get_session_options()
+    options = Segmenter.load(
+        shared_folder, threads=2
+    ).session.engine.inner.get_session_options()
     assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
     assert options.get_session_config_entry("session.inter_op.allow_spinning") == "0"
     assert options.intra_op_num_threads == 2
 
 
 def test_the_graph_is_optimized_unless_told_otherwise(shared_folder: Path) -> None:
-    model, level = (shared_folder / "model.onnx").read_bytes(), onnxruntime.GraphOptimizationLevel
-    for optimize, expected in ((True, level.ORT_ENABLE_ALL), (False, level.ORT_DISABLE_ALL)):
+    model, level = (
+        (shared_folder / "model.onnx").read_bytes(),
+        onnxruntime.GraphOptimizationLevel,
+    )
+    for optimize, expected in (
+        (True, level.ORT_ENABLE_ALL),
+        (False, level.ORT_DISABLE_ALL),
+    ):
         options = make_session(model, optimize=optimize).get_session_options()
         assert options.graph_optimization_level == expected
         assert (options.intra_op_num_threads, options.inter_op_num_threads) == (1, 1)
@@ -772,7 +1042,9 @@ def test_the_graph_is_optimized_unless_told_otherwise(shared_folder: Path) -> No
 
 def test_numpy_and_onnxruntime_are_enough(shared_folder: Path, tmp_path: Path) -> None:
     picture = tmp_path / "frame.ppm"
-    picture.write_bytes(f"P6\n# by a camera\n{SIZE[1]} {SIZE[0]}\n255\n".encode() + frame(4).tobytes())
+    picture.write_bytes(
+        f"P6\n# by a camera\n{SIZE[1]} {SIZE[0]}\n255\n".encode() + frame(4).tobytes()
+    )
     code = f"""
 import sys
 BLOCKED = ("torch", "torchvision", "openvino", "cv2", "PIL", "omegaconf", "hydra", "rich", "yaml", "onnx", "scipy")
@@ -795,7 +1067,13 @@ assert main(["run", {str(shared_folder)!r}, "frame.png", "--out", {str(tmp_path)
 rest = [name for name in sys.modules if name.startswith("segpipe.") and not name.startswith("segpipe.runtime")]
 sys.exit(str(rest) if rest else 0)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "without Pillow or OpenCV only .npy and .ppm are read" in done.stderr
     head, pixels = (tmp_path / "frame_mask.pgm").read_bytes().split(b"255\n", 1)
@@ -817,7 +1095,11 @@ def test_imports_nothing_else_of_the_project() -> None:
     assert len(files) > 5
     for path in files:
         for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names = (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else []
+            )
             if isinstance(node, ast.ImportFrom):
                 assert node.level < 2, f"{path} reaches out of the folder"
                 names = [str(node.module)] if node.level == 0 else []
@@ -827,13 +1109,31 @@ def test_imports_nothing_else_of_the_project() -> None:
 
 def test_works_under_another_package_name(shared_folder: Path, tmp_path: Path) -> None:
     """A wheel of its own installs this folder without the rest of segpipe."""
-    shutil.copytree(ROOT / "segpipe" / "runtime", tmp_path / "elsewhere" / "runtime_only")
-    command = [sys.executable, "-P", "-m", "runtime_only", "selftest", str(shared_folder)]
+    shutil.copytree(
+        ROOT / "segpipe" / "runtime", tmp_path / "elsewhere" / "runtime_only"
+    )
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "runtime_only",
+        "selftest",
+        str(shared_folder),
+    ]
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "elsewhere")}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "2 golden frames" in done.stdout
-    usage = subprocess.run([*command[:4], "-h"], cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    usage = subprocess.run(
+        [*command[:4], "-h"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert usage.stdout.startswith("usage: python -m runtime_only ")
 
 
@@ -849,14 +1149,17 @@ def test_statuses_print_as_their_value_on_every_python() -> None:
 
 def test_selftest(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["selftest", str(folder)]) == 0
-    assert "2 golden frames: at least 100 % of the pixels equal" in capsys.readouterr().out
+    assert (
+        "2 golden frames: at least 100 % of the pixels equal" in capsys.readouterr().out
+    )
     (folder / "model.onnx").write_bytes(b"")
     assert main(["selftest", str(folder)]) == 7
     assert "altered or truncated" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("status", "warned"), [("verified", 0), ("VERIFIED_FEW_IMAGES", 1), ("UNVERIFIED_REAL_DATA", 2)]
+    ("status", "warned"),
+    [("verified", 0), ("VERIFIED_FEW_IMAGES", 1), ("UNVERIFIED_REAL_DATA", 2)],
 )
 def test_an_export_that_is_not_verified_says_so(
     status: str, warned: int, folder: Path, capsys: pytest.CaptureFixture[str]
@@ -866,62 +1169,94 @@ def test_an_export_that_is_not_verified_says_so(
     assert main(["selftest", str(folder)]) == 0
     out, err = capsys.readouterr()
     assert f"as exported, status {status}\n" in out
-    assert err.startswith(f"warning: {folder} has the status {status}, but verified") == bool(warned)
+    assert err.startswith(
+        f"warning: {folder} has the status {status}, but verified"
+    ) == bool(warned)
     assert err.count("\n") == bool(warned)
-    with pytest.warns(UserWarning, match=status) if warned > 1 else contextlib.nullcontext():
+    with (
+        pytest.warns(UserWarning, match=status)
+        if warned > 1
+        else contextlib.nullcontext()
+    ):
         Segmenter.load(folder)
 
 
-def test_run(shared_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run(
+    shared_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     np.save(tmp_path / "good.npy", frame(3))
     np.save(tmp_path / "black.npy", np.zeros((*SIZE, 3), np.uint8))
     out = tmp_path / "out"
     arguments = ["run", str(shared_folder), "--out", str(out)]
-    assert main([*arguments, str(tmp_path / "good.npy"), str(tmp_path / "good.npy")]) == 0
+    assert (
+        main([*arguments, str(tmp_path / "good.npy"), str(tmp_path / "good.npy")]) == 0
+    )
     mask = read_image(out / "good_mask.png")
     assert np.array_equal(mask[..., 0], answer(frame(3))[0])
     drawn = read_image(out / "good_overlay.png")
     red = answer(frame(3))[0] == 1
-    assert np.array_equal(drawn[red], (frame(3)[red].astype(int) + np.array([255, 0, 0])) // 2)
-    assert main([*arguments, str(tmp_path / "good.npy"), str(tmp_path / "black.npy")]) == 1
+    assert np.array_equal(
+        drawn[red], (frame(3)[red].astype(int) + np.array([255, 0, 0])) // 2
+    )
+    assert (
+        main([*arguments, str(tmp_path / "good.npy"), str(tmp_path / "black.npy")]) == 1
+    )
     assert "black.npy TOO_DARK" in capsys.readouterr().out
     assert not (out / "black_overlay.png").exists()
     np.save(tmp_path / "small.npy", np.zeros((8, 9, 3), np.uint8))
     assert main([*arguments, str(tmp_path / "small.npy")]) == 1
     told = capsys.readouterr()
     assert "small.npy BAD_SHAPE" in told.out
-    assert f"small.npy: 8x9, but {SIZE[0]}x{SIZE[1]} was needed (height x width)" in told.err
+    assert (
+        f"small.npy: 8x9, but {SIZE[0]}x{SIZE[1]} was needed (height x width)"
+        in told.err
+    )
     assert main([*arguments, str(tmp_path / "missing.npy")]) == 2
     assert "missing.npy" in capsys.readouterr().err
 
 
-def test_run_takes_folders_and_videos(shared_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_takes_folders_and_videos(
+    shared_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, images = tmp_path / "out", tmp_path / "images"
     images.mkdir()
     np.save(images / "one.npy", frame(3))
-    (images / "two.ppm").write_bytes(f"P6\n{SIZE[1]} {SIZE[0]}\n255\n".encode() + frame(4).tobytes())
+    (images / "two.ppm").write_bytes(
+        f"P6\n{SIZE[1]} {SIZE[0]}\n255\n".encode() + frame(4).tobytes()
+    )
     cv2.imwrite(str(images / "three.PNG"), frame(5)[..., ::-1])
     (images / "notes.txt").write_text("no image")
     assert main(["run", str(shared_folder), str(images), "--out", str(out)]) == 0
     for name, seed in (("one", 3), ("two", 4), ("three", 5)):
-        assert np.array_equal(read_image(out / f"{name}_mask.png")[..., 0], answer(frame(seed))[0])
+        assert np.array_equal(
+            read_image(out / f"{name}_mask.png")[..., 0], answer(frame(seed))[0]
+        )
     video = tmp_path / "drive.avi"
-    writer = cv2.VideoWriter(str(video), cv2.VideoWriter.fourcc(*"MJPG"), 10, SIZE[::-1])
+    writer = cv2.VideoWriter(
+        str(video), cv2.VideoWriter.fourcc(*"MJPG"), 10, SIZE[::-1]
+    )
     for level in (60, 180, 0):  # the last one is black
         writer.write(np.full((*SIZE, 3), level, np.uint8))
     writer.release()
     capsys.readouterr()
     assert main(["run", str(shared_folder), str(video), "--out", str(out)]) == 1
     shown = capsys.readouterr().out
-    assert [f"drive.avi:{number} {status}" in shown for number, status in enumerate(("OK", "OK", "TOO_DARK"))] == [
-        True
-    ] * 3
-    masks = [read_image(out / "drive_mask" / f"{number:06d}.png") for number in range(3)]
+    assert [
+        f"drive.avi:{number} {status}" in shown
+        for number, status in enumerate(("OK", "OK", "TOO_DARK"))
+    ] == [True] * 3
+    masks = [
+        read_image(out / "drive_mask" / f"{number:06d}.png") for number in range(3)
+    ]
     assert [int(np.median(mask)) for mask in masks] == [0, 1, 255]
     drawn = [frame.image for frame in frames_of(out / "drive_overlay.mp4")]
-    assert [image is not None and image.shape == (*SIZE, 3) for image in drawn] == [True] * 3
+    assert [image is not None and image.shape == (*SIZE, 3) for image in drawn] == [
+        True
+    ] * 3
     assert frames_per_second(out / "drive_overlay.mp4") == pytest.approx(10)
-    red, blue = (np.median(drawn[1].reshape(-1, 3), 0) - np.median(drawn[0].reshape(-1, 3), 0))[[0, 2]]  # type: ignore[union-attr]
+    red, blue = (
+        np.median(drawn[1].reshape(-1, 3), 0) - np.median(drawn[0].reshape(-1, 3), 0)
+    )[[0, 2]]  # type: ignore[union-attr]
     assert red > 60 > blue, "colors of the classes in RGB"
 
 
@@ -929,7 +1264,9 @@ def test_a_video_that_ends_early_is_damaged(
     shared_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     video = tmp_path / "drive.avi"
-    writer = cv2.VideoWriter(str(video), cv2.VideoWriter.fourcc(*"MJPG"), 10, SIZE[::-1])
+    writer = cv2.VideoWriter(
+        str(video), cv2.VideoWriter.fourcc(*"MJPG"), 10, SIZE[::-1]
+    )
     for seed in range(20):
         writer.write(frame(seed))
     writer.release()
@@ -940,10 +1277,14 @@ def test_a_video_that_ends_early_is_damaged(
     assert main(given) == 1
     captured = capsys.readouterr()
     assert "drive.avi:3 OK" in captured.out
-    assert re.search(r"drive\.avi is damaged: \d+ of 20 frames could be decoded", captured.err)
+    assert re.search(
+        r"drive\.avi is damaged: \d+ of 20 frames could be decoded", captured.err
+    )
 
 
-def test_no_answer_replaces_an_image(shared_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_answer_replaces_an_image(
+    shared_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("one.npy", "one_mask.npy", "two.npy"):
         np.save(tmp_path / name, frame(3))
     (tmp_path / "two.npy").rename(tmp_path / "two.NPY")
@@ -951,10 +1292,14 @@ def test_no_answer_replaces_an_image(shared_folder: Path, tmp_path: Path, capsys
     assert main([*given, f"{tmp_path}/."]) == 2
     assert "one_mask.npy would be overwritten by an answer" in capsys.readouterr().err
     assert len(list(tmp_path.iterdir())) == 3
-    assert main([*given, str(tmp_path / "out")]) == 0, "the control, and capital letters"
+    assert main([*given, str(tmp_path / "out")]) == 0, (
+        "the control, and capital letters"
+    )
 
 
-def test_both_decoders_read_what_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_decoders_read_what_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     turned = PIL.Image.Exif()
     turned[274] = 6  # a phone held upright
     PIL.Image.fromarray(frame(5)).save(tmp_path / "phone.png", exif=turned)
@@ -968,17 +1313,24 @@ def test_both_decoders_read_what_is_stored(tmp_path: Path, monkeypatch: pytest.M
     assert np.array_equal(read_image(deep)[..., 1], frame(5)[..., 0])
 
 
-def test_opencv_decodes_where_pillow_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opencv_decodes_where_pillow_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cv2.imwrite(str(tmp_path / "frame.png"), frame(5)[..., ::-1])
     (tmp_path / "torn.png").write_bytes(b"no picture")
     monkeypatch.setitem(sys.modules, "PIL", None)
     assert np.array_equal(read_image(tmp_path / "frame.png"), frame(5))
-    with pytest.raises(ValueError, match=r"torn\.png cannot be read .*OpenCV cannot decode it"):
+    with pytest.raises(
+        ValueError, match=r"torn\.png cannot be read .*OpenCV cannot decode it"
+    ):
         read_image(tmp_path / "torn.png")
 
 
 def test_run_names_sources_that_hold_nothing(
-    shared_folder: Path, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+    shared_folder: Path,
+    tmp_path: Path,
+    monkeypatch: Any,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "torn.mp4").write_bytes(b"no video")
@@ -996,7 +1348,12 @@ def torn_pictures() -> dict[str, bytes]:
     """Files as a full disk or a broken card leaves them, by name."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        return (
+            struct.pack(">I", len(body))
+            + kind
+            + body
+            + struct.pack(">I", zlib.crc32(kind + body))
+        )
 
     def png(size: tuple[int, int], *data: bytes) -> bytes:
         head = chunk(b"IHDR", struct.pack(">IIBBBBB", *size[::-1], 8, 2, 0, 0, 0))
@@ -1013,7 +1370,9 @@ def torn_pictures() -> dict[str, bytes]:
         "wide.npy": array.getvalue().replace(b"(32, 48, 3)", b"(32,48,3**"),
         "empty.png": b"",
         "half.png": whole[: len(whole) // 2],
-        "no_chunk.png": png(SIZE, chunk(b"IDAT", pixels[:half]), chunk(b"\0\0\0\0", pixels[half:])),
+        "no_chunk.png": png(
+            SIZE, chunk(b"IDAT", pixels[:half]), chunk(b"\0\0\0\0", pixels[half:])
+        ),
         "bomb.png": png((40_000, 40_000), chunk(b"IDAT", pixels)),
         "text.jpg": b"no picture",
     }
@@ -1028,7 +1387,13 @@ def test_a_torn_picture_is_no_answer_and_the_next_one_is(
     np.save(tmp_path / "good.npy", frame(3))
     names = [*torn, "good.npy"]
     out = tmp_path / "out"
-    given = ["run", str(shared_folder), *(str(tmp_path / name) for name in names), "--out", str(out)]
+    given = [
+        "run",
+        str(shared_folder),
+        *(str(tmp_path / name) for name in names),
+        "--out",
+        str(out),
+    ]
     assert len({Path(name).stem for name in names}) < len(names)
     assert main(given) == 2, "torn.ppm and torn.npy have one stem"
     assert "would both be written to torn_mask" in capsys.readouterr().err
@@ -1045,10 +1410,16 @@ def test_a_torn_picture_is_no_answer_and_the_next_one_is(
             assert (mask == 255).all()
             assert not (out / f"{Path(name).stem}_overlay.png").exists()
     assert "good.npy OK" in captured.out
-    assert np.array_equal(read_image(out / "good_mask.png")[..., 0], answer(frame(3))[0])
+    assert np.array_equal(
+        read_image(out / "good_mask.png")[..., 0], answer(frame(3))[0]
+    )
 
 
-def test_bench(shared_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench(
+    shared_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert main(["bench", str(shared_folder), "--frames", "30", "--threads", "2"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["statuses"] == {"OK": 40}
@@ -1056,12 +1427,17 @@ def test_bench(shared_folder: Path, capsys: pytest.CaptureFixture[str], monkeypa
     assert found["memory_flat"] in (True, None)
     assert found["steadiness"].keys() == {"infer", "machine", "collections"}
     for name in ("infer", "run_with_host_copies", "run_without_host_copies"):
-        assert 0 < found[name]["p50_ms"] <= found[name]["p90_ms"] <= found[name]["p99_ms"]
+        assert (
+            0 < found[name]["p50_ms"] <= found[name]["p90_ms"] <= found[name]["p99_ms"]
+        )
         assert found[name]["n"] == 30
     with pytest.raises(SystemExit) as caught:
         main(["bench", str(shared_folder), "--frames", "0"])
     assert caught.value.code == 2
-    assert main(["bench", str(shared_folder), "--frames", "3", "--deadline-ms", "1e-6"]) == 1
+    assert (
+        main(["bench", str(shared_folder), "--frames", "3", "--deadline-ms", "1e-6"])
+        == 1
+    )
     if resident_mib() is not None:
         monkeypatch.setattr("segpipe.runtime.bench.FLAT_MIB", -1e6)
         assert main(["bench", str(shared_folder), "--frames", "3"]) == 1
@@ -1081,7 +1457,9 @@ def test_what_the_machine_spreads_is_told_apart() -> None:
     assert computing.cpu_ms.min() > 0.5, "the control: who computes does"
 
 
-def test_memory_does_not_grow(shared_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_does_not_grow(
+    shared_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     segmenter = Segmenter.load(shared_folder, frozen_after=0, deadline_ms=60_000)
     calm = bench(segmenter, 400, 1)
     if calm["memory_growth_mib"] is None:
@@ -1114,7 +1492,9 @@ def test_bad_frames_take_no_memory(shared_folder: Path) -> None:
         for number in range(400):
             shot = list(SHOTS.values())[number % len(SHOTS)]
             result = segmenter.infer(shot.make(), shot.stamp)
-            if keep and number % 4 == 0:  # not by malloc, which first gives what earlier tests gave back
+            if (
+                keep and number % 4 == 0
+            ):  # not by malloc, which first gives what earlier tests gave back
                 kept.append(mmap.mmap(-1, 1 << 20))
                 kept[-1].write(np.resize(result.mask, 1 << 20).tobytes())
         after = resident_mib()

@@ -13,7 +13,14 @@ from segpipe.errors import ConfigError
 from segpipe.settings import compose as module
 from segpipe.settings.arguments import parse, with_settings
 from segpipe.settings.check import check
-from segpipe.settings.compose import CONF, GROUPS, checked_overrides, compose, config_files, is_sweep
+from segpipe.settings.compose import (
+    CONF,
+    GROUPS,
+    checked_overrides,
+    compose,
+    config_files,
+    is_sweep,
+)
 from segpipe.settings.config import SETTINGS, Config, from_mapping
 from segpipe.settings.setting import TERMS_ELSEWHERE, Setting
 
@@ -35,12 +42,26 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
 
 def test_overrides_reach_the_configuration() -> None:
     found = compose(
-        ["optim.lr=0.2", "model=pidnet_s", "seed=3", "data.size=[64,96]", "compute.nproc=2", "data.classes=a b"]
+        [
+            "optim.lr=0.2",
+            "model=pidnet_s",
+            "seed=3",
+            "data.size=[64,96]",
+            "compute.nproc=2",
+            "data.classes=a b",
+        ]
     )
-    assert (found.optim.lr, found.model.name, found.data.size) == (0.2, "pidnet_s", [64, 96])
+    assert (found.optim.lr, found.model.name, found.data.size) == (
+        0.2,
+        "pidnet_s",
+        [64, 96],
+    )
     assert (found.run.name, found.compute.nproc) == ("synthetic-pidnet_s-seed3", "2")
     assert found.data.classes == "a b"
-    assert compose(["data=camvid", "model.name=ddrnet23_slim"]).run.name == "camvid-ddrnet23_slim-seed0"
+    assert (
+        compose(["data=camvid", "model.name=ddrnet23_slim"]).run.name
+        == "camvid-ddrnet23_slim-seed0"
+    )
 
 
 @pytest.mark.parametrize("prefix", ["", "+", "++", "~"])
@@ -68,52 +89,117 @@ def test_every_misspelled_override_names_the_right_one(prefix: str) -> None:
         ("optim=5", "optim"),
         ("optim.lr", "'optim.lr' is not of the form key=value. Write optim.lr=VALUE."),
         ("optim.lrr", "Did you mean optim.lr?"),
-        (".", "'.' is not of the form key=value. For the data set in this folder write data=folder data.root=."),
-        ("data.root=shots", "data.root = shots, but data=synthetic, the default, draws its scenes"),
+        (
+            ".",
+            "'.' is not of the form key=value. For the data set in this folder write data=folder data.root=.",
+        ),
+        (
+            "data.root=shots",
+            "data.root = shots, but data=synthetic, the default, draws its scenes",
+        ),
         ("=3", "names no setting: key=value was needed"),
-        ("optim.lr=", "optim.lr = '', but a number of 0 to 3e+38 was needed, such as 0.05."),
-        ("optim.lr=fast", "optim.lr = 'fast', but a number of 0 to 3e+38 was needed, such as 0.05."),
+        (
+            "optim.lr=",
+            "optim.lr = '', but a number of 0 to 3e+38 was needed, such as 0.05.",
+        ),
+        (
+            "optim.lr=fast",
+            "optim.lr = 'fast', but a number of 0 to 3e+38 was needed, such as 0.05.",
+        ),
         ("optim.lr=1e308", "optim.lr = 1e+308, but a value of 0 to 3e+38 was needed."),
         ("optim.lr={a:1}", "optim.lr = {'a': 1}, but a number"),
-        ("train.steps=1.5", "train.steps = 1.5, but a whole number of 0 to 1000000000 was needed, such as 400."),
-        ("train.steps=1e3", "train.steps = 1000.0, but a whole number of 0 to 1000000000 was needed, such as 1000."),
+        (
+            "train.steps=1.5",
+            "train.steps = 1.5, but a whole number of 0 to 1000000000 was needed, such as 400.",
+        ),
+        (
+            "train.steps=1e3",
+            "train.steps = 1000.0, but a whole number of 0 to 1000000000 was needed, such as 1000.",
+        ),
         ("train.steps=true", "train.steps = True, but a whole number"),
-        ("augment.check=maybe", "augment.check = 'maybe', but true or false was needed, such as true."),
-        ("augment.extra={a:b}", "augment.extra = {'a': 'b'}, but a list such as ['name'] was needed."),
-        ("data.size=[64,big]", "data.size[1] = 'big', but a whole number of 32 to 8192 was needed, such as 192."),
-        ("data.size=[64,96", "'data.size=[64,96' cannot be read. Write it like data.size=[192,384]."),
+        (
+            "augment.check=maybe",
+            "augment.check = 'maybe', but true or false was needed, such as true.",
+        ),
+        (
+            "augment.extra={a:b}",
+            "augment.extra = {'a': 'b'}, but a list such as ['name'] was needed.",
+        ),
+        (
+            "data.size=[64,big]",
+            "data.size[1] = 'big', but a whole number of 32 to 8192 was needed, such as 192.",
+        ),
+        (
+            "data.size=[64,96",
+            "'data.size=[64,96' cannot be read. Write it like data.size=[192,384].",
+        ),
         ("augment.crop_size=(64,64)", "Write it like augment.crop_size=[192,384]."),
         ("optim.lr==3", "Write it like optim.lr=0.05."),
         ("run.name=null", "run.name = None, but text was needed, such as 'run'."),
         ("run.name=???", "run.name: Missing mandatory value: name. Give it a value"),
-        ("run.name=${nowhere}", "'nowhere' not found. Give it a value, or name what exists"),
-        ("data.root=${oc.env:SEGPIPE_NOWHERE}", "Environment variable 'SEGPIPE_NOWHERE' not found"),
+        (
+            "run.name=${nowhere}",
+            "'nowhere' not found. Give it a value, or name what exists",
+        ),
+        (
+            "data.root=${oc.env:SEGPIPE_NOWHERE}",
+            "Environment variable 'SEGPIPE_NOWHERE' not found",
+        ),
         ("data.root=/a(b)", "needs quotes within quotes: 'data.root=\"/a(b)\"'"),
         ("data.root=/a=b", "'data.root=\"/a=b\"'"),
         ("data.root=/d\u00fcn", "'data.root=\"/d\u00fcn\"'"),
         ("data.root=~/data", "~ is not expanded here: write $HOME."),
         ("data.root='/a", "'data.root=\"/a\"'"),
         ("seed=1,2,3", "One run for each: add --multirun."),
-        ("data.root=/a,b", "One text with a comma: 'data.root=\"/a,b\"'. A list: data.root=[/a,b]."),
+        (
+            "data.root=/a,b",
+            "One text with a comma: 'data.root=\"/a,b\"'. A list: data.root=[/a,b].",
+        ),
         ("optim.lr=nan", "optim.lr = nan, but a number"),
         ("~data", "data"),
-        ("~optim.lr", "'~optim.lr' removes optim.lr, but every setting has a value. Leave it out for the default."),
+        (
+            "~optim.lr",
+            "'~optim.lr' removes optim.lr, but every setting has a value. Leave it out for the default.",
+        ),
         ("~optim", "'~optim' removes optim"),
-        ("optim=adam", "optim is a group of settings. Set one of them, such as optim.name."),
-        ("train=null", "train is a group of settings. Set one of them, such as train.steps."),
+        (
+            "optim=adam",
+            "optim is a group of settings. Set one of them, such as optim.name.",
+        ),
+        (
+            "train=null",
+            "train is a group of settings. Set one of them, such as train.steps.",
+        ),
         (
             "--lr=3",
             "--lr is no option of segpipe. Settings are written without dashes, as KEY=VALUE. Did you mean optim.lr?",
         ),
-        ("data.num_train=1000000000000", "data.num_train = 1000000000000, but a value of 1 to 10000000 was needed."),
-        ("compute.shards=1000000", "compute.shards = 1000000, but a value of 1 to 65536 was needed."),
-        ("compute.threads=1000000", "compute.threads = 1000000, but a value of 1 to 1024 was needed."),
+        (
+            "data.num_train=1000000000000",
+            "data.num_train = 1000000000000, but a value of 1 to 10000000 was needed.",
+        ),
+        (
+            "compute.shards=1000000",
+            "compute.shards = 1000000, but a value of 1 to 65536 was needed.",
+        ),
+        (
+            "compute.threads=1000000",
+            "compute.threads = 1000000, but a value of 1 to 1024 was needed.",
+        ),
     ],
 )
 def test_wrong_overrides_say_what_is_wrong(override: str, named: str) -> None:
     message = refused(override)
     assert named in message
-    for word in ("object_type", "full_key", "DictConfig", "expecting", "viable", "hydra.cc", "\n"):
+    for word in (
+        "object_type",
+        "full_key",
+        "DictConfig",
+        "expecting",
+        "viable",
+        "hydra.cc",
+        "\n",
+    ):
         assert word not in message, "raw words of Hydra or OmegaConf"
 
 
@@ -150,7 +236,16 @@ def test_terms_of_other_trainers_are_no_settings_of_ours() -> None:
 
 
 def test_flags_of_hydra_and_sweeps_pass_the_first_check() -> None:
-    checked_overrides(["--multirun", "seed=1,2,3", "model=fast_scnn,pidnet_s", "--cfg", "job", "hydra.verbose=true"])
+    checked_overrides(
+        [
+            "--multirun",
+            "seed=1,2,3",
+            "model=fast_scnn,pidnet_s",
+            "--cfg",
+            "job",
+            "hydra.verbose=true",
+        ]
+    )
     with pytest.raises(ConfigError, match="fast_scn "):
         checked_overrides(["-m", "model=fast_scn,pidnet_s"])
     checked_overrides(["-sc", "install=bash"])
@@ -172,10 +267,17 @@ def own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "conf mine"
 
 
-@pytest.mark.parametrize("flags", [["--config-dir", "conf mine"], ["--config-dir=conf mine"], ["-cd", "conf mine"]])
+@pytest.mark.parametrize(
+    "flags",
+    [["--config-dir", "conf mine"], ["--config-dir=conf mine"], ["-cd", "conf mine"]],
+)
 def test_files_of_the_user_are_added_to_ours(own_files: Path, flags: list[str]) -> None:
     found = compose([*flags, "experiment=mine", "model.args.deep=1"])
-    assert (found.model.name, found.model.args, found.optim.lr) == ("nets.mine:Net", {"width": 3, "deep": 1}, 0.125)
+    assert (found.model.name, found.model.args, found.optim.lr) == (
+        "nets.mine:Net",
+        {"width": 3, "deep": 1},
+        0.125,
+    )
     assert found.run.name == "synthetic-Net-seed0"  # a folder without a colon
     assert compose(["model=pidnet_s", *flags]).model.name == "pidnet_s"
     assert plugins.is_trusted("nets.mine:Net")
@@ -183,7 +285,11 @@ def test_files_of_the_user_are_added_to_ours(own_files: Path, flags: list[str]) 
 
 def test_files_of_the_user_replace_the_first_of_ours(own_files: Path) -> None:
     found = compose(["--config-path", str(own_files), "augment=robust"])
-    assert (found.seed, found.model.name, found.data.split) == (3, "nets.mine:Net", "here")
+    assert (found.seed, found.model.name, found.data.split) == (
+        3,
+        "nets.mine:Net",
+        "here",
+    )
     assert "fog" in found.augment.extra
     assert compose(["-cd=conf mine", "-cn", "config.yaml"]).seed == 0
 
@@ -192,9 +298,14 @@ def test_typos_in_files_of_the_user_are_refused(own_files: Path) -> None:
     flags = ["--config-dir", "conf mine"]
     with pytest.raises(ConfigError, match=r"optim\.lrr.*Did you mean optim\.lr\?"):
         compose([*flags, "experiment=typo"])
-    with pytest.raises(ConfigError, match=r"experiment = mien is not one of .*mine.*Did you mean mine\?"):
+    with pytest.raises(
+        ConfigError,
+        match=r"experiment = mien is not one of .*mine.*Did you mean mine\?",
+    ):
         compose([*flags, "experiment=mien"])
-    with pytest.raises(ConfigError, match="--config-dir = conf_mine is not a folder in "):
+    with pytest.raises(
+        ConfigError, match="--config-dir = conf_mine is not a folder in "
+    ):
         compose(["--config-dir", "conf_mine"])
     with pytest.raises(ConfigError, match="-cd needs a value"):
         compose(["-cd"])
@@ -203,7 +314,10 @@ def test_typos_in_files_of_the_user_are_refused(own_files: Path) -> None:
 def test_hydra_gets_absolute_folders(own_files: Path) -> None:
     files, rest = config_files(["--config-path", "conf mine", "-m", "seed=1,2"])
     assert rest == ["-m", "seed=1,2"]
-    assert files.flags == [f"--config-path={own_files}", f"hydra.searchpath=['file://{CONF}']"]
+    assert files.flags == [
+        f"--config-path={own_files}",
+        f"hydra.searchpath=['file://{CONF}']",
+    ]
     assert config_files(["-m"])[0].flags == []
 
 
@@ -225,7 +339,9 @@ def experiment(conf: Path, text: str) -> str:
 
 
 def test_experiment_sets_values_and_the_command_line_wins(conf: Path) -> None:
-    chosen = experiment(conf, "defaults:\n  - override /model: pidnet_s\noptim:\n  lr: 0.3\nseed: 5\n")
+    chosen = experiment(
+        conf, "defaults:\n  - override /model: pidnet_s\noptim:\n  lr: 0.3\nseed: 5\n"
+    )
     found = compose([chosen])
     assert (found.optim.lr, found.seed, found.model.name) == (0.3, 5, "pidnet_s")
     assert found.run.name == "synthetic-pidnet_s-seed5"
@@ -252,15 +368,23 @@ def test_wrong_experiment_is_refused(conf: Path, text: str, named: str) -> None:
 def test_experiment_is_short_explained_and_valid(path: Path) -> None:
     lines = path.read_text().splitlines()
     assert len(lines) <= 30
-    comments = [line for line in lines if line.startswith("#") and "@package" not in line]
+    comments = [
+        line for line in lines if line.startswith("#") and "@package" not in line
+    ]
     header = " ".join(comments)
-    assert f"segpipe train experiment={path.stem}" in header, "the header gives the command"
-    assert all(word in header for word in ("Command:", "Hardware:", "Time:", "Expected:"))
+    assert f"segpipe train experiment={path.stem}" in header, (
+        "the header gives the command"
+    )
+    assert all(
+        word in header for word in ("Command:", "Hardware:", "Time:", "Expected:")
+    )
     root = [] if "data: synthetic" in path.read_text() else ["data.root=somewhere"]
     check(compose([f"experiment={path.stem}", *root]), world_size=1)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "conf").rglob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "conf").rglob("*.yaml")), ids=lambda path: path.stem
+)
 def test_configuration_holds_values_only(path: Path) -> None:
     assert "_target_" not in path.read_text()
     assert "${now" not in path.read_text()
@@ -269,13 +393,19 @@ def test_configuration_holds_values_only(path: Path) -> None:
 def test_data_choices_are_complete() -> None:
     for group in ("model", "data", "track"):
         for path in (ROOT / "conf" / group).glob("*.yaml"):
-            root = ["data.root=somewhere"] if group == "data" and path.stem != "synthetic" else []
+            root = (
+                ["data.root=somewhere"]
+                if group == "data" and path.stem != "synthetic"
+                else []
+            )
             config = compose([f"{group}={path.stem}", *root])
             check(config, world_size=1)
             assert getattr(config, group).name == path.stem
 
 
-def test_composing_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_composing_leaves_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert compose(["seed=1"]) == compose(["seed=1"])
     assert not list(tmp_path.iterdir())
@@ -298,7 +428,12 @@ def test_wrong_values_are_refused_in_a_line_each_without_torch(tmp_path: Path) -
     )
     command = [sys.executable, "-c", code, *wrong]
     found = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=60
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=60,
     )
     said = found.stderr.splitlines()
     assert found.stdout == "{2} []\n", found.stderr
@@ -319,13 +454,23 @@ KEYS = (
 
 
 def parsed(*arguments: str, positional: tuple[str, ...] = ()) -> dict[str, object]:
-    return parse(arguments, KEYS, ("data.root", "data.workers", "export.formats"), positional)
+    return parse(
+        arguments, KEYS, ("data.root", "data.workers", "export.formats"), positional
+    )
 
 
 def test_commands_take_their_keys_with_types_and_defaults() -> None:
-    defaults = {"run": "runs/a", "which": "last", "spans": 3, "json": False, "only": ["all"]}
+    defaults = {
+        "run": "runs/a",
+        "which": "last",
+        "spans": 3,
+        "json": False,
+        "only": ["all"],
+    }
     assert parsed("run=runs/a") == defaults
-    assert parsed("run=runs/a", "data.root=x=y", "data.workers=0", "export.formats=[onnx]") == {
+    assert parsed(
+        "run=runs/a", "data.root=x=y", "data.workers=0", "export.formats=[onnx]"
+    ) == {
         **defaults,
         "data.root": "x=y",
         "data.workers": 0,
@@ -334,8 +479,24 @@ def test_commands_take_their_keys_with_types_and_defaults() -> None:
 
 
 def test_flags_and_values_without_a_key_are_understood() -> None:
-    flags = parsed("--run", "runs/a", "--json", "--spans=2", "--only", "one", "two", "--which", "best")
-    assert flags == {"run": "runs/a", "json": True, "spans": 2, "only": ["one", "two"], "which": "best"}
+    flags = parsed(
+        "--run",
+        "runs/a",
+        "--json",
+        "--spans=2",
+        "--only",
+        "one",
+        "two",
+        "--which",
+        "best",
+    )
+    assert flags == {
+        "run": "runs/a",
+        "json": True,
+        "spans": 2,
+        "only": ["one", "two"],
+        "which": "best",
+    }
     assert parsed("runs/lr=0.1", positional=("run",))["run"] == "runs/lr=0.1"
     assert parsed("run=runs/a", positional=("run",))["run"] == "runs/a"
 
@@ -367,18 +528,36 @@ def test_wrong_arguments_say_what_is_wrong(arguments: list[str], named: str) -> 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["plain", "1e3", "010", "on", "null", "", "{a", "[b]", "a b", "${x}"])
+@pytest.mark.parametrize(
+    "text", ["plain", "1e3", "010", "on", "null", "", "{a", "[b]", "a b", "${x}"]
+)
 def test_text_settings_stay_as_they_were_typed(text: str) -> None:
-    assert with_settings(Config(), {"run": "runs/a", "data.root": text}).data.root == text
+    assert (
+        with_settings(Config(), {"run": "runs/a", "data.root": text}).data.root == text
+    )
 
 
 def test_other_settings_are_converted_and_checked() -> None:
-    given = {"data.workers": "0", "export.formats": "[onnx]", "compute.threads": 3, "train.progress": "false"}
+    given = {
+        "data.workers": "0",
+        "export.formats": "[onnx]",
+        "compute.threads": 3,
+        "train.progress": "false",
+    }
     found = with_settings(Config(), given)
-    assert (found.data.workers, found.export.formats, found.compute.threads) == (0, ["onnx"], 3)
+    assert (found.data.workers, found.export.formats, found.compute.threads) == (
+        0,
+        ["onnx"],
+        3,
+    )
     assert found.train.progress is False
     assert Config().export.formats == ["onnx", "torchscript"]
-    for wrong in ({"data.workers": "two"}, {"data.workers": "{a"}, {"data.workers": "-1"}, {"compute.device": "gpu"}):
+    for wrong in (
+        {"data.workers": "two"},
+        {"data.workers": "{a"},
+        {"data.workers": "-1"},
+        {"compute.device": "gpu"},
+    ):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             with_settings(Config(), wrong)
     with pytest.raises(ConfigError, match=r"Did you mean cuda\?"):
@@ -386,10 +565,16 @@ def test_other_settings_are_converted_and_checked() -> None:
 
 
 def test_entries_of_a_mapping_need_no_plus() -> None:
-    composed = compose(["run.name=x", "model.args.width=3", "+model.args.deep.er=[1,2]"])
+    composed = compose(
+        ["run.name=x", "model.args.width=3", "+model.args.deep.er=[1,2]"]
+    )
     assert composed.model.args == {"width": 3, "deep": {"er": [1, 2]}}
-    assert compose(["run.name=x", "model.args={head.*: 0.5}"]).model.args == {"head.*": 0.5}
-    with pytest.raises(ConfigError, match=r"model\.arg\.width is not a setting.*model.args"):
+    assert compose(["run.name=x", "model.args={head.*: 0.5}"]).model.args == {
+        "head.*": 0.5
+    }
+    with pytest.raises(
+        ConfigError, match=r"model\.arg\.width is not a setting.*model.args"
+    ):
         compose(["model.arg.width=3"])
     with pytest.raises(ConfigError, match=r"model\.args = 3, but a mapping"):
         from_mapping({"model": {"args": 3}})
@@ -407,8 +592,12 @@ def test_an_experiment_that_is_a_sweep_is_known_by_its_file() -> None:
     assert not is_sweep(["experiment=no", "data.root=x"])
 
 
-@pytest.mark.parametrize(("trained", "found"), [("triton", "auto"), ("native", "auto"), ("torch", "torch")])
-def test_a_run_is_used_on_a_machine_that_could_not_train_it(trained: str, found: str) -> None:
+@pytest.mark.parametrize(
+    ("trained", "found"), [("triton", "auto"), ("native", "auto"), ("torch", "torch")]
+)
+def test_a_run_is_used_on_a_machine_that_could_not_train_it(
+    trained: str, found: str
+) -> None:
     """`segpipe evaluate` and others do not take loss.backend, so its error would have no way out."""
     config = Config()
     config.loss.backend = trained

@@ -87,7 +87,10 @@ def test_every_misspelled_key_is_refused_with_the_right_one(key: str) -> None:
             assert f"Did you mean {key}?" in str(caught.value)
 
 
-@pytest.mark.parametrize("mapping", [{"optimizer": {"lr": 1}}, {"optim": {1: 2}}, {"optim": {"lr": {"a": 1}}}, {"": 1}])
+@pytest.mark.parametrize(
+    "mapping",
+    [{"optimizer": {"lr": 1}}, {"optim": {1: 2}}, {"optim": {"lr": {"a": 1}}}, {"": 1}],
+)
 def test_odd_mappings_are_refused(mapping: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         from_mapping(mapping)
@@ -95,15 +98,23 @@ def test_odd_mappings_are_refused(mapping: dict[str, Any]) -> None:
 
 def test_a_removed_setting_loads_with_the_value_at_which_it_did_nothing() -> None:
     """As checkpoints and config.json of earlier versions have it."""
-    assert from_mapping({"data": {"shuffle_labels": False, "workers": 5}}).data.workers == 5
-    with pytest.raises(ConfigError, match=r"data\.shuffle_labels = True is a setting of an earlier version"):
+    assert (
+        from_mapping({"data": {"shuffle_labels": False, "workers": 5}}).data.workers
+        == 5
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.shuffle_labels = True is a setting of an earlier version",
+    ):
         from_mapping({"data": {"shuffle_labels": True}})
 
 
 def test_a_recipe_of_an_earlier_version_is_the_same_course() -> None:
     """It has a removed setting where it did nothing, and lacks later ones; where it did something, it differs."""
     now = recipe(Config())
-    earlier = {key: value for key, value in now.items() if key != "ema.decay"} | {"data.shuffle_labels": False}
+    earlier = {key: value for key, value in now.items() if key != "ema.decay"} | {
+        "data.shuffle_labels": False
+    }
     assert course(earlier) == course(now)
     assert changed_course(earlier, now) == ""
     for other in ({"data.shuffle_labels": True}, {"optim.lr": 7.0}):
@@ -131,13 +142,18 @@ def test_wrong_types_are_refused_by_name(key: str) -> None:
     kind = type(value_of(Config(), key))
     default = value_of(Config(), key)
     for value in WRONG[kind]:
-        if value == [] == default or (value == ["a"] and SETTINGS[key].numbers):  # there, refused as no number
+        if value == [] == default or (
+            value == ["a"] and SETTINGS[key].numbers
+        ):  # there, refused as no number
             continue
         with pytest.raises(ConfigError, match=f"^{key}"):
             with_value(key, value)
     if kind is list:
         with pytest.raises(ConfigError, match=rf"^{key}\[1\]"):
-            with_value(key, [*(default or [{} if SETTINGS[key].mappings else "name"])[:1], None])
+            with_value(
+                key,
+                [*(default or [{} if SETTINGS[key].mappings else "name"])[:1], None],
+            )
 
 
 def test_numbers_become_the_declared_type() -> None:
@@ -167,7 +183,10 @@ def test_numbers_become_the_declared_type() -> None:
         ("data.num_val", (0, 10**12)),
         ("data.size", ([64], [64, 64, 3], [16, 64], [100000, 100000])),
         ("augment.crop_size", ([64], [10**6, 64], [64, 64, 3], [64, 31], [-64, -64])),
-        ("augment.scale", ([1.0], [2.0, 1.0], [0.0, 1.0], [0.5, 11.0], [1.0, 1.0, 1.0])),
+        (
+            "augment.scale",
+            ([1.0], [2.0, 1.0], [0.0, 1.0], [0.5, 11.0], [1.0, 1.0, 1.0]),
+        ),
         ("augment.flip", (-0.1, 1.1)),
         ("augment.hue", (0.6,)),
         ("optim.lr", (-0.1, 1e308)),
@@ -188,13 +207,18 @@ def test_numbers_become_the_declared_type() -> None:
         ("loss.ohem_threshold", (-0.1, 1.1)),
         ("loss.ohem_min_kept", (-0.1, 1.1)),
         ("export.images", (0,)),
-        ("run.name", ("", ".", "..", "../x", "a/../../b", "/x", "/", "a/..", "a\0b", "a\nb")),
+        (
+            "run.name",
+            ("", ".", "..", "../x", "a/../../b", "/x", "/", "a/..", "a\0b", "a\nb"),
+        ),
         ("run.exists", ("overwrite",)),
         ("export.formats", (["onnx", "tflite"],)),
         ("train.precision", ("fp64",)),
     ],
 )
-def test_values_out_of_range_are_refused_by_name(key: str, values: tuple[Any, ...]) -> None:
+def test_values_out_of_range_are_refused_by_name(
+    key: str, values: tuple[Any, ...]
+) -> None:
     for value in values:
         message = refused(with_value(key, value))
         assert message.startswith(key), (value, message)
@@ -209,7 +233,9 @@ def test_weights_of_classes_are_a_name_or_a_list_of_numbers() -> None:
         with pytest.raises(ConfigError, match=r"^loss\.class_weights.* needed"):
             with_value("loss.class_weights", wrong)
     for wrong in ("sqr", "1", [-0.5], [float("inf")]):
-        with pytest.raises(ConfigError, match=r"^loss\.class_weights.*(not one of|needed)"):
+        with pytest.raises(
+            ConfigError, match=r"^loss\.class_weights.*(not one of|needed)"
+        ):
             check(with_value("loss.class_weights", wrong), world_size=1)
     assert compose(["loss.class_weights=[1,2.5]"]).loss.class_weights == [1.0, 2.5]
     assert compose(["loss.class_weights=sqrt"]).loss.class_weights == "sqrt"
@@ -219,19 +245,30 @@ MIX = {"root": "a", "weight": 2, "map": {"man": "person"}}
 
 
 def test_a_mixture_is_set_on_the_command_line_or_in_yaml() -> None:
-    found = compose(["data.mix=[{root: a, weight: 2, map: {man: person}},{name: synthetic, weight: 0.5}]"]).data.mix
+    found = compose(
+        [
+            "data.mix=[{root: a, weight: 2, map: {man: person}},{name: synthetic, weight: 0.5}]"
+        ]
+    ).data.mix
     assert found == [MIX, {"name": "synthetic", "weight": 0.5}]
     assert type(found[0]["map"]) is dict
-    again = from_mapping(json.loads(json.dumps(to_mapping(from_mapping({"data": {"mix": found}})))))
+    again = from_mapping(
+        json.loads(json.dumps(to_mapping(from_mapping({"data": {"mix": found}}))))
+    )
     assert again.data.mix == found
     check(again, world_size=1)
 
 
 def test_the_recipe_of_a_mixture_holds_all_but_its_folders() -> None:
-    here, there = (with_value("data.mix", [{**MIX, "root": root, "classes": f"{root}.yaml"}]) for root in "ab")
+    here, there = (
+        with_value("data.mix", [{**MIX, "root": root, "classes": f"{root}.yaml"}])
+        for root in "ab"
+    )
     assert recipe(here) == recipe(there)
     for change in ({"weight": 3}, {"map": {}}, {"split": "old"}, {"name": "camvid"}):
-        assert recipe(with_value("data.mix", [{**MIX, **change}])) != recipe(here), change
+        assert recipe(with_value("data.mix", [{**MIX, **change}])) != recipe(here), (
+            change
+        )
 
 
 @pytest.mark.parametrize(
@@ -255,7 +292,9 @@ def test_wrong_mixtures_are_refused(entries: list[dict[str, Any]], words: str) -
 
 def test_choices_name_the_nearest() -> None:
     assert "Did you mean pidnet_s?" in refused(with_value("model.name", "pidnet"))
-    assert "fast_scnn, ddrnet23_slim, pidnet_s" in refused(with_value("model.name", "unet"))
+    assert "fast_scnn, ddrnet23_slim, pidnet_s" in refused(
+        with_value("model.name", "unet")
+    )
     assert "Did you mean resume?" in refused(with_value("run.exists", "resumed"))
 
 
@@ -274,11 +313,18 @@ def test_which_numbers_of_processes_a_mode_takes(mode: str, shards: int) -> None
     for world_size in range(1, 18):
         if world_size > shards:
             message = refused(config, world_size=world_size)
-            assert message.startswith(f"compute.shards = {shards}, but there are {world_size} processes")
-            assert f"at most {shards} processes, or set compute.shards={world_size}" in message
+            assert message.startswith(
+                f"compute.shards = {shards}, but there are {world_size} processes"
+            )
+            assert (
+                f"at most {shards} processes, or set compute.shards={world_size}"
+                in message
+            )
         elif mode in ("ddp", "off") and shards % world_size:
             message = refused(config, world_size=world_size)
-            assert message.startswith(f"compute.shards = {shards} cannot be divided among {world_size} processes")
+            assert message.startswith(
+                f"compute.shards = {shards} cannot be divided among {world_size} processes"
+            )
             assert "compute.mode=elastic" in message
         else:
             check(config, world_size=world_size)
@@ -286,7 +332,9 @@ def test_which_numbers_of_processes_a_mode_takes(mode: str, shards: int) -> None
 
 def test_a_schedule_may_be_left_early_but_not_outlived() -> None:
     config = from_mapping({"train": {"steps": 100}, "optim": {"schedule_steps": 99}})
-    assert refused(config).startswith("optim.schedule_steps = 99, but the run has train.steps = 100")
+    assert refused(config).startswith(
+        "optim.schedule_steps = 99, but the run has train.steps = 100"
+    )
     for steps in (0, 100, 200):
         config.optim.schedule_steps = steps
         check(config, world_size=1)
@@ -294,7 +342,9 @@ def test_a_schedule_may_be_left_early_but_not_outlived() -> None:
 
 def test_the_length_of_a_run_is_given_once() -> None:
     both = from_mapping({"train": {"steps": 4200, "epochs": 3}})
-    assert refused(both).startswith("train.steps = 4200 and train.epochs = 3. Set one of them")
+    assert refused(both).startswith(
+        "train.steps = 4200 and train.epochs = 3. Set one of them"
+    )
     both.train.steps = 0  # as that message says
     check(both, world_size=1)
     check(with_value("train.epochs", 3), world_size=1)
@@ -302,8 +352,12 @@ def test_the_length_of_a_run_is_given_once() -> None:
 
 
 def test_patience_that_could_not_act_is_refused() -> None:
-    assert refused(with_value("train.patience", 2)).startswith("train.patience = 2, but train.validate_every = 0")
-    config = from_mapping({"train": {"patience": 3, "validate_every": 100, "steps": 400}})
+    assert refused(with_value("train.patience", 2)).startswith(
+        "train.patience = 2, but train.validate_every = 0"
+    )
+    config = from_mapping(
+        {"train": {"patience": 3, "validate_every": 100, "steps": 400}}
+    )
     assert "could stop after 400 updates at the earliest" in refused(config)
     config.train.steps = 401
     check(config, world_size=1)
@@ -311,16 +365,28 @@ def test_patience_that_could_not_act_is_refused() -> None:
 
 def test_with_patience_the_validations_belong_to_the_recipe() -> None:
     patient, often = ({"patience": 1, "validate_every": every} for every in (10, 20))
-    assert recipe(from_mapping({"train": patient})) != recipe(from_mapping({"train": often}))
+    assert recipe(from_mapping({"train": patient})) != recipe(
+        from_mapping({"train": often})
+    )
     rare, usual = ({"validate_every": every} for every in (10, 20))
-    assert recipe(from_mapping({"train": rare})) == recipe(from_mapping({"train": usual}))
+    assert recipe(from_mapping({"train": rare})) == recipe(
+        from_mapping({"train": usual})
+    )
 
 
-def test_color_on_the_device_is_refused_before_a_transform_that_needs_its_pixels() -> None:
+def test_color_on_the_device_is_refused_before_a_transform_that_needs_its_pixels() -> (
+    None
+):
     check(from_mapping({"augment": {"color_on": "device"}}), world_size=1)
     for extra in ("noise", "gaussian_blur", "package.module:Mine"):
-        with pytest.raises(ConfigError, match=rf"color_on = device, but augment\.extra = \['{extra}'\] comes after"):
-            check(from_mapping({"augment": {"color_on": "device", "extra": [extra]}}), world_size=1)
+        with pytest.raises(
+            ConfigError,
+            match=rf"color_on = device, but augment\.extra = \['{extra}'\] comes after",
+        ):
+            check(
+                from_mapping({"augment": {"color_on": "device", "extra": [extra]}}),
+                world_size=1,
+            )
 
 
 def test_data_in_files_needs_a_folder() -> None:
@@ -341,22 +407,30 @@ FREE = {
 }  # fmt: skip
 
 
-def test_free_keys_are_those_that_cannot_reach_the_numbers_and_the_recipe_is_all_the_others() -> None:
+def test_free_keys_are_those_that_cannot_reach_the_numbers_and_the_recipe_is_all_the_others() -> (
+    None
+):
     assert {key for key in FREE_KEYS if not key.startswith("export.")} == FREE
     assert {key for key in ALL if key.startswith("export.")} <= FREE_KEYS
     assert set(recipe(Config())) == set(ALL) - FREE_KEYS
 
 
 @pytest.mark.parametrize("key", ALL)
-def test_recipe_changes_with_every_setting_that_is_not_free_and_the_hash_with_all(key: str) -> None:
+def test_recipe_changes_with_every_setting_that_is_not_free_and_the_hash_with_all(
+    key: str,
+) -> None:
     changed = with_value(key, another(value_of(Config(), key), key))
     assert (recipe(changed) != recipe(Config())) == (key not in FREE_KEYS)
     assert config_hash(changed) != config_hash(Config())
 
 
 def test_hash_is_a_function_of_the_values() -> None:
-    backwards = dict(reversed(to_mapping(from_mapping({"optim": {"lr": 0.3}, "seed": 2})).items()))
-    assert config_hash(from_mapping(backwards)) == config_hash(from_mapping({"seed": 2, "optim": {"lr": 0.3}}))
+    backwards = dict(
+        reversed(to_mapping(from_mapping({"optim": {"lr": 0.3}, "seed": 2})).items())
+    )
+    assert config_hash(from_mapping(backwards)) == config_hash(
+        from_mapping({"seed": 2, "optim": {"lr": 0.3}})
+    )
     assert len(config_hash(Config())) == 32
 
 
@@ -369,4 +443,6 @@ def test_defaults_are_not_shared() -> None:
 
 
 def test_every_group_is_a_dataclass_with_defaults() -> None:
-    assert {entry.name for entry in fields(Config)} == {key.partition(".")[0] for key in ALL}
+    assert {entry.name for entry in fields(Config)} == {
+        key.partition(".")[0] for key in ALL
+    }

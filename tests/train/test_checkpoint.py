@@ -33,7 +33,10 @@ SMALL = {
     "fingerprint": {"torch": "2.14.1"},
     "model": {"weight": torch.arange(600.0).view(20, 30), "count": torch.tensor(4)},
     "ema": {"weight": torch.arange(600.0).view(20, 30) / 2, "count": torch.tensor(4)},
-    "optimizer": {"state": {0: {"momentum_buffer": torch.ones(20, 30)}}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+    "optimizer": {
+        "state": {0: {"momentum_buffer": torch.ones(20, 30)}},
+        "param_groups": [{"lr": 0.1, "params": [0]}],
+    },
     "scaler": {},
     "best_miou": 0.25,
 }
@@ -78,8 +81,14 @@ def test_round_trip(file: Path) -> None:
     assert [path.name for path in file.parent.iterdir()] == ["last.pt"]
 
 
-def test_a_file_of_an_older_release_counts_no_validation_since_its_best(file: Path) -> None:
-    state = {name: value for name, value in load(file).items() if name not in ("stale", "digests")}
+def test_a_file_of_an_older_release_counts_no_validation_since_its_best(
+    file: Path,
+) -> None:
+    state = {
+        name: value
+        for name, value in load(file).items()
+        if name not in ("stale", "digests")
+    }
     torch.save({**state, "digests": checkpoint._digests(state)}, file)
     assert load(file)["stale"] == 0
 
@@ -93,30 +102,49 @@ def test_digests_of_a_checkpoint_stay(file: Path) -> None:
     }
 
 
-def test_every_listed_checkpoint_has_its_hash_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_listed_checkpoint_has_its_hash_in_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, hashes = tmp_path / "last.pt", tmp_path / checkpoint.HASHES
     for step in (7, 8):
         save(path, SMALL | {"step": step}, listed=True)
         *_, line = hashes.read_text().splitlines()
-        assert line == f"{hashlib.sha256(path.read_bytes()).hexdigest()}  last.pt  {step}"
+        assert (
+            line == f"{hashlib.sha256(path.read_bytes()).hexdigest()}  last.pt  {step}"
+        )
     save(path, SMALL)
-    assert len(hashes.read_text().splitlines()) == 2, "those that belong to no run are not listed"
+    assert len(hashes.read_text().splitlines()) == 2, (
+        "those that belong to no run are not listed"
+    )
     whole = path.read_bytes()
     monkeypatch.setattr(os, "replace", no_space)
     with pytest.raises(CheckpointError):
         save(path, SMALL | {"step": 9}, listed=True)
     monkeypatch.undo()
-    assert len(hashes.read_text().splitlines()) == 3, "a file that exists is listed, however the process ends"
+    assert len(hashes.read_text().splitlines()) == 3, (
+        "a file that exists is listed, however the process ends"
+    )
     hashes.unlink()
     hashes.mkdir()
-    with pytest.raises(CheckpointError, match=r"checkpoints\.sha256 could not be written.*last\.pt is unchanged"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"checkpoints\.sha256 could not be written.*last\.pt is unchanged",
+    ):
         save(path, SMALL | {"step": 10}, listed=True)
     assert path.read_bytes() == whole
 
 
 def test_torn_file_is_refused_at_any_length(file: Path) -> None:
     whole = file.read_bytes()
-    lengths = {0, 1, 4, 100, *range(0, len(whole), len(whole) // 40), len(whole) - 1, len(whole) - 22}
+    lengths = {
+        0,
+        1,
+        4,
+        100,
+        *range(0, len(whole), len(whole) // 40),
+        len(whole) - 1,
+        len(whole) - 22,
+    }
     for length in sorted(lengths):
         file.write_bytes(whole[:length])
         message = refused(file)
@@ -134,7 +162,9 @@ def test_no_flipped_bit_passes(file: Path) -> None:
             state = load(file)
         except CheckpointError:
             continue
-        assert all(same(state[key], value) for key, value in SMALL.items())  # it hit padding that nobody reads
+        assert all(
+            same(state[key], value) for key, value in SMALL.items()
+        )  # it hit padding that nobody reads
 
 
 @pytest.mark.parametrize(
@@ -156,10 +186,17 @@ def test_foreign_file_is_named(tmp_path: Path, content: Any, found: str) -> None
 
 @pytest.mark.parametrize(
     ("error", "told", "hidden"),
-    [(EOFError(), "EOFError", "EOFError:"), (RuntimeError(f"{'x' * 300}\nmore"), f"2: {'x' * 200}.", "more")],
+    [
+        (EOFError(), "EOFError", "EOFError:"),
+        (RuntimeError(f"{'x' * 300}\nmore"), f"2: {'x' * 200}.", "more"),
+    ],
 )
 def test_what_torch_says_is_told_in_one_line(
-    file: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, told: str, hidden: str
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    told: str,
+    hidden: str,
 ) -> None:
     def broken(*_: object, **__: object) -> None:
         raise error
@@ -197,7 +234,13 @@ def test_other_version_and_missing_part_are_named(file: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "value"),
     [
-        ("model", {"weight": torch.arange(600.0).view(20, 30).flip(0), "count": torch.tensor(4)}),
+        (
+            "model",
+            {
+                "weight": torch.arange(600.0).view(20, 30).flip(0),
+                "count": torch.tensor(4),
+            },
+        ),
         ("ema", {"weight": torch.arange(600.0).view(20, 30), "count": torch.tensor(4)}),
         ("model", {"other": torch.ones(1)}),
         ("model", [1, 2]),
@@ -222,7 +265,13 @@ def test_altered_content_is_refused(file: Path, part: str, value: Any) -> None:
 def test_altered_momentum_is_refused(file: Path) -> None:
     buffer = torch.ones(20, 30)
     buffer[3, 3] = 1 + 2**-23
-    rewritten(file, optimizer={"state": {0: {"momentum_buffer": buffer}}, "param_groups": [{"lr": 0.1, "params": [0]}]})
+    rewritten(
+        file,
+        optimizer={
+            "state": {0: {"momentum_buffer": buffer}},
+            "param_groups": [{"lr": 0.1, "params": [0]}],
+        },
+    )
     assert "altered" in refused(file)
 
 
@@ -233,7 +282,10 @@ def test_one_unit_in_the_last_place_of_momentum_is_seen(tmp_path: Path) -> None:
     altered[20, 20] = altered[20, 20].nextafter(torch.tensor(9.0))
     assert repr(altered) == repr(buffer)
     assert not torch.equal(altered, buffer)
-    states = [{"state": {0: {"momentum_buffer": value}}, "param_groups": []} for value in (buffer, altered)]
+    states = [
+        {"state": {0: {"momentum_buffer": value}}, "param_groups": []}
+        for value in (buffer, altered)
+    ]
     save(path, SMALL | {"optimizer": states[0]})
     rewritten(path, optimizer=states[0])
     load(path)
@@ -249,7 +301,9 @@ def no_space(*_: object) -> None:
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace", "write", "open"])
-def test_full_disk_leaves_the_old_file_and_nothing_else(file: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_full_disk_leaves_the_old_file_and_nothing_else(
+    file: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     before = file.read_bytes()
     if call in ("fsync", "replace"):
         monkeypatch.setattr(os, call, no_space)
@@ -266,7 +320,10 @@ def test_full_disk_leaves_the_old_file_and_nothing_else(file: Path, monkeypatch:
             return found
 
         monkeypatch.setattr(Path, "open", broken)
-    with pytest.raises(CheckpointError, match=r"last\.pt .* No space left .* unharmed.*run\.exists=resume"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"last\.pt .* No space left .* unharmed.*run\.exists=resume",
+    ):
         save(file, SMALL | {"step": 8})
     monkeypatch.undo()
     assert file.read_bytes() == before
@@ -292,7 +349,9 @@ class _FullFile:
         no_space()
 
 
-def test_first_write_that_fails_says_that_nothing_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_write_that_fails_says_that_nothing_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "fsync", no_space)
     with pytest.raises(CheckpointError, match="no file was there before"):
         save(tmp_path / "last.pt", SMALL)
@@ -310,7 +369,10 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     """A real file system of 256 KiB, where the machine lets us mount one."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], capture_output=True)
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)],
+        capture_output=True,
+    )
     if mount.returncode:
         pytest.skip("mounting a file system is not permitted here")
     try:
@@ -349,7 +411,9 @@ def _write_plainly_for_ever(path: Path, first: int, written: int) -> None:
                 file.write(bytes([step % 256]) * (SIZE // 3))
 
 
-def _killed_while_it_writes(write: Callable[[Path, int, int], None], path: Path, rng: random.Random) -> Iterator[bytes]:
+def _killed_while_it_writes(
+    write: Callable[[Path, int, int], None], path: Path, rng: random.Random
+) -> Iterator[bytes]:
     """Content of `path` after each of 20 processes that wrote it again and again was killed at some moment.
 
     A process is given the time for up to two whole writes, however slow the machine is, and a part of one more.
@@ -376,7 +440,9 @@ def _killed_while_it_writes(write: Callable[[Path, int, int], None], path: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # the children never touch torch
+@pytest.mark.filterwarnings(
+    "ignore:.*multi-threaded:DeprecationWarning"
+)  # the children never touch torch
 def test_sigkill_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
     path, left_over, seen = tmp_path / "last.pt", 0, set()
     for content in _killed_while_it_writes(_write_for_ever, path, random.Random(0)):
@@ -384,7 +450,9 @@ def test_sigkill_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
         assert len(set(content[::1000])) == 1
         seen.add(content[0])
         left_over += len(list(tmp_path.iterdir())) - 1
-        assert len(list(tmp_path.iterdir())) <= 2  # what one killed process left, the next write removes
+        assert (
+            len(list(tmp_path.iterdir())) <= 2
+        )  # what one killed process left, the next write removes
     assert left_over, "no kill met a write: the test shows nothing"
     assert len(seen) > 1
     write_atomically(path, b"end")
@@ -392,9 +460,13 @@ def test_sigkill_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # the children never touch torch
+@pytest.mark.filterwarnings(
+    "ignore:.*multi-threaded:DeprecationWarning"
+)  # the children never touch torch
 def test_the_control_plain_write_is_torn_by_sigkill(tmp_path: Path) -> None:
-    contents = _killed_while_it_writes(_write_plainly_for_ever, tmp_path / "last.pt", random.Random(0))
+    contents = _killed_while_it_writes(
+        _write_plainly_for_ever, tmp_path / "last.pt", random.Random(0)
+    )
     assert any(len(content) != SIZE for content in contents)
 
 
@@ -454,7 +526,14 @@ def test_weights_that_do_not_fit_are_named(change: str) -> None:
 
 
 def test_candidates_for_resuming_come_newest_first(tmp_path: Path) -> None:
-    for name in ("step_000002.pt", "step_000010.pt", "step_9.pt", "step_x.pt", "best.pt", "diverged.pt"):
+    for name in (
+        "step_000002.pt",
+        "step_000010.pt",
+        "step_9.pt",
+        "step_x.pt",
+        "best.pt",
+        "diverged.pt",
+    ):
         (tmp_path / name).touch()
     (tmp_path / "last.pt").mkdir()
     names = [path.name for path in candidates(tmp_path)]
@@ -499,10 +578,14 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(
     assert bool(answer.note) is (found != "last.pt")
     if answer.note:
         assert f"the newest whole checkpoint is {found} of step {step}" in answer.note
-        assert (f"{last} is damaged ({last} (" if last.is_file() else f"{last} is missing") in answer.note
+        assert (
+            f"{last} is damaged ({last} (" if last.is_file() else f"{last} is missing"
+        ) in answer.note
 
 
-def test_without_a_whole_checkpoint_nothing_is_found_or_the_faults_are_named(tmp_path: Path) -> None:
+def test_without_a_whole_checkpoint_nothing_is_found_or_the_faults_are_named(
+    tmp_path: Path,
+) -> None:
     assert newest_whole(tmp_path) is None
     folder_of(tmp_path, last=-8, best=-4, step_3=-3)
     with pytest.raises(CheckpointError, match="holds no whole checkpoint") as caught:

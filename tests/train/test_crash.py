@@ -27,10 +27,14 @@ def state() -> TrainState:
 def write(path: Path, state: TrainState, step: int) -> None:
     path.parent.mkdir(exist_ok=True)
     state.step = step
-    save_state(path, state, OTHER if path.parent.name == "killed" else CONFIG, CAMVID, {})
+    save_state(
+        path, state, OTHER if path.parent.name == "killed" else CONFIG, CAMVID, {}
+    )
 
 
-def test_what_a_kill_left_is_compared_with_the_same_step(tmp_path: Path, state: TrainState) -> None:
+def test_what_a_kill_left_is_compared_with_the_same_step(
+    tmp_path: Path, state: TrainState
+) -> None:
     alone, killed = tmp_path / "alone", tmp_path / "killed"
     assert crash.kept(killed, alone) == {"checkpoint_step": 0, "equal": None}
     write(killed / "last.pt", state, 2)
@@ -44,7 +48,9 @@ def test_what_a_kill_left_is_compared_with_the_same_step(tmp_path: Path, state: 
 
 
 @pytest.mark.parametrize("part", ["model", "ema"])
-def test_control_one_weight_that_differs_is_found(tmp_path: Path, state: TrainState, part: str) -> None:
+def test_control_one_weight_that_differs_is_found(
+    tmp_path: Path, state: TrainState, part: str
+) -> None:
     alone, killed = tmp_path / "alone", tmp_path / "killed"
     write(alone / "step_000002.pt", state, 2)
     weight = next((state.model if part == "model" else state.ema.model).parameters())
@@ -61,7 +67,11 @@ def test_every_rank_is_killed_and_the_writer_in_half_of_the_writes() -> None:
     chance = random.Random(0)
     drawn = [crash.victim(4, chance) for _ in range(400)]
     writes = [rank for rank, during in drawn if during == "checkpoint"]
-    assert {rank for rank, during in drawn if during == "training"} == set(writes) == {0, 1, 2, 3}
+    assert (
+        {rank for rank, during in drawn if during == "training"}
+        == set(writes)
+        == {0, 1, 2, 3}
+    )
     assert 0.4 < writes.count(0) / len(writes) < 0.6
     assert {rank for rank, _ in (crash.victim(1, chance) for _ in range(20))} == {0}
 
@@ -82,7 +92,9 @@ def kill(**changes: Any) -> dict[str, Any]:
         ([], True, False),
     ],
 )
-def test_it_passes_when_all_that_was_compared_is_equal(kills: list[dict[str, Any]], end: bool, passes: bool) -> None:
+def test_it_passes_when_all_that_was_compared_is_equal(
+    kills: list[dict[str, Any]], end: bool, passes: bool
+) -> None:
     found = crash.verdict([{"kills": kills, "equal": end}])
     assert found["passed"] is passes
     assert found["kills"] == len(kills) == sum(found["kills_by_rank"].values())

@@ -53,63 +53,107 @@ DAWDLING: dict[str, Callable[[int], float]] = {  # seconds by rank, before each 
 class Net(SegmentationNet):
     """Declares its layers in the order of use, which is DDP's first order in a bucket; gradients come in the other."""
 
-    def __init__(self, *, unused: bool = False, norm: bool = True, dropout: float = 0.2) -> None:
+    def __init__(
+        self, *, unused: bool = False, norm: bool = True, dropout: float = 0.2
+    ) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(3, 16, 3, stride=4, padding=1), nn.Conv2d(16, 24, 3, padding=1)
+        self.first, self.second = (
+            nn.Conv2d(3, 16, 3, stride=4, padding=1),
+            nn.Conv2d(16, 24, 3, padding=1),
+        )
         self.norm = nn.BatchNorm2d(24) if norm else nn.Identity()
         self.main, self.aux = nn.Conv2d(24, C, 1), nn.Conv2d(24, C, 1)
         self.dropout = nn.Dropout(dropout)
         if unused:
-            self.unused = nn.Parameter(torch.ones(7, 2))  # of the group with weight decay
+            self.unused = nn.Parameter(
+                torch.ones(7, 2)
+            )  # of the group with weight decay
 
     def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
         x = self.dropout(F.relu(self.norm(self.second(F.relu(self.first(image))))))
-        return {"main": self.main(x), "aux": self.aux(x)} if aux else {"main": self.main(x)}
+        return (
+            {"main": self.main(x), "aux": self.aux(x)}
+            if aux
+            else {"main": self.main(x)}
+        )
 
 
 def settings(mode: str, shards: int = V, precision: str = "fp32") -> Config:
     compute = {"mode": mode, "shards": shards, "samples_per_shard": B}
     optim = {"lr": 0.1, "warmup_steps": 0, "clip_norm": 1.0}
     augment, train = {"crop_size": [SIZE, SIZE]}, {"precision": precision}
-    return from_mapping({"compute": compute, "optim": optim, "augment": augment, "train": train})
+    return from_mapping(
+        {"compute": compute, "optim": optim, "augment": augment, "train": train}
+    )
 
 
 def fresh(config: Config, **kind: Any) -> TrainState:
     torch.manual_seed(0)
     model = Net(**kind).train()
-    scaler = torch.amp.GradScaler("cpu", enabled=config.train.precision == "fp16", init_scale=SCALE)
-    return TrainState(model, Ema(model, config.ema), build_optimizer(model, config.optim), scaler)
+    scaler = torch.amp.GradScaler(
+        "cpu", enabled=config.train.precision == "fp16", init_scale=SCALE
+    )
+    return TrainState(
+        model, Ema(model, config.ema), build_optimizer(model, config.optim), scaler
+    )
 
 
 def batches(step: int, shards: int = V) -> list[ShardBatch]:
     generator = torch.Generator().manual_seed(step)
-    image = torch.randint(0, 256, (shards, B, SIZE, SIZE, 3), generator=generator).to(torch.uint8)
-    target = torch.randint(0, C, (shards, B, SIZE, SIZE), generator=generator).to(torch.uint8)
+    image = torch.randint(0, 256, (shards, B, SIZE, SIZE, 3), generator=generator).to(
+        torch.uint8
+    )
+    target = torch.randint(0, C, (shards, B, SIZE, SIZE), generator=generator).to(
+        torch.uint8
+    )
     ids = torch.zeros(B, dtype=torch.int64)
-    return [ShardBatch(step, shard, image[shard], target[shard], ids, ids) for shard in range(shards)]
+    return [
+        ShardBatch(step, shard, image[shard], target[shard], ids, ids)
+        for shard in range(shards)
+    ]
 
 
 def colored_batches(*, on_device: bool) -> list[ShardBatch]:
     """Of each sample another color, that the device has to apply or that is applied already."""
     generator = torch.Generator().manual_seed(1)
-    color = torch.randint(-500, 1500, (V, B, 3, 4), generator=generator, dtype=torch.int32)
+    color = torch.randint(
+        -500, 1500, (V, B, 3, 4), generator=generator, dtype=torch.int32
+    )
     found = [batch._replace(color=color[batch.shard]) for batch in batches(0)]
     return (
-        found if on_device else [each._replace(image=torch.from_numpy(each.finished()), color=None) for each in found]
+        found
+        if on_device
+        else [
+            each._replace(image=torch.from_numpy(each.finished()), color=None)
+            for each in found
+        ]
     )
 
 
 def updates(
-    state: TrainState, config: Config, group: Group, count: int, *, dawdle: Callable[[], None] = lambda: None
+    state: TrainState,
+    config: Config,
+    group: Group,
+    count: int,
+    *,
+    dawdle: Callable[[], None] = lambda: None,
 ) -> str:
     """Digest of weights, statistics and average after `count` more updates; before each this rank waits."""
-    step, own = TrainStep(config, Watch(group, state)), group.own_shards(config.compute.shards)
+    step, own = (
+        TrainStep(config, Watch(group, state)),
+        group.own_shards(config.compute.shards),
+    )
     for _ in range(count):
         shards = batches(state.step, config.compute.shards)
         dawdle()
-        step([shards[shard] for shard in own], torch.tensor(sum(valid_pixels(batch.target) for batch in shards)))
+        step(
+            [shards[shard] for shard in own],
+            torch.tensor(sum(valid_pixels(batch.target) for batch in shards)),
+        )
         step.apply()
-    return state_digest(state.model.state_dict()) + state_digest(state.ema.model.state_dict())
+    return state_digest(state.model.state_dict()) + state_digest(
+        state.ema.model.state_dict()
+    )
 
 
 def resumed(config: Config, group: Group) -> str:
@@ -130,8 +174,14 @@ def gradients_of_a_step(mode: str, group: Group) -> dict[str, Any]:
     config.optim.clip_norm = 0.0
     state, shards = fresh(config, norm=False, dropout=0.0), batches(0)
     valid = torch.tensor(sum(valid_pixels(batch.target) for batch in shards))
-    TrainStep(config, Watch(group, state))([shards[shard] for shard in group.own_shards(V)], valid)
-    return {name: p.grad.numpy().copy() for name, p in state.model.named_parameters() if p.grad is not None}
+    TrainStep(config, Watch(group, state))(
+        [shards[shard] for shard in group.own_shards(V)], valid
+    )
+    return {
+        name: p.grad.numpy().copy()
+        for name, p in state.model.named_parameters()
+        if p.grad is not None
+    }
 
 
 class CountedExchange(gradients._Exchange):
@@ -194,20 +244,33 @@ def _work(rank: int) -> dict[str, Any]:
     elastic, ddp, off = (settings(mode) for mode in ("elastic", "ddp", "off"))
     half = settings("elastic", precision="fp16")
     gradients._Exchange = CountedExchange  # type: ignore[misc]
-    found: dict[str, Any] = {"one bucket": updates(fresh(elastic, unused=True), elastic, group, 4)}
+    found: dict[str, Any] = {
+        "one bucket": updates(fresh(elastic, unused=True), elastic, group, 4)
+    }
     gradients.BUCKET_SIZE = 600
     CountedExchange.early.clear()
     Traced.events.clear()
     found["many buckets"] = updates(
-        fresh(elastic, unused=True), elastic, Group(rank, rank, RANKS, CPU, contract=Traced()), 4
+        fresh(elastic, unused=True),
+        elastic,
+        Group(rank, rank, RANKS, CPU, contract=Traced()),
+        4,
     )
     found["collectives"] = ", ".join(Traced.events)
     found["sent early"] = " ".join(map(str, CountedExchange.early))
-    gradients.BUCKET_SIZE = 20  # less than the statistics, which are known after the backward only
+    gradients.BUCKET_SIZE = (
+        20  # less than the statistics, which are known after the backward only
+    )
     found["tiny buckets"] = updates(fresh(elastic, unused=True), elastic, group, 4)
     found["two machines"] = updates(fresh(elastic, unused=True), elastic, machines, 4)
     for name, seconds in DAWDLING.items():
-        late = updates(fresh(elastic, unused=True), elastic, group, 4, dawdle=lambda s=seconds: time.sleep(s(rank)))
+        late = updates(
+            fresh(elastic, unused=True),
+            elastic,
+            group,
+            4,
+            dawdle=lambda s=seconds: time.sleep(s(rank)),
+        )
         found[name] = late
     found["fp16"] = updates(fresh(half, unused=True), half, group, 4)
     found["by arrival"] = _by_arrival(elastic, group, (0, 1, 2, 3))
@@ -220,7 +283,9 @@ def _work(rank: int) -> dict[str, Any]:
         state = fresh(settings(mode), unused=True)
         updates(state, settings(mode), group, 2)
         unused = state.model.unused
-        found[f"{mode} unused"] = torch.equal(unused, torch.ones_like(unused)) and not state.optimizer.state.get(unused)
+        found[f"{mode} unused"] = torch.equal(
+            unused, torch.ones_like(unused)
+        ) and not state.optimizer.state.get(unused)
     found["off"] = updates(fresh(off), off, group, 4)
     found["off resumed"] = resumed(off, group)
     return found
@@ -233,17 +298,35 @@ def answers() -> list[dict[str, Any]]:
 
 def test_all_ranks_hold_the_same_weights(answers: list[dict[str, Any]]) -> None:
     for answer in answers:
-        assert all(answer[name] == found for name, found in answers[0].items() if isinstance(found, str))
+        assert all(
+            answer[name] == found
+            for name, found in answers[0].items()
+            if isinstance(found, str)
+        )
 
 
-@pytest.mark.parametrize("how", ["one bucket", "many buckets", "tiny buckets", "two machines", *DAWDLING])
-def test_elastic_gives_the_bits_of_one_process(answers: list[dict[str, Any]], how: str) -> None:
+@pytest.mark.parametrize(
+    "how", ["one bucket", "many buckets", "tiny buckets", "two machines", *DAWDLING]
+)
+def test_elastic_gives_the_bits_of_one_process(
+    answers: list[dict[str, Any]], how: str
+) -> None:
     elastic = settings("elastic")
     assert answers[0][how] == updates(fresh(elastic, unused=True), elastic, ALONE, 4)
 
 
-def test_the_control_a_sum_in_order_of_arrival_depends_on_it(answers: list[dict[str, Any]]) -> None:
-    assert len({answers[0][how] for how in ("by arrival", "by arrival, the other way", "rank 0 first")}) == 3
+def test_the_control_a_sum_in_order_of_arrival_depends_on_it(
+    answers: list[dict[str, Any]],
+) -> None:
+    assert (
+        len(
+            {
+                answers[0][how]
+                for how in ("by arrival", "by arrival, the other way", "rank 0 first")
+            }
+        )
+        == 3
+    )
     assert answers[0]["rank 0 first"] == answers[0]["rank 0 last"]
 
 
@@ -254,27 +337,41 @@ def test_buckets_leave_while_the_backward_runs(answers: list[dict[str, Any]]) ->
 def test_sums_come_back_while_the_backward_runs(answers: list[dict[str, Any]]) -> None:
     """In one order on all ranks; the last bucket, which holds the statistics, leaves when the backward is over."""
     events = answers[0]["collectives"].split(", ")
-    steps = [list(step) for over, step in groupby(events, "backward ends".__eq__) if not over]
+    steps = [
+        list(step) for over, step in groupby(events, "backward ends".__eq__) if not over
+    ]
     there, back = "all_to_all", "all_gather"
     assert [event.split()[0] for event in steps[0]] == [there, there, back, there, back]
     assert len(steps) == 5
-    sizes = [[event.split()[1] for event in events if event.startswith(op)] for op in (there, back)]
+    sizes = [
+        [event.split()[1] for event in events if event.startswith(op)]
+        for op in (there, back)
+    ]
     assert sizes[0] == sizes[1]
 
 
 @pytest.mark.parametrize("mode", ["ddp", "off"])
-def test_ddp_trains_a_network_with_a_parameter_that_nobody_uses(answers: list[dict[str, Any]], mode: str) -> None:
+def test_ddp_trains_a_network_with_a_parameter_that_nobody_uses(
+    answers: list[dict[str, Any]], mode: str
+) -> None:
     assert all(answer[f"{mode} unused"] for answer in answers)
 
 
-def test_the_loss_scale_of_fp16_moves_alike_on_any_number_of_processes(answers: list[dict[str, Any]]) -> None:
+def test_the_loss_scale_of_fp16_moves_alike_on_any_number_of_processes(
+    answers: list[dict[str, Any]],
+) -> None:
     """Over four updates of which the first overflow and are left out, and the last is not."""
     config = settings("elastic", precision="fp16")
     state, seen = fresh(config, unused=True), []
     for _ in range(4):
         before = state_digest(dict(state.model.named_parameters()))
         alone = updates(state, config, ALONE, 1)
-        seen.append((state.scaler.get_scale(), state_digest(dict(state.model.named_parameters())) != before))
+        seen.append(
+            (
+                state.scaler.get_scale(),
+                state_digest(dict(state.model.named_parameters())) != before,
+            )
+        )
     assert answers[0]["fp16"] == alone
     assert not seen[0][1]
     assert seen[-1][1]
@@ -284,7 +381,12 @@ def test_the_loss_scale_of_fp16_moves_alike_on_any_number_of_processes(answers: 
 def test_no_bucket_leaves_before_statistics_and_figures_are_in_it() -> None:
     """They are copied after the backward; only gradients may be sent while it runs."""
     early, late = nn.Parameter(torch.zeros(10)), nn.Parameter(torch.zeros(25))
-    tensors = [torch.zeros(300), torch.zeros(3), early, late]  # statistics, figures, and two parameters
+    tensors = [
+        torch.zeros(300),
+        torch.zeros(3),
+        early,
+        late,
+    ]  # statistics, figures, and two parameters
     layout = FlatLayout(tensors, bucket_size=256)
     sent: list[int] = []
 
@@ -295,7 +397,9 @@ def test_no_bucket_leaves_before_statistics_and_figures_are_in_it() -> None:
 
     flat, total = layout.new(), layout.new()
     views, parameters = layout.views(flat), [early, late]
-    exchange = gradients._Exchange(layout, TreeSum(1), flat, views, parameters, Across(), total)  # type: ignore[arg-type]
+    exchange = gradients._Exchange(
+        layout, TreeSum(1), flat, views, parameters, Across(), total
+    )  # type: ignore[arg-type]
     early.grad, late.grad = torch.ones(10), torch.ones(25)
     exchange.on_grad_ready(1)
     exchange.on_grad_ready(0)
@@ -305,45 +409,63 @@ def test_no_bucket_leaves_before_statistics_and_figures_are_in_it() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_view_starts_at_the_same_512_bytes_for_any_number_of_ranks(name: str) -> None:
+def test_every_view_starts_at_the_same_512_bytes_for_any_number_of_ranks(
+    name: str,
+) -> None:
     """CUDA kernels add in another order where a tensor starts between two multiples of 16 bytes; no CPU kernel does."""
     model = MODELS[name](C).to(memory_format=torch.channels_last)
 
     def places(world_size: int) -> list[tuple[int, torch.Size, tuple[int, ...]]]:
         group = Group(0, 0, world_size, CPU)
-        config = SimpleNamespace(compute=SimpleNamespace(compile=False, cuda_graph=False))
-        loss = SimpleNamespace(state=SimpleNamespace(model=model), group=group, config=config)
+        config = SimpleNamespace(
+            compute=SimpleNamespace(compile=False, cuda_graph=False)
+        )
+        loss = SimpleNamespace(
+            state=SimpleNamespace(model=model), group=group, config=config
+        )
         parts = dict.fromkeys(("main", "aux", "total"), torch.zeros(()))
         layout = gradients.ElasticGradients(cast(Any, loss))._layout_for(parts)
         views = layout.views(layout.new())
         assert views[0].data_ptr() % 64 == 0
-        return [(4 * view.storage_offset(), view.shape, view.stride()) for view in views]
+        return [
+            (4 * view.storage_offset(), view.shape, view.stride()) for view in views
+        ]
 
     alone = places(1)
     assert [start % 512 for start, *_ in alone] == [0] * len(alone)
     assert [places(world_size) for world_size in range(2, 17)] == [alone] * 15
 
 
-def test_ddp_repeats_its_bits_and_keeps_them_across_a_resume(answers: list[dict[str, Any]]) -> None:
+def test_ddp_repeats_its_bits_and_keeps_them_across_a_resume(
+    answers: list[dict[str, Any]],
+) -> None:
     assert answers[0]["ddp"] == answers[0]["ddp again"] == answers[0]["ddp resumed"]
 
 
-def test_the_control_ddp_without_warm_up_differs_after_a_resume(answers: list[dict[str, Any]]) -> None:
+def test_the_control_ddp_without_warm_up_differs_after_a_resume(
+    answers: list[dict[str, Any]],
+) -> None:
     assert answers[0]["off"] != answers[0]["off resumed"]
 
 
-def test_the_control_ddp_depends_on_the_number_of_processes(answers: list[dict[str, Any]]) -> None:
+def test_the_control_ddp_depends_on_the_number_of_processes(
+    answers: list[dict[str, Any]],
+) -> None:
     ddp = settings("ddp")
     assert answers[0]["ddp"] != updates(fresh(ddp), ddp, ALONE, 4)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "off"])
-def test_ddp_of_several_processes_computes_the_gradients_of_one(answers: list[dict[str, Any]], mode: str) -> None:
+def test_ddp_of_several_processes_computes_the_gradients_of_one(
+    answers: list[dict[str, Any]], mode: str
+) -> None:
     """DDP takes the mean over the ranks, where the loss is already divided by the pixels of all of them."""
     alone = gradients_of_a_step(mode, ALONE)
     for answer in answers:
         for name, grad in answer[f"{mode} gradients"].items():
-            np.testing.assert_allclose(grad, alone[name], rtol=1e-4, atol=1e-6, err_msg=name)
+            np.testing.assert_allclose(
+                grad, alone[name], rtol=1e-4, atol=1e-6, err_msg=name
+            )
 
 
 def test_at_one_shard_and_one_process_all_modes_are_one() -> None:
@@ -361,16 +483,26 @@ def test_at_one_shard_and_one_process_all_modes_are_one() -> None:
 @pytest.mark.parametrize("mode", ["elastic", "off"])
 def test_color_on_the_device_changes_no_bit(mode: str) -> None:
     found = []
-    for shards in (colored_batches(on_device=True), colored_batches(on_device=False), batches(0)):
+    for shards in (
+        colored_batches(on_device=True),
+        colored_batches(on_device=False),
+        batches(0),
+    ):
         state = fresh(settings(mode))
-        TrainStep(settings(mode), Watch(ALONE, state))(shards, torch.tensor(V * B * SIZE * SIZE)).loss.item()
-        found.append(state_digest({name: p.grad for name, p in state.model.named_parameters()}))
+        TrainStep(settings(mode), Watch(ALONE, state))(
+            shards, torch.tensor(V * B * SIZE * SIZE)
+        ).loss.item()
+        found.append(
+            state_digest({name: p.grad for name, p in state.model.named_parameters()})
+        )
     assert found[0] == found[1] != found[2]
 
 
 def test_statistics_over_all_ranks_are_refused_where_they_break_a_promise() -> None:
     config = from_mapping({"model": {"norm": "sync"}})
-    with pytest.raises(ConfigError, match=r"model\.norm = sync, but compute\.mode = elastic"):
+    with pytest.raises(
+        ConfigError, match=r"model\.norm = sync, but compute\.mode = elastic"
+    ):
         check(config, world_size=1)
     config.compute.mode = "ddp"
     check(config, world_size=1)
@@ -380,28 +512,47 @@ def test_statistics_over_all_ranks_are_refused_where_they_break_a_promise() -> N
 
 @pytest.mark.parametrize("mode", ["off", "ddp", "audit"])
 @pytest.mark.parametrize("name", ["compile", "cuda_graph"])
-def test_a_compiled_or_recorded_network_is_refused_where_it_breaks_a_promise(name: str, mode: str) -> None:
+def test_a_compiled_or_recorded_network_is_refused_where_it_breaks_a_promise(
+    name: str, mode: str
+) -> None:
     config = from_mapping({"compute": {name: True}})
     check(config, world_size=1)
     config.compute.mode = mode
-    with pytest.raises(ConfigError, match=rf"compute\.{name} = true, but compute\.mode = {mode}"):
+    with pytest.raises(
+        ConfigError, match=rf"compute\.{name} = true, but compute\.mode = {mode}"
+    ):
         check(config, world_size=1)
 
 
 def test_a_network_is_compiled_or_recorded_but_not_both() -> None:
-    with pytest.raises(ConfigError, match=r"compile = true and compute\.cuda_graph = true"):
-        check(from_mapping({"compute": {"compile": True, "cuda_graph": True}}), world_size=1)
+    with pytest.raises(
+        ConfigError, match=r"compile = true and compute\.cuda_graph = true"
+    ):
+        check(
+            from_mapping({"compute": {"compile": True, "cuda_graph": True}}),
+            world_size=1,
+        )
 
 
 def test_with_sync_batchnorm_norms_keep_the_names_of_the_weights() -> None:
     plain = build_state(from_mapping({}), CAMVID, CPU).model
-    synchronised = _with_sync_batchnorm(build_state(from_mapping({}), CAMVID, CPU).model, torch.device("cuda"))
+    synchronised = _with_sync_batchnorm(
+        build_state(from_mapping({}), CAMVID, CPU).model, torch.device("cuda")
+    )
     assert list(synchronised.state_dict()) == list(plain.state_dict())
-    converted = sum(isinstance(module, nn.SyncBatchNorm) for module in synchronised.modules())
-    assert converted == sum(isinstance(module, nn.BatchNorm2d) for module in plain.modules()) > 0
+    converted = sum(
+        isinstance(module, nn.SyncBatchNorm) for module in synchronised.modules()
+    )
+    assert (
+        converted
+        == sum(isinstance(module, nn.BatchNorm2d) for module in plain.modules())
+        > 0
+    )
 
 
-def shard_losses(weights: Tensor | None = None, *, step: int = 0, align_corners: bool = False) -> dict[int, Tensor]:
+def shard_losses(
+    weights: Tensor | None = None, *, step: int = 0, align_corners: bool = False
+) -> dict[int, Tensor]:
     """Losses of an update of which every shard holds the same images and targets."""
     config = settings("elastic")
     state = fresh(config)
@@ -414,8 +565,12 @@ def shard_losses(weights: Tensor | None = None, *, step: int = 0, align_corners:
 def test_dropout_is_keyed_by_step_and_shard() -> None:
     losses, again, later = shard_losses(), shard_losses(), shard_losses(step=1)
     assert list(losses) == list(range(V))
-    assert len({float(loss) for loss in losses.values()}) == V, "equal images, so only dropout can differ"
-    assert {shard: float(loss) for shard, loss in again.items()} == {s: float(loss) for s, loss in losses.items()}
+    assert len({float(loss) for loss in losses.values()}) == V, (
+        "equal images, so only dropout can differ"
+    )
+    assert {shard: float(loss) for shard, loss in again.items()} == {
+        s: float(loss) for s, loss in losses.items()
+    }
     assert all(float(losses[shard]) != float(later[shard]) for shard in losses)
 
 
@@ -423,10 +578,16 @@ def test_class_weights_and_the_corners_of_the_network_reach_the_loss() -> None:
     plain = shard_losses()
     weighted = shard_losses(torch.tensor([4.0, 1.0, 1.0, 1.0, 1.0]))
     assert all(float(weighted[shard]) > float(plain[shard]) for shard in plain)
-    assert all(float(loss) != float(plain[shard]) for shard, loss in shard_losses(align_corners=True).items())
+    assert all(
+        float(loss) != float(plain[shard])
+        for shard, loss in shard_losses(align_corners=True).items()
+    )
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("fp32", None), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("fp32", None), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
+)
 def test_the_network_runs_in_the_configured_precision_and_the_loss_in_fp32(
     precision: str, dtype: torch.dtype | None
 ) -> None:
@@ -436,7 +597,13 @@ def test_the_network_runs_in_the_configured_precision_and_the_loss_in_fp32(
     state.model.main.register_forward_hook(lambda *call: inside.add(call[2].dtype))  # type: ignore[operator, union-attr]
     loss = gradients.BatchLoss(config, Watch(ALONE, state), None)
     batch = batches(0)[0]
-    parts = loss(AllHeads(state.model), batch.image, batch.target, torch.tensor(V * B * SIZE * SIZE), shard=0)
+    parts = loss(
+        AllHeads(state.model),
+        batch.image,
+        batch.target,
+        torch.tensor(V * B * SIZE * SIZE),
+        shard=0,
+    )
     assert inside == {dtype or torch.float32}
     assert {part.dtype for part in parts.values()} == {torch.float32}
 
@@ -454,8 +621,16 @@ class Seen(Watch):
         assert list(heads) == ["main", "aux"]
         self.inputs.append(seen)
 
-    def shard(self, batch: ShardBatch, loss: Tensor, statistics: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        copies = [[value.clone() for value in values] for values in (statistics, gradients)]
+    def shard(
+        self,
+        batch: ShardBatch,
+        loss: Tensor,
+        statistics: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+    ) -> None:
+        copies = [
+            [value.clone() for value in values] for values in (statistics, gradients)
+        ]
         self.shards.append((batch.shard, loss.item(), *copies))
 
     def whole_batch(self, shards: Sequence[ShardBatch]) -> None:
@@ -469,8 +644,13 @@ def test_the_watch_sees_the_input_and_what_each_shard_adds(mode: str) -> None:
     watch, before = Seen(state), state_digest(state.model.state_dict())
     valid = torch.tensor(V * B * SIZE * SIZE)
     result = TrainStep(config, watch)(shards, valid)
-    assert state_digest(state.model.state_dict()) == before, "nothing moves before `apply`"
-    assert torch.equal(torch.cat(watch.inputs), Preprocess()(torch.cat([batch.image for batch in shards])))
+    assert state_digest(state.model.state_dict()) == before, (
+        "nothing moves before `apply`"
+    )
+    assert torch.equal(
+        torch.cat(watch.inputs),
+        Preprocess()(torch.cat([batch.image for batch in shards])),
+    )
     if mode == "ddp":
         assert (watch.batches, watch.shards) == ([0, 1, 2, 3], [])
         return
@@ -482,7 +662,13 @@ def test_the_watch_sees_the_input_and_what_each_shard_adds(mode: str) -> None:
         twin = fresh(config, dropout=0.0)
         alone = TrainStep(config, Watch(ALONE, twin))
         alone.gradients([shards[shard]], valid)
-        assert all(map(torch.equal, grads, [parameter.grad for parameter in twin.model.parameters()]))
+        assert all(
+            map(
+                torch.equal,
+                grads,
+                [parameter.grad for parameter in twin.model.parameters()],
+            )
+        )
         twin = fresh(config, dropout=0.0)
         twin.model.logits(watch.inputs[shard], aux=True)
         assert all(map(torch.equal, statistics, norms.statistics(twin.model)))

@@ -18,7 +18,15 @@ from segpipe.settings.config import from_mapping
 from segpipe.train import checkpoint, engine
 from segpipe.train.validate import Validation
 
-SCORES = {2: 0.1, 4: 0.3, 6: 0.2, 8: 0.3, 10: 0.25, 12: 0.9, 14: 0.1}  # by step; 8 is not better than 4
+SCORES = {
+    2: 0.1,
+    4: 0.3,
+    6: 0.2,
+    8: 0.3,
+    10: 0.25,
+    12: 0.9,
+    14: 0.1,
+}  # by step; 8 is not better than 4
 PATIENT = (
     "train.steps=20",
     "train.validate_every=2",
@@ -33,7 +41,9 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Validations have the mIoU of SCORES, the final one 0.5, the best of all."""
     validate, score = engine._validate, 0.0
 
-    def scripted_validation(run: engine.Run, *, precision: str, log: bool = True) -> Validation:
+    def scripted_validation(
+        run: engine.Run, *, precision: str, log: bool = True
+    ) -> Validation:
         nonlocal score
         final = engine._stopped_early(run)
         score = 0.5 if final else SCORES[run.state.step]
@@ -44,35 +54,57 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("scripted")
-def test_training_stops_when_validations_do_not_improve_and_resumes_exactly(tmp_path: Path) -> None:
+def test_training_stops_when_validations_do_not_improve_and_resumes_exactly(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "run"
     assert run(folder, *PATIENT) == 0
     found = result(folder)
-    assert (found["steps"], found["stopped_early"], found["best_miou"]) == (10, True, 0.5)
-    assert [line["step"] for line in metrics(folder) if line["kind"] == "validation"] == [2, 4, 6, 8, 10]
+    assert (found["steps"], found["stopped_early"], found["best_miou"]) == (
+        10,
+        True,
+        0.5,
+    )
+    assert [
+        line["step"] for line in metrics(folder) if line["kind"] == "validation"
+    ] == [2, 4, 6, 8, 10]
     resumed = Path(shutil.copytree(folder, tmp_path / "resumed"))
-    (resumed / "step_000007.pt").replace(resumed / "last.pt")  # after one validation that was not better
+    (resumed / "step_000007.pt").replace(
+        resumed / "last.pt"
+    )  # after one validation that was not better
     assert checkpoint.load(resumed / "last.pt")["stale"] == 1
     assert run(resumed, *PATIENT, "run.exists=resume") == 0
     assert result(resumed)["steps"] == 10
     assert outcome(resumed) == outcome(folder)
-    assert run(folder, *PATIENT, "run.exists=resume") == 0  # of a run that has stopped: it does not go on
+    assert (
+        run(folder, *PATIENT, "run.exists=resume") == 0
+    )  # of a run that has stopped: it does not go on
     assert result(folder)["steps"] == 10
     assert outcome(resumed) == outcome(folder)
 
 
 def test_without_patience_a_run_goes_to_its_end(tmp_path: Path) -> None:
     assert run(tmp_path / "run", "train.validate_every=1", "compute.shards=1") == 0
-    assert (result(tmp_path / "run")["steps"], result(tmp_path / "run")["stopped_early"]) == (3, False)
+    assert (
+        result(tmp_path / "run")["steps"],
+        result(tmp_path / "run")["stopped_early"],
+    ) == (3, False)
     content = checkpoint.load(tmp_path / "run" / "last.pt")
     assert content["stale"] >= 0
-    older = {key: value for key, value in content.items() if key not in ("stale", "digests", "format", "version")}
+    older = {
+        key: value
+        for key, value in content.items()
+        if key not in ("stale", "digests", "format", "version")
+    }
     checkpoint.save(tmp_path / "older.pt", older)
     assert "stale" not in torch.load(tmp_path / "older.pt", weights_only=True)
     assert checkpoint.load(tmp_path / "older.pt")["stale"] == 0
 
 
-@pytest.mark.parametrize(("images", "epochs", "steps"), [(16, 3, 6), (17, 3, 7), (1, 1, 1), (8, 1, 1), (9, 1, 2)])
+@pytest.mark.parametrize(
+    ("images", "epochs", "steps"),
+    [(16, 3, 6), (17, 3, 7), (1, 1, 1), (8, 1, 1), (9, 1, 2)],
+)
 def test_epochs_are_whole_passes(images: int, epochs: int, steps: int) -> None:
     values = {
         "train": {"epochs": epochs},
@@ -84,7 +116,9 @@ def test_epochs_are_whole_passes(images: int, epochs: int, steps: int) -> None:
     assert with_steps(found) is found
 
 
-def test_a_run_stores_steps_and_resumes_with_epochs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_stores_steps_and_resumes_with_epochs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "run"
     length = ("train.steps=0", "train.epochs=1", "data.num_train=3", "compute.shards=1")
     assert run(folder, *length) == 0
@@ -93,11 +127,18 @@ def test_a_run_stores_steps_and_resumes_with_epochs(tmp_path: Path, capsys: pyte
     assert run(folder, *length, "run.exists=resume") == 0
     assert run(folder, *length, "train.epochs=2", "run.exists=resume") == 2
     said = capsys.readouterr().err
-    for part in ("train.steps: 2 -> 3", "train.steps=2", "model.weights=FOLDER", "optim.schedule_steps"):
+    for part in (
+        "train.steps: 2 -> 3",
+        "train.steps=2",
+        "model.weights=FOLDER",
+        "optim.schedule_steps",
+    ):
         assert part in said
 
 
-def test_a_run_with_a_fixed_schedule_is_made_longer_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_run_with_a_fixed_schedule_is_made_longer_with_the_same_bits(
+    tmp_path: Path,
+) -> None:
     """And keeps the newest of its numbered checkpoints. The control is the refusal above, without a schedule."""
     fixed = ("optim.schedule_steps=8", "compute.shards=1", "checkpoint.keep_every=1")
     assert run(tmp_path / "whole", *fixed, "train.steps=5") == 0
@@ -105,24 +146,42 @@ def test_a_run_with_a_fixed_schedule_is_made_longer_with_the_same_bits(tmp_path:
     assert run(folder, *kept, "train.steps=2") == 0
     assert run(folder, *kept, "train.steps=5", "run.exists=resume") == 0
     assert outcome(folder) == outcome(tmp_path / "whole")
-    assert json.loads((folder / "config.json").read_text())["train"]["steps"] == result(folder)["steps"] == 5
-    assert sorted(path.name for path in folder.glob("step_*.pt")) == ["step_000003.pt", "step_000004.pt"]
+    assert (
+        json.loads((folder / "config.json").read_text())["train"]["steps"]
+        == result(folder)["steps"]
+        == 5
+    )
+    assert sorted(path.name for path in folder.glob("step_*.pt")) == [
+        "step_000003.pt",
+        "step_000004.pt",
+    ]
     assert len([*(tmp_path / "whole").glob("step_*.pt")]) == 4
     lines = [check_config(folder, read_config(folder), read_run(folder)).status]
     assert lines == ["passed"], "an audit takes both sessions for one run"
-    assert run(folder, *kept, "train.steps=3", "run.exists=resume") == 2, "it has gone further than that"
+    assert run(folder, *kept, "train.steps=3", "run.exists=resume") == 2, (
+        "it has gone further than that"
+    )
 
 
 @pytest.mark.parametrize(("free_mib", "fits"), [(3, False), (3000, True)])
 def test_a_disk_that_is_too_small_is_told_before_the_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], free_mib: int, fits: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    free_mib: int,
+    fits: bool,
 ) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free_mib * 2**20))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda folder: SimpleNamespace(free=free_mib * 2**20)
+    )
     code = run(tmp_path / "run", "compute.shards=1", "checkpoint.keep_every=1")
     said = capsys.readouterr().err
     assert code == (0 if fits else 2)
     if not fits:
         assert "run will need" in said
-        assert "(5 checkpoints of 13 MiB, ledger 0 MiB, export 0 MiB), but its disk has 3 MiB free" in said
+        assert (
+            "(5 checkpoints of 13 MiB, ledger 0 MiB, export 0 MiB), but its disk has 3 MiB free"
+            in said
+        )
         assert "checkpoint.keep_last" in said
         assert not [*(tmp_path / "run").glob("*.pt")]

@@ -8,7 +8,20 @@ from itertools import pairwise
 
 import pytest
 import torch
-from test_gradients import ALONE, CPU, SIZE, B, C, CountedExchange, Net, V, batches, fresh, settings, updates
+from test_gradients import (
+    ALONE,
+    CPU,
+    SIZE,
+    B,
+    C,
+    CountedExchange,
+    Net,
+    V,
+    batches,
+    fresh,
+    settings,
+    updates,
+)
 from torch import Tensor, nn
 
 from ranks import Loopback
@@ -38,7 +51,9 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Loopback]:
         loopback = Loopback(num_ranks)
         monkeypatch.setattr(reduce, "dist", loopback)
         monkeypatch.setattr(reduce, "_all_gather", loopback.all_gather)
-        monkeypatch.setattr(gradients, "DistributedDataParallel", loopback.data_parallel)
+        monkeypatch.setattr(
+            gradients, "DistributedDataParallel", loopback.data_parallel
+        )
         return loopback
 
     return made
@@ -59,7 +74,9 @@ def state_of(config: Config, *, norm: bool = True, unused: bool = False) -> Trai
         model.norm = nn.Identity()  # type: ignore[assignment]
     freeze(model, config.model.freeze)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    return TrainState(model, Ema(model, config.ema), build_optimizer(model, config.optim), scaler)
+    return TrainState(
+        model, Ema(model, config.ema), build_optimizer(model, config.optim), scaler
+    )
 
 
 def group_of(rank: int, world_size: int, *, machines: bool = False) -> Group:
@@ -70,7 +87,9 @@ def group_of(rank: int, world_size: int, *, machines: bool = False) -> Group:
 
 
 @pytest.mark.parametrize("bucket_size", [20, 600, 1 << 20])
-@pytest.mark.parametrize(("world_size", "machines"), [(2, False), (4, False), (4, True)])
+@pytest.mark.parametrize(
+    ("world_size", "machines"), [(2, False), (4, False), (4, True)]
+)
 def test_elastic_gives_the_bits_of_one_process(
     ranks: Callable[[int], Loopback],
     monkeypatch: pytest.MonkeyPatch,
@@ -87,29 +106,41 @@ def test_elastic_gives_the_bits_of_one_process(
     states = [state_of(config, unused=True) for _ in range(world_size)]
 
     def work(rank: int) -> str:
-        return updates(states[rank], config, group_of(rank, world_size, machines=machines), 2)
+        return updates(
+            states[rank], config, group_of(rank, world_size, machines=machines), 2
+        )
 
     alone = updates(state_of(config, unused=True), config, ALONE, 2)
     assert ranks(world_size).run(work) == [alone] * world_size
-    assert [count > 0 for count in CountedExchange.early] == [bucket_size != 1 << 20] * 2 * world_size
+    assert [count > 0 for count in CountedExchange.early] == [
+        bucket_size != 1 << 20
+    ] * 2 * world_size
 
 
 @pytest.mark.parametrize(
-    ("world_size", "shards"), [*((r, 16) for r in (2, 3, 5, 7, 8, 12, 16)), *((r, 6) for r in range(2, 7))]
+    ("world_size", "shards"),
+    [*((r, 16) for r in (2, 3, 5, 7, 8, 12, 16)), *((r, 6) for r in range(2, 7))],
 )
 def test_any_number_of_processes_up_to_the_shards_gives_the_bits_of_one(
-    ranks: Callable[[int], Loopback], monkeypatch: pytest.MonkeyPatch, world_size: int, shards: int
+    ranks: Callable[[int], Loopback],
+    monkeypatch: pytest.MonkeyPatch,
+    world_size: int,
+    shards: int,
 ) -> None:
     monkeypatch.setattr(gradients, "BUCKET_SIZE", 600)
     config = config_of("elastic", shards=shards)
     states = [state_of(config, unused=True) for _ in range(world_size)]
     alone = updates(state_of(config, unused=True), config, ALONE, 2)
-    found = ranks(world_size).run(lambda rank: updates(states[rank], config, group_of(rank, world_size), 2))
+    found = ranks(world_size).run(
+        lambda rank: updates(states[rank], config, group_of(rank, world_size), 2)
+    )
     assert found == [alone] * world_size
 
 
 @pytest.mark.parametrize("mode", ["elastic", "ddp"])
-@pytest.mark.parametrize("frozen", [["first.*", "second.*", "norm.*"], ["main.*", "aux.weight"]])
+@pytest.mark.parametrize(
+    "frozen", [["first.*", "second.*", "norm.*"], ["main.*", "aux.weight"]]
+)
 def test_frozen_parts_and_scaled_rates_give_the_same_bits_on_any_number_of_ranks(
     ranks: Callable[[int], Loopback], mode: str, frozen: list[str]
 ) -> None:
@@ -144,7 +175,9 @@ class Sometimes(Net):
     def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
         heads = super().logits(image, aux=aux)
         if bool((image[0, 0, 0, 0] - image[0, 0, 0, 1]).abs() < 1e-6):
-            heads["main"] = heads["main"] + self.spare(torch.relu(self.second(torch.relu(self.first(image)))))
+            heads["main"] = heads["main"] + self.spare(
+                torch.relu(self.second(torch.relu(self.first(image))))
+            )
         return heads
 
 
@@ -152,7 +185,9 @@ def of_some_shards(step: int) -> list[ShardBatch]:
     made = batches(step)
     for batch in made:
         uses = step == 0 or (step, batch.shard) == (2, 2)
-        batch.image[0, 0, 1] = batch.image[0, 0, 0] if uses else batch.image[0, 0, 0] ^ 128
+        batch.image[0, 0, 1] = (
+            batch.image[0, 0, 0] if uses else batch.image[0, 0, 0] ^ 128
+        )
     return made
 
 
@@ -162,8 +197,16 @@ def losses_in_turn(model: nn.Module, step: int) -> None:
     for batch in of_some_shards(step):
         for value, kept in zip(statistics(model), before, strict=True):
             value.copy_(kept)
-        loss = gradients.BatchLoss(config_of("elastic"), Watch(ALONE, TrainState(model, *[None] * 3)), None)  # type: ignore
-        parts = loss(AllHeads(model), batch.image, batch.target, torch.tensor(V * B * SIZE * SIZE), shard=0)
+        loss = gradients.BatchLoss(
+            config_of("elastic"), Watch(ALONE, TrainState(model, *[None] * 3)), None
+        )  # type: ignore
+        parts = loss(
+            AllHeads(model),
+            batch.image,
+            batch.target,
+            torch.tensor(V * B * SIZE * SIZE),
+            shard=0,
+        )
         parts["total"].backward()
 
 
@@ -180,7 +223,14 @@ def test_a_parameter_without_gradient_is_left_as_torch_leaves_it(
         torch.manual_seed(0)
         model = Sometimes().train()
         scaler = torch.amp.GradScaler("cpu", enabled=False)
-        states.append(TrainState(model, Ema(model, config.ema), build_optimizer(model, config.optim), scaler))
+        states.append(
+            TrainState(
+                model,
+                Ema(model, config.ema),
+                build_optimizer(model, config.optim),
+                scaler,
+            )
+        )
     *states, plain = states
 
     def work(rank: int) -> list[dict[str, Tensor]]:
@@ -188,24 +238,35 @@ def test_a_parameter_without_gradient_is_left_as_torch_leaves_it(
         step, seen = TrainStep(config, Watch(group, states[rank])), []
         for number in range(4):
             shards = of_some_shards(number)
-            step([shards[shard] for shard in group.own_shards(V)], torch.tensor(V * B * SIZE * SIZE))
+            step(
+                [shards[shard] for shard in group.own_shards(V)],
+                torch.tensor(V * B * SIZE * SIZE),
+            )
             step.apply()
             seen.append(values(states[rank]))
         return seen
 
     found = ranks(world_size).run(work) if world_size > 1 else [work(0)]
     for other in found[1:]:
-        assert all(torch.equal(a[key], b[key]) for a, b in zip(found[0], other, strict=True) for key in a)
+        assert all(
+            torch.equal(a[key], b[key])
+            for a, b in zip(found[0], other, strict=True)
+            for key in a
+        )
     weights = [step["spare.weight"] for step in found[0]]
     assert [not torch.equal(a, b) for a, b in pairwise(weights)] == [False, True, False]
     assert torch.equal(found[0][-1]["never.weight"], values(plain)["never.weight"])
     for number in range(4):  # the same with torch alone
         losses_in_turn(plain.model, number)
-        set_rate(plain.optimizer, learning_rate(number, config.train.steps, config.optim))
+        set_rate(
+            plain.optimizer, learning_rate(number, config.train.steps, config.optim)
+        )
         plain.optimizer.step()
         plain.optimizer.zero_grad(set_to_none=True)
         for key, parameter in plain.model.named_parameters():
-            torch.testing.assert_close(parameter.detach(), found[0][number][key], rtol=1e-3, atol=1e-4, msg=key)
+            torch.testing.assert_close(
+                parameter.detach(), found[0][number][key], rtol=1e-3, atol=1e-4, msg=key
+            )
 
 
 def values(state: TrainState) -> dict[str, Tensor]:
@@ -213,7 +274,9 @@ def values(state: TrainState) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("mode", ["ddp", "off"])
-def test_ddp_moves_the_weights_as_one_process_does(ranks: Callable[[int], Loopback], mode: str) -> None:
+def test_ddp_moves_the_weights_as_one_process_does(
+    ranks: Callable[[int], Loopback], mode: str
+) -> None:
     """Up to rounding, on a network without BatchNorm: DDP takes means over the ranks where the loss needs sums."""
     config = config_of(mode, clip_norm=0.0)
 
@@ -228,11 +291,21 @@ def test_ddp_moves_the_weights_as_one_process_does(ranks: Callable[[int], Loopba
     moved = {name: value - start[name] for name, value in values(alone).items()}
     for found in ranks(4).run(work):
         for name, value in found.items():
-            torch.testing.assert_close(value - start[name], moved[name], rtol=1e-3, atol=1e-6, msg=f"{mode} {name}")
+            torch.testing.assert_close(
+                value - start[name],
+                moved[name],
+                rtol=1e-3,
+                atol=1e-6,
+                msg=f"{mode} {name}",
+            )
 
 
-@pytest.mark.parametrize(("mode", "world_size"), [("ddp", 4), ("ddp", 2), ("elastic", 4), ("elastic", 2)])
-def test_statistics_are_the_mean_over_ranks(ranks: Callable[[int], Loopback], mode: str, world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("mode", "world_size"), [("ddp", 4), ("ddp", 2), ("elastic", 4), ("elastic", 2)]
+)
+def test_statistics_are_the_mean_over_ranks(
+    ranks: Callable[[int], Loopback], mode: str, world_size: int
+) -> None:
     """Over the shards in mode elastic; DDP computes all shards of a rank as one batch."""
     config = config_of(mode)
 
@@ -240,12 +313,16 @@ def test_statistics_are_the_mean_over_ranks(ranks: Callable[[int], Loopback], mo
 
     def work(rank: int) -> tuple[list[Tensor], str]:
         updates(states[rank], config, group_of(rank, world_size), 1)
-        return statistics(states[rank].model), state_digest(states[rank].model.state_dict())
+        return statistics(states[rank].model), state_digest(
+            states[rank].model.state_dict()
+        )
 
     images = [batch.image for batch in batches(0)]
     if mode == "ddp":
         size = V // world_size
-        images = [torch.cat(images[first : first + size]) for first in range(0, V, size)]
+        images = [
+            torch.cat(images[first : first + size]) for first in range(0, V, size)
+        ]
     singles = []
     for image in images:
         twin = state_of(config).model
@@ -254,7 +331,9 @@ def test_statistics_are_the_mean_over_ranks(ranks: Callable[[int], Loopback], mo
     found = ranks(world_size).run(work)
     assert V == 4
     for single in zip(found[0][0], *singles, strict=True):
-        torch.testing.assert_close(single[0], torch.stack(single[1:]).mean(0), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            single[0], torch.stack(single[1:]).mean(0), rtol=1e-5, atol=1e-6
+        )
     assert len({digest for _, digest in found}) == 1
 
 
@@ -275,7 +354,10 @@ def test_ddp_is_warmed_up_where_a_resumed_run_must_repeat_its_bits(
 ) -> None:
     """Two backward passes give its buckets their final order, and leave nothing behind. Each place is announced."""
     config = config_of(mode)
-    states, contracts = [state_of(config) for _ in range(2)], [Noted() for _ in range(2)]
+    states, contracts = (
+        [state_of(config) for _ in range(2)],
+        [Noted() for _ in range(2)],
+    )
     model, done, shapes = states[0].model, [], set()
     assert isinstance(model, Net)
     model.first.weight.register_post_accumulate_grad_hook(lambda _: done.append(1))
@@ -283,21 +365,34 @@ def test_ddp_is_warmed_up_where_a_resumed_run_must_repeat_its_bits(
     before, loopback = values(states[0]), ranks(2)
 
     def built(rank: int) -> TrainStep:
-        return TrainStep(config, Watch(Group(rank, rank, 2, CPU, contract=contracts[rank]), states[rank]))
+        return TrainStep(
+            config,
+            Watch(Group(rank, rank, 2, CPU, contract=contracts[rank]), states[rank]),
+        )
 
     steps = loopback.run(built)
     assert len(done) == passes
-    assert shapes == {(2, 3, SIZE, SIZE)} | ({(V * B // 2, 3, SIZE, SIZE)} if passes else set())
+    assert shapes == {(2, 3, SIZE, SIZE)} | (
+        {(V * B // 2, 3, SIZE, SIZE)} if passes else set()
+    )
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(torch.equal(value, before[name]) for name, value in values(states[0]).items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in values(states[0]).items()
+    )
     announced = ["wrap of DDP", *(["warm-up of DDP"] if passes else [])]
     assert [each.calls for each in contracts] == [announced] * 2
-    loopback.run(lambda rank: steps[rank](batches(0)[2 * rank : 2 * rank + 2], torch.tensor(V * B * SIZE * SIZE)))
+    loopback.run(
+        lambda rank: steps[rank](
+            batches(0)[2 * rank : 2 * rank + 2], torch.tensor(V * B * SIZE * SIZE)
+        )
+    )
     assert [each.calls for each in contracts] == [[*announced, "backward of DDP"]] * 2
 
 
 def test_one_process_announces_nothing() -> None:
     config, contract = config_of("ddp"), Noted()
-    step = TrainStep(config, Watch(Group(0, 0, 1, CPU, contract=contract), state_of(config)))
+    step = TrainStep(
+        config, Watch(Group(0, 0, 1, CPU, contract=contract), state_of(config))
+    )
     step(batches(0), torch.tensor(V * B * SIZE * SIZE))
     assert contract.calls == []

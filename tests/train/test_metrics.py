@@ -12,7 +12,9 @@ from segpipe.errors import DataError
 from segpipe.train import metrics
 
 
-def slow_confusion(pred: list[int], target: list[int], num_classes: int) -> list[list[int]]:
+def slow_confusion(
+    pred: list[int], target: list[int], num_classes: int
+) -> list[list[int]]:
     counts = [[0] * num_classes for _ in range(num_classes)]
     for predicted, wanted in zip(pred, target, strict=True):
         if wanted != 255:
@@ -20,7 +22,9 @@ def slow_confusion(pred: list[int], target: list[int], num_classes: int) -> list
     return counts
 
 
-def slow_iou(pred: list[int], target: list[int], num_classes: int) -> list[float | None]:
+def slow_iou(
+    pred: list[int], target: list[int], num_classes: int
+) -> list[float | None]:
     pairs = [(p, t) for p, t in zip(pred, target, strict=True) if t != 255]
     found: list[float | None] = []
     for k in range(num_classes):
@@ -37,7 +41,10 @@ def draw(seed: int) -> tuple[Tensor, Tensor, int]:
     size = rng.choice([1, 7, 200])
     labels = [255] if seed % 5 == 0 else [*range(num_classes), 255]
     target = torch.tensor([rng.choice(labels) for _ in range(size)], dtype=torch.uint8)
-    pred = torch.tensor([rng.randrange(num_classes) for _ in range(size)], dtype=rng.choice([torch.uint8, torch.int64]))
+    pred = torch.tensor(
+        [rng.randrange(num_classes) for _ in range(size)],
+        dtype=rng.choice([torch.uint8, torch.int64]),
+    )
     return pred, target, num_classes
 
 
@@ -46,12 +53,18 @@ def test_matches_a_slow_loop(seed: int) -> None:
     pred, target, num_classes = draw(seed)
     counts = metrics.confusion(pred, target, num_classes)
     assert counts.dtype == torch.int64
-    assert counts.tolist() == slow_confusion(pred.tolist(), target.tolist(), num_classes)
-    assert metrics.iou_per_class(counts) == slow_iou(pred.tolist(), target.tolist(), num_classes)
+    assert counts.tolist() == slow_confusion(
+        pred.tolist(), target.tolist(), num_classes
+    )
+    assert metrics.iou_per_class(counts) == slow_iou(
+        pred.tolist(), target.tolist(), num_classes
+    )
 
 
 def test_rows_are_the_target() -> None:
-    counts = metrics.confusion(torch.tensor([1, 1, 0]), torch.tensor([0, 0, 0], dtype=torch.uint8), 2)
+    counts = metrics.confusion(
+        torch.tensor([1, 1, 0]), torch.tensor([0, 0, 0], dtype=torch.uint8), 2
+    )
     assert counts.tolist() == [[1, 2], [0, 0]]
 
 
@@ -71,7 +84,10 @@ def test_counts_are_exact_where_float32_and_int32_are_not() -> None:
     counts = torch.tensor([[big, 2**40], [1, 2**33]])
     found = metrics.summary(counts, ["a", "b"])
     assert found["pixels"] == big + 2**40 + 1 + 2**33
-    assert found["iou"] == {"a": big / (big + 2**40 + 1), "b": 2**33 / (2**40 + 1 + 2**33)}
+    assert found["iou"] == {
+        "a": big / (big + 2**40 + 1),
+        "b": 2**33 / (2**40 + 1 + 2**33),
+    }
     assert (counts + counts)[0, 0].item() == 2 * big
 
 
@@ -84,11 +100,17 @@ def test_absent_class_is_left_out_of_the_mean_and_named() -> None:
     assert found["miou"] == 0.75
     assert found["pixel_accuracy"] == 0.75
     assert found["absent"] == ["bus", "train"]
-    assert found["false_positives_only"] == ["bus"]  # train was predicted on an ignored pixel only
+    assert found["false_positives_only"] == [
+        "bus"
+    ]  # train was predicted on an ignored pixel only
 
 
 def test_all_ignored_has_no_value() -> None:
-    counts = metrics.confusion(torch.zeros(3, 4, dtype=torch.int64), torch.full((3, 4), 255, dtype=torch.uint8), 3)
+    counts = metrics.confusion(
+        torch.zeros(3, 4, dtype=torch.int64),
+        torch.full((3, 4), 255, dtype=torch.uint8),
+        3,
+    )
     assert counts.sum() == 0
     assert math.isnan(metrics.miou(counts))
     assert math.isnan(metrics.pixel_accuracy(counts))
@@ -96,7 +118,9 @@ def test_all_ignored_has_no_value() -> None:
 
 
 def test_takes_numpy_counts_too() -> None:
-    assert metrics.miou(np.array([[3, 1], [0, 4]], dtype=np.int64)) == (3 / 4 + 4 / 5) / 2
+    assert (
+        metrics.miou(np.array([[3, 1], [0, 4]], dtype=np.int64)) == (3 / 4 + 4 / 5) / 2
+    )
 
 
 @pytest.mark.parametrize("stranger", [3, 17, 254])
@@ -115,7 +139,10 @@ def test_unknown_prediction_does_not_land_in_the_next_row(stranger: int) -> None
 
 def test_prediction_on_ignored_pixels_does_not_matter() -> None:
     target = torch.tensor([0, 255], dtype=torch.uint8)
-    assert metrics.confusion(torch.tensor([0, 200]), target, 2).tolist() == [[1, 0], [0, 0]]
+    assert metrics.confusion(torch.tensor([0, 200]), target, 2).tolist() == [
+        [1, 0],
+        [0, 0],
+    ]
 
 
 def test_shapes_must_agree() -> None:

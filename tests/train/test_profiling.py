@@ -18,18 +18,26 @@ CPU = torch.device("cpu")
 
 def found(**shares: float) -> StepProfile:
     """A profile in which these parts have these shares of an update of 100 ms."""
-    parts = [SpanCost(name, 100 * share, share, 0.0, 0.0) for name, share in shares.items()]
-    return StepProfile(100.0, 80.0, parts, 10.0, read_ms=30.0, augment_ms=20.0, repeated=0.0, advice=[])
+    parts = [
+        SpanCost(name, 100 * share, share, 0.0, 0.0) for name, share in shares.items()
+    ]
+    return StepProfile(
+        100.0, 80.0, parts, 10.0, read_ms=30.0, augment_ms=20.0, repeated=0.0, advice=[]
+    )
 
 
 def said(profile: StepProfile, config: Config | None = None) -> str:
-    precise = from_mapping({"train": {"precision": "bf16"}}) if config is None else config
+    precise = (
+        from_mapping({"train": {"precision": "bf16"}}) if config is None else config
+    )
     return " ".join(advice(profile, precise, CPU, batch=8))
 
 
 def test_advice_names_the_bottleneck_and_what_to_set() -> None:
     assert said(found(forward=0.5, backward=0.4)).startswith("Nothing stands out")
-    waiting = said(found(data=0.5, forward=0.5))  # 8 samples of 50 ms in 50 ms of computation
+    waiting = said(
+        found(data=0.5, forward=0.5)
+    )  # 8 samples of 50 ms in 50 ms of computation
     assert "Loader-bound: 50%" in waiting
     assert "data.workers=8 (now 2)" in waiting
     many = from_mapping({"data": {"workers": 16}, "train": {"precision": "bf16"}})
@@ -37,7 +45,9 @@ def test_advice_names_the_bottleneck_and_what_to_set() -> None:
     assert "loss.stride=2" in said(found(loss=0.3))
     assert "compute.samples_per_shard" in said(found(reduction=0.2))
     assert "compute.ledger=false" in said(found(ledger=0.05))
-    assert said(found(data=0.05, loss=0.2, reduction=0.05, ledger=0.02)).startswith("Nothing stands out")
+    assert said(found(data=0.05, loss=0.2, reduction=0.05, ledger=0.02)).startswith(
+        "Nothing stands out"
+    )
 
 
 def test_traffic_counts_what_operators_take_and_give_by_span() -> None:
@@ -83,11 +93,17 @@ def test_a_run_is_profiled_and_leaves_nothing_but_its_profile(
         "ledger",
     } <= set(parts)
     assert sum(part["share"] for part in parts.values()) == pytest.approx(1, abs=0.01)
-    assert all(parts[name]["gib"] > 0 for name in ("forward", "backward", "optimizer", "average"))
+    assert all(
+        parts[name]["gib"] > 0
+        for name in ("forward", "backward", "optimizer", "average")
+    )
     assert all(name in told for name in parts)
     assert profile["advice"][0] in told
     names = {
-        event.get("name") for event in json.loads((tmp_path / "one_profile" / "trace.json").read_text())["traceEvents"]
+        event.get("name")
+        for event in json.loads((tmp_path / "one_profile" / "trace.json").read_text())[
+            "traceEvents"
+        ]
     }
     assert {"forward", "backward", "ledger"} <= names
     assert [path.name for path in tmp_path.iterdir()] == ["one_profile"]

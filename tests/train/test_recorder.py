@@ -54,22 +54,31 @@ def test_an_audit_computes_what_elastic_does(alone: Path, tmp_path: Path) -> Non
     assert outcome(tmp_path / "elastic") == outcome(alone)
     found = compared(alone, tmp_path / "elastic")  # the rows that both write
     assert found.verdict == "identical", found.sentence
-    assert run(tmp_path / "bare", *AUDIT, "compute.mode=elastic", "compute.ledger=false") == 0
+    assert (
+        run(tmp_path / "bare", *AUDIT, "compute.mode=elastic", "compute.ledger=false")
+        == 0
+    )
     assert outcome(tmp_path / "bare") == outcome(alone)
     assert not (tmp_path / "bare" / "ledger").exists()
 
 
 def test_two_processes_write_the_ledger_of_one(alone: Path, tmp_path: Path) -> None:
-    done = command(*TORCHRUN, "train.py", *settings(tmp_path / "two", *AUDIT, "data.workers=1"))
+    done = command(
+        *TORCHRUN, "train.py", *settings(tmp_path / "two", *AUDIT, "data.workers=1")
+    )
     assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in (tmp_path / "two" / "ledger").glob("*.bin")) == ["rank00.bin", "rank01.bin"]
+    assert sorted(
+        path.name for path in (tmp_path / "two" / "ledger").glob("*.bin")
+    ) == ["rank00.bin", "rank01.bin"]
     found = compared(alone, tmp_path / "two")
     assert found.verdict == "identical", found.sentence
     said = command("scripts/compare_runs.py", str(alone), str(tmp_path / "two"))
     assert said.returncode == 0, said.stderr
 
 
-def test_a_resumed_audit_is_the_same_audit(alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_audit_is_the_same_audit(
+    alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, apply = tmp_path / "resumed", TrainStep.apply
 
     def interrupted(step: TrainStep) -> None:
@@ -85,7 +94,9 @@ def test_a_resumed_audit_is_the_same_audit(alone: Path, tmp_path: Path, monkeypa
     assert found.verdict == "identical", found.sentence
 
 
-def test_rows_are_written_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_written_while_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not at checkpoints alone: what a killed run has computed can be compared, and rows do not fill the memory."""
     flushed: list[int] = []
     flush, create = Recorder.flush, Recorder.__init__
@@ -100,10 +111,17 @@ def test_rows_are_written_while_the_run_goes_on(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(Recorder, "__init__", often)
     monkeypatch.setattr(Recorder, "flush", noted)
-    changes = ("train.steps=5", "compute.shards=1", "checkpoint.every=0", "augment.crop_size=[32,32]")
+    changes = (
+        "train.steps=5",
+        "compute.shards=1",
+        "checkpoint.every=0",
+        "augment.crop_size=[32,32]",
+    )
     assert run(tmp_path / "run", *changes) == 0
     assert [step for step in flushed if step > 0] == [2, 4]
-    assert {step for step in flushed if step < 0} == {-5}, "with the checkpoints of the end"
+    assert {step for step in flushed if step < 0} == {-5}, (
+        "with the checkpoints of the end"
+    )
 
 
 LAYER = "ppm.out.0.weight"
@@ -122,11 +140,17 @@ def test_a_planted_difference_is_named(
     globals()[f"_plant_{plant}"](monkeypatch)
     assert run(tmp_path / "other", *AUDIT) == 0
     found = compared(alone, tmp_path / "other")
-    assert (found.verdict, found.step, found.stage) == ("diverged", STEP, STAGES[plant]), found.sentence
+    assert (found.verdict, found.step, found.stage) == (
+        "diverged",
+        STEP,
+        STAGES[plant],
+    ), found.sentence
     if plant in ("image", "target", "seen", "gradient"):
         assert found.shard == SHARD, found.sentence
     if plant in ("image", "target"):
-        assert found.sample == Order(0, 16, 2, 2).shard(STEP, SHARD)[ROW][1], found.sentence
+        assert found.sample == Order(0, 16, 2, 2).shard(STEP, SHARD)[ROW][1], (
+            found.sentence
+        )
     if plant in ("gradient", "reduced", "weight", "ema"):
         assert found.layer == LAYER, found.sentence
     assert json.loads(json.dumps(found.to_json()))["stage"] == STAGES[plant]
@@ -145,7 +169,11 @@ def _plant_image(monkeypatch: pytest.MonkeyPatch, name: str = "image") -> None:
         if step.state.step == STEP:
             changed = getattr(shards[SHARD], name).clone()
             changed[ROW, 5, 6] = changed[ROW, 5, 6] ^ 1
-            shards = [*shards[:SHARD], shards[SHARD]._replace(**{name: changed}), *shards[SHARD + 1 :]]
+            shards = [
+                *shards[:SHARD],
+                shards[SHARD]._replace(**{name: changed}),
+                *shards[SHARD + 1 :],
+            ]
         return call(step, shards, valid)
 
     monkeypatch.setattr(TrainStep, "__call__", planted)
@@ -224,22 +252,37 @@ def _plant_ema(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _place() -> int:
-    return [name for name, _ in build_model("fast_scnn", 2).named_parameters()].index(LAYER)
+    return [name for name, _ in build_model("fast_scnn", 2).named_parameters()].index(
+        LAYER
+    )
 
 
 def _entry(ema: optim.Ema) -> int:
-    floats = [name for name, value in ema.model.state_dict().items() if value.is_floating_point()]
+    floats = [
+        name
+        for name, value in ema.model.state_dict().items()
+        if value.is_floating_point()
+    ]
     return floats.index(LAYER)
 
 
 def test_the_digest_of_an_image_covers_the_color_that_the_device_applies() -> None:
-    crop = Augmenter(AugmentConfig(crop_size=[32, 48], color_on="device")).crop(*Noise(num=1).read(0), 3)
+    crop = Augmenter(AugmentConfig(crop_size=[32, 48], color_on="device")).crop(
+        *Noise(num=1).read(0), 3
+    )
     ids = torch.zeros(2, dtype=torch.int64)
-    image, target, color = (torch.from_numpy(np.stack([part, part])) for part in crop if part is not None)
+    image, target, color = (
+        torch.from_numpy(np.stack([part, part])) for part in crop if part is not None
+    )
     color[1, 0, 0] += 1
     found = _samples(ShardBatch(0, 0, image, target, ids, ids, color))
-    images, targets = ([value % 2**64 for value in found[name].tolist()] for name in ("image", "target"))
-    assert (images[0], targets[0]) == (witness(crop).image, witness(crop).target), "as the race canary compares them"
+    images, targets = (
+        [value % 2**64 for value in found[name].tolist()]
+        for name in ("image", "target")
+    )
+    assert (images[0], targets[0]) == (witness(crop).image, witness(crop).target), (
+        "as the race canary compares them"
+    )
     assert images[1] != images[0]
     assert targets[1] == targets[0]
 
@@ -265,26 +308,49 @@ class Frames:
         return str(index)
 
 
-def test_every_tensor_of_the_state_is_in_its_digest_and_in_no_other(tmp_path: Path) -> None:
+def test_every_tensor_of_the_state_is_in_its_digest_and_in_no_other(
+    tmp_path: Path,
+) -> None:
     config = Config()
     config.run.root, config.optim.name = str(tmp_path), "adamw"
     state = build_state(config, STREET, torch.device("cpu"))
-    recorder = Recorder(config, Group(0, 0, 1, torch.device("cpu")), state, Frames(), {})  # type: ignore[arg-type]
+    recorder = Recorder(
+        config, Group(0, 0, 1, torch.device("cpu")), state, Frames(), {}
+    )  # type: ignore[arg-type]
     for parameter in state.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     state.optimizer.step()
-    kept = {name: state.optimizer.state[value] for name, value in state.model.named_parameters()}
-    moments = {name: [moment for _, moment in sorted(kept[name].items())] for name in kept}  # the order of the format
-    floats = {name: value for name, value in state.model.named_buffers() if value.is_floating_point()}
+    kept = {
+        name: state.optimizer.state[value]
+        for name, value in state.model.named_parameters()
+    }
+    moments = {
+        name: [moment for _, moment in sorted(kept[name].items())] for name in kept
+    }  # the order of the format
+    floats = {
+        name: value
+        for name, value in state.model.named_buffers()
+        if value.is_floating_point()
+    }
     tensors = {
         "weights": {name: [value] for name, value in state.model.named_parameters()},
         "optimizer": moments,
         "statistics": {name: [value] for name, value in floats.items()},
-        "ema": {name: [x] for name, x in state.ema.model.state_dict().items() if x.is_floating_point()},
+        "ema": {
+            name: [x]
+            for name, x in state.ema.model.state_dict().items()
+            if x.is_floating_point()
+        },
     }
     row, parts = row_of(recorder), recorder.state_parts()
-    assert row["optimizer"] == int(digest_groups([[x for each in moments.values() for x in each]], channels_last=True))
-    assert {kind: list(names) for kind, names in tensors.items()} == recorder.part_names()
+    assert row["optimizer"] == int(
+        digest_groups(
+            [[x for each in moments.values() for x in each]], channels_last=True
+        )
+    )
+    assert {
+        kind: list(names) for kind, names in tensors.items()
+    } == recorder.part_names()
     for kind, places in tensors.items():
         for name in [*list(places)[::20], list(places)[-1]]:
             for tensor in places[name]:
@@ -304,7 +370,9 @@ def test_every_tensor_of_the_state_is_in_its_digest_and_in_no_other(tmp_path: Pa
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
-def test_the_scale_of_a_loaded_state_is_in_its_row(tmp_path: Path, precision: str) -> None:
+def test_the_scale_of_a_loaded_state_is_in_its_row(
+    tmp_path: Path, precision: str
+) -> None:
     """It decides which updates overflow and are skipped; without fp16 an update has scale 1."""
     config = Config()
     config.run.root, config.train.precision = str(tmp_path), precision
@@ -313,14 +381,22 @@ def test_the_scale_of_a_loaded_state_is_in_its_row(tmp_path: Path, precision: st
         state.scaler.load_state_dict({**state.scaler.state_dict(), "scale": 8.0})
     rows: list[dict[str, Tensor]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("segpipe.ledger.writer.LedgerWriter.step_row", lambda self, step, given: rows.append(given))
-        recorder = Recorder(config, Group(0, 0, 1, torch.device("cpu")), state, Frames(), {})  # type: ignore[arg-type]
+        patch.setattr(
+            "segpipe.ledger.writer.LedgerWriter.step_row",
+            lambda self, step, given: rows.append(given),
+        )
+        recorder = Recorder(
+            config, Group(0, 0, 1, torch.device("cpu")), state, Frames(), {}
+        )  # type: ignore[arg-type]
         if precision == "fp16":
             state.scaler.scale(torch.ones(()))
             state.scaler.update(16.0)
         recorder.applied(0.1)
     expected = [8.0, 16.0] if precision == "fp16" else [None, 1.0]
-    found = [row["scale"].view(torch.float64).item() if "scale" in row else None for row in rows]
+    found = [
+        row["scale"].view(torch.float64).item() if "scale" in row else None
+        for row in rows
+    ]
     assert found == expected
 
 
@@ -328,7 +404,9 @@ def row_of(recorder: Recorder) -> dict[str, int]:
     """The digests of the state that the next row of an update holds, by kind."""
     with pytest.MonkeyPatch.context() as patch:
         rows: list[dict[str, Tensor]] = []
-        patch.setattr(recorder._writer, "step_row", lambda step, digests: rows.append(digests))
+        patch.setattr(
+            recorder._writer, "step_row", lambda step, digests: rows.append(digests)
+        )
         recorder._state_row(0)
     return {kind: int(rows[0][kind]) for kind in recorder.part_names()}
 
@@ -338,4 +416,9 @@ def test_a_buffer_without_an_axis_is_part_of_the_state() -> None:
     net.register_buffer("scale", torch.tensor(2.0))
     net.register_buffer("order", torch.tensor(2))
     net.norm = nn.BatchNorm2d(1, affine=False)
-    assert _numbers(net).keys() == {"scale", "order", "norm.running_mean", "norm.running_var"}
+    assert _numbers(net).keys() == {
+        "scale",
+        "order",
+        "norm.running_mean",
+        "norm.running_var",
+    }

@@ -13,11 +13,23 @@ from torch import Tensor
 
 from segpipe.keys import generator, sample_key
 from segpipe.train import metrics
-from segpipe.train.scores import RATIO, boundary_counts, boundary_iou, by_sequence, flattering, interval
+from segpipe.train.scores import (
+    RATIO,
+    boundary_counts,
+    boundary_iou,
+    by_sequence,
+    flattering,
+    interval,
+)
 
 
 def draw(num: int, num_classes: int = 3) -> dict[int, Tensor]:
-    found = torch.randint(0, 1000, (num, num_classes, num_classes), generator=torch.Generator().manual_seed(num))
+    found = torch.randint(
+        0,
+        1000,
+        (num, num_classes, num_classes),
+        generator=torch.Generator().manual_seed(num),
+    )
     found[: num // 2, 0] = 0  # class 0 occurs in some images only
     return dict(enumerate(found))
 
@@ -30,17 +42,26 @@ def test_rates_by_hand() -> None:
     assert found["f1"]["a"] == pytest.approx(12 / 15)
     assert found["f1"]["b"] == pytest.approx(2 / 5)
     never = metrics.rates(np.array([[0, 3], [0, 5]]), "ab")
-    assert (never["precision"]["a"], never["recall"]["a"], never["f1"]["a"]) == (None, 0.0, 0.0)
+    assert (never["precision"]["a"], never["recall"]["a"], never["f1"]["a"]) == (
+        None,
+        0.0,
+        0.0,
+    )
 
 
 def test_interval_is_that_of_a_slow_loop() -> None:
     per_image, num = draw(12), 12
     random = generator(sample_key(0, 0, num, "bootstrap"))
     drawn = np.concatenate([random.integers(0, num, (100, num)) for _ in range(10)])
-    slow = [metrics.miou(sum((per_image[index] for index in row[1:]), per_image[row[0]])) for row in drawn.tolist()]
+    slow = [
+        metrics.miou(sum((per_image[index] for index in row[1:]), per_image[row[0]]))
+        for row in drawn.tolist()
+    ]
     found = interval(per_image, "abc")
     assert found["miou"] == pytest.approx(np.percentile(slow, (2.5, 97.5)).tolist())
-    whole = metrics.iou_per_class(sum(per_image.values(), torch.zeros(3, 3, dtype=torch.int64)))
+    whole = metrics.iou_per_class(
+        sum(per_image.values(), torch.zeros(3, 3, dtype=torch.int64))
+    )
     for name, iou in zip("abc", whole, strict=True):
         low, high = found["iou"][name]
         assert iou is not None
@@ -54,12 +75,17 @@ def test_interval_shrinks_with_more_images_and_is_exact_at_large_counts() -> Non
         return float(high - low)
 
     assert width(200) < width(20) / 2
-    big = {index: counts * 2**28 for index, counts in draw(12).items()}  # sums of 2**42 pixels
+    big = {
+        index: counts * 2**28 for index, counts in draw(12).items()
+    }  # sums of 2**42 pixels
     assert interval(big, "abc") == interval(draw(12), "abc")
 
 
 def test_nothing_is_claimed_from_one_image_or_about_an_absent_class() -> None:
-    assert interval({0: torch.eye(2, dtype=torch.int64)}, "ab") == {"miou": None, "iou": {"a": None, "b": None}}
+    assert interval({0: torch.eye(2, dtype=torch.int64)}, "ab") == {
+        "miou": None,
+        "iou": {"a": None, "b": None},
+    }
     absent = {index: torch.tensor([[5, index], [0, 0]]) for index in range(4)}
     assert interval(absent, "ab")["iou"]["b"] is None
     unlabelled = dict.fromkeys(range(3), torch.zeros(2, 2, dtype=torch.int64))
@@ -68,10 +94,19 @@ def test_nothing_is_claimed_from_one_image_or_about_an_absent_class() -> None:
 
 def test_sequences_are_scored_together_and_those_of_training_are_named() -> None:
     good, bad = torch.tensor([[9, 1], [0, 10]]), torch.tensor([[0, 5], [5, 0]])
-    found = by_sequence({0: good, 1: good, 2: bad}, ["day", "day", "night"], {"night", "rain"})
-    assert found["day"] == {"images": 2, "miou": metrics.miou(2 * good), "in_training": False}
+    found = by_sequence(
+        {0: good, 1: good, 2: bad}, ["day", "day", "night"], {"night", "rain"}
+    )
+    assert found["day"] == {
+        "images": 2,
+        "miou": metrics.miou(2 * good),
+        "in_training": False,
+    }
     assert found["night"] == {"images": 1, "miou": 0.0, "in_training": True}
-    assert "1 of 3 images are from sequences that training has seen too (night)" in flattering(found)
+    assert (
+        "1 of 3 images are from sequences that training has seen too (night)"
+        in flattering(found)
+    )
     assert flattering({"day": found["day"]}) == ""
     assert by_sequence({0: good}, ["day"], None) == {}
     unknown = by_sequence({0: good, 1: bad}, ["day", "day"], None)
@@ -82,7 +117,10 @@ def test_sequences_are_scored_together_and_those_of_training_are_named() -> None
 def test_names_that_are_all_different_make_no_sequences() -> None:
     names = ["kitchen", "hall", "cellar"]
     assert by_sequence(draw(3), names, set(names)) == {}
-    assert list(by_sequence(draw(3), ["kitchen", "hall", "hall"], set())) == ["hall", "kitchen"]  # the control
+    assert list(by_sequence(draw(3), ["kitchen", "hall", "hall"], set())) == [
+        "hall",
+        "kitchen",
+    ]  # the control
 
 
 def mask_to_boundary(mask: NDArray[np.uint8], radius: int) -> NDArray[np.uint8]:
@@ -96,15 +134,26 @@ def mask_to_boundary(mask: NDArray[np.uint8], radius: int) -> NDArray[np.uint8]:
 def test_boundary_counts_are_those_of_the_authors(size: tuple[int, int]) -> None:
     random = np.random.default_rng(0)
     target, other = (
-        cv2.resize(random.integers(0, 5, (5, 7)).astype(np.uint8), size[::-1], interpolation=cv2.INTER_NEAREST)
+        cv2.resize(
+            random.integers(0, 5, (5, 7)).astype(np.uint8),
+            size[::-1],
+            interpolation=cv2.INTER_NEAREST,
+        )
         for _ in range(2)
     )
     pred = np.where(random.random(size) < 0.8, target, other)
     radius = max(1, round(RATIO * math.hypot(*size)))
     counts = boundary_counts(pred, target, 6)
     for k in range(6):
-        bands = [mask_to_boundary((ids == k).astype(np.uint8), radius) for ids in (pred, target)]
-        assert counts[:, k].tolist() == [int((bands[0] & bands[1]).sum()), int(bands[0].sum()), int(bands[1].sum())]
+        bands = [
+            mask_to_boundary((ids == k).astype(np.uint8), radius)
+            for ids in (pred, target)
+        ]
+        assert counts[:, k].tolist() == [
+            int((bands[0] & bands[1]).sum()),
+            int(bands[0].sum()),
+            int(bands[1].sum()),
+        ]
     assert boundary_iou(counts)[5] is None
 
 
@@ -124,7 +173,9 @@ def test_boundary_iou_sees_what_iou_hardly_shows() -> None:
     target = np.zeros((360, 480), np.uint8)
     target[100:260, 140:340] = 1
     pred = np.roll(target, 4, axis=1)  # 4 pixels to the right
-    iou = metrics.iou_per_class(metrics.confusion(torch.from_numpy(pred), torch.from_numpy(target), 2))[1]
+    iou = metrics.iou_per_class(
+        metrics.confusion(torch.from_numpy(pred), torch.from_numpy(target), 2)
+    )[1]
     contour = boundary_iou(boundary_counts(pred, target, 2))[1]
     assert iou is not None
     assert contour is not None

@@ -26,11 +26,20 @@ from segpipe.train.start import pin_weights, read_start, weights_summary
 from segpipe.train.state import build_state
 
 CPU = torch.device("cpu")
-TUNED = ("model.freeze=[detail.*,context.0.*]", "optim.lr_scale={classifier.*: 10}", "optim.clip_norm=1.0")
+TUNED = (
+    "model.freeze=[detail.*,context.0.*]",
+    "optim.lr_scale={classifier.*: 10}",
+    "optim.clip_norm=1.0",
+)
 
 
 def config(path: Path | str, **model: Any) -> Config:
-    return from_mapping({"model": {"weights": str(path), **model}, "run": {"root": str(Path(path).parent)}})
+    return from_mapping(
+        {
+            "model": {"weights": str(path), **model},
+            "run": {"root": str(Path(path).parent)},
+        }
+    )
 
 
 @pytest.fixture(scope="module")
@@ -58,41 +67,71 @@ def test_written_weights_are_the_averaged_ones_with_all_that_a_reader_needs(
     assert all(torch.equal(value, ema[name]) for name, value in found.items())
     with safe_open(tensors_file, framework="pt") as file:
         about = file.metadata()
-    assert (about["model"], about["step"], about["num_classes"]) == ("fast_scnn", "2", str(STREET.num_classes))
+    assert (about["model"], about["step"], about["num_classes"]) == (
+        "fast_scnn",
+        "2",
+        str(STREET.num_classes),
+    )
     assert json.loads(about["classes"]) == list(STREET.names)
     assert about["weights_digest"] == result(pretrained)["ema_digest"]
-    for out, message in ((tensors_file, "exists already"), (tensors_file.with_suffix(".pt"), "ends in .safetensors")):
+    for out, message in (
+        (tensors_file, "exists already"),
+        (tensors_file.with_suffix(".pt"), "ends in .safetensors"),
+    ):
         assert segpipe(["weights", f"run={pretrained}", f"out={out}"]) == 2
         assert message in capsys.readouterr().err
 
 
-def test_names_of_the_authors_are_written_and_read_back(pretrained: Path, tmp_path: Path) -> None:
+def test_names_of_the_authors_are_written_and_read_back(
+    pretrained: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "x.safetensors"
-    assert segpipe(["weights", f"run={pretrained}", f"out={path}", "names=original"]) == 0
+    assert (
+        segpipe(["weights", f"run={pretrained}", f"out={path}", "names=original"]) == 0
+    )
     assert "learning_to_downsample.conv.conv.0.weight" in load_file(path)
-    state = build_state(config(path), STREET, CPU, read_start(config(path), checkpoint.load))
+    state = build_state(
+        config(path), STREET, CPU, read_start(config(path), checkpoint.load)
+    )
     ema = checkpoint.load(pretrained / "last.pt")["ema"]
-    assert all(torch.equal(value, ema[name]) for name, value in state.model.state_dict().items())
+    assert all(
+        torch.equal(value, ema[name])
+        for name, value in state.model.state_dict().items()
+    )
 
 
-def test_both_files_of_a_run_start_the_same_state(pretrained: Path, tensors_file: Path) -> None:
+def test_both_files_of_a_run_start_the_same_state(
+    pretrained: Path, tensors_file: Path
+) -> None:
     ema = checkpoint.load(pretrained / "last.pt")["ema"]
     for path in (pretrained, pretrained / "last.pt", tensors_file):
         settings = config(path)
-        state = build_state(settings, STREET, CPU, read_start(settings, checkpoint.load))
+        state = build_state(
+            settings, STREET, CPU, read_start(settings, checkpoint.load)
+        )
         for model in (state.model, state.ema.model):
-            assert all(torch.equal(value, ema[name]) for name, value in model.state_dict().items())
+            assert all(
+                torch.equal(value, ema[name])
+                for name, value in model.state_dict().items()
+            )
         assert state.weights is not None
         expected = sha256(path / "last.pt" if path == pretrained else path)
         assert state.weights["sha256"] == settings.model.weights_sha256 == expected
         assert f"kept {len(ema)} tensors, 100.0 %" in state.notes[0]
         assert len(state.notes) == 1
-    fresh = build_state(settings, STREET, CPU)  # for a checkpoint to be restored into: the file is not read
+    fresh = build_state(
+        settings, STREET, CPU
+    )  # for a checkpoint to be restored into: the file is not read
     assert fresh.weights is None
-    assert any(not torch.equal(value, ema[name]) for name, value in fresh.model.state_dict().items())
+    assert any(
+        not torch.equal(value, ema[name])
+        for name, value in fresh.model.state_dict().items()
+    )
 
 
-def test_other_classes_are_initialized_from_the_seed_or_told(tensors_file: Path) -> None:
+def test_other_classes_are_initialized_from_the_seed_or_told(
+    tensors_file: Path,
+) -> None:
     settings = config(tensors_file)
     state = build_state(settings, CAMVID, CPU, read_start(settings, checkpoint.load))
     scratch = build_state(Config(), CAMVID, CPU).model.state_dict()
@@ -101,8 +140,12 @@ def test_other_classes_are_initialized_from_the_seed_or_told(tensors_file: Path)
     assert state.weights["classes"] == {"file": 10, "network": 11}
     for name in state.weights["adapted"]:
         assert torch.equal(state.model.state_dict()[name], scratch[name])
-    renamed = type(STREET)("street", ("way", *STREET.names[1:]), STREET.palette, STREET.train_ids)
-    notes = build_state(settings, renamed, CPU, read_start(settings, checkpoint.load)).notes
+    renamed = type(STREET)(
+        "street", ("way", *STREET.names[1:]), STREET.palette, STREET.train_ids
+    )
+    notes = build_state(
+        settings, renamed, CPU, read_start(settings, checkpoint.load)
+    ).notes
     assert "were kept, but its classes are road, " in notes[1]
 
 
@@ -116,20 +159,28 @@ def test_the_hash_is_part_of_the_recipe_and_the_path_is_not(tmp_path: Path) -> N
         pin_weights(each)
     assert recipe(pinned[0]) == recipe(pinned[1]) != recipe(pinned[2])
     expected = config(one, weights_sha256=sha256(other))
-    with pytest.raises(CheckpointError, match=r"1\.pth has SHA-256 \w{64}, but model\.weights_sha256 = "):
+    with pytest.raises(
+        CheckpointError,
+        match=r"1\.pth has SHA-256 \w{64}, but model\.weights_sha256 = ",
+    ):
         pin_weights(expected)
     one.unlink()
     with pytest.raises(ConfigError, match=r"1\.pth does not exist"):
         pin_weights(config(one))
     wrong = from_mapping({"model": {"name": "pidnet_s", "weights": str(two)}})
     start = read_start(wrong, checkpoint.load)
-    with pytest.raises(WeightsError, match=r"2\.pth does not fit PIDNet with 10 classes: \d+ missing"):
+    with pytest.raises(
+        WeightsError, match=r"2\.pth does not fit PIDNet with 10 classes: \d+ missing"
+    ):
         build_state(wrong, STREET, CPU, start)
 
 
 def test_settings_without_a_file_are_refused() -> None:
     for model, match in (
-        ({"weights_sha256": "0" * 64}, "weights_sha256 is set, but model.weights is empty"),
+        (
+            {"weights_sha256": "0" * 64},
+            "weights_sha256 is set, but model.weights is empty",
+        ),
         ({"weights_partial": True}, "weights_partial is set, but"),
         ({"weights": "x", "weights_sha256": "abc"}, "64 digits"),
         ({"freeze": ["detail.*"]}, "would stay at their random initial values"),
@@ -138,12 +189,16 @@ def test_settings_without_a_file_are_refused() -> None:
             check(from_mapping({"model": model}), world_size=1)
     for factor in ("fast", True):
         with pytest.raises(ConfigError, match=r"a number such as 0\.1"):
-            check(from_mapping({"optim": {"lr_scale": {"head.*": factor}}}), world_size=1)
+            check(
+                from_mapping({"optim": {"lr_scale": {"head.*": factor}}}), world_size=1
+            )
     with pytest.raises(ConfigError, match="lr_scale"):
         check(from_mapping({"optim": {"lr_scale": {"head.*": 0}}}), world_size=1)
 
 
-def test_a_damaged_checkpoint_of_segpipe_is_not_used(pretrained: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_of_segpipe_is_not_used(
+    pretrained: Path, tmp_path: Path
+) -> None:
     saved = torch.load(pretrained / "last.pt", weights_only=True)
     saved["ema"]["ppm.out.0.weight"][0] += 1e-3
     torch.save(saved, tmp_path / "last.pt")
@@ -162,7 +217,12 @@ def test_frozen_parts_keep_their_bits_and_a_resumed_run_needs_no_file(
     path = tmp_path / "start.safetensors"
     shutil.copy(tensors_file, path)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    settings = (*TUNED, f"model.weights={path}", "train.steps=4", "checkpoint.keep_every=2")
+    settings = (
+        *TUNED,
+        f"model.weights={path}",
+        "train.steps=4",
+        "checkpoint.keep_every=2",
+    )
     assert run(whole, *settings, "train.progress=true") == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "kept 276 tensors" in told
@@ -171,14 +231,23 @@ def test_frozen_parts_keep_their_bits_and_a_resumed_run_needs_no_file(
     before, after = load_file(path), state_of(whole)
     ema = checkpoint.load(whole / "last.pt")["ema"]
     for name, value in before.items():
-        if name in ("fusion.low.0.bias", "fusion.high.0.bias"):  # BatchNorm behind them takes their gradient away
+        if name in (
+            "fusion.low.0.bias",
+            "fusion.high.0.bias",
+        ):  # BatchNorm behind them takes their gradient away
             continue
         frozen = name.startswith(("detail.", "context.0."))
         assert torch.equal(after[name], value) == frozen, name
         assert not frozen or torch.equal(ema[name], value)
     recorded = result(whole)["weights"]
-    assert (recorded["kept"], recorded["adapted"], recorded["sha256"]) == (276, 0, sha256(path))
-    assert json.loads((whole / "inputs.json").read_text())["weights"]["sha256"] == sha256(path)
+    assert (recorded["kept"], recorded["adapted"], recorded["sha256"]) == (
+        276,
+        0,
+        sha256(path),
+    )
+    assert json.loads((whole / "inputs.json").read_text())["weights"][
+        "sha256"
+    ] == sha256(path)
     shutil.copytree(whole, parts)
     for name in ("last.pt", "best.pt", "result.json"):
         (parts / name).unlink()
@@ -188,18 +257,38 @@ def test_frozen_parts_keep_their_bits_and_a_resumed_run_needs_no_file(
     assert result(parts)["weights"] == recorded
     torch.save(build_model("fast_scnn", 10).state_dict(), tmp_path / "other.pth")
     capsys.readouterr()
-    assert run(parts, *settings, "run.exists=resume", f"model.weights={tmp_path / 'other.pth'}") == 2
+    assert (
+        run(
+            parts,
+            *settings,
+            "run.exists=resume",
+            f"model.weights={tmp_path / 'other.pth'}",
+        )
+        == 2
+    )
     assert "model.weights_sha256: " in capsys.readouterr().err
 
 
-def test_an_audit_replays_step_0_where_the_file_is_at_hand(tensors_file: Path, tmp_path: Path) -> None:
+def test_an_audit_replays_step_0_where_the_file_is_at_hand(
+    tensors_file: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "start.safetensors"
     shutil.copy(tensors_file, path)
-    assert run(tmp_path / "run", f"model.weights={path}", "train.steps=2", "model.freeze=[detail.*]") == 0
+    assert (
+        run(
+            tmp_path / "run",
+            f"model.weights={path}",
+            "train.steps=2",
+            "model.freeze=[detail.*]",
+        )
+        == 0
+    )
 
     def audited(name: str) -> dict[str, Any]:
         with torch_restored():
-            code = segpipe(["audit", f"run={tmp_path / 'run'}", f"out={tmp_path / name}"])
+            code = segpipe(
+                ["audit", f"run={tmp_path / 'run'}", f"out={tmp_path / name}"]
+            )
         lines = json.loads((tmp_path / name / "report.json").read_text())["lines"]
         return {"exit": code, **{line["part"]: line["status"] for line in lines}}
 
@@ -216,9 +305,18 @@ def test_a_file_that_does_not_fit_is_refused_before_the_folder_is_made(
     torch.save(build_model("pidnet_s", 10).state_dict(), tmp_path / "x.pth")
     torch.save(build_model("fast_scnn", 10).state_dict(), tmp_path / "y.pth")
     for settings, message in (
-        ((f"model.weights={tmp_path / 'x.pth'}",), "does not fit FastSCNN with 10 classes"),
-        (("model.freeze=[detial.*]", f"model.weights={tmp_path / 'y.pth'}"), "Did you mean detail.*?"),
-        (("optim.lr_scale={head.*: 10}",), "matches no parameter of FastSCNN, which has detail.*"),
+        (
+            (f"model.weights={tmp_path / 'x.pth'}",),
+            "does not fit FastSCNN with 10 classes",
+        ),
+        (
+            ("model.freeze=[detial.*]", f"model.weights={tmp_path / 'y.pth'}"),
+            "Did you mean detail.*?",
+        ),
+        (
+            ("optim.lr_scale={head.*: 10}",),
+            "matches no parameter of FastSCNN, which has detail.*",
+        ),
     ):
         assert run(tmp_path / "run", *settings) == 2
         assert message in " ".join(capsys.readouterr().err.split())

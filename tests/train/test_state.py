@@ -27,7 +27,9 @@ def update(state: TrainState, number: int) -> None:
     """Any update that moves weights, statistics, momentum, scale and average, and depends on `number` only."""
     torch.manual_seed(torch_seed(5, number, 0, "test"))
     logits = state.model.logits(torch.randn(2, 3, 64, 64), aux=True)
-    state.scaler.scale(sum(value.square().mean() for value in logits.values())).backward()
+    state.scaler.scale(
+        sum(value.square().mean() for value in logits.values())
+    ).backward()
     state.scaler.step(state.optimizer)
     state.scaler.update()
     state.optimizer.zero_grad()
@@ -36,11 +38,15 @@ def update(state: TrainState, number: int) -> None:
 
 
 def digests(state: TrainState) -> list[str]:
-    return [state_digest(model.state_dict()) for model in (state.model, state.ema.model)]
+    return [
+        state_digest(model.state_dict()) for model in (state.model, state.ema.model)
+    ]
 
 
 @pytest.mark.parametrize(("name", "precision"), [("sgd", "fp32"), ("adamw", "fp16")])
-def test_a_restored_state_goes_on_with_the_same_bits(tmp_path: Path, name: str, precision: str) -> None:
+def test_a_restored_state_goes_on_with_the_same_bits(
+    tmp_path: Path, name: str, precision: str
+) -> None:
     settings = config(optim={"name": name, "lr": 0.01}, train={"precision": precision})
     state = build_state(settings, CAMVID, CPU)
     for number in range(2):
@@ -75,7 +81,9 @@ def test_fresh_weights_are_a_function_of_the_seed() -> None:
 def test_memory_format_is_the_configured_one() -> None:
     for wanted in (True, False):
         state = build_state(config(train={"channels_last": wanted}), CAMVID, CPU)
-        weight = next(p for p in state.model.parameters() if p.ndim == 4 and min(p.shape) > 1)
+        weight = next(
+            p for p in state.model.parameters() if p.ndim == 4 and min(p.shape) > 1
+        )
         assert weight.is_contiguous(memory_format=torch.channels_last) is wanted
 
 
@@ -96,20 +104,30 @@ def saved(tmp_path: Path) -> Path:
         ({"augment": {"crop_size": [64, 64]}}, "augment.crop_size"),
     ],
 )
-def test_another_recipe_is_refused_by_name(saved: Path, changed: dict[str, Any], named: str) -> None:
+def test_another_recipe_is_refused_by_name(
+    saved: Path, changed: dict[str, Any], named: str
+) -> None:
     other = from_mapping(changed)
-    with pytest.raises(CheckpointError, match=r"last\.pt was trained with another recipe") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"last\.pt was trained with another recipe"
+    ) as caught:
         restore(saved, build_state(config(), CAMVID, CPU), other, CAMVID, HERE)
     assert named in str(caught.value)
 
 
 def test_settings_that_reach_no_number_may_change(saved: Path) -> None:
-    free = {"data": {"workers": 0, "root": "elsewhere"}, "compute": {"nproc": "2"}, "export": {"dir": "out"}}
+    free = {
+        "data": {"workers": 0, "root": "elsewhere"},
+        "compute": {"nproc": "2"},
+        "export": {"dir": "out"},
+    }
     restore(saved, build_state(config(), CAMVID, CPU), from_mapping(free), CAMVID, HERE)
 
 
 def test_other_classes_are_refused(saved: Path) -> None:
-    renamed = ClassTable("camvid", ("x", *CAMVID.names[1:]), CAMVID.palette, CAMVID.train_ids)
+    renamed = ClassTable(
+        "camvid", ("x", *CAMVID.names[1:]), CAMVID.palette, CAMVID.train_ids
+    )
     swapped = CAMVID.train_ids | {0: CAMVID.train_ids[1], 1: CAMVID.train_ids[0]}
     for table, part in (
         (renamed, "names"),
@@ -119,18 +137,32 @@ def test_other_classes_are_refused(saved: Path) -> None:
             restore(saved, build_state(config(), CAMVID, CPU), config(), table, HERE)
 
 
-def test_another_variable_is_refused_by_name_except_by_a_checkpoint_without_any(tmp_path: Path, saved: Path) -> None:
+def test_another_variable_is_refused_by_name_except_by_a_checkpoint_without_any(
+    tmp_path: Path, saved: Path
+) -> None:
     narrow = HERE | {"variables": {"ONEDNN_MAX_CPU_ISA": "AVX2"}}
-    restore(saved, build_state(config(), CAMVID, CPU), config(), CAMVID, narrow)  # written before they were recorded
+    restore(
+        saved, build_state(config(), CAMVID, CPU), config(), CAMVID, narrow
+    )  # written before they were recorded
     path = tmp_path / "plain.pt"
-    save_state(path, build_state(config(), CAMVID, CPU), config(), CAMVID, HERE | {"variables": {}})
+    save_state(
+        path,
+        build_state(config(), CAMVID, CPU),
+        config(),
+        CAMVID,
+        HERE | {"variables": {}},
+    )
     with pytest.raises(CheckpointError, match=r"\(ONEDNN_MAX_CPU_ISA: None -> AVX2\)"):
         restore(path, build_state(config(), CAMVID, CPU), config(), CAMVID, narrow)
 
 
-def test_another_environment_is_refused_by_name_unless_it_is_allowed(saved: Path) -> None:
+def test_another_environment_is_refused_by_name_unless_it_is_allowed(
+    saved: Path,
+) -> None:
     other = {"torch": "2.15.0", "device": "A", "cudnn": 9}
-    with pytest.raises(CheckpointError, match=r"torch: 2\.14\.1 -> 2\.15\.0; cudnn: None -> 9\)") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"torch: 2\.14\.1 -> 2\.15\.0; cudnn: None -> 9\)"
+    ) as caught:
         restore(saved, build_state(config(), CAMVID, CPU), config(), CAMVID, other)
     assert "run.allow_fingerprint_change=true" in str(caught.value)
     allowed = config(run={"allow_fingerprint_change": True})
@@ -142,4 +174,6 @@ def test_another_environment_is_refused_by_name_unless_it_is_allowed(saved: Path
 
 def test_the_whole_configuration_is_kept(saved: Path) -> None:
     assert load(saved)["config"] == to_mapping(config())
-    assert (saved.parent / HASHES).read_text().endswith("  last.pt  0\n"), "a checkpoint of a run is listed"
+    assert (saved.parent / HASHES).read_text().endswith("  last.pt  0\n"), (
+        "a checkpoint of a run is listed"
+    )

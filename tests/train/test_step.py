@@ -38,22 +38,32 @@ V, B, C, SIZE = 4, 2, 4, 16
 class Tiny(SegmentationNet):
     """Two convolutions around a norm, an auxiliary head, dropout where it is asked for, and a weight nobody uses."""
 
-    def __init__(self, dropout: float = 0.0, norm: bool = True, more_norms: int = 0) -> None:
+    def __init__(
+        self, dropout: float = 0.0, norm: bool = True, more_norms: int = 0
+    ) -> None:
         super().__init__()
         self.body = nn.Conv2d(3, 6, 3, stride=4, padding=1)
         self.norm = nn.BatchNorm2d(6) if norm else nn.Identity()
-        self.dropout = nn.Sequential(*(nn.BatchNorm2d(6) for _ in range(more_norms)), nn.Dropout(dropout))
+        self.dropout = nn.Sequential(
+            *(nn.BatchNorm2d(6) for _ in range(more_norms)), nn.Dropout(dropout)
+        )
         self.main, self.aux = nn.Conv2d(6, C, 1), nn.Conv2d(6, C, 1)
         self.unused = nn.Parameter(torch.ones(3))
 
     def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
         x = self.dropout(F.relu(self.norm(self.body(image))))
-        return {"main": self.main(x), "aux": self.aux(x)} if aux else {"main": self.main(x)}
+        return (
+            {"main": self.main(x), "aux": self.aux(x)}
+            if aux
+            else {"main": self.main(x)}
+        )
 
 
 def config(**groups: dict[str, Any]) -> Config:
     optim = {"lr": 0.1, "warmup_steps": 0, **groups.pop("optim", {})}
-    return from_mapping({"compute": {"shards": V, "samples_per_shard": B}, "optim": optim, **groups})
+    return from_mapping(
+        {"compute": {"shards": V, "samples_per_shard": B}, "optim": optim, **groups}
+    )
 
 
 def fresh(settings: Config, **kind: Any) -> TrainState:
@@ -62,7 +72,9 @@ def fresh(settings: Config, **kind: Any) -> TrainState:
     if settings.train.channels_last:
         model = model.to(memory_format=torch.channels_last)
     scaler = torch.amp.GradScaler("cpu", enabled=settings.train.precision == "fp16")
-    return TrainState(model, Ema(model, settings.ema), build_optimizer(model, settings.optim), scaler)
+    return TrainState(
+        model, Ema(model, settings.ema), build_optimizer(model, settings.optim), scaler
+    )
 
 
 def step_of(state: TrainState, settings: Config) -> TrainStep:
@@ -71,12 +83,19 @@ def step_of(state: TrainState, settings: Config) -> TrainStep:
 
 def batches(step: int = 0) -> list[ShardBatch]:
     draws = torch.Generator().manual_seed(step)
-    image = torch.randint(0, 256, (V, B, SIZE, SIZE, 3), generator=draws).to(torch.uint8)
+    image = torch.randint(0, 256, (V, B, SIZE, SIZE, 3), generator=draws).to(
+        torch.uint8
+    )
     target = torch.randint(0, C, (V, B, SIZE, SIZE), generator=draws).to(torch.uint8)
-    for shard in range(V):  # labels are spread unevenly over the shards; the last has none
+    for shard in range(
+        V
+    ):  # labels are spread unevenly over the shards; the last has none
         target[shard, :, : (0, 4, 8, SIZE)[shard]] = 255
     ids = torch.zeros(B, dtype=torch.int64)
-    return [ShardBatch(step, shard, image[shard], target[shard], ids, ids) for shard in range(V)]
+    return [
+        ShardBatch(step, shard, image[shard], target[shard], ids, ids)
+        for shard in range(V)
+    ]
 
 
 def valid(shards: list[ShardBatch]) -> Tensor:
@@ -94,7 +113,10 @@ def run(settings: Config, steps: int, **kind: Any) -> tuple[TrainState, list[Any
 
 
 def bits(state: TrainState) -> list[bytes]:
-    values = [*state.model.state_dict().values(), *state.ema.model.state_dict().values()]
+    values = [
+        *state.model.state_dict().values(),
+        *state.ema.model.state_dict().values(),
+    ]
     return [value.contiguous().numpy().tobytes() for value in values]
 
 
@@ -110,19 +132,25 @@ def test_a_frozen_norm_keeps_its_statistics_whatever_mode_a_network_sets() -> No
     assert torch.equal(state.model.norm.running_mean, before)
 
 
-def whole_batch(settings: Config, model: Tiny, shards: list[ShardBatch]) -> dict[str, Tensor]:
+def whole_batch(
+    settings: Config, model: Tiny, shards: list[ShardBatch]
+) -> dict[str, Tensor]:
     """The loss of all pixels of the step, normalised once; each shard is a batch of its own for BatchNorm."""
     total = {"main": torch.zeros(()), "aux": torch.zeros(())}
     for batch in shards:
         for name, logits in model.logits(Preprocess()(batch.image), aux=True).items():
             full = F.interpolate(logits, size=(SIZE, SIZE), mode="bilinear")
-            total[name] = total[name] + F.cross_entropy(full, batch.target.long(), ignore_index=255, reduction="sum")
+            total[name] = total[name] + F.cross_entropy(
+                full, batch.target.long(), ignore_index=255, reduction="sum"
+            )
     scale = {"main": 1.0, "aux": settings.loss.aux_weight}
     return {name: scale[name] * value / valid(shards) for name, value in total.items()}
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_gradients_and_figures_are_those_of_the_whole_batch(channels_last: bool) -> None:
+def test_gradients_and_figures_are_those_of_the_whole_batch(
+    channels_last: bool,
+) -> None:
     settings = config(train={"channels_last": channels_last})
     state, twin, shards = fresh(settings), fresh(settings).model, batches()
     assert isinstance(twin, Tiny)
@@ -132,14 +160,26 @@ def test_gradients_and_figures_are_those_of_the_whole_batch(channels_last: bool)
     expected = {name: p.grad for name, p in twin.named_parameters()}
     for name, p in state.model.named_parameters():
         wanted = expected[name]  # None for the weight that nobody uses
-        torch.testing.assert_close(p.grad, wanted, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            p.grad,
+            wanted,
+            rtol=1e-5,
+            atol=1e-6,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
     assert set(result.parts) == {"main", "aux"}
     for name, part in result.parts.items():
         assert float(part) == pytest.approx(float(parts[name].detach()), rel=1e-5)
-    assert float(result.loss) == pytest.approx(sum(float(part) for part in result.parts.values()), rel=1e-5)
-    assert float(sum(result.shard_losses.values())) == pytest.approx(float(result.loss), rel=1e-5)
+    assert float(result.loss) == pytest.approx(
+        sum(float(part) for part in result.parts.values()), rel=1e-5
+    )
+    assert float(sum(result.shard_losses.values())) == pytest.approx(
+        float(result.loss), rel=1e-5
+    )
     assert result.shard_losses[V - 1] == 0  # the shard without a label
-    norm = torch.cat([p.grad.flatten() for p in twin.parameters() if p.grad is not None]).norm()
+    norm = torch.cat(
+        [p.grad.flatten() for p in twin.parameters() if p.grad is not None]
+    ).norm()
     assert float(result.grad_norm) == pytest.approx(float(norm), rel=1e-5)
 
 
@@ -155,12 +195,16 @@ def test_statistics_are_the_mean_over_the_shards() -> None:
     step(shards, valid(shards))
     step.apply()
     for found, *parts in zip(statistics(state.model), *singles, strict=True):
-        torch.testing.assert_close(found, torch.stack(parts).mean(0), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(
+            found, torch.stack(parts).mean(0), rtol=1e-6, atol=1e-7
+        )
     # The control: shard after shard, as plain accumulation does it, ends elsewhere.
     twin = fresh(settings).model
     for batch in shards:
         twin.logits(Preprocess()(batch.image), aux=True)
-    assert not torch.allclose(statistics(twin)[0], statistics(state.model)[0], rtol=1e-3)
+    assert not torch.allclose(
+        statistics(twin)[0], statistics(state.model)[0], rtol=1e-3
+    )
 
 
 def test_batchnorm_counts_updates_not_shards() -> None:
@@ -176,7 +220,9 @@ def test_every_shard_of_an_update_finds_the_same_counter() -> None:
     settings, seen = config(), []
     state = fresh(settings)
     state.model.norm.momentum = None
-    state.model.norm.register_forward_pre_hook(lambda module, _: seen.append(int(module.num_batches_tracked)))
+    state.model.norm.register_forward_pre_hook(
+        lambda module, _: seen.append(int(module.num_batches_tracked))
+    )
     step = step_of(state, settings)
     for number in range(2):
         step(batches(number), valid(batches(number)))
@@ -202,7 +248,9 @@ def test_dropout_is_keyed_by_step_and_shard_not_by_history() -> None:
     same = [ShardBatch(0, shard, *shards[0][2:]) for shard in range(V)]
     state = fresh(settings, dropout=0.5)
     result = step_of(state, settings)(same, valid(same))
-    assert len({float(loss) for loss in result.shard_losses.values()}) == V  # one image, V different masks
+    assert (
+        len({float(loss) for loss in result.shard_losses.values()}) == V
+    )  # one image, V different masks
 
 
 def test_state_stays_as_it_was_until_apply() -> None:
@@ -211,7 +259,9 @@ def test_state_stays_as_it_was_until_apply() -> None:
     before = bits(state)
     step = step_of(state, settings)
     step(shards, valid(shards))
-    assert bits(state) == before  # what is kept of a diverged step is the state before it
+    assert (
+        bits(state) == before
+    )  # what is kept of a diverged step is the state before it
     step.apply()
     assert bits(state) != before
     assert all(p.grad is None for p in state.model.parameters())
@@ -228,7 +278,9 @@ FAULTS: dict[str, Callable[[nn.Module], object]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("place", ["forward", "backward", "forward of mode ddp"])
-def test_what_a_network_of_the_user_leaves_to_the_next_shard_is_named(fault: str, place: str) -> None:
+def test_what_a_network_of_the_user_leaves_to_the_next_shard_is_named(
+    fault: str, place: str
+) -> None:
     """From the sixth shard on, as in a warm-up by calls, which no check at the start sees. A network of ours has no
     such code and is not watched: with its name, the control, the run goes on."""
 
@@ -250,18 +302,28 @@ def test_what_a_network_of_the_user_leaves_to_the_next_shard_is_named(fault: str
         step.apply()
         if settings.model.name == "net:Net":
             with pytest.raises(
-                ConfigError, match=f"^model.name = net:Net: in step 1, shard {shard}, .* {fault}: shards"
+                ConfigError,
+                match=f"^model.name = net:Net: in step 1, shard {shard}, .* {fault}: shards",
             ):
                 step(batches(1), valid(batches(1)))
         else:
             step(batches(1), valid(batches(1)))
 
 
-@pytest.mark.parametrize("groups", [{}, {"train": {"precision": "fp16"}}, {"compute": {"mode": "ddp"}}])
-def test_a_sound_network_of_the_user_trains_with_the_bits_of_ours(groups: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "groups", [{}, {"train": {"precision": "fp16"}}, {"compute": {"mode": "ddp"}}]
+)
+def test_a_sound_network_of_the_user_trains_with_the_bits_of_ours(
+    groups: dict[str, Any],
+) -> None:
     """Statistics, optimizer, average and loss scale are no fault of it; mode off and trackers have their reasons."""
-    groups = {**groups, "compute": {"shards": V, "samples_per_shard": B, **groups.get("compute", {})}}
-    assert bits(run(config(**groups, **MINE), 3, dropout=0.5)[0]) == bits(run(config(**groups), 3, dropout=0.5)[0])
+    groups = {
+        **groups,
+        "compute": {"shards": V, "samples_per_shard": B, **groups.get("compute", {})},
+    }
+    assert bits(run(config(**groups, **MINE), 3, dropout=0.5)[0]) == bits(
+        run(config(**groups), 3, dropout=0.5)[0]
+    )
 
 
 def test_update_is_the_optimizers_at_the_scheduled_rate() -> None:
@@ -271,7 +333,10 @@ def test_update_is_the_optimizers_at_the_scheduled_rate() -> None:
     step = step_of(state, settings)
     step(shards, valid(shards))
     rate = learning_rate(100, 400, settings.optim)
-    moved = {name: p.detach() - rate * (p.grad if p.grad is not None else 0) for name, p in named(state)}
+    moved = {
+        name: p.detach() - rate * (p.grad if p.grad is not None else 0)
+        for name, p in named(state)
+    }
     step.apply()
     for name, p in named(state):
         torch.testing.assert_close(p.detach(), moved[name])
@@ -281,14 +346,18 @@ def test_average_follows_every_update() -> None:
     settings = config(ema={"decay": 0.0})
     state, _ = run(settings, 2)
     live = state.model.state_dict()
-    averaged = {k: v for k, v in state.ema.model.state_dict().items() if v.is_floating_point()}
+    averaged = {
+        k: v for k, v in state.ema.model.state_dict().items() if v.is_floating_point()
+    }
     assert all(torch.equal(value, live[key]) for key, value in averaged.items())
 
 
 def test_class_weights_reach_the_loss() -> None:
     settings, shards = config(), batches()
     plain, heavy = (
-        TrainStep(settings, Watch(ALONE, fresh(settings)), weights)(shards, valid(shards)).loss
+        TrainStep(settings, Watch(ALONE, fresh(settings)), weights)(
+            shards, valid(shards)
+        ).loss
         for weights in (None, torch.full((C,), 3.0))
     )
     assert float(heavy) == pytest.approx(3 * float(plain), rel=1e-5)
@@ -306,22 +375,39 @@ def test_clipping_bounds_the_norm_and_keeps_the_direction(limit: float) -> None:
         settings = config(optim={"clip_norm": clip})
         state = fresh(settings)
         norms.append(float(step_of(state, settings)(shards, valid(shards)).grad_norm))
-        grads.append(torch.cat([p.grad.flatten() for p in state.model.parameters() if p.grad is not None]))
-    assert norms[0] == norms[1] > 0.05  # the norm that is reported is that before clipping
+        grads.append(
+            torch.cat(
+                [
+                    p.grad.flatten()
+                    for p in state.model.parameters()
+                    if p.grad is not None
+                ]
+            )
+        )
+    assert (
+        norms[0] == norms[1] > 0.05
+    )  # the norm that is reported is that before clipping
     assert float(grads[1].norm()) == pytest.approx(min(limit, norms[0]), rel=1e-4)
-    torch.testing.assert_close(grads[1] / grads[1].norm(), grads[0] / grads[0].norm(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        grads[1] / grads[1].norm(), grads[0] / grads[0].norm(), rtol=1e-4, atol=1e-6
+    )
 
 
 def test_a_step_without_a_label_moves_nothing_but_statistics() -> None:
     settings = config(optim={"weight_decay": 0.0})
     state = fresh(settings)
     weights = [p.detach().clone() for p in state.model.parameters()]
-    shards = [batch._replace(target=torch.full_like(batch.target, 255)) for batch in batches()]
+    shards = [
+        batch._replace(target=torch.full_like(batch.target, 255)) for batch in batches()
+    ]
     step = step_of(state, settings)
     result = step(shards, valid(shards))
     step.apply()
     assert float(result.loss) == 0 == float(result.grad_norm)
-    assert all(torch.equal(a, b) for a, b in zip(weights, state.model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(weights, state.model.parameters(), strict=True)
+    )
 
 
 def test_fp16_scales_and_unscales() -> None:
@@ -331,8 +417,12 @@ def test_fp16_scales_and_unscales() -> None:
     step_of(plain, config())(shards, valid(shards))
     result = step_of(state, settings)(shards, valid(shards))
     assert state.scaler.get_scale() == 65536
-    reference = torch.cat([p.grad.flatten() for p in plain.model.parameters() if p.grad is not None])
-    found = torch.cat([p.grad.flatten() for p in state.model.parameters() if p.grad is not None])
+    reference = torch.cat(
+        [p.grad.flatten() for p in plain.model.parameters() if p.grad is not None]
+    )
+    found = torch.cat(
+        [p.grad.flatten() for p in state.model.parameters() if p.grad is not None]
+    )
     assert float((found - reference).norm() / reference.norm()) < 0.02
     assert float(result.grad_norm) == pytest.approx(float(reference.norm()), rel=0.02)
 
@@ -342,19 +432,29 @@ def test_fp16_overflow_skips_the_update_and_its_statistics() -> None:
     state, shards = fresh(settings), batches()
     with torch.no_grad():
         state.model.body.weight.mul_(1e6)  # type: ignore[operator, union-attr]
-    before = [value.clone() for value in state.model.state_dict().values() if value.is_floating_point()]
+    before = [
+        value.clone()
+        for value in state.model.state_dict().values()
+        if value.is_floating_point()
+    ]
     step = step_of(state, settings)
     result = step(shards, valid(shards))
     assert not torch.isfinite(result.grad_norm)
     step.apply()
-    after = [value for value in state.model.state_dict().values() if value.is_floating_point()]
+    after = [
+        value
+        for value in state.model.state_dict().values()
+        if value.is_floating_point()
+    ]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert state.scaler.get_scale() == 32768
     assert state.step == 1
 
 
 @pytest.mark.parametrize(("precision", "noted"), [("fp32", 1), ("fp16", NEVER)])
-def test_the_first_update_that_is_not_finite_is_noted(precision: str, noted: int) -> None:
+def test_the_first_update_that_is_not_finite_is_noted(
+    precision: str, noted: int
+) -> None:
     """Its gradients alone can overflow, which the loss scaler of fp16 deals with; later ones do not change it."""
     settings, shards = config(train={"precision": precision}), batches()
     state = fresh(settings)
@@ -362,7 +462,9 @@ def test_the_first_update_that_is_not_finite_is_noted(precision: str, noted: int
     state.model.main.bias.register_hook(lambda grad: grad * factor)  # type: ignore[operator, union-attr]
     for factor in (1.0, float("inf"), 1.0):  # noqa: B007 (the hook reads it)
         result = step(shards, valid(shards))
-        assert torch.isfinite(result.grad_norm) == (state.step == 0 or (precision == "fp16" and state.step == 2))
+        assert torch.isfinite(result.grad_norm) == (
+            state.step == 0 or (precision == "fp16" and state.step == 2)
+        )
         assert int(step.first_bad) == (noted if state.step else NEVER)
         assert torch.isfinite(result.loss) or state.step == 2
         step.apply()
@@ -371,7 +473,10 @@ def test_the_first_update_that_is_not_finite_is_noted(precision: str, noted: int
 def test_bf16_runs_with_gradients_in_fp32() -> None:
     settings = config(train={"precision": "bf16"})
     state, results = run(settings, 2)
-    assert all(torch.isfinite(result.loss) and result.loss.dtype == torch.float32 for result in results)
+    assert all(
+        torch.isfinite(result.loss) and result.loss.dtype == torch.float32
+        for result in results
+    )
     assert all(p.dtype == torch.float32 for p in state.model.parameters())
 
 
@@ -424,7 +529,9 @@ class Spy(Watch):
         self.calls.append("after")
 
 
-def test_a_train_step_is_seen_by_its_watch_in_order_and_checked_before_it_is_applied() -> None:
+def test_a_train_step_is_seen_by_its_watch_in_order_and_checked_before_it_is_applied() -> (
+    None
+):
     settings, shards = config(), batches()
     state = fresh(settings)
     before, watch, seen = bits(state), Spy(state), []
@@ -444,14 +551,18 @@ def test_a_train_step_is_seen_by_its_watch_in_order_and_checked_before_it_is_app
     assert bits(state) == bits(other) != before
 
 
-def test_a_step_that_is_to_stop_does_nothing_unless_it_has_to_report_a_bad_update() -> None:
+def test_a_step_that_is_to_stop_does_nothing_unless_it_has_to_report_a_bad_update() -> (
+    None
+):
     settings, shards = config(), batches()
     state = fresh(settings)
     step, before = TrainStep(settings, Watch(ALONE, state)), bits(state)
     assert train_step(step, shards, stop=True) is None
     assert bits(state) == before
     assert state.step == 0
-    assert train_step(step, shards, stop=True, wait=False) is not None, "nobody looks at this one"
+    assert train_step(step, shards, stop=True, wait=False) is not None, (
+        "nobody looks at this one"
+    )
     with torch.no_grad():
         state.model.body.weight.fill_(float("nan"))  # type: ignore[operator, union-attr]
     assert train_step(step, shards, wait=False, check=pytest.fail) is not None  # type: ignore[arg-type]
@@ -461,12 +572,20 @@ def test_a_step_that_is_to_stop_does_nothing_unless_it_has_to_report_a_bad_updat
     assert len(checked) == 1
 
 
-def test_a_compiled_network_is_compiled_once_and_without_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_network_is_compiled_once_and_without_trials(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Not compiled here, since that takes half a minute: docs/log.md has the bits of 1, 2 and 3 processes."""
     compiled, settings = [], config(compute={"compile": True})
-    monkeypatch.setattr(torch, "compile", lambda module, *, dynamic: compiled.append((module, dynamic)) or module)
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda module, *, dynamic: compiled.append((module, dynamic)) or module,
+    )
     found = bits(run(settings, 2)[0])
-    assert [(type(module), dynamic) for module, dynamic in compiled] == [(AllHeads, False)]
+    assert [(type(module), dynamic) for module, dynamic in compiled] == [
+        (AllHeads, False)
+    ]
     assert torch._inductor.config.deterministic
     assert found == bits(run(config(), 2)[0])
     assert len(compiled) == 1
@@ -479,9 +598,13 @@ def test_a_network_is_recorded_once_with_statistics_and_random_numbers_put_back(
     recorded: list[bool] = []
     outputs: list[Tensor] = []
 
-    def record(network: nn.Module, inputs: tuple[Tensor, ...], *, allow_unused_input: bool) -> nn.Module:
+    def record(
+        network: nn.Module, inputs: tuple[Tensor, ...], *, allow_unused_input: bool
+    ) -> nn.Module:
         recorded.append(torch.is_autocast_cache_enabled())
-        assert allow_unused_input, "a parameter of this network has no part in the heads"
+        assert allow_unused_input, (
+            "a parameter of this network has no part in the heads"
+        )
         for _ in range(3):
             outputs[:] = network(*inputs).values()
         assert all(output.requires_grad for output in outputs)
@@ -495,10 +618,16 @@ def test_a_network_is_recorded_once_with_statistics_and_random_numbers_put_back(
     step.gradients.network = GraphedHeads(state.model)
     for number in range(2):
         train_step(step, batches(number))
-    assert not any(output.requires_grad for output in outputs), "their graph keeps nodes on the recording's stream"
-    assert recorded == [False], "recorded once, and weights that were cast are not kept between passes"
+    assert not any(output.requires_grad for output in outputs), (
+        "their graph keeps nodes on the recording's stream"
+    )
+    assert recorded == [False], (
+        "recorded once, and weights that were cast are not kept between passes"
+    )
     assert bits(state) == bits(run(config(), 2, dropout=0.5)[0])
-    with pytest.raises(ConfigError, match=r"compute\.cuda_graph = true, but training runs on a CPU"):
+    with pytest.raises(
+        ConfigError, match=r"compute\.cuda_graph = true, but training runs on a CPU"
+    ):
         run(config(compute={"cuda_graph": True}), 1)
 
 
@@ -518,10 +647,17 @@ class Questions(TorchDispatchMode):
         self.asked: list[str] = []
         self.operators = 0  # but for those that only look at a tensor otherwise
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.operators += not func.is_view
-        indexes = func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_)
-        by_mask = indexes and any(index is not None and index.dtype == torch.bool for index in args[1])
+        indexes = func.overloadpacket in (
+            torch.ops.aten.index,
+            torch.ops.aten.index_put_,
+        )
+        by_mask = indexes and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
         if by_mask or str(func) in self.WAITS:
             self.asked.append(f"{func} in {_function_of_segpipe()}")
         return func(*args, **(kwargs or {}))
@@ -535,26 +671,44 @@ def _function_of_segpipe() -> str:
     return frame.f_code.co_name if frame is not None else "none"
 
 
-ON_A_CPU_ALONE = {"aten._local_scalar_dense.default in ohem_kept"}  # `segpipe gpu-check only=syncs` counts on a GPU
+ON_A_CPU_ALONE = {
+    "aten._local_scalar_dense.default in ohem_kept"
+}  # `segpipe gpu-check only=syncs` counts on a GPU
 
 
 @pytest.mark.parametrize("mode", ["elastic", "off"])
 @pytest.mark.parametrize("loss", ["ohem", "cross_entropy"])
-def test_the_host_asks_nothing_between_logs(monkeypatch: pytest.MonkeyPatch, mode: str, loss: str) -> None:
+def test_the_host_asks_nothing_between_logs(
+    monkeypatch: pytest.MonkeyPatch, mode: str, loss: str
+) -> None:
     """A count of operators, which is as good on a CPU; targets are counted on the host, before they are copied."""
-    settings = config(compute={"mode": mode}, optim={"clip_norm": 1.0}, loss={"name": loss, "dice_weight": 1.0})
-    monkeypatch.setattr("segpipe.train.step.valid_pixels", lambda target: target.numel() // 2)
+    settings = config(
+        compute={"mode": mode},
+        optim={"clip_norm": 1.0},
+        loss={"name": loss, "dice_weight": 1.0},
+    )
+    monkeypatch.setattr(
+        "segpipe.train.step.valid_pixels", lambda target: target.numel() // 2
+    )
     step, shards = step_of(fresh(settings), settings), batches()
     train_step(step, shards, wait=False)
     with Questions() as questions:
         train_step(step, shards, wait=False)
     assert set(questions.asked) <= ON_A_CPU_ALONE
     # The controls: a figure that is read, a mask, and a check of the result.
-    monkeypatch.setattr(step.gradients.loss, "preprocess", lambda image: masked(Preprocess()(image)))
+    monkeypatch.setattr(
+        step.gradients.loss, "preprocess", lambda image: masked(Preprocess()(image))
+    )
     with Questions() as questions:
         train_step(step, shards, wait=True, check=lambda result: result.loss.item())  # type: ignore[arg-type, return-value]
-    assert {"aten.nonzero.default", "aten.index.Tensor", "aten._local_scalar_dense.default"} <= {
-        asked.split(" in ")[0] for asked in questions.asked if asked not in ON_A_CPU_ALONE
+    assert {
+        "aten.nonzero.default",
+        "aten.index.Tensor",
+        "aten._local_scalar_dense.default",
+    } <= {
+        asked.split(" in ")[0]
+        for asked in questions.asked
+        if asked not in ON_A_CPU_ALONE
     }
 
 
@@ -565,7 +719,9 @@ def masked(image: Tensor) -> Tensor:
     return image
 
 
-def test_launches_do_not_grow_with_the_network_but_for_its_own_and_the_optimizers() -> None:
+def test_launches_do_not_grow_with_the_network_but_for_its_own_and_the_optimizers() -> (
+    None
+):
     """Each is a kernel on a GPU, whose host has no time for some per tensor."""
 
     def launches(mode: str, norms: int, alone: bool = False) -> int:
@@ -577,14 +733,21 @@ def test_launches_do_not_grow_with_the_network_but_for_its_own_and_the_optimizer
         image = Preprocess()(shards[0].image)
         with Questions() as questions:
             if alone:
-                torch.stack([head.sum() for head in state.model.logits(image, aux=True).values()]).sum().backward()  # type: ignore[no-untyped-call]
+                torch.stack(
+                    [
+                        head.sum()
+                        for head in state.model.logits(image, aux=True).values()
+                    ]
+                ).sum().backward()  # type: ignore[no-untyped-call]
                 state.optimizer.step()
             else:
                 train_step(step, shards, wait=False)
         return questions.operators
 
     least = launches("off", 30, alone=True) - launches("off", 0, alone=True)
-    growth = {mode: launches(mode, 30) - launches(mode, 0) for mode in ("off", "elastic")}
+    growth = {
+        mode: launches(mode, 30) - launches(mode, 0) for mode in ("off", "elastic")
+    }
     assert growth == {"off": least, "elastic": least}
     assert least > 100
     assert launches("elastic", 0) - launches("off", 0) <= 10

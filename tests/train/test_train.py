@@ -77,18 +77,26 @@ def told(capsys: pytest.CaptureFixture[str]) -> str:
 def is_complete(folder: Path) -> bool:
     """Whether every step has its line once, in order, and the last one its validation."""
     lines = [
-        (line["step"], line["kind"]) for line in metrics(folder) if (line["step"], line["kind"]) != (12, "validation")
+        (line["step"], line["kind"])
+        for line in metrics(folder)
+        if (line["step"], line["kind"]) != (12, "validation")
     ]
-    each = [(step, kind) for step in range(1, STEPS + 1) for kind in ("train", "memory")]
+    each = [
+        (step, kind) for step in range(1, STEPS + 1) for kind in ("train", "memory")
+    ]
     return lines == [*each, (STEPS, "validation")]
 
 
 def test_whole_run_logs_every_step_once(whole: Path) -> None:
     assert is_complete(whole)
-    assert [line["step"] for line in metrics(whole) if line["kind"] == "validation"] == [12, STEPS]
+    assert [
+        line["step"] for line in metrics(whole) if line["kind"] == "validation"
+    ] == [12, STEPS]
     losses = [line["loss"] for line in updates(whole)]
     assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
-    assert all(line["rss_mib"][0] > 0 for line in metrics(whole) if line["kind"] == "memory")
+    assert all(
+        line["rss_mib"][0] > 0 for line in metrics(whole) if line["kind"] == "memory"
+    )
 
 
 @pytest.fixture
@@ -100,22 +108,35 @@ def ending(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     monkeypatch.setattr(latency, "SECONDS", 0.0)
     folder = Path(shutil.copytree(whole, tmp_path / "run"))
     weights = trained_network("fast_scnn", (64, 96), STREET).model.state_dict()
-    checkpoint.save(folder / "last.pt", {**checkpoint.load(folder / "last.pt"), "model": weights, "ema": weights})
+    checkpoint.save(
+        folder / "last.pt",
+        {**checkpoint.load(folder / "last.pt"), "model": weights, "ema": weights},
+    )
     return folder
 
 
-ENDING = (*LONG, "run.exists=resume", "export.enabled=true", "export.formats=[torchscript]", "export.images=1")
+ENDING = (
+    *LONG,
+    "run.exists=resume",
+    "export.enabled=true",
+    "export.formats=[torchscript]",
+    "export.images=1",
+)
 
 
 def test_a_run_ends_with_a_checked_export_and_three_lines(
     ending: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, git = ending, {"commit": "0" * 40, "dirty": True}
-    speed = {name: result(folder)[name] for name in ("images_per_second", "train_seconds")}
+    speed = {
+        name: result(folder)[name] for name in ("images_per_second", "train_seconds")
+    }
     monkeypatch.setattr(origin, "git_state", lambda root: {**git, "known_at": "export"})
     assert run(folder, *ENDING) == 0
     lines = capsys.readouterr().out.splitlines()
-    start = next(number for number, line in enumerate(lines) if line.startswith("mIoU "))
+    start = next(
+        number for number, line in enumerate(lines) if line.startswith("mIoU ")
+    )
     (score, place, following), below = lines[start : start + 3], lines[start + 3 :]
     assert score == f"mIoU {100 * result(folder)['miou']:.2f} % on 4 val images"
     assert place.startswith(f"run {folder} ")
@@ -153,14 +174,18 @@ def test_an_export_that_differs_ends_the_command_with_its_code(
         CONTROLS["bgr"](faulty)
         right.convert(faulty, *rest)
 
-    monkeypatch.setitem(FORMATS, "torchscript", dataclasses.replace(right, convert=swapped))
+    monkeypatch.setitem(
+        FORMATS, "torchscript", dataclasses.replace(right, convert=swapped)
+    )
     assert run(folder, *ENDING) == 4
     said = capsys.readouterr()
     assert "EXPORT REJECTED: G2 logits differ" in said.err
     for line in ("mIoU ", f"run {folder} ", "next "):
         assert f"\n{line}" in said.out, "a refused export hides nothing of the training"
     assert not (folder / "export").exists()
-    assert all((folder / name).is_file() for name in ("report.html", "result.json", "last.pt"))
+    assert all(
+        (folder / name).is_file() for name in ("report.html", "result.json", "last.pt")
+    )
 
 
 def test_ctrl_c_of_two_processes_then_resume_in_one(
@@ -171,7 +196,9 @@ def test_ctrl_c_of_two_processes_then_resume_in_one(
     SIGUSR1, with which schedulers warn a job, does not end the parent, which only waits for its children.
     """
     folder = tmp_path / "run"
-    process = start("train.py", *settings(folder, *LONG, "checkpoint.every=0", "compute.nproc=2"))
+    process = start(
+        "train.py", *settings(folder, *LONG, "checkpoint.every=0", "compute.nproc=2")
+    )
     wait_for(lambda: len(updates(folder)) >= 3, process)
     os.kill(process.pid, signal.SIGUSR1)
     warned = len(updates(folder))
@@ -201,22 +228,32 @@ def test_ctrl_c_of_two_processes_then_resume_in_one(
 def test_sigkill_then_resume_in_two_processes(whole: Path, tmp_path: Path) -> None:
     """The lines of the steps after the last checkpoint are there when the process dies, and must not come twice."""
     folder = tmp_path / "run"
-    process = start("train.py", *settings(folder, *LONG, "checkpoint.every=4", "data.workers=1"))
+    process = start(
+        "train.py", *settings(folder, *LONG, "checkpoint.every=4", "data.workers=1")
+    )
     wait_for(lambda: len(updates(folder)) >= 7, process)
     os.killpg(process.pid, signal.SIGKILL)
     assert finished(process).returncode == -signal.SIGKILL
     assert checkpoint.load(folder / "last.pt")["step"] % 4 == 0
-    done = command("train.py", *settings(folder, *LONG, "run.exists=resume", "compute.nproc=2"))
+    done = command(
+        "train.py", *settings(folder, *LONG, "run.exists=resume", "compute.nproc=2")
+    )
     assert done.returncode == 0, done.stderr
     assert outcome(folder) == outcome(whole)
     assert is_complete(folder)
 
 
-def test_sigterm_of_one_process_is_kept_as_ctrl_c(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_of_one_process_is_kept_as_ctrl_c(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Twice: at a step, and while the weights are validated at the end, when only the validation is left to do."""
     folder = tmp_path / "run"
     apply = engine.TrainStep.apply
-    monkeypatch.setattr(engine.TrainStep, "apply", lambda step: (apply(step), step.state.step == 9 and _terminate()))
+    monkeypatch.setattr(
+        engine.TrainStep,
+        "apply",
+        lambda step: (apply(step), step.state.step == 9 and _terminate()),
+    )
     assert run(folder, *LONG, "checkpoint.every=0") == 130
     assert checkpoint.load(folder / "last.pt")["step"] == 9
     monkeypatch.undo()
@@ -230,7 +267,9 @@ def test_sigterm_of_one_process_is_kept_as_ctrl_c(whole: Path, tmp_path: Path, m
     monkeypatch.undo()
     assert run(folder, *LONG, "run.exists=resume") == 0
     assert outcome(folder) == outcome(whole)
-    assert run(folder, *LONG, "run.exists=resume") == 0  # of a finished run: validates once more, changes nothing
+    assert (
+        run(folder, *LONG, "run.exists=resume") == 0
+    )  # of a finished run: validates once more, changes nothing
     assert outcome(folder) == outcome(whole)
     assert is_complete(folder)
 
@@ -252,21 +291,31 @@ def test_second_ctrl_c_interrupts_at_once_but_an_echo_does_not() -> None:
 @pytest.mark.parametrize("outlive_error", [True, False])
 def test_a_rank_that_failed_outlives_the_launchers_sigterm(outlive_error: bool) -> None:
     """Otherwise it would be ended before it could say which rank broke the contract."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)}
+    before = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
+    }
     try:
-        with pytest.raises(ValueError, match="lost"), StopRequest(outlive_error=outlive_error):
+        with (
+            pytest.raises(ValueError, match="lost"),
+            StopRequest(outlive_error=outlive_error),
+        ):
             raise ValueError("lost")
         assert (signal.getsignal(signal.SIGTERM) == signal.SIG_IGN) is outlive_error
         with StopRequest(outlive_error=True):
             pass
-        assert (signal.getsignal(signal.SIGTERM) == signal.SIG_IGN) is outlive_error  # as it was found
+        assert (
+            signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+        ) is outlive_error  # as it was found
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2])
-def test_what_a_scheduler_sends_stops_at_the_end_of_the_step(number: signal.Signals) -> None:
+def test_what_a_scheduler_sends_stops_at_the_end_of_the_step(
+    number: signal.Signals,
+) -> None:
     before = signal.getsignal(number)
     with StopRequest() as stop:
         assert not _interrupts(number)
@@ -297,22 +346,38 @@ def test_diverged_run_names_step_rank_and_rate_and_keeps_its_state(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], precision: str
 ) -> None:
     folder = tmp_path / "run"
-    changes = ("optim.lr=1e30", "optim.warmup_steps=0", f"train.precision={precision}", "checkpoint.every=1")
+    changes = (
+        "optim.lr=1e30",
+        "optim.warmup_steps=0",
+        f"train.precision={precision}",
+        "checkpoint.every=1",
+    )
     assert run(folder, *changes) == 6
     text = told(capsys)
-    for part in ("step 1: loss nan", "rank 0 shard 0", "lr 6.94", f"precision {precision}", "Lower optim.lr"):
+    for part in (
+        "step 1: loss nan",
+        "rank 0 shard 0",
+        "lr 6.94",
+        f"precision {precision}",
+        "Lower optim.lr",
+    ):
         assert part in text
     kept = checkpoint.load(folder / "diverged.pt")
     assert str(folder / "diverged.pt") in text
     assert kept["step"] == checkpoint.load(folder / "last.pt")["step"] == 1
-    assert all(value.isfinite().all() for value in kept["optimizer"]["state"][0].values())
+    assert all(
+        value.isfinite().all() for value in kept["optimizer"]["state"][0].values()
+    )
     assert not (folder / "result.json").exists()
 
 
 def test_a_run_without_a_checkpoint_says_that_it_starts_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, says = tmp_path / "run", "holds no checkpoint yet: the run starts again at step 0"
+    folder, says = (
+        tmp_path / "run",
+        "holds no checkpoint yet: the run starts again at step 0",
+    )
     assert run(folder, "train.progress=true", "run.exists=resume") == 0
     assert says not in capsys.readouterr().out  # the control: nothing was there
     for path in folder.iterdir():
@@ -335,22 +400,38 @@ def own(logits, target, *, ignore_index):
 
 @pytest.mark.parametrize(("rate", "blamed"), [("0.01", True), ("1e30", False)])
 def test_an_own_loss_that_spoils_finite_logits_is_blamed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rate: str, blamed: bool
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    rate: str,
+    blamed: bool,
 ) -> None:
     """The control: logits that the learning rate has spoiled, before a loss without a fault."""
     module = "spoils" if blamed else "sound"
-    (tmp_path / f"{module}.py").write_text(OWN_LOSS if blamed else OWN_LOSS.replace("1000", "10**9"))
+    (tmp_path / f"{module}.py").write_text(
+        OWN_LOSS if blamed else OWN_LOSS.replace("1000", "10**9")
+    )
     monkeypatch.chdir(tmp_path)
-    changes = (f"loss.name={module}:own", f"optim.lr={rate}", "optim.warmup_steps=0", "train.precision=fp32")
+    changes = (
+        f"loss.name={module}:own",
+        f"optim.lr={rate}",
+        "optim.warmup_steps=0",
+        "train.precision=fp32",
+    )
     assert run(tmp_path / "run", *changes) == 6
     text = told(capsys)
     lead = f"loss.name = {module}:own returned nan for finite logits; `segpipe check-plugin loss.name={module}:own`"
-    assert (text.startswith(lead), "Lower optim.lr" in text) == (blamed, not blamed), text
+    assert (text.startswith(lead), "Lower optim.lr" in text) == (blamed, not blamed), (
+        text
+    )
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["", "stopped meanwhile"])
 def test_a_loss_that_nobody_looked_at_is_dated_and_not_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, stopped: bool
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    stopped: bool,
 ) -> None:
     """As on a GPU, where the host waits for some updates only: it sees the second bad update, not the first."""
     folder, apply = tmp_path / "run", engine.TrainStep.apply
@@ -368,8 +449,14 @@ def test_a_loss_that_nobody_looked_at_is_dated_and_not_kept(
     assert run(folder, "train.steps=9", "checkpoint.every=3", "compute.shards=1") == 6
     text = told(capsys)
     assert "step 5: loss nan" in text
-    assert "Step 4 was the first that was not finite, 5 the first that was checked; last.pt of step 3 is" in text
-    assert all(value.isfinite().all() for value in checkpoint.load(folder / "last.pt")["model"].values())
+    assert (
+        "Step 4 was the first that was not finite, 5 the first that was checked; last.pt of step 3 is"
+        in text
+    )
+    assert all(
+        value.isfinite().all()
+        for value in checkpoint.load(folder / "last.pt")["model"].values()
+    )
     assert checkpoint.load(folder / "last.pt")["step"] == 3
     assert not (folder / "diverged.pt").exists()
 
@@ -382,7 +469,9 @@ def test_fp16_that_overflows_at_any_scale_has_diverged(
 
     def overflowing(*args: Any) -> Any:
         state = build(*args)
-        state.scaler = torch.amp.GradScaler("cpu", init_scale=1.0)  # as after 16 overflows
+        state.scaler = torch.amp.GradScaler(
+            "cpu", init_scale=1.0
+        )  # as after 16 overflows
         next(state.model.parameters()).register_hook(lambda grad: grad * float("nan"))
         return state
 
@@ -390,17 +479,27 @@ def test_fp16_that_overflows_at_any_scale_has_diverged(
     small = ("train.steps=2", "compute.shards=1", "augment.crop_size=[32,32]")
     assert run(tmp_path / "run", "train.precision=fp16", *small) == 6
     text = told(capsys)
-    assert "step 1: " in text  # and not step 0, whose overflow is one that a lower scale may mend
+    assert (
+        "step 1: " in text
+    )  # and not step 0, whose overflow is one that a lower scale may mend
     assert "precision fp16 at loss scale 0.5" in text
     assert checkpoint.load(tmp_path / "run" / "diverged.pt")["step"] == 1
 
 
-@pytest.mark.parametrize(("owner", "name"), [(engine.TrainStep, "__call__"), (engine, "validate")])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(engine.TrainStep, "__call__"), (engine, "validate")]
+)
 def test_memory_that_runs_out_is_explained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
 ) -> None:
     def short(*_: object, **__: object) -> None:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 80 bytes")
+        raise RuntimeError(
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 80 bytes"
+        )
 
     monkeypatch.setattr(owner, name, short)
     assert run(tmp_path / "run", "train.steps=1") == 10
@@ -411,7 +510,9 @@ def test_memory_that_runs_out_is_explained(
     assert (tmp_path / "run" / "oom_rank00.txt").is_file()
 
 
-def test_without_a_label_there_is_no_score(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_label_there_is_no_score(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = write_camvid(tmp_path / "data")
     for path in (data / "valannot").iterdir():
         cv2.imwrite(str(path), np.full((72, 96), 11, np.uint8))  # void
@@ -421,11 +522,16 @@ def test_without_a_label_there_is_no_score(tmp_path: Path, capsys: pytest.Captur
     assert "NaN" not in (folder / "result.json").read_text()
     capsys.readouterr()
     assert evaluate([f"run={folder}"]) == 0
-    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["miou"] is None
+    assert (
+        json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["miou"] is None
+    )
 
 
 def test_full_disk_leaves_the_last_good_checkpoint(
-    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    whole: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder, sync, written = tmp_path / "run", os.fsync, []
 
@@ -438,10 +544,22 @@ def test_full_disk_leaves_the_last_good_checkpoint(
     monkeypatch.setattr(os, "fsync", full)
     assert run(folder, *LONG, "checkpoint.every=1") == 2
     text = told(capsys)
-    for part in (str(folder / "last.pt"), "No space left", "unharmed", "run.exists=resume"):
+    for part in (
+        str(folder / "last.pt"),
+        "No space left",
+        "unharmed",
+        "run.exists=resume",
+    ):
         assert part in text
     assert checkpoint.load(folder / "last.pt")["step"] == 2
-    kept = ["checkpoints.sha256", "config.json", "inputs.json", "last.pt", "ledger", "metrics.jsonl"]
+    kept = [
+        "checkpoints.sha256",
+        "config.json",
+        "inputs.json",
+        "last.pt",
+        "ledger",
+        "metrics.jsonl",
+    ]
     assert sorted(path.name for path in folder.iterdir()) == kept
     monkeypatch.undo()
     assert run(folder, *LONG, "run.exists=resume") == 0
@@ -485,20 +603,36 @@ def test_evaluate_refuses_what_it_does_not_know(
     assert said in told(capsys)
 
 
-def test_evaluate_refuses_data_of_other_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_refuses_data_of_other_classes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     files = write_camvid(tmp_path / "files")
     for root, last in (("here", "void"), ("there", "water")):
         for folder, suffix in (("images", ""), ("masks", "annot")):
             (tmp_path / root / folder).mkdir(parents=True)
             for split in ("train", "val"):
-                (tmp_path / root / folder / split).symlink_to(files / f"{split}{suffix}")
+                (tmp_path / root / folder / split).symlink_to(
+                    files / f"{split}{suffix}"
+                )
         names = [f"class{number}" for number in range(11)] + [last]
         palette = [[number, 0, 0] for number in range(12)]
-        (tmp_path / root / "classes.yaml").write_text(json.dumps({"names": names, "palette": palette}))
-    assert run(tmp_path / "run", "data=folder", f"data.root={tmp_path / 'here'}", "train.steps=1") == 0
+        (tmp_path / root / "classes.yaml").write_text(
+            json.dumps({"names": names, "palette": palette})
+        )
+    assert (
+        run(
+            tmp_path / "run",
+            "data=folder",
+            f"data.root={tmp_path / 'here'}",
+            "train.steps=1",
+        )
+        == 0
+    )
     capsys.readouterr()
     assert evaluate([f"run={tmp_path / 'run'}"]) == 0
-    assert json.loads(capsys.readouterr().out)["miou"] == result(tmp_path / "run")["miou"]
+    assert (
+        json.loads(capsys.readouterr().out)["miou"] == result(tmp_path / "run")["miou"]
+    )
     assert evaluate([f"run={tmp_path / 'run'}", f"data.root={tmp_path / 'there'}"]) == 2
     text = told(capsys)
     assert f"{tmp_path / 'there'} has other classes than the network" in text
@@ -564,12 +698,19 @@ def test_validation_counts_every_image_once(world_size: int) -> None:
         with pytest.raises((StopIteration, RuntimeError)) as stopped:
             found(rank)
         parts.append(stopped.value.args[0])
-    assert sorted(index for part in parts for index in part) == list(range(len(samples)))
+    assert sorted(index for part in parts for index in part) == list(
+        range(len(samples))
+    )
     for rank in ranks:
         rank.others = parts
     total = found(ranks[-1]).total
-    labels = np.concatenate([samples.read(index)[1].ravel() for index in range(len(samples))])
-    assert total.sum(1).tolist() == np.bincount(labels, minlength=256)[: STREET.num_classes].tolist()
+    labels = np.concatenate(
+        [samples.read(index)[1].ravel() for index in range(len(samples))]
+    )
+    assert (
+        total.sum(1).tolist()
+        == np.bincount(labels, minlength=256)[: STREET.num_classes].tolist()
+    )
     assert torch.equal(total, found(ranks[0]).total)
 
 
@@ -579,11 +720,16 @@ def test_ranks_that_see_different_checkpoints_are_told_apart() -> None:
     rank.others = [20, 20]
     agree_on_step(Path("last.pt"), 20, rank)  # type: ignore[arg-type]
     rank.others = [20, 0]
-    with pytest.raises(CheckpointError, match=r"not the same file on every machine.*\[20, 0\].*run\.root"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"not the same file on every machine.*\[20, 0\].*run\.root",
+    ):
         agree_on_step(Path("last.pt"), 20, rank)  # type: ignore[arg-type]
 
 
-def test_training_and_validation_each_read_their_own_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_and_validation_each_read_their_own_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: dict[str, Samples] = {}
     batches, check = batches_module.train_batches, engine.validate
 
@@ -591,7 +737,9 @@ def test_training_and_validation_each_read_their_own_split(tmp_path: Path, monke
         seen["train"] = samples
         return batches(samples, *rest, **named)
 
-    def spied_validate(model: Any, preprocess: Any, samples: Samples, *rest: Any, **named: Any) -> Validation:
+    def spied_validate(
+        model: Any, preprocess: Any, samples: Samples, *rest: Any, **named: Any
+    ) -> Validation:
         seen["val"] = samples
         return check(model, preprocess, samples, *rest, **named)
 
@@ -607,7 +755,9 @@ def test_training_and_validation_each_read_their_own_split(tmp_path: Path, monke
             assert np.array_equal(target, own.read(index)[1])
 
 
-def test_with_a_cache_later_validations_read_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_cache_later_validations_read_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And score the same to the bit; the control, without a cache, reads all images again."""
     read, reads = SyntheticSamples.read, []
 
@@ -620,9 +770,23 @@ def test_with_a_cache_later_validations_read_nothing(tmp_path: Path, monkeypatch
     for mib in (0, 64):
         reads.clear()
         folder = tmp_path / f"run{mib}"
-        assert run(folder, "train.steps=3", "train.validate_every=1", f"data.cache_mib={mib}") == 0
-        scores = [(line["miou"], line["iou"]) for line in metrics(folder) if line["kind"] == "validation"]
+        assert (
+            run(
+                folder,
+                "train.steps=3",
+                "train.validate_every=1",
+                f"data.cache_mib={mib}",
+            )
+            == 0
+        )
+        scores = [
+            (line["miou"], line["iou"])
+            for line in metrics(folder)
+            if line["kind"] == "validation"
+        ]
         assert len(scores) == 3
         found[mib] = scores, outcome(folder), len(reads)
     assert found[0][:2] == found[64][:2]
-    assert found[0][2] - found[64][2] == 2 * 4 + 3, "two validations of four images, and an image of each beforehand"
+    assert found[0][2] - found[64][2] == 2 * 4 + 3, (
+        "two validations of four images, and an image of each beforehand"
+    )

@@ -17,13 +17,22 @@ from segpipe.train.metrics import confusion
 from segpipe.train.validate import classes_and_confusion
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
-CASES = (((1, 19, 16, 33), (128, 264)), ((2, 3, 5, 7), (33, 49)), ((1, 40, 9, 4), (5, 3)), ((1, 1, 1, 1), (3, 70)))
+CASES = (
+    ((1, 19, 16, 33), (128, 264)),
+    ((2, 3, 5, 7), (33, 49)),
+    ((1, 40, 9, 4), (5, 3)),
+    ((1, 1, 1, 1), (3, 70)),
+)
 
 
-def pair(shape: tuple[int, ...], size: tuple[int, int], seed: int = 0) -> tuple[Tensor, Tensor]:
+def pair(
+    shape: tuple[int, ...], size: tuple[int, int], seed: int = 0
+) -> tuple[Tensor, Tensor]:
     torch.manual_seed(seed)
     target = torch.randint(0, shape[1], (shape[0], *size), dtype=torch.uint8)
-    return torch.randn(shape) * 3, target.masked_fill(torch.rand(target.shape) < 0.2, 255)
+    return torch.randn(shape) * 3, target.masked_fill(
+        torch.rand(target.shape) < 0.2, 255
+    )
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
@@ -34,9 +43,13 @@ def test_integers_are_those_of_interpolate_and_argmax(
     monkeypatch.setattr(strips, "STRIP", 20000)
     for shape, size in CASES:
         logits, target = pair(shape, size)
-        expected = F.interpolate(logits, size, mode="bilinear", align_corners=align_corners).argmax(1)
+        expected = F.interpolate(
+            logits, size, mode="bilinear", align_corners=align_corners
+        ).argmax(1)
         for given in (logits, logits.contiguous(memory_format=torch.channels_last)):
-            pred, counts = classes_and_confusion(given, target, align_corners=align_corners, backend=backend)
+            pred, counts = classes_and_confusion(
+                given, target, align_corners=align_corners, backend=backend
+            )
             assert pred.dtype == torch.uint8
             assert torch.equal(pred.long(), expected)
             assert torch.equal(counts, confusion(expected, target, shape[1]))
@@ -49,7 +62,9 @@ def test_ties_and_nan_are_decided_as_by_argmax(number: float) -> None:
     logits[0, 1, 0, 1:] = 1.0
     logits[0, 2:, 0, 2:] = number
     target = torch.zeros(1, 4, 12, dtype=torch.uint8)
-    pred, _ = classes_and_confusion(logits, target, align_corners=False, backend="native")
+    pred, _ = classes_and_confusion(
+        logits, target, align_corners=False, backend="native"
+    )
     expected = F.interpolate(logits, (4, 12), mode="bilinear").argmax(1)
     assert torch.equal(pred.long(), expected)
     assert set(expected.flatten().tolist()) == ({0, 1} if number == 1.0 else {0, 1, 2})
@@ -59,11 +74,16 @@ def test_ties_and_nan_are_decided_as_by_argmax(number: float) -> None:
 def test_a_target_that_is_no_class_is_refused_by_its_id(backend: str) -> None:
     logits, target = pair((1, 3, 2, 2), (8, 8))
     target[0, 0, :2], target[0, 1, 0] = 3, 200
-    with pytest.raises(DataError, match=r"target holds class 3, 200 in 3 pixels, but ids 0 to 2 or 255 \(ignored\)"):
+    with pytest.raises(
+        DataError,
+        match=r"target holds class 3, 200 in 3 pixels, but ids 0 to 2 or 255 \(ignored\)",
+    ):
         classes_and_confusion(logits, target, align_corners=False, backend=backend)
 
 
-def test_images_of_many_sizes_leave_no_matrices_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_of_many_sizes_leave_no_matrices_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The compiled pass reads taps; a matrix of 1024 x 128 takes longer to make than to use, and was kept for good."""
     made: list[object] = []
     monkeypatch.setattr(resize, "_matrix", lambda *shape: made.append(shape))
@@ -78,6 +98,12 @@ def test_threads_do_not_enter() -> None:
     found = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        found.append(classes_and_confusion(logits, target, align_corners=False, backend="native"))
-    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+        found.append(
+            classes_and_confusion(logits, target, align_corners=False, backend="native")
+        )
+    assert all(
+        torch.equal(a, b)
+        for other in found[1:]
+        for a, b in zip(found[0], other, strict=True)
+    )
     assert int(found[0][1].sum()) == int(np.count_nonzero(target.numpy() != 255))

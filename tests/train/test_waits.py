@@ -49,17 +49,27 @@ class Waits(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
-        kinds = {leaf.device.type for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)}
+        kinds = {
+            leaf.device.type
+            for leaf in tree_leaves((args, kwargs, out))
+            if isinstance(leaf, Tensor)
+        }
         blocks = not (kwargs.get("non_blocking") or any(arg is True for arg in args))
         copies = name in ("_to_copy", "copy_") and len(kinds) > 1 and blocks
         if copies or (name in READ and "cuda" in kinds):
             stack = reversed(traceback.extract_stack()[:-1])
             lines = (f"{frame.filename}:{frame.lineno}" for frame in stack)
-            ours = (line for line in lines if "/segpipe/" in line or line.startswith(__file__))
+            ours = (
+                line
+                for line in lines
+                if "/segpipe/" in line or line.startswith(__file__)
+            )
             self.found.append(f"{name} at {next(ours)}")
         return out
 
@@ -77,7 +87,9 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "stream", lambda chosen: contextlib.nullcontext())
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, chosen: None)
     monkeypatch.setattr(Tensor, "data_ptr", lambda tensor: 0)
-    monkeypatch.setattr(nn.Module, "to", lambda module, *args, **kwargs: module)  # its swap takes no fake tensors
+    monkeypatch.setattr(
+        nn.Module, "to", lambda module, *args, **kwargs: module
+    )  # its swap takes no fake tensors
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, **kwargs: None)
     monkeypatch.setattr(resize, "gpu_kernels", lambda device: triton_resize)
     monkeypatch.setattr("segpipe.train.step.valid_pixels", lambda target: 1)
@@ -107,9 +119,14 @@ def waits_of_an_update(monkeypatch: pytest.MonkeyPatch, loss: str) -> list[str]:
         monkeypatch.setattr(Tensor, "backward", backward)
         step = TrainStep(settings, Watch(Group(0, 0, 1, GPU), state))
         with torch.device("cpu"):
-            image, ids = torch.zeros(2, 64, 64, 3, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
+            image, ids = (
+                torch.zeros(2, 64, 64, 3, dtype=torch.uint8),
+                torch.zeros(2, dtype=torch.int64),
+            )
             batch = ShardBatch(0, 0, image, image[..., 0], ids, ids)
-            train_step(step, [batch], wait=False)  # keeps what it copies: the axes of every resize
+            train_step(
+                step, [batch], wait=False
+            )  # keeps what it copies: the axes of every resize
             with Waits() as waits:
                 assert train_step(step, [batch], wait=False) is not None
                 torch.tensor(1.0, device=GPU)
@@ -119,11 +136,21 @@ def waits_of_an_update(monkeypatch: pytest.MonkeyPatch, loss: str) -> list[str]:
 def test_the_host_waits_for_nothing_in_an_update() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-W", "ignore", __file__],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    controls = [line.partition(" at ")[0] for line in done.stdout.splitlines() if "test_waits.py" in line]
-    assert controls == ["_to_copy"] * len(LOSSES), "a number that is copied to the GPU was not seen"
+    controls = [
+        line.partition(" at ")[0]
+        for line in done.stdout.splitlines()
+        if "test_waits.py" in line
+    ]
+    assert controls == ["_to_copy"] * len(LOSSES), (
+        "a number that is copied to the GPU was not seen"
+    )
     assert len(done.stdout.splitlines()) == len(LOSSES), done.stdout
 
 

@@ -30,9 +30,15 @@ class CsvPairs:
     def files(self, index: int) -> list[Path]:
         """Optional: files whose SHA-256 goes into inputs.json, so that an audit finds a changed one."""
         row = self.rows[index]
-        return [self.table, self.table.parent / row["image"], self.table.parent / row["mask"]]
+        return [
+            self.table,
+            self.table.parent / row["image"],
+            self.table.parent / row["mask"],
+        ]
 
     def read(self, index: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         _, image, mask = self.files(index)
         rgb = cv2.cvtColor(cv2.imread(str(image), cv2.IMREAD_COLOR), cv2.COLOR_BGR2RGB)
-        return np.asarray(rgb, np.uint8), np.asarray(cv2.imread(str(mask), cv2.IMREAD_GRAYSCALE), np.uint8)
+        return np.asarray(rgb, np.uint8), np.asarray(
+            cv2.imread(str(mask), cv2.IMREAD_GRAYSCALE), np.uint8
+        )

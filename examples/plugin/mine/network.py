@@ -13,12 +13,16 @@ class LrAspp(nn.Module):
 
     def __init__(self, num_classes: int, aux: bool = True) -> None:
         super().__init__()
-        net = lraspp_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=num_classes)
+        net = lraspp_mobilenet_v3_large(
+            weights=None, weights_backbone=None, num_classes=num_classes
+        )
         self.backbone, self.classifier = net.backbone, net.classifier
         self.aux = nn.Conv2d(40, num_classes, 1) if aux else None
 
     def forward(self, image: Tensor) -> Any:
-        features = self.backbone(image)  # low: 40 channels at stride 8, high: 960 at stride 16
+        features = self.backbone(
+            image
+        )  # low: 40 channels at stride 8, high: 960 at stride 16
         logits = self.classifier(features)
         if self.aux is None or not self.training:
             return logits

@@ -16,9 +16,14 @@ class Flicker(A.ImageOnlyTransform):
         super().__init__(p=0.3)
 
     def get_params(self) -> dict[str, Any]:
-        return {"depth": self.py_random.uniform(0.1, 0.5), "rows": self.py_random.randint(8, 64)}
+        return {
+            "depth": self.py_random.uniform(0.1, 0.5),
+            "rows": self.py_random.randint(8, 64),
+        }
 
-    def apply(self, img: NDArray[np.uint8], depth: float, rows: int, **_: Any) -> NDArray[np.uint8]:
+    def apply(
+        self, img: NDArray[np.uint8], depth: float, rows: int, **_: Any
+    ) -> NDArray[np.uint8]:
         # Whole steps instead of a sine: the last bit of a sine depends on the library.
         phase = (np.arange(img.shape[0]) % rows < rows // 2)[:, None, None]
         factor = np.where(phase, 256, round(256 * (1 - depth))).astype(np.uint16)

@@ -10,8 +10,23 @@ from xml.etree import ElementTree
 import numpy as np
 
 from segpipe.data.importers.coco import find_image
-from segpipe.data.importers.imported import INCOMPLETE, Drawing, ImportPlan, entry_name, plan_of_drawings, split_name
-from segpipe.data.importers.outlines import Area, Size, ellipse, pasted, polygon, rectangle, runs
+from segpipe.data.importers.imported import (
+    INCOMPLETE,
+    Drawing,
+    ImportPlan,
+    entry_name,
+    plan_of_drawings,
+    split_name,
+)
+from segpipe.data.importers.outlines import (
+    Area,
+    Size,
+    ellipse,
+    pasted,
+    polygon,
+    rectangle,
+    runs,
+)
 from segpipe.errors import DataError
 
 WITHOUT_AREA = ("polyline", "points", "cuboid", "skeleton")
@@ -26,9 +41,13 @@ def cvat(source: Path, names: Sequence[str], background: str) -> ImportPlan:
     try:
         root = ElementTree.parse(path).getroot()
     except (OSError, ElementTree.ParseError) as error:
-        raise DataError(f"{path} cannot be read: {error}. Export from CVAT as `CVAT for images 1.1`.") from None
+        raise DataError(
+            f"{path} cannot be read: {error}. Export from CVAT as `CVAT for images 1.1`."
+        ) from None
     if root.find("track") is not None:
-        raise DataError(f"{path} is of a video. Export from CVAT as `CVAT for images 1.1`, with the images.")
+        raise DataError(
+            f"{path} is of a video. Export from CVAT as `CVAT for images 1.1`, with the images."
+        )
     labels = [element.text or "" for element in root.findall("meta//label/name")]
     drawings, faults = [], list[str]()
     for element in root.findall("image"):
@@ -44,18 +63,26 @@ def cvat(source: Path, names: Sequence[str], background: str) -> ImportPlan:
         try:
             areas, unread = _shapes(element, f"{path}: {file_name}")
             size = (int(element.attrib["height"]), int(element.attrib["width"]))
-            drawings.append(Drawing(split, entry_name(file_name), image, size, areas, unread))
+            drawings.append(
+                Drawing(split, entry_name(file_name), image, size, areas, unread)
+            )
         except INCOMPLETE as error:
-            faults.append(f"{path}: {file_name} is not complete ({error!r}). Export it again.")
+            faults.append(
+                f"{path}: {file_name} is not complete ({error!r}). Export it again."
+            )
     return plan_of_drawings(drawings, labels, names, background, faults)
 
 
-def _shapes(image: ElementTree.Element, where: str) -> tuple[list[tuple[str, Callable[[Size], Area]]], list[str]]:
+def _shapes(
+    image: ElementTree.Element, where: str
+) -> tuple[list[tuple[str, Callable[[Size], Area]]], list[str]]:
     """Areas of an image by z_order, and a message for each shape that has none."""
     areas, unread = [], []
     for shape in sorted(image, key=lambda shape: number_or(shape, "z_order")):
         if shape.tag in WITHOUT_AREA:
-            unread.append(f"{where} has {shape.tag} of {shape.get('label')}, which has no area. Draw a polygon.")
+            unread.append(
+                f"{where} has {shape.tag} of {shape.get('label')}, which has no area. Draw a polygon."
+            )
         elif shape.tag != "tag":
             areas.append((shape.attrib["label"], _area(shape)))
     return areas, unread
@@ -70,17 +97,25 @@ def _area(shape: ElementTree.Element) -> Callable[[Size], Area]:
         points = [(float(x), float(y)) for x, y in corners]
         return partial(polygon, np.array(points, np.float64))
     if shape.tag == "box" and number_or(shape, "rotation") == 0:
-        return partial(rectangle, number("xtl"), number("ytl"), number("xbr"), number("ybr"))
+        return partial(
+            rectangle, number("xtl"), number("ytl"), number("xbr"), number("ybr")
+        )
     if shape.tag == "ellipse" and number_or(shape, "rotation") == 0:
         return partial(ellipse, number("cx"), number("cy"), number("rx"), number("ry"))
     if shape.tag == "mask":
         counts = [int(count) for count in shape.attrib["rle"].split(",")]
-        left, top, width, height = (int(number(key)) for key in ("left", "top", "width", "height"))
-        return lambda size: pasted(runs(counts, (height, width), by_column=False), left, top, size)
+        left, top, width, height = (
+            int(number(key)) for key in ("left", "top", "width", "height")
+        )
+        return lambda size: pasted(
+            runs(counts, (height, width), by_column=False), left, top, size
+        )
 
     def wrong(size: Size) -> Area:
         turned = "rotated " if number_or(shape, "rotation") else ""
-        raise ValueError(f"is a {turned}{shape.tag}, which is not read. Convert it to a polygon in CVAT")
+        raise ValueError(
+            f"is a {turned}{shape.tag}, which is not read. Convert it to a polygon in CVAT"
+        )
 
     return wrong
 

@@ -29,7 +29,14 @@ MARK = ".import.json"
 BACKGROUND = ("background", "_background_")
 IGNORED = ("ignore", "__ignore__", "void")
 SPLIT_NAMES = {"training": "train", "valid": "val", "validation": "val"}
-INCOMPLETE = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)  # of content of other types
+INCOMPLETE = (
+    KeyError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    IndexError,
+    OverflowError,
+)  # of content of other types
 Target = NDArray[np.uint8]
 
 
@@ -49,8 +56,12 @@ class Drawing(NamedTuple):
     name: str
     image: Path
     size: Size
-    areas: list[tuple[str, Callable[[Size], Area]]]  # label and pixels; raises ValueError
-    unread: Sequence[str] = ()  # a message for each shape that is no area: the image is left out
+    areas: list[
+        tuple[str, Callable[[Size], Area]]
+    ]  # label and pixels; raises ValueError
+    unread: Sequence[
+        str
+    ] = ()  # a message for each shape that is no area: the image is left out
 
 
 @dataclass
@@ -67,7 +78,9 @@ class ImportPlan:
 def entry_name(file_name: str) -> str:
     """Where the files of an image go below those of its split, without suffix: never outside, whatever its path is."""
     path = PurePosixPath(file_name.replace("\\", "/"))
-    return "/".join(part for part in path.with_suffix("").parts if part not in ("/", ".."))
+    return "/".join(
+        part for part in path.with_suffix("").parts if part not in ("/", "..")
+    )
 
 
 def split_name(name: str) -> str:
@@ -78,11 +91,17 @@ def split_name(name: str) -> str:
 def refuse_names(names: Sequence[str], known: Sequence[str]) -> None:
     """Raise DataError for `names` of the user that differ from those the masks are drawn with."""
     if names and tuple(names) != tuple(known):
-        raise DataError(f"names = {list(names)}, but the masks are drawn with {', '.join(known)}. Leave names out.")
+        raise DataError(
+            f"names = {list(names)}, but the masks are drawn with {', '.join(known)}. Leave names out."
+        )
 
 
 def plan_of_drawings(
-    drawings: Sequence[Drawing], labels: Sequence[str], names: Sequence[str], background: str, faults: list[str]
+    drawings: Sequence[Drawing],
+    labels: Sequence[str],
+    names: Sequence[str],
+    background: str,
+    faults: list[str],
 ) -> ImportPlan:
     """Plan for formats with areas. `labels` are the classes of the format in its order, `names` those of the user.
 
@@ -91,11 +110,21 @@ def plan_of_drawings(
     """
     counts = Counter(label for drawing in drawings for label, _ in drawing.areas)
     special = {*BACKGROUND, *IGNORED}
-    found = [label for label in dict.fromkeys([*labels, *sorted(counts)]) if counts[label] and label not in special]
-    first = [BACKGROUND[0]] if background == "class" and BACKGROUND[0] not in names else []
+    found = [
+        label
+        for label in dict.fromkeys([*labels, *sorted(counts)])
+        if counts[label] and label not in special
+    ]
+    first = (
+        [BACKGROUND[0]] if background == "class" and BACKGROUND[0] not in names else []
+    )
     classes = (*first, *(names or found))
-    ids = dict.fromkeys(IGNORED, IGNORE_INDEX) | {name: place for place, name in enumerate(classes)}
-    fill = ids.get(BACKGROUND[0], IGNORE_INDEX) if background == "class" else IGNORE_INDEX
+    ids = dict.fromkeys(IGNORED, IGNORE_INDEX) | {
+        name: place for place, name in enumerate(classes)
+    }
+    fill = (
+        ids.get(BACKGROUND[0], IGNORE_INDEX) if background == "class" else IGNORE_INDEX
+    )
     ids = dict.fromkeys(BACKGROUND, fill) | ids
     for label, count in counts.items():
         if label not in ids:
@@ -105,26 +134,39 @@ def plan_of_drawings(
                 "With skip=true, these pixels are ignored."
             )
     entries = [
-        ImportEntry(drawing.split, drawing.name, drawing.image, _painter(drawing, ids, fill)) for drawing in drawings
+        ImportEntry(
+            drawing.split, drawing.name, drawing.image, _painter(drawing, ids, fill)
+        )
+        for drawing in drawings
     ]
     return ImportPlan(classes, entries, faults=faults)
 
 
-def _painter(drawing: Drawing, ids: Mapping[str, int], fill: int) -> Callable[[], Target]:
+def _painter(
+    drawing: Drawing, ids: Mapping[str, int], fill: int
+) -> Callable[[], Target]:
     def paint() -> Target:
         if drawing.unread:
             more = len(drawing.unread) - 1
-            raise DataError(f"{drawing.unread[0]}{f' {more} more of {drawing.image} cannot be read.' if more else ''}")
+            raise DataError(
+                f"{drawing.unread[0]}{f' {more} more of {drawing.image} cannot be read.' if more else ''}"
+            )
         if min(drawing.size) < 1:
-            raise DataError(f"{drawing.image}: its labels are for {drawing.size} (height, width).")
+            raise DataError(
+                f"{drawing.image}: its labels are for {drawing.size} (height, width)."
+            )
         target = np.full(drawing.size, fill, np.uint8)
         for label, area in drawing.areas:
             try:
                 target[area(drawing.size)] = ids.get(label, IGNORE_INDEX)
             except ValueError as error:
-                raise DataError(f"{drawing.image}: an area of {label} {error}.") from None
+                raise DataError(
+                    f"{drawing.image}: an area of {label} {error}."
+                ) from None
             except (*INCOMPLETE, cv2.error) as error:
-                raise DataError(f"{drawing.image}: an area of {label} cannot be read ({error!r}).") from None
+                raise DataError(
+                    f"{drawing.image}: an area of {label} cannot be read ({error!r})."
+                ) from None
         return target
 
     return paint
@@ -146,14 +188,20 @@ def write_import(
     """
     _claim(out, {**origin, "names": list(plan.names), "copy": copy})
     faults = [*plan.faults, *_twice(plan.entries)]
-    for done, fault in enumerate(threaded(lambda entry: _put(entry, out, copy), plan.entries), 1):
+    for done, fault in enumerate(
+        threaded(lambda entry: _put(entry, out, copy), plan.entries), 1
+    ):
         faults += [fault] if fault else []
         progress(done, len(plan.entries))
     if not plan.entries and not faults:
         faults.append("no image with labels was found.")
     if len(plan.names) > IGNORE_INDEX:
-        faults.append(f"{len(plan.names)} classes, but at most {IGNORE_INDEX} fit. Choose some with names=[...].")
-    if not faults or (skip and any(mask_path(out, entry).is_file() for entry in plan.entries)):
+        faults.append(
+            f"{len(plan.names)} classes, but at most {IGNORE_INDEX} fit. Choose some with names=[...]."
+        )
+    if not faults or (
+        skip and any(mask_path(out, entry).is_file() for entry in plan.entries)
+    ):
         files.put(out / "classes.yaml", _table(plan, out.resolve().name).encode())
     return faults
 
@@ -167,7 +215,9 @@ def _claim(out: Path, origin: Mapping[str, Any]) -> None:
     mark, content = out / MARK, json.dumps(origin, sort_keys=True).encode()
     if mark.is_file():
         if mark.read_bytes() != content:
-            raise ConfigError(f"out = {out} holds another import. Choose another folder, or remove it.")
+            raise ConfigError(
+                f"out = {out} holds another import. Choose another folder, or remove it."
+            )
         return
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"out = {out} is not empty. Choose a new folder.")
@@ -177,7 +227,11 @@ def _claim(out: Path, origin: Mapping[str, Any]) -> None:
 
 def _twice(entries: Iterable[ImportEntry]) -> list[str]:
     counts = Counter((entry.split, entry.name) for entry in entries)
-    return [f"{split or 'the set'} has {name} {times} times." for (split, name), times in counts.items() if times > 1]
+    return [
+        f"{split or 'the set'} has {name} {times} times."
+        for (split, name), times in counts.items()
+        if times > 1
+    ]
 
 
 def _put(entry: ImportEntry, out: Path, copy: bool) -> str:
@@ -186,7 +240,9 @@ def _put(entry: ImportEntry, out: Path, copy: bool) -> str:
     image = out / "images" / entry.split / f"{entry.name}{suffix}"
     mask = mask_path(out, entry)
     if suffix not in SUFFIXES:
-        return f"{entry.image} is of a format that is not read. Convert it to PNG or JPEG."
+        return (
+            f"{entry.image} is of a format that is not read. Convert it to PNG or JPEG."
+        )
     try:
         header, target = read_header(str(entry.image)), entry.target()
     except DataError as error:
@@ -221,5 +277,10 @@ def _table(plan: ImportPlan, name: str) -> str:
         "names:",
         *(f"  - {json.dumps(each, ensure_ascii=False)}" for each in plan.names),
     ]
-    lines += ["palette:", *(f"  - {list(color)}" for color in palette), "masks: ids", "ignore: [255]"]
+    lines += [
+        "palette:",
+        *(f"  - {list(color)}" for color in palette),
+        "masks: ids",
+        "ignore: [255]",
+    ]
     return "\n".join([*lines, *([f"exif: {plan.exif}"] if plan.exif else [])]) + "\n"

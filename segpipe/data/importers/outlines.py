@@ -48,7 +48,12 @@ def rectangle(left: float, top: float, right: float, bottom: float, size: Size) 
 def ellipse(x: float, y: float, radius_x: float, radius_y: float, size: Size) -> Area:
     """Pixels whose centre lies inside an ellipse, as a polygon of CIRCLE_POINTS corners."""
     angles = np.arange(CIRCLE_POINTS) * (2 * pi / CIRCLE_POINTS)
-    return polygon(np.stack([x + radius_x * np.cos(angles), y + radius_y * np.sin(angles)], axis=1), size)
+    return polygon(
+        np.stack(
+            [x + radius_x * np.cos(angles), y + radius_y * np.sin(angles)], axis=1
+        ),
+        size,
+    )
 
 
 def runs(counts: Sequence[int], size: Size, *, by_column: bool) -> Area:
@@ -57,9 +62,15 @@ def runs(counts: Sequence[int], size: Size, *, by_column: bool) -> Area:
     Raises ValueError if they do not fill the area.
     """
     if sum(counts) != size[0] * size[1] or any(count < 0 for count in counts):
-        raise ValueError(f"has run lengths for {sum(counts)} pixels, but {size[0]}x{size[1]} were needed")
+        raise ValueError(
+            f"has run lengths for {sum(counts)} pixels, but {size[0]}x{size[1]} were needed"
+        )
     flat = np.repeat(np.arange(len(counts)) % 2 == 1, counts)
-    return np.asfortranarray(flat.reshape(size, order="F")) if by_column else flat.reshape(size)
+    return (
+        np.asfortranarray(flat.reshape(size, order="F"))
+        if by_column
+        else flat.reshape(size)
+    )
 
 
 def pasted(part: Area, left: int, top: int, size: Size) -> Area:
@@ -67,7 +78,9 @@ def pasted(part: Area, left: int, top: int, size: Size) -> Area:
     area = np.zeros(size, np.bool_)
     height, width = part.shape
     if left < 0 or top < 0 or top + height > size[0] or left + width > size[1]:
-        raise ValueError(f"has a mask of {height}x{width} at row {top}, column {left}, outside the image")
+        raise ValueError(
+            f"has a mask of {height}x{width} at row {top}, column {left}, outside the image"
+        )
     area[top : top + height, left : left + width] = part
     return area
 

@@ -18,7 +18,10 @@ from numpy.typing import NDArray
 Point = tuple[float, float, float]
 Color = tuple[float, float, float]
 SUPERSAMPLE = 2  # colors are averaged over 2x2 painted pixels, class ids are taken from one of them
-SHORT, LONG = np.linspace(0, 1, 3), np.linspace(0, 1, 16)  # steps along a strip of ground
+SHORT, LONG = (
+    np.linspace(0, 1, 3),
+    np.linspace(0, 1, 16),
+)  # steps along a strip of ground
 NEAR = 1.2  # metres; nothing nearer is painted, so no division by z gets too large
 
 
@@ -45,7 +48,9 @@ class Chance:
         """One of the palette, with brightness moved by at most `spread` and each channel by a third of it."""
         chosen = palette[self.integer(0, len(palette) - 1)]
         shift, third = self.uniform(-spread, spread), spread / 3
-        red, green, blue = (max(0.0, part + shift + self.uniform(-third, third)) for part in chosen)
+        red, green, blue = (
+            max(0.0, part + shift + self.uniform(-third, third)) for part in chosen
+        )
         return red, green, blue
 
 
@@ -88,16 +93,25 @@ class Canvas:
     def __init__(self, size: tuple[int, int], camera: Camera, light: Light) -> None:
         self.height, self.width = size[0] * SUPERSAMPLE, size[1] * SUPERSAMPLE
         self.camera, self.light = camera, light
-        self.pixels = np.empty((self.height, self.width, 4), np.uint8)  # sky and ground cover all of it
+        self.pixels = np.empty(
+            (self.height, self.width, 4), np.uint8
+        )  # sky and ground cover all of it
 
     def project(self, points: Sequence[Point]) -> NDArray[np.int32]:
         """Pixels (N, 2) as (column, row) of world points."""
         camera = self.camera
-        column, row, focal, height = camera.column, camera.row, camera.focal, camera.height
+        column, row, focal, height = (
+            camera.column,
+            camera.row,
+            camera.focal,
+            camera.height,
+        )
         pixels = []
         for x, y, z in points:
             scale = focal / (z if z > NEAR else NEAR)
-            pixels.append((round(column + x * scale), round(row + (height - y) * scale)))
+            pixels.append(
+                (round(column + x * scale), round(row + (height - y) * scale))
+            )
         return np.array(pixels, np.int32)
 
     def shade(self, color: Color, z: float, gain: float = 1.0) -> Color:
@@ -111,33 +125,57 @@ class Canvas:
             color[2] * gain * tint[2] + haze[2] * thick,
         )
 
-    def fill(self, points: Sequence[Point], color: Color, label: int, gain: float = 1.0) -> None:
+    def fill(
+        self, points: Sequence[Point], color: Color, label: int, gain: float = 1.0
+    ) -> None:
         """Paint a polygon of world points."""
-        self.fill_pixels([self.project(points)], self.shade(color, points[0][2], gain), label)
+        self.fill_pixels(
+            [self.project(points)], self.shade(color, points[0][2], gain), label
+        )
 
-    def fill_pixels(self, polygons: Sequence[NDArray[np.int32]], shaded: Color, label: int) -> None:
+    def fill_pixels(
+        self, polygons: Sequence[NDArray[np.int32]], shaded: Color, label: int
+    ) -> None:
         """Paint polygons of pixels, which must not overlap, in an already shaded color."""
         cv2.fillPoly(self.pixels, polygons, (*shaded, label))
 
-    def ball(self, centre: Point, radius: float, color: Color, label: int, gain: float = 1.0) -> None:
+    def ball(
+        self, centre: Point, radius: float, color: Color, label: int, gain: float = 1.0
+    ) -> None:
         """Paint a disc that faces the camera; radius in metres."""
         ((column, row),) = self.project([centre]).tolist()
         pixels = max(1, round(radius * (self.camera.focal / max(centre[2], NEAR))))
-        cv2.circle(self.pixels, (column, row), pixels, (*self.shade(color, centre[2], gain), label), cv2.FILLED)
+        cv2.circle(
+            self.pixels,
+            (column, row),
+            pixels,
+            (*self.shade(color, centre[2], gain), label),
+            cv2.FILLED,
+        )
 
-    def fill_strip(self, strip: tuple[float, float, float, float], shaded: Color, label: int) -> None:
+    def fill_strip(
+        self, strip: tuple[float, float, float, float], shaded: Color, label: int
+    ) -> None:
         """Paint a strip of ground, given as for `strip`."""
         self.fill_pixels([self.strip(*strip)], shaded, label)
 
-    def strip(self, left: float, right: float, near: float, far: float) -> NDArray[np.int32]:
+    def strip(
+        self, left: float, right: float, near: float, far: float
+    ) -> NDArray[np.int32]:
         """Pixels of a strip of ground between two sides of the street, following its bend."""
         camera = self.camera
         near = max(near, NEAR)
         z = near * (far / near) ** (SHORT if far < 1.6 * near else LONG)
         scale = camera.focal / z
-        middle = camera.column + (camera.heading * z + 0.5 * camera.bend * z * z - camera.side) * scale
+        middle = (
+            camera.column
+            + (camera.heading * z + 0.5 * camera.bend * z * z - camera.side) * scale
+        )
         pixels = np.empty((2, len(z), 2))
-        pixels[0, :, 0], pixels[1, :, 0] = middle + left * scale, (middle + right * scale)[::-1]
+        pixels[0, :, 0], pixels[1, :, 0] = (
+            middle + left * scale,
+            (middle + right * scale)[::-1],
+        )
         pixels[0, :, 1] = camera.row + camera.height * scale
         pixels[1, :, 1] = pixels[0, ::-1, 1]
         return np.rint(pixels.reshape(-1, 2)).astype(np.int32)

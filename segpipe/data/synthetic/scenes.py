@@ -17,10 +17,21 @@ from numpy.typing import NDArray
 from segpipe.data.synthetic import street
 from segpipe.data.synthetic.atmosphere import draw_light, expose, paint_sky
 from segpipe.data.synthetic.canvas import SUPERSAMPLE, Camera, Canvas, Chance, Color
-from segpipe.data.synthetic.street import BUILDING, LANE_MARK, LEAVES, ROAD, SIDEWALK, SKY, VEGETATION, WALLS
+from segpipe.data.synthetic.street import (
+    BUILDING,
+    LANE_MARK,
+    LEAVES,
+    ROAD,
+    SIDEWALK,
+    SKY,
+    VEGETATION,
+    WALLS,
+)
 
 FAR = 150.0  # metres; the ground ends there, behind the skyline
-Thing = tuple[float, Callable[[], None]]  # distance by which it is sorted, and the call that paints it
+Thing = tuple[
+    float, Callable[[], None]
+]  # distance by which it is sorted, and the call that paints it
 
 
 @dataclass(frozen=True)
@@ -35,7 +46,9 @@ class Layout:
     sun_side: int  # -1: the sun stands on the left
 
 
-def paint_scene(source: np.random.Generator, size: tuple[int, int]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+def paint_scene(
+    source: np.random.Generator, size: tuple[int, int]
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Image uint8 (H, W, 3) RGB and target uint8 (H, W) of the scene that `source` draws."""
     chance = Chance(source)
     layout = _layout(chance)
@@ -60,7 +73,9 @@ def _layout(chance: Chance) -> Layout:
     road = chance.uniform(3.4, 4.2) + (2.0 if parking else 0.0)
     verge = chance.uniform(1.0, 2.4) if chance.happens(0.35) else 0.0
     left, right = (road + chance.uniform(2.4, 4.5) for _ in range(2))
-    return Layout(road, verge, left, right + verge, parking, -1 if chance.happens(0.5) else 1)
+    return Layout(
+        road, verge, left, right + verge, parking, -1 if chance.happens(0.5) else 1
+    )
 
 
 def _camera(chance: Chance, size: tuple[int, int]) -> Camera:
@@ -80,31 +95,56 @@ def _ground(canvas: Canvas, chance: Chance, layout: Layout) -> None:
     """Grass up to the horizon, pavements with joints and kerbs, and the road with its patches."""
     horizon = int(canvas.camera.row) + 2
     grass = canvas.shade(chance.color(LEAVES, 10), 25, 1.15)
-    cv2.rectangle(canvas.pixels, (0, horizon), (canvas.width, canvas.height), (*grass, VEGETATION), cv2.FILLED)
+    cv2.rectangle(
+        canvas.pixels,
+        (0, horizon),
+        (canvas.width, canvas.height),
+        (*grass, VEGETATION),
+        cv2.FILLED,
+    )
     stone = chance.color([(168, 160, 150), (150, 146, 142), (176, 158, 140)], 10)
     asphalt = chance.color([(84, 84, 88), (98, 96, 94), (72, 74, 80)], 8)
     road, middle = layout.road, 12
     for left, right in ((-layout.left, -road), (road + layout.verge, layout.right)):
-        canvas.fill_strip((left, right, 1.3, FAR), canvas.shade(stone, middle), SIDEWALK)
+        canvas.fill_strip(
+            (left, right, 1.3, FAR), canvas.shade(stone, middle), SIDEWALK
+        )
         _joints(canvas, chance, left, right, canvas.shade(stone, middle, 0.84))
     for left, right in ((-road - 0.02, road + 0.3), (-road - 0.3, road)):
-        canvas.fill_strip((left, right, 1.3, FAR), canvas.shade(stone, middle, 1.22), SIDEWALK)
+        canvas.fill_strip(
+            (left, right, 1.3, FAR), canvas.shade(stone, middle, 1.22), SIDEWALK
+        )
     canvas.fill_strip((-road, road, 1.3, FAR), canvas.shade(asphalt, middle), ROAD)
     for track in (-2.5, -1.0, 1.0, 2.5):  # where wheels run
-        canvas.fill_strip((track - 0.28, track + 0.28, 1.3, 60), canvas.shade(asphalt, middle, 0.93), ROAD)
+        canvas.fill_strip(
+            (track - 0.28, track + 0.28, 1.3, 60),
+            canvas.shade(asphalt, middle, 0.93),
+            ROAD,
+        )
     for _ in range(chance.integer(0, 4)):
-        z, side, gain = chance.uniform(4, 24), chance.uniform(-road, road - 1.2), chance.uniform(0.72, 1.14)
+        z, side, gain = (
+            chance.uniform(4, 24),
+            chance.uniform(-road, road - 1.2),
+            chance.uniform(0.72, 1.14),
+        )
         patch = (side, side + chance.uniform(0.5, 1.8), z, z + chance.uniform(0.6, 4))
         canvas.fill_strip(patch, canvas.shade(asphalt, middle, gain), ROAD)
 
 
-def _joints(canvas: Canvas, chance: Chance, left: float, right: float, color: Color) -> None:
+def _joints(
+    canvas: Canvas, chance: Chance, left: float, right: float, color: Color
+) -> None:
     """Dark lines between the slabs of a pavement, near the camera only."""
     paint = (*color, SIDEWALK)
     for z in np.arange(2.0 + chance.uniform(0, 1), 20, 1.3).tolist():
-        ends = canvas.project([(canvas.camera.across(side, z), 0.0, z) for side in (left, right)])
+        ends = canvas.project(
+            [(canvas.camera.across(side, z), 0.0, z) for side in (left, right)]
+        )
         cv2.polylines(canvas.pixels, [ends], False, paint, 1)
-    rows = [canvas.strip(side, side, 1.5, 40)[:16] for side in np.arange(left + 0.9, right - 0.4, 0.9).tolist()]
+    rows = [
+        canvas.strip(side, side, 1.5, 40)[:16]
+        for side in np.arange(left + 0.9, right - 0.4, 0.9).tolist()
+    ]
     cv2.polylines(canvas.pixels, rows, False, paint, 1)
 
 
@@ -114,8 +154,14 @@ def _marks(canvas: Canvas, chance: Chance, layout: Layout) -> None:
     centre = (226, 186, 60) if chance.happens(0.2) else white
     width = chance.uniform(0.11, 0.15)
 
-    def mark(left: float, right: float, near: float, far: float, color: Color = white) -> None:
-        canvas.fill_strip((left, right, near, far), canvas.shade(color, (near + min(far, 40)) / 2), LANE_MARK)
+    def mark(
+        left: float, right: float, near: float, far: float, color: Color = white
+    ) -> None:
+        canvas.fill_strip(
+            (left, right, near, far),
+            canvas.shade(color, (near + min(far, 40)) / 2),
+            LANE_MARK,
+        )
 
     if chance.happens(0.3):
         mark(-0.26, -0.06, 1.3, 70, centre)
@@ -132,7 +178,9 @@ def _marks(canvas: Canvas, chance: Chance, layout: Layout) -> None:
             mark(side - 0.1, side + 0.1, 1.3, 60)
     if chance.happens(0.4):
         z = chance.uniform(7, 15)
-        canvas.fill_strip((-road, road, z - 0.2, z + 3.2), canvas.shade((84, 84, 86), z), ROAD)
+        canvas.fill_strip(
+            (-road, road, z - 0.2, z + 3.2), canvas.shade((84, 84, 86), z), ROAD
+        )
         for side in np.arange(-road + 0.4, road - 0.5, 1.05).tolist():
             mark(side, side + 0.55, z, z + 3.0)
         mark(0.15, road - 0.3, z - 1.3, z - 0.9)
@@ -148,7 +196,9 @@ def _shadows(canvas: Canvas, chance: Chance, layout: Layout) -> None:
     z = chance.uniform(-4, 6)
     while z < 60:
         length, reach = chance.uniform(5, 16), chance.uniform(1.5, 6.5)
-        left, right = sorted((line + layout.sun_side * 3, line - layout.sun_side * reach))
+        left, right = sorted(
+            (line + layout.sun_side * 3, line - layout.sun_side * reach)
+        )
         strip = canvas.strip(left, right, max(z, 1.3), max(z, 1.3) + length)
         cv2.fillPoly(shadow, [strip - np.array([0, horizon], np.int32)], 255)
         z += length + chance.uniform(1, 9)
@@ -166,11 +216,17 @@ def _skyline(canvas: Canvas, chance: Chance) -> None:
     while column < canvas.width:
         width, height = chance.uniform(30, 90) * unit, chance.uniform(8, 34) * unit
         if chance.happens(0.4):
-            across, up = np.array([0.0, 0.0, width, width]), np.array([0.0, height, height, 0.0])
+            across, up = (
+                np.array([0.0, 0.0, width, width]),
+                np.array([0.0, height, height, 0.0]),
+            )
             shaded, label = canvas.shade(chance.color(WALLS, 10), 110), BUILDING
         else:
             turns = np.linspace(0, np.pi, 9)
-            across, up = width / 2 - 0.62 * width * np.cos(turns), height * np.sin(turns)
+            across, up = (
+                width / 2 - 0.62 * width * np.cos(turns),
+                height * np.sin(turns),
+            )
             shaded, label = canvas.shade(chance.color(LEAVES, 10), 95), VEGETATION
         outline = np.stack([column + across, base - up], -1)
         canvas.fill_pixels([np.rint(outline).astype(np.int32)], shaded, label)
@@ -187,16 +243,51 @@ def _buildings(canvas: Canvas, chance: Chance, layout: Layout) -> list[Thing]:
         z = chance.uniform(-6, 5)
         while z < 70:
             if chance.happens(town):
-                far, side = z + chance.uniform(8, 18), sign * (line + chance.uniform(0, 0.8))
+                far, side = (
+                    z + chance.uniform(8, 18),
+                    sign * (line + chance.uniform(0, 0.8)),
+                )
                 height = round(chance.uniform(2, 3.4 * tall)) * 3.0 + 0.8
                 if far > 4:
-                    house = partial(street.building, canvas, chance, side, sign, (z, far), height, gain)
+                    house = partial(
+                        street.building,
+                        canvas,
+                        chance,
+                        side,
+                        sign,
+                        (z, far),
+                        height,
+                        gain,
+                    )
                     things.append((far, house))
             else:
                 near, far = max(z, 4.0), max(z, 4.0) + chance.uniform(5, 12)
-                side, middle = sign * (line + chance.uniform(1.5, 4)), max((near + far) / 2, 7.0)
-                things.append((middle, partial(street.tree, canvas, chance, side, middle, chance.uniform(5, 9))))
-                hedge = partial(street.hedge, canvas, chance, sign * (line + 0.5), near, far, chance.uniform(0.9, 1.6))
+                side, middle = (
+                    sign * (line + chance.uniform(1.5, 4)),
+                    max((near + far) / 2, 7.0),
+                )
+                things.append(
+                    (
+                        middle,
+                        partial(
+                            street.tree,
+                            canvas,
+                            chance,
+                            side,
+                            middle,
+                            chance.uniform(5, 9),
+                        ),
+                    )
+                )
+                hedge = partial(
+                    street.hedge,
+                    canvas,
+                    chance,
+                    sign * (line + 0.5),
+                    near,
+                    far,
+                    chance.uniform(0.9, 1.6),
+                )
                 things.append((far, hedge))
             z = far + chance.uniform(0.0, 2.5)
     return things
@@ -216,15 +307,28 @@ def _furniture(canvas: Canvas, chance: Chance, layout: Layout) -> list[Thing]:
             if chance.happens(0.85):
                 add(street.lamp_post, sign * kerb, z)
             if chance.happens(0.5):
-                add(street.tree, sign * (kerb + 0.3), z + spacing / 2, chance.uniform(4.2, 6.5))
+                add(
+                    street.tree,
+                    sign * (kerb + 0.3),
+                    z + spacing / 2,
+                    chance.uniform(4.2, 6.5),
+                )
             z += spacing
         for _ in range(chance.integer(1, 2) if sign > 0 else chance.integer(0, 2)):
             paint = street.traffic_light if chance.happens(0.3) else street.traffic_sign
             add(paint, sign * (kerb + chance.uniform(0, 0.5)), chance.uniform(7.5, 20))
         for _ in range(chance.integer(1, 3)):
-            add(street.pedestrian, sign * chance.uniform(kerb + 0.2, line - 0.3), chance.uniform(5.5, 14))
+            add(
+                street.pedestrian,
+                sign * chance.uniform(kerb + 0.2, line - 0.3),
+                chance.uniform(5.5, 14),
+            )
     for _ in range(chance.integer(0, 2) if chance.happens(0.35) else 0):
-        add(street.pedestrian, chance.uniform(-layout.road, layout.road), chance.uniform(7.5, 14))
+        add(
+            street.pedestrian,
+            chance.uniform(-layout.road, layout.road),
+            chance.uniform(7.5, 14),
+        )
     return things
 
 
@@ -233,7 +337,10 @@ def _traffic(canvas: Canvas, chance: Chance, layout: Layout) -> list[Thing]:
     things: list[Thing] = []
     lanes = [(1.75, False, 0.75, 8.0, 16.0), (-1.75, True, 0.8, 7.0, 16.0)]
     if layout.parking:
-        lanes += [(layout.road - 1.0, False, 0.6, 4.5, 3.0), (1.0 - layout.road, True, 0.6, 4.5, 3.0)]
+        lanes += [
+            (layout.road - 1.0, False, 0.6, 4.5, 3.0),
+            (1.0 - layout.road, True, 0.6, 4.5, 3.0),
+        ]
     for side, oncoming, odds, first, gap in lanes:
         z = first + chance.uniform(0, 9)
         while z < 38:
@@ -241,6 +348,13 @@ def _traffic(canvas: Canvas, chance: Chance, layout: Layout) -> list[Thing]:
             kind = "bus" if draw < 0.05 and z > 12 else "van" if draw < 0.22 else "car"
             if chance.happens(odds):
                 place = side + chance.uniform(-0.2, 0.2)
-                things.append((z, partial(street.vehicle, canvas, chance, kind, place, z, oncoming)))
+                things.append(
+                    (
+                        z,
+                        partial(
+                            street.vehicle, canvas, chance, kind, place, z, oncoming
+                        ),
+                    )
+                )
             z += {"bus": 12.0, "van": 7.0, "car": 6.0}[kind] + chance.uniform(0, gap)
     return things

@@ -35,17 +35,25 @@ class Replica(Protocol):
     def part_names(self) -> dict[str, list[str]]: ...
 
 
-def common_fingerprint(config: Config, group: Group, loss: str) -> tuple[dict[str, Any], list[str]]:
+def common_fingerprint(
+    config: Config, group: Group, loss: str
+) -> tuple[dict[str, Any], list[str]]:
     """Fingerprint of the environment on rank 0, and a phrase for each value that another rank has otherwise.
 
     `loss`: what computes it here. Raises ConfigError on every rank when that differs, or the code of a plug-in.
     """
-    divided = {} if config.compute.mode in ("elastic", "audit") else {"world_size": group.world_size}
+    divided = (
+        {}
+        if config.compute.mode in ("elastic", "audit")
+        else {"world_size": group.world_size}
+    )
     own = {**flags.fingerprint(), **plugin_sources(config), **divided, flags.LOSS: loss}
     first, *others = group.gather(own)
     for rank, other in enumerate(others, 1):
         here, there = first.get(flags.PLUGINS, {}), other.get(flags.PLUGINS, {})
-        if changed := [name for name in {**here, **there} if here.get(name) != there.get(name)]:
+        if changed := [
+            name for name in {**here, **there} if here.get(name) != there.get(name)
+        ]:
             raise ConfigError(
                 f"{', '.join(changed[:4])} on rank {rank} is not that of rank 0. Copy the code of the plug-ins to all "
                 f"machines, or start on a shared folder."
@@ -101,8 +109,12 @@ class Agreement:
         else one step later, from a copy that has reached the host by then.
         """
         group = self._group
-        own = torch.tensor([*numbers, group.contract.ticket(), 0]).to(group.device, non_blocking=True)
-        if isinstance(digest := self._replica.state_digest, Tensor):  # a number would be a copy that a GPU waits for
+        own = torch.tensor([*numbers, group.contract.ticket(), 0]).to(
+            group.device, non_blocking=True
+        )
+        if isinstance(
+            digest := self._replica.state_digest, Tensor
+        ):  # a number would be a copy that a GPU waits for
             own[-1] = digest
         total = group.sum_tensor(own.clone())
         if group.world_size > 1:
@@ -125,8 +137,13 @@ class Agreement:
         by_rank = self._group.gather(self._replica.state_parts())
         verdict, odd = first_disagreement(by_rank, self._replica.part_names())
         path = self._folder / FOLDER / f"rank{self._group.rank:02d}.pt"
-        if self._group.rank in (odd[0], min(set(range(len(by_rank))) - set(odd), default=odd[-1])):
-            with contextlib.suppress(OSError, RuntimeError):  # a full disk must not hide the verdict
+        if self._group.rank in (
+            odd[0],
+            min(set(range(len(by_rank))) - set(odd), default=odd[-1]),
+        ):
+            with contextlib.suppress(
+                OSError, RuntimeError
+            ):  # a full disk must not hide the verdict
                 path.parent.mkdir(parents=True, exist_ok=True)
                 torch.save(state.model.state_dict(), path)
         self._group.barrier()
@@ -152,7 +169,9 @@ class _Flag:
         return bool(self._host)
 
 
-def first_disagreement(by_rank: Sequence[dict[str, list[int]]], names: dict[str, list[str]]) -> tuple[str, list[int]]:
+def first_disagreement(
+    by_rank: Sequence[dict[str, list[int]]], names: dict[str, list[str]]
+) -> tuple[str, list[int]]:
     """A sentence that names the first tensor on which ranks differ, and the ranks in the minority there.
 
     by_rank: digests of each rank by kind (weights, optimizer, ...), in the order of `names`. Kinds are in the order in
@@ -164,11 +183,16 @@ def first_disagreement(by_rank: Sequence[dict[str, list[int]]], names: dict[str,
             if len(set(digests)) > 1:
                 usual, votes = Counter(digests).most_common(1)[0]
                 odd = [rank for rank, value in enumerate(digests) if value != usual]
-                listed = ", ".join(f"rank {rank} {digests[rank] % 2**64:016x}" for rank in odd[:8])
+                listed = ", ".join(
+                    f"rank {rank} {digests[rank] % 2**64:016x}" for rank in odd[:8]
+                )
                 counted = (
                     f"{votes} of {len(digests)} ranks have {usual % 2**64:016x}, but {listed}"
                     if 2 * votes > len(digests)
                     else f"{listed}, and {votes} others {usual % 2**64:016x}, so no side has a majority"
                 )
-                return f"The first tensor that differs is {tensor} ({kind}): {counted}.", odd
+                return (
+                    f"The first tensor that differs is {tensor} ({kind}): {counted}.",
+                    odd,
+                )
     return "No tensor differs now, so the sum itself was corrupted on its way.", [0]

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 RING = 512  # calls that are remembered; the watcher looks every 0.3 s, and a step makes 4 to 40
 _MULTIPLIER = 6364136223846793005  # odd, so that every earlier call keeps its effect; Knuth's MMIX generator
 _WORD = 2**64 - 1
-_HERE = Path(__file__).parents[1]  # as the interpreter writes it into code objects, without resolving links
+_HERE = Path(__file__).parents[
+    1
+]  # as the interpreter writes it into code objects, without resolving links
 _PREFIX = str(_HERE)
 
 
@@ -54,7 +56,9 @@ class CallLog:
     def add(self, op: str, tensor: Tensor | None = None, level: int = 0) -> None:
         """Append a call; its line is the nearest one outside segpipe/distributed. 2 to 4 us."""
         frame = _caller(sys._getframe(1))
-        dtype, shape = (tensor.dtype, tensor.shape) if tensor is not None else (None, None)
+        dtype, shape = (
+            (tensor.dtype, tensor.shape) if tensor is not None else (None, None)
+        )
         key = (op, dtype, shape, level, frame.f_code.co_filename, frame.f_lineno)
         known = self._known.get(key)
         if known is None:
@@ -70,10 +74,16 @@ class CallLog:
         return sorted(entry for entry in self._ring[:] if entry is not None)
 
 
-def _hashed(op: str, tensor: Tensor | None, level: int, frame: FrameType) -> tuple[int, Call]:
+def _hashed(
+    op: str, tensor: Tensor | None, level: int, frame: FrameType
+) -> tuple[int, Call]:
     dtype = str(tensor.dtype).removeprefix("torch.") if tensor is not None else ""
-    call = Call(op, dtype, tuple(tensor.shape) if tensor is not None else (), level, site(frame))
-    return int.from_bytes(hashlib.blake2b(repr(tuple(call)).encode(), digest_size=8).digest()), call
+    call = Call(
+        op, dtype, tuple(tensor.shape) if tensor is not None else (), level, site(frame)
+    )
+    return int.from_bytes(
+        hashlib.blake2b(repr(tuple(call)).encode(), digest_size=8).digest()
+    ), call
 
 
 def _caller(frame: FrameType) -> FrameType:
@@ -92,7 +102,11 @@ def is_ours(frame: FrameType) -> bool:
 def site(frame: FrameType) -> str:
     """`train/step.py:116 train_step`: the same on every machine, wherever segpipe is installed."""
     path = Path(frame.f_code.co_filename)
-    name = path.relative_to(_HERE.parent) if path.is_relative_to(_HERE.parent) else path.name
+    name = (
+        path.relative_to(_HERE.parent)
+        if path.is_relative_to(_HERE.parent)
+        else path.name
+    )
     return f"{name}:{frame.f_lineno} {frame.f_code.co_name}"
 
 
@@ -127,7 +141,9 @@ def _first_difference(rings: dict[int, list[tuple[int, str]]]) -> str:
         if len(sides) > 1:
             return (
                 f"collective {number} is not the same on all ranks. "
-                + "; ".join(f"{_listed(members)}: {call}" for call, members in sides.items())
+                + "; ".join(
+                    f"{_listed(members)}: {call}" for call, members in sides.items()
+                )
                 + ". All ranks must make the same calls in the same order: look for a branch that only some of them "
                 "take, or a size that depends on the rank."
             )
@@ -143,8 +159,16 @@ def _missing(ranks: Ranks, waited_s: float) -> str:
         return ""
     known = {number: call for ring in ranks.rings.values() for number, call in ring}
     awaited = known.get(least + 1, "a call that is no longer remembered")
-    last = f"its last was {least}, {known.get(least, 'no longer remembered')}" if least else "it made none before"
-    positions = [f" Rank {rank} is at {ranks.positions[rank]}." for rank in late[:4] if rank in ranks.positions]
+    last = (
+        f"its last was {least}, {known.get(least, 'no longer remembered')}"
+        if least
+        else "it made none before"
+    )
+    positions = [
+        f" Rank {rank} is at {ranks.positions[rank]}."
+        for rank in late[:4]
+        if rank in ranks.positions
+    ]
     return (
         f"collective {least + 1}, {awaited}, was not reached by {_listed(late)} ({last}), while {_listed(waiting)} "
         f"waited {waited_s:g} s.{''.join(positions)} If it only needs longer, raise compute.timeout_s."

@@ -32,7 +32,9 @@ TICKET_BITS = 48  # so that the sum of the tickets of 32768 ranks is exact in in
 class Contract:
     """This rank's side of it. Without a watcher (one process, tests) calls are only recorded."""
 
-    def __init__(self, rank: int = 0, world_size: int = 1, *, watcher: Watcher | None = None) -> None:
+    def __init__(
+        self, rank: int = 0, world_size: int = 1, *, watcher: Watcher | None = None
+    ) -> None:
         self.log = watcher.log if watcher is not None else CallLog()
         self._rank, self._world_size, self._watcher = rank, world_size, watcher
         self._stacks: Stacks | None = None
@@ -62,7 +64,9 @@ class Contract:
         entries = self.log.last()
         last = f"number {entries[-1].number}, {entries[-1].call}" if entries else "none"
         if self._watcher is None:
-            raise CollectiveError(f"{reason}. The last call of rank {self._rank}: {last}.")
+            raise CollectiveError(
+                f"{reason}. The last call of rank {self._rank}: {last}."
+            )
         raise self._watcher.ask(ANSWER_S) or CollectiveError(
             f"{reason}, and the ranks did not answer. The last call of rank {self._rank}: {last}."
         )
@@ -81,8 +85,13 @@ class Contract:
         if verdict is not None:
             raise verdict from None
         if not lost:
-            code, text = getattr(error, "exit_code", 1), f"rank {self._rank}: {type(error).__name__}: {error}"
-            if not isinstance(error, SegpipeError):  # its traceback may not name the rank
+            code, text = (
+                getattr(error, "exit_code", 1),
+                f"rank {self._rank}: {type(error).__name__}: {error}",
+            )
+            if not isinstance(
+                error, SegpipeError
+            ):  # its traceback may not name the rank
                 self._watcher.say(text)
             self._watcher.publish(text, code)
 
@@ -101,7 +110,12 @@ class Contract:
 
 
 def watch(
-    store: Store, rank: int, world_size: int, *, timeout_s: float, say: Callable[[str], None] = print_error
+    store: Store,
+    rank: int,
+    world_size: int,
+    *,
+    timeout_s: float,
+    say: Callable[[str], None] = print_error,
 ) -> Contract:
     """This rank's contract, watched from now on through a connection and keys of its own."""
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]

@@ -49,8 +49,14 @@ def sample(device: torch.device) -> dict[str, float]:
     larger tensors; retries: how often the allocator had to release all free blocks first, after which cuDNN may choose
     other kernels.
     """
-    workers = sum(_status("VmRSS", child.pid) for child in multiprocessing.active_children())
-    figures = {"rss_mib": _status("VmRSS"), "workers_rss_mib": workers, "shm_mib": _status("RssShmem")}
+    workers = sum(
+        _status("VmRSS", child.pid) for child in multiprocessing.active_children()
+    )
+    figures = {
+        "rss_mib": _status("VmRSS"),
+        "workers_rss_mib": workers,
+        "shm_mib": _status("RssShmem"),
+    }
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         figures |= {
@@ -70,7 +76,10 @@ def _status(name: str, process: int | str | None = "self") -> float:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
         return 0.0
-    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:")), 0.0)
+    return next(
+        (int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:")),
+        0.0,
+    )
 
 
 def outliers(ranks: Sequence[Mapping[str, float]]) -> dict[tuple[int, str], str]:
@@ -100,7 +109,9 @@ def attached() -> Counter[tuple[tuple[int, ...], str]]:
     found: Counter[tuple[tuple[int, ...], str]] = Counter()
     # Not isinstance, which would import lazy modules. Parameters, of another type, are leaves.
     for tensor in [thing for thing in gc.get_objects() if type(thing) is Tensor]:
-        with contextlib.suppress(RuntimeError):  # grad_fn of a view that was overwritten
+        with contextlib.suppress(
+            RuntimeError
+        ):  # grad_fn of a view that was overwritten
             if tensor.grad_fn is not None:
                 found[tuple(tensor.shape), type(tensor.grad_fn).__name__] += 1
     return found
@@ -145,7 +156,10 @@ class GrowthWatch:
     def _judge(self) -> Growth | None:
         if len(self._minima) < WINDOWS:
             return None
-        rises = [(after - before) / (end - start) for (before, start), (after, end) in pairwise(self._minima)]
+        rises = [
+            (after - before) / (end - start)
+            for (before, start), (after, end) in pairwise(self._minima)
+        ]
         if min(rises) <= 0 or min(rises) < STEADY * max(rises):
             return None
         (before, since), (now, step) = self._minima[0], self._minima[-1]
@@ -158,7 +172,14 @@ class GrowthWatch:
 class Health:
     """Watches this rank's memory from step to step; `report` is a collective, `after_step` is not."""
 
-    def __init__(self, group: Group, *, every: int = 5, look_every: int = 50, allowance_mib: float = 0.0) -> None:
+    def __init__(
+        self,
+        group: Group,
+        *,
+        every: int = 5,
+        look_every: int = 50,
+        allowance_mib: float = 0.0,
+    ) -> None:
         """`every`: steps between samples; `look_every`: between searches for graphs, which are rarer if they would take
         more than 0.5 % of the time; `allowance_mib`: what caches of this process may take."""
         self._group, self._every, self._look_every = group, every, look_every
@@ -182,7 +203,9 @@ class Health:
     def _sample(self, step: int) -> None:
         values = {"host memory": _status("VmRSS")}
         if self._group.device.type == "cuda":
-            values["memory in tensors"] = torch.cuda.memory_allocated(self._group.device) / MIB
+            values["memory in tensors"] = (
+                torch.cuda.memory_allocated(self._group.device) / MIB
+            )
         for name, value in values.items():
             if growth := self._growth[name].add(step, value):
                 self._found.append(
@@ -210,7 +233,9 @@ class Health:
             if key not in self._reported:
                 self._reported.add(key)
                 warnings.append(f"step {step}: {warning}")
-        return {name: [figures[name] for figures in ranks] for name in ranks[0]}, warnings
+        return {
+            name: [figures[name] for figures in ranks] for name in ranks[0]
+        }, warnings
 
 
 @dataclass(frozen=True)
@@ -230,7 +255,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether this error says that the memory of a device or of the machine ran out."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError | OSError) and any(sign in str(error) for sign in SHORT_OF_MEMORY)
+    return isinstance(error, RuntimeError | OSError) and any(
+        sign in str(error) for sign in SHORT_OF_MEMORY
+    )
 
 
 def consumers(scene: Scene) -> dict[str, float]:
@@ -239,14 +266,25 @@ def consumers(scene: Scene) -> dict[str, float]:
     held = {
         "parameters": _mib(scene.model.parameters()),
         "buffers": _mib(scene.model.buffers()),
-        "gradients": _mib(p.grad for p in scene.model.parameters() if p.grad is not None),
-        "optimizer state": _mib(value for state in states for value in state.values() if isinstance(value, Tensor)),
+        "gradients": _mib(
+            p.grad for p in scene.model.parameters() if p.grad is not None
+        ),
+        "optimizer state": _mib(
+            value
+            for state in states
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ),
     }
     if scene.average is not None:
-        held["averaged weights"] = _mib([*scene.average.parameters(), *scene.average.buffers()])
+        held["averaged weights"] = _mib(
+            [*scene.average.parameters(), *scene.average.buffers()]
+        )
     if scene.device.type == "cuda":
         peak = torch.cuda.memory_stats(scene.device)["allocated_bytes.all.peak"] / MIB
-        held["activations, sums and workspaces at the peak"] = max(0.0, peak - sum(held.values()))
+        held["activations, sums and workspaces at the peak"] = max(
+            0.0, peak - sum(held.values())
+        )
     return dict(sorted(held.items(), key=lambda entry: -entry[1]))
 
 
@@ -256,10 +294,16 @@ def _mib(tensors: Iterator[Tensor] | Sequence[Tensor]) -> float:
 
 def explain(error: BaseException, scene: Scene) -> str:
     """One paragraph: where memory ran out, what holds it, and what to change."""
-    held = "; ".join(f"{name} {size:.1f} MiB" for name, size in consumers(scene).items())
-    figures = "; ".join(f"{name} {value:g}" for name, value in sample(scene.device).items())
+    held = "; ".join(
+        f"{name} {size:.1f} MiB" for name, size in consumers(scene).items()
+    )
+    figures = "; ".join(
+        f"{name} {value:g}" for name, value in sample(scene.device).items()
+    )
     shapes = ", ".join(str(list(shape)) for shape in scene.shapes)
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300].rstrip(".")
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][
+        :300
+    ].rstrip(".")
     where = f"the GPU {scene.device}" if scene.device.type == "cuda" else "the machine"
     fragments = (
         " When fragmented_mib or retries are high, set PYTORCH_ALLOC_CONF=expandable_segments:True."
@@ -296,6 +340,11 @@ def _summary(scene: Scene) -> str:
         table: Any = torch.cuda.memory_summary(scene.device)
     else:
         table = Path("/proc/self/status").read_text()
-    largest = sorted(scene.model.named_parameters(), key=lambda entry: -entry[1].numel())[:10]
-    lines = [f"{_mib([value]):10.2f} MiB  {name} {list(value.shape)}" for name, value in largest]
+    largest = sorted(
+        scene.model.named_parameters(), key=lambda entry: -entry[1].numel()
+    )[:10]
+    lines = [
+        f"{_mib([value]):10.2f} MiB  {name} {list(value.shape)}"
+        for name, value in largest
+    ]
     return "\n".join([str(table), "Largest parameters:", *lines])

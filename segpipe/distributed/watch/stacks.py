@@ -9,7 +9,9 @@ import threading
 import time
 from pathlib import Path
 
-RECORDER_S = 2.0  # for torch to dump its flight recorder; on a hung GPU it may never return
+RECORDER_S = (
+    2.0  # for torch to dump its flight recorder; on a hung GPU it may never return
+)
 
 
 class Stacks:
@@ -39,7 +41,9 @@ class Stacks:
 
     def _dump_recorder(self) -> None:
         if (recorded := _recorded()) is not None:
-            self.path.with_name(f"recorder_{self.path.stem}.pickle").write_bytes(recorded)
+            self.path.with_name(f"recorder_{self.path.stem}.pickle").write_bytes(
+                recorded
+            )
 
     def close(self) -> None:
         """Stop answering SIGUSR1."""

@@ -99,7 +99,12 @@ class Watcher:
     ) -> None:
         self.log = CallLog()
         self.stacks: Stacks | None = None
-        self._store, self._rank, self._world_size, self._timeout_s = store, rank, world_size, timeout_s
+        self._store, self._rank, self._world_size, self._timeout_s = (
+            store,
+            rank,
+            world_size,
+            timeout_s,
+        )
         self._end, self.say = end, say
         self._states = [f"state/{other}" for other in range(world_size)]
         self._verdict: CollectiveError | None = None
@@ -108,8 +113,12 @@ class Watcher:
         self._beat, self._beat_seen = -1, time.monotonic()  # of rank 0
         self._least, self._since = -1, 0.0
         self._alarm_seen = 0.0
-        self._wake, self._decided, self._heard, self._closed = (threading.Event() for _ in range(4))
-        self._thread = threading.Thread(target=self._run, name="collective-watcher", daemon=True)
+        self._wake, self._decided, self._heard, self._closed = (
+            threading.Event() for _ in range(4)
+        )
+        self._thread = threading.Thread(
+            target=self._run, name="collective-watcher", daemon=True
+        )
 
     def start(self) -> None:
         """Begin to watch."""
@@ -161,7 +170,9 @@ class Watcher:
         with contextlib.suppress(RuntimeError):
             patience = PARTING_S if self._verdict is None else LOST_S
             gone, end = self._store.add("closed", 1), time.monotonic() + patience
-            while self._rank == 0 and gone < self._world_size and time.monotonic() < end:
+            while (
+                self._rank == 0 and gone < self._world_size and time.monotonic() < end
+            ):
                 time.sleep(0.02)
                 gone = self._store.add("closed", 0)
 
@@ -171,14 +182,20 @@ class Watcher:
         try:
             while self._verdict is None and not self._closed.is_set():
                 self.tick()
-                self._wake.wait(HURRY_S if self._answered or self._verdict else PERIOD_S)
+                self._wake.wait(
+                    HURRY_S if self._answered or self._verdict else PERIOD_S
+                )
                 self._wake.clear()
-        except RuntimeError:  # the process that held the store ended: the backend reports the rest
+        except (
+            RuntimeError
+        ):  # the process that held the store ended: the backend reports the rest
             self._decided.set()  # there will be no verdict
             return
         if self._answered and self.stacks is not None:
             self.stacks.dump_recorder()
-        if self._verdict is not None and not (self._heard.wait(GRACE_S) and self._closed.wait(CLOSING_S)):
+        if self._verdict is not None and not (
+            self._heard.wait(GRACE_S) and self._closed.wait(CLOSING_S)
+        ):
             self._end(self._verdict)
 
     def tick(self) -> None:
@@ -187,7 +204,10 @@ class Watcher:
         store.set(self._states[self._rank], self._state().pack())
         if self.stacks is not None and not self._placed:
             self._placed = True
-            store.set(f"process/{self._rank}", json.dumps({"pid": os.getpid(), "host": this_host()}))
+            store.set(
+                f"process/{self._rank}",
+                json.dumps({"pid": os.getpid(), "host": this_host()}),
+            )
         if self._own is not None:
             store.compare_set("verdict", "", self._own)
         if store.check(["verdict"]):
@@ -208,7 +228,10 @@ class Watcher:
 
     def _state(self) -> State:
         entries = self.log.last()
-        return State(entries[-1].number if entries else 0, array("Q", [entry.rolling for entry in entries]))
+        return State(
+            entries[-1].number if entries else 0,
+            array("Q", [entry.rolling for entry in entries]),
+        )
 
     def _compares(self) -> bool:
         """Whether this rank compares: rank 0, and after a silence of rank 0 the others, one after another."""
@@ -235,25 +258,48 @@ class Watcher:
             return
         self._answered, self._alarm_seen = True, time.monotonic()
         calls = [(entry.number, str(entry.call)) for entry in self.log.last()]
-        self._store.set(f"calls/{self._rank}", json.dumps({"calls": calls, "position": _position()}))
+        self._store.set(
+            f"calls/{self._rank}", json.dumps({"calls": calls, "position": _position()})
+        )
         if self.stacks is not None:
             self.stacks.dump("ranks called different collectives, or one does not come")
 
     def _decide(self, *, late: bool) -> None:
         """Write the verdict once all have answered or ANSWERS_S are over."""
-        answered = [rank for rank in range(self._world_size) if self._store.check([f"calls/{rank}"])]
-        if len(answered) < self._world_size and time.monotonic() - self._alarm_seen < ANSWERS_S:
+        answered = [
+            rank
+            for rank in range(self._world_size)
+            if self._store.check([f"calls/{rank}"])
+        ]
+        if (
+            len(answered) < self._world_size
+            and time.monotonic() - self._alarm_seen < ANSWERS_S
+        ):
             return
         self._signal([rank for rank in range(self._world_size) if rank not in answered])
-        answers = {rank: json.loads(self._store.get(f"calls/{rank}")) for rank in answered}
-        rings = {rank: [(number, call) for number, call in answer["calls"]] for rank, answer in answers.items()}
+        answers = {
+            rank: json.loads(self._store.get(f"calls/{rank}")) for rank in answered
+        }
+        rings = {
+            rank: [(number, call) for number, call in answer["calls"]]
+            for rank, answer in answers.items()
+        }
         positions = {rank: answer["position"] for rank, answer in answers.items()}
-        counts = [State.unpack(self._store.get(key)).calls if self._store.check([key]) else 0 for key in self._states]
-        text = diagnose(Ranks(rings, positions, counts), self._timeout_s if late else None)
+        counts = [
+            State.unpack(self._store.get(key)).calls if self._store.check([key]) else 0
+            for key in self._states
+        ]
+        text = diagnose(
+            Ranks(rings, positions, counts), self._timeout_s if late else None
+        )
         if self.stacks is not None:
             text += f" The stacks of all ranks are in {self.stacks.path.parent}."
         self.say(text)
-        self._store.compare_set("verdict", "", json.dumps({"text": text, "exit_code": CollectiveError.exit_code}))
+        self._store.compare_set(
+            "verdict",
+            "",
+            json.dumps({"text": text, "exit_code": CollectiveError.exit_code}),
+        )
 
     def _signal(self, silent: list[int]) -> None:
         """Have silent ranks of this machine write their stacks; a call may hold their interpreter."""

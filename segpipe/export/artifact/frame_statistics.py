@@ -28,7 +28,9 @@ def frame_entries(images: Iterable[Image], source: str) -> dict[str, Any]:
     for image in images:
         found.append(levels(image))
         for channel in range(3):
-            histogram[channel] += np.bincount(image[..., channel].ravel(), minlength=256)
+            histogram[channel] += np.bincount(
+                image[..., channel].ravel(), minlength=256
+            )
     assert found, "a split is never empty"
     level = np.arange(256)
     count = histogram.sum(1)
@@ -39,7 +41,9 @@ def frame_entries(images: Iterable[Image], source: str) -> dict[str, Any]:
             "source": source,
             "images": len(found),
             "mean": [round(float(value), 3) for value in mean],
-            "std": [round(float(value), 3) for value in np.sqrt(np.maximum(variance, 0.0))],
+            "std": [
+                round(float(value), 3) for value in np.sqrt(np.maximum(variance, 0.0))
+            ],
             "dark_level": DARK_LEVEL,
             "bright_level": BRIGHT_LEVEL,
         },
@@ -48,14 +52,18 @@ def frame_entries(images: Iterable[Image], source: str) -> dict[str, Any]:
 
 
 def frames_of(
-    images: Sequence[Image], train_images: Iterable[Image] | None, shape: tuple[int, ...]
+    images: Sequence[Image],
+    train_images: Iterable[Image] | None,
+    shape: tuple[int, ...],
 ) -> tuple[dict[str, Any], list[Image]]:
     """Entries of the manifest about frames, and the frames of this shape for the calibration of int8.
 
     Both come from the training images; without them, from the check images.
     """
     if train_images is None:
-        return frame_entries(images, "check") if images else unknown_frames(), list(images)
+        return frame_entries(images, "check") if images else unknown_frames(), list(
+            images
+        )
     kept: list[Image] = []
 
     def watched() -> Iterator[Image]:
@@ -65,17 +73,28 @@ def frames_of(
             yield image
 
     entries = frame_entries(watched(), "train")
-    if total := getattr(train_images, "total", 0):  # of a Spread, which does not read all images
+    if total := getattr(
+        train_images, "total", 0
+    ):  # of a Spread, which does not read all images
         entries["frame_statistics"]["of"] = total
     return entries, kept or list(images)
 
 
 def unknown_frames() -> dict[str, Any]:
     """`frame_statistics` and `frame_limits` without images: only completely dark or bright frames are refused."""
-    limits = FrameLimits(min_mean=0.0, max_mean=255.0, max_dark_share=_NEARLY_ALL, max_bright_share=_NEARLY_ALL)
+    limits = FrameLimits(
+        min_mean=0.0,
+        max_mean=255.0,
+        max_dark_share=_NEARLY_ALL,
+        max_bright_share=_NEARLY_ALL,
+    )
     nothing = {"source": "none", "images": 0, "mean": [0.0] * 3, "std": [0.0] * 3}
     return {
-        "frame_statistics": {**nothing, "dark_level": DARK_LEVEL, "bright_level": BRIGHT_LEVEL},
+        "frame_statistics": {
+            **nothing,
+            "dark_level": DARK_LEVEL,
+            "bright_level": BRIGHT_LEVEL,
+        },
         "frame_limits": limits._asdict(),
     }
 
@@ -87,7 +106,9 @@ def frame_problems(manifest: Mapping[str, Any], found: Mapping[str, Any]) -> lis
         for name, entry in found.items()
         if (manifest[name].keys() ^ entry.keys()) - {"of"}  # older exports lack it
         or any(
-            not _is_near(key, manifest[name].get(key, value), value) for key, value in entry.items() if key != "source"
+            not _is_near(key, manifest[name].get(key, value), value)
+            for key, value in entry.items()
+            if key != "source"
         )
     ]
 
@@ -102,7 +123,9 @@ def frame_limits(found: list[Levels]) -> FrameLimits:
     pixels that are usually not dark (bright) must stay so."""
     mean, dark, bright = (np.array(column) for column in zip(*found, strict=True))
     lowest, highest = np.quantile(mean, (_OUTLIERS, 1 - _OUTLIERS))
-    dark_share, bright_share = (float(np.quantile(shares, 1 - _OUTLIERS)) for shares in (dark, bright))
+    dark_share, bright_share = (
+        float(np.quantile(shares, 1 - _OUTLIERS)) for shares in (dark, bright)
+    )
     return FrameLimits(
         min_mean=round(float(lowest) / 4, 3),
         max_mean=round(255 - (255 - float(highest)) / 4, 3),

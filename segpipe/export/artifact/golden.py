@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 FOLDER = "golden"
 # How far another machine's answers may be from these.
-TOLERANCE = {"image_agreement": FP32.image_agreement, "confidence_levels": FP32.confidence_levels}
+TOLERANCE = {
+    "image_agreement": FP32.image_agreement,
+    "confidence_levels": FP32.confidence_levels,
+}
 _IMAGES = 2
 _LOGITS = 64
 _PATCH = 16
@@ -35,11 +38,15 @@ def golden_entry(checks: Sequence[Check]) -> dict[str, Any]:
 def write_golden(model: DeployModel, checks: Sequence[Check], folder: Path) -> None:
     """Writes golden/*.npy below `folder`: the arrays of `golden_arrays`."""
     (folder / FOLDER).mkdir()
-    for name, array in golden_arrays(model, np.stack([check.image for check in _chosen(checks)])).items():
+    for name, array in golden_arrays(
+        model, np.stack([check.image for check in _chosen(checks)])
+    ).items():
         np.save(folder / FOLDER / f"{name}.npy", array, allow_pickle=False)
 
 
-def golden_arrays(model: DeployModel, images: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
+def golden_arrays(
+    model: DeployModel, images: NDArray[np.uint8]
+) -> dict[str, NDArray[Any]]:
     """Arrays by name for frames uint8 (n, H, W, 3), the same frames in every profile.
 
     image (n, H, W, 3), mask (n, H, W) and, where the profile has it, confidence (n, h, w) uint8; logits float32 (64,)
@@ -51,10 +58,16 @@ def golden_arrays(model: DeployModel, images: NDArray[np.uint8]) -> dict[str, ND
         answers = [run(image) for image in images]
         patch = _middle(images[:1])
         normalised = model.preprocess(torch.from_numpy(patch)).numpy()
-    confidence = [answer.confidence for answer in answers if answer.confidence is not None]
-    logits = np.stack([answer.logits for answer in answers if answer.logits is not None])
+    confidence = [
+        answer.confidence for answer in answers if answer.confidence is not None
+    ]
+    logits = np.stack(
+        [answer.logits for answer in answers if answer.logits is not None]
+    )
     generator = np.random.Generator(np.random.Philox(key=1))
-    index = np.stack([generator.integers(0, size, _LOGITS) for size in logits.shape], axis=1)
+    index = np.stack(
+        [generator.integers(0, size, _LOGITS) for size in logits.shape], axis=1
+    )
     arrays = {
         "image": images,
         "mask": np.stack([answer.mask for answer in answers]).astype(np.uint8),
@@ -67,7 +80,9 @@ def golden_arrays(model: DeployModel, images: NDArray[np.uint8]) -> dict[str, ND
     return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
 
-def golden_problems(model: DeployModel, folder: Path, entry: Mapping[str, Any], sigma: Sigma) -> list[str]:
+def golden_problems(
+    model: DeployModel, folder: Path, entry: Mapping[str, Any], sigma: Sigma
+) -> list[str]:
     """What in golden/ differs from the trained network's answers; `entry` is `golden` of the manifest.
 
     Answers may differ as far as those of an fp32 file on another machine.
@@ -75,22 +90,39 @@ def golden_problems(model: DeployModel, folder: Path, entry: Mapping[str, Any], 
     wrong = [f"golden.{name} = {entry[name]}, but {limit} is required" for name, limit in TOLERANCE.items()
              if entry[name] != limit]  # fmt: skip
     try:
-        found = {path.stem: np.load(path, allow_pickle=False) for path in sorted((folder / FOLDER).iterdir())}
+        found = {
+            path.stem: np.load(path, allow_pickle=False)
+            for path in sorted((folder / FOLDER).iterdir())
+        }
         expected = golden_arrays(model, found["image"])
-    except Exception as error:  # numpy and torch raise many types for arrays that do not fit
-        return [*wrong, f"{FOLDER}/ cannot be compared ({type(error).__name__}: {error})"]
+    except (
+        Exception
+    ) as error:  # numpy and torch raise many types for arrays that do not fit
+        return [
+            *wrong,
+            f"{FOLDER}/ cannot be compared ({type(error).__name__}: {error})",
+        ]
     if len(found["image"]) != len(entry["images"]):
-        wrong.append(f"{FOLDER}/image.npy has {len(found['image'])} frames, but the manifest {len(entry['images'])}")
+        wrong.append(
+            f"{FOLDER}/image.npy has {len(found['image'])} frames, but the manifest {len(entry['images'])}"
+        )
     return wrong + [
         f"{FOLDER}/{name}.npy differs from what the trained network gives"
         for name in sorted(expected.keys() | found.keys())
-        if name not in found or name not in expected or not _agree(name, expected[name], found[name], sigma)
+        if name not in found
+        or name not in expected
+        or not _agree(name, expected[name], found[name], sigma)
     ]
 
 
-def golden_frame_problems(folder: Path, manifest: Mapping[str, Any], checks: Sequence[Check]) -> tuple[list[str], str]:
+def golden_frame_problems(
+    folder: Path, manifest: Mapping[str, Any], checks: Sequence[Check]
+) -> tuple[list[str], str]:
     """Golden frames that are not those of the check set, and the name of one that is not here to be compared."""
-    names, chosen = manifest["golden"]["images"], [check.name for check in _chosen(checks)]
+    names, chosen = (
+        manifest["golden"]["images"],
+        [check.name for check in _chosen(checks)],
+    )
     if manifest["check_images"] == [check.name for check in checks] and names != chosen:
         return [f"golden.images = {names}, but they are {chosen}"], ""
     there = {check.name: check.image for check in checks}
@@ -98,24 +130,38 @@ def golden_frame_problems(folder: Path, manifest: Mapping[str, Any], checks: Seq
         return [], f"golden frame {absent[0]} is not among the check images here"
     frames = np.load(folder / FOLDER / "image.npy", allow_pickle=False).astype(np.int64)
     expected = np.stack([there[name] for name in names])
-    same = frames.shape == expected.shape and np.abs(frames - expected).max() <= _DECODERS
-    return ([] if same else [f"{FOLDER}/image.npy does not hold the images that golden.images names"]), ""
+    same = (
+        frames.shape == expected.shape and np.abs(frames - expected).max() <= _DECODERS
+    )
+    return (
+        []
+        if same
+        else [f"{FOLDER}/image.npy does not hold the images that golden.images names"]
+    ), ""
 
 
-def _agree(name: str, expected: NDArray[Any], found: NDArray[Any], sigma: Sigma) -> bool:
+def _agree(
+    name: str, expected: NDArray[Any], found: NDArray[Any], sigma: Sigma
+) -> bool:
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
     if name == "mask":
-        return bool((found == expected).mean((1, 2)).min() >= (FP32.image_agreement or 0.0))
+        return bool(
+            (found == expected).mean((1, 2)).min() >= (FP32.image_agreement or 0.0)
+        )
     limits = {
         "confidence": FP32.confidence_levels or 0,
         "logits": (FP32.logits_sigma or 0.0) * sigma.everything,
         "preprocess_output": FP32.normalised,
     }
-    return bool(np.abs(found.astype(np.float64) - expected).max() <= limits.get(name, 0.0))
+    return bool(
+        np.abs(found.astype(np.float64) - expected).max() <= limits.get(name, 0.0)
+    )
 
 
-def golden_figures(checks: Sequence[Check], comparisons: Sequence[ImageComparison]) -> dict[str, Any]:
+def golden_figures(
+    checks: Sequence[Check], comparisons: Sequence[ImageComparison]
+) -> dict[str, Any]:
     """How far a file of reduced precision is from the golden answers here; another machine may be no further."""
     names = {check.name for check in _chosen(checks)}
     found = [entry for entry in comparisons if entry.name in names]
@@ -128,7 +174,9 @@ def golden_figures(checks: Sequence[Check], comparisons: Sequence[ImageCompariso
 def _chosen(checks: Sequence[Check]) -> list[Check]:
     """Real frames; without any, generated ones that are not constant."""
     real = [check for check in checks if check.is_real]
-    return (real or [check for check in checks if not check.name.startswith("constant")])[:_IMAGES]
+    return (
+        real or [check for check in checks if not check.name.startswith("constant")]
+    )[:_IMAGES]
 
 
 def _middle(images: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -15,7 +15,15 @@ from jsonschema import Draft202012Validator
 from segpipe import __version__
 from segpipe.export.artifact.outcome import NOT_EXPORTED, integrity_refusal
 from segpipe.export.graph.onnx_format import OLDEST_ONNXRUNTIME
-from segpipe.export.graph.profiles import CONFIDENCE, INPUT, LOGITS, MASK, Manifest, Size, free_lengths
+from segpipe.export.graph.profiles import (
+    CONFIDENCE,
+    INPUT,
+    LOGITS,
+    MASK,
+    Manifest,
+    Size,
+    free_lengths,
+)
 from segpipe.files import plain
 from segpipe.runtime.artifact import FORMAT
 from segpipe.runtime.frames import NO_ANSWER
@@ -28,7 +36,16 @@ if TYPE_CHECKING:
 
 SCHEMA = Path(__file__).with_name("manifest.schema.json")
 # Entries that exist only once there are files.
-FIGURES = ("status", "created", "check_images", "real_images", "sigma", "gates", "files", "latency")
+FIGURES = (
+    "status",
+    "created",
+    "check_images",
+    "real_images",
+    "sigma",
+    "gates",
+    "files",
+    "latency",
+)
 _OF_THE_NETWORK = (
     "model", "class_table", "classes", "preprocess", "align_corners", "stored_values", "io", "requires", "unverified",
 )  # fmt: skip
@@ -38,7 +55,11 @@ _LONGEST = 200  # characters of a schema message, which may quote a whole entry
 
 
 def describe(
-    trained: TrainedNetwork, model: DeployModel, size: Size, origin: Origin, extra: Mapping[str, Any]
+    trained: TrainedNetwork,
+    model: DeployModel,
+    size: Size,
+    origin: Origin,
+    extra: Mapping[str, Any],
 ) -> Manifest:
     """The manifest without gate figures and time stamps, so that equal exports have equal files.
 
@@ -52,7 +73,9 @@ def describe(
         "class_table": trained.classes.name,
         "classes": [
             {"id": index, "name": name, "color": list(color)}
-            for index, (name, color) in enumerate(zip(trained.classes.names, trained.classes.palette, strict=True))
+            for index, (name, color) in enumerate(
+                zip(trained.classes.names, trained.classes.palette, strict=True)
+            )
         ],
         "source": {
             "git": origin.git,
@@ -64,7 +87,10 @@ def describe(
         },
         "metrics": plain(origin.metrics),
         **({"warnings": list(origin.warnings)} if origin.warnings else {}),
-        "preprocess": {name: buffer.flatten().tolist() for name, buffer in model.preprocess.named_buffers()},
+        "preprocess": {
+            name: buffer.flatten().tolist()
+            for name, buffer in model.preprocess.named_buffers()
+        },
         "align_corners": model.align_corners,
         "stored_values": sum(tensor.numel() for tensor in model.state_dict().values()),
         "io": _io(model, size),
@@ -95,7 +121,9 @@ def parse_manifest(text: str) -> Any:
 def schema_problems(manifest: Any) -> list[str]:
     """Places where `manifest` breaks manifest.schema.json, each as `manifest.path: what was needed`."""
     errors = Draft202012Validator(json.loads(SCHEMA.read_text())).iter_errors(manifest)
-    found = sorted((error.json_path.replace("$", "manifest", 1), error.message) for error in errors)
+    found = sorted(
+        (error.json_path.replace("$", "manifest", 1), error.message) for error in errors
+    )
     return [f"{path}: {message[:_LONGEST]}" for path, message in found]
 
 
@@ -116,7 +144,9 @@ def checkpoint_differences(manifest: Manifest, described: Manifest) -> list[str]
     """Entries of a manifest that differ from what `describe` says about the trained network."""
     found = [name for name in _OF_THE_NETWORK if manifest[name] != described[name]]
     source, needed = manifest["source"], described["source"]
-    return found + [f"source.{name}" for name in _OF_THE_WEIGHTS if source[name] != needed[name]]
+    return found + [
+        f"source.{name}" for name in _OF_THE_WEIGHTS if source[name] != needed[name]
+    ]
 
 
 def _io(model: DeployModel, size: Size) -> dict[str, Any]:
@@ -125,11 +155,18 @@ def _io(model: DeployModel, size: Size) -> dict[str, Any]:
     free = free_lengths(profile.dynamic, size, network.output_stride)
     meanings: dict[str, dict[str, Any]] = {
         MASK: {"meaning": "class id", "stride": 1, "invalid": NO_ANSWER},
-        CONFIDENCE: {"meaning": "largest probability * 255", "stride": network.output_stride},
+        CONFIDENCE: {
+            "meaning": "largest probability * 255",
+            "stride": network.output_stride,
+        },
         LOGITS: {"meaning": "logits of the classes at the image's size", "stride": 1},
     }
     with torch.no_grad():
-        outputs = model(torch.zeros(profile.input_shape(size), dtype=getattr(torch, profile.input_dtype)))
+        outputs = model(
+            torch.zeros(
+                profile.input_shape(size), dtype=getattr(torch, profile.input_dtype)
+            )
+        )
     image = {
         "name": INPUT,
         "dtype": profile.input_dtype,
@@ -145,7 +182,9 @@ def _io(model: DeployModel, size: Size) -> dict[str, Any]:
             {
                 "name": name,
                 "dtype": str(output.dtype).removeprefix("torch."),
-                "shape": profile.output_axes(list(output.shape), meanings[name]["stride"]),
+                "shape": profile.output_axes(
+                    list(output.shape), meanings[name]["stride"]
+                ),
                 **meanings[name],
             }
             for name, output in zip(profile.outputs, outputs, strict=True)

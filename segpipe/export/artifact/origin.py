@@ -38,14 +38,23 @@ def origin_of(run: Path, which: str, trained: TrainedNetwork) -> Origin:
     """
     path = run
     if run.is_dir():
-        path = run / "best.pt" if which == "best" and (run / "best.pt").is_file() else run / "last.pt"
+        path = (
+            run / "best.pt"
+            if which == "best" and (run / "best.pt").is_file()
+            else run / "last.pt"
+        )
     result = _result(path.parent)
     checkpoint = {"file": path.name, "sha256": sha256(path)} if path.is_file() else None
     measured = result.get("ema_digest") == trained.weights_digest
-    metrics = {"split": trained.config.data.split, **{name: result.get(name) for name in _METRICS}}
+    metrics = {
+        "split": trained.config.data.split,
+        **{name: result.get(name) for name in _METRICS},
+    }
     trained_at = result.get("git")
     return Origin(
-        git={**trained_at, "known_at": "train"} if isinstance(trained_at, dict) else git_state(ROOT),
+        git={**trained_at, "known_at": "train"}
+        if isinstance(trained_at, dict)
+        else git_state(ROOT),
         checkpoint=checkpoint,
         metrics=metrics if measured else None,
         warnings=_unfinished(trained, result),
@@ -55,9 +64,15 @@ def origin_of(run: Path, which: str, trained: TrainedNetwork) -> Origin:
 def _unfinished(trained: TrainedNetwork, result: dict[str, Any]) -> tuple[str, ...]:
     """A sentence when the run has not reached its end."""
     planned = trained.config.train.steps
-    if trained.step >= planned or result.get("stopped_early") or int(result.get("steps") or 0) >= planned:
+    if (
+        trained.step >= planned
+        or result.get("stopped_early")
+        or int(result.get("steps") or 0) >= planned
+    ):
         return ()
-    return (f"trained for {trained.step} of {planned} steps: the run was interrupted, or goes on",)
+    return (
+        f"trained for {trained.step} of {planned} steps: the run was interrupted, or goes on",
+    )
 
 
 @contextlib.contextmanager
@@ -83,7 +98,9 @@ def git_state(root: Path) -> dict[str, Any] | None:
 
 def _git(root: Path, *arguments: str) -> str:
     command = ["git", "-C", str(root), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=30
+    ).stdout.strip()
 
 
 def _result(folder: Path) -> dict[str, Any]:
@@ -93,4 +110,6 @@ def _result(folder: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
-        raise DataError(f"{path} is not valid JSON ({error}). Run segpipe evaluate, or remove the file.") from None
+        raise DataError(
+            f"{path} is not valid JSON ({error}). Run segpipe evaluate, or remove the file."
+        ) from None

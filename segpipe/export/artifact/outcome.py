@@ -16,9 +16,16 @@ if TYPE_CHECKING:
     from segpipe.export.graph.profiles import Manifest
 
 EAGER = "eager"
-NOT_EXPORTED, NOT_VERIFIED = "EXPORT REJECTED", "ARTIFACT REFUSED"  # first words of a refusal
+NOT_EXPORTED, NOT_VERIFIED = (
+    "EXPORT REJECTED",
+    "ARTIFACT REFUSED",
+)  # first words of a refusal
 VERIFIED, FEW_IMAGES = "verified", "VERIFIED_FEW_IMAGES"
-UNVERIFIED, FLAT, REJECTED = "UNVERIFIED_REAL_DATA", "UNVERIFIED_FLAT_NETWORK", "rejected"
+UNVERIFIED, FLAT, REJECTED = (
+    "UNVERIFIED_REAL_DATA",
+    "UNVERIFIED_FLAT_NETWORK",
+    "rejected",
+)
 ANSWERS_ONLY = "VERIFIED_BY_ANSWERS"
 # The first gate in this order that failed decides the error.
 _ERRORS: dict[str, type[ExportMismatch]] = {
@@ -43,19 +50,25 @@ def caveat(status: str, real_images: int) -> str:
     return ""
 
 
-def refusal(verdict: str, failed: Sequence[tuple[str, GateResult]], see: str) -> ExportMismatch:
+def refusal(
+    verdict: str, failed: Sequence[tuple[str, GateResult]], see: str
+) -> ExportMismatch:
     """Error that names every failed gate (file name, result); its class and exit code are those of the worst one.
 
     The gates are in its attribute `failed`.
     """
     gates = {gate.gate for _, gate in failed}
     kind = next(kind for gate, kind in _ERRORS.items() if gate in gates)
-    findings = "; ".join(f"{gate.message} in {name}" if name else gate.message for name, gate in failed)
+    findings = "; ".join(
+        f"{gate.message} in {name}" if name else gate.message for name, gate in failed
+    )
     # On one line: messages of checkers and loaders have many.
     return kind(f"{verdict}: {' '.join(findings.split())} - see {see}", failed=failed)
 
 
-def integrity_refusal(verdict: str, problems: Sequence[str], see: str) -> ExportMismatch:
+def integrity_refusal(
+    verdict: str, problems: Sequence[str], see: str
+) -> ExportMismatch:
     """Error of G1 for the first three problems of the artifact as a whole."""
     return refusal(verdict, [("", gate_integrity(problems[:3]))], see)
 
@@ -83,7 +96,12 @@ class ExportReport:
     @property
     def failed(self) -> list[tuple[str, GateResult]]:
         """File names and results of the gates that failed."""
-        return [(name, gate) for name, gates in self.gates.items() for gate in gates if not gate.passed]
+        return [
+            (name, gate)
+            for name, gates in self.gates.items()
+            for gate in gates
+            if not gate.passed
+        ]
 
     @property
     def passed(self) -> bool:
@@ -99,7 +117,9 @@ class ExportReport:
             return REJECTED
         if not self.real_images:
             return UNVERIFIED
-        if any(gate.figures.get("without_effect") for gate in self.gates.get(EAGER, [])):
+        if any(
+            gate.figures.get("without_effect") for gate in self.gates.get(EAGER, [])
+        ):
             return FLAT
         if self.answers_only:
             return ANSWERS_ONLY

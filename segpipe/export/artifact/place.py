@@ -26,7 +26,9 @@ def writing(out_dir: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise ConfigError(f"export.dir = {out_dir} cannot be written ({reason}). Choose another folder.") from error
+        raise ConfigError(
+            f"export.dir = {out_dir} cannot be written ({reason}). Choose another folder."
+        ) from error
 
 
 def check_place(out_dir: Path) -> None:
@@ -38,15 +40,21 @@ def check_place(out_dir: Path) -> None:
         if not os.access(nearest, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         is_export = not out_dir.exists() or (out_dir / MANIFEST).is_file()
-        has_other_files = not is_export and (out_dir.is_file() or any(out_dir.iterdir()))
+        has_other_files = not is_export and (
+            out_dir.is_file() or any(out_dir.iterdir())
+        )
     if has_other_files:
-        raise ConfigError(f"export.dir = {out_dir} holds other files, and an export replaces it. Choose a new folder.")
+        raise ConfigError(
+            f"export.dir = {out_dir} holds other files, and an export replaces it. Choose a new folder."
+        )
 
 
 def write_sums(folder: Path) -> None:
     """Writes SHA256SUMS of all files below `folder`, in the format of `sha256sum --check`."""
     names = sorted(_files(folder))
-    (folder / SUMS).write_text("".join(f"{sha256(folder / name)}  {name}\n" for name in names))
+    (folder / SUMS).write_text(
+        "".join(f"{sha256(folder / name)}  {name}\n" for name in names)
+    )
 
 
 def sums_problems(folder: Path) -> list[str]:
@@ -54,9 +62,16 @@ def sums_problems(folder: Path) -> list[str]:
 
     Links, pipes and devices are refused before any file is read.
     """
-    strange = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not (path.is_file() or path.is_dir())]
+    strange = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_symlink() or not (path.is_file() or path.is_dir())
+    ]
     if strange:
-        return [f"{path.relative_to(folder)} is a link, a pipe or a device, not a file" for path in strange]
+        return [
+            f"{path.relative_to(folder)} is a link, a pipe or a device, not a file"
+            for path in strange
+        ]
     try:
         listed = read_sums(folder)
     except ArtifactError as error:
@@ -64,12 +79,22 @@ def sums_problems(folder: Path) -> list[str]:
     there = _files(folder)
     found = [f"{name} is missing" for name in sorted(listed.keys() - there)]
     found += [f"{name} is not in {SUMS}" for name in sorted(there - listed.keys())]
-    altered = [name for name in sorted(there & listed.keys()) if sha256(folder / name) != listed[name]]
-    return found + [f"{name} was altered: its sha256 differs from {SUMS}" for name in altered]
+    altered = [
+        name
+        for name in sorted(there & listed.keys())
+        if sha256(folder / name) != listed[name]
+    ]
+    return found + [
+        f"{name} was altered: its sha256 differs from {SUMS}" for name in altered
+    ]
 
 
 def _files(folder: Path) -> set[str]:
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {SUMS}
+    return {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file()
+    } - {SUMS}
 
 
 def put_in_place(folder: Path, out_dir: Path) -> None:

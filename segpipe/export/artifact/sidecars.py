@@ -30,15 +30,33 @@ def sidecars(manifest: Manifest) -> dict[str, str]:
         if manifest["profile"] == "isaac":
             names.append("ros/isaac_params.yaml")
     note = caveat(manifest["status"], manifest["real_images"])
-    return {name: render(Path(name).name, {**manifest, "caveat": note}) for name in names}
+    return {
+        name: render(Path(name).name, {**manifest, "caveat": note}) for name in names
+    }
 
 
 def unlisted(manifest: Manifest, folder: Path) -> list[str]:
     """One finding for each file below `folder` that no export writes for this manifest."""
-    known = {MANIFEST, SUMS, "verify_report.json", "verify_report.md", *manifest["files"], *sidecars(manifest)}
-    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    arrays = {name for name in there if name.startswith("golden/") and name.endswith(".npy")}
-    return [f"{name} is no file that {MANIFEST} tells of" for name in sorted(there - known - arrays)]
+    known = {
+        MANIFEST,
+        SUMS,
+        "verify_report.json",
+        "verify_report.md",
+        *manifest["files"],
+        *sidecars(manifest),
+    }
+    there = {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    arrays = {
+        name for name in there if name.startswith("golden/") and name.endswith(".npy")
+    }
+    return [
+        f"{name} is no file that {MANIFEST} tells of"
+        for name in sorted(there - known - arrays)
+    ]
 
 
 def write_sidecars(manifest: Manifest, folder: Path) -> None:
@@ -54,7 +72,8 @@ def sidecar_problems(manifest: Manifest, folder: Path) -> list[str]:
     return [
         f"{name} is not what segpipe {__version__} writes for {MANIFEST}"
         for name, text in sidecars(manifest).items()
-        if not (folder / name).is_file() or (folder / name).read_bytes() != text.encode()
+        if not (folder / name).is_file()
+        or (folder / name).read_bytes() != text.encode()
     ]
 
 

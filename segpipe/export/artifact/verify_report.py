@@ -36,50 +36,86 @@ def to_mapping(report: ExportReport, created: str) -> dict[str, Any]:
         "created": created,
         "check_images": report.images,
         "real_images": report.real_images,
-        "sigma": {name: value if np.isfinite(value) else None for name, value in asdict(report.sigma).items()},
+        "sigma": {
+            name: value if np.isfinite(value) else None
+            for name, value in asdict(report.sigma).items()
+        },
         "gates": {
-            name: {gate.name: {"passed": gate.passed, "message": gate.message, **gate.figures} for gate in gates}
+            name: {
+                gate.name: {
+                    "passed": gate.passed,
+                    "message": gate.message,
+                    **gate.figures,
+                }
+                for gate in gates
+            }
             for name, gates in report.gates.items()
         },
         "files": report.files,
-        "latency": {"device": "cpu", "processor": processor(), "threads": 1, "files": report.latency},
+        "latency": {
+            "device": "cpu",
+            "processor": processor(),
+            "threads": 1,
+            "files": report.latency,
+        },
     }
 
 
 def write(report: ExportReport, folder: Path, created: str) -> None:
     """Writes verify_report.json and verify_report.md into `folder`."""
-    (folder / JSON).write_text(json.dumps(to_mapping(report, created), indent=1, allow_nan=False) + "\n")
+    (folder / JSON).write_text(
+        json.dumps(to_mapping(report, created), indent=1, allow_nan=False) + "\n"
+    )
     is_rejected = report.status == REJECTED
-    tried = [f"{axis} {', '.join(map(str, entry['tried']))}" for axis, entry in report.free.items()]
+    tried = [
+        f"{axis} {', '.join(map(str, entry['tried']))}"
+        for axis, entry in report.free.items()
+    ]
     values = {
         "model": report.manifest["model"],
         "weights": report.manifest["source"]["weights_digest"],
         "status": report.status,
-        "caveat": "no model file was published" if is_rejected else caveat(report.status, report.real_images),
+        "caveat": "no model file was published"
+        if is_rejected
+        else caveat(report.status, report.real_images),
         "num_images": len(report.images),
         "shapes": f" Run with {' and '.join(tried)}, in this order." if tried else "",
         "created": created,
         "warnings": report.manifest.get("warnings", []),
         "rows": _rows(report),
         "latency": report.latency,
-        "preference": preference(report.latency, report.files) if report.latency and not is_rejected else "",
+        "preference": preference(report.latency, report.files)
+        if report.latency and not is_rejected
+        else "",
     }
     (folder / MARKDOWN).write_text(render(MARKDOWN, values))
 
 
-def preference(measured: Mapping[str, Mapping[str, float]], files: Mapping[str, Mapping[str, Any]]) -> str:
+def preference(
+    measured: Mapping[str, Mapping[str, float]], files: Mapping[str, Mapping[str, Any]]
+) -> str:
     """Recommends a file and says why, and names the fastest file of lower precision.
 
     measured: as `latency.measure` returns it, with the reference; files: `files` of the manifest.
     """
     p50_ms = {name: found["p50_ms"] for name, found in measured.items()}
     fp32 = [name for name, file in files.items() if file["precision"] == "fp32"]
-    best, why = min(fp32, key=lambda name: p50_ms[name]), "it is clearly the fastest fp32 file"
+    best, why = (
+        min(fp32, key=lambda name: p50_ms[name]),
+        "it is clearly the fastest fp32 file",
+    )
     for name in fp32:
         if files[name]["format"] == "onnx" and p50_ms[best] > CLEARLY * p50_ms[name]:
-            best, why = name, "the gates compared tensors inside this very graph, and no fp32 file is clearly faster"
+            best, why = (
+                name,
+                "the gates compared tensors inside this very graph, and no fp32 file is clearly faster",
+            )
     text = f"Prefer {best}: {why}; {p50_ms[EAGER] / p50_ms[best]:.2f} times as fast as eager."
-    lower = [name for name in files if name not in fp32 and p50_ms[name] <= CLEARLY * p50_ms[best]]
+    lower = [
+        name
+        for name in files
+        if name not in fp32 and p50_ms[name] <= CLEARLY * p50_ms[best]
+    ]
     if lower:
         name = min(lower, key=lambda name: p50_ms[name])
         text += f" {name} takes {p50_ms[name] / p50_ms[best]:.2f} of its time, within the wider limits of its gates."
@@ -88,17 +124,32 @@ def preference(measured: Mapping[str, Mapping[str, float]], files: Mapping[str, 
 
 def table(report: ExportReport) -> Table:
     """Gates, sizes and latencies for the terminal."""
-    shown = Table("file", "gate", "verdict", "finding", title=f"Export in {report.folder}: {report.status}")
+    shown = Table(
+        "file",
+        "gate",
+        "verdict",
+        "finding",
+        title=f"Export in {report.folder}: {report.status}",
+    )
     for row in _rows(report):
         shown.add_row(*row)
     for name, found in report.latency.items():
-        size = f", {report.files[name]['bytes'] / 2**20:.1f} MiB" if name in report.files else ""
-        shown.add_row(name, "latency", "", f"{found['p50_ms']:.1f} ms, 1 CPU thread{size}")
+        size = (
+            f", {report.files[name]['bytes'] / 2**20:.1f} MiB"
+            if name in report.files
+            else ""
+        )
+        shown.add_row(
+            name, "latency", "", f"{found['p50_ms']:.1f} ms, 1 CPU thread{size}"
+        )
     return shown
 
 
 def write_triptychs(
-    report: ExportReport, folder: Path, comparisons: list[ImageComparison], images: dict[str, Image]
+    report: ExportReport,
+    folder: Path,
+    comparisons: list[ImageComparison],
+    images: dict[str, Image],
 ) -> None:
     """Writes a PNG of each of the three worst images: image | reference mask | exported mask, differences marked."""
 
@@ -106,10 +157,17 @@ def write_triptychs(
         unexplained = entry.unexplained(report.sigma, FP32.margin_sigma or 0.0)
         return unexplained, entry.margins.size, entry.relative(report.sigma)
 
-    palette = np.array([entry["color"] for entry in report.manifest["classes"]], dtype=np.uint8)
-    for rank, entry in enumerate(sorted(comparisons, key=badness, reverse=True)[:_WORST], start=1):
+    palette = np.array(
+        [entry["color"] for entry in report.manifest["classes"]], dtype=np.uint8
+    )
+    for rank, entry in enumerate(
+        sorted(comparisons, key=badness, reverse=True)[:_WORST], start=1
+    ):
         picture = triptych(images[entry.name], entry, palette)
-        stem = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in entry.name)
+        stem = "".join(
+            letter if letter.isalnum() or letter in "-_." else "_"
+            for letter in entry.name
+        )
         cv2.imwrite(str(folder / f"worst_{rank}_{stem}.png"), picture[..., ::-1])
 
 

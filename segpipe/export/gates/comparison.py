@@ -30,7 +30,9 @@ class ImageComparison:
     name: str
     is_real: bool
     logits_difference: float  # largest; infinite when either side holds NaN or infinity
-    confidence_difference: int  # largest, in grey levels; 0 where the file has no confidence
+    confidence_difference: (
+        int  # largest, in grey levels; 0 where the file has no confidence
+    )
     margins: NDArray[np.float32]
     reference_mask: NDArray[Any]
     mask: NDArray[Any]
@@ -46,11 +48,22 @@ class ImageComparison:
     def relative(self, sigma: Sigma) -> float:
         """Largest logit difference in sigma; infinite when sigma is 0 or not finite."""
         scale = sigma.of(is_real=self.is_real or self.is_copy)
-        return self.logits_difference / scale if scale > 0 and math.isfinite(scale) else math.inf
+        return (
+            self.logits_difference / scale
+            if scale > 0 and math.isfinite(scale)
+            else math.inf
+        )
 
     def unexplained(self, sigma: Sigma, margin_sigma: float) -> int:
         """Number of differing pixels whose reference was not within `margin_sigma` of a tie; NaN margins count."""
-        return int(np.count_nonzero(~(self.margins <= margin_sigma * sigma.of(is_real=self.is_real or self.is_copy))))
+        return int(
+            np.count_nonzero(
+                ~(
+                    self.margins
+                    <= margin_sigma * sigma.of(is_real=self.is_real or self.is_copy)
+                )
+            )
+        )
 
 
 @dataclass
@@ -97,7 +110,12 @@ def as_trained(reference: Run, preprocess: nn.Module) -> Run:
     return run
 
 
-def compare(reference: Run, candidates: Sequence[Candidate], checks: Sequence[Check], batch_size: int = 1) -> Sigma:
+def compare(
+    reference: Run,
+    candidates: Sequence[Candidate],
+    checks: Sequence[Check],
+    batch_size: int = 1,
+) -> Sigma:
     """Sigma of the check set, after filling the comparisons of all candidates.
 
     Works batch by batch, since full-resolution logits are large. The reference always gets single images; candidates
@@ -118,12 +136,22 @@ def compare(reference: Run, candidates: Sequence[Candidate], checks: Sequence[Ch
     return Sigma(everything.sigma, real.sigma if real.count else everything.sigma)
 
 
-def _compare_batch(batch: Sequence[Check], expected: Sequence[Answer], candidate: Candidate) -> None:
+def _compare_batch(
+    batch: Sequence[Check], expected: Sequence[Answer], candidate: Candidate
+) -> None:
     images = [check.image for check in batch]
     try:
-        probed, shipped = _answers(candidate.probe, images), _answers(candidate.shipped, images)
-        found = [compare_answers(*entry) for entry in zip(batch, expected, probed, shipped, strict=True)]
-    except Exception as error:  # the libraries raise many types; a file that does not run is refused
+        probed, shipped = (
+            _answers(candidate.probe, images),
+            _answers(candidate.shipped, images),
+        )
+        found = [
+            compare_answers(*entry)
+            for entry in zip(batch, expected, probed, shipped, strict=True)
+        ]
+    except (
+        Exception
+    ) as error:  # the libraries raise many types; a file that does not run is refused
         candidate.broken = f"{type(error).__name__}: {error} (on {', '.join(check.name for check in batch)})"
     else:
         candidate.comparisons += found
@@ -136,7 +164,9 @@ def _answers(run: Run, images: Sequence[Image]) -> list[Answer]:
     return run.batch(images)
 
 
-def compare_answers(check: Check, expected: Answer, probe: Answer, shipped: Answer) -> ImageComparison:
+def compare_answers(
+    check: Check, expected: Answer, probe: Answer, shipped: Answer
+) -> ImageComparison:
     """ImageComparison of one image: logits and normalised image of the probe, mask and confidence of the shipped file.
 
     Raises ValueError when an answer has another shape than the reference's.
@@ -149,7 +179,9 @@ def compare_answers(check: Check, expected: Answer, probe: Answer, shipped: Answ
     margins = ranked[-1] - ranked[-2] if len(ranked) > 1 else ranked[-1]
     levels = np.zeros(1)
     if expected.confidence is not None and shipped.confidence is not None:
-        levels = np.abs(expected.confidence.astype(np.int16) - shipped.confidence.astype(np.int16))
+        levels = np.abs(
+            expected.confidence.astype(np.int16) - shipped.confidence.astype(np.int16)
+        )
     return ImageComparison(
         name=check.name,
         is_real=check.is_real,
@@ -168,18 +200,29 @@ def _require_shapes(expected: Answer, found: Answer) -> None:
     # numpy would broadcast a mask of one row or column.
     for name, wanted, given in zip(Answer._fields, expected, found, strict=True):
         if wanted is not None and given is not None and wanted.shape != given.shape:
-            raise ValueError(f"{name} has shape {given.shape}, but the reference has {wanted.shape}")
+            raise ValueError(
+                f"{name} has shape {given.shape}, but the reference has {wanted.shape}"
+            )
 
 
-def _difference(expected: NDArray[np.float32] | None, found: NDArray[np.float32] | None) -> float:
+def _difference(
+    expected: NDArray[np.float32] | None, found: NDArray[np.float32] | None
+) -> float:
     """Largest absolute difference; infinite when a side is missing or not finite."""
-    if expected is None or found is None or not (np.isfinite(expected).all() and np.isfinite(found).all()):
+    if (
+        expected is None
+        or found is None
+        or not (np.isfinite(expected).all() and np.isfinite(found).all())
+    ):
         return math.inf
     return float(np.abs(expected - found).max())
 
 
 def gate_logits(
-    comparisons: Sequence[ImageComparison], sigma: Sigma, limits: Limits = FP32, changed_tensors: Sequence[str] = ()
+    comparisons: Sequence[ImageComparison],
+    sigma: Sigma,
+    limits: Limits = FP32,
+    changed_tensors: Sequence[str] = (),
 ) -> GateResult:
     """G2: no logit differs by more than `limits.logits_sigma`, and none is NaN or infinite.
 
@@ -188,10 +231,16 @@ def gate_logits(
     worst = max(comparisons, key=lambda entry: entry.relative(sigma))
     relative, limit = worst.relative(sigma), limits.logits_sigma
     is_finite = math.isfinite(relative)
-    figures = {"max_sigma": relative if is_finite else None, "limit_sigma": limit, "worst": worst.name}
+    figures = {
+        "max_sigma": relative if is_finite else None,
+        "limit_sigma": limit,
+        "worst": worst.name,
+    }
     passed = is_finite and (limit is None or relative <= limit) and not changed_tensors
     if passed:
-        message = f"largest difference {relative:.1e} sigma" + ("" if limit is not None else ", not judged")
+        message = f"largest difference {relative:.1e} sigma" + (
+            "" if limit is not None else ", not judged"
+        )
     elif is_finite and limit is not None and relative > limit:
         message = f"G2 logits differ by {relative:.2g} > {limit:g} sigma (worst: {worst.name})"
     elif is_finite:
@@ -203,23 +252,36 @@ def gate_logits(
     return GateResult("G2", passed, figures, message)
 
 
-def gate_mask(comparisons: Sequence[ImageComparison], sigma: Sigma, limits: Limits = FP32) -> GateResult:
+def gate_mask(
+    comparisons: Sequence[ImageComparison], sigma: Sigma, limits: Limits = FP32
+) -> GateResult:
     """G3: masks agree except where the reference itself is close to a tie, and confidence agrees to a level."""
     if not limits.made_images:
-        comparisons = [entry for entry in comparisons if entry.is_real or entry.is_copy] or comparisons
+        comparisons = [
+            entry for entry in comparisons if entry.is_real or entry.is_copy
+        ] or comparisons
     margin = limits.margin_sigma if limits.margin_sigma is not None else math.inf
-    levels_limit = limits.confidence_levels if limits.confidence_levels is not None else math.inf
+    levels_limit = (
+        limits.confidence_levels if limits.confidence_levels is not None else math.inf
+    )
     image_limit = limits.image_agreement or 0.0
-    worst = max(comparisons, key=lambda entry: (entry.unexplained(sigma, margin), entry.margins.size))
+    worst = max(
+        comparisons,
+        key=lambda entry: (entry.unexplained(sigma, margin), entry.margins.size),
+    )
     pixels = sum(entry.mask.size for entry in comparisons)
     differing = sum(entry.margins.size for entry in comparisons)
     agreement = 1.0 - differing / pixels
     lowest = min(entry.agreement for entry in comparisons)
     unexplained = sum(entry.unexplained(sigma, margin) for entry in comparisons)
     levels = max(entry.confidence_difference for entry in comparisons)
-    real = [entry for entry in comparisons if entry.is_real or entry.is_copy] or comparisons
+    real = [
+        entry for entry in comparisons if entry.is_real or entry.is_copy
+    ] or comparisons
     mean_level = sum(entry.confidence_mean for entry in real) / len(real)
-    mean_limit = limits.confidence_mean if limits.confidence_mean is not None else math.inf
+    mean_limit = (
+        limits.confidence_mean if limits.confidence_mean is not None else math.inf
+    )
     figures = {
         "agreement": agreement,
         "worst_image_agreement": lowest,
@@ -229,24 +291,40 @@ def gate_mask(comparisons: Sequence[ImageComparison], sigma: Sigma, limits: Limi
         "worst": worst.name,
         "images": len(comparisons),
     }
-    where = f"(worst: {worst.name}, {worst.unexplained(sigma, margin)} unexplained pixels)"
+    where = (
+        f"(worst: {worst.name}, {worst.unexplained(sigma, margin)} unexplained pixels)"
+    )
     failures = []
     if agreement < limits.agreement:
-        failures.append(f"mask agreement {_percent(agreement, limits.agreement)} {where}")
+        failures.append(
+            f"mask agreement {_percent(agreement, limits.agreement)} {where}"
+        )
     if lowest < image_limit:
         failures.append(f"mask agreement {_percent(lowest, image_limit)} {where}")
     if unexplained:
-        failures.append(f"mask differs where the reference is more than {margin:g} sigma from a tie {where}")
+        failures.append(
+            f"mask differs where the reference is more than {margin:g} sigma from a tie {where}"
+        )
     if levels > levels_limit:
         failures.append(f"confidence differs by {levels} > {levels_limit} levels")
     if not mean_level <= mean_limit:
-        failures.append(f"confidence differs by {mean_level:.1f} > {mean_limit:g} levels on average")
+        failures.append(
+            f"confidence differs by {mean_level:.1f} > {mean_limit:g} levels on average"
+        )
     tie = ", each near a tie" if limits.margin_sigma is not None else ""
-    equal = f"{differing} of {pixels} pixels differ{tie}" if differing else "all pixels equal"
-    return GateResult("G3", not failures, figures, f"G3 {failures[0]}" if failures else equal)
+    equal = (
+        f"{differing} of {pixels} pixels differ{tie}"
+        if differing
+        else "all pixels equal"
+    )
+    return GateResult(
+        "G3", not failures, figures, f"G3 {failures[0]}" if failures else equal
+    )
 
 
-def gate_preprocessing(comparisons: Sequence[ImageComparison], limits: Limits = FP32) -> GateResult:
+def gate_preprocessing(
+    comparisons: Sequence[ImageComparison], limits: Limits = FP32
+) -> GateResult:
     """G4: the normalised image inside the graph is the one that training makes of the decoded image."""
     worst = max(comparisons, key=lambda entry: entry.normalised_difference)
     found = worst.normalised_difference

@@ -14,7 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from segpipe.export.gates.comparison import compare_answers, gate_logits, gate_mask, gate_preprocessing
+from segpipe.export.gates.comparison import (
+    compare_answers,
+    gate_logits,
+    gate_mask,
+    gate_preprocessing,
+)
 from segpipe.export.gates.limits import GateResult, Sigma
 from segpipe.export.graph.network import DeployModel, run_eager
 from segpipe.models.preprocess import Preprocess
@@ -27,7 +32,12 @@ Change = Callable[[Tensor], Tensor]
 _MAX_CHECKS = 3  # check images on which a control is tried
 # Smallest effect of a control that the gates must notice: ten times G2's limit, in standard deviations of the logits.
 _EFFECT = 1e-2
-_NOISE = (1, 3, 96, 96)  # shape of the image on which the influence of weights is measured
+_NOISE = (
+    1,
+    3,
+    96,
+    96,
+)  # shape of the image on which the influence of weights is measured
 
 
 class _Changed(nn.Module):
@@ -72,7 +82,9 @@ def _most_influential(network: nn.Module) -> Tensor:
 
     Of a network without convolutions, any parameter.
     """
-    convolutions = [module.weight for module in network.modules() if isinstance(module, nn.Conv2d)]
+    convolutions = [
+        module.weight for module in network.modules() if isinstance(module, nn.Conv2d)
+    ]
     weights = convolutions or list(network.parameters())
     image = torch.randn(_NOISE, generator=torch.Generator().manual_seed(0))
     logits = network(image)
@@ -112,23 +124,32 @@ _POSSIBLE: dict[str, Callable[[DeployModel], bool]] = {
     "no_normalisation": lambda model: not _normalises_by(model, 0.0, 1.0),
     "half_mean_and_std": lambda model: not _normalises_by(model, 0.5, 0.5),
     "align_corners_flipped": lambda model: bool(model.network.output_stride != 1),
-    "batchnorm_in_training_mode": lambda model: any(isinstance(each, nn.BatchNorm2d) for each in model.modules()),
+    "batchnorm_in_training_mode": lambda model: any(
+        isinstance(each, nn.BatchNorm2d) for each in model.modules()
+    ),
 }
 
 
 def _normalises_by(model: DeployModel, mean: float, std: float) -> bool:
     plain = dict(Preprocess((mean,) * 3, (std,) * 3).named_buffers())
-    return all(torch.equal(plain[name], buffer) for name, buffer in model.preprocess.named_buffers())
+    return all(
+        torch.equal(plain[name], buffer)
+        for name, buffer in model.preprocess.named_buffers()
+    )
 
 
-def gate_power(model: DeployModel, reference: Run, checks: Sequence[Check], sigma: Sigma) -> GateResult:
+def gate_power(
+    model: DeployModel, reference: Run, checks: Sequence[Check], sigma: Sigma
+) -> GateResult:
     """G6: every control that has an effect fails G2, G3 or G4 of fp32. `reference` is `as_trained` of this model.
 
     Controls run in eager mode in the profile robot, image by image until a gate refuses. The figures list the `unseen`
     ones, for which the gates are blind, those `without_effect` on this network, and those that it cannot have.
     """
     refused_by: dict[str, str] = {}
-    impossible = [name for name in CONTROLS if name in _POSSIBLE and not _POSSIBLE[name](model)]
+    impossible = [
+        name for name in CONTROLS if name in _POSSIBLE and not _POSSIBLE[name](model)
+    ]
     effects = dict.fromkeys([name for name in CONTROLS if name not in impossible], 0.0)
     for check in _chosen(checks):
         expected = reference(check.image)
@@ -137,8 +158,16 @@ def gate_power(model: DeployModel, reference: Run, checks: Sequence[Check], sigm
             effects[name] = max(effects[name], _effect(expected, answer))
             if refusing := _refusing(answer, expected, check, sigma):
                 refused_by[name] = ", ".join(refusing)
-    unseen = [name for name, effect in effects.items() if name not in refused_by and effect > _EFFECT]
-    without = [name for name, effect in effects.items() if name not in refused_by and effect <= _EFFECT]
+    unseen = [
+        name
+        for name, effect in effects.items()
+        if name not in refused_by and effect > _EFFECT
+    ]
+    without = [
+        name
+        for name, effect in effects.items()
+        if name not in refused_by and effect <= _EFFECT
+    ]
     message = f"all {len(effects)} negative controls are refused"
     if impossible:
         message += f"; {', '.join(impossible)} is no fault of this network"
@@ -146,7 +175,12 @@ def gate_power(model: DeployModel, reference: Run, checks: Sequence[Check], sigm
         message = f"the network is too flat to show {', '.join(without)}; the other controls are refused"
     if unseen:
         message = f"G6 power: negative controls pass: {', '.join(unseen)}, so the gates are inconclusive"
-    figures = {"refused_by": refused_by, "unseen": unseen, "without_effect": without, "impossible": impossible}
+    figures = {
+        "refused_by": refused_by,
+        "unseen": unseen,
+        "without_effect": without,
+        "impossible": impossible,
+    }
     return GateResult("G6", not unseen, figures, message)
 
 
@@ -157,14 +191,20 @@ def _effect(expected: Answer, answer: Answer) -> float:
     assert expected.normalised is not None
     assert answer.normalised is not None
     spread = float(expected.logits.std())
-    moved = float(np.abs(answer.logits - expected.logits).max()) / spread if spread > 0 else 0.0
+    moved = (
+        float(np.abs(answer.logits - expected.logits).max()) / spread
+        if spread > 0
+        else 0.0
+    )
     return max(moved, float(np.abs(answer.normalised - expected.normalised).max()))
 
 
 def _chosen(checks: Sequence[Check]) -> list[Check]:
     """Real images first, then structured ones: constants reveal little."""
     rank = {"noise": 1, "checkerboard": 2}
-    return sorted(checks, key=lambda check: 0 if check.is_real else rank.get(check.name, 3))[:_MAX_CHECKS]
+    return sorted(
+        checks, key=lambda check: 0 if check.is_real else rank.get(check.name, 3)
+    )[:_MAX_CHECKS]
 
 
 def _faulty(model: DeployModel, name: str) -> DeployModel:
@@ -173,8 +213,14 @@ def _faulty(model: DeployModel, name: str) -> DeployModel:
     return faulty
 
 
-def _refusing(answer: Answer, expected: Answer, check: Check, sigma: Sigma) -> list[str]:
+def _refusing(
+    answer: Answer, expected: Answer, check: Check, sigma: Sigma
+) -> list[str]:
     """Gates that refuse the answer of a faulty network on this image."""
     found = [compare_answers(check, expected, answer, answer)]
-    gates = (gate_logits(found, sigma), gate_mask(found, sigma), gate_preprocessing(found))
+    gates = (
+        gate_logits(found, sigma),
+        gate_mask(found, sigma),
+        gate_preprocessing(found),
+    )
     return [result.gate for result in gates if not result.passed]

@@ -49,7 +49,11 @@ class GateInputs:
 
 
 def judge(
-    result: ExportReport, model: DeployModel, preprocess: nn.Module, files: Sequence[ModelFile], inputs: GateInputs
+    result: ExportReport,
+    model: DeployModel,
+    preprocess: nn.Module,
+    files: Sequence[ModelFile],
+    inputs: GateInputs,
 ) -> dict[str, list[ImageComparison]]:
     """Comparisons by file name, after filling gates, sigma, images and latency of `result`.
 
@@ -58,7 +62,15 @@ def judge(
     the gates before it passed, latency when all others did, both in the exported shape.
     """
     engines = inputs.settings.engines
-    files = [*files, *(replace(file, engine=name) for name in engines for file in files if file.format == "onnx")]
+    files = [
+        *files,
+        *(
+            replace(file, engine=name)
+            for name in engines
+            for file in files
+            if file.format == "onnx"
+        ),
+    ]
     reference = as_trained(run_eager(model), preprocess)
     result.images = [check.name for check in inputs.checks]
     result.real_images = sum(check.is_real for check in inputs.checks)
@@ -66,11 +78,16 @@ def judge(
     by_name = {file.name: file for file in files}
     comparisons: dict[str, list[ImageComparison]] = {name: [] for name in candidates}
     for trial in trials(result.free, inputs.checks):
-        tried = {name: Candidate(opened.probe, opened.shipped) for name, opened in candidates.items()}
+        tried = {
+            name: Candidate(opened.probe, opened.shipped)
+            for name, opened in candidates.items()
+        }
         sigma = compare(reference, list(tried.values()), trial.checks, trial.batch)
         result.sigma = sigma if not trial.name else result.sigma
         for name, candidate in tried.items():
-            result.gates[name] += _gates_of_answers(model, by_name[name], candidate, sigma, trial)
+            result.gates[name] += _gates_of_answers(
+                model, by_name[name], candidate, sigma, trial
+            )
             comparisons[name] += candidate.comparisons
     result.gates[EAGER] = [gate_power(model, reference, inputs.checks, result.sigma)]
     runs: dict[str, Run] = {
@@ -106,23 +123,34 @@ def load_as_robot(result: ExportReport, folder: Path) -> None:
         if entry["format"] == "onnx":
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", UserWarning)  # the export tells its status itself
+                    warnings.simplefilter(
+                        "ignore", UserWarning
+                    )  # the export tells its status itself
                     segmenter = Segmenter.load(folder, precision=entry["precision"])
                 for size in further_sizes(result.free):
                     segmenter.session.run(np.zeros((*size, 3), dtype=np.uint8))
-            except Exception as error:  # ArtifactError, or one of onnxruntime's many types
-                found = str(error).replace(str(folder), result.folder.name)  # the temporary folder will be gone
+            except (
+                Exception
+            ) as error:  # ArtifactError, or one of onnxruntime's many types
+                found = str(error).replace(
+                    str(folder), result.folder.name
+                )  # the temporary folder will be gone
                 result.gates[name][0] = gate_integrity([found])
 
 
-def _open(result: ExportReport, model: DeployModel, files: Sequence[ModelFile]) -> dict[str, Candidate]:
+def _open(
+    result: ExportReport, model: DeployModel, files: Sequence[ModelFile]
+) -> dict[str, Candidate]:
     """Candidates of the files that are whole, by name, after filling G1 of all files."""
     candidates = {}
     for file in files:
         found = file.problems()
         if not found:
             try:
-                opened = Candidate(file.open(file.probe, model.profile), file.open(file.path, model.profile))
+                opened = Candidate(
+                    file.open(file.probe, model.profile),
+                    file.open(file.path, model.profile),
+                )
                 candidates[file.name] = opened
             except Exception as error:  # as in ModelFile.problems
                 found = [f"{type(error).__name__}: {error}"]
@@ -131,47 +159,80 @@ def _open(result: ExportReport, model: DeployModel, files: Sequence[ModelFile]) 
 
 
 def _gates_of_answers(
-    model: DeployModel, file: ModelFile, candidate: Candidate, sigma: Sigma, trial: Trial
+    model: DeployModel,
+    file: ModelFile,
+    candidate: Candidate,
+    sigma: Sigma,
+    trial: Trial,
 ) -> list[GateResult]:
     if candidate.broken:
         return [_in_shape(trial, gate_integrity([candidate.broken]))]
     found, limits = candidate.comparisons, LIMITS[file.precision]
-    tensors = FORMATS[file.format].tensors if not trial.name else None  # they are the same in every shape
-    changed = _changed_tensors(tensors(file.path), model.state_dict()) if tensors else []
-    gates = (gate_logits(found, sigma, limits, changed), gate_mask(found, sigma, limits))
-    return [_in_shape(trial, gate) for gate in (*gates, gate_preprocessing(found, limits))]
+    tensors = (
+        FORMATS[file.format].tensors if not trial.name else None
+    )  # they are the same in every shape
+    changed = (
+        _changed_tensors(tensors(file.path), model.state_dict()) if tensors else []
+    )
+    gates = (
+        gate_logits(found, sigma, limits, changed),
+        gate_mask(found, sigma, limits),
+    )
+    return [
+        _in_shape(trial, gate) for gate in (*gates, gate_preprocessing(found, limits))
+    ]
 
 
-def _changed_tensors(stored: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor]) -> list[str]:
+def _changed_tensors(
+    stored: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor]
+) -> list[str]:
     """Names of tensors that differ from the trained network's in any bit, or are in only one of the two."""
     return [
         name
         for name in sorted(stored.keys() | trained.keys())
-        if name not in stored or name not in trained or not torch.equal(stored[name].cpu(), trained[name].cpu())
+        if name not in stored
+        or name not in trained
+        or not torch.equal(stored[name].cpu(), trained[name].cpu())
     ]
 
 
 def _in_shape(trial: Trial, gate: GateResult) -> GateResult:
     if not trial.name:
         return gate
-    return replace(gate, shape=trial.name, figures={**gate.figures, "shape": trial.name})
+    return replace(
+        gate, shape=trial.name, figures={**gate.figures, "shape": trial.name}
+    )
 
 
-def _judge_quality(result: ExportReport, runs: dict[str, Run], files: dict[str, ModelFile], inputs: GateInputs) -> None:
+def _judge_quality(
+    result: ExportReport,
+    runs: dict[str, Run],
+    files: dict[str, ModelFile],
+    inputs: GateInputs,
+) -> None:
     assert inputs.labelled is not None
     names = [entry["name"] for entry in result.manifest["classes"]]
     found = scores(runs, inputs.labelled, len(names))
     for name, file in files.items():
         limits = LIMITS[file.precision]
-        gate = gate_quality(found[EAGER], found[name], names, limits, inputs.settings.critical_classes)
+        gate = gate_quality(
+            found[EAGER], found[name], names, limits, inputs.settings.critical_classes
+        )
         result.gates[name].append(gate)
 
 
-def _judge_latency(result: ExportReport, runs: dict[str, Run], files: dict[str, ModelFile], inputs: GateInputs) -> None:
+def _judge_latency(
+    result: ExportReport,
+    runs: dict[str, Run],
+    files: dict[str, ModelFile],
+    inputs: GateInputs,
+) -> None:
     result.latency = latency.measure(runs, inputs.checks[0].image)
     for name, file in files.items():
         # In the same engine: what another one gains is no gain of int8.
-        fp32 = result.latency.get(replace(file, path=file.path.with_name(FORMATS["onnx"].file_name())).name)
+        fp32 = result.latency.get(
+            replace(file, path=file.path.with_name(FORMATS["onnx"].file_name())).name
+        )
         result.gates[name].append(
             latency.gate_latency(
                 result.latency[name],

@@ -24,7 +24,8 @@ def measure(runs: Mapping[str, Run], image: Image) -> dict[str, dict[str, float 
     spent: dict[str, list[float]] = {name: [] for name in runs}
     begin, rounds = time.perf_counter(), 0
     while rounds < _WARMUP + _MIN_RUNS or (
-        rounds < _WARMUP + _MAX_RUNS and time.perf_counter() - begin < SECONDS * len(runs)
+        rounds < _WARMUP + _MAX_RUNS
+        and time.perf_counter() - begin < SECONDS * len(runs)
     ):
         for name, run in runs.items():
             start, start_cpu = time.perf_counter(), time.process_time()
@@ -33,7 +34,10 @@ def measure(runs: Mapping[str, Run], image: Image) -> dict[str, dict[str, float 
             times[name].append((time.perf_counter() - start) * 1e3)
         rounds += 1
     return {
-        name: {**percentiles(np.array(found[_WARMUP:])), "cpu_ms": round(min(spent[name][_WARMUP:]), 3)}
+        name: {
+            **percentiles(np.array(found[_WARMUP:])),
+            "cpu_ms": round(min(spent[name][_WARMUP:]), 3),
+        }
         for name, found in times.items()
     }
 
@@ -55,10 +59,19 @@ def gate_latency(
     figures = {"budget_ms": budget_ms, "share_of_fp32": share}
     if 0 < budget_ms < measured["p50_ms"]:
         message = f"latency p50 {measured['p50_ms']:.1f} ms > {budget_ms:g} ms of export.latency_budget_ms, 1 thread"
-    elif share is not None and fp32 is not None and measured["cpu_ms"] > share * fp32["cpu_ms"]:
+    elif (
+        share is not None
+        and fp32 is not None
+        and measured["cpu_ms"] > share * fp32["cpu_ms"]
+    ):
         part = measured["cpu_ms"] / fp32["cpu_ms"]
         message = f"processor time is {part:.2f} > {share:g} of the fp32 file's, so the file is no gain"
     else:
         limit = f"within {budget_ms:g} ms" if budget_ms else "no budget"
-        return GateResult("latency", True, figures, limit + (f", at most {share:g} of fp32" if share else ""))
+        return GateResult(
+            "latency",
+            True,
+            figures,
+            limit + (f", at most {share:g} of fp32" if share else ""),
+        )
     return GateResult("latency", False, figures, message)

@@ -33,13 +33,21 @@ class Limits:
     logits_sigma: float | None = 1e-3  # largest difference of a logit
     agreement: float = 0.9999  # equal pixels over the whole check set
     image_agreement: float | None = 0.999  # equal pixels of each image
-    margin_sigma: float | None = 2e-3  # a pixel may differ where the reference's top two classes are this close
+    margin_sigma: float | None = (
+        2e-3  # a pixel may differ where the reference's top two classes are this close
+    )
     confidence_levels: int | None = 1  # largest difference; of fp32, rounding
-    confidence_mean: float | None = None  # mean difference on real images and their copies, in levels
+    confidence_mean: float | None = (
+        None  # mean difference on real images and their copies, in levels
+    )
     normalised: float = 1e-5  # largest difference of the normalised image
-    miou_points: float = 0.01  # fall of mIoU in points of 100; with `both_ways` also a rise
+    miou_points: float = (
+        0.01  # fall of mIoU in points of 100; with `both_ways` also a rise
+    )
     class_points: float | None = 0.05  # the same for each class
-    calibration_points: float | None = None  # growth of the expected calibration error in points of 100
+    calibration_points: float | None = (
+        None  # growth of the expected calibration error in points of 100
+    )
     critical_points: float | None = None  # fall of a class of export.critical_classes
     both_ways: bool = True
     made_images: bool = True  # whether masks of generated images are judged, on which a network may say anything
@@ -106,5 +114,9 @@ class GateResult:
 
 def gate_integrity(problems: Sequence[str]) -> GateResult:
     """G1: the file is whole, alone, loadable, and what the manifest says."""
-    message = f"G1 integrity: {'; '.join(problems)}" if problems else "checker, loader and manifest agree"
+    message = (
+        f"G1 integrity: {'; '.join(problems)}"
+        if problems
+        else "checker, loader and manifest agree"
+    )
     return GateResult("G1", not problems, {"problems": list(problems)}, message)

@@ -23,7 +23,9 @@ class Score:
     counts: torch.Tensor
     images: int = 0
     invalid_pixels: int = 0
-    bins: NDArray[np.float64] = field(default_factory=lambda: np.zeros((3, BINS)))  # of pixels in the centers of cells
+    bins: NDArray[np.float64] = field(
+        default_factory=lambda: np.zeros((3, BINS))
+    )  # of pixels in the centers of cells
 
     @property
     def calibration_error(self) -> float:
@@ -37,19 +39,30 @@ class Score:
         invalid = (mask < 0) | (mask >= num_classes)
         self.invalid_pixels += int(np.count_nonzero(invalid))
         pred = np.where(invalid, 0, mask).astype(np.uint8)
-        self.counts += confusion(torch.from_numpy(pred), torch.from_numpy(target.copy()), num_classes)
+        self.counts += confusion(
+            torch.from_numpy(pred), torch.from_numpy(target.copy()), num_classes
+        )
         self.images += 1
         if answer.confidence is not None:
-            found, label = (at_centers(each, answer.confidence.shape) for each in (mask, target))
+            found, label = (
+                at_centers(each, answer.confidence.shape) for each in (mask, target)
+            )
             kept = label != IGNORE_INDEX
-            self.bins += in_bins(answer.confidence[kept] / 255.0, (found == label)[kept])
+            self.bins += in_bins(
+                answer.confidence[kept] / 255.0, (found == label)[kept]
+            )
 
 
 def scores(
-    runs: Mapping[str, Run], labelled: Iterable[tuple[Image, NDArray[np.uint8]]], num_classes: int
+    runs: Mapping[str, Run],
+    labelled: Iterable[tuple[Image, NDArray[np.uint8]]],
+    num_classes: int,
 ) -> dict[str, Score]:
     """Score of each run, all on the same images."""
-    found = {name: Score(torch.zeros(num_classes, num_classes, dtype=torch.int64)) for name in runs}
+    found = {
+        name: Score(torch.zeros(num_classes, num_classes, dtype=torch.int64))
+        for name in runs
+    }
     for image, target in labelled:
         for name, run in runs.items():
             found[name].add(run(image), target)
@@ -57,14 +70,24 @@ def scores(
 
 
 def gate_quality(
-    reference: Score, found: Score, names: Sequence[str], limits: Limits = FP32, critical: Sequence[str] = ()
+    reference: Score,
+    found: Score,
+    names: Sequence[str],
+    limits: Limits = FP32,
+    critical: Sequence[str] = (),
 ) -> GateResult:
     """G5: mIoU and the IoU of each class against the reference's on the same labels, in points of 100.
 
     fp32 may move by the limits in either direction; fp16 and int8 may only not fall by more.
     """
-    pairs = zip(names, iou_per_class(reference.counts), iou_per_class(found.counts), strict=True)
-    moves = {name: 100 * (now - before) for name, before, now in pairs if before is not None and now is not None}
+    pairs = zip(
+        names, iou_per_class(reference.counts), iou_per_class(found.counts), strict=True
+    )
+    moves = {
+        name: 100 * (now - before)
+        for name, before, now in pairs
+        if before is not None and now is not None
+    }
     if not moves:
         message = f"G5 quality: no labelled pixel in {reference.images} images; choose another data.split"
         return GateResult("G5", False, {"images": reference.images}, message)
@@ -91,20 +114,45 @@ def gate_quality(
         failures.append(
             f"mIoU {before:.3f} -> {now:.3f} % moves by {now - before:+.3f} points, limit {limits.miou_points:g}"
         )
-    if limits.class_points is not None and not size(moves[worst]) <= limits.class_points:
-        failures.append(f"IoU of {worst} moves by {moves[worst]:+.3f} points, limit {limits.class_points}")
+    if (
+        limits.class_points is not None
+        and not size(moves[worst]) <= limits.class_points
+    ):
+        failures.append(
+            f"IoU of {worst} moves by {moves[worst]:+.3f} points, limit {limits.class_points}"
+        )
     growth = 100 * (found.calibration_error - reference.calibration_error)
-    if limits.calibration_points is not None and not growth <= limits.calibration_points:
-        failures.append(f"calibration error grows by {growth:.1f} points, limit {limits.calibration_points:g}")
+    if (
+        limits.calibration_points is not None
+        and not growth <= limits.calibration_points
+    ):
+        failures.append(
+            f"calibration error grows by {growth:.1f} points, limit {limits.calibration_points:g}"
+        )
     if limits.critical_points is not None:
-        falling = [name for name in critical if name in moves and not size(moves[name]) <= limits.critical_points]
-        failures += _critical_failures(critical, falling, moves, reference.images, limits)
+        falling = [
+            name
+            for name in critical
+            if name in moves and not size(moves[name]) <= limits.critical_points
+        ]
+        failures += _critical_failures(
+            critical, falling, moves, reference.images, limits
+        )
     message = f"mIoU {before:.2f} % moves by {now - before:+.4f} points on {reference.images} images"
-    return GateResult("G5", not failures, figures, f"G5 quality: {failures[0]}" if failures else message)
+    return GateResult(
+        "G5",
+        not failures,
+        figures,
+        f"G5 quality: {failures[0]}" if failures else message,
+    )
 
 
 def _critical_failures(
-    critical: Sequence[str], falling: Sequence[str], moves: Mapping[str, float], images: int, limits: Limits
+    critical: Sequence[str],
+    falling: Sequence[str],
+    moves: Mapping[str, float],
+    images: int,
+    limits: Limits,
 ) -> Iterator[str]:
     if falling:
         yield f"IoU of critical class {', '.join(falling)} falls by more than {limits.critical_points} points"

@@ -43,7 +43,9 @@ class Calibration:
     images: int
 
 
-def calibration_entry(trained: TrainedNetwork, labelled: Iterable[tuple[Image, Target]] | None) -> dict[str, Any]:
+def calibration_entry(
+    trained: TrainedNetwork, labelled: Iterable[tuple[Image, Target]] | None
+) -> dict[str, Any]:
     """`calibration` of the manifest; without labels, temperature 1. Call it inside `one_thread`."""
     if labelled is None:
         return {"method": "none", "temperature": 1.0}
@@ -61,25 +63,47 @@ def calibration_problems(
     temperature, wanted = claimed["temperature"], fitted["temperature"]
     if claimed["method"] == "none":
         if temperature != 1.0:
-            return [f"calibration.temperature = {temperature}, but it was not fitted"], ""
+            return [
+                f"calibration.temperature = {temperature}, but it was not fitted"
+            ], ""
         known = fitted["method"] != "none" and not without_data
-        return ([f"calibration.method = none, but the labelled images give {wanted}"] if known else []), ""
+        return (
+            [f"calibration.method = none, but the labelled images give {wanted}"]
+            if known
+            else []
+        ), ""
     if not LOWEST <= temperature <= HIGHEST:
-        return [f"calibration.temperature = {temperature} is not within {LOWEST} to {HIGHEST}"], ""
+        return [
+            f"calibration.temperature = {temperature} is not within {LOWEST} to {HIGHEST}"
+        ], ""
     claimed_images, images = claimed.get("images"), fitted.get("images", "no")
-    wrong = [f"calibration.temperature = {temperature}, but the {images} labelled images give {wanted}"]
+    wrong = [
+        f"calibration.temperature = {temperature}, but the {images} labelled images give {wanted}"
+    ]
     if claimed_images != images:
         # They say how many were used: no number of images may excuse another temperature altogether.
-        far = fitted["method"] != "none" and not 1 / _SAMPLE <= temperature / wanted <= _SAMPLE
+        far = (
+            fitted["method"] != "none"
+            and not 1 / _SAMPLE <= temperature / wanted <= _SAMPLE
+        )
         reason = f"the temperature was fitted on {claimed_images} labelled images, and there are {images} here"
         return (wrong, "") if far else ([], reason)
     if not abs(temperature - wanted) <= _SAME * wanted:
         return wrong, ""
-    errors = [name for name in ("ece_before", "ece_after") if not abs(claimed[name] - fitted[name]) <= _SAME]
-    return [f"calibration.{name} = {claimed[name]}, but the labelled images give {fitted[name]}" for name in errors], ""
+    errors = [
+        name
+        for name in ("ece_before", "ece_after")
+        if not abs(claimed[name] - fitted[name]) <= _SAME
+    ]
+    return [
+        f"calibration.{name} = {claimed[name]}, but the labelled images give {fitted[name]}"
+        for name in errors
+    ], ""
 
 
-def fit_temperature(logits_and_targets: Iterable[tuple[Logits, Target]], *, ignore_index: int) -> Calibration:
+def fit_temperature(
+    logits_and_targets: Iterable[tuple[Logits, Target]], *, ignore_index: int
+) -> Calibration:
     """Temperature in 0.02..50 with the least negative log-likelihood of the targets.
 
     Shapes: logits float32 (C, h, w) at the output stride, where the exported file computes its confidence; target
@@ -100,7 +124,9 @@ def fit_temperature(logits_and_targets: Iterable[tuple[Logits, Target]], *, igno
         )
     score, label = np.concatenate(scores), np.concatenate(labels)
     temperature = _most_likely(score, label)
-    before, after = (calibration_error(score / value, label) for value in (1.0, temperature))
+    before, after = (
+        calibration_error(score / value, label) for value in (1.0, temperature)
+    )
     return Calibration(temperature, before, after, len(labels))
 
 
@@ -109,7 +135,9 @@ def calibration_error(score: NDArray[np.float64], label: NDArray[np.int64]) -> f
     return error_of(in_bins(_softmax(score).max(1), score.argmax(1) == label))
 
 
-def in_bins(confidence: NDArray[np.float64], right: NDArray[np.bool_]) -> NDArray[np.float64]:
+def in_bins(
+    confidence: NDArray[np.float64], right: NDArray[np.bool_]
+) -> NDArray[np.float64]:
     """By 15 equal bins of confidence, float64 (3, 15): pixels, the sum of their confidence, and how many are right."""
     bins = np.minimum((confidence * BINS).astype(np.int64), BINS - 1)
     weights = (np.ones(len(bins)), confidence, right.astype(np.float64))
@@ -124,11 +152,16 @@ def error_of(bins: NDArray[np.float64]) -> float:
 
 def at_centers(pixels: NDArray[Any], cells: Sequence[int]) -> NDArray[Any]:
     """The pixel in the center of each of (h, w) `cells`: (H, W) -> (h, w)."""
-    places = ((2 * np.arange(few) + 1) * many // (2 * few) for few, many in zip(cells, pixels.shape, strict=True))
+    places = (
+        (2 * np.arange(few) + 1) * many // (2 * few)
+        for few, many in zip(cells, pixels.shape, strict=True)
+    )
     return pixels[np.ix_(*places)]
 
 
-def _logits(trained: TrainedNetwork, labelled: Iterable[tuple[Image, Target]]) -> Iterator[tuple[Logits, Target]]:
+def _logits(
+    trained: TrainedNetwork, labelled: Iterable[tuple[Image, Target]]
+) -> Iterator[tuple[Logits, Target]]:
     device = next(trained.model.parameters()).device
     for image, target in labelled:
         batch = torch.from_numpy(image.copy())[None].to(device)
@@ -145,13 +178,21 @@ def _pixels(
     label = at_centers(target, (height, width)).astype(np.int64).ravel()
     place = np.flatnonzero(label != ignore_index)
     if len(place) > PIXELS:
-        place = np.sort(generator(sample_key(0, 0, index, "calibration")).choice(place, PIXELS, replace=False))
+        place = np.sort(
+            generator(sample_key(0, 0, index, "calibration")).choice(
+                place, PIXELS, replace=False
+            )
+        )
     label = label[place]
     score = logits.reshape(classes, -1)[:, place].T.astype(np.float64)
     if label.max(initial=0) >= classes:
-        raise DataError(f"target {index} has class {label.max()}, but the logits have {classes} classes.")
+        raise DataError(
+            f"target {index} has class {label.max()}, but the logits have {classes} classes."
+        )
     if not np.isfinite(score).all():
-        raise DataError(f"logits of image {index} are NaN or infinite; no temperature can be fitted.")
+        raise DataError(
+            f"logits of image {index} are NaN or infinite; no temperature can be fitted."
+        )
     return score, label
 
 

@@ -11,9 +11,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from segpipe.errors import ExportError
-from segpipe.export.graph.onnx_format import open_in_engine, open_onnx, problems_of_onnx, to_onnx
+from segpipe.export.graph.onnx_format import (
+    open_in_engine,
+    open_onnx,
+    problems_of_onnx,
+    to_onnx,
+)
 from segpipe.export.graph.profiles import Manifest, Profile, Run, Size
-from segpipe.export.graph.torch_formats import Loaded, Tensors, load_pt2, load_torchscript, to_pt2, to_torchscript
+from segpipe.export.graph.torch_formats import (
+    Loaded,
+    Tensors,
+    load_pt2,
+    load_torchscript,
+    to_pt2,
+    to_torchscript,
+)
 
 if TYPE_CHECKING:
     from segpipe.export.graph.network import DeployModel
@@ -37,17 +49,32 @@ class Format:
 
     def file_name(self, precision: str = "fp32") -> str:
         """Name of the file, such as model.int8.onnx."""
-        return f"{self.stem}{'' if precision == 'fp32' else f'.{precision}'}{self.suffix}"
+        return (
+            f"{self.stem}{'' if precision == 'fp32' else f'.{precision}'}{self.suffix}"
+        )
 
-    def write(self, model: DeployModel, size: Size, manifest: Manifest, shipped: Path, probe: Path) -> None:
+    def write(
+        self,
+        model: DeployModel,
+        size: Size,
+        manifest: Manifest,
+        shipped: Path,
+        probe: Path,
+    ) -> None:
         """Converts `model` for images of `size`. Raises ExportError when torch cannot convert the network."""
         with warnings.catch_warnings():
             for category in (FutureWarning, DeprecationWarning):
-                warnings.filterwarnings("ignore", category=category, module=r"(torch|onnxscript|onnx_ir|copyreg)\b")
+                warnings.filterwarnings(
+                    "ignore",
+                    category=category,
+                    module=r"(torch|onnxscript|onnx_ir|copyreg)\b",
+                )
             try:
                 self.convert(model, size, manifest, shipped, probe)
             except Exception as error:
-                if isinstance(error, OSError) and error.errno:  # the disk's fault, not the network's
+                if (
+                    isinstance(error, OSError) and error.errno
+                ):  # the disk's fault, not the network's
                     raise
                 raise ExportError(
                     f"export.formats = {self.name}: torch {torch.__version__} could not convert the network "
@@ -56,7 +83,9 @@ class Format:
                 ) from error
 
 
-def _torch_format(name: str, stem: str, suffix: str, convert: Any, load: Callable[[Path], Loaded]) -> Format:
+def _torch_format(
+    name: str, stem: str, suffix: str, convert: Any, load: Callable[[Path], Loaded]
+) -> Format:
     return Format(
         name,
         stem,
@@ -70,7 +99,9 @@ def _torch_format(name: str, stem: str, suffix: str, convert: Any, load: Callabl
 
 FORMATS: dict[str, Format] = {
     "onnx": Format("onnx", "model", ".onnx", to_onnx, open_onnx, problems_of_onnx),
-    "torchscript": _torch_format("torchscript", "model.torchscript", ".pt", to_torchscript, load_torchscript),
+    "torchscript": _torch_format(
+        "torchscript", "model.torchscript", ".pt", to_torchscript, load_torchscript
+    ),
     "pt2": _torch_format("pt2", "model", ".pt2", to_pt2, load_pt2),
 }
 
@@ -105,7 +136,11 @@ class ModelFile:
 
     def problems(self) -> list[str]:
         """G1 findings about this file alone; empty when it is whole and what its manifest says."""
-        found = sorted(path.name for path in self.path.parent.iterdir() if path.name.startswith(self.path.name))
+        found = sorted(
+            path.name
+            for path in self.path.parent.iterdir()
+            if path.name.startswith(self.path.name)
+        )
         if found != [self.path.name]:
             return [f"needs more than one file: {', '.join(found)}"]
         try:

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from segpipe.export.graph.profiles import CONFIDENCE, LOGITS, MASK, NORMALISED, ROBOT, Profile, Runner, torch_runner
+from segpipe.export.graph.profiles import (
+    CONFIDENCE,
+    LOGITS,
+    MASK,
+    NORMALISED,
+    ROBOT,
+    Profile,
+    Runner,
+    torch_runner,
+)
 from segpipe.models.resize import bilinear
 
 if TYPE_CHECKING:
@@ -49,17 +58,29 @@ class DeployModel(nn.Module):
         """
         normalised = self._normalise(image)
         logits = self.network(normalised)
-        full = bilinear(logits, (normalised.shape[2], normalised.shape[3]), align_corners=self.align_corners)
-        tensors = {LOGITS: full, NORMALISED: normalised, MASK: full.argmax(1).to(self.profile.mask_dtype)}
+        full = bilinear(
+            logits,
+            (normalised.shape[2], normalised.shape[3]),
+            align_corners=self.align_corners,
+        )
+        tensors = {
+            LOGITS: full,
+            NORMALISED: normalised,
+            MASK: full.argmax(1).to(self.profile.mask_dtype),
+        }
         if CONFIDENCE in self.profile.outputs:
             scaled = logits if self.temperature == 1.0 else logits / self.temperature
-            tensors[CONFIDENCE] = scaled.softmax(1).amax(1).mul(255.0).round().to(torch.uint8)
+            tensors[CONFIDENCE] = (
+                scaled.softmax(1).amax(1).mul(255.0).round().to(torch.uint8)
+            )
         names = self.profile.probe_outputs if self.is_probe else self.profile.outputs
         return tuple(tensors[name] for name in names)
 
     def _normalise(self, image: Tensor) -> Tensor:
         if self.profile.planar:
-            return image * self.preprocess.get_buffer("scale") + self.preprocess.get_buffer("bias")
+            return image * self.preprocess.get_buffer(
+                "scale"
+            ) + self.preprocess.get_buffer("bias")
         packed: Tensor = self.preprocess(image)
         return packed
 
@@ -84,7 +105,9 @@ class DeployModel(nn.Module):
         return variant
 
 
-def deploy_model(trained: TrainedNetwork, *, profile: Profile = ROBOT, temperature: float = 1.0) -> DeployModel:
+def deploy_model(
+    trained: TrainedNetwork, *, profile: Profile = ROBOT, temperature: float = 1.0
+) -> DeployModel:
     """DeployModel of a trained network: a copy on the CPU, fp32, eval mode, without the training-only heads.
 
     SyncBatchNorm, which neither CPUs nor export formats support, becomes BatchNorm: the same function in eval mode.
@@ -94,7 +117,11 @@ def deploy_model(trained: TrainedNetwork, *, profile: Profile = ROBOT, temperatu
     _replace_sync_batchnorm(network)
     preprocess = copy.deepcopy(trained.preprocess)
     model = DeployModel(
-        network, preprocess, align_corners=network.align_corners, profile=profile, temperature=temperature
+        network,
+        preprocess,
+        align_corners=network.align_corners,
+        profile=profile,
+        temperature=temperature,
     )
     return model.cpu().float().eval().requires_grad_(False)
 
@@ -104,7 +131,11 @@ def _replace_sync_batchnorm(network: nn.Module) -> None:
         for name, norm in parent.named_children():
             if isinstance(norm, nn.SyncBatchNorm):
                 plain = nn.BatchNorm2d(
-                    norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats
+                    norm.num_features,
+                    norm.eps,
+                    norm.momentum,
+                    norm.affine,
+                    norm.track_running_stats,
                 )
                 plain.load_state_dict(norm.state_dict())
                 setattr(parent, name, plain)

@@ -33,10 +33,16 @@ if TYPE_CHECKING:
 OPSET = 18
 IR_VERSION = 8  # the lowest that opset 18 needs; torch writes 10, which onnxruntime reads from 1.18 on
 OLDEST_ONNXRUNTIME = "1.15"  # that repeats golden frames in all precisions (docs/robots.md); 1.14 crashes on fp16
-_NUMPY_NAMES = {"tensor(uint8)": "uint8", "tensor(float)": "float32", "tensor(int32)": "int32"}
+_NUMPY_NAMES = {
+    "tensor(uint8)": "uint8",
+    "tensor(float)": "float32",
+    "tensor(int32)": "int32",
+}
 
 
-def to_onnx(model: DeployModel, size: Size, manifest: Manifest, shipped: Path, probe: Path) -> None:
+def to_onnx(
+    model: DeployModel, size: Size, manifest: Manifest, shipped: Path, probe: Path
+) -> None:
     """Writes the shipped file, with weights and manifest inside, and its probe."""
     # One conversion for both: the shipped graph is the probe's without the additional outputs, node for node.
     with contextlib.redirect_stdout(None):
@@ -71,7 +77,9 @@ def write_probe(shipped: Path, probe: Path) -> None:
     inside = {name for node in model.graph.node for name in node.output}
     for name in PROBES:
         if name not in inside:
-            raise ValueError(f"the graph has no tensor {name!r}, which the gates compare")
+            raise ValueError(
+                f"the graph has no tensor {name!r}, which the gates compare"
+            )
         if name not in {output.name for output in model.graph.output}:
             # No type: onnxruntime infers it, and it differs in an fp16 file.
             model.graph.output.append(onnx.ValueInfoProto(name=name))
@@ -83,7 +91,10 @@ def open_session(model: Path | onnx.ModelProto, *, optimise: bool = True) -> Any
 
     Raises what onnxruntime raises.
     """
-    return make_session(str(model) if isinstance(model, Path) else model.SerializeToString(), optimize=optimise)
+    return make_session(
+        str(model) if isinstance(model, Path) else model.SerializeToString(),
+        optimize=optimise,
+    )
 
 
 def open_onnx(path: Path, profile: Profile = ROBOT, *, optimise: bool = True) -> Runner:
@@ -99,8 +110,12 @@ def open_onnx(path: Path, profile: Profile = ROBOT, *, optimise: bool = True) ->
 
 def open_in_engine(path: Path, profile: Profile, engine: str) -> Runner:
     """An ONNX file in another engine of the runtime, on one CPU thread. Raises EngineError when it is not here."""
-    names = [output.name for output in onnx.load(path, load_external_data=False).graph.output]
-    run, _ = ENGINES[engine](path.read_bytes(), threads=1, providers=None).prepare(names)
+    names = [
+        output.name for output in onnx.load(path, load_external_data=False).graph.output
+    ]
+    run, _ = ENGINES[engine](path.read_bytes(), threads=1, providers=None).prepare(
+        names
+    )
     return Runner(lambda images: answers_of(names, run(profile.encode(*images))))
 
 
@@ -111,17 +126,33 @@ def problems_of_onnx(path: Path, manifest: Manifest) -> list[str]:
     found = []
     opsets = {entry.domain: entry.version for entry in model.opset_import}
     if opsets != {"": OPSET}:
-        found.append(f"opsets = {opsets}, but only opset {OPSET} of the standard domain is allowed")
+        found.append(
+            f"opsets = {opsets}, but only opset {OPSET} of the standard domain is allowed"
+        )
     if model.ir_version != IR_VERSION:
-        found.append(f"IR version = {model.ir_version}, but {IR_VERSION} was needed: older readers refuse a later one")
-    if any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in model.graph.initializer):
+        found.append(
+            f"IR version = {model.ir_version}, but {IR_VERSION} was needed: older readers refuse a later one"
+        )
+    if any(
+        tensor.data_location == onnx.TensorProto.EXTERNAL
+        for tensor in model.graph.initializer
+    ):
         found.append("weights are stored outside the file")
-    if {entry.key: entry.value for entry in model.metadata_props} != {MANIFEST_KEY: manifest_text(manifest)}:
+    if {entry.key: entry.value for entry in model.metadata_props} != {
+        MANIFEST_KEY: manifest_text(manifest)
+    }:
         found.append("metadata_props do not hold the manifest")
     session = open_session(path)
-    for kind, entries in (("inputs", session.get_inputs()), ("outputs", session.get_outputs())):
+    for kind, entries in (
+        ("inputs", session.get_inputs()),
+        ("outputs", session.get_outputs()),
+    ):
         got = [
-            {"name": entry.name, "dtype": _NUMPY_NAMES.get(entry.type, entry.type), "shape": entry.shape}
+            {
+                "name": entry.name,
+                "dtype": _NUMPY_NAMES.get(entry.type, entry.type),
+                "shape": entry.shape,
+            }
             for entry in entries
         ]
         found += io_problems(kind, got, manifest["io"][kind])
@@ -136,9 +167,15 @@ def _keep_outputs(graph: onnx.GraphProto, names: Collection[str]) -> None:
 
 def _name_free_axes(graph: onnx.GraphProto, manifest: Manifest) -> None:
     """Gives free lengths the manifest's names. An axis that the converter fixed stays fixed, and G1 refuses it."""
-    axes = {entry["name"]: entry["shape"] for kind in ("inputs", "outputs") for entry in manifest["io"][kind]}
+    axes = {
+        entry["name"]: entry["shape"]
+        for kind in ("inputs", "outputs")
+        for entry in manifest["io"][kind]
+    }
     for value in (*graph.input, *graph.output):
-        for length, axis in zip(value.type.tensor_type.shape.dim, axes.get(value.name, ()), strict=False):
+        for length, axis in zip(
+            value.type.tensor_type.shape.dim, axes.get(value.name, ()), strict=False
+        ):
             if length.HasField("dim_param") and isinstance(axis, str):
                 length.dim_param = axis
 
@@ -148,6 +185,12 @@ def _drop_debug_info(model: onnx.ModelProto) -> None:
     graph = model.graph
     del model.metadata_props[:], graph.metadata_props[:]
     graph.doc_string = ""
-    for entry in (*graph.node, *graph.initializer, *graph.value_info, *graph.input, *graph.output):
+    for entry in (
+        *graph.node,
+        *graph.initializer,
+        *graph.value_info,
+        *graph.input,
+        *graph.output,
+    ):
         del entry.metadata_props[:]
         entry.doc_string = ""

@@ -21,9 +21,15 @@ Manifest = dict[str, Any]
 INPUT = "image"
 BATCH, HEIGHT, WIDTH = "batch", "height", "width"  # names of free axes
 MASK, CONFIDENCE, LOGITS, NORMALISED = "mask", "confidence", "logits", "normalised"
-PROBES = (LOGITS, NORMALISED)  # tensors inside the graph that the gates compare; a probe has them as outputs
+PROBES = (
+    LOGITS,
+    NORMALISED,
+)  # tensors inside the graph that the gates compare; a probe has them as outputs
 
-_LONG = (1032, 1160)  # at this size the coarsest maps, 1/512 in the pyramids, still have three cells
+_LONG = (
+    1032,
+    1160,
+)  # at this size the coarsest maps, 1/512 in the pyramids, still have three cells
 _SMALLEST = 32  # rows or columns that the networks need
 _BATCHES = (1, 2, 3)
 # Height shrinks where width grows, so a graph that computes one from the other gives a wrong answer.
@@ -98,24 +104,34 @@ class Profile:
     def free_axes(self) -> dict[int, str]:
         """Free axes of the input: index -> name."""
         row = 2 if self.planar else 1
-        return {"none": {}, "batch": {0: BATCH}, "hw": {row: HEIGHT, row + 1: WIDTH}}[self.dynamic]
+        return {"none": {}, "batch": {0: BATCH}, "hw": {row: HEIGHT, row + 1: WIDTH}}[
+            self.dynamic
+        ]
 
     def dynamic_shapes(self, manifest: Manifest) -> tuple[dict[int, Any]] | None:
         """Free axes of the input in torch.export's form; None for a file of one shape."""
         free = manifest["io"].get("free")
         if not free:
             return None
-        dims = {axis: torch.export.Dim(axis, min=entry["min"]) for axis, entry in free.items()}
+        dims = {
+            axis: torch.export.Dim(axis, min=entry["min"])
+            for axis, entry in free.items()
+        }
         return ({place: dims[axis] for place, axis in self.free_axes.items()},)
 
     def input_axes(self, size: Size) -> list[int | str]:
         """`input_shape` with names in place of free lengths."""
-        return [self.free_axes.get(axis, length) for axis, length in enumerate(self.input_shape(size))]
+        return [
+            self.free_axes.get(axis, length)
+            for axis, length in enumerate(self.input_shape(size))
+        ]
 
     def output_axes(self, shape: Sequence[int], stride: int) -> list[int | str]:
         """Output shape with names in place of free lengths; height and width are the last two axes."""
         low = f"/{stride}" if stride > 1 else ""
-        sides: list[int | str] = [HEIGHT + low, WIDTH + low] if self.dynamic == "hw" else list(shape[-2:])
+        sides: list[int | str] = (
+            [HEIGHT + low, WIDTH + low] if self.dynamic == "hw" else list(shape[-2:])
+        )
         return [BATCH if self.dynamic == "batch" else shape[0], *shape[1:-2], *sides]
 
     def encode(self, *images: Image) -> NDArray[Any]:
@@ -127,7 +143,9 @@ class Profile:
 
     def answers(self, outputs: Sequence[NDArray[Any]]) -> list[Answer]:
         """Answers from the outputs of a file, or of its probe, in order."""
-        names = self.outputs if len(outputs) == len(self.outputs) else self.probe_outputs
+        names = (
+            self.outputs if len(outputs) == len(self.outputs) else self.probe_outputs
+        )
         return answers_of(names, outputs)
 
 
@@ -142,11 +160,17 @@ PROFILES = {
 
 def answers_of(names: Sequence[str], outputs: Sequence[NDArray[Any]]) -> list[Answer]:
     """One answer per image of the batch. Raises ValueError when the outputs have different batch sizes."""
-    return [_answer(dict(zip(names, parts, strict=True))) for parts in zip(*outputs, strict=True)]
+    return [
+        _answer(dict(zip(names, parts, strict=True)))
+        for parts in zip(*outputs, strict=True)
+    ]
 
 
 def _answer(found: dict[str, NDArray[Any]]) -> Answer:
-    logits, normalised = (found[name].astype(np.float32, copy=False) if name in found else None for name in PROBES)
+    logits, normalised = (
+        found[name].astype(np.float32, copy=False) if name in found else None
+        for name in PROBES
+    )
     if MASK in found:
         return Answer(found[MASK], found.get(CONFIDENCE), logits, normalised)
     assert logits is not None, "a file without mask has logits"
@@ -164,9 +188,13 @@ def torch_runner(module: Any, profile: Profile) -> Runner:
     return Runner(batch)
 
 
-def io_problems(kind: str, got: list[dict[str, Any]], expected: list[dict[str, Any]]) -> list[str]:
+def io_problems(
+    kind: str, got: list[dict[str, Any]], expected: list[dict[str, Any]]
+) -> list[str]:
     """G1 finding when name, dtype or shape of inputs or outputs differ from the manifest's."""
-    needed = [{key: entry[key] for key in ("name", "dtype", "shape")} for entry in expected]
+    needed = [
+        {key: entry[key] for key in ("name", "dtype", "shape")} for entry in expected
+    ]
     return [] if got == needed else [f"{kind} = {got}, but the manifest has {needed}"]
 
 
@@ -184,9 +212,13 @@ def free_lengths(dynamic: str, size: Size, multiple: int) -> dict[str, dict[str,
     if dynamic == "none":
         return {}
     if dynamic == "batch":
-        return {BATCH: {"exported": 1, "tried": list(_BATCHES), "multiple": 1, "min": 1}}
+        return {
+            BATCH: {"exported": 1, "tried": list(_BATCHES), "multiple": 1, "min": 1}
+        }
     if any(length % multiple or length < 2 * _SMALLEST for length in size):
-        height, width = (max(-(-length // multiple) * multiple, 2 * _SMALLEST) for length in size)
+        height, width = (
+            max(-(-length // multiple) * multiple, 2 * _SMALLEST) for length in size
+        )
         raise ConfigError(
             f"export.dynamic = hw, but the images are {size[0]}x{size[1]}; it needs multiples of {multiple} from "
             f"{2 * _SMALLEST} up, since half the size is tried as well. Set export.height and export.width to such a "
@@ -196,7 +228,13 @@ def free_lengths(dynamic: str, size: Size, multiple: int) -> dict[str, dict[str,
     found = {}
     for axis, length in zip((HEIGHT, WIDTH), size, strict=True):
         tried = [multiple * round(length * share / multiple) for share in _SHARES[axis]]
-        found[axis] = {"exported": length, "tried": tried, "multiple": multiple, "min": min(tried), "max": max(tried)}
+        found[axis] = {
+            "exported": length,
+            "tried": tried,
+            "multiple": multiple,
+            "min": min(tried),
+            "max": max(tried),
+        }
     return found
 
 

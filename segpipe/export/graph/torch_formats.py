@@ -38,7 +38,9 @@ _EXAMPLE = "traced_inputs"
 _REWRITTEN = ("version", ".data/version", ".data/serialization_id")
 
 
-def to_torchscript(model: DeployModel, size: Size, manifest: Manifest, shipped: Path, probe: Path) -> None:
+def to_torchscript(
+    model: DeployModel, size: Size, manifest: Manifest, shipped: Path, probe: Path
+) -> None:
     """Writes shipped file and probe, with the manifest as extra file.
 
     Not frozen: freezing folds BatchNorm, and the stored weights would no longer be the trained ones.
@@ -49,11 +51,15 @@ def to_torchscript(model: DeployModel, size: Size, manifest: Manifest, shipped: 
         # shipped file gets the same numbers whatever was traced before.
         for variant, path in ((model.probe(), probe), (model, shipped)):
             # check_trace would run the example again; the gates run real images.
-            traced = jit.trace(variant, (model.profile.example(size),), check_trace=False)
+            traced = jit.trace(
+                variant, (model.profile.example(size),), check_trace=False
+            )
             write_archive(traced, path, extra)
 
 
-def to_pt2(model: DeployModel, size: Size, manifest: Manifest, shipped: Path, probe: Path) -> None:
+def to_pt2(
+    model: DeployModel, size: Size, manifest: Manifest, shipped: Path, probe: Path
+) -> None:
     """Writes shipped file and probe, with the manifest as extra file."""
     extra = {MANIFEST_FILE: manifest_text(manifest)}
     config: Any = fx_config
@@ -62,12 +68,18 @@ def to_pt2(model: DeployModel, size: Size, manifest: Manifest, shipped: Path, pr
     with torch.no_grad(), config.patch(backed_size_oblivious=True):
         for variant, path in ((model.probe(), probe), (model, shipped)):
             program: Any = torch.export.export(
-                variant, (model.profile.example(size),), dynamic_shapes=model.profile.dynamic_shapes(manifest)
+                variant,
+                (model.profile.example(size),),
+                dynamic_shapes=model.profile.dynamic_shapes(manifest),
             )
             if model.profile.dynamic == "batch":
                 # Of one image, torch cannot tell the layout channels-last from the other one, so it asks for more.
                 # That decides on strides inside the conversion only; the gates run one image, too.
-                program._guards_code = [guard for guard in program._guards_code if not guard.endswith("size()[0] > 1")]
+                program._guards_code = [
+                    guard
+                    for guard in program._guards_code
+                    if not guard.endswith("size()[0] > 1")
+                ]
             for node in program.graph.nodes:
                 node.meta.pop("stack_trace", None)  # paths of this machine
             torch.export.save(program, path, extra_files=dict(extra))
@@ -79,15 +91,28 @@ def write_archive(module: Any, path: Path, extra: Mapping[str, str]) -> None:
     Leaves out debug records, which hold source paths, and the example of the trace. Repeated class names carry a
     number that torch counts over the whole process; here they count from 0 in the order of the records.
     """
-    reader = _C.PyTorchFileReader(io.BytesIO(module.save_to_buffer(_extra_files=dict(extra))))
+    reader = _C.PyTorchFileReader(
+        io.BytesIO(module.save_to_buffer(_extra_files=dict(extra)))
+    )
     numbers: dict[bytes, bytes] = {}
 
     def renumber(text: bytes) -> bytes:
-        return _MANGLED.sub(lambda found: numbers.setdefault(found[0], b"___torch_mangle_%d" % len(numbers)), text)
+        return _MANGLED.sub(
+            lambda found: numbers.setdefault(
+                found[0], b"___torch_mangle_%d" % len(numbers)
+            ),
+            text,
+        )
 
     names = reader.get_all_records()
     writer = _C.PyTorchFileWriter(str(path))
-    writer.set_min_version(int(reader.get_record(".data/version" if ".data/version" in names else "version")))
+    writer.set_min_version(
+        int(
+            reader.get_record(
+                ".data/version" if ".data/version" in names else "version"
+            )
+        )
+    )
     for name in names:
         if name.endswith(_DEBUG) or name.startswith(_EXAMPLE) or name in _REWRITTEN:
             continue
@@ -117,18 +142,31 @@ class Loaded(NamedTuple):
             found.append(f"{MANIFEST_FILE} inside the file differs from the manifest")
         number = sum(tensor.numel() for tensor in self.tensors.values())
         if number != manifest["stored_values"]:
-            found.append(f"{number} stored values, but the manifest has {manifest['stored_values']}")
-        lengths = exported_lengths(manifest["io"])  # these files name no axes; G2 and G3 run the other lengths
+            found.append(
+                f"{number} stored values, but the manifest has {manifest['stored_values']}"
+            )
+        lengths = exported_lengths(
+            manifest["io"]
+        )  # these files name no axes; G2 and G3 run the other lengths
         declared, *needed = (
             {**entry, "shape": list(resolved(entry["shape"], lengths))}
             for entry in (*manifest["io"]["inputs"], *manifest["io"]["outputs"])
         )
         with torch.no_grad():
-            outputs = self.module(torch.zeros(declared["shape"], dtype=getattr(torch, declared["dtype"])))
+            outputs = self.module(
+                torch.zeros(declared["shape"], dtype=getattr(torch, declared["dtype"]))
+            )
         if len(outputs) != len(needed):
-            return [*found, f"{len(outputs)} outputs, but the manifest has {len(needed)}"]
+            return [
+                *found,
+                f"{len(outputs)} outputs, but the manifest has {len(needed)}",
+            ]
         got = [
-            {"name": entry["name"], "dtype": str(output.dtype).removeprefix("torch."), "shape": list(output.shape)}
+            {
+                "name": entry["name"],
+                "dtype": str(output.dtype).removeprefix("torch."),
+                "shape": list(output.shape),
+            }
             for entry, output in zip(needed, outputs, strict=True)
         ]
         return found + io_problems("outputs", got, needed)
@@ -146,7 +184,9 @@ def load_pt2(path: Path) -> Loaded:
     """A torch.export file. Raises what torch.export raises."""
     files: dict[str, Any] = {MANIFEST_FILE: ""}
     program = torch.export.load(path, extra_files=files)
-    return Loaded(program.module(), dict(program.state_dict), _text(files[MANIFEST_FILE]))
+    return Loaded(
+        program.module(), dict(program.state_dict), _text(files[MANIFEST_FILE])
+    )
 
 
 def _text(content: str | bytes) -> str:
@@ -168,7 +208,12 @@ def quiet_torchscript() -> Iterator[None]:
 def _fixed_switches() -> Iterator[None]:
     """Sets the cuDNN switches that every traced convolution records, and obeys on a GPU ever after."""
     cudnn: Any = torch.backends.cudnn
-    wanted = {"enabled": True, "benchmark": False, "deterministic": True, "allow_tf32": False}
+    wanted = {
+        "enabled": True,
+        "benchmark": False,
+        "deterministic": True,
+        "allow_tf32": False,
+    }
     before = {name: getattr(cudnn, name) for name in wanted}
     try:
         for name, value in wanted.items():

@@ -30,7 +30,9 @@ def to_fp16(source: Path, out: Path) -> None:
     model = onnx.load(source)
     graph = model.graph
     is_inside = between_convolutions(graph)
-    outer = [node for node, inside in zip(graph.node, is_inside, strict=True) if not inside]
+    outer = [
+        node for node, inside in zip(graph.node, is_inside, strict=True) if not inside
+    ]
     inner = [node for node, inside in zip(graph.node, is_inside, strict=True) if inside]
     half = _converted(_cut_out(model, inner, outer)).graph
     after = after_convolutions(graph)
@@ -41,7 +43,10 @@ def to_fp16(source: Path, out: Path) -> None:
     result = onnx.GraphProto(
         name=graph.name,
         node=[*early, *half.node, *late],
-        initializer=[*kept, *(weight for weight in half.initializer if weight.name not in read)],
+        initializer=[
+            *kept,
+            *(weight for weight in half.initializer if weight.name not in read),
+        ],
         input=graph.input,
         output=graph.output,
     )
@@ -49,14 +54,22 @@ def to_fp16(source: Path, out: Path) -> None:
     onnx.save(model, out)
 
 
-def _cut_out(model: onnx.ModelProto, inner: list[onnx.NodeProto], outer: list[onnx.NodeProto]) -> onnx.ModelProto:
+def _cut_out(
+    model: onnx.ModelProto, inner: list[onnx.NodeProto], outer: list[onnx.NodeProto]
+) -> onnx.ModelProto:
     """The nodes `inner` as a model of their own."""
     weights = {tensor.name for tensor in model.graph.initializer}
     made = {name for node in inner for name in node.output}
-    read = {name for node in outer for name in node.input} | {entry.name for entry in model.graph.output}
-    inputs = sorted({name for node in inner for name in node.input if name} - made - weights)
+    read = {name for node in outer for name in node.input} | {
+        entry.name for entry in model.graph.output
+    }
+    inputs = sorted(
+        {name for node in inner for name in node.input if name} - made - weights
+    )
     typed = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
-    network: onnx.ModelProto = onnx.utils.Extractor(typed).extract_model(inputs, sorted(made & read))
+    network: onnx.ModelProto = onnx.utils.Extractor(typed).extract_model(
+        inputs, sorted(made & read)
+    )
     return network
 
 
@@ -69,7 +82,9 @@ def _converted(network: onnx.ModelProto) -> onnx.ModelProto:
                     f"weight {weight.name} reaches {largest:g}, but the largest fp16 value is {_LARGEST:g}. Leave fp16 "
                     "out of export.precision, or train with weight decay."
                 )
-    half = OnnxModel(convert_float_to_float16(network, keep_io_types=True, op_block_list=[]))
+    half = OnnxModel(
+        convert_float_to_float16(network, keep_io_types=True, op_block_list=[])
+    )
     half.topological_sort()  # the converter appends its casts at the end
     converted: onnx.ModelProto = half.model
     return converted

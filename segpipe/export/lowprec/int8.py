@@ -18,7 +18,13 @@ from typing import Any
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnxruntime.quantization import CalibrationMethod, QDQQuantizer, QuantType, TensorData, TensorsData
+from onnxruntime.quantization import (
+    CalibrationMethod,
+    QDQQuantizer,
+    QuantType,
+    TensorData,
+    TensorsData,
+)
 from onnxruntime.quantization.calibrate import HistogramCollector
 
 from segpipe.errors import ConfigError, ExportError
@@ -37,19 +43,30 @@ from segpipe.export.lowprec.rewrite import (
 
 # Name: type of the activations, and whether weights have 7 bits. A CPU with AVX2 only adds products in 16 bits, where
 # 8-bit weights overflow: on one, a small network kept 90 % of its mask, and 99 % with weights of 7 bits.
-SCHEMES = {"U8S8": (QuantType.QUInt8, False), "S8S8": (QuantType.QInt8, False), "U8S7": (QuantType.QUInt8, True)}
+SCHEMES = {
+    "U8S8": (QuantType.QUInt8, False),
+    "S8S8": (QuantType.QInt8, False),
+    "U8S7": (QuantType.QUInt8, True),
+}
 
 _BINS, _PERCENTILE = 2048, 99.99  # of each activation; docs/log.md compares others
 # Between two convolutions these stay in int8, so that nothing is converted back and forth.
 _ALONG = ("Relu", "Add", "Concat", "Resize", "Transpose", "Reshape", "Slice")
-_DATA_INPUTS = {CONV: 1, "Resize": 1, "Reshape": 1, "Slice": 1}  # number of inputs that are activations; others: all
+_DATA_INPUTS = {
+    CONV: 1,
+    "Resize": 1,
+    "Reshape": 1,
+    "Slice": 1,
+}  # number of inputs that are activations; others: all
 _INFERRED = "onnx.infer"  # metadata key by which onnxruntime.quantization knows that types were inferred
 _ROUNDS = 15
 _FRAMES = 8  # calibration frames on which the schemes are compared with fp32
 _AS_FAST = 1.05  # times the least processor time: such a scheme counts as equally fast, and agreement decides
 
 
-def to_int8(source: Path, out: Path, images: Sequence[Image], *, scheme: str = "") -> str:
+def to_int8(
+    source: Path, out: Path, images: Sequence[Image], *, scheme: str = ""
+) -> str:
     """Name of the scheme in which `out`, the int8 form of the fp32 file `source`, was written.
 
     images: real frames uint8 (H, W, 3) RGB of the size of the graph. scheme: one of SCHEMES; "" makes all, keeps one by
@@ -57,9 +74,13 @@ def to_int8(source: Path, out: Path, images: Sequence[Image], *, scheme: str = "
     ConfigError for an unknown scheme or no image, ExportError when an activation is not finite.
     """
     if scheme and scheme not in SCHEMES:
-        raise ConfigError(f"scheme = {scheme!r}, but it must be one of {', '.join(SCHEMES)}, or empty.")
+        raise ConfigError(
+            f"scheme = {scheme!r}, but it must be one of {', '.join(SCHEMES)}, or empty."
+        )
     if not images:
-        raise ConfigError("int8 needs calibration frames, but there are none. Set data.root to the training images.")
+        raise ConfigError(
+            "int8 needs calibration frames, but there are none. Set data.root to the training images."
+        )
     original = onnx.load(source)
     model = _prepared(original)
     nodes = _quantized_nodes(model.graph)
@@ -69,7 +90,9 @@ def to_int8(source: Path, out: Path, images: Sequence[Image], *, scheme: str = "
         for name, kind in SCHEMES.items()
         if scheme in ("", name)
     }
-    chosen = scheme or _best(made, _agreement(made, original, images[:_FRAMES]), images[0])
+    chosen = scheme or _best(
+        made, _agreement(made, original, images[:_FRAMES]), images[0]
+    )
     onnx.save(made[chosen], out)
     return chosen
 
@@ -87,10 +110,14 @@ def activation_ranges(
     del watched.graph.output[:]
     watched.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
     session = open_session(watched)
-    collector = HistogramCollector("percentile", False, _BINS, _BINS, _PERCENTILE, "same")
+    collector = HistogramCollector(
+        "percentile", False, _BINS, _BINS, _PERCENTILE, "same"
+    )
     with contextlib.redirect_stdout(None):  # it prints
         for image in images:
-            values = dict(zip(names, session.run(None, _feed(model, image)), strict=True))
+            values = dict(
+                zip(names, session.run(None, _feed(model, image)), strict=True)
+            )
             for name, value in values.items():
                 if not np.isfinite(value).all():
                     raise ExportError(
@@ -99,7 +126,10 @@ def activation_ranges(
                     )
             collector.collect(values)
         found = collector.compute_collection_result()
-    return {name: (min(float(low), 0.0), max(float(high), 0.0)) for name, (low, high, *_) in found.items()}
+    return {
+        name: (min(float(low), 0.0), max(float(high), 0.0))
+        for name, (low, high, *_) in found.items()
+    }
 
 
 def _quantized_nodes(graph: onnx.GraphProto) -> list[str]:
@@ -112,7 +142,9 @@ def _quantized_nodes(graph: onnx.GraphProto) -> list[str]:
             makes_logits = needed.isdisjoint(node.output)
             fits = not makes_logits and all(name in weights for name in node.input[1:])
         else:
-            fits = is_inside and node.op_type in _ALONG and weights.isdisjoint(_data(node))
+            fits = (
+                is_inside and node.op_type in _ALONG and weights.isdisjoint(_data(node))
+            )
         if fits:
             found.append(node.name)
     return found
@@ -166,7 +198,10 @@ def _quantized(
 ) -> onnx.ModelProto:
     copied = onnx.ModelProto()
     copied.CopyFrom(model)
-    data = {name: TensorData(lowest=np.float32(low), highest=np.float32(high)) for name, (low, high) in ranges.items()}
+    data = {
+        name: TensorData(lowest=np.float32(low), highest=np.float32(high))
+        for name, (low, high) in ranges.items()
+    }
     with _silent_logging():
         quantizer = QDQQuantizer(
             copied,
@@ -185,19 +220,32 @@ def _quantized(
     result: onnx.ModelProto = quantizer.model.model
     del result.graph.value_info[:], result.metadata_props[:]
     result.metadata_props.extend(original.metadata_props)
-    result.producer_name, result.producer_version = original.producer_name, original.producer_version
+    result.producer_name, result.producer_version = (
+        original.producer_name,
+        original.producer_version,
+    )
     return result
 
 
-def _best(made: dict[str, onnx.ModelProto], agreement: dict[str, float], image: Image) -> str:
+def _best(
+    made: dict[str, onnx.ModelProto], agreement: dict[str, float], image: Image
+) -> str:
     """Name of the scheme closest to fp32 among the fast ones whose agreement the int8 gate passes, or else among all.
 
     Fast is within 5 % of the least processor time on this machine, so that another process's load does not decide.
     """
-    passing = {name: model for name, model in made.items() if agreement[name] >= LIMITS["int8"].agreement}
+    passing = {
+        name: model
+        for name, model in made.items()
+        if agreement[name] >= LIMITS["int8"].agreement
+    }
     if len(passing) > 1:
         seconds = _processor_seconds(passing, image)
-        passing = {name: made[name] for name in passing if seconds[name] <= _AS_FAST * min(seconds.values())}
+        passing = {
+            name: made[name]
+            for name in passing
+            if seconds[name] <= _AS_FAST * min(seconds.values())
+        }
     return max(passing or made, key=lambda name: agreement[name])
 
 
@@ -207,7 +255,14 @@ def _agreement(
     """Share of the pixels of all images whose class is that of `original`, by name."""
     expected = list(_masks(original, images))
     return {
-        name: float(np.mean([found == mask for found, mask in zip(_masks(model, images), expected, strict=True)]))
+        name: float(
+            np.mean(
+                [
+                    found == mask
+                    for found, mask in zip(_masks(model, images), expected, strict=True)
+                ]
+            )
+        )
         for name, model in made.items()
     }
 
@@ -219,7 +274,9 @@ def _masks(model: onnx.ModelProto, images: Sequence[Image]) -> Iterator[NDArray[
         yield answer.mask
 
 
-def _processor_seconds(made: dict[str, onnx.ModelProto], image: Image) -> dict[str, float]:
+def _processor_seconds(
+    made: dict[str, onnx.ModelProto], image: Image
+) -> dict[str, float]:
     """Least processor time of one run of each model on one thread; the models run in turns."""
     sessions = {name: open_session(model) for name, model in made.items()}
     seconds = dict.fromkeys(made, math.inf)

@@ -22,7 +22,8 @@ def between_convolutions(graph: onnx.GraphProto) -> list[bool]:
     """For each node, whether it is a convolution or lies on a path between two. Nodes are in topological order."""
     after, before = after_convolutions(graph), before_convolutions(graph)
     return [
-        node.op_type == CONV or not (after.isdisjoint(node.input) or before.isdisjoint(node.output))
+        node.op_type == CONV
+        or not (after.isdisjoint(node.input) or before.isdisjoint(node.output))
         for node in graph.node
     ]
 
@@ -59,14 +60,23 @@ def fold_batchnorm(graph: onnx.GraphProto) -> int:
         if norm.op_type != NORM or not all(name in weights for name in norm.input[1:]):
             continue
         conv = makers.get(norm.input[0])
-        if conv is None or conv.op_type != CONV or not all(name in weights for name in conv.input[1:]):
+        if (
+            conv is None
+            or conv.op_type != CONV
+            or not all(name in weights for name in conv.input[1:])
+        ):
             continue
         if len(readers[conv.output[0]]) > 1 or conv.output[0] in outputs:
             continue
         factor, shift = _scale_and_shift(norm, weights)
         kernel, *biases = (_float64(weights[name]) for name in conv.input[1:])
         bias = biases[0] if biases else np.zeros(len(kernel))
-        names = _add_weights(graph, norm.output[0], kernel * factor[:, None, None, None], bias * factor + shift)
+        names = _add_weights(
+            graph,
+            norm.output[0],
+            kernel * factor[:, None, None, None],
+            bias * factor + shift,
+        )
         conv.input[:] = [conv.input[0], *names]
         conv.output[0] = norm.output[0]
         folded.append(norm)
@@ -86,13 +96,21 @@ def norms_as_convolutions(graph: onnx.GraphProto) -> int:
     norms = [
         node
         for node, is_inside in zip(graph.node, between_convolutions(graph), strict=True)
-        if is_inside and node.op_type == NORM and all(name in weights for name in node.input[1:])
+        if is_inside
+        and node.op_type == NORM
+        and all(name in weights for name in node.input[1:])
     ]
     for norm in norms:
         factor, bias = _scale_and_shift(norm, weights)
         names = _add_weights(graph, norm.output[0], factor[:, None, None, None], bias)
         group = len(factor)
-        conv = onnx.helper.make_node(CONV, [norm.input[0], *names], list(norm.output[:1]), name=norm.name, group=group)
+        conv = onnx.helper.make_node(
+            CONV,
+            [norm.input[0], *names],
+            list(norm.output[:1]),
+            name=norm.name,
+            group=group,
+        )
         norm.CopyFrom(conv)
     _drop_unread_weights(graph)
     return len(norms)
@@ -110,10 +128,18 @@ def widen_constants(graph: onnx.GraphProto) -> None:
         if is_inside or node.op_type not in ("Mul", "Add") or width == 0:
             continue
         for place, name in enumerate(node.input):
-            if name in weights and len(weights[name].dims) == 4 and weights[name].dims[2:] == [1, 1]:
-                values = np.repeat(onnx.numpy_helper.to_array(weights[name]), width, axis=3)
+            if (
+                name in weights
+                and len(weights[name].dims) == 4
+                and weights[name].dims[2:] == [1, 1]
+            ):
+                values = np.repeat(
+                    onnx.numpy_helper.to_array(weights[name]), width, axis=3
+                )
                 node.input[place] = f"{node.name}_row"
-                graph.initializer.append(onnx.numpy_helper.from_array(values, node.input[place]))
+                graph.initializer.append(
+                    onnx.numpy_helper.from_array(values, node.input[place])
+                )
 
 
 def widen_stem(model: onnx.ModelProto) -> bool:
@@ -125,26 +151,48 @@ def widen_stem(model: onnx.ModelProto) -> bool:
     """
     graph = model.graph
     conv = next((node for node in graph.node if node.op_type == CONV), None)
-    weights = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    weights = {
+        tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer
+    }
     if conv is None or not all(name in weights for name in conv.input[1:]):
         return False
     after = _readers(graph).get(conv.output[0], [])
-    if [node.op_type for node in after] != ["Relu"] or conv.output[0] in {entry.name for entry in graph.output}:
+    if [node.op_type for node in after] != ["Relu"] or conv.output[0] in {
+        entry.name for entry in graph.output
+    }:
         return False
     settings = {entry.name: list(entry.ints) for entry in conv.attribute}
     strides, pads = settings.get("strides", [1, 1]), settings.get("pads", [0] * 4)
     _, channels, height, width = _shape(graph, conv.input[0])
     _, num_out, low_height, low_width = _shape(graph, conv.output[0])
-    if channels != 3 or height * width == 0 or width % _PIXELS or strides[1] != _OUTPUTS:
+    if (
+        channels != 3
+        or height * width == 0
+        or width % _PIXELS
+        or strides[1] != _OUTPUTS
+    ):
         return False
-    if 2 * low_width > width or not _is_plain(conv) or weights[conv.input[1]].shape[1] != channels:
+    if (
+        2 * low_width > width
+        or not _is_plain(conv)
+        or weights[conv.input[1]].shape[1] != channels
+    ):
         return False
     kernel, left, right = _wide_kernel(weights[conv.input[1]], pads[1])
     made = _Chain(graph)
-    inputs = [made.turned(conv.input[0], [1, height, width // _PIXELS, 3 * _PIXELS]), made.weight(kernel)]
+    inputs = [
+        made.turned(conv.input[0], [1, height, width // _PIXELS, 3 * _PIXELS]),
+        made.weight(kernel),
+    ]
     inputs += [made.weight(np.tile(weights[name], _OUTPUTS)) for name in conv.input[2:]]
-    x = made.add(CONV, inputs, strides=[strides[0], 1], pads=[pads[0], left, pads[2], right])
-    made.turned(made.add("Relu", [x]), [1, low_height, width // _OUTPUTS, num_out], cut=low_width)
+    x = made.add(
+        CONV, inputs, strides=[strides[0], 1], pads=[pads[0], left, pads[2], right]
+    )
+    made.turned(
+        made.add("Relu", [x]),
+        [1, low_height, width // _OUTPUTS, num_out],
+        cut=low_width,
+    )
     made.nodes[-1].output[0] = after[0].output[0]
     made.replace(conv, after[0])
     return True
@@ -160,7 +208,9 @@ class _Chain:
     def weight(self, values: Any) -> str:
         """Name of a new weight; a list of integers becomes int64."""
         name = f"stem_weight_{len(self._graph.initializer)}"
-        self._graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(values), name))
+        self._graph.initializer.append(
+            onnx.numpy_helper.from_array(np.asarray(values), name)
+        )
         return name
 
     def turned(self, x: str, shape: list[int], cut: int = 0) -> str:
@@ -174,7 +224,11 @@ class _Chain:
     def add(self, kind: str, inputs: list[str], **attributes: Any) -> str:
         """Output of a new node."""
         output = f"stem_{len(self.nodes)}"
-        self.nodes.append(onnx.helper.make_node(kind, inputs, [output], name=f"{output}_node", **attributes))
+        self.nodes.append(
+            onnx.helper.make_node(
+                kind, inputs, [output], name=f"{output}_node", **attributes
+            )
+        )
         return output
 
     def replace(self, conv: onnx.NodeProto, relu: onnx.NodeProto) -> None:
@@ -188,14 +242,21 @@ class _Chain:
         self._graph.node.extend(nodes)
 
 
-def _wide_kernel(kernel: NDArray[np.float32], pad: int) -> tuple[NDArray[np.float32], int, int]:
+def _wide_kernel(
+    kernel: NDArray[np.float32], pad: int
+) -> tuple[NDArray[np.float32], int, int]:
     """Kernel (2 M, 12, h, w) that gives two neighbouring outputs from groups of four pixels, and its padding in groups.
 
     Output o of a pair uses, with its tap t, pixel 2 o + t - pad, counted from the first pixel of the group.
     """
     num_out, num_in, height, width = kernel.shape
-    first, last = -pad // _PIXELS, (_OUTPUTS * (_OUTPUTS - 1) + width - 1 - pad) // _PIXELS
-    wide = np.zeros((_OUTPUTS, num_out, _PIXELS, num_in, height, last - first + 1), dtype=np.float32)
+    first, last = (
+        -pad // _PIXELS,
+        (_OUTPUTS * (_OUTPUTS - 1) + width - 1 - pad) // _PIXELS,
+    )
+    wide = np.zeros(
+        (_OUTPUTS, num_out, _PIXELS, num_in, height, last - first + 1), dtype=np.float32
+    )
     for output in range(_OUTPUTS):
         for tap in range(width):
             group, pixel = divmod(_OUTPUTS * output + tap - pad, _PIXELS)
@@ -208,7 +269,9 @@ def _is_plain(conv: onnx.NodeProto) -> bool:
     """Whether the convolution has no dilation and explicit padding."""
     settings = {entry.name: entry for entry in conv.attribute}
     dilated = "dilations" in settings and set(settings["dilations"].ints) != {1}
-    return not dilated and ("auto_pad" not in settings or settings["auto_pad"].s == b"NOTSET")
+    return not dilated and (
+        "auto_pad" not in settings or settings["auto_pad"].s == b"NOTSET"
+    )
 
 
 def _shape(graph: onnx.GraphProto, name: str) -> list[int]:
@@ -224,18 +287,25 @@ def _scale_and_shift(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Factor and summand of a BatchNormalization, per channel."""
     scale, shift, mean, variance = (_float64(weights[name]) for name in norm.input[1:])
-    epsilon = next((entry.f for entry in norm.attribute if entry.name == "epsilon"), _EPSILON)
+    epsilon = next(
+        (entry.f for entry in norm.attribute if entry.name == "epsilon"), _EPSILON
+    )
     factor = scale / np.sqrt(variance + epsilon)
     return factor, shift - mean * factor
 
 
 def _add_weights(
-    graph: onnx.GraphProto, name: str, kernel: NDArray[np.float64], bias: NDArray[np.float64]
+    graph: onnx.GraphProto,
+    name: str,
+    kernel: NDArray[np.float64],
+    bias: NDArray[np.float64],
 ) -> tuple[str, str]:
     """Names of a kernel and bias added to the graph in fp32."""
     names = (f"{name}_folded_kernel", f"{name}_folded_bias")
     for each, values in zip(names, (kernel, bias), strict=True):
-        graph.initializer.append(onnx.numpy_helper.from_array(values.astype(np.float32), each))
+        graph.initializer.append(
+            onnx.numpy_helper.from_array(values.astype(np.float32), each)
+        )
     return names
 
 

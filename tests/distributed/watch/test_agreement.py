@@ -14,7 +14,11 @@ from torch import Tensor
 from benchmarks import plants
 from runs import torch_restored
 from segpipe.determinism import flags
-from segpipe.distributed.watch.agreement import Agreement, common_fingerprint, first_disagreement
+from segpipe.distributed.watch.agreement import (
+    Agreement,
+    common_fingerprint,
+    first_disagreement,
+)
 from segpipe.distributed.watch.contract import Contract
 from segpipe.errors import CollectiveError, ConfigError, DivergenceError
 from segpipe.ledger.divergence import Comparison
@@ -31,26 +35,40 @@ def test_the_first_tensor_and_the_minority_are_named() -> None:
     ranks[11] = {"weights": [1, -7], "ema": [9]}
     said, odd = first_disagreement(ranks, NAMES)
     assert odd == [11]
-    assert "head.weight (weights): 15 of 16 ranks have 0000000000000002, but rank 11 fffffffffffffff9" in said
+    assert (
+        "head.weight (weights): 15 of 16 ranks have 0000000000000002, but rank 11 fffffffffffffff9"
+        in said
+    )
     said, odd = first_disagreement([same, {**same, "ema": [4]}], NAMES)
     assert "stem.weight (ema)" in said
     assert "no side has a majority" in said
-    assert first_disagreement([same, same], NAMES)[0].startswith("No tensor differs now")
+    assert first_disagreement([same, same], NAMES)[0].startswith(
+        "No tensor differs now"
+    )
 
 
 @pytest.mark.parametrize("mode", ["elastic", "audit", "ddp", "off"])
-def test_ranks_that_compute_the_loss_otherwise_are_refused_where_bits_are_promised(mode: str) -> None:
+def test_ranks_that_compute_the_loss_otherwise_are_refused_where_bits_are_promised(
+    mode: str,
+) -> None:
     config = Config()
     config.compute.mode, config.loss.backend = mode, "plain"
 
     def gather(own: dict[str, Any]) -> list[dict[str, Any]]:
         return [own, own, {**own, flags.LOSS: "torch"}]
 
-    group: Any = SimpleNamespace(device=torch.device("cpu"), world_size=3, gather=gather)
+    group: Any = SimpleNamespace(
+        device=torch.device("cpu"), world_size=3, gather=gather
+    )
     if mode == "off":
-        assert common_fingerprint(config, group, "plain")[1] == ["rank 2: loss torch, rank 0: plain"]
+        assert common_fingerprint(config, group, "plain")[1] == [
+            "rank 2: loss torch, rank 0: plain"
+        ]
     else:
-        with pytest.raises(ConfigError, match=r"loss.backend = plain is torch on rank 2 and plain on rank 0"):
+        with pytest.raises(
+            ConfigError,
+            match=r"loss.backend = plain is torch on rank 2 and plain on rank 0",
+        ):
             common_fingerprint(config, group, "plain")
 
 
@@ -72,7 +90,10 @@ class Ranks:
         return total
 
     def gather(self, item: Any) -> list[Any]:
-        return [*[item] * (self.world_size - 1), {**item, "weights": [item["weights"][0], 99]}]
+        return [
+            *[item] * (self.world_size - 1),
+            {**item, "weights": [item["weights"][0], 99]},
+        ]
 
     def barrier(self) -> None:
         pass
@@ -89,20 +110,27 @@ def agreement(ranks: Ranks, folder: Path) -> tuple[Agreement, SimpleNamespace]:
 
 
 @pytest.mark.parametrize("world_size", [2, 16])
-def test_a_digest_that_differs_stops_in_the_same_step(tmp_path: Path, world_size: int) -> None:
+def test_a_digest_that_differs_stops_in_the_same_step(
+    tmp_path: Path, world_size: int
+) -> None:
     ranks = Ranks(world_size)
     found, recorder = agreement(ranks, tmp_path)
     for number in range(3):  # digests of any size: the sum wraps around
         recorder.state_digest = torch.tensor(2**62 + number)
         assert found.sum([3, 1]).tolist() == [3 * world_size, world_size]
     ranks.other_digest = (2**62 + 2) ^ 1
-    with pytest.raises(DivergenceError, match=rf"step 7: .*head\.weight \(weights\).*rank {world_size - 1}"):
+    with pytest.raises(
+        DivergenceError,
+        match=rf"step 7: .*head\.weight \(weights\).*rank {world_size - 1}",
+    ):
         found.sum([3, 0])
     assert (tmp_path / "desync" / "rank00.pt").is_file()
     assert DivergenceError.exit_code == 5
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("file write failed")])
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), RuntimeError("file write failed")]
+)
 def test_a_full_disk_does_not_hide_what_was_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -136,21 +164,33 @@ def test_without_digests_and_alone_nothing_is_compared(tmp_path: Path) -> None:
 def said(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
     """Runs of two processes: without a fault, with faults on rank 1 alone, and inside the network in shard 1."""
     folder = tmp_path_factory.mktemp("two")
-    fewer = tuple(part.replace("compute.shards=16", "compute.shards=2") for part in plants.RECIPE)
+    fewer = tuple(
+        part.replace("compute.shards=16", "compute.shards=2") for part in plants.RECIPE
+    )
     names = ["", "reduced", "weight", "forward"]
     return folder, plants.run_all(2, folder, names, rank=1, shard=1, recipe=fewer)
 
 
 @pytest.mark.parametrize("plant", ["reduced", "weight"])
-def test_one_rank_that_drifts_away_ends_the_run(said: tuple[Path, dict[str, str]], plant: str) -> None:
+def test_one_rank_that_drifts_away_ends_the_run(
+    said: tuple[Path, dict[str, str]], plant: str
+) -> None:
     folder, stopped = said
     assert stopped[""] == ""  # the control
-    assert stopped[plant].startswith(f"step {plants.STEP + 1}: ranks that must hold the same bits do not.")
+    assert stopped[plant].startswith(
+        f"step {plants.STEP + 1}: ranks that must hold the same bits do not."
+    )
     assert "rank 1 " in stopped[plant]
     assert plants.LAYER in stopped[plant]
-    sides = [torch.load(folder / plant / "desync" / f"rank{rank:02d}.pt") for rank in (0, 1)]
-    assert [name for name in sides[0] if not torch.equal(sides[0][name], sides[1][name])] == (
-        [plants.LAYER] if plant == "weight" else []  # the gradient reached the momentum, not yet the weights
+    sides = [
+        torch.load(folder / plant / "desync" / f"rank{rank:02d}.pt") for rank in (0, 1)
+    ]
+    assert [
+        name for name in sides[0] if not torch.equal(sides[0][name], sides[1][name])
+    ] == (
+        [plants.LAYER]
+        if plant == "weight"
+        else []  # the gradient reached the momentum, not yet the weights
     )
     assert not (folder / plant / "last.pt").exists()
     assert load(folder / "baseline" / "last.pt")["step"] == 3
@@ -164,11 +204,21 @@ SAID = f"The first tensor that differs is {plants.LAYER}: but rank {plants.RANK}
 @pytest.mark.parametrize(
     ("plant", "found", "stopped", "again"),
     [
-        ("pixel", {"stage": "augment", "shard": plants.SHARD, "sample": SAMPLE}, "", None),
+        (
+            "pixel",
+            {"stage": "augment", "shard": plants.SHARD, "sample": SAMPLE},
+            "",
+            None,
+        ),
         ("lr", {"stage": "optimizer"}, "", None),
         ("ema", {"stage": "bn_ema", "layer": plants.LAYER}, "", None),
         ("weight", {"stage": "weights", "layer": plants.LAYER}, SAID, None),
-        ("forward", {"stage": "forward", "shard": plants.SHARD, "layer": plants.NORM}, "", AGAIN),
+        (
+            "forward",
+            {"stage": "forward", "shard": plants.SHARD, "layer": plants.NORM},
+            "",
+            AGAIN,
+        ),
     ],
 )
 def test_a_plant_is_named_only_when_all_of_it_is_right(
@@ -178,19 +228,39 @@ def test_a_plant_is_named_only_when_all_of_it_is_right(
     one = plants.PLANTS[plant]
     right = Comparison("diverged", "", step=plants.STEP, **found)
     assert plants.problems(one, right, stopped, again) == []
-    changes = {"verdict": "identical", "step": 2, "stage": "decode", "shard": 3, "sample": 63}
+    changes = {
+        "verdict": "identical",
+        "step": 2,
+        "stage": "decode",
+        "shard": 3,
+        "sample": 63,
+    }
     for name, value in {**changes, **({"layer": "head"} if one.layer else {})}.items():
-        assert plants.problems(one, replace(right, **{name: value}), stopped, again), name
-    for other in ("", f"{plants.LAYER} on rank 1 00", f"head.weight, rank {plants.RANK} 00"):
-        assert bool(plants.problems(one, right, other, again)) == (other != stopped), other
+        assert plants.problems(one, replace(right, **{name: value}), stopped, again), (
+            name
+        )
+    for other in (
+        "",
+        f"{plants.LAYER} on rank 1 00",
+        f"head.weight, rank {plants.RANK} 00",
+    ):
+        assert bool(plants.problems(one, right, other, again)) == (other != stopped), (
+            other
+        )
     if again is not None:
-        for wrong in (None, replace(again, layer="ppm.out.1"), replace(again, stage="backward")):
+        for wrong in (
+            None,
+            replace(again, layer="ppm.out.1"),
+            replace(again, stage="backward"),
+        ):
             assert plants.problems(one, right, stopped, wrong)
 
 
 def test_another_environment_is_named_only_as_what_it_is() -> None:
     package = plants.PLANTS["package"]
-    right = Comparison("identical", "", fingerprint={"albumentations": ("2.0.8", "2.0.9")})
+    right = Comparison(
+        "identical", "", fingerprint={"albumentations": ("2.0.8", "2.0.9")}
+    )
     assert plants.problems(package, right, "") == []
     for wrong in (replace(right, fingerprint={}), replace(right, verdict="diverged")):
         assert plants.problems(package, wrong, "")
@@ -203,6 +273,8 @@ def test_a_plant_inside_the_network_is_named_when_both_runs_are_trained_again(
     with torch_restored(), pytest.MonkeyPatch.context() as patched:
         patched.setattr(plants, "SHARD", 1)
         again = plants.trained_again(folder / "baseline", folder / plant, plant)
-    assert (again.step, again.stage, again.shard) == (plants.STEP, plant, 1), again.replay
+    assert (again.step, again.stage, again.shard) == (plants.STEP, plant, 1), (
+        again.replay
+    )
     assert again.layer == plants.MODULE
     assert "both are reproduced" in again.replay

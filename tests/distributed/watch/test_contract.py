@@ -50,10 +50,20 @@ class Ranks:
         self.said: list[str] = []
         store = dist.HashStore()
         self.watchers = [
-            Watcher(store, rank, number, timeout_s=timeout_s, say=self.said.append, end=self._end)
+            Watcher(
+                store,
+                rank,
+                number,
+                timeout_s=timeout_s,
+                say=self.said.append,
+                end=self._end,
+            )
             for rank in range(number)
         ]
-        self.contracts = [Contract(rank, number, watcher=watcher) for rank, watcher in enumerate(self.watchers)]
+        self.contracts = [
+            Contract(rank, number, watcher=watcher)
+            for rank, watcher in enumerate(self.watchers)
+        ]
 
     @staticmethod
     def _end(error: CollectiveError) -> None:
@@ -89,8 +99,13 @@ def test_shapes_that_differ_are_named_with_their_ranks_and_line() -> None:
     ranks.look()
     assert len(ranks.said) == 1
     assert "collective 2 is not the same" in ranks.said[0]
-    assert re.search(r"ranks 0, 2: all_reduce float32 \[2\] at test_contract.py:\d+ enter", ranks.said[0])
-    assert re.search(r"rank 1: all_reduce float32 \[3\] at test_contract.py:\d+ enter", ranks.said[0])
+    assert re.search(
+        r"ranks 0, 2: all_reduce float32 \[2\] at test_contract.py:\d+ enter",
+        ranks.said[0],
+    )
+    assert re.search(
+        r"rank 1: all_reduce float32 \[3\] at test_contract.py:\d+ enter", ranks.said[0]
+    )
     for contract in ranks.contracts:
         with pytest.raises(CollectiveError, match="collective 2") as caught:
             contract.enter("barrier")
@@ -99,10 +114,14 @@ def test_shapes_that_differ_are_named_with_their_ranks_and_line() -> None:
 
 def test_two_live_ranks_that_differ_are_enough() -> None:
     """The third may have died of what the two sent it: gloo ends a process that receives more than it asked for."""
-    one, other, behind = (State(len(calls), array("Q", calls)) for calls in ([1, 2, 3], [1, 2, 9], [1, 2]))
+    one, other, behind = (
+        State(len(calls), array("Q", calls)) for calls in ([1, 2, 3], [1, 2, 9], [1, 2])
+    )
     assert differ([one, behind, other])
     assert not differ([one, behind, one])
-    assert not differ([State(600, array("Q", [7])), State(1, array("Q", [1]))])  # too long ago to tell
+    assert not differ(
+        [State(600, array("Q", [7])), State(1, array("Q", [1]))]
+    )  # too long ago to tell
 
 
 def test_calls_in_another_order_or_from_another_line_are_named() -> None:
@@ -113,7 +132,10 @@ def test_calls_in_another_order_or_from_another_line_are_named() -> None:
     second.enter("barrier")
     second.enter("gather")
     ranks.look()
-    assert re.search(r"collective 1 .* rank 0: gather at \S+:\d+ \w+; rank 1: barrier at", ranks.said[0])
+    assert re.search(
+        r"collective 1 .* rank 0: gather at \S+:\d+ \w+; rank 1: barrier at",
+        ranks.said[0],
+    )
 
     ranks = Ranks(2)
     ranks.contracts[0].enter("barrier")
@@ -138,7 +160,10 @@ def test_a_rank_that_does_not_come_is_named_with_what_is_awaited() -> None:
     for contract in ranks.contracts[:2]:
         contract.enter("all_to_all", torch.empty(5))
     ranks.look(times=4)
-    assert re.search(r"collective 2, all_to_all float32 \[5\] at .*, was not reached by rank 2", ranks.said[0])
+    assert re.search(
+        r"collective 2, all_to_all float32 \[5\] at .*, was not reached by rank 2",
+        ranks.said[0],
+    )
     assert "its last was 1, all_reduce float32 [2] at" in ranks.said[0]
     assert "ranks 0, 1 waited" in ranks.said[0]
     assert "Rank 2 is at" in ranks.said[0]
@@ -150,7 +175,9 @@ def test_a_rank_that_does_not_come_is_named_with_what_is_awaited() -> None:
 
 
 @pytest.mark.parametrize(("silent", "others"), [(2, slice(0, 2)), (0, slice(1, 3))])
-def test_a_silent_rank_is_named(silent: int, others: slice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_rank_is_named(
+    silent: int, others: slice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """When it is rank 0, which compares, another one takes that over."""
     ranks = Ranks(3)
     ranks.look(times=1)
@@ -177,7 +204,9 @@ def test_a_difference_that_is_no_longer_remembered_is_not_called_agreement() -> 
 
 def test_a_failure_of_one_rank_ends_all_with_its_exit_code() -> None:
     ranks = Ranks(2)
-    telling = threading.Thread(target=ranks.contracts[1].fail, args=(MemoryError("no room"),))
+    telling = threading.Thread(
+        target=ranks.contracts[1].fail, args=(MemoryError("no room"),)
+    )
     telling.start()
     while telling.is_alive():
         ranks.look(times=1)
@@ -185,12 +214,16 @@ def test_a_failure_of_one_rank_ends_all_with_its_exit_code() -> None:
         ranks.contracts[0].enter("barrier")
     assert caught.value.exit_code == 1
     assert caught.value.told
-    assert ranks.said == ["rank 1: MemoryError: no room"], "its traceback may name no rank"
+    assert ranks.said == ["rank 1: MemoryError: no room"], (
+        "its traceback may name no rank"
+    )
 
 
 def test_an_error_of_ours_is_said_once_by_the_rank_that_has_it() -> None:
     ranks = Ranks(2)
-    telling = threading.Thread(target=ranks.contracts[1].fail, args=(DataError("torn"),))
+    telling = threading.Thread(
+        target=ranks.contracts[1].fail, args=(DataError("torn"),)
+    )
     telling.start()
     while telling.is_alive():
         ranks.look(times=1)
@@ -219,24 +252,36 @@ def test_a_rank_that_ended_without_a_word_is_named_by_those_that_lost_it(
         except CollectiveError as error:
             caught.append(error)
 
-    threads = [threading.Thread(target=fail, args=(contract,)) for contract in ranks.contracts[others]]
+    threads = [
+        threading.Thread(target=fail, args=(contract,))
+        for contract in ranks.contracts[others]
+    ]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
         ranks.look(times=1, ranks=others)
         time.sleep(0.002)
     words = rf"rank {lost} was lost after call 1, if not later, which on the others is all_reduce float32 \[2\] "
-    assert [bool(re.match(words, str(error))) for error in caught] == [True, True], caught
-    assert all(f"No answer from rank {lost}: ended" in str(error) and error.told for error in caught)
+    assert [bool(re.match(words, str(error))) for error in caught] == [True, True], (
+        caught
+    )
+    assert all(
+        f"No answer from rank {lost}: ended" in str(error) and error.told
+        for error in caught
+    )
     assert len(ranks.said) == 1
 
 
-def _impatient(wait: Callable[[Watcher, float], CollectiveError | None]) -> Callable[..., CollectiveError | None]:
+def _impatient(
+    wait: Callable[[Watcher, float], CollectiveError | None],
+) -> Callable[..., CollectiveError | None]:
     """A wait that returns at once when it waits for another rank's report."""
     return lambda watcher, seconds: wait(watcher, 0.0 if seconds == 2.0 else seconds)
 
 
-def test_nobody_waits_for_a_verdict_when_the_store_is_gone(fast: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_a_verdict_when_the_store_is_gone(
+    fast: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("segpipe.distributed.watch.contract.ANSWER_S", 60.0)
 
     class Gone:
@@ -247,14 +292,22 @@ def test_nobody_waits_for_a_verdict_when_the_store_is_gone(fast: None, monkeypat
     contract = Contract(0, 2, watcher=watcher)
     watcher.start()
     begun = time.monotonic()
-    contract.fail(RuntimeError("Connection closed by peer"), lost=True)  # raises nothing: launch says the rest
+    contract.fail(
+        RuntimeError("Connection closed by peer"), lost=True
+    )  # raises nothing: launch says the rest
     assert time.monotonic() - begun < 30
 
 
-def test_where_torch_ddp_communicates_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_torch_ddp_communicates_is_announced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A rank that hangs before such a place has made fewer calls than those that hang inside."""
-    monkeypatch.setattr(gradients, "DistributedDataParallel", lambda network, **_: network)
-    monkeypatch.setattr(AllHeads, "forward", lambda self, image: {"main": self.model.weight})
+    monkeypatch.setattr(
+        gradients, "DistributedDataParallel", lambda network, **_: network
+    )
+    monkeypatch.setattr(
+        AllHeads, "forward", lambda self, image: {"main": self.model.weight}
+    )
     monkeypatch.setattr(gradients, "tree_over_ranks", lambda flat, group: flat)
     group = Group(0, 0, 2, torch.device("cpu"))
     seen: list[list[str]] = []
@@ -267,13 +320,17 @@ def test_where_torch_ddp_communicates_is_announced(monkeypatch: pytest.MonkeyPat
         return {"total": network.model.weight.sum()}
 
     loss.config, loss.group = Config(), group
-    loss.state = SimpleNamespace(model=nn.Linear(2, 1), scaler=SimpleNamespace(scale=lambda value: value), step=0)
+    loss.state = SimpleNamespace(
+        model=nn.Linear(2, 1), scaler=SimpleNamespace(scale=lambda value: value), step=0
+    )
     loss.watch = SimpleNamespace(whole_batch=lambda shards: None)
     loss.guard = SimpleNamespace(check=lambda step, shard: None)
     both = gradients.DdpGradients(loss, warm_up=True)
     batch = ShardBatch(0, 0, *(torch.zeros(1) for _ in range(4)))
     both([batch], torch.tensor(1))
-    assert seen == [["wrap of DDP", "warm-up of DDP"]], "a rank that sleeps in its forward pass is here"
+    assert seen == [["wrap of DDP", "warm-up of DDP"]], (
+        "a rank that sleeps in its forward pass is here"
+    )
     assert ops() == [*seen[0], "backward of DDP"]
 
 
@@ -319,7 +376,8 @@ def in_threads(number: int, work: Callable[[Contract], None]) -> list[str]:
     """The error of every rank after `work` on ranks that are threads."""
     store, errors = dist.HashStore(), [""] * number
     contracts = [
-        contract_module.watch(store, rank, number, timeout_s=5, say=lambda text: None) for rank in range(number)
+        contract_module.watch(store, rank, number, timeout_s=5, say=lambda text: None)
+        for rank in range(number)
     ]
 
     def run(rank: int) -> None:
@@ -349,12 +407,19 @@ def test_tickets_that_differ_stop_all_ranks(fast: None) -> None:
         contract.settle(sum(tickets.values()))
 
     errors = in_threads(2, work)
-    assert all(re.search(r"rank 0: gather float32 \[1\] .* rank 1: gather float32 \[2\]", error) for error in errors)
+    assert all(
+        re.search(
+            r"rank 0: gather float32 \[1\] .* rank 1: gather float32 \[2\]", error
+        )
+        for error in errors
+    )
 
 
 def test_rank_0_which_keeps_the_store_goes_last(fast: None) -> None:
     store, began = dist.HashStore(), []
-    first, other = (contract_module.watch(store, rank, 2, timeout_s=FAR) for rank in range(2))
+    first, other = (
+        contract_module.watch(store, rank, 2, timeout_s=FAR) for rank in range(2)
+    )
     late = threading.Timer(1.5, lambda: (began.append(True), other.close()))
     late.start()
     first.close()
@@ -371,23 +436,41 @@ def test_garbage_in_the_sum_is_no_agreement() -> None:
         contract.settle(2 * ticket + 1)
 
 
-CARD = {"rank": 0, "host": "a", "pid": 1, "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+CARD = {
+    "rank": 0,
+    "host": "a",
+    "pid": 1,
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "1",
+}
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"WORLD_SIZE": "3"}, "WORLD_SIZE = 3 on rank 1 (host b, process 2), but 2 on rank 0 (host a, process 1)"),
+        (
+            {"WORLD_SIZE": "3"},
+            "WORLD_SIZE = 3 on rank 1 (host b, process 2), but 2 on rank 0 (host a, process 1)",
+        ),
         ({"MASTER_ADDR": "c"}, "MASTER_ADDR = c on rank 1"),
         ({"MASTER_PORT": "2"}, "MASTER_PORT = 2 on rank 1"),
         ({"config": "x"}, "config = x on rank 1 (host b, process 2), but None"),
-        ({"rank": 0}, "RANK = 0 was given twice: to rank 0 (host a, process 1) and to rank 0 (host b, process 2)"),
+        (
+            {"rank": 0},
+            "RANK = 0 was given twice: to rank 0 (host a, process 1) and to rank 0 (host b, process 2)",
+        ),
         ({"rank": 2}, "RANK = 2 on rank 2 (host b, process 2), but 0 to 1 was needed"),
         ({}, ""),
     ],
 )
-def test_ranks_that_cannot_be_one_run_are_named(change: dict[str, Any], named: str) -> None:
-    found = meeting.conflict([CARD, {**CARD, "rank": 1, "host": "b", "pid": 2, **change}], [*meeting.SAME, "config"])
+def test_ranks_that_cannot_be_one_run_are_named(
+    change: dict[str, Any], named: str
+) -> None:
+    found = meeting.conflict(
+        [CARD, {**CARD, "rank": 1, "host": "b", "pid": 2, **change}],
+        [*meeting.SAME, "config"],
+    )
     assert found.startswith(named)
     assert bool(found) == bool(named)
 
@@ -399,9 +482,16 @@ def test_a_held_port_is_for_a_store_alone() -> None:
             stranger.bind(("localhost", port))
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("localhost", port))
-        kept = dist.TCPStore("localhost", port, None, True, timedelta(seconds=60), wait_for_workers=False)
+        kept = dist.TCPStore(
+            "localhost", port, None, True, timedelta(seconds=60), wait_for_workers=False
+        )
         kept.set("key", "value")
-        assert dist.TCPStore("localhost", port, None, False, timedelta(seconds=60)).get("key") == b"value"
+        assert (
+            dist.TCPStore("localhost", port, None, False, timedelta(seconds=60)).get(
+                "key"
+            )
+            == b"value"
+        )
 
 
 # Processes, forked from one that has imported torch: one scenario alone, then all others at once.
@@ -475,18 +565,29 @@ MEETINGS: dict[str, list[dict[str, str]]] = {
     "missing": [{"RANK": "0"}, {"RANK": "2"}],
     "nobody": [{"RANK": "1"}],
 }
-NUMBERS = {**dict.fromkeys(SCENARIOS, 3), **{name: len(cards) for name, cards in MEETINGS.items()}}  # of processes
+NUMBERS = {
+    **dict.fromkeys(SCENARIOS, 3),
+    **{name: len(cards) for name, cards in MEETINGS.items()},
+}  # of processes
 
 
 def _train(name: str, rank: int, port: int, folder: Path) -> int:
     """One rank of a scenario; the exit code."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="localhost", MASTER_PORT=str(port)
+    )
     watch.GRACE_S = 2.0
-    if name != "other_shape":  # its seconds are promised; the others share the machine with 25 more processes
+    if (
+        name != "other_shape"
+    ):  # its seconds are promised; the others share the machine with 25 more processes
         watch.ANSWERS_S = 3.0
     store = meeting.meet(timeout_s=60)
     dist.init_process_group(
-        "gloo", store=dist.PrefixStore("torch", store), rank=rank, world_size=3, timeout=timedelta(seconds=60)
+        "gloo",
+        store=dist.PrefixStore("torch", store),
+        rank=rank,
+        world_size=3,
+        timeout=timedelta(seconds=60),
     )
     timeout_s = 3.0 if name in ("asleep", "holds_interpreter") else 60.0
     contract = contract_module.watch(store, rank, 3, timeout_s=timeout_s, say=_say)
@@ -496,7 +597,9 @@ def _train(name: str, rank: int, port: int, folder: Path) -> int:
             SCENARIOS[name](contract, rank)
         except RuntimeError as error:  # gloo, when another process is gone
             contract.fail(error, lost=True)
-            return 1  # as launch does when the reason went with the process that kept it
+            return (
+                1  # as launch does when the reason went with the process that kept it
+            )
     except CollectiveError as error:
         return error.exit_code
     finally:
@@ -518,7 +621,9 @@ def _meet(name: str, place: int, port: int, folder: Path) -> int:
     return 0
 
 
-def _fork(work: Callable[..., int], name: str, place: int, port: int, folder: Path) -> int:
+def _fork(
+    work: Callable[..., int], name: str, place: int, port: int, folder: Path
+) -> int:
     pid = os.fork()
     if pid == 0:
         os.dup2(os.open(folder / f"{name}_{place}.log", os.O_WRONLY | os.O_CREAT), 2)
@@ -535,7 +640,9 @@ def _drive(folder: Path, pipe: Connection) -> None:
     """Run all scenarios, the one whose seconds are promised first and alone; sends the exit codes of each."""
     torch.set_num_threads(1)
     alone = _run(["other_shape"], folder)
-    pipe.send({**alone, **_run([name for name in NUMBERS if name not in alone], folder)})
+    pipe.send(
+        {**alone, **_run([name for name in NUMBERS if name not in alone], folder)}
+    )
 
 
 def _run(names: list[str], folder: Path) -> dict[str, dict[int, int]]:
@@ -544,7 +651,9 @@ def _run(names: list[str], folder: Path) -> dict[str, dict[int, int]]:
     with ExitStack() as held:
         ports = {name: held.enter_context(held_port()) for name in names}
         running = {
-            _fork(_train if name in SCENARIOS else _meet, name, place, ports[name], folder): (name, place)
+            _fork(
+                _train if name in SCENARIOS else _meet, name, place, ports[name], folder
+            ): (name, place)
             for name in names
             for place in range(NUMBERS[name])
         }
@@ -553,7 +662,11 @@ def _run(names: list[str], folder: Path) -> dict[str, dict[int, int]]:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 time.sleep(0.01)
-                holding = [pid for pid, where in running.items() if where == ("holds_interpreter", 1)]
+                holding = [
+                    pid
+                    for pid, where in running.items()
+                    if where == ("holds_interpreter", 1)
+                ]
                 if holding and len(codes["holds_interpreter"]) == 2:
                     os.kill(holding[0], signal.SIGKILL)
                 continue
@@ -575,7 +688,10 @@ class Outcome:
         return "".join(log.read_text() for log in logs)
 
     def stacks(self, name: str) -> dict[str, str]:
-        return {path.stem: path.read_text() for path in (self.folder / name / "stacks").glob("rank*.txt")}
+        return {
+            path.stem: path.read_text()
+            for path in (self.folder / name / "stacks").glob("rank*.txt")
+        }
 
 
 @pytest.fixture(scope="module")
@@ -601,29 +717,45 @@ def test_processes_with_another_shape_end_within_two_seconds(outcome: Outcome) -
     """gloo itself reports success on some ranks, and waits for ever on the others."""
     text = outcome.text("other_shape")
     assert outcome.codes["other_shape"] == {0: 9, 1: 9, 2: 9}, text
-    assert re.search(r"ranks 0, 2: all_reduce float32 \[4\] at test_contract.py:\d+ _sum", text)
-    assert re.search(r"rank 1: all_reduce float32 \[5\] at test_contract.py:\d+ _sum", text)
+    assert re.search(
+        r"ranks 0, 2: all_reduce float32 \[4\] at test_contract.py:\d+ _sum", text
+    )
+    assert re.search(
+        r"rank 1: all_reduce float32 \[5\] at test_contract.py:\d+ _sum", text
+    )
     assert text.count("is not the same on all ranks") == 1
     began = [float(time) for time in re.findall(r"([\d.]+) next", text)]
     named = re.search(r"([\d.]+) collective 2 is not", text)
     assert named is not None
     assert float(named[1]) - max(began) < 2.0
-    assert all("other_shape" in stack for stack in outcome.stacks("other_shape").values())
+    assert all(
+        "other_shape" in stack for stack in outcome.stacks("other_shape").values()
+    )
     assert sorted(outcome.stacks("other_shape")) == ["rank00", "rank01", "rank02"]
 
 
-def test_a_process_that_does_not_come_is_named_after_the_timeout(outcome: Outcome) -> None:
+def test_a_process_that_does_not_come_is_named_after_the_timeout(
+    outcome: Outcome,
+) -> None:
     text = outcome.text("asleep")
     assert outcome.codes["asleep"] == {0: 9, 1: 9, 2: 9}, text
-    assert re.search(r"collective 2, all_reduce float32 \[4\] at .* not reached by rank 1 \(its last was 1", text)
+    assert re.search(
+        r"collective 2, all_reduce float32 \[4\] at .* not reached by rank 1 \(its last was 1",
+        text,
+    )
     assert re.search(r"Rank 1 is at test_contract.py:\d+ asleep", text)
     assert "in asleep" in outcome.stacks("asleep")["rank01"]
 
 
-def test_a_process_that_holds_the_interpreter_still_shows_its_stack(outcome: Outcome) -> None:
+def test_a_process_that_holds_the_interpreter_still_shows_its_stack(
+    outcome: Outcome,
+) -> None:
     text = outcome.text("holds_interpreter")
     assert outcome.codes["holds_interpreter"] == {0: 9, 1: -signal.SIGKILL, 2: 9}, text
-    assert re.search(r"collective 2, all_reduce float32 \[4\] at .* not reached by rank 1 \(its last was 1", text)
+    assert re.search(
+        r"collective 2, all_reduce float32 \[4\] at .* not reached by rank 1 \(its last was 1",
+        text,
+    )
     assert "No answer from rank 1" in text
     assert "in holds_interpreter" in outcome.stacks("holds_interpreter")["rank01"]
 
@@ -636,18 +768,35 @@ def test_a_process_that_fails_ends_the_others(outcome: Outcome) -> None:
 def test_a_process_that_is_killed_is_named(outcome: Outcome) -> None:
     text = outcome.text("lost")
     assert outcome.codes["lost"] == {0: 9, 1: -signal.SIGKILL, 2: 9}, text
-    assert re.search(r"rank 1 was lost after call 1, .* all_reduce float32 \[4\] at .*No answer from rank 1: e", text)
+    assert re.search(
+        r"rank 1 was lost after call 1, .* all_reduce float32 \[4\] at .*No answer from rank 1: e",
+        text,
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "needed"),
     [
-        ("twice", r"RANK = 1 was given twice: to rank 1 \(host \S+, process \d+\) and to rank 1 \(host"),
-        ("counts", r"WORLD_SIZE = \d on rank \d \(host \S+, process \d+\), but \d on rank"),
-        ("missing", r"ranks \[1\] of WORLD_SIZE = 3 did not come to MASTER_ADDR:MASTER_PORT = localhost:\d+ within"),
-        ("nobody", r"localhost:\d+ on rank 1, but the address and port of a running rank 0 was needed"),
+        (
+            "twice",
+            r"RANK = 1 was given twice: to rank 1 \(host \S+, process \d+\) and to rank 1 \(host",
+        ),
+        (
+            "counts",
+            r"WORLD_SIZE = \d on rank \d \(host \S+, process \d+\), but \d on rank",
+        ),
+        (
+            "missing",
+            r"ranks \[1\] of WORLD_SIZE = 3 did not come to MASTER_ADDR:MASTER_PORT = localhost:\d+ within",
+        ),
+        (
+            "nobody",
+            r"localhost:\d+ on rank 1, but the address and port of a running rank 0 was needed",
+        ),
     ],
 )
-def test_processes_that_do_not_meet_are_told_why(outcome: Outcome, name: str, needed: str) -> None:
+def test_processes_that_do_not_meet_are_told_why(
+    outcome: Outcome, name: str, needed: str
+) -> None:
     assert set(outcome.codes[name].values()) == {9}, outcome.text(name)
     assert len(re.findall(needed, outcome.text(name))) == len(MEETINGS[name])

@@ -27,10 +27,14 @@ ALONE = Group(0, 0, 1, CPU)
 
 def test_host_figures_are_those_of_the_system() -> None:
     figures = health.sample(CPU)
-    assert figures["rss_mib"] == pytest.approx(psutil.Process().memory_info().rss / 2**20, rel=0.05)
+    assert figures["rss_mib"] == pytest.approx(
+        psutil.Process().memory_info().rss / 2**20, rel=0.05
+    )
     shared = torch.zeros(16 * 2**18).share_memory_()  # 16 MiB in /dev/shm
     shared.fill_(1.0)
-    assert health.sample(CPU)["shm_mib"] - figures["shm_mib"] == pytest.approx(16, abs=1)
+    assert health.sample(CPU)["shm_mib"] - figures["shm_mib"] == pytest.approx(
+        16, abs=1
+    )
 
 
 def test_loader_processes_are_counted() -> None:
@@ -39,18 +43,27 @@ def test_loader_processes_are_counted() -> None:
     ready, asked = context.Barrier(3), context.Event()
     children = [context.Process(target=_hold, args=(ready, asked)) for _ in range(2)]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any thread
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # Python 3.12 warns of any thread
         for child in children:
             child.start()
     try:
         ready.wait(60)
-        held = sum(psutil.Process(child.pid).memory_info().rss for child in children) / 2**20
-        assert health.sample(CPU)["workers_rss_mib"] - before == pytest.approx(held, rel=0.1)
+        held = (
+            sum(psutil.Process(child.pid).memory_info().rss for child in children)
+            / 2**20
+        )
+        assert health.sample(CPU)["workers_rss_mib"] - before == pytest.approx(
+            held, rel=0.1
+        )
     finally:
         asked.set()
         for child in children:
             child.join()
-    assert health.sample(CPU)["workers_rss_mib"] == before, "those that have ended hold nothing"
+    assert health.sample(CPU)["workers_rss_mib"] == before, (
+        "those that have ended hold nothing"
+    )
 
 
 def _hold(ready: Any, asked: Any) -> None:
@@ -64,9 +77,16 @@ def test_a_rank_that_holds_more_than_the_others_is_named() -> None:
     assert list(health.outliers(ranks).values()) == [
         "rank 2 uses reserved 9700 MiB, the median of the ranks is 8000 MiB: it will be the first to run out."
     ]
-    assert health.outliers([usual, {**usual, "reserved_mib": 9500.0}, usual]) == {}, "19 %"
-    assert health.outliers([{"rss_mib": 100.0}, {"rss_mib": 300.0}, {"rss_mib": 100.0}]) == {}, "small"
-    assert list(health.outliers([usual, {**usual, "rss_mib": 3700.0}])) == [(1, "rss_mib")], "their mean hides it"
+    assert health.outliers([usual, {**usual, "reserved_mib": 9500.0}, usual]) == {}, (
+        "19 %"
+    )
+    assert (
+        health.outliers([{"rss_mib": 100.0}, {"rss_mib": 300.0}, {"rss_mib": 100.0}])
+        == {}
+    ), "small"
+    assert list(health.outliers([usual, {**usual, "rss_mib": 3700.0}])) == [
+        (1, "rss_mib")
+    ], "their mean hides it"
     assert health.outliers([usual, {**usual, "rss_mib": 3500.0}]) == {}
     assert health.outliers([usual]) == {}
 
@@ -76,7 +96,10 @@ class TwoRanks(Group):
 
     def gather(self, item: Any) -> list[Any]:
         figures, found = item
-        return [(figures, found), ({**figures, "rss_mib": figures["rss_mib"] * 2 + 1024}, ["rank 1: grows"])]
+        return [
+            (figures, found),
+            ({**figures, "rss_mib": figures["rss_mib"] * 2 + 1024}, ["rank 1: grows"]),
+        ]
 
 
 def test_report_lists_ranks_in_order_and_warns_once_of_a_rank() -> None:
@@ -89,16 +112,24 @@ def test_report_lists_ranks_in_order_and_warns_once_of_a_rank() -> None:
     assert watched.report(20)[1] == ["rank 1: grows"]
 
 
-def growth_of(values: Sequence[float], *, least: float = 64.0, window: int = 5) -> list[Growth]:
+def growth_of(
+    values: Sequence[float], *, least: float = 64.0, window: int = 5
+) -> list[Growth]:
     watched = GrowthWatch(least=least, window=window)
-    return [found for step, value in enumerate(values) if (found := watched.add(step, value)) is not None]
+    return [
+        found
+        for step, value in enumerate(values)
+        if (found := watched.add(step, value)) is not None
+    ]
 
 
 def test_endless_growth_is_found_once_with_its_rate() -> None:
     (found,) = growth_of([1000 + 4 * step for step in range(200)])
     assert found.per_step == 4
     assert (found.since, found.before) == (5, 1020)
-    (found,) = growth_of([1000 + 4 * step + 500 * (step % 3 == 0) for step in range(200)])
+    (found,) = growth_of(
+        [1000 + 4 * step + 500 * (step % 3 == 0) for step in range(200)]
+    )
     assert found.per_step == pytest.approx(4, rel=0.1), "peaks do not hide it"
 
 
@@ -115,7 +146,9 @@ def test_endless_growth_is_found_once_with_its_rate() -> None:
         lambda step: 3000 - 10.0 * step,
     ],
 )
-def test_what_is_no_endless_growth_is_not_reported(shape: Callable[[int], float]) -> None:
+def test_what_is_no_endless_growth_is_not_reported(
+    shape: Callable[[int], float],
+) -> None:
     assert growth_of([shape(step) for step in range(150)]) == []
 
 
@@ -143,7 +176,9 @@ class Loop:
         if mistake == "graph":
             self.kept.append(loss)
         elif mistake == "memory":
-            self.kept.append(torch.ones(33 * 2**18))  # 33 MiB, which malloc never takes from what was freed before
+            self.kept.append(
+                torch.ones(33 * 2**18)
+            )  # 33 MiB, which malloc never takes from what was freed before
         else:
             self.kept = [loss]  # the last one is no growth
 
@@ -161,7 +196,9 @@ def test_a_retained_graph_and_growing_memory_are_found(
         warnings += watched.report(step)[1]
     if mistake == "graph":
         (warning,) = warnings
-        assert warning.startswith("rank 0: 1 more tensors hold a graph after every step")
+        assert warning.startswith(
+            "rank 0: 1 more tensors hold a graph after every step"
+        )
         assert "shape [] and come from MeanBackward0" in warning
     elif mistake == "memory":
         (warning,) = warnings
@@ -175,7 +212,9 @@ def scene(folder: Path) -> Scene:
     loop = Loop()
     loop.optimizer = torch.optim.AdamW(loop.net.parameters())
     loop.step("none")
-    return Scene(3, 120, [(4, 192, 384, 3)], loop.net, CPU, loop.optimizer, nn.Linear(8, 4))
+    return Scene(
+        3, 120, [(4, 192, 384, 3)], loop.net, CPU, loop.optimizer, nn.Linear(8, 4)
+    )
 
 
 def planted(kind: str) -> BaseException:
@@ -191,7 +230,10 @@ def planted(kind: str) -> BaseException:
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "python", "system"])
 def test_running_out_of_memory_is_explained(tmp_path: Path, kind: str) -> None:
     error = planted(kind)
-    with pytest.raises(OutOfMemory) as caught, health.out_of_memory_named(scene(tmp_path), tmp_path):
+    with (
+        pytest.raises(OutOfMemory) as caught,
+        health.out_of_memory_named(scene(tmp_path), tmp_path),
+    ):
         raise error
     text = str(caught.value)
     for part in (
@@ -210,7 +252,10 @@ def test_running_out_of_memory_is_explained(tmp_path: Path, kind: str) -> None:
 
 
 def test_other_errors_pass(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="shapes cannot"), health.out_of_memory_named(scene(tmp_path), tmp_path):
+    with (
+        pytest.raises(RuntimeError, match="shapes cannot"),
+        health.out_of_memory_named(scene(tmp_path), tmp_path),
+    ):
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
     assert list(tmp_path.iterdir()) == []
 

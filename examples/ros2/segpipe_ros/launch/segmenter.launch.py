@@ -12,14 +12,24 @@ def generate_launch_description() -> LaunchDescription:
     deadline = ParameterValue(LaunchConfiguration("deadline_ms"), value_type=float)
     return LaunchDescription(
         [
-            DeclareLaunchArgument("folder", description="exported folder, with SHA256SUMS"),
-            DeclareLaunchArgument("image", default_value="/camera/image_raw", description="camera topic"),
-            DeclareLaunchArgument("deadline_ms", default_value="0.0", description="per frame; 0.0 for no deadline"),
+            DeclareLaunchArgument(
+                "folder", description="exported folder, with SHA256SUMS"
+            ),
+            DeclareLaunchArgument(
+                "image", default_value="/camera/image_raw", description="camera topic"
+            ),
+            DeclareLaunchArgument(
+                "deadline_ms",
+                default_value="0.0",
+                description="per frame; 0.0 for no deadline",
+            ),
             Node(
                 package="segpipe_ros",
                 executable="segmenter",
                 name="segmenter",
-                parameters=[{"folder": LaunchConfiguration("folder"), "deadline_ms": deadline}],
+                parameters=[
+                    {"folder": LaunchConfiguration("folder"), "deadline_ms": deadline}
+                ],
                 remappings=[("image", LaunchConfiguration("image"))],
                 output="screen",
             ),

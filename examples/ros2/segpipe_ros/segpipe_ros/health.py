@@ -35,7 +35,9 @@ class Diagnosis(NamedTuple):
 class Health:
     """Counts statuses between two reports. `silent_after_s` without a frame is a fault, too."""
 
-    def __init__(self, model_id: str, start_s: float, silent_after_s: float = 1.0) -> None:
+    def __init__(
+        self, model_id: str, start_s: float, silent_after_s: float = 1.0
+    ) -> None:
         self._model_id = model_id
         self._silent_after_s = silent_after_s
         self._last_s = start_s  # of the last frame
@@ -48,7 +50,9 @@ class Health:
         self._last_s = now_s
         self._total[result.status] += 1
         # Drop the arrays: if nobody calls report, masks must not pile up.
-        self._recent.append(result._replace(mask=result.mask[:0], confidence=result.confidence[:0]))
+        self._recent.append(
+            result._replace(mask=result.mask[:0], confidence=result.confidence[:0])
+        )
         if reason:
             self._reason = f"{result.status}: {reason}"
 
@@ -61,9 +65,15 @@ class Health:
         if silent_s > self._silent_after_s:
             level, message = STALE, f"no frame for {silent_s:.1f} s"
         times = [result.latency_ms for result in recent]
-        values = [("model_id", self._model_id), *((str(status), str(self._total[status])) for status in Status)]
+        values = [
+            ("model_id", self._model_id),
+            *((str(status), str(self._total[status])) for status in Status),
+        ]
         if times:
-            values += [("p50_ms", f"{statistics.median(times):.1f}"), ("max_ms", f"{max(times):.1f}")]
+            values += [
+                ("p50_ms", f"{statistics.median(times):.1f}"),
+                ("max_ms", f"{max(times):.1f}"),
+            ]
         return Diagnosis(level, message, values)
 
 
@@ -74,4 +84,6 @@ def _verdict(recent: list[Result], reason: str) -> tuple[int, str]:
     worst = max(counts, key=LEVELS.__getitem__)
     if worst is Status.OK:
         return OK, "OK"
-    return LEVELS[worst], f"{counts[worst]} of {len(recent)} frames {worst}" + (f" ({reason})" if reason else "")
+    return LEVELS[worst], f"{counts[worst]} of {len(recent)} frames {worst}" + (
+        f" ({reason})" if reason else ""
+    )

@@ -53,19 +53,35 @@ def read_frame(message: ImageMessage) -> Frame:
     a color order such as 8UC3.
     """
     if message.encoding not in _ENCODINGS:
-        return _refused(Status.BAD_DTYPE, f"encoding = {message.encoding!r}, but {' or '.join(_ENCODINGS)} was needed")
+        return _refused(
+            Status.BAD_DTYPE,
+            f"encoding = {message.encoding!r}, but {' or '.join(_ENCODINGS)} was needed",
+        )
     if message.is_bigendian:
-        return _refused(Status.BAD_DTYPE, "is_bigendian is set, but single bytes have no byte order; set it to 0")
+        return _refused(
+            Status.BAD_DTYPE,
+            "is_bigendian is set, but single bytes have no byte order; set it to 0",
+        )
     try:
         pixels = np.frombuffer(message.data, np.uint8)
     except (TypeError, ValueError, BufferError) as error:
-        return _refused(Status.BAD_DTYPE, f"data is {type(message.data).__name__}, but bytes were needed ({error})")
+        return _refused(
+            Status.BAD_DTYPE,
+            f"data is {type(message.data).__name__}, but bytes were needed ({error})",
+        )
     height, width, step = message.height, message.width, message.step
     if height < 1 or width < 1 or step < 3 * width or pixels.size != height * step:
         needed = f"step of {3 * width} or more and height * step bytes were needed"
-        return _refused(Status.BAD_SHAPE, f"{height}x{width}, step = {step}, {pixels.size} bytes, but {needed}")
+        return _refused(
+            Status.BAD_SHAPE,
+            f"{height}x{width}, step = {step}, {pixels.size} bytes, but {needed}",
+        )
     rows = pixels.reshape(height, step)[:, : 3 * width]
-    return Frame(rows.reshape(height, width, 3)[..., :: _ENCODINGS[message.encoding]], Status.OK, "")
+    return Frame(
+        rows.reshape(height, width, 3)[..., :: _ENCODINGS[message.encoding]],
+        Status.OK,
+        "",
+    )
 
 
 def _refused(status: Status, reason: str) -> Frame:
@@ -85,7 +101,10 @@ def answer(segmenter: Segmenter, message: ImageMessage) -> tuple[Result, str]:
     result = segmenter.infer(frame.image, to_seconds(message.header.stamp))
     if result.status is Status.BAD_SHAPE:
         needed = segmenter.artifact.shapes.describe()
-        return result, f"{message.height}x{message.width}, but {needed} was needed: resize first"
+        return (
+            result,
+            f"{message.height}x{message.width}, but {needed} was needed: resize first",
+        )
     return result, segmenter.last_error if result.status is Status.ERROR else ""
 
 
@@ -94,9 +113,19 @@ def mono8(values: NDArray[np.uint8]) -> dict[str, Any]:
     height, width = values.shape
     # rclpy copies an array in one go, but checks a list byte by byte.
     data = array("B", values.tobytes())
-    return {"height": height, "width": width, "encoding": "mono8", "is_bigendian": 0, "step": width, "data": data}
+    return {
+        "height": height,
+        "width": width,
+        "encoding": "mono8",
+        "is_bigendian": 0,
+        "step": width,
+        "data": data,
+    }
 
 
 def class_map(manifest: dict[str, Any]) -> list[tuple[int, str]]:
     """(class_id, class_name) of a vision_msgs/msg/LabelInfo, the same as in ros/labels.yaml of the export."""
-    return [*((entry["id"], entry["name"]) for entry in manifest["classes"]), (NO_ANSWER, "no_answer")]
+    return [
+        *((entry["id"], entry["name"]) for entry in manifest["classes"]),
+        (NO_ANSWER, "no_answer"),
+    ]

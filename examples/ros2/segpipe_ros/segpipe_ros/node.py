@@ -33,7 +33,10 @@ class SegmenterNode:
     def __init__(self, node: Any) -> None:
         self._node = node
         self._ros = _ros()
-        given = {name: node.declare_parameter(name, default).value for name, default in PARAMETERS.items()}
+        given = {
+            name: node.declare_parameter(name, default).value
+            for name, default in PARAMETERS.items()
+        }
         self._segmenter = Segmenter.load(
             Path(given["folder"]),
             precision=given["precision"],
@@ -45,20 +48,31 @@ class SegmenterNode:
             clock=self._now_s,
         )
         manifest = self._segmenter.artifact.manifest
-        self._health = Health(self._segmenter.artifact.model_id, self._now_s(), given["silent_after_s"])
+        self._health = Health(
+            self._segmenter.artifact.model_id, self._now_s(), given["silent_after_s"]
+        )
         self._mask = node.create_publisher(self._ros.Image, "~/mask", 1)
         self._confidence = node.create_publisher(self._ros.Image, "~/confidence", 1)
-        self._labels = node.create_publisher(self._ros.LabelInfo, "~/label_info", self._ros.latched)
+        self._labels = node.create_publisher(
+            self._ros.LabelInfo, "~/label_info", self._ros.latched
+        )
         self._labels.publish(self._label_info(class_map(manifest)))
-        self._diagnostics = node.create_publisher(self._ros.DiagnosticArray, "/diagnostics", 1)
+        self._diagnostics = node.create_publisher(
+            self._ros.DiagnosticArray, "/diagnostics", 1
+        )
         node.create_timer(1.0, self.diagnose)
-        node.create_subscription(self._ros.Image, "image", self.segment, self._ros.newest)
+        node.create_subscription(
+            self._ros.Image, "image", self.segment, self._ros.newest
+        )
 
     def segment(self, message: Any) -> None:
         """Publish the answer to an image, or 255 everywhere."""
         result, reason = answer(self._segmenter, message)
         self._health.note(result, reason, self._now_s())
-        for publisher, values in ((self._mask, result.mask), (self._confidence, result.confidence)):
+        for publisher, values in (
+            (self._mask, result.mask),
+            (self._confidence, result.confidence),
+        ):
             publisher.publish(self._ros.Image(header=message.header, **mono8(values)))
 
     def diagnose(self) -> None:
@@ -68,7 +82,9 @@ class SegmenterNode:
             level=bytes([found.level]),
             name=f"{self._node.get_name()}: segmentation",
             message=found.message,
-            values=[self._ros.KeyValue(key=key, value=value) for key, value in found.values],
+            values=[
+                self._ros.KeyValue(key=key, value=value) for key, value in found.values
+            ],
         )
         array = self._ros.DiagnosticArray(status=[status])
         array.header.stamp = self._node.get_clock().now().to_msg()
@@ -76,7 +92,10 @@ class SegmenterNode:
 
     def _label_info(self, classes: list[tuple[int, str]]) -> Any:
         message = self._ros.LabelInfo(
-            class_map=[self._ros.VisionClass(class_id=index, class_name=name) for index, name in classes]
+            class_map=[
+                self._ros.VisionClass(class_id=index, class_name=name)
+                for index, name in classes
+            ]
         )
         message.header.stamp = self._node.get_clock().now().to_msg()
         return message
