@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from segpipe.distributed.reduce import FlatLayout, RankSum, TreeSum, tree_over_ranks
+from segpipe.errors import CollectiveError
 from segpipe.keys import torch_seed
 from segpipe.losses.total import shard_loss
 from segpipe.models.plugin_network import ShardGuard
@@ -150,6 +151,10 @@ class ElasticGradients:
         self._views: dict[int, list[Tensor]] = {}  # of each vector, by its address
         self._kept = Kept(self.state.model)
         self._exchange: _Exchange | None = None
+        # In how many parts a pass gave each gradient, the most so far: a block that is
+        # used three times under reentrant checkpoints gives its own in three.
+        self._parts_of: list[int] = []
+        self._counted: list[int] = []  # of the pass that runs
         if self.group.world_size > 1:
             for place, parameter in enumerate(self.parameters):
                 parameter.register_post_accumulate_grad_hook(
@@ -188,9 +193,17 @@ class ElasticGradients:
                     self.parameters,
                     across,
                     total,
+                    self._parts_of,
                 )
+            self._counted = [0] * len(self.parameters)
             with watch.span("backward"):
                 self.state.scaler.scale(parts["total"]).backward()  # type: ignore[no-untyped-call]
+            self._parts_of = [
+                max(pair)
+                for pair in zip(
+                    self._counted, self._parts_of or self._counted, strict=True
+                )
+            ]
             self.loss.guard.check(self.state.step, batch.shard)
             losses[batch.shard] = parts["total"].detach()
             views, count = self._views_of(flat), len(self.statistics)
@@ -240,9 +253,23 @@ class ElasticGradients:
         return self._views[vector.data_ptr()]
 
     def _on_grad_ready(self, place: int, _: Tensor) -> None:
-        """Called by autograd when the gradient of parameter `place` is complete."""
-        if self._exchange is not None:
-            self._exchange.on_grad_ready(place)
+        """Called by autograd after each addition to the gradient of parameter `place`.
+
+        Raises CollectiveError when the gradient was sent already.
+        """
+        self._counted[place] += 1
+        if self._exchange is None:
+            return
+        if self._exchange.has_sent(place):
+            parameter = self.parameters[place]
+            named = self.state.model.named_parameters()
+            name = next(name for name, value in named if value is parameter)
+            raise CollectiveError(
+                f"part {self._counted[place]} of the gradient of {name} came after it was "
+                f"sent: no earlier update used {name} so often. Use every block a fixed "
+                f"number of times, or checkpoint(use_reentrant=False)."
+            )
+        self._exchange.on_grad_ready(place, self._counted[place])
 
     def _layout_for(self, parts: dict[str, Tensor]) -> FlatLayout:
         if self._layout is None:
@@ -309,16 +336,20 @@ class _Exchange:
         parameters: list[nn.Parameter],
         across: RankSum,
         total: Tensor,
+        parts_of: list[int],
     ) -> None:
-        """`flat` is the last shard's vector, with its `views`; `total` receives the sums."""
-        self._layout, self._tree, self._flat, self._parameters, self._across = (
-            layout,
-            tree,
-            flat,
-            parameters,
-            across,
-        )
+        """`flat` is the last shard's vector, with its `views`; `total` receives the sums.
+
+        `parts_of`: additions by which each gradient was complete in earlier passes. In
+        the first pass there are none, and everything is sent at its end.
+        """
+        self._layout = layout
+        self._tree = tree
+        self._flat = flat
+        self._parameters = parameters
+        self._across = across
         self._total = total
+        self._parts_of = [max(count, 1) for count in parts_of]
         self.given = [False] * len(parameters)  # which have a gradient
         self._views = views
         self._first = len(self._views) - len(parameters)  # place of the first gradient
@@ -326,14 +357,23 @@ class _Exchange:
             sum(place >= self._first for place in members) for members in layout.members
         ]
         self._next = len(layout.buckets) - 1
-        self._held = layout.bucket_of[
-            self._first - 1
-        ]  # buckets up to this one wait for statistics and figures
+        # Buckets up to this one wait for statistics and figures.
+        self._held = layout.bucket_of[self._first - 1] if parts_of else self._next
 
-    def on_grad_ready(self, place: int) -> None:
-        """Send the buckets that the gradient of parameter `place` completes."""
+    def has_sent(self, place: int) -> bool:
+        """Whether the gradient of parameter `place` has left."""
+        return self._layout.bucket_of[self._first + place] > self._next
+
+    def on_grad_ready(self, place: int, parts: int) -> None:
+        """Send the buckets that addition number `parts` to a gradient completes."""
         self.given[place] = True
-        self._missing[self._layout.bucket_of[self._first + place]] -= 1
+        if not self._parts_of:
+            return
+        bucket = self._layout.bucket_of[self._first + place]
+        if parts == self._parts_of[place]:
+            self._missing[bucket] -= 1
+        elif parts > self._parts_of[place]:
+            self._held = max(self._held, bucket)  # how many more come is not known
         while self._next > self._held and self._missing[self._next] == 0:
             self._send()
 

@@ -248,12 +248,14 @@ class Ema:
         self._pairs = self._match(model)
 
     def _match(self, model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        averaged, live = (
-            self.model.state_dict(),
-            model.state_dict(),
-        )  # which share memory with the networks
-        names = [name for name, value in live.items() if value.is_floating_point()]
-        return [averaged[name] for name in names], [live[name] for name in names]
+        """Float tensors of the average and of the network, each once: tied ones have two names."""
+        averaged = self.model.state_dict(keep_vars=True)
+        pairs = {
+            live: averaged[name]
+            for name, live in model.state_dict(keep_vars=True).items()
+            if live.is_floating_point()
+        }
+        return list(pairs.values()), list(pairs)
 
     @torch.no_grad()
     def update(self, step: int) -> None:

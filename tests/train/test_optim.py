@@ -287,6 +287,21 @@ def test_average_is_another_network_and_stays_in_eval_mode() -> None:
     assert own.isdisjoint({value.data_ptr() for value in net.state_dict().values()})
 
 
+def test_tied_weights_are_averaged_once() -> None:
+    net, untied = Tiny(), Tiny()
+    untied.load_state_dict(net.state_dict())
+    net.tied = net.conv.weight
+    averages = [Ema(net, EmaConfig()), Ema(untied, EmaConfig())]
+    for step in range(3):
+        for model in (net, untied):
+            with torch.no_grad():
+                model.conv.weight.add_(1.0)
+        for average in averages:
+            average.update(step)
+    tied, alone = (average.model.state_dict()["conv.weight"] for average in averages)
+    assert torch.equal(tied, alone)
+
+
 def test_average_follows_weights_that_are_loaded_later() -> None:
     net = Tiny()
     ema = Ema(net, EmaConfig(decay=0.0))
