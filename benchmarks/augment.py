@@ -25,6 +25,7 @@ from segpipe.settings.check import check
 from segpipe.settings.compose import compose
 
 PIPELINES = ("standard", "robust")
+SMOKE = {"PIPELINES": ("standard",)}
 ROW = dict[str, Any]
 
 

@@ -31,6 +31,8 @@ LAYOUTS = [
     (0, "fork"),
     *((workers, how) for workers in (1, 3) for how in ("fork", "forkserver", "spawn")),
 ]
+CONTROLS = (1, 2, 4)  # processes in mode ddp
+SMOKE: dict[str, Any] = {"UNEVEN": (), "CONTROLS": (1,)}
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     ]
     cases += [Case("synthetic", processes=2, workers=3, start_method="spawn")]
     cases += [Case("synthetic", processes=number, shards=6) for number in UNEVEN[:most]]
-    controls = [Case("synthetic", processes=number, mode="ddp") for number in (1, 2, 4)]
+    controls = [Case("synthetic", processes=number, mode="ddp") for number in CONTROLS]
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for number, case in enumerate([*cases, *controls]):

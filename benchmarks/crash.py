@@ -30,6 +30,7 @@ RECIPE = (
     "export.enabled=false", "train.log_every=1",
 )  # fmt: skip
 KILLS_OF_A_RUN = 5  # then it may come to its end
+SMOKE: dict[str, Any] = {"KILLS_OF_A_RUN": 1}
 PROCESSES, WORKERS = (1, 2, 4), (0, 1, 2)
 
 

@@ -219,6 +219,9 @@ def provoke(name: str) -> dict[str, Any]:
     return judge(name, said, begun, exit_code)
 
 
+SMOKE = {"FAULTS": {"shape": FAULTS["shape"]}}
+
+
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Every fault in turn; passed when each run ended with the right words in time."""
     rows = []

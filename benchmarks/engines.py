@@ -36,6 +36,7 @@ PROGRAMS = {"segpipe_torch": "libtorch, C++", "segpipe_ort": "onnxruntime, C++"}
 _LINE = re.compile(
     r"frame 0: ([\d.]+) % of the pixels equal, confidence within (\d+) levels, p50 ([\d.]+) ms"
 )
+SMOKE: dict[str, Any] = {}
 EQUAL = 0.9999  # of a fp32 mask's pixels, as G3
 Masks = tuple[NDArray[Any], NDArray[Any]]
 Run = Callable[[], Masks]

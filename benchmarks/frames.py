@@ -13,25 +13,28 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-HEIGHT, WIDTH, CLASSES = 1024, 2048, 19
+SIZE, CLASSES = (1024, 2048), 19
 PNG = [cv2.IMWRITE_PNG_COMPRESSION, 6, cv2.IMWRITE_PNG_STRATEGY, cv2.IMWRITE_PNG_STRATEGY_DEFAULT,
        cv2.IMWRITE_PNG_FILTER, cv2.IMWRITE_PNG_ALL_FILTERS]  # fmt: skip
 JPEG = [cv2.IMWRITE_JPEG_QUALITY, 95]
 
 
-def draw(number: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Image (1024, 2048, 3) and labels (1024, 2048)."""
+def draw(
+    number: int, size: tuple[int, int] = SIZE
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Image (H, W, 3) and labels (H, W) of `size`."""
+    height, width = size
     random = np.random.default_rng([13, number])
 
     def field(rows: int, channels: int) -> NDArray[np.float32]:
         small = random.standard_normal((rows, 2 * rows, channels), dtype=np.float32)
         return np.asarray(
-            cv2.resize(small, (WIDTH, HEIGHT), interpolation=cv2.INTER_CUBIC)
-        ).reshape(HEIGHT, WIDTH, -1)
+            cv2.resize(small, (width, height), interpolation=cv2.INTER_CUBIC)
+        ).reshape(height, width, -1)
 
     coarse = random.standard_normal((9, 18, CLASSES), dtype=np.float32)
     scores = [
-        cv2.resize(coarse[..., one], (WIDTH, HEIGHT), interpolation=cv2.INTER_CUBIC)
+        cv2.resize(coarse[..., one], (width, height), interpolation=cv2.INTER_CUBIC)
         for one in range(CLASSES)
     ]
     labels = np.argmax(scores, axis=0).astype(np.uint8)
@@ -41,7 +44,9 @@ def draw(number: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     return np.clip(image, 0, 255).astype(np.uint8), labels
 
 
-def write(root: Path, num: int, *, jpeg: bool = False) -> None:
+def write(
+    root: Path, num: int, *, size: tuple[int, int] = SIZE, jpeg: bool = False
+) -> None:
     """A data set of the kind `folder` with `num` training frames."""
     for kind in ("images/train", "masks/train"):
         (root / kind).mkdir(parents=True)
@@ -50,7 +55,7 @@ def write(root: Path, num: int, *, jpeg: bool = False) -> None:
     )
 
     def one(number: int) -> None:
-        image, labels = draw(number)
+        image, labels = draw(number, size)
         bgr = cv2.cvtColor(image, cv2.COLOR_RGB2BGR)
         cv2.imwrite(
             str(root / f"images/train/{number:03d}.{'jpg' if jpeg else 'png'}"),

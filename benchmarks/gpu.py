@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks import gpu_bits, gpu_speed
+from benchmarks.measure import Bench
 from segpipe.data.augment import Augmenter
 from segpipe.data.catalog import STREET
 from segpipe.data.loader import ShardBatch
@@ -45,23 +46,6 @@ MODELS = {
 }  # which is optional
 GRACE_S = 20.0  # after the time limit; with the default limit a call ends within 10 minutes, whatever hangs
 LEFT_OUT = "left out"  # the figure of a check that was not made, or not to its end; it says why
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Where and how large: sizes in pixels, `deadline` in seconds of time.monotonic."""
-
-    device: torch.device
-    deadline: float
-    size: int = 1024
-    batch: int = 12
-    updates: int = 20
-    camvid: Path | None = None
-    folder: Path = Path("runs")
-
-    @property
-    def seconds_left(self) -> float:
-        return self.deadline - time.monotonic()
 
 
 def scenes(bench: Bench, count: int) -> tuple[Tensor, Tensor]:
@@ -323,7 +307,7 @@ def camvid(bench: Bench) -> dict[str, Any]:
     """CamVid from scratch in the time that is left: the schedule is cut to fit, the figure is of that many steps."""
     if bench.camvid is None:
         return {LEFT_OUT: "give --camvid FOLDER"}
-    if gpu_bits.too_late(bench, 120):  # two runs, each with a validation
+    if bench.too_late(120):  # two runs, each with a validation
         return {LEFT_OUT: gpu_bits.NO_TIME}
     from segpipe.settings.compose import compose
 

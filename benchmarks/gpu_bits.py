@@ -11,12 +11,10 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks import measure as measuring
-
-if TYPE_CHECKING:
-    from benchmarks.gpu import Bench
+from benchmarks.measure import Bench
 
 ROOT = Path(__file__).resolve().parents[1]
 DIGESTS = ("weights_digest", "ema_digest", "miou")
@@ -152,7 +150,7 @@ def ops(bench: Bench) -> dict[str, Any]:
     """
     from benchmarks.ops import measure, misjudged
 
-    if too_late(bench, 30):
+    if bench.too_late(30):
         return {"left out": NO_TIME}
     rows = measure(bench.device, size=min(bench.size, 256), batch=min(bench.batch, 8))
     unsound = [row["op"] for row in rows if row["replacement_equal"] is False]
@@ -166,7 +164,7 @@ def cost(bench: Bench) -> dict[str, Any]:
     """What every mode costs, as `benchmarks/run.py C9` reports it."""
     from benchmarks import modes
 
-    if too_late(bench, 150):  # six arms, each once more in a process of its own
+    if bench.too_late(150):  # six arms, each once more in a process of its own
         return {"left out": NO_TIME}
     found = modes.measure(Namespace(repeats=bench.updates))
     over = {
@@ -178,11 +176,6 @@ def cost(bench: Bench) -> dict[str, Any]:
         f"elastic costs more than {found['limit']} of off: {over}"
     )
     return found
-
-
-def too_late(bench: Bench, seconds: float) -> bool:
-    """Whether less than `seconds` are left; a CPU, where the checks are only tried out, has all the time."""
-    return bench.device.type == "cuda" and bench.seconds_left < seconds
 
 
 @contextmanager

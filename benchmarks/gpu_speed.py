@@ -7,12 +7,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from benchmarks import measure as measuring
 from benchmarks.baselines import loops
+from benchmarks.measure import Bench
 from benchmarks.train_step import Scene, Update, arms, ours, theirs, wait
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
@@ -23,9 +24,6 @@ from segpipe.models import build_model
 from segpipe.settings.config import Config
 from segpipe.train.batches import shard_stream
 from segpipe.train.step import train_step
-
-if TYPE_CHECKING:
-    from benchmarks.gpu import Bench
 
 NO_TIME = {"left out": "no time"}
 # Ours in bf16 against each (G1), images per second (G1d), the real loader (G5), peak memory (G7): what must be reached.
@@ -40,7 +38,8 @@ OURS = "segpipe bf16"
 
 def recipes(bench: Bench) -> dict[str, Any]:
     """G1, G1d and G7: our step against other recipes on one batch, interleaved, and the peak memory of each."""
-    if _late(bench, 150):
+    flags.set_environment()
+    if bench.too_late(150):
         return NO_TIME
     scene, cuda = (
         Scene(bench.device, bench.size, bench.batch),
@@ -189,7 +188,8 @@ def _sync_warnings(device: torch.device) -> Iterator[list[warnings.WarningMessag
 
 def loader(bench: Bench) -> dict[str, Any]:
     """G5: updates fed by the loader against updates on one batch; scenes come from the cache, not from a disk."""
-    if _late(bench, 60):
+    flags.set_environment()
+    if bench.too_late(60):
         return NO_TIME
     scene = Scene(bench.device, bench.size, bench.batch)
     update = ours(scene, "bf16", torch.get_num_threads())
@@ -262,8 +262,3 @@ def alignment(bench: Bench) -> dict[str, Any]:
         )
         figures[name] = len(views)
     return {"views": figures}
-
-
-def _late(bench: Bench, seconds: float) -> bool:
-    flags.set_environment()
-    return bench.device.type == "cuda" and bench.seconds_left < seconds

@@ -27,6 +27,7 @@ from segpipe.train.step import TrainStep
 
 LIMITS = {0: 0.01, 1: 0.03}  # share of an update, by level of the ledger
 SIZE, BATCH, THREADS = 512, 4, 2
+SMOKE = {"SIZE": 64}
 SHOWN = (1, 4, 16)  # shards in one process; 4 is the default configuration
 
 

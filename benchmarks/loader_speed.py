@@ -36,7 +36,7 @@ from segpipe.data.workers import keep_memory
 from segpipe.keys import sample_key
 from segpipe.settings.groups import AugmentConfig, DataConfig
 
-NUM, CROP, SCALE = 64, 1024, (0.5, 2.0)
+NUM, SIZE, CROP, SCALE = 64, frames.SIZE, 1024, (0.5, 2.0)
 MUST = {
     "C1": {"torchvision": 1.8},
     "C2": {"torchvision": 15.0, "mmseg": 12.0, "pidnet": 20.0},
@@ -44,6 +44,7 @@ MUST = {
     "C3": {"torchvision": 7.0},
     "C4": {"torchvision": 12.0},
 }
+SMOKE = {"NUM": 4, "SIZE": (128, 256), "CROP": 128, "TIMED": 1}
 PART = 4  # samples of a timed call
 BATCH, WORKERS, PREFETCH, TIMED = 4, 2, 2, 8  # of C4
 
@@ -58,7 +59,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory(prefix="segpipe-loader-") as folder:
         root = Path(folder)
-        frames.write(root / "set", NUM, jpeg=given.claim == "C3")
+        frames.write(root / "set", NUM, size=SIZE, jpeg=given.claim == "C3")
         samples = _opened(DataConfig(name="folder", root=str(root / "set")))
         if given.claim == "C4":
             seconds = _delivery(
@@ -261,7 +262,8 @@ def _delivery(
         def take(name: str, num: int) -> None:
             for _ in range(num):
                 batch: Any = next(streams[name])
-                batch[-1].sum()  # of labels or indices: the batch is used
+                image = batch.image if name != "torchvision" else batch[0]
+                image[-1].sum()  # the batch is used
 
         arms = {name: partial(take, name, TIMED) for name in streams}
         found = measuring.interleaved(
@@ -346,6 +348,6 @@ def _quality(samples: FileSamples) -> dict[str, float]:
     found = {"image_levels": 0.0, "colour_levels": 0.0, "labels_differ": 0}
     augmenter = Augmenter(_config())
     with _compared(found):
-        for index in range(8):
+        for index in range(min(8, NUM)):
             augmenter(*samples.decode(index), sample_key(1, 0, index, "augment"))
     return found

@@ -35,6 +35,7 @@ MODES = (
 NO_TF32 = "off, no TF32"  # measured on GPUs: elastic forbids TF32, which is a matter of precision and not of order
 LIMIT = 1.03  # elastic over off
 SIZE, BATCH, THREADS = 512, 2, 2
+SMOKE = {"SIZE": 64, "MODES": ("off", "elastic", "elastic+ledger")}
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
@@ -170,7 +171,8 @@ def peak_memory(arm: str) -> int:
     """Peak memory in MiB of a fresh process that does three updates: of the GPU where there is one, else resident."""
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parents[1])!r}); "
-        f"from benchmarks import modes; print(modes.three_updates({arm!r}))"
+        f"from benchmarks import modes; modes.SIZE = {SIZE}; "
+        f"print(modes.three_updates({arm!r}))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

@@ -508,6 +508,9 @@ def trained_again_apart(
         }
 
 
+SMOKE = {"PLANTS": {"pixel": PLANTS["pixel"]}}
+
+
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """What was said of every plant; passed when step, stage, shard or sample, and layer are right for all of them, and
     the run without a fault is identical."""

@@ -36,6 +36,11 @@ RECIPE = (
     "optim.lr=3e-3", "optim.weight_decay=0.01", "optim.schedule=cosine", "optim.warmup_steps=20", "optim.clip_norm=5",
     "ema.decay=0.98", "export.enabled=false", "augment.check=false", "data.verify=headers", "compute.ledger=false",
 )  # fmt: skip
+SMOKE = {
+    "RECIPE": (*RECIPE, "train.steps=2"),
+    "VARIANTS": {"rare": VARIANTS["rare"]},
+    "FOLDER": measuring.ROOT / "runs" / "rare_classes_smoke",
+}
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:

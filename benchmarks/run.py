@@ -3,7 +3,8 @@
 C8 takes a finished run: python benchmarks/run.py C8 run=runs/NAME [which=best] [sizes=[HxW]] [--out FILE].
 engines takes a run with its export: python benchmarks/run.py engines run=runs/NAME [cpp=BUILD] [--out FILE].
 runtime takes an export: python benchmarks/run.py runtime artifact=FOLDER [--out FILE].
-Prints JSON with the machine it ran on. Most take minutes; nothing else should run meanwhile.
+Prints JSON with the machine it ran on. Most take minutes; nothing else should run meanwhile. `--smoke` shows within
+seconds that a benchmark still runs: one round at the sizes in SMOKE of its module, whose figures mean nothing.
 """
 
 from __future__ import annotations
@@ -121,23 +122,30 @@ def main() -> int:
         "--repeats", type=int, help="rounds of a measurement, or number of kills"
     )
     parser.add_argument("--out", type=Path, help="file for the JSON as well")
+    parser.add_argument(
+        "--smoke", action="store_true", help="tiny sizes: does it still run?"
+    )
     given = parser.parse_args()
     if given.claim is None:
         print("\n".join(f"{name:8} {text}" for name, (text, _) in CLAIMS.items()))
         return 0
     if given.settings and given.claim not in WITH_SETTINGS:
         parser.error(f"{given.claim} takes no {given.settings[0]}")
+    module = import_module(f"benchmarks.{CLAIMS[given.claim][1]}")
+    if given.smoke:
+        given.repeats = 1
+        vars(module).update(module.SMOKE)
     try:
-        found = import_module(f"benchmarks.{CLAIMS[given.claim][1]}").measure(given)
+        found = module.measure(given)
     except SegpipeError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    text = json.dumps({"claim": given.claim, **found}, indent=2)
+    text = json.dumps({"claim": given.claim, "smoke": given.smoke, **found}, indent=2)
     print(text)
     if given.out:
         given.out.parent.mkdir(parents=True, exist_ok=True)
         given.out.write_text(text + "\n")
-    return 0 if found["passed"] else 1
+    return 0 if found["passed"] or given.smoke else 1
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ OVERHEAD_MS, OVERHEAD_PIXELS = (
     0.5,
     360 * 480,
 )  # `infer` may add this much at this size; larger frames in proportion
+SMOKE: dict[str, Any] = {}
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:

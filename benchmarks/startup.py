@@ -20,6 +20,7 @@ RUN = (
     "compute.device=cpu", "export.enabled=false", "train.progress=false", "run.name=startup",
 )  # fmt: skip
 LIMIT_S = 300.0
+SMOKE: dict[str, Any] = {}
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:

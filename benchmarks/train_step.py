@@ -27,7 +27,8 @@ from segpipe.train.step import TrainStep, train_step
 from segpipe.train.watch import Watch
 
 MUST = {"fp32": 1.3, "bf16": 2.0}  # PIDNet-style step in fp32 over ours
-THREADS = 2
+SIZE, BATCH, THREADS = 512, 2, 2
+SMOKE = {"SIZE": 64}
 OURS = ("segpipe fp32", "segpipe bf16")
 
 
@@ -61,7 +62,7 @@ class Scene:
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Seconds per step of every arm, ratios to the PIDNet-style step, the parts of ours, and the same loss in both."""
-    scene = Scene(torch.device("cpu"))
+    scene = Scene(torch.device("cpu"), SIZE, BATCH)
     flags.set_environment()
     updates = arms(scene)
     seconds = measuring.interleaved(

@@ -18,6 +18,7 @@ from segpipe.train.validate import classes_and_confusion
 
 CLASSES, SMALL, LARGE = 19, (128, 256), (1024, 2048)
 MUST = {"torchvision": 4.0, "pidnet": 2.5, "mmseg": 6.0}
+SMOKE = {"SMALL": (16, 32), "LARGE": (128, 256)}
 STRETCH = {"torchvision": 10.0, "pidnet": 6.0, "mmseg": 15.0}
 
 

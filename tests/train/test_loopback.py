@@ -320,7 +320,7 @@ def test_a_part_of_a_gradient_that_comes_too_late_ends_the_run(
     """The second update uses the block twice where the first used it once."""
     config = config_of("elastic")
     states = [repeated(lambda calls: 1 + calls, config) for _ in range(4)]
-    with pytest.raises(CollectiveError, match="block.bias"):
+    with pytest.raises(CollectiveError, match=r"block\.bias"):
         ranks(4).run(lambda rank: updates(states[rank], config, group_of(rank, 4), 2))
 
 
