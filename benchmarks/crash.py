@@ -30,7 +30,7 @@ RECIPE = (
     "export.enabled=false", "train.log_every=1",
 )  # fmt: skip
 KILLS_OF_A_RUN = 5  # then it may come to its end
-SMOKE: dict[str, Any] = {"KILLS_OF_A_RUN": 1}
+SMOKE = {"KILLS_OF_A_RUN": 1, "RECIPE": (*RECIPE, "train.steps=12")}
 PROCESSES, WORKERS = (1, 2, 4), (0, 1, 2)
 
 
@@ -120,15 +120,15 @@ def start(folder: Path, processes: int, *changes: str) -> subprocess.Popen[bytes
         f"run.exists={exists}",
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    log = (folder.parent / f"{folder.name}.log").open("ab")
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-    )
+    with (folder.parent / f"{folder.name}.log").open("ab") as log:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
 
 
 def victim(processes: int, chance: random.Random) -> tuple[int, str]:

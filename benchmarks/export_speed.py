@@ -50,7 +50,7 @@ FP32_LIMIT, INT8_LIMIT = 1.25, 3.0  # times as fast as eager, at least
 POINTS = 1.0  # of mIoU that int8 may lose
 FASTER = 0.9  # int8 must take at most this share of what fp32 takes, else an export refuses it
 FRAMES = 32  # for calibration
-SMOKE = {"FRAMES": 2, "NETWORKS": ["fast_scnn"]}
+SMOKE = {"FRAMES": 2, "NETWORKS": []}
 NETWORKS = [name for name in MODELS if name != "timm"]
 SIZES = Setting(
     "sizes", ["360x480", "512x1024"], "HEIGHTxWIDTH at which every network is timed"

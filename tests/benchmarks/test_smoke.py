@@ -1,0 +1,80 @@
+"""Every benchmark still runs: each id of benchmarks/run.py once, at the sizes of --smoke."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+import runs
+from benchmarks import run
+
+pytestmark = pytest.mark.slow
+DRIVES = ("0001TP", "0006R0", "0016E5")
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with its export, trained for three updates."""
+    folder = tmp_path_factory.mktemp("runs") / "exported"
+    assert runs.run(folder, "export.enabled=true") == 0
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _torch_restored() -> Iterator[None]:
+    with runs.torch_restored():
+        yield
+
+
+def camvid(folder: Path) -> Path:
+    """A folder as CamVid's, with one small frame of each drive in each split."""
+    random = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for kind, depth in ((split, (3,)), (f"{split}annot", ())):
+            (folder / kind).mkdir(parents=True)
+            for drive in DRIVES:
+                pixels = random.integers(0, 12, (192, 256, *depth), np.uint8)
+                cv2.imwrite(str(folder / kind / f"{drive}_{split}.png"), pixels)
+    return folder
+
+
+def settings_of(claim: str, exported: Path, folder: Path) -> list[str]:
+    """What a benchmark has to be told."""
+    if claim == "rare":
+        return ["--camvid", str(camvid(folder / "camvid"))]
+    if claim == "C8":
+        return [f"run={exported}", "sizes=[64x96]"]
+    if claim == "runtime":
+        return [f"artifact={exported / 'export'}"]
+    return [f"run={exported}"] if claim == "engines" else []
+
+
+@pytest.mark.parametrize("claim", run.CLAIMS)
+def test_every_benchmark_runs(
+    claim: str,
+    exported: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    module = import_module(f"benchmarks.{run.CLAIMS[claim][1]}")
+    if claim == "rare":
+        monkeypatch.setitem(module.SMOKE, "FOLDER", tmp_path / "runs")
+    for name, value in module.SMOKE.items():  # main sets them too; this puts them back
+        monkeypatch.setattr(module, name, value)
+    out = tmp_path / "result.json"
+    told = settings_of(claim, exported, tmp_path)
+    monkeypatch.setattr(
+        sys, "argv", ["run.py", claim, *told, "--smoke", "--out", str(out)]
+    )
+    assert run.main() == 0, capsys.readouterr()
+    found = json.loads(out.read_text())
+    assert found["smoke"]
+    assert {"what", "machine", "passed"} <= found.keys()
