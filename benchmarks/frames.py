@@ -6,6 +6,7 @@ classes. Drawn from a seed, written as PNG with adaptive filters or as JPEG.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -45,24 +46,27 @@ def draw(
 
 
 def write(
-    root: Path, num: int, *, size: tuple[int, int] = SIZE, jpeg: bool = False
+    root: Path,
+    num: int,
+    *,
+    size: tuple[int, int] = SIZE,
+    jpeg: bool = False,
+    splits: Sequence[str] = ("train",),
 ) -> None:
-    """A data set of the kind `folder` with `num` training frames."""
-    for kind in ("images/train", "masks/train"):
-        (root / kind).mkdir(parents=True)
-    (root / "classes.yaml").write_text(
-        f"names: [{', '.join(f'class{number}' for number in range(CLASSES))}]\n"
-    )
+    """A data set of the kind `folder` with `num` frames in each split."""
+    suffix, options = ("jpg", JPEG) if jpeg else ("png", PNG)
+    for split in splits:
+        for kind in ("images", "masks"):
+            (root / kind / split).mkdir(parents=True)
+    names = ", ".join(f"class{number}" for number in range(CLASSES))
+    (root / "classes.yaml").write_text(f"names: [{names}]\n")
 
     def one(number: int) -> None:
+        split, name = splits[number // num], f"{number % num:03d}"
         image, labels = draw(number, size)
         bgr = cv2.cvtColor(image, cv2.COLOR_RGB2BGR)
-        cv2.imwrite(
-            str(root / f"images/train/{number:03d}.{'jpg' if jpeg else 'png'}"),
-            bgr,
-            JPEG if jpeg else PNG,
-        )
-        cv2.imwrite(str(root / f"masks/train/{number:03d}.png"), labels, PNG)
+        cv2.imwrite(str(root / "images" / split / f"{name}.{suffix}"), bgr, options)
+        cv2.imwrite(str(root / "masks" / split / f"{name}.png"), labels, PNG)
 
     with ThreadPoolExecutor() as pool:
-        list(pool.map(one, range(num)))
+        list(pool.map(one, range(num * len(splits))))

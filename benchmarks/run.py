@@ -94,6 +94,10 @@ CLAIMS = {  # id: what is measured, and the module whose `measure` does it
         "a second owner, another environment, forged evidence and impure transforms are named",
         "attacks",
     ),
+    "trace": (
+        "what a reader of a run walks through: modules, moves between them, scans of the data",
+        "trace",
+    ),
     "crash": ("equal digests after a rank was killed at random moments", "crash"),
 }
 WITH_SETTINGS = {
