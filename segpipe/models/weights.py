@@ -6,6 +6,7 @@ Used with files of the networks' authors, with those of other trainers, and with
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import pickle
@@ -20,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from segpipe.disk import patiently
 from segpipe.errors import CheckpointError, WeightsError, listed
 
 # Entries of a file that hold the state dict, the likeliest first.
@@ -71,34 +73,40 @@ def read_safetensors(path: Path) -> WeightsSource:
 
 
 def read_torch(path: Path) -> Any:
-    """What torch.save wrote, read with weights_only. Raises CheckpointError with the reason when that is impossible."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        if found := re.search(r"GLOBAL (\S+)", str(error)):
-            raise CheckpointError(
-                f"{path} holds {found[1]}, a Python object: such a file runs code when it is loaded, so it was not "
-                f"loaded. Take a file of tensors alone: .safetensors, or of torch.save(net.state_dict(), ...). "
-                f"If you trust who made it, docs/weights.md has a command that converts it."
-            ) from error
-        raise _unreadable(path, error) from error
-    except Exception as error:  # torch raises RuntimeError, EOFError, BadZipFile ...
-        raise _unreadable(path, error) from error
+    """What torch.save wrote, on the CPU; no code in the file is run.
 
-
-def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    Raises CheckpointError when it is missing, truncated or foreign, and where it holds Python objects. Its cause is an
+    OSError if the disk failed: then the file may be whole.
+    """
     if not path.is_file():
-        return CheckpointError(
-            f"{path} does not exist. Set model.weights to a file, or to the folder of a run."
+        raise CheckpointError(
+            f"{path} does not exist. A run writes last.pt and best.pt."
         )
-    reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-    reason = (
-        "its pickle is damaged" if isinstance(error, pickle.UnpicklingError) else reason
-    )
-    size = path.stat().st_size
-    return CheckpointError(
-        f"{path} ({size} bytes) cannot be read as a file of torch: {reason}. Fetch it again."
-    )
+    try:
+        content = patiently(path, path.read_bytes)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read now: {error.strerror or error}. It may be whole: check the disk, then try again."
+        ) from error
+    try:  # from memory: of files torn between 4 and 70 kB, torch says OSError, as if the disk had failed
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except (
+        Exception
+    ) as error:  # RuntimeError, EOFError, UnpicklingError, BadZipFile ...
+        damaged = isinstance(error, pickle.UnpicklingError)
+        if damaged and (named := re.search(r"GLOBAL (\S+)", str(error))):
+            # torch's own message tells how to run the code in the file.
+            raise CheckpointError(
+                f"{path} holds {named[1]}, a Python object, which could run code; nothing of it was run. Take a file "
+                f"of tensors alone: .safetensors, or of torch.save(net.state_dict(), ...). If you trust who made it, "
+                f"docs/weights.md has a command that converts it."
+            ) from None
+        lines = str(error).splitlines() or [type(error).__name__]
+        reason = "its pickle is damaged" if damaged else lines[0][:200]
+        raise CheckpointError(
+            f"{path} ({len(content)} bytes) cannot be read as a file of torch: {reason}. It is truncated or foreign: "
+            f"fetch it again, or take another file of the run (last.pt, best.pt)."
+        ) from error
 
 
 def sha256_of(tensors: Mapping[str, Tensor]) -> str:

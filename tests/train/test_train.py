@@ -553,7 +553,6 @@ def test_full_disk_leaves_the_last_good_checkpoint(
         assert part in text
     assert checkpoint.load(folder / "last.pt")["step"] == 2
     kept = [
-        "checkpoints.sha256",
         "config.json",
         "inputs.json",
         "last.pt",
