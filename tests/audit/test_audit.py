@@ -736,6 +736,7 @@ def test_an_export_that_the_settings_ask_for_and_is_gone_was_not_checked(
 def test_what_the_files_alone_contradict(copy: Path) -> None:
     """An early stop that no setting asks for."""
     folder = copy / "run"
+    passed, _ = evidence.check_checkpoints(folder, None, None)
     edit(
         folder / "result.json",
         lambda content: content.update(steps=3, stopped_early=True),
