@@ -261,6 +261,7 @@ def _each(parts: Sequence[Tensor] | Sequence[Sequence[Tensor]]) -> Tensor:
 
 
 def keeps_ledger(config: Config) -> bool:
+    """Whether the run writes rows: `compute.ledger`, but not in mode off."""
     return config.compute.ledger and config.compute.mode != "off"
 
 
