@@ -22,14 +22,13 @@ from segpipe.losses.total import backend
 from segpipe.models.preprocess import Preprocess
 from segpipe.plugins import is_path
 from segpipe.settings.config import Config, to_mapping
-from segpipe.train import checkpoint
+from segpipe.train import checkpoint, state
 from segpipe.train.batches import counted, loss_weights, shard_stream
 from segpipe.train.gradients import autocast
 from segpipe.train.metrics import miou, summary
 from segpipe.train.recorder import keeps_ledger, open_watch
 from segpipe.train.result import check_space, header, result_of
 from segpipe.train.start import WEIGHTS, read_start
-from segpipe.train.state import build_state
 from segpipe.train.step import StepResult, TrainStep, train_step
 from segpipe.train.stop import StopRequest
 from segpipe.train.training import OpenOutputs, Run
@@ -139,7 +138,7 @@ def _start(
     resumes = config.run.exists == "resume"
     found = checkpoint.newest_whole(config.run_dir) if resumes else None
     weights = None if found else read_start(config, checkpoint.load)
-    current = build_state(config, classes, group.device, weights)
+    current = state.build_state(config, classes, group.device, weights)
     fingerprint, rank_differences = common_fingerprint(
         config, group, backend(config.loss, group.device.type)
     )
