@@ -52,7 +52,10 @@ MODULES: dict[
 ] = {  # the tests that must notice a change of the module
     "segpipe/keys.py": ("tests/test_keys.py",),
     "segpipe/data/order.py": ("tests/data/test_order.py",),
-    "segpipe/losses/pixelwise.py": LOSSES,
+    "segpipe/losses/boundary.py": LOSSES,
+    "segpipe/losses/cross_entropy.py": LOSSES,
+    "segpipe/losses/dice.py": LOSSES,
+    "segpipe/losses/ohem.py": LOSSES,
     "segpipe/losses/total.py": LOSSES,
     "segpipe/models/weights.py": (
         "tests/models/test_models.py",

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from segpipe.determinism.opgate import RAISES, RULES, SILENT, Rule
-from segpipe.losses.pixelwise import kth_largest
+from segpipe.losses.ohem import kth_largest
 from segpipe.models.resize import adaptive_avg_pool, bilinear_matmul
 
 CLASSES = 19

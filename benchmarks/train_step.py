@@ -17,7 +17,7 @@ from segpipe.data.catalog import STREET
 from segpipe.data.loader import ShardBatch
 from segpipe.determinism import flags
 from segpipe.distributed.group import Group
-from segpipe.losses.pixelwise import boundary_target
+from segpipe.losses.boundary import boundary_target
 from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config

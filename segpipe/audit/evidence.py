@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -318,31 +318,12 @@ class CheckedCheckpoint(NamedTuple):
     final: bool  # of the last step that its settings ask for
 
 
-def _sums(path: Path) -> dict[str, list[str]]:
-    """SHA-256 of files by name, in the order of the lines `digest  name ...`; empty without the file."""
-    found: dict[str, list[str]] = {}
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
-        parts = line.split()
-        if len(parts) >= 2:
-            found.setdefault(parts[1], []).append(parts[0])
-    return found
-
-
 def check_checkpoints(
     run: Path, ledger: RunLedger | None, state_ledger: StateLedger | None
 ) -> tuple[list[CheckedCheckpoint], list[Line]]:
     """Checkpoints that passed, by step, and a line for each file; states are checked with `state_ledger` only."""
     passed, lines = [], []
-    recorded, paths = _sums(run / checkpoint.HASHES), sorted(run.glob("*.pt"))
-    if paths and not recorded and ledger is not None and ledger.first.inputs:
-        lines.append(
-            Line(
-                checkpoint.HASHES,
-                FAILED,
-                "it is missing, but a run with inputs.json writes it",
-            )
-        )
-    for path in paths:
+    for path in sorted(run.glob("*.pt")):
         try:
             saved = checkpoint.load(path)
             step, of_file = int(saved["step"]), from_mapping(saved["config"])
@@ -363,8 +344,8 @@ def check_checkpoints(
                 )
             )
             continue
-        sessions = {header.session for header in ledger.headers} if ledger else {0}
-        faults, state = _sum_faults(path, recorded, sessions), ""
+        faults: list[str] = []
+        state = ""
         if ledger is not None:
             changed = mapping_differences(course(ledger.first.recipe), course(settings))
             faults += [differences(changed, "the ledger", path.name)] if changed else []
@@ -377,38 +358,15 @@ def check_checkpoints(
         lines += [Line(path.name, FAILED, fault) for fault in faults]
         if not faults:
             passed.append(found)
-            whole = (
-                "the file is unchanged"
-                if path.name in recorded
-                else "its content is unchanged"
-            )
             digests = f"weights {found.digests['model']}, averaged weights {found.digests['ema']}"
             lines.append(
                 Line(
                     path.name,
                     PASSED,
-                    f"after {found.step} updates; {whole}{state}; {digests}",
+                    f"after {found.step} updates; its content is unchanged{state}; {digests}",
                 )
             )
     return sorted(passed, key=lambda each: (each.step, each.path.name)), lines
-
-
-def _sum_faults(
-    path: Path, recorded: Mapping[str, list[str]], sessions: Collection[int]
-) -> list[str]:
-    """The last hash is valid, and one more for each session: a line is written before its file, so a crash may leave
-    the file before it."""
-    if not recorded:
-        return []
-    if path.name not in recorded:
-        return [
-            f"{checkpoint.HASHES} does not list it: the run did not write this file"
-        ]
-    if sha256(path) not in recorded[path.name][-1 - len(sessions) :]:
-        return [
-            f"it has other bytes than the file that the run wrote ({checkpoint.HASHES}): altered or replaced"
-        ]
-    return []
 
 
 def _state_faults(

@@ -54,7 +54,7 @@ from segpipe.settings.arguments import with_settings
 from segpipe.settings.check import check
 from segpipe.settings.config import Config
 from segpipe.train.batches import counted, order_of
-from segpipe.train.checkpoint import HASHES, load
+from segpipe.train.checkpoint import load
 from segpipe.train.optim import learning_rate
 from segpipe.train.start import WEIGHTS, weights_summary
 
@@ -66,7 +66,6 @@ EVIDENCE = (
     INPUTS,
     WEIGHTS,
     "result.json",
-    HASHES,
     "*.pt",
     f"{FOLDER}/*",
     f"export/{SUMS}",

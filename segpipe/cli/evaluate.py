@@ -92,12 +92,10 @@ def evaluate(given: dict[str, Any]) -> Evaluation:
         trained.preprocess.to(group.device),
         samples,
         group,
+        config.data,
         answer=partial(segment, how=how) if how.described else None,
         precision=how.precision,
         backend=backend(config.loss, group.device.type),
-        workers=min(config.data.workers, 1),
-        start_method=config.data.start_method,
-        transport=config.data.transport,
         see=see,
     )
     figures = {

@@ -38,18 +38,9 @@ def main(overrides: list[str]) -> int:
         return 0
     write_atomically(folder / "profile.json", to_json(asdict(found)))
     console = Console(soft_wrap=True, highlight=False, emoji=False)
-    table = Table(
-        "part of an update", "ms", "share", "GiB moved", "of a plain copy's bandwidth"
-    )
+    table = Table("part of an update", "ms", "share")
     for part in found.parts:
-        bandwidth = f"{part.bandwidth:.0%}" if part.gib else ""
-        table.add_row(
-            part.name,
-            f"{part.ms:.1f}",
-            f"{part.share:.1%}",
-            f"{part.gib:.2f}" if part.gib else "",
-            bandwidth,
-        )
+        table.add_row(part.name, f"{part.ms:.1f}", f"{part.share:.1%}")
     console.print(
         f"{config.model.name} on {group.device.type}, shards per process: "
         f"{len(group.own_shards(config.compute.shards))}, of {config.compute.samples_per_shard} samples; processes: "
@@ -59,8 +50,7 @@ def main(overrides: list[str]) -> int:
     console.print(table)
     console.print(
         f"loader: {found.read_ms:.1f} ms to read a sample, {found.augment_ms:.1f} ms to augment it, in one process; "
-        f"{found.repeated:.2%} are made again for the canary; data.workers={config.data.workers}. "
-        f"A plain copy moves {found.copy_gib_per_s:.1f} GiB/s."
+        f"{found.repeated:.2%} are made again for the canary; data.workers={config.data.workers}."
     )
     for sentence in found.advice:
         console.print(sentence, markup=False)

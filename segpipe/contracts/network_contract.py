@@ -26,6 +26,7 @@ from segpipe.native import one_thread
 from segpipe.plugins import is_path
 from segpipe.purity.elsewhere import elsewhere, started
 from segpipe.purity.tripwire import preserved, seed_globals
+from segpipe.settings.check import check_critical_classes
 from segpipe.train import checkpoint
 from segpipe.train.start import read_start
 from segpipe.train.state import build_state
@@ -387,8 +388,10 @@ def passed_afresh(
 def check_network(config: Config, classes: ClassTable) -> None:
     """Refuse what stops or spoils a training, before any process starts.
 
-    Networks of the user with state or foreign randomness, weights that do not fit, patterns that match no parameter.
+    Networks of the user with state or foreign randomness, weights that do not fit, patterns that match no parameter,
+    and classes of export.critical_classes that the data set does not have.
     """
+    check_critical_classes(config.export.critical_classes, classes.names)
     if is_path(config.model.name):
         check_plugin(config, classes.num_classes)
     if not (

@@ -47,7 +47,7 @@ from segpipe.export.produce import produce
 from segpipe.ledger.inputs import changed_since
 from segpipe.native import one_thread
 from segpipe.runtime.artifact import MANIFEST
-from segpipe.settings.check import export_problems
+from segpipe.settings.check import check_critical_classes, export_problems
 from segpipe.settings.groups import ExportConfig
 
 if TYPE_CHECKING:
@@ -183,12 +183,7 @@ def _check_request(
             f"classes {classes.name} has {classes.num_classes} classes, but a uint8 mask holds {MAX_CLASSES}, since "
             "255 means no answer. Merge classes in the class table."
         )
-    unknown = [name for name in settings.critical_classes if name not in classes.names]
-    if unknown:
-        raise ConfigError(
-            f"export.critical_classes = {settings.critical_classes}, but {unknown[0]} is no class of {classes.name}: "
-            f"{', '.join(classes.names)}."
-        )
+    check_critical_classes(settings.critical_classes, classes.names)
     check_place(out_dir)
 
 

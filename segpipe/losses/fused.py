@@ -13,25 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from segpipe.losses.pixelwise import ohem_kept
+from segpipe.losses.dice import dice_of_sums
 from segpipe.losses.strips import ClassHead, LossPass
 
-Evaluate = Callable[
-    ..., LossPass
-]  # strips.evaluate, or another function that does the same
+# strips.evaluate, or another function that does the same.
+Evaluate = Callable[..., LossPass]
+# From the loss of every pixel and the valid ones: those that count, and the factor of their sum.
+Select = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Terms:
     """What is summed over the pixels of a class head besides their cross-entropy."""
 
-    ohem: tuple[float, float] | None = (
-        None  # threshold and min_kept: instead of all pixels, the hard ones
-    )
+    select: Select | None = None  # the pixels that count; None: all
     dice_weight: float = 0.0
-    sure: Tensor | None = (
-        None  # bool (B, H, W): pixels that count once more, as the part `edge`
-    )
+    # bool (B, H, W): pixels that count once more, as the part `edge`
+    sure: Tensor | None = None
 
 
 class _WithGradient(torch.autograd.Function):
@@ -63,48 +61,39 @@ def class_loss(
             name: (scale * part).to(head.logits.dtype) for name, part in parts.items()
         }
         total = torch.stack(list(parts.values())).sum()
-        if gradient is not None:
-            gradient.mul_(scale).add_(
-                head.logits, alpha=0
-            )  # no pass hides a NaN where nothing counts
-    return total if gradient is None else _with_gradient(given, total, gradient), parts
-
-
-def _with_gradient(logits: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
-    found: Tensor = _WithGradient.apply(logits, value, gradient)  # type: ignore[no-untyped-call]
-    return found
+        if gradient is None:
+            return total, parts
+        # Adding no logits hides no NaN where nothing counts.
+        gradient.mul_(scale).add_(head.logits, alpha=0)
+    return _WithGradient.apply(given, total, gradient), parts  # type: ignore[no-untyped-call]
 
 
 def _passes(
     head: ClassHead, terms: Terms, evaluate: Evaluate, *, wanted: bool
 ) -> tuple[dict[str, Tensor], Tensor | None]:
     """Parts of the loss, and the gradient of their sum where it is wanted."""
-    dice = terms.dice_weight > 0
-    twice = wanted and (
-        terms.ohem is not None or dice
-    )  # a figure of all pixels enters the gradient
-    factors = None if terms.sure is None else 1.0 + terms.sure
+    select, sure = terms.select, terms.sure
+    has_dice = terms.dice_weight > 0
+    # A figure of all pixels enters the gradient of these.
+    twice = wanted and (select is not None or has_dice)
+    factors = None if sure is None else 1.0 + sure
     found = evaluate(
         head,
-        sums=dice,
+        sums=has_dice,
         gradient=wanted and not twice,
         factors=None if twice else factors,
     )
     losses, slopes = found.losses, None
     parts = {"class": _sum(losses)}
-    if terms.ohem is not None:
-        kept, ratio = ohem_kept(
-            losses, head.valid, threshold=terms.ohem[0], min_kept=terms.ohem[1]
-        )
+    if select is not None:
+        kept, ratio = select(losses, head.valid)
         parts["class"] = _sum(torch.where(kept, losses, 0.0)) * ratio
-        factors = kept * ratio if terms.sure is None else kept * ratio + terms.sure
-    if dice:
-        assert found.sums is not None
-        parts["dice"], slopes = _dice(
-            found.sums, terms.dice_weight * head.valid.sum(), losses.dtype
-        )
-    if terms.sure is not None:
-        parts["edge"] = _sum(torch.where(terms.sure, losses, 0.0))
+        factors = kept * ratio if sure is None else kept * ratio + sure
+    if found.sums is not None:
+        weight = terms.dice_weight * head.valid.sum()
+        parts["dice"], slopes = dice_of_sums(found.sums, weight, losses.dtype)
+    if sure is not None:
+        parts["edge"] = _sum(torch.where(sure, losses, 0.0))
     if twice:
         found = evaluate(head, gradient=True, factors=factors, slopes=slopes)
     return parts, found.gradient
@@ -113,18 +102,3 @@ def _passes(
 def _sum(losses: Tensor) -> Tensor:
     """Row by row, and those in float64: the number of threads does not enter."""
     return losses.sum(2).sum(dtype=torch.float64)
-
-
-def _dice(
-    sums: Tensor, factor: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """`dice_sum` of a shard with `factor` valid pixels, and its slopes."""
-    common, probability, size = sums
-    present = size > 0
-    share = factor * present / present.sum().clamp_min(1)
-    both = (probability + size).clamp_min(1e-6)
-    loss = (share * (1.0 - 2.0 * common / both)).sum()
-    return loss, (
-        (share * 2.0 * common / both**2).to(dtype),
-        (share * -2.0 / both).to(dtype),
-    )

@@ -1,8 +1,14 @@
-"""The loss of one logical shard, ready for backward."""
+"""The loss of one logical shard, ready for backward.
+
+A term has a file of its own: cross_entropy, ohem, dice, boundary. The compiled passes over the pixels (strips, native,
+triton) know no term: they give the cross-entropy of every pixel and sums of probabilities by class, and take back the
+derivatives by both. So a term of pixels is one file, an entry in PIXEL_TERMS and its settings in settings/groups.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -13,15 +19,11 @@ from torch import Tensor
 from segpipe import IGNORE_INDEX, plugins
 from segpipe.errors import ConfigError
 from segpipe.losses import compiled, strips
+from segpipe.losses.boundary import as_two_classes, boundary_sum, boundary_target
+from segpipe.losses.cross_entropy import pixel_losses
+from segpipe.losses.dice import dice_sum
 from segpipe.losses.fused import Evaluate, Terms, class_loss
-from segpipe.losses.pixelwise import (
-    boundary_sum,
-    boundary_target,
-    boundary_weights,
-    dice_sum,
-    ohem_sum,
-    pixel_losses,
-)
+from segpipe.losses.ohem import hard_pixels
 from segpipe.losses.strips import ClassHead
 from segpipe.models.resize import bilinear, bilinear_axes, bilinear_matmul
 
@@ -29,8 +31,14 @@ if TYPE_CHECKING:
     from segpipe.settings.groups import LossConfig
 
 KEY = "loss.name"
+# Which pixels of a class head count, by `loss.name`; None: all.
+PIXEL_TERMS: dict[str, Callable[..., tuple[Tensor, Tensor]] | None] = {
+    "cross_entropy": None,
+    "ohem": hard_pixels,
+}
 NEEDS = {"native": "a C compiler and a CPU", "triton": "triton and CUDA"}
-EDGE_CONFIDENCE = 0.8  # pixels that the boundary head calls an edge this surely get the extra class loss
+# Pixels that the boundary head calls an edge this surely get the extra class loss.
+EDGE_CONFIDENCE = 0.8
 
 
 def valid_pixels(target: Tensor) -> int:
@@ -58,118 +66,86 @@ def shard_loss(
     Shapes: heads (B, C, h, w), or (B, 1, h, w) for `boundary`; target uint8 (B, H, W).
     """
     scale = global_valid.clamp_min(1).float().reciprocal()
+    shard = _Shard(heads, target, config, class_weights, scale, align_corners)
     name = backend(config, target.device.type)
-    loss = _Plain if name == "plain" else partial(_Fused, _evaluate(name))
-    return loss(heads, target, config, class_weights, scale, align_corners).parts()
+    of_head = shard.plain if name == "plain" else partial(shard.fused, _evaluate(name))
+    parts: dict[str, Tensor] = {}
+    addends: list[Tensor] = []
+    for head, logits in heads.items():
+        added, own = of_head(head, logits)
+        addends += added
+        parts |= own
+    parts["total"] = torch.stack(addends).sum()
+    return parts
 
 
 def backend(config: LossConfig, device_type: str) -> str:
-    """What computes the loss on a device (cpu, cuda). Raises ConfigError for a backend that cannot run there.
+    """What computes the loss on a device (cpu, cuda).
 
-    Plug-ins take logits at full resolution, so theirs is plain.
+    Plug-ins take logits at full resolution, so theirs is plain. Raises ConfigError for a loss that does not exist, and
+    for a backend that cannot run on the device.
     """
-    return (
-        "plain"
-        if plugins.is_path(config.name)
-        else resolved(config.backend, device_type)
-    )
-
-
-def resolved(name: str, device_type: str) -> str:
-    """`loss.backend`, or what `auto` stands for on a device. Raises ConfigError for one that cannot run there."""
+    if plugins.is_path(config.name):
+        return "plain"
+    if config.name not in PIXEL_TERMS:
+        raise ConfigError(
+            f"{KEY} = {config.name} is not one of {', '.join(PIXEL_TERMS)}."
+        )
     fastest = {"cpu": "native", "cuda": "triton"}.get(device_type, "torch")
     missing = (
         find_spec("triton") is None
         if fastest == "triton"
         else compiled.library() is None
     )
-    if name == "auto":
+    wanted = config.backend
+    if wanted == "auto":
         return "torch" if missing else fastest
-    if name in NEEDS and (missing or name != fastest):
+    if wanted in NEEDS and (missing or wanted != fastest):
         raise ConfigError(
-            f"loss.backend = {name} on {device_type}, but {NEEDS[name]} was needed. Set loss.backend=auto."
+            f"loss.backend = {wanted} on {device_type}, but {NEEDS[wanted]} was needed. Set loss.backend=auto."
         )
-    return name
+    return wanted
 
 
 def _evaluate(name: str) -> Evaluate:
     if name == "triton":
-        from segpipe.losses import (
-            triton_pass,
-        )  # seconds to import, and not installed everywhere
+        # Seconds to import, and not installed everywhere.
+        from segpipe.losses import triton_pass
 
         return triton_pass.evaluate
-    return compiled.evaluate if name == "native" else strips.evaluate
+    return {"native": compiled.evaluate, "torch": strips.evaluate}[name]
 
 
-class _Heads:
-    """The heads of a shard, and what all their losses share."""
+@dataclass(frozen=True)
+class _Shard:
+    """The heads of a shard. The loss of one is what to add to the total, and its parts by name."""
 
-    def __init__(
-        self,
-        heads: dict[str, Tensor],
-        target: Tensor,
-        config: LossConfig,
-        class_weights: Tensor | None,
-        scale: Tensor,
-        align_corners: bool,
-    ) -> None:
-        self.heads, self.target, self.config = heads, target, config
-        self.class_weights, self.scale, self.align_corners = (
-            class_weights,
-            scale,
-            align_corners,
-        )
+    heads: dict[str, Tensor]
+    target: Tensor
+    config: LossConfig
+    class_weights: Tensor | None
+    scale: Tensor
+    align_corners: bool
 
-    def stride(self, name: str) -> int:
-        return self.config.stride if name == "main" else self.config.aux_stride
+    def plain(
+        self, name: str, logits: Tensor
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Loss of logits at the size of the target; autograd finds the gradient."""
+        if name == "boundary":
+            edges = boundary_target(self.target, ignore_index=IGNORE_INDEX)
+            resized = self._at_target(logits, stride=1)
+            total = boundary_sum(resized, edges, self.target != IGNORE_INDEX)
+            parts = {name: self.config.boundary_weight * self.scale * total}
+        else:
+            parts = self._plain_class(name, logits)
+        return list(parts.values()), parts
 
-    def strided(self, name: str) -> Tensor:
-        """The target at the pixels that the loss of a class head reads."""
-        stride = self.stride(name)
-        return self.target[:, stride // 2 :: stride, stride // 2 :: stride]
-
-    def weight(self, name: str) -> Tensor:
-        """Factor of the sum over the pixels of a class head, 0-d."""
-        sparse = self.target.numel() / self.strided(name).numel()
-        return sparse * (1.0 if name == "main" else self.config.aux_weight) * self.scale
-
-    def sure_edges(self, name: str) -> Tensor | None:
-        """Where the boundary head is sure of an edge, bool (B, H, W); None if that is no part of this head's loss."""
-        if name != "main" or "boundary" not in self.heads:
-            return None
-        logits = _at_target(
-            self.heads["boundary"].detach(),
-            self.target,
-            self.stride(name),
-            self.align_corners,
-        )
-        return torch.sigmoid(logits).squeeze(1) > EDGE_CONFIDENCE
-
-
-class _Plain(_Heads):
-    """Losses of logits at the size of the target; autograd finds the gradients."""
-
-    def parts(self) -> dict[str, Tensor]:
-        parts: dict[str, Tensor] = {}
-        for name, logits in self.heads.items():
-            if name == "boundary":
-                edges = boundary_target(self.target, ignore_index=IGNORE_INDEX)
-                resized = _at_target(logits, self.target, 1, self.align_corners)
-                total = boundary_sum(resized, edges, self.target != IGNORE_INDEX)
-                parts[name] = self.config.boundary_weight * self.scale * total
-            else:
-                parts |= self._class_parts(name, logits)
-        parts["total"] = torch.stack(list(parts.values())).sum()
-        return parts
-
-    def _class_parts(self, name: str, logits: Tensor) -> dict[str, Tensor]:
-        config, strided, weight = self.config, self.strided(name), self.weight(name)
-        resized = _at_target(logits, self.target, self.stride(name), self.align_corners)
-        losses = resized
-        if "boundary" in self.heads or not plugins.is_path(
-            config.name
-        ):  # the part `edge` is of cross-entropy
+    def _plain_class(self, name: str, logits: Tensor) -> dict[str, Tensor]:
+        config, weight, strided = self.config, self._weight(name), self._strided(name)
+        resized = self._at_target(logits, self._stride(name))
+        sure = self._sure_edges(name)
+        own = plugins.is_path(config.name)
+        if not own or sure is not None:  # the part `edge` is of cross-entropy
             losses = pixel_losses(
                 resized,
                 strided,
@@ -177,143 +153,110 @@ class _Plain(_Heads):
                 ignore_index=IGNORE_INDEX,
                 label_smoothing=config.label_smoothing,
             )
-        parts = {
-            name: weight
-            * _class_sum(losses, resized, strided, self.class_weights, config)
-        }
+        if own:
+            total = plugin_sum(
+                config.name,
+                config.args,
+                resized,
+                strided,
+                self.class_weights,
+                ignore_index=IGNORE_INDEX,
+            )
+        elif select := PIXEL_TERMS[config.name]:
+            kept, ratio = select(losses, strided != IGNORE_INDEX, config)
+            total = torch.where(kept, losses, 0.0).sum() * ratio
+        else:
+            total = losses.sum()
+        parts = {name: weight * total}
         if name == "main" and config.dice_weight:
-            parts["dice"] = (
-                config.dice_weight
-                * weight
-                * dice_sum(resized, strided, ignore_index=IGNORE_INDEX)
-            )
-        sure = self.sure_edges(name)
+            dice = dice_sum(resized, strided, ignore_index=IGNORE_INDEX)
+            parts["dice"] = config.dice_weight * weight * dice
         if sure is not None:
-            parts["edge"] = (
-                weight
-                * torch.where(sure & (strided != IGNORE_INDEX), losses, 0.0).sum()
+            counted = sure & (strided != IGNORE_INDEX)
+            parts["edge"] = weight * torch.where(counted, losses, 0.0).sum()
+        return parts
+
+    def fused(
+        self, evaluate: Evaluate, name: str, logits: Tensor
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Loss of logits at output stride, whose gradient is computed with it. Only what is added has one."""
+        if name == "boundary":
+            both, ids, weights = as_two_classes(
+                logits, self.target, ignore_index=IGNORE_INDEX
             )
-        return parts
-
-
-class _Fused(_Heads):
-    """Losses of logits at output stride, whose gradients are computed with them. Only `total` has a gradient."""
-
-    def __init__(self, evaluate: Evaluate, *shared: Any) -> None:
-        super().__init__(*shared)
-        self.evaluate = evaluate
-
-    def parts(self) -> dict[str, Tensor]:
-        parts: dict[str, Tensor] = {}
-        totals = []
-        for name, logits in self.heads.items():
-            if name == "boundary":
-                total, own = self._boundary(logits)
-            else:
-                total, own = self._class_head(name, logits)
-            totals.append(total)
-            parts |= own
-        parts["total"] = torch.stack(totals).sum()
-        return parts
-
-    def _boundary(self, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """`boundary_sum`: the binary cross-entropy of a logit is the cross-entropy of the two logits 0 and itself."""
-        valid = self.target != IGNORE_INDEX
-        edges = boundary_target(self.target, ignore_index=IGNORE_INDEX)
-        inside, outside = boundary_weights(edges, valid)
-        ids = torch.where(valid, edges.squeeze(1).to(torch.uint8), IGNORE_INDEX)
-        head = self._head(
-            torch.cat([torch.zeros_like(logits), logits], 1),
-            ids,
-            1,
-            torch.stack([outside, inside]),
-        )
-        total, own = class_loss(
-            head, Terms(), self.config.boundary_weight * self.scale, self.evaluate
-        )
-        return total, {"boundary": own["class"]}
-
-    def _class_head(
-        self, name: str, logits: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        config = self.config
-        terms = Terms(
-            ohem=(config.ohem_threshold, config.ohem_min_kept)
-            if config.name == "ohem"
-            else None,
-            dice_weight=config.dice_weight if name == "main" else 0.0,
-            sure=self.sure_edges(name),
-        )
-        head = self._head(
-            logits,
-            self.strided(name),
-            self.stride(name),
-            self.class_weights,
-            config.label_smoothing,
-        )
-        total, own = class_loss(head, terms, self.weight(name), self.evaluate)
-        return total, {
-            name if part == "class" else part: value for part, value in own.items()
-        }
+            head = self._head(both, ids, 1, weights)
+            scale = self.config.boundary_weight * self.scale
+            total, own = class_loss(head, Terms(), scale, evaluate)
+        else:
+            select = PIXEL_TERMS[self.config.name]
+            terms = Terms(
+                select=select and partial(select, config=self.config),
+                dice_weight=self.config.dice_weight if name == "main" else 0.0,
+                sure=self._sure_edges(name),
+            )
+            head = self._head(
+                logits,
+                self._strided(name),
+                self._stride(name),
+                self.class_weights,
+                self.config.label_smoothing,
+            )
+            total, own = class_loss(head, terms, self._weight(name), evaluate)
+        parts = {name if part == "class" else part: own[part] for part in own}
+        return [total], parts
 
     def _head(
         self,
         logits: Tensor,
-        seen: Tensor,
+        target: Tensor,
         stride: int,
         weights: Tensor | None,
         smoothing: float = 0.0,
     ) -> ClassHead:
-        size, wide = (self.target.shape[1], self.target.shape[2]), logits.float()
+        wide = logits.float()
         rows, columns = bilinear_axes(
-            wide, size, align_corners=self.align_corners, stride=stride
+            wide, self._size, align_corners=self.align_corners, stride=stride
         )
         return ClassHead(
-            wide, seen.contiguous(), rows, columns, IGNORE_INDEX, weights, smoothing
+            wide, target.contiguous(), rows, columns, IGNORE_INDEX, weights, smoothing
         )
 
+    @property
+    def _size(self) -> tuple[int, int]:
+        return self.target.shape[1], self.target.shape[2]
 
-def _at_target(
-    logits: Tensor, target: Tensor, stride: int, align_corners: bool
-) -> Tensor:
-    """Logits in fp32 at the size of the target, of which every `stride`-th row and column is computed.
+    def _stride(self, name: str) -> int:
+        return self.config.stride if name == "main" else self.config.aux_stride
 
-    Resizing to fewer pixels instead would shift them by up to stride / 2 against the target with align_corners: at
-    stride 2 the loss of a perfect network then fell from 0.43 to 0.35.
-    """
-    size = (target.shape[-2], target.shape[-1])
-    if stride == 1:
-        return bilinear(logits.float(), size, align_corners=align_corners)
-    return bilinear_matmul(
-        logits.float(), size, align_corners=align_corners, stride=stride
-    )
+    def _strided(self, name: str) -> Tensor:
+        """The target at the pixels that the loss of a class head reads."""
+        stride = self._stride(name)
+        return self.target[:, stride // 2 :: stride, stride // 2 :: stride]
 
+    def _weight(self, name: str) -> Tensor:
+        """Factor of the sum over the pixels of a class head, 0-d."""
+        sparse = self.target.numel() / self._strided(name).numel()
+        return sparse * (1.0 if name == "main" else self.config.aux_weight) * self.scale
 
-def _class_sum(
-    losses: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    class_weights: Tensor | None,
-    config: LossConfig,
-) -> Tensor:
-    if plugins.is_path(config.name):
-        return plugin_sum(
-            config.name,
-            config.args,
-            logits,
-            target,
-            class_weights,
-            ignore_index=IGNORE_INDEX,
+    def _sure_edges(self, name: str) -> Tensor | None:
+        """Where the boundary head is sure of an edge, bool (B, H, W); None if that is no part of this head's loss."""
+        if name != "main" or "boundary" not in self.heads:
+            return None
+        edge = self._at_target(self.heads["boundary"].detach(), self._stride(name))
+        return torch.sigmoid(edge).squeeze(1) > EDGE_CONFIDENCE
+
+    def _at_target(self, logits: Tensor, stride: int) -> Tensor:
+        """Logits in fp32 at the size of the target, of which every `stride`-th row and column is computed.
+
+        Resizing to fewer pixels instead would shift them by up to stride / 2 against the target with align_corners: at
+        stride 2 the loss of a perfect network then fell from 0.43 to 0.35.
+        """
+        wide, align_corners = logits.float(), self.align_corners
+        if stride == 1:
+            return bilinear(wide, self._size, align_corners=align_corners)
+        return bilinear_matmul(
+            wide, self._size, align_corners=align_corners, stride=stride
         )
-    if config.name == "ohem":
-        valid = target != IGNORE_INDEX
-        return ohem_sum(
-            losses,
-            valid,
-            threshold=config.ohem_threshold,
-            min_kept=config.ohem_min_kept,
-        )
-    return losses.sum()
 
 
 def plugin_sum(
@@ -333,25 +276,19 @@ def plugin_sum(
     Shapes: logits float32 (B, C, H, W), target uint8 (B, H, W), class_weights (C,).
     """
     weights = {} if class_weights is None else {"class_weights": class_weights}
-    found = _loss(name)(
+    loss = _loss(name)(
         logits, target.long(), ignore_index=ignore_index, **weights, **args
     )
-    if (
-        not isinstance(found, Tensor)
-        or found.dtype != torch.float32
-        or found.shape not in ((), target.shape)
-    ):
-        what = (
-            f"{found.dtype} {tuple(found.shape)}"
-            if isinstance(found, Tensor)
-            else f"a {type(found).__name__}"
-        )
-        raise ConfigError(
-            f"{KEY} = {name} returned {what} for logits of {tuple(logits.shape)}, but the float32 loss of each pixel, "
-            f"{tuple(target.shape)}, or their sum, (), was needed."
-        )
-    return (
-        torch.where(target != ignore_index, found, 0.0).sum() if found.ndim else found
+    what = f"a {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        if loss.dtype == torch.float32 and loss.shape == target.shape:
+            return torch.where(target != ignore_index, loss, 0.0).sum()
+        if loss.dtype == torch.float32 and loss.shape == ():
+            return loss
+        what = f"{loss.dtype} {tuple(loss.shape)}"
+    raise ConfigError(
+        f"{KEY} = {name} returned {what} for logits of {tuple(logits.shape)}, but the float32 loss of each pixel, "
+        f"{tuple(target.shape)}, or their sum, (), was needed."
     )
 
 

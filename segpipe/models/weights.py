@@ -6,6 +6,7 @@ Used with files of the networks' authors, with those of other trainers, and with
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import pickle
@@ -20,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from segpipe.disk import patiently
 from segpipe.errors import CheckpointError, WeightsError, listed
 
 # Entries of a file that hold the state dict, the likeliest first.
@@ -71,34 +73,40 @@ def read_safetensors(path: Path) -> WeightsSource:
 
 
 def read_torch(path: Path) -> Any:
-    """What torch.save wrote, read with weights_only. Raises CheckpointError with the reason when that is impossible."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        if found := re.search(r"GLOBAL (\S+)", str(error)):
-            raise CheckpointError(
-                f"{path} holds {found[1]}, a Python object: such a file runs code when it is loaded, so it was not "
-                f"loaded. Take a file of tensors alone: .safetensors, or of torch.save(net.state_dict(), ...). "
-                f"If you trust who made it, docs/weights.md has a command that converts it."
-            ) from error
-        raise _unreadable(path, error) from error
-    except Exception as error:  # torch raises RuntimeError, EOFError, BadZipFile ...
-        raise _unreadable(path, error) from error
+    """What torch.save wrote, on the CPU; no code in the file is run.
 
-
-def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    Raises CheckpointError when it is missing, truncated or foreign, and where it holds Python objects. Its cause is an
+    OSError if the disk failed: then the file may be whole.
+    """
     if not path.is_file():
-        return CheckpointError(
-            f"{path} does not exist. Set model.weights to a file, or to the folder of a run."
+        raise CheckpointError(
+            f"{path} does not exist. A run writes last.pt and best.pt."
         )
-    reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-    reason = (
-        "its pickle is damaged" if isinstance(error, pickle.UnpicklingError) else reason
-    )
-    size = path.stat().st_size
-    return CheckpointError(
-        f"{path} ({size} bytes) cannot be read as a file of torch: {reason}. Fetch it again."
-    )
+    try:
+        content = patiently(path, path.read_bytes)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read now: {error.strerror or error}. It may be whole: check the disk, then try again."
+        ) from error
+    try:  # from memory: of files torn between 4 and 70 kB, torch says OSError, as if the disk had failed
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except (
+        Exception
+    ) as error:  # RuntimeError, EOFError, UnpicklingError, BadZipFile ...
+        damaged = isinstance(error, pickle.UnpicklingError)
+        if damaged and (named := re.search(r"GLOBAL (\S+)", str(error))):
+            # torch's own message tells how to run the code in the file.
+            raise CheckpointError(
+                f"{path} holds {named[1]}, a Python object, which could run code; nothing of it was run. Take a file "
+                f"of tensors alone: .safetensors, or of torch.save(net.state_dict(), ...). If you trust who made it, "
+                f"docs/weights.md has a command that converts it."
+            ) from None
+        lines = str(error).splitlines() or [type(error).__name__]
+        reason = "its pickle is damaged" if damaged else lines[0][:200]
+        raise CheckpointError(
+            f"{path} ({len(content)} bytes) cannot be read as a file of torch: {reason}. It is truncated or foreign: "
+            f"fetch it again, or take another file of the run (last.pt, best.pt)."
+        ) from error
 
 
 def sha256_of(tensors: Mapping[str, Tensor]) -> str:
@@ -115,22 +123,21 @@ def state_dict_in(content: Any, path: Path) -> WeightsSource:
     """
     if _is_state_dict(content):
         return WeightsSource(dict(content), str(path))
-    parts = dict(_state_dicts(content))
-    if not parts:
-        found = (
-            ", ".join(map(str, list(content)[:NAMED]))
-            if isinstance(content, Mapping)
-            else type(content).__name__
-        )
-        found = found or f"an empty {type(content).__name__}"
+    entries = dict(_state_dicts(content))
+    if not entries:
+        found = type(content).__name__
+        if isinstance(content, Mapping):
+            found = ", ".join(map(str, list(content)[:NAMED])) or f"an empty {found}"
         raise CheckpointError(
             f"{path} holds no state dict (tensors by name), but {found}. Save net.state_dict()."
         )
-    ranks = {name: place for place, name in enumerate(PARTS)}
-    part, *others = sorted(
-        parts, key=lambda name: ranks.get(name.rpartition(".")[2], len(ranks))
-    )
-    return WeightsSource(dict(parts[part]), str(path), part, tuple(others))
+
+    def rank(entry: str) -> int:
+        last = entry.rpartition(".")[2]
+        return PARTS.index(last) if last in PARTS else len(PARTS)
+
+    part, *others = sorted(entries, key=rank)
+    return WeightsSource(dict(entries[part]), str(path), part, tuple(others))
 
 
 def _is_state_dict(value: Any) -> bool:
@@ -144,7 +151,9 @@ def _is_state_dict(value: Any) -> bool:
 def _state_dicts(
     content: Any, prefix: str = "", depth: int = 2
 ) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-    for key, value in content.items() if isinstance(content, Mapping) and depth else ():
+    if not isinstance(content, Mapping) or not depth:
+        return
+    for key, value in content.items():
         if _is_state_dict(value):
             yield f"{prefix}{key}", value
         else:
@@ -156,46 +165,38 @@ class Fit:
     """What became of every tensor of a network and of a file. Names are the network's, but for `left_over`."""
 
     kept: tuple[str, ...]  # taken from the file
-    adapted: tuple[
-        str, ...
-    ]  # class layers: the file has another number of classes, so they are initialized
+    # class layers: the file has another number of classes, so they are initialized
+    adapted: tuple[str, ...]
     fresh: tuple[str, ...]  # initialized: not in the file, or of another shape there
     left_over: tuple[str, ...]  # of the file, without a place in the network
-    classes: (
-        tuple[int, int] | None
-    )  # number in the file and in the network, where they differ
+    # number in the file and in the network, where they differ
+    classes: tuple[int, int] | None
     share: float  # of the network's parameters that come from the file, 0 to 1
 
     @property
     def summary(self) -> str:
         """One sentence with all four counts, and names."""
-        classes = (
-            f" ({self.classes[0]} -> {self.classes[1]} classes, initialized)"
-            if self.classes
-            else ""
-        )
-        return "; ".join(
-            (
-                f"kept {len(self.kept)} tensors, {math.floor(1000 * self.share) / 10} % of the parameters",
-                f"adapted {_listed(self.adapted)}{classes}",
-                f"fresh {_listed(self.fresh)}",
-                f"left over {_listed(self.left_over)}",
-            )
+        classes = ""
+        if self.classes:
+            classes = f" ({self.classes[0]} -> {self.classes[1]} classes, initialized)"
+        percent = math.floor(1000 * self.share) / 10
+        return (
+            f"kept {len(self.kept)} tensors, {percent} % of the parameters; "
+            f"adapted {_counted(self.adapted)}{classes}; fresh {_counted(self.fresh)}; "
+            f"left over {_counted(self.left_over)}"
         )
 
     def record(self, source: WeightsSource) -> dict[str, Any]:
         """All of it with the file, as stored in weights.json."""
+        names = ("kept", "adapted", "fresh", "left_over")
         return {
             "file": source.path,
             "entry": source.part,
             "sha256": source.sha256,
             "classes": self.classes
-            and {"file": self.classes[0], "network": self.classes[1]},
+            and dict(zip(("file", "network"), self.classes, strict=True)),
             "share_of_parameters": round(self.share, 6),
-            **{
-                name: list(getattr(self, name))
-                for name in ("kept", "adapted", "fresh", "left_over")
-            },
+            **{name: list(getattr(self, name)) for name in names},
         }
 
 
@@ -212,67 +213,94 @@ def fit(
     own, tensors, where = model.state_dict(), source.tensors, source.where
     names = _names(model, own, tensors)
     found = {name: tensors[key] for name, key in names.items() if key in tensors}
-    _check_plain({names[name]: value for name, value in found.items()}, where)
+    for name, value in found.items():
+        _check_plain(names[name], value, where)
+
     kept = [name for name, value in found.items() if _fits(value, own[name])]
     if not any(own[name].ndim for name in kept):
         raise WeightsError(
-            f"no tensor of {where} fits {type(model).__name__}: it has {_shown(tensors)}, the network {_shown(own)}. "
+            f"no tensor of {where} fits {type(model).__name__}: it has {_first(tensors)}, the network {_first(own)}. "
             f"Check that model.name is the network that the weights were trained with."
         )
-    counts = {
-        name: len(found[name])
-        for name in found
-        if _is_class_layer(found[name], own[name], num_classes)
+    rows = {
+        name: len(value)
+        for name, value in found.items()
+        if _is_class_layer(value, own[name], num_classes)
     }
-    adapted = [name for name in counts if len(set(counts.values())) == 1]
-    misshapen = [name for name in found if name not in kept and name not in adapted]
-    mistyped = [name for name in misshapen if found[name].shape == own[name].shape]
+    adapted = list(rows) if len(set(rows.values())) == 1 else []
+    misshapen = [name for name in found if name not in {*kept, *adapted}]
     missing = [name for name in own if name not in found]
-    left_over = [key for key in tensors if key not in {names[name] for name in found}]
+    used = {names[name] for name in found}
+    left_over = [key for key in tensors if key not in used]
     if not partial:
-        _refuse(where, f"{type(model).__name__} with {num_classes} classes", {
-            "missing": [names[name] for name in missing if not _may_be_missing(name)],
-            "left over": [key for key in left_over if not NOT_OF_A_NETWORK.search(key)],
-            "of another dtype": [f"{names[n]} {found[n].dtype}, needed {own[n].dtype}" for n in mistyped],
-            "of another shape": [
-                f"{names[n]} {_shape(found[n])}, needed {_shape(own[n])}" for n in misshapen if n not in mistyped
-            ],
-        })  # fmt: skip
-    _copy(own, {name: found[name] for name in kept}, where)
-    parameters = {name: value.numel() for name, value in model.named_parameters()}
+        needed = [names[name] for name in missing if not _may_be_missing(name)]
+        foreign = [key for key in left_over if not NOT_OF_A_NETWORK.search(key)]
+        dtypes, shapes = [], []
+        for name in misshapen:
+            value, wanted = found[name], own[name]
+            if value.shape == wanted.shape:
+                dtypes.append(f"{names[name]} {value.dtype}, needed {wanted.dtype}")
+            else:
+                shapes.append(
+                    f"{names[name]} {tuple(value.shape)}, needed {tuple(wanted.shape)}"
+                )
+        problems = {
+            "missing": needed,
+            "left over": foreign,
+            "of another dtype": dtypes,
+            "of another shape": shapes,
+        }
+        _refuse(where, f"{type(model).__name__} with {num_classes} classes", problems)
+
+    for name in kept:
+        _check_values(name, found[name], own[name].dtype, where)
+    with torch.no_grad():
+        for name in kept:
+            own[name].copy_(found[name])
+    sizes = {name: value.numel() for name, value in model.named_parameters()}
+    taken = sum(sizes.get(name, 0) for name in kept)
     return Fit(
         kept=tuple(kept),
         adapted=tuple(adapted),
-        fresh=tuple(missing + misshapen),
-        left_over=tuple(left_over + [names[name] for name in misshapen]),
-        classes=(counts[adapted[0]], num_classes) if adapted else None,
-        share=sum(parameters.get(name, 0) for name in kept)
-        / max(sum(parameters.values()), 1),
+        fresh=(*missing, *misshapen),
+        left_over=(*left_over, *(names[name] for name in misshapen)),
+        classes=(rows[adapted[0]], num_classes) if adapted else None,
+        share=taken / max(sum(sizes.values()), 1),
     )
 
 
-def _check_plain(tensors: Mapping[str, Tensor], where: str) -> None:
-    """Refuse tensors whose numbers are not simply there: sparse or float8 ones, and those on `meta`."""
-    for name, value in tensors.items():
-        scaled = value.is_floating_point() and value.dtype not in FLOATS
-        if value.layout is torch.strided and not scaled and not value.is_meta:
-            continue
-        why = ": the scales to multiply it with are not in the tensor" if scaled else ""
-        stored = (
-            "device meta, without values"
-            if value.is_meta
-            else f"{value.layout} of {value.dtype}{why}"
-        )
-        raise WeightsError(
-            f"{where}: {name} is stored as {stored}. Write the file again with dense float32 tensors."
-        )
+def _check_plain(name: str, value: Tensor, where: str) -> None:
+    """Refuse a tensor whose numbers are not simply there: a sparse or float8 one, or one on `meta`."""
+    scaled = value.is_floating_point() and value.dtype not in FLOATS
+    if value.is_meta:
+        stored = "device meta, without values"
+    elif scaled:
+        stored = f"{value.dtype}: the scales to multiply it with are not in the tensor"
+    elif value.layout is not torch.strided:
+        stored = f"{value.layout} of {value.dtype}"
+    else:
+        return
+    raise WeightsError(
+        f"{where}: {name} is stored as {stored}. Write the file again with dense float32 tensors."
+    )
+
+
+def _check_values(name: str, value: Tensor, dtype: torch.dtype, where: str) -> None:
+    """Refuse numbers that no sound training leaves behind."""
+    fault = ""
+    if not bool(torch.isfinite(value.to(dtype)).all()):
+        finite = bool(torch.isfinite(value).all())
+        fault = f"too large for {dtype}" if finite else "not finite"
+        fault = f"is {fault}: the training that wrote it diverged"
+    elif name.endswith("running_var") and bool((value < 0).any()):
+        fault = "holds a negative variance: the file is damaged"
+    if fault:
+        raise WeightsError(f"{where}: {name} {fault}. Take another.")
 
 
 def _fits(value: Tensor, own: Tensor) -> bool:
-    return (
-        value.shape == own.shape
-        and value.is_floating_point() == own.is_floating_point()
-    )
+    same_kind = value.is_floating_point() == own.is_floating_point()
+    return same_kind and value.shape == own.shape
 
 
 def _is_class_layer(value: Tensor, own: Tensor, num_classes: int) -> bool:
@@ -287,37 +315,16 @@ def _may_be_missing(name: str) -> bool:
 
 
 def _refuse(where: str, network: str, problems: Mapping[str, list[str]]) -> None:
-    if not any(problems.values()):
-        return
-    faults = "; ".join(
+    faults = [
         f"{len(keys)} {what} ({listed(keys)})"
         for what, keys in problems.items()
         if keys
-    )
-    raise WeightsError(
-        f"{where} does not fit {network}: {faults}. Check that model.name is the network that the weights were trained "
-        f"with, or set model.weights_partial=true to take what fits, such as an encoder alone."
-    )
-
-
-def _copy(own: Mapping[str, Tensor], values: Mapping[str, Tensor], where: str) -> None:
-    for name, value in values.items():
-        if not bool(torch.isfinite(value.to(own[name].dtype)).all()):
-            found = (
-                f"too large for {own[name].dtype}"
-                if bool(torch.isfinite(value).all())
-                else "not finite"
-            )
-            raise WeightsError(
-                f"{where}: {name} is {found}: the training that wrote it diverged. Take another."
-            )
-        if name.endswith("running_var") and bool((value < 0).any()):
-            raise WeightsError(
-                f"{where}: {name} holds a negative variance: the file is damaged. Take another."
-            )
-    with torch.no_grad():
-        for name, value in values.items():
-            own[name].copy_(value)
+    ]
+    if faults:
+        raise WeightsError(
+            f"{where} does not fit {network}: {'; '.join(faults)}. Check that model.name is the network that the "
+            f"weights were trained with, or set model.weights_partial=true to take what fits, such as an encoder alone."
+        )
 
 
 def _names(
@@ -335,10 +342,6 @@ def _names(
             )
             if count > most:
                 best, most = names, count
-            if (
-                count > min(len(own), len(tensors)) / 2
-            ):  # no other renaming can do better
-                return names
     return best
 
 
@@ -371,13 +374,12 @@ def _prefixes(
 ) -> dict[str, None]:
     """Prefixes such as `module.` with which names stand in the file; first none."""
     probes = [key for name, key in renamed.items() if own[name].ndim > 1][:PROBES]
-    found = [
-        key.removesuffix(probe)
-        for key in tensors
-        for probe in probes
-        if key.endswith(f".{probe}")
-    ]
-    return dict.fromkeys(["", *found])
+    prefixes = {"": None}
+    for key in tensors:
+        for probe in probes:
+            if key.endswith(f".{probe}"):
+                prefixes[key.removesuffix(probe)] = None
+    return prefixes
 
 
 def published_key(key: str, prefixes: Mapping[str, str]) -> str:
@@ -388,13 +390,9 @@ def published_key(key: str, prefixes: Mapping[str, str]) -> str:
     return prefixes.get(longest, "") + key.removeprefix(longest)
 
 
-def _shape(value: Tensor) -> str:
-    return str(tuple(value.shape))
-
-
-def _shown(tensors: Mapping[str, Tensor]) -> str:
+def _first(tensors: Mapping[str, Tensor]) -> str:
     return f"{', '.join(list(tensors)[:3])}, ..."
 
 
-def _listed(names: tuple[str, ...]) -> str:
+def _counted(names: tuple[str, ...]) -> str:
     return f"{len(names)} ({listed(names)})" if names else "0"

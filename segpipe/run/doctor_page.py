@@ -121,7 +121,7 @@ def _classes(found: Checkup) -> list[dict[str, Any]]:
     """A row for each class: shares by split, images that have it, and the weights of loss.class_weights."""
     import torch
 
-    from segpipe.losses.pixelwise import class_weights
+    from segpipe.losses.cross_entropy import class_weights
 
     table = _classes_of(found)
     pixels = {

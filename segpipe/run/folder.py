@@ -16,7 +16,7 @@ from segpipe.run.tracking import FAILURE, FILE_NAME, failure, read_metrics
 from segpipe.settings.config import Config, changed_course, recipe, saved_config
 
 # A folder with one of these, or with any checkpoint, holds a run.
-TRACES = ("config.json", "result.json", "checkpoints.sha256", FILE_NAME)
+TRACES = ("config.json", "result.json", FILE_NAME)
 
 
 def check_folder(config: Config) -> None:
@@ -172,14 +172,6 @@ def _progress_without(folder: Path) -> str:
     """
     if (folder / "result.json").exists():
         return "it has a result.json"
-    with contextlib.suppress(FileNotFoundError):
-        names = [
-            line.split()[1]
-            for line in (folder / "checkpoints.sha256").read_text().splitlines()
-            if line.strip()
-        ]
-        if any(name != "diverged.pt" for name in names):
-            return f"checkpoints.sha256 lists {names[-1]}"
     steps = [
         entry["step"]
         for entry in read_metrics(folder / FILE_NAME)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -325,3 +326,12 @@ def export_problems(export: ExportConfig) -> list[str]:
         ),
     )
     return [sentence for broken, sentence in rules if broken]
+
+
+def check_critical_classes(chosen: Sequence[str], names: Sequence[str]) -> None:
+    """Raise ConfigError for a name in `export.critical_classes` that is no class of the data set."""
+    if unknown := [name for name in chosen if name not in names]:
+        raise ConfigError(
+            f"export.critical_classes = {list(chosen)}, but {unknown[0]} is no class: {', '.join(names)}."
+            f"{nearest(unknown[0], list(names))}"
+        )

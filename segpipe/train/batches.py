@@ -21,7 +21,7 @@ from segpipe.data.samples import (
     unwrapped,
 )
 from segpipe.errors import DataError
-from segpipe.losses.pixelwise import class_weights
+from segpipe.losses.cross_entropy import class_weights
 from segpipe.purity.canary import Canary
 
 if TYPE_CHECKING:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
-import pickle
-import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,12 +14,12 @@ from torch import nn
 from segpipe import plugins
 from segpipe.data.catalog import ClassTable
 from segpipe.determinism import flags
-from segpipe.disk import append, patiently
 from segpipe.errors import CheckpointError, WeightsError
-from segpipe.files import not_written, write_atomically
+from segpipe.files import write_atomically
 from segpipe.ledger.digest import leaves, state_digest
 from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
+from segpipe.models.weights import read_torch
 from segpipe.settings.config import (
     Config,
     changed_course,
@@ -39,7 +36,6 @@ if TYPE_CHECKING:
 
 FORMAT = "segpipe-checkpoint"
 VERSION = 2
-HASHES = "checkpoints.sha256"  # SHA-256, name and step of every checkpoint written to a folder
 KEYS = (
     "format", "version", "step", "config", "classes", "fingerprint", "model", "ema", "optimizer", "scaler", "digests",
     "best_miou",
@@ -70,7 +66,7 @@ def save_state(
     classes: ClassTable,
     fingerprint: dict[str, Any],
 ) -> None:
-    """Write the state and what its bits depend on; list it in HASHES. Raises CheckpointError when the disk is full."""
+    """Write the state and what its bits depend on. Raises CheckpointError when the disk is full."""
     content = {
         "step": state.step,
         "config": to_mapping(config),
@@ -83,7 +79,7 @@ def save_state(
         "best_miou": state.best_miou,
         "stale": state.stale,
     }
-    save(path, content, listed=True)
+    save(path, content)
 
 
 def _on_cpu(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -114,28 +110,29 @@ def newest_whole(folder: Path) -> Found | None:
 
     None if there is no checkpoint. Raises CheckpointError when none is whole, or a file cannot be read now.
     """
-    best, faults = None, []
+    whole: list[Found] = []
+    faults: list[str] = []
     for path in candidates(folder):
         try:
-            found = Found(path, load(path))
+            whole.append(Found(path, load(path)))
         except CheckpointError as error:
-            if isinstance(
-                error.__cause__, OSError
-            ):  # the disk's fault: the file may be whole
+            # A disk that fails now says nothing about the file.
+            if isinstance(error.__cause__, OSError):
                 raise
             faults.append(str(error))
             continue
         if path.name == "last.pt":
-            return found
-        if best is None or found.content["step"] > best.content["step"]:
-            best = found
-        if path.name != "best.pt":  # the others are older
-            break
-    if best is not None:
+            return whole[0]
+        if path.name != "best.pt":
+            break  # the others are older
+    if whole:
+        newest = max(whole, key=lambda found: found.content["step"])
         last = folder / "last.pt"
-        what = f"damaged ({faults[0]})" if last.is_file() else "missing"
-        note = f"the newest whole checkpoint is {best.path.name} of step {best.content['step']}; {last} is {what}"
-        return best._replace(note=note)
+        fault = f"damaged ({faults[0]})" if last.is_file() else "missing"
+        return newest._replace(
+            note=f"the newest whole checkpoint is {newest.path.name} of step "
+            f"{newest.content['step']}; {last} is {fault}"
+        )
     if not faults:
         return None
     raise CheckpointError(
@@ -162,13 +159,7 @@ def restore(
     if changed := changed_course(recipe(from_mapping(saved["config"])), recipe(config)):
         raise CheckpointError(f"{path} {changed}")
     if not config.run.allow_fingerprint_change:
-        _check_plugins(
-            path,
-            saved["fingerprint"].get(flags.PLUGINS, {}),
-            fingerprint.get(flags.PLUGINS, {}),
-        )
-    if config.compute.mode != "off" and not config.run.allow_fingerprint_change:
-        _check_environment(path, saved["fingerprint"], fingerprint)
+        _check_fingerprint(path, saved["fingerprint"], fingerprint, config.compute.mode)
     for part in ("names", "train_ids"):
         before, now = saved["classes"][part], asdict(classes)[part]
         if before != now:
@@ -178,11 +169,8 @@ def restore(
     load_weights(state.model, saved["model"], path)
     load_weights(state.ema.model, saved["ema"], path)
     load_optimizer(state.optimizer, saved["optimizer"])
-    if (
-        state.scaler.is_enabled()
-    ):  # how fast the scale moves is for torch to say, not for the file
-        kept = {name: saved["scaler"][name] for name in ("scale", "_growth_tracker")}
-        state.scaler.load_state_dict({**state.scaler.state_dict(), **kept})
+    if state.scaler.is_enabled():
+        state.scaler.load_state_dict(saved["scaler"])
     state.step, state.best_miou = int(saved["step"]), float(saved["best_miou"])
     if state.step > config.train.steps:
         raise CheckpointError(
@@ -198,64 +186,45 @@ def keep_newest(folder: Path, number: int) -> None:
         path.unlink(missing_ok=True)
 
 
-def _check_plugins(path: Path, before: dict[str, str], now: dict[str, str]) -> None:
-    if changed := [
-        name for name in {**before, **now} if before.get(name) != now.get(name)
-    ]:
+def _check_fingerprint(
+    path: Path, before: dict[str, Any], now: dict[str, Any], mode: str
+) -> None:
+    """Refuse other code of the user, and another environment where equal bits are promised."""
+    give_up = (
+        "set run.allow_fingerprint_change=true and give up the promise of equal bits"
+    )
+    old, new = (each.get(flags.PLUGINS, {}) for each in (before, now))
+    if code := [name for name in {**old, **new} if old.get(name) != new.get(name)]:
         raise CheckpointError(
-            f"{path} was trained with other code of yours: {', '.join(changed[:5])} changed since. Restore it, start "
-            f"another run with another run.name, or set run.allow_fingerprint_change=true and give up the promise of "
-            f"equal bits."
+            f"{path} was trained with other code of yours: {', '.join(code[:5])} changed since. Restore it, start "
+            f"another run with another run.name, or {give_up}."
         )
-
-
-def _check_environment(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    differences = {} if mode == "off" else flags.differences(before, now)
+    if not differences:
+        return
     changed = [
-        f"{name}: {there} -> {here}"
-        for name, (there, here) in flags.differences(before, now).items()
+        f"{name}: {there} -> {here}" for name, (there, here) in differences.items()
     ]
-    if changed:
-        loss = before.get(flags.LOSS, "plain")
-        there = (
-            f" with loss.backend={loss}"
-            if loss != now.get(flags.LOSS, "plain")
-            else " where it was trained"
-        )
-        raise CheckpointError(
-            f"{path} was trained in another environment, which may give other bits ({'; '.join(changed)}). Resume"
-            f"{there}, or set run.allow_fingerprint_change=true and give up the promise of equal bits."
-        )
+    loss = before.get(flags.LOSS, "plain")
+    other_loss = loss != now.get(flags.LOSS, "plain")
+    where = f"with loss.backend={loss}" if other_loss else "where it was trained"
+    raise CheckpointError(
+        f"{path} was trained in another environment, which may give other bits ({'; '.join(changed)}). Resume "
+        f"{where}, or {give_up}."
+    )
 
 
-def save(path: Path, state: dict[str, Any], *, listed: bool = False) -> None:
+def save(path: Path, state: dict[str, Any]) -> None:
     """Write a checkpoint with digests of its content, which `load` compares.
 
-    With `listed`, its SHA-256 is appended to HASHES. Raises CheckpointError, and leaves the old file at `path`.
+    Raises CheckpointError, and leaves the old file at `path`.
     """
     state = {"format": FORMAT, "version": VERSION, **state}
     state["digests"] = _digests(state)
     assert set(state) - set(LATER_KEYS) == set(KEYS), sorted(set(state) ^ set(KEYS))
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    content = buffer.getvalue()
-    if listed:  # before the file itself: however the process ends, every file that exists is listed
-        _list_hash(path, hashlib.sha256(content).hexdigest(), state["step"])
-    write_atomically(path, content)
-
-
-def _list_hash(path: Path, digest: str, step: int) -> None:
-    hashes = path.parent / HASHES
-    try:
-        descriptor = patiently(
-            hashes,
-            lambda: os.open(hashes, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
-        )
-        try:
-            append(hashes, descriptor, f"{digest}  {path.name}  {step}\n".encode())
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise not_written(hashes, error, f"{path.name} is unchanged") from error
+    write_atomically(path, buffer.getvalue())
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -263,53 +232,19 @@ def load(path: Path) -> dict[str, Any]:
 
     Raises CheckpointError, naming the file and what was expected, when it is missing, truncated, foreign or altered.
     """
-    if not path.is_file():
-        raise CheckpointError(
-            f"{path} does not exist. A run writes last.pt and best.pt; check run=."
-        )
+    state = read_torch(path)
     expected = f"a checkpoint of format {FORMAT!r} version {VERSION}"
-    try:
-        content = patiently(path, path.read_bytes)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read now: {error.strerror or error}. It may be whole: check the disk, then try again."
-        ) from error
-    try:  # from memory: of files torn between 4 and 70 kB, torch says OSError, as if the disk had failed
-        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except (
-        Exception
-    ) as error:  # torch raises RuntimeError, EOFError, UnpicklingError, BadZipFile ...
-        reason = (
-            str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        )
-        if isinstance(
-            error, pickle.UnpicklingError
-        ):  # torch's words tell how to run the code in the file
-            if named := re.search(r"GLOBAL (\S+)", str(error)):
-                raise CheckpointError(
-                    f"{path} is not {expected}: it names {named[1]}, a Python object, which could run code and "
-                    f"is in no checkpoint. Nothing of it was run. Take the file from where it was trained."
-                ) from None
-            reason = "its pickle is damaged"
-        raise CheckpointError(
-            f"{path} ({len(content)} bytes) cannot be read as {expected}: {reason}. "
-            f"It is truncated or foreign; take another file of the run (last.pt, best.pt)."
-        ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        found = (
-            sorted(map(str, state))[:5]
-            if isinstance(state, dict)
-            else type(state).__name__
-        )
+        kind = type(state).__name__
+        entries = sorted(map(str, state))[:5] if isinstance(state, dict) else kind
         raise CheckpointError(
-            f"{path} is a torch file, but not {expected}: it holds {found}."
+            f"{path} is a torch file, but not {expected}: it holds {entries}."
         )
     if state.get("version") != VERSION:
         raise CheckpointError(
             f"{path} has version {state.get('version')}, but {expected} was needed."
         )
-    missing = sorted(set(KEYS) - set(state))
-    if missing:
+    if missing := sorted(set(KEYS) - set(state)):
         raise CheckpointError(f"{path} lacks {', '.join(missing)} of {expected}.")
     try:
         digests = _digests(state)
@@ -317,9 +252,8 @@ def load(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is not {expected}: its weights are not tensors ({error})."
         ) from error
-    altered = [
-        part for part, digest in digests.items() if state["digests"].get(part) != digest
-    ]
+    recorded = state["digests"]
+    altered = [part for part in digests if recorded.get(part) != digests[part]]
     if altered:
         raise CheckpointError(
             f"{path}: {' and '.join(altered)} were altered after they were written. Restore the file."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Generator, Sequence
 from functools import partial
@@ -25,18 +26,21 @@ from segpipe.train import checkpoint, state
 from segpipe.train.batches import counted, loss_weights, shard_stream
 from segpipe.train.gradients import autocast
 from segpipe.train.metrics import miou, summary
-from segpipe.train.recorder import Recorder
+from segpipe.train.recorder import keeps_ledger, open_watch
 from segpipe.train.result import check_space, header, result_of
 from segpipe.train.start import WEIGHTS, read_start
 from segpipe.train.step import StepResult, TrainStep, train_step
 from segpipe.train.stop import StopRequest
 from segpipe.train.training import OpenOutputs, Run
 from segpipe.train.validate import Validation, validate
-from segpipe.train.watch import Watch
 
 if TYPE_CHECKING:
+    from segpipe.data.catalog import ClassTable
+    from segpipe.data.frequency import PixelCounts
     from segpipe.data.loader import ShardBatch
+    from segpipe.data.samples import Samples
     from segpipe.distributed.group import Group
+    from segpipe.train.state import TrainState
 
 
 def train(
@@ -61,24 +65,19 @@ def train(
                 run.view.say(note)
             images_per_second = _loop(run, stream)
             _save(run, "last.pt")  # before the validation, which may fail
-            final = _validate(
-                run, precision="fp32", log=not _stopped_early(run)
-            )  # there, this step has its line
+            stopped_early = _stopped_early(run)
+            # After an early stop, this step has its line of the log already.
+            final = _validate(run, precision="fp32", log=not stopped_early)
             if _keep_best(run, final, final=True):
                 _save(run, "last.pt")
-        result = {
-            **result_of(
-                run, final, images_per_second, stopped_early=_stopped_early(run)
-            ),
-            "git": git,
-        }
+        result = result_of(run, final, images_per_second, stopped_early=stopped_early)
+        result["git"] = git
         if group.is_main:
             write_atomically(run.folder / "result.json", to_json(result))
         exit_code = 0
     finally:
-        with contextlib.suppress(
-            CheckpointError
-        ):  # already reported by an earlier flush
+        # What it raises has been reported by an earlier flush.
+        with contextlib.suppress(CheckpointError):
             run.watch.close()
         run.log.close(exit_code)
     return run, final, result
@@ -88,76 +87,31 @@ def _open(
     config: Config, group: Group, open_outputs: OpenOutputs
 ) -> tuple[Run, Generator[ShardBatch, None, None], list[str]]:
     """The run at the step at which it starts or resumes, its batches, and notes for the user."""
-    last = config.run_dir / "last.pt"
-    found = (
-        checkpoint.newest_whole(config.run_dir)
-        if config.run.exists == "resume"
-        else None
-    )
-    earlier = (
-        config.run_dir / "config.json"
-    ).is_file()  # before this session writes its own
+    started_before = (config.run_dir / "config.json").is_file()
     flags.apply(config.compute.threads, config.compute.mode)
-    samples = open_samples(config.data, "train", config.seed)
-    start = None if found else read_start(config, checkpoint.load)
-    current = state.build_state(config, samples.classes, group.device, start)
-    fingerprint, differences = common_fingerprint(
-        config, group, backend(config.loss, group.device.type)
-    )
-    if found:
-        checkpoint.restore(
-            found.path,
-            current,
-            config,
-            samples.classes,
-            fingerprint,
-            saved=found.content,
-        )
-        if found.note and group.is_main:
-            print(found.note, file=sys.stderr)  # also without train.progress
+    train_samples = open_samples(config.data, "train", config.seed)
+    current, found, fingerprint, notes = _start(config, group, train_samples.classes)
     val_samples = open_samples(config.data, config.data.split, config.seed)
-    agree_on_step(found.path if found else last, current.step, group)
-    group.together(
-        lambda: (
-            check_space(config, current, group.world_size) if group.is_main else None
-        )
-    )
-    kept = config.run_dir / frequency.FILE_NAME
-    counts = counted(
-        config,
-        group,
-        samples,
-        kept=kept if found else None,
-        say=partial(_tell, config, group),
-    )
-    stream = shard_stream(
-        config, group, samples, range(current.step, config.train.steps), counts
-    )
+    source = found.path if found else config.run_dir / "last.pt"
+    agree_on_step(source, current.step, group)
+    group.together(lambda: check_space(config, current, group))
+
     done = current.step if found else None
+    counts, stream = _batches(config, group, train_samples, done)
     view, log = open_outputs(done)
-    longer = found and found.content["config"]["train"]["steps"] != config.train.steps
-    if group.is_main and (longer or not found):
-        write_atomically(config.run_dir / "config.json", to_json(to_mapping(config)))
-        if current.weights and not found:
-            write_atomically(config.run_dir / WEIGHTS, to_json(current.weights))
-    if group.is_main and counts is not None and not (found and kept.is_file()):
-        counts.save(kept)
     if group.is_main:
-        splits = {"train": samples, config.data.split: val_samples}
-        inputs.record(config, splits, fresh=not found, ledger=_keeps_ledger(config))
+        _write_origin(config, current, found, counts)
+        splits = {"train": train_samples, config.data.split: val_samples}
+        ledger = keeps_ledger(config)
+        inputs.record(config, splits, fresh=not found, ledger=ledger)
     group.keep_stacks(config.run_dir)
-    cache_mib = config.data.cache_mib * (
-        1 if config.data.workers else 2
-    )  # of training, it is in the workers
-    watch = (
-        Recorder(config, group, current, samples, fingerprint, cache_mib=cache_mib)
-        if _keeps_ledger(config)
-        else Watch(group, current, config.run_dir, cache_mib=cache_mib)
-    )
+    # The images of training are cached in the workers, where there are any.
+    cache_mib = config.data.cache_mib * (1 if config.data.workers else 2)
+    watch = open_watch(config, group, current, train_samples, fingerprint, cache_mib)
     run = Run(
         config,
         group,
-        samples,
+        train_samples,
         val_samples,
         counts,
         current,
@@ -165,60 +119,88 @@ def _open(
         watch,
         view,
         log,
+        saved=done if found and not found.note else None,
     )
-    notes = [
-        *current.notes,
-        header(config, group, samples, val_samples, current.model),
-        *_notes(config, group, differences),
-        *_resumed(config, done, earlier),
-    ]
-    run.saved = done if found and not found.note else None
-    return run, stream, notes
-
-
-def _tell(config: Config, group: Group, text: str) -> None:
-    """Say something on rank 0 before the view is open."""
-    if group.is_main and config.train.progress:
-        print(text, file=sys.stderr)
-
-
-def _keeps_ledger(config: Config) -> bool:
-    return config.compute.ledger and config.compute.mode != "off"
-
-
-def _notes(config: Config, group: Group, differences: list[str]) -> list[str]:
-    notes = []
-    if group.device.type == "cpu" and flags.emulated(config.train.precision):
+    if done is not None:
+        notes.append(f"resuming {config.run_dir} at step {done}")
+    elif started_before and config.run.exists == "resume":
         notes.append(
-            f"train.precision = {config.train.precision} is emulated: this CPU has no instructions for it, and updates "
+            f"{config.run_dir} holds no checkpoint yet: the run starts again at step 0"
+        )
+    about = header(config, group, train_samples, val_samples, current.model)
+    return run, stream, [*current.notes, about, *notes]
+
+
+def _start(
+    config: Config, group: Group, classes: ClassTable
+) -> tuple[TrainState, checkpoint.Found | None, dict[str, Any], list[str]]:
+    """The state, fresh or that of the checkpoint, which comes with it; the fingerprint of rank 0, and notes."""
+    resumes = config.run.exists == "resume"
+    found = checkpoint.newest_whole(config.run_dir) if resumes else None
+    weights = None if found else read_start(config, checkpoint.load)
+    current = state.build_state(config, classes, group.device, weights)
+    fingerprint, rank_differences = common_fingerprint(
+        config, group, backend(config.loss, group.device.type)
+    )
+    if found:
+        checkpoint.restore(
+            found.path, current, config, classes, fingerprint, saved=found.content
+        )
+        if found.note and group.is_main:
+            print(found.note, file=sys.stderr)  # also without train.progress
+    notes = []
+    precision = config.train.precision
+    if group.device.type == "cpu" and flags.emulated(precision):
+        notes.append(
+            f"train.precision = {precision} is emulated: this CPU has no instructions for it, and updates "
             f"take many times as long as with train.precision=fp32."
         )
-    if differences and config.compute.mode != "off":
-        listed = "; ".join(differences[:4])
+    if rank_differences and config.compute.mode != "off":
         notes.append(
-            f"ranks differ, so another number of processes may give other bits: {listed}"
+            f"ranks differ, so another number of processes may give other bits: {'; '.join(rank_differences[:4])}"
         )
-    return notes
+    return current, found, fingerprint, notes
 
 
-def _resumed(config: Config, done: int | None, earlier: bool) -> list[str]:
-    """A note on where the run goes on; `earlier`: another session has started it."""
-    if done is not None:
-        return [f"resuming {config.run_dir} at step {done}"]
-    if earlier and config.run.exists == "resume":
-        return [
-            f"{config.run_dir} holds no checkpoint yet: the run starts again at step 0"
-        ]
-    return []
+def _batches(
+    config: Config, group: Group, samples: Samples, done: int | None
+) -> tuple[PixelCounts | None, Generator[ShardBatch, None, None]]:
+    """Pixels of each class, if the run needs them, and the shard batches of all updates after `done`."""
+
+    def say(text: str) -> None:
+        if group.is_main and config.train.progress:
+            print(text, file=sys.stderr)  # the view is not open yet
+
+    kept = None if done is None else config.run_dir / frequency.FILE_NAME
+    counts = counted(config, group, samples, kept=kept, say=say)
+    steps = range(done or 0, config.train.steps)
+    return counts, shard_stream(config, group, samples, steps, counts)
+
+
+def _write_origin(
+    config: Config,
+    current: TrainState,
+    found: checkpoint.Found | None,
+    counts: PixelCounts | None,
+) -> None:
+    """The files that say what the run starts from; a resumed run keeps those that it has."""
+    folder = config.run_dir
+    longer = found and found.content["config"]["train"]["steps"] != config.train.steps
+    if longer or not found:
+        write_atomically(folder / "config.json", to_json(to_mapping(config)))
+    if current.weights and not found:
+        write_atomically(folder / WEIGHTS, to_json(current.weights))
+    kept = folder / frequency.FILE_NAME
+    if counts is not None and not (found and kept.is_file()):
+        counts.save(kept)
 
 
 def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> float:
     """All updates that are left; returns images per second of the updates alone."""
     config, current, clock = run.config, run.state, run.clock
     own = run.group.own_shards(config.compute.shards)
-    step = TrainStep(
-        config, run.watch, loss_weights(config, run.train_samples, run.counts)
-    )
+    weights = loss_weights(config, run.train_samples, run.counts)
+    step = TrainStep(config, run.watch, weights)
     with (
         StopRequest(outlive_error=run.group.world_size > 1) as stop,
         contextlib.closing(stream),
@@ -293,81 +275,67 @@ def _check(
     run: Run, step: TrainStep, shards: Sequence[ShardBatch], result: StepResult
 ) -> None:
     """Raises NumericsError when this update, or an earlier one that the host did not check, is not finite."""
-    config, current, group = run.config, run.state, run.group
-    first = int(step.first_bad)
-    overflow = current.scaler.is_enabled() and not bool(
-        torch.isfinite(result.grad_norm)
-    )
-    # The scaler skips such an update and halves its scale. Below 1 the gradients themselves are not finite.
-    if first > current.step and not (overflow and current.scaler.get_scale() < 1.0):
+    scaler, first_bad = run.state.scaler, int(step.first_bad)
+    # The scaler skips an update that overflowed and halves its scale. Below 1 the gradients themselves are not finite.
+    scale = scaler.get_scale()
+    overflowed = scaler.is_enabled() and not bool(torch.isfinite(result.grad_norm))
+    if first_bad > run.state.step and not (overflowed and scale < 1.0):
         return
+
     own = {shard: float(loss) for shard, loss in result.shard_losses.items()}
-    everywhere = [
-        (rank, shard, loss)
-        for rank, losses in enumerate(group.gather(own))
-        for shard, loss in losses.items()
-    ]
     bad = [
-        f"rank {rank} shard {shard} loss {loss}"
-        for rank, shard, loss in everywhere
-        if loss - loss != 0
+        (rank, shard, loss)
+        for rank, losses in enumerate(run.group.gather(own))
+        for shard, loss in losses.items()
+        if not math.isfinite(loss)
     ]
-    rate = result.rate
-    scale = (
-        f" at loss scale {current.scaler.get_scale():g}"
-        if current.scaler.is_enabled()
-        else ""
-    )
-    or_fp32 = "" if config.train.precision == "fp32" else " or train.precision=fp32"
-    good, name = _last_good_state(run, first), config.loss.name
-    lead, advice = "", f" Lower optim.lr, or set optim.clip_norm=5{or_fp32}."
+    named = [f"rank {rank} shard {shard} loss {loss}" for rank, shard, loss in bad[:4]]
+    precision, name = run.config.train.precision, run.config.loss.name
+    good = _last_good_state(run, first_bad)
+    cause = ""
+    advice = "Lower optim.lr, or set optim.clip_norm=5"
+    advice += "." if precision == "fp32" else " or train.precision=fp32."
     if bad and is_path(name) and _logits_are_finite(run, step, shards):
-        value = next(loss for *_, loss in everywhere if loss - loss != 0)
-        lead = (
-            f"loss.name = {name} returned {value} for finite logits; "
+        cause = (
+            f"loss.name = {name} returned {bad[0][-1]} for finite logits; "
             f"`segpipe check-plugin loss.name={name}` tests it. "
         )
-        advice = " Mend the loss; a lower optim.lr does not help."
+        advice = "Mend the loss; a lower optim.lr does not help."
+    at_scale = f" at loss scale {scale:g}" if scaler.is_enabled() else ""
     raise NumericsError(
-        f"{lead}step {current.step}: loss {float(result.loss)}, gradient norm {float(result.grad_norm)} "
-        f"({'; '.join(bad[:4]) or 'every loss is finite, a gradient is not'}), lr {rate:.4g}, precision "
-        f"{config.train.precision}{scale}. {good}{advice}"
+        f"{cause}step {run.state.step}: loss {float(result.loss)}, gradient norm {float(result.grad_norm)} "
+        f"({'; '.join(named) or 'every loss is finite, a gradient is not'}), lr {result.rate:.4g}, precision "
+        f"{precision}{at_scale}. {good} {advice}"
     )
 
 
 def _logits_are_finite(run: Run, step: TrainStep, shards: Sequence[ShardBatch]) -> bool:
     """Whether the network makes finite logits of these shards, on every rank. A collective; spoils its statistics."""
-    device, found = run.group.device, []
+    device, model = run.group.device, run.state.model.train()
+    finite = True
     for batch in shards:
-        image, *color = (
-            value.to(device)
-            for value in (batch.image, batch.color)
-            if value is not None
-        )
+        color = None if batch.color is None else batch.color.to(device)
         with torch.no_grad(), autocast(device, run.config.train.precision):
-            heads = run.state.model.train().logits(
-                step.loss.preprocess(image, *color), aux=True
-            )  # type: ignore[operator]
-        found += [bool(logits.isfinite().all()) for logits in heads.values()]
-    return all(run.group.gather(all(found)))
+            image = step.loss.preprocess(batch.image.to(device), color)
+            heads = model.logits(image, aux=True)
+        finite &= all(bool(logits.isfinite().all()) for logits in heads.values())
+    return all(run.group.gather(finite))
 
 
-def _last_good_state(run: Run, first: int) -> str:
+def _last_good_state(run: Run, first_bad: int) -> str:
     """Saves the state before this update, unless an earlier one was not finite; returns a message that says where."""
-    if first >= run.state.step:
+    now = run.state.step
+    if first_bad >= now:
         _save(run, "diverged.pt")
         return f"The state before this step is kept in {run.folder / 'diverged.pt'}."
-    good = (
-        f"last.pt of step {run.saved} is the last good state"
-        if run.saved is not None
-        else "no last.pt was written"
-    )
-    return f"Step {first} was the first that was not finite, {run.state.step} the first that was checked; {good}."
+    good = "no last.pt was written"
+    if run.saved is not None:
+        good = f"last.pt of step {run.saved} is the last good state"
+    return f"Step {first_bad} was the first that was not finite, {now} the first that was checked; {good}."
 
 
 def _log(run: Run, result: StepResult) -> None:
-    current = run.state
-    rate = result.rate
+    current, rate = run.state, result.rate
     speed = run.clock.recent_rate() * run.config.global_batch
     values = {
         "loss": float(result.loss),
@@ -401,12 +369,9 @@ def _validate(run: Run, *, precision: str, log: bool = True) -> Validation:
             Preprocess().to(run.group.device),
             run.val_samples,
             run.group,
+            config.data,
             precision=precision,
             backend=backend(config.loss, run.group.device.type),
-            workers=min(config.data.workers, 1),
-            start_method=config.data.start_method,
-            transport=config.data.transport,
-            timeout_s=config.data.timeout_s,
             cache=run.val_cache,
             progress=run.view.validating,
         )
@@ -435,14 +400,14 @@ def _keep_best(run: Run, found: Validation, *, final: bool = False) -> bool:
 
 def _save(run: Run, name: str) -> None:
     """Write a checkpoint from rank 0, and the ledger up to it from every rank."""
-    run.watch.sum([])  # a state in which ranks differ is not saved
+    run.watch.sum([])  # ranks whose states differ save nothing
 
     def write() -> None:
         run.watch.flush(sync=True)
         if run.group.is_main:
-            path = run.folder / name
+            classes = run.train_samples.classes
             checkpoint.save_state(
-                path, run.state, run.config, run.train_samples.classes, run.fingerprint
+                run.folder / name, run.state, run.config, classes, run.fingerprint
             )
 
     run.group.together(write)  # a full disk ends all ranks, not one alone

@@ -258,3 +258,22 @@ def _each(parts: Sequence[Tensor] | Sequence[Sequence[Tensor]]) -> Tensor:
         [[part] if isinstance(part, Tensor) else part for part in parts],
         channels_last=True,
     )
+
+
+def keeps_ledger(config: Config) -> bool:
+    """Whether the run writes rows: `compute.ledger`, but not in mode off."""
+    return config.compute.ledger and config.compute.mode != "off"
+
+
+def open_watch(
+    config: Config,
+    group: Group,
+    state: TrainState,
+    samples: Samples,
+    fingerprint: dict[str, Any],
+    cache_mib: float = 0.0,
+) -> Watch:
+    """What watches a run: a Recorder where it keeps a ledger. `cache_mib` as for Watch."""
+    if not keeps_ledger(config):
+        return Watch(group, state, config.run_dir, cache_mib=cache_mib)
+    return Recorder(config, group, state, samples, fingerprint, cache_mib=cache_mib)

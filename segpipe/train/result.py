@@ -90,8 +90,10 @@ def _validated(
     }
 
 
-def check_space(config: Config, state: TrainState, world_size: int) -> None:
-    """Raise CheckpointError when the run's disk has less room than checkpoints, ledger and export need."""
+def check_space(config: Config, state: TrainState, group: Group) -> None:
+    """Raise CheckpointError on rank 0 when the run's disk has less room than checkpoints, ledger and export need."""
+    if not group.is_main:
+        return
     weights, averages = (
         _bytes(model.state_dict().values()) for model in (state.model, state.ema.model)
     )
@@ -106,7 +108,7 @@ def check_space(config: Config, state: TrainState, world_size: int) -> None:
         if (path := config.run_dir / name).is_file()
     )
     rows = (
-        (config.train.steps - state.step) * (config.compute.shards + world_size)
+        (config.train.steps - state.step) * (config.compute.shards + group.world_size)
         if config.compute.ledger
         else 0
     )

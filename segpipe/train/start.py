@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from segpipe.errors import CheckpointError, ConfigError
+from segpipe.errors import CheckpointError, ConfigError, WeightsError
 from segpipe.files import sha256
 from segpipe.settings.config import saved_config
 
@@ -86,7 +86,8 @@ def _earlier_sha256(config: Config) -> str:
 def read_start(config: Config, load: LoadCheckpoint) -> WeightsSource:
     """The weights for step 0. `load` reads a checkpoint of segpipe and compares its digests.
 
-    Raises CheckpointError when the file is missing, damaged, or was replaced meanwhile.
+    Raises CheckpointError when the file is missing, damaged, or was replaced meanwhile, and WeightsError when it holds
+    no tensor.
     """
     from segpipe.models.weights import WeightsSource
 
@@ -99,9 +100,13 @@ def read_start(config: Config, load: LoadCheckpoint) -> WeightsSource:
             f"{path} does not exist any more, and without a checkpoint the run starts at step 0, which needs it. "
             f"Put it back, or set model.weights to where it is now."
         )
-    return replace(
-        _read(path, load), path=config.model.weights, sha256=config.model.weights_sha256
-    )
+    source = _read(path, load)
+    if not source.tensors:
+        raise WeightsError(
+            f"{path} holds no tensor, so there is nothing to start from. Set model.weights to a file of weights."
+        )
+    model = config.model
+    return replace(source, path=model.weights, sha256=model.weights_sha256)
 
 
 def _read(path: Path, load: LoadCheckpoint) -> WeightsSource:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from segpipe.distributed.group import Group
     from segpipe.models.layers import SegmentationNet
     from segpipe.models.preprocess import Preprocess
+    from segpipe.settings.groups import DataConfig
 
 Answer = Callable[["SegmentationNet", "Preprocess", Tensor], Tensor]
 
@@ -93,14 +94,11 @@ def validate(
     preprocess: Preprocess,
     samples: Samples,
     group: Group,
+    data: DataConfig,
     *,
     answer: Answer | None = None,
     precision: str,
     backend: str = "plain",
-    workers: int,
-    start_method: str,
-    timeout_s: float = 300.0,
-    transport: str = "ring",
     cache: CachedSamples | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     see: Callable[[int, Tensor, Tensor], None] = lambda index, pred, target: None,
@@ -131,10 +129,10 @@ def validate(
     images = eval_images(
         samples,
         own,
-        workers=workers,
-        start_method=start_method,
-        timeout_s=timeout_s,
-        transport=transport,
+        workers=min(data.workers, 1),
+        start_method=data.start_method,
+        timeout_s=data.timeout_s,
+        transport=data.transport,
         cache=cache,
     )
     for index, image, target in images:

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from segpipe import native
 from segpipe.errors import ConfigError
 from segpipe.losses import compiled, strips
+from segpipe.losses.boundary import boundary_sum, boundary_target
 from segpipe.losses.fused import Terms, class_loss
-from segpipe.losses.pixelwise import boundary_sum, boundary_target
 from segpipe.losses.strips import ClassHead
 from segpipe.losses.total import backend, shard_loss
 from segpipe.models.resize import bilinear_axes, bilinear_weights

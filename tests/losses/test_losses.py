@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 
 import numpy as np
@@ -11,17 +11,28 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from segpipe.losses import pixelwise
-from segpipe.losses.pixelwise import boundary_sum, class_weights, kth_largest, ohem_sum
-from segpipe.losses.total import shard_loss, valid_pixels
+from segpipe.errors import ConfigError
+from segpipe.losses import boundary, cross_entropy, dice
+from segpipe.losses.boundary import boundary_sum
+from segpipe.losses.cross_entropy import class_weights
+from segpipe.losses.ohem import hard_pixels, kth_largest
+from segpipe.losses.total import PIXEL_TERMS, shard_loss, valid_pixels
 from segpipe.models.resize import bilinear
 from segpipe.settings.groups import LossConfig
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
 C = 5
-pixel_losses = partial(pixelwise.pixel_losses, ignore_index=255)
-dice_sum = partial(pixelwise.dice_sum, ignore_index=255)
-boundary_target = partial(pixelwise.boundary_target, ignore_index=255)
+pixel_losses = partial(cross_entropy.pixel_losses, ignore_index=255)
+dice_sum = partial(dice.dice_sum, ignore_index=255)
+boundary_target = partial(boundary.boundary_target, ignore_index=255)
+
+
+def ohem_sum(
+    losses: Tensor, valid: Tensor, *, threshold: float, min_kept: float
+) -> Tensor:
+    config = LossConfig(ohem_threshold=threshold, ohem_min_kept=min_kept)
+    kept, ratio = hard_pixels(losses, valid, config)
+    return torch.where(kept, losses, 0.0).sum() * ratio
 
 
 def batch(
@@ -337,6 +348,28 @@ def test_dice_part_under_stride_counts_what_a_strided_pixel_stands_for(
     assert float(parts["total"]) == pytest.approx(
         float(parts["main"] + parts["aux"] + parts["dice"]), rel=1e-6
     )
+
+
+@pytest.mark.parametrize("backend_name", ["auto", "plain", "torch", "native"])
+def test_a_loss_that_no_term_computes_is_refused_on_every_backend(
+    backend_name: str,
+) -> None:
+    target, logits = batch(2), noise(2, C, 12, 16)
+    config = LossConfig(name="focal", backend=backend_name)
+    with pytest.raises(ConfigError, match="focal"):
+        shard_loss(
+            {"main": logits},
+            target,
+            config,
+            class_weights=None,
+            global_valid=torch.tensor(1),
+            align_corners=False,
+        )
+
+
+def test_every_choice_of_the_setting_is_a_term() -> None:
+    (field,) = (each for each in fields(LossConfig) if each.name == "name")
+    assert set(field.metadata["choices"]) == PIXEL_TERMS.keys()
 
 
 # --- OHEM

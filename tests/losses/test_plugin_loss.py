@@ -8,7 +8,7 @@ from torch import Tensor
 
 from segpipe import IGNORE_INDEX
 from segpipe.errors import ConfigError
-from segpipe.losses.pixelwise import pixel_losses
+from segpipe.losses.cross_entropy import pixel_losses
 from segpipe.losses.total import check_call, plugin_sum, shard_loss
 from segpipe.settings.groups import LossConfig
 

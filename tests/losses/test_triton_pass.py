@@ -10,6 +10,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +79,31 @@ def test_the_kernels_are_the_strips_of_float64() -> None:
     errors = [float(line) for line in done.stdout.split()]
     assert len(errors) == len(CASES)
     assert max(errors) <= 1e-6, errors
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="no triton here")
+@pytest.mark.parametrize("everything", [False, True])
+def test_they_compile_for_an_h100(everything: bool) -> None:
+    """Without a GPU: what the compiler refuses must not wait for one."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from segpipe.losses import triton_pass
+
+    number = "*fp32"
+    kinds: dict[str, Any] = {
+        "logits": number, "target": "*u8", "weights": number, "losses": number,
+        "axes": ("*i32", number, "*i32", number), "shape": ("i32",) * 6, "smoothing": ("fp32",) * 2,
+        "factors": number, "slopes": (number, number), "sums": number, "parts": number,
+    }  # fmt: skip
+    constants = {"padded": 32, "pixels": 64, "cells": 16}
+    if not everything:
+        constants |= dict.fromkeys(("factors", "slopes", "sums", "parts"))
+    signature = kinds | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(triton_pass._losses, signature, constants)
+    built = compile(source, target=GPUTarget("cuda", 90, 32))
+    assert built.asm["cubin"]
+    assert "atom" not in built.asm["ptx"]
 
 
 if __name__ == "__main__":

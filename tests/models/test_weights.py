@@ -284,7 +284,7 @@ def test_half_precision_is_converted_and_old_files_lack_counters() -> None:
     [
         (
             lambda value: value.to(torch.float8_e4m3fn),
-            r"torch\.strided of torch\.float8_e4m3fn: the scales",
+            r"torch\.float8_e4m3fn: the scales",
         ),
         (lambda value: value.to_sparse(), r"torch\.sparse_coo of torch\.float32\."),
         (lambda value: value.to("meta"), "device meta, without values"),

@@ -1,7 +1,6 @@
 """Truncated, foreign and altered checkpoints are refused; a full disk or a kill leaves the old file."""
 
 import errno
-import hashlib
 import itertools
 import os
 import random
@@ -102,38 +101,6 @@ def test_digests_of_a_checkpoint_stay(file: Path) -> None:
     }
 
 
-def test_every_listed_checkpoint_has_its_hash_in_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, hashes = tmp_path / "last.pt", tmp_path / checkpoint.HASHES
-    for step in (7, 8):
-        save(path, SMALL | {"step": step}, listed=True)
-        *_, line = hashes.read_text().splitlines()
-        assert (
-            line == f"{hashlib.sha256(path.read_bytes()).hexdigest()}  last.pt  {step}"
-        )
-    save(path, SMALL)
-    assert len(hashes.read_text().splitlines()) == 2, (
-        "those that belong to no run are not listed"
-    )
-    whole = path.read_bytes()
-    monkeypatch.setattr(os, "replace", no_space)
-    with pytest.raises(CheckpointError):
-        save(path, SMALL | {"step": 9}, listed=True)
-    monkeypatch.undo()
-    assert len(hashes.read_text().splitlines()) == 3, (
-        "a file that exists is listed, however the process ends"
-    )
-    hashes.unlink()
-    hashes.mkdir()
-    with pytest.raises(
-        CheckpointError,
-        match=r"checkpoints\.sha256 could not be written.*last\.pt is unchanged",
-    ):
-        save(path, SMALL | {"step": 10}, listed=True)
-    assert path.read_bytes() == whole
-
-
 def test_torn_file_is_refused_at_any_length(file: Path) -> None:
     whole = file.read_bytes()
     lengths = {
@@ -149,7 +116,6 @@ def test_torn_file_is_refused_at_any_length(file: Path) -> None:
         file.write_bytes(whole[:length])
         message = refused(file)
         assert f"{length} bytes" in message
-        assert "version 2" in message
 
 
 def test_no_flipped_bit_passes(file: Path) -> None:
@@ -188,7 +154,7 @@ def test_foreign_file_is_named(tmp_path: Path, content: Any, found: str) -> None
     ("error", "told", "hidden"),
     [
         (EOFError(), "EOFError", "EOFError:"),
-        (RuntimeError(f"{'x' * 300}\nmore"), f"2: {'x' * 200}.", "more"),
+        (RuntimeError(f"{'x' * 300}\nmore"), f": {'x' * 200}.", "more"),
     ],
 )
 def test_what_torch_says_is_told_in_one_line(

@@ -1,8 +1,9 @@
-"""`segpipe profile`: spans, memory traffic, advice, and a whole profile of a tiny run."""
+"""`segpipe profile`: spans, advice, and a whole profile of a tiny run."""
 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -11,18 +12,16 @@ import torch
 from segpipe.cli.main import main
 from segpipe.settings.config import Config, from_mapping
 from segpipe.train import profiling
-from segpipe.train.profiling import SpanCost, Spans, StepProfile, Traffic, advice
+from segpipe.train.profiling import SpanCost, Spans, StepProfile, advice
 
 CPU = torch.device("cpu")
 
 
 def found(**shares: float) -> StepProfile:
     """A profile in which these parts have these shares of an update of 100 ms."""
-    parts = [
-        SpanCost(name, 100 * share, share, 0.0, 0.0) for name, share in shares.items()
-    ]
+    parts = [SpanCost(name, 100 * share, share) for name, share in shares.items()]
     return StepProfile(
-        100.0, 80.0, parts, 10.0, read_ms=30.0, augment_ms=20.0, repeated=0.0, advice=[]
+        100.0, 80.0, parts, read_ms=30.0, augment_ms=20.0, repeated=0.0, advice=[]
     )
 
 
@@ -50,26 +49,20 @@ def test_advice_names_the_bottleneck_and_what_to_set() -> None:
     )
 
 
-def test_traffic_counts_what_operators_take_and_give_by_span() -> None:
+def test_spans_are_measured_once() -> None:
     spans = Spans(CPU)
-    x = torch.zeros(1000)
-    with Traffic(spans) as traffic:
-        with spans("add"):
-            y = (x + x).view(10, 100)  # a view moves nothing
-        with spans("sum"):
-            y.sum()
-        x.mul_(2)
-    assert traffic.bytes["add"] == 3 * 4000
-    assert traffic.bytes["sum"] == 4000 + 4
-    assert traffic.bytes[""] >= 2 * 4000
-    assert set(spans.take()) == {"add", "sum"}
+    for name in ("add", "sum", "add"):
+        with spans(name):
+            time.sleep(0.001)
+    seconds = spans.take()
+    assert seconds["add"] >= 0.002
+    assert 0.001 <= seconds["sum"] < seconds["add"]
     assert spans.take() == {}
 
 
 def test_a_run_is_profiled_and_leaves_nothing_but_its_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(profiling, "COPY_MIB", 1)
     monkeypatch.setattr(profiling, "TIMED", 2)
     overrides = [
         "data=synthetic", "data.size=[64,96]", "data.num_train=8", "augment.crop_size=[64,64]", "data.workers=0",
@@ -93,10 +86,6 @@ def test_a_run_is_profiled_and_leaves_nothing_but_its_profile(
         "ledger",
     } <= set(parts)
     assert sum(part["share"] for part in parts.values()) == pytest.approx(1, abs=0.01)
-    assert all(
-        parts[name]["gib"] > 0
-        for name in ("forward", "backward", "optimizer", "average")
-    )
     assert all(name in told for name in parts)
     assert profile["advice"][0] in told
     names = {

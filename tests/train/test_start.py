@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from runs import outcome, result, run, torch_restored
@@ -304,7 +304,16 @@ def test_a_file_that_does_not_fit_is_refused_before_the_folder_is_made(
 ) -> None:
     torch.save(build_model("pidnet_s", 10).state_dict(), tmp_path / "x.pth")
     torch.save(build_model("fast_scnn", 10).state_dict(), tmp_path / "y.pth")
+    save_file({}, tmp_path / "empty.safetensors")
     for settings, message in (
+        (
+            (f"model.weights={tmp_path / 'empty.safetensors'}",),
+            "empty.safetensors holds no tensor",
+        ),
+        (
+            ("export.enabled=true", "export.critical_classes=[road,nosuch]"),
+            "nosuch is no class: road,",
+        ),
         (
             (f"model.weights={tmp_path / 'x.pth'}",),
             "does not fit FastSCNN with 10 classes",

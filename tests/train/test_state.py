@@ -11,7 +11,7 @@ from segpipe.errors import CheckpointError
 from segpipe.keys import torch_seed
 from segpipe.ledger.digest import state_digest
 from segpipe.settings.config import Config, from_mapping, to_mapping
-from segpipe.train.checkpoint import HASHES, load, restore, save_state
+from segpipe.train.checkpoint import load, restore, save_state
 from segpipe.train.state import TrainState, build_state
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
@@ -174,6 +174,3 @@ def test_another_environment_is_refused_by_name_unless_it_is_allowed(
 
 def test_the_whole_configuration_is_kept(saved: Path) -> None:
     assert load(saved)["config"] == to_mapping(config())
-    assert (saved.parent / HASHES).read_text().endswith("  last.pt  0\n"), (
-        "a checkpoint of a run is listed"
-    )

@@ -672,7 +672,7 @@ def _function_of_segpipe() -> str:
 
 
 ON_A_CPU_ALONE = {
-    "aten._local_scalar_dense.default in ohem_kept"
+    "aten._local_scalar_dense.default in hard_pixels"
 }  # `segpipe gpu-check only=syncs` counts on a GPU
 
 

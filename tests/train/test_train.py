@@ -50,6 +50,7 @@ from segpipe.models.preprocess import Preprocess
 from segpipe.run import tracking
 from segpipe.run.overview import read_row
 from segpipe.settings.compose import compose
+from segpipe.settings.groups import DataConfig
 from segpipe.train import batches as batches_module
 from segpipe.train import checkpoint, engine, state
 from segpipe.train.stop import StopRequest
@@ -553,7 +554,6 @@ def test_full_disk_leaves_the_last_good_checkpoint(
         assert part in text
     assert checkpoint.load(folder / "last.pt")["step"] == 2
     kept = [
-        "checkpoints.sha256",
         "config.json",
         "inputs.json",
         "last.pt",
@@ -690,7 +690,7 @@ def test_validation_counts_every_image_once(world_size: int) -> None:
 
     def found(rank: Rank) -> Validation:
         return validate(
-            model, Preprocess(), samples, rank, precision="fp32", workers=0, start_method="fork"  # type: ignore[arg-type]
+            model, Preprocess(), samples, rank, DataConfig(workers=0), precision="fp32"  # type: ignore[arg-type]
         )  # fmt: skip
 
     ranks, parts = [Rank(rank, world_size) for rank in range(world_size)], []

@@ -1,0 +1,66 @@
+"""Binary cross-entropy of a head of one channel that finds the borders between classes."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def boundary_target(target: Tensor, *, width: int = 2, ignore_index: int) -> Tensor:
+    """Band around class changes that supervises the edge branch.
+
+    A pixel is positive when another labelled class lies within `width` pixels (square window). Contact with ignored
+    pixels makes no edge, so an unlabelled car bonnet does not become one long boundary. `ignore_index` must be above
+    all classes.
+
+    Shapes: target uint8 (B, H, W) -> float32 (B, 1, H, W), values 0 or 1. No gradient.
+    Source: edge supervision as in PIDNet, arXiv:2206.02066; the ignore rule is ours.
+    """
+    labels = target.unsqueeze(1).float()
+    ignored = labels == ignore_index
+    window = 2 * width + 1
+    highest = F.max_pool2d(
+        labels.masked_fill(ignored, -1.0), window, stride=1, padding=width
+    )
+    lowest = -F.max_pool2d(-labels, window, stride=1, padding=width)
+    return ((highest > lowest) & ~ignored).float()
+
+
+def boundary_sum(logits: Tensor, edge: Tensor, valid: Tensor) -> Tensor:
+    """Binary cross-entropy summed over the valid pixels, with edges weighted as much as all other pixels together.
+
+    Shapes: logits (B, 1, H, W), edge float32 (B, 1, H, W), valid bool (B, H, W) -> 0-d.
+    """
+    inside, outside = _weights(edge, valid)
+    losses = F.binary_cross_entropy_with_logits(
+        logits.float(),
+        edge,
+        weight=torch.where(edge > 0.5, inside, outside),
+        reduction="none",
+    )
+    return torch.where(valid.unsqueeze(1), losses, 0.0).sum()
+
+
+def as_two_classes(
+    logits: Tensor, target: Tensor, *, ignore_index: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, target and class weights whose cross-entropy sums up to `boundary_sum`.
+
+    The binary cross-entropy of a logit is the cross-entropy of the two logits 0 and itself.
+
+    Shapes: logits (B, 1, h, w), target uint8 (B, H, W) -> (B, 2, h, w), uint8 (B, H, W), (2,).
+    """
+    valid = target != ignore_index
+    edge = boundary_target(target, ignore_index=ignore_index)
+    inside, outside = _weights(edge, valid)
+    ids = torch.where(valid, edge.squeeze(1).to(torch.uint8), ignore_index)
+    both = torch.cat([torch.zeros_like(logits), logits], 1)
+    return both, ids, torch.stack([outside, inside])
+
+
+def _weights(edge: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight of a pixel on an edge and of any other, with which both kinds count equally; 0-d."""
+    positives = (edge * valid.unsqueeze(1)).sum()
+    total = valid.sum().clamp_min(1)
+    return (total - positives) / total, positives / total

@@ -1,0 +1,44 @@
+"""Soft Dice loss, 1 - 2 |P T| / (|P| + |T|), averaged over the classes that a shard's target has.
+
+P are the probabilities and T the target of a class over all valid pixels of the shard. Without any labelled pixel, loss
+and gradient are 0. Source: V-Net, arXiv:1606.04797, with the plain sums of arXiv:1707.03237 in the denominator.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def dice_sum(logits: Tensor, target: Tensor, *, ignore_index: int) -> Tensor:
+    """The loss times the shard's valid pixels; autograd finds its gradient.
+
+    Shapes: logits float32 (B, C, H, W), target uint8 (B, H, W) -> 0-d.
+    """
+    valid = (target != ignore_index).unsqueeze(1)
+    # On a CPU, torch.where takes ten times as long as this product.
+    probability = logits.softmax(1) * valid.float()
+    classes = torch.arange(
+        logits.shape[1], device=target.device, dtype=target.dtype
+    ).view(1, -1, 1, 1)
+    one_hot = (target.unsqueeze(1) == classes).float()
+    common = (probability * one_hot).sum((0, 2, 3))
+    size = one_hot.sum((0, 2, 3))
+    loss = 1.0 - 2.0 * common / (probability.sum((0, 2, 3)) + size).clamp_min(1e-6)
+    present = size > 0
+    mean = torch.where(present, loss, 0.0).sum() / present.sum().clamp_min(1)
+    return mean * valid.sum()
+
+
+def dice_of_sums(
+    sums: Tensor, factor: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """The loss times `factor` from `LossPass.sums`, and its slopes as `strips.evaluate` takes them."""
+    common, probability, size = sums
+    present = size > 0
+    share = factor * present / present.sum().clamp_min(1)
+    both = (probability + size).clamp_min(1e-6)
+    loss = (share * (1.0 - 2.0 * common / both)).sum()
+    everywhere = (share * 2.0 * common / both**2).to(dtype)
+    on_target = (share * -2.0 / both).to(dtype)
+    return loss, (everywhere, on_target)
