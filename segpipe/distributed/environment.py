@@ -7,6 +7,7 @@ import time
 
 from segpipe.errors import ConfigError
 
+LOOPBACK = "127.0.0.1"
 LINGER_S = 5.0  # a launcher checks its processes every 0.1 s
 LAUNCHER = (
     "Start with torchrun, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, "
@@ -98,6 +99,25 @@ def local_world_size() -> int:
     return (
         _number("LOCAL_WORLD_SIZE", world_size() or 1, low=1) if under_launcher() else 1
     )
+
+
+def enter_rank(number: int, size: int, port: int) -> None:
+    """Be a rank of a run on this machine alone, whose parent holds the store."""
+    variables = {
+        "RANK": number,
+        "LOCAL_RANK": number,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
+    os.environ.update({name: str(value) for name, value in variables.items()})
+
+
+def on_loopback() -> bool:
+    """Whether all ranks are on this machine, because their MASTER_ADDR is its loopback."""
+    return os.environ.get("MASTER_ADDR") in ("localhost", LOOPBACK)
 
 
 def wait_to_be_ended() -> None:
