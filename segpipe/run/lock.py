@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from segpipe.errors import CheckpointError, ConfigError
-from segpipe.files import process_start, this_host
+from segpipe.processes import process_start, this_host
 from segpipe.train.stop import stopping
 
 NAME = "run.lock"

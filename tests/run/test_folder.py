@@ -28,9 +28,10 @@ from runs import (
 )
 from segpipe.distributed import environment
 from segpipe.errors import ConfigError
-from segpipe.files import process_start, this_host, write_atomically
+from segpipe.files import write_atomically
 from segpipe.ledger.divergence import compare
 from segpipe.ledger.reader import read_run
+from segpipe.processes import process_start, this_host
 from segpipe.run import folder as folders
 from segpipe.run import lock
 from segpipe.run.folder import clear_folder
