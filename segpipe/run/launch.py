@@ -378,7 +378,9 @@ def _failure_told(group: Group, config: Config | None = None) -> Iterator[None]:
 def _own(config: Config, group: Group, held: contextlib.ExitStack) -> None:
     """Own the run's folder on rank 0, which writes; the parent of spawned processes may die without them."""
     if group.is_main:
-        held.enter_context(owned(config, alone=group.world_size == 1))
+        if group.world_size == 1:  # of several, the parent removes the lock
+            held.enter_context(stops_raised())
+        held.enter_context(owned(config))
 
 
 def _check_launcher(config: Config) -> None:

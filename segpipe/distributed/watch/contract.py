@@ -229,8 +229,6 @@ class Contract:
                 self.tick(self._store)
             except RuntimeError:  # the process that held the store ended
                 self._decided.set()
-            if self._verdict is not None and self._answered_at and self._stacks:
-                self._stacks.dump_recorder()
         return self._answered_at is not None
 
     def tick(self, store: Store) -> None:

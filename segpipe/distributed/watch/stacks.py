@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import signal
-import threading
 import time
 from pathlib import Path
-
-RECORDER_S = 2.0  # for torch to dump its recorder; on a hung GPU it may never return
 
 
 class Stacks:
@@ -31,13 +28,6 @@ class Stacks:
         self._file.flush()
         faulthandler.dump_traceback(self._file, all_threads=True)
 
-    def dump_recorder(self) -> None:
-        """Write torch's record of its last collectives, DDP's included, beside the file, for `torchfrtrace`."""
-        path = self.path.with_name(f"recorder_{self.path.stem}.pickle")
-        recorder = threading.Thread(target=_dump_recorder, args=(path,), daemon=True)
-        recorder.start()
-        recorder.join(RECORDER_S)
-
     def close(self) -> None:
         """Stop answering SIGUSR1."""
         if self._file.closed:
@@ -48,14 +38,3 @@ class Stacks:
             if self.path.stat().st_size == 0:
                 self.path.unlink()
                 self.path.parent.rmdir()
-
-
-def _dump_recorder(path: Path) -> None:
-    import torch.distributed as dist
-    from torch._C import _distributed_c10d
-
-    if dist.is_initialized():
-        name = "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace"
-        if dump := getattr(_distributed_c10d, name, None):  # not in every torch
-            # Looking up the lines of its stacks takes seconds, and ours are there.
-            path.write_bytes(dump(includeStackTraces=False))
