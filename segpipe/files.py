@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import os
-import platform
 from collections.abc import Iterator, Mapping
 from glob import escape
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from segpipe.disk import ADVICE, FULL, patiently
 from segpipe.errors import CheckpointError
+from segpipe.processes import process_start, this_host
 
 
 def sha256(path: Path) -> str:
@@ -25,6 +25,11 @@ def sha256(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     return patiently(path, digest)
+
+
+def sha256_of(content: bytes | memoryview) -> str:
+    """SHA-256 of these bytes, as hex digits."""
+    return hashlib.sha256(content).hexdigest()
 
 
 def files_below(folder: Path) -> Iterator[Path]:
@@ -50,39 +55,6 @@ def files_below(folder: Path) -> Iterator[Path]:
                 for name in folders
                 if os.path.islink(path := os.path.join(place, name))
             ]
-
-
-def this_host() -> str:
-    """This machine's name, with a digest of its boot and process namespace: inside it, a pid means one process.
-
-    Machines of one name, and containers that share a host's name, have other digests.
-    """
-    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    with contextlib.suppress(OSError):
-        inside = hashlib.blake2b(
-            f"{boot.read_text()}{os.readlink(namespace)}".encode(), digest_size=4
-        )
-        return f"{platform.node()}-{inside.hexdigest()}"
-    return platform.node()
-
-
-def process_start(pid: int) -> str | None:
-    """When a process of this host started, in ticks since the boot; None if it has ended, "" if it is not known."""
-    try:
-        fields = (
-            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        )  # also of another user's process
-    except OSError:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return None
-        except OSError:  # of another user, who hides it
-            return ""
-        return ""  # a system without /proc
-    return (
-        None if fields[0] in "ZX" else fields[19]
-    )  # Z: ended, but its parent has not noticed yet
 
 
 def not_written(path: Path, error: OSError, kept: str = "") -> CheckpointError:

@@ -81,18 +81,24 @@ def _library(source: Path, command: Sequence[str], folder: Path) -> Path:
         "\n".join([source.read_text(), *command, _processor()]).encode()
     ).hexdigest()[:16]
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():  # code loaded from there runs as this user
-        raise PermissionError(f"{folder} belongs to another user")
+    if not _is_private(folder):  # code loaded from there runs as this user
+        raise PermissionError(f"others can write into {folder}")
     path = folder / f"{source.stem}-{key}.so"
-    if not path.exists():
+    if not (path.exists() and _is_private(path)):
         temporary = folder / f"{source.stem}-{key}-{os.getpid()}.so"
         try:
             command = [*command, str(source), "-o", str(temporary)]
             subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
+            temporary.chmod(0o700)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
     return path
+
+
+def _is_private(path: Path) -> bool:
+    found = path.stat()
+    return found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def _processor() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from ledgers import header
-from segpipe import disk
+from segpipe import disk, native
 from segpipe.data.readers import read_header, read_image
 from segpipe.disk import PAUSES_S, append
 from segpipe.errors import CheckpointError, DataError, SegpipeError
@@ -220,3 +221,18 @@ def test_what_is_put_is_whole_or_not_there(
         put(path, NEW)
     assert path.read_bytes() == OLD
     assert [entry.name for entry in path.parent.iterdir()] == ["mask.png"]
+
+
+def test_compiled_code_that_others_can_write_is_not_loaded(tmp_path: Path) -> None:
+    folder, source = tmp_path / "cache", tmp_path / "empty.c"
+    source.write_text("int one(void) { return 1; }")
+    command = [shutil.which("cc") or "gcc", "-shared", "-fPIC"]
+    library = native._library(source, command, folder)
+    for planted, mode in ((b"the control", 0o700), (b"planted", 0o775)):
+        library.write_bytes(planted)
+        library.chmod(mode)
+        assert native._library(source, command, folder) == library
+        assert (library.read_bytes() == planted) == (mode == 0o700)
+    folder.chmod(0o777)
+    with pytest.raises(PermissionError, match="others can write"):
+        native._library(source, command, folder)

@@ -7,6 +7,7 @@ import time
 
 from segpipe.errors import ConfigError
 
+LOOPBACK = "127.0.0.1"
 LINGER_S = 5.0  # a launcher checks its processes every 0.1 s
 LAUNCHER = (
     "Start with torchrun, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, "
@@ -19,23 +20,21 @@ def world_size() -> int | None:
 
     Raises ConfigError for variables that no launcher sets so: a part of them, or no number.
     """
-    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
-        if {"RANK", "WORLD_SIZE"} <= os.environ.keys() and _number(
-            "WORLD_SIZE", low=1
-        ) > 1:
-            raise ConfigError(
-                f"MASTER_ADDR is not set, but WORLD_SIZE = {os.environ['WORLD_SIZE']}. {LAUNCHER}"
-            )
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return None
-    size, place = _number("WORLD_SIZE", low=1), _number("RANK")
-    if size == 1 and place:
-        raise ConfigError(
-            f"RANK = {place}, but WORLD_SIZE = 1 needs RANK = 0. {LAUNCHER}"
-        )
-    if size > 1 and "MASTER_PORT" not in os.environ:
-        raise ConfigError(
-            f"MASTER_PORT is not set, but WORLD_SIZE = {size}. {LAUNCHER}"
-        )
+    size, number = _number("WORLD_SIZE", low=1), _number("RANK")
+    if size == 1:
+        if "MASTER_ADDR" not in os.environ:
+            return None
+        if number:
+            raise ConfigError(
+                f"RANK = {number}, but WORLD_SIZE = 1 needs RANK = 0. {LAUNCHER}"
+            )
+    for name in ("MASTER_ADDR", "MASTER_PORT") if size > 1 else ():
+        if name not in os.environ:
+            raise ConfigError(
+                f"{name} is not set, but WORLD_SIZE = {size}. {LAUNCHER}"
+            )
     return size
 
 
@@ -58,29 +57,18 @@ def check_tasks() -> None:
 
     Raises ConfigError with the command to use.
     """
-    slurm = (
-        "SLURM_STEP_NUM_TASKS"
-        if os.environ.get("SLURM_STEP_NUM_TASKS")
-        else "SLURM_NTASKS"
-    )
-    counts = {
-        name: os.environ.get(name, "")
-        for name in (slurm, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-    }
-    several = {
-        name: tasks
-        for name, tasks in counts.items()
-        if tasks.isdecimal() and int(tasks) > 1
-    }
-    if under_launcher() or not several:
-        return
-    name, tasks = next(iter(several.items()))
-    raise ConfigError(
-        f"{name} = {tasks}, but RANK, WORLD_SIZE and MASTER_ADDR are not set: {tasks} tasks would each train the "
-        f"whole run. Use one task per machine. On one machine: srun --ntasks=1 segpipe train ... (it starts a process "
-        f"per GPU, or compute.nproc of them). On several: srun --ntasks-per-node=1 torchrun --nnodes=$SLURM_NNODES "
-        f"--nproc-per-node=GPUS --rdzv-backend=c10d --rdzv-endpoint=FIRST_HOST:29500 -m segpipe train ..."
-    )
+    step = "SLURM_STEP_NUM_TASKS"
+    slurm = step if os.environ.get(step) else "SLURM_NTASKS"
+    for name in (slurm, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        tasks = os.environ.get(name, "")
+        if tasks.isdecimal() and int(tasks) > 1 and not under_launcher():
+            raise ConfigError(
+                f"{name} = {tasks}, but RANK, WORLD_SIZE and MASTER_ADDR are not set: {tasks} tasks would each train "
+                f"the whole run. Use one task per machine. On one machine: srun --ntasks=1 segpipe train ... (it "
+                f"starts a process per GPU, or compute.nproc of them). On several: srun --ntasks-per-node=1 torchrun "
+                f"--nnodes=$SLURM_NNODES --nproc-per-node=GPUS --rdzv-backend=c10d --rdzv-endpoint=FIRST_HOST:29500 "
+                f"-m segpipe train ..."
+            )
 
 
 def rank() -> int:
@@ -95,9 +83,26 @@ def local_rank() -> int:
 
 def local_world_size() -> int:
     """LOCAL_WORLD_SIZE, or 1: processes of this machine."""
-    return (
-        _number("LOCAL_WORLD_SIZE", world_size() or 1, low=1) if under_launcher() else 1
-    )
+    size = world_size()
+    return 1 if size is None else _number("LOCAL_WORLD_SIZE", size, low=1)
+
+
+def enter_rank(number: int, size: int, port: int) -> None:
+    """Be a rank of a run on this machine alone, whose parent holds the store."""
+    os.environ |= {
+        "RANK": str(number),
+        "LOCAL_RANK": str(number),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def on_loopback() -> bool:
+    """Whether all ranks are on this machine, because their MASTER_ADDR is its loopback."""
+    return os.environ.get("MASTER_ADDR") in ("localhost", LOOPBACK)
 
 
 def wait_to_be_ended() -> None:

@@ -153,6 +153,9 @@ def join(config: ComputeConfig, same: Mapping[str, str]) -> Group:
                 stacklevel=2,
             )
         alone = device.type == "cuda" and not shared
+        if environment.on_loopback():
+            for library in ("GLOO", "NCCL"):  # which listen for each other
+                os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
         if alone:
             _configure_nccl()
         dist.init_process_group(

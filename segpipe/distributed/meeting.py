@@ -18,7 +18,7 @@ from segpipe.distributed import environment
 from segpipe.errors import CollectiveError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 POLL_S = 0.05
 LINGER_S = 1.0  # for which the rank that holds the store stays after a failure, so that the others can read why
@@ -65,6 +65,21 @@ def _address() -> str:
     return f"MASTER_ADDR:MASTER_PORT = {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
+def local_store() -> TCPStore:
+    """A store that no other machine reaches, held by this process."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    # TCPStore itself would listen on all interfaces, and asks for no password.
+    listener = socket.create_server((environment.LOOPBACK, 0))
+    return TCPStore(
+        environment.LOOPBACK,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
 def _open(rank: int, timeout_s: float) -> tuple[Store, bool]:
     """The store, and whether this process holds it: a launcher's agent does, or else rank 0."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -72,16 +87,21 @@ def _open(rank: int, timeout_s: float) -> tuple[Store, bool]:
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     keeps = rank == 0 and not agent
     try:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        listener = None
+        if keeps and environment.on_loopback():
+            listener = socket.create_server((address, port)).detach()
         store = TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
+            address,
+            port,
             None,
             keeps,
             timedelta(seconds=timeout_s),
             wait_for_workers=False,
             multi_tenant=True,
+            master_listen_fd=listener,
         )
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError, OverflowError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         needed = (
             "a free port of this machine"

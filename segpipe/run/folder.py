@@ -48,14 +48,14 @@ def claim_folder(config: Config) -> None:
 
 
 @contextlib.contextmanager
-def owned(config: Config, *, alone: bool) -> Iterator[None]:
+def owned(config: Config) -> Iterator[None]:
     """Own the run's folder until the end, in the process that writes its files: rank 0.
 
-    `alone`: this process is the whole run. Raises ConfigError while another process owns the folder.
+    Raises ConfigError while another process owns the folder.
     """
-    with lock.held(config.run_dir, released_by_signals=alone) as dead:
-        if dead:
-            print(dead, file=sys.stderr)
+    with lock.held(config.run_dir) as taken_over:
+        if taken_over:
+            print(taken_over, file=sys.stderr)
         _check_earlier_run(
             config
         )  # again: another job may have trained here since it was claimed

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ from segpipe.run.tracking import (
 from segpipe.settings.check import check
 from segpipe.settings.config import Config, config_hash
 from segpipe.train.start import check_pins, pin_weights
-from segpipe.train.stop import handlers_kept, interrupts_deferred_by_children, stopping
+from segpipe.train.stop import Stopped, interrupts_deferred_by_children, stops_raised
 
 if TYPE_CHECKING:
     from segpipe.distributed.group import Group
@@ -208,60 +209,55 @@ def examine(config: Config) -> None:
 
 
 def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
-    """Run `world_size` child processes under torch's elastic launcher; this process never touches the GPU."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    """Run `world_size` child processes on this machine; this process never touches the GPU."""
+    from torch.multiprocessing import ProcessExitedException, spawn
 
-    before, others = (
-        failure(config.run_dir),
-        set(multiprocessing.active_children()),
-    )  # not of this session
-    logging.disable(
-        logging.CRITICAL
-    )  # the ranks report errors; the launcher would add two tracebacks
+    from segpipe.distributed.meeting import local_store
+
+    before = failure(config.run_dir)  # of an earlier session
+    others = set(multiprocessing.active_children())
+    logging.disable(logging.CRITICAL)  # the ranks report errors; torch would repeat it
     try:
+        store = local_store()
         with (
-            handlers_kept(),
+            stops_raised(),
             interrupts_deferred_by_children(),
             _environment_of_children(config, world_size),
         ):
-            settings = LaunchConfig(
-                min_nodes=1,
-                max_nodes=1,
-                nproc_per_node=world_size,
-                run_id=f"segpipe-{os.getpid()}-{time.monotonic_ns()}",
-                rdzv_backend="c10d",
-                rdzv_endpoint="localhost:0",
-                max_restarts=0,
-                monitor_interval=0.1,
-                start_method="spawn",
-                signals_to_handle=",".join(
-                    ["SIGINT", "SIGQUIT", *(number.name for number in stopping())]
-                ),
-            )
-            elastic_launch(settings, _child)(config, finish)
+            try:
+                given = (config, finish, world_size, store.port)
+                children = spawn(_child, given, nprocs=world_size, join=False)
+                while not children.join():
+                    pass
+            except Stopped as stop:
+                started = set(multiprocessing.active_children()) - others
+                _pass_on(stop.args[0], started, config.compute.timeout_s)
+                return Interrupted.exit_code
     except ConfigError as error:
         return _report(error)
-    except ChildFailedError as error:
-        rank, lost = error.get_first_failure()
-        return (
-            lost.exitcode
-            if lost.exitcode > 0
-            else note_lost(config, rank, -lost.exitcode, before)
-        )
-    except (SignalException, KeyboardInterrupt):
+    except ProcessExitedException as error:
+        if error.exit_code > 0:
+            return error.exit_code
+        return note_lost(config, error.error_index, -error.exit_code, before)
+    except Stopped:  # a second Ctrl-C
         return Interrupted.exit_code
     finally:
-        for child in (
-            set(multiprocessing.active_children()) - others
-        ):  # started just when a signal came
+        for child in set(multiprocessing.active_children()) - others:
             child.kill()
         logging.disable(logging.NOTSET)
-        lock.remove_dead(
-            config.run_dir
-        )  # rank 0 may have been killed; another machine could not know it
+        # Rank 0 may have been killed; another machine could not know it.
+        lock.remove_dead(config.run_dir)
     return 0
+
+
+def _pass_on(number: int, children: set[BaseProcess], patience_s: float) -> None:
+    """Send a signal to the ranks, and wait for the end of their step or validation."""
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid or 0, number)
+    end = time.monotonic() + patience_s
+    for child in children:
+        child.join(max(0.0, end - time.monotonic()))
 
 
 @contextlib.contextmanager
@@ -269,10 +265,6 @@ def _environment_of_children(config: Config, world_size: int) -> Iterator[None]:
     """Set variables that the children need before their own code runs, and remove them for the next job of a sweep."""
     before = set(os.environ)
     flags.set_environment(world_size * config.compute.threads, config.compute.mode)
-    # After Ctrl-C, ranks first end their step or validation. One that takes longer than this is killed.
-    os.environ.setdefault(
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(config.compute.timeout_s))
-    )
     added = os.environ.keys() - before
     try:
         yield
@@ -281,9 +273,12 @@ def _environment_of_children(config: Config, world_size: int) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _child(config: Config, finish: Finish | None) -> None:
+def _child(
+    rank: int, config: Config, finish: Finish | None, world_size: int, port: int
+) -> None:
     from segpipe.train import engine  # noqa: F401  (torch and all else, before Ctrl-C may interrupt)
 
+    environment.enter_rank(rank, world_size, port)
     try:
         signal.pthread_sigmask(
             signal.SIG_UNBLOCK, {signal.SIGINT}
@@ -304,54 +299,11 @@ def work(
 
     `prepared` means that a parent process has called `prepare` already.
     """
-    plugins.trust(
-        path for _, path in config.import_paths
-    )  # the user of this process's parent named them
-    ours = False
+    # The user of this process's parent named them.
+    plugins.trust(path for _, path in config.import_paths)
     try:
-        if not prepared:
-            check(config, world_size=1)  # what takes no import of torch comes first
-        flags.set_environment(
-            environment.local_world_size() * config.compute.threads, config.compute.mode
-        )
-        from segpipe.distributed import group as processes
-
-        config = with_steps(config)
-        flags.apply(
-            config.compute.threads, config.compute.mode
-        )  # before the group: NCCL reads its variables there
-        group = processes.join(config.compute, {"configuration": config_hash(config)})
-        try:
-            if not prepared:
-                _check_launcher(config)
-                group.together(
-                    lambda: (
-                        prepare(config, group.world_size)
-                        if group.is_main
-                        else pin_weights(config)
-                    )
-                )
-                check_pins(config, group)
-            with (
-                contextlib.ExitStack() as held
-            ):  # to the end of what rank 0 does after the training
-                group.together(lambda: _own(config, group, held))
-                ours = True
-                return _train(config, group, finish)
-        except Exception as error:
-            lost = isinstance(error, RuntimeError) and _lost_another_rank(error)
-            if not isinstance(error, COMMON_ERRORS) and not getattr(
-                error, "told", False
-            ):
-                group.contract.fail(error, lost=lost)
-            if ours and not lost and not isinstance(error, SegpipeError):
-                note_failure(config, 1, plugins.located(error))
-            raise
-        finally:
-            processes.leave(group)
+        return _work(config, finish, prepared)
     except SegpipeError as error:
-        if ours and _speaks(error, environment.rank()):
-            note_failure(config, error.exit_code, str(error))
         return _report(error, rank=environment.rank())
     except KeyboardInterrupt:
         return Interrupted.exit_code
@@ -365,10 +317,70 @@ def work(
         return _outlive(error)
 
 
+def _work(config: Config, finish: Finish | None, prepared: bool) -> int:
+    if not prepared:
+        check(config, world_size=1)  # what takes no import of torch comes first
+    threads, mode = config.compute.threads, config.compute.mode
+    flags.set_environment(environment.local_world_size() * threads, mode)
+    from segpipe.distributed import group as processes
+
+    config = with_steps(config)
+    flags.apply(threads, mode)  # before the group: NCCL reads its variables there
+    group = processes.join(config.compute, {"configuration": config_hash(config)})
+    try:
+        # The folder is owned to the end of what rank 0 does after the training.
+        with contextlib.ExitStack() as held:
+            with _failure_told(group):
+                if not prepared:
+                    _prepare_together(config, group)
+                group.together(lambda: _own(config, group, held))
+            with _failure_told(group, config):
+                return _train(config, group, finish)
+    finally:
+        processes.leave(group)
+
+
+def _prepare_together(config: Config, group: Group) -> None:
+    """`prepare` on rank 0 of a run that a launcher started; the others pin the same weights."""
+    _check_launcher(config)
+    group.together(
+        lambda: (
+            prepare(config, group.world_size) if group.is_main else pin_weights(config)
+        )
+    )
+    check_pins(config, group)
+
+
+@contextlib.contextmanager
+def _failure_told(group: Group, config: Config | None = None) -> Iterator[None]:
+    """Tells the other ranks why this one ends, and with `config` the folder of the run, which it owns.
+
+    Raises the verdict of the ranks in place of the error, if they have one.
+    """
+    try:
+        try:
+            yield
+        except Exception as error:
+            known = isinstance(error, COMMON_ERRORS) or getattr(error, "told", False)
+            if not known:
+                group.contract.fail(error, lost=_lost_another_rank(error))
+            raise
+    except SegpipeError as error:
+        if config is not None and _speaks(error, group.rank):
+            note_failure(config, error.exit_code, str(error))
+        raise
+    except Exception as error:
+        if config is not None and not _lost_another_rank(error):
+            note_failure(config, 1, plugins.located(error))
+        raise
+
+
 def _own(config: Config, group: Group, held: contextlib.ExitStack) -> None:
     """Own the run's folder on rank 0, which writes; the parent of spawned processes may die without them."""
     if group.is_main:
-        held.enter_context(owned(config, alone=group.world_size == 1))
+        if group.world_size == 1:  # of several, the parent removes the lock
+            held.enter_context(stops_raised())
+        held.enter_context(owned(config))
 
 
 def _check_launcher(config: Config) -> None:
@@ -381,18 +393,16 @@ def _check_launcher(config: Config) -> None:
         )
 
 
-def _lost_another_rank(error: RuntimeError) -> bool:
+def _lost_another_rank(error: Exception) -> bool:
     """Whether a collective failed because another process is gone.
 
     NCCL raises DistError. gloo has no type for it, only RuntimeError with these texts.
     """
     from torch.distributed import DistError
 
-    text = str(error)
-    return (
-        isinstance(error, DistError)
-        or "gloo/transport" in text
-        or "Connection closed by peer" in text
+    signs = ("gloo/transport", "Connection closed by peer")
+    return isinstance(error, DistError) or (
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
     )
 
 

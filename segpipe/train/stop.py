@@ -21,32 +21,36 @@ def stopping() -> list[signal.Signals]:
     return [signal.SIGTERM, *hangup, signal.SIGUSR2]
 
 
-@contextlib.contextmanager
-def handlers_kept() -> Iterator[None]:
-    """Restores the signal handlers at the end, since torch's launcher leaves its own; SIGUSR1 does nothing meanwhile.
+class Stopped(KeyboardInterrupt):
+    """A signal asks a process that waits for its children to stop them; its argument is the signal."""
 
-    A scheduler may send SIGUSR1 to all processes of a job, also to one that only waits for its children.
+
+@contextlib.contextmanager
+def stops_raised() -> Iterator[None]:
+    """SIGINT, SIGQUIT and the signals of `stopping` raise Stopped inside the block; a second Ctrl-C does so again.
+
+    SIGUSR1, which a scheduler may send to all processes of a job, does nothing meanwhile.
     """
-    watched = {
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-        signal.SIGQUIT,
-        signal.SIGUSR1,
-        signal.SIGUSR2,
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+
+    def stop(number: int, frame: object) -> None:
+        if number != signal.SIGINT:
+            signal.signal(number, signal.SIG_IGN)
+        raise Stopped(number)
+
+    handlers = dict.fromkeys([signal.SIGINT, signal.SIGQUIT, *stopping()], stop)
+    handlers[signal.SIGUSR1] = lambda number, frame: None
+    before = {
+        number: signal.signal(number, handler) for number, handler in handlers.items()
     }
-    before = {n: signal.getsignal(n) for n in watched}
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
         yield
     finally:
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # only it may set handlers
-            for number, handler in before.items():
-                if handler is not None:  # None: not installed from Python
-                    signal.signal(number, handler)
+        for number, handler in before.items():
+            if handler is not None:  # None: not installed from Python
+                signal.signal(number, handler)
 
 
 @contextlib.contextmanager

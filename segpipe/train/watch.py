@@ -100,4 +100,4 @@ class Watch:
             state.optimizer,
             state.ema.model,
         )
-        return out_of_memory_named(scene, self._folder)
+        return out_of_memory_named(scene)

@@ -107,9 +107,6 @@ def test_nccl_is_taken_where_no_two_ranks_share_a_gpu(
     }
     for name, value in known.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(
-        group_module, "_configure_nccl", lambda: None
-    )  # it sets variables of this process
     asked: dict[str, Any] = {}
     monkeypatch.setattr(
         group_module.meeting, "meet", lambda **given: asked.update(given) or store

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import shutil
@@ -12,13 +13,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
-from torch.distributed.elastic.multiprocessing.errors import (
-    ChildFailedError,
-    ProcessFailure,
-)
-from torch.distributed.launcher.api import LaunchConfig
+from torch.multiprocessing import ProcessExitedException
 
 from ranks import launched
 from runs import (
@@ -37,11 +35,15 @@ from runs import (
 from segpipe.cli.main import main as segpipe
 from segpipe.data.order import Order
 from segpipe.distributed import environment
-from segpipe.errors import CheckpointError, ConfigError, ImpureAugmentError
+from segpipe.errors import (
+    CheckpointError,
+    ConfigError,
+    ImpureAugmentError,
+    Interrupted,
+)
 from segpipe.run import launch
 from segpipe.run.tracking import failure, note_failure
 from segpipe.settings.compose import compose
-from segpipe.settings.config import Config
 from segpipe.train.stop import interrupts_deferred_by_children
 
 # All that could depend on the division of the shards: OHEM, auxiliary heads, class weights, clipping, validation, and
@@ -114,6 +116,36 @@ def test_multirun_makes_two_runs_and_a_table(alone: Path, tmp_path: Path) -> Non
     )
 
 
+def _listening(pid: int) -> list[str]:
+    """Local addresses, as in /proc/net/tcp, on which a process and its children listen."""
+    process = psutil.Process(pid)
+    inodes = set()
+    for member in (process, *process.children(recursive=True)):
+        for descriptor in Path(f"/proc/{member.pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                inodes.add(os.readlink(descriptor))
+    addresses = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                addresses.append(fields[1])
+    return addresses
+
+
+def test_processes_of_one_machine_listen_on_the_loopback_alone(tmp_path: Path) -> None:
+    """No store and no connection of the ranks can be reached from another machine."""
+    folder = tmp_path / "run"
+    changes = ("train.steps=9999", "compute.nproc=2", "data.workers=1")
+    process = start("train.py", *settings(folder, *changes))
+    wait_for(lambda: len(updates(folder)) > 1, process)
+    found = _listening(process.pid)
+    process.send_signal(signal.SIGTERM)
+    assert finished(process).returncode == Interrupted.exit_code
+    assert len(found) >= 3, "the store, and a socket of each rank"
+    assert {address.split(":")[0] for address in found} == {"0100007F"}
+
+
 @pytest.mark.parametrize(
     "change", ["loss.class_weights=none", "optim.clip_norm=2", "data.balance=0"]
 )
@@ -176,38 +208,44 @@ def test_recipes_for_a_cpu_start_one_process_beside_eight_gpus(
     assert launch._world_size(compose([])) == 8  # the control
 
 
+class Spawned:
+    """In place of torch.multiprocessing.spawn and the processes that it returns."""
+
+    def __init__(self, join: Callable[[], bool]) -> None:
+        self.join = join
+
+    def __call__(self, entry: object, given: object, **_: object) -> Spawned:
+        return self
+
+
 def test_children_find_their_environment_and_nothing_of_it_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They have imported torch before they could set a variable; the next job of a sweep may need another one."""
-    found: list[tuple[dict[str, str], int | None]] = []
+    found: list[dict[str, str]] = []
 
-    def pretend(settings: LaunchConfig, entry: object) -> Callable[[Config], None]:
-        found.append((dict(os.environ), settings.shutdown_timeout))
+    def join() -> bool:
+        found.append(dict(os.environ))
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        return lambda config, finish: None
+        return True
 
-    own = ("OMP_WAIT_POLICY", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
-    for name in own:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", pretend)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setattr("torch.multiprocessing.spawn", Spawned(join))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     before = signal.getsignal(signal.SIGTERM)
     try:
         for nproc in (4, 1):
-            changes = (f"compute.nproc={nproc}", "compute.timeout_s=77.5")
-            config = compose(settings(tmp_path / f"of{nproc}", *changes))
+            config = compose(
+                settings(tmp_path / f"of{nproc}", f"compute.nproc={nproc}")
+            )
             assert launch.launch_apart(config) == 0
             assert signal.getsignal(signal.SIGTERM) == before
     finally:
         signal.signal(signal.SIGTERM, before)
-    (four, patience), (one, _) = found
+    four, one = found
     assert four["OMP_WAIT_POLICY"] == "PASSIVE"
-    assert (
-        patience == 78
-    )  # seconds after Ctrl-C, in which a step or a validation may end
     assert "OMP_WAIT_POLICY" not in one  # the control: one thread on two cores
-    assert not os.environ.keys() & own
+    assert "OMP_WAIT_POLICY" not in os.environ
 
 
 @pytest.mark.parametrize("spoke", [True, False])
@@ -221,21 +259,14 @@ def test_a_killed_rank_ends_with_9_and_the_text_of_the_rank_that_spoke_is_kept(
     config.run_dir.mkdir()
     note_failure(config, 2, "of an earlier session")
 
-    def pretend(
-        settings: LaunchConfig, entry: object
-    ) -> Callable[[Config, object], None]:
-        def start(config: Config, finish: object) -> None:
-            if spoke:
-                note_failure(
-                    config, 9, "rank 1 was lost after call 95, which was all_reduce."
-                )
-            raise ChildFailedError(
-                "run", {1: ProcessFailure(1, os.getpid(), -9, str(tmp_path / "none"))}
+    def join() -> bool:
+        if spoke:
+            note_failure(
+                config, 9, "rank 1 was lost after call 95, which was all_reduce."
             )
+        raise ProcessExitedException("gone", error_index=1, error_pid=1, exit_code=-9)
 
-        return start
-
-    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", pretend)
+    monkeypatch.setattr("torch.multiprocessing.spawn", Spawned(join))
     assert launch.launch_apart(config) == 9
     told = "rank 1 was ended by signal 9 (Killed). The machine's memory may have run out: see dmesg."
     assert capsys.readouterr().err.strip() == told
@@ -243,10 +274,14 @@ def test_a_killed_rank_ends_with_9_and_the_text_of_the_rank_that_spoke_is_kept(
     assert failure(config.run_dir) == (9, told + kept)
 
 
-def _interrupt_this() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
+def wait_for_signal() -> None:
     for _ in range(1000):  # another thread receives it, which ends no sleep
         time.sleep(0.01)
+
+
+def _interrupt_this() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    wait_for_signal()
 
 
 def test_children_defer_ctrl_c_while_this_process_gets_it() -> None:
@@ -273,31 +308,27 @@ def _check_that_children_defer() -> None:
     assert subprocess.check_output(asks, text=True) == "False\n"
 
 
-def test_ctrl_c_leaves_no_child_that_the_launcher_has_lost(
+def test_a_signal_reaches_a_child_that_is_just_being_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The signal may come while the launcher starts them, before it knows them; their parent would wait for ever."""
+    """The parent does not know it yet, and would wait for ever."""
     child = multiprocessing.get_context("spawn").Process(
         target=time.sleep, args=(3600,)
     )
 
-    def pretend(
-        settings: LaunchConfig, entry: object
-    ) -> Callable[[Config, object], None]:
-        def start(config: Config, finish: object) -> None:
-            child.start()
-            raise KeyboardInterrupt
+    def starting(*_: object, **__: object) -> None:
+        child.start()
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for_signal()
 
-        return start
-
-    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", pretend)
+    monkeypatch.setattr("torch.multiprocessing.spawn", starting)
     try:
         assert (
             launch.launch_apart(compose(settings(tmp_path / "run", "compute.nproc=2")))
             == 130
         )
         child.join(60)
-        assert child.exitcode == -signal.SIGKILL
+        assert child.exitcode == -signal.SIGTERM
     finally:
         child.kill()
 

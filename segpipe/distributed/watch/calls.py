@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
+from functools import lru_cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, NamedTuple
+
+from segpipe.files import sha256_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,9 +17,7 @@ if TYPE_CHECKING:
 RING = 512  # calls that are remembered; the watcher looks every 0.3 s, and a step makes 4 to 40
 _MULTIPLIER = 6364136223846793005  # odd, so that every earlier call keeps its effect; Knuth's MMIX generator
 _WORD = 2**64 - 1
-_HERE = Path(__file__).parents[
-    1
-]  # as the interpreter writes it into code objects, without resolving links
+_HERE = Path(__file__).parents[1]  # as code objects have it, without resolved links
 _PREFIX = str(_HERE)
 
 
@@ -50,20 +50,15 @@ class CallLog:
     def __init__(self) -> None:
         self.count = 0
         self.rolling = 0
-        self._known: dict[tuple[object, ...], tuple[int, Call]] = {}
         self._ring: list[Entry | None] = [None] * RING
 
     def add(self, op: str, tensor: Tensor | None = None, level: int = 0) -> None:
         """Append a call; its line is the nearest one outside segpipe/distributed. 2 to 4 us."""
-        frame = _caller(sys._getframe(1))
-        dtype, shape = (
-            (tensor.dtype, tensor.shape) if tensor is not None else (None, None)
-        )
-        key = (op, dtype, shape, level, frame.f_code.co_filename, frame.f_lineno)
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = _hashed(op, tensor, level, frame)
-        digest, call = known
+        frame = sys._getframe(1)
+        while _is_here(frame.f_code) and frame.f_back is not None:
+            frame = frame.f_back
+        kind, shape = ("", ()) if tensor is None else (str(tensor.dtype), tensor.shape)
+        call, digest = _known(op, kind, shape, level, frame.f_code, frame.f_lineno)
         self.rolling = (self.rolling * _MULTIPLIER + digest) & _WORD
         number = self.count + 1
         self._ring[number % RING] = Entry(number, self.rolling, call)
@@ -74,48 +69,53 @@ class CallLog:
         return sorted(entry for entry in self._ring[:] if entry is not None)
 
 
-def _hashed(
-    op: str, tensor: Tensor | None, level: int, frame: FrameType
-) -> tuple[int, Call]:
-    dtype = str(tensor.dtype).removeprefix("torch.") if tensor is not None else ""
-    call = Call(
-        op, dtype, tuple(tensor.shape) if tensor is not None else (), level, site(frame)
-    )
-    return int.from_bytes(
-        hashlib.blake2b(repr(tuple(call)).encode(), digest_size=8).digest()
-    ), call
+@lru_cache(maxsize=1024)
+def _known(
+    op: str, dtype: str, shape: tuple[int, ...], level: int, code: CodeType, line: int
+) -> tuple[Call, int]:
+    """A call, and 64 bits of its hash."""
+    where = _site(code, line)
+    call = Call(op, dtype.removeprefix("torch."), tuple(shape), level, where)
+    return call, int(sha256_of(repr(tuple(call)).encode())[:16], 16)
 
 
-def _caller(frame: FrameType) -> FrameType:
-    """The nearest frame of a file outside segpipe/distributed; torch's own threads may have none."""
-    while frame.f_code.co_filename.startswith(_PREFIX) and frame.f_back is not None:
-        frame = frame.f_back
-    return frame
+def _is_here(code: CodeType) -> bool:
+    return code.co_filename.startswith(_PREFIX)
 
 
-def is_ours(frame: FrameType) -> bool:
-    """Whether a frame is of segpipe outside segpipe/distributed."""
-    path = frame.f_code.co_filename
-    return path.startswith(f"{_HERE.parent}{os.sep}") and not path.startswith(_PREFIX)
-
-
-def site(frame: FrameType) -> str:
+def _site(code: CodeType, line: int) -> str:
     """`train/step.py:116 train_step`: the same on every machine, wherever segpipe is installed."""
-    path = Path(frame.f_code.co_filename)
-    name = (
-        path.relative_to(_HERE.parent)
-        if path.is_relative_to(_HERE.parent)
-        else path.name
-    )
-    return f"{name}:{frame.f_lineno} {frame.f_code.co_name}"
+    path = Path(code.co_filename)
+    ours = path.is_relative_to(_HERE.parent)
+    name = path.relative_to(_HERE.parent) if ours else path.name
+    return f"{name}:{line} {code.co_name}"
+
+
+def position(frame: FrameType | None) -> str:
+    """Where a thread is: the innermost line of segpipe outside segpipe/distributed, and the innermost of all."""
+    if frame is None:
+        return ""
+    innermost = _site(frame.f_code, frame.f_lineno)
+    package = f"{_HERE.parent}{os.sep}"
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(package) and not _is_here(frame.f_code):
+            outer = _site(frame.f_code, frame.f_lineno)
+            return outer if outer == innermost else f"{outer} (in {innermost})"
+        frame = frame.f_back
+    return innermost
 
 
 class Ranks(NamedTuple):
     """What ranks reported; a rank that does not answer is only in `counts`, if anywhere."""
 
-    rings: dict[int, list[tuple[int, str]]]  # (number, call), oldest first
+    calls: dict[int, dict[int, str]]  # of each rank, by number
     positions: dict[int, str]  # the lines where their main threads are
     counts: list[int]  # of calls, by rank
+
+    def call(self, number: int) -> str:
+        """A call as some rank remembers it."""
+        known = (calls[number] for calls in self.calls.values() if number in calls)
+        return next(known, "no longer remembered")
 
 
 def diagnose(ranks: Ranks, waited_s: float | None) -> str:
@@ -123,29 +123,30 @@ def diagnose(ranks: Ranks, waited_s: float | None) -> str:
 
     Without a difference, it names the ranks that the others waited for during `waited_s`, or those that do not answer.
     """
-    silent = [rank for rank in range(len(ranks.counts)) if rank not in ranks.rings]
-    missing = _missing(ranks, waited_s) if waited_s is not None else ""
-    found = _first_difference(ranks.rings) or missing or _no_difference(ranks, silent)
+    silent = [rank for rank in range(len(ranks.counts)) if rank not in ranks.calls]
+    verdict = _first_difference(ranks)
+    if not verdict and waited_s is not None:
+        verdict = _missing(ranks, waited_s)
+    if not verdict:
+        verdict = _lost(ranks, silent) if silent else _no_difference(ranks)
     if silent:
-        found += f" No answer from {_listed(silent)}: ended, stopped, or inside a call that holds the interpreter."
-    return found
+        verdict += f" No answer from {_listed(silent)}: ended, stopped, or inside a call that holds the interpreter."
+    return verdict
 
 
-def _first_difference(rings: dict[int, list[tuple[int, str]]]) -> str:
-    by_rank = {rank: dict(ring) for rank, ring in rings.items()}
-    for number in sorted({number for ring in by_rank.values() for number in ring}):
+def _first_difference(ranks: Ranks) -> str:
+    numbers = {number for calls in ranks.calls.values() for number in calls}
+    for number in sorted(numbers):
         sides: dict[str, list[int]] = {}
-        for rank, calls in by_rank.items():
+        for rank, calls in ranks.calls.items():
             if number in calls:
                 sides.setdefault(calls[number], []).append(rank)
         if len(sides) > 1:
+            both = [f"{_listed(members)}: {call}" for call, members in sides.items()]
             return (
-                f"collective {number} is not the same on all ranks. "
-                + "; ".join(
-                    f"{_listed(members)}: {call}" for call, members in sides.items()
-                )
-                + ". All ranks must make the same calls in the same order: look for a branch that only some of them "
-                "take, or a size that depends on the rank."
+                f"collective {number} is not the same on all ranks. {'; '.join(both)}. All ranks must make the same "
+                f"calls in the same order: look for a branch that only some of them take, or a size that depends on "
+                f"the rank."
             )
     return ""
 
@@ -157,42 +158,36 @@ def _missing(ranks: Ranks, waited_s: float) -> str:
     waiting = [rank for rank, count in enumerate(ranks.counts) if count > least]
     if not waiting:
         return ""
-    known = {number: call for ring in ranks.rings.values() for number, call in ring}
-    awaited = known.get(least + 1, "a call that is no longer remembered")
-    last = (
-        f"its last was {least}, {known.get(least, 'no longer remembered')}"
-        if least
-        else "it made none before"
-    )
+    last = f"{least}, {ranks.call(least)}" if least else "none"
     positions = [
         f" Rank {rank} is at {ranks.positions[rank]}."
         for rank in late[:4]
         if rank in ranks.positions
     ]
     return (
-        f"collective {least + 1}, {awaited}, was not reached by {_listed(late)} ({last}), while {_listed(waiting)} "
-        f"waited {waited_s:g} s.{''.join(positions)} If it only needs longer, raise compute.timeout_s."
+        f"collective {least + 1}, {ranks.call(least + 1)}, was not reached by {_listed(late)} (its last was {last}), "
+        f"while {_listed(waiting)} waited {waited_s:g} s.{''.join(positions)} If it only needs longer, raise "
+        f"compute.timeout_s."
     )
 
 
-def _no_difference(ranks: Ranks, silent: list[int]) -> str:
-    known = {number: call for ring in ranks.rings.values() for number, call in ring}
-    if silent:
-        lost = "; ".join(
-            f"rank {rank} was lost after call {ranks.counts[rank]}, if not later, which on the others is "
-            f"{known.get(ranks.counts[rank], 'not remembered')}"
-            for rank in silent[:4]
-        )
-        return f"{lost}. The last {RING} calls of the ranks that answered are the same."
-    last = f"{max(known)}, {known[max(known)]}" if known else "none"
+def _lost(ranks: Ranks, silent: list[int]) -> str:
+    lost = [
+        f"rank {rank} was lost after call {ranks.counts[rank]}, if not later, which on the others is "
+        f"{ranks.call(ranks.counts[rank])}"
+        for rank in silent[:4]
+    ]
+    return f"{'; '.join(lost)}. The last {RING} calls of the ranks that answered are the same."
+
+
+def _no_difference(ranks: Ranks) -> str:
+    last = max(ranks.counts)
     return (
-        f"the last {RING} collectives are the same on all ranks, up to {last}: they differ longer ago, data changed on "
-        f"the way, or a connection broke."
+        f"the last {RING} collectives are the same on all ranks, up to {last}, {ranks.call(last)}: they differ longer "
+        f"ago, data changed on the way, or a connection broke."
     )
 
 
 def _listed(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(str(rank) for rank in ranks[:8])
-    return f"ranks {shown}{' ...' if len(ranks) > 8 else ''}"
+    shown = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

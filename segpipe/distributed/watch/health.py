@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import multiprocessing
 import statistics
-import time
-from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from segpipe.errors import OutOfMemory
+from segpipe.processes import memory_mib
 
 if TYPE_CHECKING:
     from segpipe.distributed.group import Group
@@ -27,8 +25,13 @@ STEADY = 0.5  # smallest over largest rise, at least: a cache that fills slows d
 MIB = 2**20
 EXCESS = 1.2  # times the median of the ranks, above which a rank is named
 EXCESS_MIB = 256.0  # and at least this much above it
-LOOK_SHARE = 0.005  # of the time that looking for graphs may take
 COMPARED = ("rss_mib", "workers_rss_mib", "shm_mib", "peak_mib", "reserved_mib")
+ALLOCATOR = {
+    "allocated_mib": "allocated_bytes.all.current",
+    "peak_mib": "allocated_bytes.all.peak",
+    "reserved_mib": "reserved_bytes.all.current",
+    "fragmented_mib": "inactive_split_bytes.all.current",
+}
 
 # In the messages of torch and the system when memory runs out; CUDA raises a class of its own.
 SHORT_OF_MEMORY = (
@@ -49,37 +52,18 @@ def sample(device: torch.device) -> dict[str, float]:
     larger tensors; retries: how often the allocator had to release all free blocks first, after which cuDNN may choose
     other kernels.
     """
-    workers = sum(
-        _status("VmRSS", child.pid) for child in multiprocessing.active_children()
-    )
+    workers = multiprocessing.active_children()
     figures = {
-        "rss_mib": _status("VmRSS"),
-        "workers_rss_mib": workers,
-        "shm_mib": _status("RssShmem"),
+        "rss_mib": memory_mib("VmRSS"),
+        "workers_rss_mib": sum(memory_mib("VmRSS", child.pid) for child in workers),
+        "shm_mib": memory_mib("RssShmem"),
     }
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
-        figures |= {
-            "allocated_mib": stats["allocated_bytes.all.current"] / MIB,
-            "peak_mib": stats["allocated_bytes.all.peak"] / MIB,
-            "reserved_mib": stats["reserved_bytes.all.current"] / MIB,
-            "fragmented_mib": stats["inactive_split_bytes.all.current"] / MIB,
-            "retries": float(stats["num_alloc_retries"]),
-        }
+        figures |= {name: stats[key] / MIB for name, key in ALLOCATOR.items()}
+        figures["retries"] = float(stats["num_alloc_retries"])
         torch.cuda.reset_peak_memory_stats(device)
     return {name: round(value, 1) for name, value in figures.items()}
-
-
-def _status(name: str, process: int | str | None = "self") -> float:
-    """A line of /proc/PID/status in MiB; 0 if there is none."""
-    try:
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    except OSError:
-        return 0.0
-    return next(
-        (int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:")),
-        0.0,
-    )
 
 
 def outliers(ranks: Sequence[Mapping[str, float]]) -> dict[tuple[int, str], str]:
@@ -88,33 +72,17 @@ def outliers(ranks: Sequence[Mapping[str, float]]) -> dict[tuple[int, str], str]
     The median of an even number of ranks is the lower of the two in the middle: for two ranks the smaller, since their
     mean would hide an excess of 40 %.
     """
-    found = {}
+    warnings = {}
     for name in COMPARED:
         values = [figures.get(name, 0.0) for figures in ranks]
         median = statistics.median_low(values)
         for rank, value in enumerate(values):
-            if value > EXCESS * median and value - median > EXCESS_MIB:
-                found[rank, name] = (
+            if value > max(EXCESS * median, median + EXCESS_MIB):
+                warnings[rank, name] = (
                     f"rank {rank} uses {name.removesuffix('_mib')} {value:.0f} MiB, the median of the ranks is "
                     f"{median:.0f} MiB: it will be the first to run out."
                 )
-    return found
-
-
-def attached() -> Counter[tuple[tuple[int, ...], str]]:
-    """Live tensors that hold a graph, by (shape, node that made them); between updates there should be none.
-
-    Walks all objects of Python's garbage collector, which is too slow for every step.
-    """
-    found: Counter[tuple[tuple[int, ...], str]] = Counter()
-    # Not isinstance, which would import lazy modules. Parameters, of another type, are leaves.
-    for tensor in [thing for thing in gc.get_objects() if type(thing) is Tensor]:
-        with contextlib.suppress(
-            RuntimeError
-        ):  # grad_fn of a view that was overwritten
-            if tensor.grad_fn is not None:
-                found[tuple(tensor.shape), type(tensor.grad_fn).__name__] += 1
-    return found
+    return warnings
 
 
 class Growth(NamedTuple):
@@ -146,26 +114,23 @@ class GrowthWatch:
         self._samples.append((value, step))
         if self._reported or len(self._samples) < self._window:
             return None
-        lowest = min(self._samples)
-        self._samples.clear()
         if self._warm:
-            self._minima.append(lowest)
+            self._minima.append(min(self._samples))
         self._warm = True
-        return self._judge()
+        self._samples.clear()
+        growth = self._growth() if len(self._minima) == WINDOWS else None
+        self._reported = growth is not None
+        return growth
 
-    def _judge(self) -> Growth | None:
-        if len(self._minima) < WINDOWS:
-            return None
+    def _growth(self) -> Growth | None:
         rises = [
             (after - before) / (end - start)
             for (before, start), (after, end) in pairwise(self._minima)
         ]
-        if min(rises) <= 0 or min(rises) < STEADY * max(rises):
-            return None
         (before, since), (now, step) = self._minima[0], self._minima[-1]
-        if now - before < self._least:
+        steady = min(rises) > 0 and min(rises) >= STEADY * max(rises)
+        if not steady or now - before < self._least:
             return None
-        self._reported = True
         return Growth(since, before, now, (now - before) / (step - since))
 
 
@@ -173,69 +138,43 @@ class Health:
     """Watches this rank's memory from step to step; `report` is a collective, `after_step` is not."""
 
     def __init__(
-        self,
-        group: Group,
-        *,
-        every: int = 5,
-        look_every: int = 50,
-        allowance_mib: float = 0.0,
+        self, group: Group, *, every: int = 5, allowance_mib: float = 0.0
     ) -> None:
-        """`every`: steps between samples; `look_every`: between searches for graphs, which are rarer if they would take
-        more than 0.5 % of the time; `allowance_mib`: what caches of this process may take."""
-        self._group, self._every, self._look_every = group, every, look_every
-        self._growth = {"host memory": GrowthWatch(least=64.0 + allowance_mib)}
-        if group.device.type == "cuda":
-            self._growth["memory in tensors"] = GrowthWatch(least=1.0)
-        self._graphs = GrowthWatch(least=8.0, window=2)
-        self._next_look = 0.0
-        self._reported: set[object] = set()
-        self._found: list[str] = []
+        """`every`: steps between samples; `allowance_mib`: what caches of this process may take."""
+        self._group, self._every = group, every
+        self._host = GrowthWatch(least=64.0 + allowance_mib)
+        self._tensors = GrowthWatch(least=1.0)
+        self._reported: set[tuple[int, str]] = set()
+        self._warnings: list[str] = []
 
     def after_step(self, step: int) -> None:
         """Sample, on the steps on which it is due; to be called when gradients are gone."""
-        if step % self._look_every == 0 and time.monotonic() >= self._next_look:
-            before = time.monotonic()
-            self._look_for_graphs(step)
-            self._next_look = before + (time.monotonic() - before) / LOOK_SHARE
         if step % self._every == 0:
-            self._sample(step)
+            self._judge("host memory", self._host.add(step, memory_mib("VmRSS")), step)
+            if self._group.device.type == "cuda":
+                held = torch.cuda.memory_allocated(self._group.device) / MIB
+                self._judge("memory in tensors", self._tensors.add(step, held), step)
 
-    def _sample(self, step: int) -> None:
-        values = {"host memory": _status("VmRSS")}
-        if self._group.device.type == "cuda":
-            values["memory in tensors"] = (
-                torch.cuda.memory_allocated(self._group.device) / MIB
-            )
-        for name, value in values.items():
-            if growth := self._growth[name].add(step, value):
-                self._found.append(
-                    f"rank {self._group.rank}: {name} grows by {growth.per_step:.3g} MiB with every step, from "
-                    f"{growth.before:.0f} MiB at step {growth.since} to {growth.now:.0f} MiB at step {step}."
-                )
-
-    def _look_for_graphs(self, step: int) -> None:
-        tensors = attached()
-        if growth := self._graphs.add(step, tensors.total()):
-            (shape, maker), number = tensors.most_common(1)[0]
-            self._found.append(
-                f"rank {self._group.rank}: {growth.per_step:.3g} more tensors hold a graph after every step, "
-                f"{growth.now:.0f} at step {step}; {number} of them have the shape {list(shape)} and come from "
-                f"{maker}. Something keeps a loss or an output without .detach()."
+    def _judge(self, name: str, growth: Growth | None, step: int) -> None:
+        if growth is not None:
+            self._warnings.append(
+                f"rank {self._group.rank}: {name} grows by {growth.per_step:.3g} MiB with every step, from "
+                f"{growth.before:.0f} MiB at step {growth.since} to {growth.now:.0f} MiB at step {step}. Look for a "
+                f"loss, an output or a sample that is kept; .detach() frees the graph behind it."
             )
 
     def report(self, step: int) -> tuple[dict[str, list[float]], list[str]]:
         """Figures of all ranks, in rank order, and warnings not yet reported; equal on every rank."""
-        own, self._found = self._found, []
+        own, self._warnings = self._warnings, []
         gathered = self._group.gather((sample(self._group.device), own))
         ranks = [figures for figures, _ in gathered]
-        warnings = [warning for _, found in gathered for warning in found]
+        warnings = [warning for _, of_rank in gathered for warning in of_rank]
         for key, warning in outliers(ranks).items():
             if key not in self._reported:
                 self._reported.add(key)
                 warnings.append(f"step {step}: {warning}")
-        return {
-            name: [figures[name] for figures in ranks] for name in ranks[0]
-        }, warnings
+        by_name = {name: [figures[name] for figures in ranks] for name in ranks[0]}
+        return by_name, warnings
 
 
 @dataclass(frozen=True)
@@ -262,89 +201,55 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def consumers(scene: Scene) -> dict[str, float]:
     """MiB by consumer, the largest first; on a GPU also what everything else held at the peak."""
-    states = scene.optimizer.state.values() if scene.optimizer is not None else []
+    model, average = scene.model, scene.average
+    states = scene.optimizer.state.values() if scene.optimizer is not None else ()
     held = {
-        "parameters": _mib(scene.model.parameters()),
-        "buffers": _mib(scene.model.buffers()),
-        "gradients": _mib(
-            p.grad for p in scene.model.parameters() if p.grad is not None
-        ),
-        "optimizer state": _mib(
-            value
-            for state in states
-            for value in state.values()
-            if isinstance(value, Tensor)
-        ),
+        "parameters": _mib(model.parameters()),
+        "buffers": _mib(model.buffers()),
+        "gradients": _mib(parameter.grad for parameter in model.parameters()),
+        "optimizer state": _mib(value for state in states for value in state.values()),
     }
-    if scene.average is not None:
-        held["averaged weights"] = _mib(
-            [*scene.average.parameters(), *scene.average.buffers()]
-        )
+    if average is not None:
+        held["averaged weights"] = _mib([*average.parameters(), *average.buffers()])
     if scene.device.type == "cuda":
-        peak = torch.cuda.memory_stats(scene.device)["allocated_bytes.all.peak"] / MIB
-        held["activations, sums and workspaces at the peak"] = max(
-            0.0, peak - sum(held.values())
-        )
+        peak = torch.cuda.max_memory_allocated(scene.device) / MIB
+        rest = max(0.0, peak - sum(held.values()))
+        held["activations, sums and workspaces at the peak"] = rest
     return dict(sorted(held.items(), key=lambda entry: -entry[1]))
 
 
-def _mib(tensors: Iterator[Tensor] | Sequence[Tensor]) -> float:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors) / MIB
+def _mib(tensors: Iterable[object]) -> float:
+    sizes = (tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+    return sum(sizes) / MIB
 
 
 def explain(error: BaseException, scene: Scene) -> str:
     """One paragraph: where memory ran out, what holds it, and what to change."""
-    held = "; ".join(
-        f"{name} {size:.1f} MiB" for name, size in consumers(scene).items()
-    )
-    figures = "; ".join(
-        f"{name} {value:g}" for name, value in sample(scene.device).items()
-    )
+    cuda = scene.device.type == "cuda"
+    held = [f"{name} {size:.1f} MiB" for name, size in consumers(scene).items()]
+    figures = [f"{name} {value:g}" for name, value in sample(scene.device).items()]
     shapes = ", ".join(str(list(shape)) for shape in scene.shapes)
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][
-        :300
-    ].rstrip(".")
-    where = f"the GPU {scene.device}" if scene.device.type == "cuda" else "the machine"
-    fragments = (
-        " When fragmented_mib or retries are high, set PYTORCH_ALLOC_CONF=expandable_segments:True."
-        if scene.device.type == "cuda"
-        else " On a CPU, fewer data.workers, a lower data.prefetch and data.cache_mib help as well."
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    advice = (
+        "When fragmented_mib or retries are high, set PYTORCH_ALLOC_CONF=expandable_segments:True."
+        if cuda
+        else "On a CPU, fewer data.workers, a lower data.prefetch and data.cache_mib help as well."
     )
     return (
-        f"step {scene.step}: the memory of {where} ran out on rank {scene.rank}, with image batches {shapes}. "
-        f"{reason}. Held: {held}; activations come on top and grow with crop and batch. Now: {figures}. Take a smaller "
-        f"augment.crop_size, or a smaller compute.samples_per_shard with more compute.shards: the global batch stays, "
-        f"and one shard at a time is in memory.{fragments}"
+        f"step {scene.step}: the memory of {f'the GPU {scene.device}' if cuda else 'the machine'} ran out on rank "
+        f"{scene.rank}, with image batches {shapes}. {reason.rstrip('.')}. Held: {'; '.join(held)}; activations come "
+        f"on top and grow with crop and batch. Now: {'; '.join(figures)}. Take a smaller augment.crop_size, or a "
+        f"smaller compute.samples_per_shard with more compute.shards: the global batch stays, and one shard at a time "
+        f"is in memory. {advice}"
     )
 
 
 @contextlib.contextmanager
-def out_of_memory_named(scene: Scene, folder: Path) -> Iterator[None]:
-    """Raises OutOfMemory in place of the error when memory runs out inside, and writes `folder`/oom_rankNN.txt."""
+def out_of_memory_named(scene: Scene) -> Iterator[None]:
+    """Raises OutOfMemory in place of the error when memory runs out inside."""
     try:
         yield
     except (RuntimeError, MemoryError, OSError) as error:
         if not is_out_of_memory(error):
             raise
-        text = explain(error, scene)
-        path = folder / f"oom_rank{scene.rank:02d}.txt"
-        with contextlib.suppress(OSError):  # the disk may be full as well
-            path.write_text(f"{text}\n\n{_summary(scene)}\n", encoding="utf-8")
-            text += f" The allocator's summary is in {path}."
-        raise OutOfMemory(text) from error
-
-
-def _summary(scene: Scene) -> str:
-    """The allocator's table on a GPU, else /proc/self/status; then the largest parameters of the network."""
-    if scene.device.type == "cuda":
-        table: Any = torch.cuda.memory_summary(scene.device)
-    else:
-        table = Path("/proc/self/status").read_text()
-    largest = sorted(
-        scene.model.named_parameters(), key=lambda entry: -entry[1].numel()
-    )[:10]
-    lines = [
-        f"{_mib([value]):10.2f} MiB  {name} {list(value.shape)}"
-        for name, value in largest
-    ]
-    return "\n".join([str(table), "Largest parameters:", *lines])
+        raise OutOfMemory(explain(error, scene)) from error

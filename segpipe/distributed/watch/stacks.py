@@ -1,17 +1,12 @@
-"""Stacks of all threads of this rank, written to a file: on SIGUSR1, and before a run is ended by the watcher."""
+"""Stacks of all threads of this rank, written to a file: on SIGUSR1, and before the run is ended by a verdict."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
 import signal
-import threading
 import time
 from pathlib import Path
-
-RECORDER_S = (
-    2.0  # for torch to dump its flight recorder; on a hung GPU it may never return
-)
 
 
 class Stacks:
@@ -33,38 +28,13 @@ class Stacks:
         self._file.flush()
         faulthandler.dump_traceback(self._file, all_threads=True)
 
-    def dump_recorder(self) -> None:
-        """Write torch's record of its last collectives, DDP's included, beside the file, for `torchfrtrace`."""
-        recorder = threading.Thread(target=self._dump_recorder, daemon=True)
-        recorder.start()
-        recorder.join(RECORDER_S)
-
-    def _dump_recorder(self) -> None:
-        if (recorded := _recorded()) is not None:
-            self.path.with_name(f"recorder_{self.path.stem}.pickle").write_bytes(
-                recorded
-            )
-
     def close(self) -> None:
         """Stop answering SIGUSR1."""
         if self._file.closed:
             return
         faulthandler.unregister(signal.SIGUSR1)
         self._file.close()
-        if self.path.exists() and self.path.stat().st_size == 0:
-            self.path.unlink()
-            with contextlib.suppress(OSError):  # it holds another rank's file
+        with contextlib.suppress(OSError):  # deleted, or the folder has another file
+            if self.path.stat().st_size == 0:
+                self.path.unlink()
                 self.path.parent.rmdir()
-
-
-def _recorded() -> bytes | None:
-    """torch's flight recorder, pickled; None where this torch has none."""
-    import torch.distributed as dist
-    from torch._C import _distributed_c10d
-
-    if not dist.is_initialized():
-        return None
-    name = "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace"
-    dump = getattr(_distributed_c10d, name, None)
-    # Without its stacks: looking up their lines takes seconds, and ours are there.
-    return bytes(dump(includeStackTraces=False)) if dump is not None else None

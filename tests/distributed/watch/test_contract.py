@@ -27,15 +27,15 @@ from torch import nn
 
 from benchmarks.measure import held_port
 from ranks import PATIENCE_S
+from segpipe import processes
 from segpipe.data.loader import ShardBatch
 from segpipe.distributed import meeting
 from segpipe.distributed.group import Group
-from segpipe.distributed.watch import contract as contract_module
-from segpipe.distributed.watch import watcher as watch
+from segpipe.distributed.watch import contract as watch
 from segpipe.distributed.watch.calls import RING, CallLog
-from segpipe.distributed.watch.contract import Contract
-from segpipe.distributed.watch.watcher import State, Watcher, differ
+from segpipe.distributed.watch.contract import Contract, State, differ
 from segpipe.errors import CollectiveError, DataError
+from segpipe.processes import rounds
 from segpipe.settings.config import Config
 from segpipe.train import gradients
 from segpipe.train.heads import AllHeads
@@ -44,25 +44,21 @@ FAR = 10**6
 
 
 class Ranks:
-    """Contracts of several ranks in this process, whose watchers look when told to."""
+    """Contracts of several ranks in this process, which look when told to."""
 
     def __init__(self, number: int, timeout_s: float = FAR) -> None:
         self.said: list[str] = []
-        store = dist.HashStore()
-        self.watchers = [
-            Watcher(
-                store,
+        self.store = dist.HashStore()
+        self.contracts = [
+            Contract(
                 rank,
                 number,
+                self.store,
                 timeout_s=timeout_s,
                 say=self.said.append,
                 end=self._end,
             )
             for rank in range(number)
-        ]
-        self.contracts = [
-            Contract(rank, number, watcher=watcher)
-            for rank, watcher in enumerate(self.watchers)
         ]
 
     @staticmethod
@@ -75,8 +71,8 @@ class Ranks:
 
     def look(self, times: int = 4, ranks: slice = slice(None)) -> None:
         for _ in range(times):
-            for watcher in self.watchers[ranks]:
-                watcher.tick()
+            for contract in self.contracts[ranks]:
+                contract.tick(self.store)
 
 
 def test_ranks_that_agree_are_left_alone() -> None:
@@ -115,12 +111,13 @@ def test_shapes_that_differ_are_named_with_their_ranks_and_line() -> None:
 def test_two_live_ranks_that_differ_are_enough() -> None:
     """The third may have died of what the two sent it: gloo ends a process that receives more than it asked for."""
     one, other, behind = (
-        State(len(calls), array("Q", calls)) for calls in ([1, 2, 3], [1, 2, 9], [1, 2])
+        State(len(calls), "", array("Q", calls))
+        for calls in ([1, 2, 3], [1, 2, 9], [1, 2])
     )
     assert differ([one, behind, other])
     assert not differ([one, behind, one])
     assert not differ(
-        [State(600, array("Q", [7])), State(1, array("Q", [1]))]
+        [State(600, "", array("Q", [7])), State(1, "", array("Q", [1]))]
     )  # too long ago to tell
 
 
@@ -242,7 +239,7 @@ def test_a_rank_that_ended_without_a_word_is_named_by_those_that_lost_it(
     ranks.look(times=1)
     monkeypatch.setattr(watch, "ANSWERS_S", 0.05)
     monkeypatch.setattr(watch, "ABSENT_S", FAR if lost else 0.0)
-    monkeypatch.setattr(Watcher, "wait", _impatient(Watcher.wait))
+    monkeypatch.setattr(watch, "REPORT_S", 0.0)
     caught: list[CollectiveError] = []
 
     def fail(contract: Contract) -> None:
@@ -272,30 +269,28 @@ def test_a_rank_that_ended_without_a_word_is_named_by_those_that_lost_it(
     assert len(ranks.said) == 1
 
 
-def _impatient(
-    wait: Callable[[Watcher, float], CollectiveError | None],
-) -> Callable[..., CollectiveError | None]:
-    """A wait that returns at once when it waits for another rank's report."""
-    return lambda watcher, seconds: wait(watcher, 0.0 if seconds == 2.0 else seconds)
-
-
 def test_nobody_waits_for_a_verdict_when_the_store_is_gone(
     fast: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("segpipe.distributed.watch.contract.ANSWER_S", 60.0)
+    monkeypatch.setattr(watch, "ANSWER_S", 60.0)
 
     class Gone:
+        def clone(self) -> dist.HashStore:
+            return self  # type: ignore[return-value]
+
         def set(self, *_: object) -> None:
             raise RuntimeError("the store went with its process")
 
-    watcher = Watcher(Gone(), 0, 2, timeout_s=FAR)  # type: ignore[arg-type]
-    contract = Contract(0, 2, watcher=watcher)
-    watcher.start()
+        add = set
+
+    contract = Contract(0, 2, Gone())  # type: ignore[arg-type]
+    rounds.add(contract.look)
     begun = time.monotonic()
     contract.fail(
         RuntimeError("Connection closed by peer"), lost=True
     )  # raises nothing: launch says the rest
     assert time.monotonic() - begun < 30
+    contract.close()
 
 
 def test_where_torch_ddp_communicates_is_announced(
@@ -347,9 +342,9 @@ def test_state_survives_the_store() -> None:
 
 
 def _state(log: CallLog) -> State:
-    watcher = Watcher(dist.HashStore(), 0, 1, timeout_s=FAR)
-    watcher.log = log
-    return watcher._state()
+    contract = Contract()
+    contract.log = log
+    return contract._state()
 
 
 def test_recording_a_call_costs_microseconds() -> None:
@@ -367,8 +362,8 @@ def test_recording_a_call_costs_microseconds() -> None:
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Watchers that look often, and wait long for an answer."""
-    monkeypatch.setattr(watch, "PERIOD_S", 0.02)
-    monkeypatch.setattr(watch, "HURRY_S", 0.005)
+    monkeypatch.setattr(processes, "PERIOD_S", 0.02)
+    monkeypatch.setattr(processes, "HURRY_S", 0.005)
     monkeypatch.setattr(watch, "ANSWERS_S", 5.0)
 
 
@@ -376,7 +371,7 @@ def in_threads(number: int, work: Callable[[Contract], None]) -> list[str]:
     """The error of every rank after `work` on ranks that are threads."""
     store, errors = dist.HashStore(), [""] * number
     contracts = [
-        contract_module.watch(store, rank, number, timeout_s=5, say=lambda text: None)
+        watch.watch(store, rank, number, timeout_s=5, say=lambda text: None)
         for rank in range(number)
     ]
 
@@ -417,9 +412,7 @@ def test_tickets_that_differ_stop_all_ranks(fast: None) -> None:
 
 def test_rank_0_which_keeps_the_store_goes_last(fast: None) -> None:
     store, began = dist.HashStore(), []
-    first, other = (
-        contract_module.watch(store, rank, 2, timeout_s=FAR) for rank in range(2)
-    )
+    first, other = (watch.watch(store, rank, 2, timeout_s=FAR) for rank in range(2))
     late = threading.Timer(1.5, lambda: (began.append(True), other.close()))
     late.start()
     first.close()
@@ -432,6 +425,8 @@ def test_garbage_in_the_sum_is_no_agreement() -> None:
     contract.enter("all_reduce", torch.empty(3))
     ticket = contract.ticket()
     contract.settle(2 * ticket)
+    with pytest.raises(CollectiveError):
+        contract.settle(4 * ticket)  # another multiple of the number of ranks
     with pytest.raises(CollectiveError, match=r"all_reduce float32 \[3\]"):
         contract.settle(2 * ticket + 1)
 
@@ -590,7 +585,7 @@ def _train(name: str, rank: int, port: int, folder: Path) -> int:
         timeout=timedelta(seconds=60),
     )
     timeout_s = 3.0 if name in ("asleep", "holds_interpreter") else 60.0
-    contract = contract_module.watch(store, rank, 3, timeout_s=timeout_s, say=_say)
+    contract = watch.watch(store, rank, 3, timeout_s=timeout_s, say=_say)
     contract.keep_stacks(folder / name)
     try:
         try:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import multiprocessing
 import resource
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
@@ -152,14 +150,6 @@ def test_what_is_no_endless_growth_is_not_reported(
     assert growth_of([shape(step) for step in range(150)]) == []
 
 
-@pytest.fixture
-def few_objects() -> Iterator[None]:
-    """What exists already is out of the sight of the garbage collector, so that a look at all objects is short."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 class Loop:
     """A tiny training loop with room for a mistake."""
 
@@ -173,9 +163,7 @@ class Loop:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if mistake == "graph":
-            self.kept.append(loss)
-        elif mistake == "memory":
+        if mistake == "memory":
             self.kept.append(
                 torch.ones(33 * 2**18)
             )  # 33 MiB, which malloc never takes from what was freed before
@@ -183,32 +171,23 @@ class Loop:
             self.kept = [loss]  # the last one is no growth
 
 
-@pytest.mark.parametrize("mistake", ["graph", "memory", "none"])
-def test_a_retained_graph_and_growing_memory_are_found(
-    mistake: str, few_objects: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(health, "LOOK_SHARE", math.inf)
-    loop, watched = Loop(), Health(ALONE, every=1, look_every=3)
+@pytest.mark.parametrize("mistake", ["memory", "none"])
+def test_growing_memory_is_found(mistake: str) -> None:
+    loop, watched = Loop(), Health(ALONE, every=1)
     warnings: list[str] = []
     for step in range(1, 41):
         loop.step(mistake)
         watched.after_step(step)
         warnings += watched.report(step)[1]
-    if mistake == "graph":
-        (warning,) = warnings
-        assert warning.startswith(
-            "rank 0: 1 more tensors hold a graph after every step"
-        )
-        assert "shape [] and come from MeanBackward0" in warning
-    elif mistake == "memory":
-        (warning,) = warnings
-        assert "host memory grows by" in warning
-        assert float(warning.split("by ")[1].split()[0]) == pytest.approx(33, rel=0.2)
-    else:
+    if mistake == "none":
         assert warnings == []
+        return
+    (warning,) = warnings
+    assert "host memory grows by" in warning
+    assert float(warning.split("by ")[1].split()[0]) == pytest.approx(33, rel=0.2)
 
 
-def scene(folder: Path) -> Scene:
+def scene() -> Scene:
     loop = Loop()
     loop.optimizer = torch.optim.AdamW(loop.net.parameters())
     loop.step("none")
@@ -228,11 +207,11 @@ def planted(kind: str) -> BaseException:
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "python", "system"])
-def test_running_out_of_memory_is_explained(tmp_path: Path, kind: str) -> None:
+def test_running_out_of_memory_is_explained(kind: str) -> None:
     error = planted(kind)
     with (
         pytest.raises(OutOfMemory) as caught,
-        health.out_of_memory_named(scene(tmp_path), tmp_path),
+        health.out_of_memory_named(scene()),
     ):
         raise error
     text = str(caught.value)
@@ -245,22 +224,17 @@ def test_running_out_of_memory_is_explained(tmp_path: Path, kind: str) -> None:
         "rss_mib",
     ):
         assert part in text
-    account = (tmp_path / "oom_rank03.txt").read_text()
-    assert text.startswith(account.splitlines()[0])
-    assert "VmRSS" in account
-    assert "weight [4, 8]" in account
 
 
-def test_other_errors_pass(tmp_path: Path) -> None:
+def test_other_errors_pass() -> None:
     with (
         pytest.raises(RuntimeError, match="shapes cannot"),
-        health.out_of_memory_named(scene(tmp_path), tmp_path),
+        health.out_of_memory_named(scene()),
     ):
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-    assert list(tmp_path.iterdir()) == []
 
 
-def test_memory_that_really_runs_out_is_explained(tmp_path: Path) -> None:
+def test_memory_that_really_runs_out_is_explained() -> None:
     """The address space of this process is limited for a moment."""
     used = psutil.Process().memory_info().vms
     before = resource.getrlimit(resource.RLIMIT_AS)
@@ -268,7 +242,7 @@ def test_memory_that_really_runs_out_is_explained(tmp_path: Path) -> None:
     try:
         with (
             pytest.raises(OutOfMemory, match="you tried to allocate"),
-            health.out_of_memory_named(scene(tmp_path), tmp_path),
+            health.out_of_memory_named(scene()),
         ):
             torch.empty(2**32)
     finally:
