@@ -62,16 +62,13 @@ class Config:
 
     @property
     def import_paths(self) -> list[tuple[str, str]]:
-        """Settings that name code of the user, with the import path of each."""
-        values = [
-            (key, value) for key, value in flat(self).items() if SETTINGS[key].plugin
-        ]
-        named = [
-            (key, name)
-            for key, value in values
-            for name in (value if isinstance(value, list) else [value])
-        ]
-        return [(key, name) for key, name in named if ":" in name]
+        """Settings that name code of the user which can reach the numbers, with the import path of each."""
+        named = []
+        for key, value in flat(self).items():
+            if SETTINGS[key].plugin and not SETTINGS[key].free:
+                paths = value if isinstance(value, list) else [value]
+                named += [(key, path) for path in paths if ":" in path]
+        return named
 
 
 SETTINGS = {entry.key: entry for entry in declared(Config)}
