@@ -60,8 +60,9 @@ def _pairs(
         else:
             hint = nearest(name, known)
             if not equals and ("/" in argument or Path(argument).exists()):
-                for key in known.keys() & {"run", "data.root"}:
-                    hint = f" Did you mean {key}={argument}?"
+                for key in ("data.root", "run"):
+                    if key in known:
+                        hint = f" Did you mean {key}={argument}?"
             raise ConfigError(
                 f"{argument!r} is not an argument of this command, which takes "
                 f"KEY=VALUE with the keys {', '.join(known)}.{hint}"

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -324,22 +325,28 @@ def _check_value(override: Override, text: str) -> None:
             f"{text!r} removes {key}, but every setting has a value. Leave it out for "
             f"the default."
         )
-    value = override.value()
-    if key not in SETTINGS:
-        if not isinstance(value, dict):
-            own = next(known for known in SETTINGS if known.startswith(f"{key}."))
-            raise ConfigError(
-                f"{text!r}: {key} is a group of settings. Set one of them, such as "
-                f"{own}."
-            )
-    elif not (override.is_sweep_override() or "${" in text or value == "???"):
-        convert(key, value, SETTINGS[key].default)
+    values = _values(override)
+    if key in SETTINGS:
+        for value in values:
+            if "${" not in str(value) and value != "???":
+                convert(key, value, SETTINGS[key].default)
+    elif not all(isinstance(value, dict) for value in values):
+        own = next(known for known in SETTINGS if known.startswith(f"{key}."))
+        raise ConfigError(
+            f"{text!r}: {key} is a group of settings. Set one of them, such as {own}."
+        )
+
+
+def _values(override: Override) -> list[Any]:
+    """The value, or those of a sweep; not of a range, which only Hydra knows."""
+    value: Any = override.value()
+    if isinstance(value, ChoiceSweep):
+        return [getattr(item, "text", item) for item in value.list]
+    return [] if override.is_sweep_override() else [value]
 
 
 def _check_choice(override: Override, valid: list[str]) -> None:
-    value = override.value()
-    names = value.list if isinstance(value, ChoiceSweep) else [value]
-    for name in map(str, names):
+    for name in map(str, _values(override)):
         if name not in valid:
             raise ConfigError(
                 f"{override.key_or_group} = {name} is not one of {', '.join(valid)}."
