@@ -47,6 +47,7 @@ wheels: $(READY)
 
 docs: $(READY)
 	$(RUN) -m segpipe.cli.help > docs/settings.md
+	$(RUN) -m segpipe.cli.help commands > tests/cli/help.txt
 
 # Needs uv. Writes the lock from the ranges in pyproject.toml.
 lock:

@@ -5,7 +5,7 @@ is an attribute. Exit codes have one meaning each, see docs/exit-codes.md.
 """
 
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from typing import Any
 
 CHECKED_IN_PART = 14  # exit code: nothing wrong was found, but not all could be checked
@@ -120,14 +120,33 @@ class Interrupted(SegpipeError):
     exit_code = 130
 
 
-def did_you_mean(word: str, choices: Iterable[str], least: float = 0.6) -> str:
-    """A sentence that names the choice most similar to `word`, with a leading space; empty if none is by `least`."""
-    found = get_close_matches(word, list(choices), n=1, cutoff=least)
-    return f" Did you mean {found[0]}?" if found else ""
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """A sentence that names the choice most similar to `word`, with a leading space; empty if none is alike."""
+    best, most = "", 0.5
+    for choice in choices:
+        likeness = _likeness(word, choice)
+        if likeness > most:
+            best, most = choice, likeness
+    return f" Did you mean {best}?" if best else ""
+
+
+def _likeness(word: str, choice: str) -> float:
+    """0 to 1. A setting may be typed without its group or with a wrong one, so its own name counts most."""
+    whole = _ratio(word, choice)
+    if "." not in choice or word.count(".") > 1:
+        return whole
+    leaf, own = word.rpartition(".")[2], choice.rpartition(".")[2]
+    named = 0.95 if leaf == own else 0.85 * _ratio(leaf, own)
+    # Of equal names, the one whose group is nearer.
+    return max(whole, named) + 0.01 * whole
+
+
+def _ratio(first: str, second: str) -> float:
+    matcher = SequenceMatcher(None, first, second)
+    return matcher.ratio() if matcher.quick_ratio() > 0.5 else 0.0
 
 
 def listed(names: Sequence[str], most: int = 5, joint: str = ", ") -> str:
     """The first names, and how many more there are."""
-    return joint.join(names[:most]) + (
-        f" and {len(names) - most} more" if len(names) > most else ""
-    )
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return joint.join(names[:most]) + more

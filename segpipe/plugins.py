@@ -1,8 +1,8 @@
 """The user's own code by import path, `package.module:Name`: where it lies, whether it may be imported, and its hash.
 
 The current folder is searched first. A name that the user gave on the command line or in a configuration is imported
-from anywhere. A name that only a run's files give is imported if it lies in the project: below the current folder,
-but neither an installed package nor segpipe itself.
+from anywhere. A name that only a run's files give is imported if it lies in the project: in a module or package below
+the current folder that is neither installed, nor segpipe itself, nor in the same folder as a run.
 """
 
 from __future__ import annotations
@@ -24,15 +24,10 @@ from typing import Any
 from segpipe.errors import CheckpointError, ConfigError, did_you_mean
 
 FORM = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
-LIKE = 0.4  # of a name in code, to name it in a message
 INSTALLED = ("site-packages", "dist-packages")
-FINGERPRINTED = (
-    "albumentations",
-    "cv2",
-    "numpy",
-    "segpipe",
-    "torch",
-)  # whose versions each run records anyway
+STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
+RECORDED = ("albumentations", "cv2", "numpy", "segpipe", "torch")  # in each fingerprint
+RUN_FILES = ("last.pt", "best.pt", "step_*.pt", "metrics.jsonl")
 _trusted: set[str] = set()  # import paths, and packages
 
 
@@ -46,64 +41,60 @@ def trust(names: Iterable[str]) -> None:
     _trusted.update(names)
 
 
+def is_trusted(path: str) -> bool:
+    """Whether the user named this import path, or its package."""
+    return path in _trusted or _top(path) in _trusted
+
+
 def load(key: str, path: str) -> Any:
     """The class or function that `path`, the value of setting `key`, names.
 
     Raises ConfigError when it cannot be found or imported, names no callable, or may not be imported.
     """
     module, name = split(key, path)
-    top = module.partition(".")[0]
     check_place(key, path)
     try:
-        found = getattr(import_module(module), name)
-    except ModuleNotFoundError as error:
-        if error.name and f"{module}.".startswith(f"{error.name}."):
-            raise ConfigError(_no_module(key, path, str(error.name))) from None
-        raise ConfigError(
-            f"{key} = {path}: importing {module} failed: {located(error)}."
-        ) from error
-    except AttributeError as error:
-        if error.name != name or error.obj is not sys.modules.get(module):
-            raise ConfigError(
-                f"{key} = {path}: importing {module} failed: {located(error)}."
-            ) from error
-        names = [
-            one
-            for one, value in vars(sys.modules[module]).items()
-            if callable(value) and one[0] != "_"
-        ]
-        raise ConfigError(
-            f"{key} = {path}, but {module} has no {name}.{did_you_mean(name, names, LIKE)}"
-        ) from None
+        value = getattr(import_module(module), name)
     except (Exception, SystemExit) as error:
+        raise ConfigError(_not_imported(key, path, error)) from error
+    if not callable(value):
         raise ConfigError(
-            f"{key} = {path}: importing {module} failed: {located(error)}."
-        ) from error
-    if not callable(found):
-        raise ConfigError(
-            f"{key} = {path} is {found!r}, but a class or function was needed."
+            f"{key} = {path} is {value!r}, but a class or function was needed."
         )
-    if not is_trusted(path) and not _in_project(
-        home := str(getattr(found, "__module__", "")).partition(".")[0]
+    home = _top(str(getattr(value, "__module__", "")))
+    if not is_trusted(path) and _where_outside(home):
+        raise ConfigError(
+            f"{key} = {path} is named by a run, and {module} has it from "
+            f"{home or 'elsewhere'}, which is outside this project. If you trust it, "
+            f"add trust=[{_top(path)}]."
+        )
+    return value
+
+
+def _not_imported(key: str, path: str, error: BaseException) -> str:
+    """Why an import failed: no such module or name, or an error inside the user's code."""
+    module, name = split(key, path)
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing and f"{module}.".startswith(f"{missing}."):
+        return _no_module(key, path, missing)
+    imported = sys.modules.get(module)
+    if isinstance(error, AttributeError) and (error.name, error.obj) == (
+        name,
+        imported,
     ):
-        raise ConfigError(
-            f"{key} = {path} is named by a run, and {module} has it from {home or 'elsewhere'}, which is outside this "
-            f"project. If you trust it, add trust=[{top}]."
-        )
-    return found
+        names = [known for known, value in vars(imported).items() if callable(value)]
+        hint = did_you_mean(name, names)
+        return f"{key} = {path}, but {module} has no {name}.{hint}"
+    return f"{key} = {path}: importing {module} failed: {located(error)}."
 
 
 def split(key: str, path: str) -> tuple[str, str]:
     """Module and name of an import path. Raises ConfigError for another form."""
-    if match := FORM.fullmatch(path):
-        module, name = match.groups()
-        if module.endswith(".py"):
-            raise ConfigError(
-                f"{key} = {path} names a file. Write the module: {module.removesuffix('.py')}:{name}."
-            )
-        return module, name
+    match = FORM.fullmatch(path)
+    if match and not match[1].endswith(".py"):
+        return match[1], match[2]
     guess = re.sub(r"\.py(?=:)", "", path).strip("./").replace("/", ".")
-    hint = f" Did you mean {guess}?" if guess != path and FORM.fullmatch(guess) else ""
+    hint = f" Did you mean {guess}?" if FORM.fullmatch(guess) else ""
     raise ConfigError(
         f"{key} = {path}, but the form package.module:Name was needed.{hint}"
     )
@@ -111,26 +102,28 @@ def split(key: str, path: str) -> tuple[str, str]:
 
 def check_place(key: str, path: str) -> None:
     """Raise ConfigError unless the module exists and the user named it, or it lies in the project. Imports nothing."""
-    module = split(key, path)[0]
-    top = module.partition(".")[0]
-    place = _place(top)
-    if place is None:
+    split(key, path)
+    top = _top(path)
+    if _place(top) is None:
         raise ConfigError(_no_module(key, path, top))
-    if not is_trusted(path) and not _in_project(top):
+    if not is_trusted(path) and (fault := _fault_of_place(top)):
         raise ConfigError(
-            f"{key} = {path} is named by a run, but {top} lies in {place if place.is_absolute() else 'Python itself'}, "
-            f"outside the project in {Path.cwd()}: code that a run names is imported from the current folder only. Run "
-            f"the command in the folder that holds {top}, or, if you trust it, add trust=[{top}]."
+            f"{key} = {path} is named by a run, but {top} {fault}. Code that a run "
+            f"names must be a module or package of the project, here {Path.cwd()}, "
+            f"away from runs. If you trust it, add trust=[{top}]."
         )
 
 
-def is_trusted(path: str) -> bool:
-    """Whether the user named this import path, or its package."""
-    return path in _trusted or path.partition(":")[0].partition(".")[0] in _trusted
+def _top(path: str) -> str:
+    """The package or module of the top level in an import path."""
+    return path.partition(":")[0].partition(".")[0]
 
 
 def _place(top: str) -> Path | None:
-    """Where a package or module of the top level lies; None where there is none. Imports nothing."""
+    """Folder of a package, or file of a module; None where there is none. Imports nothing.
+
+    A relative path stands for what is built into Python.
+    """
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -146,68 +139,80 @@ def _place(top: str) -> Path | None:
     return Path(spec.origin or "")
 
 
-def _in_project(top: str) -> bool:
+def _where_outside(top: str) -> str:
+    """Where a package or module lies that is no part of the project; empty for one that is."""
     place = _place(top) if top else None
-    if (
-        place is None or top in ("segpipe", "__main__") or not place.is_absolute()
-    ):  # the last: built in
-        return False
-    folder, standard = Path.cwd(), Path(sysconfig.get_paths()["stdlib"])
-    if not place.is_relative_to(folder) or place.is_relative_to(standard):
-        return False
-    return not set(INSTALLED) & set(place.relative_to(folder).parts)
+    if place is None or not place.is_absolute():
+        return "Python itself"
+    is_here = place.is_relative_to(Path.cwd()) and top != "segpipe"
+    return "" if is_here and not _is_installed(place) else str(place)
+
+
+def _fault_of_place(top: str) -> str:
+    """Why a run's word is not enough to import a package or module; empty if it is."""
+    if outside := _where_outside(top):
+        return f"lies in {outside}, outside the project"
+    place = Path(_place(top) or "")
+    if place.is_dir() and not (place / "__init__.py").is_file():
+        return f"is no package: {place}/__init__.py is missing"
+    if run_file := next(_run_files(place), None):
+        return f"lies in one folder with a run: {run_file}"
+    return ""
+
+
+def _run_files(place: Path) -> Iterator[Path]:
+    """Files of runs in a package, and in the folders around a package or module up to the current one."""
+    for pattern in RUN_FILES:
+        if place.is_dir():
+            yield from place.rglob(pattern)
+        for folder in place.parents:
+            if folder.is_relative_to(Path.cwd()):
+                yield from folder.glob(pattern)
+
+
+def _is_installed(place: Path) -> bool:
+    """Whether a file belongs to the standard library or an installed package."""
+    return bool(set(INSTALLED) & set(place.parts)) or place.is_relative_to(
+        STANDARD_LIBRARY
+    )
 
 
 def _no_module(key: str, path: str, missing: str) -> str:
     """Message about a module that does not exist, with the nearest one in its folder."""
     parent, _, name = missing.rpartition(".")
-    folder = _place(parent.partition(".")[0]) if parent else Path.cwd()
-    folder = folder.joinpath(*parent.split(".")[1:]) if folder and parent else folder
-    beside = [
-        one
-        for one in (folder.iterdir() if folder and folder.is_dir() else ())
-        if one.name[0] not in "._"
-    ]
-    names = [one.stem for one in beside if one.suffix == ".py" or one.is_dir()]
-    if parent:
-        return f"{key} = {path}, but there is no module {name} in {folder}.{did_you_mean(name, names, LIKE)}"
-    hint = (
-        did_you_mean(name, names, LIKE)
-        or f" Run the command in the folder that holds {name}."
+    folder = Path.cwd()
+    where = f"{folder} or among the installed packages"
+    hint = f" Run the command in the folder that holds {name}."
+    if parent and (place := _place(_top(parent))):
+        folder = place.joinpath(*parent.split(".")[1:])
+        where, hint = str(folder), ""
+    beside = folder.iterdir() if folder.is_dir() else ()
+    names = [file.stem for file in beside if file.suffix == ".py" or file.is_dir()]
+    return (
+        f"{key} = {path}, but there is no module {name} in {where}."
+        f"{did_you_mean(name, names) or hint}"
     )
-    return f"{key} = {path}, but there is no module {name} in {folder} or among the installed packages.{hint}"
 
 
 def located(error: BaseException) -> str:
     """File, line and message of an error in the user's code, on one line."""
     text = " ".join(str(error).split())
     if isinstance(error, SyntaxError):
-        return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
+        where = f"{error.filename}, line {error.lineno}"
+        return f"{where}: {type(error).__name__}: {error.msg}"
+    package = Path(__file__).parent
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if _is_code(frame.filename)
+        if not frame.filename.startswith("<frozen")
+        and not Path(frame.filename).is_relative_to(package)
     ]
-    own = [
-        frame for frame in frames if not _is_installed(Path(frame.filename))
-    ] or frames
-    where = (
-        f"{own[-1].filename}, line {own[-1].lineno} ({own[-1].line}): " if own else ""
-    )
+    own = [frame for frame in frames if not _is_installed(Path(frame.filename))]
+    where = ""
+    if frames:
+        last = (own or frames)[-1]
+        where = f"{last.filename}, line {last.lineno} ({last.line}): "
     return f"{where}{type(error).__name__}: {text}".rstrip(".")
-
-
-def _is_code(file: str) -> bool:
-    return not file.startswith("<frozen") and not Path(file).is_relative_to(
-        Path(__file__).parent
-    )
-
-
-def _is_installed(place: Path) -> bool:
-    """Whether a file belongs to the standard library or an installed package."""
-    return bool(set(INSTALLED) & set(place.parts)) or place.is_relative_to(
-        sysconfig.get_paths()["stdlib"]
-    )
 
 
 def call(
@@ -245,39 +250,34 @@ def check_arguments(
     except (TypeError, ValueError):  # written in C
         return
     parameters = list(signature.parameters.values())[len(given) :]
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    valid = [
-        one.name
-        for one in parameters
-        if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    keywords = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
+    own = [keyword for keyword in keywords if keyword not in named]
     group = key.rpartition(".")[0]
-    own = [one for one in valid if one not in named]
-    for one in args:
-        if (one in named or one not in valid) and not (takes_any and one not in named):
+    for argument in args:
+        if argument not in own and (argument in named or not takes_any):
             raise ConfigError(
-                f"{group}.args.{one} is not an argument of {name}, which takes {', '.join(own) or 'none'}."
-                f"{did_you_mean(one, own, LIKE)}"
+                f"{group}.args.{argument} is not an argument of {name}, which takes "
+                f"{', '.join(own) or 'none'}.{did_you_mean(argument, own)}"
             )
-    for one in named:
-        if one not in valid and not takes_any:
+    parts = [*("..." for _ in given), *(f"{keyword}=..." for keyword in named)]
+    shown = f"{getattr(function, '__name__', function)}({', '.join(parts)})"
+    for keyword in named:
+        if keyword not in keywords and not takes_any:
             raise ConfigError(
-                f"{key} = {name} must take the keyword {one}: {_shown(function, given, named)}."
+                f"{key} = {name} must take the keyword {keyword}: {shown}."
             )
     try:
         signature.bind(*given, **named, **args)
     except TypeError as error:
         raise ConfigError(
-            f"{key} = {name} cannot be called as {_shown(function, given, named)}: {error}. Set what is missing "
+            f"{key} = {name} cannot be called as {shown}: {error}. Set what is missing "
             f"with {group}.args.NAME=VALUE."
         ) from None
-
-
-def _shown(
-    function: Callable[..., Any], given: Iterable[Any], named: Iterable[str]
-) -> str:
-    parts = [*("..." for _ in given), *(f"{one}=..." for one in named)]
-    return f"{getattr(function, '__name__', function)}({', '.join(parts)})"
 
 
 def sources(named: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -290,40 +290,34 @@ def sources(named: Iterable[tuple[str, str]]) -> dict[str, str]:
     found: dict[str, str] = {}
     for key, path in named:
         module = split(key, path)[0]
-        place = _place(module.partition(".")[0])
+        place = _place(_top(module))
         if place is None:
-            raise ConfigError(_no_module(key, path, module.partition(".")[0]))
+            raise ConfigError(_no_module(key, path, _top(module)))
         found |= _closure(module, place.parent)
     return dict(sorted(found.items()))
 
 
 def _closure(module: str, root: Path) -> dict[str, str]:
     """Files and versions behind a module that lies below `root`, a folder of the search path."""
-    local = not set(INSTALLED) & set(root.parts)
-    top, waiting, seen, found = (
-        module.partition(".")[0],
-        [module],
-        set[str](),
-        dict[str, str](),
-    )
+    is_local = not set(INSTALLED) & set(root.parts)
+    waiting, seen = [module], set[str]()
+    found: dict[str, str] = {}
     while waiting:
         name = waiting.pop()
         if name in seen:
             continue
         seen.add(name)
-        first = name.partition(".")[0]
-        files = list(_files(root, name)) if local or first == top else []
+        top = _top(name)
+        files = list(_files(root, name)) if is_local or top == _top(module) else []
         for file, package in files:
             text = file.read_bytes()
             found[file.relative_to(root).as_posix()] = hashlib.sha256(text).hexdigest()
             waiting += _imports(text, package)
-        if (
-            not files
-            and first not in FINGERPRINTED
-            and not _files_exist(root, first)
-            and (number := _version(first))
-        ):
-            found[first] = number
+        is_here = (root / f"{top}.py").is_file() or (root / top).is_dir()
+        if files or is_here or top in RECORDED:
+            continue
+        if version := _version(top):
+            found[top] = version
     return found
 
 
@@ -338,10 +332,6 @@ def _files(root: Path, name: str) -> Iterator[tuple[Path, str]]:
             yield folder.with_suffix(".py"), package.rpartition(".")[0]
 
 
-def _files_exist(root: Path, first: str) -> bool:
-    return (root / f"{first}.py").is_file() or (root / first).is_dir()
-
-
 def _imports(text: bytes, package: str) -> list[str]:
     """Modules, or attributes of modules, that a file imports; empty for one that is not Python."""
     try:
@@ -353,17 +343,12 @@ def _imports(text: bytes, package: str) -> list[str]:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            parents = (
-                package.split(".")[: len(package.split(".")) - node.level + 1]
-                if node.level
-                else []
-            )
+            packages = package.split(".")
+            parents = packages[: len(packages) - node.level + 1] if node.level else []
             module = ".".join(filter(None, [*parents, node.module]))
             names += [module, *(f"{module}.{alias.name}" for alias in node.names)]
     return [
-        name
-        for name in names
-        if name and name.partition(".")[0] not in sys.stdlib_module_names
+        name for name in names if name and _top(name) not in sys.stdlib_module_names
     ]
 
 
@@ -377,12 +362,11 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         place = _place(package)
-        file = place / "__init__.py" if place and place.is_dir() else place
-        return (
-            hashlib.sha256(file.read_bytes()).hexdigest()
-            if file and file.is_file()
-            else None
-        )
+        if place and place.is_dir():
+            place = place / "__init__.py"
+        if not place or not place.is_file():
+            return None
+        return hashlib.sha256(place.read_bytes()).hexdigest()
 
 
 def check_unchanged(
@@ -398,7 +382,7 @@ def check_unchanged(
     changed = [name for name, value in now.items() if recorded.get(name) != value]
     if changed:
         raise CheckpointError(
-            f"{where}: {key} = {path}, but {', '.join(changed[:4])} changed since the training, so it may compute "
-            f"something else. Restore the file, or add trust=[{path.partition(':')[0].partition('.')[0]}] to take it "
-            f"as it is now."
+            f"{where}: {key} = {path}, but {', '.join(changed[:4])} changed since the "
+            f"training, so it may compute something else. Restore the file, or add "
+            f"trust=[{_top(path)}] to take it as it is now."
         )

@@ -23,6 +23,7 @@ def refused(path: str) -> str:
 def test_code_of_the_current_folder_is_found(project: Write) -> None:
     project("net.py", "class Net: pass")
     project("deep/er/net.py", "class Deeper: pass")  # without __init__.py
+    plugins.trust(["deep"])
     assert plugins.load(KEY, "net:Net").__name__ == "Net"
     assert plugins.load(KEY, "deep.er.net:Deeper").__name__ == "Deeper"
     assert sys.path[0] == str(Path.cwd())
@@ -41,7 +42,7 @@ def test_code_of_the_current_folder_is_found(project: Write) -> None:
             "pack.nets:Net",
             "there is no module nets in .*project/pack. Did you mean net[?]",
         ),
-        ("net.py:Net", "net.py:Net names a file. Write the module: net:Net"),
+        ("net.py:Net", "package.module:Name was needed. Did you mean net:Net[?]"),
         (
             "./pack/net.py:Net",
             "package.module:Name was needed. Did you mean pack.net:Net[?]",
@@ -99,6 +100,45 @@ def test_a_run_cannot_name_code_outside_the_project(
         Path(plugins.__file__).parents[1]
     )  # in a clone, segpipe itself lies in the current folder
     assert "trust=[segpipe]" in refused("segpipe.files:write_atomically")
+
+
+RUN_FILES = {"config.json": "{}", "last.pt": "weights"}
+RAN = "raise SystemExit('was imported')"
+
+
+@pytest.mark.parametrize("package", [False, True], ids=["folder", "package"])
+@pytest.mark.parametrize("run", ["received", "received/run", "received/a/run"])
+def test_code_beside_a_run_is_not_imported_because_the_run_names_it(
+    project: Write, run: str, package: bool
+) -> None:
+    """A run that somebody hands over lies below the current folder, and brings the code that it names."""
+    for name, text in RUN_FILES.items():
+        project(f"{run}/{name}", text)
+    project("received/evil.py", RAN)
+    if package:
+        project("received/__init__.py", RAN)
+    message = refused("received.evil:Net")
+    assert "was imported" not in message
+    assert "trust=[received]" in message
+
+
+def test_code_in_the_folder_of_a_run_is_not_imported_by_a_command_started_there(
+    project: Write,
+) -> None:
+    project("evil.py", RAN)
+    for name, text in RUN_FILES.items():
+        project(name, text)
+    assert "trust=[evil]" in refused("evil:Net")
+
+
+def test_a_folder_that_is_no_package_is_not_imported_because_a_run_names_it(
+    project: Write,
+) -> None:
+    """Such as a data set with a script in it."""
+    project("shots/evil.py", "class Net: pass")
+    assert "shots/__init__.py" in refused("shots.evil:Net")
+    project("shots/__init__.py", "")
+    assert plugins.load(KEY, "shots.evil:Net")
 
 
 def test_code_that_the_user_names_is_imported_from_anywhere(project: Write) -> None:

@@ -1,8 +1,12 @@
-"""Help, shell completion and docs/settings.md, generated from the declarations. Imports no torch."""
+"""Help, shell completion and docs/settings.md, generated from the declarations. Imports no torch.
+
+`python -m segpipe.cli.help` prints docs/settings.md, `python -m segpipe.cli.help commands` tests/cli/help.txt.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
@@ -26,135 +30,110 @@ Set any of them with `segpipe train KEY=VALUE`. `segpipe train --help` prints th
 This page is generated: `make docs`.
 """
 
+Rows = list[tuple[str, str]]
+
 
 def overview() -> str:
     """All commands, a line each."""
-    return USAGE.format(
-        commands="\n".join(
-            f"  {name:14} {entry.summary}" for name, entry in COMMANDS.items()
-        )
-    )
+    lines = (f"  {name:14} {command.summary}" for name, command in COMMANDS.items())
+    return USAGE.format(commands="\n".join(lines))
 
 
 def page(name: str) -> str:
     """What a command does, and a line for each key: default, meaning, valid values."""
     command = COMMANDS[name]
-    arguments = " ".join(
-        key.key.upper() for key in command.keys if key.key in command.positional
-    )
-    lines = [
-        f"usage: segpipe {name} {arguments} [key=value ...]".replace("  ", " "),
-        "",
-        f"{command.details}",
-    ]
+    words = ["usage: segpipe", name, *map(str.upper, command.positional)]
+    lines = [" ".join([*words, "[key=value ...]"]), "", command.details]
     for title, rows in _sections(command):
-        table = list(rows)
-        width = max((len(left) for left, _ in table), default=0)
-        lines += ["", title, *(f"  {left:{width}}  {right}" for left, right in table)]
+        width = max((len(left) for left, _ in rows), default=0)
+        lines += ["", title, *(f"  {left:{width}}  {right}" for left, right in rows)]
     return "\n".join(lines)
 
 
-def _sections(command: Command) -> Iterator[tuple[str, Iterable[tuple[str, str]]]]:
+def all_pages() -> str:
+    """The help of segpipe and of every command: the whole command line as text."""
+    pages = [overview(), *(page(name) for name in COMMANDS)]
+    return "\n\n\n".join(pages) + "\n"
+
+
+def _sections(command: Command) -> Iterator[tuple[str, Rows]]:
     if command.overrides:
-        files = {
-            group: OWN_FILES.choices(group)
-            for group in GROUPS
-            if group in command.overrides or group == "experiment"
-        }
+        files = [
+            group for group in GROUPS if group in (*command.overrides, "experiment")
+        ]
         yield (
             "files of conf/",
             [
-                (f"{group}=FILE", f"one of {', '.join(found)}")
-                for group, found in files.items()
+                (f"{group}=FILE", f"one of {', '.join(OWN_FILES.choices(group))}")
+                for group in files
             ],
         )
-        for group in command.overrides:
-            settings = [
-                entry
-                for key, entry in SETTINGS.items()
-                if key.partition(".")[0] == group
-            ]
-            yield (
-                group,
-                [
-                    (f"{entry.key}={shown(entry.default)}", meaning(entry))
-                    for entry in settings
-                ],
-            )
-        if command.keys:
-            yield (
-                "keys",
-                [
-                    (f"{key.key}={shown(key.default)}", meaning(key))
-                    for key in command.keys
-                ],
-            )
-        if len(command.overrides) < len(COMMANDS["train"].overrides):
-            yield "All other settings of segpipe train are accepted too.", ()
-        return
-    yield (
-        "keys",
-        [(f"{key.key}={shown(key.default)}", meaning(key)) for key in command.keys],
-    )
+    for group in command.overrides:
+        yield (
+            group,
+            _rows(entry for entry in SETTINGS.values() if _group(entry) == group),
+        )
+    if command.keys:
+        yield "keys", _rows(command.keys)
     if command.settings:
         rows = [(f"{key}=...", meaning(SETTINGS[key])) for key in command.settings]
         yield "settings of the run that can be replaced", rows
+    if 0 < len(command.overrides) < len(COMMANDS["train"].overrides):
+        yield "All other settings of segpipe train are accepted too.", []
+
+
+def _group(entry: Setting) -> str:
+    return entry.key.partition(".")[0]
+
+
+def _rows(entries: Iterable[Setting]) -> Rows:
+    return [
+        (f"{entry.key}={shown(entry.default)}", meaning(entry)) for entry in entries
+    ]
 
 
 def meaning(entry: Setting) -> str:
     """The meaning of a setting with its valid values."""
-    notes = ["required"] * entry.required + [entry.valid] * bool(entry.valid)
-    return f"{entry.doc} ({'; '.join(notes)})" if notes else entry.doc
+    notes = "; ".join(filter(None, ["required" * entry.required, entry.valid]))
+    return f"{entry.doc} ({notes})" if notes else entry.doc
 
 
 def complete(line: str) -> list[str] | None:
     """Completions of a command line; None if Hydra completes it, with COMP_LINE set to what Hydra understands."""
     words = line.split(" ")
-    command = COMMANDS.get(words[1]) if len(words) > 2 else None
+    if len(words) <= 2:
+        return list(COMMANDS)
+    command = COMMANDS.get(words[1])
     if command is None:
-        return list(COMMANDS) if len(words) <= 2 else []
+        return []
     if command.overrides:
         os.environ["COMP_LINE"] = " ".join([words[0], *words[2:]])
         return None
-    entries = [*command.keys, *(SETTINGS[key] for key in command.settings)]
-    values = {
-        entry.key: ("false", "true")
-        if isinstance(entry.default, bool)
-        else entry.choices
-        for entry in entries
-    }
-    return [
-        f"{key}={value}" for key, valid in values.items() for value in (valid or ("",))
-    ]
+    found = []
+    for entry in (*command.keys, *(SETTINGS[key] for key in command.settings)):
+        is_switch = isinstance(entry.default, bool)
+        values = ("false", "true") if is_switch else entry.choices or ("",)
+        found += [f"{entry.key}={value}" for value in values]
+    return found
 
 
 def settings_page() -> str:
     """docs/settings.md: a table for each group of settings."""
     lines = [SETTINGS_PAGE]
-    for group, settings in groupby(
-        SETTINGS.values(), key=lambda entry: entry.key.rpartition(".")[0]
-    ):
-        lines += [
-            f"## {group or 'General'}\n",
-            "| setting | default | meaning | valid |",
-            "|---|---|---|---|",
-        ]
+    by_group = groupby(SETTINGS.values(), lambda entry: entry.key.rpartition(".")[0])
+    for group, settings in by_group:
+        lines.append(f"## {group or 'General'}\n")
+        lines.append("| setting | default | meaning | valid |")
+        lines.append("|---|---|---|---|")
         for entry in settings:
-            mark = " *" if entry.free else ""
-            cells = (
-                f"`{entry.key}`{mark}",
-                f"`{shown(entry.default)}`",
-                entry.doc,
-                entry.valid,
-            )
-            lines.append(
-                f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |".replace(
-                    "``", ""
-                )
-            )
+            default = f"`{shown(entry.default)}`".replace("``", "")
+            name = f"`{entry.key}`" + " *" * entry.free
+            cells = (name, default, entry.doc, entry.valid)
+            row = " | ".join(cell.replace("|", "/") for cell in cells)
+            lines.append(f"| {row} |")
         lines.append("")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    print(settings_page(), end="")
+    print(all_pages() if "commands" in sys.argv[1:] else settings_page(), end="")

@@ -22,8 +22,8 @@ from segpipe.run.overview import (
     find_runs,
     grouped,
     ordered,
+    render_overview,
 )
-from segpipe.run.overview_page import render_overview
 from segpipe.settings.config import FREE_KEYS, SETTINGS
 from segpipe.settings.setting import nearest, shown
 

@@ -14,11 +14,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
-from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from omegaconf.errors import OmegaConfBaseException
 
 from segpipe.distributed.environment import local_rank, under_launcher, wait_to_be_ended
 from segpipe.errors import ConfigError, Interrupted, SegpipeError
@@ -28,10 +26,11 @@ from segpipe.run.sweep import Sweep, SweepJob, distinct
 from segpipe.settings.compose import (
     CONF,
     MULTIRUN,
+    ConfigFiles,
     checked_overrides,
     compose,
     config_files,
-    explain,
+    explained,
     is_sweep,
     resolve,
 )
@@ -56,25 +55,26 @@ def main(arguments: list[str]) -> int:
     try:
         files, overrides = config_files(arguments)
         overrides = checked_overrides(overrides, files)
-        overrides = ["--multirun", *overrides] if is_sweep(overrides) else overrides
-        if under_launcher() and any(argument in MULTIRUN for argument in overrides):
+        if is_sweep(overrides):
+            overrides.insert(0, "--multirun")
+        sweeps = bool(set(MULTIRUN) & set(overrides))
+        if under_launcher() and sweeps:
             raise ConfigError(
-                "--multirun under torchrun would run the whole sweep once per rank. Use: segpipe train --multirun "
-                "compute.nproc=N key=1,2,3"
+                "--multirun under torchrun would run the whole sweep once per rank. "
+                "Use: segpipe train --multirun compute.nproc=N key=1,2,3"
             )
         if any(argument.startswith("-") for argument in overrides):
-            return _run_hydra([*files.flags, *overrides])
+            return _run_hydra(files, overrides, sweeps=sweeps)
         return launch(compose(arguments), finish=finish)
     except SegpipeError as error:
-        if (
-            local_rank() == 0
-        ):  # the other ranks of this machine have the same command line
+        # The other ranks of this machine have the same command line.
+        if local_rank() == 0:
             raise
         wait_to_be_ended()
         return error.exit_code
 
 
-def _run_hydra(arguments: list[str]) -> int:
+def _run_hydra(files: ConfigFiles, overrides: list[str], *, sweeps: bool) -> int:
     """Let Hydra act on its flags: --cfg, --multirun, --config-dir, --shell-completion and others."""
     single: list[Config] = []
 
@@ -82,36 +82,34 @@ def _run_hydra(arguments: list[str]) -> int:
     def job(composed: DictConfig) -> None:
         single.append(resolve(composed))
 
-    sweeps = any(argument in MULTIRUN for argument in arguments)
-    SweepLauncher.sweep = sweep = Sweep(
-        partial(launch_apart, finish=finish), check_job, examine
-    )
+    sweep = Sweep(partial(launch_apart, finish=finish), check_job, examine)
+    SweepLauncher.sweep = sweep
+    arguments = [*files.flags, *overrides]
     if sweeps:
         if any(argument.startswith("hydra/launcher") for argument in arguments):
             raise ConfigError(
-                "hydra/launcher cannot be set: segpipe trains the jobs of a sweep one after another, each on all "
-                "processes of compute.nproc. For several machines, start a sweep on each: docs/sweeps.md."
+                "hydra/launcher cannot be set: segpipe trains the jobs of a sweep one "
+                "after another, each on all processes of compute.nproc. For several "
+                "machines, start a sweep on each: docs/sweeps.md."
             )
         Plugins.instance().class_name_to_class[BASIC_LAUNCHER] = SweepLauncher
-    flags_first = sorted(
-        arguments, key=lambda text: "=" in text and not text.startswith("-")
-    )  # as argparse needs
+    # argparse needs the flags first.
+    arguments.sort(key=lambda text: "=" in text and not text.startswith("-"))
     try:
-        with _hydra_raises(flags_first):
+        with explained(files), _hydra_raises(arguments):
             job()
-    except (
-        SystemExit
-    ) as end:  # Hydra has printed what is wrong, and uses its own exit code
+    except SystemExit as end:  # Hydra has printed what is wrong
         if end.code:
             return ConfigError.exit_code
         raise
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(explain(error)) from error
-    except (
-        Interrupted,
-        JobFailedError,
-    ):  # Ctrl-C, or the search gave up: the table says so
-        pass
+    except OSError as error:
+        if f"hydra.sweep.dir={error.filename}" not in arguments:
+            raise
+        raise ConfigError(
+            f"hydra.sweep.dir = {error.filename} cannot be created: {error.strerror}."
+        ) from error
+    except (Interrupted, JobFailedError):
+        pass  # Ctrl-C, or the search gave up: the table says so
     except SegpipeError:  # a later batch was refused
         sweep.finish()
         raise
@@ -141,7 +139,7 @@ class JobFailedError(Exception):
 class SweepLauncher(Launcher):
     """Passes each batch of jobs, which a sweeper of Hydra chose, to `sweep`, and returns their mIoU."""
 
-    sweep: Sweep  # Hydra makes the instance
+    sweep: Sweep  # of the class, since Hydra makes the instance
 
     def setup(
         self,
@@ -151,15 +149,15 @@ class SweepLauncher(Launcher):
         config: DictConfig,
     ) -> None:
         self._loader, self._config = hydra_context.config_loader, config
-        self._searched = not str(config.hydra.sweeper._target_).endswith(
-            ".BasicSweeper"
-        )
+        sweeper = str(config.hydra.sweeper._target_)
+        self._searched = not sweeper.endswith(".BasicSweeper")
         for key, needed, fix in DIRECTIONS:
             found = OmegaConf.select(config, key)
-            shown = getattr(found, "name", found)  # of an enumeration
-            if found is not None and shown != needed:
+            direction = getattr(found, "name", found)  # of an enumeration
+            if found is not None and direction != needed:
                 raise ConfigError(
-                    f"{key} = {shown}, but jobs return their mIoU, higher is better. Set {fix}."
+                    f"{key} = {direction}, but jobs return their mIoU, higher is "
+                    f"better. Set {fix}."
                 )
 
     def launch(
@@ -170,10 +168,8 @@ class SweepLauncher(Launcher):
         self.sweep.batch(jobs, searched=self._searched)
         if self.sweep.interrupted:
             raise Interrupted("the sweep was interrupted.")
-        return [
-            self._returned(job, overrides)
-            for job, overrides in zip(jobs, job_overrides, strict=True)
-        ]
+        pairs = zip(jobs, job_overrides, strict=True)
+        return [self._returned(job, overrides) for job, overrides in pairs]
 
     def _jobs(
         self, job_overrides: Sequence[Sequence[str]], first: int
@@ -181,16 +177,12 @@ class SweepLauncher(Launcher):
         """Jobs with names that differ."""
         parser = OverridesParser.create()
         given = parser.parse_overrides(list(self._config.hydra.overrides.task))
-        fixed = {
-            override.key_or_group
-            for override in given
-            if not override.is_sweep_override()
-        }
+        fixed = {each.key_or_group for each in given if not each.is_sweep_override()}
         composed, swept, names, templates = [], [], [], []
-        for place, overrides in enumerate(job_overrides):
+        for place, overrides in enumerate(job_overrides, start=first):
             config = self._loader.load_sweep_config(self._config, list(overrides))
             with open_dict(config):
-                config.hydra.job.id = config.hydra.job.num = first + place
+                config.hydra.job.id = config.hydra.job.num = place
             HydraConfig.instance().set_config(config)  # for ${hydra:job.num}
             pairs = [text.lstrip("+").partition("=") for text in overrides]
             swept.append({key: value for key, _, value in pairs if key not in fixed})
@@ -199,31 +191,21 @@ class SweepLauncher(Launcher):
             templates.append(str(run["name"]))  # type: ignore[call-overload,index]
             composed.append(config)
         jobs = []
-        for config, name, own in zip(
-            composed,
-            distinct(names, templates, swept, always=self._searched),
-            swept,
-            strict=True,
-        ):
+        names = distinct(names, templates, swept, always=self._searched)
+        for config, name, own in zip(composed, names, swept, strict=True):
             HydraConfig.instance().set_config(config)
             with read_write(config), open_dict(config):
                 config.run.name = name
                 del config["hydra"]
-            jobs.append(
-                SweepJob(
-                    resolve(config),
-                    " ".join(f"{key}={value}" for key, value in own.items()),
-                )
-            )
+            changes = " ".join(f"{key}={value}" for key, value in own.items())
+            jobs.append(SweepJob(resolve(config), changes))
         return jobs
 
     def _returned(self, job: SweepJob, overrides: Sequence[str]) -> JobReturn:
         """What a sweeper reads. A grid must not end at a failed job, which Hydra's own sweeper would."""
-        failed = job.code != 0 or job.miou is None
-        value: Any = (
-            JobFailedError(job.reason or "no labelled pixel")
-            if failed and self._searched
-            else job.miou
-        )
-        status = JobStatus.FAILED if failed and self._searched else JobStatus.COMPLETED
+        value: Any = job.miou
+        status = JobStatus.COMPLETED
+        if self._searched and (job.code != 0 or job.miou is None):
+            value = JobFailedError(job.reason or "no labelled pixel")
+            status = JobStatus.FAILED
         return JobReturn(overrides=list(overrides), status=status, _return_value=value)

@@ -33,8 +33,7 @@ from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
 from segpipe.data.folders import SetLayout, missing
-from segpipe.errors import DataError
-from segpipe.settings.setting import nearest
+from segpipe.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
     from segpipe.settings.groups import DataConfig
@@ -313,7 +312,7 @@ def _mask_table(entries: dict[str, Any], name: str) -> MaskTable:
     for key in entries:
         if key not in KEYS:
             raise ValueError(
-                f"{key} is not one of {', '.join(KEYS)}.{nearest(key, KEYS)}"
+                f"{key} is not one of {', '.join(KEYS)}.{did_you_mean(key, KEYS)}"
             )
     names, ignore = _names(entries.get("names")), entries.get("ignore", [IGNORE_INDEX])
     if not isinstance(ignore, list):
@@ -351,7 +350,7 @@ def _mask_table(entries: dict[str, Any], name: str) -> MaskTable:
 def _one_of(key: str, value: Any, choices: tuple[str, ...]) -> str:
     if value not in ("", *choices):
         raise ValueError(
-            f"{key} = {value!r} is not one of {', '.join(choices)}.{nearest(str(value), choices)}"
+            f"{key} = {value!r} is not one of {', '.join(choices)}.{did_you_mean(str(value), choices)}"
         )
     return str(value)
 
@@ -439,7 +438,7 @@ def _colors(
     for name, values in more.items():
         if name not in names:
             raise ValueError(
-                f"colors: {name} is not one of names.{nearest(str(name), names)}"
+                f"colors: {name} is not one of names.{did_you_mean(str(name), names)}"
             )
         pairs += [
             (_color(f"colors.{name}", value), names.index(name)) for value in values
@@ -474,7 +473,7 @@ def _train_ids(names: tuple[str, ...], ids: Any, ignore: list[Any]) -> dict[int,
     for raw, name in ids.items():
         if name not in names:
             raise ValueError(
-                f"ids[{raw}] = {name!r} is not one of names.{nearest(str(name), names)}"
+                f"ids[{raw}] = {name!r} is not one of names.{did_you_mean(str(name), names)}"
             )
         table[_raw_id("ids", raw)] = names.index(name)
     for value in ignore:

@@ -1,12 +1,9 @@
-"""`segpipe doctor out=doctor.html`: a data set on one page, with pictures of what to look at.
-
-Needs no network, no server and no script, like the report of a run.
-"""
+"""`segpipe doctor out=doctor.html`: a data set on one page, with pictures of what to look at."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
-from segpipe.data.catalog import ClassTable, MaskTable
+from segpipe.data.catalog import ClassTable
 from segpipe.data.census import UNKNOWN, Census, Value, train_id
 from segpipe.data.division import shared_sequences
-from segpipe.data.overlap import NearDuplicate, near_duplicates, shared_files
+from segpipe.data.overlap import near_duplicates, shared_files
 from segpipe.data.samples import FileSamples, Samples, image_files, unwrapped
-from segpipe.errors import DataError
-from segpipe.run.pictures import blend, jpeg_url, shrink
+from segpipe.errors import DataError, listed
+from segpipe.run.pages import render_page
+from segpipe.run.pictures import blend, shrink
 from segpipe.run.preflight import first_batch, machine, worker_problems
-from segpipe.run.report import template
 
 if TYPE_CHECKING:
     from segpipe.data.loader import Pixels
@@ -32,8 +29,11 @@ if TYPE_CHECKING:
 
 SHOWN_PROBLEMS = 200
 SHOWN = 8  # images of a kind
-WIDTH, QUALITY = 360, 80  # of a picture, in pixels and per cent
-VALUES = 300  # rows of the table of ids and colors
+SHOWN_SEQUENCES = 20
+WIDTH = 360  # of a picture, in pixels
+SHOWN_VALUES = 300  # rows of the table of ids and colors
+
+Picture = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -46,159 +46,129 @@ class Checkup:
     samples: Mapping[str, Samples]  # by split
     census: Mapping[str, Census]  # by split
 
+    @property
+    def splits(self) -> list[tuple[str, Samples, Census]]:
+        return [
+            (split, samples, self.census[split])
+            for split, samples in self.samples.items()
+        ]
+
+    @property
+    def first(self) -> Samples:
+        """The samples of training."""
+        return next(iter(self.samples.values()))
+
 
 def render(found: Checkup) -> str:
-    """The page; the template escapes all text."""
-    splits, data = list(found.samples), found.config.data
-    leaks = _leaks(found)
-    batch, fault = _batch(found)
-    return template("doctor.html.j2").render(
+    """The page as text."""
+    data, table = found.config.data, found.first.classes
+    sizes = [f"{split}: {len(samples)} images" for split, samples, _ in found.splits]
+    pixels = np.sum([census.table.sum(0) for _, _, census in found.splits], 0)
+    occurring = np.flatnonzero(pixels[: table.num_classes])
+    batch, faults = _training(found)
+    return render_page(
+        "doctor.html.j2",
         name=Path(data.root).resolve().name if data.root else data.name,
-        about=[
-            f"data {data.name}",
-            data.root,
-            *(f"{split}: {len(found.samples[split])} images" for split in splits),
-        ],
+        about=[f"data {data.name}", data.root, *sizes],
         problems=found.problems[:SHOWN_PROBLEMS],
         num_problems=len(found.problems),
         warnings=found.warnings,
-        splits=[
-            _split_row(split, found.samples[split], found.census[split])
-            for split in splits
-        ],
-        split_names=splits,
-        classes=_classes(found),
+        splits=[_split_row(*split) for split in found.splits],
+        classes=_classes(found, table),
         values=_values(found),
-        most_values=VALUES,
-        odd=_odd(found),
-        leaks=leaks,
+        most_values=SHOWN_VALUES,
+        contradictions=_contradictions(found),
+        leaks=_leaks(found),
         unlabelled=_unlabelled(found),
-        grids=[
-            (split, _grid(found.samples[split], found.census[split]))
-            for split in splits
-        ],
+        grids={split: _grid(*pair) for split, *pair in found.splits},
         batch=batch,
         machine=machine(found.config),
-        machine_faults=[fault] if fault else _worker_faults(found),
-        legend=_legend(found),
+        machine_faults=faults,
+        occurring=[table.names[place] for place in occurring],
+        colors=[table.palette[place] for place in occurring],
     )
-
-
-def _table_of(samples: Samples) -> MaskTable | None:
-    whole = unwrapped(samples)
-    return whole.table if isinstance(whole, FileSamples) else None
-
-
-def _classes_of(found: Checkup) -> ClassTable:
-    return next(iter(found.samples.values())).classes
 
 
 def _split_row(split: str, samples: Samples, census: Census) -> dict[str, Any]:
-    table = census.table
-    total = max(int(table.sum()), 1)
-    shown = ", ".join(
+    counts = census.table
+    sizes = [
         f"{height}x{width} ({times})"
-        for (height, width), times in census.sizes.most_common(4)
-    )
+        for (height, width), times in census.sizes.most_common()
+    ]
+    kinds = census.kinds.most_common()
     whole = unwrapped(samples)
-    first = whole.pairs[0] if isinstance(whole, FileSamples) else None
+    example = ""
+    if isinstance(whole, FileSamples):
+        example = f"{whole.pairs[0].image} with {whole.pairs[0].mask}"
     return {
         "name": split,
         "images": len(samples),
         "read": len(census.names),
-        "sizes": shown
-        + (f" and {len(census.sizes) - 4} others" if len(census.sizes) > 4 else ""),
-        "kinds": ", ".join(
-            f"{kind} ({times})" for kind, times in census.kinds.most_common() if kind
-        ),
-        "ignored": int(table[:, -2].sum()) / total if len(table) else 0.0,
+        "sizes": listed(sizes, 4),
+        "kinds": ", ".join(f"{kind} ({times})" for kind, times in kinds if kind),
+        "ignored": int(counts[:, -2].sum()) / max(int(counts.sum()), 1),
         "unlabelled": len(census.unlabelled),
-        "example": f"{first.image} with {first.mask}" if first else "",
+        "example": example,
     }
 
 
-def _classes(found: Checkup) -> list[dict[str, Any]]:
+def _classes(found: Checkup, table: ClassTable) -> list[dict[str, Any]]:
     """A row for each class: shares by split, images that have it, and the weights of loss.class_weights."""
     import torch
 
     from segpipe.losses.cross_entropy import class_weights
 
-    table = _classes_of(found)
-    pixels = {
-        split: census.table[:, : table.num_classes]
-        for split, census in found.census.items()
-    }
-    train = next(iter(pixels.values())).sum(0)
-    weights = {
-        kind: class_weights(torch.from_numpy(train), kind).tolist()
-        for kind in ("log", "sqrt")
-    }
-    shares = {
-        split: counts.sum(0) / max(int(counts.sum()), 1)
-        for split, counts in pixels.items()
-    }
-    largest = (
-        max((float(share.max(initial=0.0)) for share in shares.values()), default=0.0)
-        or 1.0
-    )
+    pixels = [census.table[:, : table.num_classes] for _, _, census in found.splits]
+    images = [(counts > 0).sum(0).tolist() for counts in pixels]
+    shares = [counts.sum(0) / max(int(counts.sum()), 1) for counts in pixels]
+    largest = max(float(share.max()) for share in shares) or 1.0
+    train = torch.from_numpy(pixels[0].sum(0))
+    weights = [class_weights(train, kind).tolist() for kind in ("log", "sqrt")]
     return [
         {
-            "id": place,
             "name": name,
-            "color": _hex(table, place),
+            "color": table.palette[place],
             "cells": [
-                (float(share[place]), int((pixels[split][:, place] > 0).sum()))
-                for split, share in shares.items()
+                (float(share[place]), number[place])
+                for share, number in zip(shares, images, strict=True)
             ],
-            "bar": float(next(iter(shares.values()))[place]) / largest,
-            "log": weights["log"][place],
-            "sqrt": weights["sqrt"][place],
+            "bar": float(shares[0][place]) / largest,
+            "weights": [weight[place] for weight in weights],
         }
         for place, name in enumerate(table.names)
     ]
 
 
-def _hex(table: ClassTable, place: int) -> str:
-    return "#{:02x}{:02x}{:02x}".format(*table.palette[place])
-
-
 def _meaning(table: ClassTable, train: int) -> str:
-    return {IGNORE_INDEX: "ignored", UNKNOWN: "not in the class table"}.get(
-        train
-    ) or table.names[train]
+    known = {IGNORE_INDEX: "ignored", UNKNOWN: "not in the class table"}
+    return known.get(train) or table.names[train]
 
 
 def _values(found: Checkup) -> list[dict[str, Any]]:
     """What the masks hold, value by value, and what the class table has besides."""
-    rows = []
-    masks = _table_of(next(iter(found.samples.values())))
-    if masks is None:
+    whole = unwrapped(found.first)
+    if not isinstance(whole, FileSamples):
         return []
+    masks, classes = whole.table, whole.table.classes
     pixels: Counter[Value] = Counter()
     files: Counter[Value] = Counter()
     for census in found.census.values():
         pixels.update(census.values)
         files.update(census.files)
     total = max(sum(pixels.values()), 1)
-    known: list[Value] = (
-        list(masks.colors) if masks.kind == "colors" else list(masks.classes.train_ids)
-    )
-    for value in sorted(
-        {*known, *pixels}, key=lambda value: (isinstance(value, tuple), value)
-    ):
+    values: set[Value] = set(pixels)
+    values.update(masks.colors if masks.kind == "colors" else classes.train_ids)
+    rows = []
+    for value in sorted(values, key=lambda value: (isinstance(value, tuple), value)):
         train = train_id(masks, value)
-        color = (
-            value
-            if isinstance(value, tuple)
-            else masks.classes.palette[train]
-            if 0 <= train < IGNORE_INDEX
-            else None
-        )
+        color = value if isinstance(value, tuple) else None
+        if color is None and 0 <= train < IGNORE_INDEX:
+            color = classes.palette[train]
         rows.append(
             {
                 "value": value,
-                "color": "#{:02x}{:02x}{:02x}".format(*color) if color else "",
-                "meaning": _meaning(masks.classes, train),
+                "color": color,
+                "meaning": _meaning(classes, train),
                 "unknown": train == UNKNOWN,
                 "share": pixels[value] / total,
                 "files": files[value],
@@ -207,154 +177,104 @@ def _values(found: Checkup) -> list[dict[str, Any]]:
     return rows
 
 
-def _odd(found: Checkup) -> list[str]:
+def _contradictions(found: Checkup) -> list[str]:
     """Palette indices that mean one class as ids and another one by their color."""
     lines = {}
-    for samples, census in zip(
-        found.samples.values(), found.census.values(), strict=True
-    ):
-        for index, (by_id, by_color) in census.odd.items():
-            names = [_meaning(samples.classes, train) for train in (by_id, by_color)]
+    for _, samples, census in found.splits:
+        for index, pair in census.odd.items():
+            by_id, by_color = (_meaning(samples.classes, train) for train in pair)
             lines[index] = (
-                f"index {index} is {names[0]} as an id, but its color in the palette is that of {names[1]}"
+                f"index {index} is {by_id} as an id, but its color in the palette is "
+                f"that of {by_color}"
             )
     return list(lines.values())
 
 
 def _leaks(found: Checkup) -> dict[str, Any]:
     """Images that training and validation share: byte for byte, nearly, and sequences."""
-    if len(found.samples) < 2:
+    if len(found.splits) < 2:
         return {}
-    (train, val), (of_train, of_val) = (
-        tuple(found.samples.values())[:2],
-        tuple(found.census.values())[:2],
-    )
+    (_, train, of_train), (_, val, of_val) = found.splits[:2]
+    data = found.config.data
     equal = shared_files(image_files(train), image_files(val))
     near = near_duplicates(of_train.looks, of_val.looks)
-    pairs = [
-        _pair(train, val, of_train, of_val, each) for each in _spread(near, of_val)
-    ]
-    data = found.config.data
-    sequences = (
-        shared_sequences(of_train.names, of_val.names, data.sequence)
-        if data.name != "synthetic"
-        else {}
-    )
+    nearest = {pair.first: pair for pair in reversed(near)}  # one for a training image
+    pairs = sorted(nearest.values(), key=lambda pair: (pair.distance, pair.second))
+    sequences = {}
+    if data.name != "synthetic":
+        sequences = shared_sequences(of_train.names, of_val.names, data.sequence)
     return {
         "equal": equal[:SHOWN],
         "num_equal": len(equal),
-        "near": pairs,
+        "near": [
+            (
+                pair.distance,
+                _shown(train, [of_train.places[pair.first]]),
+                _shown(val, [of_val.places[pair.second]]),
+            )
+            for pair in pairs[: SHOWN // 2]
+        ],
         "num_near": len(near),
         "images": len(of_val.names),
-        "sequences": list(sequences.items())[:20],
+        "sequences": list(sequences.items())[:SHOWN_SEQUENCES],
         "num_sequences": len(sequences),
     }
 
 
-def _spread(near: Sequence[NearDuplicate], census: Census) -> list[NearDuplicate]:
-    """The nearest pairs, at most one for each image of training."""
-    chosen = {each.first: each for each in reversed(near)}
-    return sorted(chosen.values(), key=lambda pair: (pair.distance, pair.second))[
-        : SHOWN // 2
-    ]
-
-
-def _pair(
-    train: Samples, val: Samples, of_train: Census, of_val: Census, near: NearDuplicate
-) -> dict[str, Any]:
-    return {
-        "distance": near.distance,
-        "images": [
-            (census.names[place], _picture(samples, census.places[place]))
-            for samples, census, place in (
-                (train, of_train, near.first),
-                (val, of_val, near.second),
-            )
-        ],
-    }
-
-
-def _unlabelled(found: Checkup) -> list[tuple[str, str]]:
+def _unlabelled(found: Checkup) -> list[tuple[str, Picture | None]]:
     """Names and pictures of images whose masks label nothing."""
     return [
-        (f"{split}: {samples.name(index)}", _picture(samples, index))
-        for split, samples in found.samples.items()
-        for index in found.census[split].unlabelled[:SHOWN]
+        (f"{split}: {name}", image)
+        for split, samples, census in found.splits
+        for name, image, _ in _shown(samples, census.unlabelled[:SHOWN])
     ]
 
 
-def _grid(samples: Samples, census: Census) -> list[tuple[str, list[str]]]:
+def _grid(samples: Samples, census: Census) -> list[tuple[str, Picture, Picture]]:
     """Name, image and overlay of samples from all over a split."""
-    number = min(SHOWN, len(census.places))
-    chosen = [
-        census.places[place * len(census.places) // number] for place in range(number)
-    ]
-    read = ((samples.name(index), _read(samples, index)) for index in chosen)
+    count = len(census.places)
+    places = [count * place // min(SHOWN, count) for place in range(min(SHOWN, count))]
+    rows = _shown(samples, [census.places[place] for place in places])
     return [
-        (name, _both(samples.classes, *sample))
-        for name, sample in read
-        if sample is not None
+        (name, image, overlay)
+        for name, image, overlay in rows
+        if image is not None and overlay is not None
     ]
 
 
-def _batch(found: Checkup) -> tuple[list[tuple[str, list[str]]], str]:
-    """The first shard batch as training sees it, or why there is none."""
-    if found.problems or not len(next(iter(found.samples.values()))):
-        return [], ""
-    samples = next(iter(found.samples.values()))
+def _training(
+    found: Checkup,
+) -> tuple[list[tuple[str, Picture, Picture]], list[str]]:
+    """The first shard batch as training sees it, and what is wrong with this machine."""
+    samples = found.first
+    if found.problems or not len(samples):
+        return [], []
     batch, fault = first_batch(found.config, samples)
     if batch is None:
-        return [], fault
-    images, targets = batch.finished(), batch.target.numpy()
-    names = [samples.name(index) for index in batch.index.tolist()]
-    each = zip(names, images, targets, strict=True)
-    return [
-        (name, _both(samples.classes, image, target)) for name, image, target in each
-    ], ""
+        return [], [fault]
+    pairs = zip(batch.finished(), batch.target.numpy(), strict=True)
+    shown = [
+        (samples.name(index), *_small(samples.classes, pair))
+        for index, pair in zip(batch.index.tolist(), pairs, strict=True)
+    ]
+    return shown, list(worker_problems(found.config, samples))
 
 
-def _worker_faults(found: Checkup) -> list[str]:
-    samples = next(iter(found.samples.values()))
-    return (
-        list(worker_problems(found.config, samples))
-        if len(samples) and not found.problems
-        else []
-    )
+def _shown(
+    samples: Samples, indices: Iterable[int]
+) -> list[tuple[str, Picture | None, Picture | None]]:
+    """Name, image and overlay of samples; no pictures of one that has a problem, such as an id without a class."""
+    rows = []
+    for index in indices:
+        image, overlay = None, None
+        with suppress(DataError):
+            image, overlay = _small(samples.classes, samples.read(index))
+        rows.append((samples.name(index), image, overlay))
+    return rows
 
 
-def _read(samples: Samples, index: int) -> Pixels | None:
-    """A sample; None for one that has a problem, such as an id that the table does not have."""
-    with suppress(DataError):
-        return samples.read(index)
-    return None
-
-
-def _picture(samples: Samples, index: int) -> str:
-    sample = _read(samples, index)
-    return (
-        ""
-        if sample is None
-        else jpeg_url(shrink(sample[0], WIDTH, smooth=True), QUALITY)
-    )
-
-
-def _both(
-    table: ClassTable, image: NDArray[np.uint8], target: NDArray[np.uint8]
-) -> list[str]:
+def _small(table: ClassTable, sample: Pixels) -> tuple[Picture, Picture]:
     """An image, and its target as an overlay."""
-    small, ids = shrink(image, WIDTH, smooth=True), shrink(target, WIDTH, smooth=False)
-    return [
-        jpeg_url(small, QUALITY),
-        jpeg_url(blend(small, ids, table.palette), QUALITY),
-    ]
-
-
-def _legend(found: Checkup) -> list[tuple[str, str]]:
-    """Color and name of the classes that occur."""
-    table = _classes_of(found)
-    pixels = np.sum([census.table.sum(0) for census in found.census.values()], 0)
-    return [
-        (_hex(table, place), name)
-        for place, name in enumerate(table.names)
-        if pixels[place]
-    ]
+    image = shrink(sample[0], WIDTH, smooth=True)
+    target = shrink(sample[1], WIDTH, smooth=False)
+    return image, blend(image, target, table.palette)

@@ -14,8 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from segpipe.run.console import iou_table, never_predicted, sequence_table
-from segpipe.run.report import ReportData, page_data, predictor, write_report
-from segpipe.run.tracking import FILE_NAME, read_metrics
+from segpipe.run.report import (
+    ReportData,
+    page_data,
+    pictures,
+    predictor,
+    write_report,
+)
+from segpipe.run.tracking import FILE_NAME, Tracker, read_metrics
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,9 +29,8 @@ if TYPE_CHECKING:
     from segpipe.train.training import Run
     from segpipe.train.validate import Validation
 
-EVALUATE = (
-    Path(__file__).resolve().parents[2] / "scripts" / "evaluate.py"
-)  # in a checkout
+# In a checkout.
+EVALUATE = Path(__file__).resolve().parents[2] / "scripts" / "evaluate.py"
 
 
 def finish(
@@ -37,28 +42,26 @@ def finish(
     """
     from segpipe.train.scores import flattering
 
+    say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     shares = found.total.sum(1).double() / found.total.sum().clamp_min(1)
     console.print(iou_table(result, shares.tolist()))
     if len(result["sequences"]) > 1:
         console.print(sequence_table(result["sequences"]))
-    for note in filter(
-        None, (flattering(result["sequences"]), never_predicted(result))
-    ):
-        console.print(note, highlight=False, soft_wrap=True, markup=False)
-    page = write_report(run.folder / "report.html", _page(run, found, result))
-    held_out = run.config.data.hold_out
-    images = (
-        f"images of {held_out}, held out"
-        if held_out
-        else f"{run.config.data.split} images"
-    )
-    for line in (
-        f"mIoU {100 * result['miou']:.2f} % on {len(run.val_samples)} {images}",
-        f"run {run.folder}  (open {page.name}; curves in {FILE_NAME})",
-        f"next {_next_command(run.folder)}",
-    ):
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
-    if run.config.export.enabled:
+    for note in (flattering(result["sequences"]), never_predicted(result)):
+        if note:
+            say(note)
+    data = _report_data(run, found, result)
+    write_report(run.folder / "report.html", data)
+    if isinstance(run.log, Tracker):
+        run.log.pictures = pictures(data)
+    config = run.config
+    images = f"{config.data.split} images"
+    if config.data.hold_out:
+        images = f"images of {config.data.hold_out}, held out"
+    say(f"mIoU {100 * result['miou']:.2f} % on {len(run.val_samples)} {images}")
+    say(f"run {run.folder}  (open report.html; curves in {FILE_NAME})")
+    say(f"next {_next_command(run.folder)}")
+    if config.export.enabled:
         _export(run, console)
 
 
@@ -66,14 +69,13 @@ def _next_command(folder: Path) -> str:
     """Command that evaluates the checkpoint, ready to paste: as segpipe was started here, and without placeholders."""
     started = Path(sys.argv[0])
     if started.name == "segpipe":
-        program = (
-            "segpipe" if shutil.which("segpipe") == str(started) else _relative(started)
-        )
-        return shlex.join([program, "evaluate", f"run={folder}"])
-    script = (
-        [_relative(EVALUATE)] if EVALUATE.is_file() else ["-m", "segpipe", "evaluate"]
-    )
-    return shlex.join([_relative(Path(sys.executable)), *script, f"run={folder}"])
+        is_on_path = shutil.which("segpipe") == str(started)
+        words = ["segpipe" if is_on_path else _relative(started), "evaluate"]
+    elif EVALUATE.is_file():
+        words = [_relative(Path(sys.executable)), _relative(EVALUATE)]
+    else:
+        words = [_relative(Path(sys.executable)), "-m", "segpipe", "evaluate"]
+    return shlex.join([*words, f"run={folder}"])
 
 
 def _relative(path: Path) -> str:
@@ -82,22 +84,19 @@ def _relative(path: Path) -> str:
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
-def _page(run: Run, found: Validation, result: dict[str, Any]) -> ReportData:
+def _report_data(run: Run, found: Validation, result: dict[str, Any]) -> ReportData:
     from segpipe.models.preprocess import Preprocess
     from segpipe.train.validate import predict
 
     device = run.group.device
-    seer = predictor(
-        partial(predict, run.state.ema.model, Preprocess().to(device)), device
-    )
-    history = read_metrics(run.folder / FILE_NAME)
+    answer = partial(predict, run.state.ema.model, Preprocess().to(device))
     return page_data(
         run.config,
         run.val_samples,
         found,
         {**result, "device": str(device)},
-        seer,
-        history,
+        predictor(answer, device),
+        read_metrics(run.folder / FILE_NAME),
     )
 
 
@@ -109,31 +108,20 @@ def _export(run: Run, console: Console) -> None:
     from segpipe.train.checkpoint import load_network
 
     started = time.perf_counter()
-    formats, images = (
-        " and ".join(run.config.export.formats),
-        run.config.export.quality_images,
+    settings = run.config.export
+    say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
+    say(
+        f"exporting to {' and '.join(settings.formats)} and comparing the files with "
+        f"the trained network on up to {settings.quality_images} images (export=off "
+        f"leaves this out) ..."
     )
-    console.print(
-        f"exporting to {formats} and comparing the files with the trained network on up to {images} images "
-        f"(export=off leaves this out) ...",
-        highlight=False,
-        soft_wrap=True,
-    )
-    trained = load_network(run.folder, "last")
-    training = Spread(run.train_samples)
     done = export_checkpoint(
         run.folder,
         "last",
-        trained,
+        load_network(run.folder, "last"),
         run.config,
         validation=run.val_samples,
-        training=training,
+        training=Spread(run.train_samples),
     )
     console.print(table(done))
-    seconds = time.perf_counter() - started
-    console.print(
-        f"{done.line('EXPORT')} ({seconds:.0f} s)",
-        highlight=False,
-        soft_wrap=True,
-        markup=False,
-    )
+    say(f"{done.line('EXPORT')} ({time.perf_counter() - started:.0f} s)")

@@ -1,4 +1,4 @@
-"""Finished and unfinished runs, read from their folders: in which settings they differ, and groups of them."""
+"""Runs, read from their folders and compared: in which settings they differ, groups of them, and a page with curves."""
 
 from __future__ import annotations
 
@@ -10,11 +10,20 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from markupsafe import Markup
+
 from segpipe.errors import ConfigError, Interrupted
+from segpipe.run.pages import render_page
+from segpipe.run.pictures import COLORS, curve_svg, points_of
 from segpipe.run.tracking import FILE_NAME, failure, read_metrics
 from segpipe.settings.config import FREE_KEYS, flat, saved_config
 
 DESCENDING = ("date", "miou", "steps")
+LINES = 2 * len(COLORS)  # runs or groups with curves
+_FIGURES = (
+    ("validation", "miou", "Validation mIoU, %"),
+    ("train", "loss", "Training loss"),
+)
 
 
 @dataclass(frozen=True)
@@ -31,9 +40,8 @@ class Row:
     date: str | None = None  # last change, local time
     state: str = "finished"
     reason: str = ""  # why the last session failed or stopped, on one line
-    settings: dict[str, Any] = field(
-        default_factory=dict
-    )  # of the recipe, by dotted key; without a readable file none
+    # Of the recipe, by dotted key; empty without a readable file.
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,8 @@ def find_runs(root: Path, patterns: Sequence[str] = ()) -> list[Row]:
     if not patterns:
         if not root.is_dir():
             raise ConfigError(
-                f"root = {root} is not a folder. Set root to the folder that holds the runs."
+                f"root = {root} is not a folder. Set root to the folder that holds the "
+                f"runs."
             )
         return [
             read_row(folder, str(folder.relative_to(root))) for folder in _folders(root)
@@ -82,23 +91,17 @@ def find_runs(root: Path, patterns: Sequence[str] = ()) -> list[Row]:
     for pattern in patterns:
         path = Path(pattern)
         anchor = Path(path.anchor or ".")
-        tops = (
-            [path]
-            if path.is_dir()
-            else sorted(
-                anchor.glob(str(path.relative_to(anchor) if path.anchor else path))
-            )
-        )
-        folders = [folder for top in tops if top.is_dir() for folder in _folders(top)]
+        matches = [path]
+        if not path.is_dir():
+            matches = sorted(anchor.glob(str(path.relative_to(path.anchor))))
+        folders = [folder for match in matches for folder in _folders(match)]
         if not folders:
             raise ConfigError(
-                f"runs = {pattern}: no run is there. Name run folders, or match them: 'runs=[runs/lr*]'."
+                f"runs = {pattern}: no run is there. Name run folders, or match them: "
+                f"'runs=[runs/lr*]'."
             )
-        found |= {
-            folder: read_row(folder, str(folder))
-            for folder in folders
-            if folder not in found
-        }
+        for folder in folders:
+            found.setdefault(folder, read_row(folder, str(folder)))
     return list(found.values())
 
 
@@ -108,61 +111,54 @@ def _folders(top: Path) -> Iterator[Path]:
 
 def read_row(folder: Path, name: str) -> Row:
     """The run in `folder`; a file that cannot be read is named in `state`."""
-    config, result, faults = None, None, []
+    config = None
+    known: dict[str, Any] = {}
+    metrics = read_metrics(folder / FILE_NAME)
+    steps = metrics[-1]["step"] if metrics else 0
+    fault = ""
+    try:
+        known = _result(folder / "result.json")
+    except (OSError, ValueError, TypeError, LookupError):
+        fault = "result.json is damaged"
     try:
         config = saved_config(folder)
+        recipe = flat(config).items()
+        known["model"], known["data"] = config.model.name, config.data.name
+        known["settings"] = {
+            key: value for key, value in recipe if key not in FREE_KEYS
+        }
     except ConfigError:
-        faults.append("config.json is damaged")
-    try:
-        result = _result(folder / "result.json")
-    except (OSError, ValueError, TypeError, LookupError):
-        faults.append("result.json is damaged")
-    metrics = read_metrics(folder / FILE_NAME)
-    miou, steps, digest = result or (None, metrics[-1]["step"] if metrics else 0, None)
-    state = (
-        "finished"
-        if result
-        else f"unfinished, step {steps} of {config.train.steps if config else None}"
-    )
+        fault = "config.json is damaged"
+    if not known.get("digest"):
+        total = config.train.steps if config else None
+        known |= {"steps": steps, "state": f"unfinished, step {steps} of {total}"}
     code, reason = failure(folder)
     if reason:
-        state = "interrupted" if code == Interrupted.exit_code else "failed"
-    return Row(
-        name,
-        folder,
-        model=config.model.name if config else None,
-        data=config.data.name if config else None,
-        miou=miou,
-        steps=steps,
-        digest=digest,
-        date=_date(folder),
-        state=faults[0] if faults else state,
-        reason=reason,
-        settings={
-            key: value for key, value in flat(config).items() if key not in FREE_KEYS
-        }
-        if config
-        else {},
-    )
+        was_stopped = code == Interrupted.exit_code
+        known["state"] = "interrupted" if was_stopped else "failed"
+    if fault:
+        known["state"] = fault
+    return Row(name, folder, date=_date(folder), reason=reason, **known)
 
 
-def _result(path: Path) -> tuple[float | None, int, str] | None:
-    """mIoU, updates and digest; None if the run has not finished. Raises ValueError and others for a damaged file."""
+def _result(path: Path) -> dict[str, Any]:
+    """mIoU, updates and digest; empty if the run has not finished. Raises ValueError and others for a damaged file."""
     if not path.exists():
-        return None
+        return {}
     found = json.loads(path.read_bytes())
-    miou = None if found["miou"] is None else float(found["miou"])
-    return miou, int(found["steps"]), str(found["ema_digest"])
+    return {
+        "miou": None if found["miou"] is None else float(found["miou"]),
+        "steps": int(found["steps"]),
+        "digest": str(found["ema_digest"]),
+    }
 
 
 def _date(folder: Path) -> str:
     """When a file of the run's progress last changed."""
-    times = [
-        path.stat().st_mtime
-        for name in ("result.json", FILE_NAME, "config.json")
-        if (path := folder / name).exists()
-    ]
-    return datetime.fromtimestamp(times[0]).strftime("%Y-%m-%d %H:%M")
+    paths = [folder / name for name in ("result.json", FILE_NAME, "config.json")]
+    newest = next(path for path in paths if path.exists())
+    changed = datetime.fromtimestamp(newest.stat().st_mtime)
+    return changed.strftime("%Y-%m-%d %H:%M")
 
 
 def ordered(rows: Sequence[Row], column: str) -> list[Row]:
@@ -175,30 +171,74 @@ def ordered(rows: Sequence[Row], column: str) -> list[Row]:
 def differing(recipes: Sequence[Mapping[str, Any]]) -> list[str]:
     """Settings in which recipes differ, in the order of the settings page."""
     known = [recipe for recipe in recipes if recipe]
+    keys = known[0] if known else {}
     return [
-        key
-        for key in (known[0] if known else {})
-        if len({_text(recipe.get(key)) for recipe in known}) > 1
+        key for key in keys if len({_text(recipe.get(key)) for recipe in known}) > 1
     ]
 
 
 def grouped(rows: Sequence[Row], by: str) -> list[RecipeGroup]:
     """Groups of the runs that differ in setting `by` alone, the best mean first."""
     members: dict[str, list[Row]] = {}
+    recipes: dict[str, dict[str, Any]] = {}
     for row in rows:
         if row.settings:
             rest = {key: value for key, value in row.settings.items() if key != by}
+            recipes[_text(rest)] = rest
             members.setdefault(_text(rest), []).append(row)
-    groups = [
-        RecipeGroup(
-            {key: value for key, value in found[0].settings.items() if key != by},
-            sorted(found, key=lambda row: _text(row.settings[by])),
-            by,
-        )
-        for found in members.values()
-    ]
+    groups = []
+    for text, found in members.items():
+        found.sort(key=lambda row: _text(row.settings[by]))
+        groups.append(RecipeGroup(recipes[text], found, by))
     return sorted(groups, key=lambda group: (group.mean is None, -(group.mean or 0.0)))
 
 
 def _text(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
+
+
+def render_overview(
+    rows: Sequence[Row], groups: Sequence[RecipeGroup] = (), by: str = ""
+) -> str:
+    """The page for runs, or for groups of runs that differ in setting `by` alone: a table, and a picture per figure."""
+    if not by:
+        groups = [RecipeGroup(row.settings, [row]) for row in rows]
+    recipes = [group.settings for group in groups if group.settings]
+    keys = differing([group.settings for group in groups])
+    styles = [(color, dashes) for dashes in ("solid", "dashed") for color in COLORS]
+    styles = styles[: len(groups)]
+    shared = recipes[0] if recipes else {}
+    return render_page(
+        "overview.html.j2",
+        number=len(rows),
+        by=by,
+        keys=keys,
+        groups=groups,
+        styles=styles,
+        curves=_curves(groups, styles),
+        same={key: value for key, value in shared.items() if key not in keys},
+    )
+
+
+def _curves(
+    groups: Sequence[RecipeGroup], styles: Sequence[tuple[str, str]]
+) -> dict[str, Markup]:
+    """A picture with a line for each run, by title."""
+    histories = [
+        (style, read_metrics(row.folder / FILE_NAME))
+        for group, style in zip(groups, styles, strict=False)
+        for row in group.rows
+    ]
+    pictures = {}
+    for kind, key, title in _FIGURES:
+        lines = [
+            (*style, points)
+            for style, history in histories
+            if (points := points_of(history, kind, key))
+        ]
+        if lines:
+            is_score = key == "miou"
+            pictures[title] = curve_svg(
+                lines, label=title, dots=is_score, size=(5.4, 3.2)
+            )
+    return pictures

@@ -7,7 +7,6 @@ crashes, that costs one warning and never a step of training. failure.json says 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import math
 import os
@@ -15,67 +14,45 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from segpipe.disk import append, patiently
-from segpipe.errors import CollectiveError, ConfigError, SegpipeError
+from segpipe.errors import CollectiveError, SegpipeError
 from segpipe.files import not_written, plain, to_json, write_atomically
-from segpipe.run.trackers import (
-    Mirror,
-    MlflowMirror,
-    TensorboardMirror,
-    WandbMirror,
-    check_login,
-    run_end,
-)
+from segpipe.run.trackers import Mirror, Picture, check_ready, mirror_class, run_end
 from segpipe.settings.config import Config
 
 FILE_NAME = "metrics.jsonl"
 FAILURE = "failure.json"
-_RESERVED = {
-    "step": (int,),
-    "kind": (str,),
-    "time_s": (int, float),
-}  # keys of every line, and types of their values
-# track.name -> what pip calls its package, and its class
-TRACKERS: dict[str, tuple[str, Callable[[Config, Path, int | None], Mirror]]] = {
-    "wandb": ("wandb", WandbMirror),
-    "tensorboard": ("tensorboard", TensorboardMirror),
-    "mlflow": ("mlflow-skinny", MlflowMirror),
-}
+# Keys of every line, and the types of their values.
+_RESERVED = {"step": (int,), "kind": (str,), "time_s": (int, float)}
 
 
 def check_tracking(config: Config) -> None:
     """Raise ConfigError if the tracker's package is not installed, or wandb is online without a login."""
-    name = config.track.name
-    if name not in TRACKERS:
-        return
-    if importlib.util.find_spec(name) is None:
-        raise ConfigError(
-            f"track.name = {name}, but {name} is not installed. Run pip install {TRACKERS[name][0]}, or set track=none."
-        )
-    if name == "wandb":
-        check_login(config)
+    check_ready(config)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Entries of a metrics.jsonl, oldest first; empty if there is no file. Lines damaged by a crash are skipped."""
+    if not path.exists():
+        return []
     found = []
-    for line in (
-        path.read_bytes().split(b"\n")[:-1] if path.exists() else ()
-    ):  # after the last newline: a torn line
-        with contextlib.suppress(
-            ValueError, RecursionError
-        ):  # a block lost in a power failure
+    for line in path.read_bytes().split(b"\n")[:-1]:  # the last one may be torn
+        # A block lost in a power failure is no JSON, and JSON nested 10,000 deep raises RecursionError.
+        with contextlib.suppress(ValueError, RecursionError):
             entry = json.loads(line)
-            if isinstance(entry, dict) and all(
-                type(entry.get(key)) in kinds for key, kinds in _RESERVED.items()
-            ):
+            if isinstance(entry, dict) and _has_reserved(entry):
                 found.append(entry)
     return found
+
+
+def _has_reserved(entry: Mapping[str, Any]) -> bool:
+    return all(type(entry.get(key)) in kinds for key, kinds in _RESERVED.items())
 
 
 def note_failure(config: Config, code: int, reason: str) -> None:
@@ -97,21 +74,22 @@ def failure(folder: Path) -> tuple[int, str]:
 
 def note_lost(config: Config, rank: int, number: int, before: tuple[int, str]) -> int:
     """Exit code for a rank that a signal ended; what another rank wrote about it in this session is kept."""
-    memory = (
-        " The machine's memory may have run out: see dmesg."
-        if number == signal.SIGKILL
-        else ""
-    )
-    reason = f"rank {rank} was ended by signal {number} ({signal.strsignal(number)}).{memory}"
+    reason = f"rank {rank} was ended by signal {number} ({signal.strsignal(number)})."
+    if number == signal.SIGKILL:
+        reason += " The machine's memory may have run out: see dmesg."
     print(reason, file=sys.stderr)
-    told = failure(config.run_dir)
-    kept = f" {told[1]}" if told != before else ""
-    note_failure(config, CollectiveError.exit_code, reason + kept)
+    noted = failure(config.run_dir)
+    if noted != before:
+        reason += f" {noted[1]}"
+    note_failure(config, CollectiveError.exit_code, reason)
     return CollectiveError.exit_code
 
 
 class Tracker:
-    """Appends to metrics.jsonl and mirrors to a tracker; created by `open_tracker`."""
+    """Appends to metrics.jsonl and mirrors to a tracker; created by `open_tracker`.
+
+    pictures: what the report shows, for the end of the run.
+    """
 
     def __init__(
         self,
@@ -121,6 +99,7 @@ class Tracker:
         kept: Sequence[Mapping[str, Any]] = (),
         ends_later: bool = False,
     ) -> None:
+        self.pictures: list[Picture] = []
         self._path, self._file = path, None
         if path:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -137,29 +116,20 @@ class Tracker:
         sessions, without the pauses between them. The line is flushed to the operating system, so it survives a crash
         of the process.
         """
-        clash = _RESERVED.keys() & values.keys()
-        if clash:
-            raise ValueError(
-                f"log() sets {', '.join(sorted(clash))} itself; leave it out of the values."
-            )
+        assert not _RESERVED.keys() & values.keys()
         if self._file is None or (step, kind) in self._kept:
             return
-        found = plain(values)
-        elapsed = round(time.monotonic() - self._start, 3)
-        entry = {"step": step, "kind": kind, "time_s": elapsed, **found}
         assert self._path is not None
+        figures = plain(values)
+        elapsed = round(time.monotonic() - self._start, 3)
+        entry = {"step": step, "kind": kind, "time_s": elapsed, **figures}
         try:
-            append(
-                self._path,
-                self._file,
-                (json.dumps(entry, allow_nan=False) + "\n").encode(),
-            )
+            append(self._path, self._file, _line(entry))
         except OSError as error:
             raise not_written(self._path, error) from error
         if self._mirror:
-            self._mirror.do(
-                lambda mirror: mirror.log(step, dict(_scalars(found, f"{kind}/")))
-            )
+            scalars = dict(_scalars(figures, f"{kind}/"))
+            self._mirror.attempt(lambda mirror: mirror.log(step, scalars))
 
     def close(self, exit_code: int = 0) -> None:
         """Close the file. The tracker ends too, failed if `exit_code` is not 0; after a success, `end` may follow."""
@@ -174,12 +144,13 @@ class Tracker:
     ) -> None:
         """Send results, pictures and files to the tracker, and end it. A second call does nothing."""
         if self._mirror:
-            self._mirror.do(lambda mirror: mirror.finish(run_end(config, result)))
+            end = run_end(config, result, self.pictures)
+            self._mirror.attempt(lambda mirror: mirror.finish(end))
         self._close_mirror(exit_code)
 
     def _close_mirror(self, exit_code: int) -> None:
         if self._mirror:
-            self._mirror.do(lambda mirror: mirror.close(exit_code))
+            self._mirror.attempt(lambda mirror: mirror.close(exit_code))
         self._mirror = None
 
 
@@ -200,59 +171,54 @@ def open_tracker(
         return Tracker(None)
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / FILE_NAME
-    kept = (
-        []
-        if resume_step is None
-        else [entry for entry in read_metrics(path) if entry["step"] <= resume_step]
-    )
-    write_atomically(
-        path,
-        "".join(json.dumps(entry, allow_nan=False) + "\n" for entry in kept).encode(),
-    )
-    name = config.track.name
-    mirror = (
-        _Guarded(name, lambda: TRACKERS[name][1](config, run_dir, resume_step))
-        if name in TRACKERS
-        else None
-    )
+    kept: list[dict[str, Any]] = []
+    if resume_step is not None:
+        kept = [entry for entry in read_metrics(path) if entry["step"] <= resume_step]
+    write_atomically(path, b"".join(map(_line, kept)))
+    mirror = None
+    if kind := mirror_class(config):
+        mirror = _Guarded(
+            config.track.name, partial(kind, config, run_dir, resume_step)
+        )
     return Tracker(path, mirror, kept=kept, ends_later=ends_later)
+
+
+def _line(entry: Mapping[str, Any]) -> bytes:
+    return (json.dumps(entry, allow_nan=False) + "\n").encode()
 
 
 def _scalars(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
     """Finite numbers by name. A list becomes one curve for each index (rank), a mapping one for each name."""
     for name, value in values.items():
         if isinstance(value, list):
-            yield from _scalars(
-                {str(index): item for index, item in enumerate(value)},
-                f"{prefix}{name}/",
-            )
-        elif isinstance(value, Mapping):
+            value = {str(index): item for index, item in enumerate(value)}
+        if isinstance(value, Mapping):
             yield from _scalars(value, f"{prefix}{name}/")
         elif isinstance(value, bool | int | float) and math.isfinite(value):
             yield f"{prefix}{name}", value
 
 
 class _Guarded:
-    """A mirror whose first exception prints a warning and ends it."""
+    """A mirror whose first exception, also that of its start, prints a warning and ends it."""
 
     def __init__(self, name: str, start: Callable[[], Mirror]) -> None:
         self._name = name
         self._mirror: Mirror | None = None
-        self._attempt(lambda: setattr(self, "_mirror", start()))
+        self._or_warn(lambda: setattr(self, "_mirror", start()))
 
-    def do(self, action: Callable[[Mirror], None]) -> None:
+    def attempt(self, action: Callable[[Mirror], None]) -> None:
         """Do something with the mirror, if it still works."""
-        if (mirror := self._mirror) is not None:
-            self._attempt(lambda: action(mirror))
+        if mirror := self._mirror:
+            self._or_warn(lambda: action(mirror))
 
-    def _attempt(self, action: Callable[[], None]) -> None:
+    def _or_warn(self, action: Callable[[], None]) -> None:
         try:
             action()
         except Exception as error:
             self._mirror = None
             Console(stderr=True, emoji=False).print(
-                f"{self._name} stopped: {type(error).__name__}: {error}. Training continues; {FILE_NAME} has every "
-                f"value.",
+                f"{self._name} stopped: {type(error).__name__}: {error}. Training "
+                f"continues; {FILE_NAME} has every value.",
                 style="yellow",
                 markup=False,
                 highlight=False,

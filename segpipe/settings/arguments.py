@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,41 +51,32 @@ def _pairs(
         argument = rest.pop(0)
         is_flag = argument.startswith("--")
         name, equals, text = argument.removeprefix("--").partition("=")
-        if nameless and not is_flag and (name not in known or not equals):
+        if name in known and (equals or is_flag):
+            if name in nameless:
+                nameless.remove(name)
+            yield name, text if equals else _text_of_flag(known[name].default, rest)
+        elif nameless and not is_flag:
             yield nameless.pop(0), argument
-            continue
-        if name not in known or not (equals or is_flag):
-            path = not equals and ("/" in argument or Path(argument).exists())
-            key = next(
-                (key for key in ("run", "data.root") if path and key in known), ""
-            )
-            hint = (
-                f" Did you mean {key}={argument}?"
-                if key
-                else nearest(name, list(known))
-            )
+        else:
+            hint = nearest(name, known)
+            if not equals and ("/" in argument or Path(argument).exists()):
+                for key in ("data.root", "run"):
+                    if key in known:
+                        hint = f" Did you mean {key}={argument}?"
             raise ConfigError(
-                f"{argument!r} is not an argument of this command, which takes KEY=VALUE with the keys "
-                f"{', '.join(known)}.{hint}"
+                f"{argument!r} is not an argument of this command, which takes "
+                f"KEY=VALUE with the keys {', '.join(known)}.{hint}"
             )
-        if not equals and isinstance(known[name].default, bool):
-            text = "true"
-        elif not equals:  # --key value, or --key value value for a list
-            values = [] if rest else [""]
-            while (
-                rest
-                and not rest[0].startswith("--")
-                and (not values or isinstance(known[name].default, list))
-            ):
-                values.append(rest.pop(0))
-            text = (
-                f"[{','.join(values)}]"
-                if isinstance(known[name].default, list)
-                else "".join(values)
-            )
-        if name in nameless:
-            nameless.remove(name)
-        yield name, text
+
+
+def _text_of_flag(default: Any, rest: list[str]) -> str:
+    """What follows `--key`, taken from the other arguments: one value, all for a list, none for a switch."""
+    if isinstance(default, bool):
+        return "true"
+    is_list, values = isinstance(default, list), list[str]()
+    while rest and not rest[0].startswith("--") and (is_list or not values):
+        values.append(rest.pop(0))
+    return f"[{','.join(values)}]" if is_list else "".join(values)
 
 
 def with_settings(config: Config, given: Mapping[str, Any]) -> Config:
@@ -96,11 +88,10 @@ def with_settings(config: Config, given: Mapping[str, Any]) -> Config:
     if values["loss"]["backend"] in ("native", "triton"):
         values["loss"]["backend"] = "auto"
     for key, value in given.items():
-        group, dot, name = key.partition(".")
-        if dot:
-            values[group][name] = (
-                read(SETTINGS[key], value) if isinstance(value, str) else value
-            )
+        group, _, name = key.rpartition(".")
+        if group:
+            is_text = isinstance(value, str)
+            values[group][name] = read(SETTINGS[key], value) if is_text else value
     changed = from_mapping(values)
     check(changed, world_size=1)
     return changed
@@ -108,22 +99,13 @@ def with_settings(config: Config, given: Mapping[str, Any]) -> Config:
 
 def read(setting: Setting, text: str) -> Any:
     """Value of `text` with the type of the setting's default. Raises ConfigError if it does not fit."""
-    value = convert(setting.key, _typed(text, setting.default), setting.default)
+    value: Any = text
+    if isinstance(setting.default, bool):  # YAML would take yes, on and more
+        value = {"true": True, "false": False}.get(text.lower(), text)
+    elif not isinstance(setting.default, str):
+        with suppress(YAMLError, OmegaConfBaseException):
+            value = OmegaConf.to_object(OmegaConf.from_dotlist([f"x={text}"]))["x"]  # type: ignore[index, call-overload]
+    value = convert(setting.key, value, setting.default)
     if problem := setting.problem(value):
         raise ConfigError(problem)
     return value
-
-
-def _typed(text: str, default: Any) -> Any:
-    """Number, switch or list that `text` stands for; the text itself if it is none of them."""
-    if isinstance(default, str):
-        return text
-    if isinstance(
-        default, bool
-    ):  # YAML would take yes, on and more, which Hydra does not
-        return {"true": True, "false": False}.get(text.lower(), text)
-    try:
-        parsed = OmegaConf.from_dotlist([f"value={text}"])
-        return OmegaConf.to_container(parsed)["value"]  # type: ignore[index, call-overload]
-    except (YAMLError, OmegaConfBaseException):
-        return text

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -29,7 +29,7 @@ from segpipe.settings.groups import (
     TrackConfig,
     TrainConfig,
 )
-from segpipe.settings.setting import declared, group, nearest, setting
+from segpipe.settings.setting import brief, declared, group, nearest, setting, shown
 
 
 @dataclass
@@ -62,16 +62,13 @@ class Config:
 
     @property
     def import_paths(self) -> list[tuple[str, str]]:
-        """Settings that name code of the user, with the import path of each."""
-        values = [
-            (key, value) for key, value in flat(self).items() if SETTINGS[key].plugin
-        ]
-        named = [
-            (key, name)
-            for key, value in values
-            for name in (value if isinstance(value, list) else [value])
-        ]
-        return [(key, name) for key, name in named if ":" in name]
+        """Settings that name code of the user which can reach the numbers, with the import path of each."""
+        named = []
+        for key, value in flat(self).items():
+            if SETTINGS[key].plugin and not SETTINGS[key].free:
+                paths = value if isinstance(value, list) else [value]
+                named += [(key, path) for path in paths if ":" in path]
+        return named
 
 
 SETTINGS = {entry.key: entry for entry in declared(Config)}
@@ -114,14 +111,7 @@ def _build(kind: type, values: Mapping[str, Any], prefix: str) -> Any:
     for name, value in values.items():
         key = f"{prefix}{name}"
         if name not in vars(built):
-            if key not in REMOVED:
-                raise ConfigError(
-                    f"{key} is not a setting of segpipe.{nearest(key, list(SETTINGS))}"
-                )
-            if value != REMOVED[key]:
-                raise ConfigError(
-                    f"{key} = {value!r} is a setting of an earlier version. This version cannot do it."
-                )
+            _check_removed(key, value)
             continue
         default = getattr(built, name)
         if not is_dataclass(default):
@@ -130,9 +120,23 @@ def _build(kind: type, values: Mapping[str, Any], prefix: str) -> Any:
             setattr(built, name, _build(type(default), value, f"{key}."))
         else:
             raise ConfigError(
-                f"{key} = {value!r}, but {key} is a group of settings. Set one of them, such as {key}.name."
+                f"{key} = {value!r}, but {key} is a group of settings. Set one of "
+                f"them, such as {key}.name."
             )
     return built
+
+
+def _check_removed(key: str, value: Any) -> None:
+    """Raise ConfigError for a key that this version does not have, unless it is from an earlier one and did nothing."""
+    if key not in REMOVED:
+        raise ConfigError(
+            f"{key} is not a setting of segpipe.{nearest(key, list(SETTINGS))}"
+        )
+    if value != REMOVED[key]:
+        raise ConfigError(
+            f"{key} = {value!r} is a setting of an earlier version. This version "
+            f"cannot do it."
+        )
 
 
 def convert(key: str, value: Any, default: Any) -> Any:
@@ -140,74 +144,58 @@ def convert(key: str, value: Any, default: Any) -> Any:
 
     Raises ConfigError for a value that does not fit.
     """
+    entry = SETTINGS.get(key)
     if isinstance(default, dict):
-        if not isinstance(value, Mapping) or not all(
-            isinstance(name, str) for name in value
-        ):
-            raise ConfigError(
-                f"{key} = {value!r}, but a mapping such as {{name: value}} was needed."
-            )
-        return dict(value)
+        if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+            return dict(value)
+        raise _unfit(key, value, "a mapping such as {name: value}")
     if isinstance(default, list):
-        if not isinstance(value, list | tuple) or (default and not value):
-            raise ConfigError(
-                f"{key} = {value!r}, but a list such as {default or [_item(key) or 'name']} was needed."
-            )
-        kind = default[0] if default else _item(key)
-        return [
-            convert(f"{key}[{place}]", item, kind) for place, item in enumerate(value)
-        ]
-    if (
-        isinstance(value, list | tuple)
-        and value
-        and key in SETTINGS
-        and SETTINGS[key].numbers
-    ):
-        return [
-            convert(f"{key}[{place}]", item, 1.0) for place, item in enumerate(value)
-        ]
-    if isinstance(default, bool) or isinstance(value, bool):
-        fits = isinstance(default, bool) and isinstance(value, bool)
-    elif isinstance(default, float):
-        fits = isinstance(value, int | float) and abs(value) <= sys.float_info.max
-    elif isinstance(default, str):
-        fits = isinstance(value, str | int | float)
-    else:
-        fits = isinstance(value, type(default))
+        kind = default[0] if default else {} if entry and entry.mappings else ""
+        if isinstance(value, list | tuple) and (value or not default):
+            return _converted_items(key, value, kind)
+        raise _unfit(key, value, f"a list such as {default or [kind or 'name']}")
+    if entry and entry.numbers and isinstance(value, list | tuple) and value:
+        return _converted_items(key, value, 1.0)
+    kinds: dict[type, Any] = {
+        bool: bool,
+        float: int | float,
+        int: int,
+        str: str | int | float,
+    }
+    fits = isinstance(value, kinds[type(default)])
+    if isinstance(value, bool) and not isinstance(default, bool):
+        fits = False
+    if isinstance(default, float) and fits:
+        fits = abs(value) <= sys.float_info.max
     if not fits:
-        raise ConfigError(
-            f"{key} = {value!r}, but {_needed(key, default)} was needed{_instead(value, default)}."
-        )
+        raise _unfit(key, value, _needed(key, default), _example(value, default))
     return type(default)(value)
 
 
+def _converted_items(key: str, values: Sequence[Any], kind: Any) -> list[Any]:
+    return [convert(f"{key}[{place}]", item, kind) for place, item in enumerate(values)]
+
+
+def _unfit(key: str, value: Any, needed: str, example: str = "") -> ConfigError:
+    such = f", such as {example}" if example else ""
+    return ConfigError(f"{key} = {brief(value)}, but {needed} was needed{such}.")
+
+
 def _needed(key: str, default: Any) -> str:
+    """Type and range of a setting."""
     entry = SETTINGS.get(key.partition("[")[0])
+    kinds = {float: "a number", int: "a whole number", bool: "true or false"}
     valid = f" of {entry.valid}" if entry and entry.valid and not entry.choices else ""
-    kinds: dict[type, str] = {
-        float: "a number",
-        int: "a whole number",
-        bool: "true or false",
-        str: "text",
-    }
-    return f"{kinds[type(default)]}{valid}"
+    return kinds.get(type(default), "text") + valid
 
 
-def _instead(value: Any, default: Any) -> str:
-    whole = type(default) is int and isinstance(value, float) and value.is_integer()
-    example = (
-        int(value)
-        if whole
-        else str(default).lower()
-        if isinstance(default, bool)
-        else repr(default)
-    )
-    return f", such as {example}" if example != "''" else ""
-
-
-def _item(key: str) -> Any:
-    """An example of an item of a list that is empty by default: a mapping, or else a name."""
-    return {} if key in SETTINGS and SETTINGS[key].mappings else ""
+def _example(value: Any, default: Any) -> str:
+    """The value itself, if it only has to be written in another way; the default otherwise, if there is one."""
+    if type(default) is int and isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    if isinstance(default, bool):
+        return shown(default)
+    return repr(default) if default != "" else ""
 
 
 def to_mapping(config: Config) -> dict[str, Any]:

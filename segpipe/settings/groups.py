@@ -447,6 +447,7 @@ class TrackConfig:
         "none",
         "experiment tracker, see docs/sweeps.md; metrics.jsonl is always written",
         choices=("none", "wandb", "tensorboard", "mlflow"),
+        plugin=True,
     )
     project: str = setting("segpipe", "wandb: project; mlflow: experiment")
     entity: str = setting("", "wandb: user or team")

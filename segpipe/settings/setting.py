@@ -2,54 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-# Our setting, then its names in mmsegmentation, Detectron2, Lightning, Ultralytics, timm and torchrun; for hints only.
-TERMS_ELSEWHERE = {
-    "train.epochs": "epochs max_epochs num_epochs total_epochs",
-    "train.steps": "epochs max_epochs num_epochs iters max_iters iterations num_iterations max_steps num_steps updates",
-    "train.patience": "early_stopping early_stop",
-    "train.validate_every": "val_interval eval_interval val_every val_freq eval_freq check_val_every_n_epoch",
-    "train.log_every": "log_interval log_freq log_every_n_steps print_freq",
-    "train.precision": "amp fp16 bf16 half mixed_precision autocast dtype",
-    "compute.samples_per_shard": "batch_size batch samples_per_gpu train_batch_size per_device_batch_size bs",
-    "compute.shards": "accumulate grad_accum gradient_accumulation_steps accumulate_grad_batches accum_iter",
-    "compute.nproc": "gpus devices num_gpus ngpus nproc_per_node num_processes world_size",
-    "compute.device": "accelerator cuda cpu",
-    "cuda": "gpu",
-    "compute.mode": "deterministic cudnn_benchmark",
-    "compute.timeout_s": "ddp_timeout dist_timeout",
-    "data.workers": "num_workers workers_per_gpu dataloader_num_workers",
-    "data.root": "data_dir data_path data_root dataset_path dataset_dir dataroot img_dir root",
-    "data": "dataset",
-    "data.classes": "num_classes nc class_names",
-    "data.cache_mib": "cache cache_images",
-    "data.prefetch": "prefetch_factor",
-    "augment.crop_size": "crop img_size image_size imgsz input_size resolution",
-    "augment.flip": "hflip fliplr random_flip",
-    "optim.lr": "learning_rate base_lr lr0 init_lr",
-    "optim.name": "optimizer opt optimiser",
-    "optim.weight_decay": "wd",
-    "optim.schedule": "scheduler lr_scheduler lr_policy sched",
-    "optim.warmup_steps": "warmup warmup_iters warmup_epochs",
-    "optim.clip_norm": "grad_clip clip_grad max_norm gradient_clip_val max_grad_norm",
-    "model.name": "arch architecture network backbone",
-    "model.weights": "pretrained weights load_from ckpt init_weights checkpoint_path finetune",
-    "model.freeze": "freeze_backbone frozen_stages",
-    "model.norm": "sync_bn sync_batchnorm",
-    "loss.name": "criterion loss_fn",
-    "run.name": "name exp_name run_name experiment_name",
-    "run.root": "output_dir out_dir work_dir save_dir default_root_dir out",
-    "run.exists": "resume resume_from auto_resume overwrite exist_ok",
-    "checkpoint.every": "save_every save_interval save_freq ckpt_interval checkpoint_interval save_steps",
-    "track": "logger wandb tensorboard mlflow report_to",
-    "seed": "random_seed manual_seed",
-}
+from segpipe.errors import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -65,65 +27,75 @@ class Setting:
     length: int = 0  # items that a list must have; 0 means any number
     free: bool = False  # cannot reach the numbers: may change when a run is resumed
     required: bool = False  # has no default; `default` is then an example
-    numbers: bool = (
-        False  # instead of a name, a list of numbers in the range may be given
-    )
+    numbers: bool = False  # a list of numbers in the range is valid, too
     mappings: bool = False  # a list of mappings, empty by default
     ending: str = ""  # of the name of a file
-    plugin: bool = False  # an import path package.module:Name is valid too; its form is checked where it is imported
+    # An import path package.module:Name is valid, too; its form is checked where it is
+    # imported.
+    plugin: bool = False
 
     @property
     def valid(self) -> str:
         """Description of the valid values; empty if every value of the type is valid."""
         if self.choices:
-            names = (
-                f"{'any' if isinstance(self.default, list) else 'one'} of {self._names}"
-            )
-            return (
-                f"{names}, or a list of numbers of at least {self.low}"
-                if self.numbers
-                else names
-            )
+            quantity = "any" if isinstance(self.default, list) else "one"
+            text = f"{quantity} of {self._names}"
+            if self.numbers:
+                text += f", or a list of numbers of at least {self.low}"
+            return text
         if math.isinf(self.low):
             return ""
-        return (
-            f"at least {self.low}"
-            if math.isinf(self.high)
-            else f"{self.low} to {self.high}"
-        )
+        if math.isinf(self.high):
+            return f"at least {self.low}"
+        return f"{self.low} to {self.high}"
 
     @property
     def _names(self) -> str:
-        return f"{', '.join(self.choices)}{', or package.module:Name of your own' if self.plugin else ''}"
+        own = ", or package.module:Name of your own" if self.plugin else ""
+        return ", ".join(self.choices) + own
 
     def problem(self, value: Any) -> str:
         """What is wrong with `value`, which has the right type; empty when it is valid."""
-        if self.mappings:
-            items = []
-        elif isinstance(value, dict):
-            items = list(value.values()) if math.isfinite(self.low) else []
-        else:
-            items = value if isinstance(value, list) else [value]
         if self.ending and value and not value.endswith(self.ending):
             return f"{self.key} = {value}, but a file that ends in {self.ending} was needed."
+        items = self._items(value)
         if self.length and len(items) != self.length:
-            return f"{self.key} = {value}, but {self.length} values were needed, such as {self.default}."
-        for item in items:
-            given = (self.numbers and isinstance(value, list)) or (
-                self.plugin and ":" in item
+            return (
+                f"{self.key} = {value}, but {self.length} values were needed, such as "
+                f"{self.default}."
             )
-            if self.choices and item not in self.choices and not given:
-                return f"{self.key} = {item!r} is not one of {self._names}.{nearest(item, self.choices)}"
-            if not isinstance(item, str) and not self.low <= item <= self.high:
-                needed = (
-                    f"values of {self.valid} were"
-                    if self.length
-                    else f"a value of {self.valid} was"
-                )
-                return f"{self.key} = {value}, but {needed} needed."
-        if len(set(items)) < len(items) and isinstance(items[0], str):
+        for item in items:
+            if problem := self._problem_of_item(item, value):
+                return problem
+        if items and isinstance(items[0], str) and len(set(items)) < len(items):
             return f"{self.key} = {value} names one twice. Give each name once."
         return ""
+
+    def _items(self, value: Any) -> list[Any]:
+        """What `choices` and the range hold for."""
+        if self.mappings:
+            return []
+        if isinstance(value, dict):
+            return list(value.values()) if math.isfinite(self.low) else []
+        return value if isinstance(value, list) else [value]
+
+    def _problem_of_item(self, item: Any, value: Any) -> str:
+        is_name = isinstance(item, str)
+        if self.choices and item not in self.choices:
+            is_number = self.numbers and isinstance(value, list)
+            if not is_number and not (self.plugin and ":" in item):
+                return (
+                    f"{self.key} = {item!r} is not one of {self._names}."
+                    f"{nearest(item, self.choices)}"
+                )
+        if is_name or self.low <= item <= self.high:
+            return ""
+        needed = (
+            f"values of {self.valid} were"
+            if self.length
+            else f"a value of {self.valid} was"
+        )
+        return f"{self.key} = {brief(value)}, but {needed} needed."
 
 
 def setting(default: Any, doc: str, **properties: Any) -> Any:
@@ -143,10 +115,8 @@ def declared(kind: type, prefix: str = "", **inherited: Any) -> Iterator[Setting
     """All settings below a dataclass, in its order."""
     defaults = kind()
     for entry in fields(kind):
-        default, properties = (
-            getattr(defaults, entry.name),
-            {**inherited, **entry.metadata},
-        )
+        default = getattr(defaults, entry.name)
+        properties = {**inherited, **entry.metadata}
         if is_dataclass(default):
             yield from declared(type(default), f"{prefix}{entry.name}.", **properties)
         else:
@@ -160,44 +130,30 @@ def shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def nearest(word: str, choices: Sequence[str]) -> str:
-    """A sentence that names the choice nearest to `word`, with a leading space; empty without choices.
+def brief(value: Any) -> str:
+    """A value for a message, its middle left out if it is longer than a few lines."""
+    text = repr(value)
+    return text if len(text) <= 300 else f"{text[:100]}...{text[-100:]}"
 
-    Knows what other trainers call a setting, and that a setting may be typed without its group or with a wrong one.
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """A sentence that names the choice nearest to `word`, with a leading space; empty if none is alike.
+
+    Knows what other trainers call a setting, in any group and spelling: `train.batchSize`.
     """
-    known = next((key for key in _from_elsewhere(word) if key in choices), "")
-    if known:
-        return f" Did you mean {known}?"
-    found = max(choices, key=lambda choice: _likeness(word, choice), default="")
-    if not found:
-        return ""
-    return (
-        f" Did you mean {found}?"
-        if _likeness(word, found) >= 0.5
-        else f" The nearest is {found}."
-    )
+    leaf = word.rpartition(".")[2].replace("-", "_")
+    snake = re.sub("([A-Z])", r"_\1", leaf).lower().lstrip("_")
+    choices = list(choices)
+    for key, terms in terms_elsewhere().items():
+        if snake in terms and key in choices:
+            return f" Did you mean {key}?"
+    return did_you_mean(word, choices)
 
 
-def _from_elsewhere(word: str) -> list[str]:
-    """Our settings for a word of another trainer, the best first; in any group and spelling: `train.batchSize`."""
-    leaf = word.rpartition(".")[2]
-    snake = (
-        "".join(f"_{c.lower()}" if c.isupper() else c for c in leaf)
-        .replace("-", "_")
-        .lstrip("_")
-    )
-    return [key for key, terms in TERMS_ELSEWHERE.items() if snake in terms.split()]
-
-
-def _likeness(word: str, choice: str) -> float:
-    """0 to 1; the group counts little beside the name of the setting itself."""
-    whole = difflib.SequenceMatcher(None, word, choice).ratio()
-    if "." not in choice or word.count(".") > 1:
-        return whole
-    leaf, own = word.rpartition(".")[2], choice.rpartition(".")[2]
-    named = (
-        0.95 if leaf == own else 0.85 * difflib.SequenceMatcher(None, leaf, own).ratio()
-    )
-    return (
-        max(whole, named) + 0.01 * whole
-    )  # of equal names, the one whose group is nearer
+@cache
+def terms_elsewhere() -> dict[str, list[str]]:
+    """Our settings with their names in other trainers, the best first."""
+    path = Path(__file__).with_name("terms_elsewhere.txt")
+    lines = path.read_text(encoding="utf8").splitlines()[1:]
+    entries = (line.split(": ") for line in lines)
+    return {key: terms.split() for key, terms in entries}

@@ -1,8 +1,8 @@
-"""docs/settings.md is what the declarations say."""
+"""docs/settings.md and tests/cli/help.txt are what the declarations say."""
 
 from pathlib import Path
 
-from segpipe.cli.help import settings_page
+from segpipe.cli.help import all_pages, settings_page
 from segpipe.settings.config import SETTINGS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
@@ -10,6 +10,12 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 
 def test_the_page_is_current() -> None:
     assert PAGE.read_text() == settings_page(), "run: make docs"
+
+
+def test_the_command_line_is_frozen() -> None:
+    """A key, a default or a range of a command that changes is seen in help.txt, which users read as --help."""
+    frozen = Path(__file__).with_name("help.txt").read_text()
+    assert frozen == all_pages(), "run: make docs"
 
 
 def test_the_page_has_a_row_for_each_setting_with_its_meaning() -> None:

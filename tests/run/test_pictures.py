@@ -6,7 +6,15 @@ import cv2
 import numpy as np
 import pytest
 
-from segpipe.run.pictures import blend, curve_svg, errors, jpeg_url, shrink
+from segpipe.run.pictures import (
+    COLORS,
+    Line,
+    blend,
+    curve_svg,
+    errors,
+    jpeg_url,
+    shrink,
+)
 
 PALETTE = ((255, 0, 0), (0, 0, 255))
 
@@ -57,6 +65,10 @@ def test_shrinking_ids_makes_no_new_ones() -> None:
     assert shrink(ids, 200, smooth=False) is ids
 
 
+def alone(points: list[tuple[float, float]]) -> list[Line]:
+    return [(COLORS[0], "solid", points)]
+
+
 def path_of(svg: str, start: str) -> list[tuple[float, float]]:
     """Coordinates of the first path after `start`."""
     data = svg.split(start, 1)[1].split(' d="', 1)[1].split('"', 1)[0]
@@ -70,7 +82,7 @@ def path_of(svg: str, start: str) -> list[tuple[float, float]]:
 def test_long_curve_is_thinned_but_keeps_its_extremes_in_the_band() -> None:
     points = [(float(step), 1.0) for step in range(5000)]
     points[2500] = (2500.0, 9.0)
-    svg = curve_svg(points, label="loss")
+    svg = curve_svg(alone(points), label="loss")
     assert len(svg) < 40_000
     band = path_of(svg, 'id="band"')
     heights = [y for _, y in band]
@@ -82,7 +94,8 @@ def test_long_curve_is_thinned_but_keeps_its_extremes_in_the_band() -> None:
 
 def test_a_curve_is_the_same_each_time_and_loads_nothing() -> None:
     first, second = (
-        curve_svg([(0.0, 1.0), (5.0, 2.0)], label="loss", dots=True) for _ in range(2)
+        curve_svg(alone([(0.0, 1.0), (5.0, 2.0)]), label="loss", dots=True)
+        for _ in range(2)
     )
     assert first == second
     assert "<?xml" not in first
@@ -96,6 +109,6 @@ def test_a_curve_is_the_same_each_time_and_loads_nothing() -> None:
 def test_flat_and_single_curves_have_finite_coordinates(
     points: list[tuple[float, float]],
 ) -> None:
-    svg = curve_svg(points, label="x", dots=True)
+    svg = curve_svg(alone(points), label="x", dots=True)
     assert "nan" not in svg.lower()
     assert "inf" not in svg.lower()

@@ -9,6 +9,7 @@ import pytest
 
 from segpipe import plugins
 from segpipe.cli.commands import RUN, WHICH
+from segpipe.cli.main import main as segpipe
 from segpipe.errors import ConfigError
 from segpipe.settings import compose as module
 from segpipe.settings.arguments import parse, with_settings
@@ -22,7 +23,7 @@ from segpipe.settings.compose import (
     is_sweep,
 )
 from segpipe.settings.config import SETTINGS, Config, from_mapping
-from segpipe.settings.setting import TERMS_ELSEWHERE, Setting
+from segpipe.settings.setting import Setting, terms_elsewhere
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = sorted((ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -85,6 +86,7 @@ def test_every_misspelled_override_names_the_right_one(prefix: str) -> None:
         ("modle=pidnet_s", "Did you mean model?"),
         ("model=pidnet", "Did you mean pidnet_s?"),
         ("experiment=no", "experiment = no is not one of"),
+        ("experiment=null", "experiment = None is not one of"),
         ("data={name: x}", "data ="),
         ("optim=5", "optim"),
         ("optim.lr", "'optim.lr' is not of the form key=value. Write optim.lr=VALUE."),
@@ -231,7 +233,7 @@ def test_hints_are_near(typed: str, meant: str) -> None:
 
 def test_terms_of_other_trainers_are_no_settings_of_ours() -> None:
     """A setting that is added under such a name is found by it, not by the hint."""
-    terms = {name for names in TERMS_ELSEWHERE.values() for name in names.split()}
+    terms = {name for names in terms_elsewhere().values() for name in names}
     assert not terms & {*SETTINGS, *GROUPS}
 
 
@@ -309,6 +311,42 @@ def test_typos_in_files_of_the_user_are_refused(own_files: Path) -> None:
         compose(["--config-dir", "conf_mine"])
     with pytest.raises(ConfigError, match="-cd needs a value"):
         compose(["-cd"])
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("# stra\xdfe\n".encode("latin1"), "odd.yaml is not UTF-8 text"),
+        ("seed: 3\n".encode("utf16"), "odd.yaml is not UTF-8 text"),
+        (b"# @package _global_\ndefaults: [odd]\n", "lead back to the file itself"),
+        (b"# @package _gloabl_\nseed: 3\n", "is `# @package _global_`"),
+        (b"seed: 3\n", "is `# @package _global_`"),
+        (b"# @package _global_\noptim: {lr: " + b"9" * 400 + b"}\n", "int too large"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(
+    own_files: Path, content: bytes, named: str
+) -> None:
+    (own_files / "experiment" / "odd.yaml").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        compose(["--config-dir", "conf mine", "experiment=odd"])
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["optim.lr", "train.steps", "seed"])
+def test_a_number_of_400_digits_is_refused_in_a_short_line(key: str) -> None:
+    message = refused(f"{key}={'9' * 400}")
+    assert message.startswith(f"{key} = 999")
+    assert len(message) < 350
+
+
+def test_a_sweep_folder_that_cannot_be_made_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    place = f"hydra.sweep.dir={tmp_path / 'file' / 'sweep'}"
+    assert segpipe(["train", "-m", "seed=1", f"run.root={tmp_path}", place]) == 2
+    assert "hydra.sweep.dir = " in capsys.readouterr().err
 
 
 def test_hydra_gets_absolute_folders(own_files: Path) -> None:
