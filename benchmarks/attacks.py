@@ -22,7 +22,7 @@ from segpipe.data.augment import Augmenter
 from segpipe.data.transforms import TRANSFORMS
 from segpipe.errors import ImpureAugmentError
 from segpipe.files import sha256
-from segpipe.purity import checker
+from segpipe.checks import purity as checker
 from segpipe.settings.groups import AugmentConfig
 from segpipe.train import checkpoint
 

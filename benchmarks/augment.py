@@ -12,15 +12,15 @@ from benchmarks import measure as measuring
 from segpipe.data.augment import Augmenter
 from segpipe.data.samples import CachedSamples, open_samples
 from segpipe.determinism import flags
-from segpipe.purity import checker as purity
-from segpipe.purity.layouts import (
+from segpipe.checks import purity
+from segpipe.checks.layouts import (
     LAYOUTS,
     RANKS,
     Layout,
     check_diversity,
     check_layouts,
 )
-from segpipe.purity.probes import Finding
+from segpipe.checks.probes import Finding
 from segpipe.settings.check import check
 from segpipe.settings.compose import compose
 

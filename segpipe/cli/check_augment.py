@@ -8,9 +8,9 @@ from segpipe.data.augment import Augmenter
 from segpipe.data.samples import CachedSamples, open_samples
 from segpipe.determinism import flags
 from segpipe.errors import ImpureAugmentError
-from segpipe.purity import checker as purity
-from segpipe.purity.layouts import LAYOUTS, RANKS, check_diversity, check_layouts
-from segpipe.purity.probes import Finding
+from segpipe.checks import purity
+from segpipe.checks.layouts import LAYOUTS, RANKS, check_diversity, check_layouts
+from segpipe.checks.probes import Finding
 from segpipe.run.console import CONSOLE, progress
 from segpipe.settings.check import check
 from segpipe.settings.compose import compose

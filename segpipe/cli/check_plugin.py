@@ -8,10 +8,10 @@ from itertools import chain
 from rich.markup import escape
 from rich.table import Table
 
-from segpipe.contracts.clause import Clause
-from segpipe.contracts.data_contract import DataContract, augment_clauses
-from segpipe.contracts.loss_contract import CLASSES, LossContract
-from segpipe.contracts.network_contract import NetworkContract
+from segpipe.checks.clause import Clause
+from segpipe.checks.data_contract import DataContract, augment_clauses
+from segpipe.checks.loss_contract import CLASSES, LossContract
+from segpipe.checks.network_contract import NetworkContract
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.errors import ConfigError, DataError

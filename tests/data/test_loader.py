@@ -26,7 +26,7 @@ from segpipe.data.order import Order
 from segpipe.data.samples import open_samples
 from segpipe.errors import ConfigError, DataError
 from segpipe.keys import sample_key
-from segpipe.purity.canary import Canary
+from segpipe.train.canary import Canary
 from segpipe.settings.groups import AugmentConfig, DataConfig
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -24,7 +24,7 @@ from segpipe.ledger.divergence import Comparison, compare
 from segpipe.ledger.reader import read_run
 from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
-from segpipe.purity.canary import witness
+from segpipe.train.canary import witness
 from segpipe.settings.config import Config
 from segpipe.settings.groups import AugmentConfig
 from segpipe.train import gradients, optim

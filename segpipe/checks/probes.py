@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe.keys import sample_key
-from segpipe.purity import held, tripwire
+from segpipe.checks import held, tripwire
 
 if TYPE_CHECKING:
     from segpipe.data.augment import Augmenter

@@ -18,9 +18,9 @@ import torch
 from numpy.random import default_rng as by_name
 from torch.utils.data import get_worker_info
 
-from segpipe.purity import tripwire
-from segpipe.purity.held import changed, object_state, written
-from segpipe.purity.tripwire import global_state, opencv_generator, preserved, watching
+from segpipe.checks import tripwire
+from segpipe.checks.held import changed, object_state, written
+from segpipe.checks.tripwire import global_state, opencv_generator, preserved, watching
 
 
 @pytest.mark.parametrize(

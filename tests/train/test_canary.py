@@ -28,8 +28,8 @@ from segpipe.data.samples import CachedSamples
 from segpipe.data.transforms import TRANSFORMS
 from segpipe.errors import ConfigError, ImpureAugmentError
 from segpipe.ledger.digest import digest_each, digest_groups
-from segpipe.purity import canary
-from segpipe.purity.canary import Canary, augment_watched
+from segpipe.train import canary
+from segpipe.train.canary import Canary, augment_watched
 from segpipe.settings.check import check
 from segpipe.settings.compose import compose
 from segpipe.settings.config import FREE_KEYS, Config
@@ -400,7 +400,7 @@ def test_without_compiled_digests_the_check_is_to_name_it(
     plant: Plant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which would cost more than half a percent; what is delivered is the same."""
-    monkeypatch.setattr("segpipe.purity.canary.kernels", lambda: None)
+    monkeypatch.setattr("segpipe.train.canary.kernels", lambda: None)
     pure = Augmenter(config())
     frame = Noise().read(0)
     found, made = augment_watched(pure, frame, 7)

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from segpipe import plugins
-from segpipe.contracts.clause import NOTE, Clause, answers
+from segpipe.checks.clause import NOTE, Clause, answers
 from segpipe.data.augment import Augmenter
 from segpipe.data.plugin_samples import PluginSamples
 from segpipe.data.samples import CachedSamples, Samples, open_samples
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.native import one_thread
-from segpipe.purity import checker
-from segpipe.purity.elsewhere import elsewhere
-from segpipe.purity.tripwire import preserved, seed_globals
+from segpipe.checks import purity as checker
+from segpipe.checks.elsewhere import elsewhere
+from segpipe.checks.tripwire import preserved, seed_globals
 
 if TYPE_CHECKING:
     from segpipe.settings.config import Config

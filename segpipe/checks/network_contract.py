@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from segpipe import IGNORE_INDEX, plugins
-from segpipe.contracts.clause import NOTE, Clause, Question, answers
+from segpipe.checks.clause import NOTE, Clause, Question, answers
 from segpipe.determinism.opgate import SLOW, check_ops
 from segpipe.errors import ConfigError, SegpipeError, listed
 from segpipe.losses.total import shard_loss, valid_pixels
@@ -24,8 +24,8 @@ from segpipe.models.plugin_network import ShardGuard
 from segpipe.models.preprocess import Preprocess
 from segpipe.native import one_thread
 from segpipe.plugins import is_path
-from segpipe.purity.elsewhere import elsewhere, started
-from segpipe.purity.tripwire import preserved, seed_globals
+from segpipe.checks.elsewhere import elsewhere, started
+from segpipe.checks.tripwire import preserved, seed_globals
 from segpipe.train import checkpoint
 from segpipe.train.start import read_start
 from segpipe.train.state import build_state

@@ -15,7 +15,7 @@ from segpipe.data.order import Order
 from segpipe.data.samples import CachedSamples
 from segpipe.keys import sample_key
 from segpipe.native import one_thread
-from segpipe.purity.probes import Finding, Frame, first_difference
+from segpipe.checks.probes import Finding, Frame, first_difference
 
 if TYPE_CHECKING:
     from segpipe.data.augment import Augmenter

@@ -22,10 +22,10 @@ import numpy as np
 from segpipe.errors import ImpureAugmentError, SegpipeError
 from segpipe.native import one_thread
 from segpipe.plugins import is_path
-from segpipe.purity import tripwire
-from segpipe.purity.elsewhere import elsewhere, started
-from segpipe.purity.held import object_state, written
-from segpipe.purity.probes import (
+from segpipe.checks import tripwire
+from segpipe.checks.elsewhere import elsewhere, started
+from segpipe.checks.held import object_state, written
+from segpipe.checks.probes import (
     KEYS,
     PROBES,
     Case,

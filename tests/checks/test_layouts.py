@@ -13,8 +13,8 @@ from segpipe.cli import check_augment
 from segpipe.cli.main import main as segpipe
 from segpipe.data.augment import Augmenter
 from segpipe.data.transforms import TRANSFORMS
-from segpipe.purity import checker, layouts
-from segpipe.purity.layouts import LAYOUTS, check_diversity, check_layouts
+from segpipe.checks import purity as checker, layouts
+from segpipe.checks.layouts import LAYOUTS, check_diversity, check_layouts
 
 FEW = ((0, "fork"), (2, "fork"), (3, "fork"))
 

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from segpipe.data.plan import REPEATS, Member
 from segpipe.errors import ImpureAugmentError
 from segpipe.ledger.digest import digest_groups, kernels
-from segpipe.purity.probes import Frame, first_difference
-from segpipe.purity.tripwire import another_worker
+from segpipe.checks.probes import Frame, first_difference
+from segpipe.checks.tripwire import another_worker
 
 if TYPE_CHECKING:
     from segpipe.data.augment import Augmenter, Crop

@@ -20,7 +20,7 @@ import cv2
 from segpipe import plugins
 from segpipe.determinism.flags import SELECTING
 from segpipe.errors import ConfigError, SegpipeError
-from segpipe.purity import tripwire
+from segpipe.checks import tripwire
 
 PATIENCE_S = 120.0  # for another process, as long as it does nothing
 START_SEED = 20_001  # of the global generators in a spawned process

@@ -22,9 +22,9 @@ from segpipe.data.augment import Augmenter
 from segpipe.data.transforms import TRANSFORMS
 from segpipe.errors import ImpureAugmentError
 from segpipe.keys import sample_key
-from segpipe.purity import checker as purity
-from segpipe.purity import elsewhere
-from segpipe.purity.probes import PROBES, Case, Finding, Pixel, first_difference, run
+from segpipe.checks import purity
+from segpipe.checks import elsewhere
+from segpipe.checks.probes import PROBES, Case, Finding, Pixel, first_difference, run
 from segpipe.run import launch
 from segpipe.settings.compose import compose
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from segpipe.purity.tripwire import LIBRARIES, STANDARD, foreign, shadows
+from segpipe.checks.tripwire import LIBRARIES, STANDARD, foreign, shadows
 
 # Attributes that carry nothing from call to call: the caller sets the random state before every call, and
 # albumentations clears the last parameters at the start of one.
