@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import multiprocessing.process
 import os
 import pickle
@@ -12,27 +11,29 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any
 
 import cv2
 
 from segpipe import plugins
+from segpipe.checks import tripwire
 from segpipe.determinism.flags import SELECTING
 from segpipe.errors import ConfigError, SegpipeError
-from segpipe.checks import tripwire
 
-PATIENCE_S = 120.0  # for another process, as long as it does nothing
+PATIENCE_S = 300.0  # for an answer; the longest, on a busy machine, takes 30
 START_SEED = 20_001  # of the global generators in a spawned process
-KEPT = (
-    "PYTHON",
-    "CUDA",
-)  # numbers in these variables are those of the interpreter and of devices
+# Numbers in these variables are those of the interpreter and of devices.
+KEPT = ("PYTHON", "CUDA")
 RANK_1 = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 
 
+class UnansweredError(Exception):
+    """Why another process gave no answer."""
+
+
 def elsewhere(method: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function returns in another process; text if there is no answer. Raises what it raises."""
+    """What a function returns in another process. Raises what it raises, and UnansweredError."""
     with started(method, function, *arguments) as answer:
         return answer()
 
@@ -41,125 +42,119 @@ def elsewhere(method: str, function: Callable[..., Any], *arguments: Any) -> Any
 def started(
     method: str, function: Callable[..., Any], *arguments: Any
 ) -> Iterator[Callable[[], Any]]:
-    """The same while this process goes on with the block, in which what is yielded waits for the answer.
+    """Calls a function in another process while this one goes on with the block; what is yielded waits for the answer.
+
+    If the function returns an iterator, each call of what is yielded waits for the next item.
 
     With `spawn`, nothing but the code and the arguments is as here: the interpreter is a new one, with another hash of
     text, other arguments, generators and numbers in its environment, and as it were the main process of rank 1 of 2.
     """
-    import torch  # not by a child before it has read its arguments, which this process waits for
+    import torch
 
     tripwire.set_opencv_threads(cv2.getNumThreads())
-    context, spawns = get_context(method), method != "fork"
+    context = get_context(method)
     receiver, sender = context.Pipe(duplex=False)
-    process, problem = None, ""
+    call = partial(function, *arguments)
+    process: Any = None
+    problem = ""
     try:
         try:
-            afresh = (
-                (pickle.dumps(partial(function, *arguments)), torch.get_num_threads())
-                if spawns
-                else ()
+            if method == "spawn":
+                content = pickle.dumps(call)
+                given = (_send_from_another_start, content, torch.get_num_threads())
+                surroundings = _another_environment
+            else:
+                given, surroundings = (_send, call), nullcontext
+            process = context.Process(
+                target=given[0], args=(sender, *given[1:]), daemon=True
             )
-            target, given = (
-                (_send_afresh, afresh) if spawns else (_send, (function, *arguments))
-            )
-            process = context.Process(target=target, args=(sender, *given), daemon=True)  # type: ignore[attr-defined]
-            with (
-                warnings.catch_warnings(),
-                _another_start() if spawns else nullcontext(),
-            ):
+            with warnings.catch_warnings(), surroundings():
                 # Python 3.12 and later warn of any thread; this code takes no lock that a thread could hold.
                 warnings.filterwarnings(
-                    "ignore",
-                    message=".*multi-threaded, use of fork",
-                    category=DeprecationWarning,
+                    "ignore", ".*multi-threaded, use of fork", DeprecationWarning
                 )
                 process.start()
         except (AttributeError, TypeError, pickle.PicklingError) as error:
             problem = f"cannot be sent to another process: {error}"
         sender.close()
-        yield lambda: problem or _received(receiver, process.pid if process else None)
+        yield partial(_received, receiver, problem)
     finally:
         receiver.close()
-        sender.close()
         if process is not None and process.pid is not None:
             process.kill()
             process.join()
 
 
-def _received(receiver: Any, pid: int | None) -> Any:
-    used = -1.0
-    while not receiver.poll(
-        PATIENCE_S
-    ):  # on a busy machine, one that computes needs longer
-        if (now := _processor_s(pid)) - used < PATIENCE_S / 100 or now > max(
-            PATIENCE_S, 40
-        ):
-            return f"no answer in {PATIENCE_S:.0f} s"
-        used = now
+def _received(receiver: Connection, problem: str) -> Any:
+    if problem:
+        raise UnansweredError(problem)
+    if not receiver.poll(PATIENCE_S):
+        raise UnansweredError(f"no answer in {PATIENCE_S:.0f} s")
     try:
-        found = receiver.recv()
+        answer = receiver.recv()
     except EOFError:
-        return "the process ended without an answer"
-    if isinstance(found, Exception):
-        raise found
-    return found
+        raise UnansweredError("the process ended without an answer") from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
-def _processor_s(pid: int | None) -> float:
-    """Processor time of a process; infinity where the system does not tell."""
+def _send(sender: Connection, call: Callable[[], Any]) -> None:
+    """Send what the call returns, or raises."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        return math.inf
-
-
-def _send(sender: Any, function: Callable[..., Any], *arguments: Any) -> None:
-    try:
-        sender.send(function(*arguments))
+        answer = call()
+        for item in answer if isinstance(answer, Iterator) else [answer]:
+            sender.send(item)
     except SegpipeError as error:
         sender.send(error)
     except Exception as error:
-        sender.send(
-            ConfigError(
-                f"your code cannot run in another process. {plugins.located(error)}"
-            )
-        )
+        text = f"your code cannot run in another process. {plugins.located(error)}"
+        sender.send(ConfigError(text))
     sender.close()
 
 
-def _send_afresh(sender: Any, content: bytes, threads: int) -> None:
-    """`content` holds the call, with code of the user that is not imported before all looks like another start."""
+def _send_from_another_start(sender: Connection, content: bytes, threads: int) -> None:
+    """`_send` for a pickled call, whose code of the user is imported when all looks like another start."""
     import torch
 
-    here: Any = multiprocessing.current_process()
-    here.name, here._identity, here._config["daemon"] = "MainProcess", (), False
-    vars(multiprocessing.process)["_parent_process"] = None
-    for name, value in (
-        ("is_initialized", True),
-        ("get_rank", 1),
-        ("get_world_size", 2),
-    ):
-        setattr(torch.distributed, name, lambda *_, value=value, **__: value)
+    _pose_as_main_process()
+    _pose_as_rank_1()
     torch.set_num_threads(threads)
     tripwire.seed_globals(START_SEED)
     _send(sender, lambda: pickle.loads(content)())
 
 
-@contextmanager
-def _another_start() -> Iterator[None]:
-    """What a process inherits that is spawned in the block."""
-    before, arguments = dict(os.environ), sys.argv
-    for name, value in before.items():
-        if (
-            value.isdecimal()
-            and not name.startswith(KEPT)
-            and not SELECTING.match(name)
-        ):
+def _pose_as_main_process() -> None:
+    process: Any = multiprocessing.current_process()
+    process.name = "MainProcess"
+    process._identity = ()
+    process._config["daemon"] = False
+    vars(multiprocessing.process)["_parent_process"] = None
+
+
+def _pose_as_rank_1() -> None:
+    from torch import distributed
+
+    answers = {"is_initialized": True, "get_rank": 1, "get_world_size": 2}
+    for name, answer in answers.items():
+        setattr(distributed, name, lambda *_, answer=answer, **__: answer)
+
+
+def other_environment() -> None:
+    """Raise each number in an environment variable by 3, but for those of the interpreter and of devices."""
+    for name, value in [*os.environ.items()]:
+        kept = name.startswith(KEPT) or SELECTING.match(name)
+        if value.isdecimal() and not kept:
             os.environ[name] = str(int(value) + 3)
-    os.environ.update(
-        RANK_1, PYTHONHASHSEED="2" if before.get("PYTHONHASHSEED") == "1" else "1"
-    )
+
+
+@contextmanager
+def _another_environment() -> Iterator[None]:
+    """Variables and arguments of the processes that are spawned in the block."""
+    before, arguments = dict(os.environ), sys.argv
+    hash_seed = "2" if before.get("PYTHONHASHSEED") == "1" else "1"
+    other_environment()
+    os.environ.update(RANK_1, PYTHONHASHSEED=hash_seed)
     sys.argv = [*arguments[:1], *(["started=again"] * (len(arguments) + 1))]
     try:
         yield

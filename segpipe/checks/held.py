@@ -1,14 +1,16 @@
-"""The data that a function keeps from one call to the next: of its object, class, module, functions and closures."""
+"""What a function keeps from one call to the next: all data that its objects, classes, modules and closures hold."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
+import pickle
 import random
+import re
 import sys
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Mapping
+from mmap import mmap
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -20,51 +22,38 @@ from types import (
 from typing import Any
 
 import numpy as np
+import torch
 
-from segpipe.checks.tripwire import LIBRARIES, STANDARD, foreign, shadows
+from segpipe.checks.tripwire import is_foreign
 
-# Attributes that carry nothing from call to call: the caller sets the random state before every call, and
-# albumentations clears the last parameters at the start of one.
-TRANSIENT = ("random_generator", "py_random", "params")
-NOT_WALKED = LIBRARIES - {"segpipe"} | STANDARD
-GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
-DATA = (
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    bytearray,
-    list,
-    tuple,
-    dict,
-    set,
-    deque,
-    itertools.count,
-    np.ndarray,
-)
+State = dict[str, bytes]  # what is held, by its path, such as `Blur.apply.cache`
+ATOMS = (type(None), int, float, complex, str, bytes)
 WRAPPERS = (
     staticmethod,
     classmethod,
     property,
+    MethodType,
     functools.partial,
     functools._lru_cache_wrapper,
 )
 MEMO = "entries of "  # the path of a mapping's keys
-State = dict[str, bytes]  # what is held by its path, such as `Blur.apply.cache`
+# Attributes that albumentations sets in every call: the same after two calls with one key.
+SET_BY_CALL = re.compile(r"\.(random_generator|py_random|params)\b")
 
 
 def object_state(thing: object) -> State:
-    """The data of an object, of its class, of the module that defines it, and of the functions of these.
+    """The data of an object, its class and its functions, and of all objects, modules and closures that these reach.
 
-    Follows containers, attributes, closures, default arguments and caches; skips TRANSIENT attributes and libraries.
+    Modules and classes of libraries are left out, and files that are mapped to be read.
     """
-    return dict(_walk("", thing, {}))
+    return _Walk(thing).state
 
 
 def changed(before: State, after: State) -> list[str]:
-    """Paths whose data differ, without mappings and caches to which entries were added: a memo of a pure function is no
-    fault, and one that is not pure shows in what comes out."""
+    """Paths whose data differ, but for mappings and caches to which entries were added.
+
+    A memo of a pure function is no fault, and one that is not pure shows in what comes out.
+    """
     return sorted(
         path
         for path, value in after.items()
@@ -72,86 +61,152 @@ def changed(before: State, after: State) -> list[str]:
     )
 
 
+def changed_by_call(first: State, other_key: State, same_key: State) -> list[str]:
+    """Paths that calls change, of the states after three calls, the last two with one sample and key."""
+    set_by_call = SET_BY_CALL.search
+    paths = [path for path in changed(first, other_key) if not set_by_call(path)]
+    return [*dict.fromkeys((*paths, *changed(other_key, same_key)))]
+
+
 def written(before: State, after: State) -> list[str]:
-    """Paths of all that calls have written into, memos too, the most telling first."""
-    memos = (
+    """Paths of all that calls have written into, memos too."""
+    paths = [
         path.removeprefix(MEMO)
         for path, value in after.items()
-        if path.startswith(MEMO) and value != before.get(path)
-    )
-    return [*dict.fromkeys((*changed(before, after), *memos))]
+        if value != before.get(path, b"" if path.startswith(MEMO) else value)
+    ]
+    return [path for path in dict.fromkeys(paths) if not SET_BY_CALL.search(path)]
 
 
-def _walk(path: str, thing: Any, seen: dict[int, Any]) -> Iterator[tuple[str, bytes]]:
-    if isinstance(thing, np.ndarray):
-        yield (
-            path,
-            hashlib.blake2b(
-                f"{thing.dtype}{thing.shape}".encode() + thing.tobytes(), digest_size=16
-            ).digest(),
-        )
-        return
-    if thing is None or isinstance(
-        thing, int | float | complex | str | bytes | bytearray
-    ):
-        yield path, repr(thing).encode()
-        return
-    if id(thing) in seen:
-        return
-    seen[id(thing)] = thing  # a reference, so that no other object gets its id
-    if isinstance(thing, np.random.Generator):
-        yield path, repr(thing.bit_generator.state).encode()
-    elif isinstance(thing, np.random.RandomState):
-        yield path, repr(thing.get_state(legacy=False)).encode()
-    elif isinstance(thing, random.Random):
-        yield path, repr(thing.getstate()).encode()
-    elif isinstance(thing, Mapping):
-        yield f"{MEMO}{path}", repr(list(map(repr, thing))).encode()
-        for key, value in list(thing.items()):
-            yield from _walk(f"{path}[{key!r:.40}]", value, seen)
-    elif isinstance(thing, set | frozenset):
-        yield path, repr(sorted(map(repr, thing))).encode()
-    elif isinstance(thing, list | tuple | deque):
-        yield path, f"{type(thing).__name__}{len(thing)}".encode()
-        for number, item in enumerate(list(thing)):
-            yield from _walk(f"{path}[{number}]", item, seen)
-    elif isinstance(thing, (FunctionType, MethodType, *WRAPPERS)):
-        yield from _function(path, thing, seen)
-    elif not isinstance(thing, type | ModuleType | BuiltinFunctionType):
-        yield from _object(path, thing, seen)
+class _Walk:
+    """Visits everything that can be reached from an object once, the nearest first."""
 
+    def __init__(self, thing: object) -> None:
+        self.state: State = {}
+        self._seen: dict[int, Any] = {}  # keeps a reference, so that no id comes twice
+        self._instances: Counter[type] = Counter()
+        self._waiting: deque[tuple[str, Any]] = deque([("", thing)])
+        while self._waiting:
+            path, found = self._waiting.popleft()
+            if isinstance(found, ATOMS):
+                self.state[path] = repr(found).encode()
+            elif id(found) not in self._seen:
+                self._seen[id(found)] = found
+                self._visit(path, found)
 
-def _function(
-    path: str, thing: Any, seen: dict[int, Any]
-) -> Iterator[tuple[str, bytes]]:
-    """What a function keeps: attributes, default arguments, variables of its closure, and the results of a cache."""
-    if isinstance(thing, functools.partial):
-        yield from _walk(path, (thing.func, thing.args, thing.keywords), seen)
-        return
-    if isinstance(thing, MethodType):
-        yield from _walk(path, thing.__self__, seen)
-    if isinstance(thing, functools._lru_cache_wrapper):
-        yield f"{MEMO}the cache of {path}", repr(thing.cache_info()).encode()
-    inner = (
-        thing.fget if isinstance(thing, property) else getattr(thing, "__func__", None)
-    )
-    inner = inner or getattr(thing, "__wrapped__", None) or thing
-    if inner is not thing:
-        yield from _walk(path, inner, seen)
-    elif isinstance(thing, FunctionType) and not foreign(thing.__module__):
-        attributes = {
-            name: value for name, value in vars(thing).items() if name != "__wrapped__"
-        }
-        yield f"{MEMO}the attributes of {path}", repr(sorted(attributes)).encode()
-        yield from _members(path, attributes, seen)
-        defaults = (*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values())
+    def _visit(self, path: str, thing: Any) -> None:
+        if (content := _memory(thing)) is not None:
+            self.state[path] = content
+        elif isinstance(thing, Mapping):
+            self.state[MEMO + path] = repr([*map(repr, thing)]).encode()
+            for key, value in [*thing.items()]:
+                self._add(f"{path}[{key!r}]", value)
+        elif isinstance(thing, set | frozenset):
+            self.state[path] = repr(sorted(map(repr, thing))).encode()
+        elif isinstance(thing, list | tuple | deque | np.ndarray):
+            self.state[path] = str(len(thing)).encode()
+            for number, item in enumerate(thing):
+                self._add(f"{path}[{number}]", item)
+        elif isinstance(thing, type | ModuleType):
+            self._visit_scope(thing)
+        elif isinstance(thing, FunctionType):
+            self._visit_function(path, thing)
+        elif isinstance(thing, WRAPPERS):
+            self._visit_wrapper(path, thing)
+        elif not isinstance(thing, BuiltinFunctionType):
+            self._visit_object(path, thing)
+
+    def _add(self, path: str, thing: Any) -> None:
+        self._waiting.append((path, thing))
+
+    def _add_members(self, path: str, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            if not name.startswith("__"):
+                self._add(f"{path}.{name}", value)
+
+    def _add_module(self, name: str) -> None:
+        self._add(name, sys.modules.get(name))
+
+    def _visit_scope(self, scope: type | ModuleType) -> None:
+        """A class or a module."""
+        module = scope.__module__ if isinstance(scope, type) else scope.__name__
+        if not is_foreign(module):
+            self._add_members(scope.__name__, vars(scope))
+            self._add_module(module)
+
+    def _visit_function(self, path: str, function: FunctionType) -> None:
+        if is_foreign(function.__module__):
+            return
+        self._add(f"the attributes of {path}", vars(function))
+        keyword_defaults = function.__kwdefaults__ or {}
+        defaults = (*(function.__defaults__ or ()), *keyword_defaults.values())
         for number, value in enumerate(defaults):
-            yield from _walk(f"default argument {number} of {path}", value, seen)
-        for name, cell in zip(
-            thing.__code__.co_freevars, thing.__closure__ or (), strict=True
-        ):
-            if name != "__class__" and (value := _content(cell)) is not None:
-                yield from _walk(f"{name} in the closure of {path}", value, seen)
+            self._add(f"default argument {number} of {path}", value)
+        names, cells = function.__code__.co_freevars, function.__closure__ or ()
+        for name, cell in zip(names, cells, strict=True):
+            self._add(f"{name} in the closure of {path}", _content(cell))
+        self._add_module(function.__module__)
+
+    def _visit_wrapper(self, path: str, wrapper: Any) -> None:
+        inner: Any
+        if isinstance(wrapper, property):
+            inner = wrapper.fget
+        elif isinstance(wrapper, staticmethod | classmethod):
+            inner = wrapper.__func__
+        elif isinstance(wrapper, MethodType):
+            inner = (wrapper.__self__, wrapper.__func__)
+        elif isinstance(wrapper, functools.partial):
+            inner = (wrapper.func, wrapper.args, wrapper.keywords)
+        else:
+            inner = wrapper.__wrapped__
+            info = repr(wrapper.cache_info()).encode()
+            self.state[f"{MEMO}the cache of {path}"] = info
+        self._add(path, inner)
+
+    def _visit_object(self, path: str, thing: Any) -> None:
+        kind = type(thing)
+        attributes = _attributes(thing)
+        if kind.__module__ == "logging":  # a logger keeps what it has looked up
+            return
+        if not attributes or isinstance(thing, random.Random):
+            self.state[path] = _snapshot(thing)
+            return
+        name = path
+        if not is_foreign(kind.__module__):
+            self._instances[kind] += 1
+            number = self._instances[kind]
+            name = kind.__name__ if number == 1 else f"{kind.__name__} {number}"
+        for owner in kind.__mro__:  # first: a bound method is named by its class
+            self._add(owner.__name__, owner)
+        self.state[f"attributes of {name}"] = repr(sorted(attributes)).encode()
+        self._add_members(name, attributes)
+
+
+def _memory(thing: Any) -> bytes | None:
+    """A digest of an array, a tensor, or any other object that is a piece of memory; None for the rest."""
+    if isinstance(thing, torch.Tensor):
+        thing = thing.detach().cpu().double().numpy()
+    if isinstance(thing, np.ndarray) and thing.dtype.hasobject:
+        return None
+    try:
+        view = memoryview(thing)
+    except (TypeError, ValueError):  # the latter for an array of dates
+        return pickle.dumps(thing) if isinstance(thing, np.ndarray) else None
+    content = f"{view.format}{view.shape}".encode()
+    if not (view.readonly and isinstance(thing, np.memmap | mmap)):
+        content += view.tobytes()
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def _attributes(thing: Any) -> dict[str, Any]:
+    """Attributes of an object, of its `__slots__` and its `__dict__`."""
+    found = {}
+    for owner in type(thing).__mro__:
+        slots = vars(owner).get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            if hasattr(thing, name):
+                found[name] = getattr(thing, name)
+    return found | getattr(thing, "__dict__", {})
 
 
 def _content(cell: CellType) -> Any:
@@ -161,93 +216,15 @@ def _content(cell: CellType) -> Any:
         return None
 
 
-def _object(path: str, thing: Any, seen: dict[int, Any]) -> Iterator[tuple[str, bytes]]:
-    kind = type(thing)
-    yield f"type of {path}", f"{kind.__module__}.{kind.__qualname__}".encode()
-    if hasattr(thing, "detach"):  # a tensor
-        yield from _walk(path, thing.detach().cpu().numpy(), seen)
-    elif not hasattr(thing, "__dict__"):
-        yield path, _position(thing)
-    else:
-        number = next(seen.setdefault(-id(kind), itertools.count(1)))
-        name = (
-            path
-            if path and foreign(kind.__module__)
-            else f"{kind.__name__}{f' {number}' if number > 1 else ''}"
-        )
-        for owner in kind.__mro__:  # first: a bound method is named by its class
-            if owner.__module__.partition(".")[0] not in NOT_WALKED or shadows(
-                owner.__module__
-            ):
-                yield from _members(
-                    owner.__name__, _data(vars(owner), owner.__module__), seen
-                )
-                yield from _module(owner.__module__, seen)
-        yield (
-            f"attributes of {name}",
-            repr(sorted(set(vars(thing)) - set(TRANSIENT))).encode(),
-        )
-        yield from _members(name, vars(thing), seen)
-
-
-def _position(thing: Any) -> bytes:
-    """What an object without attributes holds, such as the place of an iterator or a generator."""
+def _snapshot(thing: Any) -> bytes:
+    """What an object without attributes holds, such as a generator of numbers or the position of an iterator."""
+    if isinstance(thing, torch.Generator):
+        return pickle.dumps(thing.get_state().numpy())
     if isinstance(thing, GeneratorType):
         frame = thing.gi_frame
         return repr((frame.f_lasti, frame.f_locals) if frame else None).encode()
-    if " at 0x" not in repr(thing):
-        return repr(thing).encode()  # itertools.count shows its position
     try:
-        return (
-            repr(thing.__reduce_ex__(2)).encode()
-            if isinstance(thing, Iterator)
-            else b""
-        )
-    except TypeError:
-        return b""
-
-
-def _module(name: str, seen: dict[int, Any]) -> Iterator[tuple[str, bytes]]:
-    """Data and functions of a module, and of the user's modules that it imports."""
-    module = sys.modules.get(name)
-    if module is None or id(module) in seen:
-        return
-    seen[id(module)] = module
-    yield from _members(name, _data(vars(module), name), seen)
-    for value in list(vars(module).values()):
-        other = (
-            value.__name__
-            if isinstance(value, ModuleType)
-            else getattr(value, "__module__", None)
-        )
-        if (
-            isinstance(value, ModuleType | FunctionType | type)
-            and other != name
-            and not foreign(other)
-        ):
-            yield from _module(str(other), seen)
-
-
-def _members(
-    path: str, values: Mapping[str, Any], seen: dict[int, Any]
-) -> Iterator[tuple[str, bytes]]:
-    for name in sorted(name for name in values if name not in TRANSIENT):
-        yield from _walk(f"{path}.{name}", values[name], seen)
-
-
-def _data(values: Mapping[str, Any], module: str) -> dict[str, Any]:
-    """Data attributes of a class or module, and its own functions: no classes or modules."""
-    return {
-        name: value
-        for name, value in dict(values).items()
-        if not name.startswith("__")
-        and (
-            value is None
-            or isinstance(value, (*DATA, *GENERATORS, Iterator))
-            or hasattr(type(value), "detach")  # a tensor
-            or (
-                isinstance(value, (FunctionType, *WRAPPERS))
-                and getattr(value, "__module__", module) == module
-            )
-        )
-    }
+        return pickle.dumps(thing)
+    except Exception:
+        text = repr(thing)
+        return b"" if " at 0x" in text else text.encode()

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from segpipe import IGNORE_INDEX, plugins
 from segpipe.checks.clause import NOTE, Clause, answers
+from segpipe.checks.tripwire import seed_globals
 from segpipe.determinism.opgate import SLOW, check_ops
 from segpipe.errors import ConfigError
 from segpipe.losses.total import KEY, check_call, shard_loss, valid_pixels
 from segpipe.models import check_model
-from segpipe.checks.tripwire import seed_globals
 
 if TYPE_CHECKING:
     from segpipe.settings.config import Config

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from segpipe import IGNORE_INDEX, plugins
 from segpipe.checks.clause import NOTE, Clause, Question, answers
+from segpipe.checks.elsewhere import UnansweredError, elsewhere, started
+from segpipe.checks.tripwire import preserved, seed_globals
 from segpipe.determinism.opgate import SLOW, check_ops
 from segpipe.errors import ConfigError, SegpipeError, listed
 from segpipe.losses.total import shard_loss, valid_pixels
@@ -24,8 +26,6 @@ from segpipe.models.plugin_network import ShardGuard
 from segpipe.models.preprocess import Preprocess
 from segpipe.native import one_thread
 from segpipe.plugins import is_path
-from segpipe.checks.elsewhere import elsewhere, started
-from segpipe.checks.tripwire import preserved, seed_globals
 from segpipe.train import checkpoint
 from segpipe.train.start import read_start
 from segpipe.train.state import build_state
@@ -271,9 +271,10 @@ class NetworkContract:
 
     def _another_start(self, afresh: Callable[[], Any]) -> str:
         self._is_built()
-        found = afresh()
-        if isinstance(found, str):
-            return f"{NOTE}not checked in a spawned process: {found}"
+        try:
+            found = afresh()
+        except UnansweredError as error:
+            return f"{NOTE}not checked in a spawned process: {error}"
         if _differ(self.passed(), [torch.from_numpy(value) for value in found]):
             return (
                 "logits or gradients of the same images are others in a process that was started again, as rank 1 of "

@@ -1,105 +1,131 @@
 """Checks that an augmentation is a pure function of (sample, key).
 
-f(sample, key) -> bytes may depend on nothing else and change nothing else. Every probe of probes.py runs on each
-transform alone, always applied, and on the whole pipeline, so a finding names the transform, the probe and the first
-differing pixel. Before any of them, two processes that have called nothing yet call everything in opposite orders, the
-second as if it were another loader worker: whatever is kept from call to call, and wherever, their results differ.
-layouts.py checks the pipeline inside real loader workers.
+f(sample, key) -> bytes may depend on nothing else and change nothing else. Two processes that have called nothing yet
+call every transform, always applied, and the whole pipeline: in opposite orders, the second as if it were another
+loader worker. A third is another start of the program. Whatever is kept from call to call, and wherever, the results
+differ. The first process also watches the calls, so that a finding names the cause.
 """
 
 from __future__ import annotations
 
-import math
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import cv2
 import numpy as np
 
-from segpipe.errors import ImpureAugmentError, SegpipeError
+from segpipe import plugins
+from segpipe.checks import held, tripwire
+from segpipe.checks.elsewhere import UnansweredError, other_environment, started
+from segpipe.errors import ConfigError, ImpureAugmentError, SegpipeError
+from segpipe.keys import sample_key
 from segpipe.native import one_thread
 from segpipe.plugins import is_path
-from segpipe.checks import tripwire
-from segpipe.checks.elsewhere import elsewhere, started
-from segpipe.checks.held import object_state, written
-from segpipe.checks.probes import (
-    KEYS,
-    PROBES,
-    Case,
-    Finding,
-    Frame,
-    Pixel,
-    Probe,
-    first_difference,
-    one_line,
-    run,
-    two_thread_counts,
-)
+from segpipe.train.canary import Frame, another_worker, first_difference
 
 if TYPE_CHECKING:
-    from segpipe.data.augment import Augmenter, Part
+    from segpipe.data.augment import Augmenter
     from segpipe.data.samples import Samples
 
+MANY = 32  # images for each transform of the user: a bank of earlier ones needs some
+KEYS = tuple(sample_key(0, 0, index, "purity") for index in range(MANY))
 QUICK_SIZE = 256  # largest height and width at which `quick` probes single transforms
-BUDGET_S = 20.0  # processor time of `quick`; all its probes of all shipped transforms take less than 2
-UNANSWERED = {  # advice, by start method
-    "fork": "A transform may wait for threads, which do not survive a fork.",
-    "spawn": "Define functions in TRANSFORMS at the top of a module; otherwise only data.start_method=fork works.",
+ANOTHER_SEED = 20_000  # of the global generators of another worker
+INPUT, CALLS, GLOBALS = "input untouched", "tripwires", "globals untouched"
+STATE, REPEAT, KEY = "own state", "same key twice", "key matters"
+ANOTHER_WORKER, ANOTHER_START = "another worker", "spawned process"
+STATELESS = "Compute parameters from the key in get_params and pass them on; keep nothing from one call to the next."
+KEYED = "Draw only from self.py_random and self.random_generator."
+ADVICE = {  # by probe, the most telling first
+    INPUT: "Work on a copy: img = img.copy().",
+    CALLS: f"{KEYED} Clocks and entropy differ in every process.",
+    GLOBALS: f"{KEYED} Switch nothing for the whole process.",
+    STATE: STATELESS,
+    REPEAT: f"{KEYED} {STATELESS} Return a new array every time.",
+    KEY: f"Compute the output from the input. {KEYED}",
+    ANOTHER_WORKER: (
+        "Keep nothing from one call to the next, and do not ask which worker this is, how many there are, or how many "
+        "threads. A cache may hold what follows from its keys alone."
+    ),
+    ANOTHER_START: (
+        "It depends on how or when the program was started. Use no clock, uuid, process id, hash() of text, address, "
+        "order of a set, environment variable, sys.argv, rank or torch.initial_seed(), not even at import or in "
+        "__init__, nor module data set after the import."
+    ),
 }
-COMBINED = (
-    "No transform alone shows it: set augment.keyed=true, "
-    "or look for data in a module that two transforms share."
-)
-FORKED = Probe(
-    "forked process",
-    Case.differs,
-    "Do not use the process id, or state set up per process.",
-)
-SPAWNED = Probe(
-    "spawned process",
-    Case.differs,
-    "It depends on how or when the program was started. Use no clock, uuid, process id, hash() of text, address, order "
-    "of a set, environment variable, sys.argv, rank or torch.initial_seed(), not even at import or in __init__, nor "
-    "module data set after the import.",
-)
-# Most telling first. Without the pickling probe: only workers that are not forked need it, and they report it. That of
-# a forked process is part of ORDER.
-QUICK = tuple(
-    replace(probe, run=two_thread_counts) if probe.name == "OpenCV threads" else probe
-    for probe in PROBES
-    if probe.name != "pickled pipeline"
-)
-CAUSES = (
-    "tripwires",
-    "own state",
-)  # probes that name a line or an attribute, where others tell what differs
-MANY = 32  # images for each transform of the user, whose calls in two orders must agree
-ALWAYS = 2  # first probes of QUICK, two calls each, that run on every transform however slow the machine is
-METHODS = {"fork": FORKED, "spawn": SPAWNED}
-ORDER = "another worker"
-ORDER_ADVICE = (
-    "Keep nothing from one call to the next, and do not ask which worker this is, or how many there are. A cache may "
-    "hold what follows from its keys alone."
-)
-NAMES = (*(probe.name for probe in (*PROBES, *METHODS.values())), ORDER)
-Report = Callable[[str, str, Finding | None], None]
-Question = tuple[Case, Probe]
-
-
-class _Answers(NamedTuple):
-    findings: list[Finding]
-    asked: int  # number of questions
+WAITS_FOR_THREADS = "A transform may wait for threads, which do not survive a fork."
+NOT_IMPORTABLE = "Define functions in TRANSFORMS at the top of a module; otherwise only data.start_method=fork works."
+COMBINED = "No transform alone shows it: set augment.keyed=true, or look for data that two transforms share."
+Place = tuple[int, int]  # numbers of a sample and a key
+Outputs = dict[Place, Frame]
 
 
 @dataclass(frozen=True)
-class _Outputs:
-    """What one process made, and what its calls have written into."""
+class Finding:
+    """A failed probe. `str` gives one line for a person."""
 
-    frames: dict[tuple[int, int], Frame]  # by numbers of sample and key
-    written: tuple[str, ...]
+    transform: str
+    probe: str
+    detail: str
+    advice: str
+    unanswered: bool = False  # another start of the program could not run the probe
+
+    def __str__(self) -> str:
+        return f"{self.transform}, probe '{self.probe}': {self.detail}. {self.advice}"
+
+
+@dataclass(frozen=True)
+class Probed:
+    """A function, and the samples for which it is called."""
+
+    function: Augmenter
+    frames: Sequence[Frame]
+    takes_samples: bool  # of a cache maybe; otherwise the output of other transforms
+    varies: bool = False  # its output must depend on the key
+
+    def places(self) -> Iterator[Place]:
+        """Two samples under two keys, and each further sample under a key of its own."""
+        yield from ((0, 0), (0, 1), (1, 0), (1, 1))
+        for number in range(2, len(self.frames)):
+            yield number, number
+
+    def call(self, place: Place) -> Frame:
+        """The output for a copy of the frame, which may not be written into."""
+        image, target = _copied(self.frames[place[0]])
+        image.flags.writeable = target.flags.writeable = False
+        return self.function(image, target, KEYS[place[1]])
+
+
+class Observation(NamedTuple):
+    """What came of the calls in the first process."""
+
+    outputs: Outputs
+    problems: dict[str, str]  # by probe; an empty text where there is none
+    written: Sequence[str] = ()  # what the calls have written into
+
+
+def quick(augmenter: Augmenter, samples: Samples) -> str:
+    """The check before every training; returns a note if another start of the program could not be compared.
+
+    Single transforms are probed at up to 256x256 pixels, the whole pipeline at its own size; another start is compared
+    for transforms of the user. Does nothing with `augment.check=false`.
+
+    Raises ImpureAugmentError naming transform, probe, pixel and what to do.
+    """
+    if not augmenter.config.check:
+        return ""
+    is_users = any(map(is_path, augmenter.config.extra))
+    findings = check(augmenter, samples, largest=QUICK_SIZE, spawns=is_users)
+    refused = [finding for finding in findings if not finding.unanswered]
+    if refused:
+        more = f" ({len(findings) - 1} more)" if len(findings) > 1 else ""
+        raise ImpureAugmentError(
+            f"augmentation is not a pure function of sample and key. {refused[0]}{more} List all with "
+            f"segpipe check-augment; augment.check=false trains anyway."
+        )
+    return " ".join(f"purity of the augmentation: {finding}" for finding in findings)
 
 
 @one_thread()  # as loaders give to torch; more do not survive a fork
@@ -107,263 +133,63 @@ def check(
     augmenter: Augmenter,
     samples: Samples,
     *,
-    report: Report = lambda transform, probe, finding: None,
+    largest: int | None = None,
+    spawns: bool = True,
+    report: Callable[[str], None] = lambda name: None,
 ) -> list[Finding]:
-    """All findings, transform by transform; empty for a pure pipeline.
+    """The first finding of each transform, or that of the whole pipeline if no transform has one.
 
-    `report(transform, probe, finding or None)` is called after each probe. Starts three forked processes and a spawned
-    one; costs about 50 calls of each transform. Global generators and thread counts are restored, except that OpenCV's
-    generator restarts.
+    Other processes do the work, so this one stays as it is. `report(name)` is called after each transform.
     """
-    ordered = _in_two_orders(augmenter, _two_frames(samples))
-    cases = _cases(augmenter, samples, len(KEYS))
-    findings = _ask(
-        [(case, probe) for case in cases for probe in PROBES], report=report
-    ).findings
-
-    def tell(name: str, found: list[Finding]) -> None:
-        findings.extend(found)
-        for case in cases:
-            report(
-                case.name,
-                name,
-                next((one for one in found if one.transform == case.name), None),
-            )
-
-    for method, probe in METHODS.items():
-        tell(probe.name, _answers(method, [(case, probe) for case in cases]).findings)
-    tell(ORDER, ordered)
-    return _drop_explained(findings, augmenter.name)
-
-
-@one_thread()
-def quick(augmenter: Augmenter, samples: Samples, *, budget_s: float = BUDGET_S) -> str:
-    """The check before every training; returns how many probes were left out, empty when all ran.
-
-    Forked processes do the work, so this one stays untouched. Single transforms are probed at up to 256x256 pixels,
-    the whole pipeline at its own size. The first `ALWAYS` probes run on every transform and the whole; then, probe by
-    probe, the others, none of which starts after `budget_s` seconds of processor time: a busy machine loses none. Does
-    nothing with `augment.check=false`.
-
-    Raises ImpureAugmentError naming transform, probe, pixel and what to do.
-    """
-    if not augmenter.config.check:
-        return ""
-    frames = _two_frames(samples)
-    mine = any(map(is_path, augmenter.config.extra))
+    given = (augmenter, _two_frames(samples), largest)
+    names = [*(part.name for part in augmenter.parts()), augmenter.name]
+    observations: list[Observation] = []
+    others: dict[str, list[Outputs | str]] = {}
+    unanswered = []
     with (
-        started("spawn", _outputs, augmenter, frames, False)
-        if mine
-        else nullcontext(dict) as afresh
+        started("spawn", _outputs, *given) if spawns else nullcontext() as start,
+        started("fork", _outputs_of_another_worker, *given) as worker,
+        started("fork", _observations, *given) as observe,
     ):
-        found = elsewhere("fork", _probe, augmenter, samples, budget_s)
-        ordered = _in_two_orders(augmenter, frames, afresh)
-    answers, asked_for = (
-        found
-        if not isinstance(found, str)
-        else (_unanswered("fork", augmenter.name, QUICK[0], found), 0)
-    )
-    findings = _drop_explained([*answers.findings, *ordered], augmenter.name)
-    told = [
-        one for one in findings if one.unanswered and one.probe == SPAWNED.name
-    ]  # no reason not to train
-    if findings != told:
-        others = f" ({len(findings) - 1} more)" if len(findings) > 1 else ""
-        telling = min(
-            findings, key=lambda finding: (finding in told, finding.probe not in CAUSES)
-        )
-        raise ImpureAugmentError(
-            f"augmentation is not a pure function of sample and key. {telling}{others} List all with "
-            f"segpipe check-augment; augment.check=false trains anyway."
-        )
-    notes = [f"purity of the augmentation: {finding}" for finding in told]
-    if answers.asked < asked_for:
-        notes.append(
-            f"purity of the augmentation: {answers.asked} of {asked_for} probes ran in {budget_s:g} s of processor "
-            f"time; segpipe check-augment runs all."
-        )
-    return " ".join(notes)
-
-
-def _probe(
-    augmenter: Augmenter, samples: Samples, budget_s: float
-) -> tuple[_Answers, int]:
-    """The answers of `quick`, and how many there could be."""
-    cases = _cases(augmenter, samples, 2, largest=QUICK_SIZE)
-    questions = [(case, probe) for probe in QUICK for case in cases]
-    return _ask(questions, budget_s, ALWAYS * len(cases)), len(questions)
-
-
-def _in_two_orders(
-    augmenter: Augmenter, frames: Sequence[Frame], afresh: Callable[[], Any] = dict
-) -> list[Finding]:
-    """A finding for each transform whose outputs differ between two forked processes, or from those `afresh`, of a
-    spawned one; empty if a forked one fails, which the probes then explain."""
-    try:
-        found = [
-            elsewhere("fork", _outputs, augmenter, frames, backwards)
-            for backwards in (False, True)
-        ]
-    except Exception:
-        return []
-    if any(isinstance(each, str) for each in found):
-        return []
-    try:
-        spawned = afresh()
-    except SegpipeError as error:
-        return [
-            Finding(
-                augmenter.name, SPAWNED.name, str(error).rstrip("."), SPAWNED.advice
-            )
-        ]
-    if isinstance(spawned, str):
-        return [
-            Finding(
-                augmenter.name,
-                SPAWNED.name,
-                spawned,
-                UNANSWERED["spawn"],
-                unanswered=True,
-            )
-        ]
-    return [
-        *_compared(found[0], found[1], ORDER, ORDER_ADVICE),
-        *_compared(found[0], spawned, SPAWNED.name, SPAWNED.advice),
-    ]
-
-
-def _compared(
-    ones: Mapping[str, _Outputs],
-    others: Mapping[str, _Outputs],
-    probe: str,
-    advice: str,
-) -> list[Finding]:
+        try:
+            for name in names:
+                observations.append(observe())
+                report(name)
+            others[ANOTHER_WORKER] = worker()
+        except UnansweredError as error:
+            return [Finding(augmenter.name, REPEAT, str(error), WAITS_FOR_THREADS)]
+        try:
+            if start is not None:
+                others[ANOTHER_START] = start()
+        except UnansweredError as error:
+            given_up = (augmenter.name, ANOTHER_START, str(error), NOT_IMPORTABLE)
+            unanswered.append(Finding(*given_up, unanswered=True))
+        except SegpipeError as error:
+            observations[-1].problems[ANOTHER_START] = str(error).rstrip(".")
     findings = []
-    for name, other in others.items():
-        one = ones[name]
-        pixel = next(
-            (
-                d
-                for place in one.frames
-                if (d := first_difference(one.frames[place], other.frames[place]))
-            ),
-            None,
-        )
-        if pixel is not None:
-            left = (
-                [*dict.fromkeys((*one.written, *other.written))][:3]
-                if probe == ORDER
-                else []
-            )
-            kept = f"; its calls write into {', '.join(left)}" if left else ""
-            findings.append(
-                Finding(
-                    name,
-                    probe,
-                    f"{pixel}{kept}",
-                    advice,
-                    pixel if isinstance(pixel, Pixel) else None,
-                )
-            )
-    return findings
+    for number, name in enumerate(names):
+        observation = observations[number]
+        problems = dict(observation.problems)
+        for probe, outputs in others.items():
+            problems[probe] = _difference(observation, probe, outputs[number])
+        failed = [probe for probe in ADVICE if problems.get(probe)][:1]
+        findings += [Finding(name, one, problems[one], ADVICE[one]) for one in failed]
+    parts = [finding for finding in findings if finding.transform != augmenter.name]
+    whole = [replace(finding, advice=COMBINED) for finding in findings]
+    return [*(parts or whole), *unanswered]
 
 
-def _outputs(
-    augmenter: Augmenter, frames: Sequence[Frame], backwards: bool
-) -> dict[str, _Outputs]:
-    """Of each transform and the whole, by name, what it makes of two samples under two keys; the same backwards, and
-    as another worker.
-
-    A transform of the user is called with MANY images: a bank of earlier samples needs some before it is used.
-    """
-    parts = augmenter.parts()
-    order = slice(None, None, -1) if backwards else slice(None)
-    with tripwire.another_worker(environment=True) if backwards else nullcontext():
-        cropped = [run(parts[0].fresh(), frame, KEYS[0]) for frame in frames]
-        small = [
-            (image[:QUICK_SIZE, :QUICK_SIZE], target[:QUICK_SIZE, :QUICK_SIZE])
-            for image, target in cropped
-        ]
-        many = [
-            *small,
-            *(
-                (small[0][0] // 2 + np.uint8(4 * number), small[0][1])
-                for number in range(MANY - 2)
-            ),
-        ]
-        made = {}
-        for function in [*parts, augmenter][order]:
-            given = (
-                frames
-                if function not in parts[1:]
-                else many
-                if is_path(function.name)
-                else small
-            )
-            places = [
-                (0, 0),
-                (0, 1),
-                (1, 0),
-                (1, 1),
-                *((place, place % len(KEYS)) for place in range(2, len(given))),
-            ]
-            made[function.name] = _called(function.fresh(), given, places[order])
-    return made
-
-
-def _called(
-    function: Augmenter, frames: Sequence[Frame], places: Sequence[tuple[int, int]]
-) -> _Outputs:
-    function.ready()
-    before = object_state(function)
-    made = {
-        (sample, key): run(function, frames[sample], KEYS[key])
-        for sample, key in places
-    }
-    return _Outputs(made, tuple(written(before, object_state(function))))
-
-
-def _cases(
-    augmenter: Augmenter, samples: Samples, num_keys: int, *, largest: int | None = None
-) -> list[Case]:
-    """The parts, then the whole, each called once per key. Parts after the first get the output of the first."""
-    frames = _two_frames(samples)
-    parts = augmenter.parts()
-    with tripwire.preserved():
-        cropped = [run(parts[0].fresh(), frame, KEYS[0]) for frame in frames]
-        small = [
-            (image[:largest, :largest].copy(), target[:largest, :largest].copy())
-            for image, target in cropped
-        ]
-        cases = [
-            _case(parts[0], frames, num_keys),
-            *(_case(part, small, num_keys) for part in parts[1:]),
-        ]
-        whole = _case(augmenter.fresh(), frames, num_keys)
-    cases[0].takes_samples = whole.takes_samples = True
-    whole.varies = any(
-        _varies(case, part) for case, part in zip(cases, parts, strict=True)
-    )
-    return [*cases, whole]
-
-
-def _case(function: Augmenter, frames: Sequence[Frame], num_keys: int) -> Case:
-    before, threads = tripwire.switches(), threading.active_count()
-    expected = [run(function, frames[0], key) for key in KEYS[:num_keys]]
-    switched = [
-        name for name, value in tripwire.switches().items() if value != before[name]
-    ]
-    switched += (
-        ["the number of threads of this process"]
-        if threading.active_count() > threads
-        else []
-    )
-    return Case(function, (frames[0], frames[1]), expected, switched=switched)
-
-
-def _varies(case: Case, part: Part) -> bool:
-    """Whether the key decides what this part does to every sample."""
-    return part.certain and first_difference(*case.expected[:2]) is not None
+def _difference(observation: Observation, probe: str, outputs: Outputs | str) -> str:
+    """How the outputs of another process differ first; text if it raised an error."""
+    if isinstance(outputs, str):
+        return outputs
+    for place, frame in observation.outputs.items():
+        if difference := first_difference(frame, outputs[place]):
+            if probe == ANOTHER_WORKER and observation.written:
+                paths = ", ".join(observation.written[:3])
+                return f"{difference}; its calls write into {paths}"
+            return difference
+    return ""
 
 
 def _two_frames(samples: Samples) -> tuple[Frame, Frame]:
@@ -374,71 +200,154 @@ def _two_frames(samples: Samples) -> tuple[Frame, Frame]:
     return first, (first[0][:, ::-1].copy(), first[1][:, ::-1].copy())
 
 
-def _ask(
-    questions: Sequence[Question],
-    budget_s: float = math.inf,
-    always: int = 0,
-    *,
-    report: Report = lambda transform, probe, finding: None,
-    clock: Callable[[], float] = time.process_time,
-) -> _Answers:
-    """Answers to the first `always` questions, and to more until the budget of processor time is spent."""
-    findings: list[Finding] = []
-    deadline = clock() + budget_s
-    for number, (case, probe) in enumerate(questions):
-        if number >= always and clock() >= deadline:
-            return _Answers(findings, number)
-        with tripwire.preserved():
-            finding = _answer(case, probe)
-        report(case.name, probe.name, finding)
-        findings += [finding] if finding is not None else []
-    return _Answers(findings, len(questions))
+def _functions(
+    augmenter: Augmenter, frames: Sequence[Frame], largest: int | None
+) -> list[Probed]:
+    """The transforms, then the whole pipeline. Transforms after the first get the output of the first."""
+    first, *parts = augmenter.parts()
+    cut = slice(largest)
+    small = []
+    for frame in frames:
+        image, target = first.fresh()(*_copied(frame), KEYS[0])
+        small.append((image[cut, cut].copy(), target[cut, cut].copy()))
+    image, target = small[0]
+    brighter = [(image // 2 + np.uint8(4 * i), target) for i in range(MANY - 2)]
+    functions = [Probed(first, frames, takes_samples=True)]
+    for part in parts:
+        many = [*small, *brighter] if is_path(part.name) else small
+        functions.append(Probed(part, many, takes_samples=False))
+    return [*functions, Probed(augmenter.fresh(), frames, takes_samples=True)]
 
 
-def _answer(case: Case, probe: Probe) -> Finding | None:
+def _outputs(
+    augmenter: Augmenter,
+    frames: Sequence[Frame],
+    largest: int | None,
+    order: int = 1,
+) -> list[Outputs | str]:
+    """What each function makes, in their order; text of one that raises an error. Calls them backwards for -1."""
+    made: list[Outputs | str] = []
+    for probed in _functions(augmenter, frames, largest)[::order]:
+        places = [*probed.places()][::order]
+        try:
+            made.append({place: _copied(probed.call(place)) for place in places})
+        except Exception as error:
+            made.append(_raises(error))
+    return made[::order]
+
+
+def _outputs_of_another_worker(
+    augmenter: Augmenter, frames: Sequence[Frame], largest: int | None
+) -> list[Outputs | str]:
+    """`_outputs`, called backwards by what looks like a worker of another layout."""
+    other_environment()
+    tripwire.seed_globals(ANOTHER_SEED)
+    tripwire.set_opencv_threads(4 if cv2.getNumThreads() == 1 else 1)
+    with another_worker():
+        return _outputs(augmenter, frames, largest, order=-1)
+
+
+def _observations(
+    augmenter: Augmenter, frames: Sequence[Frame], largest: int | None
+) -> Iterator[Observation]:
+    """An observation of each function, as soon as it is made."""
+    varies = False
+    for probed in _functions(augmenter, frames, largest):
+        observation = observed(replace(probed, varies=varies and probed.takes_samples))
+        yield observation
+        outputs = observation.outputs
+        if outputs and getattr(probed.function, "certain", False):
+            varies |= bool(first_difference(outputs[0, 0], outputs[0, 1]))
+
+
+def observed(probed: Probed) -> Observation:
+    """What the probes find that need one process alone. Raises ConfigError for a function that raises at once."""
+    function = probed.function
+    function.ready()
+    before, switches = held.object_state(function), tripwire.switches()
+    if problem := _input_problem(probed):
+        return Observation({}, {INPUT: problem})
     try:
-        found = probe.run(case)
-    except Exception as error:  # the first call worked
-        found = f"raises {one_line(error)}"
-    if found is None:
-        return None
-    return Finding(
-        case.name,
-        probe.name,
-        str(found),
-        probe.advice,
-        found if isinstance(found, Pixel) else None,
-    )
-
-
-def _drop_explained(findings: list[Finding], whole: str) -> list[Finding]:
-    """Drops findings of the whole pipeline that one transform explains."""
-    parts = [finding for finding in findings if finding.transform != whole]
-    explained = {finding.probe for finding in parts}
-    own = [
-        finding
-        for finding in findings
-        if finding.transform == whole and finding.probe not in explained
+        tripwire.seed_globals(tripwire.WATCH_SEED)
+        generators = tripwire.generators()
+        with tripwire.watching() as called:
+            outputs = {place: _copied(probed.call(place)) for place in probed.places()}
+        globals_changed = [
+            *tripwire.differing(generators, tripwire.generators()),
+            *tripwire.differing(switches, tripwire.switches()),
+        ]
+        first = held.object_state(function)
+        repeated = probed.call((0, 0))
+        second = held.object_state(function)
+        again = probed.call((0, 0))
+        state_changed = held.changed_by_call(first, second, held.object_state(function))
+        probed.call((1, 1))  # may not write into what was returned
+    except Exception as error:
+        return Observation({}, {REPEAT: f"later it {_raises(error)}"})
+    expected = outputs[0, 0]
+    differs = first_difference(expected, repeated) or first_difference(expected, again)
+    calls = [
+        f"{name} at {where}" if where else name
+        for name, where in called.items()
+        if name != tripwire.SEEDED
     ]
-    if not parts:
-        own = [one if one.unanswered else replace(one, advice=COMBINED) for one in own]
-    return [*parts, *own]
+    problems = {
+        CALLS: _listed("calls", calls),
+        GLOBALS: _listed("changes", globals_changed),
+        STATE: _listed("a call changes", state_changed[:3]),
+        REPEAT: differs,
+        KEY: _key_problem(probed, outputs, draws=tripwire.SEEDED in called),
+    }
+    return Observation(outputs, problems, held.written(before, first))
 
 
-def _answers(
-    method: str,
-    questions: Sequence[Question],
-    budget_s: float = math.inf,
-    always: int = 0,
-) -> _Answers:
-    """The answers of `_ask` in another process."""
-    found = elsewhere(method, _ask, questions, budget_s, always)
-    if isinstance(found, _Answers):
-        return found
-    return _unanswered(method, questions[-1][0].name, questions[0][1], str(found))
+def _listed(verb: str, names: Sequence[str]) -> str:
+    return f"{verb} {', '.join(names)}" if names else ""
 
 
-def _unanswered(method: str, name: str, probe: Probe, problem: str) -> _Answers:
-    return _Answers(
-        [Finding(name, probe.name, problem, UNANSWERED[method], unanswered=True)], 0
-    )
+def _input_problem(probed: Probed) -> str:
+    """What is wrong with the input of the first call.
+
+    Transforms may pass on arrays of each other, but never of a sample.
+    """
+    image, target = _copied(probed.frames[0])
+    try:
+        output = probed.function(image, target, KEYS[0])
+    except SegpipeError:
+        raise
+    except Exception as error:
+        name = probed.function.name
+        raise ConfigError(f"{name} fails: {plugins.located(error)}.") from error
+    if change := first_difference(probed.frames[0], (image, target)):
+        return f"the input changes: {change}"
+    for name, part in zip(("image", "target"), output, strict=True):
+        shares = np.may_share_memory(part, image) or np.may_share_memory(part, target)
+        if probed.takes_samples and shares:
+            return f"the {name} that it returns shares memory with the input"
+    try:
+        probed.call((0, 0))
+    except Exception as error:
+        return f"on read-only input it {_raises(error)}"
+    return ""
+
+
+def _key_problem(probed: Probed, outputs: Outputs, *, draws: bool) -> str:
+    """A transform need not be random, but its randomness must come from the key, and its output from the input."""
+    image = outputs[0, 0][0]
+    if np.array_equal(image, outputs[0, 1][0]):
+        if probed.varies:
+            return "the same output for different keys, though a transform in it draws from the key"
+        if draws:
+            return "the same output for different keys, though it makes a random generator in the call"
+    inputs_differ = not np.array_equal(probed.frames[0][0], probed.frames[1][0])
+    if inputs_differ and np.array_equal(image, outputs[1, 0][0]):
+        return "the same output for different images"
+    return ""
+
+
+def _copied(frame: Frame) -> Frame:
+    return frame[0].copy(), frame[1].copy()
+
+
+def _raises(error: Exception) -> str:
+    return f"raises {type(error).__name__}: {' '.join(str(error).split())}"

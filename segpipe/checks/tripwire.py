@@ -1,4 +1,4 @@
-"""Detects what a function reads or changes besides its arguments: clocks, entropy, generators, the process, files."""
+"""Detects what a function asks of the world besides its arguments, and what it changes for the whole process."""
 
 from __future__ import annotations
 
@@ -9,80 +9,55 @@ import pickle
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import CodeType, FrameType, ModuleType
+from types import FrameType
 from typing import Any
 
 import cv2
 import numpy as np
 
-CLOCKS = (
-    "time",
-    "time_ns",
-    "monotonic",
-    "monotonic_ns",
-    "perf_counter",
-    "perf_counter_ns",
-    "process_time",
-)
-PYTHON = (
-    "seed", "random", "uniform", "triangular", "randint", "randrange", "choice", "choices", "sample", "shuffle",
-    "getrandbits", "randbytes", "gauss", "normalvariate", "betavariate", "expovariate",
-)  # fmt: skip
-NUMPY = (
-    "seed", "set_state", "rand", "randn", "randint", "random", "random_sample", "choice", "shuffle", "permutation",
-    "bytes", "uniform", "normal", "standard_normal", "beta", "binomial", "exponential", "gamma", "laplace", "poisson",
-    "default_rng",
-)  # fmt: skip
-TORCH = (
-    "seed", "manual_seed", "set_rng_state", "rand", "rand_like", "randn", "randn_like", "randint", "randint_like",
-    "randperm", "normal", "bernoulli", "multinomial", "poisson",
-)  # fmt: skip
-WIRES = {
-    "os": ("urandom", "getrandom"),
-    "secrets": ("token_bytes", "token_hex", "randbits", "randbelow", "choice"),
-    "uuid": ("uuid1", "uuid4"),
-    "time": CLOCKS,
-    "random": PYTHON,
-    "numpy.random": NUMPY,
-    "torch": TORCH,
-    "cv2": ("setRNGSeed", "randu", "randn", "randShuffle"),
+# torch is imported inside functions: a spawned process imports this module before it has read its arguments, for which
+# the other process waits.
+
+# Functions that no transform may call, and no library for it: clocks and entropy.
+CLOCKS_AND_ENTROPY = {
+    "os": "urandom getrandom",
+    "uuid": "_generate_time_safe",
+    "time": "time time_ns monotonic monotonic_ns perf_counter perf_counter_ns process_time",
 }
 # What differs between processes, machines and moments. Libraries may ask for it; a transform may not.
-PLACES = {
+SURROUNDINGS = {
     "posix": (
-        "getpid", "getppid", "cpu_count", "sched_getaffinity", "stat", "lstat", "access", "listdir", "scandir", "open",
-        "mkdir", "remove", "unlink", "rename", "replace", "utime", "uname", "times", "getloadavg", "getcwd", "readlink",
-        "system", "read", "write", "lseek",
+        "getpid getppid cpu_count sched_getaffinity stat lstat access listdir scandir open mkdir remove unlink rename "
+        "replace utime uname times getloadavg getcwd readlink system read write lseek"
     ),
-    "time": ("clock_gettime", "clock_gettime_ns", "localtime", "gmtime", "strftime", "ctime", "thread_time"),
-    "_posixsubprocess": ("fork_exec",),
-    "resource": ("getrusage",),
-    "_thread": ("start_new_thread", "get_ident", "get_native_id"),
-    "_socket": ("gethostname", "socket"),
-    "gc": ("get_count", "get_objects"),
-    "sys": ("getrefcount",),
-    "cv2": ("imwrite", "getTickCount"),
-}  # fmt: skip
-CODES = {
-    "torch.utils.data": ("get_worker_info",),
-    "torch": ("initial_seed",),
-    "multiprocessing.process": ("current_process", "parent_process"),
-    "threading": ("current_thread",),
-    "platform": ("uname",),  # which keeps its answer
+    "time": "clock_gettime clock_gettime_ns localtime gmtime strftime ctime thread_time",
+    "_posixsubprocess": "fork_exec",
+    "resource": "getrusage",
+    "_thread": "start_new_thread get_ident get_native_id",
+    "_socket": "gethostname socket",
+    "gc": "get_count get_objects",
+    "sys": "getrefcount",
+    "builtins": "id",
+    "cv2": "imwrite getTickCount getNumThreads",
+    "torch": "initial_seed get_num_threads",
+    "torch.utils.data": "get_worker_info",
+    "multiprocessing.process": "current_process parent_process",
+    "threading": "current_thread",
+    "platform": "uname",  # which keeps its answer
 }
-SYSTEM = ("/proc/", "/sys/", "/dev/")  # of whose files no two readings need be equal
-# Of these, only direct calls count: the standard library asks for them on its own account, in a repr say.
+# Of these, only direct calls count: the standard library asks for them on its own account, for a copy say.
 DIRECT = (
-    "_thread.get_ident", "_thread.get_native_id", "threading.current_thread", "multiprocessing.process.current_process",
+    "builtins.id", "_thread.get_ident", "_thread.get_native_id", "threading.current_thread",
+    "multiprocessing.process.current_process",
 )  # fmt: skip
 DATES = ("now", "utcnow", "today")  # of classes of datetime
-UNSEEDED = "numpy.random.default_rng"
-SEEDED = f"{UNSEEDED}(seed)"  # allowed: the seed may come from the key
-OPENCV_SEED = 0x51F15EED  # a value that no transform uses
-LIBRARIES = frozenset(  # may ask for more than a transform, but not draw
-    (
+SYSTEM = ("/proc/", "/sys/", "/dev/")  # of whose files no two readings need be equal
+UNSEEDED = "numpy.random.default_rng()"
+SEEDED = "numpy.random.default_rng(seed)"  # allowed: the seed may come from the key
+LIBRARIES = frozenset(
+    [
         "albumentations",
         "albucore",
         "numpy",
@@ -93,14 +68,23 @@ LIBRARIES = frozenset(  # may ask for more than a transform, but not draw
         "skimage",
         "PIL",
         "segpipe",
-    )
+    ]
 )
 STANDARD = sys.stdlib_module_names
 LIBRARY = os.path.dirname(os.__file__)  # where the standard library lies
-SILENT = (
-    "importlib", "_frozen_importlib", "_frozen_importlib_external", "logging", "warnings", "linecache", "inspect",
-)  # fmt: skip
-identity = id  # which `watching` replaces
+WATCH_SEED = 20_003  # of the global generators while calls are watched
+# Parts of the standard library that may ask for anything.
+SILENT = frozenset(
+    [
+        "importlib",
+        "_frozen_importlib",
+        "_frozen_importlib_external",
+        "logging",
+        "warnings",
+        "linecache",
+        "inspect",
+    ]
+)
 
 
 class _Watch:
@@ -109,182 +93,118 @@ class _Watch:
     def __init__(self) -> None:
         self.called: dict[str, str] = {}
         self._thread = threading.get_ident()
-        self._functions, self._codes = (
-            _by_reference(WIRES) | _by_reference(PLACES),
-            _by_code(CODES),
-        )
+        self._never = _by_id(CLOCKS_AND_ENTROPY)
+        self._not_by_users = _by_id(SURROUNDINGS)
+        self._environment = type(os.environ).__getitem__.__code__
 
     def note(self, name: str, frame: FrameType | None, *, own: bool = False) -> None:
         """A call was made in `frame`; with `own`, it counts only if the code of no library asked for it."""
-        if threading.get_ident() != self._thread:
-            return
         caller = frame if name in DIRECT else _caller(frame)
-        if caller is None or (own and _top(caller) in LIBRARIES | STANDARD):
+        if caller is None or threading.get_ident() != self._thread:
             return
-        known = _top(caller) not in LIBRARIES | STANDARD
-        self.called.setdefault(
-            name,
-            f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
-            if known
-            else "",
-        )
+        is_own = _top(caller) not in LIBRARIES | STANDARD
+        if is_own or not own:
+            file = os.path.basename(caller.f_code.co_filename)
+            self.called.setdefault(name, f"{file}:{caller.f_lineno}" if is_own else "")
 
-    def profile(self, frame: FrameType, event: str, argument: Any) -> None:
+    def profile(self, frame: FrameType, event: str, function: Any) -> None:
         """Sees calls whatever name the function has at the caller: imported by name, a default, in a closure."""
         if event == "call":
-            if name := self._codes.get(frame.f_code):
+            code = frame.f_code
+            if name := self._not_by_users.get(id(code)):
                 self.note(name, frame.f_back, own=True)
+            elif code is self._environment:
+                key = frame.f_locals["key"]
+                self.note(f"os.environ[{key!r}]", frame.f_back, own=True)
         elif event == "c_call":
-            if (
-                name := self._functions.get(identity(argument))
-            ) and not _is_default_seed(frame):
+            if name := self._never.get(id(function)):
+                if not _is_default_seed(frame):
+                    self.note(name, frame)
+            elif name := self._not_by_users.get(id(function)):
                 self.note(name, frame, own=True)
-            elif (
-                argument.__name__ in DATES
-                and getattr(argument.__self__, "__module__", "") == "datetime"
-            ):
-                self.note(f"datetime.{argument.__name__}", frame)
+            elif function.__name__ in DATES and "datetime" in repr(function.__self__):
+                self.note(f"datetime.{function.__name__}", frame)
+
+    def hash(self, thing: Any, /) -> int:
+        """In place of hash(), which each process salts for text."""
+        frame = sys._getframe(1)
+        is_direct = frame.f_code.co_name != "__hash__" and _caller(frame) is frame
+        if is_direct and _is_salted(thing):
+            self.note("hash() of text", frame, own=True)
+        return _HASH(thing)
+
+    def open(self, file: Any, mode: str = "r", *given: Any, **named: Any) -> Any:
+        """In place of open()."""
+        if set(mode) & set("wax+"):
+            self.note(f"open(..., {mode!r})", sys._getframe(1))
+        elif str(file).startswith(SYSTEM):
+            self.note(f"open({str(file)!r})", sys._getframe(1), own=True)
+        return _OPEN(file, mode, *given, **named)
+
+    def default_rng(self, seed: Any = None) -> np.random.Generator:
+        """In place of numpy's function, which calls nothing that a profile shows."""
+        self.note(UNSEEDED if seed is None else SEEDED, sys._getframe(1))
+        return _DEFAULT_RNG(seed)
+
+
+_HASH, _OPEN, _DEFAULT_RNG = hash, open, np.random.default_rng
 
 
 @contextmanager
 def watching() -> Iterator[dict[str, str]]:
     """Names of the watched functions that this thread calls in the block, and where; the calls go through.
 
-    Functions are seen under any name that they were imported by. Of PLACES and CODES, only calls by the user's own code
+    Functions are seen under any name that they were imported by. Of SURROUNDINGS, only calls by the user's own code
     count: libraries may ask.
     """
     watch = _Watch()
-    before: list[tuple[Any, str, Any]] = []
-    wires: dict[int, Callable[..., Any]] = {}
+    replaced: list[tuple[Any, str, Any]] = [
+        (builtins, "hash", watch.hash),
+        (builtins, "open", watch.open),
+        (io, "open", watch.open),
+        (np.random, "default_rng", watch.default_rng),
+    ]
+    for module in [module for name, module in [*sys.modules.items()] if module]:
+        if not is_foreign(module.__name__):
+            for name, value in vars(module).items():
+                if value is _DEFAULT_RNG:
+                    replaced.append((module, name, watch.default_rng))
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     profile = sys.getprofile()
     try:
-        for module_name, names in WIRES.items():
-            module = sys.modules.get(
-                module_name
-            )  # a module that is not imported cannot be called
-            for name in (name for name in names if hasattr(module, name)):
-                original = getattr(module, name)
-                wires[identity(original)] = wire = _wire(
-                    original, f"{module_name}.{name}", watch
-                )
-                before.append((module, name, original))
-                setattr(module, name, wire)
-        for module in own_modules():
-            for name, value in [*vars(module).items()]:
-                if (by_name := wires.get(identity(value))) is not None:
-                    before.append((module, name, value))
-                    setattr(module, name, by_name)
-        for owner, name, make in ((builtins, "hash", _hash), (builtins, "id", _id), (builtins, "open", _open),
-                                  (io, "open", _open), (type(os.environ), "__getitem__", _environ)):  # fmt: skip
-            before.append((owner, name, getattr(owner, name)))
-            setattr(owner, name, make(before[-1][2], watch))
+        for owner, name, replacement in replaced:
+            setattr(owner, name, replacement)
         sys.setprofile(watch.profile)
         yield watch.called
     finally:
         sys.setprofile(profile)
-        for module, name, original in before:
-            setattr(module, name, original)
+        for owner, name, original in before:
+            setattr(owner, name, original)
 
 
-def _wire(
-    original: Callable[..., Any], label: str, watch: _Watch
-) -> Callable[..., Any]:
-    def wired(*arguments: Any, **keywords: Any) -> Any:
-        name = label
-        if label == UNSEEDED:
-            name = (
-                SEEDED
-                if any(value is not None for value in (*arguments, *keywords.values()))
-                else f"{label}()"
-            )
-        watch.note(name, sys._getframe(1))
-        return original(*arguments, **keywords)
-
-    return wired
-
-
-def _hash(original: Callable[[Any], int], watch: _Watch) -> Callable[[Any], int]:
-    def wired(thing: Any, /) -> int:
-        frame = sys._getframe(1)
-        if (
-            _salted(thing)
-            and frame.f_code.co_name != "__hash__"
-            and _caller(frame) is frame
-        ):
-            watch.note("hash() of text", frame, own=True)
-        return original(thing)
-
-    return wired
-
-
-def _id(original: Callable[[Any], int], watch: _Watch) -> Callable[[Any], int]:
-    def wired(thing: Any, /) -> int:
-        frame = sys._getframe(1)
-        if _caller(frame) is frame:  # copy.deepcopy asks for ids, too
-            watch.note("id()", frame, own=True)
-        return original(thing)
-
-    return wired
-
-
-def _open(original: Callable[..., Any], watch: _Watch) -> Callable[..., Any]:
-    def wired(file: Any, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:
-        if set(mode) & set("wax+"):
-            watch.note(f"open(..., {mode!r})", sys._getframe(1))
-        elif str(file).startswith(SYSTEM):
-            watch.note(f"open({str(file)!r})", sys._getframe(1), own=True)
-        return original(file, mode, *arguments, **keywords)
-
-    return wired
-
-
-def _environ(
-    original: Callable[[Any, str], str], watch: _Watch
-) -> Callable[[Any, str], str]:
-    def wired(variables: Any, key: str) -> str:
-        watch.note(f"os.environ[{key!r}]", sys._getframe(1), own=True)
-        return original(variables, key)
-
-    return wired
-
-
-def _salted(thing: Any) -> bool:
-    """Whether the hash of a thing is another in every process."""
-    return isinstance(thing, str | bytes) or (
-        isinstance(thing, tuple | frozenset) and any(map(_salted, thing))
-    )
-
-
-def _functions(table: dict[str, tuple[str, ...]]) -> Iterator[tuple[str, Any]]:
-    """`module.name` and the function, of those modules of a table that are imported."""
+def _by_id(table: Mapping[str, str]) -> dict[int, str]:
+    """`module.name` of each function of the imported modules: by its id, or by that of its code if it is Python."""
+    found = {}
     for module, names in table.items():
-        for name in names:
-            if (function := getattr(sys.modules.get(module), name, None)) is not None:
-                yield f"{module}.{name}", function
+        for name in names.split():
+            function = getattr(sys.modules.get(module), name, None)
+            if function is not None:
+                known = getattr(function, "__code__", function)
+                found[id(known)] = f"{module}.{name}"
+    return found
 
 
-def _by_reference(table: dict[str, tuple[str, ...]]) -> dict[int, str]:
-    """Names by the id of each function that is written in C."""
-    return {
-        id(function): name
-        for name, function in _functions(table)
-        if not hasattr(function, "__code__")
-    }
-
-
-def _by_code(table: dict[str, tuple[str, ...]]) -> dict[CodeType, str]:
-    """Names by the code of each function that is written in Python."""
-    return {
-        function.__code__: name
-        for name, function in _functions(table)
-        if hasattr(function, "__code__")
-    }
+def _is_salted(thing: Any) -> bool:
+    """Whether the hash of a thing is another in every process."""
+    if isinstance(thing, tuple | frozenset):
+        return any(map(_is_salted, thing))
+    return isinstance(thing, str | bytes)
 
 
 def _caller(frame: FrameType | None) -> FrameType | None:
     """The nearest frame outside the standard library; None for an import, and for a line of a log."""
-    while frame is not None and _top(frame) in STANDARD:
-        if _top(frame) in SILENT:
+    while frame is not None and (top := _top(frame)) in STANDARD:
+        if top in SILENT:
             return None
         frame = frame.f_back
     return frame
@@ -292,23 +212,18 @@ def _caller(frame: FrameType | None) -> FrameType | None:
 
 def _is_default_seed(frame: FrameType) -> bool:
     """Whether numpy asks for the entropy of a bit generator, as it does for one with a key, too."""
-    return (
-        frame.f_code is random.SystemRandom.getrandbits.__code__
-        and frame.f_locals.get("k") == 128
-    )
+    is_draw = frame.f_code is random.SystemRandom.getrandbits.__code__
+    return is_draw and frame.f_locals["k"] == 128
 
 
-def own_modules() -> list[ModuleType]:
-    """The imported modules of the user: neither libraries nor installed."""
-    return [
-        module
-        for name, module in [*sys.modules.items()]
-        if module is not None and not foreign(name)
-    ]
+def _top(frame: FrameType) -> str:
+    """The package of a frame; empty for the user's own file with the name of a module of Python."""
+    top = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return "" if shadows(top) else top
 
 
-def foreign(module: str | None) -> bool:
-    """Whether a module is no code of the user."""
+def is_foreign(module: str | None) -> bool:
+    """Whether a module is no code of the user: part of Python, a known library, or installed."""
     name = module or "builtins"
     if name.partition(".")[0] in LIBRARIES | STANDARD and not shadows(name):
         return name != "__main__"
@@ -323,100 +238,79 @@ def shadows(module: str) -> bool:
     return top in STANDARD and top != "__main__" and not place.startswith(LIBRARY)
 
 
-def _top(frame: FrameType) -> str:
-    top = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    return "" if shadows(top) else top
+def generators() -> dict[str, bytes]:
+    """The global random generators by name; OpenCV's cannot be read: a draw, after which it starts again."""
+    draw = np.zeros((4, 1), np.int32)
+    cv2.randu(draw, 0, 2**30)  # type: ignore[call-overload]
+    cv2.setRNGSeed(WATCH_SEED)
+    import torch
 
-
-def global_state() -> dict[str, bytes]:
-    """State that transforms share in this process, by name, without OpenCV's generator, which cannot be read."""
-    torch = sys.modules.get("torch")
-    found = {
-        "the generator of random": random.getstate(),
-        "the global generator of numpy": np.random.get_state(),
-        "OpenCV's number of threads": cv2.getNumThreads(),
+    return {
+        "the generator of random": pickle.dumps(random.getstate()),
+        "the global generator of numpy": pickle.dumps(np.random.get_state()),
+        "the global generator of torch": torch.get_rng_state().numpy().tobytes(),
+        "the global generator of OpenCV": draw.tobytes(),
     }
-    if torch is not None:
-        found["the global generator of torch"] = torch.get_rng_state().numpy().tobytes()
-        found["torch's number of threads"] = torch.get_num_threads()
-    return {name: pickle.dumps(value) for name, value in found.items()}
 
 
-def switches() -> dict[str, bytes]:
+def switches() -> dict[str, Any]:
     """What a transform could switch for everything else in this process, by name."""
-    torch = sys.modules.get("torch")
-    found = {
+    import torch
+
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    return {
+        "OpenCV's number of threads": cv2.getNumThreads(),
         "OpenCV's choice of code (setUseOptimized)": cv2.useOptimized(),
         "numpy's handling of errors (seterr)": np.geterr(),
         "the working directory": os.stat(".").st_ino,
         "the environment variables": dict(os.environ),
-    }
-    if torch is not None:
-        cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-        kernels = (
+        "the number of threads of this process": threading.active_count(),
+        "torch's number of threads": torch.get_num_threads(),
+        "torch's default type": torch.get_default_dtype(),
+        "torch's switches": (
+            torch.get_deterministic_debug_mode(),
+            torch.is_grad_enabled(),
             cudnn.benchmark,
             cudnn.deterministic,
             cudnn.allow_tf32,
             matmul.allow_tf32,
-        )
-        found["torch's default type"] = str(torch.get_default_dtype())
-        found["torch's switches"] = (
-            torch.get_deterministic_debug_mode(),
-            torch.is_grad_enabled(),
-            *kernels,
-        )
-    return {name: pickle.dumps(value) for name, value in found.items()}
+        ),
+    }
 
 
-def seed_globals(seed: int, *, opencv: bool = True) -> None:
+def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Names whose values are not equal."""
+    return [name for name, value in after.items() if value != before[name]]
+
+
+def seed_globals(seed: int) -> None:
     """Seed every global generator except those of CUDA."""
+    import torch
+
     random.seed(seed)
     np.random.seed(seed)
-    if opencv:
-        cv2.setRNGSeed(seed)
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.default_generator.manual_seed(seed)
-
-
-@contextmanager
-def opencv_generator() -> Iterator[Callable[[], bool]]:
-    """A function that returns whether OpenCV's generator was used or seeded in the block; call it once."""
-
-    def draw() -> bytes:
-        drawn = np.zeros((4, 1), np.int32)
-        cv2.randu(drawn, 0, 2**30)  # type: ignore[call-overload]
-        return drawn.tobytes()
-
-    cv2.setRNGSeed(OPENCV_SEED)
-    untouched = draw()
-    cv2.setRNGSeed(OPENCV_SEED)
-    yield lambda: draw() != untouched
+    cv2.setRNGSeed(seed)
+    torch.default_generator.manual_seed(seed)
 
 
 @contextmanager
 def preserved() -> Iterator[None]:
     """Restores global generators and thread counts after the block; OpenCV's generator restarts."""
-    torch = sys.modules.get("torch")
-    python, numpy, opencv_threads = (
-        random.getstate(),
-        np.random.get_state(),
-        cv2.getNumThreads(),
-    )
-    torchs = (
-        (torch.get_rng_state(), torch.get_num_threads()) if torch is not None else None
-    )
+    import torch
+
+    python, numpy = random.getstate(), np.random.get_state()
+    torchs, opencv_threads = torch.get_rng_state(), cv2.getNumThreads()
+    torch_threads = torch.get_num_threads()
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+        torch.set_rng_state(torchs)
         cv2.setRNGSeed(0)
         set_opencv_threads(opencv_threads)
-        if torch is not None and torchs is not None:
-            torch.set_rng_state(torchs[0])
-            if torch.get_num_threads() != torchs[1]:
-                torch.set_num_threads(torchs[1])
+        if torch.get_num_threads() != torch_threads:
+            torch.set_num_threads(torch_threads)
 
 
 def set_opencv_threads(number: int) -> None:
@@ -426,35 +320,3 @@ def set_opencv_threads(number: int) -> None:
     """
     cv2.setNumThreads(1)  # only this number ends OpenCV's threads at once
     cv2.setNumThreads(number)
-
-
-@contextmanager
-def another_worker(*, environment: bool = False) -> Iterator[None]:
-    """In the block, this process looks to a transform like a loader worker of another layout: other number, other seed.
-
-    With `environment`, in a process of its own, also like one that was started with other numbers in its variables, and
-    its threads take turns more often.
-    """
-    worker: Any = sys.modules.get("torch.utils.data._utils.worker")
-    if worker is None:  # then nothing can ask
-        yield
-        return
-    own, interval = worker._worker_info, sys.getswitchinterval()
-    place, number = (own.id, own.num_workers) if own is not None else (0, 0)
-    if environment:
-        os.environ.update(
-            {
-                name: str(int(value) + 3)
-                for name, value in os.environ.items()
-                if value.isdecimal()
-            }
-        )
-        sys.setswitchinterval(1e-5)
-    worker._worker_info = worker.WorkerInfo(
-        id=place + 7, num_workers=number + 11, seed=OPENCV_SEED, dataset=None
-    )
-    try:
-        yield
-    finally:
-        worker._worker_info = own
-        sys.setswitchinterval(interval)

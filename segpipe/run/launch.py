@@ -159,6 +159,7 @@ def check_job(config: Config) -> None:
 
 def examine(config: Config) -> None:
     """Check all that a run needs beside its settings and its folder: tracker, data set, augmentation, export folder."""
+    from segpipe.checks import purity
     from segpipe.checks.data_contract import check_data
     from segpipe.checks.network_contract import check_network
     from segpipe.data.augment import Augmenter
@@ -171,7 +172,6 @@ def examine(config: Config) -> None:
         open_samples,
         sequences,
     )
-    from segpipe.checks import purity
     from segpipe.run.preflight import check_crop, check_workers
 
     check_tracking(config)

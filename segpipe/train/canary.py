@@ -1,6 +1,6 @@
-"""Race canary: compares 8 bytes of samples that two processes made under the same key, and explains a difference.
+"""Race canary: makes samples again in another process, compares 8 bytes of both, and explains a difference.
 
-The purity checker runs before the first step, on a few samples, one at a time. It cannot see threads of a worker that
+The purity check runs before the first step, on a few samples, one at a time. It cannot see threads of a worker that
 share data, a module that keeps the parameters of one call for the next, or a cache that somebody writes into. So one
 sample in `augment.canary` is read and augmented `plan.REPEATS` more times by another process, and each transform leaves
 a digest of what it was given, so that the one at fault can be named. docs/race.md has the arithmetic.
@@ -9,7 +9,9 @@ a digest of what it was given, so that the one at fault can be named. docs/race.
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,20 +22,19 @@ from numpy.typing import NDArray
 from segpipe.data.plan import REPEATS, Member
 from segpipe.errors import ImpureAugmentError
 from segpipe.ledger.digest import digest_groups, kernels
-from segpipe.checks.probes import Frame, first_difference
-from segpipe.checks.tripwire import another_worker
 
 if TYPE_CHECKING:
     from segpipe.data.augment import Augmenter, Crop
     from segpipe.data.samples import Samples
 
-Trail = tuple[
-    tuple[str, int], ...
-]  # of each transform its name, and 8 bytes of what it was given
+Frame = tuple[NDArray[np.uint8], NDArray[np.uint8]]  # image (H, W, 3), target (H, W)
+# Of each transform its name, and 8 bytes of what it was given.
+Trail = tuple[tuple[str, int], ...]
+OTHER_SEED = 0x51F15EED  # a value that no transform uses
 
 
 class Witness(NamedTuple):
-    """Evidence about a sample from the process that made it. Digests are those that the ledger of an audit holds."""
+    """Evidence about a sample from the process that made it: the digests that the ledger of an audit holds."""
 
     process: int  # its id
     image: int
@@ -42,10 +43,10 @@ class Witness(NamedTuple):
 
 
 def witness(crop: Crop, trail: Trail = ()) -> Witness:
-    """The digests of a sample, made in this process; that of the image covers a color that is not applied yet."""
+    """The digests of a sample made in this process; that of the image covers a color that is not applied yet."""
     image = [_tensor(part) for part in (crop.image, crop.color) if part is not None]
-    of_image, of_target = digest_groups([image, [_tensor(crop.target)]]).tolist()
-    return Witness(os.getpid(), of_image % 2**64, of_target % 2**64, trail)
+    digests = digest_groups([image, [_tensor(crop.target)]]).tolist()
+    return Witness(os.getpid(), digests[0] % 2**64, digests[1] % 2**64, trail)
 
 
 def augment_watched(
@@ -53,33 +54,45 @@ def augment_watched(
 ) -> tuple[Crop, Witness]:
     """The augmented sample and its witness, without a trail where digests are not compiled: it would cost too much.
 
-    With `again`, as a worker of another layout, so that a transform which reads the number of workers is seen too.
+    With `again`, as a worker of another layout: a transform that reads the number of workers then makes another sample.
     """
     with another_worker() if again else nullcontext():
-        return _augment_watched(augmenter, frame, key)
+        if kernels() is None:
+            crop = augmenter.crop(*frame, key)
+            return crop, witness(crop)
+        trail: list[tuple[str, int]] = []
+
+        def look(name: str, *arrays: NDArray[np.uint8]) -> None:
+            group = [_tensor(array) for array in arrays]
+            trail.append((name, int(digest_groups([group]))))
+
+        crop = augmenter.looked_at(*frame, key, look)
+        return crop, witness(crop, tuple(trail))
 
 
-def _augment_watched(
-    augmenter: Augmenter, frame: Frame, key: int
-) -> tuple[Crop, Witness]:
-    if kernels() is None:
-        made = augmenter.crop(*frame, key)
-        return made, witness(made)
-    trail: list[tuple[str, int]] = []
-
-    def look(name: str, *arrays: NDArray[np.uint8]) -> None:
-        trail.append((name, int(digest_groups([[_tensor(array) for array in arrays]]))))
-
-    made = augmenter.looked_at(*frame, key, look)
-    return made, witness(made, tuple(trail))
+@contextmanager
+def another_worker() -> Iterator[None]:
+    """In the block, this process looks to a transform like a loader worker with another number, seed and layout."""
+    worker: Any = sys.modules.get("torch.utils.data._utils.worker")
+    if worker is None:  # then nothing can ask
+        yield
+        return
+    own = worker._worker_info
+    number, total = (own.id, own.num_workers) if own is not None else (0, 0)
+    worker._worker_info = worker.WorkerInfo(
+        id=number + 7, num_workers=total + 11, seed=OTHER_SEED, dataset=None
+    )
+    try:
+        yield
+    finally:
+        worker._worker_info = own
 
 
 def _tensor(array: NDArray[Any]) -> torch.Tensor:
     """The array as a tensor that is only read."""
     array = np.ascontiguousarray(array)
-    if (
-        not array.flags.writeable
-    ):  # of a cache: torch warns of such memory, and a copy costs more than the digest
+    if not array.flags.writeable:
+        # A frame of a cache: torch warns of read-only memory, and a copy costs more than the digest.
         array = np.asarray(_Unlocked(array))
     return torch.from_numpy(array)
 
@@ -93,6 +106,20 @@ class _Unlocked:
             **array.__array_interface__,
             "data": (array.ctypes.data, False),
         }
+
+
+def first_difference(expected: Frame, found: Frame) -> str:
+    """Where two frames first differ, in row-major order and the image before the target; empty where they do not."""
+    for name, before, now in zip(("image", "target"), expected, found, strict=True):
+        if before.shape != now.shape or before.dtype != now.dtype:
+            return f"the {name} is {before.dtype} {before.shape}, then {now.dtype} {now.shape}"
+        differing = before != now
+        if differing.any():
+            place = np.unravel_index(int(differing.argmax()), before.shape)
+            y, x, channel = (*map(int, place), 0)[:3]
+            where = f"{name} (y, x, channel) = ({y}, {x}, {channel})"
+            return f"{where} is {before[place]}, then {now[place]}"
+    return ""
 
 
 @dataclass
@@ -126,46 +153,40 @@ class Canary:
 
     def _message(self, member: Member, held: _Held, frame: Frame, made: Witness) -> str:
         epoch, index = member
-        found = []
+        facts = []
         for name in ("image", "target"):
             before, now = getattr(held.witness, name), getattr(made, name)
             if before == now:
-                found.append(f"the {name} is equal")
+                facts.append(f"the {name} is equal")
             else:
-                found.append(
+                facts.append(
                     f"the {name} differs, digest {before:016x} in process {held.witness.process}, then {now:016x} in "
                     f"process {made.process}"
                 )
+        if pixel := first_difference(held.frame, frame):
+            facts.append(pixel)
         return (
             f"sample {index} ({self._samples.name(index)}) of epoch {epoch}, augmented again under the same key: "
-            f"{'; '.join(found)}{_pixel(held, frame)}. {_cause(held.witness.trail, made.trail)}. Set augment.canary=0 "
-            f"to train without this check."
+            f"{'; '.join(facts)}. {_cause(held.witness.trail, made.trail)} Set augment.canary=0 to train without this "
+            f"check."
         )
 
 
 def _cause(before: Trail, now: Trail) -> str:
-    """Which transform is at fault, as far as two trails tell; without a full stop."""
-    unlike = [one[1] != two[1] for one, two in zip(before, now, strict=False)]
-    if any(unlike[:1]):
+    """Which transform is at fault, as far as two trails tell."""
+    differing = [one != two for (_, one), (_, two) in zip(before, now, strict=False)]
+    if differing and differing[0]:
         return (
             "What was read differs already: the file was changed meanwhile, or a transform wrote into a sample that "
-            "data.cache_mib keeps"
+            "data.cache_mib keeps."
         )
-    impure = "So augmentation is not a pure function of sample and key"
-    depends = "depends on earlier samples, on other threads, or on a generator that the key does not set"
-    if not unlike:
-        return (
-            f"{impure}: it {depends} (or the file was changed meanwhile). Find the transform with "
-            f"segpipe check-augment, and keep its parameters inside the call"
-        )
-    first = before[unlike.index(True) - 1 if any(unlike) else -1][0]
+    which = "one of the transforms (or the file was changed meanwhile)"
+    if differing:
+        last_equal = differing.index(True) - 1 if True in differing else -1
+        name = before[last_equal][0]
+        which = f"the first transform whose output differs is {name}, which"
     return (
-        f"{impure}: the first transform whose output differs is {first}. It {depends}. Keep its parameters inside the "
-        f"call, and check it with segpipe check-augment"
+        f"So augmentation is not a pure function of sample and key: {which} depends on earlier samples, on other "
+        f"threads, or on a generator that the key does not set. Keep parameters inside the call, and check with "
+        f"segpipe check-augment."
     )
-
-
-def _pixel(held: _Held, frame: Frame) -> str:
-    """The first pixel that differs."""
-    found = first_difference(held.frame, frame)
-    return f"; {found}" if found else ""

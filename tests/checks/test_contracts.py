@@ -14,16 +14,16 @@ import torch
 
 from runs import torch_restored
 from segpipe import plugins
-from segpipe.cli import check_plugin
 from segpipe.checks import network_contract
 from segpipe.checks.clause import Clause
 from segpipe.checks.data_contract import DataContract, check_data
+from segpipe.checks.elsewhere import elsewhere, started
 from segpipe.checks.loss_contract import LossContract
 from segpipe.checks.network_contract import NetworkContract, check_network
 from segpipe.checks.network_contract import check_plugin as check_network_of
+from segpipe.cli import check_plugin
 from segpipe.errors import ConfigError
 from segpipe.models import MODELS
-from segpipe.checks.elsewhere import elsewhere, started
 from segpipe.run import launch
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, from_mapping

@@ -9,12 +9,13 @@ import impure
 import runs
 from benchmarks import augment
 from impure import Noise, config
+from segpipe.checks import layouts
+from segpipe.checks import purity as checker
+from segpipe.checks.layouts import LAYOUTS, check_diversity, check_layouts
 from segpipe.cli import check_augment
 from segpipe.cli.main import main as segpipe
 from segpipe.data.augment import Augmenter
 from segpipe.data.transforms import TRANSFORMS
-from segpipe.checks import purity as checker, layouts
-from segpipe.checks.layouts import LAYOUTS, check_diversity, check_layouts
 
 FEW = ((0, "fork"), (2, "fork"), (3, "fork"))
 

@@ -17,14 +17,13 @@ import impure
 from impure import Noise, config
 from runs import settings, torch_restored
 from segpipe import plugins
+from segpipe.checks import elsewhere, purity
+from segpipe.checks.probes import PROBES, Case, Finding, Pixel, first_difference, run
 from segpipe.data import augment
 from segpipe.data.augment import Augmenter
 from segpipe.data.transforms import TRANSFORMS
 from segpipe.errors import ImpureAugmentError
 from segpipe.keys import sample_key
-from segpipe.checks import purity
-from segpipe.checks import elsewhere
-from segpipe.checks.probes import PROBES, Case, Finding, Pixel, first_difference, run
 from segpipe.run import launch
 from segpipe.settings.compose import compose
 

@@ -28,12 +28,12 @@ from segpipe.data.samples import CachedSamples
 from segpipe.data.transforms import TRANSFORMS
 from segpipe.errors import ConfigError, ImpureAugmentError
 from segpipe.ledger.digest import digest_each, digest_groups
-from segpipe.train import canary
-from segpipe.train.canary import Canary, augment_watched
 from segpipe.settings.check import check
 from segpipe.settings.compose import compose
 from segpipe.settings.config import FREE_KEYS, Config
 from segpipe.settings.groups import AugmentConfig
+from segpipe.train import canary
+from segpipe.train.canary import Canary, augment_watched
 
 ORDER = Order(seed=3, num_samples=10, shards=2, samples_per_shard=3)
 WORKERS = [0, 1, 2, 3]
