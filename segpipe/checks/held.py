@@ -16,6 +16,7 @@ from types import (
     CellType,
     FunctionType,
     GeneratorType,
+    MemberDescriptorType,
     MethodType,
     ModuleType,
 )
@@ -89,22 +90,22 @@ class _Walk:
         while self._waiting:
             path, found = self._waiting.popleft()
             if isinstance(found, ATOMS):
-                self.state[path] = repr(found).encode()
+                self._record(path, repr(found).encode())
             elif id(found) not in self._seen:
                 self._seen[id(found)] = found
                 self._visit(path, found)
 
     def _visit(self, path: str, thing: Any) -> None:
         if (content := _memory(thing)) is not None:
-            self.state[path] = content
+            self._record(path, content)
         elif isinstance(thing, Mapping):
-            self.state[MEMO + path] = repr([*map(repr, thing)]).encode()
+            self._record(MEMO + path, repr([*map(repr, thing)]).encode())
             for key, value in [*thing.items()]:
                 self._add(f"{path}[{key!r}]", value)
         elif isinstance(thing, set | frozenset):
-            self.state[path] = repr(sorted(map(repr, thing))).encode()
+            self._record(path, repr(sorted(map(repr, thing))).encode())
         elif isinstance(thing, list | tuple | deque | np.ndarray):
-            self.state[path] = str(len(thing)).encode()
+            self._record(path, str(len(thing)).encode())
             for number, item in enumerate(thing):
                 self._add(f"{path}[{number}]", item)
         elif isinstance(thing, type | ModuleType):
@@ -113,8 +114,12 @@ class _Walk:
             self._visit_function(path, thing)
         elif isinstance(thing, WRAPPERS):
             self._visit_wrapper(path, thing)
-        elif not isinstance(thing, BuiltinFunctionType):
+        elif not isinstance(thing, BuiltinFunctionType | MemberDescriptorType):
             self._visit_object(path, thing)
+
+    def _record(self, path: str, content: bytes) -> None:
+        # A class and its object may have attributes of one name.
+        self.state[path] = self.state.get(path, b"") + content
 
     def _add(self, path: str, thing: Any) -> None:
         self._waiting.append((path, thing))
@@ -160,7 +165,7 @@ class _Walk:
         else:
             inner = wrapper.__wrapped__
             info = repr(wrapper.cache_info()).encode()
-            self.state[f"{MEMO}the cache of {path}"] = info
+            self._record(f"{MEMO}the cache of {path}", info)
         self._add(path, inner)
 
     def _visit_object(self, path: str, thing: Any) -> None:
@@ -168,17 +173,17 @@ class _Walk:
         attributes = _attributes(thing)
         if kind.__module__ == "logging":  # a logger keeps what it has looked up
             return
+        for owner in kind.__mro__:  # first: a bound method is named by its class
+            self._add(owner.__name__, owner)
         if not attributes or isinstance(thing, random.Random):
-            self.state[path] = _snapshot(thing)
+            self._record(path, _snapshot(thing))
             return
         name = path
         if not is_foreign(kind.__module__):
             self._instances[kind] += 1
             number = self._instances[kind]
             name = kind.__name__ if number == 1 else f"{kind.__name__} {number}"
-        for owner in kind.__mro__:  # first: a bound method is named by its class
-            self._add(owner.__name__, owner)
-        self.state[f"attributes of {name}"] = repr(sorted(attributes)).encode()
+        self._record(f"attributes of {name}", repr(sorted(attributes)).encode())
         self._add_members(name, attributes)
 
 

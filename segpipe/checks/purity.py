@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import cv2
@@ -141,8 +142,9 @@ def check(
 
     Other processes do the work, so this one stays as it is. `report(name)` is called after each transform.
     """
-    given = (augmenter, _two_frames(samples), largest)
-    names = [*(part.name for part in augmenter.parts()), augmenter.name]
+    functions = [*augmenter.parts(), augmenter.fresh()]
+    names = [function.name for function in functions]
+    given = (functions, _two_frames(samples), largest)
     observations: list[Observation] = []
     others: dict[str, list[Outputs | str]] = {}
     unanswered = []
@@ -164,8 +166,10 @@ def check(
         except UnansweredError as error:
             given_up = (augmenter.name, ANOTHER_START, str(error), NOT_IMPORTABLE)
             unanswered.append(Finding(*given_up, unanswered=True))
-        except SegpipeError as error:
-            observations[-1].problems[ANOTHER_START] = str(error).rstrip(".")
+        except SegpipeError as error:  # of the user's code, when it is imported there
+            detail = str(error).rstrip(".")
+            advice = ADVICE[ANOTHER_START]
+            unanswered.append(Finding(augmenter.name, ANOTHER_START, detail, advice))
     findings = []
     for number, name in enumerate(names):
         observation = observations[number]
@@ -182,7 +186,7 @@ def check(
 def _difference(observation: Observation, probe: str, outputs: Outputs | str) -> str:
     """How the outputs of another process differ first; text if it raised an error."""
     if isinstance(outputs, str):
-        return outputs
+        return outputs if observation.outputs else ""
     for place, frame in observation.outputs.items():
         if difference := first_difference(frame, outputs[place]):
             if probe == ANOTHER_WORKER and observation.written:
@@ -200,11 +204,11 @@ def _two_frames(samples: Samples) -> tuple[Frame, Frame]:
     return first, (first[0][:, ::-1].copy(), first[1][:, ::-1].copy())
 
 
-def _functions(
-    augmenter: Augmenter, frames: Sequence[Frame], largest: int | None
+def _probed(
+    functions: Sequence[Augmenter], frames: Sequence[Frame], largest: int | None
 ) -> list[Probed]:
-    """The transforms, then the whole pipeline. Transforms after the first get the output of the first."""
-    first, *parts = augmenter.parts()
+    """The transforms, then the whole pipeline, with their samples. Transforms get the output of the first of them."""
+    first, *parts, whole = functions
     cut = slice(largest)
     small = []
     for frame in frames:
@@ -212,22 +216,22 @@ def _functions(
         small.append((image[cut, cut].copy(), target[cut, cut].copy()))
     image, target = small[0]
     brighter = [(image // 2 + np.uint8(4 * i), target) for i in range(MANY - 2)]
-    functions = [Probed(first, frames, takes_samples=True)]
+    probed = [Probed(first, frames, takes_samples=True)]
     for part in parts:
         many = [*small, *brighter] if is_path(part.name) else small
-        functions.append(Probed(part, many, takes_samples=False))
-    return [*functions, Probed(augmenter.fresh(), frames, takes_samples=True)]
+        probed.append(Probed(part, many, takes_samples=False))
+    return [*probed, Probed(whole, frames, takes_samples=True)]
 
 
 def _outputs(
-    augmenter: Augmenter,
+    functions: Sequence[Augmenter],
     frames: Sequence[Frame],
     largest: int | None,
     order: int = 1,
 ) -> list[Outputs | str]:
     """What each function makes, in their order; text of one that raises an error. Calls them backwards for -1."""
     made: list[Outputs | str] = []
-    for probed in _functions(augmenter, frames, largest)[::order]:
+    for probed in _probed(functions, frames, largest)[::order]:
         places = [*probed.places()][::order]
         try:
             made.append({place: _copied(probed.call(place)) for place in places})
@@ -237,22 +241,22 @@ def _outputs(
 
 
 def _outputs_of_another_worker(
-    augmenter: Augmenter, frames: Sequence[Frame], largest: int | None
+    functions: Sequence[Augmenter], frames: Sequence[Frame], largest: int | None
 ) -> list[Outputs | str]:
     """`_outputs`, called backwards by what looks like a worker of another layout."""
     other_environment()
     tripwire.seed_globals(ANOTHER_SEED)
     tripwire.set_opencv_threads(4 if cv2.getNumThreads() == 1 else 1)
     with another_worker():
-        return _outputs(augmenter, frames, largest, order=-1)
+        return _outputs(functions, frames, largest, order=-1)
 
 
 def _observations(
-    augmenter: Augmenter, frames: Sequence[Frame], largest: int | None
+    functions: Sequence[Augmenter], frames: Sequence[Frame], largest: int | None
 ) -> Iterator[Observation]:
     """An observation of each function, as soon as it is made."""
     varies = False
-    for probed in _functions(augmenter, frames, largest):
+    for probed in _probed(functions, frames, largest):
         observation = observed(replace(probed, varies=varies and probed.takes_samples))
         yield observation
         outputs = observation.outputs
@@ -262,9 +266,8 @@ def _observations(
 
 def observed(probed: Probed) -> Observation:
     """What the probes find that need one process alone. Raises ConfigError for a function that raises at once."""
-    function = probed.function
-    function.ready()
-    before, switches = held.object_state(function), tripwire.switches()
+    state = partial(held.object_state, probed.function.ready())
+    before, switches = state(), tripwire.switches()
     if problem := _input_problem(probed):
         return Observation({}, {INPUT: problem})
     try:
@@ -276,11 +279,11 @@ def observed(probed: Probed) -> Observation:
             *tripwire.differing(generators, tripwire.generators()),
             *tripwire.differing(switches, tripwire.switches()),
         ]
-        first = held.object_state(function)
+        first = state()
         repeated = probed.call((0, 0))
-        second = held.object_state(function)
+        second = state()
         again = probed.call((0, 0))
-        state_changed = held.changed_by_call(first, second, held.object_state(function))
+        state_changed = held.changed_by_call(first, second, state())
         probed.call((1, 1))  # may not write into what was returned
     except Exception as error:
         return Observation({}, {REPEAT: f"later it {_raises(error)}"})
@@ -312,7 +315,7 @@ def _input_problem(probed: Probed) -> str:
     """
     image, target = _copied(probed.frames[0])
     try:
-        output = probed.function(image, target, KEYS[0])
+        output = probed.function(image, target, KEYS[2])
     except SegpipeError:
         raise
     except Exception as error:
@@ -325,7 +328,7 @@ def _input_problem(probed: Probed) -> str:
         if probed.takes_samples and shares:
             return f"the {name} that it returns shares memory with the input"
     try:
-        probed.call((0, 0))
+        probed.call((0, 2))  # another worker begins with another sample and key
     except Exception as error:
         return f"on read-only input it {_raises(error)}"
     return ""

@@ -41,7 +41,7 @@ SURROUNDINGS = {
     "sys": "getrefcount",
     "builtins": "id",
     "cv2": "imwrite getTickCount getNumThreads",
-    "torch": "initial_seed get_num_threads",
+    "torch": "initial_seed",
     "torch.utils.data": "get_worker_info",
     "multiprocessing.process": "current_process parent_process",
     "threading": "current_thread",

@@ -1,11 +1,16 @@
-"""The purity checker: every planted impurity is found by name, and what is pure is left in peace."""
+"""The purity check: every planted impurity is found by name, and what is pure is left in peace."""
 
 import multiprocessing
 import os
 import random
+import re
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import albumentations as A
 import cv2
@@ -14,18 +19,22 @@ import pytest
 import torch
 
 import impure
+from benchmarks import augment as benchmark
 from impure import Noise, config
-from runs import settings, torch_restored
+from runs import torch_restored
 from segpipe import plugins
 from segpipe.checks import elsewhere, purity
-from segpipe.checks.probes import PROBES, Case, Finding, Pixel, first_difference, run
+from segpipe.checks.purity import Finding, Probed, observed
+from segpipe.cli import check_augment
+from segpipe.cli.main import main as segpipe
 from segpipe.data import augment
 from segpipe.data.augment import Augmenter
+from segpipe.data.loader import train_batches
+from segpipe.data.order import Order
 from segpipe.data.transforms import TRANSFORMS
-from segpipe.errors import ImpureAugmentError
+from segpipe.errors import ConfigError, ImpureAugmentError
 from segpipe.keys import sample_key
-from segpipe.run import launch
-from segpipe.settings.compose import compose
+from segpipe.train.canary import first_difference
 
 # What albumentations 2.0.8 has for an image and its mask; Superpixels is pure as well, but costs as much as all these.
 PURE = {
@@ -55,6 +64,7 @@ PURE = {
     "CenterCrop": partial(A.CenterCrop, 32, 32),
 }  # fmt: skip
 IMPURE = (A.GaussNoise, A.AdditiveNoise, A.RGBShift)
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture
@@ -78,14 +88,8 @@ def named(monkeypatch):
     monkeypatch.setattr(plugins, "_trusted", {"impure"})
 
 
-@pytest.fixture
-def without_spawn(monkeypatch):
-    """A spawned process costs seconds; one test has it."""
-    monkeypatch.setattr(purity, "METHODS", {"fork": purity.FORKED})
-
-
 @pytest.fixture(autouse=True)
-def forgotten():
+def forgotten() -> Iterator[None]:
     """Caches of plants that an earlier test in this process has filled, and what they switch in it."""
     impure.forget()
     with torch_restored():
@@ -93,98 +97,102 @@ def forgotten():
     cv2.setUseOptimized(True)
 
 
-def by_transform(findings: list[Finding]) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
+def title(kind: type) -> str:
+    return f"{kind.__name__.lower()} ({kind.__name__})"
+
+
+def probes(findings: list[Finding]) -> dict[str, str]:
+    return {finding.transform: finding.probe for finding in findings}
+
+
+def forked(augmenter: Augmenter, samples: Any = None) -> list[Finding]:
+    """What the check finds without another start of the program, which takes seconds."""
+    return purity.check(augmenter, samples or Noise(), spawns=False)
+
+
+def test_planted_impurities_are_named_and_honest_caches_are_not(plant):
+    """All in one pipeline: one finding for each, by its cause, and none for its neighbours or the whole.
+
+    Honest are memos, tables and caches of pure functions, on instances, classes, modules, functions and closures.
+    """
+    kinds = [*impure.HONEST, A.ToSepia, *impure.CORPUS, A.Solarize]
+    findings = forked(plant(*kinds))
+    expected = {title(kind): probe for kind, probe in impure.CORPUS.items()}
+    assert probes(findings) == expected
+    told = {finding.transform: str(finding) for finding in findings}
+    for kind, words in impure.NAMED.items():
+        assert words in told[title(kind)]
     for finding in findings:
-        found.setdefault(finding.transform, set()).add(finding.probe)
-    return found
+        assert finding.detail
+        assert finding.advice
 
 
-@pytest.mark.usefixtures("without_spawn")
-@pytest.mark.parametrize("kind", impure.CORPUS, ids=lambda kind: kind.__name__)
-def test_planted_impurities_are_named(plant, kind):
-    """Transform, probe, and what to do; among clean neighbours, and neither the neighbours nor the whole are blamed."""
-    findings = purity.check(plant(A.ToSepia, kind, A.Solarize), Noise())
-    named = f"{kind.__name__.lower()} ({kind.__name__})"
-    found = by_transform(findings)
-    assert found[named] >= impure.CORPUS[kind]
-    assert set(found) <= {named, "whole pipeline"}
-    assert all(finding.advice and finding.detail for finding in findings)
+UNIQUE = {
+    purity.INPUT: impure.InPlaceByOpencv,
+    purity.CALLS: impure.ClockByName,
+    purity.GLOBALS: impure.OtherCode,
+    purity.STATE: impure.SilentCounter,
+    purity.REPEAT: impure.SameTwice,
+    purity.KEY: impure.IgnoresKey,
+    purity.ANOTHER_WORKER: impure.ShapeCache,
+    purity.ANOTHER_START: impure.MethodHash,
+}
 
 
-@pytest.mark.parametrize("kind", impure.CORPUS, ids=lambda kind: kind.__name__)
+@pytest.mark.usefixtures("named")
+def test_each_probe_finds_what_all_others_miss(monkeypatch):
+    """The control: without it, the plant goes through."""
+    assert [*UNIQUE] == [*purity.ADVICE]
+    names = [f"impure:{kind.__name__}" for kind in UNIQUE.values()]
+    augmenter = Augmenter(config(extra=names))
+    titles = [f"impure:{kind.__name__} ({kind.__name__})" for kind in UNIQUE.values()]
+    expected = dict(zip(titles, UNIQUE, strict=True))
+    assert probes(purity.check(augmenter, Noise())) == expected
+    for probe, kind in UNIQUE.items():
+        advice = {one: text for one, text in purity.ADVICE.items() if one != probe}
+        with monkeypatch.context() as patch:
+            patch.setattr(purity, "ADVICE", advice)
+            one = Augmenter(config(extra=[f"impure:{kind.__name__}"]))
+            assert forked(one) == []
+
+
+@pytest.mark.parametrize(
+    "kind", [impure.StaleParameters, impure.Clock, impure.DataclassCurriculum]
+)
 def test_training_does_not_start_with_them(plant, kind):
     augmenter = plant(kind)
     with pytest.raises(ImpureAugmentError) as caught:
-        purity.quick(augmenter, Noise(), budget_s=60)
+        purity.quick(augmenter, Noise())
     message = str(caught.value)
-    assert f"{kind.__name__.lower()} ({kind.__name__}), probe '" in message
-    assert impure.NAMED.get(kind, "") in message
+    assert f"{title(kind)}, probe '{impure.CORPUS[kind]}'" in message
     assert "augment.check=false" in message
     assert "\n" not in message
     assert caught.value.exit_code == 8
+    assert purity.quick(plant(kind, check=False), Noise()) == ""
 
 
-@pytest.mark.usefixtures("without_spawn")
-def test_honest_caches_raise_no_alarm(plant):
-    """The control: memos, tables and caches of pure functions, on instances, classes, modules, functions and closures.
-
-    All in one pipeline, so that none blames another; HashOfText shows that the check would have spoken."""
-    assert len(impure.HONEST) >= 10
-    augmenter = plant(*impure.HONEST)
-    assert purity.check(augmenter, Noise()) == []
-    assert purity.quick(augmenter, Noise()) == ""
-    with pytest.raises(ImpureAugmentError, match=r"\(HashOfText\), probe 'tripwires'"):
-        purity.quick(plant(*impure.HONEST, impure.HashOfText), Noise())
+def test_training_starts_with_honest_caches(plant):
+    assert purity.quick(plant(*impure.HONEST), Noise()) == ""
 
 
-@pytest.mark.usefixtures("without_spawn")
 def test_a_sample_may_not_be_given_back(monkeypatch):
     """Between transforms views are fine, since the first one makes new memory; if it does not, it is named."""
     monkeypatch.setattr(augment, "ScaleCrop", impure.LazyCrop)
-    augmenter = Augmenter(config(crop_size=[48, 80]))
-    assert ("LazyCrop", "input untouched") in {
-        (one.transform, one.probe) for one in purity.check(augmenter, Noise())
-    }
-    with pytest.raises(ImpureAugmentError, match="LazyCrop, probe 'input untouched'"):
-        purity.quick(Augmenter(config(crop_size=[60, 80])), Noise(), budget_s=60)
+    found = probes(forked(Augmenter(config(crop_size=[48, 80]))))
+    assert found == {"LazyCrop": purity.INPUT}
 
 
-def test_whoever_insists_may_train(plant):
-    purity.quick(plant(impure.Clock, check=False), Noise())
-
-
-@pytest.mark.usefixtures("without_spawn")
-def test_the_first_pixel_is_named(plant):
-    finding = next(
-        one
-        for one in purity.check(plant(impure.SelfCounter), Noise())
-        if one.probe == "same key twice"
-    )
-    assert finding.pixel is not None
-    assert finding.pixel[:4] == ("image", 0, 0, 0)
-    assert finding.pixel.found == finding.pixel.expected + 1
-    assert str(finding.pixel) in str(finding)
-
-
-@pytest.mark.usefixtures("without_spawn")
 def test_the_unkeyed_control_is_found():
     """albumentations' own random state: no transform alone is to blame, and the advice names the setting."""
-    control = Augmenter(config(keyed=False))
-    findings = purity.check(control, Noise())
-    assert by_transform(findings)["whole pipeline"] >= {"same key twice", "call order"}
-    assert {finding.transform for finding in findings} == {"whole pipeline"}
-    with pytest.raises(
-        ImpureAugmentError,
-        match=r"whole pipeline, probe 'same key twice'.*augment.keyed=true",
-    ):
-        purity.quick(control, Noise(), budget_s=60)
-    purity.quick(Augmenter(config(keyed=False, check=False)), Noise())
+    [finding] = forked(Augmenter(config(keyed=False)))
+    assert finding.transform == "whole pipeline"
+    assert finding.probe == purity.STATE
+    assert "augment.keyed=true" in finding.advice
 
 
 @pytest.fixture(scope="module")
-def everything() -> dict[str, set[str]]:
-    """What the whole check finds in all shipped and all of albumentations' transforms, and in five impure ones."""
+def everything() -> dict[str, str]:
+    """What the check finds in all shipped and all of albumentations' transforms, and in five impure ones."""
     patch = pytest.MonkeyPatch()
     patch.delenv("PYTHONHASHSEED", raising=False)
     patch.setitem(impure.LATE, "number", 7)
@@ -194,57 +202,60 @@ def everything() -> dict[str, set[str]]:
     for name, builder in (PURE | found).items():
         patch.setitem(TRANSFORMS, name, builder)
     try:
-        return by_transform(
-            purity.check(Augmenter(config(extra=list(TRANSFORMS))), Noise())
-        )
+        return probes(purity.check(Augmenter(config(extra=list(TRANSFORMS))), Noise()))
     finally:
         patch.undo()
 
 
 def test_pure_transforms_raise_no_alarm(everything):
-    guilty = {name.partition(" ")[0] for name in everything}
-    assert len(PURE) >= 25
-    assert guilty - {"whole"} == {
-        kind.__name__ for kind in (*IMPURE, impure.HashOfText, impure.LateGlobal)
+    """And the impure ones of albumentations are found, and what only another start of the program shows."""
+    assert everything == {
+        **{f"{kind.__name__} ({kind.__name__})": purity.GLOBALS for kind in IMPURE},
+        "HashOfText (HashOfText)": purity.CALLS,
+        "LateGlobal (LateGlobal)": purity.ANOTHER_START,
     }
 
 
-@pytest.mark.parametrize("kind", IMPURE, ids=lambda kind: kind.__name__)
-def test_the_impure_ones_of_albumentations_are_found(everything, kind):
-    name = kind.__name__
-    assert everything[f"{name} ({name})"] == {"globals untouched", "tripwires"}
-
-
-@pytest.mark.parametrize(
-    ("name", "others"), [("HashOfText", {"tripwires"}), ("LateGlobal", set())]
-)
-def test_what_a_spawned_process_sees(everything, name, others):
-    assert everything[f"{name} ({name})"] == {"spawned process"} | others
+def test_the_docs_list_the_transforms_that_pass():
+    text = (DOCS / "plugins.md").read_text()
+    listed = text.partition("These transforms of albumentations")[2].partition("\n\n")[
+        0
+    ]
+    assert set(re.findall(r"`(\w+)`", listed)) == {*PURE, "Superpixels"}
+    for kind in IMPURE:
+        assert kind.__name__ in text
 
 
 @pytest.mark.usefixtures("named")
 def test_what_differs_between_two_starts_is_found_before_a_training():
-    """In transforms by import path, with one spawned process for all; honest caches are not blamed."""
-    found = (*impure.OF_A_START, *impure.OF_MANY_IMAGES)
-    names = {kind: f"impure:{kind.__name__}" for kind in (*found, *impure.HONEST)}
-    augmenter = Augmenter(config(extra=list(names.values())))
-    frames = purity._two_frames(Noise())
-    with elsewhere.started(
-        "spawn", purity._outputs, augmenter, frames, False
-    ) as afresh:
-        findings = by_transform(purity._in_two_orders(augmenter, frames, afresh))
-    titles = {kind: f"{name} ({kind.__name__})" for kind, name in names.items()}
-    for kind in impure.OF_A_START:
-        assert findings.pop(titles[kind]) == {"spawned process"}, kind
-    for kind in impure.OF_MANY_IMAGES:
-        assert purity.ORDER in findings.pop(titles[kind]), kind
-    findings.pop(augmenter.name)
-    assert not findings
-    # The control: two processes in one order, and without a spawned one, agree about all of them.
-    assert (
-        not {titles[kind] for kind in impure.OF_A_START}
-        & by_transform(purity._in_two_orders(augmenter, frames)).keys()
-    )
+    """In transforms by import path, with one spawned process for all; honest caches are not blamed.
+
+    Further images under further keys show what only comes to light after some, or under one key in ten.
+    """
+    kinds = [*impure.OF_A_START, *impure.OF_MANY_IMAGES, *impure.HONEST]
+    augmenter = Augmenter(config(extra=[f"impure:{kind.__name__}" for kind in kinds]))
+
+    def found(**given: Any) -> dict[str, str]:
+        findings = purity.check(augmenter, Noise(), largest=48, **given)
+        return {
+            re.sub(r".*\((\w+)\)", r"\1", name): probe
+            for name, probe in probes(findings).items()
+        }
+
+    many = {kind.__name__: probe for kind, probe in impure.OF_MANY_IMAGES.items()}
+    starts = {kind.__name__: purity.ANOTHER_START for kind in impure.OF_A_START}
+    assert found() == many | starts
+    assert found(spawns=False) == many, "the control: two forked processes agree"
+
+
+@pytest.mark.usefixtures("named")
+def test_without_further_keys_a_rare_fault_goes_through(monkeypatch):
+    """The control: four keys for all images, as there once were, miss what happens under one key in ten."""
+    augmenter = Augmenter(config(extra=["impure:RareBank"]))
+    assert len(set(purity.KEYS)) == purity.MANY == 32
+    assert len(forked(augmenter)) == 1
+    monkeypatch.setattr(purity, "KEYS", purity.KEYS[:4] * 8)
+    assert forked(augmenter) == []
 
 
 def test_a_spawned_process_looks_like_another_start(monkeypatch):
@@ -255,10 +266,8 @@ def test_a_spawned_process_looks_like_another_start(monkeypatch):
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     torch.set_num_threads(torch.get_num_threads() + 5)
     before, arguments = dict(os.environ), list(sys.argv)
-    there, here = (
-        elsewhere.elsewhere("spawn", impure.surroundings),
-        impure.surroundings(),
-    )
+    there = elsewhere.elsewhere("spawn", impure.surroundings)
+    here = impure.surroundings()
     assert dict(os.environ) == before
     assert sys.argv == arguments
     assert {name for name in here if here[name] == there[name]} == {
@@ -274,25 +283,26 @@ def test_a_spawned_process_looks_like_another_start(monkeypatch):
 
 
 @pytest.mark.usefixtures("named")
-def test_quick_names_what_differs_between_two_starts(monkeypatch):
-    with pytest.raises(
-        ImpureAugmentError,
-        match=r"impure:ImportedUuid .*, probe 'spawned process'.*not even at import",
-    ):
-        purity.quick(Augmenter(config(extra=["impure:ImportedUuid"])), Noise())
+def test_another_start_that_gives_no_answer_is_noted(monkeypatch):
     monkeypatch.setattr(
-        elsewhere, "_send_afresh", impure.forget
-    )  # which takes no arguments, so there is no answer
-    told = purity.quick(Augmenter(config(extra=["impure:OwnTable"])), Noise())
-    assert told.startswith(
-        "purity of the augmentation: whole pipeline, probe 'spawned process': the process ended"
-    )
+        elsewhere, "_send_from_another_start", impure.forget
+    )  # which takes no arguments
+    note = purity.quick(Augmenter(config(extra=["impure:OwnTable"])), Noise())
+    assert "whole pipeline, probe 'spawned process': the process ended" in note
 
 
 def test_no_process_is_spawned_for_transforms_of_segpipe(monkeypatch):
-    """It costs seconds; those in TRANSFORMS are checked by segpipe check-augment."""
-    monkeypatch.setattr(purity, "started", lambda *_: pytest.fail("spawned"))
+    """It costs seconds; those in TRANSFORMS are compared by segpipe check-augment."""
+    methods = []
+    original = elsewhere.started
+
+    def started(method: str, *given: Any) -> Any:
+        methods.append(method)
+        return original(method, *given)
+
+    monkeypatch.setattr(purity, "started", started)
     assert purity.quick(Augmenter(config(extra=["fog"])), Noise()) == ""
+    assert set(methods) == {"fork"}
 
 
 SHIPPED = {
@@ -306,19 +316,14 @@ SHIPPED = {
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("without_spawn")
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_pipelines_raise_no_alarm(name):
     augmenter = Augmenter(config(**SHIPPED[name]))
-    passed = []
-    assert (
-        purity.check(augmenter, Noise(), report=lambda *result: passed.append(result))
-        == []
-    )
-    assert len(passed) == (len(augmenter.parts()) + 1) * (len(PROBES) + 2)
-    assert all(finding is None for _, _, finding in passed)
-    assert purity.quick(augmenter, Noise(), budget_s=600) == ""
-    assert purity.quick(augmenter, Noise(num=1), budget_s=600) == ""
+    reported: list[str] = []
+    found = purity.check(augmenter, Noise(), spawns=False, report=reported.append)
+    assert found == []
+    assert reported == [*(part.name for part in augmenter.parts()), augmenter.name]
+    assert purity.quick(augmenter, Noise(num=1)) == ""
 
 
 def test_quick_is_quick():
@@ -326,119 +331,62 @@ def test_quick_is_quick():
 
     Other work on the machine makes processor time longer, never shorter: one measurement of three is enough.
     """
-    samples, augmenter = (
-        Noise((360, 480)),
-        Augmenter(config(crop_size=[320, 416], extra=list(TRANSFORMS))),
-    )
+    samples = Noise((360, 480))
+    augmenter = Augmenter(config(crop_size=[320, 416], extra=list(TRANSFORMS)))
 
     def seconds() -> float:
         before = os.times()
-        assert purity.quick(augmenter, samples, budget_s=600) == ""
+        assert purity.quick(augmenter, samples) == ""
         return sum(os.times()[:4]) - sum(before[:4])
 
     assert any(seconds() < 2 for _ in range(3))
 
 
-@pytest.mark.parametrize("fits", [0, 1, 5, 7, 1000])
-@pytest.mark.parametrize("always", [0, 4])
-def test_no_probe_starts_after_the_budget_but_those_that_always_do(fits, always):
-    cases = purity._cases(Augmenter(config()), Noise(), 2)
-    asked, questions = [], [(case, probe) for case in cases for probe in PROBES[:2]]
-    answer = purity._ask(
-        questions,
-        fits,
-        always,
-        report=lambda *r: asked.append(r),
-        clock=lambda: len(asked),
-    )
-    assert len(asked) == answer.asked == min(max(fits, always), 2 * len(cases))
-
-
-def test_the_budget_is_processor_time_which_a_busy_machine_does_not_spend(
-    plant, monkeypatch
-):
-    """Every call waits; with the wall's clock, the control, probes are left out."""
-    augmenter = plant(
-        Waits, brightness=0.0, contrast=0.0, saturation=0.0, hue=0.0, flip=0.0
-    )
-    cases = purity._cases(augmenter, Noise(), 2)
-    questions = [(case, probe) for probe in purity.QUICK[:4] for case in cases]
-    monkeypatch.setattr(Waits, "waits", 0.1)
-    assert purity._ask(questions, 0.4).asked == len(questions)
-    assert purity._ask(questions, 0.4, clock=time.monotonic).asked < len(questions)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [impure.StaleParameters, impure.SelfCounter, impure.Clock],
-    ids=lambda kind: kind.__name__,
-)
-def test_without_time_they_are_refused_all_the_same(plant, monkeypatch, kind):
-    with pytest.raises(
-        ImpureAugmentError, match=rf"\({kind.__name__}\), probe 'same key twice'"
-    ):
-        purity.quick(plant(A.ToSepia, kind), Noise(), budget_s=0)
-    monkeypatch.setattr(
-        purity, "ALWAYS", 0
-    )  # the control: it passes when nothing is asked
-    monkeypatch.setattr(purity, "_in_two_orders", lambda *_: [])
-    assert ": 0 of " in purity.quick(plant(A.ToSepia, kind), Noise(), budget_s=0)
-
-
-def test_what_was_left_out_is_told_before_training(tmp_path, monkeypatch, capsys):
-    def told(budget_s: float) -> str:
-        with monkeypatch.context() as patch:
-            patch.setattr(purity, "quick", partial(purity.quick, budget_s=budget_s))
-            launch.prepare(
-                compose(
-                    settings(
-                        tmp_path / "run", "augment.check=true", "run.exists=replace"
-                    )
-                ),
-                1,
-            )
-        return capsys.readouterr().err
-
-    cases = len(Augmenter(compose(settings(tmp_path / "run")).augment).parts()) + 1
-    assert told(0.0) == (
-        f"purity of the augmentation: {2 * cases} of {len(purity.QUICK) * cases} probes ran in 0 s of processor "
-        "time; segpipe check-augment runs all.\n"
-    )
-    assert told(600.0) == ""
-
-
 def test_quick_leaves_this_process_as_it_was(plant):
-    """A transform that moves every global generator moves them in the child alone, and in the calls that warm up."""
+    """Transforms that move every global generator move them in another process."""
     random.seed(5), np.random.seed(5), torch.manual_seed(5)
     threads = cv2.getNumThreads()
-    before = (
-        random.getstate(),
-        np.random.get_state()[1].tolist(),
-        torch.get_rng_state().tolist(),
-    )
-    for kind in (
-        impure.PythonGlobal,
-        impure.NumpyGlobal,
-        impure.TorchGlobal,
-        impure.LeavesSeed,
-    ):
-        with pytest.raises(ImpureAugmentError):
-            purity.quick(plant(kind), Noise(), budget_s=60)
-    assert (
-        random.getstate(),
-        np.random.get_state()[1].tolist(),
-        torch.get_rng_state().tolist(),
-    ) == before
+
+    def generators() -> list[Any]:
+        numpy = np.random.get_state()[1].tolist()
+        return [random.getstate(), numpy, torch.get_rng_state().tolist()]
+
+    before = generators()
+    kinds = (impure.PythonGlobal, impure.NumpyGlobal, impure.TorchGlobal)
+    with pytest.raises(ImpureAugmentError, match=r"\(2 more\)"):
+        purity.quick(plant(*kinds), Noise())
+    assert generators() == before
     assert cv2.getNumThreads() == threads
     assert not multiprocessing.active_children()
 
 
-class Waits(impure.Planted):
-    waits = 0.0
+class TorchSum(impure.Planted):
+    """Torch divides sums of this size among its threads, which decides their last bits."""
 
     def number(self) -> int:
-        time.sleep(self.waits)
-        return 0
+        bits = torch.arange(200_000.0).sin().sum().view(torch.int32)
+        return 16 * (int(bits) & 0xFFFFFF) + torch.get_num_threads()
+
+
+def test_torch_has_one_thread_wherever_samples_are_augmented(plant):
+    """In this process, too, whose own threads a forked one would wait for without an end."""
+    augmenter = plant(TorchSum)
+
+    def batches(workers: int) -> list[bytes]:
+        stream = train_batches(
+            Noise(), augmenter, Order(0, 4, 1, 2), seed=0, shards=range(1), steps=range(2), workers=workers,
+            start_method="fork", prefetch=1, pin_memory=False,
+        )  # fmt: skip
+        with closing(stream):
+            return [batch.image.numpy().tobytes() for batch in stream]
+
+    torch.set_num_threads(1)
+    alone = TorchSum().number()
+    torch.set_num_threads(3)
+    assert TorchSum().number() != alone, "the control, which starts torch's threads"
+    assert batches(0) == batches(2)
+    assert forked(augmenter) == []
+    assert torch.get_num_threads() == 3
 
 
 PARENT = os.getpid()
@@ -458,101 +406,73 @@ class DiesInChild(impure.Planted):
         return 0
 
 
-class RaisesLater(impure.Planted):
+class Raises(impure.Planted):
+    after = 0
+
     def number(self) -> int:
         self.calls += 1
-        if self.calls > 3:
-            raise ValueError("three times is enough")
+        if self.calls > self.after:
+            raise ValueError("often enough")
         return 0
+
+
+class RaisesLater(Raises):
+    after = 3
 
 
 def test_a_child_that_hangs_or_dies_is_told(plant, monkeypatch):
     monkeypatch.setattr(elsewhere, "PATIENCE_S", 0.3)
     start = time.monotonic()
     with pytest.raises(ImpureAugmentError, match=r"no answer in 0 s.*threads"):
-        purity.quick(plant(HangsInChild), Noise(), budget_s=60)
+        purity.quick(plant(HangsInChild), Noise())
     assert time.monotonic() - start < 300, "it sleeps for 600"
     monkeypatch.undo()
     with pytest.raises(ImpureAugmentError, match="ended without an answer"):
-        purity.quick(plant(DiesInChild), Noise(), budget_s=60)
+        purity.quick(plant(DiesInChild), Noise())
     assert not multiprocessing.active_children()
 
 
-def test_an_error_in_a_probe_is_a_finding(plant):
+def test_an_error_of_a_transform_is_told(plant):
+    with pytest.raises(ImpureAugmentError, match="raises ValueError: often enough"):
+        purity.quick(plant(RaisesLater), Noise())
     with pytest.raises(
-        ImpureAugmentError, match="raises ValueError: three times is enough"
+        ConfigError,
+        match=r"raises \(Raises\) fails: .*test_purity.py, line \d+ .*often enough",
     ):
-        purity.quick(plant(RaisesLater), Noise(), budget_s=60)
+        purity.quick(plant(Raises), Noise())
 
 
-def test_what_cannot_be_sent_to_a_process_is_told(plant, monkeypatch):
+def test_what_cannot_be_sent_to_a_process_is_told(plant):
     augmenter = plant(lambda: A.Solarize())
-    monkeypatch.setattr(purity, "METHODS", {"spawn": purity.SPAWNED})
-    findings = purity.check(augmenter, Noise())
-    assert any(
-        one.probe == "spawned process" and "top of a module" in one.advice
-        for one in findings
-    )
-    assert any(one.probe == "pickled pipeline" for one in findings)
-    purity.quick(augmenter, Noise(), budget_s=60)  # forked workers take it
-
-
-@pytest.mark.usefixtures("without_spawn")
-def test_the_whole_is_not_blamed_for_its_parts_but_for_what_it_adds(plant):
-    found = purity.check(plant(impure.Clock), Noise())
-    assert {finding.transform for finding in found} == {"clock (Clock)"}
-    guilty = Finding("part", "tripwires", "", "")
-    whole = [
-        Finding("whole", "tripwires", "", "a"),
-        Finding("whole", "own state", "", "b"),
-    ]
-    assert purity._drop_explained([guilty, *whole], "whole") == [guilty, whole[1]]
-    assert [finding.advice for finding in purity._drop_explained(whole, "whole")] == [
-        purity.COMBINED
-    ] * 2
+    [finding] = purity.check(augmenter, Noise())
+    assert finding.unanswered
+    assert finding.probe == purity.ANOTHER_START
+    assert "top of a module" in finding.advice
+    assert purity.quick(augmenter, Noise()) == "", "forked workers take it"
 
 
 def test_a_transform_that_hides_all_others_is_found(plant):
     """The pipeline draws from its key, and every output is the same."""
-    augmenter = plant(partial(A.MultiplicativeNoise, multiplier=(0.0, 0.0), p=1.0))
-    with pytest.raises(
-        ImpureAugmentError, match="the same output for different images"
-    ):
-        purity.quick(augmenter, Noise(), budget_s=60)
+    black = partial(A.MultiplicativeNoise, multiplier=(0.0, 0.0), p=1.0)
+    [finding] = forked(plant(black))
+    assert finding.detail == "the same output for different images"
 
 
 def test_first_difference():
     frame = Noise().read(0)
     other = tuple(part.copy() for part in frame)
-    assert first_difference(frame, other) is None
-    other[1][3, 4] += 1
-    assert first_difference(frame, other) == Pixel(
-        "target", 3, 4, 0, frame[1][3, 4], other[1][3, 4]
+    assert first_difference(frame, other) == ""
+    other[1][3, 4] = (frame[1][3, 4] + 1) % 11
+    values = f"is {frame[1][3, 4]}, then {other[1][3, 4]}"
+    assert first_difference(frame, other) == (
+        f"target (y, x, channel) = (3, 4, 0) {values}"
     )
     other[0][7, 5, 2] ^= 1
     other[0][7, 6, 0] ^= 1
-    assert first_difference(frame, other)[:4] == ("image", 7, 5, 2)
-    assert "(60, 80, 3), then uint8 (60, 79, 3)" in first_difference(
-        frame, (frame[0][:, 1:], frame[1])
-    )
+    assert "image (y, x, channel) = (7, 5, 2) is " in first_difference(frame, other)
+    cut = (frame[0][:, 1:], frame[1])
+    assert "(60, 80, 3), then uint8 (60, 79, 3)" in first_difference(frame, cut)
     assert "uint8" in first_difference(frame, (frame[0].astype(int), frame[1]))
-
-
-def test_what_another_sample_leaves_behind_is_found():
-    """By the second half of the probe: the output before it stays as it was."""
-    frames = Noise().read(0), Noise().read(1)
-
-    class Remembers:
-        name, others = "remembers", 0
-
-        def __call__(self, image, target, key):
-            self.others += int(not np.array_equal(image, frames[0][0]))
-            return image + np.uint8(self.others), target
-
-    function = Remembers()
-    case = Case(function, frames, [run(function, frames[0], purity.KEYS[0])])
-    [probe] = [probe for probe in PROBES if probe.name == "after unrelated calls"]
-    assert probe.run(case)[:4] == ("image", 0, 0, 0)
 
 
 class Plain:
@@ -563,6 +483,9 @@ class Plain:
     def __init__(self, writes: bool = False) -> None:
         self.writes = writes
 
+    def ready(self) -> "Plain":
+        return self
+
     def __call__(self, image, target, key):
         self.table = self.table or [1]  # built once
         if self.writes:
@@ -572,35 +495,20 @@ class Plain:
 
 
 @pytest.mark.parametrize(
-    ("probe", "function", "varies", "words"),
+    ("function", "varies", "problems"),
     [
-        (
-            "input untouched",
-            Plain(writes=True),
-            False,
-            "on read-only input it raises",
-        ),  # though it puts it back
-        ("input untouched", Plain(), False, ""),
-        ("key matters", Plain(), True, "the same output for different keys"),
-        ("key matters", Plain(), False, ""),
-        (
-            "own state",
-            Plain(),
-            False,
-            "",
-        ),  # what the first call builds is no state that a call changes
+        (Plain(), False, {}),  # what the first call builds is no state of calls
+        (Plain(), True, {purity.KEY: "the same output for different keys"}),
+        (Plain(writes=True), False, {purity.INPUT: "on read-only input it raises"}),
     ],
 )
-def test_single_probes(probe, function, varies, words):
-    frame = Noise().read(0)
-    case = Case(
-        function,
-        (frame, frame),
-        [tuple(part.copy() for part in frame)] * 2,
-        varies=varies,
-    )
-    found = next(each for each in PROBES if each.name == probe).run(case)
-    assert (words in found) if words else found is None
+def test_single_probes(function, varies, problems):
+    frames = [Noise().read(index) for index in range(2)]
+    found = observed(Probed(function, frames, takes_samples=True, varies=varies))
+    told = {probe: text for probe, text in found.problems.items() if text}
+    assert told.keys() == problems.keys()
+    for probe, words in problems.items():
+        assert words in told[probe]
 
 
 def test_a_split_of_one_sample_is_probed_with_its_mirror_image():
@@ -610,30 +518,56 @@ def test_a_split_of_one_sample_is_probed_with_its_mirror_image():
 
 
 def test_keys_are_not_those_of_training():
-    assert not {sample_key(0, 0, index, "augment") for index in range(100)} & set(
-        purity.KEYS
-    )
+    keys = {sample_key(0, 0, index, "augment") for index in range(100)}
+    assert not keys & set(purity.KEYS)
 
 
-def test_quick_asks_what_the_whole_check_asks():
-    """All but to pickle, which forked workers never do; a forked process is part of the two orders."""
-    assert set(purity.NAMES) - {probe.name for probe in purity.QUICK} == {
-        "pickled pipeline", "spawned process", "forked process", purity.ORDER,
-    }  # fmt: skip
+SMALL = ("data.size=[64,96]", "data.num_train=4", "augment.crop_size=[48,64]")
 
 
-@pytest.mark.parametrize(
-    ("kind", "probes"),
-    [
-        (impure.IgnoresKey, {"key matters"}),
-        (impure.OneBuffer, {"after unrelated calls", "own state"}),
-    ],
-)
-def test_without_its_probe_a_plant_goes_through(plant, monkeypatch, kind, probes):
-    """The control: it is the probe which claims an impurity that finds it."""
-    monkeypatch.setattr(
-        purity,
-        "QUICK",
-        tuple(probe for probe in purity.QUICK if probe.name not in probes),
-    )
-    purity.quick(plant(kind), Noise(), budget_s=60)
+def test_the_command_says_what_is_pure(monkeypatch, capsys):
+    shown: list[str] = []
+    original = check_augment.progress
+
+    class Bar:
+        def __init__(self, what: str, total: int) -> None:
+            self.bar, self.total = original(what, total), total
+
+        def __enter__(self) -> Any:
+            self.bar.__enter__()
+            return lambda done, what: shown.append(f"{done}/{self.total} {what}")
+
+        def __exit__(self, *error: object) -> None:
+            self.bar.__exit__(*error)
+
+    monkeypatch.setattr(check_augment, "progress", Bar)
+    monkeypatch.setattr(purity, "check", partial(purity.check, spawns=False))
+    assert segpipe(["check-augment", *SMALL]) == 0
+    assert ", 8 probes: pure" in capsys.readouterr().out
+    assert shown == [
+        "1/4 ScaleCrop",
+        "2/4 HorizontalFlip",
+        "3/4 ColorMatrix",
+        "4/4 whole pipeline",
+    ]
+    assert segpipe(["check-augment", *SMALL, "augment.keyed=false"]) == 8
+    told = capsys.readouterr().out
+    assert "whole pipeline, probe 'own state': " in told
+    assert "8 probes: impure" in told
+
+
+def test_the_command_refuses_a_setting_that_does_not_exist(capsys):
+    assert segpipe(["check-augment", "augment.kyed=false"]) == 2
+    assert "augment.kyed" in capsys.readouterr().err
+
+
+def test_the_benchmark_needs_a_pure_pipeline_and_a_control_that_is_not(monkeypatch):
+    monkeypatch.setattr(purity, "check", partial(purity.check, spawns=False))
+    pure, control = (benchmark.examined(SMALL, keyed=keyed) for keyed in (True, False))
+    assert pure["checked"][0] == "ScaleCrop"
+    assert benchmark.passed([pure, control])
+    assert not benchmark.passed([pure])
+    assert not benchmark.passed([control])
+    assert not benchmark.passed([{**pure, "checked": []}, control])
+    assert not benchmark.passed([{**pure, "failed": ["flip: own state"]}, control])
+    assert not benchmark.passed([pure, {**control, "failed": []}])

@@ -258,7 +258,7 @@ def test_stale_parameters_are_found_and_named(
     )
     assert "not a pure function of sample and key" in message
     assert (
-        "the first transform whose output differs is planted (StaleParameters). "
+        "the first transform whose output differs is planted (StaleParameters), which"
         in message
     )
     assert "segpipe check-augment" in message
@@ -410,7 +410,7 @@ def test_without_compiled_digests_the_check_is_to_name_it(
     ]
     with pytest.raises(
         ImpureAugmentError,
-        match=r"changed meanwhile\). Find the transform with segpipe ",
+        match=r"one of the transforms \(or the file was changed meanwhile\) depends",
     ):
         batches(plant(impure.StaleParameters, canary=1), 0)
 
