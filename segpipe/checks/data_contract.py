@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from segpipe import plugins
 from segpipe.checks import purity
-from segpipe.checks.clause import NOTE, Clause, answers
+from segpipe.checks.clause import NOTE, Clause, answers, refusal
 from segpipe.checks.elsewhere import UnansweredError, elsewhere
 from segpipe.checks.tripwire import preserved, seed_globals
 from segpipe.data.augment import Augmenter
@@ -110,9 +110,7 @@ class DataContract:
             ("twice", self._twice),
             ("other process", self._other_process),
         )
-        return next(
-            (clause.problem for clause in answers("data", asked) if clause.problem), ""
-        )
+        return refusal("data", asked)
 
     def _different(
         self, before: list[str], now: list[str], how: str, advice: str

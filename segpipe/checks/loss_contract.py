@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from segpipe import IGNORE_INDEX, plugins
-from segpipe.checks.clause import NOTE, Clause, answers
+from segpipe.checks.clause import NOTE, Clause, answers, forbidden_ops
 from segpipe.checks.tripwire import seed_globals
-from segpipe.determinism.opgate import SLOW, check_ops
 from segpipe.errors import ConfigError
 from segpipe.losses.total import KEY, check_call, shard_loss, valid_pixels
 from segpipe.models import check_model
@@ -178,11 +177,7 @@ class LossContract:
         return ""
 
     def _ops(self) -> str:
-        found = check_ops(lambda: self._gradient(self.logits, self.target))
-        refused = [str(one) for one in found if one.rule.state != SLOW]
-        if refused:
-            return " ".join(refused[:3])
-        return f"{NOTE}slow on GPUs: {found[0]}" if found else ""
+        return forbidden_ops(lambda: self._gradient(self.logits, self.target))
 
 
 def check_plugins(config: Config) -> None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 KEY = "loss.name"
 NEEDS = {"native": "a C compiler and a CPU", "triton": "triton and CUDA"}
+KNOWN = ("cross_entropy", "ohem")
 EDGE_CONFIDENCE = 0.8  # pixels that the boundary head calls an edge this surely get the extra class loss
 
 
@@ -237,6 +238,7 @@ class _Fused(_Heads):
         self, name: str, logits: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config
+        _check_known(config.name)
         terms = Terms(
             ohem=(config.ohem_threshold, config.ohem_min_kept)
             if config.name == "ohem"
@@ -305,6 +307,7 @@ def _class_sum(
             class_weights,
             ignore_index=IGNORE_INDEX,
         )
+    _check_known(config.name)
     if config.name == "ohem":
         valid = target != IGNORE_INDEX
         return ohem_sum(
@@ -314,6 +317,14 @@ def _class_sum(
             min_kept=config.ohem_min_kept,
         )
     return losses.sum()
+
+
+def _check_known(name: str) -> None:
+    """Raise ConfigError for a built-in loss that nothing here computes."""
+    if name not in KNOWN:
+        raise ConfigError(
+            f"{KEY} = {name}, but losses/total.py computes {', '.join(KNOWN)} only."
+        )
 
 
 def plugin_sum(
