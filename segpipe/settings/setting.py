@@ -5,51 +5,12 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
-
-# Our setting, then its names in mmsegmentation, Detectron2, Lightning, Ultralytics, timm and torchrun; for hints only.
-TERMS_ELSEWHERE = {
-    "train.epochs": "epochs max_epochs num_epochs total_epochs",
-    "train.steps": "epochs max_epochs num_epochs iters max_iters iterations num_iterations max_steps num_steps updates",
-    "train.patience": "early_stopping early_stop",
-    "train.validate_every": "val_interval eval_interval val_every val_freq eval_freq check_val_every_n_epoch",
-    "train.log_every": "log_interval log_freq log_every_n_steps print_freq",
-    "train.precision": "amp fp16 bf16 half mixed_precision autocast dtype",
-    "compute.samples_per_shard": "batch_size batch samples_per_gpu train_batch_size per_device_batch_size bs",
-    "compute.shards": "accumulate grad_accum gradient_accumulation_steps accumulate_grad_batches accum_iter",
-    "compute.nproc": "gpus devices num_gpus ngpus nproc_per_node num_processes world_size",
-    "compute.device": "accelerator cuda cpu",
-    "cuda": "gpu",
-    "compute.mode": "deterministic cudnn_benchmark",
-    "compute.timeout_s": "ddp_timeout dist_timeout",
-    "data.workers": "num_workers workers_per_gpu dataloader_num_workers",
-    "data.root": "data_dir data_path data_root dataset_path dataset_dir dataroot img_dir root",
-    "data": "dataset",
-    "data.classes": "num_classes nc class_names",
-    "data.cache_mib": "cache cache_images",
-    "data.prefetch": "prefetch_factor",
-    "augment.crop_size": "crop img_size image_size imgsz input_size resolution",
-    "augment.flip": "hflip fliplr random_flip",
-    "optim.lr": "learning_rate base_lr lr0 init_lr",
-    "optim.name": "optimizer opt optimiser",
-    "optim.weight_decay": "wd",
-    "optim.schedule": "scheduler lr_scheduler lr_policy sched",
-    "optim.warmup_steps": "warmup warmup_iters warmup_epochs",
-    "optim.clip_norm": "grad_clip clip_grad max_norm gradient_clip_val max_grad_norm",
-    "model.name": "arch architecture network backbone",
-    "model.weights": "pretrained weights load_from ckpt init_weights checkpoint_path finetune",
-    "model.freeze": "freeze_backbone frozen_stages",
-    "model.norm": "sync_bn sync_batchnorm",
-    "loss.name": "criterion loss_fn",
-    "run.name": "name exp_name run_name experiment_name",
-    "run.root": "output_dir out_dir work_dir save_dir default_root_dir out",
-    "run.exists": "resume resume_from auto_resume overwrite exist_ok",
-    "checkpoint.every": "save_every save_interval save_freq ckpt_interval checkpoint_interval save_steps",
-    "track": "logger wandb tensorboard mlflow report_to",
-    "seed": "random_seed manual_seed",
-}
 
 
 @dataclass(frozen=True)
@@ -178,6 +139,13 @@ def nearest(word: str, choices: Sequence[str]) -> str:
     )
 
 
+@cache
+def terms_elsewhere() -> dict[str, str]:
+    """Names that other trainers have for our settings, by setting and separated by spaces; read for a hint only."""
+    file = Path(__file__).with_name("terms_elsewhere.toml")
+    return tomllib.loads(file.read_text(encoding="utf8"))
+
+
 def _from_elsewhere(word: str) -> list[str]:
     """Our settings for a word of another trainer, the best first; in any group and spelling: `train.batchSize`."""
     leaf = word.rpartition(".")[2]
@@ -186,7 +154,7 @@ def _from_elsewhere(word: str) -> list[str]:
         .replace("-", "_")
         .lstrip("_")
     )
-    return [key for key, terms in TERMS_ELSEWHERE.items() if snake in terms.split()]
+    return [key for key, terms in terms_elsewhere().items() if snake in terms.split()]
 
 
 def _likeness(word: str, choice: str) -> float:

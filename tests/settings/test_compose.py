@@ -22,7 +22,7 @@ from segpipe.settings.compose import (
     is_sweep,
 )
 from segpipe.settings.config import SETTINGS, Config, from_mapping
-from segpipe.settings.setting import TERMS_ELSEWHERE, Setting
+from segpipe.settings.setting import Setting, terms_elsewhere
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = sorted((ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -231,7 +231,7 @@ def test_hints_are_near(typed: str, meant: str) -> None:
 
 def test_terms_of_other_trainers_are_no_settings_of_ours() -> None:
     """A setting that is added under such a name is found by it, not by the hint."""
-    terms = {name for names in TERMS_ELSEWHERE.values() for name in names.split()}
+    terms = {name for names in terms_elsewhere().values() for name in names.split()}
     assert not terms & {*SETTINGS, *GROUPS}
 
 
