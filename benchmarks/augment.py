@@ -17,6 +17,7 @@ from segpipe.settings.check import check
 from segpipe.settings.compose import compose
 
 PIPELINES = ("standard", "robust")
+SMOKE = {"PIPELINES": ("standard",)}
 Row = dict[str, Any]
 
 
