@@ -52,23 +52,24 @@ def started(
     import torch
 
     tripwire.set_opencv_threads(cv2.getNumThreads())
-    context = get_context(method)
+    spawns = method == "spawn"
+    context: Any = get_context(method)
     receiver, sender = context.Pipe(duplex=False)
     call = partial(function, *arguments)
     process: Any = None
     problem = ""
     try:
         try:
-            if method == "spawn":
-                content = pickle.dumps(call)
-                given = (_send_from_another_start, content, torch.get_num_threads())
-                surroundings = _another_environment
-            else:
-                given, surroundings = (_send, call), nullcontext
-            process = context.Process(
-                target=given[0], args=(sender, *given[1:]), daemon=True
-            )
-            with warnings.catch_warnings(), surroundings():
+            target: Callable[..., None] = _send
+            given: list[Any] = [call]
+            if spawns:
+                target = _send_from_another_start
+                given = [pickle.dumps(call), torch.get_num_threads()]
+            process = context.Process(target=target, args=(sender, *given), daemon=True)
+            with (
+                warnings.catch_warnings(),
+                _another_environment() if spawns else nullcontext(),
+            ):
                 # Python 3.12 and later warn of any thread; this code takes no lock that a thread could hold.
                 warnings.filterwarnings(
                     "ignore", ".*multi-threaded, use of fork", DeprecationWarning
