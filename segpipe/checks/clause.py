@@ -46,10 +46,12 @@ def answers(part: str, questions: Iterable[Question]) -> Iterator[Clause]:
                 return
 
 
-def refusal(part: str, questions: Iterable[Question]) -> str:
-    """The first problem; empty when there is none."""
-    problems = (clause.problem for clause in answers(part, questions))
-    return next(filter(None, problems), "")
+def refusal(*questions: Callable[[], str]) -> str:
+    """The first problem that an answer tells; empty when there is none."""
+    for clause in answers("", [("", ask) for ask in questions]):
+        if clause.problem:
+            return clause.problem
+    return ""
 
 
 def forbidden_ops(call: Callable[[], object]) -> str:

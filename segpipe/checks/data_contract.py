@@ -105,12 +105,7 @@ class DataContract:
 
     def refusal(self) -> str:
         """Why no training should start with this data set; empty when one may."""
-        asked = (
-            ("opened", self._opened),
-            ("twice", self._twice),
-            ("other process", self._other_process),
-        )
-        return refusal("data", asked)
+        return refusal(self._opened, self._twice, self._other_process)
 
     def _different(
         self, before: list[str], now: list[str], how: str, advice: str

@@ -28,7 +28,7 @@ KEPT = ("PYTHON", "CUDA")
 RANK_1 = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 
 
-class UnansweredError(Exception):
+class UnansweredError(SegpipeError):
     """Why another process gave no answer."""
 
 
@@ -153,14 +153,13 @@ def other_environment() -> None:
 def _another_environment() -> Iterator[None]:
     """Variables and arguments of the processes that are spawned in the block."""
     before, arguments = dict(os.environ), sys.argv
-    hash_seed = "2" if before.get("PYTHONHASHSEED") == "1" else "1"
     other_environment()
-    os.environ.update(RANK_1, PYTHONHASHSEED=hash_seed)
+    os.environ.update(RANK_1)
+    os.environ["PYTHONHASHSEED"] = "2" if before.get("PYTHONHASHSEED") == "1" else "1"
     sys.argv = [*arguments[:1], *(["started=again"] * (len(arguments) + 1))]
     try:
         yield
     finally:
         sys.argv = arguments
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
+        os.environ.clear()
         os.environ.update(before)

@@ -37,6 +37,7 @@ WRAPPERS = (
     functools.partial,
     functools._lru_cache_wrapper,
 )
+WRAPPED = ("__self__", "__func__", "__wrapped__", "fget", "func", "args", "keywords")
 MEMO = "entries of "  # the path of a mapping's keys
 # Attributes that albumentations sets in every call: the same after two calls with one key.
 SET_BY_CALL = re.compile(r"\.(random_generator|py_random|params)\b")
@@ -66,7 +67,8 @@ def changed_by_call(first: State, other_key: State, same_key: State) -> list[str
     """Paths that calls change, of the states after three calls, the last two with one sample and key."""
     set_by_call = SET_BY_CALL.search
     paths = [path for path in changed(first, other_key) if not set_by_call(path)]
-    return [*dict.fromkeys((*paths, *changed(other_key, same_key)))]
+    again = changed(other_key, same_key)
+    return [*dict.fromkeys(paths + again)]
 
 
 def written(before: State, after: State) -> list[str]:
@@ -90,26 +92,44 @@ class _Walk:
         while self._waiting:
             path, found = self._waiting.popleft()
             if isinstance(found, ATOMS):
-                self._record(path, repr(found).encode())
+                self._record(path, repr(found))
             elif id(found) not in self._seen:
                 self._seen[id(found)] = found
                 self._visit(path, found)
 
+    def _record(self, path: str, content: str | bytes) -> None:
+        """Keep what is held; a class and its object may have attributes of one name."""
+        if isinstance(content, str):
+            content = content.encode()
+        self.state[path] = self.state.get(path, b"") + content
+
+    def _add(self, path: str, thing: Any) -> None:
+        """Visit this later."""
+        self._waiting.append((path, thing))
+
+    def _add_members(self, path: str, values: Mapping[str, Any]) -> None:
+        """Visit attributes later, but for those of Python itself."""
+        for name, value in values.items():
+            if not name.startswith("__"):
+                self._add(f"{path}.{name}", value)
+
     def _visit(self, path: str, thing: Any) -> None:
-        if (content := _memory(thing)) is not None:
+        """Record what a thing holds itself, and add what it refers to."""
+        content = _memory(thing)
+        if content is not None:
             self._record(path, content)
         elif isinstance(thing, Mapping):
-            self._record(MEMO + path, repr([*map(repr, thing)]).encode())
-            for key, value in [*thing.items()]:
-                self._add(f"{path}[{key!r}]", value)
+            self._visit_mapping(path, thing)
         elif isinstance(thing, set | frozenset):
-            self._record(path, repr(sorted(map(repr, thing))).encode())
+            self._record(path, repr(sorted(map(repr, thing))))
         elif isinstance(thing, list | tuple | deque | np.ndarray):
-            self._record(path, str(len(thing)).encode())
+            self._record(path, str(len(thing)))
             for number, item in enumerate(thing):
                 self._add(f"{path}[{number}]", item)
-        elif isinstance(thing, type | ModuleType):
-            self._visit_scope(thing)
+        elif isinstance(thing, type):
+            self._visit_scope(thing, thing.__module__)
+        elif isinstance(thing, ModuleType):
+            self._visit_scope(thing, thing.__name__)
         elif isinstance(thing, FunctionType):
             self._visit_function(path, thing)
         elif isinstance(thing, WRAPPERS):
@@ -117,64 +137,54 @@ class _Walk:
         elif not isinstance(thing, BuiltinFunctionType | MemberDescriptorType):
             self._visit_object(path, thing)
 
-    def _record(self, path: str, content: bytes) -> None:
-        # A class and its object may have attributes of one name.
-        self.state[path] = self.state.get(path, b"") + content
+    def _visit_mapping(self, path: str, mapping: Mapping[Any, Any]) -> None:
+        """The keys are a memo; a value that changes is none."""
+        items = [*mapping.items()]
+        self._record(MEMO + path, repr([repr(key) for key, _ in items]))
+        for key, value in items:
+            self._add(f"{path}[{key!r}]", value)
 
-    def _add(self, path: str, thing: Any) -> None:
-        self._waiting.append((path, thing))
-
-    def _add_members(self, path: str, values: Mapping[str, Any]) -> None:
-        for name, value in values.items():
-            if not name.startswith("__"):
-                self._add(f"{path}.{name}", value)
-
-    def _add_module(self, name: str) -> None:
-        self._add(name, sys.modules.get(name))
-
-    def _visit_scope(self, scope: type | ModuleType) -> None:
-        """A class or a module."""
-        module = scope.__module__ if isinstance(scope, type) else scope.__name__
+    def _visit_scope(self, scope: type | ModuleType, module: str) -> None:
+        """A class with its module, or a module, of the user."""
         if not is_foreign(module):
             self._add_members(scope.__name__, vars(scope))
-            self._add_module(module)
+            self._add(module, sys.modules.get(module))
 
     def _visit_function(self, path: str, function: FunctionType) -> None:
-        if is_foreign(function.__module__):
+        """A function of the user: its attributes, default arguments, closure and module."""
+        module = function.__module__
+        if is_foreign(module):
             return
         self._add(f"the attributes of {path}", vars(function))
+
         keyword_defaults = function.__kwdefaults__ or {}
         defaults = (*(function.__defaults__ or ()), *keyword_defaults.values())
         for number, value in enumerate(defaults):
             self._add(f"default argument {number} of {path}", value)
-        names, cells = function.__code__.co_freevars, function.__closure__ or ()
-        for name, cell in zip(names, cells, strict=True):
+
+        cells = function.__closure__ or ()
+        for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
             self._add(f"{name} in the closure of {path}", _content(cell))
-        self._add_module(function.__module__)
+        self._add(module, sys.modules.get(module))
 
     def _visit_wrapper(self, path: str, wrapper: Any) -> None:
-        inner: Any
-        if isinstance(wrapper, property):
-            inner = wrapper.fget
-        elif isinstance(wrapper, staticmethod | classmethod):
-            inner = wrapper.__func__
-        elif isinstance(wrapper, MethodType):
-            inner = (wrapper.__self__, wrapper.__func__)
-        elif isinstance(wrapper, functools.partial):
-            inner = (wrapper.func, wrapper.args, wrapper.keywords)
-        else:
-            inner = wrapper.__wrapped__
-            info = repr(wrapper.cache_info()).encode()
-            self._record(f"{MEMO}the cache of {path}", info)
-        self._add(path, inner)
+        """A method, a partial call, a cache or a property: what it wraps."""
+        if isinstance(wrapper, functools._lru_cache_wrapper):
+            self._record(f"{MEMO}the cache of {path}", repr(wrapper.cache_info()))
+        for name in WRAPPED:
+            self._add(path, getattr(wrapper, name, ()))
 
     def _visit_object(self, path: str, thing: Any) -> None:
+        """Any other object: its class, and its attributes or what else can be seen of it."""
         kind = type(thing)
-        attributes = _attributes(thing)
-        if kind.__module__ == "logging":  # a logger keeps what it has looked up
-            return
-        for owner in kind.__mro__:  # first: a bound method is named by its class
+        if kind.__module__ == "logging":
+            return  # a logger keeps what it has looked up
+
+        # First the classes: a method is named by its class, not by the object.
+        for owner in kind.__mro__:
             self._add(owner.__name__, owner)
+
+        attributes = _attributes(thing)
         if not attributes or isinstance(thing, random.Random):
             self._record(path, _snapshot(thing))
             return
@@ -183,7 +193,7 @@ class _Walk:
             self._instances[kind] += 1
             number = self._instances[kind]
             name = kind.__name__ if number == 1 else f"{kind.__name__} {number}"
-        self._record(f"attributes of {name}", repr(sorted(attributes)).encode())
+        self._record(f"attributes of {name}", repr(sorted(attributes)))
         self._add_members(name, attributes)
 
 
@@ -196,8 +206,9 @@ def _memory(thing: Any) -> bytes | None:
     try:
         view = memoryview(thing)
     except (TypeError, ValueError):  # the latter for an array of dates
-        return pickle.dumps(thing) if isinstance(thing, np.ndarray) else None
+        return None
     content = f"{view.format}{view.shape}".encode()
+    # A file that is mapped to be read cannot change, and may be larger than memory.
     if not (view.readonly and isinstance(thing, np.memmap | mmap)):
         content += view.tobytes()
     return hashlib.blake2b(content, digest_size=16).digest()
@@ -208,13 +219,16 @@ def _attributes(thing: Any) -> dict[str, Any]:
     found = {}
     for owner in type(thing).__mro__:
         slots = vars(owner).get("__slots__", ())
-        for name in [slots] if isinstance(slots, str) else slots:
+        if isinstance(slots, str):
+            slots = (slots,)
+        for name in slots:
             if hasattr(thing, name):
                 found[name] = getattr(thing, name)
     return found | getattr(thing, "__dict__", {})
 
 
 def _content(cell: CellType) -> Any:
+    """What a closure holds."""
     try:
         return cell.cell_contents
     except ValueError:  # not set yet
@@ -227,7 +241,8 @@ def _snapshot(thing: Any) -> bytes:
         return pickle.dumps(thing.get_state().numpy())
     if isinstance(thing, GeneratorType):
         frame = thing.gi_frame
-        return repr((frame.f_lasti, frame.f_locals) if frame else None).encode()
+        position = (frame.f_lasti, frame.f_locals) if frame else None
+        return repr(position).encode()
     try:
         return pickle.dumps(thing)
     except Exception:

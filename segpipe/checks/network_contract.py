@@ -98,14 +98,13 @@ class NetworkContract:
         `afresh` returns what `passed_afresh` does, in another process.
         """
         self._is_built()  # again, since forwards moved its statistics
-        questions: list[Question] = [
-            ("equal weights", self._equal_weights),
-            ("training", self._training_randomness),
-            ("eval", self._eval_randomness),
-            ("copies", self._round_trip),
-            ("another start", lambda: self._another_start(afresh)),
-        ]
-        return refusal("model", questions)
+        return refusal(
+            self._equal_weights,
+            self._training_randomness,
+            self._eval_randomness,
+            self._round_trip,
+            lambda: self._another_start(afresh),
+        )
 
     def _questions(self) -> list[Question]:
         return [

@@ -86,11 +86,10 @@ class Probed:
     takes_samples: bool  # of a cache maybe; otherwise the output of other transforms
     varies: bool = False  # its output must depend on the key
 
-    def places(self) -> Iterator[Place]:
+    def places(self) -> list[Place]:
         """Two samples under two keys, and each further sample under a key of its own."""
-        yield from ((0, 0), (0, 1), (1, 0), (1, 1))
-        for number in range(2, len(self.frames)):
-            yield number, number
+        further = range(2, len(self.frames))
+        return [(0, 0), (0, 1), (1, 0), (1, 1), *zip(further, further, strict=True)]
 
     def call(self, place: Place) -> Frame:
         """The output for a copy of the frame, which may not be written into."""
@@ -143,44 +142,43 @@ def check(
     Other processes do the work, so this one stays as it is. `report(name)` is called after each transform.
     """
     functions = [*augmenter.parts(), augmenter.fresh()]
-    names = [function.name for function in functions]
     given = (functions, _two_frames(samples), largest)
-    observations: list[Observation] = []
-    others: dict[str, list[Outputs | str]] = {}
-    unanswered = []
+    observations = []
+    others = {}
+    findings = []
     with (
         started("spawn", _outputs, *given) if spawns else nullcontext() as start,
         started("fork", _outputs_of_another_worker, *given) as worker,
         started("fork", _observations, *given) as observe,
     ):
         try:
-            for name in names:
+            for function in functions:
                 observations.append(observe())
-                report(name)
+                report(function.name)
             others[ANOTHER_WORKER] = worker()
         except UnansweredError as error:
             return [Finding(augmenter.name, REPEAT, str(error), WAITS_FOR_THREADS)]
         try:
             if start is not None:
                 others[ANOTHER_START] = start()
-        except UnansweredError as error:
-            given_up = (augmenter.name, ANOTHER_START, str(error), NOT_IMPORTABLE)
-            unanswered.append(Finding(*given_up, unanswered=True))
-        except SegpipeError as error:  # of the user's code, when it is imported there
+        except SegpipeError as error:
+            unanswered = isinstance(error, UnansweredError)
+            advice = NOT_IMPORTABLE if unanswered else ADVICE[ANOTHER_START]
             detail = str(error).rstrip(".")
-            advice = ADVICE[ANOTHER_START]
-            unanswered.append(Finding(augmenter.name, ANOTHER_START, detail, advice))
-    findings = []
-    for number, name in enumerate(names):
-        observation = observations[number]
-        problems = dict(observation.problems)
+            finding = Finding(
+                augmenter.name, ANOTHER_START, detail, advice, unanswered=unanswered
+            )
+            findings.append(finding)
+    parts = []
+    for number, function in enumerate(functions):
+        problems = dict(observations[number].problems)
         for probe, outputs in others.items():
-            problems[probe] = _difference(observation, probe, outputs[number])
-        failed = [probe for probe in ADVICE if problems.get(probe)][:1]
-        findings += [Finding(name, one, problems[one], ADVICE[one]) for one in failed]
-    parts = [finding for finding in findings if finding.transform != augmenter.name]
-    whole = [replace(finding, advice=COMBINED) for finding in findings]
-    return [*(parts or whole), *unanswered]
+            problems[probe] = _difference(observations[number], probe, outputs[number])
+        failed = next((probe for probe in ADVICE if problems.get(probe)), None)
+        if failed and not (parts and function is functions[-1]):
+            advice = COMBINED if function is functions[-1] else ADVICE[failed]
+            parts.append(Finding(function.name, failed, problems[failed], advice))
+    return [*parts, *findings]
 
 
 def _difference(observation: Observation, probe: str, outputs: Outputs | str) -> str:
@@ -213,7 +211,7 @@ def _probed(
     small = []
     for frame in frames:
         image, target = first.fresh()(*_copied(frame), KEYS[0])
-        small.append((image[cut, cut].copy(), target[cut, cut].copy()))
+        small.append((image[cut, cut], target[cut, cut]))
     image, target = small[0]
     brighter = [(image // 2 + np.uint8(4 * i), target) for i in range(MANY - 2)]
     probed = [Probed(first, frames, takes_samples=True)]
@@ -232,7 +230,7 @@ def _outputs(
     """What each function makes, in their order; text of one that raises an error. Calls them backwards for -1."""
     made: list[Outputs | str] = []
     for probed in _probed(functions, frames, largest)[::order]:
-        places = [*probed.places()][::order]
+        places = probed.places()[::order]
         try:
             made.append({place: _copied(probed.call(place)) for place in places})
         except Exception as error:

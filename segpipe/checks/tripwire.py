@@ -164,11 +164,12 @@ def watching() -> Iterator[dict[str, str]]:
         (io, "open", watch.open),
         (np.random, "default_rng", watch.default_rng),
     ]
-    for module in [module for name, module in [*sys.modules.items()] if module]:
-        if not is_foreign(module.__name__):
-            for name, value in vars(module).items():
-                if value is _DEFAULT_RNG:
-                    replaced.append((module, name, watch.default_rng))
+    for module in [*sys.modules.values()]:
+        if module is None or is_foreign(module.__name__):
+            continue
+        for name, value in vars(module).items():
+            if value is _DEFAULT_RNG:
+                replaced.append((module, name, watch.default_rng))
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     profile = sys.getprofile()
     try:
@@ -295,12 +296,11 @@ def seed_globals(seed: int) -> None:
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Restores global generators and thread counts after the block; OpenCV's generator restarts."""
+    """Restores the global generators after the block; OpenCV's restarts."""
     import torch
 
     python, numpy = random.getstate(), np.random.get_state()
-    torchs, opencv_threads = torch.get_rng_state(), cv2.getNumThreads()
-    torch_threads = torch.get_num_threads()
+    torchs = torch.get_rng_state()
     try:
         yield
     finally:
@@ -308,9 +308,6 @@ def preserved() -> Iterator[None]:
         np.random.set_state(numpy)
         torch.set_rng_state(torchs)
         cv2.setRNGSeed(0)
-        set_opencv_threads(opencv_threads)
-        if torch.get_num_threads() != torch_threads:
-            torch.set_num_threads(torch_threads)
 
 
 def set_opencv_threads(number: int) -> None:
