@@ -72,6 +72,7 @@ class DataContract:
         )
 
     def _pickled(self) -> str:
+        """By a copy, as loader processes get one."""
         try:
             copied = pickle.loads(pickle.dumps(self.samples))
         except Exception as error:

@@ -27,7 +27,7 @@ import torch
 
 from segpipe.checks.tripwire import is_foreign
 
-State = dict[str, bytes]  # what is held, by its path, such as `Blur.apply.cache`
+State = dict[str, str]  # what is held, by its path, such as `Blur.apply.cache`
 ATOMS = (type(None), int, float, complex, str, bytes)
 WRAPPERS = (
     staticmethod,
@@ -64,20 +64,21 @@ def changed(before: State, after: State) -> list[str]:
 
 
 def changed_by_call(first: State, other_key: State, same_key: State) -> list[str]:
-    """Paths that calls change, of the states after three calls, the last two with one sample and key."""
-    set_by_call = SET_BY_CALL.search
-    paths = [path for path in changed(first, other_key) if not set_by_call(path)]
+    """Paths that calls change, of the states after three calls, the last two with one sample and key.
+
+    What albumentations sets in each call follows the key, but does not change in the last call.
+    """
+    paths = [path for path in changed(first, other_key) if not SET_BY_CALL.search(path)]
     again = changed(other_key, same_key)
     return [*dict.fromkeys(paths + again)]
 
 
 def written(before: State, after: State) -> list[str]:
     """Paths of all that calls have written into, memos too."""
-    paths = [
-        path.removeprefix(MEMO)
-        for path, value in after.items()
-        if value != before.get(path, b"" if path.startswith(MEMO) else value)
-    ]
+    paths = changed(before, after)
+    for path, value in after.items():
+        if path.startswith(MEMO) and value != before.get(path):
+            paths.append(path.removeprefix(MEMO))
     return [path for path in dict.fromkeys(paths) if not SET_BY_CALL.search(path)]
 
 
@@ -97,11 +98,9 @@ class _Walk:
                 self._seen[id(found)] = found
                 self._visit(path, found)
 
-    def _record(self, path: str, content: str | bytes) -> None:
+    def _record(self, path: str, content: str) -> None:
         """Keep what is held; a class and its object may have attributes of one name."""
-        if isinstance(content, str):
-            content = content.encode()
-        self.state[path] = self.state.get(path, b"") + content
+        self.state[path] = self.state.get(path, "") + content
 
     def _add(self, path: str, thing: Any) -> None:
         """Visit this later."""
@@ -197,7 +196,7 @@ class _Walk:
         self._add_members(name, attributes)
 
 
-def _memory(thing: Any) -> bytes | None:
+def _memory(thing: Any) -> str | None:
     """A digest of an array, a tensor, or any other object that is a piece of memory; None for the rest."""
     if isinstance(thing, torch.Tensor):
         thing = thing.detach().cpu().double().numpy()
@@ -207,11 +206,12 @@ def _memory(thing: Any) -> bytes | None:
         view = memoryview(thing)
     except (TypeError, ValueError):  # the latter for an array of dates
         return None
-    content = f"{view.format}{view.shape}".encode()
+
+    kind = f"{view.format}{view.shape}"
     # A file that is mapped to be read cannot change, and may be larger than memory.
-    if not (view.readonly and isinstance(thing, np.memmap | mmap)):
-        content += view.tobytes()
-    return hashlib.blake2b(content, digest_size=16).digest()
+    if view.readonly and isinstance(thing, np.memmap | mmap):
+        return kind
+    return kind + hashlib.blake2b(view.tobytes(), digest_size=16).hexdigest()
 
 
 def _attributes(thing: Any) -> dict[str, Any]:
@@ -235,16 +235,16 @@ def _content(cell: CellType) -> Any:
         return None
 
 
-def _snapshot(thing: Any) -> bytes:
+def _snapshot(thing: Any) -> str:
     """What an object without attributes holds, such as a generator of numbers or the position of an iterator."""
-    if isinstance(thing, torch.Generator):
-        return pickle.dumps(thing.get_state().numpy())
     if isinstance(thing, GeneratorType):
         frame = thing.gi_frame
-        position = (frame.f_lasti, frame.f_locals) if frame else None
-        return repr(position).encode()
+        return repr((frame.f_lasti, frame.f_locals)) if frame else ""
+    if isinstance(thing, torch.Generator):
+        thing = thing.get_state().numpy()
     try:
-        return pickle.dumps(thing)
+        return pickle.dumps(thing).hex()
     except Exception:
+        # No address: another object in its place is seen by its path.
         text = repr(thing)
-        return b"" if " at 0x" in text else text.encode()
+        return "" if " at 0x" in text else text

@@ -75,6 +75,7 @@ class LossContract:
         return parts["main"]
 
     def _call(self) -> str:
+        """Whether it takes these arguments. Raises what the call raises."""
         loss = self.config.loss
         if plugins.is_path(loss.name):
             weighted = loss.class_weights != "none"
@@ -89,11 +90,13 @@ class LossContract:
         halves = [
             float(self.total(logits=logits, target=target)) for logits, target in pairs
         ]
+
         if not all(map(math.isfinite, (whole, *halves))):
             return (
                 f"{KEY} = {self.name}: the loss of random logits is not finite: {whole:.6g} for a batch, "
                 f"{halves[0]:.6g} and {halves[1]:.6g} for its halves. Look for divisions by 0 and logarithms of 0."
             )
+
         if abs(sum(halves) - whole) <= CLOSE * abs(whole):
             return ""
         mean = " It looks like a mean." if min(halves) <= whole <= max(halves) else ""
@@ -104,6 +107,7 @@ class LossContract:
         )
 
     def _gradient(self, logits: Tensor, **given: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss and its gradient. Raises ConfigError when there is none."""
         logits = logits.clone().requires_grad_()
         loss = self.total(logits=logits, **given)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -114,9 +118,11 @@ class LossContract:
         return loss.detach(), logits.grad
 
     def _ignored(self) -> str:
+        """Whether other logits of ignored pixels leave it as it is."""
         ignored = self.target == IGNORE_INDEX
         changed = self.logits + 3.0 * ignored.unsqueeze(1)
         changed[:, 0] += 2.0 * ignored
+
         loss, gradient = self._gradient(self.logits)
         moved, _ = self._gradient(changed)
         if not torch.equal(loss, moved):
@@ -126,6 +132,7 @@ class LossContract:
         return "" if gradient.any() else "the gradient is 0 everywhere."
 
     def _unlabelled(self) -> str:
+        """Whether it is 0 with gradient 0 without a valid pixel."""
         ignored = torch.full_like(self.target, IGNORE_INDEX)
         loss, gradient = self._gradient(self.logits, target=ignored)
         if loss != 0 or gradient.any():
@@ -133,6 +140,7 @@ class LossContract:
         return ""
 
     def _finite(self) -> str:
+        """Whether loss and gradient are finite, also where the network is sure."""
         for factor in (1.0, CONFIDENT):
             loss, gradient = self._gradient(factor * self.logits)
             if not (loss.isfinite() and gradient.isfinite().all()):
@@ -141,6 +149,7 @@ class LossContract:
         return ""
 
     def _randomness(self) -> str:
+        """Whether the global generators leave it as it is."""
         seed_globals(1)
         first = self.total()
         seed_globals(2)
@@ -149,6 +158,7 @@ class LossContract:
         return ""
 
     def _weights(self) -> str:
+        """Whether weights of the classes change it."""
         if plugins.is_path(self.name):
             signature = inspect.signature(plugins.load(KEY, self.name))
             if "class_weights" not in signature.parameters:
@@ -161,6 +171,7 @@ class LossContract:
         return ""
 
     def _ops(self) -> str:
+        """Whether its ops repeat themselves on a GPU."""
         return forbidden_ops(lambda: self._gradient(self.logits))
 
 

@@ -126,15 +126,18 @@ class NetworkContract:
         ]
 
     def _build(self) -> SegmentationNet:
+        """The network with its weights of step 0."""
         torch.manual_seed(0)
         model = self.config.model
         return build_model(model.name, self.num_classes, model.args)
 
     def _is_built(self) -> str:
+        """Build the network that the other questions ask."""
         self.net = self._build()
         return ""
 
     def _equal_weights(self) -> str:
+        """Whether the seed of torch decides the initial weights."""
         seed_globals(1)
         again = self._build().state_dict()
         for name, value in self.net.state_dict().items():
@@ -149,11 +152,13 @@ class NetworkContract:
         return self.net.train().logits(images, aux=True)
 
     def _logits(self, image: Tensor, net: nn.Module | None = None) -> Tensor:
+        """Main logits in eval mode."""
         with torch.no_grad():
             logits: Tensor = (net or self.net).eval()(image)
         return logits
 
     def _training_shapes(self) -> str:
+        """Whether the heads fit; a note of their sizes."""
         sizes = [
             f"{name} {tuple(logits.shape[-2:])}"
             for name, logits in self._heads().items()
@@ -161,6 +166,7 @@ class NetworkContract:
         return f"{NOTE}{', '.join(sizes)} for images of {self.size}"
 
     def _odd_sizes(self) -> str:
+        """Whether images of another size than the crop pass, as they do in a validation."""
         height, width = (self.size[axis] - ODD[axis] for axis in range(2))
         try:
             self._logits(self.image[:1, :, :height, :width])
@@ -184,6 +190,7 @@ class NetworkContract:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def _gradients(self) -> str:
+        """Whether the loss has a finite gradient for each trained parameter."""
         self.net.zero_grad(set_to_none=True)
         self._backward()
         grads = {
@@ -192,6 +199,7 @@ class NetworkContract:
             if parameter.requires_grad
         }
         self.net.zero_grad(set_to_none=True)
+
         without = [name for name, grad in grads.items() if grad is None]
         if without:
             return (
@@ -226,6 +234,8 @@ class NetworkContract:
             if not _same(parameter, state[name]):
                 # By way of .data, which counts no version.
                 return f"its forward or backward changes {name}. Leave parameters to the optimizer."
+
+        # Other images in between, then the same with other global generators.
         self._heads(2 * self.image[1:] + 1)
         self.net.load_state_dict(state)
         seed_globals(2)
@@ -237,12 +247,14 @@ class NetworkContract:
         return ""
 
     def _afresh(self) -> Any:
+        """What `passed` returns in another start of the program."""
         sizes, mode = [self.largest], torch.get_deterministic_debug_mode()
         return elsewhere(
             "spawn", passed_afresh, self.config, self.num_classes, sizes, mode
         )
 
     def _another_start(self, afresh: Callable[[], Any]) -> str:
+        """Whether another start of the program, as rank 1 of 2, computes the same."""
         self._is_built()
         try:
             there = [torch.from_numpy(value) for value in afresh()]
@@ -257,6 +269,7 @@ class NetworkContract:
         return ""
 
     def _eval_randomness(self) -> str:
+        """Whether other global generators leave the logits in eval mode as they are."""
         seed_globals(1)
         one = self._logits(self.image)
         seed_globals(2)
@@ -265,6 +278,7 @@ class NetworkContract:
         return ""
 
     def _batch(self) -> str:
+        """Whether the logits of the second of three images are those of that image alone."""
         together, alone = self._logits(self.image), self._logits(self.image[1:2])
         deviation = together.std().clamp_min(1e-12)
         moved = float((together[1:2] - alone).abs().max() / deviation)
@@ -276,11 +290,13 @@ class NetworkContract:
         return ""
 
     def _ops(self) -> str:
+        """Whether its ops repeat themselves on a GPU."""
         answer = forbidden_ops(self._backward)
         self.net.zero_grad(set_to_none=True)
         return answer
 
     def _round_trip(self) -> str:
+        """Whether copies compute the same: the average of the weights is one, and so is what is exported."""
         expected = self._logits(self.image)
         loaded = self._build()
         loaded.load_state_dict(self.net.state_dict())
@@ -308,6 +324,8 @@ class NetworkContract:
         trained = checkpoint.TrainedNetwork(
             network, Preprocess(), self.config, classes, weights_digest="0" * 16, step=0
         )
+
+        # What random weights cannot be held to is left out: lower precision, speed, quality of classes.
         draws = np.random.default_rng(0)
         images = [draws.integers(0, 256, (*self.size, 3), np.uint8) for _ in range(2)]
         plain = replace(
@@ -329,6 +347,7 @@ def _same(one: Tensor, two: Tensor) -> bool:
 
 
 def _differ(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether two lists hold other values, or another number of tensors."""
     return len(ones) != len(others) or not all(map(_same, ones, others))
 
 
@@ -353,6 +372,7 @@ def check_network(config: Config, classes: ClassTable) -> None:
     """
     if is_path(config.model.name):
         check_plugin(config, classes.num_classes)
+
     model = config.model
     if model.weights or model.freeze or config.optim.lr_scale or model.args:
         resumes = config.run.exists == "resume" and checkpoint.candidates(
@@ -379,6 +399,7 @@ def check_plugin(config: Config, num_classes: int) -> None:
                 if problem := contract.refusal(afresh):
                     raise ConfigError(f"{KEY} = {config.model.name}: {problem}")
                 return
+
     error = contract.failed
     on_gpu = config.compute.device != "cpu" and torch.cuda.device_count() > 0
     if error and (isinstance(error, MISTAKES) or not on_gpu):

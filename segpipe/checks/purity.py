@@ -34,9 +34,16 @@ MANY = 32  # images for each transform of the user: a bank of earlier ones needs
 KEYS = tuple(sample_key(0, 0, index, "purity") for index in range(MANY))
 QUICK_SIZE = 256  # largest height and width at which `quick` probes single transforms
 ANOTHER_SEED = 20_000  # of the global generators of another worker
-INPUT, CALLS, GLOBALS = "input untouched", "tripwires", "globals untouched"
-STATE, REPEAT, KEY = "own state", "same key twice", "key matters"
-ANOTHER_WORKER, ANOTHER_START = "another worker", "spawned process"
+
+# The probes, and what to do about what they find.
+INPUT = "input untouched"
+CALLS = "tripwires"
+GLOBALS = "globals untouched"
+STATE = "own state"
+REPEAT = "same key twice"
+KEY = "key matters"
+ANOTHER_WORKER = "another worker"
+ANOTHER_START = "spawned process"
 STATELESS = "Compute parameters from the key in get_params and pass them on; keep nothing from one call to the next."
 KEYED = "Draw only from self.py_random and self.random_generator."
 ADVICE = {  # by probe, the most telling first
@@ -83,7 +90,8 @@ class Probed:
 
     function: Augmenter
     frames: Sequence[Frame]
-    takes_samples: bool  # of a cache maybe; otherwise the output of other transforms
+    takes_samples: bool = False  # of a cache maybe, not the output of a transform
+    is_whole: bool = False
     varies: bool = False  # its output must depend on the key
 
     def places(self) -> list[Place]:
@@ -116,6 +124,7 @@ def quick(augmenter: Augmenter, samples: Samples) -> str:
     """
     if not augmenter.config.check:
         return ""
+
     is_users = any(map(is_path, augmenter.config.extra))
     findings = check(augmenter, samples, largest=QUICK_SIZE, spawns=is_users)
     refused = [finding for finding in findings if not finding.unanswered]
@@ -141,44 +150,55 @@ def check(
 
     Other processes do the work, so this one stays as it is. `report(name)` is called after each transform.
     """
-    functions = [*augmenter.parts(), augmenter.fresh()]
-    given = (functions, _two_frames(samples), largest)
-    observations = []
-    others = {}
+    probed = _probed(augmenter, samples, largest)
+    observations: list[Observation] = []
+    others: dict[str, list[Outputs | str]] = {}
     findings = []
     with (
-        started("spawn", _outputs, *given) if spawns else nullcontext() as start,
-        started("fork", _outputs_of_another_worker, *given) as worker,
-        started("fork", _observations, *given) as observe,
+        started("spawn", _outputs, probed) if spawns else nullcontext() as start,
+        started("fork", _outputs_of_another_worker, probed) as worker,
+        started("fork", _observations, probed) as observe,
     ):
         try:
-            for function in functions:
+            for one in probed:
                 observations.append(observe())
-                report(function.name)
+                report(one.function.name)
             others[ANOTHER_WORKER] = worker()
         except UnansweredError as error:
             return [Finding(augmenter.name, REPEAT, str(error), WAITS_FOR_THREADS)]
         try:
             if start is not None:
                 others[ANOTHER_START] = start()
+        except UnansweredError as error:
+            finding = Finding(augmenter.name, ANOTHER_START, str(error), NOT_IMPORTABLE)
+            findings.append(replace(finding, unanswered=True))
         except SegpipeError as error:
-            unanswered = isinstance(error, UnansweredError)
-            advice = NOT_IMPORTABLE if unanswered else ADVICE[ANOTHER_START]
-            detail = str(error).rstrip(".")
-            finding = Finding(
-                augmenter.name, ANOTHER_START, detail, advice, unanswered=unanswered
-            )
-            findings.append(finding)
-    parts = []
-    for number, function in enumerate(functions):
-        problems = dict(observations[number].problems)
+            detail, advice = str(error).rstrip("."), ADVICE[ANOTHER_START]
+            findings.append(Finding(augmenter.name, ANOTHER_START, detail, advice))
+    return [*_findings(probed, observations, others), *findings]
+
+
+def _findings(
+    probed: Sequence[Probed],
+    observations: Sequence[Observation],
+    others: dict[str, list[Outputs | str]],
+) -> list[Finding]:
+    """The first problem of each transform by its cause; that of the whole pipeline if there is no other."""
+    findings: list[Finding] = []
+    for number, observation in enumerate(observations):
+        problems = dict(observation.problems)
         for probe, outputs in others.items():
-            problems[probe] = _difference(observations[number], probe, outputs[number])
+            problems[probe] = _difference(observation, probe, outputs[number])
         failed = next((probe for probe in ADVICE if problems.get(probe)), None)
-        if failed and not (parts and function is functions[-1]):
-            advice = COMBINED if function is functions[-1] else ADVICE[failed]
-            parts.append(Finding(function.name, failed, problems[failed], advice))
-    return [*parts, *findings]
+        if failed is None:
+            continue
+
+        function = probed[number].function
+        finding = Finding(function.name, failed, problems[failed], ADVICE[failed])
+        if probed[number].is_whole:
+            return findings or [replace(finding, advice=COMBINED)]
+        findings.append(finding)
+    return findings
 
 
 def _difference(observation: Observation, probe: str, outputs: Outputs | str) -> str:
@@ -203,72 +223,70 @@ def _two_frames(samples: Samples) -> tuple[Frame, Frame]:
 
 
 def _probed(
-    functions: Sequence[Augmenter], frames: Sequence[Frame], largest: int | None
+    augmenter: Augmenter, samples: Samples, largest: int | None
 ) -> list[Probed]:
-    """The transforms, then the whole pipeline, with their samples. Transforms get the output of the first of them."""
-    first, *parts, whole = functions
+    """The transforms, then the whole pipeline. Transforms after the first, which crops, get its output."""
+    frames = _two_frames(samples)
+    first, *parts = augmenter.parts()
     cut = slice(largest)
     small = []
     for frame in frames:
         image, target = first.fresh()(*_copied(frame), KEYS[0])
         small.append((image[cut, cut], target[cut, cut]))
+
+    # Further images for transforms of the user, each of another brightness.
     image, target = small[0]
-    brighter = [(image // 2 + np.uint8(4 * i), target) for i in range(MANY - 2)]
+    further = [(image // 2 + np.uint8(4 * i), target) for i in range(MANY - 2)]
+    many = [*small, *further]
+
     probed = [Probed(first, frames, takes_samples=True)]
     for part in parts:
-        many = [*small, *brighter] if is_path(part.name) else small
-        probed.append(Probed(part, many, takes_samples=False))
-    return [*probed, Probed(whole, frames, takes_samples=True)]
+        probed.append(Probed(part, many if is_path(part.name) else small))
+    whole = Probed(augmenter.fresh(), frames, takes_samples=True, is_whole=True)
+    return [*probed, whole]
 
 
-def _outputs(
-    functions: Sequence[Augmenter],
-    frames: Sequence[Frame],
-    largest: int | None,
-    order: int = 1,
-) -> list[Outputs | str]:
+def _outputs(probed: Sequence[Probed], order: int = 1) -> list[Outputs | str]:
     """What each function makes, in their order; text of one that raises an error. Calls them backwards for -1."""
     made: list[Outputs | str] = []
-    for probed in _probed(functions, frames, largest)[::order]:
-        places = probed.places()[::order]
+    for one in probed[::order]:
         try:
-            made.append({place: _copied(probed.call(place)) for place in places})
+            places = one.places()[::order]
+            made.append({place: _copied(one.call(place)) for place in places})
         except Exception as error:
             made.append(_raises(error))
     return made[::order]
 
 
-def _outputs_of_another_worker(
-    functions: Sequence[Augmenter], frames: Sequence[Frame], largest: int | None
-) -> list[Outputs | str]:
+def _outputs_of_another_worker(probed: Sequence[Probed]) -> list[Outputs | str]:
     """`_outputs`, called backwards by what looks like a worker of another layout."""
     other_environment()
     tripwire.seed_globals(ANOTHER_SEED)
     tripwire.set_opencv_threads(4 if cv2.getNumThreads() == 1 else 1)
     with another_worker():
-        return _outputs(functions, frames, largest, order=-1)
+        return _outputs(probed, order=-1)
 
 
-def _observations(
-    functions: Sequence[Augmenter], frames: Sequence[Frame], largest: int | None
-) -> Iterator[Observation]:
+def _observations(probed: Sequence[Probed]) -> Iterator[Observation]:
     """An observation of each function, as soon as it is made."""
-    varies = False
-    for probed in _probed(functions, frames, largest):
-        observation = observed(replace(probed, varies=varies and probed.takes_samples))
+    some_vary = False
+    for one in probed:
+        observation = observed(replace(one, varies=some_vary and one.is_whole))
         yield observation
         outputs = observation.outputs
-        if outputs and getattr(probed.function, "certain", False):
-            varies |= bool(first_difference(outputs[0, 0], outputs[0, 1]))
+        if outputs and getattr(one.function, "certain", False):
+            some_vary |= bool(first_difference(outputs[0, 0], outputs[0, 1]))
 
 
 def observed(probed: Probed) -> Observation:
     """What the probes find that need one process alone. Raises ConfigError for a function that raises at once."""
     state = partial(held.object_state, probed.function.ready())
-    before, switches = state(), tripwire.switches()
+    before = state()
+    switches = tripwire.switches()
     if problem := _input_problem(probed):
         return Observation({}, {INPUT: problem})
     try:
+        # Not before the first call, which may build what a function builds once.
         tripwire.seed_globals(tripwire.WATCH_SEED)
         generators = tripwire.generators()
         with tripwire.watching() as called:
@@ -277,6 +295,8 @@ def observed(probed: Probed) -> Observation:
             *tripwire.differing(generators, tripwire.generators()),
             *tripwire.differing(switches, tripwire.switches()),
         ]
+
+        # Two calls with one key: only what counts calls then changes in the second.
         first = state()
         repeated = probed.call((0, 0))
         second = state()
@@ -285,8 +305,10 @@ def observed(probed: Probed) -> Observation:
         probed.call((1, 1))  # may not write into what was returned
     except Exception as error:
         return Observation({}, {REPEAT: f"later it {_raises(error)}"})
-    expected = outputs[0, 0]
-    differs = first_difference(expected, repeated) or first_difference(expected, again)
+
+    differs = ""
+    for output in (repeated, again):
+        differs = differs or first_difference(outputs[0, 0], output)
     calls = [
         f"{name} at {where}" if where else name
         for name, where in called.items()
@@ -303,6 +325,7 @@ def observed(probed: Probed) -> Observation:
 
 
 def _listed(verb: str, names: Sequence[str]) -> str:
+    """What a function does to the names; empty without any."""
     return f"{verb} {', '.join(names)}" if names else ""
 
 
@@ -319,14 +342,17 @@ def _input_problem(probed: Probed) -> str:
     except Exception as error:
         name = probed.function.name
         raise ConfigError(f"{name} fails: {plugins.located(error)}.") from error
+
     if change := first_difference(probed.frames[0], (image, target)):
         return f"the input changes: {change}"
     for name, part in zip(("image", "target"), output, strict=True):
         shares = np.may_share_memory(part, image) or np.may_share_memory(part, target)
         if probed.takes_samples and shares:
             return f"the {name} that it returns shares memory with the input"
+
+    # Now what may not be written into, as of a cache; another worker begins with another sample and key.
     try:
-        probed.call((0, 2))  # another worker begins with another sample and key
+        probed.call((0, 2))
     except Exception as error:
         return f"on read-only input it {_raises(error)}"
     return ""
@@ -347,8 +373,11 @@ def _key_problem(probed: Probed, outputs: Outputs, *, draws: bool) -> str:
 
 
 def _copied(frame: Frame) -> Frame:
-    return frame[0].copy(), frame[1].copy()
+    """A frame that nothing else writes into."""
+    image, target = frame
+    return image.copy(), target.copy()
 
 
 def _raises(error: Exception) -> str:
+    """An error on one line."""
     return f"raises {type(error).__name__}: {' '.join(str(error).split())}"

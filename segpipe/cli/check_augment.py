@@ -26,20 +26,29 @@ def main(overrides: list[str]) -> int:
     with progress("starting processes", len(names)) as show:
 
         def report(name: str) -> None:
+            """A transform is done."""
             checked.append(name)
             show(len(checked), what=name)
 
         findings = purity.check(augmenter, samples, report=report)
-    impure = {finding.transform: finding.probe for finding in findings}
-    table = Table("transform", "verdict")
-    for name in names:
-        failed = impure.get(name)
-        table.add_row(name, f"[red]impure: {failed}[/]" if failed else "[green]pure[/]")
-    CONSOLE.print(table)
+    CONSOLE.print(_table(names, findings))
     for finding in findings:
         CONSOLE.print(str(finding), markup=False)
+    verdict = "impure" if findings else "pure"
     CONSOLE.print(
-        f"{len(names) - 1} transforms and the pipeline, crop {config.augment.crop_size}, {len(purity.ADVICE)} probes: "
-        f"{'impure' if findings else 'pure'}"
+        f"{len(names) - 1} transforms and the pipeline, crop {config.augment.crop_size}, "
+        f"{len(purity.ADVICE)} probes: {verdict}"
     )
     return ImpureAugmentError.exit_code if findings else 0
+
+
+def _table(names: list[str], findings: list[purity.Finding]) -> Table:
+    """One row for each transform, with the probe that it fails."""
+    failed = {finding.transform: finding.probe for finding in findings}
+    table = Table("transform", "verdict")
+    for name in names:
+        if name in failed:
+            table.add_row(name, f"[red]impure: {failed[name]}[/]")
+        else:
+            table.add_row(name, "[green]pure[/]")
+    return table
