@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -25,18 +22,17 @@ from segpipe.checks.clause import (
 )
 from segpipe.checks.elsewhere import UnansweredError, elsewhere, started
 from segpipe.checks.tripwire import preserved, seed_globals
-from segpipe.data.catalog import ClassTable
 from segpipe.errors import ConfigError, SegpipeError, listed
 from segpipe.losses.total import shard_loss, valid_pixels
 from segpipe.models import KEY, build_model
 from segpipe.models.plugin_network import ShardGuard
-from segpipe.models.preprocess import Preprocess
 from segpipe.plugins import is_path
 from segpipe.train import checkpoint
 from segpipe.train.start import read_start
 from segpipe.train.state import build_state
 
 if TYPE_CHECKING:
+    from segpipe.data.catalog import ClassTable
     from segpipe.models.layers import SegmentationNet
     from segpipe.settings.config import Config
 
@@ -51,13 +47,18 @@ CLOSE = 1e-3  # largest difference of logits that are the same, in standard devi
 class NetworkContract:
     """Checks the network of a configuration with `num_classes` classes, on the CPU, with random images.
 
-    The images have the size of the crop, at most `largest` rows and columns.
+    The images have the size of the crop, at most `largest` rows and columns. `export` is `export_contract.exported`.
     """
 
     def __init__(
-        self, config: Config, num_classes: int, largest: int = LARGEST
+        self,
+        config: Config,
+        num_classes: int,
+        largest: int = LARGEST,
+        export: Callable[..., str] = lambda *_: "",
     ) -> None:
         self.config, self.num_classes, self.largest = config, num_classes, largest
+        self.export = export
         self.size = tuple(min(length, largest) for length in config.augment.crop_size)
         self.failed: Exception | None = None  # why it does not run
         draws = torch.Generator().manual_seed(0)
@@ -310,35 +311,8 @@ class NetworkContract:
         return ""
 
     def _export(self) -> str:
-        """The export that follows a training, of random images and with example classes."""
-        from segpipe.export.publish import export_run  # takes seconds to import
-
-        number = range(self.num_classes)
-        classes = ClassTable(
-            name="example",
-            names=tuple(f"class{i}" for i in number),
-            palette=tuple((i, i, i) for i in number),
-            train_ids={i: i for i in number},
-        )
-        network = copy.deepcopy(self.net).eval()
-        trained = checkpoint.TrainedNetwork(
-            network, Preprocess(), self.config, classes, weights_digest="0" * 16, step=0
-        )
-
-        # What random weights cannot be held to is left out: lower precision, speed, quality of classes.
-        draws = np.random.default_rng(0)
-        images = [draws.integers(0, 256, (*self.size, 3), np.uint8) for _ in range(2)]
-        plain = replace(
-            self.config.export,
-            precision=["fp32"],
-            engines=[],
-            critical_classes=[],
-            latency_budget_ms=0.0,
-        )
-        with tempfile.TemporaryDirectory(prefix="segpipe-contract-") as folder:
-            out = Path(folder, "export")
-            export_run(trained, images, out, plain.formats, {}, settings=plain)
-        return f"{NOTE}{', '.join(plain.formats)}"
+        """Whether the export of these weights, with images of this size, would be published."""
+        return self.export(self.config, self.net, self.num_classes, self.size)
 
 
 def _same(one: Tensor, two: Tensor) -> bool:
