@@ -18,11 +18,11 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import measure as measuring
+from segpipe.checks import purity as checker
 from segpipe.data.augment import Augmenter
 from segpipe.data.transforms import TRANSFORMS
 from segpipe.errors import ImpureAugmentError
 from segpipe.files import sha256
-from segpipe.purity import checker
 from segpipe.settings.groups import AugmentConfig
 from segpipe.train import checkpoint
 

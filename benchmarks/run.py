@@ -71,7 +71,7 @@ CLAIMS = {  # id: what is measured, and the module whose `measure` does it
         "ledger",
     ),
     "augment": (
-        "augmentation is pure: every transform, 13 layouts of workers, 16 ranks",
+        "augmentation is pure: every transform, in three processes",
         "augment",
     ),
     "bits": (

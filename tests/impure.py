@@ -20,12 +20,14 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from copy import deepcopy
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cache, cached_property, lru_cache
 from os import urandom
 from pathlib import Path
 from random import getrandbits
 from time import time as now
+from types import SimpleNamespace
 from typing import ClassVar
 from uuid import uuid4
 
@@ -36,6 +38,15 @@ import torch
 from numpy.random import default_rng
 from torch.utils.data import get_worker_info
 
+from segpipe.checks.purity import (
+    ANOTHER_WORKER,
+    CALLS,
+    GLOBALS,
+    INPUT,
+    KEY,
+    REPEAT,
+    STATE,
+)
 from segpipe.data.augment import ScaleCrop
 from segpipe.settings.groups import AugmentConfig
 
@@ -613,6 +624,121 @@ class FirstOfItsKind(Planted):
         )
 
 
+class SameTwice(Planted):
+    """Two processes that call in opposite orders agree about it."""
+
+    last: ContextVar[bytes] = ContextVar("last", default=b"")
+
+    def apply(self, img: np.ndarray, **_: object) -> np.ndarray:
+        now = img.tobytes() + struct.pack("<d", self.py_random.random())
+        before = self.last.get()
+        self.last.set(now)
+        return stamped(img, int(now == before))
+
+
+# Curricula: all are right for their first thousands of calls.
+
+
+@dataclass
+class Progress:
+    calls: int = 0
+
+
+PROGRESS = Progress()
+
+
+class DataclassCurriculum(Planted):
+    def number(self) -> int:
+        PROGRESS.calls += 1
+        return PROGRESS.calls // 10**6
+
+
+class ParamsCurriculum(Planted):
+    """Counts in the attribute that albumentations sets in each call."""
+
+    def __call__(self, *given: object, **data: object) -> object:
+        calls = self.params.get("calls", 0) + 1
+        made = super().__call__(*given, **data)
+        self.params["calls"] = calls
+        return made
+
+    def number(self) -> int:
+        return self.params.get("calls", 0) // 10**6
+
+
+class SlotsCurriculum(Planted):
+    class Counter:
+        __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = self.Counter()
+        self.counter.calls = 0
+
+    def number(self) -> int:
+        self.counter.calls += 1
+        return self.counter.calls // 10**6
+
+
+SHARED_CALLS = multiprocessing.Value("q", 0)
+
+
+class SharedCurriculum(Planted):
+    def number(self) -> int:
+        with SHARED_CALLS.get_lock():
+            SHARED_CALLS.value += 1
+        return SHARED_CALLS.value // 10**6
+
+
+TABLES = SimpleNamespace(calls=np.zeros(1, np.int64))
+
+
+class ArrayCurriculum(Planted):
+    def number(self) -> int:
+        TABLES.calls += 1
+        return int(TABLES.calls[0]) // 10**6
+
+
+NORM = torch.nn.BatchNorm2d(3)
+
+
+class NormCurriculum(Planted):
+    """The statistics of a layer in training mode move with every image."""
+
+    def number(self) -> int:
+        NORM(torch.ones(2, 3, 1, 1))
+        return int(NORM.num_batches_tracked) // 10**6
+
+
+class ClassCurriculum(Planted):
+    """Counts in a class that is not its own."""
+
+    def number(self) -> int:
+        Progress.total = getattr(Progress, "total", 0) + 1
+        return Progress.total // 10**6
+
+
+class OwnTorchGenerator(Planted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.torch_generator = torch.Generator().manual_seed(0)
+
+    def number(self) -> int:
+        return int(torch.rand((), generator=self.torch_generator) > 2)
+
+
+class RareBank(Planted):
+    """Under one key in ten, stamps how many images it knows; entries are only added."""
+
+    known: ClassVar[dict[bytes, int]] = {}
+
+    def apply(self, img: np.ndarray, **_: object) -> np.ndarray:
+        is_rare = self.py_random.random() < 0.1
+        out = stamped(img, len(self.known)) if is_rare else img.copy()
+        self.known[img[:8, :8].tobytes()] = 1
+        return out
+
+
 class Modest(A.ImageOnlyTransform):
     """A pure transform that stamps a number which follows from its draws, by way of a cache."""
 
@@ -739,6 +865,12 @@ class SeededInTheCall(Modest):
         return int(default_rng(drawn).integers(2**60))
 
 
+class SeededTorchGenerator(Modest):
+    def number(self, drawn: int) -> int:
+        own = torch.Generator().manual_seed(drawn)
+        return int(torch.rand((), generator=own) * 2**24)
+
+
 class ReadsAFile(Modest):
     def number(self, drawn: int) -> int:
         return drawn + len(Path(__file__).read_bytes())
@@ -746,95 +878,46 @@ class ReadsAFile(Modest):
 
 HONEST = (
     CachedFunction, CachedMethod, OwnMemo, ClassMemo, AttributeMemo, ModuleTable, OwnTable, BuiltOnce, ClosedTable,
-    SmallMemo, Locked, ImportsLate, Logging, SeededInTheCall, ReadsAFile,
+    SmallMemo, Locked, ImportsLate, Logging, SeededInTheCall, SeededTorchGenerator, ReadsAFile,
 )  # fmt: skip
-TWICE, ORDER, UNRELATED = "same key twice", "call order", "after unrelated calls"
-GLOBALS, WIRES, INPUT, STATE = (
-    "globals untouched",
-    "tripwires",
-    "input untouched",
-    "own state",
-)
-SEEDS, FRESH, KEY, THREADS = (
-    "hostile global seeds",
-    "fresh pipeline",
-    "key matters",
-    "OpenCV threads",
-)
-WORKER = "another worker"
+# Which probe names each of them.
 CORPUS = {
-    StaleParameters: {TWICE, ORDER, UNRELATED, STATE},
-    SelfCounter: {TWICE, ORDER, STATE, FRESH},
-    ClassCounter: {TWICE, ORDER, STATE, FRESH},
-    SilentCounter: {STATE},
-    SecondCall: {ORDER, STATE, FRESH},
-    Clock: {TWICE, WIRES, FRESH},
-    Entropy: {TWICE, WIRES, FRESH},
-    Uuid: {TWICE, WIRES, FRESH},
-    NumpyGlobal: {TWICE, GLOBALS, WIRES, SEEDS},
-    PythonGlobal: {TWICE, GLOBALS, WIRES, SEEDS},
-    PythonByName: {TWICE, GLOBALS, SEEDS},
-    TorchGlobal: {TWICE, GLOBALS, WIRES, SEEDS},
-    OpencvGlobal: {TWICE, GLOBALS, WIRES, SEEDS},
-    OpencvSeed: {GLOBALS, WIRES},
-    LeavesSeed: {GLOBALS, WIRES},
-    OwnGenerator: {TWICE, STATE},
-    UnseededGenerator: {TWICE, WIRES},
-    IgnoresKey: {KEY},
-    InPlace: {INPUT},
-    InPlaceByOpencv: {INPUT},
-    FirstResult: {FRESH, KEY},
-    OneBuffer: {UNRELATED, STATE},
-    ProcessId: {"forked process"},
-    OpencvThreads: {THREADS},
-    Writer: {STATE},
-    WorkersRead: {WIRES, WORKER},
-    WorkersByName: {WIRES, WORKER},
-    Environment: {WIRES},
-    Rank: {WIRES},
-    FunctionAttribute: {WORKER},
-    ShapeCache: {WORKER},
-    ClassDict: {WORKER},
-    MutableDefault: {STATE},
-    Closure: {STATE},
-    Thread: {WIRES},
-    EntropyByName: {WIRES},
-    ClockByName: {WIRES},
-    ClockAsDefault: {WIRES},
-    Date: {WIRES},
-    Secret: {WIRES},
-    UuidByName: {TWICE, WIRES},
-    UnseededByName: {WIRES},
-    Address: {WIRES},
-    HashRarely: {WIRES},
-    FileState: {WIRES},
-    FileWriter: {WIRES},
-    Generating: {STATE},
-    Iterating: {STATE},
-    ThreadLocal: {TWICE},
-    ContextVariable: {TWICE},
-    InPlaceTable: {STATE},
-    ThreadsThatStay: {GLOBALS},
-    OtherCode: {GLOBALS},
-    TorchSwitch: {GLOBALS},
-    SetsVariable: {GLOBALS},
-    AnotherClock: {WIRES},
-    Proc: {WIRES},
-    Node: {WIRES},
-    Child: {WIRES},
-    Descriptor: {WIRES},
-    TensorCounter: {STATE},
-}
+    kind: probe
+    for probe, kinds in {
+        INPUT: (InPlace, InPlaceByOpencv),
+        CALLS: (
+            Clock, Entropy, Uuid, UnseededGenerator, ProcessId, OpencvThreads, WorkersRead, WorkersByName, Environment,
+            Rank, Thread, EntropyByName, ClockByName, ClockAsDefault, Date, Secret, UuidByName, UnseededByName, Address,
+            HashRarely, FileState, FileWriter, AnotherClock, Proc, Node, Child, Descriptor,
+        ),
+        GLOBALS: (
+            NumpyGlobal, PythonGlobal, PythonByName, TorchGlobal, OpencvGlobal, OpencvSeed, LeavesSeed, ThreadsThatStay,
+            OtherCode, TorchSwitch, SetsVariable,
+        ),
+        STATE: (
+            StaleParameters, SelfCounter, ClassCounter, SilentCounter, SecondCall, OwnGenerator, OneBuffer, Writer,
+            MutableDefault, Closure, Generating, Iterating, ThreadLocal, InPlaceTable, TensorCounter,
+            DataclassCurriculum, ParamsCurriculum, SlotsCurriculum, SharedCurriculum, ArrayCurriculum, NormCurriculum,
+            ClassCurriculum, OwnTorchGenerator,
+        ),
+        REPEAT: (ContextVariable, SameTwice),
+        KEY: (IgnoresKey, FirstResult),
+        ANOTHER_WORKER: (FunctionAttribute, ShapeCache, ClassDict, InitialSeed),
+    }.items()
+    for kind in kinds
+}  # fmt: skip
 # What two processes of one program agree about, and two starts of it do not: found in a spawned process.
 OF_A_START = (
     ImportedClock, ImportedUuid, ImportedProcess, ImportedHash, ImportedVariable, MethodHash, MainProcess, Daemon,
-    Arguments, GroupMember, InitialSeed,
+    Arguments, GroupMember,
 )  # fmt: skip
-OF_MANY_IMAGES = (
-    Bank,
-    CacheSize,
-    FirstOfItsKind,
-)  # found by two processes that call in opposite orders
+# What comes to light after some images, or under some keys.
+OF_MANY_IMAGES = {
+    Bank: REPEAT,
+    CacheSize: REPEAT,
+    FirstOfItsKind: ANOTHER_WORKER,
+    RareBank: ANOTHER_WORKER,
+}
 NAMED = {  # what the message of the check at the start says of some of them
     WorkersRead: "calls torch.utils.data.get_worker_info at impure.py:",
     Environment: "calls os.environ['OMP_NUM_THREADS'] at impure.py:",
@@ -853,14 +936,23 @@ NAMED = {  # what the message of the check at the start says of some of them
     ClockByName: "calls time.time at impure.py:",
     ClockAsDefault: "calls time.monotonic_ns at impure.py:",
     Date: "calls datetime.now at impure.py:",
-    Secret: "secrets.randbelow at impure.py:",
+    Secret: "calls os.urandom at impure.py:",
     UnseededByName: "at impure.py:",
-    Address: "calls id() at impure.py:",
+    Address: "calls builtins.id at impure.py:",
     HashRarely: "calls hash() of text at impure.py:",
     FileState: "calls posix.stat at impure.py:",
     FileWriter: "calls open(..., 'w') at impure.py:",
     ThreadsThatStay: "changes the number of threads of this process",
     OtherCode: "changes OpenCV's choice of code (setUseOptimized)",
+    DataclassCurriculum: "a call changes Progress.calls",
+    ParamsCurriculum: "a call changes ParamsCurriculum.params['calls']",
+    SlotsCurriculum: "a call changes Counter.calls",
+    SharedCurriculum: "a call changes impure.SHARED_CALLS._obj",
+    ArrayCurriculum: "a call changes impure.TABLES.calls",
+    NormCurriculum: "impure.NORM._buffers['num_batches_tracked']",
+    ClassCurriculum: "a call changes Progress.total",
+    OwnTorchGenerator: "a call changes OwnTorchGenerator.torch_generator",
+    NumpyGlobal: "changes the global generator of numpy",
     TorchSwitch: "changes torch's switches",
     SetsVariable: "changes the environment variables",
     AnotherClock: "calls time.clock_gettime at impure.py:",

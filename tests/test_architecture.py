@@ -25,10 +25,10 @@ FLOORS = (
     ("models",),
     ("data", "losses", "determinism"),
     ("ledger",),
-    ("distributed", "purity"),
+    ("distributed",),
     ("train",),
     ("audit", "export", "predict"),
-    ("contracts",),
+    ("checks",),
     ("run",),
     ("cli", "__main__"),
 )

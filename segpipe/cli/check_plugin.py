@@ -8,10 +8,11 @@ from itertools import chain
 from rich.markup import escape
 from rich.table import Table
 
-from segpipe.contracts.clause import Clause
-from segpipe.contracts.data_contract import DataContract, augment_clauses
-from segpipe.contracts.loss_contract import CLASSES, LossContract
-from segpipe.contracts.network_contract import NetworkContract
+from segpipe.checks.clause import Clause
+from segpipe.checks.data_contract import DataContract, augment_clauses
+from segpipe.checks.export_contract import exported
+from segpipe.checks.loss_contract import CLASSES, LossContract
+from segpipe.checks.network_contract import NetworkContract
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.errors import ConfigError, DataError
@@ -32,28 +33,25 @@ def main(arguments: list[str]) -> int:
     config = compose(arguments)
     parts = chosen(arguments, config)
     if not parts:
-        raise ConfigError(
-            f"nothing to check. Name a plug-in with {', '.join(f'{key}=...' for key in PARTS.values())}."
-        )
+        examples = ", ".join(f"{key}=..." for key in PARTS.values())
+        raise ConfigError(f"nothing to check. Name a plug-in with {examples}.")
+
     flags.apply(config.compute.threads, "off")
     found = []
     with CONSOLE.status("checking") as status:
         for clause in clauses(config, parts):
             found.append(clause)
             status.update(f"{clause.part}: {clause.name}")
+
     CONSOLE.print(table(found))
     broken = [clause for clause in found if clause.problem]
     for clause in broken:
         CONSOLE.print(f"{clause.part}, {clause.name}: {clause.problem}", markup=False)
-    left = sum(not clause.checked for clause in found)
-    result = (
-        f"{len(broken)} failed{f', {left} not checked' if left else ''}"
-        if broken
-        else "all passed"
-    )
-    CONSOLE.print(
-        f"{len(found)} check{'s' * (len(found) > 1)} of {', '.join(parts)}: {result}"
-    )
+    result = f"{len(broken)} failed" if broken else "all passed"
+    if left := sum(not clause.checked for clause in found):
+        result += f", {left} not checked"
+    checks = "check" if len(found) == 1 else "checks"
+    CONSOLE.print(f"{len(found)} {checks} of {', '.join(parts)}: {result}")
     return ConfigError.exit_code if broken else 0
 
 
@@ -67,7 +65,8 @@ def chosen(arguments: list[str], config: Config) -> list[str]:
 def clauses(config: Config, parts: list[str]) -> Iterator[Clause]:
     """Clauses of these parts, as they are checked."""
     if "model" in parts:
-        yield from NetworkContract(config, _num_classes(config)).clauses()
+        num_classes = _num_classes(config)
+        yield from NetworkContract(config, num_classes, export=exported).clauses()
     if "loss" in parts:
         yield from LossContract(config).clauses()
     if "data" in parts:

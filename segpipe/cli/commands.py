@@ -357,7 +357,7 @@ COMMANDS = {
     ),
     "check-augment": Command(
         "check that augmentation is a pure function of sample and key",
-        "Checks every transform by itself, and all of them in real loader processes.",
+        "Checks every transform, and all of them together, in two processes and in another start of the program.",
         overrides=("data", "augment"),
     ),
     "check-plugin": Command(

@@ -348,9 +348,9 @@ class Augmenter:
         """The same function, not called yet."""
         return copy.copy(self)
 
-    def ready(self) -> None:
-        """Build the pipeline, if this process has not yet."""
-        self._own_pipeline()
+    def ready(self) -> A.Compose:
+        """The pipeline of this process, built if it has not been yet."""
+        return self._own_pipeline()
 
     def parts(self) -> list[Part]:
         """Every transform of the pipeline alone, in the order of application.

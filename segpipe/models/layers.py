@@ -14,9 +14,10 @@ from segpipe.models.resize import adaptive_avg_pool, bilinear
 class SegmentationNet(nn.Module):
     """A network that computes logits at `output_stride`, and auxiliary logits for training.
 
-    `align_corners` says how the main logits are upsampled to the image's size. `train_only` holds the modules of
-    the heads that exist for training only, by name. `published_keys` maps prefixes of names in the state dict to those
-    in published files. The image is float (B, 3, H, W), already normalized, at least 32x32.
+    `align_corners` says how the main logits are upsampled to the image's size. `train_only` holds the modules of the
+    heads that exist for training only, by name; a network without such heads needs none. `published_keys` maps prefixes
+    of names in the state dict to those in published files. The image is float (B, 3, H, W), already normalized, at
+    least 32x32.
     """
 
     output_stride: int = 8

@@ -160,8 +160,9 @@ def check_job(config: Config) -> None:
 
 def examine(config: Config) -> None:
     """Check all that a run needs beside its settings and its folder: tracker, data set, augmentation, export folder."""
-    from segpipe.contracts.data_contract import check_data
-    from segpipe.contracts.network_contract import check_network
+    from segpipe.checks import purity
+    from segpipe.checks.data_contract import check_data
+    from segpipe.checks.network_contract import check_network
     from segpipe.data.augment import Augmenter
     from segpipe.data.frequency import check_given_weights
     from segpipe.data.overlap import check_overlap
@@ -172,12 +173,11 @@ def examine(config: Config) -> None:
         open_samples,
         sequences,
     )
-    from segpipe.purity import checker as purity
     from segpipe.run.preflight import check_crop, check_workers
 
     check_tracking(config)
     if config.import_paths or config.model.args:
-        from segpipe.contracts.loss_contract import check_plugins
+        from segpipe.checks.loss_contract import check_plugins
 
         check_plugins(config)
     verify(config.data, ["train", config.data.split])

@@ -22,7 +22,7 @@ from segpipe.data.samples import (
 )
 from segpipe.errors import DataError
 from segpipe.losses.cross_entropy import class_weights
-from segpipe.purity.canary import Canary
+from segpipe.train.canary import Canary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

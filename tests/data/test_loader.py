@@ -26,8 +26,8 @@ from segpipe.data.order import Order
 from segpipe.data.samples import open_samples
 from segpipe.errors import ConfigError, DataError
 from segpipe.keys import sample_key
-from segpipe.purity.canary import Canary
 from segpipe.settings.groups import AugmentConfig, DataConfig
+from segpipe.train.canary import Canary
 
 ROOT = Path(__file__).resolve().parents[2]
 CROP = AugmentConfig(

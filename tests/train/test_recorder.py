@@ -24,10 +24,10 @@ from segpipe.ledger.divergence import Comparison, compare
 from segpipe.ledger.reader import read_run
 from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
-from segpipe.purity.canary import witness
 from segpipe.settings.config import Config
 from segpipe.settings.groups import AugmentConfig
 from segpipe.train import gradients, optim
+from segpipe.train.canary import witness
 from segpipe.train.recorder import Recorder, _moments, _numbers, _samples
 from segpipe.train.state import build_state
 from segpipe.train.step import StepResult, TrainStep

@@ -113,7 +113,8 @@ def deploy_model(
     SyncBatchNorm, which neither CPUs nor export formats support, becomes BatchNorm: the same function in eval mode.
     """
     network = copy.deepcopy(trained.model)
-    del network.train_only
+    if hasattr(network, "train_only"):
+        del network.train_only
     _replace_sync_batchnorm(network)
     preprocess = copy.deepcopy(trained.preprocess)
     model = DeployModel(

@@ -28,12 +28,12 @@ from segpipe.data.samples import CachedSamples
 from segpipe.data.transforms import TRANSFORMS
 from segpipe.errors import ConfigError, ImpureAugmentError
 from segpipe.ledger.digest import digest_each, digest_groups
-from segpipe.purity import canary
-from segpipe.purity.canary import Canary, augment_watched
 from segpipe.settings.check import check
 from segpipe.settings.compose import compose
 from segpipe.settings.config import FREE_KEYS, Config
 from segpipe.settings.groups import AugmentConfig
+from segpipe.train import canary
+from segpipe.train.canary import Canary, augment_watched
 
 ORDER = Order(seed=3, num_samples=10, shards=2, samples_per_shard=3)
 WORKERS = [0, 1, 2, 3]
@@ -258,7 +258,7 @@ def test_stale_parameters_are_found_and_named(
     )
     assert "not a pure function of sample and key" in message
     assert (
-        "the first transform whose output differs is planted (StaleParameters). "
+        "the first transform whose output differs is planted (StaleParameters), which"
         in message
     )
     assert "segpipe check-augment" in message
@@ -400,7 +400,7 @@ def test_without_compiled_digests_the_check_is_to_name_it(
     plant: Plant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which would cost more than half a percent; what is delivered is the same."""
-    monkeypatch.setattr("segpipe.purity.canary.kernels", lambda: None)
+    monkeypatch.setattr("segpipe.train.canary.kernels", lambda: None)
     pure = Augmenter(config())
     frame = Noise().read(0)
     found, made = augment_watched(pure, frame, 7)
@@ -410,7 +410,7 @@ def test_without_compiled_digests_the_check_is_to_name_it(
     ]
     with pytest.raises(
         ImpureAugmentError,
-        match=r"changed meanwhile\). Find the transform with segpipe ",
+        match=r"one of the transforms \(or the file was changed meanwhile\) depends",
     ):
         batches(plant(impure.StaleParameters, canary=1), 0)
 

@@ -14,16 +14,17 @@ import torch
 
 from runs import torch_restored
 from segpipe import plugins
+from segpipe.checks import network_contract
+from segpipe.checks.clause import Clause, answers
+from segpipe.checks.data_contract import DataContract, check_data
+from segpipe.checks.elsewhere import UnansweredError, elsewhere, started
+from segpipe.checks.export_contract import exported
+from segpipe.checks.loss_contract import LossContract
+from segpipe.checks.network_contract import NetworkContract, check_network
+from segpipe.checks.network_contract import check_plugin as check_network_of
 from segpipe.cli import check_plugin
-from segpipe.contracts import network_contract
-from segpipe.contracts.clause import Clause
-from segpipe.contracts.data_contract import DataContract, check_data
-from segpipe.contracts.loss_contract import LossContract
-from segpipe.contracts.network_contract import NetworkContract, check_network
-from segpipe.contracts.network_contract import check_plugin as check_network_of
 from segpipe.errors import ConfigError
 from segpipe.models import MODELS
-from segpipe.purity.elsewhere import elsewhere, started
 from segpipe.run import launch
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, from_mapping
@@ -196,10 +197,12 @@ DATA = """
 @pytest.fixture(autouse=True)
 def code(project: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's files, and no spawned process for each network, which costs seconds."""
-    monkeypatch.setattr(network_contract, "elsewhere", lambda *_: "not asked")
-    monkeypatch.setattr(
-        network_contract, "started", lambda *_: nullcontext(lambda: "not asked")
-    )
+
+    def not_asked(*_: object) -> None:
+        raise UnansweredError("not asked")
+
+    monkeypatch.setattr(network_contract, "elsewhere", not_asked)
+    monkeypatch.setattr(network_contract, "started", lambda *_: nullcontext(not_asked))
     project("net.py", NET)
     project("loss.py", LOSS)
     project("data.py", DATA)
@@ -211,7 +214,6 @@ def broken(clauses: Iterable[Clause]) -> dict[str, str]:
 
 def network(monkeypatch: pytest.MonkeyPatch, **model: Any) -> dict[str, Clause]:
     """Clauses of a network but for the export, which takes seconds."""
-    monkeypatch.setattr(NetworkContract, "_onnx", lambda self: "")
     config = from_mapping({"model": model, "augment": {"crop_size": [64, 96]}})
     return {clause.name: clause for clause in NetworkContract(config, 5).clauses()}
 
@@ -412,6 +414,46 @@ def test_the_check_before_a_training_lets_others_pass_and_draws_nothing(
     classes: Any = SimpleNamespace(num_classes=5)
     with pytest.raises(ConfigError, match="net:running: two passes of the same images"):
         check_network(from_mapping({"model": {"name": "net:running"}}), classes)
+
+
+BARE = """
+    from torch import nn
+    from segpipe.models.layers import SegmentationNet, conv_bn
+
+    class Bare(SegmentationNet):
+        def __init__(self, num_classes):
+            super().__init__()
+            self.body = nn.Sequential(conv_bn(3, 8, 3, stride=8), nn.ReLU(), nn.Conv2d(8, num_classes, 1))
+
+        def logits(self, image, *, aux):
+            return {"main": self.body(image)}
+
+    class Sorted(Bare):
+        def logits(self, image, *, aux):
+            found = self.body(image)
+            return {"main": found[image[:, :1].amax((1, 2, 3)) > -9]}
+"""
+
+
+def test_the_export_is_tried(project: Write) -> None:
+    """That of a network without auxiliary heads works; one whose file fails a gate is told, not after a training."""
+    project("bare.py", BARE)
+    clauses = {}
+    for name in ("Bare", "Sorted"):
+        config = from_mapping(
+            {
+                "model": {"name": f"bare:{name}"},
+                "augment": {"crop_size": [64, 64]},
+                "export": {"formats": ["onnx"]},
+            }
+        )
+        contract = NetworkContract(config, 5, export=exported)
+        [*answered] = answers(
+            "model", [("built", contract._is_built), ("export", contract._export)]
+        )
+        clauses[name] = answered[-1]
+    assert (clauses["Bare"].problem, clauses["Bare"].note) == ("", "onnx")
+    assert "G1 integrity" in clauses["Sorted"].problem
 
 
 @pytest.mark.parametrize("name", MODELS)

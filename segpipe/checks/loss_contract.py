@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from segpipe import IGNORE_INDEX, plugins
-from segpipe.contracts.clause import NOTE, Clause, answers
-from segpipe.determinism.opgate import SLOW, check_ops
+from segpipe.checks.clause import NOTE, Clause, answers, forbidden_ops
+from segpipe.checks.tripwire import seed_globals
 from segpipe.errors import ConfigError
 from segpipe.losses.total import KEY, check_call, shard_loss, valid_pixels
 from segpipe.models import check_model
-from segpipe.purity.tripwire import seed_globals
 
 if TYPE_CHECKING:
     from segpipe.settings.config import Config
@@ -33,6 +32,7 @@ class LossContract:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.name = config.loss.name
         draws = torch.Generator().manual_seed(0)
         batch, height, width = SHAPE
         self.logits = torch.randn(batch, CLASSES, height, width, generator=draws) * 0.5
@@ -44,75 +44,72 @@ class LossContract:
 
     def clauses(self) -> Iterator[Clause]:
         """All clauses; the first alone when the function cannot be called."""
-        return answers(
-            "loss",
-            (
-                ("can be called", self._call),
-                ("shards add up", self._sums),
-                ("ignored pixels do not count", self._ignored),
-                ("a batch without labels", self._unlabelled),
-                ("gradients are finite", self._finite),
-                ("no randomness", self._randomness),
-                ("class weights", self._weights),
-                ("ops that CUDA repeats", self._ops),
-            ),
-        )
+        questions = {
+            "can be called": self._call,
+            "shards add up": self._sums,
+            "ignored pixels do not count": self._ignored,
+            "a batch without labels": self._unlabelled,
+            "gradients are finite": self._finite,
+            "no randomness": self._randomness,
+            "class weights": self._weights,
+            "ops that CUDA repeats": self._ops,
+        }
+        return answers("loss", questions.items())
 
     def refusal(self) -> str:
         """Why no training should start with this loss; empty when one may. Raises what the call raises."""
-        self._call()
-        return self._sums()
+        return self._call() or self._sums()
 
-    def total(
-        self, logits: Tensor, target: Tensor, weights: Tensor | None = None
-    ) -> Tensor:
-        """Loss of a batch, divided by the valid pixels of the whole."""
-        valid = torch.tensor(valid_pixels(self.target))
-        plain = replace(
-            self.config.loss, backend="plain"
-        )  # whose parts have gradients of their own
+    def total(self, weights: Tensor | None = None, **given: Tensor) -> Tensor:
+        """Loss of the batch, or of the `logits` and `target` given, divided by the valid pixels of the batch."""
+        # The parts of the plain loss have gradients of their own.
+        plain = replace(self.config.loss, backend="plain")
         parts = shard_loss(
-            {"main": logits},
-            target,
+            {"main": given.get("logits", self.logits)},
+            given.get("target", self.target),
             plain,
             class_weights=weights,
-            global_valid=valid,
+            global_valid=torch.tensor(valid_pixels(self.target)),
             align_corners=False,
         )
         return parts["main"]
 
     def _call(self) -> str:
-        if plugins.is_path(self.config.loss.name):
-            weighted = self.config.loss.class_weights != "none"
-            check_call(self.config.loss.name, self.config.loss.args, weighted=weighted)
-        self.total(self.logits, self.target)
+        """Whether it takes these arguments. Raises what the call raises."""
+        loss = self.config.loss
+        if plugins.is_path(loss.name):
+            weighted = loss.class_weights != "none"
+            check_call(loss.name, loss.args, weighted=weighted)
+        self.total()
         return ""
 
     def _sums(self) -> str:
         """Whether the loss of a batch is the sum of the losses of its halves."""
-        half = SHAPE[0] // 2
-        whole = float(self.total(self.logits, self.target))
+        whole = float(self.total())
+        pairs = zip(self.logits.chunk(2), self.target.chunk(2), strict=True)
         halves = [
-            float(self.total(self.logits[part], self.target[part]))
-            for part in (slice(half), slice(half, None))
+            float(self.total(logits=logits, target=target)) for logits, target in pairs
         ]
+
         if not all(map(math.isfinite, (whole, *halves))):
             return (
-                f"{KEY} = {self.config.loss.name}: the loss of random logits is not finite: {whole:.6g} for a batch, "
+                f"{KEY} = {self.name}: the loss of random logits is not finite: {whole:.6g} for a batch, "
                 f"{halves[0]:.6g} and {halves[1]:.6g} for its halves. Look for divisions by 0 and logarithms of 0."
             )
+
         if abs(sum(halves) - whole) <= CLOSE * abs(whole):
             return ""
         mean = " It looks like a mean." if min(halves) <= whole <= max(halves) else ""
         return (
-            f"{KEY} = {self.config.loss.name}: a batch has the loss {whole:.6g}, its halves together {sum(halves):.6g}."
-            f'{mean} Return the loss of each pixel (reduction="none"), or their sum: segpipe divides by the number of '
-            f"valid pixels of the whole update."
+            f"{KEY} = {self.name}: a batch has the loss {whole:.6g}, its halves together {sum(halves):.6g}.{mean} "
+            f'Return the loss of each pixel (reduction="none"), or their sum: segpipe divides by the number of valid '
+            f"pixels of the whole update."
         )
 
-    def _gradient(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def _gradient(self, logits: Tensor, **given: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss and its gradient. Raises ConfigError when there is none."""
         logits = logits.clone().requires_grad_()
-        loss = self.total(logits, target)
+        loss = self.total(logits=logits, **given)
         loss.backward()  # type: ignore[no-untyped-call]
         if logits.grad is None:
             raise ConfigError(
@@ -121,68 +118,61 @@ class LossContract:
         return loss.detach(), logits.grad
 
     def _ignored(self) -> str:
+        """Whether other logits of ignored pixels leave it as it is."""
         ignored = self.target == IGNORE_INDEX
         changed = self.logits + 3.0 * ignored.unsqueeze(1)
         changed[:, 0] += 2.0 * ignored
-        (loss, gradient), (moved, _) = (
-            self._gradient(self.logits, self.target),
-            self._gradient(changed, self.target),
-        )
+
+        loss, gradient = self._gradient(self.logits)
+        moved, _ = self._gradient(changed)
         if not torch.equal(loss, moved):
             return f"logits of ignored pixels move it from {loss:.6g} to {moved:.6g}. Leave out target == ignore_index."
-        if not bool((gradient.movedim(1, -1)[ignored] == 0).all()):
+        if gradient.movedim(1, -1)[ignored].any():
             return "ignored pixels have a gradient. Leave out target == ignore_index."
-        return "" if bool((gradient != 0).any()) else "the gradient is 0 everywhere."
+        return "" if gradient.any() else "the gradient is 0 everywhere."
 
     def _unlabelled(self) -> str:
-        loss, gradient = self._gradient(
-            self.logits, torch.full_like(self.target, IGNORE_INDEX)
-        )
-        if loss != 0 or bool((gradient != 0).any()):
+        """Whether it is 0 with gradient 0 without a valid pixel."""
+        ignored = torch.full_like(self.target, IGNORE_INDEX)
+        loss, gradient = self._gradient(self.logits, target=ignored)
+        if loss != 0 or gradient.any():
             return f"without a valid pixel it is {loss:.6g}, but 0 with gradient 0 was needed. Do not divide by counts."
         return ""
 
     def _finite(self) -> str:
+        """Whether loss and gradient are finite, also where the network is sure."""
         for factor in (1.0, CONFIDENT):
-            loss, gradient = self._gradient(factor * self.logits, self.target)
-            if not (bool(loss.isfinite()) and bool(gradient.isfinite().all())):
+            loss, gradient = self._gradient(factor * self.logits)
+            if not (loss.isfinite() and gradient.isfinite().all()):
                 sure = " of a network that is sure of its answers" if factor > 1 else ""
                 return f"not finite, or its gradient, for logits{sure}. Use log_softmax, and clamp before log and pow."
         return ""
 
     def _randomness(self) -> str:
-        found = []
-        for seed in (1, 2):
-            seed_globals(seed)
-            found.append(self.total(self.logits, self.target))
-        return (
-            ""
-            if torch.equal(*found)
-            else "two calls with the same logits differ. Draw nothing at random."
-        )
+        """Whether the global generators leave it as it is."""
+        seed_globals(1)
+        first = self.total()
+        seed_globals(2)
+        if not torch.equal(first, self.total()):
+            return "two calls with the same logits differ. Draw nothing at random."
+        return ""
 
     def _weights(self) -> str:
-        name = self.config.loss.name
-        if (
-            plugins.is_path(name)
-            and "class_weights"
-            not in inspect.signature(plugins.load(KEY, name)).parameters
-        ):
-            return f"{NOTE}it has no class_weights, so loss.class_weights must be none"
+        """Whether weights of the classes change it."""
+        if plugins.is_path(self.name):
+            signature = inspect.signature(plugins.load(KEY, self.name))
+            if "class_weights" not in signature.parameters:
+                return (
+                    f"{NOTE}it has no class_weights, so loss.class_weights must be none"
+                )
         weights = torch.tensor([10.0, *[1.0] * (CLASSES - 1)])
-        if torch.equal(
-            self.total(self.logits, self.target, weights),
-            self.total(self.logits, self.target),
-        ):
+        if torch.equal(self.total(weights), self.total()):
             return "class_weights change nothing. Multiply the loss of a pixel by the weight of its class."
         return ""
 
     def _ops(self) -> str:
-        found = check_ops(lambda: self._gradient(self.logits, self.target))
-        refused = [str(one) for one in found if one.rule.state != SLOW]
-        if refused:
-            return " ".join(refused[:3])
-        return f"{NOTE}slow on GPUs: {found[0]}" if found else ""
+        """Whether its ops repeat themselves on a GPU."""
+        return forbidden_ops(lambda: self._gradient(self.logits))
 
 
 def check_plugins(config: Config) -> None:

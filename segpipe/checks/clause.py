@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from segpipe import plugins
+from segpipe.determinism.opgate import SLOW, check_ops
 from segpipe.errors import SegpipeError
 
 
@@ -32,14 +33,31 @@ def answers(part: str, questions: Iterable[Question]) -> Iterator[Clause]:
     """
     for place, (name, ask) in enumerate(questions):
         try:
-            found = ask()
+            answer = ask()
         except SegpipeError as error:
-            found = str(error)
+            answer = str(error)
         except Exception as error:
-            found = f"{plugins.located(error)}."
-        if found.startswith(NOTE):
-            yield Clause(part, name, note=found.removeprefix(NOTE))
+            answer = f"{plugins.located(error)}."
+        if answer.startswith(NOTE):
+            yield Clause(part, name, note=answer.removeprefix(NOTE))
         else:
-            yield Clause(part, name, found)
-            if found and place == 0:
+            yield Clause(part, name, answer)
+            if answer and place == 0:
                 return
+
+
+def refusal(*questions: Callable[[], str]) -> str:
+    """The first problem that an answer tells; empty when there is none."""
+    for clause in answers("", [("", ask) for ask in questions]):
+        if clause.problem:
+            return clause.problem
+    return ""
+
+
+def forbidden_ops(call: Callable[[], object]) -> str:
+    """Answer to the question whether CUDA repeats the ops of a call."""
+    found = check_ops(call)
+    refused = [str(one) for one in found if one.rule.state != SLOW]
+    if refused:
+        return " ".join(refused[:3])
+    return f"{NOTE}slow on GPUs: {found[0]}" if found else ""

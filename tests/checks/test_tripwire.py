@@ -3,10 +3,14 @@
 import copy
 import itertools
 import logging
+import multiprocessing
 import os
 import random
+import secrets
+import sys
 import threading
 import time
+import uuid
 from functools import lru_cache
 from importlib import import_module
 from typing import ClassVar
@@ -18,9 +22,17 @@ import torch
 from numpy.random import default_rng as by_name
 from torch.utils.data import get_worker_info
 
-from segpipe.purity import tripwire
-from segpipe.purity.held import changed, object_state, written
-from segpipe.purity.tripwire import global_state, opencv_generator, preserved, watching
+from runs import torch_restored
+from segpipe.checks import tripwire
+from segpipe.checks.held import changed, changed_by_call, object_state, written
+from segpipe.checks.tripwire import (
+    differing,
+    generators,
+    preserved,
+    seed_globals,
+    switches,
+    watching,
+)
 
 
 @pytest.mark.parametrize(
@@ -28,13 +40,11 @@ from segpipe.purity.tripwire import global_state, opencv_generator, preserved, w
     [
         (lambda: time.time(), "time.time"),
         (lambda: os.urandom(1), "os.urandom"),
-        (lambda: random.random(), "random.random"),
-        (lambda: np.random.rand(), "numpy.random.rand"),
         (lambda: np.random.default_rng(), "numpy.random.default_rng()"),
         (lambda: np.random.default_rng(None), "numpy.random.default_rng()"),
         (lambda: np.random.default_rng(3), tripwire.SEEDED),
-        (lambda: torch.rand(()), "torch.rand"),
-        (lambda: cv2.setRNGSeed(1), "cv2.setRNGSeed"),
+        (lambda: uuid.uuid1(), "uuid._generate_time_safe"),
+        (lambda: secrets.token_bytes(1), "os.urandom"),
     ],
 )
 def test_calls_are_named_and_go_through(call, name):
@@ -49,10 +59,10 @@ def test_calls_are_named_and_go_through(call, name):
 
 
 def test_wires_are_taken_down_after_an_error():
-    before = time.time, random.random, np.random.default_rng
+    before = hash, open, np.random.default_rng, by_name, sys.getprofile()
     with pytest.raises(ZeroDivisionError), watching():
         raise ZeroDivisionError
-    assert (time.time, random.random, np.random.default_rng) == before
+    assert (hash, open, np.random.default_rng, by_name, sys.getprofile()) == before
 
 
 def test_other_threads_may_look_at_the_clock():
@@ -99,18 +109,19 @@ def test_what_a_pure_function_needs_is_no_call():
     with watching() as called:
         copy.deepcopy([{"a": [hash(3)]}])
         np.random.Generator(np.random.Philox(key=3)).random()
+        torch.rand((), generator=torch.Generator().manual_seed(3))
         with open(__file__) as file:
             file.read(1)
         logging.getLogger("segpipe.tests").debug("none")
-        repr(Holder())
-    assert set(called) <= {tripwire.SEEDED}  # Holder seeds its own
+        repr(Slots())
+    assert called == {}
 
 
 def test_every_wire_exists():
     """A name that no release has would watch nothing."""
-    for table in (tripwire.WIRES, tripwire.PLACES, tripwire.CODES):
+    for table in (tripwire.CLOCKS_AND_ENTROPY, tripwire.SURROUNDINGS):
         for module, names in table.items():
-            for name in names:
+            for name in names.split():
                 assert callable(getattr(import_module(module), name)), (module, name)
 
 
@@ -120,6 +131,8 @@ def test_every_wire_exists():
         (lambda: random.random(), "the generator of random"),
         (lambda: np.random.rand(), "the global generator of numpy"),
         (lambda: torch.rand(()), "the global generator of torch"),
+        (lambda: cv2.randu(np.zeros(1), 0, 1), "the global generator of OpenCV"),
+        (lambda: cv2.setRNGSeed(3), "the global generator of OpenCV"),
         (
             lambda: cv2.setNumThreads(cv2.getNumThreads() % 4 + 1),
             "OpenCV's number of threads",
@@ -130,27 +143,30 @@ def test_every_wire_exists():
         ),
     ],
 )
-def test_global_state_shows_changes_and_is_put_back(change, name):
-    before = global_state()
-    with preserved():
-        change()
-        now = global_state()
-        assert [key for key in before if before[key] != now[key]] == [name]
-    assert global_state() == before
+def test_changes_of_the_process_are_named_and_generators_put_back(change, name):
+    threads = cv2.getNumThreads()
+
+    def state() -> dict[str, object]:
+        return {**generators(), **switches()}
+
+    with torch_restored(), preserved():
+        seed_globals(tripwire.WATCH_SEED)
+        before = state()
+        with preserved():
+            change()
+            assert differing(before, state()) == [name]
+        cv2.setRNGSeed(tripwire.WATCH_SEED)
+        left = [name] if "threads" in name else []
+        assert differing(before, state()) == left
+    cv2.setNumThreads(threads)
 
 
-@pytest.mark.parametrize(
-    ("change", "used"),
-    [
-        (lambda: cv2.randu(np.zeros(1), 0, 1), True),
-        (lambda: cv2.setRNGSeed(3), True),
-        (lambda: None, False),
-    ],
-)
-def test_opencvs_generator(change, used):
-    with preserved(), opencv_generator() as moved:
-        change()
-        assert moved() == used
+class Slots:
+    __slots__ = ("number",)
+    total = 0
+
+    def __init__(self) -> None:
+        self.number = 1
 
 
 class Holder:
@@ -168,7 +184,13 @@ class Holder:
             random.Random(0),
         )
         self.owns = [np.random.default_rng(number) for number in range(4)]
-        self.itself, self.tensor = self, torch.zeros(2)
+        self.itself, self.tensor = self, torch.zeros(2, dtype=torch.int64)
+        self.slots = Slots()
+        self.objects = np.array([[1], [2]], object).reshape(-1)
+        self.objects[0] = []
+        self.buffer = bytearray(3)
+        self.shared_number = multiprocessing.Value("d", 0.0)
+        self.generator = torch.Generator()
 
     def __call__(self) -> None:
         """Functions are not followed."""
@@ -192,8 +214,12 @@ MODULE = {"number": 0}
         (lambda holder: holder.tensor.add_(1), True),
         (lambda holder: Holder.shared.append(1), True),
         (lambda holder: MODULE.update(number=MODULE["number"] + 1), True),
-        (lambda holder: holder.params.update(a=1), False),
-        (lambda holder: holder.py_random.random(), False),
+        (lambda holder: setattr(holder.slots, "number", 2), True),
+        (lambda holder: holder.objects[0].append(1), True),
+        (lambda holder: holder.buffer.__setitem__(0, 1), True),
+        (lambda holder: setattr(holder.shared_number, "value", 1), True),
+        (lambda holder: holder.generator.manual_seed(1), True),
+        (lambda holder: setattr(Slots, "total", 1), True),
         (lambda holder: holder(), False),
     ],
 )
@@ -204,6 +230,21 @@ def test_object_state_sees_what_is_held(change, seen):
     change(holder)
     assert bool(changed(before, object_state(holder))) == seen
     assert not seen or written(before, object_state(holder))
+
+
+def test_what_albumentations_sets_in_a_call_may_follow_the_key() -> None:
+    """But not change between two calls with one key."""
+    holder = Holder()
+    states = [object_state(holder)]
+    for number in (1, 1, 2):
+        holder.params["drawn"] = number
+        holder.py_random.seed(number)
+        states.append(object_state(holder))
+    assert changed_by_call(*states[:3]) == []
+    assert changed_by_call(*states[1:]) == [
+        "Holder.params['drawn']",
+        "Holder.py_random",
+    ]
 
 
 def test_a_memo_is_written_into_but_no_fault():
@@ -250,6 +291,6 @@ def test_a_file_with_the_name_of_a_module_of_python_is_the_users(project, monkey
         counter()
     assert called["posix.getpid"] == "this.py:9"
     assert changed(before, object_state(counter)) == ["Counter.calls"]
-    assert not tripwire.foreign("this")
-    assert tripwire.foreign("random")
+    assert not tripwire.is_foreign("this")
+    assert tripwire.is_foreign("random")
     assert not tripwire.shadows("random")

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from segpipe import plugins
-from segpipe.contracts.clause import NOTE, Clause, answers
+from segpipe.checks import purity
+from segpipe.checks.clause import NOTE, Clause, answers, refusal
+from segpipe.checks.elsewhere import UnansweredError, elsewhere
+from segpipe.checks.tripwire import preserved, seed_globals
 from segpipe.data.augment import Augmenter
 from segpipe.data.plugin_samples import PluginSamples
 from segpipe.data.samples import CachedSamples, Samples, open_samples
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.native import one_thread
-from segpipe.purity import checker
-from segpipe.purity.elsewhere import elsewhere
-from segpipe.purity.tripwire import preserved, seed_globals
 
 if TYPE_CHECKING:
     from segpipe.settings.config import Config
@@ -72,6 +72,7 @@ class DataContract:
         )
 
     def _pickled(self) -> str:
+        """By a copy, as loader processes get one."""
         try:
             copied = pickle.loads(pickle.dumps(self.samples))
         except Exception as error:
@@ -92,9 +93,10 @@ class DataContract:
         """A forked one, as loader processes are, and one of another start of the program."""
         expected = contents(self.samples, self.indices)
         for method in ("fork", "spawn"):
-            found = elsewhere(method, contents, self.samples, self.indices)
-            if isinstance(found, str):
-                return f"{NOTE}not checked in another process ({method}): {found}"
+            try:
+                found = elsewhere(method, contents, self.samples, self.indices)
+            except UnansweredError as error:
+                return f"{NOTE}not checked in another process ({method}): {error}"
             advice = "Use no hash() of text, process id, clock, parent_process(), or order of a set or of os.listdir."
             if problem := self._different(
                 expected, found, "read by another process", advice
@@ -104,14 +106,7 @@ class DataContract:
 
     def refusal(self) -> str:
         """Why no training should start with this data set; empty when one may."""
-        asked = (
-            ("opened", self._opened),
-            ("twice", self._twice),
-            ("other process", self._other_process),
-        )
-        return next(
-            (clause.problem for clause in answers("data", asked) if clause.problem), ""
-        )
+        return refusal(self._opened, self._twice, self._other_process)
 
     def _different(
         self, before: list[str], now: list[str], how: str, advice: str
@@ -146,22 +141,15 @@ def augment_clauses(config: Config) -> Iterator[Clause]:
     try:
         samples = CachedSamples(open_samples(config.data, "train", config.seed), 64)
         augmenter = Augmenter(config.augment)
-        findings = checker.check(augmenter, samples)
-        names = [part.name for part in augmenter.parts()] + [augmenter.name]
+        findings = purity.check(augmenter, samples)
+        names = [*(part.name for part in augmenter.parts()), augmenter.name]
     except Exception as error:
-        problem = (
-            str(error)
-            if isinstance(error, SegpipeError)
-            else f"{plugins.located(error)}."
-        )
+        is_own = isinstance(error, SegpipeError)
+        problem = str(error) if is_own else f"{plugins.located(error)}."
         yield Clause(
             "augment", ", ".join(config.augment.extra) or "transforms", problem
         )
         return
+    problems = {finding.transform: str(finding) for finding in findings}
     for name in names:
-        own = [
-            f"probe '{one.probe}': {one.detail}. {one.advice}"
-            for one in findings
-            if one.transform == name
-        ]
-        yield Clause("augment", f"{name} is pure", own[0] if own else "")
+        yield Clause("augment", f"{name} is pure", problems.get(name, ""))

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from segpipe import IGNORE_INDEX, plugins
-from segpipe.contracts.clause import NOTE, Clause, Question, answers
-from segpipe.determinism.opgate import SLOW, check_ops
+from segpipe.checks.clause import (
+    NOTE,
+    Clause,
+    Question,
+    answers,
+    forbidden_ops,
+    refusal,
+)
+from segpipe.checks.elsewhere import UnansweredError, elsewhere, started
+from segpipe.checks.tripwire import preserved, seed_globals
 from segpipe.errors import ConfigError, SegpipeError, listed
 from segpipe.losses.total import shard_loss, valid_pixels
 from segpipe.models import KEY, build_model
 from segpipe.models.plugin_network import ShardGuard
-from segpipe.models.preprocess import Preprocess
-from segpipe.native import one_thread
 from segpipe.plugins import is_path
-from segpipe.purity.elsewhere import elsewhere, started
-from segpipe.purity.tripwire import preserved, seed_globals
 from segpipe.settings.check import check_critical_classes
 from segpipe.train import checkpoint
 from segpipe.train.start import read_start
@@ -41,23 +42,25 @@ QUICK = 64  # the same before a training
 ODD = (13, 27)  # rows and columns that an odd image has less than the crop
 SHAPES = "logits of every head in training"
 MISTAKES = (AttributeError, LookupError, NameError, TypeError)  # on a GPU the same
-CLOSE = (
-    1e-3  # largest difference of logits that compute the same, in standard deviations
-)
+CLOSE = 1e-3  # largest difference of logits that are the same, in standard deviations
 
 
 class NetworkContract:
     """Checks the network of a configuration with `num_classes` classes, on the CPU, with random images.
 
-    The images have the size of the crop, at most `largest` rows and columns.
+    The images have the size of the crop, at most `largest` rows and columns. `export` is `export_contract.exported`.
     """
 
     def __init__(
-        self, config: Config, num_classes: int, largest: int = LARGEST
+        self,
+        config: Config,
+        num_classes: int,
+        largest: int = LARGEST,
+        export: Callable[..., str] = lambda *_: "",
     ) -> None:
         self.config, self.num_classes, self.largest = config, num_classes, largest
+        self.export = export
         self.size = tuple(min(length, largest) for length in config.augment.crop_size)
-        self.net = nn.Module()  # made by the first question
         self.failed: Exception | None = None  # why it does not run
         draws = torch.Generator().manual_seed(0)
         self.image = torch.randn(3, 3, *self.size, generator=draws)
@@ -72,9 +75,8 @@ class NetworkContract:
         for clause in answers("model", questions):
             yield clause
             if clause.problem and clause.name == SHAPES:
-                yield from (
-                    Clause("model", name, checked=False) for name, _ in questions
-                )
+                for name, _ in questions:
+                    yield Clause("model", name, checked=False)
 
     def runs(self) -> bool:
         """Whether the network, which this builds, takes these images on the CPU. Raises SegpipeError for its outputs.
@@ -95,23 +97,15 @@ class NetworkContract:
     def refusal(self, afresh: Callable[[], Any]) -> str:
         """Why no training should start with a network that `runs`; empty when one may.
 
-        `afresh` returns what `passed_afresh` does, in another process, or text if there is no answer.
+        `afresh` returns what `passed_afresh` does, in another process.
         """
         self._is_built()  # again, since forwards moved its statistics
-        questions = [
-            ("equal weights", self._equal_weights),
-            ("training", self._training_randomness),
-            ("eval", self._eval_randomness),
-            ("copies", self._round_trip),
-            ("another start", lambda: self._another_start(afresh)),
-        ]
-        return next(
-            (
-                clause.problem
-                for clause in answers("model", questions)
-                if clause.problem
-            ),
-            "",
+        return refusal(
+            self._equal_weights,
+            self._training_randomness,
+            self._eval_randomness,
+            self._round_trip,
+            lambda: self._another_start(afresh),
         )
 
     def _questions(self) -> list[Question]:
@@ -130,52 +124,52 @@ class NetworkContract:
             ("an image alone as in a batch", self._batch),
             ("ops that CUDA repeats", self._ops),
             ("copies and state dict", self._round_trip),
-            ("ONNX computes the same", self._onnx),
+            ("the export passes its gates", self._export),
         ]
 
     def _build(self) -> SegmentationNet:
+        """The network with its weights of step 0."""
         torch.manual_seed(0)
-        return build_model(
-            self.config.model.name, self.num_classes, self.config.model.args
-        )
+        model = self.config.model
+        return build_model(model.name, self.num_classes, model.args)
 
     def _is_built(self) -> str:
+        """Build the network that the other questions ask."""
         self.net = self._build()
         return ""
 
     def _equal_weights(self) -> str:
+        """Whether the seed of torch decides the initial weights."""
         seed_globals(1)
-        one, two = self.net.state_dict(), self._build().state_dict()
-        different = [
-            name for name, value in one.items() if not torch.equal(value, two[name])
-        ]
-        if different:
-            return f"{different[0]} differs. Draw initial weights from torch's generator, not from numpy or random."
+        again = self._build().state_dict()
+        for name, value in self.net.state_dict().items():
+            if not torch.equal(value, again[name]):
+                return f"{name} differs. Draw initial weights from torch's generator, not from numpy or random."
         return ""
 
     def _heads(self, image: Tensor | None = None) -> dict[str, Tensor]:
         """Heads in training mode for two images."""
         torch.manual_seed(0)
         images = self.image[:2] if image is None else image
-        heads: dict[str, Tensor] = self.net.train().logits(images, aux=True)  # type: ignore[operator]
-        return heads
+        return self.net.train().logits(images, aux=True)
 
     def _logits(self, image: Tensor, net: nn.Module | None = None) -> Tensor:
+        """Main logits in eval mode."""
         with torch.no_grad():
-            found: Tensor = (net or self.net).eval()(image)
-        return found
+            logits: Tensor = (net or self.net).eval()(image)
+        return logits
 
     def _training_shapes(self) -> str:
-        heads = self._heads()
-        sizes = ", ".join(
-            f"{name} {tuple(logits.shape[-2:])}" for name, logits in heads.items()
-        )
-        return f"{NOTE}{sizes} for images of {self.size}"
+        """Whether the heads fit; a note of their sizes."""
+        sizes = [
+            f"{name} {tuple(logits.shape[-2:])}"
+            for name, logits in self._heads().items()
+        ]
+        return f"{NOTE}{', '.join(sizes)} for images of {self.size}"
 
     def _odd_sizes(self) -> str:
-        height, width = (
-            length - less for length, less in zip(self.size, ODD, strict=True)
-        )
+        """Whether images of another size than the crop pass, as they do in a validation."""
+        height, width = (self.size[axis] - ODD[axis] for axis in range(2))
         try:
             self._logits(self.image[:1, :, :height, :width])
         except Exception as error:
@@ -185,75 +179,69 @@ class NetworkContract:
             )
         return ""
 
-    def _loss(self, heads: dict[str, Tensor]) -> Tensor:
-        return shard_loss(
-            heads,
+    def _backward(self) -> None:
+        """Forward, loss and backward, as in training."""
+        loss = shard_loss(
+            self._heads(),
             self.target,
             self.config.loss,
             class_weights=None,
             global_valid=torch.tensor(valid_pixels(self.target)),
-            align_corners=self.net.align_corners,  # type: ignore[arg-type]
+            align_corners=self.net.align_corners,
         )["total"]
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def _gradients(self) -> str:
+        """Whether the loss has a finite gradient for each trained parameter."""
         self.net.zero_grad(set_to_none=True)
-        self._loss(self._heads()).backward()  # type: ignore[no-untyped-call]
-        trained = [
-            (name, parameter)
+        self._backward()
+        grads = {
+            name: parameter.grad
             for name, parameter in self.net.named_parameters()
             if parameter.requires_grad
-        ]
-        without = [name for name, parameter in trained if parameter.grad is None]
-        grads = [
-            (name, parameter.grad)
-            for name, parameter in trained
-            if parameter.grad is not None
-        ]
-        broken = [name for name, grad in grads if not grad.isfinite().all()]
+        }
         self.net.zero_grad(set_to_none=True)
+
+        without = [name for name, grad in grads.items() if grad is None]
         if without:
             return (
-                f"{listed(without, 4)} get none. Use "
-                f"them in forward, delete them, or set requires_grad=False; compute.mode=ddp would stop."
+                f"{listed(without, 4)} get none. Use them in forward, delete them, or set requires_grad=False; "
+                f"compute.mode=ddp would stop."
             )
-        return f"the gradient of {broken[0]} is not finite." if broken else ""
+        for name, grad in grads.items():
+            if grad is not None and not grad.isfinite().all():
+                return f"the gradient of {name} is not finite."
+        return ""
 
     def passed(self) -> list[Tensor]:
         """Logits of all heads and gradients of all parameters, of one forward and backward in training mode."""
         heads = list(self._heads().values())
-        parameters = [
-            parameter for parameter in self.net.parameters() if parameter.requires_grad
-        ]
         scalar = torch.stack([logits.float().square().mean() for logits in heads]).sum()
         if scalar.requires_grad:
             scalar.backward()  # type: ignore[no-untyped-call]
-        found = [
-            *heads,
-            *(parameter.grad for parameter in parameters if parameter.grad is not None),
-        ]
+        grads = [parameter.grad for parameter in self.net.parameters()]
         self.net.zero_grad(set_to_none=True)
-        return [value.detach() for value in found]
+        return [value.detach() for value in (*heads, *grads) if value is not None]
 
     def _training_randomness(self) -> str:
         """Twice the same in training mode, though all other generators moved and other images came between."""
-        state, guard = (
-            copy.deepcopy(self.net.state_dict()),
-            ShardGuard(self.config, self.net),
-        )
+        state = copy.deepcopy(self.net.state_dict())
+        guard = ShardGuard(self.config, self.net)
         seed_globals(1)
         guard.start()
-        one = self.passed()
-        if found := guard.found():
-            return found
+        passed = self.passed()
+        if problem := guard.found():
+            return problem
         for name, parameter in self.net.named_parameters():
-            if not _same(
-                parameter, state[name]
-            ):  # by way of .data, which counts no version
+            if not _same(parameter, state[name]):
+                # By way of .data, which counts no version.
                 return f"its forward or backward changes {name}. Leave parameters to the optimizer."
+
+        # Other images in between, then the same with other global generators.
         self._heads(2 * self.image[1:] + 1)
         self.net.load_state_dict(state)
         seed_globals(2)
-        if _differ(one, self.passed()):
+        if _differ(passed, self.passed()):
             return (
                 "two passes of the same images in training mode differ under one seed of torch. Draw from torch's "
                 "generator alone, and keep nothing from one call to the next."
@@ -261,21 +249,20 @@ class NetworkContract:
         return ""
 
     def _afresh(self) -> Any:
+        """What `passed` returns in another start of the program."""
+        sizes, mode = [self.largest], torch.get_deterministic_debug_mode()
         return elsewhere(
-            "spawn",
-            passed_afresh,
-            self.config,
-            self.num_classes,
-            [self.largest],
-            _debug_mode(),
+            "spawn", passed_afresh, self.config, self.num_classes, sizes, mode
         )
 
     def _another_start(self, afresh: Callable[[], Any]) -> str:
+        """Whether another start of the program, as rank 1 of 2, computes the same."""
         self._is_built()
-        found = afresh()
-        if isinstance(found, str):
-            return f"{NOTE}not checked in a spawned process: {found}"
-        if _differ(self.passed(), [torch.from_numpy(value) for value in found]):
+        try:
+            there = [torch.from_numpy(value) for value in afresh()]
+        except UnansweredError as error:
+            return f"{NOTE}not checked in a spawned process: {error}"
+        if _differ(self.passed(), there):
             return (
                 "logits or gradients of the same images are others in a process that was started again, as rank 1 of "
                 "2. Use no rank, process id, clock, uuid, hash() of text, environment variable or sys.argv, not even "
@@ -284,6 +271,7 @@ class NetworkContract:
         return ""
 
     def _eval_randomness(self) -> str:
+        """Whether other global generators leave the logits in eval mode as they are."""
         seed_globals(1)
         one = self._logits(self.image)
         seed_globals(2)
@@ -292,10 +280,10 @@ class NetworkContract:
         return ""
 
     def _batch(self) -> str:
+        """Whether the logits of the second of three images are those of that image alone."""
         together, alone = self._logits(self.image), self._logits(self.image[1:2])
-        moved = float(
-            (together[1:2] - alone).abs().max() / together.std().clamp_min(1e-12)
-        )
+        deviation = together.std().clamp_min(1e-12)
+        moved = float((together[1:2] - alone).abs().max() / deviation)
         if moved > CLOSE:
             return (
                 f"logits of an image move by {moved:.2g} standard deviations when others are in its batch. In eval "
@@ -304,60 +292,28 @@ class NetworkContract:
         return ""
 
     def _ops(self) -> str:
-        found = check_ops(lambda: self._loss(self._heads()).backward())  # type: ignore[no-untyped-call]
+        """Whether its ops repeat themselves on a GPU."""
+        answer = forbidden_ops(self._backward)
         self.net.zero_grad(set_to_none=True)
-        refused = [str(one) for one in found if one.rule.state != SLOW]
-        if refused:
-            return " ".join(refused[:3])
-        return f"{NOTE}slow on GPUs: {found[0]}" if found else ""
+        return answer
 
     def _round_trip(self) -> str:
+        """Whether copies compute the same: the average of the weights is one, and so is what is exported."""
         expected = self._logits(self.image)
-        fresh = self._build()
-        fresh.load_state_dict(self.net.state_dict())
-        for what, net in (
-            ("a copy.deepcopy", copy.deepcopy(self.net)),
-            ("a network that loads its state dict", fresh),
-        ):
+        loaded = self._build()
+        loaded.load_state_dict(self.net.state_dict())
+        copies = {
+            "a copy.deepcopy": copy.deepcopy(self.net),
+            "a network that loads its state dict": loaded,
+        }
+        for what, net in copies.items():
             if not _same(self._logits(self.image, net), expected):
                 return f"{what} computes other logits. Keep all state in parameters and buffers."
         return ""
 
-    def _onnx(self) -> str:
-        from segpipe.export.graph.network import DeployModel, run_eager
-        from segpipe.export.graph.onnx_format import (
-            open_onnx,
-            to_onnx,
-        )  # not before every training: it takes seconds
-
-        network = copy.deepcopy(self.net).requires_grad_(False)
-        model = DeployModel(
-            network, Preprocess(), align_corners=bool(self.net.align_corners)
-        ).eval()
-        image = np.random.default_rng(0).integers(0, 256, (*self.size, 3), np.uint8)
-        height, width = self.size
-        with (
-            tempfile.TemporaryDirectory(prefix="segpipe-contract-") as folder,
-            one_thread(),
-        ):
-            shipped, probe = Path(folder, "model.onnx"), Path(folder, "probe.onnx")
-            to_onnx(
-                model,
-                (height, width),
-                {"io": {"inputs": [], "outputs": []}},
-                shipped,
-                probe,
-            )
-            expected, found = run_eager(model)(image), open_onnx(probe)(image)
-        assert expected.logits is not None
-        assert found.logits is not None
-        moved = float(
-            np.abs(found.logits - expected.logits).max()
-            / max(float(expected.logits.std()), 1e-12)
-        )
-        if moved > CLOSE:
-            return f"logits of the ONNX file differ by {moved:.2g} standard deviations from those of the network."
-        return f"{NOTE}largest difference {moved:.1e} standard deviations"
+    def _export(self) -> str:
+        """Whether the export of these weights, with images of this size, would be published."""
+        return self.export(self.config, self.net, self.num_classes, self.size)
 
 
 def _same(one: Tensor, two: Tensor) -> bool:
@@ -366,11 +322,8 @@ def _same(one: Tensor, two: Tensor) -> bool:
 
 
 def _differ(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether two lists hold other values, or another number of tensors."""
     return len(ones) != len(others) or not all(map(_same, ones, others))
-
-
-def _debug_mode() -> int:
-    return torch.get_deterministic_debug_mode()
 
 
 def passed_afresh(
@@ -379,8 +332,10 @@ def passed_afresh(
     """What `NetworkContract.passed` returns for the first size of images that runs, in a process of its own."""
     torch.set_deterministic_debug_mode(mode)
     plugins.trust([config.model.name])
-    contracts = [NetworkContract(config, num_classes, size) for size in sizes]
-    contract = next((one for one in contracts if one.runs()), contracts[-1])
+    for size in sizes:
+        contract = NetworkContract(config, num_classes, size)
+        if contract.runs():
+            break
     contract._is_built()
     return [value.numpy() for value in contract.passed()]
 
@@ -394,19 +349,15 @@ def check_network(config: Config, classes: ClassTable) -> None:
     check_critical_classes(config.export.critical_classes, classes.names)
     if is_path(config.model.name):
         check_plugin(config, classes.num_classes)
-    if not (
-        config.model.weights
-        or config.model.freeze
-        or config.optim.lr_scale
-        or config.model.args
-    ):
-        return
-    resumes = config.run.exists == "resume" and checkpoint.candidates(config.run_dir)
-    batch_norm = replace(
-        config, model=replace(config.model, norm="batch")
-    )  # the other needs a GPU
-    start = None if resumes else read_start(config, checkpoint.load)
-    build_state(batch_norm, classes, torch.device("cpu"), start)
+
+    model = config.model
+    if model.weights or model.freeze or config.optim.lr_scale or model.args:
+        resumes = config.run.exists == "resume" and checkpoint.candidates(
+            config.run_dir
+        )
+        start = None if resumes else read_start(config, checkpoint.load)
+        on_cpu = replace(config, model=replace(model, norm="batch"))  # no SyncBatchNorm
+        build_state(on_cpu, classes, torch.device("cpu"), start)
 
 
 def check_plugin(config: Config, num_classes: int) -> None:
@@ -416,7 +367,8 @@ def check_plugin(config: Config, num_classes: int) -> None:
     GPU may start with a network that this process, without a GPU, cannot run, unless its code has a plain mistake.
     """
     sizes = (QUICK, max(config.augment.crop_size))
-    again = started("spawn", passed_afresh, config, num_classes, sizes, _debug_mode())
+    mode = torch.get_deterministic_debug_mode()
+    again = started("spawn", passed_afresh, config, num_classes, sizes, mode)
     with preserved(), again as afresh:
         for largest in sizes:
             contract = NetworkContract(config, num_classes, largest)
@@ -424,11 +376,9 @@ def check_plugin(config: Config, num_classes: int) -> None:
                 if problem := contract.refusal(afresh):
                     raise ConfigError(f"{KEY} = {config.model.name}: {problem}")
                 return
-    error, on_gpu = (
-        contract.failed,
-        config.compute.device != "cpu" and torch.cuda.device_count() > 0,
-    )
+
+    error = contract.failed
+    on_gpu = config.compute.device != "cpu" and torch.cuda.device_count() > 0
     if error and (isinstance(error, MISTAKES) or not on_gpu):
-        raise ConfigError(
-            f"{KEY} = {config.model.name}: {plugins.located(error)}."
-        ) from error
+        where = plugins.located(error)
+        raise ConfigError(f"{KEY} = {config.model.name}: {where}.") from error

@@ -1,0 +1,165 @@
+"""What a function returns in another process: a forked one, or a spawned one that looks like another start."""
+
+from __future__ import annotations
+
+import multiprocessing.process
+import os
+import pickle
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cv2
+
+from segpipe import plugins
+from segpipe.checks import tripwire
+from segpipe.determinism.flags import SELECTING
+from segpipe.errors import ConfigError, SegpipeError
+
+PATIENCE_S = 300.0  # for an answer; the longest, on a busy machine, takes 30
+START_SEED = 20_001  # of the global generators in a spawned process
+# Numbers in these variables are those of the interpreter and of devices.
+KEPT = ("PYTHON", "CUDA")
+RANK_1 = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+
+
+class UnansweredError(SegpipeError):
+    """Why another process gave no answer."""
+
+
+def elsewhere(method: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function returns in another process. Raises what it raises, and UnansweredError."""
+    with started(method, function, *arguments) as answer:
+        return answer()
+
+
+@contextmanager
+def started(
+    method: str, function: Callable[..., Any], *arguments: Any
+) -> Iterator[Callable[[], Any]]:
+    """Calls a function in another process while this one goes on with the block; what is yielded waits for the answer.
+
+    If the function returns an iterator, each call of what is yielded waits for the next item.
+
+    With `spawn`, nothing but the code and the arguments is as here: the interpreter is a new one, with another hash of
+    text, other arguments, generators and numbers in its environment, and as it were the main process of rank 1 of 2.
+    """
+    import torch
+
+    tripwire.set_opencv_threads(cv2.getNumThreads())
+    spawns = method == "spawn"
+    context: Any = get_context(method)
+    receiver, sender = context.Pipe(duplex=False)
+    call = partial(function, *arguments)
+    process: Any = None
+    problem = ""
+    try:
+        try:
+            target: Callable[..., None] = _send
+            given: list[Any] = [call]
+            if spawns:
+                target = _send_from_another_start
+                given = [pickle.dumps(call), torch.get_num_threads()]
+            process = context.Process(target=target, args=(sender, *given), daemon=True)
+            with (
+                warnings.catch_warnings(),
+                _another_environment() if spawns else nullcontext(),
+            ):
+                # Python 3.12 and later warn of any thread; this code takes no lock that a thread could hold.
+                warnings.filterwarnings(
+                    "ignore", ".*multi-threaded, use of fork", DeprecationWarning
+                )
+                process.start()
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            problem = f"cannot be sent to another process: {error}"
+        sender.close()
+        yield partial(_received, receiver, problem)
+    finally:
+        receiver.close()
+        if process is not None and process.pid is not None:
+            process.kill()
+            process.join()
+
+
+def _received(receiver: Connection, problem: str) -> Any:
+    if problem:
+        raise UnansweredError(problem)
+    if not receiver.poll(PATIENCE_S):
+        raise UnansweredError(f"no answer in {PATIENCE_S:.0f} s")
+    try:
+        answer = receiver.recv()
+    except EOFError:
+        raise UnansweredError("the process ended without an answer") from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _send(sender: Connection, call: Callable[[], Any]) -> None:
+    """Send what the call returns, or raises."""
+    try:
+        answer = call()
+        for item in answer if isinstance(answer, Iterator) else [answer]:
+            sender.send(item)
+    except SegpipeError as error:
+        sender.send(error)
+    except Exception as error:
+        text = f"your code cannot run in another process. {plugins.located(error)}"
+        sender.send(ConfigError(text))
+    sender.close()
+
+
+def _send_from_another_start(sender: Connection, content: bytes, threads: int) -> None:
+    """`_send` for a pickled call, whose code of the user is imported when all looks like another start."""
+    import torch
+
+    _pose_as_main_process()
+    _pose_as_rank_1()
+    torch.set_num_threads(threads)
+    tripwire.seed_globals(START_SEED)
+    _send(sender, lambda: pickle.loads(content)())
+
+
+def _pose_as_main_process() -> None:
+    process: Any = multiprocessing.current_process()
+    process.name = "MainProcess"
+    process._identity = ()
+    process._config["daemon"] = False
+    vars(multiprocessing.process)["_parent_process"] = None
+
+
+def _pose_as_rank_1() -> None:
+    from torch import distributed
+
+    answers = {"is_initialized": True, "get_rank": 1, "get_world_size": 2}
+    for name, answer in answers.items():
+        setattr(distributed, name, lambda *_, answer=answer, **__: answer)
+
+
+def other_environment() -> None:
+    """Raise each number in an environment variable by 3, but for those of the interpreter and of devices."""
+    for name, value in [*os.environ.items()]:
+        kept = name.startswith(KEPT) or SELECTING.match(name)
+        if value.isdecimal() and not kept:
+            os.environ[name] = str(int(value) + 3)
+
+
+@contextmanager
+def _another_environment() -> Iterator[None]:
+    """Variables and arguments of the processes that are spawned in the block."""
+    before, arguments = dict(os.environ), sys.argv
+    other_environment()
+    os.environ.update(RANK_1)
+    os.environ["PYTHONHASHSEED"] = "2" if before.get("PYTHONHASHSEED") == "1" else "1"
+    sys.argv = [*arguments[:1], *(["started=again"] * (len(arguments) + 1))]
+    try:
+        yield
+    finally:
+        sys.argv = arguments
+        os.environ.clear()
+        os.environ.update(before)

@@ -1,0 +1,383 @@
+"""Checks that an augmentation is a pure function of (sample, key).
+
+f(sample, key) -> bytes may depend on nothing else and change nothing else. Two processes that have called nothing yet
+call every transform, always applied, and the whole pipeline: in opposite orders, the second as if it were another
+loader worker. A third is another start of the program. Whatever is kept from call to call, and wherever, the results
+differ. The first process also watches the calls, so that a finding names the cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import cv2
+import numpy as np
+
+from segpipe import plugins
+from segpipe.checks import held, tripwire
+from segpipe.checks.elsewhere import UnansweredError, other_environment, started
+from segpipe.errors import ConfigError, ImpureAugmentError, SegpipeError
+from segpipe.keys import sample_key
+from segpipe.native import one_thread
+from segpipe.plugins import is_path
+from segpipe.train.canary import Frame, another_worker, first_difference
+
+if TYPE_CHECKING:
+    from segpipe.data.augment import Augmenter
+    from segpipe.data.samples import Samples
+
+MANY = 32  # images for each transform of the user: a bank of earlier ones needs some
+KEYS = tuple(sample_key(0, 0, index, "purity") for index in range(MANY))
+QUICK_SIZE = 256  # largest height and width at which `quick` probes single transforms
+ANOTHER_SEED = 20_000  # of the global generators of another worker
+
+# The probes, and what to do about what they find.
+INPUT = "input untouched"
+CALLS = "tripwires"
+GLOBALS = "globals untouched"
+STATE = "own state"
+REPEAT = "same key twice"
+KEY = "key matters"
+ANOTHER_WORKER = "another worker"
+ANOTHER_START = "spawned process"
+STATELESS = "Compute parameters from the key in get_params and pass them on; keep nothing from one call to the next."
+KEYED = "Draw only from self.py_random and self.random_generator."
+ADVICE = {  # by probe, the most telling first
+    INPUT: "Work on a copy: img = img.copy().",
+    CALLS: f"{KEYED} Clocks and entropy differ in every process.",
+    GLOBALS: f"{KEYED} Switch nothing for the whole process.",
+    STATE: STATELESS,
+    REPEAT: f"{KEYED} {STATELESS} Return a new array every time.",
+    KEY: f"Compute the output from the input. {KEYED}",
+    ANOTHER_WORKER: (
+        "Keep nothing from one call to the next, and do not ask which worker this is, how many there are, or how many "
+        "threads. A cache may hold what follows from its keys alone."
+    ),
+    ANOTHER_START: (
+        "It depends on how or when the program was started. Use no clock, uuid, process id, hash() of text, address, "
+        "order of a set, environment variable, sys.argv, rank or torch.initial_seed(), not even at import or in "
+        "__init__, nor module data set after the import."
+    ),
+}
+WAITS_FOR_THREADS = "A transform may wait for threads, which do not survive a fork."
+NOT_IMPORTABLE = "Define functions in TRANSFORMS at the top of a module; otherwise only data.start_method=fork works."
+COMBINED = "No transform alone shows it: set augment.keyed=true, or look for data that two transforms share."
+Place = tuple[int, int]  # numbers of a sample and a key
+Outputs = dict[Place, Frame]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A failed probe. `str` gives one line for a person."""
+
+    transform: str
+    probe: str
+    detail: str
+    advice: str
+    unanswered: bool = False  # another start of the program could not run the probe
+
+    def __str__(self) -> str:
+        return f"{self.transform}, probe '{self.probe}': {self.detail}. {self.advice}"
+
+
+@dataclass(frozen=True)
+class Probed:
+    """A function, and the samples for which it is called."""
+
+    function: Augmenter
+    frames: Sequence[Frame]
+    takes_samples: bool = False  # of a cache maybe, not the output of a transform
+    is_whole: bool = False
+    varies: bool = False  # its output must depend on the key
+
+    def places(self) -> list[Place]:
+        """Two samples under two keys, and each further sample under a key of its own."""
+        further = range(2, len(self.frames))
+        return [(0, 0), (0, 1), (1, 0), (1, 1), *zip(further, further, strict=True)]
+
+    def call(self, place: Place) -> Frame:
+        """The output for a copy of the frame, which may not be written into."""
+        image, target = _copied(self.frames[place[0]])
+        image.flags.writeable = target.flags.writeable = False
+        return self.function(image, target, KEYS[place[1]])
+
+
+class Observation(NamedTuple):
+    """What came of the calls in the first process."""
+
+    outputs: Outputs
+    problems: dict[str, str]  # by probe; an empty text where there is none
+    written: Sequence[str] = ()  # what the calls have written into
+
+
+def quick(augmenter: Augmenter, samples: Samples) -> str:
+    """The check before every training; returns a note if another start of the program could not be compared.
+
+    Single transforms are probed at up to 256x256 pixels, the whole pipeline at its own size; another start is compared
+    for transforms of the user. Does nothing with `augment.check=false`.
+
+    Raises ImpureAugmentError naming transform, probe, pixel and what to do.
+    """
+    if not augmenter.config.check:
+        return ""
+
+    is_users = any(map(is_path, augmenter.config.extra))
+    findings = check(augmenter, samples, largest=QUICK_SIZE, spawns=is_users)
+    refused = [finding for finding in findings if not finding.unanswered]
+    if refused:
+        more = f" ({len(findings) - 1} more)" if len(findings) > 1 else ""
+        raise ImpureAugmentError(
+            f"augmentation is not a pure function of sample and key. {refused[0]}{more} List all with "
+            f"segpipe check-augment; augment.check=false trains anyway."
+        )
+    return " ".join(f"purity of the augmentation: {finding}" for finding in findings)
+
+
+@one_thread()  # as loaders give to torch; more do not survive a fork
+def check(
+    augmenter: Augmenter,
+    samples: Samples,
+    *,
+    largest: int | None = None,
+    spawns: bool = True,
+    report: Callable[[str], None] = lambda name: None,
+) -> list[Finding]:
+    """The first finding of each transform, or that of the whole pipeline if no transform has one.
+
+    Other processes do the work, so this one stays as it is. `report(name)` is called after each transform.
+    """
+    probed = _probed(augmenter, samples, largest)
+    observations: list[Observation] = []
+    others: dict[str, list[Outputs | str]] = {}
+    findings = []
+    with (
+        started("spawn", _outputs, probed) if spawns else nullcontext() as start,
+        started("fork", _outputs_of_another_worker, probed) as worker,
+        started("fork", _observations, probed) as observe,
+    ):
+        try:
+            for one in probed:
+                observations.append(observe())
+                report(one.function.name)
+            others[ANOTHER_WORKER] = worker()
+        except UnansweredError as error:
+            return [Finding(augmenter.name, REPEAT, str(error), WAITS_FOR_THREADS)]
+        try:
+            if start is not None:
+                others[ANOTHER_START] = start()
+        except UnansweredError as error:
+            finding = Finding(augmenter.name, ANOTHER_START, str(error), NOT_IMPORTABLE)
+            findings.append(replace(finding, unanswered=True))
+        except SegpipeError as error:
+            detail, advice = str(error).rstrip("."), ADVICE[ANOTHER_START]
+            findings.append(Finding(augmenter.name, ANOTHER_START, detail, advice))
+    return [*_findings(probed, observations, others), *findings]
+
+
+def _findings(
+    probed: Sequence[Probed],
+    observations: Sequence[Observation],
+    others: dict[str, list[Outputs | str]],
+) -> list[Finding]:
+    """The first problem of each transform by its cause; that of the whole pipeline if there is no other."""
+    findings: list[Finding] = []
+    for number, observation in enumerate(observations):
+        problems = dict(observation.problems)
+        for probe, outputs in others.items():
+            problems[probe] = _difference(observation, probe, outputs[number])
+        failed = next((probe for probe in ADVICE if problems.get(probe)), None)
+        if failed is None:
+            continue
+
+        function = probed[number].function
+        finding = Finding(function.name, failed, problems[failed], ADVICE[failed])
+        if probed[number].is_whole:
+            return findings or [replace(finding, advice=COMBINED)]
+        findings.append(finding)
+    return findings
+
+
+def _difference(observation: Observation, probe: str, outputs: Outputs | str) -> str:
+    """How the outputs of another process differ first; text if it raised an error."""
+    if isinstance(outputs, str):
+        return outputs if observation.outputs else ""
+    for place, frame in observation.outputs.items():
+        if difference := first_difference(frame, outputs[place]):
+            if probe == ANOTHER_WORKER and observation.written:
+                paths = ", ".join(observation.written[:3])
+                return f"{difference}; its calls write into {paths}"
+            return difference
+    return ""
+
+
+def _two_frames(samples: Samples) -> tuple[Frame, Frame]:
+    """Two samples of a split; of a split with one sample, that and its mirror image."""
+    first = samples.read(0)
+    if len(samples) > 1:
+        return first, samples.read(len(samples) // 2)
+    return first, (first[0][:, ::-1].copy(), first[1][:, ::-1].copy())
+
+
+def _probed(
+    augmenter: Augmenter, samples: Samples, largest: int | None
+) -> list[Probed]:
+    """The transforms, then the whole pipeline. Transforms after the first, which crops, get its output."""
+    frames = _two_frames(samples)
+    first, *parts = augmenter.parts()
+    cut = slice(largest)
+    small = []
+    for frame in frames:
+        image, target = first.fresh()(*_copied(frame), KEYS[0])
+        small.append((image[cut, cut], target[cut, cut]))
+
+    # Further images for transforms of the user, each of another brightness.
+    image, target = small[0]
+    further = [(image // 2 + np.uint8(4 * i), target) for i in range(MANY - 2)]
+    many = [*small, *further]
+
+    probed = [Probed(first, frames, takes_samples=True)]
+    for part in parts:
+        probed.append(Probed(part, many if is_path(part.name) else small))
+    whole = Probed(augmenter.fresh(), frames, takes_samples=True, is_whole=True)
+    return [*probed, whole]
+
+
+def _outputs(probed: Sequence[Probed], order: int = 1) -> list[Outputs | str]:
+    """What each function makes, in their order; text of one that raises an error. Calls them backwards for -1."""
+    made: list[Outputs | str] = []
+    for one in probed[::order]:
+        try:
+            places = one.places()[::order]
+            made.append({place: _copied(one.call(place)) for place in places})
+        except Exception as error:
+            made.append(_raises(error))
+    return made[::order]
+
+
+def _outputs_of_another_worker(probed: Sequence[Probed]) -> list[Outputs | str]:
+    """`_outputs`, called backwards by what looks like a worker of another layout."""
+    other_environment()
+    tripwire.seed_globals(ANOTHER_SEED)
+    tripwire.set_opencv_threads(4 if cv2.getNumThreads() == 1 else 1)
+    with another_worker():
+        return _outputs(probed, order=-1)
+
+
+def _observations(probed: Sequence[Probed]) -> Iterator[Observation]:
+    """An observation of each function, as soon as it is made."""
+    some_vary = False
+    for one in probed:
+        observation = observed(replace(one, varies=some_vary and one.is_whole))
+        yield observation
+        outputs = observation.outputs
+        if outputs and getattr(one.function, "certain", False):
+            some_vary |= bool(first_difference(outputs[0, 0], outputs[0, 1]))
+
+
+def observed(probed: Probed) -> Observation:
+    """What the probes find that need one process alone. Raises ConfigError for a function that raises at once."""
+    state = partial(held.object_state, probed.function.ready())
+    before = state()
+    switches = tripwire.switches()
+    if problem := _input_problem(probed):
+        return Observation({}, {INPUT: problem})
+    try:
+        # Not before the first call, which may build what a function builds once.
+        tripwire.seed_globals(tripwire.WATCH_SEED)
+        generators = tripwire.generators()
+        with tripwire.watching() as called:
+            outputs = {place: _copied(probed.call(place)) for place in probed.places()}
+        globals_changed = [
+            *tripwire.differing(generators, tripwire.generators()),
+            *tripwire.differing(switches, tripwire.switches()),
+        ]
+
+        # Two calls with one key: only what counts calls then changes in the second.
+        first = state()
+        repeated = probed.call((0, 0))
+        second = state()
+        again = probed.call((0, 0))
+        state_changed = held.changed_by_call(first, second, state())
+        probed.call((1, 1))  # may not write into what was returned
+    except Exception as error:
+        return Observation({}, {REPEAT: f"later it {_raises(error)}"})
+
+    differs = ""
+    for output in (repeated, again):
+        differs = differs or first_difference(outputs[0, 0], output)
+    calls = [
+        f"{name} at {where}" if where else name
+        for name, where in called.items()
+        if name != tripwire.SEEDED
+    ]
+    problems = {
+        CALLS: _listed("calls", calls),
+        GLOBALS: _listed("changes", globals_changed),
+        STATE: _listed("a call changes", state_changed[:3]),
+        REPEAT: differs,
+        KEY: _key_problem(probed, outputs, draws=tripwire.SEEDED in called),
+    }
+    return Observation(outputs, problems, held.written(before, first))
+
+
+def _listed(verb: str, names: Sequence[str]) -> str:
+    """What a function does to the names; empty without any."""
+    return f"{verb} {', '.join(names)}" if names else ""
+
+
+def _input_problem(probed: Probed) -> str:
+    """What is wrong with the input of the first call.
+
+    Transforms may pass on arrays of each other, but never of a sample.
+    """
+    image, target = _copied(probed.frames[0])
+    try:
+        output = probed.function(image, target, KEYS[2])
+    except SegpipeError:
+        raise
+    except Exception as error:
+        name = probed.function.name
+        raise ConfigError(f"{name} fails: {plugins.located(error)}.") from error
+
+    if change := first_difference(probed.frames[0], (image, target)):
+        return f"the input changes: {change}"
+    for name, part in zip(("image", "target"), output, strict=True):
+        shares = np.may_share_memory(part, image) or np.may_share_memory(part, target)
+        if probed.takes_samples and shares:
+            return f"the {name} that it returns shares memory with the input"
+
+    # Now what may not be written into, as of a cache; another worker begins with another sample and key.
+    try:
+        probed.call((0, 2))
+    except Exception as error:
+        return f"on read-only input it {_raises(error)}"
+    return ""
+
+
+def _key_problem(probed: Probed, outputs: Outputs, *, draws: bool) -> str:
+    """A transform need not be random, but its randomness must come from the key, and its output from the input."""
+    image = outputs[0, 0][0]
+    if np.array_equal(image, outputs[0, 1][0]):
+        if probed.varies:
+            return "the same output for different keys, though a transform in it draws from the key"
+        if draws:
+            return "the same output for different keys, though it makes a random generator in the call"
+    inputs_differ = not np.array_equal(probed.frames[0][0], probed.frames[1][0])
+    if inputs_differ and np.array_equal(image, outputs[1, 0][0]):
+        return "the same output for different images"
+    return ""
+
+
+def _copied(frame: Frame) -> Frame:
+    """A frame that nothing else writes into."""
+    image, target = frame
+    return image.copy(), target.copy()
+
+
+def _raises(error: Exception) -> str:
+    """An error on one line."""
+    return f"raises {type(error).__name__}: {' '.join(str(error).split())}"

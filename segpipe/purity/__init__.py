@@ -1,1 +1,0 @@
-"""Checks that augmentation is a pure function of sample and key."""

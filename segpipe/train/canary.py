@@ -1,0 +1,192 @@
+"""Race canary: makes samples again in another process, compares 8 bytes of both, and explains a difference.
+
+The purity check runs before the first step, on a few samples, one at a time. It cannot see threads of a worker that
+share data, a module that keeps the parameters of one call for the next, or a cache that somebody writes into. So one
+sample in `augment.canary` is read and augmented `plan.REPEATS` more times by another process, and each transform leaves
+a digest of what it was given, so that the one at fault can be named. docs/race.md has the arithmetic.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from segpipe.data.plan import REPEATS, Member
+from segpipe.errors import ImpureAugmentError
+from segpipe.ledger.digest import digest_groups, kernels
+
+if TYPE_CHECKING:
+    from segpipe.data.augment import Augmenter, Crop
+    from segpipe.data.samples import Samples
+
+Frame = tuple[NDArray[np.uint8], NDArray[np.uint8]]  # image (H, W, 3), target (H, W)
+# Of each transform its name, and 8 bytes of what it was given.
+Trail = tuple[tuple[str, int], ...]
+OTHER_SEED = 0x51F15EED  # a value that no transform uses
+
+
+class Witness(NamedTuple):
+    """Evidence about a sample from the process that made it: the digests that the ledger of an audit holds."""
+
+    process: int  # its id
+    image: int
+    target: int
+    trail: Trail = ()
+
+
+def witness(crop: Crop, trail: Trail = ()) -> Witness:
+    """The digests of a sample made in this process; that of the image covers a color that is not applied yet."""
+    image = [_tensor(part) for part in (crop.image, crop.color) if part is not None]
+    digests = digest_groups([image, [_tensor(crop.target)]]).tolist()
+    return Witness(os.getpid(), digests[0] % 2**64, digests[1] % 2**64, trail)
+
+
+def augment_watched(
+    augmenter: Augmenter, frame: Frame, key: int, again: bool = False
+) -> tuple[Crop, Witness]:
+    """The augmented sample and its witness, without a trail where digests are not compiled: it would cost too much.
+
+    With `again`, as a worker of another layout: a transform that reads the number of workers then makes another sample.
+    """
+    with another_worker() if again else nullcontext():
+        if kernels() is None:
+            crop = augmenter.crop(*frame, key)
+            return crop, witness(crop)
+        trail: list[tuple[str, int]] = []
+
+        def look(name: str, *arrays: NDArray[np.uint8]) -> None:
+            group = [_tensor(array) for array in arrays]
+            trail.append((name, int(digest_groups([group]))))
+
+        crop = augmenter.looked_at(*frame, key, look)
+        return crop, witness(crop, tuple(trail))
+
+
+@contextmanager
+def another_worker() -> Iterator[None]:
+    """In the block, this process looks to a transform like a loader worker with another number, seed and layout."""
+    worker: Any = sys.modules.get("torch.utils.data._utils.worker")
+    if worker is None:  # then nothing can ask
+        yield
+        return
+    own = worker._worker_info
+    number, total = (own.id, own.num_workers) if own is not None else (0, 0)
+    worker._worker_info = worker.WorkerInfo(
+        id=number + 7, num_workers=total + 11, seed=OTHER_SEED, dataset=None
+    )
+    try:
+        yield
+    finally:
+        worker._worker_info = own
+
+
+def _tensor(array: NDArray[Any]) -> torch.Tensor:
+    """The array as a tensor that is only read."""
+    array = np.ascontiguousarray(array)
+    if not array.flags.writeable:
+        # A frame of a cache: torch warns of read-only memory, and a copy costs more than the digest.
+        array = np.asarray(_Unlocked(array))
+    return torch.from_numpy(array)
+
+
+class _Unlocked:
+    """The memory of a contiguous array without its read-only flag."""
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        self._array = array  # keeps the memory alive
+        self.__array_interface__ = {
+            **array.__array_interface__,
+            "data": (array.ctypes.data, False),
+        }
+
+
+def first_difference(expected: Frame, found: Frame) -> str:
+    """Where two frames first differ, in row-major order and the image before the target; empty where they do not."""
+    for name, before, now in zip(("image", "target"), expected, found, strict=True):
+        if before.shape != now.shape or before.dtype != now.dtype:
+            return f"the {name} is {before.dtype} {before.shape}, then {now.dtype} {now.shape}"
+        differing = before != now
+        if differing.any():
+            place = np.unravel_index(int(differing.argmax()), before.shape)
+            y, x, channel = (*map(int, place), 0)[:3]
+            where = f"{name} (y, x, channel) = ({y}, {x}, {channel})"
+            return f"{where} is {before[place]}, then {now[place]}"
+    return ""
+
+
+@dataclass
+class _Held:
+    frame: Frame
+    witness: Witness
+    left: int = field(default=REPEATS)
+
+
+class Canary:
+    """`segpipe.data.loader.Repeats`: holds copies of delivered samples until all their repeats were compared."""
+
+    augment = staticmethod(augment_watched)
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+        self._held: dict[Member, _Held] = {}
+
+    def hold(self, member: Member, pixels: Frame, made: Witness) -> None:
+        """A watched sample is delivered."""
+        self._held[member] = _Held(pixels, made)
+
+    def compare(self, member: Member, pixels: Frame, made: Witness) -> None:
+        """A sample was made again. Raises ImpureAugmentError when its bytes are not those that were delivered."""
+        held = self._held[member]
+        if (made.image, made.target) != (held.witness.image, held.witness.target):
+            raise ImpureAugmentError(self._message(member, held, pixels, made))
+        held.left -= 1
+        if not held.left:
+            del self._held[member]
+
+    def _message(self, member: Member, held: _Held, frame: Frame, made: Witness) -> str:
+        epoch, index = member
+        facts = []
+        for name in ("image", "target"):
+            before, now = getattr(held.witness, name), getattr(made, name)
+            if before == now:
+                facts.append(f"the {name} is equal")
+            else:
+                facts.append(
+                    f"the {name} differs, digest {before:016x} in process {held.witness.process}, then {now:016x} in "
+                    f"process {made.process}"
+                )
+        if pixel := first_difference(held.frame, frame):
+            facts.append(pixel)
+        return (
+            f"sample {index} ({self._samples.name(index)}) of epoch {epoch}, augmented again under the same key: "
+            f"{'; '.join(facts)}. {_cause(held.witness.trail, made.trail)} Set augment.canary=0 to train without this "
+            f"check."
+        )
+
+
+def _cause(before: Trail, now: Trail) -> str:
+    """Which transform is at fault, as far as two trails tell."""
+    differing = [one != two for (_, one), (_, two) in zip(before, now, strict=False)]
+    if differing and differing[0]:
+        return (
+            "What was read differs already: the file was changed meanwhile, or a transform wrote into a sample that "
+            "data.cache_mib keeps."
+        )
+    which = "one of the transforms (or the file was changed meanwhile)"
+    if differing:
+        last_equal = differing.index(True) - 1 if True in differing else -1
+        name = before[last_equal][0]
+        which = f"the first transform whose output differs is {name}, which"
+    return (
+        f"So augmentation is not a pure function of sample and key: {which} depends on earlier samples, on other "
+        f"threads, or on a generator that the key does not set. Keep parameters inside the call, and check with "
+        f"segpipe check-augment."
+    )
