@@ -97,7 +97,6 @@ def evaluate(given: dict[str, Any]) -> Evaluation:
         backend=backend(config.loss, group.device.type),
         workers=min(config.data.workers, 1),
         start_method=config.data.start_method,
-        transport=config.data.transport,
         see=see,
     )
     figures = {

@@ -405,7 +405,6 @@ def _validate(run: Run, *, precision: str, log: bool = True) -> Validation:
             backend=backend(config.loss, run.group.device.type),
             workers=min(config.data.workers, 1),
             start_method=config.data.start_method,
-            transport=config.data.transport,
             timeout_s=config.data.timeout_s,
             cache=run.val_cache,
             progress=run.view.validating,

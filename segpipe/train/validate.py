@@ -100,7 +100,6 @@ def validate(
     workers: int,
     start_method: str,
     timeout_s: float = 300.0,
-    transport: str = "ring",
     cache: CachedSamples | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     see: Callable[[int, Tensor, Tensor], None] = lambda index, pred, target: None,
@@ -134,7 +133,6 @@ def validate(
         workers=workers,
         start_method=start_method,
         timeout_s=timeout_s,
-        transport=transport,
         cache=cache,
     )
     for index, image, target in images:
