@@ -113,8 +113,10 @@ def train_batches(
                 assert repeats is not None
                 _compare(repeats, header, image, target, ids)
             if header.place is not None:
+                step, shard = header.place
+                epoch, index = ids
                 deferred = color if augmenter.defers_color else None
-                yield ShardBatch(*header.place, image, target, ids[0], ids[1], deferred)
+                yield ShardBatch(step, shard, image, target, epoch, index, deferred)
 
 
 def _assigned(

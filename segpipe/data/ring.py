@@ -36,7 +36,7 @@ END_S = 1.0  # for workers to finish the sample that they are at
 EXIT_S = 1.0  # for a process that was killed to end
 STACK_S = 0.4  # for a worker to write its stack
 CONTINUE = "A training continues with run.exists=resume."
-REASONS = {
+REASONS: dict[int, str] = {
     signal.SIGBUS: "a file that it read was cut short, or memory is full",
     signal.SIGKILL: "often memory. Lower data.workers or data.prefetch, or give the job more memory",
 }
