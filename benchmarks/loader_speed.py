@@ -199,9 +199,7 @@ def _building(samples: FileSamples, root: Path) -> measuring.Arm:
     return call
 
 
-def _delivered(
-    samples: FileSamples, closing: ExitStack, transport: str
-) -> Iterator[Any]:
+def _delivered(samples: FileSamples, closing: ExitStack) -> Iterator[Any]:
     return closing.enter_context(
         contextlib.closing(
             train_batches(
@@ -215,7 +213,6 @@ def _delivered(
                 start_method="fork",
                 prefetch=PREFETCH,
                 pin_memory=False,
-                transport=transport,
             )
         )
     )
@@ -244,8 +241,7 @@ def _delivery(
     order = (index % NUM for index in range(10**9))
     with ExitStack() as stack:
         streams = {
-            "segpipe": _delivered(packed, stack, "ring"),
-            "segpipe, dataloader": _delivered(packed, stack, "dataloader"),
+            "segpipe": _delivered(packed, stack),
             "torchvision": iter(
                 DataLoader(
                     _Files(Torchvision(CROP, SCALE), files),
@@ -262,8 +258,8 @@ def _delivery(
         def take(name: str, num: int) -> None:
             for _ in range(num):
                 batch: Any = next(streams[name])
-                image = batch.image if name != "torchvision" else batch[0]
-                image[-1].sum()  # the batch is used
+                labels = batch.target if name == "segpipe" else batch[-1]
+                labels.sum()  # the batch is used
 
         arms = {name: partial(take, name, TIMED) for name in streams}
         found = measuring.interleaved(

@@ -168,13 +168,6 @@ class TensorRt:
 
         return run, lambda: None
 
-    def bound(
-        self, batch: Array, outputs: dict[str, tuple[int, ...]]
-    ) -> Callable[[], None]:
-        """A run of this batch; with copies."""
-        run, _ = self.prepare(list(outputs))
-        return lambda: (run(batch), None)[1]
-
     def _empty(self, name: str) -> torch.Tensor:
         kind = np.dtype(self._trt.nptype(self._engine.get_tensor_dtype(name)))
         dtype = torch.from_numpy(np.empty(0, kind)).dtype

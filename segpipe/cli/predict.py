@@ -13,12 +13,16 @@ from segpipe.cli.commands import COMMANDS
 from segpipe.determinism import flags
 from segpipe.distributed.group import choose_device
 from segpipe.errors import ConfigError
-from segpipe.predict.exported import load_exported, of_exported
-from segpipe.predict.inference import inference, of_network
+from segpipe.predict.inference import inference
 from segpipe.predict.job import Predictions, PredictJob
-from segpipe.predict.outputs import Outputs, Predictor
+from segpipe.predict.outputs import Outputs, unwritable
+from segpipe.predict.predictor import (
+    Predictor,
+    load_exported,
+    of_exported,
+    of_network,
+)
 from segpipe.predict.sources import find
-from segpipe.predict.stamp import unwritable
 from segpipe.predict.tiles import parse_size
 from segpipe.run.console import progress
 from segpipe.settings.arguments import with_settings

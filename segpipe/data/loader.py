@@ -1,19 +1,14 @@
-"""Batches of uint8 in shared memory: the same bits for any number of workers, start method and transport.
+"""Batches of uint8 in shared memory: the same bits for any number of loader processes and any start method.
 
-A worker assembles one whole shard batch as one flat block: in place, in a slot of the ring (ring.py), or in a tensor of
-its own that torch's DataLoader passes on (workers.py).
+A worker assembles one whole shard batch as one flat block, in place in a slot of the ring (ring.py).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import shutil
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
-from itertools import product, repeat
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -22,9 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segpipe.data.plan import Member, Request, requests
-from segpipe.data.ring import Ring
-from segpipe.data.workers import Delivery, InProcess, Room, Source, TorchLoader
-from segpipe.errors import ConfigError
+from segpipe.data.ring import Delivery, deliver
+from segpipe.data.workers import Room
 from segpipe.keys import sample_key
 from segpipe.models.preprocess import colored
 
@@ -33,17 +27,12 @@ if TYPE_CHECKING:
     from segpipe.data.order import Order
     from segpipe.data.samples import CachedSamples, Samples
 
-SHARED_MEMORY = "/dev/shm"
-ROW_BYTES = (
-    16 + 48
-)  # of a sample beside its pixels: epoch and index, int64; its color, int32 (3, 4)
+ID_BYTES = 16  # of a sample: epoch and index, int64
+COLOR_BYTES = 48  # of a sample: int32 (3, 4)
+ROW_BYTES = ID_BYTES + COLOR_BYTES  # of a sample beside its pixels
 PIXEL_BYTES = 4  # RGB and class id
-WHOLE_BYTES = (
-    2**28
-)  # of a slot for whole images; memory is only used as far as an image reaches
-Pixels = tuple[
-    NDArray[np.uint8], NDArray[np.uint8]
-]  # image (H, W, 3) and target (H, W)
+WHOLE_BYTES = 2**28  # of a slot for a whole image; only what an image covers is used
+Pixels = tuple[NDArray[np.uint8], NDArray[np.uint8]]  # image (H, W, 3), target (H, W)
 
 
 class ShardBatch(NamedTuple):
@@ -54,19 +43,15 @@ class ShardBatch(NamedTuple):
     image: Tensor  # uint8 (b, H, W, 3), RGB
     target: Tensor  # uint8 (b, H, W), train ids
     epoch: Tensor  # int64 (b,)
-    index: Tensor  # type: ignore[assignment]  # int64 (b,); hides tuple.index, which nobody needs here
-    color: Tensor | None = (
-        None  # int32 (b, 3, 4): what the device still has to apply, see models/preprocess.py
-    )
+    index: Tensor  # type: ignore[assignment]  # int64 (b,); hides tuple.index
+    # int32 (b, 3, 4): what the device still has to apply, see models/preprocess.py.
+    color: Tensor | None = None
 
     def finished(self) -> NDArray[np.uint8]:
         """Images (b, H, W, 3) as the network sees them, after color."""
-        image = (
-            self.image
-            if self.color is None
-            else colored(self.image, self.color).to(torch.uint8)
-        )
-        return image.numpy()
+        if self.color is None:
+            return self.image.numpy()
+        return colored(self.image, self.color).to(torch.uint8).numpy()
 
 
 class Repeats(Protocol):
@@ -96,53 +81,67 @@ def train_batches(
     prefetch: int,
     pin_memory: bool,
     timeout_s: float = 300.0,
-    transport: str = "ring",
-    replace: bool = False,
     repeats: Repeats | None = None,
 ) -> Generator[ShardBatch, None, None]:
     """Shard batches of `steps` and `shards`, step by step and inside a step shard by shard.
 
-    Workers start at the first `next` and end with the iterator; closing it half-way is safe. Raises ConfigError at the
-    call when shared memory is too small, and from `next` DataError when a sample cannot be read, or when a worker died
-    or sent nothing for `timeout_s` (with `replace`, another worker then takes its place), and what `repeats.compare`
-    raises.
+    Workers start at the first `next` and end with the iterator; closing it half-way is safe. Raises DataError when a
+    sample cannot be read, or when a worker died or sent nothing for `timeout_s`, and what `repeats.compare` raises.
 
     With `repeats`, one sample in `augment.canary` is made again by another worker. A single worker is joined by a
     process that does nothing else; without workers the caller's own does it, some samples later.
     """
     every = augmenter.config.canary if repeats is not None else 0
+    helpers = int(workers == 1 and every > 0)
+    places = product(steps, shards)
+    planned = requests(places, order, seed=seed, every=every, workers=workers)
     height, width = augmenter.config.crop_size
-    item_bytes = order.samples_per_shard * (height * width * PIXEL_BYTES + ROW_BYTES)
-    if transport == "dataloader":
-        _check_shared_memory(workers, prefetch, item_bytes)
-    items = _Shards(
-        samples,
-        augmenter,
-        seed,
-        repeats.augment if repeats is not None else _not_watched,
+    watch = repeats.augment if repeats is not None else None
+    stream = deliver(
+        _Shards(samples, augmenter, seed, watch),
+        _assigned(planned, workers, helpers),
+        Delivery(workers, start_method, prefetch, pin_memory, timeout_s),
+        helpers=helpers,
+        slot_bytes=order.samples_per_shard * (height * width * PIXEL_BYTES + ROW_BYTES),
+        # Of two steps, the second may be asked for before the first is dropped; this function keeps one, too.
+        spare=2 * len(shards) + 1,
     )
+    with closing(stream):
+        for header, data in stream:
+            image, target, ids, color = _views(data, header.shape)
+            if header.made:
+                assert repeats is not None
+                _compare(repeats, header, image, target, ids)
+            if header.place is not None:
+                step, shard = header.place
+                epoch, index = ids
+                deferred = color if augmenter.defers_color else None
+                yield ShardBatch(step, shard, image, target, epoch, index, deferred)
 
-    def plan() -> Iterator[Request]:
-        return requests(
-            product(steps, shards), order, seed=seed, every=every, workers=workers
-        )
 
-    how = Delivery(
-        workers, start_method, prefetch, pin_memory, timeout_s, transport, replace
-    )
-    # Of two steps, the second may be asked for before the first is dropped; this module keeps one, too.
-    deliver = partial(_source, items, slot_bytes=item_bytes, spare=2 * len(shards) + 1)
-    if workers == 1 and every:
-        deliveries = (request for request in plan() if request.place is not None)
-        again = (request for request in plan() if request.place is None)
-        starts = [
-            partial(deliver, deliveries, how),
-            partial(deliver, again, dataclasses.replace(how, prefetch=1)),
-        ]
-        stream = _stream(starts, (int(request.place is None) for request in plan()))
-    else:
-        stream = _stream([partial(deliver, plan(), how)])
-    return _shard_batches(stream, repeats, augmenter.defers_color)
+def _assigned(
+    planned: Iterable[Request], workers: int, helpers: int
+) -> Iterator[tuple[int, Request]]:
+    """Each request with the number of its worker; a helper only makes samples again."""
+    for number, request in enumerate(planned):
+        if helpers:
+            yield int(request.place is None), request
+        else:
+            yield number % max(workers, 1), request
+
+
+def _compare(
+    repeats: Repeats, header: _Header, image: Tensor, target: Tensor, ids: Tensor
+) -> None:
+    """Hand the watched samples of a batch to `repeats`."""
+    for row, made in header.made:
+        epoch, index = ids[:, row].tolist()
+        pixels = image[row].numpy(), target[row].numpy()
+        if header.place is None:
+            repeats.compare((epoch, index), pixels, made)
+        else:  # held for long: a copy leaves the slot to the next batch
+            copies = pixels[0].copy(), pixels[1].copy()
+            repeats.hold((epoch, index), copies, made)
 
 
 def eval_images(
@@ -152,7 +151,6 @@ def eval_images(
     workers: int,
     start_method: str,
     timeout_s: float = 300.0,
-    transport: str = "ring",
     cache: CachedSamples | None = None,
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Whole images of any size as (index, image uint8 (1, H, W, 3), target uint8 (1, H, W)), in the order of `indices`.
@@ -160,59 +158,51 @@ def eval_images(
     Those that are in `cache` are not loaded, and the others are kept there if they fit. Raises DataError as
     `train_batches` does.
     """
-    missing = [(index, 0) for index in indices if cache is None or index not in cache]
-    how = Delivery(
-        workers if missing else 0,
-        start_method,
-        timeout_s=timeout_s,
-        transport=transport,
+    missing = [index for index in indices if cache is None or index not in cache]
+    workers = workers if missing else 0
+    stream = deliver(
+        _Images(samples),
+        ((number % max(workers, 1), index) for number, index in enumerate(missing)),
+        Delivery(workers, start_method, timeout_s=timeout_s),
+        slot_bytes=WHOLE_BYTES,
+        spare=2,
     )
-    start = partial(
-        _source, _Images(samples), iter(missing), how, slot_bytes=WHOLE_BYTES, spare=2
-    )
-    with closing(_stream([start])) as stream:
+    with closing(stream):
         for index in indices:
-            if (
-                cache is not None and index in cache
-            ):  # a copy: what is kept is read-only
-                image, target = (
-                    torch.from_numpy(part[None].copy()) for part in cache.read(index)
-                )
-            else:
-                image, target, _, _ = _views(next(stream))
-                if cache is not None:
-                    cache.keep(index, image[0].numpy().copy(), target[0].numpy().copy())
-            yield index, image, target
+            if cache is not None and index in cache:
+                # Copies: what is kept is read-only.
+                image, target = (part[None].copy() for part in cache.read(index))
+                yield index, torch.from_numpy(image), torch.from_numpy(target)
+                continue
+            header, data = next(stream)
+            views = _views(data, header.shape)
+            if cache is not None:
+                cache.keep(index, *(part[0].numpy().copy() for part in views[:2]))
+            yield index, *views[:2]
 
 
-class _Packed(NamedTuple):
-    """What a worker sends: `data` holds ids and colors of all samples, then their images, then their targets."""
+class _Header(NamedTuple):
+    """What a worker sends beside the pixels."""
 
-    place: (
-        tuple[int, int] | None
-    )  # (step, shard) of a shard batch, (index, 0) of a whole image, or None; see Request
     shape: tuple[int, int, int]  # samples, height, width
-    data: Tensor  # uint8, flat: one block of shared memory
-    made: tuple[
-        tuple[int, Any], ...
-    ] = ()  # rows of watched samples, and what is compared of them
+    place: tuple[int, int] | None = None  # (step, shard) of a shard batch, see Request
+    # Rows of watched samples, and what is compared of them.
+    made: tuple[tuple[int, Any], ...] = ()
 
 
-def _pack(
-    room: Room, place: tuple[int, int] | None, num: int, height: int, width: int
-) -> _Packed:
-    return _Packed(
-        place,
-        (num, height, width),
-        room.take(num * (ROW_BYTES + height * width * PIXEL_BYTES)),
-    )
+def _num_bytes(shape: tuple[int, int, int]) -> int:
+    num, height, width = shape
+    return num * (ROW_BYTES + height * width * PIXEL_BYTES)
 
 
-def _views(packed: _Packed) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Image (b, H, W, 3), target (b, H, W), ids int64 (2, b), color int32 (b, 3, 4) in the memory of `packed`."""
-    num, height, width = packed.shape
-    sizes = [16 * num, 48 * num, 3 * num * height * width, num * height * width]
-    ids, color, image, target = torch.split(packed.data, sizes)
+def _views(
+    data: Tensor, shape: tuple[int, int, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Image (b, H, W, 3), target (b, H, W), ids int64 (2, b), color int32 (b, 3, 4) in flat memory."""
+    num, height, width = shape
+    pixels = num * height * width
+    sizes = [ID_BYTES * num, COLOR_BYTES * num, 3 * pixels, pixels]
+    ids, color, image, target = torch.split(data, sizes)
     return (
         image.view(num, height, width, 3),
         target.view(num, height, width),
@@ -221,69 +211,35 @@ def _views(packed: _Packed) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     )
 
 
-def _shard_batches(
-    stream: Generator[_Packed, None, None], repeats: Repeats | None, with_color: bool
-) -> Generator[ShardBatch, None, None]:
-    with closing(stream):
-        for packed in stream:
-            image, target, ids, color = _views(packed)
-            for row, made in packed.made:
-                assert repeats is not None
-                epoch, index = ids[:, row].tolist()
-                pixels = image[row].numpy(), target[row].numpy()
-                if packed.place is None:
-                    repeats.compare((epoch, index), pixels, made)
-                else:  # held for long: a copy leaves the slot to the next batch
-                    repeats.hold(
-                        (epoch, index), (pixels[0].copy(), pixels[1].copy()), made
-                    )
-            if packed.place is not None:
-                yield ShardBatch(
-                    *packed.place,
-                    image,
-                    target,
-                    ids[0],
-                    ids[1],
-                    color if with_color else None,
-                )
-
-
-def _not_watched(
-    augmenter: Augmenter, pixels: Pixels, key: int, again: bool
-) -> tuple[Crop, Any]:
-    raise AssertionError("a sample is watched, but nothing compares it")
-
-
 @dataclass(frozen=True)
 class _Shards:
     samples: Samples
     augmenter: Augmenter
     seed: int
-    augment_watched: Callable[[Augmenter, Pixels, int, bool], tuple[Crop, Any]]
+    watch: Callable[[Augmenter, Pixels, int, bool], tuple[Crop, Any]] | None
 
-    def make(self, request: Request, room: Room) -> _Packed:
+    def make(self, request: Request, room: Room) -> tuple[_Header, Tensor]:
         height, width = self.augmenter.config.crop_size
-        packed = _pack(room, request.place, len(request.members), height, width)
-        image, target, ids, color = (part.numpy() for part in _views(packed))
+        shape = (len(request.members), height, width)
+        data = room.take(_num_bytes(shape))
+        image, target, ids, color = (part.numpy() for part in _views(data, shape))
         made = []
         for row, (epoch, index) in enumerate(request.members):
             room.at(row)
-            key, pixels = (
-                sample_key(self.seed, epoch, index, "augment"),
-                self.samples.read(index),
-            )
+            key = sample_key(self.seed, epoch, index, "augment")
+            pixels = self.samples.read(index)
             if row in request.watched:
-                crop, found = self.augment_watched(
-                    self.augmenter, pixels, key, request.place is None
-                )
-                made.append((row, found))
+                assert self.watch is not None
+                again = request.place is None
+                crop, witness = self.watch(self.augmenter, pixels, key, again)
+                made.append((row, witness))
             else:
                 crop = self.augmenter.crop(*pixels, key)
             image[row], target[row] = crop.image, crop.target
             if crop.color is not None:
                 color[row] = crop.color
             ids[:, row] = epoch, index
-        return packed._replace(made=tuple(made))
+        return _Header(shape, request.place, tuple(made)), data
 
     def label(self, request: Request, row: int) -> str:
         if row >= len(request.members):
@@ -296,60 +252,14 @@ class _Shards:
 class _Images:
     samples: Samples
 
-    def make(self, request: tuple[int, int], room: Room) -> _Packed:
-        image, target = self.samples.read(request[0])
-        packed = _pack(room, request, 1, *target.shape)
-        views = _views(packed)
-        views[0].numpy()[0], views[1].numpy()[0] = image, target
-        return packed
+    def make(self, index: int, room: Room) -> tuple[_Header, Tensor]:
+        image, target = self.samples.read(index)
+        shape = (1, *target.shape)
+        data = room.take(_num_bytes(shape))
+        views = _views(data, shape)
+        views[0].numpy()[0] = image
+        views[1].numpy()[0] = target
+        return _Header(shape), data
 
-    def label(self, request: tuple[int, int], row: int) -> str:
-        return f"image {request[0]} ({self.samples.name(request[0])})"
-
-
-def _source(
-    items: _Shards | _Images,
-    requests: Iterator[Any],
-    how: Delivery,
-    *,
-    slot_bytes: int,
-    spare: int,
-) -> Source:
-    if not how.workers:
-        return InProcess(items, requests, pinned=how.pinned)
-    if how.transport == "dataloader":
-        return TorchLoader(items, requests, how)
-    return Ring(items, requests, how, slot_bytes=slot_bytes, spare=spare)
-
-
-def _stream(
-    starts: Sequence[Callable[[], Source]], turns: Iterable[int] = repeat(0)
-) -> Generator[_Packed, None, None]:
-    """Items of sources that take `turns`, until one ends."""
-    sources: list[Source] = []
-    try:
-        for start in starts:
-            sources.append(start())
-        for turn in turns:
-            item = next(sources[turn], None)
-            if item is None:
-                return
-            yield item
-    finally:
-        for source in sources:
-            source.end()
-
-
-def _check_shared_memory(workers: int, prefetch: int, item_bytes: int) -> None:
-    if not workers or not os.path.isdir(SHARED_MEMORY):
-        return
-    needed, free = (
-        workers * prefetch * item_bytes,
-        shutil.disk_usage(SHARED_MEMORY).free,
-    )
-    if needed > free:
-        raise ConfigError(
-            f"data.workers = {workers} and data.prefetch = {prefetch} need {needed / 2**20:.0f} MiB of shared memory, "
-            f"but {SHARED_MEMORY} has {free / 2**20:.0f} MiB free. Enlarge it (docker run --shm-size=...), or lower "
-            f"one of the two."
-        )
+    def label(self, index: int, row: int) -> str:
+        return f"image {index} ({self.samples.name(index)})"

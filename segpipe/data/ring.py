@@ -1,7 +1,7 @@
-"""A ring of shared memory that loader processes fill in place.
+"""Items made ahead by loader processes, in slots of shared memory that they fill in place.
 
-Each worker has a socket of its own, so none holds a lock that another one waits for, and the trainer never blocks in a
-read or write of one: it waits for all of them at once, by its own clock.
+Each worker has a pipe of its own, so none holds a lock that another one waits for. Messages are small, and the trainer
+waits for all workers at once, by its own clock.
 
 A slot belongs to the tensor made of it. It is handed out again when the last view of that tensor is gone, on CUDA when
 the copies queued until then are done. If the caller keeps more items than there are slots to spare, it gets copies.
@@ -9,211 +9,140 @@ the copies queued until then are done. If the caller keeps more items than there
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
-import select
-import selectors
-import socket
-import struct
+import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-import torch
+from torch import Tensor
 
-from segpipe.data.slots import PAGE_BYTES, Block, Ended, RingLayout, Slot, Slots
-from segpipe.data.workers import (
-    Delivery,
-    Items,
-    context_of,
-    death,
-    hang,
-    isolate,
-    kill,
-    sendable,
-)
+from segpipe.data.slots import Block, Slots
+from segpipe.data.workers import Fresh, Items, work
 from segpipe.errors import DataError
+from segpipe.native import one_thread
 
-LENGTH = struct.Struct("<Q")  # before each message
-LOOK_S = 5.0  # between looks of an idle worker whether its trainer still lives
 END_S = 1.0  # for workers to finish the sample that they are at
-TRIES = 3  # workers that are replaced before one of the items that they were to make is delivered
+EXIT_S = 1.0  # for a process that was killed to end
+STACK_S = 0.4  # for a worker to write its stack
+CONTINUE = "A training continues with run.exists=resume."
+REASONS: dict[int, str] = {
+    signal.SIGBUS: "a file that it read was cut short, or memory is full",
+    signal.SIGKILL: "often memory. Lower data.workers or data.prefetch, or give the job more memory",
+}
+Item = tuple[Any, Tensor]  # header and memory, as `Items.make` returns them
 
 
-class _Worker:
-    """A process, and the trainer's end of its socket."""
+@dataclass(frozen=True)
+class Delivery:
+    """How items come from loader processes."""
 
-    def __init__(self, process: BaseProcess, end: socket.socket) -> None:
-        self.process, self.socket = process, end
-        self.inbox, self.outbox = bytearray(), bytearray()
-        end.setblocking(False)
-
-    def send(self, message: Any = b"") -> None:
-        """Send as much as fits in the socket; without a message, what is left of those before."""
-        if message != b"":
-            self.outbox += _framed(message)
-        try:
-            while self.outbox:
-                del self.outbox[: self.socket.send(self.outbox)]
-        except BlockingIOError:
-            pass
-        except OSError:  # its end is noticed by its sentinel
-            self.outbox.clear()
-
-    def messages(self) -> Iterator[Any]:
-        """What has arrived."""
-        try:
-            while part := self.socket.recv(2**20):
-                self.inbox += part
-        except OSError:
-            pass
-        while len(self.inbox) >= LENGTH.size:
-            (size,) = LENGTH.unpack_from(self.inbox)
-            if len(self.inbox) < LENGTH.size + size:
-                return
-            content = bytes(self.inbox[LENGTH.size : LENGTH.size + size])
-            del self.inbox[: LENGTH.size + size]
-            yield pickle.loads(content)
+    workers: int
+    start_method: str
+    prefetch: int = 2  # items that each process makes ahead
+    pinned: bool = False
+    timeout_s: float = 300.0
 
 
-def _framed(message: Any) -> bytes:
-    content = pickle.dumps(message)
-    return LENGTH.pack(len(content)) + content
+class _Asked(NamedTuple):
+    worker: int
+    slot: int
+    request: Any
+
+
+def deliver(
+    items: Items,
+    requests: Iterable[tuple[int, Any]],
+    how: Delivery,
+    *,
+    helpers: int = 0,
+    slot_bytes: int,
+    spare: int,
+) -> Generator[Item, None, None]:
+    """Items of `requests`, each with the number of its worker, in their order; made here without workers.
+
+    helpers: processes beside the workers. slot_bytes: size of an item that travels in place; larger ones are made here.
+    spare: slots beside those of items made ahead, for items that the caller keeps. Workers start at the first `next`
+    and end with the generator. Raises DataError, which names worker and sample, when a worker has died, or has sent
+    nothing for how.timeout_s.
+    """
+    if not how.workers:
+        return _in_process(items, requests, Fresh(how.pinned))
+    return Ring(items, iter(requests), how, helpers, slot_bytes, spare).deliver()
+
+
+def _in_process(
+    items: Items, requests: Iterable[tuple[int, Any]], room: Fresh
+) -> Generator[Item, None, None]:
+    for _, request in requests:
+        yield _made_here(items, request, room)
+
+
+@one_thread()
+def _made_here(items: Items, request: Any, room: Fresh) -> Item:
+    """On one thread as in a worker: the bits of user code with torch must not depend on `data.workers`."""
+    return items.make(request, room)
 
 
 class Ring:
-    """Iterator over items of `requests`, in their order: request n is made by worker n % how.workers.
-
-    slot_bytes: size of an item that travels in place. spare: slots beside those of items made ahead, for items that
-    the caller keeps. Raises DataError, which names worker and sample, when a worker has died, or has sent nothing for
-    how.timeout_s; with how.replace, another process then makes what it was asked for.
-    """
+    """Loader processes, and what they were asked for."""
 
     def __init__(
         self,
         items: Items,
-        requests: Iterable[Any],
+        requests: Iterator[tuple[int, Any]],
         how: Delivery,
-        *,
+        helpers: int,
         slot_bytes: int,
         spare: int,
     ) -> None:
-        self._items, self._requests, self._how = items, iter(requests), how
-        self._context, workers, ahead = (
-            context_of(how.start_method),
-            how.workers,
-            how.workers * how.prefetch,
-        )
-        self._layout = RingLayout(workers, -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES)
-        self._block = Block(self._layout.slot(ahead + spare))
-        self._asked: dict[
-            int, tuple[int, Any]
-        ] = {}  # slot and request of each item that is not delivered yet
-        self._made: dict[int, Any] = {}
-        self._next = self._sent = self._losses = 0
+        self._items, self._requests, self._how = items, requests, how
+        self._num_processes = how.workers + helpers
+        self._ahead = how.workers * how.prefetch + helpers
+        self._num_slots = self._ahead + spare
+        self._slot_bytes = slot_bytes
+        self._asked: dict[int, _Asked] = {}  # by number, until it is delivered
+        self._answers: dict[int, Any] = {}
+        self._count = 0
         self._processes: list[BaseProcess] = []
-        # Should nobody call `end`: at its exit multiprocessing sends daemons SIGTERM, which they ignore, and waits.
-        # Not atexit, which does not run in a process that multiprocessing has spawned.
-        Finalize(self, kill, args=(self._processes,), exitpriority=10)
-        self._workers: list[_Worker] = []
-        for number in range(workers):
-            self._workers.append(self._start(number))
-        self._slots = Slots(
-            self._block, self._layout, ahead + spare, how.pinned
-        )  # after the forks: workers need no locked pages
-        for _ in range(ahead):
-            self._ask()
+        self._pipes: list[Connection] = []
 
-    def __next__(self) -> Any:
-        if self._next == self._sent:
-            raise StopIteration
-        number = self._next % len(self._workers)
-        deadline = time.monotonic() + self._how.timeout_s
-        while self._next not in self._made:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                text = hang(
-                    number, self._processes, self._label(number), self._how.timeout_s
-                )
-                self._lose(number, text)
-                deadline = time.monotonic() + self._how.timeout_s
-            self._exchange(max(left, 0))
-        slot, _ = self._asked.pop(self._next)
-        item, size = self._made.pop(self._next)
-        self._next += 1
-        self._losses = 0
-        if isinstance(item, Exception):
-            raise item
-        if size is None:
-            self._slots.put(slot)
-            item = item._replace(data=torch.from_numpy(item.data))
-        elif len(self._slots):
-            item = item._replace(data=self._slots.tensor(slot, size))
-        else:
-            item = item._replace(data=self._slots.tensor(slot, size).clone())
-        self._ask()
-        return item
+    def deliver(self) -> Generator[Item, None, None]:
+        """As the function of this name."""
+        self._block = Block(self._num_processes, self._num_slots, self._slot_bytes)
+        # Should nobody close the generator: at its exit multiprocessing sends daemons SIGTERM, which they ignore, and
+        # waits. Not atexit, which does not run in a process that multiprocessing has spawned.
+        Finalize(self, _kill, args=(self._processes,), exitpriority=10)
+        try:
+            for worker in range(self._num_processes):
+                self._start(worker)
+            # After the forks: workers need no locked pages.
+            self._slots = Slots(self._block, self._num_slots, self._how.pinned)
+            for _ in range(self._ahead):
+                self._ask()
+            while self._asked:
+                yield self._next()
+        finally:
+            self._end()
 
-    def end(self) -> None:
-        """End the workers: each after the item that it is at, or by force."""
-        for number, worker in enumerate(self._workers):
-            self._layout.state(self._block, number)[1] = 1
-            worker.send(None)
-        deadline = time.monotonic() + (
-            END_S if all(process.is_alive() for process in self._processes) else 0
-        )
-        for process in self._processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        kill(self._processes)
-        for worker in self._workers:
-            worker.socket.close()
-        if self._workers:
-            self._block.close()
-        self._workers.clear()
-
-    def _ask(self) -> None:
-        """Send the next request to the worker whose turn it is."""
-        request = next(self._requests, None)
-        if request is None:
-            return
-        self._asked[self._sent] = slot, _ = self._slots.pop(), request
-        self._workers[self._sent % len(self._workers)].send((self._sent, slot, request))
-        self._sent += 1
-
-    def _exchange(self, timeout_s: float) -> None:
-        """Wait until a worker has sent something, can be sent more, or has died; take what there is."""
-        with selectors.DefaultSelector() as selector:
-            for number, worker in enumerate(self._workers):
-                events = selectors.EVENT_READ | (
-                    selectors.EVENT_WRITE if worker.outbox else 0
-                )
-                selector.register(worker.socket, events, (number, False))
-                selector.register(
-                    worker.process.sentinel, selectors.EVENT_READ, (number, True)
-                )
-            ready = [key.data for key, _ in selector.select(timeout_s)]
-        for number, _ in ready:
-            self._workers[number].send()
-            for place, item, size in self._workers[number].messages():
-                self._made[place] = item, size
-        for number in sorted({number for number, ended in ready if ended}):
-            self._lose(
-                number, death(number, self._processes[number], self._label(number))
-            )
-
-    def _start(self, number: int) -> _Worker:
-        ours, theirs = socket.socketpair()
-        inherited = [worker.socket for worker in self._workers] + [ours]
-        others = inherited if self._context.get_start_method() == "fork" else []
-        process = self._context.Process(  # type: ignore[attr-defined]
-            target=_work,
-            args=(self._items, self._block, self._layout, number, theirs, others),
-            daemon=True,
+    def _start(self, worker: int) -> None:
+        context = get_context(self._how.start_method)
+        if self._how.start_method == "forkserver":
+            # torch is imported once instead of once per worker.
+            context.set_forkserver_preload(["segpipe.data.loader"])
+        ours, theirs = context.Pipe()
+        process = context.Process(  # type: ignore[attr-defined]
+            target=work, args=(self._items, self._block, worker, theirs), daemon=True
         )
         with warnings.catch_warnings():
             # Python 3.12 and later warn of any thread; the workers take no lock that a thread of torch could hold.
@@ -224,72 +153,139 @@ class Ring:
             )
             process.start()
         theirs.close()
-        self._processes[number:] = [process, *self._processes[number + 1 :]]
-        return _Worker(process, ours)
+        self._processes.append(process)
+        self._pipes.append(ours)
 
-    def _lose(self, number: int, text: str) -> None:
-        """Replace a worker, or raise DataError."""
-        self._losses += 1
-        if not self._how.replace or self._losses > TRIES:
-            kill(self._processes)
-            raise DataError(text)
-        print(f"{text} It is replaced.", file=sys.stderr)
-        kill([self._processes[number]])
-        self._workers[number].socket.close()
-        self._workers[number] = self._start(number)
-        for place, (slot, request) in sorted(self._asked.items()):
-            if place % len(self._workers) == number and place not in self._made:
-                self._workers[number].send((place, slot, request))
+    def _ask(self) -> None:
+        """Send the next request to its worker."""
+        worker, request = next(self._requests, (0, None))
+        if request is None:
+            return
+        self._receive(0)  # or both could wait for room in full pipes
+        asked = _Asked(worker, self._slots.pop(), request)
+        self._asked[self._count] = asked
+        with contextlib.suppress(OSError):  # of a dead worker: its sentinel tells
+            self._pipes[worker].send((self._count, asked.slot, request))
+        self._count += 1
 
-    def _label(self, number: int) -> str:
+    def _next(self) -> Item:
+        number, asked = next(iter(self._asked.items()))
+        deadline = time.monotonic() + self._how.timeout_s
+        while number not in self._answers:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise self._hang(asked.worker)
+            self._receive(left)
+        del self._asked[number]
+        answer = self._answers.pop(number)
+        if isinstance(answer, Exception):
+            raise answer
+        item = self._taken(asked, answer)
+        self._ask()
+        return item
+
+    def _taken(self, asked: _Asked, answer: tuple[Any, int] | None) -> Item:
+        """The item in its slot; None was answered where it does not fit."""
+        if answer is None:
+            self._slots.put(asked.slot)
+            return _made_here(self._items, asked.request, Fresh())
+        header, size = answer
+        data = self._slots.tensor(asked.slot, size)
+        return header, data if len(self._slots) else data.clone()
+
+    def _receive(self, timeout_s: float) -> None:
+        """Wait for an answer and take one of each worker. Raises DataError when a worker has died."""
+        sentinels = [process.sentinel for process in self._processes]
+        ready = wait([*self._pipes, *sentinels], timeout_s)
+        for pipe in self._pipes:
+            if pipe in ready:
+                with contextlib.suppress(EOFError, OSError):
+                    number, answer = pickle.loads(pipe.recv_bytes())
+                    self._answers[number] = answer
+        for worker, sentinel in enumerate(sentinels):
+            if sentinel in ready:
+                raise self._death(worker)
+
+    def _end(self) -> None:
+        """End the workers: each after the sample that it is at, or by force."""
+        for worker, pipe in enumerate(self._pipes):
+            self._block.state(worker)[1] = 1
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        unhurt = all(process.is_alive() for process in self._processes)
+        deadline = time.monotonic() + (END_S if unhurt else 0)
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        _kill(self._processes)
+        for pipe in self._pipes:
+            pipe.close()
+        self._block.close()
+
+    def _label(self, worker: int) -> str:
         """The sample that a worker is at: of the first item that it has not sent."""
-        for place, (_, request) in sorted(self._asked.items()):
-            if place % len(self._workers) == number and place not in self._made:
-                return f" while it made {self._items.label(request, int(self._layout.state(self._block, number)[0]))}"
+        for number, asked in self._asked.items():
+            if asked.worker == worker and number not in self._answers:
+                row = int(self._block.state(worker)[0])
+                return f" while it made {self._items.label(asked.request, row)}"
         return ""
 
-
-def _work(
-    items: Items,
-    block: Block,
-    layout: RingLayout,
-    number: int,
-    end: socket.socket,
-    others: Sequence[socket.socket],
-) -> None:
-    """A worker: makes what it is asked for until the trainer says that this is all, or is gone."""
-    isolate(number)
-    for inherited in others:
-        inherited.close()
-    starter, state = os.getppid(), layout.state(block, number)
-    with suppress(Ended, OSError):  # OSError: the trainer has closed its end
-        while (message := _received(end, starter)) is not None:
-            place, slot, request = message
-            room = Slot(
-                torch.from_numpy(block.bytes[layout.slot(slot) :][: layout.slot_bytes]),
-                state,
+    def _death(self, worker: int) -> DataError:
+        process = self._processes[worker]
+        process.join(EXIT_S)
+        code = process.exitcode
+        if code is None or code >= 0:
+            return DataError(
+                f"loader worker {worker} ended with exit code {code}{self._label(worker)}. Set data.workers=0 to see "
+                f"its error. {CONTINUE}"
             )
-            try:
-                item = items.make(request, room)
-                size = len(item.data) if room.used else None
-                item = item._replace(data=None if room.used else item.data.numpy())
-            except Exception as error:
-                item, size = sendable(error), None
-            end.sendall(_framed((place, item, size)))
+        crash = "a crash inside a library. Set data.workers=0 to see where"
+        return DataError(
+            f"loader worker {worker} was killed by signal {-code}{self._label(worker)}: {REASONS.get(-code, crash)}. "
+            f"{CONTINUE}"
+        )
+
+    def _hang(self, worker: int) -> DataError:
+        """Have all workers write their stacks, and kill them."""
+        process = self._processes[worker]
+        if _is_stopped(process):
+            advice = "It was stopped by a signal (SIGSTOP, a debugger, or a scheduler)."
+        else:
+            advice = (
+                "The stacks of all workers are on stderr. The disk may not answer, or a library may not survive a "
+                "fork: try data.start_method=spawn, or data.workers=0. If it only needs longer, raise data.timeout_s."
+            )
+        _write_stacks(self._processes)
+        _kill(self._processes)
+        return DataError(
+            f"loader worker {worker} (process {process.pid}) has sent nothing for {self._how.timeout_s:g} s"
+            f"{self._label(worker)}. {advice} {CONTINUE}"
+        )
 
 
-def _received(end: socket.socket, starter: int) -> Any:
-    """The next message; None if there will be none."""
-    content, wanted = bytearray(), LENGTH.size
-    while len(content) < wanted:
-        if not select.select([end], [], [], LOOK_S)[0]:
-            if os.getppid() != starter:
-                return None
-            continue
-        part = end.recv(wanted - len(content))
-        if not part:
-            return None
-        content += part
-        if len(content) == LENGTH.size == wanted:
-            wanted += LENGTH.unpack(content)[0]
-    return pickle.loads(content[LENGTH.size :])
+def _write_stacks(processes: list[BaseProcess]) -> None:
+    """One after another: two that write at the same time mix their lines."""
+    for worker, process in enumerate(processes):
+        if process.is_alive() and process.pid is not None:
+            print(
+                f"stack of loader worker {worker} (process {process.pid}):",
+                file=sys.stderr,
+                flush=True,
+            )
+            os.kill(process.pid, signal.SIGUSR1)
+            time.sleep(STACK_S)
+
+
+def _is_stopped(process: BaseProcess) -> bool:
+    try:
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2]
+    except OSError:
+        return False
+    return fields.split()[0] in ("T", "t")
+
+
+def _kill(processes: list[BaseProcess]) -> None:
+    """SIGTERM is ignored by workers."""
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+            process.join(EXIT_S)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 import weakref
 from collections import deque
 from multiprocessing import reduction
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,74 +24,48 @@ PAGE_BYTES = 4096
 
 
 class Block:
-    """Shared memory without a name, of `size` bytes, filled with zeros. Small to pickle while a process is started."""
+    """Shared memory, filled with zeros: a page of state per worker, then the slots. Pickled while a process starts."""
 
-    def __init__(self, size: int) -> None:
-        if hasattr(os, "memfd_create"):
-            self._fd = os.memfd_create("segpipe")
-        else:  # not Linux
-            self._fd, path = tempfile.mkstemp()
-            os.unlink(path)
-        os.ftruncate(self._fd, size)
-        self.bytes = np.frombuffer(mmap.mmap(self._fd, size), np.uint8)
+    def __init__(self, workers: int, num_slots: int, slot_bytes: int) -> None:
+        self._workers = workers
+        self.slot_bytes = -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES
+        self._size = workers * PAGE_BYTES + num_slots * self.slot_bytes
+        self._fd = os.memfd_create("segpipe")
+        os.ftruncate(self._fd, self._size)
+        self._map()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"fd": reduction.DupFd(self._fd), "size": len(self.bytes)}
+        return {**vars(self), "_fd": reduction.DupFd(self._fd), "bytes": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._fd = state["fd"].detach()
-        self.bytes = np.frombuffer(mmap.mmap(self._fd, state["size"]), np.uint8)
+        vars(self).update(state)
+        self._fd = state["_fd"].detach()
+        self._map()
+
+    def _map(self) -> None:
+        self.bytes = np.frombuffer(mmap.mmap(self._fd, self._size), np.uint8)
+
+    def state(self, worker: int) -> NDArray[np.int64]:
+        """Of a worker: the row that it makes, and whether it shall end."""
+        return self.bytes[PAGE_BYTES * worker :][:16].view(np.int64)
+
+    def slot(self, number: int) -> NDArray[np.uint8]:
+        """Memory of a slot."""
+        start = PAGE_BYTES * self._workers + number * self.slot_bytes
+        return self.bytes[start:][: self.slot_bytes]
 
     def close(self) -> None:
         """The memory stays as long as a tensor needs it."""
         os.close(self._fd)
 
 
-class RingLayout(NamedTuple):
-    """First a page per worker: the row that it is at, and whether it shall end. Then the slots."""
-
-    workers: int
-    slot_bytes: int
-
-    def state(self, block: Block, worker: int) -> NDArray[np.int64]:
-        return block.bytes[PAGE_BYTES * worker :][:16].view(np.int64)
-
-    def slot(self, number: int) -> int:
-        """Place of its first byte."""
-        return PAGE_BYTES * self.workers + number * self.slot_bytes
-
-
-class Ended(BaseException):
-    """The trainer does not need what a worker is making."""
-
-
-class Slot:
-    """Room in a slot of the ring. What does not fit gets memory of the process, and travels through the socket."""
-
-    def __init__(self, memory: Tensor, state: NDArray[np.int64]) -> None:
-        self._memory, self._state, self.used = memory, state, False
-        self.at(0)
-
-    def take(self, size: int) -> Tensor:
-        self.used = size <= len(self._memory)
-        return (
-            self._memory[:size] if self.used else torch.empty(size, dtype=torch.uint8)
-        )
-
-    def at(self, row: int) -> None:
-        self._state[0] = row
-        if self._state[1]:
-            raise Ended
-
-
 class Slots:
-    """The free slots. The one that was returned last goes first: its memory is in use already."""
+    """The free slots of a block. The one that was returned last goes first: its memory is in use already."""
 
-    def __init__(
-        self, block: Block, layout: RingLayout, num: int, pinned: bool
-    ) -> None:
-        self._block, self._layout, self._pinned = block, layout, pinned
-        self._free = list(reversed(range(num)))
+    def __init__(self, block: Block, num_slots: int, pinned: bool) -> None:
+        self._block = block
+        self._pinned = pinned
+        self._free = list(reversed(range(num_slots)))
         self._copying: deque[tuple[Any, int]] = deque()
         if pinned:
             _page_lock(block)
@@ -101,6 +74,7 @@ class Slots:
         return len(self._free) + len(self._copying)
 
     def pop(self) -> int:
+        """Number of a free slot; waits until the GPU has copied one if there is no other."""
         while self._copying and (not self._free or self._copying[0][0].query()):
             event, slot = self._copying.popleft()
             event.synchronize()
@@ -109,28 +83,28 @@ class Slots:
 
     def tensor(self, slot: int, size: int) -> Tensor:
         """The first bytes of a slot, which is free again when no view of them is left."""
-        array = self._block.bytes[self._layout.slot(slot) :][:size]
+        array = self._block.slot(slot)[:size]
         weakref.finalize(array, self.put, slot).atexit = False
         return torch.from_numpy(array)
 
     def put(self, slot: int) -> None:
-        if self._pinned:
-            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-            self._copying.append((event, slot))
-        else:
+        """Return a slot; with page-locked memory it is free when the copies queued so far are done."""
+        if not self._pinned:
             self._free.append(slot)
+            return
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._copying.append((event, slot))
 
 
 def _page_lock(block: Block) -> None:
     """Lock the pages of a block for copies to the GPU, until its memory is given back."""
-    place, size = block.bytes.ctypes.data, block.bytes.size
+    address, size = block.bytes.ctypes.data, block.bytes.size
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    if int(runtime.cudaHostRegister(place, size, 0)) != 0:
+    if int(runtime.cudaHostRegister(address, size, 0)) != 0:
         raise DataError(
             f"{size / 2**20:.0f} MiB for the loader's ring could not be page-locked. Lower data.workers or "
-            f"data.prefetch, raise `ulimit -l`, or set data.transport=dataloader."
+            f"data.prefetch, or raise `ulimit -l`."
         )
-    weakref.finalize(
-        block.bytes, runtime.cudaHostUnregister, place
-    ).atexit = False  # slots are views of it
+    # Slots are views of these bytes, so this runs when the last one is gone.
+    weakref.finalize(block.bytes, runtime.cudaHostUnregister, address).atexit = False

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from segpipe import IGNORE_INDEX
-from segpipe.distributed.watch.health import is_out_of_memory
-from segpipe.errors import ConfigError, OutOfMemory
+from segpipe.errors import ConfigError
 from segpipe.models.resize import bilinear
-from segpipe.predict.outputs import Pixels, Predictor
-from segpipe.predict.tiles import LARGEST_OVERLAP, Size, Tiling, parse_size
+from segpipe.predict.tiles import LARGEST_OVERLAP, Size, Strip, Tiling, parse_size
 from segpipe.train.gradients import AUTOCAST, autocast
 from segpipe.train.validate import predict
 
 if TYPE_CHECKING:
     from segpipe.models.layers import SegmentationNet
     from segpipe.models.preprocess import Preprocess
-    from segpipe.train.checkpoint import TrainedNetwork
 
 FLIP = "flip"
-SMALLEST = 32  # rows and columns that a network sees at least; smaller images are padded by their edge pixels
+SMALLEST = 32  # rows and columns; smaller images are padded by their edge pixels
 LARGEST_SCALE = 4.0
+Answers = tuple[Tensor, Tensor]  # class ids, uint8; their probability, float32
 
 
 @dataclass(frozen=True)
@@ -44,22 +39,19 @@ class Inference:
     @property
     def views(self) -> list[tuple[float, bool]]:
         """Scale and flip of each forward; the image as it is comes first."""
-        return [
-            (scale, flip)
-            for scale in self.scales
-            for flip in ((False, True) if self.flip else (False,))
-        ]
+        flips = (False, True) if self.flip else (False,)
+        return [(scale, flip) for scale in self.scales for flip in flips]
 
     @property
     def described(self) -> dict[str, Any]:
         """What was asked for beyond one forward of the whole image; empty if nothing was."""
-        tiles = (
-            {"tile": "x".join(map(str, self.tile)), "overlap": self.overlap}
-            if self.tile
-            else {}
-        )
+        found: dict[str, Any] = {}
+        if self.tile:
+            found |= {"tile": "x".join(map(str, self.tile)), "overlap": self.overlap}
         views = [FLIP] * self.flip + [f"{scale:g}" for scale in self.scales[1:]]
-        return tiles | ({"tta": ",".join(views)} if views else {})
+        if views:
+            found["tta"] = ",".join(views)
+        return found
 
 
 def inference(given: Mapping[str, Any]) -> Inference:
@@ -83,7 +75,7 @@ def inference(given: Mapping[str, Any]) -> Inference:
 
 
 def _views(tta: Sequence[str]) -> tuple[bool, tuple[float, ...]]:
-    scales = []
+    scales = set()
     for item in tta:
         if item == FLIP:
             continue
@@ -96,39 +88,66 @@ def _views(tta: Sequence[str]) -> tuple[bool, tuple[float, ...]]:
                 f"tta = [{', '.join(tta)}]: {item} is neither {FLIP} nor a scale from {1 / LARGEST_SCALE:g} to "
                 f"{LARGEST_SCALE:g}. Set for example tta=[flip,0.75,1.25]; scale 1 is always there."
             )
-        scales.append(scale)
-    return FLIP in tta, (1.0, *sorted(set(scales) - {1.0}))
+        scales.add(scale)
+    return FLIP in tta, (1.0, *sorted(scales - {1.0}))
 
 
-@torch.inference_mode()
 def segment(
     model: SegmentationNet, preprocess: Preprocess, image: Tensor, how: Inference
 ) -> Tensor:
     """Class ids of images at their own size; in one tile and one view exactly those of `train.validate.predict`.
 
+    Shapes: image uint8 (B, H, W, 3) on the device of the model -> uint8 (B, H, W).
+    """
+    tile = how.tile or image.shape[1:3]
+    covered = tile[0] >= image.shape[1] and tile[1] >= image.shape[2]
+    if covered and len(how.views) == 1 and min(image.shape[1:3]) >= SMALLEST:
+        return predict(model, preprocess, image, precision=how.precision)
+    return answers(model, preprocess, image, how)[0]
+
+
+@torch.inference_mode()
+def answers(
+    model: SegmentationNet, preprocess: Preprocess, image: Tensor, how: Inference
+) -> Answers:
+    """Class ids as by `segment`, and their probability.
+
     Probabilities (softmax of the logits at the size of the image) are averaged over the views, in their order, and
     then over tiles, with `Tiling.weights`; the class of the largest wins.
 
-    Shapes: image uint8 (B, H, W, 3) on the device of the model -> uint8 (B, H, W).
+    Shapes: image uint8 (B, H, W, 3) on the device of the model -> uint8 (B, H, W), float32 (B, H, W).
     """
     height, width = image.shape[1], image.shape[2]
     if min(height, width) < SMALLEST:
-        return segment(model, preprocess, _padded(image), how)[:, :height, :width]
+        ids, confidence = answers(model, preprocess, _padded(image), how)
+        return ids[:, :height, :width], confidence[:, :height, :width]
     tiling = Tiling.of((height, width), how.tile, how.overlap)
     if not tiling.is_whole:
-        return torch.stack(
-            [_in_tiles(model, preprocess, each, how, tiling) for each in image]
+        found = [_in_tiles(model, preprocess, each, how, tiling) for each in image]
+        return (
+            torch.stack([ids for ids, _ in found]),
+            torch.stack([confidence for _, confidence in found]),
         )
-    if how.views == [(1.0, False)]:
-        return predict(model, preprocess, image, precision=how.precision)
-    return _probabilities(model, preprocess, image, how).argmax(1).to(torch.uint8)
+    if len(how.views) > 1:
+        return _best(_probabilities(model, preprocess, image, how), 1)
+    logits = _logits(model, preprocess(image), (height, width), how)
+    # Of logits, as in validation: probabilities round small differences to ties.
+    best = logits.max(1)
+    confidence = (best.values - logits.logsumexp(1)).exp()
+    return best.indices.to(torch.uint8), confidence
+
+
+def _best(total: Tensor, axis: int) -> Answers:
+    """The classes with the largest share of a sum of probabilities, and that share."""
+    best = total.max(axis)
+    return best.indices.to(torch.uint8), best.values / total.sum(axis)
 
 
 def _padded(image: Tensor) -> Tensor:
     """The image with its last row and column repeated, so that no side is shorter than SMALLEST."""
     rows, columns = (
-        torch.arange(max(n, SMALLEST), device=image.device).clamp(max=n - 1)
-        for n in image.shape[1:3]
+        torch.arange(max(length, SMALLEST), device=image.device).clamp(max=length - 1)
+        for length in image.shape[1:3]
     )
     return image[:, rows][:, :, columns]
 
@@ -139,128 +158,69 @@ def _in_tiles(
     image: Tensor,
     how: Inference,
     tiling: Tiling,
-) -> Tensor:
-    """Class ids of one image (H, W, 3). Only one strip of tiles is in memory at a time."""
+) -> Answers:
+    """Class ids and their probability, of one image (H, W, 3). Only one strip of tiles is in memory at a time."""
     height, width = tiling.tile
-    weights = torch.from_numpy(tiling.weights()).to(image.device)
-    ids = torch.empty(tiling.image, dtype=torch.uint8, device=image.device)
-    total: Tensor | None = (
-        None  # weighted sum of probabilities (C, h, W) of the rows from strip.top on
-    )
+    device = image.device
+    weights = torch.from_numpy(tiling.weights()).to(device)
+    ids = torch.empty(tiling.image, dtype=torch.uint8, device=device)
+    confidence = torch.empty(tiling.image, device=device)
+    # Weighted sum of probabilities (C, h, W) of the rows from strip.top on.
+    total: Tensor | None = None
     for strip in tiling.strips():
         rows = image[strip.top : strip.top + height]
-        crops = ((left, rows[:, left : left + width]) for left in strip.lefts)
-        for left, found in _each(model, preprocess, crops, how):
+        for left, found in _each(model, preprocess, rows, strip, width, how):
             if total is None:
                 total = found.new_zeros(len(found), height, tiling.image[1])
             total[:, :, left : left + width] += found * weights
         assert total is not None
         done = strip.done - strip.top
-        ids[strip.top : strip.done] = total[:, :done].argmax(0).to(torch.uint8)
-        total = torch.cat(
-            [total[:, done:], total.new_zeros(len(total), done, tiling.image[1])], 1
-        )
-    return ids
+        place = slice(strip.top, strip.done)
+        ids[place], confidence[place] = _best(total[:, :done], 0)
+        below = total.new_zeros(len(total), done, tiling.image[1])
+        total = torch.cat([total[:, done:], below], 1)
+    return ids, confidence
 
 
 def _each(
     model: SegmentationNet,
     preprocess: Preprocess,
-    crops: Iterator[tuple[int, Tensor]],
+    rows: Tensor,
+    strip: Strip,
+    width: int,
     how: Inference,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Place and probabilities (C, h, w) of each crop, `how.batch` of them per forward."""
-    pending = list(crops)
-    for first in range(0, len(pending), how.batch):
-        lefts, images = zip(*pending[first : first + how.batch], strict=True)
-        yield from zip(
-            lefts,
-            _probabilities(model, preprocess, torch.stack(images), how),
-            strict=True,
-        )
+    """First column and probabilities (C, h, w) of each tile of a strip, `how.batch` of them per forward."""
+    for first in range(0, len(strip.lefts), how.batch):
+        lefts = strip.lefts[first : first + how.batch]
+        tiles = torch.stack([rows[:, left : left + width] for left in lefts])
+        found = _probabilities(model, preprocess, tiles, how)
+        yield from zip(lefts, found, strict=True)
 
 
 def _probabilities(
     model: SegmentationNet, preprocess: Preprocess, image: Tensor, how: Inference
 ) -> Tensor:
     """Sum over the views of the probabilities of the classes, float32 (B, C, H, W)."""
-    size = (image.shape[1], image.shape[2])
+    height, width = size = (image.shape[1], image.shape[2])
     normalised = preprocess(image)
     total: Tensor | None = None
     for scale, flip in how.views:
-        view = (
-            normalised if scale == 1.0 else bilinear(normalised, _scaled(size, scale))
-        )
-        with autocast(image.device, how.precision):
-            logits = model(view.flip(3) if flip else view)
-        found = bilinear(
-            logits.float(), size, align_corners=model.align_corners
-        ).softmax(1)
+        view = normalised
+        if scale != 1.0:
+            rows = max(SMALLEST, round(height * scale))
+            columns = max(SMALLEST, round(width * scale))
+            view = bilinear(normalised, (rows, columns))
+        logits = _logits(model, view.flip(3) if flip else view, size, how)
+        found = logits.softmax(1)
         found = found.flip(3) if flip else found
         total = found if total is None else total + found
     assert total is not None
     return total
 
 
-def _scaled(size: Size, scale: float) -> Size:
-    height, width = (max(SMALLEST, round(length * scale)) for length in size)
-    return height, width
-
-
-def of_network(
-    trained: TrainedNetwork, device: torch.device, how: Inference, *, raw: bool = False
-) -> Predictor:
-    """The averaged network of a run; with `raw`, masks hold the ids of the data set's masks."""
-    model, preprocess = trained.model.to(device), trained.preprocess.to(device)
-    most, warned = trained.config.data.max_pixels, False
-
-    def answer(images: Sequence[Pixels]) -> list[Pixels]:
-        nonlocal warned
-        height, width, _ = images[0].shape
-        if height * width > most and how.tile is None and not warned:
-            warned = True
-            print(
-                f"warning: an image of {height}x{width} has more pixels than data.max_pixels = {most}. As a whole it "
-                f"takes minutes and gigabytes: cut such images with tile=, for example tile=1024x1024.",
-                file=sys.stderr,
-            )
-        try:
-            ids = segment(
-                model, preprocess, torch.from_numpy(np.stack(images)).to(device), how
-            )
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise OutOfMemory(
-                f"{len(images)} images of {height}x{width} do not fit into the memory of {device}. Set a smaller "
-                f"batch=, or cut them with tile=, for example tile=512x1024."
-            ) from error
-        return list(ids.cpu().numpy())
-
-    return Predictor(
-        answer,
-        trained.classes.names,
-        trained.classes.palette,
-        {"weights_digest": trained.weights_digest, "step": trained.step},
-        {
-            **how.described,
-            "precision": how.precision,
-            "ids": "raw" if raw else "train",
-        },  # the batch changes last bits
-        raw_ids=raw_ids(trained.classes.train_ids, trained.classes.num_classes)
-        if raw
-        else None,
-    )
-
-
-def raw_ids(train_ids: Mapping[int, int], num_classes: int) -> Pixels:
-    """The smallest raw id of each class, uint8 (256,). Raises ConfigError for a class that has none from 0 to 255."""
-    found: dict[int, int] = {}
-    for raw, train in sorted(train_ids.items(), reverse=True):
-        if train != IGNORE_INDEX:
-            found[train] = raw
-    if not all(found.get(train, -1) in range(256) for train in range(num_classes)):
-        raise ConfigError(
-            "ids = raw, but a class of this run has no id from 0 to 255 in the class table. Leave it out."
-        )
-    return np.array([found.get(train, IGNORE_INDEX) for train in range(256)], np.uint8)
+def _logits(model: SegmentationNet, view: Tensor, size: Size, how: Inference) -> Tensor:
+    """Logits of a preprocessed view at another size, float32 (B, C, H, W)."""
+    with autocast(view.device, how.precision):
+        logits = model(view)
+    return bilinear(logits.float(), size, align_corners=model.align_corners)

@@ -1,50 +1,34 @@
-"""Files of one prediction: where they lie, what their stamps say, and whether they are there already."""
+"""Files of one prediction: where they lie, what their stamp says, and whether they are there already.
+
+The mask of an image and the frames.json of a video hold the stamp: model, settings and source. They are written last,
+so a source with an equal stamp is finished.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import io
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
-from segpipe.errors import DataError
+from segpipe import files
+from segpipe.errors import ConfigError, DataError
 from segpipe.predict.overlay import beside, blend, legend
 from segpipe.predict.sources import Input
-from segpipe.predict.stamp import Stamp, mask_png, picture_jpeg, put, read_stamp
 
-FORMAT = "segpipe-predictions/1"
-MASKS, OVERLAYS = "masks", "overlays"
-FRAMES = "frames.json"  # written after the last mask of a video
-FOUND = (
-    "source",
-    "size",
-    "pixels",
-    "frames",
-    "fps",
-    "partial",
-)  # parts of a stamp that are results
+if TYPE_CHECKING:
+    from segpipe.predict.predictor import Pixels, Predictor
+
+FORMAT = "segpipe-predictions/2"
+RESULTS = ("source", "size", "pixels", "frames", "fps")  # parts of a stamp
 JPEG_LIMIT = 65500  # pixels along a side
-Pixels = NDArray[np.uint8]
-
-
-@dataclass(frozen=True)
-class Predictor:
-    """A network that answers images, and what its answers depend on."""
-
-    answer: Callable[
-        [Sequence[Pixels]], list[Pixels]
-    ]  # class ids (H, W) of images (H, W, 3) of one size
-    names: tuple[str, ...]
-    palette: tuple[tuple[int, int, int], ...]
-    model: dict[str, Any]  # digests of the network
-    settings: dict[str, Any]  # of the inference
-    note: Callable[[], str] = str  # what to say at the end
-    raw_ids: Pixels | None = (
-        None  # (256,): what is written for each class id, in place of itself
-    )
+Stamp = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -62,160 +46,186 @@ class Outputs:
     @property
     def settings(self) -> dict[str, Any]:
         """What the answers depend on besides the model."""
-        return {
-            **self.predictor.settings,
-            "exif": "apply" if self.upright else "ignore",
-        }
+        exif = "apply" if self.upright else "ignore"
+        return {**self.predictor.settings, "exif": exif}
 
     def mask(self, source: Input) -> Path:
-        """Of an image its mask, of a video the file that says that its masks are complete."""
-        if source.is_video:
-            return self.out / MASKS / source.place / FRAMES
-        return self.out / MASKS / f"{source.name}.png"
+        """The file with the stamp: of an image its mask, of a video the record of its frames."""
+        name = (
+            f"{source.place}/frames.json" if source.is_video else f"{source.name}.png"
+        )
+        return self.out / "masks" / name
 
     def picture(self, source: Input, suffix: str = "") -> Path:
         """The overlay of an image or a video."""
-        return (
-            self.out
-            / OVERLAYS
-            / f"{source.name}{suffix or ('.mp4' if source.is_video else '.jpg')}"
-        )
+        suffix = suffix or (".mp4" if source.is_video else ".jpg")
+        return self.out / "overlays" / f"{source.name}{suffix}"
 
     def frame(self, source: Input, number: int) -> Path:
         """The mask of a frame of a video."""
         return self.mask(source).with_name(f"{number:06}.png")
 
     def stamp(self, source: Input, sha256: str) -> Stamp:
-        """The stamp of a source's files, without results."""
-        return {
+        """The stamp of a source, without results."""
+        stamp: Stamp = {
             "format": FORMAT,
             "model": self.predictor.model,
             "settings": self.settings,
             "source": source.place,
             "source_sha256": sha256,
         }
-
-    def of_picture(self, stamp: Stamp) -> Stamp:
-        """The stamp as it is in an overlay."""
-        return {**stamp, "overlay": {"alpha": self.alpha, "legend": self.legend}}
-
-    def stamps(self, source: Input, sha256: str) -> dict[Path, Stamp]:
-        """Files by which a source is known as finished, with their stamps; the one that is written last is last."""
-        stamp = self.stamp(source, sha256)
-        found = {self.picture(source): self.of_picture(stamp)} if self.overlay else {}
+        if self.overlay:
+            stamp["overlay"] = {"alpha": self.alpha, "legend": self.legend}
         if source.is_video and self.frames:
-            found[self.frame(source, 0)] = stamp
-        if self.frames or not source.is_video:
-            found[self.mask(source)] = stamp
-        return found
+            stamp["masks"] = True
+        return stamp
 
     def write_image(
         self, source: Input, sha256: str, image: Pixels, ids: Pixels
     ) -> Stamp:
         """Write overlay and mask; the stamp of the mask."""
-        stamp = self.stamp(source, sha256) | {
-            "size": list(ids.shape),
-            "pixels": self.count(ids),
-        }
-        if self.overlay and max(ids.shape) > JPEG_LIMIT:
-            raise DataError(
-                f"{source.path}: a JPEG has at most {JPEG_LIMIT} rows and columns. Set overlay=false."
-            )
+        results = {"size": list(ids.shape), "pixels": self.count(ids)}
+        stamp = self.stamp(source, sha256) | results
         if self.overlay:
-            picture = self.blended(image, ids, with_legend=self.legend)
-            put(self.picture(source), picture_jpeg(picture, self.of_picture(stamp)))
+            if max(ids.shape) > JPEG_LIMIT:
+                raise DataError(
+                    f"{source.path}: a JPEG has at most {JPEG_LIMIT} rows and columns. Set overlay=false."
+                )
+            picture = self.blended(image, ids)
+            if self.legend:
+                picture = beside(picture, self.key(results["pixels"]))
+            # Color at full resolution: a pole is 2 pixels wide.
+            how = {"quality": 90, "subsampling": 0, "comment": json.dumps(stamp)}
+            put(self.picture(source), _encoded(Image.fromarray(picture), "JPEG", **how))
         self.write_mask(self.mask(source), ids, stamp)
         return stamp
 
     def write_mask(self, path: Path, ids: Pixels, stamp: Stamp) -> None:
         """Write a PNG of class ids with the palette of the classes, or a grey one of raw ids."""
         raw = self.predictor.raw_ids
-        put(
-            path,
-            mask_png(ids, stamp, self.predictor.palette)
-            if raw is None
-            else mask_png(raw[ids], stamp, None),
-        )
+        picture = Image.fromarray(ids if raw is None else raw[ids])
+        if raw is None:
+            colors = np.zeros((256, 3), np.uint8)
+            colors[: len(self.predictor.palette)] = self.predictor.palette
+            picture.putpalette(colors.tobytes())
+        comment = PngInfo()
+        comment.add_text("Comment", json.dumps(stamp))
+        put(path, _encoded(picture, "PNG", pnginfo=comment))
 
-    def blended(self, image: Pixels, ids: Pixels, *, with_legend: bool) -> Pixels:
-        """The image with the colors of its classes, and if wanted with the legend of those it has."""
-        mixed = blend(image, ids, self.predictor.palette, self.alpha)
-        return beside(mixed, self.key(self.count(ids))) if with_legend else mixed
+    def write_legend(self, source: Input, pixels: Sequence[int]) -> None:
+        """Write the legend of a video as a picture of its own."""
+        picture = Image.fromarray(self.key(pixels))
+        put(self.picture(source, ".legend.png"), _encoded(picture, "PNG"))
+
+    def blended(self, image: Pixels, ids: Pixels) -> Pixels:
+        """The image with the colors of its classes."""
+        return blend(image, ids, self.predictor.palette, self.alpha)
 
     def key(self, pixels: Sequence[int]) -> Pixels:
         """Legend of the classes that have pixels, the most frequent first."""
-        shares = {
-            name: share for name, share in self.shares(pixels).items() if share > 0
-        }
+        shares = self.shares(pixels)
+        names = sorted(shares, key=lambda name: -shares[name])
         palette = dict(zip(self.predictor.names, self.predictor.palette, strict=True))
-        return legend(
-            dict(sorted(shares.items(), key=lambda entry: -entry[1])), palette
-        )
+        return legend({name: shares[name] for name in names if shares[name]}, palette)
 
     def count(self, ids: Pixels) -> list[int]:
         """Pixels of each class."""
-        counts: list[int] = np.bincount(
-            ids.ravel(), minlength=len(self.predictor.names)
-        ).tolist()
-        return counts
+        counts = np.bincount(ids.ravel(), minlength=len(self.predictor.names))
+        return [int(count) for count in counts]
 
     def shares(self, pixels: Sequence[int]) -> dict[str, float]:
         """Share of the pixels by class."""
         total = max(sum(pixels), 1)
-        return {
-            name: count / total
-            for name, count in zip(self.predictor.names, pixels, strict=True)
-        }
+        named = zip(self.predictor.names, pixels, strict=True)
+        return {name: count / total for name, count in named}
 
     def entry(self, source: Input, stamp: Stamp) -> dict[str, Any]:
         """What predictions.json says of a finished source."""
         height, width = stamp["size"]
-        mask, picture = self.mask(source), self.picture(source)
-        if source.is_video:
-            mask = mask.parent
-        files = {"mask": mask} if self.frames or not source.is_video else {}
-        files |= {"overlay": picture} if self.overlay else {}
-        return {
+        entry: dict[str, Any] = {
             "source": source.place,
             "source_sha256": stamp["source_sha256"],
-            **{
-                name: path.relative_to(self.out).as_posix()
-                for name, path in files.items()
-            },
             "height": height,
             "width": width,
-            **{
-                name: stamp[name]
-                for name in ("frames", "fps", "partial")
-                if name in stamp
-            },
             "share": self.shares(stamp["pixels"]),
         }
+        mask = self.mask(source)
+        if source.is_video:
+            entry |= {"frames": stamp["frames"], "fps": stamp["fps"]}
+            mask = mask.parent
+        if self.frames or not source.is_video:
+            entry["mask"] = mask.relative_to(self.out).as_posix()
+        if self.overlay:
+            entry["overlay"] = self.picture(source).relative_to(self.out).as_posix()
+        return entry
+
+    def differences(self, source: Input) -> list[str] | None:
+        """How what is there for a source differs from what would be written; None if something is missing.
+
+        Raises OSError when the source cannot be read.
+        """
+        path = self.mask(source)
+        unfinished = source.is_video and not path.exists()
+        if unfinished:
+            path = self.frame(source, 0)
+        if not path.exists():
+            return None
+        found = read_stamp(path)
+        if found is None:
+            return ["it is no prediction"]
+        before, now = _flat(found), _flat(self.stamp(source, files.sha256(source.path)))
+        differing = [
+            f"{name} {before.get(name)} -> {now.get(name)}"
+            for name in sorted(before.keys() | now.keys())
+            if before.get(name) != now.get(name)
+        ]
+        unfinished |= self.overlay and not self.picture(source).exists()
+        return None if unfinished and not differing else differing
 
 
-def differences(path: Path, wanted: Stamp) -> list[str] | None:
-    """How the stamp of an existing file differs from the one that is wanted; None if there is no file."""
-    if not path.exists():
+def _encoded(picture: Image.Image, kind: str, **how: Any) -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, kind, **how)
+    return buffer.getvalue()
+
+
+def read_stamp(path: Path) -> Stamp | None:
+    """The stamp of a mask, or the content of a JSON file; None if it has none."""
+    try:
+        if path.suffix == ".json":
+            stamp = json.loads(path.read_bytes())
+        else:
+            with Image.open(path) as picture:
+                stamp = json.loads(picture.info["Comment"])
+    except (OSError, ValueError, KeyError):
         return None
-    found = read_stamp(path)
-    if found is None:
-        return ["it is no prediction"]
-    before, now = _flat(found), _flat(wanted)
-    return [
-        f"{name} {before.get(name)} -> {now.get(name)}"
-        for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name)
-    ]
+    return stamp if isinstance(stamp, dict) else None
 
 
 def _flat(stamp: Stamp) -> dict[str, Any]:
     """The parts that a prediction depends on, by dotted name."""
     found: dict[str, Any] = {}
     for name, value in stamp.items():
-        if name not in FOUND:
-            found |= (
-                {f"{name}.{key}": each for key, each in value.items()}
-                if isinstance(value, dict)
-                else {name: value}
-            )
+        if name in RESULTS:
+            continue
+        if isinstance(value, dict):
+            found |= {f"{name}.{key}": each for key, each in value.items()}
+        else:
+            found[name] = value
     return found
+
+
+def put(path: Path, content: bytes) -> None:
+    """Write a file that is whole or not there. Raises ConfigError, naming `out`, when that fails."""
+    try:
+        files.put(path, content)
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def unwritable(path: Path, error: OSError) -> ConfigError:
+    """The error for an output that cannot be written."""
+    return ConfigError(
+        f"{path} cannot be written: {error.strerror or error}. Choose another out=, or make room and run the same "
+        f"command again: what is whole is kept."
+    )

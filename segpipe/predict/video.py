@@ -8,27 +8,25 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import cv2
 import numpy as np
-from numpy.typing import NDArray
 
 from segpipe.errors import ConfigError, DataError
 from segpipe.files import sha256, to_json
-from segpipe.predict.outputs import Outputs
+from segpipe.predict.outputs import Outputs, Stamp, put, unwritable
 from segpipe.predict.sources import Input
-from segpipe.predict.stamp import Stamp, mp4_box, picture_png, put, unwritable
+
+if TYPE_CHECKING:
+    from segpipe.predict.predictor import Pixels
 
 FALLBACK_FPS = 25.0
-MISSING_SHARE, MISSING_FRAMES = (
-    0.01,
-    2,
-)  # a header may promise that many frames too many without any damage
+# A header may promise that many frames too many without any damage.
+MISSING_SHARE, MISSING_FRAMES = 0.01, 2
 CODEC = "mp4v"  # MPEG-4 part 2, which every build of OpenCV can write
-os.environ.setdefault(
-    "OPENCV_FFMPEG_LOGLEVEL", "-8"
-)  # its messages about a damaged file; ours names the file
+# No messages of FFmpeg about a damaged file; ours names the file.
+os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")
 
 
 class Clip(NamedTuple):
@@ -49,16 +47,15 @@ def probe(path: Path) -> Clip:
                 f"{path} has no frame that OpenCV can decode. Convert it, for example to H.264 in MP4."
             )
         fps = float(capture.get(cv2.CAP_PROP_FPS))
-        frames = capture.get(cv2.CAP_PROP_FRAME_COUNT)
-        return Clip(
-            first.shape[0],
-            first.shape[1],
-            fps if math.isfinite(fps) and 0 < fps <= 1000 else FALLBACK_FPS,
-            int(frames) if math.isfinite(frames) and frames > 0 else 0,
-        )
+        frames = float(capture.get(cv2.CAP_PROP_FRAME_COUNT))
+        if not 0 < fps <= 1000:
+            fps = FALLBACK_FPS
+        known = math.isfinite(frames) and frames > 0
+        height, width, _ = first.shape
+        return Clip(height, width, fps, int(frames) if known else 0)
 
 
-def read_frames(path: Path) -> Iterator[NDArray[np.uint8]]:
+def read_frames(path: Path) -> Iterator[Pixels]:
     """RGB frames uint8 (H, W, 3), upright. Raises DataError when the video cannot be opened or its size changes."""
     with _opened(path) as capture:
         size: tuple[int, ...] = ()
@@ -76,13 +73,8 @@ def read_frames(path: Path) -> Iterator[NDArray[np.uint8]]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[cv2.VideoCapture]:
-    if not os.access(path, os.R_OK):
-        raise DataError(
-            f"{path} cannot be read: {'permission denied' if path.exists() else 'no such file'}."
-        )
-    level = cv2.utils.logging.setLogLevel(
-        cv2.utils.logging.LOG_LEVEL_ERROR
-    )  # its warnings name no file
+    # No warnings of OpenCV, which name no file.
+    level = cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_ERROR)
     capture = cv2.VideoCapture(str(path), cv2.CAP_FFMPEG)
     cv2.utils.logging.setLogLevel(level)
     try:
@@ -96,18 +88,17 @@ def _opened(path: Path) -> Iterator[cv2.VideoCapture]:
 
 
 class Film:
-    """An MP4 file in the making, of frames of one size. Odd sizes grow by a row or a column.
+    """An MP4 file in the making, of frames of one size; a context, after which it is there only if it was finished.
 
-    The format has half the resolution for color, so its sides are even; OpenCV would drop the last row or column.
+    The format has half the resolution for color, so its sides are even: odd ones grow by a pixel.
     """
 
     def __init__(self, path: Path, clip: Clip) -> None:
         self.path = path
         self.frames = 0
         self.size = (clip.height + clip.height % 2, clip.width + clip.width % 2)
-        self._aside = path.with_name(
-            f".{path.name}.tmp.mp4"
-        )  # OpenCV chooses the format by the suffix
+        # OpenCV chooses the format by the suffix.
+        self._aside = path.with_name(f".{path.name}.tmp.mp4")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._aside.write_bytes(b"")  # gives a reason, which OpenCV does not
@@ -116,22 +107,23 @@ class Film:
         self._writer = cv2.VideoWriter(
             str(self._aside), cv2.VideoWriter.fourcc(*CODEC), clip.fps, self.size[::-1]
         )
-        if not self._writer.isOpened():
-            self.discard()
-            raise ConfigError(
-                f"{path} cannot be written as a video of {self.size[0]}x{self.size[1]} at {clip.fps:g} frames per "
-                f"second. Set overlay=false frames=true for the masks of the frames alone."
-            )
 
-    def add(self, frame: NDArray[np.uint8]) -> None:
+    def __enter__(self) -> Film:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._writer.release()
+        self._aside.unlink(missing_ok=True)
+
+    def add(self, frame: Pixels) -> None:
         """Append an RGB frame."""
         down, right = self.size[0] - frame.shape[0], self.size[1] - frame.shape[1]
         padded = np.pad(frame, ((0, down), (0, right), (0, 0)), mode="edge")
         self._writer.write(np.ascontiguousarray(padded[..., ::-1]))
         self.frames += 1
 
-    def finish(self, path: Path, stamp: Stamp) -> None:
-        """Put the file at `path`. Raises ConfigError unless all frames are in it: OpenCV tells of no full disk."""
+    def finish(self) -> None:
+        """Put the file in place. Raises ConfigError unless all frames are in it: OpenCV tells of no full disk."""
         self._writer.release()
         try:
             found = probe(self._aside).frames
@@ -139,101 +131,46 @@ class Film:
             found = 0
         if found != self.frames:
             raise ConfigError(
-                f"{path} would hold {found} of {self.frames} frames. The disk is full, or OpenCV cannot write this "
-                f"size. Choose another out=."
+                f"{self.path} would hold {found} of {self.frames} frames. The disk is full, or OpenCV cannot write "
+                f"this size. Choose another out=, or set overlay=false frames=true."
             )
-        try:
-            with self._aside.open("ab") as file:
-                file.write(mp4_box(stamp))
-            os.replace(self._aside, path)
-        except OSError as error:
-            raise unwritable(path, error) from error
-
-    def discard(self) -> None:
-        """Remove what was not finished."""
-        if hasattr(self, "_writer"):
-            self._writer.release()
-        with contextlib.suppress(OSError):
-            self._aside.unlink(missing_ok=True)
+        os.replace(self._aside, self.path)
 
 
 def write_video(
     outputs: Outputs, source: Input, clip: Clip, batch: int, advance: Callable[[], None]
 ) -> Stamp:
-    """Predict all frames of a video; the stamp of its files, with results. Calls `advance` after each frame.
+    """Predict all frames of a video; its stamp, with results. Calls `advance` after each frame.
 
-    Raises DataError when the video breaks off; the overlays up to there are kept as NAME.partial.mp4.
+    Raises DataError when the video breaks off.
     """
     stamp = outputs.stamp(source, sha256(source.path))
-    film = Film(outputs.picture(source), clip) if outputs.overlay else None
-    results: dict[str, Any] = {
-        "size": [clip.height, clip.width],
-        "frames": 0,
-        "fps": clip.fps,
-    }
-    results["pixels"] = [0] * len(outputs.predictor.names)
-    try:
-        fault = _answer_frames(outputs, source, stamp, film, results, batch, advance)
-        if not fault and clip.frames - results["frames"] > max(
-            MISSING_FRAMES, clip.frames * MISSING_SHARE
-        ):
-            fault = f"{source.path} breaks off: {results['frames']} of {clip.frames} frames could be decoded."
-        if fault:
+    frames = read_frames(source.path)
+    pixels = np.zeros(len(outputs.predictor.names), np.int64)
+    done = 0
+    with contextlib.ExitStack() as stack:
+        film = None
+        if outputs.overlay:
+            film = stack.enter_context(Film(outputs.picture(source), clip))
+        while images := list(itertools.islice(frames, batch)):
+            found = outputs.predictor.segment(images)
+            for image, ids in zip(images, found, strict=True):
+                if outputs.frames:
+                    outputs.write_mask(outputs.frame(source, done), ids, stamp)
+                if film is not None:
+                    film.add(outputs.blended(image, ids))
+                pixels += outputs.count(ids)
+                done += 1
+                advance()
+        if clip.frames - done > max(MISSING_FRAMES, clip.frames * MISSING_SHARE):
             raise DataError(
-                f"{fault} {_keep(outputs, source, film, stamp | results)}Copy or convert the video again."
+                f"{source.path} breaks off: {done} of {clip.frames} frames could be decoded. Copy or convert it again."
             )
         if film is not None:
-            if outputs.legend:
-                put(
-                    outputs.picture(source, ".legend.png"),
-                    picture_png(outputs.key(results["pixels"]), stamp),
-                )
-            film.finish(film.path, outputs.of_picture(stamp) | results)
-        if outputs.frames:
-            put(outputs.mask(source), to_json(stamp | results))
-    finally:
-        if film is not None:
-            film.discard()
-    return stamp | results
-
-
-def _keep(outputs: Outputs, source: Input, film: Film | None, stamp: Stamp) -> str:
-    """Keep the overlays of a video that breaks off; a sentence that says where."""
-    if film is None or not film.frames:
-        return ""
-    path = outputs.picture(source, ".partial.mp4")
-    film.finish(path, stamp | {"partial": True})
-    return f"The overlays up to there are in {path}. "
-
-
-def _answer_frames(
-    outputs: Outputs,
-    source: Input,
-    stamp: Stamp,
-    film: Film | None,
-    results: dict[str, Any],
-    batch: int,
-    advance: Callable[[], None],
-) -> str:
-    """Predict the frames, count them and their pixels in `results`; why it ended before the end, or nothing."""
-    frames = read_frames(source.path)
-    try:
-        while images := list(itertools.islice(frames, batch)):
-            for image, ids in zip(
-                images, outputs.predictor.answer(images), strict=True
-            ):
-                if outputs.frames:
-                    outputs.write_mask(
-                        outputs.frame(source, results["frames"]), ids, stamp
-                    )
-                if film is not None:
-                    film.add(outputs.blended(image, ids, with_legend=False))
-                results["frames"] += 1
-                results["pixels"] = [
-                    sum(pair)
-                    for pair in zip(results["pixels"], outputs.count(ids), strict=True)
-                ]
-                advance()
-    except DataError as error:
-        return str(error)
-    return ""
+            film.finish()
+    results = {"size": [clip.height, clip.width], "frames": done, "fps": clip.fps}
+    stamp |= results | {"pixels": pixels.tolist()}
+    if outputs.overlay and outputs.legend:
+        outputs.write_legend(source, stamp["pixels"])
+    put(outputs.mask(source), to_json(stamp))
+    return stamp

@@ -1,20 +1,17 @@
 """What would stop the loader processes of a run, found before they start, each with its fix.
 
-The room in /dev/shm, which data.transport=dataloader needs, has its own check at the first batch. torch and OpenCV are
-imported inside the functions.
+torch and OpenCV are imported inside the functions.
 """
 
 from __future__ import annotations
 
 import os
 import resource
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +24,6 @@ if TYPE_CHECKING:
     from segpipe.data.samples import Samples
     from segpipe.settings.config import Config
 
-SHARED_MEMORY = Path("/dev/shm")
 BYTES_PER_PIXEL = 4  # RGB and class id
 FILES_PER_WORKER = 8  # its queues, pipes and sentinel
 TINY = 10  # times as small as the usual image
@@ -89,18 +85,12 @@ def worker_problems(config: Config, samples: Samples) -> Iterator[str]:
             f"data.workers = {data.workers} and data.prefetch = {data.prefetch} need {batches / 2**20:.0f} MiB of "
             f"shared memory, but this machine has {memory / 2**20:.0f} MiB. Lower one of the two."
         )
-    per_batch = int(
-        data.transport == "dataloader"
-    )  # the ring has one block of memory for all of them
-    needed = FILES_OF_A_RUN + data.workers * (
-        FILES_PER_WORKER + per_batch * data.prefetch
-    )
+    needed = FILES_OF_A_RUN + data.workers * FILES_PER_WORKER
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if needed > allowed:
         yield (
-            f"data.workers = {data.workers} and data.prefetch = {data.prefetch} may keep {needed} files open, but "
-            f"{allowed} are allowed. Run `ulimit -n {2 * needed}` before (in Docker: --ulimit nofile={2 * needed}), or "
-            f"lower one of the two."
+            f"data.workers = {data.workers} may keep {needed} files open, but {allowed} are allowed. Run "
+            f"`ulimit -n {2 * needed}` before (in Docker: --ulimit nofile={2 * needed}), or lower it."
         )
     if data.start_method != "fork":
         from segpipe.data.augment import Augmenter
@@ -179,19 +169,11 @@ def machine(config: Config) -> dict[str, str]:
     """What this machine gives to loader processes, in words."""
     threads, workers = config.compute.threads, config.data.workers
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = {
+    return {
         "cores": f"{len(os.sched_getaffinity(0))} for one process; a rank uses compute.threads = {threads} and "
         f"data.workers = {workers}",
         "open files": f"{soft} (ulimit -n; at most {hard})",
     }
-    if (
-        SHARED_MEMORY.is_dir() and config.data.transport == "dataloader"
-    ):  # the ring does not use it
-        usage = shutil.disk_usage(SHARED_MEMORY)
-        found["shared memory"] = (
-            f"{usage.free / 2**20:,.0f} of {usage.total / 2**20:,.0f} MiB free in {SHARED_MEMORY}"
-        )
-    return found
 
 
 class ThreadsSeen(CachedSamples):
@@ -226,7 +208,6 @@ def first_batch(config: Config, samples: Samples) -> tuple[ShardBatch | None, st
         workers=min(config.data.workers, 1),
         cache_mib=0,
         balance=0.0,
-        on_dead_worker="fail",
     )
     alone = replace(
         config, data=data, compute=replace(config.compute, mode="off")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import os
 import platform
@@ -11,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,20 +23,13 @@ FLAT_MIB = 4.0
 _WARMUP = 10
 
 
-class Series(NamedTuple):
-    """Durations of calls in ms, float64: wall time, and CPU time of the calling thread."""
-
-    times_ms: NDArray[np.float64]
-    cpu_ms: NDArray[np.float64]
-
-
 def bench(segmenter: Segmenter, frames: int, threads: int) -> dict[str, Any]:
-    """Latencies of `infer`, of the bare run, and of the run without host copies; memory growth over the `infer` calls.
+    """Latencies of `infer` and of the bare run; memory growth over the `infer` calls.
 
-    Cycles through the golden frames. `steadiness` compares the spread of `infer` with that of hashing that takes as
-    long (`machine`): spread that both show comes from the machine, not from the network. `memory_growth_mib` is
-    the growth of resident memory over the last nine tenths of the `infer` calls, after one-time allocations; it and
-    `memory_flat` are None where the system does not report it.
+    Cycles through the golden frames. `machine` is the time of hashing that takes as long as `infer`: spread (p99 / p50)
+    that both show comes from the machine, not from the network. `memory_growth_mib` is the growth of resident memory
+    over the last nine tenths of the `infer` calls, after one-time allocations; it and `memory_flat` are None where the
+    system does not report it.
     """
     images = _images(segmenter)
     endless = cycle(images)
@@ -46,18 +38,14 @@ def bench(segmenter: Segmenter, frames: int, threads: int) -> dict[str, Any]:
     def infer() -> None:
         statuses[segmenter.infer(next(endless)).status] += 1
 
-    resident: list[float | None] = []
-    collections = _collections()
-    inferred = _timed(
-        infer, frames, at=frames // 10, action=lambda: resident.append(resident_mib())
-    )
-    resident.append(resident_mib())
-    collections = _collections() - collections
+    first = frames // 10
+    early = timed(infer, first)
+    before = resident_mib()
+    times = np.concatenate([early, timed(infer, frames - first, warmup=0)])
+    after = resident_mib()
     others = min(frames, 1000)
-    machine = _timed(fixed_work(float(np.median(inferred.times_ms))), others)
-    run = _timed(lambda: segmenter.session.run(images[0]), others)
-    bound = _timed(segmenter.session.bound(images[0]), others)
-    before, after = resident
+    machine = timed(fixed_work(float(np.median(times))), others)
+    run = timed(lambda: segmenter.session.run(images[0]), others)
     growth = None if before is None or after is None else round(after - before, 2)
     return {
         "model_id": segmenter.artifact.model_id,
@@ -69,15 +57,9 @@ def bench(segmenter: Segmenter, frames: int, threads: int) -> dict[str, Any]:
             "engine": segmenter.session.engine.described,
         },
         "statuses": dict(sorted(statuses.items())),
-        "infer": percentiles(inferred.times_ms),
-        "run_with_host_copies": percentiles(run.times_ms),
-        "run_without_host_copies": percentiles(bound.times_ms),
-        "p99_over_p50": spread(inferred.times_ms),
-        "steadiness": {
-            "infer": steadiness(inferred),
-            "machine": steadiness(machine),
-            "collections": collections,
-        },
+        "infer": percentiles(times),
+        "run": percentiles(run),
+        "p99_over_p50": {"infer": spread(times), "machine": spread(machine)},
         "memory_growth_mib": growth,
         "memory_flat": None if growth is None else growth <= FLAT_MIB,
     }
@@ -85,33 +67,36 @@ def bench(segmenter: Segmenter, frames: int, threads: int) -> dict[str, Any]:
 
 def percentiles(times_ms: NDArray[np.float64]) -> dict[str, float | int]:
     """p50, p90 and p99 in ms, and their number `n`."""
-    p50, p90, p99 = (
-        round(float(value), 3) for value in np.percentile(times_ms, (50, 90, 99))
-    )
+    p50, p90, p99 = np.percentile(times_ms, (50, 90, 99)).round(3).tolist()
     return {"p50_ms": p50, "p90_ms": p90, "p99_ms": p99, "n": len(times_ms)}
 
 
 def spread(times_ms: NDArray[np.float64]) -> float:
     """p99 / p50."""
-    return round(
-        float(np.percentile(times_ms, 99) / max(np.percentile(times_ms, 50), 1e-9)), 3
-    )
-
-
-def steadiness(series: Series) -> dict[str, float]:
-    """p99 / p50 of wall time and of CPU time."""
-    return {
-        "p99_over_p50": spread(series.times_ms),
-        "cpu_p99_over_p50": spread(series.cpu_ms),
-    }
+    p50, p99 = np.percentile(times_ms, (50, 99))
+    return round(float(p99 / max(p50, 1e-9)), 3)
 
 
 def fixed_work(wanted_ms: float) -> Callable[[], object]:
     """A function that always does the same work, hashing a buffer, and takes about `wanted_ms`."""
     sample = bytes(2**20)
-    sample_ms = min(_once(lambda: hashlib.sha256(sample))[0] for _ in range(5))
+    sample_ms = timed(lambda: hashlib.sha256(sample), 5).min()
     buffer = bytes(max(1, int(len(sample) * wanted_ms / sample_ms)))
     return lambda: hashlib.sha256(buffer)
+
+
+def timed(
+    call: Callable[[], object], count: int, *, warmup: int = _WARMUP
+) -> NDArray[np.float64]:
+    """Wall times of `count` calls after a warm-up, in ms."""
+    for _ in range(warmup):
+        call()
+    times_ms = np.zeros(count)
+    for index in range(count):
+        start = time.perf_counter()
+        call()
+        times_ms[index] = (time.perf_counter() - start) * 1e3
+    return times_ms
 
 
 def processor() -> str:
@@ -120,12 +105,10 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    names = [
-        line.partition(":")[2].strip()
-        for line in lines
-        if line.startswith("model name")
-    ]
-    return names[0] if names else platform.machine()
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def resident_mib() -> float | None:
@@ -141,33 +124,3 @@ def _images(segmenter: Segmenter) -> list[NDArray[np.uint8]]:
     """The golden frames. A single one would look frozen, so it alternates with itself upside down, equally bright."""
     golden = segmenter.artifact.golden.image
     return list(golden) if len(golden) > 1 else [golden[0], golden[0][::-1].copy()]
-
-
-def _collections() -> int:
-    """Runs of Python's garbage collector so far."""
-    return sum(generation["collections"] for generation in gc.get_stats())
-
-
-def _timed(
-    call: Callable[[], object],
-    count: int,
-    *,
-    at: int = 0,
-    action: Callable[[], object] = lambda: None,
-) -> Series:
-    """Times of `count` calls after a warm-up; runs `action` once, before call number `at`."""
-    for _ in range(_WARMUP):
-        call()
-    series = Series(np.zeros(count), np.zeros(count))
-    for index in range(count):
-        if index == at:
-            action()
-        series.times_ms[index], series.cpu_ms[index] = _once(call)
-    return series
-
-
-def _once(call: Callable[[], object]) -> tuple[float, float]:
-    """Wall time and CPU time of this thread, in ms."""
-    cpu, start = time.thread_time(), time.perf_counter()
-    call()
-    return (time.perf_counter() - start) * 1e3, (time.thread_time() - cpu) * 1e3

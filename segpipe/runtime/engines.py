@@ -10,8 +10,10 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-_FATAL = 4  # log severity: errors are raised, and every run that a deadline ends would be logged as one
+_CPU = ("CPUExecutionProvider",)
+_FATAL = 4  # log severity: errors are raised, and a run that a deadline ends is one
 Bytes = NDArray[np.uint8]
+Run = Callable[[Bytes], list[Bytes]]
 
 
 class EngineError(ValueError):
@@ -28,22 +30,15 @@ class Engine(Protocol):
     def metadata(self, key: str) -> str:
         """Entry of the file's metadata_props; "" when there is none."""
 
-    def prepare(
-        self, outputs: list[str]
-    ) -> tuple[Callable[[Bytes], list[Bytes]], Callable[[], None]]:
+    def prepare(self, outputs: list[str]) -> tuple[Run, Callable[[], None]]:
         """A run of one input batch for these outputs, and a function that ends this run from another thread."""
-
-    def bound(
-        self, batch: Bytes, outputs: dict[str, tuple[int, ...]]
-    ) -> Callable[[], None]:
-        """A run of this batch without copies and allocations. outputs: shapes by name."""
 
 
 def make_session(
     model: bytes | str,
     *,
     threads: int = 1,
-    providers: Sequence[str] = ("CPUExecutionProvider",),
+    providers: Sequence[str] = _CPU,
     optimize: bool = True,
 ) -> Any:
     """onnxruntime.InferenceSession of an ONNX model, given as bytes or path; its CPU threads sleep while they wait.
@@ -52,10 +47,7 @@ def make_session(
     not have or cannot start, where onnxruntime itself would go on with the CPU; otherwise whatever onnxruntime raises.
     """
     available = onnxruntime.get_available_providers()
-    if not providers or not set(providers) <= set(available):
-        raise _no_provider(
-            providers, f"has {', '.join(available)}", "Install the package that has it"
-        )
+    _require_providers(providers, available, f"has {', '.join(available)}")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
@@ -64,25 +56,22 @@ def make_session(
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
     options.log_severity_level = _FATAL
     if not optimize:
-        options.graph_optimization_level = (
-            onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        )
+        level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.graph_optimization_level = level
     session = onnxruntime.InferenceSession(model, options, providers=list(providers))
     started = session.get_providers()
-    if not set(providers) <= set(started):
-        raise _no_provider(
-            providers,
-            f"started {', '.join(started)} only",
-            "Install the libraries that it needs",
-        )
+    _require_providers(providers, started, f"started {', '.join(started)} only")
     return session
 
 
-def _no_provider(providers: Sequence[str], found: str, remedy: str) -> EngineError:
-    return EngineError(
-        f"providers = {', '.join(providers) or 'none'}, but onnxruntime {onnxruntime.__version__} {found}. "
-        f"{remedy}, or choose among these."
-    )
+def _require_providers(
+    providers: Sequence[str], there: Sequence[str], found: str
+) -> None:
+    if not providers or not set(providers) <= set(there):
+        raise EngineError(
+            f"providers = {', '.join(providers) or 'none'}, but onnxruntime {onnxruntime.__version__} {found}. Install "
+            "the package and the libraries that it needs, or choose among these."
+        )
 
 
 class OnnxRuntime:
@@ -101,46 +90,23 @@ class OnnxRuntime:
             raise EngineError(
                 f"{self.described} is too old for this file: version {oldest} or later was needed."
             )
-        self.inner = make_session(
-            model, threads=threads, providers=providers or ("CPUExecutionProvider",)
-        )
+        self.inner = make_session(model, threads=threads, providers=providers or _CPU)
         self._input = self.inner.get_inputs()[0].name
 
     def metadata(self, key: str) -> str:
         """As in `Engine`."""
         return str(self.inner.get_modelmeta().custom_metadata_map.get(key, ""))
 
-    def prepare(
-        self, outputs: list[str]
-    ) -> tuple[Callable[[Bytes], list[Bytes]], Callable[[], None]]:
+    def prepare(self, outputs: list[str]) -> tuple[Run, Callable[[], None]]:
         """As in `Engine`."""
         options = onnxruntime.RunOptions()
         options.log_severity_level = _FATAL
-        return (
-            lambda batch: self.inner.run(outputs, {self._input: batch}, options),
-            lambda: setattr(options, "terminate", True),
-        )
 
-    def bound(
-        self, batch: Bytes, outputs: dict[str, tuple[int, ...]]
-    ) -> Callable[[], None]:
-        """As in `Engine`."""
-        binding = self.inner.io_binding()
-        # Each OrtValue is a view of its array, and the binding refers to the values: keep all alive with the function.
-        held = [onnxruntime.OrtValue.ortvalue_from_numpy(batch)]
-        binding.bind_ortvalue_input(self._input, held[0])
-        for name, shape in outputs.items():
-            held.append(
-                onnxruntime.OrtValue.ortvalue_from_numpy(
-                    np.zeros(shape, dtype=np.uint8)
-                )
-            )
-            binding.bind_ortvalue_output(name, held[-1])
+        def run(batch: Bytes) -> list[Bytes]:
+            found: list[Bytes] = self.inner.run(outputs, {self._input: batch}, options)
+            return found
 
-        def run(held: list[Any] = held) -> None:
-            self.inner.run_with_iobinding(binding)
-
-        return run
+        return run, lambda: setattr(options, "terminate", True)
 
 
 class OpenVino:
@@ -161,13 +127,13 @@ class OpenVino:
                 f"engine = openvino, but it is not installed ({error}). pip install segpipe-runtime[openvino]."
             ) from None
         self.described = f"openvino {openvino.__version__}"
-        core, devices = openvino.Core(), tuple(providers or ("CPU",))
+        core = openvino.Core()
+        devices = tuple(providers or ("CPU",))
         if len(devices) != 1 or devices[0] not in core.available_devices:
             raise EngineError(
                 f"providers = {', '.join(devices)}, but {self.described} needs one of its devices: "
                 f"{', '.join(core.available_devices)}."
             )
-        self._model = core.read_model(model)
         # By default OpenVINO computes in bf16 or fp16 where the processor can, and masks differ from the gated ones.
         options: dict[str, Any] = {
             "INFERENCE_PRECISION_HINT": "f32",
@@ -175,39 +141,26 @@ class OpenVino:
         }
         if devices[0] == "CPU":
             options["INFERENCE_NUM_THREADS"] = threads
-        self._request = core.compile_model(
-            self._model, devices[0], options
-        ).create_infer_request()
+        self._model = core.read_model(model)
+        compiled = core.compile_model(self._model, devices[0], options)
+        self._request = compiled.create_infer_request()
 
     def metadata(self, key: str) -> str:
         """As in `Engine`."""
         path = ["framework", key]
-        return (
-            str(self._model.get_rt_info(path).astype(str))
-            if self._model.has_rt_info(path)
-            else ""
-        )
+        if not self._model.has_rt_info(path):
+            return ""
+        return str(self._model.get_rt_info(path).astype(str))
 
-    def prepare(
-        self, outputs: list[str]
-    ) -> tuple[Callable[[Bytes], list[Bytes]], Callable[[], None]]:
+    def prepare(self, outputs: list[str]) -> tuple[Run, Callable[[], None]]:
         """As in `Engine`."""
 
         def run(batch: Bytes) -> list[Bytes]:
-            found = self._request.infer(
-                {0: np.ascontiguousarray(batch)}, share_inputs=True
-            )
+            inputs = {0: np.ascontiguousarray(batch)}
+            found = self._request.infer(inputs, share_inputs=True)
             return [found[name] for name in outputs]
 
         return run, self._request.cancel
-
-    def bound(
-        self, batch: Bytes, outputs: dict[str, tuple[int, ...]]
-    ) -> Callable[[], None]:
-        """As in `Engine`."""
-        return lambda: self._request.infer(
-            {0: batch}, share_inputs=True, share_outputs=True
-        )
 
 
 ENGINES: dict[str, Callable[..., Engine]] = {

@@ -10,10 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 NO_ANSWER = 255  # mask value where there is no answer; no class has this id
-DARK_LEVEL, BRIGHT_LEVEL = (
-    8,
-    247,
-)  # a pixel is dark if no channel is above, bright if no channel is below
+DARK_LEVEL = 8  # a pixel is dark if no channel is above
+BRIGHT_LEVEL = 247  # a pixel is bright if no channel is below
 _MAX_PIXELS = 32768  # looked at for brightness
 _ROWS_APART = 61  # of the rows that are compared before the whole frame
 
@@ -25,7 +23,7 @@ class Status(str, Enum):  # noqa: UP042, enum.StrEnum came with Python 3.11
     OK = "OK"
     BAD_SHAPE = "BAD_SHAPE"  # not (height, width, 3) of a size that the model takes
     BAD_DTYPE = "BAD_DTYPE"  # not a uint8 array
-    STALE = "STALE"  # the stamp is too old, too far ahead, before that of an earlier frame, or not a number
+    STALE = "STALE"  # stamp too old, too far ahead, before an earlier one, or NaN
     TOO_DARK = "TOO_DARK"  # darker than any training image
     SATURATED = "SATURATED"  # brighter than any training image
     FROZEN = "FROZEN"  # the same bytes again and again
@@ -37,6 +35,14 @@ class Status(str, Enum):  # noqa: UP042, enum.StrEnum came with Python 3.11
 
     def __format__(self, spec: str) -> str:  # without it, Python 3.10 and 3.12 differ
         return format(str(self.value), spec)
+
+
+class Refused(Exception):
+    """A frame without an answer: its status, and why."""
+
+    def __init__(self, status: Status, why: str) -> None:
+        super().__init__(why)
+        self.status = status
 
 
 class Result(NamedTuple):
@@ -115,20 +121,22 @@ class RepeatCounter:
 
     def count(self, image: NDArray[np.uint8]) -> int:
         """Number of identical frames directly before this image (H, W, 3)."""
-        last = self._last
-        # Noise makes a few rows differ; only where they do not, all are compared. An average or a checksum of the
-        # frame would take longer than both.
-        if last is not None and all(
-            np.array_equal(image[::step], last[::step]) for step in (_ROWS_APART, 1)
-        ):
+        if self._repeats(image):
             self._count += 1
             return self._count
         self._count = 0
-        if last is None or last.shape != image.shape:
-            self._last = image.copy()
-        else:  # copy: drivers reuse their buffers, so a reference would always compare equal
-            np.copyto(last, image)
+        if self._last is None or self._last.shape != image.shape:
+            self._last = np.empty(image.shape, np.uint8)
+        # Drivers reuse their buffers, so a reference would always compare equal.
+        np.copyto(self._last, image)
         return 0
+
+    def _repeats(self, image: NDArray[np.uint8]) -> bool:
+        """Noise makes a few rows differ; only where they do not, all are compared: cheaper than any checksum."""
+        last = self._last
+        return last is not None and all(
+            np.array_equal(image[::step], last[::step]) for step in (_ROWS_APART, 1)
+        )
 
 
 class StampCheck:
@@ -140,14 +148,12 @@ class StampCheck:
     def is_fresh(self, stamp: float, now: float, max_age_s: float) -> bool:
         """Whether `stamp` is within `max_age_s` of `now`, and not before an earlier stamp that was.
 
-        When the clock itself was set back, the stamps of before do not count.
+        When the clock itself was set back, the stamps of before do not count. NaN is not fresh.
         """
         if now < self._now:
             self._newest = -math.inf
         self._now = now
-        if not (
-            abs(now - stamp) <= max_age_s and stamp >= self._newest
-        ):  # negated, so that NaN is not fresh
-            return False
-        self._newest = stamp
-        return True
+        fresh = abs(now - stamp) <= max_age_s and stamp >= self._newest
+        if fresh:
+            self._newest = stamp
+        return fresh

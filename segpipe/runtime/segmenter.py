@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +18,14 @@ from .artifact import Artifact, ArtifactError, read_artifact
 from .frames import (
     NO_ANSWER,
     FrameLimits,
+    Refused,
     RepeatCounter,
     Result,
     StampCheck,
     Status,
     levels,
 )
-from .session import DeadlineError, Session
+from .session import Session
 
 _WARMUP = 3  # onnxruntime plans its memory in the first runs
 Masks = tuple[NDArray[np.uint8], NDArray[np.uint8]]
@@ -54,8 +56,10 @@ class Segmenter:
         self.last_error = ""  # why the last frame without an answer has none
         self._num_classes = len(artifact.manifest["classes"])
         self._limits = FrameLimits.from_manifest(artifact.manifest["frame_limits"])
-        self._repeats, self._stamps = RepeatCounter(), StampCheck()
-        self._lock, self._process = threading.Lock(), os.getpid()
+        self._repeats = RepeatCounter()
+        self._stamps = StampCheck()
+        self._lock = threading.Lock()
+        self._process = os.getpid()
 
     @classmethod
     def load(
@@ -80,20 +84,11 @@ class Segmenter:
         machine), EngineError (engine, version or provider that is not here), ValueError. Warns (UserWarning) when the
         export was not verified.
         """
-        for name, value, fits in (
-            (
-                "deadline_ms",
-                deadline_ms,
-                deadline_ms is None or 0 < deadline_ms < math.inf,
-            ),
-            ("threads", threads, threads >= 1),
-            ("max_age_s", max_age_s, max_age_s > 0),
-            ("frozen_after", frozen_after, frozen_after >= 0),
-        ):
-            if not fits:
-                raise ValueError(
-                    f"{name} = {value}, but a number above 0 was needed (0 for frozen_after: never)."
-                )
+        deadline_fits = deadline_ms is None or 0 < deadline_ms < math.inf
+        _require("deadline_ms", deadline_ms, deadline_fits)
+        _require("threads", threads, threads >= 1)
+        _require("max_age_s", max_age_s, max_age_s > 0)
+        _require("frozen_after", frozen_after, frozen_after >= 0)
         artifact = read_artifact(folder, precision=precision)
         if artifact.status.startswith("UNVERIFIED"):
             warnings.warn(artifact.caveat, stacklevel=2)
@@ -124,121 +119,105 @@ class Segmenter:
         start = time.perf_counter()
         due = math.inf if self.deadline_ms is None else start + self.deadline_ms / 1e3
         try:
-            status, masks = self._in_turn(image, stamp, due)
-        except DeadlineError as error:
-            self.last_error = str(error)
-            status, masks = Status.DEADLINE, None
-        except (
-            Exception
-        ) as error:  # a robot needs the next frame more than a traceback of this one
-            self.last_error = f"{type(error).__name__}: {error}"
-            status, masks = Status.ERROR, None
-        if masks is not None and time.perf_counter() > due:
-            self.last_error = f"the answer came after deadline_ms = {self.deadline_ms}"
-            status, masks = Status.DEADLINE, None
-        mask, confidence = masks if masks is not None else self._no_answer(image)
-        return Result(
-            status,
-            mask,
-            confidence,
-            (time.perf_counter() - start) * 1e3,
-            self.artifact.model_id,
-        )
+            masks = self._answer(image, stamp, due)
+            status = Status.OK
+        except Refused as refused:
+            status, self.last_error = refused.status, str(refused)
+        # A robot needs the next frame more than a traceback of this one.
+        except Exception as error:
+            status, self.last_error = Status.ERROR, f"{type(error).__name__}: {error}"
+        if status is not Status.OK:
+            masks = self._no_answer(image)
+        latency_ms = (time.perf_counter() - start) * 1e3
+        return Result(status, *masks, latency_ms, self.artifact.model_id)
 
     def refuse(self, status: Status) -> Result:
         """A result without an answer, for a frame that could not even be read. Raises ValueError for OK."""
         if status is Status.OK:
-            raise ValueError(
-                "status = OK, but a reason for having no answer was needed."
-            )
+            raise ValueError("status = OK, but a reason for no answer was needed.")
         return Result(status, *self._no_answer(None), 0.0, self.artifact.model_id)
-
-    def _in_turn(
-        self, image: NDArray[np.uint8], stamp: float | None, due: float
-    ) -> tuple[Status, Masks | None]:
-        """The answer once no other thread has its frame answered. Raises DeadlineError when that takes too long."""
-        if (
-            os.getpid() != self._process
-        ):  # before the lock, which another thread may have held in the parent
-            raise RuntimeError(
-                f"this Segmenter was loaded in process {self._process}, and the threads of its deadline and its engine "
-                "stayed there when it forked. Call Segmenter.load in the process that uses it."
-            )
-        patience = (
-            -1
-            if math.isinf(due)
-            else min(max(due - time.perf_counter(), 0.0), threading.TIMEOUT_MAX)
-        )
-        if not self._lock.acquire(timeout=patience):
-            raise DeadlineError("another thread's frame took until the deadline")
-        try:
-            return self._answer(image, stamp, due)
-        finally:
-            self._lock.release()
 
     def _answer(
         self, image: NDArray[np.uint8], stamp: float | None, due: float
-    ) -> tuple[Status, Masks | None]:
-        status = self._check(image, stamp)
-        if status is not Status.OK:
-            return status, None
-        mask, confidence = self.session.run(image, due)
+    ) -> Masks:
+        """Mask and confidence. Raises Refused, or whatever the engine raises."""
+        with self._turn(due):
+            self._check(image, stamp)
+            mask, confidence = self.session.run(image, due)
         highest = int(mask.max())
         if highest >= self._num_classes:
             raise ValueError(
                 f"mask holds id {highest}, but there are {self._num_classes} classes"
             )
-        return Status.OK, (mask, confidence)
+        if time.perf_counter() > due:
+            why = f"the answer came after deadline_ms = {self.deadline_ms}"
+            raise Refused(Status.DEADLINE, why)
+        return mask, confidence
 
-    def _check(self, image: NDArray[np.uint8], stamp: float | None) -> Status:
-        """OK, or why the network does not get to see this frame, which `last_error` then says in words."""
-        if not isinstance(image, np.ndarray) or isinstance(
-            image, np.ma.MaskedArray
-        ):  # what a mask hides is no pixel
-            return self._refused(
-                Status.BAD_DTYPE,
-                f"{type(image).__name__}, but a numpy array of uint8 was needed",
+    @contextlib.contextmanager
+    def _turn(self, due: float) -> Iterator[None]:
+        """Context in which no other thread has its frame answered."""
+        # Before the lock, which another thread may have held in the parent.
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"this Segmenter was loaded in process {self._process}, and the threads of its deadline and its engine "
+                "stayed there when it forked. Call Segmenter.load in the process that uses it."
             )
-        if not self.artifact.shapes.fits(image.shape):
-            return self._refused(
-                Status.BAD_SHAPE, _misfit(image.shape, self.artifact.shapes.describe())
-            )
+        left = min(max(due - time.perf_counter(), 0.0), threading.TIMEOUT_MAX)
+        if not self._lock.acquire(timeout=-1 if math.isinf(due) else left):
+            why = "another thread's frame took until the deadline"
+            raise Refused(Status.DEADLINE, why)
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _check(self, image: NDArray[np.uint8], stamp: float | None) -> None:
+        """Raise Refused for a frame that the network does not get to see."""
+        # What the mask of a masked array hides is no pixel.
+        if not isinstance(image, np.ndarray) or isinstance(image, np.ma.MaskedArray):
+            why = f"{type(image).__name__}, but a numpy array of uint8 was needed"
+            raise Refused(Status.BAD_DTYPE, why)
+        shapes = self.artifact.shapes
+        if not shapes.fits(image.shape):
+            raise Refused(Status.BAD_SHAPE, _misfit(image.shape, shapes.describe()))
         if image.dtype != np.uint8:
-            return self._refused(
-                Status.BAD_DTYPE, f"{image.dtype}, but uint8 was needed: 0 to 255"
-            )
+            why = f"{image.dtype}, but uint8 was needed: 0 to 255"
+            raise Refused(Status.BAD_DTYPE, why)
         repeated = self._repeats.count(image) if self.frozen_after else 0
-        if stamp is not None and not self._stamps.is_fresh(
-            stamp, now := self.clock(), self.max_age_s
-        ):
-            text = f"stamp = {stamp} and the clock says {now}, but it must be within {self.max_age_s} s of the clock"
-            return self._refused(
-                Status.STALE, f"{text} and not before that of an earlier frame"
-            )
+        if stamp is not None:
+            self._check_stamp(stamp)
         found = levels(image)
         status = self._limits.status(found)
         if status is not Status.OK:
-            return self._refused(
-                status, f"{found}, but the export allows {self._limits}"
-            )
+            raise Refused(status, f"{found}, but the export allows {self._limits}")
         if self.frozen_after and repeated >= self.frozen_after:
-            return self._refused(
-                Status.FROZEN, f"the same frame {repeated + 1} times in a row"
-            )
-        return status
+            why = f"the same frame {repeated + 1} times in a row"
+            raise Refused(Status.FROZEN, why)
 
-    def _refused(self, status: Status, why: str) -> Status:
-        self.last_error = why
-        return status
+    def _check_stamp(self, stamp: float) -> None:
+        now = self.clock()
+        if not self._stamps.is_fresh(stamp, now, self.max_age_s):
+            raise Refused(
+                Status.STALE,
+                f"stamp = {stamp} and the clock says {now}, but it must be within {self.max_age_s} s of the clock and "
+                "not before that of an earlier frame",
+            )
 
     def _no_answer(self, image: NDArray[np.uint8] | None) -> Masks:
         """Empty answer in the size of the frame, or in the exported size when the frame does not fit."""
         shapes = self.artifact.shapes
         fits = isinstance(image, np.ndarray) and shapes.fits(image.shape)
-        mask, confidence = shapes.answers(
-            image.shape if image is not None and fits else shapes.exported
-        )
+        size = image.shape if image is not None and fits else shapes.exported
+        mask, confidence = shapes.answers(size)
         return np.full(mask, NO_ANSWER, np.uint8), np.zeros(confidence, np.uint8)
+
+
+def _require(name: str, value: float | None, fits: bool) -> None:
+    if not fits:
+        raise ValueError(
+            f"{name} = {value}, but a number above 0 was needed (0 for frozen_after: never)."
+        )
 
 
 def _misfit(shape: tuple[int, ...], needed: str) -> str:

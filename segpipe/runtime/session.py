@@ -14,10 +14,7 @@ import numpy as np
 
 from .artifact import EXPORT_AGAIN, MANIFEST_KEY, Artifact, ArtifactError, SelfTestError
 from .engines import ENGINES, Bytes, Engine, EngineError
-
-
-class DeadlineError(Exception):
-    """A run was ended at its deadline."""
+from .frames import Refused, Status
 
 
 class Watchdog:
@@ -61,9 +58,7 @@ class Watchdog:
                 left = self._due - time.perf_counter()
                 if left > 0:
                     self._wakes = self._due
-                    self._condition.wait(
-                        None if math.isinf(left) else min(left, threading.TIMEOUT_MAX)
-                    )
+                    self._condition.wait(min(left, threading.TIMEOUT_MAX))
                     continue
                 if self._end is not None:
                     self._end()
@@ -82,6 +77,7 @@ class Session:
         engine: str = "onnxruntime",
     ) -> None:
         self._artifact = artifact
+        self._watchdog: Watchdog | None = None
         if engine not in ENGINES:
             raise EngineError(
                 f"engine = {engine}, but it must be one of {', '.join(ENGINES)}."
@@ -97,41 +93,36 @@ class Session:
             raise ArtifactError(
                 f"{engine} cannot load the ONNX file in {artifact.folder} ({type(error).__name__}: {error})."
             ) from error
-        self._outputs = [
-            str(entry["name"]) for entry in artifact.manifest["io"]["outputs"]
-        ]
+        outputs = artifact.manifest["io"]["outputs"]
+        self._outputs = [str(entry["name"]) for entry in outputs]
         _check_identity(artifact, self.engine)
-        self._watchdog: Watchdog | None = None
-        self._known_shapes: dict[
-            tuple[int, ...], list[tuple[str, tuple[int, ...]]]
-        ] = {}
 
     def run(self, image: Bytes, due: float = math.inf) -> tuple[Bytes, Bytes]:
         """Mask (H, W) and confidence (h, w) of a frame uint8 (H, W, 3), in newly allocated memory.
 
-        Raises DeadlineError when they are not ready at `due`, a time of time.perf_counter; the session stays usable.
+        Raises Refused when they are not ready at `due`, a time of time.perf_counter; the session stays usable.
         Otherwise raises whatever the engine raises.
         """
         if time.perf_counter() >= due:
-            raise DeadlineError("the deadline had passed before the run")
+            why = "the deadline had passed before the run"
+            raise Refused(Status.DEADLINE, why)
         run, end = self.engine.prepare(self._outputs)
         try:
             with self._guard(end, due):
                 outputs = run(image[None])
         except Exception as error:
-            if time.perf_counter() >= due:
-                raise DeadlineError("the run was ended at its deadline") from error
-            raise
-        for output, (name, shape) in zip(outputs, self._shapes(image), strict=True):
-            if output.shape != shape or output.dtype != np.uint8:
+            if time.perf_counter() < due:
+                raise
+            why = "the run was ended at its deadline"
+            raise Refused(Status.DEADLINE, why) from error
+        shapes = self._artifact.shapes.answers(image.shape)
+        for name, output, shape in zip(self._outputs, outputs, shapes, strict=True):
+            if output.shape != (1, *shape) or output.dtype != np.uint8:
                 raise ValueError(
-                    f"{name} is {output.dtype} {output.shape}, but uint8 {shape} was needed"
+                    f"{name} is {output.dtype} {output.shape}, but uint8 {(1, *shape)} was needed"
                 )
-        return outputs[0][0], outputs[1][0]
-
-    def bound(self, image: Bytes) -> Callable[[], None]:
-        """A function that runs one frame with input and outputs kept on the device: no copies, no allocations."""
-        return self.engine.bound(image[None].copy(), dict(self._shapes(image)))
+        mask, confidence = outputs
+        return mask[0], confidence[0]
 
     def self_test(self) -> tuple[float, int]:
         """Lowest fraction of equal mask pixels and largest difference of confidence over the golden frames.
@@ -139,45 +130,30 @@ class Session:
         Raises SelfTestError when a golden frame fails, or the answers are further off than the manifest allows.
         """
         golden = self._artifact.golden
+        other = f"Try another version than {self.engine.described}, or another provider"
         agreement, levels = 1.0, 0
         for image, mask, confidence in zip(
             golden.image, golden.mask, golden.confidence, strict=True
         ):
-            own_mask, own_confidence = self._golden_run(image)
+            try:
+                own_mask, own_confidence = self.run(image)
+            # onnxruntime has one exception type per status code.
+            except Exception as error:
+                raise SelfTestError(
+                    f"{self._artifact.folder}: a golden frame fails on this machine ({type(error).__name__}: {error}). "
+                    f"{other}."
+                ) from error
+            differences = np.abs(own_confidence.astype(np.int16) - confidence)
             agreement = min(agreement, float((own_mask == mask).mean()))
-            levels = max(
-                levels, int(np.abs(own_confidence.astype(np.int16) - confidence).max())
-            )
-        if agreement < golden.image_agreement or levels > golden.confidence_levels:
+            levels = max(levels, int(differences.max()))
+        close = levels <= golden.confidence_levels
+        if not (close and agreement >= golden.image_agreement):  # so that NaN fails
             raise SelfTestError(
                 f"{self._artifact.folder}: on this machine {100 * agreement:.3f} % of a golden mask is equal and "
                 f"confidence differs by {levels} levels, but at least {100 * golden.image_agreement:g} % and at most "
-                f"{golden.confidence_levels} were needed. Try another version than {self.engine.described}, or another "
-                "provider."
+                f"{golden.confidence_levels} were needed. {other}."
             )
         return agreement, levels
-
-    def _golden_run(self, image: Bytes) -> tuple[Bytes, Bytes]:
-        try:
-            return self.run(image)
-        except Exception as error:  # onnxruntime has one exception type per status code
-            raise SelfTestError(
-                f"{self._artifact.folder}: a golden frame fails on this machine ({type(error).__name__}: {error}). "
-                f"Try another version than {self.engine.described}, or another provider."
-            ) from error
-
-    def _shapes(self, image: Bytes) -> list[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of the outputs for a frame."""
-        if image.shape not in self._known_shapes:
-            shapes = self._artifact.shapes.answers(image.shape)
-            found = [
-                (name, (1, *shape))
-                for name, shape in zip(self._outputs, shapes, strict=True)
-            ]
-            self._known_shapes = {
-                image.shape: found
-            }  # of one shape: a robot's frames rarely change theirs
-        return self._known_shapes[image.shape]
 
     def _guard(
         self, end: Callable[[], None], due: float

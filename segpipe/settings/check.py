@@ -145,10 +145,6 @@ def _check_delivery(data: DataConfig) -> None:
         raise ConfigError(
             f"data.pack_images = {data.pack_images}, but data.pack = off. Set data.pack=auto."
         )
-    if data.on_dead_worker == "replace" and data.transport != "ring":
-        raise ConfigError(
-            "data.on_dead_worker = replace, but torch's DataLoader cannot replace a worker. Set data.transport=ring."
-        )
 
 
 def mix_problems(data: DataConfig) -> list[str]:

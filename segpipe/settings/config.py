@@ -82,7 +82,11 @@ MAPPINGS = tuple(
 FREE_KEYS = frozenset(key for key, entry in SETTINGS.items() if entry.free)
 
 # Settings of earlier versions, in whose files they still are, each with the value at which it did nothing.
-REMOVED: dict[str, Any] = {"data.shuffle_labels": False}
+REMOVED: dict[str, Any] = {
+    "data.shuffle_labels": False,
+    "data.transport": "ring",
+    "data.on_dead_worker": "fail",
+}
 
 
 def from_mapping(values: Mapping[str, Any]) -> Config:

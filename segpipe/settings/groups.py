@@ -174,18 +174,6 @@ class DataConfig:
         high=1024,
         free=True,
     )
-    transport: str = setting(
-        "ring",
-        "how batches come from loader processes: a ring of shared memory, or torch's DataLoader",
-        choices=("ring", "dataloader"),
-        free=True,
-    )
-    on_dead_worker: str = setting(
-        "fail",
-        "ring: what to do with a loader process that died or hangs; replace: another one makes the same samples",
-        choices=("fail", "replace"),
-        free=True,
-    )
     timeout_s: float = setting(
         300.0,
         "seconds without an answer from a loader process before the run stops",

@@ -58,8 +58,6 @@ def shard_stream(
         prefetch=data.prefetch,
         pin_memory=group.device.type == "cuda",
         timeout_s=data.timeout_s,
-        transport=data.transport,
-        replace=data.on_dead_worker == "replace",
         repeats=None if compute.mode == "off" else Canary(samples),
     )
 

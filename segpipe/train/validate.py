@@ -132,7 +132,6 @@ def validate(
         workers=min(data.workers, 1),
         start_method=data.start_method,
         timeout_s=data.timeout_s,
-        transport=data.transport,
         cache=cache,
     )
     for index, image, target in images:

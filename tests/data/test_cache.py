@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from segpipe.data import loader
+from segpipe.data import ring
 from segpipe.data.augment import Augmenter
 from segpipe.data.catalog import CAMVID, ClassTable
 from segpipe.data.loader import eval_images, train_batches
@@ -154,7 +154,7 @@ def test_without_anything_to_load_no_process_starts(
             samples, range(4), workers=1, start_method="fork", cache=kept
         )
     ]
-    monkeypatch.setattr(loader, "Ring", None)
+    monkeypatch.setattr(ring, "Ring", None)
     again = [
         part[1]
         for part in eval_images(

@@ -463,10 +463,6 @@ def test_no_folder_for_a_pack(data: DataConfig) -> None:
         ({"pack": "auto"}, "the samples of data=synthetic do not lie in files"),
         ({"pack": "", "name": "folder", "root": "x"}, "data.pack is empty"),
         ({"pack_images": "file"}, "data.pack_images = file, but data.pack = off"),
-        (
-            {"on_dead_worker": "replace", "transport": "dataloader"},
-            "cannot replace a worker",
-        ),
     ],
 )
 def test_settings_that_cannot_work(given: dict[str, str], expected: str) -> None:

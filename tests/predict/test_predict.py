@@ -24,10 +24,10 @@ from segpipe.data.readers import read_image
 from segpipe.data.samples import open_samples
 from segpipe.errors import ConfigError, DataError, Interrupted
 from segpipe.predict import job as job_module
-from segpipe.predict.exported import load_exported
-from segpipe.predict.inference import Inference, of_network, raw_ids, segment
+from segpipe.predict.inference import Inference, segment
+from segpipe.predict.outputs import read_stamp
+from segpipe.predict.predictor import load_exported, of_exported, of_network, raw_ids
 from segpipe.predict.sources import find, names
-from segpipe.predict.stamp import put, read_stamp
 from segpipe.train import checkpoint
 from segpipe.train.checkpoint import load_network
 from segpipe.train.metrics import confusion, miou
@@ -146,11 +146,9 @@ def test_every_image_of_a_folder_gets_a_mask_and_an_overlay(
         stamp = read_stamp(out / entry["mask"])
         assert stamp is not None
         assert stamp["model"] == {"weights_digest": network.weights_digest, "step": 7}
-        assert (
-            read_stamp(out / entry["overlay"])["source_sha256"]
-            == entry["source_sha256"]
-            == stamp["source_sha256"]
-        )
+        assert stamp["source_sha256"] == entry["source_sha256"]
+        with Image.open(out / entry["overlay"]) as overlay:
+            assert json.loads(overlay.info["comment"]) == stamp
     assert record(out)["complete"]
     assert sum(record(out)["share"].values()) == pytest.approx(1)
 
@@ -194,7 +192,7 @@ def test_an_image_that_is_far_too_large_is_warned_of_once(
         network.config.data.max_pixels = most
         predictor = of_network(network, torch.device("cpu"), Inference(**how))
         for image in IMAGES[:2]:
-            predictor.answer([image])
+            predictor.segment([image])
         return capsys.readouterr().err
 
     assert told(pixels - 1).startswith(
@@ -521,45 +519,37 @@ def test_a_pixel_gets_its_id_from_the_tile_in_which_it_lies_deepest(
     monkeypatch.setattr(
         exported._session,
         "run",
-        lambda image: (np.full(TOY_SIZE, next(calls), np.uint8), None),
+        lambda image: (np.full(TOY_SIZE, next(calls), np.uint8), image[::4, ::4, 0]),
     )
-    found = exported(
-        np.zeros((32, 100, 3), np.uint8)
-    )  # tiles of 48 columns from 0, 26 and 52 on
+    # Tiles of 48 columns from 0, 26 and 52 on.
+    found, _ = exported.predict(np.zeros((32, 100, 3), np.uint8))
     assert np.flatnonzero(np.diff(found[0])).tolist() == [36, 62]
     assert (found == found[0]).all()
 
 
-def test_a_file_whose_writing_is_interrupted_is_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_bytes = Path.write_bytes
-
-    def half(path: Path, content: bytes) -> int:
-        write_bytes(path, content[:2])
-        raise KeyboardInterrupt
-
-    put(tmp_path / "old", b"before")
-    monkeypatch.setattr(Path, "write_bytes", half)
-    for name in ("old", "new"):
-        with pytest.raises(KeyboardInterrupt):
-            put(tmp_path / name, b"after")
-    assert written(tmp_path) == {"old": b"before"}
-
-
-def test_no_file_is_written_under_its_own_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_bytes, names_written = Path.write_bytes, []
-
-    def watched(path: Path, content: bytes) -> int:
-        names_written.append(path.name)
-        return write_bytes(path, content)
-
-    monkeypatch.setattr(Path, "write_bytes", watched)
-    put(tmp_path / "new", b"content")
-    assert names_written == [".new.tmp"]
-    assert written(tmp_path) == {"new": b"content"}
+def test_one_image_gets_ids_and_their_probability(run: Path, toy: Path) -> None:
+    network = load_network(run)
+    for how in (Inference(), Inference((48, 64), flip=True), Inference(flip=True)):
+        predictor = of_network(network, torch.device("cpu"), how)
+        ids, confidence = predictor.predict(IMAGES[0])
+        assert np.array_equal(ids, predictor.segment([IMAGES[0]])[0])
+        assert confidence.shape == ids.shape == SIZE
+        assert confidence.dtype == np.float32
+        assert 0.1 <= confidence.min() < confidence.max() <= 1.00001
+    logits = network.model(network.preprocess(torch.from_numpy(IMAGES[0])[None]))
+    full = torch.nn.functional.interpolate(logits, SIZE, mode="bilinear").softmax(1)
+    _, confidence = of_network(network, torch.device("cpu"), Inference()).predict(
+        IMAGES[0]
+    )
+    assert np.abs(confidence - full.detach()[0].max(0).values.numpy()).max() < 1e-5
+    exported = of_exported(load_exported(toy), precision="fp32")
+    for size in (TOY_SIZE, (70, 100)):
+        image = np.random.default_rng(1).integers(0, 190, (*size, 3), dtype=np.uint8)
+        image[..., 2] = 0  # of the toy file: no loops
+        ids, confidence = exported.predict(image)
+        assert np.array_equal(ids, exported.segment([image])[0])
+        assert confidence.shape == ids.shape == image.shape[:2]
+        assert 0 <= confidence.min() < confidence.max() <= 1
 
 
 def test_images_of_other_sizes_are_resized_if_wanted(toy: Path, tmp_path: Path) -> None:

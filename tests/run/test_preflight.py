@@ -104,27 +104,13 @@ def test_more_files_than_allowed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(preflight.resource, "getrlimit", lambda kind: (256, 4096))
-    many = config("data.workers=32", "data.transport=dataloader")
-    (problem,) = worker_problems(many, Nested(1))
+    (problem,) = worker_problems(config("data.workers=32"), Nested(1))
     assert (
-        "may keep 480 files open, but 256 are allowed. Run `ulimit -n 960`" in problem
+        "may keep 352 files open, but 256 are allowed. Run `ulimit -n 704`" in problem
     )
-    assert (
-        segpipe(["doctor", *TINY, "data.workers=32", "data.transport=dataloader"]) == 0
-    )
+    assert segpipe(["doctor", *TINY, "data.workers=32"]) == 0
     assert f"Warning: {problem}" in capsys.readouterr().out
-    assert (
-        list(
-            worker_problems(
-                config("data.workers=8", "data.transport=dataloader"), Nested(1)
-            )
-        )
-        == []
-    )
-    monkeypatch.setattr(preflight.resource, "getrlimit", lambda kind: (400, 4096))
-    assert list(worker_problems(config("data.workers=32"), Nested(1))) == [], (
-        "a ring is one file, not one per batch"
-    )
+    assert list(worker_problems(config("data.workers=8"), Nested(1))) == []
 
 
 def test_code_that_uses_cuda_does_not_survive_a_fork(

@@ -56,7 +56,6 @@ def test_the_file_is_compiled_for_fp32_and_the_threads(
     ]
     assert answered(segmenter, frame(3))
     assert answered(segmenter, np.asfortranarray(frame(4)))
-    segmenter.session.bound(frame(3))()
     Segmenter.load(folder, engine="openvino", providers=["GPU"])
     assert stand_in.compiled[-1] == (
         "GPU",

@@ -11,7 +11,6 @@ import json
 import math
 import mmap
 import os
-import re
 import shutil
 import struct
 import subprocess
@@ -44,16 +43,9 @@ from segpipe.runtime import (
     read_artifact,
 )
 from segpipe.runtime.__main__ import main
-from segpipe.runtime.bench import (
-    _timed,
-    bench,
-    fixed_work,
-    resident_mib,
-    spread,
-    steadiness,
-)
+from segpipe.runtime.bench import bench, fixed_work, resident_mib, spread, timed
 from segpipe.runtime.frames import FrameLimits, Levels, RepeatCounter, levels, subsample
-from segpipe.runtime.media import frames_of, frames_per_second, read_image
+from segpipe.runtime.images import read_image
 from segpipe.runtime.session import Session
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -967,39 +959,13 @@ def test_confidence_of_int8_may_be_rounded_by_another_version(
         Segmenter.load(folder, precision=precision)
 
 
-@pytest.mark.parametrize(
-    ("precision", "entry"),
-    [
-        ("fp32", {"golden_agreement": 0.9}),
-        ("fp32", {"golden_confidence_levels": 1}),
-        ("fp16", {"golden_agreement": 0.97}),
-        ("fp16", {"golden_confidence_levels": 4}),
-        ("int8", {"golden_agreement": 0.84}),
-        ("int8", {"golden_agreement": float("nan")}),
-        ("int8", {"golden_agreement": 1.5}),
-        ("int8", {"golden_confidence_levels": 128}),
-        ("int8", {"golden_confidence_levels": float("nan")}),
-        ("int8", {"golden_confidence_levels": -10}),
-    ],
-)
-def test_no_manifest_can_raise_the_tolerance_of_the_self_test(
-    folder: Path, precision: str, entry: dict[str, float]
-) -> None:
+def test_a_tolerance_that_is_no_number_passes_nothing(folder: Path) -> None:
     files = toy_manifest()["files"]
-    whole = {
-        "precision": precision,
-        "golden_agreement": 1.0,
-        "golden_confidence_levels": 0,
-    }
-    for change, passes in (({}, True), (entry, False)):
-        files["model.onnx"] |= whole | change
-        change_manifest(folder, files=files)
-        write_sums(folder)
-        if passes:
-            read_artifact(folder, precision=precision)
-        else:
-            with pytest.raises(ArtifactError, match=f"{precision} allows"):
-                read_artifact(folder, precision=precision)
+    files["model.onnx"] |= {"golden_agreement": math.nan}
+    change_manifest(folder, files=files)
+    write_sums(folder)
+    with pytest.raises(SelfTestError, match="at least nan %"):
+        Segmenter.load(folder)
 
 
 @pytest.mark.parametrize(
@@ -1041,10 +1007,8 @@ def test_the_graph_is_optimized_unless_told_otherwise(shared_folder: Path) -> No
 
 
 def test_numpy_and_onnxruntime_are_enough(shared_folder: Path, tmp_path: Path) -> None:
-    picture = tmp_path / "frame.ppm"
-    picture.write_bytes(
-        f"P6\n# by a camera\n{SIZE[1]} {SIZE[0]}\n255\n".encode() + frame(4).tobytes()
-    )
+    np.save(tmp_path / "frame.npy", frame(4))
+    (tmp_path / "frame.png").write_bytes(b"nobody decodes it")
     code = f"""
 import sys
 BLOCKED = ("torch", "torchvision", "openvino", "cv2", "PIL", "omegaconf", "hydra", "rich", "yaml", "onnx", "scipy")
@@ -1060,26 +1024,26 @@ for name in BLOCKED:
         continue
     sys.exit(f"the control: {{name}} is blocked")
 from segpipe.runtime.__main__ import main
-from segpipe.runtime.media import read_image
 assert main(["selftest", {str(shared_folder)!r}]) == 0
-assert main(["run", {str(shared_folder)!r}, {str(picture)!r}, "--out", {str(tmp_path)!r}]) == 0
-assert main(["run", {str(shared_folder)!r}, "frame.png", "--out", {str(tmp_path)!r}]) == 2
+assert main(["run", {str(shared_folder)!r}, "frame.npy", "--out", "out"]) == 0
+assert main(["run", {str(shared_folder)!r}, "frame.png", "--out", "png"]) == 1
 rest = [name for name in sys.modules if name.startswith("segpipe.") and not name.startswith("segpipe.runtime")]
 sys.exit(str(rest) if rest else 0)
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
-        cwd=ROOT,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "without Pillow or OpenCV only .npy and .ppm are read" in done.stderr
-    head, pixels = (tmp_path / "frame_mask.pgm").read_bytes().split(b"255\n", 1)
-    assert head == b"P5\n48 32\n"
-    assert pixels == answer(frame(4))[0].tobytes()
-    assert read_image(tmp_path / "frame_overlay.ppm").shape == (*SIZE, 3)
+    assert "only .npy is read without Pillow" in done.stderr
+    assert np.array_equal(
+        np.load(tmp_path / "out" / "frame_mask.npy"), answer(frame(4))[0]
+    )
+    assert np.load(tmp_path / "out" / "frame_overlay.npy").shape == (*SIZE, 3)
 
 
 def test_imports_nothing_else_of_the_project() -> None:
@@ -1087,7 +1051,6 @@ def test_imports_nothing_else_of_the_project() -> None:
         "numpy",
         "onnxruntime",
         "PIL",
-        "cv2",
         "openvino",
         *sys.stdlib_module_names,
     }  # the latter two where installed
@@ -1215,9 +1178,7 @@ def test_run(
     assert "missing.npy" in capsys.readouterr().err
 
 
-def test_run_takes_folders_and_videos(
-    shared_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_takes_folders(shared_folder: Path, tmp_path: Path) -> None:
     out, images = tmp_path / "out", tmp_path / "images"
     images.mkdir()
     np.save(images / "one.npy", frame(3))
@@ -1231,55 +1192,6 @@ def test_run_takes_folders_and_videos(
         assert np.array_equal(
             read_image(out / f"{name}_mask.png")[..., 0], answer(frame(seed))[0]
         )
-    video = tmp_path / "drive.avi"
-    writer = cv2.VideoWriter(
-        str(video), cv2.VideoWriter.fourcc(*"MJPG"), 10, SIZE[::-1]
-    )
-    for level in (60, 180, 0):  # the last one is black
-        writer.write(np.full((*SIZE, 3), level, np.uint8))
-    writer.release()
-    capsys.readouterr()
-    assert main(["run", str(shared_folder), str(video), "--out", str(out)]) == 1
-    shown = capsys.readouterr().out
-    assert [
-        f"drive.avi:{number} {status}" in shown
-        for number, status in enumerate(("OK", "OK", "TOO_DARK"))
-    ] == [True] * 3
-    masks = [
-        read_image(out / "drive_mask" / f"{number:06d}.png") for number in range(3)
-    ]
-    assert [int(np.median(mask)) for mask in masks] == [0, 1, 255]
-    drawn = [frame.image for frame in frames_of(out / "drive_overlay.mp4")]
-    assert [image is not None and image.shape == (*SIZE, 3) for image in drawn] == [
-        True
-    ] * 3
-    assert frames_per_second(out / "drive_overlay.mp4") == pytest.approx(10)
-    red, blue = (
-        np.median(drawn[1].reshape(-1, 3), 0) - np.median(drawn[0].reshape(-1, 3), 0)
-    )[[0, 2]]  # type: ignore[union-attr]
-    assert red > 60 > blue, "colors of the classes in RGB"
-
-
-def test_a_video_that_ends_early_is_damaged(
-    shared_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    video = tmp_path / "drive.avi"
-    writer = cv2.VideoWriter(
-        str(video), cv2.VideoWriter.fourcc(*"MJPG"), 10, SIZE[::-1]
-    )
-    for seed in range(20):
-        writer.write(frame(seed))
-    writer.release()
-    given = ["run", str(shared_folder), str(video), "--out", str(tmp_path / "out")]
-    assert main(given) == 0, "the control"
-    content = video.read_bytes()
-    video.write_bytes(content[: len(content) // 2])
-    assert main(given) == 1
-    captured = capsys.readouterr()
-    assert "drive.avi:3 OK" in captured.out
-    assert re.search(
-        r"drive\.avi is damaged: \d+ of 20 frames could be decoded", captured.err
-    )
 
 
 def test_no_answer_replaces_an_image(
@@ -1290,16 +1202,14 @@ def test_no_answer_replaces_an_image(
     (tmp_path / "two.npy").rename(tmp_path / "two.NPY")
     given = ["run", str(shared_folder), str(tmp_path), "--out"]
     assert main([*given, f"{tmp_path}/."]) == 2
-    assert "one_mask.npy would be overwritten by an answer" in capsys.readouterr().err
+    assert "one.npy lies in --out" in capsys.readouterr().err
     assert len(list(tmp_path.iterdir())) == 3
     assert main([*given, str(tmp_path / "out")]) == 0, (
         "the control, and capital letters"
     )
 
 
-def test_both_decoders_read_what_is_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_image_is_read_as_it_is_stored(tmp_path: Path) -> None:
     turned = PIL.Image.Exif()
     turned[274] = 6  # a phone held upright
     PIL.Image.fromarray(frame(5)).save(tmp_path / "phone.png", exif=turned)
@@ -1308,40 +1218,15 @@ def test_both_decoders_read_what_is_stored(
     assert np.array_equal(read_image(tmp_path / "phone.png"), frame(5))
     with pytest.raises(ValueError, match="8 bits per channel were needed"):
         read_image(deep)
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    assert np.array_equal(read_image(tmp_path / "phone.png"), frame(5))
-    assert np.array_equal(read_image(deep)[..., 1], frame(5)[..., 0])
-
-
-def test_opencv_decodes_where_pillow_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cv2.imwrite(str(tmp_path / "frame.png"), frame(5)[..., ::-1])
-    (tmp_path / "torn.png").write_bytes(b"no picture")
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    assert np.array_equal(read_image(tmp_path / "frame.png"), frame(5))
-    with pytest.raises(
-        ValueError, match=r"torn\.png cannot be read .*OpenCV cannot decode it"
-    ):
-        read_image(tmp_path / "torn.png")
 
 
 def test_run_names_sources_that_hold_nothing(
-    shared_folder: Path,
-    tmp_path: Path,
-    monkeypatch: Any,
-    capsys: pytest.CaptureFixture[str],
+    shared_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
-    (tmp_path / "torn.mp4").write_bytes(b"no video")
     given = ["run", str(shared_folder), "--out", str(tmp_path / "out")]
     assert main([*given, str(tmp_path / "empty")]) == 2
-    assert "empty holds no image and no video" in capsys.readouterr().err
-    assert main([*given, str(tmp_path / "torn.mp4")]) == 1
-    assert "torn.mp4 cannot be read: no frame of the video" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "cv2", None)
-    assert main([*given, str(tmp_path / "torn.mp4")]) == 2
-    assert "torn.mp4: videos need OpenCV" in capsys.readouterr().err
+    assert "empty holds no image" in capsys.readouterr().err
 
 
 def torn_pictures() -> dict[str, bytes]:
@@ -1425,8 +1310,8 @@ def test_bench(
     assert found["statuses"] == {"OK": 40}
     assert (found["threads"], found["size"]) == (2, list(SIZE))
     assert found["memory_flat"] in (True, None)
-    assert found["steadiness"].keys() == {"infer", "machine", "collections"}
-    for name in ("infer", "run_with_host_copies", "run_without_host_copies"):
+    assert found["p99_over_p50"].keys() == {"infer", "machine"}
+    for name in ("infer", "run"):
         assert (
             0 < found[name]["p50_ms"] <= found[name]["p90_ms"] <= found[name]["p99_ms"]
         )
@@ -1447,14 +1332,11 @@ def test_bench(
 def test_what_the_machine_spreads_is_told_apart() -> None:
     assert spread(np.array([2.0] * 98 + [18.0] * 2)) == 9.0
     turn = count()
-    waiting = _timed(lambda: time.sleep(0.1 if next(turn) % 4 == 0 else 0.001), 8)
-    found = steadiness(waiting)
-    assert found["p99_over_p50"] > 3
-    assert waiting.cpu_ms.max() < 10, "who waits does not compute"
+    waiting = timed(lambda: time.sleep(0.1 if next(turn) % 4 == 0 else 0.001), 8)
+    assert spread(waiting) > 3
     work = fixed_work(5.0)
     assert work().digest() == work().digest()  # type: ignore[attr-defined]
-    computing = _timed(work, 8)
-    assert computing.cpu_ms.min() > 0.5, "the control: who computes does"
+    assert timed(work, 8).min() > 0.5
 
 
 def test_memory_does_not_grow(
@@ -1466,7 +1348,7 @@ def test_memory_does_not_grow(
         pytest.skip("this system does not tell the resident memory")
     assert calm["memory_growth_mib"] < 4
     assert calm["memory_flat"] is True
-    assert calm["p99_over_p50"] >= 1
+    assert calm["p99_over_p50"]["infer"] >= 1
     leaked = []
     right = segmenter.infer
 

@@ -399,7 +399,7 @@ def test_data_in_files_needs_a_folder() -> None:
 FREE = {
     "run.name", "run.root", "run.exists", "run.allow_fingerprint_change", "data.root", "data.classes", "data.verify",
     "data.allow_overlap", "data.hash", "data.workers", "data.start_method", "data.prefetch", "data.timeout_s",
-    "data.cache_mib", "data.max_pixels", "data.pack", "data.pack_images", "data.transport", "data.on_dead_worker",
+    "data.cache_mib", "data.max_pixels", "data.pack", "data.pack_images",
     "loss.backend",
     "augment.check", "augment.canary", "train.log_every", "train.validate_every", "train.progress", "compute.nproc",
     "compute.timeout_s", "compute.ledger", "checkpoint.every", "checkpoint.keep_every", "checkpoint.keep_last",
