@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from rich.cells import cell_len
@@ -14,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from segpipe.errors import ConfigError
-from segpipe.files import write_atomically
+from segpipe.run.console import percent
 from segpipe.run.overview import (
     RecipeGroup,
     Row,
@@ -22,51 +21,34 @@ from segpipe.run.overview import (
     find_runs,
     grouped,
     ordered,
-    render_overview,
+    write_overview,
 )
 from segpipe.settings.config import FREE_KEYS, SETTINGS
 from segpipe.settings.setting import nearest, shown
 
 SETTINGS_SHOWN = 6  # columns; the page and --json have all
 NEEDED = ("name", "mIoU %", "steps", "state")  # at every width
-ALWAYS_SHOWN = ("model.name", "data.name")
-FIGURES = ("mean mIoU %", "lowest", "highest", "range")
+ALWAYS_SHOWN = {"model.name": "model", "data.name": "data"}
 
 
 def main(given: dict[str, Any]) -> int:
     """Exit code."""
     by = given["group"]
-    if by and (by not in SETTINGS or by in FREE_KEYS):
-        recipe = [key for key in SETTINGS if key not in FREE_KEYS]
+    recipe = [key for key in SETTINGS if key not in FREE_KEYS]
+    if by and by not in recipe:
         raise ConfigError(
-            f"group = {by} is not a setting that decides what is trained.{nearest(by, recipe)}"
+            f"group = {by} is not a setting that decides what is trained."
+            f"{nearest(by, recipe)}"
         )
     rows = ordered(find_runs(Path(given["root"]), given["runs"]), given["sort"])
     groups = grouped(rows, by) if by else []
     if given["out"]:
-        write_atomically(Path(given["out"]), render_overview(rows, groups, by).encode())
+        write_overview(Path(given["out"]), rows, groups, by)
         print(f"written: {given['out']}")
-        return 0
-    if given["json"]:
-        print(
-            json.dumps(
-                [_plain(group) for group in groups]
-                if by
-                else [_plain(row) for row in rows]
-            )
-        )
-        return 0
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = 10**4  # a table is as wide as it needs
-    console.print(
-        _group_table(groups, by, console.width)
-        if by
-        else _run_table(rows, console.width)
-    )
-    for row in () if by else rows:
-        if row.reason:
-            console.print(f"{row.name} {row.state}: {row.reason}", soft_wrap=True)
+    elif given["json"]:
+        print(json.dumps([_plain(item) for item in (groups if by else rows)]))
+    else:
+        _show(rows, groups, by)
     return 0
 
 
@@ -76,65 +58,71 @@ def _plain(item: Row | RecipeGroup) -> dict[str, Any]:
         values = asdict(item)
         del values["folder"]
         return values
-    names = [row.name for row in item.rows]
     return {
         "mean": item.mean,
         "scores": item.scores,
-        "runs": names,
+        "runs": [row.name for row in item.rows],
         "settings": item.settings,
     }
+
+
+def _show(rows: Sequence[Row], groups: Sequence[RecipeGroup], by: str) -> None:
+    """Print the table, and why runs have ended."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 10**4  # a table is as wide as it needs
+    if by:
+        console.print(_group_table(groups, by, console.width))
+        return
+    console.print(_run_table(rows, console.width))
+    for row in rows:
+        if row.reason:
+            console.print(f"{row.name} {row.state}: {row.reason}", soft_wrap=True)
 
 
 def _run_table(rows: Sequence[Row], width: int) -> Table:
     """A line for each run, with the settings in which they differ as far as `width` characters reach."""
     keys = differing([row.settings for row in rows])
-    settings = {
-        key: [shown(row.settings[key]) if row.settings else None for row in rows]
-        for key in keys
-    }
     columns: dict[str, list[Any]] = {
         "name": [row.name for row in rows],
         "model": [row.model for row in rows],
         "data": [row.data for row in rows],
-        "mIoU %": [_percent(row.miou) for row in rows],
+        "mIoU %": [None if row.miou is None else percent(row.miou, 2) for row in rows],
         "steps": [row.steps for row in rows],
-        **{key: values for key, values in settings.items() if key not in ALWAYS_SHOWN},
-        "digest": [row.digest and row.digest[:12] for row in rows],
-        "date": [row.date for row in rows],
-        "state": [row.state for row in rows],
     }
-    own = [key if key not in ALWAYS_SHOWN else key.partition(".")[0] for key in keys]
-    return _table(
-        columns, NEEDED, [*own, "model", "data", "date", "digest"], own, width
-    )
+    for key in keys:
+        if key not in ALWAYS_SHOWN:
+            columns[key] = [
+                shown(row.settings[key]) if row.settings else None for row in rows
+            ]
+    columns["digest"] = [row.digest and row.digest[:12] for row in rows]
+    columns["date"] = [row.date for row in rows]
+    columns["state"] = [row.state for row in rows]
+    own = [ALWAYS_SHOWN.get(key, key) for key in keys]
+    wanted = [*own, "model", "data", "date", "digest"]
+    return _table(columns, NEEDED, wanted, own, width)
 
 
 def _group_table(groups: Sequence[RecipeGroup], by: str, width: int) -> Table:
     """A line for each recipe: mean and range over its runs."""
     keys = differing([group.settings for group in groups])
-    figures = [_figures(group.scores) for group in groups]
     columns: dict[str, list[Any]] = {
-        **{key: [shown(group.settings[key]) for group in groups] for key in keys},
-        by: [
-            ",".join(shown(row.settings[by]) for row in group.distinct)
-            for group in groups
-        ],
-        "finished": [
-            f"{len(group.scores)} of {len(group.distinct)}" for group in groups
-        ],
-        **{
-            title: [found[place] for found in figures]
-            for place, title in enumerate(FIGURES)
-        },
+        key: [shown(group.settings[key]) for group in groups] for key in keys
     }
-    return _table(columns, (by, "finished", *FIGURES), keys, keys, width)
-
-
-def _figures(scores: Sequence[float]) -> list[str]:
-    if not scores:
-        return ["-"] * len(FIGURES)
-    low, high = min(scores), max(scores)
-    return [f"{100 * number:.2f}" for number in (fmean(scores), low, high, high - low)]
+    figures = ("finished", "mean mIoU %", "lowest", "highest", "range")
+    for title in (by, *figures):
+        columns[title] = []
+    for group in groups:
+        scores, runs = group.scores, group.distinct
+        columns[by].append(",".join(shown(row.settings[by]) for row in runs))
+        columns["finished"].append(f"{len(scores)} of {len(runs)}")
+        values: list[float | None] = [None] * 4
+        if scores:
+            low, high = min(scores), max(scores)
+            values = [group.mean, low, high, high - low]
+        for title, value in zip(figures[1:], values, strict=True):
+            columns[title].append(value if value is None else percent(value, 2))
+    return _table(columns, (by, *figures), keys, keys, width)
 
 
 def _table(
@@ -154,12 +142,11 @@ def _table(
     }
     first = next(iter(texts))
     widths[first] = min(widths[first], max(24, width // 3))  # the rest folds
-    chosen, left = set(needed), width - 1 - sum(widths[title] for title in needed)
+    chosen = set(needed)
+    left = width - 1 - sum(widths[title] for title in needed)
     for title in wanted:
-        fits = widths[title] <= left and (
-            title not in settings or len(chosen & {*settings}) < SETTINGS_SHOWN
-        )
-        if title not in chosen and fits:
+        is_full = len(chosen & {*settings}) >= SETTINGS_SHOWN and title in settings
+        if title not in chosen and widths[title] <= left and not is_full:
             chosen.add(title)
             left -= widths[title]
     table = Table(caption_justify="left")
@@ -171,7 +158,3 @@ def _table(
     if rest := [title for title in settings if title not in chosen]:
         table.caption = f"They also differ in: {', '.join(rest)}."
     return table
-
-
-def _percent(score: float | None) -> str | None:
-    return None if score is None else f"{100 * score:.2f}"

@@ -9,7 +9,6 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -60,12 +59,8 @@ class TrainView:
     def __init__(
         self, console: Console, *, name: str, done: int, total: int, enabled: bool
     ) -> None:
-        self._console, self._name, self._total, self._enabled = (
-            console,
-            name,
-            total,
-            enabled,
-        )
+        self._console, self._enabled = console, enabled
+        self._name, self._total = name, total
         self._last_line = time.monotonic()
         self._bar = Progress(
             TextColumn("{task.description}", style="bold", markup=False),
@@ -84,29 +79,21 @@ class TrainView:
         self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
     def advance(self, done: int, figures: dict[str, str] | None = None) -> None:
         """Show that `done` updates are done; `figures` stay beside the bar until the next ones."""
+        self._bar.update(self._task, completed=done)
         if figures is None:
-            self._bar.update(self._task, completed=done)
             return
         text = "  ".join(f"{name} {value}" for name, value in figures.items())
-        self._bar.update(self._task, completed=done, figures=text)
+        self._bar.update(self._task, figures=text)
         now = time.monotonic()
-        if (
-            self._enabled
-            and not self._console.is_terminal
-            and now - self._last_line > PLAIN_EVERY_S
-        ):
-            self._last_line = now
-            self.say(f"{self._name}  step {done}/{self._total}  {text}")
+        if self._console.is_terminal or now - self._last_line <= PLAIN_EVERY_S:
+            return
+        self._last_line = now
+        self.say(f"{self._name}  step {done}/{self._total}  {text}")
 
     def validating(self, done: int, total: int) -> None:
         """Show the progress of a validation in place of the figures."""
@@ -123,57 +110,40 @@ def iou_table(summary: dict[str, Any], shares: Sequence[float]) -> Table:
 
     The keys of `COLUMNS` and `interval_95` that `summary` has get a column; without an interval there is room for bars.
     """
-    interval = summary.get("interval_95")
+    interval = summary.get("interval_95") or {}
+    keys = [key for key in COLUMNS if key in summary]
     table = Table(title="IoU per class, in %", title_justify="left")
-    columns = {key: title for key, title in COLUMNS.items() if key in summary}
-    for name in (
-        "class",
-        "IoU",
-        "95 % range" if interval else "",
-        *columns.values(),
-        "pixels",
-    ):
-        table.add_column(name, justify="left" if name in ("class", "") else "right")
+    table.add_column("class")
+    table.add_column("IoU", justify="right")
+    if interval:
+        table.add_column("95 % range", justify="right")
+    else:
+        table.add_column()
+    for title in (*(COLUMNS[key] for key in keys), "pixels"):
+        table.add_column(title, justify="right")
     for (name, iou), share in zip(summary["iou"].items(), shares, strict=True):
-        if iou is None:
-            table.add_row(
-                Text(name),
-                "absent",
-                "not in the mean",
-                *[""] * len(columns),
-                f"{100 * share:.2f}",
-            )
-        else:
-            beside = (
-                percent_range(interval["iou"][name])
-                if interval
-                else "█" * round(20 * iou)
-            )
-            cells = (percent(summary[key][name]) for key in columns)
-            table.add_row(
-                Text(name), percent(iou), beside, *cells, f"{100 * share:.2f}"
-            )
+        cells = ["absent", "not in the mean", *[""] * len(keys)]
+        if iou is not None:
+            beside = "█" * round(20 * iou)
+            if interval:
+                beside = percent_range(interval["iou"][name])
+            cells = [percent(iou), beside, *(percent(summary[k][name]) for k in keys)]
+        table.add_row(Text(name), *cells, percent(share, 2))
     table.add_section()
-    means = (percent(summary["mean"][key]) for key in columns)
-    beside = percent_range(interval["miou"]) if interval else ""
-    table.add_row("mean", percent(summary["miou"], 2), beside, *means, "", style="bold")
+    means = [percent(summary["mean"][key]) for key in keys]
+    miou, beside = percent(summary["miou"], 2), percent_range(interval.get("miou"))
+    table.add_row("mean", miou, beside, *means, "", style="bold")
     return table
 
 
 def share_table(classes: ClassTable, pixels: Mapping[str, Any]) -> Table:
     """Share of each class in the labelled pixels of each split; `pixels` by split, in the order of the classes."""
-    table = Table(
-        "id",
-        "class",
-        *(f"{split}, % of pixels" for split in pixels),
-        title=f"classes of {classes.name}",
-    )
+    titles = [f"{split}, % of pixels" for split in pixels]
+    table = Table("id", "class", *titles, title=f"classes of {classes.name}")
     for train, name in enumerate(classes.names):
         color = "#{:02x}{:02x}{:02x}".format(*classes.palette[train])
         shares = [
-            f"{100 * count[train] / count.sum():.2f}"
-            if count[train]
-            else "[red]absent[/]"
+            percent(count[train] / count.sum(), 2) if count[train] else "[red]absent[/]"
             for count in pixels.values()
         ]
         table.add_row(str(train), f"[{color}]■[/] {name}", *shares)
@@ -186,19 +156,19 @@ def never_predicted(summary: Mapping[str, Any]) -> str:
     missed = [name for name in present if summary["precision"][name] is None]
     if 2 * len(missed) <= len(present):
         return ""
-    return f"{len(missed)} of {len(present)} classes were never predicted: train longer (train.epochs) before using it."
+    return (
+        f"{len(missed)} of {len(present)} classes were never predicted: train longer "
+        f"(train.epochs) before using it."
+    )
 
 
 def sequence_table(sequences: Mapping[str, Mapping[str, Any]]) -> Table:
     """mIoU of the sequences of a validation, the lowest first; of many, the 20 lowest."""
     table = Table(title="mIoU by sequence, in %", title_justify="left")
-    for name, justify in (
-        ("sequence", "left"),
-        ("images", "right"),
-        ("mIoU", "right"),
-        ("in training", "left"),
-    ):
-        table.add_column(name, justify="left" if justify == "left" else "right")
+    table.add_column("sequence")
+    table.add_column("images", justify="right")
+    table.add_column("mIoU", justify="right")
+    table.add_column("in training")
     rows = lowest_first(sequences)
     for name, found in rows[:MOST_ROWS]:
         seen = {None: "unknown", True: "yes", False: "no"}[found["in_training"]]
@@ -213,16 +183,20 @@ def lowest_first(
 ) -> list[tuple[str, Mapping[str, Any]]]:
     """Sequences by rising mIoU; those without a labelled pixel come last."""
 
-    def place(item: tuple[str, Mapping[str, Any]]) -> tuple[float, str]:
-        score = item[1]["miou"]
-        return (math.inf if score is None or math.isnan(score) else score), item[0]
+    def place(item: tuple[str, Mapping[str, Any]]) -> tuple[bool, float, str]:
+        name, score = item[0], item[1]["miou"]
+        if score is None or math.isnan(score):
+            return True, 0.0, name
+        return False, score, name
 
     return sorted(sequences.items(), key=place)
 
 
 def percent(value: float | None, digits: int = 1) -> str:
     """A fraction as a number of per cent; n/a if there is none."""
-    return "n/a" if value is None or math.isnan(value) else f"{100 * value:.{digits}f}"
+    if value is None or math.isnan(value):
+        return "n/a"
+    return f"{100 * value:.{digits}f}"
 
 
 def percent_range(pair: Sequence[float] | None) -> str:

@@ -80,7 +80,9 @@ def render(found: Checkup) -> str:
         contradictions=_contradictions(found),
         leaks=_leaks(found),
         unlabelled=_unlabelled(found),
-        grids={split: _grid(*pair) for split, *pair in found.splits},
+        grids={
+            split: _grid(samples, census) for split, samples, census in found.splits
+        },
         batch=batch,
         machine=machine(found.config),
         machine_faults=faults,

@@ -13,13 +13,12 @@ from typing import Any
 from markupsafe import Markup
 
 from segpipe.errors import ConfigError, Interrupted
-from segpipe.run.pages import render_page
+from segpipe.run.pages import write_page
 from segpipe.run.pictures import COLORS, curve_svg, points_of
 from segpipe.run.tracking import FILE_NAME, failure, read_metrics
 from segpipe.settings.config import FREE_KEYS, flat, saved_config
 
 DESCENDING = ("date", "miou", "steps")
-LINES = 2 * len(COLORS)  # runs or groups with curves
 _FIGURES = (
     ("validation", "miou", "Validation mIoU, %"),
     ("train", "loss", "Training loss"),
@@ -197,19 +196,23 @@ def _text(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def render_overview(
-    rows: Sequence[Row], groups: Sequence[RecipeGroup] = (), by: str = ""
-) -> str:
-    """The page for runs, or for groups of runs that differ in setting `by` alone: a table, and a picture per figure."""
+def write_overview(
+    path: Path,
+    rows: Sequence[Row],
+    groups: Sequence[RecipeGroup] = (),
+    by: str = "",
+) -> Path:
+    """Write the page for runs, or for groups of runs that differ in setting `by` alone: a table, and their curves."""
     if not by:
         groups = [RecipeGroup(row.settings, [row]) for row in rows]
     recipes = [group.settings for group in groups if group.settings]
-    keys = differing([group.settings for group in groups])
+    keys = differing(recipes)
     styles = [(color, dashes) for dashes in ("solid", "dashed") for color in COLORS]
     styles = styles[: len(groups)]
     shared = recipes[0] if recipes else {}
-    return render_page(
+    return write_page(
         "overview.html.j2",
+        path,
         number=len(rows),
         by=by,
         keys=keys,

@@ -159,7 +159,7 @@ class WandbMirror:
             id=run_id(config, run_dir),
             resume=None if step is None else "allow",  # None replaces an earlier run
             dir=str(run_dir),
-            mode=config.track.mode,
+            mode="offline" if config.track.mode == "offline" else "online",
             config=to_mapping(config),
             save_code=False,
             # Leave our output alone and never prompt.

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from segpipe.cli.main import main as segpipe
-from segpipe.run.overview import find_runs, render_overview
+from segpipe.run.overview import find_runs, write_overview
 from segpipe.run.pictures import COLORS
 from segpipe.settings.compose import compose
 from segpipe.settings.config import to_mapping
@@ -251,7 +251,8 @@ def test_the_page_shows_the_score_first_and_a_reason_on_one_line(
     failed = write_recipe(tmp_path, "a", None, "optim.lr=1000000.0")
     write_recipe(tmp_path, "b", 0.5)
     (failed / "failure.json").write_text('{"exit_code": 6, "reason": "loss \\"nan\\""}')
-    text = render_overview(find_runs(tmp_path))
+    page = write_overview(tmp_path / "page.html", find_runs(tmp_path))
+    text = page.read_text()
     places = [
         text.index(f">{title}</th>")
         for title in ("run", "mIoU, %", "steps", "state", "optim.lr")
@@ -360,8 +361,8 @@ def test_the_page_has_one_table_and_all_curves_and_loads_nothing(
     if by:
         assert "50.00 to 56.00" in text
         assert "2 of 3" in text
-    same = render_overview(find_runs(seeds))
-    assert same == render_overview(find_runs(seeds))
+    again = write_overview(seeds / "again.html", find_runs(seeds))
+    assert write_overview(page, find_runs(seeds)).read_text() == again.read_text()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", "\x00\x00", '{"miou"'])
