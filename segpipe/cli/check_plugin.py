@@ -51,6 +51,8 @@ def main(arguments: list[str]) -> int:
     for clause in broken:
         CONSOLE.print(f"{clause.part}, {clause.name}: {clause.problem}", markup=False)
     result = f"{len(broken)} failed" if broken else "all passed"
+
+    # A problem of the shapes leaves later questions open.
     left = [clause for clause in found if not clause.checked]
     if left:
         result += f", {len(left)} not checked"
@@ -62,6 +64,7 @@ def main(arguments: list[str]) -> int:
 def chosen(arguments: list[str], config: Config) -> list[str]:
     """Parts that the arguments name, and those that are plug-ins."""
     given = {text.lstrip("+").partition("=")[0] for text in config_files(arguments)[1]}
+    # Those of a configuration file are plug-ins by their import paths.
     own = {key for key, _ in config.import_paths}
     return [part for part, key in PARTS.items() if {part, key} & given or key in own]
 
@@ -71,11 +74,14 @@ def clauses(config: Config, parts: list[str]) -> Iterator[Clause]:
     if "model" in parts:
         num_classes = _num_classes(config)
         yield from NetworkContract(config, num_classes, export=exported).clauses()
+
     if "loss" in parts:
         yield from LossContract(config).clauses()
+
     if "data" in parts:
         for split in dict.fromkeys(("train", config.data.split)):
             yield from DataContract(config, split).clauses()
+
     if "augment" in parts:
         yield from augment_clauses(config)
 
