@@ -28,7 +28,16 @@ import torch
 from segpipe.checks.tripwire import is_foreign
 
 State = dict[str, str]  # what is held, by its path, such as `Blur.apply.cache`
-ATOMS = (type(None), int, float, complex, str, bytes)
+# What cannot change: its text is all there is to know.
+ATOMS = (
+    type(None),
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+)
+# What leads to a function or an object by one of the names in WRAPPED.
 WRAPPERS = (
     staticmethod,
     classmethod,
@@ -37,7 +46,15 @@ WRAPPERS = (
     functools.partial,
     functools._lru_cache_wrapper,
 )
-WRAPPED = ("__self__", "__func__", "__wrapped__", "fget", "func", "args", "keywords")
+WRAPPED = (
+    "__self__",
+    "__func__",
+    "__wrapped__",
+    "fget",
+    "func",
+    "args",
+    "keywords",
+)
 MEMO = "entries of "  # the path of a mapping's keys
 # Attributes that albumentations sets in every call: the same after two calls with one key.
 SET_BY_CALL = re.compile(r"\.(random_generator|py_random|params)\b")
@@ -158,6 +175,7 @@ class _Walk:
 
         keyword_defaults = function.__kwdefaults__ or {}
         defaults = (*(function.__defaults__ or ()), *keyword_defaults.values())
+        # A list as a default argument is shared by all calls.
         for number, value in enumerate(defaults):
             self._add(f"default argument {number} of {path}", value)
 
@@ -187,6 +205,8 @@ class _Walk:
         if not attributes or isinstance(thing, random.Random):
             self._record(path, _snapshot(thing))
             return
+
+        # The user's objects are named by their class, and numbered from the second on.
         name = path
         if not is_foreign(kind.__module__):
             self._instances[kind] += 1
@@ -217,9 +237,10 @@ def _memory(thing: Any) -> str | None:
 def _attributes(thing: Any) -> dict[str, Any]:
     """Attributes of an object, of its `__slots__` and its `__dict__`."""
     found = {}
+    # Each class names its own slots only.
     for owner in type(thing).__mro__:
         slots = vars(owner).get("__slots__", ())
-        if isinstance(slots, str):
+        if isinstance(slots, str):  # of one slot
             slots = (slots,)
         for name in slots:
             if hasattr(thing, name):

@@ -166,6 +166,8 @@ def check(
             others[ANOTHER_WORKER] = worker()
         except UnansweredError as error:
             return [Finding(augmenter.name, REPEAT, str(error), WAITS_FOR_THREADS)]
+
+        # A process that gives no answer is no reason not to train; other results are.
         try:
             if start is not None:
                 others[ANOTHER_START] = start()
@@ -228,6 +230,8 @@ def _probed(
     """The transforms, then the whole pipeline. Transforms after the first, which crops, get its output."""
     frames = _two_frames(samples)
     first, *parts = augmenter.parts()
+
+    # What each transform is probed with, cut to the largest size that is asked for.
     cut = slice(largest)
     small = []
     for frame in frames:
@@ -361,11 +365,13 @@ def _input_problem(probed: Probed) -> str:
 def _key_problem(probed: Probed, outputs: Outputs, *, draws: bool) -> str:
     """A transform need not be random, but its randomness must come from the key, and its output from the input."""
     image = outputs[0, 0][0]
+
     if np.array_equal(image, outputs[0, 1][0]):
         if probed.varies:
             return "the same output for different keys, though a transform in it draws from the key"
         if draws:
             return "the same output for different keys, though it makes a random generator in the call"
+
     inputs_differ = not np.array_equal(probed.frames[0][0], probed.frames[1][0])
     if inputs_differ and np.array_equal(image, outputs[1, 0][0]):
         return "the same output for different images"

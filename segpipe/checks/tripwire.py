@@ -241,11 +241,11 @@ def shadows(module: str) -> bool:
 
 def generators() -> dict[str, bytes]:
     """The global random generators by name; OpenCV's cannot be read: a draw, after which it starts again."""
+    import torch
+
     draw = np.zeros((4, 1), np.int32)
     cv2.randu(draw, 0, 2**30)  # type: ignore[call-overload]
     cv2.setRNGSeed(WATCH_SEED)
-    import torch
-
     return {
         "the generator of random": pickle.dumps(random.getstate()),
         "the global generator of numpy": pickle.dumps(np.random.get_state()),

@@ -15,12 +15,17 @@ from segpipe.settings.compose import compose
 
 
 def main(overrides: list[str]) -> int:
-    """Exit code."""
+    """Exit code: that of an impure augmentation if a probe fails.
+
+    Prints a table of the transforms, then what was found and what to do.
+    """
     config = compose(overrides)
     check(config, world_size=1)
     flags.apply(config.compute.threads, config.compute.mode)
     samples = CachedSamples(open_samples(config.data, "train", config.seed), 256)
     augmenter = Augmenter(config.augment)
+
+    # Processes do the work; the bar moves whenever they have observed a transform.
     names = [*(part.name for part in augmenter.parts()), augmenter.name]
     checked: list[str] = []
     with progress("starting processes", len(names)) as show:
@@ -31,6 +36,7 @@ def main(overrides: list[str]) -> int:
             show(len(checked), what=name)
 
         findings = purity.check(augmenter, samples, report=report)
+
     CONSOLE.print(_table(names, findings))
     for finding in findings:
         CONSOLE.print(str(finding), markup=False)

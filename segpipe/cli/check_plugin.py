@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 
 from rich.markup import escape
 from rich.table import Table
@@ -20,6 +19,7 @@ from segpipe.run.console import CONSOLE
 from segpipe.settings.compose import compose, config_files
 from segpipe.settings.config import Config
 
+# The setting that names each part.
 PARTS = {
     "model": "model.name",
     "loss": "loss.name",
@@ -29,7 +29,10 @@ PARTS = {
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code."""
+    """Exit code: that of a wrong setting if a check fails.
+
+    Prints a table of the checks, then what is wrong and what to do.
+    """
     config = compose(arguments)
     parts = chosen(arguments, config)
     if not parts:
@@ -48,8 +51,11 @@ def main(arguments: list[str]) -> int:
     for clause in broken:
         CONSOLE.print(f"{clause.part}, {clause.name}: {clause.problem}", markup=False)
     result = f"{len(broken)} failed" if broken else "all passed"
-    if left := sum(not clause.checked for clause in found):
-        result += f", {left} not checked"
+
+    # A problem of the shapes leaves later questions open.
+    left = [clause for clause in found if not clause.checked]
+    if left:
+        result += f", {len(left)} not checked"
     checks = "check" if len(found) == 1 else "checks"
     CONSOLE.print(f"{len(found)} {checks} of {', '.join(parts)}: {result}")
     return ConfigError.exit_code if broken else 0
@@ -58,6 +64,7 @@ def main(arguments: list[str]) -> int:
 def chosen(arguments: list[str], config: Config) -> list[str]:
     """Parts that the arguments name, and those that are plug-ins."""
     given = {text.lstrip("+").partition("=")[0] for text in config_files(arguments)[1]}
+    # Those of a configuration file are plug-ins by their import paths.
     own = {key for key, _ in config.import_paths}
     return [part for part, key in PARTS.items() if {part, key} & given or key in own]
 
@@ -67,13 +74,14 @@ def clauses(config: Config, parts: list[str]) -> Iterator[Clause]:
     if "model" in parts:
         num_classes = _num_classes(config)
         yield from NetworkContract(config, num_classes, export=exported).clauses()
+
     if "loss" in parts:
         yield from LossContract(config).clauses()
+
     if "data" in parts:
-        splits = dict.fromkeys(("train", config.data.split))
-        yield from chain.from_iterable(
-            DataContract(config, split).clauses() for split in splits
-        )
+        for split in dict.fromkeys(("train", config.data.split)):
+            yield from DataContract(config, split).clauses()
+
     if "augment" in parts:
         yield from augment_clauses(config)
 
@@ -90,7 +98,10 @@ def table(found: list[Clause]) -> Table:
     """One row for each clause."""
     rows = Table("part", "check", "", "note")
     for clause in found:
-        kept = "[green]passed[/]" if clause.checked else "not checked"
-        verdict = "[bold red]failed[/]" if clause.problem else kept
+        verdict = "[green]passed[/]"
+        if clause.problem:
+            verdict = "[bold red]failed[/]"
+        elif not clause.checked:
+            verdict = "not checked"
         rows.add_row(clause.part, escape(clause.name), verdict, escape(clause.note))
     return rows
