@@ -104,8 +104,8 @@ def read_torch(path: Path) -> Any:
         lines = str(error).splitlines() or [type(error).__name__]
         reason = "its pickle is damaged" if damaged else lines[0][:200]
         raise CheckpointError(
-            f"{path} ({len(content)} bytes) cannot be read as a file of torch: {reason}. It is truncated or foreign: "
-            f"fetch it again, or take another file of the run (last.pt, best.pt)."
+            f"{path} ({len(content)} bytes) cannot be read as a file of torch: {reason}. It is truncated or foreign. "
+            f"Fetch it again, or take another file of the run (last.pt, best.pt)."
         ) from error
 
 
@@ -342,6 +342,8 @@ def _names(
             )
             if count > most:
                 best, most = names, count
+            if count == min(len(own), len(tensors)):
+                return names
     return best
 
 
