@@ -1,4 +1,4 @@
-"""Attacks on the promises that no digest shows: another job in the folder, another environment, forged evidence, impure
+"""Attacks on the promises that no digest shows: a job in the same folder, another environment, changed evidence, impure
 transforms. Each must be refused with its cause named, and each has a control that passes."""
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from segpipe.checks import purity as checker
 from segpipe.data.augment import Augmenter
 from segpipe.data.transforms import TRANSFORMS
 from segpipe.errors import ImpureAugmentError
-from segpipe.files import sha256
 from segpipe.settings.groups import AugmentConfig
 from segpipe.train import checkpoint
 
@@ -157,34 +156,25 @@ def _ledger(run: Path) -> None:
 
 
 def _export(run: Path) -> None:
-    """With a manifest and sums that fit it and the run."""
     folder = run / "export"
     folder.mkdir()
     (folder / "model.onnx").write_bytes(b"any bytes at all")
-    weights = checkpoint.load(run / "last.pt")["digests"]["ema"]
-    source = {
-        "weights_digest": weights,
-        "checkpoint": {"file": "last.pt", "sha256": sha256(run / "last.pt")},
-    }
-    (folder / "manifest.json").write_text(json.dumps({"source": source}))
-    sums = [f"{sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
-    (folder / "SHA256SUMS").write_text("".join(sums))
 
 
-FORGERIES: dict[str, tuple[Callable[[Path], None], str]] = {
+CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "miou of result.json": (_score, "miou is 0.9"),
-    "weights, with digests and hashes that fit them": (_weights, "last.pt"),
+    "weights, with digests and hashes that fit them": (_weights, "ema_digest"),
     "the end of the ledger": (_ledger, "ledger"),
-    "an export of any bytes at all": (_export, "gates"),
+    "an export of any bytes at all": (_export, "export"),
 }
 
 
-def forged(sound: Path, folder: Path) -> Iterator[Row]:
+def changed(sound: Path, folder: Path) -> Iterator[Row]:
     """Evidence that was changed after the training: the audit names the part."""
-    for what, (forge, word) in FORGERIES.items():
+    for what, (change, word) in CHANGES.items():
         copy = folder / "".join(letter for letter in what if letter.isalpha())
         shutil.copytree(sound, copy)
-        forge(copy)
+        change(copy)
         arguments = (
             f"run={copy}",
             "spans=1",
@@ -192,7 +182,7 @@ def forged(sound: Path, folder: Path) -> Iterator[Row]:
             "seed=1",
             f"out={folder / 'audit'}",
         )
-        yield row(f"forged: {what}", ended(command("audit", *arguments)), 13, word)
+        yield row(f"changed: {what}", ended(command("audit", *arguments)), 13, word)
     found = ended(
         command(
             "audit",
@@ -243,7 +233,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         ended(train(root / "sound"))
         parts = (
             impure_transforms(), second_owner(root / "owners"), other_environment(root / "sound", root / "environment"),
-            forged(root / "sound", root / "forged"),
+            changed(root / "sound", root / "changed"),
         )  # fmt: skip
         for part in parts:
             for found in part:

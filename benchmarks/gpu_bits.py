@@ -117,7 +117,7 @@ def digest(bench: Bench) -> dict[str, Any]:
         torch.cuda.set_sync_debug_mode("error")
     try:
         many = digests_of.digest_many(there, channels_last=True)
-        each = digests_of.digest_each(batch)
+        each = digests_of.digest_groups([[image] for image in batch])
         single = [digests_of.digest(tensor) for tensor in there]
     finally:
         if bench.device.type == "cuda":
@@ -125,9 +125,10 @@ def digest(bench: Bench) -> dict[str, Any]:
     assert int(many) == int(digests_of.digest_many(tensors, channels_last=True)), (
         "digest_many differs from the CPU's"
     )
-    assert each.tolist() == digests_of.digest_each(frames).tolist(), (
-        "digest_each differs from the CPU's"
-    )
+    assert (
+        each.tolist()
+        == digests_of.digest_groups([[image] for image in frames]).tolist()
+    ), "digest_groups differs from the CPU's"
     assert [int(value) for value in single] == [
         int(digests_of.digest(x)) for x in tensors
     ], "digest differs"

@@ -1,8 +1,8 @@
 """Faults planted into a run of 16 processes, each of which must be named when it is compared with a run of 4.
 
 Every fault is one bit, one unit in the last place, or one id, in one place of one step, and goes in underneath the code
-that records: the ledger knows nothing of it. A fault inside the network is named by the ledger as far as the first
-statistics or gradient that it reached; its layer is named when both runs are trained again.
+that records: the ledger knows nothing of it. A fault inside the network is named by the first statistics or gradient
+that it reached.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import argparse
 import os
 import queue
 import tempfile
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +24,6 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from benchmarks import measure as measuring
-from segpipe.audit.locate import compare_again
-from segpipe.audit.worker import run_task
 from segpipe.data.loader import ShardBatch
 from segpipe.data.order import Order
 from segpipe.determinism import flags
@@ -68,19 +65,17 @@ class Plant:
     shard: int | None = None
     row: int | None = None  # of the shard's samples
     layer: str | None = None  # tensor that the ledgers name
-    module: str | None = None  # layer that is named when both are trained again
     stops: bool = False  # whether the ranks find it themselves
 
 
 class Here:
-    """Step and shard whose forward and backward are being computed, and whether the run is to have the fault."""
+    """Step and shard whose forward and backward are being computed."""
 
     step = shard = -1
-    faulty = True
 
     @classmethod
     def is_place(cls) -> bool:
-        return cls.faulty and (cls.step, cls.shard) == (STEP, SHARD)
+        return (cls.step, cls.shard) == (STEP, SHARD)
 
 
 def nudge(tensor: Tensor) -> None:
@@ -304,9 +299,9 @@ PLANTS: dict[str, Plant] = {
     "swap": Plant("two samples of a shard swapped", "order", other_order(lambda x: x[::-1]), SHARD, 0),
     "duplicate": Plant("a sample given twice", "order", other_order(lambda x: [x[0], x[0]]), SHARD, ROW),
     "preprocess": Plant("1 ulp in the normalised batch", "preprocess", preprocessed, SHARD),
-    "forward": Plant("1 ulp in the output of a layer", "forward", in_forward, SHARD, layer=NORM, module=MODULE),
+    "forward": Plant("1 ulp in the output of a layer", "forward", in_forward, SHARD, layer=NORM),
     "backward": Plant(
-        "1 ulp in the gradient of a layer", "backward", in_backward, SHARD, layer=LAYER, module=MODULE
+        "1 ulp in the gradient of a layer", "backward", in_backward, SHARD, layer=LAYER
     ),
     "reduced": Plant("1 ulp in one rank's reduced gradient", "reduction", reduced_on_one_rank, layer=LAYER, stops=True),
     "lr": Plant("learning rate of one step", "optimizer", rate),
@@ -327,10 +322,8 @@ PLANTS: dict[str, Plant] = {
 }  # fmt: skip
 
 
-def problems(
-    plant: Plant, found: Comparison, stopped: str, again: Comparison | None = None
-) -> list[str]:
-    """What was not said of a plant as it should have been; empty when all was. `again`: after training both again."""
+def problems(plant: Plant, found: Comparison, stopped: str) -> list[str]:
+    """What was not said of a plant as it should have been; empty when all was."""
     if plant.stage is None:
         named = found.verdict == "identical" and list(found.fingerprint) == [
             "albumentations"
@@ -356,12 +349,6 @@ def problems(
         stopped and not (plant.layer in stopped and f"rank {RANK} " in stopped)
     ):
         wrong.append(f"in the run: {stopped or 'not stopped'}")
-    if plant.module is not None and (
-        again is None or (again.stage, again.layer) != (plant.stage, plant.module)
-    ):
-        wrong.append(
-            f"trained again: {again.replay if again else 'not'}, not {plant.module}"
-        )
     return wrong
 
 
@@ -471,43 +458,6 @@ def run_all(
     return found
 
 
-def trained_again(baseline: Path, planted: Path, name: str) -> Comparison:
-    """The comparison of two runs that are both trained again, by one process and with the fault in the second alone."""
-    with ExitStack() as stack:
-        watch_place(stack.enter_context)
-        PLANTS[name].put(stack.enter_context, 0)
-        _choose_run(stack.enter_context)
-        return compare_again(
-            baseline,
-            planted,
-            nproc=1,
-            progress=lambda done, total: None,
-            run_task=run_task,
-        )
-
-
-def _choose_run(enter: Enter) -> None:
-    """Have the fault only in the second of the runs that are trained again, which compare_again calls b."""
-    build = state.build_state
-
-    def around(config: Config, *given: Any) -> TrainState:
-        Here.faulty = config.run.name == "b"
-        return build(config, *given)
-
-    enter(mock.patch.object(state, "build_state", around))
-
-
-def trained_again_apart(
-    baseline: Path, folder: Path, names: Sequence[str]
-) -> dict[str, Comparison]:
-    """`trained_again` of runs below `folder`, in a process of their own, whose switches of torch a replay sets."""
-    with ProcessPoolExecutor(1, mp_context=mp.get_context("spawn")) as pool:
-        return {
-            name: pool.submit(trained_again, baseline, folder / name, name).result()
-            for name in names
-        }
-
-
 SMOKE = {"PLANTS": {"pixel": PLANTS["pixel"]}}
 
 
@@ -520,8 +470,6 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         run_all(4, folder / "four", [""])
         said = run_all(16, folder / "sixteen", ["", *PLANTS])
         baseline = read_run(folder / "four" / "baseline")
-        inside = [name for name, plant in PLANTS.items() if plant.module]
-        again = trained_again_apart(baseline.folder, folder / "sixteen", inside)
         control = compare(baseline, read_run(folder / "sixteen" / "baseline"))
         for name, plant in PLANTS.items():
             found = compare(baseline, read_run(folder / "sixteen" / name))
@@ -530,13 +478,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
                 "what": plant.what,
                 "said": found.sentence,
                 "stopped": said[name].replace(text, "FOLDER"),
-                "wrong": problems(plant, found, said[name], again.get(name)),
+                "wrong": problems(plant, found, said[name]),
             }
-            if name in again:
-                row["trained_again"] = {
-                    "layer": again[name].layer,
-                    "said": again[name].replay,
-                }
             rows.append(row)
             Console(stderr=True).print(rows[-1], soft_wrap=True)
     return {

@@ -49,7 +49,6 @@ class Audit:
     replayed: int  # updates
     updates: int  # of the run
     processes: int
-    evidence: str  # SHA-256 over all files that were checked
     seconds: float
 
     @property

@@ -13,12 +13,12 @@ from rich.table import Table
 
 from segpipe.audit.examine import AuditRequest, examine
 from segpipe.audit.verdict import Audit, check_folder, write_audit
-from segpipe.audit.worker import run_task
 from segpipe.cli.commands import COMMANDS
 from segpipe.cli.evaluate import evaluate
 from segpipe.cli.verify import verify
 from segpipe.errors import SegpipeError
 from segpipe.run.console import CONSOLE, progress
+from segpipe.settings.config import Config, flat
 
 COLORS = {
     "passed": "green",
@@ -37,9 +37,8 @@ def main(given: dict[str, Any]) -> int:
         audit = examine(
             request(given),
             lambda what, done, total: show(done, total or None, what),
-            run_task,
-            evaluate=partial(_evaluate, given) if given["evaluate"] else None,
-            verify=partial(_verify, given) if given["verify"] else None,
+            evaluate=partial(_evaluate, given["run"]) if given["evaluate"] else None,
+            verify=partial(_verify, given["run"]) if given["verify"] else None,
         )
     CONSOLE.print(table(audit))
     CONSOLE.print(f"{audit.sentence}.", markup=False)
@@ -60,36 +59,20 @@ def request(given: dict[str, Any]) -> AuditRequest:
         span_steps=given["span_steps"],
         nproc=given["compute.nproc"],
         any_environment=given["any_environment"],
-        settings=_settings(given),
+        settings={name: given[name] for name in SETTINGS if name in given},
     )
 
 
-def _evaluate(given: dict[str, Any], which: str, precision: str) -> dict[str, Any]:
+def _evaluate(run: str, config: Config, which: str, precision: str) -> dict[str, Any]:
+    """Figures of a checkpoint with all settings of `config`."""
     defaults = {key.key: key.default for key in COMMANDS["evaluate"].keys}
-    return evaluate(
-        {
-            **defaults,
-            **_settings(given),
-            "run": given["run"],
-            "which": which,
-            "precision": precision,
-        }
-    ).figures
+    asked = {"run": run, "which": which, "precision": precision}
+    return evaluate({**defaults, **flat(config), **asked}).figures
 
 
-def _verify(given: dict[str, Any], folder: Path) -> str:
-    return verify(
-        {
-            **_settings(given),
-            "run": given["run"],
-            "which": "last",
-            "artifact": str(folder),
-        }
-    ).line("ARTIFACT")
-
-
-def _settings(given: dict[str, Any]) -> dict[str, Any]:
-    return {name: given[name] for name in SETTINGS if name in given}
+def _verify(run: str, config: Config, folder: Path) -> str:
+    asked = {"run": run, "which": "last", "artifact": str(folder)}
+    return verify({**flat(config), **asked}).line("ARTIFACT")
 
 
 def table(audit: Audit) -> Table:

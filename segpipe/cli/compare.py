@@ -37,12 +37,11 @@ def main(given: dict[str, Any]) -> int:
 
 def replayed(a: Path, b: Path, nproc: int) -> Comparison:
     """The comparison of two run folders after training both again up to the first difference."""
-    # These import torch, which a comparison without replay does not need.
+    # It imports torch, which a comparison without replay does not need.
     from segpipe.audit.locate import compare_again
-    from segpipe.audit.worker import run_task
 
     with progress("training again", console=Console(stderr=True)) as show:
-        return compare_again(a, b, nproc=nproc, progress=show, run_task=run_task)
+        return compare_again(a, b, nproc=nproc, progress=show)
 
 
 def show(found: Comparison, console: Console) -> None:

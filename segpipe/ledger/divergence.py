@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from segpipe.determinism import flags
-from segpipe.ledger.results import compare_results
-from segpipe.ledger.rows import (
-    PART,
-    SHARD,
-    STEP,
-    Rows,
-    differing,
+from segpipe.ledger.reader import RankDivergence, RunLedger, common_rows
+from segpipe.ledger.results import (
+    input_differences,
     mapping_differences,
-    part_fields,
-    row_keys,
-    slots,
+    missing_files,
+    result_differences,
 )
+from segpipe.ledger.rows import PART, SHARD, STEP, Rows, differing, part_fields, slots
 from segpipe.settings.config import of_this_version
 
-if TYPE_CHECKING:
-    from segpipe.ledger.reader import RankDivergence, RunLedger
-
 EXIT_CODES = {"identical": 0, "identical_up_to": 2, "diverged": 5, "not_comparable": 2}
-RESULT = "result"  # stage of runs whose updates are equal, and whose validations or final digests are not
+# Stage of runs whose updates are equal, and whose validations or final digests are not.
+RESULT = "result"
 
 
 class Field(NamedTuple):
@@ -65,51 +59,42 @@ FIELDS = (
 )
 STAGES = tuple(dict.fromkeys(entry.stage for entry in FIELDS))
 SAMPLE_STAGES = ("order", "decode", "augment")  # with a digest for each sample
-DTYPES = {
-    "valid": np.int64,
-    "loss": np.float64,
-    "lr": np.float64,
-    "scale": np.float64,
-}  # fields that are numbers
+# Fields that are numbers.
+DTYPES = {"valid": np.int64, "loss": np.float64, "lr": np.float64, "scale": np.float64}
 
+LOW = (1 << 32) - 1  # of a number for epoch and sample
+PARTS = "/parts"  # ends the names of fields of which single tensors were recorded
 Key: TypeAlias = tuple[int, str, int]  # kind, field, shard (-1: none)
-Values: TypeAlias = dict[
-    Key, tuple[NDArray[Any], NDArray[Any]]
-]  # of both runs, one per sample or tensor
+# What one run recorded of a step: one number per sample or tensor.
+Values: TypeAlias = dict[Key, NDArray[Any]]
 RowPairs: TypeAlias = dict[int, tuple[Rows, Rows]]  # rows of equal keys, by kind
-IN_RUNS = ("in A", "in B")
 
 
 @dataclass(frozen=True)
 class Comparison:
     """The verdict on two runs; None where something is unknown or does not apply."""
 
-    verdict: str  # identical | identical_up_to (one run has further steps) | diverged | not_comparable
+    # identical | identical_up_to (one run lacks steps or files of ranks) | diverged | not_comparable
+    verdict: str
     sentence: str
-    step: int | None = (
-        None  # the first that differs; -1 stands for the state before step 0
-    )
+    step: int | None = None  # the first that differs; -1: the state before step 0
     stage: str | None = None  # one of STAGES, or RESULT
     shard: int | None = None
     shards: list[int] = field(default_factory=list)  # all that differ at this stage
     sample: int | None = None  # its index in A
     file: str | None = None  # its name
     layer: str | None = None
-    fields: list[dict[str, str]] = field(
-        default_factory=list
-    )  # stage, field, state: at `step`, or at the last one
+    # Stage, field, state: at `step`, or at the last one.
+    fields: list[dict[str, str]] = field(default_factory=list)
     steps: int = 0  # that both runs have
-    fingerprint: dict[str, tuple[Any, Any]] = field(
-        default_factory=dict
-    )  # entries that differ
-    recipe: dict[str, tuple[Any, Any]] = field(
-        default_factory=dict
-    )  # settings that differ
+    # Entries and settings that differ.
+    fingerprint: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    recipe: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     inputs: str = ""  # data files and sources that differ
     processes: tuple[int, int] | None = None
     notes: tuple[str, ...] = ()
     advice: str = ""
-    replay: str = ""  # result of replaying both up to that step; empty when they were not replayed
+    replay: str = ""  # result of replaying both up to that step
     odd: str | None = None  # A or B: the run that a replay does not reproduce
 
     @property
@@ -137,113 +122,68 @@ def compare(a: RunLedger, b: RunLedger) -> Comparison:
 
     Raises CheckpointError when a file with results cannot be read.
     """
-    pairs = {kind: _common(a.rows[kind], b.rows[kind]) for kind in (SHARD, STEP, PART)}
-    steps = pairs[STEP][0][
-        "step"
-    ]  # whose last row both have: a crash may leave shards of a step without it
-    ends = compare_results(a.folder, b.folder)
-    facts: dict[str, Any] = {
-        "inputs": ends.inputs,
-        "steps": int((steps >= 0).sum()),
-        "fingerprint": flags.differences(a.first.fingerprint, b.first.fingerprint),
-        "recipe": mapping_differences(
-            of_this_version(a.first.recipe), of_this_version(b.first.recipe)
-        ),
-        "processes": (a.first.world_size, b.first.world_size),
-        "notes": (
-            *_limits(a, b),
-            *ends.missing,
-            *(f"{name}: {note}" for name, run in _named(a, b) for note in run.notes),
-        ),
-    }
-    if reason := _obstacle(a, b):
+    runs = (a, b)
+    kinds = (SHARD, STEP, PART)
+    pairs = {kind: common_rows(a.rows[kind], b.rows[kind]) for kind in kinds}
+    limits = _limits(a, b)
+    facts = _facts(a, b, pairs, limits)
+    if reason := _different_work(a, b):
         return not_comparable(reason, **facts)
-    first = min(
-        (step for kind, pair in pairs.items() for step in _first_step(kind, pair)),
-        default=None,
-    )
-    found = [_explain(first, pairs, a, b, facts)] if first is not None else []
-    found += [
+    differences = []
+    if steps := [
+        step for kind, pair in pairs.items() for step in _first_step(kind, pair)
+    ]:
+        sides = ("in A", "in B")
+        differences.append(_explain(min(steps), pairs, runs, sides, facts))
+    differences += [
         _explain_ranks(name, run, run.divergence, facts)
-        for name, run in _named(a, b)
+        for name, run in zip("AB", runs, strict=True)
         if run.divergence
     ]
-    if (
-        found
-    ):  # of two at the same place, ranks that diverged within a run are the cause
-        return min(
-            reversed(found), key=lambda each: (each.step, STAGES.index(str(each.stage)))
-        )
+    if differences:
+        # Of two at the same place, ranks that diverged within a run are the cause.
+        return min(reversed(differences), key=_place)
     if not facts["steps"]:
-        return not_comparable(
-            f"no step is in both ledgers: A has {_span(a)}, B has {_span(b)}.", **facts
-        )
-    last = _StepPair(int(steps[-1]), pairs)
-    fields = [_cell(entry, last.shards(entry)) for entry in FIELDS]
-    limits = "; ".join(_limits(a, b))
+        spans = f"A has {_span(a)}, B has {_span(b)}"
+        return not_comparable(f"no step is in both ledgers: {spans}.", **facts)
+    last = int(pairs[STEP][0]["step"][-1])
+    facts["fields"] = _fields(_values(last, pairs, 0), _values(last, pairs, 1))
     sentence = f"identical in all {facts['steps']} common steps"
-    sentence += f", but not everything could be compared: {limits}" if limits else ""
-    if ends.results:
-        sentence += f", but {ends.results[0]}"
-        return Comparison(
-            "diverged", sentence, step=last.step, stage=RESULT, fields=fields, **facts
-        )
-    verdict = "identical" if _span(a) == _span(b) else "identical_up_to"
-    return Comparison(verdict, sentence, fields=fields, **facts)
+    if limits:
+        sentence += f", but not everything could be compared: {'; '.join(limits)}"
+    if results := result_differences(a.folder, b.folder):
+        sentence += f", but {results[0]}"
+        return Comparison("diverged", sentence, step=last, stage=RESULT, **facts)
+    return Comparison("identical_up_to" if limits else "identical", sentence, **facts)
 
 
-def _named(
-    a: RunLedger, b: RunLedger
-) -> tuple[tuple[str, RunLedger], tuple[str, RunLedger]]:
-    return ("A", a), ("B", b)
+def _facts(
+    a: RunLedger, b: RunLedger, pairs: RowPairs, limits: list[str]
+) -> dict[str, Any]:
+    """What every verdict reports."""
+    # By their last row: a crash may leave shards of a step without it.
+    steps = pairs[STEP][0]["step"]
+    one, two = a.first, b.first
+    recipes = [of_this_version(header.recipe) for header in (one, two)]
+    notes = [*limits, *missing_files(a.folder, b.folder)]
+    notes += [f"A: {note}" for note in a.notes] + [f"B: {note}" for note in b.notes]
+    return {
+        "inputs": input_differences(a.folder, b.folder),
+        "steps": int((steps >= 0).sum()),
+        "fingerprint": flags.differences(one.fingerprint, two.fingerprint),
+        "recipe": mapping_differences(*recipes),
+        "processes": (one.world_size, two.world_size),
+        "notes": tuple(notes),
+    }
 
 
 def _limits(a: RunLedger, b: RunLedger) -> list[str]:
     """Why equal common steps do not prove equal runs; empty when they do."""
     spans = [f"A has {_span(a)}, B has {_span(b)}"] if _span(a) != _span(b) else []
-    return spans + [
-        f"{name}: {fault}" for name, run in _named(a, b) for fault in run.faults
+    faults = [f"A: {fault}" for fault in a.faults] + [
+        f"B: {fault}" for fault in b.faults
     ]
-
-
-def _obstacle(a: RunLedger, b: RunLedger) -> str:
-    """Why equal keys do not mean equal work in the two runs; empty when they do."""
-    reasons = []
-    for name in ("seed", "compute.shards", "compute.samples_per_shard", "data.name"):
-        here, there = a.first.recipe[name], b.first.recipe[name]
-        if here != there:
-            reasons.append(f"{name} is {here} in A and {there} in B")
-    if a.sample_names and b.sample_names and a.sample_names != b.sample_names:
-        pairs = enumerate(zip(a.sample_names, b.sample_names, strict=False))
-        unlike = (
-            f"sample {index} is {one} in A and {two} in B"
-            for index, (one, two) in pairs
-            if one != two
-        )
-        reasons.append(
-            next(
-                unlike,
-                f"A has {len(a.sample_names)} samples and B has {len(b.sample_names)}",
-            )
-        )
-    return "; ".join(reasons) + (
-        ". Only runs that agree in this can have the same bits." if reasons else ""
-    )
-
-
-def _common(a: Rows, b: Rows) -> tuple[Rows, Rows]:
-    """Rows whose keys both have, in key order."""
-    keys = row_keys(a), row_keys(b)
-    if np.array_equal(*keys):
-        return a, b
-    _, here, there = np.intersect1d(*keys, assume_unique=True, return_indices=True)
-    return a[here], b[there]
-
-
-def _first_step(kind: int, pair: tuple[Rows, Rows]) -> list[int]:
-    """The first step at which rows of a kind differ; empty when none does."""
-    unequal = np.any([*differing(*pair, kind).values()], axis=0)
-    return [int(pair[0]["step"][np.argmax(unequal)])] if unequal.any() else []
+    return spans + faults
 
 
 def _span(run: RunLedger) -> str:
@@ -252,125 +192,130 @@ def _span(run: RunLedger) -> str:
     return f"steps {steps.min()} to {steps.max()}" if len(steps) else "no step"
 
 
-class _StepPair:
-    """What two runs, or two ranks of one, both recorded of one step."""
-
-    def __init__(self, step: int, pairs: RowPairs) -> None:
-        self.step = step
-        self.whole: Values = {}  # from shard and step rows
-        self.parts: Values = {}  # from part rows
-        for kind, pair in pairs.items():
-            for one, two in zip(
-                *(rows[pair[0]["step"] == step] for rows in pair), strict=True
-            ):
-                self._add_part(one, two) if kind == PART else self._add_whole(
-                    kind, one, two
-                )
-
-    def _add_whole(self, kind: int, one: Any, two: Any) -> None:
-        shard = int(one["shard"])
-        if kind == SHARD:
-            here, there = (
-                np.stack([row["epoch"], row["sample"]], axis=1) for row in (one, two)
-            )
-            self.whole[kind, "order", shard] = (here, there)
-        for number, (name, slot) in enumerate(slots(kind, len(one["sample"])).items()):
-            if (one["present"] & two["present"]) >> number & 1:
-                self.whole[kind, name, shard] = (
-                    one["digest"][slot],
-                    two["digest"][slot],
-                )
-
-    def _add_part(self, one: Any, two: Any) -> None:
-        shard = int(one["shard"])
-        key = (SHARD if shard >= 0 else STEP, part_fields(shard)[one["field"]], shard)
-        before = self.parts.get(key, (np.zeros(0, np.uint64),) * 2)
-        here, there = (
-            np.append(old, row["digest"][: row["present"]])
-            for old, row in zip(before, (one, two), strict=True)
-        )
-        self.parts[key] = (here, there)
-
-    def shards(self, entry: Field) -> list[int] | None:
-        """Where a field differs; -1 is the step as a whole. None when one of the two lacks the field."""
-        keys = {
-            key
-            for values in (self.whole, self.parts)
-            for key in values
-            if key[:2] == (entry.kind, entry.name)
-        }
-        return [key[2] for key in keys if self.places(*key)] if keys else None
-
-    def places(self, kind: int, name: str, shard: int) -> list[int]:
-        """Indices of the samples or tensors of a field that differ."""
-        key = (kind, name, shard)
-        return _places(self.parts, key) or _places(self.whole, key)
-
-    def sample(self, shard: int, place: int, side: int) -> tuple[int, int] | None:
-        """Epoch and index of a sample of a shard; None when one of the two lacks the shard's row."""
-        values = self.whole.get((SHARD, "order", shard))
-        return (
-            (int(values[side][place, 0]), int(values[side][place, 1]))
-            if values
-            else None
-        )
+def _different_work(a: RunLedger, b: RunLedger) -> str:
+    """Why equal keys do not mean equal work in the two runs; empty when they do."""
+    reasons = []
+    for name in ("seed", "compute.shards", "compute.samples_per_shard", "data.name"):
+        here, there = a.first.recipe[name], b.first.recipe[name]
+        if here != there:
+            reasons.append(f"{name} is {here} in A and {there} in B")
+    names = a.sample_names, b.sample_names
+    if all(names) and names[0] != names[1]:
+        reason = f"A has {len(names[0])} samples and B has {len(names[1])}"
+        for index, (one, two) in enumerate(zip(*names, strict=False)):
+            if one != two:
+                reason = f"sample {index} is {one} in A and {two} in B"
+                break
+        reasons.append(reason)
+    return "; ".join(reasons)
 
 
-def _places(values: Values, key: Key) -> list[int]:
-    if key not in values:
+def _first_step(kind: int, pair: tuple[Rows, Rows]) -> list[int]:
+    """The first step at which rows of a kind differ; empty when none does."""
+    unequal = np.any([*differing(*pair, kind).values()], axis=0)
+    return [int(pair[0]["step"][np.argmax(unequal)])] if unequal.any() else []
+
+
+def _place(found: Comparison) -> tuple[int, int]:
+    """Sorts differences by step and stage."""
+    assert found.step is not None
+    return found.step, STAGES.index(str(found.stage))
+
+
+def _values(step: int, pairs: RowPairs, side: int) -> Values:
+    """What one of two runs (0 or 1) recorded of a step."""
+    found: Values = {}
+    for kind, rows in ((kind, pair[side]) for kind, pair in pairs.items()):
+        for row in rows[rows["step"] == step]:
+            shard = int(row["shard"])
+            if kind == PART:
+                name = part_fields(shard)[row["field"]] + PARTS
+                key = (SHARD if shard >= 0 else STEP, name, shard)
+                before = found.get(key, np.zeros(0, np.uint64))
+                found[key] = np.append(before, row["digest"][: row["present"]])
+                continue
+            if kind == SHARD:
+                # One number for both: equal only if epochs and samples are.
+                order = row["epoch"].astype(np.int64) << 32 | row["sample"]
+                found[kind, "order", shard] = order
+            places = slots(kind, len(row["sample"]))
+            for number, (name, slot) in enumerate(places.items()):
+                if row["present"] >> number & 1:
+                    found[kind, name, shard] = row["digest"][slot]
+    return found
+
+
+def _unequal(key: Key, a: Values, b: Values) -> list[int]:
+    """Indices of the samples or tensors of a field that differ."""
+    if key not in a or key not in b:
         return []
-    unequal = np.not_equal(*values[key])
-    return [
-        int(place)
-        for place in np.flatnonzero(unequal.any(axis=tuple(range(1, unequal.ndim))))
-    ]
+    unequal: list[int] = np.flatnonzero(a[key] != b[key]).tolist()
+    return unequal
+
+
+def _shards(entry: Field, a: Values, b: Values) -> list[int] | None:
+    """Where a field differs; -1 is the step as a whole. None when one of the two lacks the field."""
+    names = (entry.name, entry.name + PARTS)
+    keys = [key for key in a if key in b and key[0] == entry.kind and key[1] in names]
+    if not keys:
+        return None
+    return sorted({key[2] for key in keys if _unequal(key, a, b)})
+
+
+def _fields(a: Values, b: Values) -> list[dict[str, str]]:
+    """The state of every field of a step: equal, differs, or not recorded by one of the two."""
+    found = []
+    for entry in FIELDS:
+        shards = _shards(entry, a, b)
+        state = "not recorded" if shards is None else "differs" if shards else "equal"
+        found.append({"stage": entry.stage, "field": entry.noun, "state": state})
+    return found
 
 
 def _explain(
     step: int,
     pairs: RowPairs,
-    a: RunLedger,
-    b: RunLedger,
+    runs: tuple[RunLedger, RunLedger],
+    sides: tuple[str, str],
     facts: dict[str, Any],
-    sides: tuple[str, str] = IN_RUNS,
 ) -> Comparison:
-    """The verdict on `sides` that differ at `step`: the first stage, and there the lowest shard."""
-    found = _StepPair(step, pairs)
-    states = {entry: found.shards(entry) for entry in FIELDS}
-    stage = next((entry.stage, entry.kind) for entry, where in states.items() if where)
-    same = {
-        entry: where
-        for entry, where in states.items()
-        if (entry.stage, entry.kind) == stage and where is not None
-    }
-    shards = sorted({shard for where in same.values() for shard in where})
+    """The verdict on `sides` that differ at a step: the first field, and there the lowest shard."""
+    a, b = (_values(step, pairs, side) for side in (0, 1))
+    first = next(entry for entry in FIELDS if _shards(entry, a, b))
+    shards = _shards(first, a, b) or []
     shard = shards[0]
-    wrong = next(entry for entry, where in same.items() if shard in where)
-    place = found.places(wrong.kind, wrong.name, shard)[0]
-    known = found.sample(shard, place, 0) if wrong.stage in SAMPLE_STAGES else None
-    sample = known[1] if known else None
-    layer = _layer(found, wrong, shard, a)
-    if wrong.stage == "order":
-        what = _order_words(found, shard, place, (a, b), sides)
-    else:
-        first = sorted(
-            same, key=lambda entry: shard not in same[entry]
-        )  # fields that differ before equal ones
-        what = ", ".join(
-            _state(entry, shard in same[entry], found, shard, sides) for entry in first
-        )
+    key, parts = (
+        (first.kind, name, shard) for name in (first.name, first.name + PARTS)
+    )
+    wrong = _unequal(key, a, b)
+    place = (wrong or _unequal(parts, a, b))[0]
+    words = [f"step {step}" if step >= 0 else "before step 0"]
+    words += [f"shard {shard}"] if shard >= 0 else []
+    sample, file = None, None
+    if first.stage in SAMPLE_STAGES and (SHARD, "order", shard) in a:
+        sample = int(a[SHARD, "order", shard][place]) & LOW
+        file = runs[0].sample_name(sample)
+        words.append(f"sample {sample}" + (f" ({file})" if file else ""))
+    sentence = f"{', '.join(words)}: {first.noun} {first.verb}"
+    if wrong and (first.name in DTYPES or first.name == "order"):
+        one, two = (_readable(first.name, each[key][place]) for each in (a, b))
+        sentence += f" ({one} {sides[0]}, {two} {sides[1]})"
+    layer = _layer(first, shard, a, b, runs[0])
+    sentence += f", first seen in {layer}" if layer else ""
+    if shards[1:]:
+        sentence += f"; also in shards {', '.join(map(str, shards[1:]))}"
     return Comparison(
         "diverged",
-        f"{_where(step, shard, sample, a)}: {what}{_first_in(wrong, layer)}{_other_shards(shards)}",
+        sentence,
         step=step,
-        stage=wrong.stage,
+        stage=first.stage,
         shard=shard if shard >= 0 else None,
         shards=[number for number in shards if number >= 0],
         sample=sample,
-        file=a.sample_name(sample) if sample is not None else None,
+        file=file,
         layer=layer,
-        fields=[_cell(entry, where) for entry, where in states.items()],
-        advice=_advice(wrong, layer, facts),
+        fields=_fields(a, b),
+        advice=_advice(first, layer, facts),
         **facts,
     )
 
@@ -379,114 +324,53 @@ def _explain_ranks(
     name: str, run: RunLedger, diverged: RankDivergence, facts: dict[str, Any]
 ) -> Comparison:
     """The verdict when ranks of one run diverged: what differs, and on which rank."""
-    usual, odd = (_process(run, number) for number in (diverged.usual, diverged.odd))
-    found = _explain(
-        diverged.step, diverged.pairs, run, run, facts, (f"on {usual}", f"on {odd}")
+    usual, odd = (
+        f"rank {run.headers[index].rank} of session {run.headers[index].session}"
+        for index in (diverged.usual, diverged.odd)
     )
-    advice = (
-        f"Check {odd} of {name}: its memory, its GPU, code that depends on the rank."
-    )
+    sides = (f"on {usual}", f"on {odd}")
+    found = _explain(diverged.step, diverged.pairs, (run, run), sides, facts)
     return replace(
         found,
         sentence=f"{found.sentence}: {odd} of {name} differs from {usual}",
-        advice=advice,
+        advice=f"Check {odd} of {name}: its memory, its GPU, code that depends on the rank.",
     )
 
 
-def _process(run: RunLedger, number: int) -> str:
-    header = run.headers[number]
-    several = run.headers[-1].session > 0
-    return f"rank {header.rank}" + (f" of session {header.session}" if several else "")
+def _readable(name: str, value: Any) -> str:
+    """A number, or the sample and epoch at a place of the order."""
+    if name == "order":
+        return f"sample {value & LOW} of epoch {value >> 32}"
+    return repr(value.view(DTYPES[name]).item())
 
 
-def _cell(entry: Field, shards: list[int] | None) -> dict[str, str]:
-    state = "not recorded" if shards is None else "differs" if shards else "equal"
-    return {"stage": entry.stage, "field": entry.noun, "state": state}
-
-
-def _where(step: int, shard: int, sample: int | None, run: RunLedger) -> str:
-    words = [f"step {step}" if step >= 0 else "before step 0"]
-    words += [f"shard {shard}"] if shard >= 0 else []
-    words += [_sample(sample, run)] if sample is not None else []
-    return ", ".join(words)
-
-
-def _other_shards(shards: list[int]) -> str:
-    others = ", ".join(map(str, shards[1:]))
-    return f"; also shard{'s' * (len(shards) > 2)} {others}" if others else ""
-
-
-def _sample(index: int, run: RunLedger) -> str:
-    name = run.sample_name(index)
-    return f"sample {index}" + (f" ({name})" if name else "")
-
-
-def _state(
-    entry: Field, differs: bool, found: _StepPair, shard: int, sides: tuple[str, str]
-) -> str:
-    if not differs:
-        return f"{entry.noun} equal"
-    values = found.whole.get((entry.kind, entry.name, shard))
-    if values is None or entry.name not in DTYPES:
-        return f"{entry.noun} {entry.verb}"
-    one, two = (value.view(DTYPES[entry.name])[0].item() for value in values)
-    return f"{entry.noun} {entry.verb} ({one!r} {sides[0]}, {two!r} {sides[1]})"
-
-
-def _order_words(
-    found: _StepPair,
-    shard: int,
-    place: int,
-    runs: tuple[RunLedger, RunLedger],
-    sides: tuple[str, str],
-) -> str:
-    words = []
-    for number, (run, side) in enumerate(zip(runs, sides, strict=True)):
-        epoch, index = found.sample(shard, place, number) or (-1, -1)
-        words.append(f"{_sample(index, run)} of epoch {epoch} {side}")
-    return f"place {place} holds {', '.join(words)}"
-
-
-def _layer(found: _StepPair, entry: Field, shard: int, run: RunLedger) -> str | None:
+def _layer(
+    entry: Field, shard: int, a: Values, b: Values, run: RunLedger
+) -> str | None:
     """Name of the tensor at which a field first differs, where the ledger has part rows.
 
     For the forward pass these are the BatchNorm statistics. The backward pass starts at the last tensor.
     """
     name = "statistics" if entry.stage == "forward" else entry.name
-    wrong, names = _places(found.parts, (entry.kind, name, shard)), run.part_names(name)
-    if not wrong or not names or entry.stage in SAMPLE_STAGES:
+    wrong = _unequal((entry.kind, name + PARTS, shard), a, b)
+    names = run.part_names(name)
+    if not wrong or not names:
         return None
     return names[wrong[-1] if entry.stage == "backward" else wrong[0]]
-
-
-def _first_in(entry: Field, layer: str | None) -> str:
-    if layer is None:
-        return ""
-    return (
-        f", first seen in {layer}"
-        if entry.stage == "forward"
-        else f", first in {layer}"
-    )
 
 
 def _advice(entry: Field, layer: str | None, facts: dict[str, Any]) -> str:
     advice = []
     if facts["recipe"]:
-        advice.append(
-            "The settings differ, which alone can explain it: repeat with equal ones."
-        )
+        advice.append("The settings differ, which alone can explain it.")
     if facts["inputs"]:
-        advice.append("The runs read other files: repeat with equal ones.")
+        advice.append("The runs read other files.")
     if facts["fingerprint"]:
         advice.append(
             "The environments differ: equal bits are promised within one environment only."
         )
-    if layer is not None and entry.stage == "forward":
-        advice.append(
-            f"The layer that differs comes before {layer}: --replay names it."
-        )
     if layer is None and STAGES.index(entry.stage) > STAGES.index("augment"):
         advice.append(
-            "Train both again with compute.mode=audit: their ledgers then name the layer."
+            "--replay, or a training with compute.mode=audit, names the layer."
         )
     return " ".join(advice)

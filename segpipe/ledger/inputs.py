@@ -1,8 +1,9 @@
 """Records what a run is made from before its first step: every file of its data set and every source of segpipe.
 
-`inputs.json` holds size and SHA-256 of each file, and the ledger's header the SHA-256 of `inputs.json`. Hashing reads
-all files once (CamVid, 125 MB: 0.4 s), little beside a training that reads them a hundred times. `data.hash=false`
-turns it off for data behind a slow network, and a run without a ledger has no use for it: then only sizes are recorded.
+`inputs.json` holds size and SHA-256 of each file, and the SHA-256 of the pixel counts from which class weights are
+made. Hashing reads all files once (CamVid, 125 MB: 0.4 s), little beside a training that reads them a hundred times.
+`data.hash=false` turns it off for data behind a slow network, and a run without a ledger has no use for it: then only
+sizes are recorded.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import segpipe
 from segpipe import plugins
+from segpipe.data import frequency
 from segpipe.data.mix import DataPart, all_parts
 from segpipe.data.pairs import pairing, scan
 from segpipe.data.readers import threaded
@@ -52,20 +54,17 @@ def record(
     Raises DataError naming the first file that changed since the run was started.
     """
     path, hashed = config.run_dir / INPUTS, config.data.hash and ledger
-    for left in (path, *(config.run_dir / FOLDER).glob("rank*")) if fresh else ():
-        left.unlink(missing_ok=True)
+    if fresh:
+        for left in (path, *(config.run_dir / FOLDER).glob("rank*")):
+            left.unlink(missing_ok=True)
     if not path.is_file():
-        write_atomically(
-            path,
-            (
-                json.dumps(_content(config, splits, hashed=hashed), indent=1) + "\n"
-            ).encode(),
-        )
+        text = json.dumps(_content(config, splits, hashed=hashed), indent=1)
+        write_atomically(path, f"{text}\n".encode())
         return
-    before = read_inputs(path)["data"]
-    changed = resized(before, config.data, splits)
-    if not changed and before["files"] and hashed:
-        changed = changes(before["files"], data_hashes(config.data, splits))
+    before = read_inputs(path)
+    changed = changed_files(before["data"], config.data, splits, contents=hashed)
+    if "pixels" in before and before["pixels"] != _pixel_counts(config):
+        changed.append(f"{config.run_dir / frequency.FILE_NAME} was altered")
     if changed:
         raise DataError(
             f"data.root = {config.data.root}: {changed[0]} since the run {config.run_dir} was started "
@@ -74,31 +73,59 @@ def record(
 
 
 def _content(config: Config, splits: Iterable[str], *, hashed: bool) -> dict[str, Any]:
-    files, sources = data_hashes(config.data, splits) if hashed else {}, source_hashes()
-    sizes = data_sizes(config.data, splits)
-    model = config.model
-    weights = (
-        {"weights": {"file": model.weights, "sha256": model.weights_sha256}}
-        if model.weights
-        else {}
-    )
-    own = plugins.sources(config.import_paths)
-    return {
-        **weights,
+    data, model = config.data, config.model
+    files = data_hashes(data, splits) if hashed else {}
+    sources = source_hashes()
+    content: dict[str, Any] = {
         "data": {
-            "name": config.data.name,
+            "name": data.name,
             "hashed": hashed,
             "sha256": combined(files),
             "files": files,
-            "sizes": sizes,
+            "sizes": data_sizes(data, splits),
         },
         "code": {
             "segpipe": segpipe.__version__,
             "sha256": combined(sources),
             "files": sources,
         },
-        **({"plugins": {"sha256": combined(own), "files": own}} if own else {}),
     }
+    if model.weights:
+        content["weights"] = {"file": model.weights, "sha256": model.weights_sha256}
+    if own := plugins.sources(config.import_paths):
+        content["plugins"] = {"sha256": combined(own), "files": own}
+    if pixels := _pixel_counts(config):
+        content["pixels"] = pixels
+    return content
+
+
+def _pixel_counts(config: Config) -> str:
+    """SHA-256 of the counts from which class weights and repeats are made; empty where there are none."""
+    counts = frequency.load(config.run_dir / frequency.FILE_NAME)
+    if counts is None:
+        return ""
+    return hashlib.sha256(
+        counts.pixels.tobytes() + counts.indices.tobytes()
+    ).hexdigest()
+
+
+def changed_files(
+    recorded: Mapping[str, Any],
+    data: DataConfig,
+    splits: Iterable[str],
+    *,
+    contents: bool = True,
+) -> list[str]:
+    """What changed in the data set since it was recorded: names and sizes, then contents where they were hashed.
+
+    Raises DataError when images and masks are not paired.
+    """
+    splits = tuple(splits)
+    sizes, hashes = recorded.get("sizes"), recorded["files"]
+    changed = _resized(sizes, data_sizes(data, splits)) if sizes else []
+    if not changed and contents and hashes:
+        changed = changes(hashes, data_hashes(data, splits))
+    return changed
 
 
 def data_hashes(data: DataConfig, splits: Iterable[str]) -> Hashes:
@@ -122,22 +149,13 @@ def data_sizes(data: DataConfig, splits: Iterable[str]) -> Sizes:
     return {name: size for (name, _), size in zip(found, sizes, strict=True)}
 
 
-def resized(
-    recorded: Mapping[str, Any], data: DataConfig, splits: Iterable[str]
-) -> list[str]:
-    """What changed in names and sizes since they were recorded; empty for inputs.json of an older segpipe."""
-    before = recorded.get("sizes")
-    return _resized(before, data_sizes(data, splits)) if before else []
-
-
 def _resized(before: Sizes, now: Sizes) -> list[str]:
-    unknown = {
-        name for name in before.keys() & now.keys() if None in (before[name], now[name])
-    }
-    return changes(
-        before,
-        {name: before[name] if name in unknown else size for name, size in now.items()},
-    )
+    """Changed names and sizes; a size that is not known is not compared."""
+    known = dict(now)
+    for name in before.keys() & now.keys():
+        if None in (before[name], now[name]):
+            known[name] = before[name]
+    return changes(before, known)
 
 
 def changed_since(run: Path, trained: DataConfig, data: DataConfig) -> str:

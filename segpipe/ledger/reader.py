@@ -1,9 +1,8 @@
-"""Reads the ledgers of all processes and sessions of a run, merged into one row per key, and their running hashes."""
+"""Reads the ledgers of all processes and sessions of a run, merged into one row per key."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,6 @@ from segpipe.errors import CheckpointError
 from segpipe.ledger.rows import (
     FOLDER,
     PART,
-    SEAL_SUFFIX,
     SHARD,
     STEP,
     LedgerSession,
@@ -30,7 +28,6 @@ from segpipe.ledger.rows import (
 
 NO_STEP = np.iinfo(np.int64).max
 MOST_CHANGES = 3  # environments listed
-CHUNK = 1 << 22
 
 
 class _Merged(NamedTuple):
@@ -48,13 +45,12 @@ class RankDivergence(NamedTuple):
     """The first step at which two processes of one run recorded different rows."""
 
     step: int
-    usual: (
-        int  # index in `RunLedger.headers` of a session that agrees with the majority
-    )
-    odd: int  # of one that does not; without a majority, that of the higher rank
-    pairs: dict[
-        int, tuple[Rows, Rows]
-    ]  # by kind: rows of that step that both have, of `usual` and of `odd`
+    # Index in `RunLedger.headers` of a session that agrees with the majority.
+    usual: int
+    # Of one that does not; without a majority, that of the higher rank.
+    odd: int
+    # By kind: rows of that step that both have, of `usual` and of `odd`.
+    pairs: dict[int, tuple[Rows, Rows]]
 
 
 @dataclass(frozen=True)
@@ -64,9 +60,8 @@ class RunLedger:
     folder: Path
     headers: tuple[SessionHeader, ...]  # by session and rank
     rows: dict[int, Rows]  # by kind, one row per key, in key order
-    faults: tuple[
-        str, ...
-    ]  # contradictions and gaps, which neither a crash nor another machine explains
+    # Contradictions and gaps, which neither a crash nor another machine explains.
+    faults: tuple[str, ...]
     notes: tuple[str, ...]  # torn tails and changed environments
     divergence: RankDivergence | None = None
 
@@ -115,17 +110,20 @@ def read_run(run_folder: Path) -> RunLedger:
     _check_one_run(run_folder, sessions)
     rows: dict[int, Rows] = {}
     valid: dict[int, _Merged] = {}
-    faults: list[str] = []
+    faults = [*_missing_ranks(sessions)]
     for kind in (SHARD, STEP, PART):
         valid[kind], void = _split(sessions, kind)
         first = valid[kind].at(np.unique(valid[kind].keys, return_index=True)[1])
         rows[kind] = first.rows
         faults += _resume_faults(first, void, kind)
-    headers, divergence = (
-        tuple(found.header for found in sessions),
-        _first_divergence(valid),
-    )
-    faults += [_rank_fault(divergence, headers)] if divergence else []
+    headers = tuple(found.header for found in sessions)
+    divergence = _first_divergence(valid)
+    if divergence:
+        odd, usual = (
+            f"rank {headers[index].rank} in session {headers[index].session}"
+            for index in (divergence.odd, divergence.usual)
+        )
+        faults.append(f"step {divergence.step}: {odd} differs from {usual}")
     faults += _gaps(rows, headers[0].shards)
     notes += _environment_changes(headers)
     return RunLedger(run_folder, headers, rows, tuple(faults), tuple(notes), divergence)
@@ -138,43 +136,46 @@ def _load(paths: Sequence[Path]) -> tuple[list[LedgerSession], list[str]]:
     for path in paths:
         file = read_file(path)
         sessions += file.sessions
-        if file.sound < file.size:
-            notes.append(
-                f"{path.name}: {file.size - file.sound} bytes of a torn tail were ignored"
-            )
+        if torn := file.size - file.sound:
+            notes.append(f"{path.name}: {torn} bytes of a torn tail were ignored")
     if not sessions:
         raise CheckpointError(
             f"{paths[0].parent} holds no complete header: the run ended before its first step."
         )
-    return sorted(
-        sessions, key=lambda found: (found.header.session, found.header.rank)
-    ), notes
+    sessions.sort(key=lambda found: (found.header.session, found.header.rank))
+    return sessions, notes
 
 
 def _check_one_run(run_folder: Path, sessions: Sequence[LedgerSession]) -> None:
     for name in ("seed", "compute.shards", "compute.samples_per_shard"):
         values = {found.header.recipe[name] for found in sessions}
         if len(values) > 1:
+            listed = " and ".join(map(str, sorted(values)))
             raise CheckpointError(
-                f"{run_folder / FOLDER} mixes runs: {name} is {' and '.join(map(str, sorted(values)))}. "
-                f"Keep only the files of one run there."
+                f"{run_folder / FOLDER} mixes runs: {name} is {listed}. Keep only the files of one run there."
             )
+
+
+def _missing_ranks(sessions: Sequence[LedgerSession]) -> Iterator[str]:
+    """Faults for processes of a session without a file; a session that ended before its first update needs none."""
+    for number in {found.header.session for found in sessions}:
+        members = [found for found in sessions if found.header.session == number]
+        first = members[0].header
+        if not any((each.rows["step"] >= first.first_step).any() for each in members):
+            continue
+        present = {found.header.rank for found in members}
+        for rank in sorted(set(range(first.world_size)) - present):
+            yield f"the file of rank {rank} of {first.world_size} lacks session {number}"
 
 
 def _split(sessions: Sequence[LedgerSession], kind: int) -> tuple[_Merged, _Merged]:
     """Valid rows of a kind, and those that a later session made void."""
-    starts = {found.header.session: found.header.first_step for found in sessions}
-    limits = [
-        min(
-            (
-                start
-                for session, start in starts.items()
-                if session > found.header.session
-            ),
-            default=NO_STEP,
-        )
-        for found in sessions
-    ]
+    headers = [found.header for found in sessions]
+    # Of each session, the first step that a later one trained again.
+    limits = []
+    for header in headers:
+        later = [each.first_step for each in headers if each.session > header.session]
+        limits.append(min(later, default=NO_STEP))
     parts = [found.rows[found.rows["kind"] == kind] for found in sessions]
     lengths = [len(part) for part in parts]
     rows = np.concatenate(parts)
@@ -199,32 +200,12 @@ def _resume_faults(valid: _Merged, void: _Merged, kind: int) -> list[str]:
     if not len(wrong):
         return []
     row = valid.rows[now[wrong[0]]]
-    where = f"step {row['step']}" + (
-        f", shard {row['shard']}" if row["shard"] >= 0 else ""
-    )
+    shard = f", shard {row['shard']}" if row["shard"] >= 0 else ""
     names = ", ".join(name for name, unequal in fields.items() if unequal[wrong[0]])
+    many = f"{len(wrong)} of {len(now)} rows"
     return [
-        f"{where}: {names} changed when recomputed after a resume ({len(wrong)} of {len(now)} rows)"
+        f"step {row['step']}{shard}: {names} changed when recomputed after a resume ({many})"
     ]
-
-
-def _rank_fault(found: RankDivergence, headers: Sequence[SessionHeader]) -> str:
-    odd, usual = (
-        f"rank {headers[n].rank} in session {headers[n].session}"
-        for n in (found.odd, found.usual)
-    )
-    pairs = {
-        kind: differing(*pair, kind)
-        for kind, pair in found.pairs.items()
-        if kind != PART
-    }
-    names = [
-        name
-        for fields in pairs.values()
-        for name, unequal in fields.items()
-        if unequal.any()
-    ]
-    return f"step {found.step}: {', '.join(names)} of {odd} differ from {usual}"
 
 
 def _environment_changes(headers: Sequence[SessionHeader]) -> list[str]:
@@ -252,10 +233,8 @@ def _gaps(rows: dict[int, Rows], shards: int) -> list[str]:
         )
     for what, present in (("shard", steps), ("step", np.unique(rows[STEP]["step"]))):
         if len(holes := np.flatnonzero(np.diff(present) > 1)):
-            before = int(present[holes[0]])
-            found.append(
-                f"no {what} rows between step {before} and step {int(present[holes[0] + 1])}"
-            )
+            before, after = present[holes[0]], present[holes[0] + 1]
+            found.append(f"no {what} rows between step {before} and step {after}")
     return found
 
 
@@ -265,18 +244,18 @@ def _first_divergence(by_kind: Mapping[int, _Merged]) -> RankDivergence | None:
     for kind, merged in by_kind.items():
         leaders = np.searchsorted(merged.keys, merged.keys)
         wrong = np.flatnonzero(_unequal(merged.rows, merged.rows[leaders], kind))
-        found += [
-            (int(merged.rows["step"][place]), kind, int(merged.keys[place]))
-            for place in wrong[:1]
-        ]
+        if len(wrong):
+            step, key = merged.rows["step"][wrong[0]], merged.keys[wrong[0]]
+            found.append((int(step), kind, int(key)))
     if not found:
         return None
     step, kind, key = min(found)
     usual, odd = _sides(by_kind[kind], kind, key)
-    pairs = {
-        kind: _rows_of_both(merged, step, usual, odd)
-        for kind, merged in by_kind.items()
-    }
+    pairs = {}
+    for each, merged in by_kind.items():
+        rows = merged.at(merged.rows["step"] == step)
+        one, two = (rows.rows[rows.origin == origin] for origin in (usual, odd))
+        pairs[each] = common_rows(one, two)
     return RankDivergence(step, usual, odd, pairs)
 
 
@@ -288,61 +267,10 @@ def _sides(merged: _Merged, kind: int, key: int) -> tuple[int, int]:
     return (other, leader) if 2 * unequal.sum() > len(unequal) else (leader, other)
 
 
-def _rows_of_both(
-    merged: _Merged, step: int, usual: int, odd: int
-) -> tuple[Rows, Rows]:
-    at_step = merged.rows["step"] == step
-    one, two = (
-        merged.at(at_step & (merged.origin == origin)) for origin in (usual, odd)
-    )
-    _, here, there = np.intersect1d(
-        one.keys, two.keys, assume_unique=True, return_indices=True
-    )
-    return one.rows[here], two.rows[there]
-
-
-class Seal(NamedTuple):
-    """SHA-256 of the first `size` bytes of a file."""
-
-    sha256: str
-    size: int
-
-
-def read_seals(path: Path) -> list[Seal]:
-    """Seals of the ledger file `path`, oldest first; a line that a crash left torn is ignored."""
-    seals = path.with_suffix(SEAL_SUFFIX)
-    parts = (
-        [line.split() for line in seals.read_text(errors="replace").splitlines()]
-        if seals.is_file()
-        else []
-    )
-    return [
-        Seal(part[0], int(part[1]))
-        for part in parts
-        if len(part) == 2 and part[1].isdecimal()
-    ]
-
-
-def last_seals(run_folder: Path) -> dict[str, Seal]:
-    """The last seal of each rank's file, by file stem."""
-    found = {path.stem: read_seals(path) for path in ledger_files(run_folder)}
-    return {name: seals[-1] for name, seals in found.items() if seals}
-
-
-def first_broken(path: Path, seals: list[Seal]) -> tuple[int, int] | None:
-    """Byte range of `path` that changed after it was sealed; None when nothing did.
-
-    Bytes after the last seal are not covered: a crash may have ended the run there.
-    """
-    running, place = hashlib.sha256(), 0
-    with path.open("rb") as file:
-        for seal in seals:
-            before = place
-            while place < seal.size and (
-                content := file.read(min(CHUNK, seal.size - place))
-            ):
-                running.update(content)
-                place += len(content)
-            if running.hexdigest() != seal.sha256:
-                return before, seal.size
-    return None
+def common_rows(a: Rows, b: Rows) -> tuple[Rows, Rows]:
+    """Rows of one kind whose keys both have, in key order."""
+    keys = row_keys(a), row_keys(b)
+    if np.array_equal(*keys):
+        return a, b
+    _, here, there = np.intersect1d(*keys, assume_unique=True, return_indices=True)
+    return a[here], b[there]

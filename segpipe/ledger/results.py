@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,86 +16,96 @@ RESULT, METRICS = "result.json", "metrics.jsonl"
 # covers every buffer of the network, also those that no ledger row holds.
 NO_RESULT = (
     "name", "images_per_second", "train_seconds", "world_size", "config_hash", "segpipe", "mode", "versions",
-    "switches", "ledger", "git", "weights",
+    "switches", "git", "weights",
 )  # fmt: skip
 NO_METRIC = ("time_s", "images_per_second")  # of a line of metrics.jsonl
 COMPARED = ("train", "validation")  # kinds of its lines
 LONGEST_VALUE = 200  # characters in a phrase
 
 
-@dataclass(frozen=True)
-class ResultDifferences:
-    """What differs between two runs, as phrases; empty where nothing does or one of the two lacks the file."""
-
-    results: tuple[str, ...]
-    files: tuple[
-        str, ...
-    ]  # images, masks and class tables that were altered, are missing or were added in B
-    sources: tuple[str, ...]  # the same for the code
-    missing: tuple[str, ...]  # files that only one of the two has
-
-    @property
-    def inputs(self) -> str:
-        """A phrase with the changed files and sources; empty when there is none."""
-        parts = [("data", self.files), ("code", self.sources)]
-        return "; ".join(
-            f"{what} of B: {listed(changes)}" for what, changes in parts if changes
-        )
+def mapping_differences(
+    a: Mapping[str, Any], b: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Entries that differ, as name -> (value in a, value in b); None stands for a missing one."""
+    return {
+        name: (a.get(name), b.get(name))
+        for name in {**a, **b}
+        if a.get(name) != b.get(name)
+    }
 
 
-def compare_results(a: Path, b: Path) -> ResultDifferences:
-    """Differences between the files of two run folders. Raises CheckpointError for a file that cannot be read."""
-    both = [
-        name
-        for name in (RESULT, METRICS, INPUTS)
-        if (a / name).is_file() and (b / name).is_file()
+def changes(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    """Phrases such as "a.png was altered": altered files first, then missing and added ones."""
+    altered = [name for name in before if name in now and now[name] != before[name]]
+    return [
+        *(f"{name} was altered" for name in altered),
+        *(f"{name} is missing" for name in before if name not in now),
+        *(f"{name} was added" for name in now if name not in before),
     ]
-    only = [
+
+
+def result_differences(a: Path, b: Path) -> list[str]:
+    """Phrases on unequal numbers in metrics.jsonl and result.json; empty where one run lacks the file.
+
+    Raises CheckpointError for a file that cannot be read.
+    """
+    return [*_metrics(a, b), *_finals(a, b)]
+
+
+def input_differences(a: Path, b: Path) -> str:
+    """A phrase with the data files and sources that differ; empty when none does or one run lacks inputs.json.
+
+    Raises CheckpointError for a file that cannot be read.
+    """
+    if not _both_have(INPUTS, a, b):
+        return ""
+    one, two = (read_inputs(folder / INPUTS) for folder in (a, b))
+    found = []
+    for part in ("data", "code"):
+        if changed := changes(one[part]["files"], two[part]["files"]):
+            found.append(f"{part} of B: {listed(changed)}")
+    return "; ".join(found)
+
+
+def missing_files(a: Path, b: Path) -> list[str]:
+    """Phrases on files with results that only one of two runs has."""
+    return [
         f"{name} is in {run} only"
         for name in (RESULT, INPUTS)
-        for run in _holders(name, a, b)
+        for run, folder, other in (("A", a, b), ("B", b, a))
+        if (folder / name).is_file() and not (other / name).is_file()
     ]
-    results = [*_metrics(a, b)] if METRICS in both else []
-    results += [*_finals(a, b)] if RESULT in both else []
-    read = [read_inputs(folder / INPUTS) for folder in (a, b)] if INPUTS in both else []
-    changed = {
-        part: changes(*(each[part]["files"] for each in read)) if read else []
-        for part in ("data", "code")
-    }
-    return ResultDifferences(
-        tuple(results), tuple(changed["data"]), tuple(changed["code"]), tuple(only)
-    )
 
 
-def _holders(name: str, a: Path, b: Path) -> list[str]:
-    """The run that has a file which the other lacks."""
-    found = [run for run, folder in (("A", a), ("B", b)) if (folder / name).is_file()]
-    return found if len(found) == 1 else []
+def _both_have(name: str, a: Path, b: Path) -> bool:
+    return (a / name).is_file() and (b / name).is_file()
 
 
 def _metrics(a: Path, b: Path) -> Iterator[str]:
+    if not _both_have(METRICS, a, b):
+        return
     here, there = _lines(a), _lines(b)
     for step, kind, precision in sorted(here.keys() & there.keys()):
         one, two = here[step, kind, precision], there[step, kind, precision]
         if names := _unequal(one, two, NO_METRIC):
             first = "miou" if "miou" in names else names[0]
-            where = (
-                f"of the validation at step {step} ({precision})"
-                if precision
-                else f"of step {step} in {METRICS}"
-            )
+            where = f"of step {step} in {METRICS}"
+            if precision:
+                where = f"of the validation at step {step} ({precision})"
             yield f"{first} {where} is {one.get(first)} in A and {two.get(first)} in B"
 
 
 def _finals(a: Path, b: Path) -> Iterator[str]:
+    if not _both_have(RESULT, a, b):
+        return
     one, two = (_read(folder / RESULT) for folder in (a, b))
     if one.get("steps") != two.get("steps"):
         return
+    same_release = one.get("segpipe") == two.get("segpipe")  # releases add names
     for name in _unequal(one, two, NO_RESULT):
-        if one.get("segpipe") == two.get("segpipe") or (
-            name in one and name in two
-        ):  # releases add names
-            yield f"{name} in {RESULT} is {_brief(one, name)} in A and {_brief(two, name)} in B"
+        if same_release or (name in one and name in two):
+            here, there = _brief(one, name), _brief(two, name)
+            yield f"{name} in {RESULT} is {here} in A and {there} in B"
 
 
 def _unequal(
@@ -123,9 +132,8 @@ def _lines(folder: Path) -> dict[tuple[int, str, str], dict[str, Any]]:
         with contextlib.suppress(ValueError, TypeError):
             line = dict(json.loads(text))
             if line.get("kind") in COMPARED and "step" in line:
-                found[
-                    int(line["step"]), str(line["kind"]), str(line.get("precision", ""))
-                ] = line
+                precision = str(line.get("precision", ""))
+                found[int(line["step"]), str(line["kind"]), precision] = line
     return found
 
 
@@ -134,31 +142,17 @@ def _read(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{path} cannot be read as the result of a run ({error!r}). Restore it."
+            f"{path} cannot be read ({error!r}). Restore it."
         ) from error
 
 
 def read_inputs(path: Path) -> dict[str, Any]:
     """Content of inputs.json. Raises CheckpointError when it is damaged."""
+    content = _read(path)
     try:
-        content = dict(json.loads(path.read_bytes()))
         for part in ("data", "code"):
             content[part]["files"].items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read as the inputs of a run ({error!r}). Restore it."
-        ) from error
+    except (KeyError, TypeError, AttributeError) as error:
+        text = f"{path} does not describe the inputs of a run. Restore it."
+        raise CheckpointError(text) from error
     return content
-
-
-def changes(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """Phrases such as "a.png was altered": altered files first, then missing and added ones."""
-    altered = [
-        f"{name} was altered"
-        for name in before
-        if name in now and now[name] != before[name]
-    ]
-    missing = [f"{name} is missing" for name in before if name not in now]
-    return (
-        altered + missing + [f"{name} was added" for name in now if name not in before]
-    )

@@ -20,23 +20,16 @@ from numpy.typing import NDArray
 from segpipe.errors import CheckpointError
 
 FOLDER = "ledger"  # in the run folder
-INPUTS = "inputs.json"  # in the run folder: hashes of data and sources, written before the first session
-SEAL_SUFFIX = ".seal"  # of the running hashes beside a ledger file
+INPUTS = "inputs.json"  # in the run folder: hashes of data and sources
 MAGIC = b"SEGLEDGR"  # its first byte is no kind of row
-VERSION = 1
-MOST = 1 << 16  # shards, and samples of one
-SHARD, STEP, PART = (
-    1,
-    2,
-    3,
-)  # kinds of rows: of (step, shard); of a step; single samples or tensors of one field
+VERSION = 2  # 1 bound its rows by running hashes
+# Kinds of rows: of (step, shard); of a step; single samples or tensors of one field.
+SHARD, STEP, PART = 1, 2, 3
 
 SAMPLE_FIELDS = ("image", "target")  # one digest per sample, after augmentation
 SHARD_FIELDS = (*SAMPLE_FIELDS, "batch", "logits", "statistics", "loss", "gradient")
-AUDIT_FIELDS = (
-    "decoded_image",
-    "decoded_target",
-)  # one digest per sample, in part rows only
+# One digest per sample, in part rows only.
+AUDIT_FIELDS = ("decoded_image", "decoded_target")
 STEP_FIELDS = (
     "valid",
     "gradient",
@@ -47,6 +40,8 @@ STEP_FIELDS = (
     "statistics",
     "ema",
 )
+# Keys count up by part, field, shard and step; a shard of -1 comes before 0. Enough for 150,000 tensors, 2^27 steps.
+MOST_PARTS, MOST_FIELDS, MOST_SHARDS = 1 << 14, 1 << 5, 1 << 17
 
 Rows: TypeAlias = NDArray[Any]  # structured, of `row_type`
 _HEAD, _CRC = Struct("<8sIII"), Struct("<I")
@@ -68,17 +63,16 @@ def row_type(samples: int) -> np.dtype[Any]:
     return np.dtype(
         [
             ("kind", "u1"),
-            ("field", "u1"),  # part rows: index into `part_fields`
-            (
-                "present",
-                "<u2",
-            ),  # shard and step rows: a bit for each field given; part rows: number of digests
-            ("shard", "<i4"),  # -1 in rows without a shard
-            (
-                "step",
-                "<i8",
-            ),  # the step before a session's first one stands for the state it starts from
-            ("part", "<i4"),  # part rows: index among the rows of its field
+            # Of part rows: index into `part_fields`.
+            ("field", "u1"),
+            # Of shard and step rows: a bit for each field given. Of part rows: number of digests.
+            ("present", "<u2"),
+            # -1 in rows without a shard.
+            ("shard", "<i4"),
+            # The step before a session's first one stands for the state it starts from.
+            ("step", "<i8"),
+            # Of part rows: index among the rows of its field.
+            ("part", "<i4"),
             ("epoch", "<i4", (samples,)),
             ("sample", "<i4", (samples,)),
             ("digest", "<u8", (max(2 * samples + 5, len(STEP_FIELDS)),)),
@@ -108,15 +102,11 @@ def slots(kind: int, samples: int) -> dict[str, slice]:
 
 
 def row_keys(rows: Rows) -> NDArray[np.int64]:
-    """Keys of rows of one kind, int64, that sort by step, shard, field and part.
-
-    Room for 2^27 steps, 2^17 shards and 2^14 part rows per field, enough for 150,000 tensors.
-    """
-    step, shard = rows["step"].astype(np.int64), rows["shard"].astype(np.int64)
-    field_number = np.where(rows["kind"] == PART, rows["field"], 0).astype(np.int64)
-    keys: NDArray[np.int64] = (
-        (step + 1) << 36 | (shard + 1) << 19 | field_number << 14 | rows["part"]
-    )
+    """Keys of rows of one kind, int64, that sort by step, shard, field and part."""
+    keys: NDArray[np.int64] = rows["step"] + 1
+    keys = keys * MOST_SHARDS + rows["shard"] + 1
+    keys = keys * MOST_FIELDS + np.where(rows["kind"] == PART, rows["field"], 0)
+    keys = keys * MOST_PARTS + rows["part"]
     return keys
 
 
@@ -139,23 +129,6 @@ def differing(a: Rows, b: Rows, kind: int) -> dict[str, NDArray[np.bool_]]:
     return found
 
 
-def lacking(a: Rows, b: Rows, kind: int) -> list[str]:
-    """Fields that some row of `b` has and that of `a`, of equal keys, has not: `differing` does not compare them."""
-    gone = int(np.bitwise_or.reduce(b["present"] & ~a["present"], initial=0))
-    return [name for number, name in enumerate(fields_of(kind)) if gone >> number & 1]
-
-
-def mapping_differences(
-    a: dict[str, Any], b: dict[str, Any]
-) -> dict[str, tuple[Any, Any]]:
-    """Entries that differ, as name -> (value in a, value in b); None stands for a missing one."""
-    return {
-        name: (a.get(name), b.get(name))
-        for name in {**a, **b}
-        if a.get(name) != b.get(name)
-    }
-
-
 @dataclass(frozen=True)
 class SessionHeader:
     """Start of a session: what is trained, where, and from which step."""
@@ -168,13 +141,10 @@ class SessionHeader:
     config_hash: str
     fingerprint: dict[str, Any]
     level: int = 0  # 1: with part rows
-    parts: dict[str, list[str]] = field(
-        default_factory=dict
-    )  # field -> names of the tensors of its part rows
-    sample_names: list[str] = field(
-        default_factory=list
-    )  # by sample index; empty where unknown
-    inputs: str = ""  # SHA-256 of inputs.json
+    # Field -> names of the tensors of its part rows.
+    parts: dict[str, list[str]] = field(default_factory=dict)
+    # By sample index; empty where unknown.
+    sample_names: list[str] = field(default_factory=list)
 
     @property
     def samples_per_shard(self) -> int:
@@ -187,7 +157,7 @@ class SessionHeader:
         return int(self.recipe["compute.shards"])
 
 
-def seal(rows: Rows) -> bytes:
+def encode_rows(rows: Rows) -> bytes:
     """The rows as bytes, each with its checksum, which is also stored in `rows`."""
     rows["crc"] = _checksums(rows.tobytes(), 0, len(rows), rows.itemsize)
     return rows.tobytes()
@@ -230,9 +200,8 @@ def read_file(path: Path) -> LedgerFile:
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error.strerror}. Check its permissions."
-        ) from error
+        text = f"{path} cannot be read: {error.strerror}. Check its permissions."
+        raise CheckpointError(text) from error
     return parse(raw, path)
 
 
@@ -252,42 +221,31 @@ def parse(raw: bytes, path: Path) -> LedgerFile:
 def _decode(path: Path, raw: bytes, place: int) -> tuple[SessionHeader, int] | None:
     """The header at `place` and where it ends; None when it is torn."""
     head = raw[place : place + _HEAD.size]
-    if not any(head) and not raw[place:].strip(
-        b"\0"
-    ):  # empty, or a power cut before the content reached the disk
-        return None
+    if not any(head) and not raw[place:].strip(b"\0"):
+        return None  # empty, or a power cut before the content reached the disk
     if not head.startswith(MAGIC[: len(head)]):
-        raise CheckpointError(
-            f"{path} is no ledger: it starts with {head[:8]!r}. Give the folder of a run."
-        )
+        text = f"{path} is no ledger: it starts with {head[:8]!r}."
+        raise CheckpointError(f"{text} Give the folder of a run.")
     if len(head) < _HEAD.size:
         return None
     _, version, length, checksum = _HEAD.unpack(head)
-    altered = CheckpointError(
-        f"{path}: the header at byte {place} was altered after it was written. Restore the file."
-    )
+    text = f"{path}: the header at byte {place} was altered after it was written."
+    altered = CheckpointError(f"{text} Restore the file.")
     if checksum != zlib.crc32(head[: _HEAD_START.size]):
         raise altered
     if version != VERSION:
         raise CheckpointError(
-            f"{path} has version {version}, but version {VERSION} was needed. Use that segpipe."
+            f"{path} has version {version}, but version {VERSION} was needed. Use the segpipe that wrote it."
         )
     end = place + _HEAD.size + length
     if end + _CRC.size > len(raw):
         return None
-    text = raw[place + _HEAD.size : end]
-    if _CRC.unpack_from(raw, end)[0] != zlib.crc32(text):
+    content = raw[place + _HEAD.size : end]
+    if _CRC.unpack_from(raw, end)[0] != zlib.crc32(content):
         if end + _CRC.size == len(raw):
             return None
         raise altered
-    try:
-        header = SessionHeader(**json.loads(text))
-        sizes = header.shards, header.samples_per_shard
-    except (ValueError, TypeError, KeyError):
-        raise altered from None
-    if not all(0 < size <= MOST for size in sizes):
-        raise altered
-    return header, end + _CRC.size
+    return SessionHeader(**json.loads(content)), end + _CRC.size
 
 
 def _rows(
@@ -297,33 +255,25 @@ def _rows(
     layout = row_type(header.samples_per_shard)
     size = layout.itemsize
     count = (len(raw) - start) // size
-    first_bytes = np.frombuffer(raw, np.uint8, count * size, start).reshape(
-        count, size
-    )[:, 0]
-    starts = [int(number) for number in np.flatnonzero(first_bytes == MAGIC[0])] + [
-        count
-    ]
-    num = next(
-        (number for number in starts if raw.startswith(MAGIC, start + number * size)),
-        count,
-    )
-    rows = np.frombuffer(raw, layout, num, start)
-    bad = np.flatnonzero(
-        rows["crc"] != np.array(_checksums(raw, start, num, size), np.uint32)
-    )
-    sound = int(bad[0]) if len(bad) else num
+    kinds = np.frombuffer(raw, np.uint8, count * size, start)[::size]
+    for candidate in np.flatnonzero(kinds == MAGIC[0]).tolist():
+        if raw.startswith(MAGIC, start + candidate * size):
+            count = candidate
+            break
+    rows = np.frombuffer(raw, layout, count, start)
+    expected = np.array(_checksums(raw, start, count, size), np.uint32)
+    bad = np.flatnonzero(rows["crc"] != expected)
+    sound = int(bad[0]) if len(bad) else count
     end = start + sound * size
-    followed = len(bad) > 0 and raw.startswith(
-        MAGIC, start + num * size
-    )  # a new session drops a torn tail before it
-    if not raw.startswith(MAGIC, end) and (followed or _holds_row(raw, end, size)):
-        last = (
-            f"after step {rows['step'][sound - 1]}, shard {rows['shard'][sound - 1]}"
-            if sound
-            else "the first"
-        )
+    # A new session drops a torn tail before it.
+    followed = len(bad) > 0 and raw.startswith(MAGIC, start + count * size)
+    if followed or (not raw.startswith(MAGIC, end) and _holds_row(raw, end, size)):
+        where = "the first"
+        if sound:
+            last = rows[sound - 1]
+            where = f"after step {last['step']}, shard {last['shard']}"
         raise CheckpointError(
-            f"{path}: row {sound} of session {header.session} ({last}) was altered after it was written: its checksum "
+            f"{path}: row {sound} of session {header.session} ({where}) was altered after it was written: its checksum "
             f"is wrong. Restore the file; the files of other ranks are not affected."
         )
     return rows[:sound], end
@@ -331,13 +281,10 @@ def _rows(
 
 def _holds_row(raw: bytes, start: int, size: int) -> bool:
     """Whether a sound row begins at any byte from `start`, also one shifted by lost bytes."""
-    tail = np.frombuffer(raw, np.uint8, offset=start)[
-        : max(len(raw) - start - size + 1, 0)
-    ]
-    view = memoryview(raw)
-    kinds = np.flatnonzero((tail >= SHARD) & (tail <= PART))
+    last = max(len(raw) - size + 1, start)
+    kinds = np.frombuffer(raw, np.uint8)[start:last]
+    candidates = np.flatnonzero((kinds >= SHARD) & (kinds <= PART)) + start
     return any(
-        zlib.crc32(view[place : place + size - 4])
-        == _CRC.unpack_from(raw, place + size - 4)[0]
-        for place in (start + int(number) for number in kinds)
+        _checksums(raw, place, 1, size) == [*_CRC.unpack_from(raw, place + size - 4)]
+        for place in candidates.tolist()
     )

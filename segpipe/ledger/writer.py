@@ -7,17 +7,11 @@ and one more in each process: with V = 16 and b = 4, 100,000 steps take 272 MB f
 (32 MB each).
 
 Digests are int64 tensors and stay on their device until `flush`. Numbers (lr, loss) are stored as float64 bits.
-
-Beside `rank00.bin` lies `rank00.seal`: a line for each time the file was synced to disk (every checkpoint, and the end)
-with the SHA-256 and size of the file at that point. The last hash stands for the whole file; the earlier ones tell
-between which two checkpoints a change lies. Row checksums find damage; these hashes also find rows that were replaced
-together with their checksums, and rows cut off at the end.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,28 +23,24 @@ from numpy.typing import NDArray
 from segpipe.disk import append, patiently
 from segpipe.files import not_written
 from segpipe.ledger.rows import (
-    INPUTS,
     PART,
-    SEAL_SUFFIX,
     SHARD,
     STEP,
     Rows,
     SessionHeader,
     encode,
+    encode_rows,
     fields_of,
     ledger_files,
     part_fields,
     read_file,
     row_type,
-    seal,
     slots,
 )
 from segpipe.settings.config import Config, config_hash, recipe
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-CHUNK = 1 << 22
 
 
 def session_header(
@@ -65,7 +55,6 @@ def session_header(
     sample_names: Sequence[str] = (),
 ) -> SessionHeader:
     """Header of a session, level 1 with `parts`; `sample_names` of one rank are enough for the run."""
-    inputs = config.run_dir / INPUTS
     return SessionHeader(
         session,
         first_step,
@@ -77,9 +66,6 @@ def session_header(
         level=int(parts is not None),
         parts={name: list(values) for name, values in (parts or {}).items()},
         sample_names=list(sample_names),
-        inputs=hashlib.sha256(inputs.read_bytes()).hexdigest()
-        if inputs.is_file()
-        else "",
     )
 
 
@@ -88,43 +74,9 @@ def next_session(run_folder: Path) -> int:
 
     Raises CheckpointError for a file that is no ledger, or was altered.
     """
-    sessions = (
-        found for path in ledger_files(run_folder) for found in read_file(path).sessions
-    )
-    return max((found.header.session + 1 for found in sessions), default=0)
-
-
-class RunningHash:
-    """SHA-256 of a file that only grows, updated as it is written."""
-
-    def __init__(self, path: Path) -> None:
-        """Of `path` as it is now, or of nothing when it does not exist."""
-        self._seals, self._hash, self._size = (
-            path.with_suffix(SEAL_SUFFIX),
-            hashlib.sha256(),
-            0,
-        )
-        if path.exists():
-            with path.open("rb") as file:
-                while content := file.read(CHUNK):
-                    self.add(content)
-        self._sealed = -1  # size at the last seal
-
-    def add(self, content: bytes) -> None:
-        """Update the hash with what was appended to the file."""
-        self._hash.update(content)
-        self._size += len(content)
-
-    def seal(self) -> None:
-        """Append the current hash to the seals, synced to disk. Raises OSError."""
-        if self._size == self._sealed:
-            return
-        torn = self._seals.exists() and not self._seals.read_bytes().endswith(b"\n")
-        with self._seals.open("a") as file:
-            file.write("\n" * torn + f"{self._hash.hexdigest()}  {self._size}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        self._sealed = self._size
+    files = [read_file(path) for path in ledger_files(run_folder)]
+    earlier = [each.header.session for file in files for each in file.sessions]
+    return max(earlier, default=-1) + 1
 
 
 class LedgerWriter:
@@ -137,9 +89,8 @@ class LedgerWriter:
         self._width: int = self._type["digest"].shape[0]
         self._rows: list[Rows] = []
         self._num_rows = 0
-        self._values: list[
-            tuple[int, Tensor | int]
-        ] = []  # index among the digests of all pending rows
+        # By their index among the digests of all pending rows.
+        self._values: list[tuple[int, Tensor | int]] = []
         sound = read_file(path).sound if path.exists() else 0
         with _disk(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,7 +98,6 @@ class LedgerWriter:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
             self._file = patiently(path, lambda: os.open(path, flags, 0o644))
             os.ftruncate(self._file, sound)
-            self._hash = RunningHash(path)
         self._append(encode(header))
 
     def shard_row(
@@ -197,13 +147,11 @@ class LedgerWriter:
                 digests[start : start + len(values)] = values
             rows["digest"] = digests.reshape(len(rows), self._width)
             self._rows, self._values, self._num_rows = [], [], 0
-            self._append(seal(rows))
+            self._append(encode_rows(rows))
         if sync:
-            with _disk(
-                self.path
-            ):  # not tried again: after a failed sync, Linux forgets which pages are not written
+            # Not tried again: after a failed sync, Linux forgets which pages are not written.
+            with _disk(self.path):
                 os.fsync(self._file)
-                self._hash.seal()
 
     def close(self) -> None:
         """Write pending rows and close the file; closing twice does nothing."""
@@ -233,7 +181,6 @@ class LedgerWriter:
     def _append(self, content: bytes) -> None:
         with _disk(self.path):
             append(self.path, self._file, content)
-        self._hash.add(content)
 
 
 @contextlib.contextmanager
@@ -257,15 +204,15 @@ def _on_host(
         if isinstance(value, int):
             yield start, np.array([value & (1 << 64) - 1], np.uint64)
         else:
-            devices.setdefault(value.device, []).append(
-                (start, value.detach().reshape(-1))
-            )
+            members = devices.setdefault(value.device, [])
+            members.append((start, value.detach().reshape(-1)))
     for members in devices.values():
         import torch  # here, so that reading a ledger does not load it
 
         flat = torch.cat([value for _, value in members])
         assert flat.dtype == torch.int64, "digests are int64"
-        host, place = flat.cpu().numpy().view(np.uint64), 0
+        host = flat.cpu().numpy().view(np.uint64)
+        place = 0
         for start, value in members:
             yield start, host[place : place + value.numel()]
             place += value.numel()

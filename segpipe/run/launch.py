@@ -210,7 +210,7 @@ def examine(config: Config) -> None:
 
 def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
     """Run `world_size` child processes on this machine; this process never touches the GPU."""
-    from torch.multiprocessing import ProcessExitedException, spawn
+    from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
     from segpipe.distributed.meeting import local_store
 
@@ -226,7 +226,7 @@ def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
         ):
             try:
                 given = (config, finish, world_size, store.port)
-                children = spawn(_child, given, nprocs=world_size, join=False)
+                children = spawn(_child, given, nprocs=world_size, join=False)  # type: ignore[no-untyped-call]
                 while not children.join():
                     pass
             except Stopped as stop:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from segpipe.ledger import writer as ledger
-from segpipe.ledger.digest import GroupDigests, digest_groups, digest_many, float_bits
+from segpipe.ledger.digest import digest_groups, digest_many, float_bits
 from segpipe.ledger.rows import ledger_path
 from segpipe.train.watch import Watch
 
@@ -81,9 +81,6 @@ class Recorder(Watch):
         self._writer = ledger.LedgerWriter(
             ledger_path(config.run_dir, group.rank), header
         )
-        self._of_shard, self._of_gradients, self._of_state = (
-            GroupDigests(channels_last=True) for _ in range(3)
-        )
         self._shard: dict[str, Tensor] = {}
         self._step: dict[str, Tensor] = {}
         self.state_digest = torch.zeros((), dtype=torch.int64)
@@ -110,7 +107,7 @@ class Recorder(Watch):
     ) -> None:
         """Row of a shard, after its backward; `gradients` in the order of the trained parameters."""
         step, shard = self.state.step, batch.shard
-        found = self._of_shard([statistics, gradients])
+        found = digest_groups([statistics, gradients], channels_last=True)
         sums = dict(zip(("statistics", "gradient"), found.unbind(), strict=True))
         row = {
             **self._shard,
@@ -146,7 +143,7 @@ class Recorder(Watch):
         ]
         self._step = {
             "valid": valid.long(),
-            "gradient": self._of_gradients([gradients])[0],
+            "gradient": digest_many(gradients, channels_last=True),
         }
         if self.audits:
             self._writer.part_rows(self.state.step, None, "gradient", _each(gradients))
@@ -163,7 +160,7 @@ class Recorder(Watch):
             for value in _moments(self.state.optimizer, parameter)
         ]
         kinds = {**self._tensors, "optimizer": moments}
-        found = self._of_state(list(kinds.values()))
+        found = digest_groups(list(kinds.values()), channels_last=True)
         scaler = self.state.scaler
         if scaler.is_enabled():  # also before a session's first update: a loaded scale decides what is skipped
             scale = scaler._get_scale_async()  # no wait for a GPU

@@ -15,7 +15,6 @@ from segpipe.data.samples import sequences
 from segpipe.determinism import flags
 from segpipe.errors import CheckpointError
 from segpipe.ledger.digest import state_digest
-from segpipe.ledger.reader import last_seals
 from segpipe.settings.config import config_hash
 from segpipe.train.scores import flattering, scores
 from segpipe.train.start import weights_summary
@@ -168,7 +167,6 @@ def result_of(
         "mode": config.compute.mode,
         "versions": run.fingerprint,
         "switches": flags.switches(),
-        "ledger": last_seals(run.folder),
         **weights_summary(config),
     }
 

@@ -18,7 +18,6 @@ from segpipe.ledger import digest as digests
 from segpipe.ledger.digest import (
     BLOCK,
     THREAD_BLOCKS,
-    digest_each,
     digest_groups,
     digest_many,
 )
@@ -74,7 +73,7 @@ def numbers() -> list[int]:
         [given[:3], [], given[3:8], *([tensor] for tensor in given[8:])]
     ).tolist()
     found += digest_groups([given, given[::-1]], channels_last=True).tolist()
-    return found + digest_each(given[len(SIZES)]).tolist()
+    return found + digest_groups([[image] for image in given[len(SIZES)]]).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -131,40 +130,6 @@ def test_threads_share_whole_blocks_evenly_where_each_gets_a_mebibyte(
     assert kernels.taken == [(width, shares)]
 
 
-def test_tensors_that_come_again_are_read_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """And looked up again where one is another, lies elsewhere, or belongs to another group."""
-    again, given = digests.GroupDigests(channels_last=True), tensors()
-
-    def agrees(groups: list[list[Tensor]]) -> bool:
-        return again(groups).tolist() == [
-            int(digest_many(group, channels_last=True)) for group in groups
-        ]
-
-    assert again([]).tolist() == []
-    assert agrees([given[:9], given[9:]])
-    for tensor in given:
-        tensor.add_(1)
-    assert agrees([given[:9], given[9:]])
-    assert agrees([given[:8], given[8:]])
-    given[2] = torch.randn(SIZES[2])
-    assert agrees([given[:8], given[8:]])
-    square = torch.randn(BLOCK, 2)
-    given[3] = square
-    assert agrees([given[:8], given[8:]])
-    given[3] = square[:7]  # which starts where the other did
-    assert agrees([given[:8], given[8:]])
-    looked: list[int] = []
-    monkeypatch.setattr(again, "_look", lambda: looked.append(1))
-    assert agrees([given[:8], given[8:]])
-    assert not looked
-    monkeypatch.undo()
-    given[6].data = torch.randn(3 * BLOCK)
-    assert agrees([given[:8], given[8:]])
-    assert agrees([given[:8]])
-
-
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float64]
 )
@@ -175,12 +140,8 @@ def test_single_numbers_are_padded_together(dtype: torch.dtype) -> None:
     ] * 2
     expected = [int(digests._digest_words(digests._words(tensor))) for tensor in given]
     assert digest_groups([[tensor] for tensor in given]).tolist() == expected
-    again = digests.GroupDigests()
-    for _ in range(2):
-        assert int(again([given])[0]) == int(
-            digests._digest_words(digests._joined(given, torch.device("cpu"), False))
-        )
-        given[0].add_(1)
+    joined = digests._joined(given, torch.device("cpu"), False)
+    assert int(digest_many(given)) == int(digests._digest_words(joined))
 
 
 def test_a_group_has_the_number_of_its_tensors_alone() -> None:
@@ -233,7 +194,7 @@ def test_tensors_that_a_gpu_lacks_are_moved_at_once_and_in_their_order(
             assert lengths == tuple(part.numel() for part in parts)
             assert {part.dtype for part in parts} == {torch.int64}
             blocks.append(block)
-            return digests._by_c([part.data_ptr() for part in parts], lengths, ends)
+            return digests._by_c(parts, lengths, ends)
 
     monkeypatch.setattr(digests, "gpu_kernels", lambda device: Kernels)
     groups = [tensors()[:3], [], tensors()[3:]]
@@ -260,7 +221,7 @@ def test_kernels_that_answer_rightly_are_used(monkeypatch: pytest.MonkeyPatch) -
         assert lengths == tuple(part.numel() for part in parts)
         assert (ends, block) == ((1, len(parts)), BLOCK)
         assert max(lengths) > BLOCK
-        return digests._by_c([part.data_ptr() for part in parts], lengths, ends)
+        return digests._by_c(parts, lengths, ends)
 
     monkeypatch.setattr(triton_digest, "digests", answer)
     digests.gpu_kernels.cache_clear()

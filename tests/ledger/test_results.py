@@ -13,7 +13,7 @@ from segpipe.cli.main import main as segpipe
 from segpipe.errors import CheckpointError
 from segpipe.ledger.divergence import Comparison, compare
 from segpipe.ledger.reader import read_run
-from segpipe.ledger.results import compare_results
+from segpipe.ledger.results import result_differences
 
 RESULT = {
     "steps": 3, "weights_digest": "aa", "ema_digest": "bb", "pixels": 90, "miou": 0.150, "iou": {"road": 0.15},
@@ -201,4 +201,4 @@ def test_a_damaged_result_is_refused_by_name(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a"), write(tmp_path / "b")
     (b / "result.json").write_text("[1")
     with pytest.raises(CheckpointError, match=r"b/result\.json cannot be read"):
-        compare_results(a, b)
+        result_differences(a, b)

@@ -1,6 +1,5 @@
 """The file format under damage: every tear is cut, every alteration is an error, and neither is taken for the other."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -147,28 +146,14 @@ def test_foreign_files_and_versions_are_refused(
             read_file(path)
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_file(tmp_path / "absent.bin")
-    monkeypatch.setattr("segpipe.ledger.rows.VERSION", 2)
+    monkeypatch.setattr("segpipe.ledger.rows.VERSION", 1)
     path.write_bytes(encode(_header(0)))
     monkeypatch.undo()
     with pytest.raises(
-        CheckpointError, match="has version 2, but version 1 was needed"
+        CheckpointError,
+        match=r"has version 1, but version 2 was needed",
     ):
         read_file(path)
-
-
-def test_a_header_that_no_run_writes_is_refused(tmp_path: Path) -> None:
-    """Whoever writes the checksum anew can say anything."""
-    path = tmp_path / "rank00.bin"
-    for change in (
-        {"recipe": {}},
-        {"recipe": 7},
-        {"compute.samples_per_shard": 10**9},
-        {"compute.shards": 0},
-    ):
-        recipe = change.get("recipe", {**_header(0).recipe, **change})
-        path.write_bytes(encode(replace(_header(0), recipe=recipe)))
-        with pytest.raises(CheckpointError, match="the header at byte 0 was altered"):
-            read_file(path)
 
 
 def test_keys_sort_by_step_shard_field_and_part() -> None:

@@ -48,17 +48,11 @@ def found_by_triton() -> list[list[int]]:
     ends = tuple(sum(map(len, given[: n + 1])) for n in range(len(given)))
     for block in (96, 5000, module.BLOCK):
         module.BLOCK = block
-        places = module.GroupDigests(channels_last=True)
-        places(given)
-        away = [
-            module._words(tensor, channels_last=True)
-            for group in given
-            for tensor in group
-        ]
+        tensors = [tensor for group in given for tensor in group]
+        parts = module._in_words(tensors, CPU, True)
+        away = [module._words(tensor, channels_last=True) for tensor in tensors]
         lengths = tuple(len(words) for words in away)
-        found.append(
-            triton_digest.digests(places._parts, lengths, ends, block).tolist()
-        )
+        found.append(triton_digest.digests(parts, lengths, ends, block).tolist())
         found.append(
             module._by_triton(away, lengths, ends, CPU).tolist()
         )  # all are moved

@@ -27,7 +27,7 @@ from segpipe.data.plan import REPEATS, Member, Request, chosen, requests
 from segpipe.data.samples import CachedSamples
 from segpipe.data.transforms import TRANSFORMS
 from segpipe.errors import ConfigError, ImpureAugmentError
-from segpipe.ledger.digest import digest_each, digest_groups
+from segpipe.ledger.digest import digest_groups
 from segpipe.settings.check import check
 from segpipe.settings.compose import compose
 from segpipe.settings.config import FREE_KEYS, Config
@@ -496,8 +496,8 @@ def test_the_digests_are_those_of_the_ledger(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Canary, "hold", spied)
     for batch in batches(Augmenter(config(canary=1)), 1, steps=range(1)):
         digests = (
-            digest_each(batch.image).tolist(),
-            digest_each(batch.target).tolist(),
+            digest_groups([[image] for image in batch.image]).tolist(),
+            digest_groups([[target] for target in batch.target]).tolist(),
         )
         for row, member in enumerate(
             zip(batch.epoch.tolist(), batch.index.tolist(), strict=True)

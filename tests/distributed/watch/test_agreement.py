@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from benchmarks import plants
-from runs import torch_restored
 from segpipe.determinism import flags
 from segpipe.distributed.watch.agreement import (
     Agreement,
@@ -21,7 +20,8 @@ from segpipe.distributed.watch.agreement import (
 )
 from segpipe.distributed.watch.contract import Contract
 from segpipe.errors import CollectiveError, ConfigError, DivergenceError
-from segpipe.ledger.divergence import Comparison
+from segpipe.ledger.divergence import Comparison, compare
+from segpipe.ledger.reader import read_run
 from segpipe.settings.config import Config
 from segpipe.train.checkpoint import load
 from segpipe.train.watch import Watch
@@ -197,37 +197,34 @@ def test_one_rank_that_drifts_away_ends_the_run(
 
 
 SAMPLE = plants.Order(0, 64, 16, 2).shard(plants.STEP, plants.SHARD)[plants.ROW][1]
-AGAIN = Comparison("diverged", "", stage="forward", layer=plants.MODULE)
 SAID = f"The first tensor that differs is {plants.LAYER}: but rank {plants.RANK} 00."
 
 
 @pytest.mark.parametrize(
-    ("plant", "found", "stopped", "again"),
+    ("plant", "found", "stopped"),
     [
         (
             "pixel",
             {"stage": "augment", "shard": plants.SHARD, "sample": SAMPLE},
             "",
-            None,
         ),
-        ("lr", {"stage": "optimizer"}, "", None),
-        ("ema", {"stage": "bn_ema", "layer": plants.LAYER}, "", None),
-        ("weight", {"stage": "weights", "layer": plants.LAYER}, SAID, None),
+        ("lr", {"stage": "optimizer"}, ""),
+        ("ema", {"stage": "bn_ema", "layer": plants.LAYER}, ""),
+        ("weight", {"stage": "weights", "layer": plants.LAYER}, SAID),
         (
             "forward",
             {"stage": "forward", "shard": plants.SHARD, "layer": plants.NORM},
             "",
-            AGAIN,
         ),
     ],
 )
 def test_a_plant_is_named_only_when_all_of_it_is_right(
-    plant: str, found: dict[str, Any], stopped: str, again: Comparison | None
+    plant: str, found: dict[str, Any], stopped: str
 ) -> None:
     """The judgement of `benchmarks/run.py plants`: whatever is changed in what was said is a problem."""
     one = plants.PLANTS[plant]
     right = Comparison("diverged", "", step=plants.STEP, **found)
-    assert plants.problems(one, right, stopped, again) == []
+    assert plants.problems(one, right, stopped) == []
     changes = {
         "verdict": "identical",
         "step": 2,
@@ -236,24 +233,15 @@ def test_a_plant_is_named_only_when_all_of_it_is_right(
         "sample": 63,
     }
     for name, value in {**changes, **({"layer": "head"} if one.layer else {})}.items():
-        assert plants.problems(one, replace(right, **{name: value}), stopped, again), (
-            name
-        )
+        wrong = replace(right, **{name: value})
+        assert plants.problems(one, wrong, stopped), name
     for other in (
         "",
         f"{plants.LAYER} on rank 1 00",
         f"head.weight, rank {plants.RANK} 00",
     ):
-        assert bool(plants.problems(one, right, other, again)) == (other != stopped), (
-            other
-        )
-    if again is not None:
-        for wrong in (
-            None,
-            replace(again, layer="ppm.out.1"),
-            replace(again, stage="backward"),
-        ):
-            assert plants.problems(one, right, stopped, wrong)
+        found_wrong = bool(plants.problems(one, right, other))
+        assert found_wrong == (other != stopped), other
 
 
 def test_another_environment_is_named_only_as_what_it_is() -> None:
@@ -266,15 +254,10 @@ def test_another_environment_is_named_only_as_what_it_is() -> None:
         assert plants.problems(package, wrong, "")
 
 
-def test_a_plant_inside_the_network_is_named_when_both_runs_are_trained_again(
+def test_a_plant_inside_the_network_is_named(
     said: tuple[Path, dict[str, str]],
 ) -> None:
     folder, plant = said[0], "forward"
-    with torch_restored(), pytest.MonkeyPatch.context() as patched:
-        patched.setattr(plants, "SHARD", 1)
-        again = plants.trained_again(folder / "baseline", folder / plant, plant)
-    assert (again.step, again.stage, again.shard) == (plants.STEP, plant, 1), (
-        again.replay
-    )
-    assert again.layer == plants.MODULE
-    assert "both are reproduced" in again.replay
+    found = compare(read_run(folder / "baseline"), read_run(folder / plant))
+    assert (found.step, found.stage, found.shard) == (plants.STEP, plant, 1)
+    assert found.layer == plants.NORM
