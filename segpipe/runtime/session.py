@@ -134,7 +134,9 @@ class Session:
         return self.engine.bound(image[None].copy(), dict(self._shapes(image)))
 
     def self_test(self) -> tuple[float, int]:
-        """Lowest fraction of equal mask pixels and largest difference of confidence over the golden frames.
+        """Lowest fraction of equal mask pixels, and within how many levels the confidence lies, over the golden frames.
+
+        The second is of `golden.confidence_share` of the cells.
 
         Raises SelfTestError when a golden frame fails, or the answers are further off than the manifest allows.
         """
@@ -145,9 +147,9 @@ class Session:
         ):
             own_mask, own_confidence = self._golden_run(image)
             agreement = min(agreement, float((own_mask == mask).mean()))
-            levels = max(
-                levels, int(np.abs(own_confidence.astype(np.int16) - confidence).max())
-            )
+            moved = np.abs(own_confidence.astype(np.int16) - confidence)
+            share = golden.confidence_share
+            levels = max(levels, int(np.quantile(moved, share, method="higher")))
         if agreement < golden.image_agreement or levels > golden.confidence_levels:
             raise SelfTestError(
                 f"{self._artifact.folder}: on this machine {100 * agreement:.3f} % of a golden mask is equal and "

@@ -44,6 +44,7 @@ from segpipe.runtime import (
     read_artifact,
 )
 from segpipe.runtime.__main__ import main
+from segpipe.runtime.artifact import CONFIDENCE_SHARE
 from segpipe.runtime.bench import (
     _timed,
     bench,
@@ -968,6 +969,39 @@ def test_confidence_of_int8_may_be_rounded_by_another_version(
 
 
 @pytest.mark.parametrize(
+    ("precision", "cells", "passes"),
+    [("fp32", 1, False), ("int8", 1, True), ("int8", 4, False)],
+)
+def test_single_cells_of_a_reduced_precision_may_be_less_sure(
+    precision: str,
+    cells: int,
+    passes: bool,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A limit on the largest difference of an int8 file allowed 84 of 255 levels."""
+    path = folder / "golden" / "confidence.npy"
+    confidence = np.load(path)
+    confidence[0].ravel()[:cells] ^= 128
+    monkeypatch.setitem(CONFIDENCE_SHARE, "int8", 1 - 2 / confidence[0].size)
+    np.save(path, confidence)
+    files = toy_manifest()["files"]
+    files["model.onnx"] |= {
+        "precision": precision,
+        "golden_agreement": 1.0,
+        "golden_confidence_levels": 0,
+    }
+    change_manifest(folder, files=files)
+    write_sums(folder)
+    with (
+        contextlib.nullcontext()
+        if passes
+        else pytest.raises(SelfTestError, match="differs by")
+    ):
+        Segmenter.load(folder, precision=precision)
+
+
+@pytest.mark.parametrize(
     ("precision", "entry"),
     [
         ("fp32", {"golden_agreement": 0.9}),
@@ -977,7 +1011,7 @@ def test_confidence_of_int8_may_be_rounded_by_another_version(
         ("int8", {"golden_agreement": 0.84}),
         ("int8", {"golden_agreement": float("nan")}),
         ("int8", {"golden_agreement": 1.5}),
-        ("int8", {"golden_confidence_levels": 128}),
+        ("int8", {"golden_confidence_levels": 32}),
         ("int8", {"golden_confidence_levels": float("nan")}),
         ("int8", {"golden_confidence_levels": -10}),
     ],
